@@ -1,0 +1,96 @@
+"""Every error that a user can meet: what happened, where, and what to do next.
+
+Invariant: the message of an error reads without its traceback, and its class decides the exit code
+of the process. This module imports nothing, so that any room may raise.
+"""
+
+from __future__ import annotations
+
+
+class PacelineError(Exception):
+    """An error with a next step.
+
+    Args:
+        what: one sentence that says what happened, with the values that matter.
+        where: file and line, recipe key, or rank and step; empty if there is no better place.
+        next_step: what the user can do now; empty if there is nothing to advise.
+    """
+
+    exit_code = 1
+
+    def __init__(self, what: str, *, where: str = "", next_step: str = "") -> None:
+        super().__init__(what)
+        self.what = what
+        self.where = where
+        self.next_step = next_step
+
+    def __str__(self) -> str:
+        lines = [self.what]
+        if self.where:
+            lines.append(f"  where: {self.where}")
+        if self.next_step:
+            lines.append(f"  next:  {self.next_step}")
+        return "\n".join(lines)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (type(self), self.what, self.where, self.next_step))
+
+
+def _rebuild(kind: type[PacelineError], what: str, where: str, next_step: str) -> PacelineError:
+    return kind(what, where=where, next_step=next_step)
+
+
+class RecipeError(PacelineError):
+    """The recipe cannot be read: an unknown key, a wrong type, an impossible value."""
+
+    exit_code = 2
+
+
+class StrategyError(RecipeError):
+    """The strategy cannot be parsed, or this combination is not supported; names the nearest that is."""
+
+
+class TaskError(PacelineError):
+    """The task cannot be found or built, or breaks its contract (model, data, loss)."""
+
+    exit_code = 2
+
+
+class DataError(PacelineError):
+    """The data is missing, empty or cannot be read."""
+
+    exit_code = 2
+
+
+class DeviceError(PacelineError):
+    """The device that was asked for is not there, or does not suit the strategy."""
+
+    exit_code = 2
+
+
+class MissingExtraError(PacelineError):
+    """An optional dependency is not installed; the next step is the command that installs it."""
+
+    exit_code = 2
+
+
+class CheckpointError(PacelineError):
+    """A checkpoint cannot be written, or must not be loaded."""
+
+    exit_code = 3
+
+
+class CommunicationError(PacelineError):
+    """A collective failed: names the rank, the operation, the step; usually another rank is gone."""
+
+    exit_code = 4
+
+
+class DeadlineError(CommunicationError):
+    """A wait took longer than the deadline of the run."""
+
+
+class WorkerError(PacelineError):
+    """A worker raised or died; carries the traceback of the rank that failed first."""
+
+    exit_code = 1

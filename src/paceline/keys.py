@@ -1,0 +1,28 @@
+"""Keyed random numbers: a key is a pure function of what it is for, never of what was drawn before.
+
+Invariant: `key(seed, "dropout", step, shard)` is the same integer in every process, on every machine and
+in every run. Nothing in Paceline consumes a stream whose position depends on the world size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+_BITS = 63  # torch.Generator.manual_seed takes a signed 64-bit integer
+
+
+def key(*parts: int | str) -> int:
+    """Hash the parts to one integer in [0, 2**63).
+
+    Args:
+        parts: the run's seed first, then what the number is for: names and counters.
+            `1` and `"1"` are different parts, and so are `("ab", "c")` and `("a", "bc")`.
+    """
+    digest = hashlib.blake2b("\x1f".join(_spell(parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> (64 - _BITS)
+
+
+def _spell(parts: Iterable[int | str]) -> Iterable[str]:
+    for part in parts:
+        yield f"{type(part).__name__}:{part}"

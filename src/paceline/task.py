@@ -1,0 +1,87 @@
+"""What the user brings: a model, data and a loss. Nothing here knows how the work is distributed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import TaskError
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A sum over samples (or tokens) and how many there were; means are taken once, at the end.
+
+    Args:
+        total: the sum of the losses of `count` items, a scalar tensor that carries gradients.
+        count: number of items in the sum (samples, unmasked tokens, ...), a number or a scalar tensor.
+        metrics: further sums over the same items, by name (for example how many were right).
+    """
+
+    total: Tensor
+    count: Tensor | float
+    metrics: Mapping[str, Tensor | float] = field(default_factory=dict)
+
+    @classmethod
+    def mean(cls, value: Tensor, count: Tensor | float, **metrics: Tensor | float) -> Loss:
+        """Build from a mean over `count` items; `metrics` are sums."""
+        return cls(value * count, count, metrics)
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Map-style data: `torch.utils.data.Dataset` and Hugging Face data sets fit as they are."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+LossFunction = Callable[[nn.Module, Any], Loss]
+
+
+@dataclass(frozen=True)
+class Task:
+    """Everything that is trained, and nothing about how.
+
+    Args:
+        model: the module to train; it is built under a seeded generator and never knows its rank.
+        data: training samples, map-style.
+        loss: `loss(model, batch) -> Loss`; the batch is what `collate` returned, on the model's device.
+        held_out: samples for evaluation; never trained on.
+        collate: list of samples to batch; PyTorch's default if None.
+        optimizer: `optimizer(model) -> torch.optim.Optimizer`, in place of the recipe's by name.
+        blocks: the modules that activation checkpointing recomputes, one by one; by default the
+            entries of every `nn.ModuleList`.
+        initialize: `initialize(model, seed)`, sets weights by (seed, parameter name); None keeps what
+            the constructor made under the seeded generator.
+        report: `report(model, evaluation) -> lines`; what to print after training.
+        num_tokens_per_sample: for the rate on the progress line; 0 if samples are not text.
+    """
+
+    model: nn.Module
+    data: Source
+    loss: LossFunction
+    held_out: Source | None = None
+    collate: Callable[[list[Any]], Any] | None = None
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
+    blocks: Callable[[nn.Module], Iterable[nn.Module]] | None = None
+    initialize: Callable[[nn.Module, int], None] | None = None
+    report: Callable[[nn.Module, Mapping[str, float]], Sequence[str]] | None = None
+    num_tokens_per_sample: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, nn.Module):
+            raise TaskError(
+                f"the task's model is {type(self.model).__name__}, not a torch.nn.Module",
+                next_step="return Task(model=..., data=..., loss=...) or (model, data, loss) from build()",
+            )
+        for name, source in (("data", self.data), ("held_out", self.held_out)):
+            if source is not None and not isinstance(source, Source):
+                raise TaskError(
+                    f"the task's {name} is {type(source).__name__}, which lacks __len__ or __getitem__",
+                    next_step="pass map-style data: a sequence, a torch Dataset, a Hugging Face dataset",
+                )

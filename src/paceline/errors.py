@@ -90,6 +90,12 @@ class DeadlineError(CommunicationError):
     """A wait took longer than the deadline of the run."""
 
 
+class NumericError(PacelineError):
+    """A loss or a gradient is not finite; names the step and the tensor."""
+
+    exit_code = 5
+
+
 class WorkerError(PacelineError):
     """A worker raised or died; carries the traceback of the rank that failed first."""
 

@@ -1,0 +1,61 @@
+"""What a collective costs by its closed form: bytes through this rank and rounds. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Bytes sent and received by one rank, averaged over the group, and the number of rounds."""
+
+    sent_bytes: float
+    received_bytes: float
+    rounds: int
+
+
+def _ring_all_reduce(num_bytes: int, world: int) -> Cost:
+    moved = 2 * (world - 1) / world * num_bytes
+    return Cost(moved, moved, 2 * (world - 1))
+
+
+def _everyone_gets_all(num_bytes: int, world: int) -> Cost:
+    return Cost((world - 1) * num_bytes, (world - 1) * num_bytes, world - 1)
+
+
+def _one_part_each(num_bytes: int, world: int) -> Cost:
+    moved = (world - 1) / world * num_bytes
+    return Cost(moved, moved, 1)
+
+
+def _nothing(num_bytes: int, world: int) -> Cost:
+    return Cost(0.0, 0.0, 1)
+
+
+_CLOSED_FORMS: dict[str, Callable[[int, int], Cost]] = {
+    "all_reduce": _ring_all_reduce,
+    "all_gather": _everyone_gets_all,
+    "reduce_scatter": _ring_all_reduce,  # Gloo moves the bytes of an all_reduce
+    "all_to_all": _one_part_each,
+    "broadcast": _one_part_each,
+    "reduce": _one_part_each,
+    "gather": _one_part_each,
+    "scatter": _one_part_each,
+    "barrier": _nothing,
+}
+
+
+def cost(op: str, num_bytes: int, world: int) -> Cost:
+    """The closed form of one collective on the native route.
+
+    Args:
+        op: name of the collective.
+        num_bytes: payload: the tensor that each rank passes in; for broadcast, scatter and gather the whole.
+        world: number of ranks in the group.
+    Source: Thakur, Rabenseifner, Gropp 2005, Optimization of Collective Communication Operations in
+        MPICH, section 4 (ring algorithms).
+    """
+    if world == 1:
+        return Cost(0.0, 0.0, 0)
+    return _CLOSED_FORMS[op](num_bytes, world)

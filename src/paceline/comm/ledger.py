@@ -1,0 +1,66 @@
+"""The byte ledger: every collective by operation and group, with its calls, bytes and seconds.
+
+Invariant: nothing reaches a wire without a row here, and the bytes of a row are those of the closed form
+(`paceline.comm.cost`) for the payload that was really passed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from paceline.comm.cost import cost
+
+
+@dataclass
+class Entry:
+    """Totals of one operation on one group since the ledger was opened.
+
+    Args:
+        calls: number of collectives.
+        payload_bytes: bytes of the tensors that this rank passed in.
+        sent_bytes: bytes that this rank put on the wire, by the closed form.
+        busy_seconds: from launch to completion, summed over calls (calls may overlap).
+        exposed_seconds: what the caller really waited.
+    """
+
+    calls: int = 0
+    payload_bytes: int = 0
+    sent_bytes: float = 0.0
+    busy_seconds: float = 0.0
+    exposed_seconds: float = 0.0
+
+    @property
+    def hidden_fraction(self) -> float:
+        """Share of the communication time that nobody waited for, 0 to 1."""
+        if self.busy_seconds <= 0:
+            return 0.0
+        return max(0.0, 1.0 - self.exposed_seconds / self.busy_seconds)
+
+
+class ByteLedger:
+    """Counts of this rank."""
+
+    def __init__(self) -> None:
+        self._entries: dict[tuple[str, str], Entry] = {}
+
+    def launched(self, op: str, group_name: str, num_bytes: int, world: int) -> Entry:
+        """Count one call and return its row, for the handle to add seconds to."""
+        entry = self._entries.setdefault((op, group_name), Entry())
+        entry.calls += 1
+        entry.payload_bytes += num_bytes
+        entry.sent_bytes += cost(op, num_bytes, world).sent_bytes
+        return entry
+
+    @property
+    def rows(self) -> Mapping[tuple[str, str], Entry]:
+        """Rows by (operation, group name)."""
+        return self._entries
+
+    def total(self) -> Entry:
+        """The sum of all rows."""
+        whole = Entry()
+        for entry in self._entries.values():
+            for item in fields(Entry):
+                setattr(whole, item.name, getattr(whole, item.name) + getattr(entry, item.name))
+        return whole

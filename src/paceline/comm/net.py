@@ -1,0 +1,274 @@
+"""The net: this rank's end of every wire. Each collective is counted, has a deadline, and fails by name.
+
+Invariant: a collective on a group of one rank is a copy and costs nothing, so callers need no special
+case for one process. What goes through here is native (NCCL or Gloo); it does *not* decide who reduces what.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.comm.ledger import ByteLedger, Entry
+from paceline.errors import CommunicationError, DeadlineError
+from paceline.mesh import Group
+
+_REDUCTIONS = {
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+}
+_WIDENED = {torch.bool: torch.uint8, torch.int16: torch.int32}
+"""Types that Gloo does not carry, and the ones that carry them exactly."""
+
+# PyTorch 2.13 renamed these two; 2.11 and 2.12 have the old names only.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Handle:
+    """A collective under way.
+
+    Do not touch its tensors between launch and `wait`.
+    """
+
+    def __init__(
+        self, op: str, group: Group, net: Net, work: Any, entry: Entry | None, finish: Callable[[], Any]
+    ) -> None:
+        self._op, self._group, self._net, self._entry = op, group, net, entry
+        self._work, self._finish = work, finish
+        self._started = time.perf_counter()
+        if work is not None and entry is not None and net.times_calls:
+            work.get_future().add_done_callback(self._completed)
+
+    def _completed(self, _future: Any) -> None:
+        if self._entry is not None:
+            self._entry.busy_seconds += time.perf_counter() - self._started
+
+    def wait(self, deadline_seconds: float | None = None) -> Any:
+        """Block until the result is there, and return it.
+
+        Args:
+            deadline_seconds: the longest wait; the net's own if None.
+        Raises:
+            DeadlineError: it took longer.
+            CommunicationError: a peer is gone or the call failed; names the rank, operation and step.
+        """
+        if self._work is None:
+            return self._finish()
+        limit = self._net.deadline_seconds if deadline_seconds is None else deadline_seconds
+        began = time.perf_counter()
+        try:
+            self._work.wait(timedelta(seconds=limit))
+        except RuntimeError as error:
+            raise self._net.failure(self._op, self._group, error, time.perf_counter() - began >= limit) from error
+        finally:
+            if self._entry is not None:
+                self._entry.exposed_seconds += time.perf_counter() - began
+        return self._finish()
+
+
+class Net:
+    """Collectives of one rank, counted in `ledger`.
+
+    Args:
+        deadline_seconds: the longest that any wait may take.
+        times_calls: measure the busy time of every call (CPU backends only; NCCL completes on a stream).
+    """
+
+    def __init__(self, deadline_seconds: float = 120.0, *, times_calls: bool = True) -> None:
+        self.ledger = ByteLedger()
+        self.deadline_seconds = deadline_seconds
+        self.times_calls = times_calls
+        self.step = 0
+
+    # -- every rank ends with something -----------------------------------------------------------------
+
+    def all_reduce(self, x: Tensor, group: Group, reduction: str = "sum") -> Handle:
+        """Reduce over the group, in place; the handle returns `x`.
+
+        Exactness: equal bits on every rank; the order of the sum is the backend's.
+        Wire: 2 (P-1)/P n bytes, 2 (P-1) rounds (ring).
+        """
+        op = _REDUCTIONS[reduction]
+        return self._in_place("all_reduce", x, group, lambda t, pg: dist.all_reduce(t, op, pg, async_op=True))
+
+    def broadcast(self, x: Tensor, group: Group, source: int = 0) -> Handle:
+        """Copy `x` of the group's rank `source` to all, in place; the handle returns `x`."""
+        root = group.ranks[source]
+        return self._in_place("broadcast", x, group, lambda t, pg: dist.broadcast(t, root, pg, async_op=True))
+
+    def reduce(self, x: Tensor, group: Group, destination: int = 0, reduction: str = "sum") -> Handle:
+        """Reduce to one rank, in place; on other ranks the content of `x` is undefined afterwards."""
+        root, op = group.ranks[destination], _REDUCTIONS[reduction]
+        return self._in_place("reduce", x, group, lambda t, pg: dist.reduce(t, root, op, pg, async_op=True))
+
+    def all_gather(self, x: Tensor, group: Group) -> Handle:
+        """The handle returns a list of every rank's tensor; shapes may differ in the first dimension.
+
+        Wire: (P-1) times the largest tensor; ragged sizes cost one more small all_gather.
+        """
+        if group.handle is None:
+            return self._done("all_gather", group, [x.clone()])
+        lengths = self._lengths(x, group)
+        padded = _padded(x, max(lengths))
+        out = padded.new_empty((group.size, *padded.shape))
+        entry = self._launch("all_gather", padded, group)
+        work = self._call(
+            "all_gather",
+            group,
+            lambda: _all_gather_single(out.view(-1), padded.view(-1), group.handle, async_op=True),
+        )
+        shape = x.shape[1:] if x.dim() else ()
+
+        def unpack() -> list[Tensor]:
+            parts = [out[i][: lengths[i] * _row(x)].to(x.dtype) for i in range(group.size)]
+            if x.dim() == 0:
+                return [part.reshape(()) for part in parts]
+            return [part.reshape(n, *shape) for part, n in zip(parts, lengths, strict=True)]
+
+        return Handle("all_gather", group, self, work, entry, unpack)
+
+    def reduce_scatter(self, x: Tensor, group: Group, reduction: str = "sum") -> Handle:
+        """Reduce, and keep part `group.rank`; the first dimension must be a multiple of the group's size."""
+        if x.dim() == 0 or x.shape[0] % group.size:
+            raise CommunicationError(
+                f"reduce_scatter over {group.size} ranks cannot split shape {tuple(x.shape)}",
+                next_step="pad the first dimension to a multiple of the group's size",
+            )
+        if group.handle is None:
+            return self._done("reduce_scatter", group, x.clone())
+        source = _carried(x)
+        out = source.new_empty((source.shape[0] // group.size, *source.shape[1:]))
+        entry = self._launch("reduce_scatter", source, group)
+        work = self._call(
+            "reduce_scatter",
+            group,
+            lambda: _reduce_scatter_single(out, source, _REDUCTIONS[reduction], group.handle, async_op=True),
+        )
+        return Handle("reduce_scatter", group, self, work, entry, lambda: out.to(x.dtype))
+
+    def all_to_all(self, parts: Sequence[Tensor], group: Group) -> Handle:
+        """Send `parts[i]` to rank i; the handle returns what each rank sent here. Parts share shape and type."""
+        if group.handle is None:
+            return self._done("all_to_all", group, [part.clone() for part in parts])
+        source = _carried(torch.stack(list(parts)))
+        out = torch.empty_like(source)
+        entry = self._launch("all_to_all", source, group)
+        work = self._call(
+            "all_to_all", group, lambda: dist.all_to_all_single(out, source, group=group.handle, async_op=True)
+        )
+        return Handle("all_to_all", group, self, work, entry, lambda: list(out.to(parts[0].dtype)))
+
+    # -- one rank has, or gets, all ---------------------------------------------------------------------
+
+    def gather(self, x: Tensor, group: Group, destination: int = 0) -> Handle:
+        """The handle returns a list of every rank's tensor on `destination`, an empty list elsewhere."""
+        if group.handle is None:
+            return self._done("gather", group, [x.clone()])
+        source = _carried(x)
+        root = group.ranks[destination]
+        out = [torch.empty_like(source) for _ in group.ranks] if group.rank == destination else None
+        entry = self._launch("gather", source, group, times=group.size)
+        work = self._call(
+            "gather", group, lambda: dist.gather(source, out, root, group.handle, async_op=True)
+        )
+        return Handle("gather", group, self, work, entry, lambda: [part.to(x.dtype) for part in out or ()])
+
+    def scatter(self, parts: Sequence[Tensor] | None, like: Tensor, group: Group, source: int = 0) -> Handle:
+        """Give `parts[i]` of rank `source` to rank i; `like` tells the others shape and type."""
+        if group.handle is None:
+            return self._done("scatter", group, (parts or [like])[0].clone())
+        out = torch.empty_like(_carried(like))
+        sent = [_carried(part) for part in parts] if parts is not None and group.rank == source else None
+        root = group.ranks[source]
+        entry = self._launch("scatter", out, group, times=group.size)
+        work = self._call("scatter", group, lambda: dist.scatter(out, sent, root, group.handle, async_op=True))
+        return Handle("scatter", group, self, work, entry, lambda: out.to(like.dtype))
+
+    def barrier(self, group: Group) -> None:
+        """Wait until all ranks of the group are here."""
+        flag = torch.zeros(1, dtype=torch.uint8, device=_device_of(group))
+        self._in_place("barrier", flag, group, lambda t, pg: dist.all_reduce(t, group=pg, async_op=True)).wait()
+
+    # -- the few lines around the backend ---------------------------------------------------------------
+
+    def failure(self, op: str, group: Group, error: Exception, late: bool) -> CommunicationError:
+        """What to raise when a collective failed: a deadline, or a peer that is gone."""
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        where = f"rank {group.ranks[group.rank]}, {op} over group '{group.name}' {group.ranks}, step {self.step}"
+        if late or "imed out" in text:
+            return DeadlineError(
+                f"{op} did not finish within {self.deadline_seconds:g} s: {text}",
+                where=where,
+                next_step="look for the rank that did not call it; raise runtime.deadline_seconds if it is slow",
+            )
+        return CommunicationError(
+            f"{op} failed: {text}", where=where, next_step="look at the first rank that ended: it is the cause"
+        )
+
+    def _in_place(self, op: str, x: Tensor, group: Group, call: Callable[[Tensor, Any], Any]) -> Handle:
+        if group.handle is None or (x.numel() == 0):
+            return self._done(op, group, x)
+        carried = _carried(x)
+        entry = self._launch(op, carried, group)
+        work = self._call(op, group, lambda: call(carried, group.handle))
+
+        def copy_back() -> Tensor:
+            return x if carried is x else x.copy_(carried)
+
+        return Handle(op, group, self, work, entry, copy_back)
+
+    def _call(self, op: str, group: Group, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except RuntimeError as error:
+            raise self.failure(op, group, error, late=False) from error
+
+    def _launch(self, op: str, x: Tensor, group: Group, times: int = 1) -> Entry:
+        return self.ledger.launched(op, group.name, times * x.numel() * x.element_size(), group.size)
+
+    def _done(self, op: str, group: Group, result: Any) -> Handle:
+        return Handle(op, group, self, None, None, lambda: result)
+
+    def _lengths(self, x: Tensor, group: Group) -> list[int]:
+        mine = torch.tensor([x.shape[0] if x.dim() else 1], device=x.device)
+        out = mine.new_empty(group.size)
+        self._launch("all_gather", mine, group)
+        work = self._call(
+            "all_gather", group, lambda: _all_gather_single(out, mine, group.handle, async_op=True)
+        )
+        Handle("all_gather", group, self, work, None, lambda: out).wait()
+        return [int(n) for n in out]
+
+
+def _carried(x: Tensor) -> Tensor:
+    """The same values in a contiguous tensor of a type that the backend carries; `x` itself if it is one."""
+    wide = _WIDENED.get(x.dtype)
+    return (x if wide is None else x.to(wide)).contiguous()
+
+
+def _row(x: Tensor) -> int:
+    """Number of elements per entry of the first dimension."""
+    return prod(x.shape[1:])
+
+
+def _padded(x: Tensor, length: int) -> Tensor:
+    flat = _carried(x).reshape(-1)
+    out = flat.new_zeros(max(1, length * _row(x)))
+    out[: flat.numel()] = flat
+    return out
+
+
+def _device_of(group: Group) -> torch.device:
+    if group.handle is None or dist.get_backend(group.handle) != "nccl":
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())

@@ -1,0 +1,186 @@
+"""The reducer: gradients of this rank in, sums over the group out, while the backward pass goes on.
+
+Gradients are copied into flat buckets as they become ready; a full bucket is all-reduced at once, and
+buckets are launched in one order on every rank. Buffers are allocated once.
+
+Invariant: after `finish`, every rank of the group holds the same sums, and a parameter that had no
+gradient on this rank counted as zero. It sums; dividing is the tail's work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.net import Handle, Net
+from paceline.mesh import Group
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Summed gradients of one step.
+
+    Args:
+        tensors: by parameter index, in the parameter's shape; None where nobody has a gradient.
+        flats: the storage that `tensors` are views of: a norm or a scale over these covers everything.
+    """
+
+    tensors: Sequence[Tensor | None]
+    flats: Sequence[Tensor]
+
+    def only(self, used: Sequence[bool]) -> Gradients:
+        """Without those that no rank used; their storage holds zeros."""
+        kept = [g if u else None for g, u in zip(self.tensors, used, strict=True)]
+        return Gradients(kept, self.flats)
+
+
+class Reducer(Protocol):
+    """What a layout feeds during backward, and a rule empties after it."""
+
+    def begin(self) -> None:
+        """Open a step: nothing is ready."""
+
+    def ready(self, index: int, grad: Tensor | None) -> None:
+        """The gradient of parameter `index` is complete on this rank; may launch communication."""
+
+    def finish(self) -> Gradients:
+        """Wait for the sums. Parameters never called ready count as None."""
+
+
+class LocalReducer:
+    """A group of one: the gradients are the sums."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._grads: list[Tensor | None] = [None] * len(parameters)
+
+    def begin(self) -> None:
+        """Forget the last step."""
+        self._grads = [None] * len(self._grads)
+
+    def ready(self, index: int, grad: Tensor | None) -> None:
+        """Keep a reference; nothing is copied."""
+        self._grads[index] = grad
+
+    def finish(self) -> Gradients:
+        """Return what there is."""
+        return Gradients(self._grads, [grad for grad in self._grads if grad is not None])
+
+
+class _Bucket:
+    """A flat buffer and the parameters in it."""
+
+    def __init__(self, indices: Sequence[int], parameters: Sequence[nn.Parameter]) -> None:
+        members = [parameters[i] for i in indices]
+        self.flat = torch.zeros(
+            sum(p.numel() for p in members), dtype=members[0].dtype, device=members[0].device
+        )
+        pieces = self.flat.split([p.numel() for p in members])
+        self.views = {i: v.view_as(p) for i, v, p in zip(indices, pieces, members, strict=True)}
+        self.missing = set(indices)
+        self.handle: Handle | None = None
+
+    def begin(self) -> None:
+        self.missing = set(self.views)
+        self.handle = None
+
+
+class BucketReducer:
+    """All-reduce in buckets, overlapped with backward.
+
+    Args:
+        parameters: those with a gradient, in the model's order; equal on every rank.
+        group: who sums.
+        net: this rank's wires.
+        bucket_bytes: a bucket is closed once it holds this many bytes; one parameter is never split.
+    Wire: one all_reduce a bucket, 2 (P-1)/P n bytes in all for n bytes of gradients.
+    Exactness: sums in the backend's order; equal bits on every rank.
+    Source: Li et al. 2020, PyTorch Distributed, arXiv:2006.15704, section 3.2 (bucketing and overlap).
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], group: Group, net: Net, bucket_bytes: int
+    ) -> None:
+        self._group, self._net = group, net
+        self._buckets = [_Bucket(indices, parameters) for indices in plan_buckets(parameters, bucket_bytes)]
+        self._home = {i: bucket for bucket in self._buckets for i in bucket.views}
+        self._next = 0
+
+    @property
+    def num_buckets(self) -> int:
+        """How many all_reduces a step costs."""
+        return len(self._buckets)
+
+    def begin(self) -> None:
+        """Open a step."""
+        self._next = 0
+        for bucket in self._buckets:
+            bucket.begin()
+
+    def ready(self, index: int, grad: Tensor | None) -> None:
+        """Copy the gradient into its bucket; launch every full bucket whose turn it is."""
+        bucket = self._home[index]
+        view = bucket.views[index]
+        if grad is None:
+            view.zero_()
+        else:
+            view.copy_(grad)
+        bucket.missing.discard(index)
+        if not bucket.missing:
+            self._launch_full()
+
+    def finish(self) -> Gradients:
+        """Fill what is missing with zeros, launch the rest, wait for all."""
+        for index, bucket in self._home.items():
+            if index in bucket.missing:
+                self.ready(index, None)
+        for bucket in self._buckets:
+            if bucket.handle is not None:
+                bucket.handle.wait()
+        tensors = [self._home[i].views[i] for i in range(len(self._home))]
+        return Gradients(tensors, [bucket.flat for bucket in self._buckets])
+
+    def _launch_full(self) -> None:
+        while self._next < len(self._buckets) and not self._buckets[self._next].missing:
+            bucket = self._buckets[self._next]
+            bucket.handle = self._net.all_reduce(bucket.flat, self._group)
+            self._next += 1
+
+
+def plan_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[list[int]]:
+    """Parameter indices by bucket, last parameter first (the order in which backward reaches them); pure.
+
+    A bucket holds one dtype on one device, at least one parameter, and is closed when it has reached
+    `bucket_bytes`.
+    """
+    return list(_closed(parameters, bucket_bytes))
+
+
+def _closed(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> Iterator[list[int]]:
+    bucket: list[int] = []
+    filled = 0
+    for index in reversed(range(len(parameters))):
+        p = parameters[index]
+        if bucket and (filled >= bucket_bytes or not _alike(p, parameters[bucket[0]])):
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append(index)
+        filled += p.numel() * p.element_size()
+    if bucket:
+        yield bucket
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and a.device == b.device
+
+
+def build_reducer(
+    parameters: Sequence[nn.Parameter], group: Group, net: Net, bucket_bytes: int
+) -> Reducer:
+    """The reducer that suits the group: none needed for one rank, buckets for more."""
+    if group.size == 1:
+        return LocalReducer(parameters)
+    return BucketReducer(parameters, group, net, bucket_bytes)

@@ -1,0 +1,53 @@
+"""The record of one step, as every sink receives it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Stats:
+    """One step, as all ranks agree on it, with the seconds of this rank.
+
+    Args:
+        step: index of the step, from 0.
+        epoch: index of the epoch that the step's samples belong to.
+        loss: mean loss over the items of the step.
+        metrics: means over the same items.
+        num_samples: samples in the step, all replicas.
+        num_items: what the loss counts (samples, tokens), all replicas.
+        grad_norm: global norm of the mean gradient, before the clip.
+        lr: rate of the first parameter group in this update.
+        applied: False if the update was skipped because a gradient overflowed in fp16.
+        loss_scale: 1 unless fp16.
+        stops: number of ranks that were asked to stop.
+        seconds: wall time of the step on this rank.
+        phases: seconds by phase.
+        sent_bytes: bytes this rank put on the wire since the start of the run, by the closed form.
+    """
+
+    step: int
+    epoch: int
+    loss: float
+    metrics: Mapping[str, float]
+    num_samples: int
+    num_items: float
+    grad_norm: float
+    lr: float
+    applied: bool
+    loss_scale: float
+    stops: int
+    seconds: float
+    phases: Mapping[str, float]
+    sent_bytes: float
+
+    @property
+    def samples_per_second(self) -> float:
+        """Rate of this step, all replicas."""
+        return self.num_samples / self.seconds if self.seconds > 0 else 0.0
+
+    def record(self) -> dict[str, Any]:
+        """The fields and the rate as plain values, for JSON."""
+        return {"event": "step", **asdict(self), "samples_per_second": self.samples_per_second}

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm.net import Handle, Net
+from paceline.errors import CommunicationError
 from paceline.mesh import Group
 
 
@@ -48,7 +49,7 @@ class Reducer(Protocol):
         """The gradient of parameter `index` is complete on this rank; may launch communication."""
 
     def finish(self) -> Gradients:
-        """Wait for the sums. Parameters never called ready count as None."""
+        """Wait for the sums; every parameter was called ready once."""
 
 
 class LocalReducer:
@@ -133,13 +134,14 @@ class BucketReducer:
             self._launch_full()
 
     def finish(self) -> Gradients:
-        """Fill what is missing with zeros, launch the rest, wait for all."""
-        for index, bucket in self._home.items():
-            if index in bucket.missing:
-                self.ready(index, None)
+        """Wait for all buckets, in the order of their launch."""
         for bucket in self._buckets:
-            if bucket.handle is not None:
-                bucket.handle.wait()
+            if bucket.handle is None:
+                raise CommunicationError(
+                    f"parameters {sorted(bucket.missing)} were never called ready in step {self._net.step}",
+                    next_step="the layout must announce every parameter once a step, None if it has no gradient",
+                )
+            bucket.handle.wait()
         tensors = [self._home[i].views[i] for i in range(len(self._home))]
         return Gradients(tensors, [bucket.flat for bucket in self._buckets])
 

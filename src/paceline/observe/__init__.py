@@ -1,6 +1,8 @@
 """What happened, as records: phases of a step, and the sinks that write or show them."""
 
 from paceline.observe.phases import PHASES, Phases
+from paceline.observe.progress import Progress
+from paceline.observe.sinks import JsonLines, Sink
 from paceline.observe.stats import Stats
 
-__all__ = ["PHASES", "Phases", "Stats"]
+__all__ = ["PHASES", "JsonLines", "Phases", "Progress", "Sink", "Stats"]

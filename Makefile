@@ -1,0 +1,77 @@
+# What a user and a developer run; `make help` lists it. Needs Python 3.11 or later with pip, and make.
+# Variables: PYTHON (which interpreter makes the environment), VENV (where), RECIPE and ARGS (for `train`),
+# TESTS and ARGS (for `test` and `soak`).
+
+PYTHON ?= python3
+VENV ?= .venv
+RECIPE ?= recipes/byte-gpt.toml
+TESTS ?=
+ARGS ?=
+TORCH = 2.13.0
+
+BIN = $(VENV)/bin
+PIP_INSTALL = $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help venv train test soak bench check format docs constraints clean
+
+help: ## list the targets
+	@echo "make TARGET [PYTHON=python3] [VENV=.venv]"
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  \1|\2/p' Makefile | awk -F'|' '{ printf "%-14s %s\n", $$1, $$2 }'
+
+venv: $(VENV)/.core ## make .venv with what training needs
+
+train: $(VENV)/.core ## train the byte-level GPT of recipes/byte-gpt.toml (RECIPE=, ARGS=)
+	$(BIN)/paceline train $(RECIPE) $(ARGS)
+
+test: $(VENV)/.dev ## run the CPU test suite (TESTS=, ARGS=); the capability report goes to build/
+	@mkdir -p build
+	$(BIN)/python -m pytest -m "not soak" --durations=15 --capability-report=build/capabilities.json $(TESTS) $(ARGS)
+
+soak: $(VENV)/.dev ## run the long tests
+	$(BIN)/python -m pytest -m soak --durations=15 --timeout=0 $(TESTS) $(ARGS)
+
+bench: $(VENV)/.bench ## measure speed against other libraries
+	$(BIN)/python -m benchmarks $(ARGS)
+
+check: $(VENV)/.dev ## lint, format, types, import layers, spelling, ratchets, docs
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/codespell
+	$(BIN)/python tools/ratchets.py
+	$(BIN)/python tools/capabilities.py --check
+
+format: $(VENV)/.dev ## format the code and fix what ruff can fix
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: ## write docs/capabilities.md from the capability marks of the tests
+	$(PYTHON) tools/capabilities.py
+
+constraints: ## resolve the newest versions in a fresh environment and write constraints.txt
+	$(PYTHON) tools/constraints.py --torch $(TORCH)
+
+clean: ## remove build products and caches; .venv and runs stay
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	find src tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamps say what an environment holds. Pip runs again only if the project file or the pins changed.
+
+$(VENV)/.core: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Paceline needs Python 3.11 or later; name one: make PYTHON=python3.12")'
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+	@echo "installing Paceline and what training needs into $(VENV)"
+	@$(PIP_INSTALL) -e .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.core
+	@echo "installing what tests and checks need into $(VENV)"
+	@$(PIP_INSTALL) -e '.[dev]'
+	@touch $@
+
+$(VENV)/.bench: $(VENV)/.dev
+	@echo "installing what the benchmarks compare with into $(VENV)"
+	@$(PIP_INSTALL) -e '.[bench]'
+	@touch $@

@@ -1,0 +1,183 @@
+"""Turns a stream of units into a stream of batches, on time and in the given order.
+
+Invariant: the batches, their order and the random numbers drawn for them do not depend on the number of
+workers. Units are pulled lazily, never more than `prefetch * workers` ahead. No worker process is left after
+`Stream.close()`, after the last batch or after an error. Built on `torch.utils.data.DataLoader`; which
+samples form a unit is decided elsewhere (`order.py`, `work.py`).
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader, default_collate
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+from paceline.data.cache import SampleCache
+from paceline.data.device import to_device
+from paceline.data.reader import Collate, Reply, Request, UnitReader
+from paceline.data.work import Unit
+from paceline.errors import DataError
+from paceline.task import Source
+
+if TYPE_CHECKING:
+    from paceline.recipe import LoaderRecipe
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedUnit:
+    """A unit and its batch, on the device of the loader."""
+
+    unit: Unit
+    batch: Any
+
+
+class Loader:
+    """Reads units of one source; opens streams, which own the worker processes.
+
+    Args:
+        source: map-style data; `__getitems__` (Hugging Face datasets, torch subsets) is used where it exists.
+        collate: list of samples to batch; PyTorch's default if None.
+        recipe: `workers` processes (0: read inline), `prefetch` units read ahead by each, `cache_bytes` of
+            samples kept in all, divided among the workers. Workers and their caches live as long as the
+            stream, so open one stream for many epochs; inline the cache lives as long as the loader.
+        device: where batches go; pinned memory and copies that do not wait if it is a GPU.
+        deadline_seconds: the longest wait for one batch from the workers.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        collate: Collate | None,
+        recipe: LoaderRecipe,
+        device: torch.device,
+        *,
+        deadline_seconds: float = 120.0,
+    ) -> None:
+        self._source = source
+        self._collate = collate or default_collate
+        self._device = device
+        self._deadline_seconds = deadline_seconds
+        self.num_workers = recipe.workers
+        self._prefetch = recipe.prefetch
+        self._cache = SampleCache(recipe.cache_bytes // max(recipe.workers, 1))
+        self.cache_hits = 0
+        self.cache_lookups = 0
+
+    def open(self, units: Iterable[Unit]) -> Stream:
+        """Start reading `units`, finite or endless; close the stream when done (or use it in a `with`)."""
+        cache = SampleCache(self._cache.capacity_bytes) if self.num_workers else self._cache
+        feed = _UnitFeed(units)
+        batches = DataLoader(
+            UnitReader(self._source, self._collate, cache),
+            sampler=feed,
+            batch_size=None,  # a reply already is a batch
+            collate_fn=_as_it_is,
+            num_workers=self.num_workers,
+            prefetch_factor=self._prefetch if self.num_workers else None,
+            timeout=self._deadline_seconds if self.num_workers else 0,
+            pin_memory=self._device.type == "cuda",
+            worker_init_fn=_start_worker,
+            multiprocessing_context=_start_method() if self.num_workers else None,
+            generator=torch.Generator(),  # else DataLoader would draw from the global one
+        )
+        return Stream(self, feed, batches)
+
+    def _deliver(self, unit: Unit, reply: Reply) -> LoadedUnit:
+        self.cache_hits += reply.hits
+        self.cache_lookups += reply.lookups
+        return LoadedUnit(unit, to_device(reply.batch, self._device))
+
+
+class Stream(Iterator[LoadedUnit]):
+    """The loaded units in the order of their units. Not for use by several threads at once.
+
+    Raises, from `next`:
+        DataError: a sample cannot be read or collated (names its index), a worker process died, or no batch
+            came within the deadline. The stream is closed by then.
+    """
+
+    def __init__(self, loader: Loader, feed: _UnitFeed, batches: DataLoader[Reply]) -> None:
+        self._loader = loader
+        self._feed = feed
+        self._batches: Iterator[Reply] | None = iter(batches)  # starts the workers
+
+    def __next__(self) -> LoadedUnit:
+        if self._batches is None:
+            raise StopIteration
+        try:
+            reply = next(self._batches)
+        except RuntimeError as error:  # DataLoader's word for a worker that died or is late
+            failure = self._failure(error)
+            self.close()
+            raise failure from error
+        except BaseException:  # the end of the units (StopIteration), or an interrupt
+            self.close()
+            raise
+        unit = self._feed.ahead.popleft()
+        if reply.failure is not None:
+            self.close()
+            if reply.failure.__cause__ is None:
+                reply.failure.add_note(reply.trace)
+            raise reply.failure
+        return self._loader._deliver(unit, reply)
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the worker processes, by force if they do not end by themselves; may be called twice."""
+        batches, self._batches = self._batches, None
+        if isinstance(batches, _MultiProcessingDataLoaderIter):
+            batches._shutdown_workers()  # what `del` would do, but a traceback may still hold the iterator
+            for worker in batches._workers:
+                worker.kill()
+                worker.join()
+
+    def _failure(self, error: RuntimeError) -> DataError:
+        waited_for = f"step {self._feed.ahead[0].step}" if self._feed.ahead else "the first unit"
+        return DataError(
+            f"the loader failed: {error}",
+            where=f"waiting for {waited_for}, with {self._loader.num_workers} workers",
+            next_step="set loader.workers = 0 to see it happen in the training process; "
+            "if a sample just takes long, raise runtime.deadline_seconds",
+        )
+
+
+class _UnitFeed:
+    """Hands requests to the DataLoader and remembers, in order, the units they stand for."""
+
+    def __init__(self, units: Iterable[Unit]) -> None:
+        self._units = units
+        self.ahead: deque[Unit] = deque()
+
+    def __iter__(self) -> Iterator[Request]:
+        for unit in self._units:
+            self.ahead.append(unit)
+            yield Request(unit.indices.tolist(), unit.key)
+
+
+def _as_it_is(reply: Any) -> Any:
+    return reply
+
+
+def _start_method() -> str | None:
+    """Fork where it is sound: tasks from a user's file, closures and memory maps then need no pickling."""
+    return "fork" if sys.platform == "linux" else None
+
+
+def _start_worker(worker_index: int) -> None:
+    """Runs first in a worker. Ctrl-C reaches every process, but the parent decides what it means."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,0 +1,183 @@
+"""Text files, tokenised once to one flat file that every process maps into memory.
+
+Invariant: a token file that exists under its final name is whole. Its name is a hash of all that it was made
+from (the content of the files in order, the tokenizer, the layout), so it is never stale and never rewritten.
+Writing takes constant memory. This module does not choose files (see `text.py`).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.data.tokens import Tokenizer
+from paceline.errors import DataError
+
+_LAYOUT = "1"  # part of the name: raise it when the bytes of a token file change their meaning
+_CHUNK_BYTES = 1 << 20
+_POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """A file as it was when it was examined: its size, and the BLAKE2b hash of its content in hex."""
+
+    path: Path
+    num_bytes: int
+    digest: str
+
+
+def examine(path: Path) -> TextFile:
+    """Read a file through to its size and digest. Raises: DataError if it cannot be read."""
+    digest = hashlib.blake2b(digest_size=16)
+    num_bytes = 0
+    for chunk in _chunks(path):
+        digest.update(chunk)
+        num_bytes += len(chunk)
+    return TextFile(path, num_bytes, digest.hexdigest())
+
+
+def token_type(vocab_size: int) -> np.dtype[Any]:
+    """The smallest of uint8, uint16 and uint32 that holds every token."""
+    for kind in (np.uint8, np.uint16):
+        if vocab_size - 1 <= np.iinfo(kind).max:
+            return np.dtype(kind)
+    return np.dtype(np.uint32)
+
+
+def tokens_digest(files: Sequence[TextFile], tokenizer: Tokenizer) -> str:
+    """Name of the tokens of `files`, equal on all machines for equal content; paths have no part in it."""
+    parts = [_LAYOUT, tokenizer.fingerprint, str(tokenizer.separator), *(file.digest for file in files)]
+    return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
+
+
+def map_tokens(
+    files: Sequence[TextFile],
+    tokenizer: Tokenizer,
+    cache_dir: Path,
+    *,
+    deadline_seconds: float = 600.0,
+) -> NDArray[Any]:
+    """The tokens of `files`, each file followed by the tokenizer's separator, mapped read-only.
+
+    The first process that asks writes them under a lock; others wait, and later ones find them. The tokens of
+    a list of files are the tokens of its parts, one after another, so files may be dealt to nodes.
+
+    Args:
+        files: in the order in which their tokens come.
+        tokenizer: what encodes them; decides the dtype (see `token_type`).
+        cache_dir: where token files are kept; made if missing; may be shared by processes and nodes.
+        deadline_seconds: the longest wait for another process that is writing.
+    Returns:
+        uint8, uint16 or uint32 [N], backed by the page cache, not by this process's memory.
+    Raises:
+        DataError: a file is unreadable, changed or not valid text; the cache cannot be written or locked.
+    """
+    kind = token_type(tokenizer.vocab_size)
+    path = cache_dir / f"{tokens_digest(files, tokenizer)}.{kind.name}"
+    if not path.exists():
+        with _locked(cache_dir, deadline_seconds):
+            if not path.exists():
+                _publish(files, tokenizer, kind, path)
+    if not path.stat().st_size:  # no files: an empty file cannot be mapped
+        return np.empty(0, kind)
+    return np.asarray(np.memmap(path, kind, "r"))
+
+
+def _publish(files: Sequence[TextFile], tokenizer: Tokenizer, kind: np.dtype[Any], path: Path) -> None:
+    partial = path.with_suffix(
+        ".tmp"
+    )  # one name: the lock is held, and what a killed writer left is overwritten
+    try:
+        with partial.open("wb") as out:
+            for file in files:
+                _write_tokens(file, tokenizer, kind, out)
+            out.flush()
+            os.fsync(out.fileno())
+        partial.replace(path)
+    except OSError as error:
+        raise DataError(
+            f"cannot write the tokens: {error}",
+            where=str(path),
+            next_step="free space there, or set another cache",
+        ) from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _write_tokens(file: TextFile, tokenizer: Tokenizer, kind: np.dtype[Any], out: IO[bytes]) -> None:
+    digest = hashlib.blake2b(digest_size=16)
+
+    def observed() -> Iterator[bytes]:
+        for chunk in _chunks(file.path):
+            digest.update(chunk)
+            yield chunk
+
+    try:
+        for tokens in tokenizer.encode_chunks(observed()):
+            out.write(tokens.astype(kind, copy=False).data)
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"a file is not UTF-8 text: {error}",
+            where=str(file.path),
+            next_step="leave it out, convert it, or use the byte tokenizer, which takes any file",
+        ) from error
+    if digest.hexdigest() != file.digest:
+        raise DataError("a file changed while it was read", where=str(file.path), next_step="start again")
+    out.write(np.array([tokenizer.separator], kind).data)
+
+
+def _chunks(path: Path) -> Iterator[bytes]:
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                yield chunk
+    except OSError as error:
+        raise DataError(f"cannot read a text file: {error}", next_step="check its path and rights") from error
+
+
+@contextmanager
+def _locked(cache_dir: Path, deadline_seconds: float) -> Iterator[None]:
+    """Hold the folder's lock. The system frees it when a process dies, so only a live one is waited for."""
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        lock = (cache_dir / "lock").open("w")
+    except OSError as error:
+        raise DataError(
+            f"cannot write to the token cache: {error}", next_step="set a folder that can be written to"
+        ) from error
+    with lock:
+        give_up = time.monotonic() + deadline_seconds
+        while not _try_lock(lock):
+            if time.monotonic() > give_up:
+                raise DataError(
+                    f"another process has been writing tokens for more than {deadline_seconds:g} s",
+                    where=lock.name,
+                    next_step="wait for it, or end it",
+                )
+            time.sleep(_POLL_SECONDS)
+        yield
+
+
+def _try_lock(lock: IO[str]) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise DataError(
+            f"this file system has no locks: {error}",
+            where=lock.name,
+            next_step="set a cache on a local disk",
+        ) from error
+    return True

@@ -1,0 +1,180 @@
+"""Text to token ids and back: bytes, or a byte-level BPE from a `tokenizer.json`.
+
+Invariant: every tokenizer here gives text back exactly, `decode(encode(text)) == text`; one that cannot is
+refused when it is loaded, because bits per byte would be wrong. Files are encoded in pieces, in constant memory.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import DataError, MissingExtraError
+
+if TYPE_CHECKING:
+    import tokenizers
+
+END_OF_TEXT = "<|endoftext|>"
+_SEPARATORS = (END_OF_TEXT, "</s>")
+_PROBE = ' Two  spaces,\ttab\r\n\n"Zürich" — 東京 🚲 \x00x=[1.5,-2]\n'
+
+
+class Tokenizer(Protocol):
+    """What a source of text needs. `separator` ends every file; `fingerprint` is a hash of the vocabulary."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def separator(self) -> int: ...
+    @property
+    def fingerprint(self) -> str: ...
+    def encode(self, text: str) -> NDArray[Any]: ...
+    def decode(self, tokens: Iterable[int]) -> str: ...
+    def encode_chunks(self, chunks: Iterable[bytes]) -> Iterator[NDArray[Any]]: ...
+
+
+class ByteTokenizer:
+    """One token for each byte of UTF-8; any file is valid. Byte 0 ends a file."""
+
+    vocab_size = 256
+    separator = 0
+    fingerprint = "bytes"
+
+    def encode(self, text: str) -> NDArray[np.uint8]:
+        """Token ids, uint8 [bytes of the text in UTF-8]."""
+        return np.frombuffer(text.encode(), dtype=np.uint8)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Text; bytes that are not UTF-8 become U+FFFD (generated text may stop within a character)."""
+        return bytes(map(int, tokens)).decode(errors="replace")
+
+    def encode_chunks(self, chunks: Iterable[bytes]) -> Iterator[NDArray[np.uint8]]:
+        """Ids of a file that comes in chunks, cut anywhere."""
+        return (np.frombuffer(chunk, dtype=np.uint8) for chunk in chunks)
+
+
+class BpeTokenizer:
+    """A `tokenizers.Tokenizer` that gives text back exactly; made by `load_tokenizer` and `train_bpe`."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, where: str) -> None:
+        self._tokenizer = tokenizer
+        self.vocab_size = 1 + max(tokenizer.get_vocab().values())  # ids may have holes
+        self.fingerprint = hashlib.blake2b(tokenizer.to_str().encode(), digest_size=16).hexdigest()
+        if self.decode(self.encode(_PROBE)) != _PROBE:
+            raise DataError(
+                "this tokenizer does not give text back exactly: it normalises or drops characters",
+                where=where,
+                next_step="use a byte-level tokenizer, for example one trained with `train_bpe`, or bytes",
+            )
+        self.separator = self._find_separator(where)
+
+    def encode(self, text: str) -> NDArray[np.uint32]:
+        """Token ids, uint32 [N], without the markers that a post-processor would add."""
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Text, special tokens included."""
+        return str(self._tokenizer.decode(list(map(int, tokens)), skip_special_tokens=False))
+
+    def encode_chunks(self, chunks: Iterable[bytes]) -> Iterator[NDArray[np.uint32]]:
+        """Ids of a UTF-8 file that comes in chunks; encoded in pieces that end after a line break.
+
+        No token spans two pieces, so equal chunks give equal tokens, and the text comes back exactly.
+        Raises:
+            UnicodeDecodeError: the file is not UTF-8.
+        """
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        kept = ""
+        for chunk in chunks:
+            text = kept + decoder.decode(chunk)
+            cut = text.rfind("\n") + 1 or len(text)  # no line break in a whole chunk: cut where it ends
+            kept = text[cut:]
+            yield self.encode(text[:cut])
+        yield self.encode(kept + decoder.decode(b"", final=True))
+
+    def _find_separator(self, where: str) -> int:
+        for name in _SEPARATORS:
+            token = self._tokenizer.token_to_id(name)
+            if token is not None:
+                return int(token)
+        zero = self.encode("\0")
+        if len(zero) == 1:
+            return int(zero[0])
+        raise DataError(
+            f"this tokenizer has no token to end a file with: none of {', '.join(_SEPARATORS)}, no byte 0",
+            where=where,
+            next_step=f"add {END_OF_TEXT} to its special tokens",
+        )
+
+
+def load_tokenizer(path: str | Path) -> BpeTokenizer:
+    """Load a `tokenizer.json` (the format of the `tokenizers` library and of model hubs).
+
+    Raises:
+        DataError: the file is missing or broken, or the tokenizer does not give text back exactly.
+        MissingExtraError: `tokenizers` is not installed.
+    """
+    library = _library()
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"cannot read the tokenizer: {error}", next_step="check the path") from error
+    try:
+        tokenizer = library.Tokenizer.from_str(text)
+    except Exception as error:  # the library raises plain Exception
+        raise DataError(
+            f"this is not a tokenizer.json: {error}", where=str(path), next_step="export it again"
+        ) from error
+    return BpeTokenizer(tokenizer, str(path))
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, path: str | Path) -> BpeTokenizer:
+    """Train a byte-level BPE on local text and save it as a `tokenizer.json`.
+
+    Args:
+        texts: pieces of text; the order does not matter to the merges.
+        vocab_size: the most tokens to have: 256 bytes, `<|endoftext|>` and the merges; at least 257.
+        path: where the file goes; replaced in one step.
+    Raises:
+        DataError: `vocab_size` is too small. MissingExtraError: `tokenizers` is not installed.
+    Source: Sennrich et al. 2016, arXiv:1508.07909; on bytes, Radford et al. 2019 (GPT-2).
+    """
+    if vocab_size < 257:
+        raise DataError(
+            f"a vocabulary of {vocab_size} is too small: 256 bytes and {END_OF_TEXT} need 257",
+            next_step="ask for 257 tokens or more, or use the byte tokenizer",
+        )
+    library = _library()
+    tokenizer = library.Tokenizer(library.models.BPE())
+    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = library.decoders.ByteLevel()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    partial = Path(f"{path}.{os.getpid()}.tmp")
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    partial.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+    partial.replace(path)
+    return BpeTokenizer(tokenizer, str(path))
+
+
+def _library() -> Any:
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise MissingExtraError(
+            "reading a tokenizer.json needs the `tokenizers` library, which is not installed",
+            next_step='pip install "paceline[text]"',
+        ) from error
+    return tokenizers

@@ -1,0 +1,89 @@
+"""Who does what: the global batch of a step, cut into virtual shards, and the shards dealt to replicas.
+
+Invariant: the units of a step (their samples and their keys) do not depend on the number of replicas; only
+who runs them does. Over all replicas every sample of the batch is in exactly one unit.
+This module moves no data; it is the whole of what a lockstep rule knows about data position.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.data.order import Indices, Order
+from paceline.errors import StrategyError
+from paceline.keys import key
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """One virtual shard of one step: one forward and one backward pass.
+
+    Args:
+        step: global step.
+        shard: virtual shard, in range(shards).
+        indices: sample indices, int64 [N], N >= 1; read-only.
+        key: seeds whatever is random in this unit; equal wherever the unit runs.
+    """
+
+    step: int
+    shard: int
+    indices: Indices
+    key: int
+
+
+def split(num_items: int, parts: int, part: int) -> range:
+    """The contiguous share of `part` when items are dealt to `parts` as evenly as possible.
+
+    Shares are disjoint, cover range(num_items) in order, and differ in size by at most one. The larger shares
+    are spread out rather than first, so that the few samples of a tail batch do not all fall to the first
+    replica. Serves for samples, shards and files alike.
+    """
+    return range(num_items * part // parts, num_items * (part + 1) // parts)
+
+
+@dataclass(frozen=True)
+class LockstepWork:
+    """The units of one replica when all replicas take part in every step.
+
+    Args:
+        order: the global batches.
+        shards: virtual shards per step, independent of the number of replicas.
+        seed: the seed of the run; keys of units derive from it.
+        replica_rank: this replica, in range(num_replicas).
+        num_replicas: at most `shards`.
+    Raises:
+        StrategyError: more replicas than virtual shards.
+    """
+
+    order: Order
+    shards: int
+    seed: int
+    replica_rank: int = 0
+    num_replicas: int = 1
+
+    def __post_init__(self) -> None:
+        if self.num_replicas > self.shards:
+            raise StrategyError(
+                f"{self.num_replicas} replicas cannot share {self.shards} virtual shards: some would idle",
+                where="batch.shards",
+                next_step=f"set batch.shards to {self.num_replicas} or more, or use {self.shards} replicas",
+            )
+
+    def units(self, step: int) -> tuple[Unit, ...]:
+        """This replica's units of `step`, by shard; empty shards (in a small tail batch) are no units."""
+        num_samples = self.order.batch_size(step)
+        mine = split(self.shards, self.num_replicas, self.replica_rank)
+        places = [split(num_samples, self.shards, shard) for shard in mine]
+        first = places[0].start
+        block = self.order.batch(step, range(first, places[-1].stop))
+        block.flags.writeable = False
+        return tuple(
+            Unit(
+                step,
+                shard,
+                block[place.start - first : place.stop - first],
+                key(self.seed, "unit", step, shard),
+            )
+            for shard, place in zip(mine, places, strict=True)
+            if place
+        )

@@ -1,0 +1,93 @@
+"""Precision and memory of one forward and backward: autocast, recomputation, compilation.
+
+Parameters, gradients and optimizer state stay fp32 (master weights); only the arithmetic of the forward
+and backward pass runs in the compute type.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from paceline.errors import TaskError
+
+_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The type of the arithmetic.
+
+    Args:
+        compute: "fp32", "bf16" or "fp16".
+        device_type: "cpu" or "cuda".
+    """
+
+    compute: str
+    device_type: str
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The context of one unit's forward. One a unit: casts are cached inside it, with their graph."""
+        return torch.autocast(
+            self.device_type, dtype=_TYPES[self.compute], enabled=self.compute != "fp32"
+        )
+
+
+def recompute_blocks(
+    model: nn.Module, choose: Callable[[nn.Module], Iterable[nn.Module]] | None
+) -> int:
+    """Discard the activations inside each block after its forward, and compute them again in backward.
+
+    Args:
+        model: changed in place; names of parameters stay.
+        choose: the blocks of a model; by default the entries of every `nn.ModuleList`.
+    Returns:
+        Number of blocks.
+    Exactness: bitwise; keyed dropout draws the same masks, PyTorch's own has its state restored.
+    Source: Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost, arXiv:1604.06174.
+    """
+    blocks = list((choose or _module_lists)(model))
+    if not blocks:
+        raise TaskError(
+            'memory.recompute = "blocks", but the model has no nn.ModuleList and the task names no blocks',
+            next_step='pass Task(blocks=...), or set memory.recompute = "none"',
+        )
+    for block in blocks:
+        block.forward = _recomputed(block.forward)  # type: ignore[method-assign]
+    return len(blocks)
+
+
+def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return run
+
+
+def _module_lists(model: nn.Module) -> Iterable[nn.Module]:
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList):
+            yield from module
+
+
+def compile_or_explain(model: nn.Module, device_type: str) -> str:
+    """Compile the model in place if the machine can.
+
+    Returns:
+        An empty string, or why it runs without compilation.
+    """
+    if device_type == "cpu" and not any(shutil.which(name) for name in ("g++", "clang++", "c++")):
+        return "compile = true needs a C++ compiler (g++ or clang++) and none is on PATH: running uncompiled"
+    model.compile(dynamic=False)
+    return ""

@@ -1,0 +1,131 @@
+"""Replicate: the whole model on every rank. Forward and backward of its units, gradients to the sink.
+
+Invariant: what a unit computes depends on the parameters, its samples and its key alone. Gradients of
+the units of one rank are added by autograd; those of the last unit are handed on while backward runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from paceline.data import LoadedUnit
+from paceline.errors import TaskError
+from paceline.layout.buffers import UnitBuffers
+from paceline.layout.precision import Precision
+from paceline.layout.sums import Sums, checked
+from paceline.models.dropout import set_unit_key
+from paceline.observe import Phases
+from paceline.state import Slot, trained_parameters
+from paceline.task import LossFunction
+
+
+class GradSink(Protocol):
+    """Supplied by the rule: takes each gradient as soon as it is complete on this rank."""
+
+    def ready(self, index: int, grad: Tensor | None) -> None: ...
+
+
+class Replicate:
+    """One whole copy of the model.
+
+    Args:
+        model: on its device; its parameters keep their names and identity.
+        loss: the task's loss.
+        metric_names: sorted names of the metrics that the loss returns.
+        precision: of forward and backward.
+        phases: where the seconds go.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: LossFunction,
+        metric_names: tuple[str, ...],
+        *,
+        precision: Precision,
+        phases: Phases,
+    ) -> None:
+        self.model = model
+        self.metric_names = metric_names
+        self.slots: dict[Slot, nn.Parameter] = trained_parameters(model)
+        self.parameters = list(self.slots.values())
+        if not self.parameters:
+            raise TaskError(
+                "the model has no parameter that takes a gradient",
+                next_step="unfreeze what should be trained: parameter.requires_grad_(True)",
+            )
+        self.buffers = UnitBuffers(model)
+        self._loss, self._precision, self._phases = loss, precision, phases
+        self._sink: GradSink | None = None
+        self._pending: set[int] = set()
+        for index, p in enumerate(self.parameters):
+            p.register_post_accumulate_grad_hook(partial(self._on_gradient, index))
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self.parameters[0].device
+
+    def run(self, units: Iterable[LoadedUnit], num_units: int, sink: GradSink, scale: float) -> Sums:
+        """Forward and backward of some units of one step.
+
+        Args:
+            units: this rank's share of the step, in order.
+            num_units: how many that is; 0 is allowed.
+            sink: takes every gradient once: during the last unit's backward, or after it for parameters
+                that the last unit did not use (None if no unit used them).
+            scale: what the loss is multiplied with before backward.
+        Returns:
+            Sums of loss, count and metrics.
+        """
+        sums = Sums(self.metric_names)
+        self.model.train()
+        self.model.zero_grad(set_to_none=True)
+        self.buffers.begin_step()
+        self._pending = set(range(len(self.parameters)))
+        pulled: Iterator[LoadedUnit] = iter(units)
+        for i in range(num_units):
+            with self._phases.during("data"):
+                loaded = next(pulled)
+            self._sink = sink if i == num_units - 1 else None
+            self._forward_backward(loaded, sums, scale)
+        self._sink = None
+        for index in sorted(self._pending, reverse=True):
+            sink.ready(index, self.parameters[index].grad)
+        return sums
+
+    def _forward_backward(self, loaded: LoadedUnit, sums: Sums, scale: float) -> None:
+        with self._phases.during("forward"):
+            self._seed(loaded.unit.key)
+            with self._precision.autocast():
+                loss = checked(self._loss(self.model, loaded.batch))
+            sums.add(loss)
+        with self._phases.during("backward"):
+            (loss.total if scale == 1.0 else loss.total * scale).backward()
+            self.buffers.end_unit()
+
+    def evaluate(self, units: Iterable[LoadedUnit]) -> Sums:
+        """Loss, count and metrics of held-out units, without gradients or dropout."""
+        sums = Sums(self.metric_names)
+        self.model.eval()
+        with torch.no_grad():
+            for loaded in units:
+                with self._precision.autocast():
+                    sums.add(checked(self._loss(self.model, loaded.batch)))
+        return sums
+
+    def _seed(self, key: int) -> None:
+        torch.default_generator.manual_seed(key)
+        if torch.cuda.is_available():
+            torch.cuda.manual_seed(key)
+        set_unit_key(self.model, key)
+
+    def _on_gradient(self, index: int, p: Tensor) -> None:
+        if self._sink is not None:
+            self._pending.discard(index)
+            self._sink.ready(index, p.grad)

@@ -1,0 +1,77 @@
+"""What the units of one rank add up to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.errors import TaskError
+from paceline.task import Loss
+
+
+class Sums:
+    """Running sums of loss, count and metrics, in float64 on the host once read.
+
+    Losses stay on the device until `read`, so adding never waits for it.
+
+    Args:
+        names: the metrics, the same in every unit.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = tuple(names)
+        self._rows: list[list[Any]] = []
+
+    @property
+    def units(self) -> int:
+        """How many units were added."""
+        return len(self._rows)
+
+    def add(self, loss: Loss) -> None:
+        """Add one unit."""
+        if tuple(sorted(loss.metrics)) != self._names:
+            raise TaskError(
+                f"the loss returned the metrics {sorted(loss.metrics)}, earlier {list(self._names)}",
+                next_step="return the same metric names for every batch",
+            )
+        row = [loss.total, loss.count, *(loss.metrics[name] for name in self._names)]
+        self._rows.append([x.detach() if isinstance(x, Tensor) else float(x) for x in row])
+
+    def read(self) -> tuple[float, float, Mapping[str, float]]:
+        """Total, count and metrics over all units."""
+        columns = self.per_unit().sum(0).tolist()
+        return columns[0], columns[1], dict(zip(self._names, columns[2:], strict=True))
+
+    def per_unit(self) -> Tensor:
+        """Float64 [units, 2 + num_metrics] on the host: total, count, metrics."""
+        if not self._rows:
+            return torch.zeros(0, 2 + len(self._names), dtype=torch.float64)
+        rows = [torch.stack([_scalar(x, row) for x in row]) for row in self._rows]
+        return torch.stack(rows).cpu()
+
+
+def _scalar(x: Any, row: list[Any]) -> Tensor:
+    device = next((y.device for y in row if isinstance(y, Tensor)), torch.device("cpu"))
+    return torch.as_tensor(x, dtype=torch.float64, device=device).reshape(())
+
+
+def checked(loss: Any) -> Loss:
+    """The loss of one batch, if it keeps the contract.
+
+    Raises:
+        TaskError: not a `Loss`, or its total is not a scalar tensor.
+    """
+    if not isinstance(loss, Loss):
+        raise TaskError(
+            f"the loss function returned {type(loss).__name__}, not paceline.Loss",
+            next_step="return Loss(total, count): the sum over items and how many; "
+            "or Loss.mean(value, count) if you have a mean",
+        )
+    if not isinstance(loss.total, Tensor) or loss.total.numel() != 1:
+        raise TaskError(
+            "Loss.total must be a scalar tensor", next_step="sum the losses of the batch: losses.sum()"
+        )
+    return loss

@@ -1,0 +1,22 @@
+"""Small reference models: plain `nn.Module`s that never know how they are distributed."""
+
+from paceline.models.convnet import ConvNet
+from paceline.models.dropout import KeyedDropout, name_dropouts, set_unit_key
+from paceline.models.gpt import GPT, GPTConfig, initialize_gpt
+from paceline.models.initialize import fan_in_rule, initialize_by_name
+from paceline.models.mlp import MLP
+from paceline.models.sample import generate
+
+__all__ = [
+    "GPT",
+    "MLP",
+    "ConvNet",
+    "GPTConfig",
+    "KeyedDropout",
+    "fan_in_rule",
+    "generate",
+    "initialize_by_name",
+    "initialize_gpt",
+    "name_dropouts",
+    "set_unit_key",
+]

@@ -1,0 +1,84 @@
+"""Dropout whose mask is a pure function of the unit of work and the module's name.
+
+Invariant: with the same unit key, name, shape and kind of device a mask has the same bits, whoever draws
+it and however often: another rank, a clone on another thread, a recomputed forward. No generator is shared,
+so nothing depends on what was drawn before.
+
+The price: a module that is called twice in one forward draws the same mask twice. Give every place a
+`KeyedDropout` of its own.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import TaskError
+from paceline.keys import key
+
+
+class KeyedDropout(nn.Module):
+    """Zero each value with probability `p` in training and scale the rest by 1 / (1 - p).
+
+    In evaluation, or with p = 0, it is the identity.
+
+    Args:
+        p: probability that a value is dropped, in [0, 1).
+    Source: Srivastava et al. 2014, Dropout, JMLR 15; keyed by (unit, name) in place of a stream.
+    """
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        if not 0.0 <= p < 1.0:
+            raise TaskError(f"dropout of {p} is not a probability below 1", next_step="choose 0 <= p < 1")
+        self.p = p
+        self.name = ""
+        self.unit_key: int | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Drop values of x, of any shape; the result has its shape and dtype."""
+        if not self.training or self.p == 0.0:
+            return x
+        return (x * keep_mask(self, x)).mul_(1.0 / (1.0 - self.p))
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"
+
+
+@torch.compiler.disable  # a compiled graph would be built again for every unit key
+def keep_mask(module: KeyedDropout, x: Tensor) -> Tensor:
+    """Draw which values of x the module keeps in the present unit: bool, the shape and device of x.
+
+    Raises:
+        TaskError: no unit key was set, so the mask would not be reproducible.
+    """
+    if module.unit_key is None:
+        raise TaskError(
+            f"KeyedDropout {module.name!r} has no unit key",
+            next_step="call set_unit_key(model, key) before a training forward; Paceline's step does",
+        )
+    generator = torch.Generator(x.device).manual_seed(key(module.unit_key, "dropout", module.name))
+    return torch.rand(x.shape, generator=generator, device=x.device) >= module.p
+
+
+def name_dropouts(model: nn.Module) -> tuple[KeyedDropout, ...]:
+    """Tell every `KeyedDropout` its name in the whole model; return them in order.
+
+    Call it on the whole model before that is cut, wrapped or compiled: these names are part of the keys.
+    """
+    dropouts = {name: m for name, m in model.named_modules() if isinstance(m, KeyedDropout)}
+    for name, module in dropouts.items():
+        module.name = name or "dropout"
+    return tuple(dropouts.values())
+
+
+def set_unit_key(model: nn.Module, unit_key: int) -> None:
+    """Set the key of the unit (one shard of one step) whose masks are drawn from now on.
+
+    Modules that have no name yet are named as `name_dropouts` does.
+    """
+    dropouts = [m for m in model.modules() if isinstance(m, KeyedDropout)]
+    if not all(module.name for module in dropouts):
+        name_dropouts(model)
+    for module in dropouts:
+        module.unit_key = unit_key

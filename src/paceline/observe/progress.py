@@ -1,0 +1,93 @@
+"""The progress of a run on the terminal: one live line, or plain lines where there is no terminal."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from paceline.observe.phases import PHASES
+from paceline.observe.stats import Stats
+
+_WINDOW_STEPS = 20
+_PLAIN_SECONDS = 5.0
+_BAR_WIDTH = 24
+
+
+class Progress:
+    """Shows step, loss, rate, time left and where the time goes.
+
+    Args:
+        console: where to; plain lines every few seconds if it is no terminal.
+        first_step, last_step: range of the run, for the time left.
+        tokens_per_sample: shows tokens/s if positive, samples/s otherwise.
+    """
+
+    def __init__(self, console: Console, first_step: int, last_step: int, tokens_per_sample: int) -> None:
+        self._console = console
+        self._first, self._last = first_step, last_step
+        self._tokens = tokens_per_sample
+        self._recent: deque[Stats] = deque(maxlen=_WINDOW_STEPS)
+        self._live = Live(console=console, refresh_per_second=8, transient=False)
+        self._next_plain = 0.0
+        if console.is_terminal:
+            self._live.start()
+
+    def step(self, stats: Stats) -> None:
+        """Show one step."""
+        self._recent.append(stats)
+        done = stats.step + 1
+        if self._console.is_terminal:
+            self._live.update(Text(f"{_bar(done, self._last)} {self.line()}", overflow="ellipsis", no_wrap=True))
+        elif time.monotonic() >= self._next_plain or done == self._last:
+            self._next_plain = time.monotonic() + _PLAIN_SECONDS
+            self._console.print(self.line(), highlight=False, soft_wrap=True)
+
+    def event(self, name: str, record: Mapping[str, Any]) -> None:
+        """Show an event above the progress line."""
+        text = "  ".join(f"{k} {_short(v)}" for k, v in record.items() if not isinstance(v, Mapping))
+        self._console.print(f"{name}: {text}", highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Leave the last line standing."""
+        if self._live.is_started:
+            self._live.stop()
+
+    def line(self) -> str:
+        """The line for the steps seen so far."""
+        last = self._recent[-1]
+        seconds = sum(s.seconds for s in self._recent)
+        samples = sum(s.num_samples for s in self._recent)
+        rate = samples / seconds * (self._tokens or 1) if seconds else 0.0
+        left = seconds / len(self._recent) * (self._last - last.step - 1)
+        unit = "tokens/s" if self._tokens else "samples/s"
+        shares = " ".join(
+            f"{phase} {sum(s.phases[phase] for s in self._recent) / seconds:.0%}" for phase in PHASES if seconds
+        )
+        return (
+            f"step {last.step + 1}/{self._last}  loss {last.loss:.4f}  {_rate(rate)} {unit}  "
+            f"{_clock(left)} left  | {shares}"
+        )
+
+
+def _bar(done: int, whole: int) -> str:
+    filled = round(_BAR_WIDTH * done / max(1, whole))
+    return "━" * filled + "╌" * (_BAR_WIDTH - filled)
+
+
+def _rate(value: float) -> str:
+    return f"{value / 1000:.1f}k" if value >= 10_000 else f"{value:.0f}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02d}"
+
+
+def _short(value: Any) -> str:
+    return f"{value:.5g}" if isinstance(value, float) else str(value)

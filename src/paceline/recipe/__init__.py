@@ -1,0 +1,45 @@
+"""What to run and how to distribute it, as typed values; imports no torch, so that commands start at once.
+
+`load_recipe(path)` and `Recipe(...)` give the same frozen object; `support` says whether its strategy works
+on a number of processes. Nothing here starts, trains or reads the environment.
+"""
+
+from paceline.recipe.dump import to_toml
+from paceline.recipe.load import load_recipe
+from paceline.recipe.model import (
+    BatchRecipe,
+    CheckpointRecipe,
+    EvaluateRecipe,
+    LoaderRecipe,
+    MemoryRecipe,
+    OptimizerRecipe,
+    PrecisionRecipe,
+    Recipe,
+    RuntimeRecipe,
+    ScheduleRecipe,
+)
+from paceline.recipe.strategy import PRESETS, Preset, Strategy
+from paceline.recipe.support import Row, Support, resolve, support, table
+
+__all__ = [
+    "PRESETS",
+    "BatchRecipe",
+    "CheckpointRecipe",
+    "EvaluateRecipe",
+    "LoaderRecipe",
+    "MemoryRecipe",
+    "OptimizerRecipe",
+    "PrecisionRecipe",
+    "Preset",
+    "Recipe",
+    "Row",
+    "RuntimeRecipe",
+    "ScheduleRecipe",
+    "Strategy",
+    "Support",
+    "load_recipe",
+    "resolve",
+    "support",
+    "table",
+    "to_toml",
+]

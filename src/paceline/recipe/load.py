@@ -1,0 +1,123 @@
+"""From a TOML file and overrides to a Recipe.
+
+Invariant: what is wrong is a RecipeError that names key, place (file and line, or the override), what was
+expected and what was found; all that can be found at once is in one message.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from paceline.errors import RecipeError, StrategyError
+from paceline.recipe.locate import locate_keys
+from paceline.recipe.model import Recipe
+from paceline.recipe.overrides import apply_override
+from paceline.recipe.problems import Locate, Problem, problems_of, recipe_error
+from paceline.recipe.spell import KeyPath, nearest
+from paceline.recipe.strategy import Strategy
+
+
+def load_recipe(
+    path: str | PathLike[str], overrides: Sequence[str] = (), strategy: str | None = None
+) -> Recipe:
+    """Read a recipe.
+
+    Args:
+        path: a TOML file.
+        overrides: `KEY=VALUE` texts, applied in order; `KEY=` goes back to the default.
+        strategy: takes the place of the file's strategy; applied before the overrides.
+    Raises:
+        RecipeError: the file cannot be read, or the recipe has errors; names each with its place.
+    """
+    name = str(path)
+    text = _read(Path(path))
+    values = _parse(text, name)
+    changed: dict[KeyPath, str] = {}
+    if strategy is not None:
+        values["strategy"] = strategy
+        changed[("strategy",)] = f'--strategy "{strategy}"'
+    problems = _override(values, overrides, changed)
+    try:
+        recipe = Recipe.model_validate(values)
+    except ValidationError as error:
+        problems += problems_of(error, Recipe)
+    if problems:
+        raise recipe_error(problems, _locator(name, text, changed), RecipeError)
+    return recipe
+
+
+def _override(values: dict[str, Any], overrides: Sequence[str], changed: dict[KeyPath, str]) -> list[Problem]:
+    """Apply the overrides; `changed` learns which key came from which."""
+    if isinstance(values.get("strategy"), str) and overrides:
+        with suppress(StrategyError):  # validation reports it, with its place
+            values["strategy"] = dict(Strategy.parse(values["strategy"]))
+    problems = []
+    for text in overrides:
+        path, problem = apply_override(values, text)
+        changed[path] = f"--set {text}"
+        if problem:
+            problems.append(problem)
+    return problems
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise RecipeError("the recipe is not UTF-8 text", where=f"{path}, byte {error.start}") from None
+    except OSError as error:
+        near = nearest(path.name, (other.name for other in path.parent.glob("*.toml")))
+        advice = f"did you mean {path.parent / near}?" if near else "give the path of a TOML file"
+        raise RecipeError(
+            f"cannot read the recipe: {error.strerror}", where=str(path), next_step=advice
+        ) from None
+
+
+def _parse(text: str, name: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise _syntax_error(str(error), text, name) from None
+
+
+def _syntax_error(message: str, text: str, name: str) -> RecipeError:
+    """The error of tomllib, with the line that it means and what is most often wrong there."""
+    lines = text.splitlines()
+    found = re.search(r"at line (\d+), column (\d+)", message)
+    line = int(found[1]) if found else len(lines)
+    what = re.sub(r" \(at .*\)$", "", message)
+    shown = lines[line - 1].strip() if 0 < line <= len(lines) else ""
+    return RecipeError(
+        f"not TOML: {what}" + (f", in: {shown}" if shown else ""),
+        where=f"{name}, line {line}",
+        next_step='text is quoted (task = "digits"), true and false are lower case, a key stands once',
+    )
+
+
+def _locator(name: str, text: str, changed: Mapping[KeyPath, str]) -> Locate:
+    """Say where a key was written: the override that set it, else its line, else the line of its table."""
+    lines = {path: f"{name}, line {line}" for path, line in locate_keys(text).items()}
+    inside = {path[:depth]: place for path, place in changed.items() for depth in range(1, len(path))}
+
+    def locate(paths: Sequence[KeyPath]) -> str:
+        own = [place for path in paths for place in _upward(path, changed)]
+        exact = [lines[path] for path in paths if path in lines]
+        above = [place for path in paths for place in _upward(path, {**inside, **lines})]
+        return next(iter((*own, *exact, *above)), name)
+
+    return locate
+
+
+def _upward(path: KeyPath, places: Mapping[KeyPath, str]) -> Iterator[str]:
+    """The places of a key and of the tables around it, from the inside out."""
+    for depth in range(len(path), 0, -1):
+        if path[:depth] in places:
+            yield places[path[:depth]]

@@ -1,0 +1,209 @@
+"""How the work is distributed, as one value: four independent choices (layout, sync, codec, route).
+
+Invariant: the text, the TOML table and the object are the same thing; `Strategy.parse(str(s)) == s`.
+This module knows the words; `support` knows which combinations are built.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, NamedTuple, Self
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from paceline.errors import RecipeError, StrategyError
+from paceline.recipe.expect import Words
+from paceline.recipe.problems import found_instead, refused
+from paceline.recipe.spell import nearest, spell
+from paceline.recipe.strict import Table
+
+# Each word with an example; a word whose example has a colon takes arguments.
+SYNCS = MappingProxyType(
+    {
+        "every-step": "every-step",
+        "backup": "backup:1",
+        "bounded": "bounded:2",
+        "server": "server",
+        "server-async": "server-async",
+        "hogwild": "hogwild",
+        "local": "local:8",
+        "diloco": "diloco:50",
+        "federated": "federated:10",
+    }
+)
+CODECS = MappingProxyType(
+    {
+        "fp32": "fp32",
+        "bf16": "bf16",
+        "int8": "int8",
+        "int4": "int4",
+        "topk": "topk:0.01",
+        "low-rank": "low-rank:4",
+        "sign": "sign",
+        "lossless": "lossless",
+    }
+)
+ROUTES = MappingProxyType(
+    {
+        "native": "native",
+        "ring": "ring",
+        "tree": "tree",
+        "hypercube": "hypercube",
+        "hierarchical": "hierarchical",
+        "grid": "grid",
+        "shared-memory": "shared-memory",
+        "server": "server",
+    }
+)
+
+
+def _check_word(text: str, words: Mapping[str, str]) -> str:
+    word, colon, argument = text.partition(":")
+    if word not in words:
+        raise refused(found_instead("one of " + ", ".join(words), text, tuple(words)))
+    if ":" not in words[word] and colon:
+        raise refused(found_instead(f'"{word}" without an argument', text))
+    if ":" in words[word] and (not argument or re.search(r"\s", argument)):
+        raise refused(found_instead(f'an argument, as in "{words[word]}"', text))
+    return text
+
+
+def _check_sync(text: str) -> str:
+    return _check_word(text, SYNCS)
+
+
+def _check_codec(text: str) -> str:
+    return "+".join(_check_word(link, CODECS) for link in text.split("+"))
+
+
+def _check_route(text: str) -> str:
+    return _check_word(text, ROUTES)
+
+
+def _all_is_none(value: Any) -> Any:
+    return None if value == "all" else value
+
+
+class Strategy(Table):
+    """Where state lives, when replicas agree, what goes over the wire and along which path.
+
+    `Strategy.parse("replicas=2 sync=every-step")`, `Strategy.parse("ddp")`, and in a recipe either that
+    text or a table with these keys.
+
+    Raises:
+        StrategyError: a word is unknown or a degree is impossible.
+    """
+
+    error_class: ClassVar[type[RecipeError]] = StrategyError
+    expects: ClassVar[str] = 'a table, or text such as "replicas=2" or "ddp"'
+
+    replicas: Annotated[int | None, BeforeValidator(_all_is_none), Words('an integer >= 1 or "all"')] = Field(
+        default=None, ge=1, description='whole copies of the model; "all" fills the processes that are left'
+    )
+    shard: int = Field(default=1, ge=1, description="ranks that share the state of one replica (ZeRO)")
+    zero: int = Field(
+        default=0, ge=0, le=3, description="what they share: 1 optimizer, 2 + grads, 3 + weights"
+    )
+    tensor: int = Field(default=1, ge=1, description="ranks that split each large tensor")
+    pipeline: int = Field(default=1, ge=1, description="stages of consecutive layers")
+    context: int = Field(default=1, ge=1, description="ranks that split the positions of a sequence")
+    lanes: int = Field(default=1, ge=1, description="threads of a process that run shards side by side")
+    servers: int = Field(default=0, ge=0, description="further processes that hold state and do not train")
+    sync: Annotated[str, AfterValidator(_check_sync)] = Field(
+        default="every-step", description="when replicas agree"
+    )
+    codec: Annotated[str, AfterValidator(_check_codec)] = Field(
+        default="fp32", description="what goes over the wire"
+    )
+    route: Annotated[str, AfterValidator(_check_route)] = Field(
+        default="native", description="along which path it goes"
+    )
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read `NAME=VALUE` terms, or a preset and terms that change it.
+
+        Raises:
+            StrategyError: a term is not understood; names it and the nearest right spelling.
+        """
+        return cls.read(text, lambda paths: f'strategy "{text}"')
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_text(cls, value: Any) -> Any:
+        return _terms(value) if isinstance(value, str) else value
+
+    @property
+    def ranks_per_replica(self) -> int:
+        """Processes that together hold one whole copy of the model."""
+        return self.shard * self.tensor * self.pipeline * self.context
+
+    def __str__(self) -> str:
+        """The text that `parse` reads back: who and when always, the rest where it is not the default."""
+        terms = []
+        for name, field in type(self).model_fields.items():
+            value = getattr(self, name)
+            if name in ("replicas", "sync") or value != field.default:
+                terms.append(f"{name}={'all' if value is None else value}")
+        return " ".join(terms)
+
+
+class Preset(NamedTuple):
+    """A name that users already know; where a degree has to be given it is the smallest, to be changed."""
+
+    terms: str
+    summary: str
+
+
+PRESETS: Mapping[str, Preset] = MappingProxyType(
+    {
+        "ddp": Preset("replicas=all", "a whole model on every process, gradients averaged each step"),
+        "fsdp": Preset("replicas=1 shard=2 zero=3", "one replica, all state sharded"),
+        "hsdp": Preset("shard=2 zero=3", "several replicas, each sharded inside"),
+        "zero1": Preset("shard=2 zero=1", "optimizer state sharded"),
+        "zero2": Preset("shard=2 zero=2", "optimizer state and gradients sharded"),
+        "zero3": Preset("shard=2 zero=3", "optimizer state, gradients and weights sharded"),
+        "mirrored": Preset("replicas=all", "as ddp, on one machine"),
+        "multi-worker-mirrored": Preset("replicas=all", "as ddp, on several machines"),
+        "parameter-server": Preset("servers=1 sync=server", "workers push gradients to a server"),
+        "central-storage": Preset("sync=server route=shared-memory", "one copy of the weights per machine"),
+        "hogwild": Preset("sync=hogwild route=shared-memory", "lock-free updates of shared weights"),
+        "local-sgd": Preset("sync=local:8", "replicas train alone and average every 8 steps"),
+        "diloco": Preset("sync=diloco:50", "local steps with an outer optimizer"),
+        "gpipe": Preset("pipeline=2", "stages of layers, all forwards before all backwards"),
+        "1f1b": Preset("pipeline=2", "stages of layers, forwards and backwards in turn"),
+        "3d": Preset("tensor=2 pipeline=2", "replicas x tensor x pipeline"),
+        "auto": Preset("replicas=all", "what fits: today every process is a replica"),
+    }
+)
+
+
+def _terms(text: str) -> dict[str, int | str]:
+    first, *rest = text.split() or [""]
+    if not first:
+        raise refused('expected terms such as "replicas=2 sync=every-step" or a preset, found nothing')
+    if "=" in first:
+        return _pairs([first, *rest])
+    return {**_pairs(_expand(first).split()), **_pairs(rest)}
+
+
+def _expand(name: str) -> str:
+    if name in PRESETS:
+        return PRESETS[name].terms
+    near = nearest(name, (*PRESETS, *Strategy.model_fields))
+    advice = f'did you mean "{near}"?' if near else f"expected NAME=VALUE or one of {', '.join(PRESETS)}"
+    raise refused(f"unknown preset {spell(name)}; {advice}")
+
+
+def _pairs(words: list[str]) -> dict[str, int | str]:
+    pairs: dict[str, int | str] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not (name and equals and value):
+            raise refused(f"expected NAME=VALUE, found {spell(word)}")
+        if name in pairs:
+            raise refused(f"{name} is given twice, {pairs[name]} and {value}")
+        pairs[name] = int(value) if re.fullmatch(r"[+-]?[0-9]+", value) else value
+    return pairs

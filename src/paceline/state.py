@@ -1,0 +1,182 @@
+"""Training state: what must be in a checkpoint, and nothing else.
+
+Invariant: a run that is stopped, saved, loaded and continued computes what the run without a stop does.
+If it is not here, it is not state: the order of samples, dropout and the learning rate are functions of
+`step` and `updates`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One trained tensor by its logical name: the key of reduction, comparison and checkpoint.
+
+    Args:
+        name: the parameter's first name in the model; tied weights are one slot.
+        shape: of the whole tensor.
+        part: what this rank holds of it.
+        axes: mesh axes that split it; empty if every rank of a replica holds all of it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    part: tuple[slice, ...]
+    axes: frozenset[str] = frozenset()
+
+    @classmethod
+    def whole(cls, name: str, tensor: Tensor) -> Slot:
+        """A slot that this rank holds in full."""
+        return cls(name, tuple(tensor.shape), tuple(slice(0, n) for n in tensor.shape))
+
+
+@dataclass
+class LossScale:
+    """Dynamic scale of the fp16 loss; 1 and constant for the other precisions.
+
+    Args:
+        value: what the loss is multiplied with before backward.
+        growth_steps: number of updates without an overflow before the scale doubles; 0: constant.
+    Source: Micikevicius et al. 2018, Mixed Precision Training, arXiv:1710.03740, section 3.2.
+    """
+
+    value: float = 1.0
+    growth_steps: int = 0
+    clean_steps: int = 0
+
+    @property
+    def dynamic(self) -> bool:
+        return self.growth_steps > 0
+
+    def update(self, overflow: bool) -> None:
+        """Halve after an overflow; double after `growth_steps` clean updates."""
+        if not self.dynamic:
+            return
+        self.clean_steps = 0 if overflow else self.clean_steps + 1
+        if overflow:
+            self.value /= 2
+        elif self.clean_steps == self.growth_steps:
+            self.value, self.clean_steps = self.value * 2, 0
+
+
+@dataclass
+class TrainState:
+    """The state of one rank.
+
+    Args:
+        model: its parameters and persistent buffers are state.
+        optimizer: its per-parameter tensors and group options are state.
+        scale: of the loss.
+        step: number of steps taken, the position in the data.
+        updates: number of updates applied, the position in the schedule (skipped steps do not count).
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scale: LossScale = field(default_factory=LossScale)
+    step: int = 0
+    updates: int = 0
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor by logical name: `model/NAME`, `optimizer/NAME/KEY`. Not copied."""
+        found = {f"model/{name}": value for name, value in self._model_tensors().items()}
+        for name, p in self._optimized():
+            for key, value in self.optimizer.state.get(p, {}).items():
+                if isinstance(value, Tensor):
+                    found[f"optimizer/{name}/{key}"] = value
+        return found
+
+    def scalars(self) -> dict[str, Any]:
+        """Everything that is not a tensor, as JSON values."""
+        numbers = {
+            f"{name}/{key}": value
+            for name, p in self._optimized()
+            for key, value in self.optimizer.state.get(p, {}).items()
+            if isinstance(value, bool | int | float | str)
+        }
+        return {
+            "step": self.step,
+            "updates": self.updates,
+            "scale": {"value": self.scale.value, "clean_steps": self.scale.clean_steps},
+            "optimizer": numbers,
+        }
+
+    def load(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
+        """Take over the values; the inverse of `tensors` and `scalars`.
+
+        Raises:
+            CheckpointError: a name or a shape does not fit this model.
+        """
+        self._load_model(tensors)
+        self._load_optimizer(tensors, scalars["optimizer"])
+        self.step, self.updates = int(scalars["step"]), int(scalars["updates"])
+        self.scale.value = float(scalars["scale"]["value"])
+        self.scale.clean_steps = int(scalars["scale"]["clean_steps"])
+
+    def _load_model(self, tensors: Mapping[str, Tensor]) -> None:
+        own = self._model_tensors()
+        given = {name.removeprefix("model/"): t for name, t in tensors.items() if name.startswith("model/")}
+        wrong = sorted(
+            name
+            for name in own.keys() | given.keys()
+            if name not in own or name not in given or own[name].shape != given[name].shape
+        )
+        if wrong:
+            raise CheckpointError(
+                f"the checkpoint does not fit the model: {len(wrong)} tensors differ in name or shape, "
+                f"the first is '{wrong[0]}'",
+                next_step="resume with the recipe that wrote it; the run folder holds it as recipe.toml",
+            )
+        with torch.no_grad():
+            for name, value in own.items():
+                value.copy_(given[name])
+
+    def _load_optimizer(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
+        for name, p in self._optimized():
+            prefix = f"optimizer/{name}/"
+            entry: dict[str, Any] = {
+                full.removeprefix(prefix): value.clone()
+                for full, value in tensors.items()
+                if full.startswith(prefix)
+            }
+            entry |= {
+                full.removeprefix(f"{name}/"): value
+                for full, value in numbers.items()
+                if full.rpartition("/")[0] == name
+            }
+            if entry:
+                self.optimizer.state[p] = {k: _placed(v, p) for k, v in entry.items()}
+
+    def _model_tensors(self) -> dict[str, Tensor]:
+        """Parameters and persistent buffers; tied tensors once, by their first name."""
+        first: dict[tuple[int, torch.Size], str] = {}
+        return {
+            name: value
+            for name, value in self.model.state_dict().items()
+            if value.numel() == 0 or first.setdefault((value.data_ptr(), value.shape), name) == name
+        }
+
+    def _optimized(self) -> list[tuple[str, nn.Parameter]]:
+        names = {p: name for name, p in self.model.named_parameters()}
+        return [(names[p], p) for group in self.optimizer.param_groups for p in group["params"]]
+
+
+def _placed(value: Any, p: nn.Parameter) -> Any:
+    """Moments live with their parameter; a step counter stays where the optimizer expects it, on the host."""
+    return value.to(p.device) if isinstance(value, Tensor) and value.dim() > 0 else value
+
+
+def trained_parameters(model: nn.Module) -> dict[Slot, nn.Parameter]:
+    """The parameters that take gradients, by slot, in the model's order; tied weights once."""
+    return {
+        Slot.whole(name, p): p for name, p in model.named_parameters() if p.requires_grad
+    }

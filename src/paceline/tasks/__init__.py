@@ -1,0 +1,5 @@
+"""Tasks: what ships, and how a task that the user wrote is found."""
+
+from paceline.tasks.registry import SHIPPED, load_task
+
+__all__ = ["SHIPPED", "load_task"]

@@ -1,0 +1,83 @@
+"""The task `digits`: classify scikit-learn's 1,797 real 8 x 8 images of handwritten digits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from paceline.errors import MissingExtraError
+from paceline.keys import key
+from paceline.models import MLP, ConvNet, fan_in_rule, initialize_by_name
+from paceline.task import Loss, Task
+from paceline.recipe.strict import Table
+from paceline.tasks.options import read_options
+
+_NUM_PIXELS = 64
+_NUM_CLASSES = 10
+_HELD_OUT_ONE_IN = 6  # 299 of the 1,797 images
+
+
+class DigitsOptions(Table):
+    """Options of the task `digits`; `hidden` is for the MLP and `channels` for the ConvNet."""
+
+    model: Literal["mlp", "convnet"] = "mlp"
+    hidden: tuple[int, ...] = (128,)
+    channels: int = Field(16, ge=1)
+    dropout: float = Field(0.0, ge=0.0, lt=1.0)
+
+
+def build(**options: Any) -> Task:
+    """Build the task; see `DigitsOptions`. The held-out images are the same for every seed."""
+    chosen = read_options(DigitsOptions, options)
+    data, held_out = load_digits()
+    return Task(
+        model=_build_model(chosen),
+        data=data,
+        held_out=held_out,
+        loss=cross_entropy,
+        initialize=lambda model, seed: initialize_by_name(model, seed, fan_in_rule),
+    )
+
+
+def load_digits() -> tuple[TensorDataset, TensorDataset]:
+    """Split the images into training and held-out ones by a hash of their index.
+
+    Returns:
+        Two sets of (float32 [64] in 0 to 1, int64 class).
+    Raises:
+        MissingExtraError: scikit-learn, which brings the images, is not installed.
+    """
+    try:
+        from sklearn.datasets import load_digits as load_images
+    except ImportError as error:
+        raise MissingExtraError(
+            "the task digits needs the images of scikit-learn, which is not installed",
+            next_step="pip install 'paceline[digits]'",
+        ) from error
+    pixels, classes = load_images(return_X_y=True)
+    images, targets = torch.tensor(pixels / 16.0, dtype=torch.float32), torch.tensor(classes)
+    is_held_out = torch.tensor([key("digits", "held out", i) % _HELD_OUT_ONE_IN == 0 for i in range(len(images))])
+    return (
+        TensorDataset(images[~is_held_out], targets[~is_held_out]),
+        TensorDataset(images[is_held_out], targets[is_held_out]),
+    )
+
+
+def cross_entropy(model: nn.Module, batch: Sequence[Tensor]) -> Loss:
+    """Sum the cross-entropies of a batch (images, classes), and count what is `correct`."""
+    images, targets = batch
+    logits = model(images).float()
+    total = F.cross_entropy(logits, targets, reduction="sum")
+    return Loss(total, len(images), {"correct": (logits.argmax(1) == targets).sum()})
+
+
+def _build_model(chosen: DigitsOptions) -> nn.Module:
+    if chosen.model == "convnet":
+        return ConvNet(chosen.channels, _NUM_CLASSES, dropout=chosen.dropout)
+    return MLP(_NUM_PIXELS, chosen.hidden, _NUM_CLASSES, dropout=chosen.dropout)

@@ -1,0 +1,211 @@
+"""Put a session together from a recipe and a task. Collective: every rank calls it with the same recipe.
+
+The pieces are arguments, so that a test, a fault or a later strategy replaces one without touching the rest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from paceline.cluster import Cluster
+from paceline.comm import Net, Reducer, build_reducer
+from paceline.data import Loader, LockstepWork, Order, to_device
+from paceline.errors import DataError, DeviceError, StrategyError
+from paceline.layout import Precision, Replicate
+from paceline.layout.precision import compile_or_explain, recompute_blocks
+from paceline.layout.sums import checked
+from paceline.mesh import Group, Mesh
+from paceline.models.dropout import name_dropouts
+from paceline.observe import Phases
+from paceline.optim import build_optimizer, build_schedule
+from paceline.recipe import Recipe, support
+from paceline.state import LossScale, TrainState
+from paceline.sync import EveryStep, Tail
+from paceline.task import Task
+from paceline.train.session import Session
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Constructors of the parts that may be exchanged."""
+
+    work: Callable[..., LockstepWork] = LockstepWork
+    placed: Callable[..., Replicate] = Replicate
+    reducer: Callable[..., Reducer] = build_reducer
+    tail: Callable[..., Tail] = Tail
+    rule: Callable[..., EveryStep] = EveryStep
+    schedule: Callable[..., Any] = build_schedule
+
+
+def build_session(
+    recipe: Recipe,
+    task: Task,
+    cluster: Cluster,
+    device: torch.device,
+    *,
+    pieces: Pieces | None = None,
+    warn: Callable[[str], None] = lambda text: None,
+    stop_requested: Callable[[], bool] = lambda: False,
+) -> Session:
+    """Build one rank's session.
+
+    Args:
+        recipe: what to do; equal on every rank.
+        task: model, data and loss; built alike on every rank.
+        cluster: connected.
+        device: where this rank computes.
+        warn: receives sentences about what was asked for and runs differently.
+        stop_requested: see `EveryStep`.
+    Raises:
+        StrategyError: the strategy does not fit the processes.
+        TaskError, DataError: the task breaks its contract, or there is no data.
+    """
+    pieces = pieces or Pieces()
+    phases = Phases()
+    net = Net(recipe.runtime.deadline_seconds, times_calls=device.type == "cpu")
+    mesh = Mesh.build(cluster, supported_degrees(recipe, cluster.world_size))
+    order = build_order(recipe, task)
+    work = pieces.work(
+        order, recipe.batch.shards, recipe.seed, mesh.replica.rank, num_replicas=mesh.replica.size
+    )
+    model = prepare_model(recipe, task, device)
+    make_equal(model, net, mesh.world)
+    names = metric_names(task, model, device)
+    recompute_and_compile(recipe, task, model, device, warn)
+    placed = pieces.placed(
+        model, task.loss, names, precision=Precision(recipe.precision.compute, device.type), phases=phases
+    )
+    num_steps = recipe.steps or math.ceil((recipe.epochs or 0) * order.steps_per_epoch)
+    state = TrainState(model, build_task_optimizer(recipe, task, model), loss_scale(recipe))
+    return Session(
+        recipe=recipe,
+        cluster=cluster,
+        mesh=mesh,
+        net=net,
+        task=task,
+        state=state,
+        placed=placed,
+        work=work,
+        loader=Loader(task.data, task.collate, recipe.loader, device),
+        tail=pieces.tail(
+            state,
+            placed.parameters,
+            pieces.schedule(recipe.schedule, num_steps, recipe.batch.size),
+            clip_norm=recipe.optimizer.clip_norm,
+            reduction=recipe.batch.reduction,
+        ),
+        rule=pieces.rule(
+            mesh.replica,
+            net,
+            pieces.reducer(placed.parameters, mesh.replica, net, recipe.runtime.bucket_bytes),
+            phases=phases,
+            stop_requested=stop_requested,
+        ),
+        num_steps=num_steps,
+    )
+
+
+def supported_degrees(recipe: Recipe, processes: int) -> dict[str, int]:
+    """Mesh degrees of the recipe's strategy, replicas filled in.
+
+    Raises:
+        StrategyError: this combination is not supported; names the nearest that is.
+    """
+    answer = support(recipe.strategy, processes=processes, shards=recipe.batch.shards)
+    if not answer.ok:
+        raise StrategyError(
+            f"strategy '{recipe.strategy}' on {processes} processes: {answer.reason}",
+            next_step=f"the nearest that is supported: {answer.nearest}",
+        )
+    return {"replica": processes}
+
+
+def build_order(recipe: Recipe, task: Task) -> Order:
+    """The order of samples of every epoch."""
+    if len(task.data) == 0:
+        raise DataError("the training data is empty", next_step="look at the task's options that select it")
+    batch = recipe.batch
+    return Order(len(task.data), batch.size, recipe.seed, shuffle=batch.shuffle, drop_last=batch.drop_last)
+
+
+def prepare_model(recipe: Recipe, task: Task, device: torch.device) -> nn.Module:
+    """The task's model on its device, weights set by name where the task knows how."""
+    if task.initialize is not None:
+        task.initialize(task.model, recipe.seed)
+    name_dropouts(task.model)
+    return task.model.to(device)
+
+
+def make_equal(model: nn.Module, net: Net, group: Group) -> None:
+    """Give every rank the parameters and buffers of rank 0, in one broadcast a dtype.
+
+    Wire: n bytes received by each rank but the first.
+    """
+    if group.size == 1:
+        return
+    tensors: list[Tensor] = [p.detach() for p in model.parameters()] + list(model.buffers())
+    for dtype in sorted({t.dtype for t in tensors}, key=str):
+        alike = [t for t in tensors if t.dtype == dtype]
+        flat = net.broadcast(torch.cat([t.reshape(-1) for t in alike]), group).wait()
+        for t, piece in zip(alike, flat.split([t.numel() for t in alike]), strict=True):
+            t.copy_(piece.view_as(t))
+
+
+def metric_names(task: Task, model: nn.Module, device: torch.device) -> tuple[str, ...]:
+    """Run the loss once on one sample, in evaluation mode: a broken contract shows before training."""
+    collate = task.collate or default_collate
+    model.eval()
+    with torch.no_grad():
+        loss = checked(task.loss(model, to_device(collate([task.data[0]]), device)))
+    return tuple(sorted(loss.metrics))
+
+
+def recompute_and_compile(
+    recipe: Recipe, task: Task, model: nn.Module, device: torch.device, warn: Callable[[str], None]
+) -> None:
+    """Change the model in place as the recipe's memory and runtime sections say."""
+    if recipe.memory.recompute == "blocks":
+        recompute_blocks(model, task.blocks)
+    if recipe.runtime.compile:
+        reason = compile_or_explain(model, device.type)
+        if reason:
+            warn(reason)
+
+
+def build_task_optimizer(recipe: Recipe, task: Task, model: nn.Module) -> torch.optim.Optimizer:
+    """The task's own optimizer, or the recipe's by name."""
+    if task.optimizer is not None:
+        return task.optimizer(model)
+    return build_optimizer(model.named_parameters(), recipe.optimizer, fused_allowed=True)
+
+
+def loss_scale(recipe: Recipe) -> LossScale:
+    """Dynamic for fp16, 1 for the rest."""
+    if recipe.precision.compute == "fp16":
+        return LossScale(recipe.precision.init_scale, recipe.precision.growth_steps)
+    return LossScale()
+
+
+def choose_device(name: str, local_rank: int, processes_here: int) -> torch.device:
+    """`auto` takes one NVIDIA GPU a process where there are enough, the processor otherwise.
+
+    Raises:
+        DeviceError: "cuda" was asked for and is not there.
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "cuda" and count < processes_here:
+        raise DeviceError(
+            f'runtime.device = "cuda": this host has {count} NVIDIA GPUs for {processes_here} processes',
+            next_step='start fewer processes, or set runtime.device = "auto" to use the processor',
+        )
+    if name == "cpu" or count < processes_here:
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank)
+

@@ -1,0 +1,162 @@
+"""Collect the evidence of a divergence from all ranks, and ask for a diagnosis. Rank 0 guesses, all learn it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from paceline.data import Unit, split
+from paceline.verify.diagnose import (
+    UNKNOWN,
+    Diagnosis,
+    Evidence,
+    TailEvidence,
+    diagnose_gradient,
+    diagnose_tail,
+)
+from paceline.verify.oracle import Shard, Tensors
+
+if TYPE_CHECKING:
+    from paceline.verify.run import Reference, Verifier
+
+
+def explain(verifier: Verifier, step: int, update: int, reference: Reference | None) -> Diagnosis:
+    """Diagnose the report's failure; collective."""
+    failure = verifier.report.failure
+    if failure is None:
+        return UNKNOWN
+    stage = _STAGES.get(failure.quantity, _explain_gradient)
+    tensors = sorted({f.tensor for f in verifier.report.worst.values() if not f.ok and f.quantity == "gradient"})
+    observed = _gather(verifier, tensors) if failure.quantity in ("gradient", "loss") else []
+    found = UNKNOWN
+    if reference is not None:
+        found = stage(verifier, step, update, reference, tensors, observed)
+    return _share(verifier, found)
+
+
+def _explain_gradient(
+    v: Verifier, step: int, update: int, reference: Reference, tensors: list[str], observed: list[Tensor]
+) -> Diagnosis:
+    if not tensors:
+        return replace(UNKNOWN, explanation="the loss differs and no gradient does: look at what it counts")
+    v.oracle_state.load(reference.before, v.session.state.scalars())
+    units = v.oracle.work.units(step)
+    shards = list(v.oracle.shards(units))
+    rekeyed = [_flat(s.gradients, tensors, v) for s in v.oracle.shards(_keys_of_first(units, v.report.world))]
+    flats = [_flat(s.gradients, tensors, v) for s in shards]
+    changed = any(not torch.equal(a, b) for a, b in zip(flats, rekeyed, strict=True))
+    return diagnose_gradient(
+        Evidence(
+            world=v.report.world,
+            shards=flats,
+            samples=[len(s.unit.indices) for s in shards],
+            counts=[s.count for s in shards],
+            observed=observed,
+            previous=None if v.previous is None else _flat(v.previous, tensors, v),
+            rekeyed=rekeyed if changed else None,
+        )
+    )
+
+
+def _explain_tail(
+    v: Verifier, step: int, update: int, reference: Reference, tensors: list[str], observed: list[Tensor]
+) -> Diagnosis:
+    record, schedule = v.recorder.last, v.oracle.schedule
+    base = float(v.oracle.optimizer.param_groups[0].get("initial_lr", 0.0))
+    names = sorted(reference.final)
+    seen, right = _flat(record.final, names, v), _flat(reference.final, names, v)
+    ratio = float(seen @ right) / max(float(right @ right), 1e-300)
+    proportional = float((seen - ratio * right).norm()) <= 1e-3 * max(float(seen.norm()), 1e-300)
+    return diagnose_tail(
+        TailEvidence(
+            ratio=ratio if proportional else None,
+            world=v.report.world,
+            num_shards=reference.sums.num_shards,
+            count=reference.sums.count,
+            clip_norm=v.oracle.clip_norm,
+            right_norm=reference.norm,
+            local_norms=_local_norms(v, step, reference),
+            lr=record.update.lr if record.update is not None else 0.0,
+            right_lr=base * schedule.factor(update),
+            near_lrs={k: base * schedule.factor(max(0, update + k)) for k in (-1, 1)},
+        )
+    )
+
+
+def _explain_state(
+    v: Verifier, step: int, update: int, reference: Reference, tensors: list[str], observed: list[Tensor]
+) -> Diagnosis:
+    failure = v.report.failure
+    buffers = {f"model/{name}" for name in v.oracle.buffers()}
+    if failure is not None and failure.tensor in buffers:
+        return Diagnosis("buffers not synchronised", "parameters agree, running statistics differ between ranks")
+    tail = _explain_tail(v, step, update, reference, tensors, observed)
+    if tail.cause in ("schedule off by one", "wrong learning rate"):
+        return tail
+    return Diagnosis("different update", "gradients agree and the update does not: look at the optimizer's state")
+
+
+def _explain_start(
+    v: Verifier, step: int, update: int, reference: Reference, tensors: list[str], observed: list[Tensor]
+) -> Diagnosis:
+    return Diagnosis("different start", "initial values differ: weights must be keyed by name, or broadcast")
+
+
+_STAGES: dict[str, Callable[..., Diagnosis]] = {
+    "initial value": _explain_start,
+    "gradient": _explain_gradient,
+    "loss": _explain_gradient,
+    "final gradient": _explain_tail,
+    "state": _explain_state,
+}
+
+
+def _keys_of_first(units: tuple[Unit, ...], world: int) -> tuple[Unit, ...]:
+    """The same units, each with the key that the first rank uses at the same place."""
+    keys = {}
+    for rank in range(world):
+        for place, i in enumerate(split(len(units), world, rank)):
+            keys[i] = units[min(place, len(units) - 1)].key
+    return tuple(replace(u, key=keys[i]) for i, u in enumerate(units))
+
+
+def _local_norms(v: Verifier, step: int, reference: Reference) -> list[float]:
+    v.oracle_state.load(reference.before, v.session.state.scalars())
+    shards: list[Shard] = list(v.oracle.shards(v.oracle.work.units(step)))
+    names = sorted(reference.final)
+    flats = [_flat(s.gradients, names, v) for s in shards]
+    norms = []
+    for rank in range(v.report.world):
+        mine = split(len(shards), v.report.world, rank)
+        whole = torch.stack([flats[i] for i in mine]).sum(0)
+        norms += [float(whole.norm()) / reference.sums.count, float(whole.norm()) / sum(shards[i].count for i in mine)]
+    return norms
+
+
+def _flat(gradients: Tensors, names: list[str], v: Verifier) -> Tensor:
+    parameters = dict(v.session.placed.model.named_parameters())
+    zero = {n: torch.zeros_like(parameters[n]) for n in names if n not in gradients}
+    parts = [gradients.get(n, zero.get(n)) for n in names]
+    return torch.cat([p.detach().reshape(-1).to(torch.float64) for p in parts if p is not None])
+
+
+def _gather(v: Verifier, names: list[str]) -> list[Tensor]:
+    if not names:
+        return []
+    mine = _flat(v.recorder.last.sums, names, v)
+    found: list[Tensor] = v.net.all_gather(mine, v.session.mesh.world).wait()
+    return found
+
+
+def _share(v: Verifier, found: Diagnosis) -> Diagnosis:
+    text = json.dumps([found.cause, found.explanation, found.residual]).encode()
+    data = torch.zeros(4096, dtype=torch.uint8)
+    data[: len(text)] = torch.tensor(list(text[:4096]), dtype=torch.uint8)
+    data = v.net.broadcast(data.to(v.session.placed.device), v.session.mesh.world).wait().cpu()
+    cause, explanation, residual = json.loads(bytes(data.tolist()).rstrip(b"\0"))
+    return Diagnosis(cause, explanation, residual)

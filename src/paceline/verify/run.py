@@ -1,0 +1,210 @@
+"""Run a strategy and the oracle side by side, and hold every step of the one against the other.
+
+Before each step the oracle takes over the state of rank 0, so both compute the same step from the same
+bits and errors cannot pile up: what is compared is the step itself, and its bounds are those of rounding.
+By induction a run of such steps is right. Then, in this order: loss, summed gradients, final gradients,
+parameters, optimizer state, buffers, on every rank. It stops at the first step that rounding does not
+explain, and guesses the cause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.comm import Net
+from paceline.errors import TaskError
+from paceline.state import TrainState
+from paceline.train import Session
+from paceline.verify.compare import (
+    Finding,
+    Kernels,
+    compare,
+    first_failure,
+    multiplier_error,
+    relative_bounds,
+    update_bounds,
+)
+from paceline.verify.diagnose import Diagnosis
+from paceline.verify.explain import explain
+from paceline.verify.oracle import Oracle, Tensors, Totals, accumulate, moved
+from paceline.verify.record import RecordingTail
+
+
+@dataclass
+class Report:
+    """What a verification found; equal on every rank.
+
+    Args:
+        strategy: as text.
+        world: number of ranks.
+        steps: steps that were compared.
+        worst: by quantity and tensor, the finding whose error is largest relative to its bound.
+        failure: the first finding that rounding does not explain; None: all is well.
+        diagnosis: the guessed cause of the failure.
+    """
+
+    strategy: str
+    world: int
+    steps: int = 0
+    worst: dict[tuple[str, str], Finding] = field(default_factory=dict)
+    failure: Finding | None = None
+    diagnosis: Diagnosis | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether every error of every step was within its bound."""
+        return self.failure is None
+
+    def add(self, findings: list[Finding]) -> None:
+        """Keep the worst of each tensor, and the first failure."""
+        for f in findings:
+            place = (f.quantity, f.tensor)
+            kept = self.worst.get(place)
+            if kept is None or _badness(f) > _badness(kept):
+                self.worst[place] = f
+        self.failure = self.failure or first_failure(findings)
+
+
+def _badness(f: Finding) -> float:
+    return f.error / f.bound if f.bound else (float("inf") if f.error else 0.0)
+
+
+@dataclass
+class Reference:
+    """The oracle's view of one step, on rank 0."""
+
+    before: Tensors
+    sums: Totals
+    norm: float = 0.0
+    final: Tensors = field(default_factory=dict)
+
+
+class Verifier:
+    """Compares a session with the oracle, step by step; collective.
+
+    Args:
+        session: built with `recording` tails.
+        oracle: its own model and optimizer of the same task, on every rank (only rank 0 computes).
+    """
+
+    def __init__(self, session: Session, oracle: Oracle) -> None:
+        if not isinstance(session.tail, RecordingTail):
+            raise TaskError("verify needs a session with a recording tail", next_step="use verify.build_pair")
+        self.session, self.oracle = session, oracle
+        self.recorder = session.tail
+        self.net = Net(session.net.deadline_seconds)
+        self.oracle_state = TrainState(oracle.model, oracle.optimizer)
+        self.report = Report(str(session.recipe.strategy), session.cluster.world_size)
+        recipe = session.recipe
+        same = not recipe.runtime.compile and session.placed.device.type == "cpu"
+        self.kernels = Kernels(same, recipe.precision.compute)
+        self.previous: Tensors | None = None
+
+    def run(self, steps: int, observe: Callable[[int], None] = lambda step: None) -> Report:
+        """Compare up to `steps` steps; stop after the first that diverges."""
+        self._check_start()
+        rounds = self.session.rounds()
+        for step in range(self.session.state.step, self.session.state.step + steps):
+            if self.report.failure is not None or not self._one(step, rounds):
+                break
+            self.report.steps += 1
+            observe(step)
+        return self.report
+
+    def _check_start(self) -> None:
+        """Every rank starts from the oracle's own initial parameters."""
+        mine = self.session.state.tensors()
+        theirs = self.oracle_state.tensors()
+        bounds = dict.fromkeys(theirs, 0.0)
+        self._compare(-1, "initial value", mine, theirs, bounds, mine)
+
+    def _one(self, step: int, rounds: Iterator[Any]) -> bool:
+        update = self.session.state.updates
+        reference = self._reference(step) if self.session.is_first else None
+        if next(rounds, None) is None:
+            return False
+        record = self.recorder.last
+        self._compare_sums(step, reference)
+        if record.update is not None and record.update.applied:
+            if reference is not None:
+                self._expected(reference, update)
+            self._compare_update(step, reference)
+        if self.report.failure is not None:
+            self.report.diagnosis = explain(self, step, update, reference)
+        self.previous = reference.sums.gradients if reference is not None else None
+        return True
+
+    def _reference(self, step: int) -> Reference:
+        """The oracle's sums of this step, from the state of rank 0."""
+        state = self.session.state
+        tensors = {name: t.detach().clone() for name, t in state.tensors().items()}
+        self.oracle_state.load(tensors, state.scalars())
+        before = self.oracle.buffers()
+        shards = self.oracle.shards(self.oracle.work.units(step), state.scale.value)
+        return Reference(tensors, accumulate(shards, before))
+
+    def _expected(self, reference: Reference, update: int) -> None:
+        """The oracle divides, clips and updates with the gradients that rank 0 really had."""
+        sums = {name: g.clone() for name, g in self.recorder.last.sums.items()}
+        before = self.oracle.buffers()
+        self.oracle.set_buffers(moved(before, reference.sums.buffers))
+        reference.norm = self.oracle.apply(sums, reference.sums.count, update)
+        reference.final = {n: p.grad for n, p in self.oracle.model.named_parameters() if p.grad is not None}
+
+    def _compare_sums(self, step: int, reference: Reference | None) -> None:
+        record, parameters = self.recorder.last, dict(self.session.placed.model.named_parameters())
+        like = {slot.name: parameters[slot.name] for slot in self.session.placed.slots}
+        scalars = {n: torch.zeros(1, dtype=torch.float64) for n in ("loss", "count")}
+        mine = {"loss": scalars["loss"] + record.total, "count": scalars["count"] + record.count}
+        theirs = mean = bounds = scalar_bounds = None
+        if reference is not None:
+            sums = reference.sums
+            theirs = {"loss": scalars["loss"] + sums.total, "count": scalars["count"] + sums.count}
+            bounds = self.kernels.gradient_bounds(sums.magnitudes, sums.num_shards, sums.count)
+            scalar_bounds = {"loss": 1e-6 * abs(sums.total) + self._loss_slack(sums.total), "count": 0.0}
+            mean = {n: g / sums.count for n, g in sums.gradients.items()}
+        self._compare(step, "loss", mine, theirs, scalar_bounds, scalars)
+        count = record.count or 1.0
+        self._compare(step, "gradient", {n: g / count for n, g in record.sums.items()}, mean, bounds, like)
+
+    def _loss_slack(self, total: float) -> float:
+        return 0.0 if self.kernels.same else 1e-2 * abs(total)
+
+    def _compare_update(self, step: int, reference: Reference | None) -> None:
+        parameters = dict(self.session.placed.model.named_parameters())
+        like = {slot.name: parameters[slot.name] for slot in self.session.placed.slots}
+        mine, theirs = self.session.state.tensors(), None
+        bounds: dict[str, float] | None = None
+        final_bounds = final = None
+        if reference is not None:
+            clip = self.oracle.clip_norm
+            error = multiplier_error(clip is not None and reference.norm > clip)
+            theirs, final = self.oracle_state.tensors(), reference.final
+            final_bounds = relative_bounds(final, error)
+            bounds = _state_bounds(reference.before, theirs, error)
+        self._compare(step, "final gradient", self.recorder.last.final, final, final_bounds, like)
+        self._compare(step, "state", mine, theirs, bounds, mine)
+
+    def _compare(
+        self,
+        step: int,
+        quantity: str,
+        mine: Mapping[str, Tensor],
+        theirs: Mapping[str, Tensor] | None,
+        bounds: Mapping[str, float] | None,
+        like: Mapping[str, Tensor],
+    ) -> None:
+        given = (theirs, bounds) if self.session.is_first else (None, None)
+        self.report.add(compare(step, quantity, mine, *given, like, self.net, self.session.mesh.world))
+
+
+def _state_bounds(before: Tensors, after: Tensors, error: float) -> dict[str, float]:
+    """Parameters and buffers by what one update changed; optimizer state by its size."""
+    model = {n: t for n, t in after.items() if n.startswith("model/") and t.dtype.is_floating_point}
+    optimizer = {n: t for n, t in after.items() if n.startswith("optimizer/")}
+    return update_bounds(before, model, error) | relative_bounds(optimizer, error)

@@ -1,0 +1,57 @@
+"""Paceline trains one PyTorch model on many processes, devices and machines, and verifies the answer.
+
+The public names are imported when they are first used, so `import paceline` costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from paceline._version import VERSION as __version__
+
+if TYPE_CHECKING:
+    from paceline.cluster import Cluster as Cluster
+    from paceline.errors import PacelineError as PacelineError
+    from paceline.optim import UserOptimizer as UserOptimizer
+    from paceline.recipe import Recipe as Recipe
+    from paceline.recipe import Strategy as Strategy
+    from paceline.recipe import load_recipe as load_recipe
+    from paceline.recipe import support as support
+    from paceline.task import Loss as Loss
+    from paceline.task import Task as Task
+    from paceline.training import Result as Result
+    from paceline.training import Session as Session
+    from paceline.training import evaluate as evaluate
+    from paceline.training import join as join
+    from paceline.training import train as train
+    from paceline.verification import verify as verify
+
+_HOMES = {
+    "Cluster": "cluster",
+    "Loss": "task",
+    "PacelineError": "errors",
+    "Recipe": "recipe",
+    "Result": "training",
+    "Session": "training",
+    "Strategy": "recipe",
+    "Task": "task",
+    "UserOptimizer": "optim",
+    "evaluate": "training",
+    "join": "training",
+    "load_recipe": "recipe",
+    "support": "recipe",
+    "train": "training",
+    "verify": "verification",
+}
+__all__ = sorted([*_HOMES, "__version__"])
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'paceline' has no attribute '{name}'; it has {', '.join(__all__)}")
+    return getattr(import_module(f"paceline.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -8,8 +8,11 @@ samples form a unit is decided elsewhere (`order.py`, `work.py`).
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import signal
 import sys
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -181,3 +184,12 @@ def _start_method() -> str | None:
 def _start_worker(worker_index: int) -> None:
     """Runs first in a worker. Ctrl-C reaches every process, but the parent decides what it means."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_leave_with_parent, name=f"loader-{worker_index}-watch", daemon=True).start()
+
+
+def _leave_with_parent() -> None:
+    """End this worker when its parent was killed, even if the source blocks; PyTorch looks only between units."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)

@@ -188,7 +188,7 @@ class TextWindows:
     """Map-style windows of a token array: sample i holds tokens i * context to (i + 1) * context, inclusive.
 
     A sample is int64 [context + 1]: inputs are `sample[:-1]`, targets `sample[1:]`. Neighbours share a token,
-    so every token but the first is a target exactly once; at the end up to context - 1 tokens are in no window.
+    so every token but the first is a target exactly once; up to context - 1 tokens at the end are left over.
 
     Args:
         tokens: any integer dtype [N]; not copied.

@@ -1,7 +1,7 @@
 """Text to token ids and back: bytes, or a byte-level BPE from a `tokenizer.json`.
 
 Invariant: every tokenizer here gives text back exactly, `decode(encode(text)) == text`; one that cannot is
-refused when it is loaded, because bits per byte would be wrong. Files are encoded in pieces, in constant memory.
+refused when it is loaded, because bits per byte would be wrong. Files are encoded in constant memory.
 """
 
 from __future__ import annotations

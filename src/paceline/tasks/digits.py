@@ -16,7 +16,7 @@ from paceline.keys import key
 from paceline.models import MLP, ConvNet, fan_in_rule, initialize_by_name
 from paceline.task import Loss, Task
 from paceline.recipe.strict import Table
-from paceline.tasks.options import read_options
+from paceline.tasks.options import Widths, read_options
 
 _NUM_PIXELS = 64
 _NUM_CLASSES = 10
@@ -27,7 +27,7 @@ class DigitsOptions(Table):
     """Options of the task `digits`; `hidden` is for the MLP and `channels` for the ConvNet."""
 
     model: Literal["mlp", "convnet"] = "mlp"
-    hidden: tuple[int, ...] = (128,)
+    hidden: Widths = (128,)
     channels: int = Field(16, ge=1)
     dropout: float = Field(0.0, ge=0.0, lt=1.0)
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from paceline.recipe.spell import KeyPath, spell_path
+from pydantic import PlainValidator
+
+from paceline.recipe.problems import refused
+from paceline.recipe.spell import KeyPath, spell_found, spell_path
 from paceline.recipe.strict import Table
 
 Options = TypeVar("Options", bound=Table)
@@ -23,3 +26,20 @@ def read_options(kind: type[Options], options: Mapping[str, Any]) -> Options:
 
 def _place(paths: Sequence[KeyPath]) -> str:
     return f"options.{spell_path(paths[0])}"
+
+
+def _widths(value: Any) -> tuple[int, ...]:
+    if isinstance(value, (list, tuple)) and all(type(width) is int and width > 0 for width in value):
+        return tuple(value)
+    raise refused(f"expected a list of integers >= 1, found {spell_found(value)}")
+
+
+def _words(value: Any) -> tuple[str, ...]:
+    words = [value] if isinstance(value, str) else value
+    if isinstance(words, (list, tuple)) and words and all(isinstance(word, str) for word in words):
+        return tuple(words)
+    raise refused(f"expected a string or a list of strings, found {spell_found(value)}")
+
+
+Widths = Annotated[tuple[int, ...], PlainValidator(_widths)]
+Words = Annotated[tuple[str, ...], PlainValidator(_words)]

@@ -15,14 +15,14 @@ from paceline.keys import key
 from paceline.models import MLP, fan_in_rule, initialize_by_name
 from paceline.task import Loss, Task
 from paceline.recipe.strict import Table
-from paceline.tasks.options import read_options
+from paceline.tasks.options import Widths, read_options
 
 
 class SumOptions(Table):
     """Options of the task `sum`: the shape of the network and how many samples there are."""
 
     inputs: int = Field(10, ge=1)
-    hidden: tuple[int, ...] = (64,)
+    hidden: Widths = (64,)
     activation: Literal["relu", "tanh"] = "relu"
     samples: int = Field(4096, ge=1)
     held_out_samples: int = Field(1024, ge=1)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.data import Unit, split
-from paceline.verify.diagnose import (
+from paceline.verification.diagnose import (
     UNKNOWN,
     Diagnosis,
     Evidence,
@@ -19,10 +19,10 @@ from paceline.verify.diagnose import (
     diagnose_gradient,
     diagnose_tail,
 )
-from paceline.verify.oracle import Shard, Tensors
+from paceline.verification.oracle import Shard, Tensors
 
 if TYPE_CHECKING:
-    from paceline.verify.run import Reference, Verifier
+    from paceline.verification.run import Reference, Verifier
 
 
 def explain(verifier: Verifier, step: int, update: int, reference: Reference | None) -> Diagnosis:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from paceline import checkpoint
 from paceline.observe import Sink, Stats
-from paceline.train.evaluate import Evaluation, evaluate
-from paceline.train.session import Session
+from paceline.training.evaluate import Evaluation, evaluate
+from paceline.training.session import Session
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from torch import Tensor
 from paceline.comm import Net
 from paceline.errors import TaskError
 from paceline.state import TrainState
-from paceline.train import Session
-from paceline.verify.compare import (
+from paceline.training import Session
+from paceline.verification.compare import (
     Finding,
     Kernels,
     compare,
@@ -29,10 +29,10 @@ from paceline.verify.compare import (
     relative_bounds,
     update_bounds,
 )
-from paceline.verify.diagnose import Diagnosis
-from paceline.verify.explain import explain
-from paceline.verify.oracle import Oracle, Tensors, Totals, accumulate, moved
-from paceline.verify.record import RecordingTail
+from paceline.verification.diagnose import Diagnosis
+from paceline.verification.explain import explain
+from paceline.verification.oracle import Oracle, Tensors, Totals, accumulate, moved
+from paceline.verification.record import RecordingTail
 
 
 @dataclass

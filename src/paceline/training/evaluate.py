@@ -15,7 +15,7 @@ import torch
 
 from paceline.data import Loader, Unit, split
 from paceline.task import Source
-from paceline.train.session import Session
+from paceline.training.session import Session
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,9 @@ from paceline.observe import JsonLines, Progress, Sink
 from paceline.recipe import Recipe, to_toml
 from paceline.task import Task
 from paceline.tasks import load_task
-from paceline.train.build import build_session, choose_device
-from paceline.train.fit import Result, fit
-from paceline.train.session import Session
+from paceline.training.build import build_session, choose_device
+from paceline.training.fit import Result, fit
+from paceline.training.session import Session
 
 CACHE_DIR = Path.home() / ".cache" / "paceline"
 
@@ -62,6 +62,20 @@ def stop_on_signals() -> Iterator[StopSignal]:
 
 
 @contextmanager
+def connected(recipe: Recipe, cluster: Cluster | None = None) -> Iterator[tuple[Cluster, torch.device]]:
+    """Set up threads and the device, meet the other ranks, and leave at the end of the block.
+
+    After an error it does not say goodbye: the others may be gone, and the process is about to end.
+    """
+    cluster = cluster or Cluster.from_env()
+    device = choose_device(recipe.runtime.device, cluster.local_rank, cluster.local_world_size)
+    torch.set_num_threads(recipe.runtime.threads or max(1, num_cores() // cluster.local_world_size))
+    cluster.connect(device.type, recipe.runtime.deadline_seconds)
+    yield cluster, device
+    cluster.disconnect()
+
+
+@contextmanager
 def join(
     recipe: Recipe,
     task: Task | None = None,
@@ -81,19 +95,11 @@ def join(
         warn: see `build_session`.
         stop_requested: see `EveryStep`.
     """
-    cluster = cluster or Cluster.from_env()
-    device = choose_device(recipe.runtime.device, cluster.local_rank, cluster.local_world_size)
-    torch.set_num_threads(recipe.runtime.threads or max(1, num_cores() // cluster.local_world_size))
-    cluster.connect(device.type, recipe.runtime.deadline_seconds)
-    built = task or load_task(
-        recipe.task, dict(recipe.options), recipe.seed, base_dir=base_dir or Path.cwd(), cache_dir=CACHE_DIR
-    )
-    session = build_session(
-        recipe, built, cluster, device, warn=warn, stop_requested=stop_requested
-    )
-    yield session
-    del session  # the process group must outlive everything that uses it, and nothing may outlive it
-    cluster.disconnect()
+    with connected(recipe, cluster) as (found, device):
+        task = task or load_task(
+            recipe.task, dict(recipe.options), recipe.seed, base_dir=base_dir or Path.cwd(), cache_dir=CACHE_DIR
+        )
+        yield build_session(recipe, task, found, device, warn=warn, stop_requested=stop_requested)
 
 
 def train(

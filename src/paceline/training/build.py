@@ -29,7 +29,7 @@ from paceline.recipe import Recipe, support
 from paceline.state import LossScale, TrainState
 from paceline.sync import EveryStep, Tail
 from paceline.task import Task
-from paceline.train.session import Session
+from paceline.training.session import Session
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,7 @@ def build_session(
     net = Net(recipe.runtime.deadline_seconds, times_calls=device.type == "cpu")
     mesh = Mesh.build(cluster, supported_degrees(recipe, cluster.world_size))
     order = build_order(recipe, task)
-    work = pieces.work(
-        order, recipe.batch.shards, recipe.seed, mesh.replica.rank, num_replicas=mesh.replica.size
-    )
+    work = pieces.work(order, recipe.batch.shards, recipe.seed, mesh.replica.rank, mesh.replica.size)
     model = prepare_model(recipe, task, device)
     make_equal(model, net, mesh.world)
     names = metric_names(task, model, device)
@@ -82,7 +80,7 @@ def build_session(
     placed = pieces.placed(
         model, task.loss, names, precision=Precision(recipe.precision.compute, device.type), phases=phases
     )
-    num_steps = recipe.steps or math.ceil((recipe.epochs or 0) * order.steps_per_epoch)
+    num_steps = num_steps_of(recipe, order.steps_per_epoch)
     state = TrainState(model, build_task_optimizer(recipe, task, model), loss_scale(recipe))
     return Session(
         recipe=recipe,
@@ -133,6 +131,11 @@ def build_order(recipe: Recipe, task: Task) -> Order:
         raise DataError("the training data is empty", next_step="look at the task's options that select it")
     batch = recipe.batch
     return Order(len(task.data), batch.size, recipe.seed, shuffle=batch.shuffle, drop_last=batch.drop_last)
+
+
+def num_steps_of(recipe: Recipe, steps_per_epoch: int) -> int:
+    """Length of the run in steps."""
+    return recipe.steps or math.ceil((recipe.epochs or 0) * steps_per_epoch)
 
 
 def prepare_model(recipe: Recipe, task: Task, device: torch.device) -> nn.Module:

@@ -1,0 +1,153 @@
+"""The task `byte-gpt`: a small GPT on real text, measured in bits per byte against simple baselines."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from paceline.data.text import TextWindows, open_corpus
+from paceline.data.tokens import ByteTokenizer, Tokenizer, load_tokenizer
+from paceline.keys import key
+from paceline.models import GPT, GPTConfig, generate, initialize_gpt
+from paceline.recipe.strict import Table
+from paceline.task import Loss, Task
+from paceline.tasks.baselines import Bytes, measure_baselines
+from paceline.tasks.options import Words, read_options
+
+_FIT_BYTES = 2**24  # of the training text, for the baselines: seconds of sorting
+_FIT_TOKENS = 2**21  # the same, where tokens must be decoded first
+
+
+class ByteGptOptions(Table):
+    """Options of the task `byte-gpt`: the text, the model and the sample.
+
+    Args:
+        text: files, folders, patterns, or "stdlib"; relative to the recipe.
+        tokenizer: path of a `tokenizer.json`; None trains on bytes.
+        held_out: fraction of the text, by file, that is never trained on.
+        train_tokens, held_out_tokens: at most so many are used of either part; 0 means all.
+        prompt: what the sample continues; empty: the start of a file.
+    """
+
+    text: Words = ("stdlib",)
+    tokenizer: str | None = None
+    held_out: float = Field(default=0.05, gt=0.0, lt=1.0)
+    train_tokens: int = Field(default=0, ge=0)
+    held_out_tokens: int = Field(default=2**18, ge=0)
+    context: int = Field(default=256, ge=1)
+    layers: int = Field(default=4, ge=1)
+    heads: int = Field(default=4, ge=1)
+    width: int = Field(default=256, ge=1)
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
+    positions: Literal["rotary", "learned"] = "rotary"
+    prompt: str = ""
+    sample_tokens: int = Field(default=200, ge=0)
+    temperature: float = Field(default=0.8, ge=0.0)
+    top_p: float = Field(default=0.95, gt=0.0, le=1.0)
+
+
+def build(*, seed: int, base_dir: Path, cache_dir: Path, **options: Any) -> Task:
+    """Build the task; see `ByteGptOptions`. The held-out files are the same for every seed."""
+    chosen = read_options(ByteGptOptions, options)
+    tokenizer = load_tokenizer(base_dir / chosen.tokenizer) if chosen.tokenizer else ByteTokenizer()
+    corpus = open_corpus(chosen.text, tokenizer, cache_dir, held_out=chosen.held_out, base_dir=base_dir)
+    train = TextWindows(_first(corpus.train, chosen.train_tokens), chosen.context)
+    held_out = TextWindows(_first(corpus.held_out, chosen.held_out_tokens), chosen.context)
+    return Task(
+        model=GPT(_model_config(chosen, tokenizer.vocab_size)),
+        data=train,
+        held_out=held_out,
+        loss=next_token_loss,
+        initialize=initialize_gpt,
+        report=_build_report(chosen, tokenizer, train, held_out, corpus.split, seed),
+        num_tokens_per_sample=chosen.context,
+    )
+
+
+def next_token_loss(model: nn.Module, tokens_BT: Tensor) -> Loss:
+    """Sum the cross-entropies of all next tokens, in nats; tokens are int64 [B, context + 1]."""
+    targets = tokens_BT[:, 1:].flatten()
+    logits = model(tokens_BT[:, :-1]).flatten(0, 1).float()
+    return Loss(F.cross_entropy(logits, targets, reduction="sum"), targets.numel())
+
+
+def bits_per_byte(nats_per_token: float, num_tokens: int, num_bytes: int) -> float:
+    """Convert a mean loss: the unit that does not depend on the tokenizer."""
+    return nats_per_token * num_tokens / num_bytes / math.log(2)
+
+
+def text_bytes(tokens: NDArray[Any], tokenizer: Tokenizer) -> Bytes:
+    """Spell tokens as the bytes that they stand for, uint8 [N]; the end of a file is one byte 0."""
+    if isinstance(tokenizer, ByteTokenizer):
+        return tokens.astype(np.uint8, copy=False)
+    end_of_file = tokenizer.decode([tokenizer.separator])
+    text = tokenizer.decode(tokens.tolist()).replace(end_of_file, "\0")
+    return np.frombuffer(text.encode(), dtype=np.uint8)
+
+
+def sample_text(model: nn.Module, chosen: ByteGptOptions, tokenizer: Tokenizer, seed: int) -> str:
+    """Continue the prompt; equal weights and seeds give equal text."""
+    prompt = tokenizer.encode(chosen.prompt).tolist() or [tokenizer.separator]
+    tokens = generate(
+        model,
+        torch.tensor(prompt, device=next(model.parameters()).device),
+        chosen.sample_tokens,
+        context=chosen.context,
+        generator=torch.Generator().manual_seed(key(seed, "sample")),
+        temperature=chosen.temperature,
+        top_p=chosen.top_p,
+    )
+    text = tokenizer.decode(tokens.tolist()).strip("\0")
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)  # it may go to a terminal
+
+
+def _build_report(
+    chosen: ByteGptOptions,
+    tokenizer: Tokenizer,
+    train: TextWindows,
+    held_out: TextWindows,
+    split: str,
+    seed: int,
+) -> Callable[[nn.Module, Mapping[str, float]], list[str]]:
+    def report(model: nn.Module, evaluation: Mapping[str, float]) -> list[str]:
+        num_tokens = int(evaluation.get("count", held_out.num_targets))
+        scored = text_bytes(held_out.tokens[1 : num_tokens + 1], tokenizer)
+        fit_tokens = _FIT_BYTES if isinstance(tokenizer, ByteTokenizer) else _FIT_TOKENS
+        fitted = text_bytes(train.tokens[:fit_tokens], tokenizer)
+        baselines = measure_baselines(fitted, scored)
+        own = bits_per_byte(evaluation["loss"], num_tokens, len(scored))
+        lines = [
+            f"held-out text: {len(scored):,} bytes ({split})",
+            f"bits per byte: model {own:.3f} | unigram {baselines.unigram:.3f} | "
+            f"trigram {baselines.trigram:.3f} | lzma {baselines.lzma:.3f}",
+        ]
+        if chosen.sample_tokens:
+            lines += ["sample:", *sample_text(model, chosen, tokenizer, seed).split("\n")]
+        return lines
+
+    return report
+
+
+def _model_config(chosen: ByteGptOptions, vocab_size: int) -> GPTConfig:
+    return GPTConfig(
+        vocab=vocab_size,
+        context=chosen.context,
+        layers=chosen.layers,
+        heads=chosen.heads,
+        width=chosen.width,
+        dropout=chosen.dropout,
+        positions=chosen.positions,
+    )
+
+
+def _first(tokens: NDArray[Any], num_tokens: int) -> NDArray[Any]:
+    return tokens[:num_tokens] if num_tokens else tokens

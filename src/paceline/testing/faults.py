@@ -1,0 +1,219 @@
+"""Known mistakes of distributed training, one piece each, to prove that verification finds them.
+
+Every fault is a `Pieces` with one constructor exchanged; nothing else of the session changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from paceline.comm import BucketReducer, Gradients, Net, Tally
+from paceline.data import LoadedUnit, LockstepWork, Unit
+from paceline.layout import Replicate, Sums, UnitBuffers
+from paceline.layout.replicate import GradSink
+from paceline.mesh import Group
+from paceline.optim import Schedule, build_schedule
+from paceline.sync import EveryStep, Tail, Update
+from paceline.training import Pieces
+
+
+class SumInsteadOfMean(Tail):
+    """Divides by the count of one rank, so P replicas add up."""
+
+    num_replicas = 2
+
+    def apply(self, grads: Gradients, tally: Tally) -> Update:
+        """Pretend that the global count is the local one."""
+        return super().apply(grads, replace(tally, count=tally.count / self.num_replicas))
+
+
+class MeanOfMeans(EveryStep):
+    """Weights every rank alike, whatever its number of samples."""
+
+    def step(
+        self, work: LockstepWork, stream: Iterable[LoadedUnit], placed: Replicate, tail: Tail
+    ) -> tuple[Tally, Update]:
+        """Scale this rank's gradient by (mean share / own share)."""
+        step = tail.state.step
+        own = sum(len(u.indices) for u in work.units(step))
+        fair = work.order.batch_size(step) / work.num_replicas
+        rescaled = _RescaledReducer(self.reducer, fair / own if own else 1.0)
+        kept, self.reducer = self.reducer, rescaled
+        try:
+            return super().step(work, stream, placed, tail)  # type: ignore[arg-type]
+        finally:
+            self.reducer = kept
+
+
+class _RescaledReducer:
+    def __init__(self, inner: Any, factor: float) -> None:
+        self.inner, self.factor = inner, factor
+
+    def begin(self) -> None:
+        self.inner.begin()
+
+    def ready(self, index: int, grad: Tensor | None) -> None:
+        self.inner.ready(index, None if grad is None else grad * self.factor)
+
+    def finish(self) -> Gradients:
+        return self.inner.finish()
+
+
+class _LocalNet:
+    """A net whose all_reduce reduces nothing."""
+
+    def __init__(self, net: Net) -> None:
+        self.step = net.step
+        self._net = net
+
+    def all_reduce(self, x: Tensor, group: Group) -> Any:
+        return self._net.all_reduce(x, Group(group.name, group.ranks[:1], 0, None))
+
+
+class OneBucketNotReduced(BucketReducer):
+    """Forgets the all_reduce of the first bucket."""
+
+    def _launch_full(self) -> None:
+        kept = self._net
+        if self._next == 0:
+            self._net = _LocalNet(kept)  # type: ignore[assignment]
+            bucket = self._buckets[0]
+            if not bucket.missing:
+                bucket.handle = self._net.all_reduce(bucket.flat, self._group)
+                self._next = 1
+        self._net = kept
+        if self._next > 0:
+            super()._launch_full()
+
+
+class StaleBucket(BucketReducer):
+    """Hands out the first bucket of the step before."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._kept: Tensor | None = None
+
+    def finish(self) -> Gradients:
+        """Swap the fresh sums for those of the last step."""
+        grads = super().finish()
+        flat = self._buckets[0].flat
+        fresh = flat.clone()
+        if self._kept is not None:
+            flat.copy_(self._kept)
+        self._kept = fresh
+        return grads
+
+
+@dataclass(frozen=True)
+class SameData(LockstepWork):
+    """Every rank takes the units of rank 0."""
+
+    def units(self, step: int) -> tuple[Unit, ...]:
+        """The units of the first replica."""
+        return LockstepWork(self.order, self.shards, self.seed, 0, self.num_replicas).units(step)
+
+
+@dataclass(frozen=True)
+class SharedDropoutSeed(LockstepWork):
+    """The keys of a rank's units are those of rank 0."""
+
+    def units(self, step: int) -> tuple[Unit, ...]:
+        """Own samples, keys of the first replica."""
+        first = LockstepWork(self.order, self.shards, self.seed, 0, self.num_replicas).units(step)
+        return tuple(replace(u, key=f.key) for u, f in zip(super().units(step), first, strict=False))
+
+
+class WrongClipNorm(Tail):
+    """Clips with the norm before the division by the count."""
+
+    def apply(self, grads: Gradients, tally: Tally) -> Update:
+        """Remember the count, for the wrong norm."""
+        self._count = tally.count
+        return super().apply(grads, tally)
+
+    def _clip(self, norm: float) -> float:
+        return super()._clip(norm * self._count)
+
+
+class OffByOneAccumulation(Replicate):
+    """Announces the gradients before the last micro-batch has added to them."""
+
+    def _forward_backward(self, loaded: LoadedUnit, sums: Sums, scale: float) -> None:
+        before = [None if p.grad is None else p.grad.clone() for p in self.parameters]
+        sink, self._sink = self._sink, None
+        super()._forward_backward(loaded, sums, scale)
+        if sink is not None and sums.units > 1:
+            for p, grad in zip(self.parameters, before, strict=True):
+                p.grad = grad
+
+
+class UnsyncedBuffers(Replicate):
+    """Keeps the running statistics of its own units."""
+
+    def __init__(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        super().__init__(model, *args, **kwargs)
+        self.buffers = _OwnBuffers(model)
+
+    def run(self, units: Iterable[LoadedUnit], num_units: int, sink: GradSink, scale: float) -> Sums:
+        """Remember how many units are this rank's own."""
+        self.buffers.own_units = num_units  # type: ignore[attr-defined]
+        return super().run(units, num_units, sink, scale)
+
+
+class _OwnBuffers(UnitBuffers):
+    own_units = 0
+
+    def end_step(self, change: Tensor, units: float) -> None:
+        super().end_step(self.change, self.own_units)
+
+
+class _EarlySchedule:
+    """The rate of the next update."""
+
+    def __init__(self, inner: Schedule) -> None:
+        self.inner = inner
+
+    def factor(self, update: int) -> float:
+        return self.inner.factor(update + 1)
+
+    def apply(self, optimizer: Any, update: int) -> float:
+        return self.inner.apply(optimizer, update + 1)
+
+
+def _schedule_off_by_one(*args: Any) -> Any:
+    return _EarlySchedule(build_schedule(*args))
+
+
+def _tail_for(world: int) -> type[Tail]:
+    return type("SumInsteadOfMean", (SumInsteadOfMean,), {"num_replicas": world})
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A known mistake.
+
+    Args:
+        pieces: builds the faulty pieces for a number of replicas.
+        causes: the diagnoses that name it rightly.
+    """
+
+    pieces: Callable[[int], Pieces]
+    causes: tuple[str, ...]
+
+
+FAULTS: Mapping[str, Fault] = {
+    "sum-instead-of-mean": Fault(lambda p: Pieces(tail=_tail_for(p)), ("sum instead of mean",)),
+    "mean-of-means": Fault(lambda p: Pieces(rule=MeanOfMeans), ("mean of means",)),
+    "bucket-not-reduced": Fault(lambda p: Pieces(reducer=OneBucketNotReduced), ("not reduced",)),
+    "same-data": Fault(lambda p: Pieces(work=SameData), ("same data on every rank",)),
+    "shared-dropout-seed": Fault(lambda p: Pieces(work=SharedDropoutSeed), ("shared dropout seed",)),
+    "wrong-clip-norm": Fault(lambda p: Pieces(tail=WrongClipNorm), ("wrong clip norm",)),
+    "stale-buffer": Fault(lambda p: Pieces(reducer=StaleBucket), ("stale buffer",)),
+    "off-by-one-accumulation": Fault(lambda p: Pieces(placed=OffByOneAccumulation), ("off-by-one accumulation",)),
+    "unsynced-buffers": Fault(lambda p: Pieces(placed=UnsyncedBuffers), ("buffers not synchronised",)),
+    "schedule-off-by-one": Fault(lambda p: Pieces(schedule=_schedule_off_by_one), ("schedule off by one",)),
+}

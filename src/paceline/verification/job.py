@@ -1,0 +1,80 @@
+"""Verify on this rank, as one of however many there are."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from paceline.cluster import Cluster
+from paceline.layout import Precision
+from paceline.optim import build_schedule
+from paceline.recipe import Recipe
+from paceline.task import Task
+from paceline.tasks import load_task
+from paceline.training import Pieces
+from paceline.training.build import build_order, build_session, build_task_optimizer, num_steps_of, prepare_model
+from paceline.training.job import CACHE_DIR, connected
+from paceline.verification.oracle import Oracle
+from paceline.verification.record import recording
+from paceline.verification.run import Report, Verifier
+
+
+def verify(
+    recipe: Recipe,
+    task: Task | None = None,
+    *,
+    steps: int = 20,
+    base_dir: Path | None = None,
+    cluster: Cluster | None = None,
+    pieces: Pieces | None = None,
+    observe: Callable[[int], None] = lambda step: None,
+) -> Report:
+    """Run the recipe's strategy and the oracle side by side for some steps; collective.
+
+    Args:
+        recipe: equal on every rank.
+        task: in place of the one that the recipe names.
+        steps: how many to compare.
+        base_dir: where a task `file.py:function` is looked for.
+        cluster: in place of the one in the environment.
+        pieces: exchanged parts of the session (a planted fault); the oracle is not affected.
+        observe: called after every step that agreed.
+    Returns:
+        The report, equal on every rank.
+    """
+    pieces = pieces or Pieces()
+    with connected(recipe, cluster) as (cluster, device):
+        task = task or load_task(
+            recipe.task, dict(recipe.options), recipe.seed, base_dir=base_dir or Path.cwd(), cache_dir=CACHE_DIR
+        )
+        oracle = build_oracle(recipe, replace(task, model=copy.deepcopy(task.model)), device)
+        session = build_session(
+            recipe, task, cluster, device, pieces=replace(pieces, tail=recording(pieces.tail))
+        )
+        return Verifier(session, oracle).run(steps, observe)
+
+
+def build_oracle(recipe: Recipe, task: Task, device: torch.device, shards: int | None = None) -> Oracle:
+    """The oracle of a recipe, on a task that nobody else trains.
+
+    Args:
+        shards: virtual shards; the recipe's if None, 1 for the full-batch oracle.
+    """
+    model = prepare_model(recipe, task, device)
+    order = build_order(recipe, task)
+    num_steps = num_steps_of(recipe, order.steps_per_epoch)
+    return Oracle(
+        task,
+        order,
+        build_task_optimizer(recipe, task, model),
+        build_schedule(recipe.schedule, num_steps, recipe.batch.size),
+        shards=shards or recipe.batch.shards,
+        seed=recipe.seed,
+        clip_norm=recipe.optimizer.clip_norm,
+        reduction=recipe.batch.reduction,
+        autocast=Precision(recipe.precision.compute, device.type).autocast,
+    )

@@ -1,34 +1,40 @@
 """Who this process is among the others, and how it meets them.
 
-Invariant: this module is the only place in the package that reads the environment, and a process group
+Invariant: this module is the only place in the package that touches the environment, and a process group
 exists only between `Cluster.connect` and `Cluster.disconnect`. It imports torch only when it connects, so
 a launcher may import it. It starts no processes: that is `paceline.launch`.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
-import socket
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import CommunicationError, DeadlineError, DeviceError
+from paceline.errors import CommunicationError, DeviceError
+from paceline.rendezvous import Member, check_in, interface_towards, open_store
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import Store, TCPStore
+    from torch.distributed.distributed_c10d import Store
 
 LOOPBACK = "127.0.0.1"
-_POLL_SECONDS = 0.02
 
 
 def process_environment() -> dict[str, str]:
     """A copy of this process's environment, for those who start other processes."""
     return dict(os.environ)
+
+
+def change_environment(changes: Mapping[str, str | None]) -> None:
+    """Set variables of this process, or remove those whose value is None."""
+    for name, value in changes.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 @dataclass(frozen=True)
@@ -97,27 +103,19 @@ class Cluster:
         return cluster
 
     def _check(self) -> None:
-        rules = (
-            (0 <= self.global_rank < self.world_size, f"RANK={self.global_rank}, WORLD_SIZE={self.world_size}"),
-            (
-                0 <= self.local_rank < self.local_world_size <= self.world_size,
-                f"LOCAL_RANK={self.local_rank}, LOCAL_WORLD_SIZE={self.local_world_size}, "
-                f"WORLD_SIZE={self.world_size}",
-            ),
-            (
-                0 <= self.node_rank < self.num_nodes <= self.world_size,
-                f"GROUP_RANK={self.node_rank}, GROUP_WORLD_SIZE={self.num_nodes}, WORLD_SIZE={self.world_size}",
-            ),
-            (
-                self.num_nodes > 1
-                or (self.local_rank, self.local_world_size) == (self.global_rank, self.world_size),
-                f"one node, but RANK={self.global_rank} of {self.world_size} and "
-                f"LOCAL_RANK={self.local_rank} of {self.local_world_size}",
-            ),
+        one_node = (self.local_rank, self.local_world_size) == (self.global_rank, self.world_size)
+        consistent = (
+            0 <= self.global_rank < self.world_size
+            and 0 <= self.local_rank < self.local_world_size <= self.world_size
+            and 0 <= self.node_rank < self.num_nodes <= self.world_size
+            and (self.num_nodes > 1 or one_node)
         )
-        for holds, values in rules:
-            if not holds:
-                raise _environment_error(f"The environment contradicts itself: {values}.")
+        if not consistent:
+            raise _environment_error(
+                f"Contradicting environment: RANK={self.global_rank} of WORLD_SIZE={self.world_size}, "
+                f"LOCAL_RANK={self.local_rank} of LOCAL_WORLD_SIZE={self.local_world_size}, "
+                f"GROUP_RANK={self.node_rank} of GROUP_WORLD_SIZE={self.num_nodes}."
+            )
 
     def connect(self, device_type: str, deadline_seconds: float) -> torch.device:
         """Meet the other ranks and make the default process group; a world of one needs none.
@@ -135,8 +133,8 @@ class Cluster:
         """
         device = _claim_device(device_type, self.local_rank)
         if self.world_size > 1:
-            expires = time.monotonic() + deadline_seconds
-            store = self._join(self.open_store(deadline_seconds), expires)
+            served = self.open_store(deadline_seconds)
+            store = check_in(served, self._member(), self.attempt, deadline_seconds)
             _choose_gloo_interface(self.address, self.port)
             _make_group(store, self, device_type, deadline_seconds)
         return device
@@ -156,95 +154,17 @@ class Cluster:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def open_store(self, deadline_seconds: float) -> TCPStore:
+    def open_store(self, deadline_seconds: float) -> Store:
         """Serve the job's store (global rank 0, or who holds the listening socket), or reach it."""
-        from datetime import timedelta
+        return open_store(
+            self._member(),
+            serve=self.listen_fd is not None or (self.global_rank == 0 and not self.agent_store),
+            listen_fd=self.listen_fd,
+            deadline_seconds=deadline_seconds,
+        )
 
-        from torch.distributed import DistNetworkError, TCPStore
-
-        serves = self.listen_fd is not None or (self.global_rank == 0 and not self.agent_store)
-        if not serves:
-            self._await_store(time.monotonic() + deadline_seconds)
-        try:
-            return TCPStore(
-                self.address,
-                self.port,
-                self.world_size,
-                is_master=serves,
-                timeout=timedelta(seconds=deadline_seconds),
-                wait_for_workers=False,
-                master_listen_fd=self.listen_fd,
-            )
-        except DistNetworkError as error:
-            verb = "serve" if serves else "reach"
-            raise CommunicationError(
-                f"Rank {self.global_rank} cannot {verb} the job's store at {self.address}:{self.port}: {error}",
-                next_step="check that this is the address of node 0 and that the port is free there",
-            ) from error
-
-    def _await_store(self, expires: float) -> None:
-        """Wait until the store's port answers; a plain socket waits without a word, the store's does not."""
-        while True:
-            try:
-                left = max(0.1, expires - time.monotonic())
-                socket.create_connection((self.address, self.port), timeout=left).close()
-                return
-            except OSError as error:
-                if time.monotonic() > expires:
-                    raise DeadlineError(
-                        f"Rank {self.global_rank} cannot reach {self.address}:{self.port}: {error}",
-                        next_step="check that node 0 runs and that this machine can reach its address",
-                    ) from error
-                time.sleep(0.1)
-
-    def _join(self, store: TCPStore, expires: float) -> Store:
-        """Check in: same token, same world size, a rank that is free; then wait for all ranks."""
-        from torch.distributed import PrefixStore
-
-        checkin = PrefixStore(f"paceline/{self.attempt}", store)
-        token = hashlib.sha256(self.token.encode()).hexdigest()
-        if self.global_rank == 0:
-            checkin.set("job", f"{token} {self.world_size}")
-        else:
-            _poll(lambda: checkin.check(["job"]), expires, lambda: "rank 0 did not start the job")
-            self._compare(checkin.get("job").decode().split(), token)
-        if checkin.add(f"rank/{self.global_rank}", 1) > 1:
-            raise CommunicationError(
-                f"Rank {self.global_rank} has already joined the job at {self.address}:{self.port}.",
-                next_step="give each node its own --node-rank, and start a new job for a node that comes late",
-            )
-        keys = {rank: f"rank/{rank}" for rank in range(self.world_size)}
-        _poll(lambda: checkin.check(list(keys.values())), expires, lambda: _missing(checkin, keys))
-        return PrefixStore("group", checkin)
-
-    def _compare(self, job: list[str], token: str) -> None:
-        where = f"the job at {self.address}:{self.port}"
-        if job[0] != token:
-            raise CommunicationError(
-                f"Rank {self.global_rank} has another token than {where}: it belongs to another job.",
-                next_step="give all nodes of one job the same --token, or choose another --rendezvous port",
-            )
-        if int(job[1]) != self.world_size:
-            raise CommunicationError(
-                f"Rank {self.global_rank} expects {self.world_size} processes, {where} has {job[1]}.",
-                next_step="give all nodes the same --nodes and the same number of processes",
-            )
-
-
-def _missing(checkin: Store, keys: Mapping[int, str]) -> str:
-    ranks = [str(rank) for rank, key in keys.items() if not checkin.check([key])]
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)} did not join"
-
-
-def _poll(done: Callable[[], bool], expires: float, what: Callable[[], str]) -> None:
-    started = time.monotonic()
-    while not done():
-        if time.monotonic() > expires:
-            raise DeadlineError(
-                f"After {time.monotonic() - started:.0f} s {what()}.",
-                next_step="look at the logs of those ranks, or raise runtime.deadline_seconds",
-            )
-        time.sleep(_POLL_SECONDS)
+    def _member(self) -> Member:
+        return Member(self.global_rank, self.world_size, self.token, self.address, self.port)
 
 
 def _claim_device(device_type: str, local_rank: int) -> torch.device:
@@ -291,28 +211,6 @@ def _choose_gloo_interface(address: str, port: int) -> None:
         name = interface_towards(address, port)
         if name:
             os.environ["GLOO_SOCKET_IFNAME"] = name
-
-
-def interface_towards(address: str, port: int) -> str:
-    """The name of the interface from which this host reaches an IPv4 address; empty if there is none."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((address, port or 1))
-            own = probe.getsockname()[0]
-            return next((name for _, name in socket.if_nameindex() if _ipv4(probe, name) == own), "")
-    except OSError:
-        return ""
-
-
-def _ipv4(probe: socket.socket, interface: str) -> str:
-    import fcntl
-
-    siocgifaddr = 0x8915
-    request = interface.encode()[:15].ljust(256, b"\0")
-    try:
-        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), siocgifaddr, request)[20:24])
-    except OSError:
-        return ""  # the interface has no IPv4 address
 
 
 def _text(values: Mapping[str, str], name: str, default: str | None = None) -> str:

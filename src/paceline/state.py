@@ -24,19 +24,19 @@ class Slot:
     Args:
         name: the parameter's first name in the model; tied weights are one slot.
         shape: of the whole tensor.
-        part: what this rank holds of it.
+        part: what this rank holds of it: (start, stop) for each dimension.
         axes: mesh axes that split it; empty if every rank of a replica holds all of it.
     """
 
     name: str
     shape: tuple[int, ...]
-    part: tuple[slice, ...]
+    part: tuple[tuple[int, int], ...]
     axes: frozenset[str] = frozenset()
 
     @classmethod
     def whole(cls, name: str, tensor: Tensor) -> Slot:
         """A slot that this rank holds in full."""
-        return cls(name, tuple(tensor.shape), tuple(slice(0, n) for n in tensor.shape))
+        return cls(name, tuple(tensor.shape), tuple((0, n) for n in tensor.shape))
 
 
 @dataclass
@@ -177,6 +177,4 @@ def _placed(value: Any, p: nn.Parameter) -> Any:
 
 def trained_parameters(model: nn.Module) -> dict[Slot, nn.Parameter]:
     """The parameters that take gradients, by slot, in the model's order; tied weights once."""
-    return {
-        Slot.whole(name, p): p for name, p in model.named_parameters() if p.requires_grad
-    }
+    return {Slot.whole(name, p): p for name, p in model.named_parameters() if p.requires_grad}

@@ -45,13 +45,8 @@ class Handle:
     ) -> None:
         self._op, self._group, self._net, self._entry = op, group, net, entry
         self._work, self._finish = work, finish
-        self._started = time.perf_counter()
         if work is not None and entry is not None and net.times_calls:
-            work.get_future().add_done_callback(self._completed)
-
-    def _completed(self, _future: Any) -> None:
-        if self._entry is not None:
-            self._entry.busy_seconds += time.perf_counter() - self._started
+            work.get_future().add_done_callback(_stopwatch(entry))
 
     def wait(self, deadline_seconds: float | None = None) -> Any:
         """Block until the result is there, and return it.
@@ -248,6 +243,20 @@ class Net:
         )
         Handle("all_gather", group, self, work, None, lambda: out).wait()
         return [int(n) for n in out]
+
+
+def _stopwatch(entry: Entry) -> Callable[[Any], None]:
+    """A callback that adds the time since now to the entry.
+
+    It runs on a thread of the backend and must not hold the process group: the last reference dropped
+    there would make the group wait for its own thread, which aborts the process.
+    """
+    started = time.perf_counter()
+
+    def completed(_future: Any) -> None:
+        entry.busy_seconds += time.perf_counter() - started
+
+    return completed
 
 
 def _carried(x: Tensor) -> Tensor:

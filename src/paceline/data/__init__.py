@@ -2,3 +2,20 @@
 
 `order` and `work` decide (pure), `loader` acts; `text` and `tokens` make a source of text.
 """
+
+from paceline.data.device import to_device
+from paceline.data.loader import LoadedUnit, Loader, Stream
+from paceline.data.order import Order, Permutation
+from paceline.data.work import LockstepWork, Unit, split
+
+__all__ = [
+    "LoadedUnit",
+    "Loader",
+    "LockstepWork",
+    "Order",
+    "Permutation",
+    "Stream",
+    "Unit",
+    "split",
+    "to_device",
+]

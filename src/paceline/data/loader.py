@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ from paceline.task import Source
 
 if TYPE_CHECKING:
     from paceline.recipe import LoaderRecipe
+
+_PARENT_POLL_SECONDS = 0.5
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,8 +191,8 @@ def _start_worker(worker_index: int) -> None:
 
 
 def _leave_with_parent() -> None:
-    """End this worker when its parent was killed, even if the source blocks; PyTorch looks only between units."""
+    """End this worker when its parent was killed, even if the source blocks: PyTorch looks between units."""
     parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
+    while parent is not None and os.getppid() == parent.pid:
+        time.sleep(_PARENT_POLL_SECONDS)
+    os._exit(1)

@@ -69,21 +69,26 @@ class LockstepWork:
                 next_step=f"set batch.shards to {self.num_replicas} or more, or use {self.shards} replicas",
             )
 
+    def num_units(self, step: int) -> int:
+        """How many units this replica has in `step`; no order is computed for it."""
+        return len(self._places(step))
+
     def units(self, step: int) -> tuple[Unit, ...]:
         """This replica's units of `step`, by shard; empty shards (in a small tail batch) are no units."""
+        places = self._places(step)
+        if not places:
+            return ()
+        first, last = places[0][1].start, places[-1][1].stop
+        indices = self.order.batch(step, range(first, last))
+        indices.flags.writeable = False
+        return tuple(
+            Unit(step, shard, indices[p.start - first : p.stop - first], key(self.seed, "unit", step, shard))
+            for shard, p in places
+        )
+
+    def _places(self, step: int) -> list[tuple[int, range]]:
+        """This replica's shards of `step` that are not empty, each with its places in the global batch."""
         num_samples = self.order.batch_size(step)
         mine = split(self.shards, self.num_replicas, self.replica_rank)
-        places = [split(num_samples, self.shards, shard) for shard in mine]
-        first = places[0].start
-        block = self.order.batch(step, range(first, places[-1].stop))
-        block.flags.writeable = False
-        return tuple(
-            Unit(
-                step,
-                shard,
-                block[place.start - first : place.stop - first],
-                key(self.seed, "unit", step, shard),
-            )
-            for shard, place in zip(mine, places, strict=True)
-            if place
-        )
+        places = [(shard, split(num_samples, self.shards, shard)) for shard in mine]
+        return [(shard, place) for shard, place in places if place]

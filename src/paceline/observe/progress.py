@@ -50,7 +50,8 @@ class Progress:
 
     def event(self, name: str, record: Mapping[str, Any]) -> None:
         """Show an event above the progress line."""
-        text = "  ".join(f"{k} {_short(v)}" for k, v in record.items() if not isinstance(v, Mapping))
+        flat = {**record, **record.get("metrics", {})}
+        text = "  ".join(f"{k} {_short(v)}" for k, v in flat.items() if k != "metrics")
         self._console.print(f"{name}: {text}", highlight=False, soft_wrap=True)
 
     def close(self) -> None:

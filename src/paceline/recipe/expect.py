@@ -20,7 +20,13 @@ class Words(NamedTuple):
     text: str
 
 
-_TYPES = {int: "an integer", float: "a finite number", bool: "true or false", str: "a string", dict: "a table"}
+_TYPES = {
+    int: "an integer",
+    float: "a finite number",
+    bool: "true or false",
+    str: "a string",
+    dict: "a table",
+}
 _BOUNDS = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
 
 

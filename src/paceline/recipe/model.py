@@ -8,13 +8,12 @@ world size) is decided later.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import date, datetime, time
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from paceline.recipe.plain import plain
 from paceline.recipe.problems import Conflict, refused
-from paceline.recipe.spell import spell_key
 from paceline.recipe.strategy import Strategy
 from paceline.recipe.strict import Table
 
@@ -75,6 +74,7 @@ class OptimizerRecipe(Table):
     fused: bool = Field(default=True, description="use fused kernels where they exist and keep the result")
 
     def conflicts(self) -> Iterator[Conflict]:
+        """Options that an optimizer of this name would ignore."""
         reads = (*_ALL_READ, *_OPTIMIZER_READS[self.name])
         for name, field in type(self).model_fields.items():
             if name not in reads and getattr(self, name) != field.default:
@@ -106,6 +106,7 @@ class ScheduleRecipe(Table):
     base_batch: int | None = Field(default=None, ge=1, description="samples per update that lr was tuned for")
 
     def conflicts(self) -> Iterator[Conflict]:
+        """Options that a schedule of this shape would ignore, or that it lacks."""
         if self.final and self.decay not in ("cosine", "linear"):
             yield Conflict(("final", "decay"), f'expected only with cosine or linear, not "{self.decay}"')
         if (self.rate > 0) != (self.decay == "exponential"):
@@ -215,10 +216,10 @@ class Recipe(Table):
     strategy: Strategy = Field(default_factory=Strategy, description="how the work is distributed")
     runtime: RuntimeRecipe = Field(default_factory=RuntimeRecipe, description="where and how it runs")
 
-    @field_validator("options")
+    @field_validator("options", mode="before")
     @classmethod
-    def _hold_plain_values(cls, options: dict[str, Any]) -> dict[str, Any]:
-        return {name: _plain(value, spell_key(name)) for name, value in options.items()}
+    def _hold_plain_values(cls, options: Any) -> Any:
+        return plain(options, "options")
 
     @field_validator("epochs")
     @classmethod
@@ -231,19 +232,3 @@ class Recipe(Table):
         if steps is not None and epochs is not None:
             raise refused(f"expected steps or epochs, found both: steps = {steps}, epochs = {epochs}")
         return epochs
-
-
-def _plain(value: Any, key: str) -> Any:
-    """A copy of a value that TOML can hold: subclasses become the plain type, tuples become lists."""
-    for kind in (bool, int, float):
-        if isinstance(value, kind):
-            return kind(value)
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, (datetime, date, time)):
-        return value
-    if isinstance(value, (list, tuple)):
-        return [_plain(item, f"{key}[{index}]") for index, item in enumerate(value)]
-    if isinstance(value, dict) and all(isinstance(name, str) for name in value):
-        return {name: _plain(item, f"{key}.{spell_key(name)}") for name, item in value.items()}
-    raise refused(f"expected values that TOML can hold, found {type(value).__name__} at options.{key}")

@@ -60,11 +60,11 @@ def _read(value: str) -> tuple[Any, ...]:
         return ()
     try:
         table = tomllib.loads(f"value = {value}")
-    except tomllib.TOMLDecodeError as error:
+    except tomllib.TOMLDecodeError:
         if value in _MEANT:
             raise refused(f"expected a TOML value, found {value}; write {_MEANT[value]}") from None
         if value[0] in "\"'[{" or _is_number(value):
-            raise refused(f"expected a TOML value, found {value}: {error}") from None
+            raise refused(f"expected a TOML value, found {value}") from None
         return (value,)
     return (table["value"],) if len(table) == 1 else (value,)
 

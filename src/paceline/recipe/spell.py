@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from datetime import date, datetime, time
+from datetime import date, time
+from functools import singledispatch
 from typing import Any
 
 KeyPath = tuple[str | int, ...]  # ("optimizer", "betas", 0) is optimizer.betas[0]
@@ -17,6 +18,7 @@ _BARE = re.compile(r"[A-Za-z0-9_-]+")
 _LONGEST = 60  # characters of a value that an error message shows
 
 
+@singledispatch
 def spell(value: Any) -> str:
     """Write one value as TOML on one line.
 
@@ -25,19 +27,40 @@ def spell(value: Any) -> str:
     Raises:
         TypeError: TOML has no such value.
     """
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, (int, float)):
-        return repr(value)
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, (datetime, date, time)):
-        return value.isoformat()
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(spell(item) for item in value) + "]"
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{spell_key(name)} = {spell(item)}" for name, item in value.items()) + "}"
     raise TypeError(f"TOML has no {type(value).__name__}")
+
+
+@spell.register
+def _spell_bool(value: bool) -> str:
+    return "true" if value else "false"
+
+
+@spell.register(int)
+@spell.register(float)
+def _spell_number(value: float) -> str:
+    return repr(value)
+
+
+@spell.register
+def _spell_text(value: str) -> str:
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+@spell.register(date)
+@spell.register(time)
+def _spell_date(value: date | time) -> str:
+    return value.isoformat()
+
+
+@spell.register(list)
+@spell.register(tuple)
+def _spell_list(value: Iterable[Any]) -> str:
+    return "[" + ", ".join(spell(item) for item in value) + "]"
+
+
+@spell.register(Mapping)
+def _spell_table(value: Mapping[str, Any]) -> str:
+    return "{" + ", ".join(f"{spell_key(name)} = {spell(item)}" for name, item in value.items()) + "}"
 
 
 def spell_key(name: str) -> str:

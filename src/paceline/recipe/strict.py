@@ -42,7 +42,7 @@ class Table(BaseModel):
 
     # pydantic calls a custom __init__ for nested tables too, which would end validation at the first of
     # them; with this mark it builds nested tables itself, and all their errors arrive together.
-    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+    __init__.__dict__["__pydantic_base_init__"] = True
 
     @classmethod
     def read(cls, values: Any, locate: Locate) -> Self:

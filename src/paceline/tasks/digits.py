@@ -18,18 +18,24 @@ from paceline.task import Loss, Task
 from paceline.recipe.strict import Table
 from paceline.tasks.options import Widths, read_options
 
-_NUM_PIXELS = 64
+_SIDE = 8  # pixels
 _NUM_CLASSES = 10
 _HELD_OUT_ONE_IN = 6  # 299 of the 1,797 images
 
 
 class DigitsOptions(Table):
-    """Options of the task `digits`; `hidden` is for the MLP and `channels` for the ConvNet."""
+    """Options of the task `digits`.
+
+    Args:
+        model: `hidden` is for the MLP and `channels` for the ConvNet.
+        shifts: whether each training image comes also moved by one pixel, up, down, left and right.
+    """
 
     model: Literal["mlp", "convnet"] = "mlp"
     hidden: Widths = (128,)
-    channels: int = Field(16, ge=1)
-    dropout: float = Field(0.0, ge=0.0, lt=1.0)
+    channels: int = Field(default=16, ge=1)
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
+    shifts: bool = False
 
 
 def build(**options: Any) -> Task:
@@ -38,7 +44,7 @@ def build(**options: Any) -> Task:
     data, held_out = load_digits()
     return Task(
         model=_build_model(chosen),
-        data=data,
+        data=add_shifts(data) if chosen.shifts else data,
         held_out=held_out,
         loss=cross_entropy,
         initialize=lambda model, seed: initialize_by_name(model, seed, fan_in_rule),
@@ -69,6 +75,15 @@ def load_digits() -> tuple[TensorDataset, TensorDataset]:
     )
 
 
+def add_shifts(data: TensorDataset) -> TensorDataset:
+    """Add to N images their copies moved by one pixel in four directions: 5 N samples."""
+    images, targets = data.tensors
+    padded = F.pad(images.view(-1, _SIDE, _SIDE), (1, 1, 1, 1))
+    places = ((1, 1), (0, 1), (2, 1), (1, 0), (1, 2))
+    moved = [padded[:, row : row + _SIDE, column : column + _SIDE].flatten(1) for row, column in places]
+    return TensorDataset(torch.cat(moved), targets.repeat(len(places)))
+
+
 def cross_entropy(model: nn.Module, batch: Sequence[Tensor]) -> Loss:
     """Sum the cross-entropies of a batch (images, classes), and count what is `correct`."""
     images, targets = batch
@@ -80,4 +95,4 @@ def cross_entropy(model: nn.Module, batch: Sequence[Tensor]) -> Loss:
 def _build_model(chosen: DigitsOptions) -> nn.Module:
     if chosen.model == "convnet":
         return ConvNet(chosen.channels, _NUM_CLASSES, dropout=chosen.dropout)
-    return MLP(_NUM_PIXELS, chosen.hidden, _NUM_CLASSES, dropout=chosen.dropout)
+    return MLP(_SIDE**2, chosen.hidden, _NUM_CLASSES, dropout=chosen.dropout)

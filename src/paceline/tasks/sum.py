@@ -21,11 +21,11 @@ from paceline.tasks.options import Widths, read_options
 class SumOptions(Table):
     """Options of the task `sum`: the shape of the network and how many samples there are."""
 
-    inputs: int = Field(10, ge=1)
+    inputs: int = Field(default=10, ge=1)
     hidden: Widths = (64,)
     activation: Literal["relu", "tanh"] = "relu"
-    samples: int = Field(4096, ge=1)
-    held_out_samples: int = Field(1024, ge=1)
+    samples: int = Field(default=4096, ge=1)
+    held_out_samples: int = Field(default=1024, ge=1)
 
 
 def build(**options: Any) -> Task:

@@ -160,7 +160,7 @@ def prepare_run_dir(session: Session, resume: Path | None) -> Path:
     run_dir = Path(chosen)
     if session.is_first:
         run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / "recipe.toml").write_text(to_toml(session.recipe))
+        (run_dir / "recipe.toml").write_text(to_toml(session.recipe), encoding="utf-8")
     return run_dir
 
 

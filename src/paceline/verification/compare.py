@@ -21,7 +21,7 @@ UNIT_ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
 _U = UNIT_ROUNDOFF["fp32"]
 _KERNEL_SLACK = 8  # roundings of one kernel that may split its loop by the alignment of its input
 _OTHER_KERNELS_SLACK = 64  # compiled or fused kernels round between other operations
-_NORM_ERROR = 1e-4  # of a float32 norm over millions of values
+NORM_ERROR = 1e-4  # of a float32 norm over millions of values
 _SCALE_ERROR = 1e-6  # of one multiplier without a clip
 _STEP_FACTOR = 8  # how much an optimizer may enlarge a relative error of the gradient
 
@@ -31,7 +31,7 @@ class Finding:
     """The comparison of one tensor in one step.
 
     Args:
-        quantity: "gradient", "final gradient", "parameter", "optimizer" or "buffer".
+        quantity: "initial value", "loss", "gradient", "update" (norm and rate), "final gradient" or "state".
         errors: largest absolute difference from the oracle on each rank; infinite if one side has none.
         bound: what rounding alone may cause.
     """
@@ -89,7 +89,7 @@ def update_bounds(before: Tensors, after: Tensors, multiplier_error: float) -> d
 
 def multiplier_error(clipped: bool) -> float:
     """Relative error of the factor by which gradients are divided and clipped."""
-    return _NORM_ERROR if clipped else _SCALE_ERROR
+    return NORM_ERROR if clipped else _SCALE_ERROR
 
 
 def compare(

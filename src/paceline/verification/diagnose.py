@@ -213,7 +213,7 @@ class TailEvidence:
         ratio: final gradient over the oracle's; None if they are not proportional.
         world, num_shards, count: as above.
         clip_norm: the recipe's; None: no clip.
-        right_norm: global norm of the mean gradient.
+        norm, right_norm: global norm of the mean gradient, as the tail said and as the oracle says.
         local_norms: norm of each rank's own mean gradient.
         lr, right_lr: the rate that was used, and the one of this update.
         near_lrs: rates of neighbouring updates, by offset.
@@ -224,6 +224,7 @@ class TailEvidence:
     num_shards: int
     count: float
     clip_norm: float | None
+    norm: float
     right_norm: float
     local_norms: Sequence[float]
     lr: float
@@ -235,6 +236,9 @@ def diagnose_tail(e: TailEvidence) -> Diagnosis:
     """The mistake between the reduced sums and the update."""
     if abs(e.lr - e.right_lr) > 1e-9 * max(abs(e.lr), abs(e.right_lr)):
         return _wrong_rate(e)
+    if abs(e.norm / e.right_norm - 1) > _FITS:
+        factor = name_factor(e.norm / e.right_norm, e.world, e.num_shards, e.count)
+        return _wrong_norm(e) if factor.cause == "constant factor" else factor
     if e.ratio is None:
         return UNKNOWN
     if e.clip_norm is not None and (e.right_norm > e.clip_norm or e.ratio < 1):
@@ -248,6 +252,12 @@ def _wrong_rate(e: TailEvidence) -> Diagnosis:
             text = f"the rate {e.lr:.6g} belongs to the update {offset:+d} from this one"
             return Diagnosis("schedule off by one", text)
     return Diagnosis("wrong learning rate", f"the rate is {e.lr:.6g}, the schedule says {e.right_lr:.6g}")
+
+
+def _wrong_norm(e: TailEvidence) -> Diagnosis:
+    whose = "a rank's own gradient" if any(abs(e.norm / n - 1) < _FITS for n in e.local_norms) else "something else"
+    text = f"the norm {e.norm:.6g} is that of {whose}; the global norm is {e.right_norm:.6g}"
+    return Diagnosis("wrong clip norm", text)
 
 
 def _wrong_clip(e: TailEvidence, clip_norm: float) -> Diagnosis:

@@ -81,6 +81,7 @@ def _explain_tail(
             clip_norm=v.oracle.clip_norm,
             right_norm=reference.norm,
             local_norms=_local_norms(v, step, reference),
+            norm=record.update.grad_norm if record.update is not None else 0.0,
             lr=record.update.lr if record.update is not None else 0.0,
             right_lr=base * schedule.factor(update),
             near_lrs={k: base * schedule.factor(max(0, update + k)) for k in (-1, 1)},
@@ -111,6 +112,7 @@ _STAGES: dict[str, Callable[..., Diagnosis]] = {
     "initial value": _explain_start,
     "gradient": _explain_gradient,
     "loss": _explain_gradient,
+    "update": _explain_tail,
     "final gradient": _explain_tail,
     "state": _explain_state,
 }

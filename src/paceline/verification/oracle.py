@@ -92,7 +92,7 @@ class Oracle:
                 loss: Loss = self.task.loss(self.model, self.load(unit))
             (loss.total * scale).backward()
             gradients = {n: p.grad / scale for n, p in self.model.named_parameters() if p.grad is not None}
-            yield Shard(unit, float(loss.total), float(loss.count), gradients, self.buffers())
+            yield Shard(unit, float(loss.total.detach()), float(loss.count), gradients, self.buffers())
         self.set_buffers(before)
 
     def apply(self, sums: Tensors, count: float, update: int) -> float:

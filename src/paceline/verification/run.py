@@ -21,6 +21,7 @@ from paceline.errors import TaskError
 from paceline.state import TrainState
 from paceline.training import Session
 from paceline.verification.compare import (
+    NORM_ERROR,
     Finding,
     Kernels,
     compare,
@@ -157,18 +158,16 @@ class Verifier:
         reference.final = {n: p.grad for n, p in self.oracle.model.named_parameters() if p.grad is not None}
 
     def _compare_sums(self, step: int, reference: Reference | None) -> None:
-        record, parameters = self.recorder.last, dict(self.session.placed.model.named_parameters())
-        like = {slot.name: parameters[slot.name] for slot in self.session.placed.slots}
-        scalars = {n: torch.zeros(1, dtype=torch.float64) for n in ("loss", "count")}
-        mine = {"loss": scalars["loss"] + record.total, "count": scalars["count"] + record.count}
+        record, like = self.recorder.last, self._slots()
+        mine = {"loss": _scalar(record.total), "count": _scalar(record.count)}
         theirs = mean = bounds = scalar_bounds = None
         if reference is not None:
             sums = reference.sums
-            theirs = {"loss": scalars["loss"] + sums.total, "count": scalars["count"] + sums.count}
+            theirs = {"loss": _scalar(sums.total), "count": _scalar(sums.count)}
             bounds = self.kernels.gradient_bounds(sums.magnitudes, sums.num_shards, sums.count)
             scalar_bounds = {"loss": 1e-6 * abs(sums.total) + self._loss_slack(sums.total), "count": 0.0}
             mean = {n: g / sums.count for n, g in sums.gradients.items()}
-        self._compare(step, "loss", mine, theirs, scalar_bounds, scalars)
+        self._compare(step, "loss", mine, theirs, scalar_bounds, mine)
         count = record.count or 1.0
         self._compare(step, "gradient", {n: g / count for n, g in record.sums.items()}, mean, bounds, like)
 
@@ -176,19 +175,34 @@ class Verifier:
         return 0.0 if self.kernels.same else 1e-2 * abs(total)
 
     def _compare_update(self, step: int, reference: Reference | None) -> None:
-        parameters = dict(self.session.placed.model.named_parameters())
-        like = {slot.name: parameters[slot.name] for slot in self.session.placed.slots}
-        mine, theirs = self.session.state.tensors(), None
-        bounds: dict[str, float] | None = None
-        final_bounds = final = None
+        self._compare_scalars(step, reference)
+        mine, like = self.session.state.tensors(), self._slots()
+        if reference is None:
+            self._compare(step, "final gradient", self.recorder.last.final, None, None, like)
+            self._compare(step, "state", mine, None, None, mine)
+            return
+        clip = self.oracle.clip_norm
+        error = multiplier_error(clip is not None and reference.norm > clip)
+        final, theirs = reference.final, self.oracle_state.tensors()
+        bounds = relative_bounds(final, error)
+        self._compare(step, "final gradient", self.recorder.last.final, final, bounds, like)
+        self._compare(step, "state", mine, theirs, _state_bounds(reference.before, theirs, error), mine)
+
+    def _compare_scalars(self, step: int, reference: Reference | None) -> None:
+        update = self.recorder.last.update
+        assert update is not None
+        mine = {"norm": _scalar(update.grad_norm), "rate": _scalar(update.lr)}
+        theirs = bounds = None
         if reference is not None:
-            clip = self.oracle.clip_norm
-            error = multiplier_error(clip is not None and reference.norm > clip)
-            theirs, final = self.oracle_state.tensors(), reference.final
-            final_bounds = relative_bounds(final, error)
-            bounds = _state_bounds(reference.before, theirs, error)
-        self._compare(step, "final gradient", self.recorder.last.final, final, final_bounds, like)
-        self._compare(step, "state", mine, theirs, bounds, mine)
+            rate = float(self.oracle.optimizer.param_groups[0]["lr"])
+            theirs = {"norm": _scalar(reference.norm), "rate": _scalar(rate)}
+            bounds = {"norm": NORM_ERROR * reference.norm, "rate": 1e-12 * abs(rate)}
+        self._compare(step, "update", mine, theirs, bounds, mine)
+
+    def _slots(self) -> dict[str, Tensor]:
+        """The trained parameters by name, in the order of the gradients."""
+        placed = self.session.placed
+        return {slot.name: p for slot, p in placed.slots.items()}
 
     def _compare(
         self,
@@ -201,6 +215,10 @@ class Verifier:
     ) -> None:
         given = (theirs, bounds) if self.session.is_first else (None, None)
         self.report.add(compare(step, quantity, mine, *given, like, self.net, self.session.mesh.world))
+
+
+def _scalar(value: float) -> Tensor:
+    return torch.tensor([value], dtype=torch.float64)
 
 
 def _state_bounds(before: Tensors, after: Tensors, error: float) -> dict[str, float]:

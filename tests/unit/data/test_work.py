@@ -64,7 +64,7 @@ def test_replicas_run_blocks_of_nearly_equal_length(num_replicas: int) -> None:
 @pytest.mark.parametrize("num_replicas", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("num_samples", [1, 7, 97, 100, 129])
 def test_ragged_epochs_use_every_sample_exactly_once(num_samples: int, num_replicas: int) -> None:
-    """Replicas see different numbers of samples, some none in the last step; the count is exact all the same."""
+    """Replicas see different numbers of samples, some none in the last step; the count is exact."""
     order = Order(num_samples, 16, 1)
     for epoch in range(2):
         seen: list[list[int]] = [[] for _ in range(num_replicas)]
@@ -87,8 +87,10 @@ def test_a_tail_batch_is_spread_over_the_replicas() -> None:
 
 def test_seven_samples_on_eight_replicas_leave_one_without_a_unit() -> None:
     order = Order(7, 16, 1)
-    counts = [len(LockstepWork(order, 8, 1, rank, 8).units(0)) for rank in range(8)]
+    works = [LockstepWork(order, 8, 1, rank, 8) for rank in range(8)]
+    counts = [len(work.units(0)) for work in works]
     assert sorted(counts) == [0, 1, 1, 1, 1, 1, 1, 1]
+    assert counts == [work.num_units(0) for work in works]
 
 
 def test_unit_keys_name_seed_step_and_shard() -> None:

@@ -1,0 +1,37 @@
+"""`paceline`: train, verify, and look before you do. Each command lives in a module of its own."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from paceline.cli import recipe, run, train, verify
+from paceline.cli.console import fail
+from paceline.errors import PacelineError
+
+app = typer.Typer(
+    name="paceline",
+    help="Train one PyTorch model on many processes, devices and machines, and verify the answer.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("train")(train.train)
+app.command("verify")(verify.verify)
+app.command(
+    "run", context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+)(run.run)
+app.command("strategies")(recipe.strategies)
+recipes = typer.Typer(help="Look at recipes.", no_args_is_help=True)
+recipes.command("show")(recipe.show)
+app.add_typer(recipes, name="recipe")
+
+
+def main() -> None:
+    """Run the command line; an error that a user can meet is printed without its traceback."""
+    try:
+        app()
+    except PacelineError as error:
+        fail(error)
+        sys.exit(error.exit_code)

@@ -1,0 +1,94 @@
+"""Options that several commands share, and what they mean together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import typer
+
+from paceline.errors import RecipeError, StrategyError
+from paceline.recipe import Recipe, load_recipe, support
+
+RecipeArgument = Annotated[Path, typer.Argument(help="The recipe, a TOML file.", show_default=False)]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", help="Change one key: --set optimizer.lr=3e-4. May be repeated.")
+]
+StrategyOption = Annotated[
+    str | None, typer.Option("--strategy", help='How to distribute: "replicas=2", or a preset such as ddp.')
+]
+Processes = Annotated[
+    int | None,
+    typer.Option("-n", "--processes", min=1, help="Processes on this node. Default: what the strategy says."),
+]
+Nodes = Annotated[int, typer.Option("--nodes", min=1, help="Nodes in the job.")]
+NodeRank = Annotated[int, typer.Option("--node-rank", min=0, help="Which node this is, from 0.")]
+Rendezvous = Annotated[
+    str | None, typer.Option("--rendezvous", help="HOST:PORT of node 0, where the nodes meet.")
+]
+Token = Annotated[str, typer.Option("--token", help="Names the job; nodes with another token are turned away.")]
+
+
+class Placement(NamedTuple):
+    """How many processes of a job run where."""
+
+    processes: int
+    nodes: int
+    node_rank: int
+    rendezvous: str | None
+    token: str
+
+
+def task_directory(recipe_path: Path) -> Path:
+    """Where `task = "file.py:build"` is looked for: beside the recipe."""
+    return recipe_path.resolve().parent
+
+
+def absolute_task(recipe: Recipe, base_dir: Path) -> Recipe:
+    """The recipe with the file of its task as an absolute path, so that it can be resumed from anywhere."""
+    file, colon, function = recipe.task.partition(":")
+    if not file.endswith(".py"):
+        return recipe
+    return recipe.replace(task=f"{(base_dir / file).resolve()}{colon}{function}")
+
+
+def read_recipe(path: Path, settings: list[str] | None, strategy: str | None) -> Recipe:
+    """Load a recipe with the changes of the command line."""
+    return absolute_task(load_recipe(path, settings or (), strategy), task_directory(path))
+
+
+def processes_for(recipe: Recipe, asked: int | None, nodes: int) -> int:
+    """Processes on each node, and a refusal before any of them starts.
+
+    Raises:
+        StrategyError: the strategy does not fit that many; names the nearest that does.
+    """
+    strategy = recipe.strategy
+    world = asked * nodes if asked is not None else (strategy.replicas or nodes) * strategy.ranks_per_replica
+    if world % nodes:
+        raise StrategyError(
+            f"the strategy '{strategy}' has {world} ranks, which {nodes} nodes cannot share equally",
+            next_step="say how many processes each node runs: -n",
+        )
+    answer = support(strategy, processes=world, shards=recipe.batch.shards)
+    if not answer.ok:
+        raise StrategyError(
+            f"the strategy '{strategy}' on {world} processes is not supported: {answer.reason}",
+            next_step=f'the nearest that is: --strategy "{answer.nearest}"',
+        )
+    return world // nodes
+
+
+def checked_resume(run: Path) -> Path:
+    """The recipe of a run folder (or of a checkpoint inside one).
+
+    Raises:
+        RecipeError: there is none.
+    """
+    for folder in (run, run.parent.parent):
+        if (folder / "recipe.toml").exists():
+            return folder / "recipe.toml"
+    raise RecipeError(
+        f"'{run}' is no run folder: it has no recipe.toml",
+        next_step="name the folder that the run printed, for example runs/20260101-120000-digits-1",
+    )

@@ -1,0 +1,13 @@
+"""Start the processes of a job on this node, watch them, and end all of them when one fails.
+
+Invariant: this room never imports torch, and when `launch` returns, no process that it started is left.
+What a worker computes is not its business.
+"""
+
+from paceline.launch.job import Job
+from paceline.launch.local import launch
+from paceline.launch.outcome import Failure, Outcome
+from paceline.launch.render import render_workers
+from paceline.launch.worker import guard, script_command
+
+__all__ = ["Failure", "Job", "Outcome", "guard", "launch", "render_workers", "script_command"]

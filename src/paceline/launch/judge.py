@@ -1,0 +1,79 @@
+"""What became of one worker, from its exit code, its own report, its log and where it was last seen.
+
+Invariant: a worker that ended well, or that obeyed a signal that the user sent, is no failure.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+from paceline.launch.outcome import Failure, Kind, signal_headline
+from paceline.launch.process import Running
+from paceline.launch.stacks import read_position
+from paceline.launch.stop import Stop
+from paceline.launch.worker import ErrorReport
+
+_LOG_LINES = 30
+_OBEYED = (-signal.SIGTERM, 128 + signal.SIGTERM, 128 + signal.SIGINT)
+
+
+def failed(one: Running, stop: Stop) -> bool:
+    """Must the other workers end because of this one? Not if all were told to end anyway."""
+    return one.process.returncode != 0 and stop.signal is None
+
+
+def judge(one: Running, stop: Stop) -> Failure | None:
+    """Describe how a worker failed; None if it did not."""
+    code = one.process.returncode
+    report = ErrorReport.load(one.worker.error_file)
+    if report is not None:
+        return _raised(one, report)
+    if code is None or one.killed or (stop.terminated and code in _OBEYED):
+        return _stopped(one, stop)
+    return None if code == 0 else _died(one, code)
+
+
+def _raised(one: Running, report: ErrorReport) -> Failure:
+    summary = report.message.partition("\n")[0]
+    return _failure(
+        one,
+        "connection" if report.connection else "error",
+        f"raised {report.type}: {summary}" if summary else f"raised {report.type}",
+        report.exit_code,
+        when=report.when,
+        details=report.traceback,
+    )
+
+
+def _stopped(one: Running, stop: Stop) -> Failure | None:
+    if stop.signal is not None and not one.killed and one.process.returncode is not None:
+        return None
+    where = read_position(one.worker.stack_file)
+    headline = "did not end in time and was killed" if one.killed else "was ended because of that"
+    if one.process.returncode is None:
+        headline = f"cannot be killed (process {one.pid})"
+    return _failure(one, "stopped", headline + (f"; it was in {where}" if where else ""), 1)
+
+
+def _died(one: Running, code: int) -> Failure:
+    details = _last_lines(one.worker.log_file)
+    if code > 0:
+        return _failure(one, "error", f"ended with exit code {code}", code, details=details)
+    # An abort is raised by the process itself, often because another rank is gone: its time decides.
+    kind: Kind = "error" if code == -signal.SIGABRT else "signal"
+    return _failure(one, kind, signal_headline(-code), 128 - code, details=details)
+
+
+def _failure(
+    one: Running, kind: Kind, headline: str, exit_code: int, *, when: float | None = None, details: str = ""
+) -> Failure:
+    seen = one.ended_at or time.time()
+    return Failure(one.worker.global_rank, kind, seen if when is None else when, headline, exit_code, details)
+
+
+def _last_lines(path: Path | None) -> str:
+    if path is None or not path.exists():
+        return ""
+    return "\n".join(path.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES:])

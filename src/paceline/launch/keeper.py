@@ -1,0 +1,58 @@
+"""Ends what is left of a job when its launcher is gone, however it went.
+
+Run as a script by the launcher, on the standard library alone. It reads lines from standard input, "+PID"
+for a session that began and "-PID" for one that is over, and kills the sessions that are left when the
+input ends; the input ends when the launcher does. Invariant: it outlives its launcher, never by much.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+
+def session_members(session: int) -> list[int]:
+    """The processes of a session that are alive, in any process group; empty where there is no /proc."""
+    return [pid for pid, state, owner in _processes() if owner == session and state not in "ZX"]
+
+
+def _processes() -> Iterable[tuple[int, str, int]]:
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            # pid (name) state parent group session ...; the name may hold anything, also ")"
+            state, _, _, session = stat.read_text(errors="replace").rpartition(")")[2].split()[:4]
+        except OSError:
+            continue  # it ended between the listing and the reading
+        yield int(stat.parent.name), state, int(session)
+
+
+def kill_session(session: int) -> None:
+    """Kill the session that began with process `session`, with all that is in it."""
+    with contextlib.suppress(ProcessLookupError):  # its first process group is empty; others may not be
+        os.killpg(session, signal.SIGKILL)
+    for pid in session_members(session):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def main() -> None:
+    """Keep the list of sessions until the input ends, then kill what is left."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    sessions: set[int] = set()
+    for line in sys.stdin:
+        pid = int(line[1:])
+        if line.startswith("+"):
+            sessions.add(pid)
+        else:
+            sessions.discard(pid)
+    for session in sessions:
+        kill_session(session)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""Run one node's processes to their end: start, watch, stop, report.
+
+Invariant: when `launch` returns or raises, no process of the job is left on this node, and the signal
+handlers are what they were. What to start is decided in `render`, when to stop in `stop`.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+from paceline.cluster import process_environment
+from paceline.launch.endpoint import bind_endpoint
+from paceline.launch.follow import Follow
+from paceline.launch.job import Job
+from paceline.launch.judge import failed, judge
+from paceline.launch.outcome import Outcome, conclude
+from paceline.launch.process import Keeper, Running, start_worker, wait_for_end
+from paceline.launch.render import Place, Worker, render_workers
+from paceline.launch.stacks import request_stack
+from paceline.launch.stop import Action, Stop
+
+_TICK_SECONDS = 0.1
+_UNKILLABLE_SECONDS = 5.0  # a process in an uninterruptible call (a lost disk, a lost GPU) cannot be killed
+_STACK_SECONDS = 0.05
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+Say = Callable[[str], object]
+
+
+def launch(job: Job, *, environ: Mapping[str, str] | None = None, say: Say | None = None) -> Outcome:
+    """Start the processes of this node and wait for their end.
+
+    The output of the first process is the launcher's own; that of the others goes to files. The first
+    failure ends all others within a few seconds. Ctrl-C, SIGTERM and SIGHUP are passed on as SIGTERM;
+    the second one kills. Signals are handled only when this is called in the main thread. The workers
+    die with the calling thread.
+
+    Args:
+        environ: the environment that workers inherit; None: that of this process.
+        say: shows a text to the user (the report of a failure, the lines of other processes); None:
+            standard error.
+    Returns:
+        The exit code and what failed, the cause first.
+    Raises:
+        CommunicationError: the rendezvous cannot be bound.
+        PacelineError: the command cannot be started.
+    """
+    tell: Say = sys.stderr.write if say is None else say
+    stop = Stop(job.settle_seconds, job.kill_seconds, job.grace_seconds)
+    with _open_folder(job) as folder, _signals_to(stop):
+        inherited = process_environment() if environ is None else environ
+        with _started(job, Path(folder), inherited) as running:
+            follow = Follow([one.worker for one in running], tell) if job.output == "prefixed" else None
+            _supervise(running, stop, follow)
+            failures = [failure for one in running if (failure := judge(one, stop)) is not None]
+        outcome = conclude(failures, stop.signal, str(job.log_dir or ""))
+    if outcome.report:
+        tell(outcome.report)
+    return outcome
+
+
+def _open_folder(job: Job) -> tempfile.TemporaryDirectory[str] | nullcontext[str]:
+    if job.log_dir is None:
+        return tempfile.TemporaryDirectory(prefix="paceline-")
+    job.log_dir.mkdir(parents=True, exist_ok=True)
+    return nullcontext(str(job.log_dir.resolve()))
+
+
+@contextmanager
+def _signals_to(stop: Stop) -> Iterator[None]:
+    """Let signals change the plan instead of ending this process."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {
+        number: signal.signal(number, lambda number, _: stop.on_signal(number, time.monotonic()))
+        for number in _PASSED_ON
+        if signal.getsignal(number) is not signal.SIG_IGN  # as nohup asks
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _started(job: Job, folder: Path, environ: Mapping[str, str]) -> Iterator[Sequence[Running]]:
+    """Start all workers of the node; at the end, however it comes, none of their sessions is left."""
+    address, port, listener = bind_endpoint(job)
+    running: list[Running] = []
+    with Keeper() as keeper:
+        try:
+            place = Place(
+                address=address,
+                port=port,
+                listen_fd=None if listener is None else listener.fileno(),
+                token=job.token or (secrets.token_hex(8) if job.nodes == 1 else job.rendezvous),
+                folder=folder,
+                cores=_count_cores(),
+            )
+            for worker in render_workers(job, place, environ):
+                _clear(worker)
+                running.append(start_worker(worker, keeper))
+            if listener is not None:
+                listener.close()  # rank 0 has it; when rank 0 is gone, the port must refuse
+            yield running
+        finally:
+            if listener is not None:
+                listener.close()
+            for one in running:
+                one.kill(_UNKILLABLE_SECONDS)
+                one.worker.stack_file.unlink(missing_ok=True)
+
+
+def _clear(worker: Worker) -> None:
+    """Remove what an earlier job left in the same log folder."""
+    worker.error_file.unlink(missing_ok=True)
+    worker.stack_file.unlink(missing_ok=True)
+
+
+def _count_cores() -> int:
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def _supervise(running: Sequence[Running], stop: Stop, follow: Follow | None) -> None:
+    """Wait until every worker has ended, and make them end when it is time."""
+    while any(one.ended_at is None for one in running):
+        wait_for_end(running, _TICK_SECONDS)
+        now = time.monotonic()
+        for one in running:
+            if one.poll() and failed(one, stop):
+                stop.on_failure(now)
+        if follow is not None:
+            follow.show()
+        if _act(running, stop, now) == "kill":
+            return
+
+
+def _act(running: Sequence[Running], stop: Stop, now: float) -> Action:
+    action = stop.due(now)
+    alive = [one for one in running if one.ended_at is None]
+    if action == "terminate":
+        _ask_where(alive, stop)
+        for one in alive:
+            one.terminate()
+    elif action == "kill":
+        for one in alive:
+            one.kill(_UNKILLABLE_SECONDS)
+    return action
+
+
+def _ask_where(alive: Sequence[Running], stop: Stop) -> None:
+    if stop.signal is None and alive:
+        for one in alive:
+            request_stack(one.pid, one.worker.stack_file)
+        time.sleep(_STACK_SECONDS)

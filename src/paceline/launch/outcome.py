@@ -1,0 +1,101 @@
+"""How a job ended on this node, and what to tell the user: the rank that failed first, first. Pure.
+
+Invariant: a failure that another one caused (a lost connection, an end by the launcher) is never named
+as the cause while a better one is known.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["signal", "error", "connection", "stopped"]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One worker that did not end well.
+
+    Args:
+        global_rank: whose.
+        kind: "signal": killed, not by the launcher; "error": raised, aborted or exited with a code that
+            is not 0; "connection": an error that says that another rank is gone; "stopped": ended by the
+            launcher.
+        when: seconds since the epoch.
+        headline: one line that says what happened.
+        exit_code: what the launcher returns if this is the cause.
+        details: a traceback, or the last lines of its log; may be empty.
+    """
+
+    global_rank: int
+    kind: Kind
+    when: float
+    headline: str
+    exit_code: int
+    details: str = ""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the job ended on this node.
+
+    Args:
+        exit_code: 0, the cause's, 128 + signal for a worker that a signal killed; or, when the launcher
+            itself was told to stop, 130 (Ctrl-C), 143 (SIGTERM) or 129 (SIGHUP).
+        failures: the cause first; empty if all went well or stopped as they were told.
+        report: for the user; empty if there is nothing to report.
+    """
+
+    exit_code: int
+    failures: tuple[Failure, ...]
+    report: str
+
+
+def conclude(failures: Sequence[Failure], stop_signal: int | None, logs: str = "") -> Outcome:
+    """Order the failures, choose the exit code, write the report.
+
+    Args:
+        stop_signal: the signal that the launcher got and passed on, if it did.
+        logs: the folder with the output of the workers, if it is kept.
+    """
+    ordered = tuple(sorted(failures, key=_rank_of_cause))
+    if stop_signal is not None:
+        # Told to stop, workers may lose each other; only what is wrong in itself is worth a report.
+        ordered = tuple(failure for failure in ordered if failure.kind in ("signal", "error"))
+        stopped = tuple(failure for failure in failures if failure.kind == "stopped")
+        code = ordered[0].exit_code if ordered else 128 + stop_signal
+        return Outcome(code, ordered, render_report(ordered + stopped, logs))
+    code = ordered[0].exit_code if ordered else 0
+    return Outcome(code, ordered, render_report(ordered, logs))
+
+
+def _rank_of_cause(failure: Failure) -> tuple[int, float, int]:
+    weight = {"signal": 0, "error": 1, "connection": 2, "stopped": 3}[failure.kind]
+    return weight, failure.when, failure.global_rank
+
+
+def render_report(failures: Sequence[Failure], logs: str = "") -> str:
+    """The text for the user: the first failure in full, one line for each other one."""
+    if not failures:
+        return ""
+    first, *others = failures
+    lines = [f"rank {first.global_rank} {first.headline}"]
+    lines += [f"  {line}".rstrip() for line in first.details.splitlines()]
+    if first.kind == "connection":
+        lines.append("  no rank of this node failed before that: look at the other nodes")
+    lines += [f"rank {other.global_rank} {other.headline}" for other in others]
+    if logs:
+        lines.append(f"logs: {logs}")
+    return "\n".join(lines) + "\n"
+
+
+def signal_headline(number: int) -> str:
+    """Says which signal ended a worker, and the likely reason if there is one."""
+    hints: dict[int, str] = {signal.SIGKILL: " (out of memory?)", signal.SIGBUS: " (no space in /dev/shm?)"}
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        name = f"signal {number}"
+    return f"was killed by {name}{hints.get(number, '')}"

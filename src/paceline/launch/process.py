@@ -1,0 +1,168 @@
+"""Worker processes: start them so that they cannot outlive the launcher, and end them with their children.
+
+Invariant: every worker leads a session of its own, and every session is known to the keeper before the
+launcher does anything else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import IO, Self
+
+from paceline.errors import PacelineError
+from paceline.launch import keeper as keeper_script
+from paceline.launch.keeper import kill_session
+from paceline.launch.render import Worker
+
+_PR_SET_PDEATHSIG = 1
+
+
+class Keeper:
+    """The process that kills the workers' sessions if this one dies without doing so."""
+
+    def __enter__(self) -> Self:
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", keeper_script.__file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            bufsize=0,
+        )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: object, traceback: TracebackType | None
+    ) -> None:
+        stdin = self._process.stdin
+        if stdin is not None:
+            stdin.close()
+        self._process.wait()
+
+    def watch(self, pid: int) -> None:
+        """Kill session `pid` when the launcher dies."""
+        self._send(f"+{pid}\n")
+
+    def forget(self, pid: int) -> None:
+        """Session `pid` is over."""
+        with contextlib.suppress(BrokenPipeError):  # if the keeper was killed, there is nobody to forget
+            self._send(f"-{pid}\n")
+
+    def _send(self, line: str) -> None:
+        stdin: IO[bytes] | None = self._process.stdin
+        if stdin is not None:
+            stdin.write(line.encode())
+
+
+@dataclass
+class Running:
+    """A worker and its process.
+
+    Args:
+        ended_at: seconds since the epoch when it was seen to have ended; None: it runs.
+        killed: the launcher killed it.
+    """
+
+    worker: Worker
+    process: subprocess.Popen[bytes]
+    keeper: Keeper
+    ended_at: float | None = None
+    killed: bool = False
+
+    @property
+    def pid(self) -> int:
+        """Process and session."""
+        return self.process.pid
+
+    def poll(self) -> bool:
+        """Notice the end, and end the children that it left; True the first time."""
+        if self.ended_at is not None or self.process.poll() is None:
+            return False
+        self.ended_at = time.time()
+        kill_session(self.pid)  # at once, before the number can belong to another
+        self.keeper.forget(self.pid)
+        return True
+
+    def terminate(self) -> None:
+        """Ask it to end; its children are its own business."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+
+    def kill(self, seconds: float) -> None:
+        """End it with everything in its session; wait at most `seconds` if the system cannot end it."""
+        if self.ended_at is not None:
+            return
+        self.killed = True
+        kill_session(self.pid)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(seconds)
+        self.poll()
+
+
+def wait_for_end(running: Sequence[Running], seconds: float) -> None:
+    """Sleep until one of the processes ends, at most `seconds`."""
+    if sys.platform != "linux":
+        time.sleep(min(seconds, 0.02))
+        return
+    poll = select.poll()
+    handles = [os.pidfd_open(one.pid) for one in running if one.ended_at is None]
+    for handle in handles:
+        poll.register(handle, select.POLLIN)
+    poll.poll(seconds * 1000)
+    for handle in handles:
+        os.close(handle)
+
+
+def start_worker(worker: Worker, keeper: Keeper) -> Running:
+    """Start one worker in a session of its own; it dies when the thread that calls this ends.
+
+    Raises:
+        PacelineError: the command cannot be executed.
+    """
+    log: IO[bytes] | None = None if worker.log_file is None else worker.log_file.open("ab")
+    try:
+        process = subprocess.Popen(
+            worker.argv,
+            env=dict(worker.environ),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT if log else None,
+            pass_fds=() if worker.listen_fd is None else (worker.listen_fd,),
+            start_new_session=True,
+            preexec_fn=_die_with_parent(),  # noqa: PLW1509, one system call, prepared before the fork
+        )
+    except OSError as error:
+        raise PacelineError(
+            f"Cannot start {worker.argv[0]!r}: {error.strerror}.",
+            where="the command to launch",
+            next_step="check its path and that it may be executed",
+        ) from error
+    finally:
+        if log is not None:
+            log.close()
+    keeper.watch(process.pid)
+    return Running(worker, process, keeper)
+
+
+def _die_with_parent() -> Callable[[], None] | None:
+    if sys.platform != "linux":
+        return None  # the keeper does it there
+    prctl = ctypes.CDLL(None).prctl
+    parent = os.getpid()
+
+    def ask() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(128 + signal.SIGKILL)  # it was gone before the request
+
+    return ask

@@ -1,0 +1,120 @@
+"""What each worker is given: its argument vector, its variables, its log. Pure: nothing is started here.
+
+Invariant: equal arguments give equal workers, and the variables of an outer launcher never leak into them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.launch.job import Job
+
+_OWN = ("PACELINE_LISTEN_FD", "PACELINE_TOKEN", "PACELINE_ERROR_DIR")
+_FOREIGN_PREFIX = "TORCHELASTIC_"
+
+
+@dataclass(frozen=True)
+class Place:
+    """What only the machine can know: where the store is, where errors and logs go, how many cores.
+
+    Args:
+        address, port: of the job's store.
+        listen_fd: the listening socket of that port, given to global rank 0; None: not on this node.
+        token: the job's, never empty.
+        folder: logs and error reports of the workers.
+        cores: that this process may use.
+    """
+
+    address: str
+    port: int
+    listen_fd: int | None
+    token: str
+    folder: Path
+    cores: int
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One process to start.
+
+    Args:
+        global_rank, local_rank: its place in the job and on this node.
+        argv: the argument vector.
+        environ: the whole environment.
+        listen_fd: a socket that it inherits, or None.
+        log_file: where its output goes; None: to the launcher's own output.
+        error_file, stack_file: where it reports an exception, and where its stack goes when asked.
+    """
+
+    global_rank: int
+    local_rank: int
+    argv: tuple[str, ...]
+    environ: Mapping[str, str]
+    listen_fd: int | None
+    log_file: Path | None
+    error_file: Path
+    stack_file: Path
+
+
+def error_file(folder: Path, global_rank: int) -> Path:
+    """Where a worker reports its exception."""
+    return folder / f"rank-{global_rank}.json"
+
+
+def stack_file(folder: Path, global_rank: int) -> Path:
+    """Where a worker's stack goes when the launcher asks for it."""
+    return folder / f"rank-{global_rank}.stack"
+
+
+def render_workers(job: Job, place: Place, environ: Mapping[str, str]) -> tuple[Worker, ...]:
+    """The workers of one node, by local rank.
+
+    Args:
+        environ: the environment to inherit; the variables of the job are set over it.
+    """
+    inherited = {
+        name: value
+        for name, value in environ.items()
+        if name not in _OWN and not name.startswith(_FOREIGN_PREFIX)
+    }
+    return tuple(_render_worker(job, place, inherited, local) for local in range(job.num_processes))
+
+
+def _render_worker(job: Job, place: Place, inherited: Mapping[str, str], local_rank: int) -> Worker:
+    global_rank = job.node_rank * job.num_processes + local_rank
+    listen_fd = place.listen_fd if global_rank == 0 else None
+    own = {} if listen_fd is None else {"PACELINE_LISTEN_FD": str(listen_fd)}
+    return Worker(
+        global_rank=global_rank,
+        local_rank=local_rank,
+        argv=job.command,
+        environ={
+            "PYTHONUNBUFFERED": "1",  # what a worker wrote before it was killed must be in its log
+            "PYTHONFAULTHANDLER": "1",
+            **inherited,
+            **_threads(job, place.cores, inherited),
+            "RANK": str(global_rank),
+            "WORLD_SIZE": str(job.world_size),
+            "LOCAL_RANK": str(local_rank),
+            "LOCAL_WORLD_SIZE": str(job.num_processes),
+            "GROUP_RANK": str(job.node_rank),
+            "GROUP_WORLD_SIZE": str(job.nodes),
+            "MASTER_ADDR": place.address,
+            "MASTER_PORT": str(place.port),
+            "PACELINE_TOKEN": place.token,
+            "PACELINE_ERROR_DIR": str(place.folder),
+            **own,
+        },
+        listen_fd=listen_fd,
+        log_file=None if local_rank == 0 else place.folder / f"rank-{global_rank}.log",
+        error_file=error_file(place.folder, global_rank),
+        stack_file=stack_file(place.folder, global_rank),
+    )
+
+
+def _threads(job: Job, cores: int, inherited: Mapping[str, str]) -> dict[str, str]:
+    default = inherited.get("OMP_NUM_THREADS", str(max(1, cores // job.num_processes)))
+    threads = str(job.threads) if job.threads else default
+    return {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}

@@ -1,0 +1,162 @@
+"""The worker's side of the launcher: say what went wrong, then end at once.
+
+Invariant: an exception in a worker reaches the launcher as a complete file or not at all, and the process
+ends without waiting for a process group that its peers may be stuck in.
+
+As a script, `python -m paceline.launch.worker SCRIPT ARGUMENTS...` runs a user's own script under `guard`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+
+from paceline.cluster import Cluster, change_environment
+from paceline.errors import PacelineError
+from paceline.launch.render import error_file, stack_file
+from paceline.launch.stacks import prepare_stack
+
+_AGENT_STORE = {
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "TORCHELASTIC_RESTART_COUNT": "0",
+    "PACELINE_LISTEN_FD": None,
+}
+_SERVE_SECONDS = 60.0
+_CONNECTION_TYPES = {"CommunicationError", "DistError"}
+
+
+@dataclass(frozen=True)
+class ErrorReport:
+    """What a worker says about its exception.
+
+    Args:
+        when: seconds since the epoch.
+        type, message, traceback: of the exception, as text.
+        exit_code: of the process.
+        connection: the error says that another rank is gone or silent, so it is unlikely to be the cause.
+    """
+
+    when: float
+    type: str
+    message: str
+    traceback: str
+    exit_code: int
+    connection: bool
+
+    @classmethod
+    def of(cls, error: BaseException) -> ErrorReport:
+        """Describe an exception."""
+        return cls(
+            when=time.time(),
+            type=type(error).__name__,
+            message=str(error),
+            traceback="".join(traceback.format_exception(error)),
+            exit_code=_exit_code(error),
+            connection=is_connection_error(error),
+        )
+
+    def save(self, path: Path) -> None:
+        """Write atomically: who reads the file sees all of it."""
+        hidden = path.with_suffix(".writing")
+        hidden.write_text(json.dumps(vars(self)), encoding="utf-8")
+        hidden.rename(path)
+
+    @classmethod
+    def load(cls, path: Path) -> ErrorReport | None:
+        """Read what a worker saved; None if it saved nothing."""
+        return cls(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+
+
+def _exit_code(error: BaseException) -> int:
+    if isinstance(error, PacelineError):
+        return error.exit_code
+    return 130 if isinstance(error, KeyboardInterrupt) else 1
+
+
+def is_connection_error(error: BaseException) -> bool:
+    """Does it say that another rank is gone? Ours, torch's, or Gloo's plain RuntimeError; needs no torch."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return bool(names & _CONNECTION_TYPES) or ("RuntimeError" in names and "/gloo/" in str(error))
+
+
+class guard:
+    """Wrap a worker's main: `with guard(cluster): ...`.
+
+    An exception is written to the launcher's folder and to standard error, and the process ends at once
+    with its exit code, without destroying process groups (that would wait for peers). `SystemExit` passes
+    through. Without a launcher and without other ranks, exceptions pass through as well.
+
+    Args:
+        cluster: this process's place; `cluster.error_dir` is where the launcher looks.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._stack: IO[str] | None = None
+
+    def __enter__(self) -> Self:
+        if self._cluster.error_dir is not None:
+            self._stack = prepare_stack(stack_file(self._cluster.error_dir, self._cluster.global_rank))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        cluster = self._cluster
+        alone = cluster.error_dir is None and cluster.world_size == 1
+        if error is None or isinstance(error, SystemExit) or alone:
+            return
+        report = ErrorReport.of(error)
+        if cluster.error_dir is not None:
+            report.save(error_file(cluster.error_dir, cluster.global_rank))
+        if cluster.error_dir is None or cluster.local_rank != 0:  # the launcher shows the first rank's itself
+            sys.stderr.write(report.traceback)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(report.exit_code)
+
+
+def script_command(script: str, *arguments: str) -> tuple[str, ...]:
+    """The argument vector of a worker that runs a user's own script, or module with "-m" first."""
+    return (sys.executable, "-m", "paceline.launch.worker", script, *arguments)
+
+
+def main(argv: list[str]) -> None:
+    """Run a script as a worker; it may use `Cluster.from_env()` or torch's own `init_process_group()`.
+
+    The launcher's listening socket would be in the way of torch's own, so the store is served here, the
+    way torchrun's agent serves it.
+    """
+    cluster = Cluster.from_env()
+    with guard(cluster):
+        store = None
+        if cluster.listen_fd is not None:
+            store = cluster.open_store(deadline_seconds=_SERVE_SECONDS)
+        if cluster.world_size > 1:
+            change_environment(_AGENT_STORE)
+        _run(argv)
+        cluster.disconnect()
+        del store  # not earlier: the other ranks may still need it
+
+
+def _run(argv: list[str]) -> None:
+    module = argv[0] == "-m"
+    sys.argv = argv[1:] if module else argv
+    if module:
+        sys.path.insert(0, "")
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = str(Path(argv[0]).resolve().parent)
+        runpy.run_path(argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,399 @@
+"""The loader: order, laziness, randomness, failures, caches; inline and with worker processes."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Subset, TensorDataset
+
+from paceline.data.loader import Loader
+from paceline.data.order import Order
+from paceline.data.work import LockstepWork, Unit
+from paceline.errors import DataError
+from paceline.recipe import LoaderRecipe
+
+CPU = torch.device("cpu")
+FORK = multiprocessing.get_context("fork")
+WORKERS = pytest.mark.parametrize("workers", [0, 2])
+
+
+@pytest.fixture(autouse=True)
+def no_worker_is_left() -> Iterator[None]:
+    yield
+    assert multiprocessing.active_children() == []
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch gives a worker that is stuck 5 s to leave before it is terminated; here a moment."""
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
+
+
+class Numbers:
+    """Sample i is i; a sample may misbehave on the way."""
+
+    def __init__(self, length: int = 1000) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def recipe(workers: int = 0, prefetch: int = 2, cache_bytes: int = 0) -> LoaderRecipe:
+    return LoaderRecipe(workers=workers, prefetch=prefetch, cache_bytes=cache_bytes)
+
+
+def units(num_steps: int, num_samples: int = 100, size: int = 8, shards: int = 2) -> list[Unit]:
+    work = LockstepWork(Order(num_samples, size, 1), shards, 1)
+    return [unit for step in range(num_steps) for unit in work.units(step)]
+
+
+def read(source: Any, workers: int, wanted: list[Unit], **settings: int) -> list[list[Any]]:
+    with Loader(source, list, recipe(workers, **settings), CPU).open(iter(wanted)) as stream:
+        return [loaded.batch for loaded in stream]
+
+
+@pytest.mark.capability("A5", "M2")
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_the_order_does_not_depend_on_workers(workers: int) -> None:
+    class Uneven(Numbers):
+        def __getitem__(self, index: int) -> int:
+            time.sleep(0.01 if index % 7 == 0 else 0)
+            return index
+
+    wanted = units(15)
+    with Loader(Uneven(), list, recipe(workers), CPU).open(wanted) as stream:
+        loaded = list(stream)
+    assert [item.unit for item in loaded] == wanted
+    assert [item.batch for item in loaded] == [unit.indices.tolist() for unit in wanted]
+
+
+@pytest.mark.capability("M2")
+def test_workers_read_at_the_same_time() -> None:
+    """Each sample waits until two processes are inside the source: one reader alone would never get out."""
+    meeting = FORK.Barrier(2)
+
+    class Meeting(Numbers):
+        def __getitem__(self, index: int) -> int:
+            meeting.wait(timeout=20)
+            return os.getpid()
+
+    readers = read(Meeting(), 2, units(2, size=2))
+    assert len({pid for batch in readers for pid in batch}) == 2
+    lonely = threading.Timer(0.2, meeting.abort)
+    lonely.start()
+    with pytest.raises(DataError, match="BrokenBarrierError"):
+        read(Meeting(), 1, units(1, size=2))
+    lonely.join()
+
+
+@pytest.mark.capability("M3")
+@pytest.mark.parametrize(("workers", "prefetch"), [(1, 2), (2, 1), (2, 3)])
+def test_reading_overlaps_with_computing_and_is_bounded(workers: int, prefetch: int) -> None:
+    """While the consumer asks for nothing, the read-ahead fills up to its bound, and no further."""
+    num_read = FORK.Value("i", 0)
+
+    class Counting(Numbers):
+        def __getitem__(self, index: int) -> int:
+            with num_read.get_lock():
+                num_read.value += 1
+            return index
+
+    endless, pulled = itertools.cycle(units(12, size=2)), itertools.count(1)
+    latest = 0
+
+    def feed() -> Iterator[Unit]:
+        nonlocal latest
+        for unit in endless:
+            latest = next(pulled)
+            yield unit
+
+    with Loader(Counting(), list, recipe(workers, prefetch), CPU).open(feed()) as stream:
+        for num_taken in range(1, 6):
+            next(stream)
+            deadline = time.monotonic() + 20
+            while num_read.value < num_taken + workers * prefetch and time.monotonic() < deadline:
+                time.sleep(0.01)  # "computing"
+            assert num_read.value == num_taken + workers * prefetch
+            assert latest == num_taken + workers * prefetch
+
+
+def test_inline_reading_pulls_one_unit_at_a_time() -> None:
+    pulled: list[Unit] = []
+
+    def feed() -> Iterator[Unit]:
+        for unit in itertools.cycle(units(3)):
+            pulled.append(unit)
+            yield unit
+
+    stream = Loader(Numbers(), list, recipe(), CPU).open(feed())
+    for number in range(1, 10):
+        next(stream)
+        assert len(pulled) == number
+    stream.close()
+
+
+class Noisy(Numbers):
+    """Draws from all three global generators, as augmentations do."""
+
+    def __getitem__(self, index: int) -> tuple[float, float, float]:
+        return random.random(), float(np.random.normal()), float(torch.rand(()))
+
+
+@pytest.mark.capability("M2")
+def test_random_augmentation_does_not_depend_on_workers() -> None:
+    alone = read(Noisy(), 0, units(6))
+    assert read(Noisy(), 1, units(6)) == alone
+    assert read(Noisy(), 2, units(6)) == alone
+    assert len({sample for batch in alone for sample in batch}) == 48  # and it does vary
+
+
+@WORKERS
+def test_reading_leaves_the_global_generators_alone(workers: int) -> None:
+    def draw() -> tuple[Any, ...]:
+        return random.random(), np.random.random(), torch.rand(2).tolist()
+
+    def seed() -> None:
+        random.seed(1), np.random.seed(1), torch.manual_seed(1)
+
+    seed()
+    expected = [draw() for _ in range(3)]
+    seed()
+    seen = [draw()]
+    with Loader(Noisy(), list, recipe(workers), CPU).open(units(3)) as stream:
+        seen.append(draw())
+        next(stream)
+        seen.append(draw())
+    assert seen == expected
+
+
+@WORKERS
+def test_default_collate_makes_tensors(workers: int) -> None:
+    source = TensorDataset(torch.arange(40.0).reshape(20, 2), torch.arange(20))
+    wanted = units(2, num_samples=20)
+    with Loader(source, None, recipe(workers), CPU).open(wanted) as stream:
+        for loaded in stream:
+            x, y = loaded.batch
+            assert torch.equal(y, torch.from_numpy(loaded.unit.indices.copy()))
+            assert torch.equal(x[:, 0], 2.0 * y)
+
+
+@WORKERS
+def test_batched_reading_is_used_where_the_source_has_it(workers: int) -> None:
+    """The protocol of Hugging Face datasets and of torch subsets: plain integers in, a list out."""
+
+    class Table(Numbers):
+        def __getitem__(self, index: int) -> int:
+            raise AssertionError("read one by one")
+
+        def __getitems__(self, indices: list[int]) -> list[dict[str, int]]:
+            assert all(type(index) is int for index in indices)
+            return [{"row": index} for index in indices]
+
+    wanted = units(3)
+    assert read(Table(), workers, wanted) == [[{"row": i} for i in unit.indices.tolist()] for unit in wanted]
+    assert read(Subset(Numbers(), list(range(500, 600))), workers, wanted) == [
+        [500 + i for i in unit.indices.tolist()] for unit in wanted
+    ]
+
+
+class Rotten(Numbers):
+    def __init__(self, bad: int) -> None:
+        super().__init__()
+        self.bad = bad
+
+    def __getitem__(self, index: int) -> int:
+        if index == self.bad:
+            raise ValueError("mouldy")
+        return index
+
+
+class RottenTable(Rotten):
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return [self[index] for index in indices]
+
+
+@WORKERS
+@pytest.mark.parametrize("kind", [Rotten, RottenTable])
+def test_a_bad_sample_is_named_when_its_turn_comes(kind: type[Rotten], workers: int) -> None:
+    wanted = units(6)
+    bad = int(wanted[7].indices[2])
+    stream = Loader(kind(bad), list, recipe(workers), CPU).open(wanted)
+    assert [next(stream).unit for _ in range(7)] == wanted[:7]
+    with pytest.raises(DataError, match=f"sample {bad} cannot be read: ValueError: mouldy") as caught:
+        next(stream)
+    assert "test_loader.py" in caught.value.where
+    notes = "".join(getattr(caught.value, "__notes__", []))
+    assert "raise ValueError" in notes if workers else isinstance(caught.value.__cause__, ValueError)
+    assert multiprocessing.active_children() == []
+    with pytest.raises(StopIteration):
+        next(stream)
+
+
+@WORKERS
+def test_samples_that_do_not_collate_are_named(workers: int) -> None:
+    class Ragged(Numbers):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return torch.zeros(index + 1)
+
+    wanted = units(1)
+    with (
+        Loader(Ragged(), None, recipe(workers), CPU).open(wanted) as stream,
+        pytest.raises(DataError, match="cannot be collated: RuntimeError") as caught,
+    ):
+        next(stream)
+    assert str(wanted[0].indices.tolist()) in caught.value.what
+
+
+def test_a_source_that_returns_too_few_samples_is_refused() -> None:
+    class Short(Numbers):
+        def __getitems__(self, indices: list[int]) -> list[int]:
+            return indices[1:]
+
+    with pytest.raises(DataError, match="returned 3 samples for 4 indices"):
+        read(Short(), 0, units(1))
+
+
+def test_a_worker_that_dies_is_an_error_not_a_hang() -> None:
+    doom = FORK.Event()
+
+    class Deadly(Numbers):
+        def __getitem__(self, index: int) -> int:
+            if doom.wait(timeout=20):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return index
+
+    timer = threading.Timer(0.3, doom.set)  # by then the test waits in `next`
+    with Loader(Deadly(), list, recipe(1), CPU).open(units(4)) as stream:
+        timer.start()
+        with pytest.raises(DataError, match=r"the loader failed: DataLoader worker .*") as caught:
+            next(stream)
+    timer.join()
+    assert "step 0" in caught.value.where
+    assert "loader.workers = 0" in caught.value.next_step
+
+
+def test_a_worker_that_is_stuck_meets_the_deadline(impatient: None) -> None:
+    class Stuck(Numbers):
+        def __getitem__(self, index: int) -> int:
+            time.sleep(600)
+            return index
+
+    loader = Loader(Stuck(), list, recipe(2), CPU, deadline_seconds=0.5)
+    with pytest.raises(DataError, match=r"timed out after 0\.5 seconds") as caught:
+        next(loader.open(units(4)))
+    assert "runtime.deadline_seconds" in caught.value.next_step
+
+
+def test_close_in_the_middle_ends_the_workers_and_may_be_repeated() -> None:
+    stream = Loader(Numbers(), list, recipe(2), CPU).open(itertools.cycle(units(5)))
+    next(stream)
+    assert len(multiprocessing.active_children()) == 2
+    stream.close()
+    assert multiprocessing.active_children() == []
+    stream.close()
+    with pytest.raises(StopIteration):
+        next(stream)
+
+
+def test_workers_of_a_killed_parent_leave_even_when_stuck() -> None:
+    program = """
+        import os, sys, time, torch
+        from paceline.data.loader import Loader
+        from paceline.data.work import LockstepWork
+        from paceline.data.order import Order
+        from paceline.recipe import LoaderRecipe
+
+        class Stuck:
+            def __len__(self):
+                return 10
+            def __getitem__(self, index):
+                print(os.getpid(), flush=True)
+                time.sleep(600)
+
+        units = LockstepWork(Order(10, 2, 1), 1, 1).units(0)
+        next(Loader(Stuck(), None, LoaderRecipe(workers=1), torch.device("cpu")).open(units))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        worker = int(parent.stdout.readline())
+        parent.kill()
+        try:
+            parent.communicate(timeout=20)  # the pipe closes when the last process that holds it is gone
+        except subprocess.TimeoutExpired:
+            os.kill(worker, signal.SIGKILL)
+            raise
+
+
+@pytest.mark.capability("M3")
+@WORKERS
+def test_the_cache_is_hit_in_the_second_epoch(workers: int) -> None:
+    """With room for all samples of one worker, the second epoch is read from memory."""
+    num_read = FORK.Value("i", 0)
+
+    class Counting(Numbers):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            with num_read.get_lock():
+                num_read.value += 1
+            return torch.full((10,), index)
+
+    loader = Loader(Counting(), None, recipe(min(workers, 1), cache_bytes=1 << 20), CPU)
+    wanted = units(20, num_samples=40)  # four epochs of five steps
+    with loader.open(wanted) as stream:
+        for loaded in stream:
+            assert loaded.batch[:, 0].tolist() == loaded.unit.indices.tolist()
+    assert num_read.value == 40
+    assert (loader.cache_hits, loader.cache_lookups) == (120, 160)
+
+
+def test_without_cache_bytes_nothing_is_kept_or_counted() -> None:
+    loader = Loader(Numbers(), list, recipe(), CPU)
+    with loader.open(units(10, num_samples=8)) as stream:
+        assert len(list(stream)) == 20
+    assert (loader.cache_hits, loader.cache_lookups) == (0, 0)
+
+
+def test_cache_bytes_are_divided_among_the_workers() -> None:
+    class Wide(Numbers):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return torch.zeros(1000, dtype=torch.uint8)
+
+    wanted = [unit for _ in range(4) for unit in units(2, num_samples=2, size=2, shards=1)[:1]]
+    hits = {}
+    for capacity_bytes in (2_000, 20_000):
+        loader = Loader(Wide(), None, recipe(2, cache_bytes=capacity_bytes), CPU)
+        with loader.open(wanted) as stream:
+            list(stream)
+        hits[capacity_bytes] = loader.cache_hits
+    assert hits == {2_000: 0, 20_000: 4}  # 1,000 bytes each hold no sample; two workers each read it once
+
+
+@pytest.mark.gpu
+@pytest.mark.capability("M3")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@WORKERS
+def test_batches_reach_the_gpu(workers: int) -> None:
+    source = TensorDataset(torch.arange(100))
+    with Loader(source, None, recipe(workers), torch.device("cuda")).open(units(3)) as stream:
+        for loaded in stream:
+            (y,) = loaded.batch
+            assert y.device.type == "cuda"
+            assert y.tolist() == loaded.unit.indices.tolist()

@@ -1,0 +1,171 @@
+"""Recipes from files: what is wrong is named with key, file and line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import RecipeError
+from paceline.recipe import BatchRecipe, OptimizerRecipe, Recipe, Strategy, load_recipe
+
+Write = Callable[[str], Path]
+GOOD = """task = "digits"
+steps = 20
+strategy = "ddp"
+
+[batch]
+size = 16
+
+[optimizer]
+lr = 0.1
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def write_recipe(text: str) -> Path:
+        path = tmp_path / "digits.toml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write_recipe
+
+
+def refuse(path: Path, *overrides: str) -> RecipeError:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path, overrides)
+    return caught.value
+
+
+def test_a_file_is_the_same_as_the_objects(write: Write) -> None:
+    expected = Recipe(task="digits", steps=20, batch=BatchRecipe(size=16), optimizer=OptimizerRecipe(lr=0.1))
+    assert load_recipe(write(GOOD)) == expected
+    assert load_recipe(str(write("\ufeff" + GOOD.replace("\n", "\r\n")))) == expected
+
+
+def test_a_strategy_is_text_or_a_table(write: Write) -> None:
+    text = load_recipe(write('task = "sum"\nsteps = 1\nstrategy = "replicas=2 codec=int8"\n'))
+    table = load_recipe(write('task = "sum"\nsteps = 1\n[strategy]\nreplicas = 2\ncodec = "int8"\n'))
+    assert text.strategy == table.strategy == Strategy(replicas=2, codec="int8")
+    everyone = load_recipe(write('task = "sum"\nsteps = 1\n[strategy]\nreplicas = "all"\n'))
+    assert everyone.strategy == Strategy()
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "message"),
+    [
+        ('stepz = 1\ntask = "x"\nsteps = 1', 1, "stepz: unknown key, found 1; did you mean steps?"),
+        ('task = "x"\nsteps = "ten"', 2, 'steps: expected an integer >= 1, found "ten"'),
+        ("task = 1\n\n\nsteps = 1", 1, "task: expected a string that is not empty, found 1"),
+        (
+            'task = "x"\nsteps = 1\n[optimizer]\nname = "sdg"',
+            4,
+            'optimizer.name: expected one of "adamw", "adam", "sgd", "rmsprop", found "sdg"; '
+            'did you mean "sgd"?',
+        ),
+        (
+            'task = "x"\nsteps = 1\noptimizer.betas = [\n  0.9,\n  1.0,\n]',
+            5,
+            "optimizer.betas[1]: expected a finite number >= 0 and < 1, found 1.0",
+        ),
+        (
+            'task = "x"\nsteps = 1\nbatch = {size = 8, shard = 2}',
+            3,
+            "batch.shard: unknown key, found 2; did you mean batch.shards?",
+        ),
+        (
+            'task = "x"\nsteps = 1\n\n[btach]\nsize = 3',
+            4,
+            "btach: unknown key, found a table; did you mean batch?",
+        ),
+        ('task = "x"\nsteps = 1\nbatch = 5', 3, "batch: expected a table, found 5"),
+        (
+            'task = "x"\nsteps = 1\n[batch]\nsize = 4',
+            4,
+            "batch.shards: expected at most batch.size = 4, found 8",
+        ),
+        (
+            'task = "x"\nsteps = 1\n[batch]\nshards = 64',
+            4,
+            "batch.shards: expected at most batch.size = 32, found 64",
+        ),
+        (
+            'task = "x"\nsteps = 1\n[optimizer]\nweight_decay = 0.1\nname = "sgd"',
+            4,
+            'optimizer.weight_decay: not an option of "sgd", expected only with adamw',
+        ),
+        (
+            'task = "x"\nsteps = 1\nepochs = 2',
+            3,
+            "epochs: expected steps or epochs, found both: steps = 1, epochs = 2.0",
+        ),
+        (
+            'task = "x"\nsteps = 1\nstrategy = "replica=2"',
+            3,
+            "strategy.replica: unknown key, found 2; did you mean strategy.replicas?",
+        ),
+        ('task = "x"\nsteps = 1\nstrategy = "dpp"', 3, 'strategy: unknown preset "dpp"; did you mean "ddp"?'),
+        (
+            'task = "x"\nsteps = 1\n[strategy]\nzero = 9',
+            4,
+            "strategy.zero: expected an integer >= 0 and <= 3, found 9",
+        ),
+    ],
+)
+def test_an_error_names_key_file_and_line(write: Write, text: str, line: int, message: str) -> None:
+    path = write(text)
+    assert str(refuse(path)) == f"{message}\n  where: {path}, line {line}"
+
+
+def test_what_is_missing_names_the_file(write: Write) -> None:
+    path = write("seed = 1\n")
+    assert str(refuse(path)).splitlines() == [
+        "2 errors:",
+        f"  {path}: task: expected a string that is not empty, but it is missing",
+        f"  {path}: epochs: expected steps or epochs, found neither",
+    ]
+
+
+def test_all_errors_come_in_one_message_each_with_its_line(write: Write) -> None:
+    path = write('task = "x"\nsteps = 1e3\n[optimizer]\nlr = "fast"\n[btach]\n[schedule]\nrate = 0.5\n')
+    assert str(refuse(path, "seed=x")).splitlines() == [
+        "5 errors:",
+        '  --set seed=x: seed: expected an integer >= 0 and <= 9223372036854775807, found "x"',
+        f"  {path}, line 2: steps: expected an integer >= 1, found 1000.0; write 1000",
+        f'  {path}, line 4: optimizer.lr: expected a finite number >= 0, found "fast"',
+        f"  {path}, line 7: schedule.rate: expected above 0 with exponential and 0 otherwise, "
+        'found 0.5 with decay = "constant"',
+        f"  {path}, line 5: btach: unknown key, found a table; did you mean batch?",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "what"),
+    [
+        ("steps = 1\ntask = digits\n", 2, "not TOML: Invalid value, in: task = digits"),
+        ('task = "x"\n[batch\nsize = 1\n', 2, "not TOML: "),
+        ('task = "x"\ntask = "y"\n', 2, "not TOML: Cannot"),
+        ('task = "x"\nrate = [1,\n', 2, "not TOML: "),
+        ("task", 1, "not TOML: "),
+    ],
+)
+def test_a_syntax_error_names_file_and_line(write: Write, text: str, line: int, what: str) -> None:
+    path = write(text)
+    error = refuse(path)
+    assert error.where == f"{path}, line {line}"
+    assert error.what.startswith(what)
+    assert "quoted" in error.next_step
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path, write: Write) -> None:
+    write(GOOD)
+    error = refuse(tmp_path / "digit.toml")
+    assert error.where == str(tmp_path / "digit.toml")
+    assert error.next_step == f"did you mean {tmp_path / 'digits.toml'}?"
+    assert "cannot read" in refuse(tmp_path).what
+    assert "cannot read" in refuse(tmp_path / "no" / "such.toml").what
+    binary = tmp_path / "binary.toml"
+    binary.write_bytes(b"task = '\xff'")
+    assert refuse(binary).where == f"{binary}, byte 8"

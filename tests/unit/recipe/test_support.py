@@ -1,0 +1,125 @@
+"""What runs is said to run, what does not is refused with its reason and what does."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from paceline.errors import StrategyError
+from paceline.recipe import PRESETS, Strategy, resolve, support, table
+from paceline.recipe.strategy import CODECS, ROUTES, SYNCS
+
+BUILT = {name: field.default for name, field in Strategy.model_fields.items() if name != "replicas"}
+OTHER: dict[str, Any] = {
+    "shard": 2,
+    "zero": 1,
+    "tensor": 2,
+    "pipeline": 2,
+    "context": 2,
+    "lanes": 2,
+    "servers": 1,
+    "sync": "local:8",
+    "codec": "bf16",
+    "route": "ring",
+}
+
+
+@pytest.mark.capability("B1")
+@pytest.mark.parametrize("processes", range(1, 9))
+def test_replicas_fill_the_processes(processes: int) -> None:
+    answer = support(Strategy(), processes=processes, shards=8)
+    assert answer == (True, "", Strategy(replicas=processes))
+    assert support(Strategy(replicas=processes), processes=processes, shards=8) == answer
+
+
+@pytest.mark.capability("B1")
+@pytest.mark.parametrize("field", BUILT)
+def test_what_is_not_built_is_refused_by_name(field: str) -> None:
+    answer = support(Strategy(**{field: OTHER[field]}), processes=4, shards=8)
+    assert not answer.ok
+    assert f"{field}={OTHER[field]} is not built yet, only {field}={BUILT[field]}" in answer.reason
+    assert answer.nearest == Strategy(replicas=4)
+
+
+@pytest.mark.capability("B1")
+@pytest.mark.parametrize(
+    ("text", "processes", "reason"),
+    [
+        ("replicas=3", 4, "replicas=3 needs 3 processes, and there are 4"),
+        ("replicas=4", 3, "replicas=4 needs 4 processes, and there are 3"),
+    ],
+)
+def test_degrees_that_do_not_fit_the_processes_are_refused(text: str, processes: int, reason: str) -> None:
+    answer = support(Strategy.parse(text), processes=processes, shards=8)
+    assert answer == (False, reason, Strategy(replicas=processes))
+
+
+def test_the_product_of_all_degrees_and_the_servers_is_counted() -> None:
+    strategy = Strategy.parse("replicas=2 shard=3 tensor=5 pipeline=7 context=11 servers=13")
+    reason = support(strategy, processes=4, shards=8).reason
+    product = "replicas=2 x shard=3 x tensor=5 x pipeline=7 x context=11 + servers=13"
+    assert f"{product} needs 2323 processes, and there are 4" in reason
+    assert "processes" not in support(strategy, processes=2323, shards=8).reason
+    assert (
+        "replicas=1 x tensor=2 needs 2 processes" in support(Strategy(tensor=2), processes=3, shards=8).reason
+    )
+
+
+@pytest.mark.capability("B1")
+def test_more_replicas_than_shards_are_refused() -> None:
+    answer = support(Strategy(), processes=5, shards=4)
+    assert not answer.ok
+    assert "replicas=5 is more than batch.shards=4" in answer.reason
+    assert answer.nearest == Strategy(replicas=4)
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_one_combination_runs_and_the_nearest_always_does(seed: int) -> None:
+    rng = random.Random(seed)
+    processes, shards = rng.randint(1, 6), rng.randint(1, 6)
+    changed = {name: OTHER[name] for name in BUILT if rng.random() < 0.1}
+    strategy = Strategy(replicas=rng.choice([None, processes, rng.randint(1, 6)]), **changed)
+    answer = support(strategy, processes=processes, shards=shards)
+    assert answer.ok == (not changed and strategy.replicas in (None, processes) and processes <= shards)
+    assert answer.ok == (answer.reason == "")
+    for name, value in changed.items():
+        assert f"{name}={value} is not built yet" in answer.reason
+    needed = answer.nearest.replicas
+    assert needed is not None
+    assert support(answer.nearest, processes=needed, shards=shards) == (True, "", answer.nearest)
+
+
+@pytest.mark.capability("B1")
+def test_resolve_returns_the_strategy_or_raises_with_reason_and_nearest() -> None:
+    assert resolve(Strategy.parse("ddp"), processes=2, shards=8) == Strategy(replicas=2)
+    with pytest.raises(StrategyError) as caught:
+        resolve(Strategy.parse("zero2"), processes=4, shards=2)
+    assert "shard=2 is not built yet" in caught.value.what
+    assert "zero=2 is not built yet" in caught.value.what
+    assert caught.value.where == 'strategy "replicas=all shard=2 zero=2 sync=every-step" on 4 processes'
+    assert caught.value.next_step == 'the nearest that works is "replicas=2 sync=every-step" on 2 processes'
+
+
+@pytest.mark.capability("B1")
+def test_the_table_answers_for_every_word_that_can_be_written() -> None:
+    rows = {row.name: row for row in table()}
+    for words, choice in ((SYNCS, "sync"), (CODECS, "codec"), (ROUTES, "route")):
+        assert {f"{choice}={example}" for example in words.values()} <= set(rows)
+    assert set(PRESETS) <= set(rows)
+    works = {name for name, row in rows.items() if row.support.ok}
+    assert works == {
+        "ddp",
+        "mirrored",
+        "multi-worker-mirrored",
+        "auto",
+        "sync=every-step",
+        "codec=fp32",
+        "route=native",
+    }
+    for row in rows.values():
+        assert "needs" not in row.support.reason  # the number of processes is never why
+        assert row.strategy == Strategy.parse(row.name)
+    assert (rows["3d"].processes, rows["fsdp"].processes, rows["parameter-server"].processes) == (8, 2, 3)
+    assert not any(row.support.ok for row in table(shards=1))

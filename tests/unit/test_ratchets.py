@@ -1,0 +1,140 @@
+"""The ratchets, on tiny trees: every kind of offender is found at its line, and a number only falls."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tools import ratchets
+
+
+def write(root: Path, name: str, text: str) -> Path:
+    """Write one file of a tiny project under `root`."""
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(textwrap.dedent(text), "utf-8")
+    return path
+
+
+LONG_BODY = "    x = 0\n" * 26
+
+OFFENDERS = {
+    "files over 250 lines": ("x = 0\n" * 251, 1),
+    "files over 400 lines": ("x = 0\n" * 401, 1),
+    "functions over 25 lines": ("\n\ndef _f():\n" + LONG_BODY, 3),
+    "functions over 60 lines": ("def _f():\n" + LONG_BODY * 3, 1),
+    "type: ignore": ("x = 0\ny = 'a' + 1  # type: ignore[operator]\n", 2),
+    "TODO or FIXME": ("x = 0\n# TODO: later\n", 2),
+    "environment reads outside cluster.py": ("import os\nhome = os.environ['HOME']\n", 2),
+    "bare or broad excepts": ("try:\n    x = 0\nexcept (ValueError, Exception):\n    x = 1\n", 3),
+    "isinstance ladders": (
+        "def _f(x):\n    return isinstance(x, int) or isinstance(x, str) or isinstance(x, set)\n",
+        1,
+    ),
+    "public functions without docstring": ("class A:\n    def f(self):\n" + "        x = 0\n" * 8, 2),
+    "print in src": ("x = 0\nprint(x)\n", 2),
+}
+
+INNOCENT = '''\
+"""A module that talks about # TODO and # type: ignore, and does neither."""
+
+
+def documented(x: object) -> str:
+    """Return a name.
+
+    A long docstring is welcome.
+
+
+
+
+
+
+
+
+
+
+
+
+
+
+
+
+
+
+
+
+
+
+
+    """
+    if isinstance(x, int) or isinstance(x, str):
+        text = "print(os.environ)  # TODO"
+    else:
+        text = "# type: ignore"
+
+    def nested() -> bool:
+        return isinstance(x, list)
+
+    try:
+        nested()
+    except ValueError:
+        text = "ExceptionGroup"
+    return text
+
+
+def short() -> int:
+    return 1
+'''
+
+
+def test_every_ratchet_has_an_offender() -> None:
+    assert {ratchet.name for ratchet in ratchets.RATCHETS} == set(OFFENDERS)
+
+
+@pytest.mark.parametrize("name", OFFENDERS)
+def test_an_offender_is_found_at_its_line(name: str, tmp_path: Path) -> None:
+    text, line = OFFENDERS[name]
+    write(tmp_path, "src/paceline/offender.py", text)
+    found = ratchets.find_places(ratchets.read_modules(tmp_path))
+    assert [place.split(": ")[0] for place in found[name]] == [f"src/paceline/offender.py:{line}"]
+
+
+def test_innocent_code_is_not_counted(tmp_path: Path) -> None:
+    write(tmp_path, "src/paceline/innocent.py", INNOCENT)
+    found = ratchets.find_places(ratchets.read_modules(tmp_path))
+    assert not any(found.values()), found
+
+
+def test_cluster_may_read_the_environment(tmp_path: Path) -> None:
+    text = "from os import environ\nhome = environ['HOME']\n"
+    write(tmp_path, "src/paceline/cluster.py", text)
+    write(tmp_path, "src/paceline/other.py", text)
+    places = ratchets.find_places(ratchets.read_modules(tmp_path))["environment reads outside cluster.py"]
+    assert places == ["src/paceline/other.py:1: environ"]
+
+
+def test_a_number_that_rose_fails_and_names_the_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tools").mkdir()
+    write(tmp_path, "src/paceline/a.py", "# TODO: one\n")
+    assert ratchets.main(["--root", str(tmp_path), "--update"]) == 0
+    assert ratchets.main(["--root", str(tmp_path)]) == 0
+    write(tmp_path, "src/paceline/b.py", "x = 0\n# FIXME: two\n")
+    capsys.readouterr()
+    assert ratchets.main(["--root", str(tmp_path)]) == 1
+    printed = capsys.readouterr().out
+    assert "rose: TODO or FIXME, from 1 to 2" in printed
+    assert "src/paceline/b.py:2: # FIXME: two" in printed
+
+
+def test_update_lowers_and_never_raises(tmp_path: Path) -> None:
+    store = write(tmp_path, "tools/ratchets.json", '{"TODO or FIXME": 1, "print in src": 5}')
+    write(tmp_path, "src/paceline/a.py", "# TODO: one\n# TODO: two\nprint(1)\n")
+    assert ratchets.main(["--root", str(tmp_path), "--update"]) == 1
+    stored = json.loads(store.read_text("utf-8"))
+    assert stored["TODO or FIXME"] == 1
+    assert stored["print in src"] == 1

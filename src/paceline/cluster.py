@@ -51,6 +51,7 @@ class Cluster:
         error_dir: where a worker writes what went wrong, for the launcher; None: no launcher reads it.
         agent_store: the store is already served by someone else (torchrun's agent).
         attempt: how often an agent has restarted the job; keeps the keys of each attempt apart.
+        launched: the environment gave this process a rank, so it is a worker.
     """
 
     global_rank: int
@@ -66,6 +67,7 @@ class Cluster:
     error_dir: Path | None
     agent_store: bool = False
     attempt: int = 0
+    launched: bool = False
 
     @classmethod
     def single(cls) -> Cluster:
@@ -98,6 +100,7 @@ class Cluster:
             error_dir=Path(values["PACELINE_ERROR_DIR"]) if values.get("PACELINE_ERROR_DIR") else None,
             agent_store=values.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             attempt=_integer(values, "TORCHELASTIC_RESTART_COUNT", 0),
+            launched=True,
         )
         cluster._check()
         return cluster

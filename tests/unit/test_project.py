@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
@@ -175,3 +176,12 @@ def test_no_file_names_a_machine_path_or_a_registry() -> None:
         for line in find_forbidden(path.read_bytes().decode("utf-8", "replace"))
     ]
     assert not offenders, "\n".join(offenders)
+
+
+# What the command line may load
+
+
+@pytest.mark.parametrize("room", ["errors", "keys", "recipe", "cluster", "launch"])
+def test_a_room_of_the_command_line_does_not_load_torch(room: str) -> None:
+    code = f"import sys, paceline.{room}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

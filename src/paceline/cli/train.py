@@ -10,7 +10,8 @@ import typer
 
 from paceline.cli import options
 from paceline.cli.console import output
-from paceline.cli.start import is_worker, start
+from paceline.cli.start import start, worker_cluster
+from paceline.cluster import Cluster
 from paceline.errors import RecipeError
 from paceline.launch import guard
 from paceline.recipe import Recipe
@@ -40,14 +41,15 @@ def train(
     path = options.checked_resume(resume) if resume is not None else recipe
     assert path is not None
     resolved = options.read_recipe(path, settings, strategy)
-    if is_worker():
-        _work(resolved, path, resume)
+    cluster = worker_cluster()
+    if cluster is not None:
+        _work(cluster, resolved, path, resume)
     count = options.processes_for(resolved, processes, nodes)
-    start(resolved, options.Placement(count, nodes, node_rank, rendezvous, token))
+    start(options.Placement(count, nodes, node_rank, rendezvous, token), resolved.runtime.threads)
 
 
-def _work(recipe: Recipe, path: Path, resume: Path | None) -> None:
-    with guard():
+def _work(cluster: Cluster, recipe: Recipe, path: Path, resume: Path | None) -> None:
+    with guard(cluster):
         from paceline.training import train as train_here
 
         result = train_here(recipe, base_dir=options.task_directory(path), resume=resume, console=output())

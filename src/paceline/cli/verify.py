@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,7 +13,8 @@ from rich.table import Table
 
 from paceline.cli import options
 from paceline.cli.console import output
-from paceline.cli.start import is_worker, start
+from paceline.cli.start import start, worker_cluster
+from paceline.cluster import Cluster
 from paceline.errors import RecipeError
 from paceline.launch import guard
 from paceline.recipe import Recipe
@@ -38,25 +40,24 @@ def verify(
 ) -> None:
     """Run the strategy and the single-process oracle side by side, and compare every tensor of every step."""
     resolved = options.read_recipe(recipe, settings, strategy)
-    if is_worker():
-        _work(resolved, options.task_directory(recipe), steps, as_json, plant)
+    cluster = worker_cluster()
+    if cluster is not None:
+        _work(cluster, resolved, options.task_directory(recipe), steps, as_json, plant)
     count = options.processes_for(resolved, processes, nodes)
-    start(resolved, options.Placement(count, nodes, node_rank, rendezvous, token))
+    start(options.Placement(count, nodes, node_rank, rendezvous, token), resolved.runtime.threads)
 
 
-def _work(recipe: Recipe, base_dir: object, steps: int, as_json: bool, plant: str | None) -> None:
-    with guard():
-        from pathlib import Path
-
-        from paceline.cluster import Cluster
+def _work(
+    cluster: Cluster, recipe: Recipe, base_dir: Path, steps: int, as_json: bool, plant: str | None
+) -> None:
+    with guard(cluster):
         from paceline.testing.faults import FAULTS
         from paceline.verification import verify as verify_here
 
         if plant is not None and plant not in FAULTS:
             raise RecipeError(f"no fault is called '{plant}'", next_step=f"one of: {', '.join(FAULTS)}")
-        cluster = Cluster.from_env()
         pieces = FAULTS[plant].pieces(cluster.world_size) if plant is not None else None
-        report = verify_here(recipe, steps=steps, base_dir=Path(str(base_dir)), cluster=cluster, pieces=pieces)
+        report = verify_here(recipe, steps=steps, base_dir=base_dir, cluster=cluster, pieces=pieces)
     if cluster.global_rank == 0:
         show(report, output(), as_json)
     sys.exit(0 if report.ok else 1)

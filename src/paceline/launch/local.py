@@ -62,7 +62,7 @@ def launch(job: Job, *, environ: Mapping[str, str] | None = None, say: Say | Non
             follow = Follow([one.worker for one in running], tell) if job.output == "prefixed" else None
             _supervise(running, stop, follow)
             failures = [failure for one in running if (failure := judge(one, stop)) is not None]
-        outcome = conclude(failures, stop.signal, str(job.log_dir or ""))
+        outcome = conclude(failures, stop_signal=stop.signal, nodes=job.nodes, logs=str(job.log_dir or ""))
     if outcome.report:
         tell(outcome.report)
     return outcome

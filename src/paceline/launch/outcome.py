@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+_LINE_LENGTH = 160
+
 Kind = Literal["signal", "error", "connection", "stopped"]
 
 
@@ -53,22 +55,23 @@ class Outcome:
     report: str
 
 
-def conclude(failures: Sequence[Failure], stop_signal: int | None, logs: str = "") -> Outcome:
+def conclude(
+    failures: Sequence[Failure], *, stop_signal: int | None = None, nodes: int = 1, logs: str = ""
+) -> Outcome:
     """Order the failures, choose the exit code, write the report.
 
     Args:
         stop_signal: the signal that the launcher got and passed on, if it did.
+        nodes: of the job; with more than one, the cause may be elsewhere.
         logs: the folder with the output of the workers, if it is kept.
     """
     ordered = tuple(sorted(failures, key=_rank_of_cause))
     if stop_signal is not None:
         # Told to stop, workers may lose each other; only what is wrong in itself is worth a report.
-        ordered = tuple(failure for failure in ordered if failure.kind in ("signal", "error"))
-        stopped = tuple(failure for failure in failures if failure.kind == "stopped")
-        code = ordered[0].exit_code if ordered else 128 + stop_signal
-        return Outcome(code, ordered, render_report(ordered + stopped, logs))
-    code = ordered[0].exit_code if ordered else 0
-    return Outcome(code, ordered, render_report(ordered, logs))
+        own = tuple(failure for failure in ordered if failure.kind in ("signal", "error"))
+        shown = own + tuple(failure for failure in ordered if failure.kind == "stopped")
+        return Outcome(own[0].exit_code if own else 128 + stop_signal, own, render_report(shown, nodes, logs))
+    return Outcome(ordered[0].exit_code if ordered else 0, ordered, render_report(ordered, nodes, logs))
 
 
 def _rank_of_cause(failure: Failure) -> tuple[int, float, int]:
@@ -76,19 +79,33 @@ def _rank_of_cause(failure: Failure) -> tuple[int, float, int]:
     return weight, failure.when, failure.global_rank
 
 
-def render_report(failures: Sequence[Failure], logs: str = "") -> str:
+def render_report(failures: Sequence[Failure], nodes: int = 1, logs: str = "") -> str:
     """The text for the user: the first failure in full, one line for each other one."""
     if not failures:
         return ""
     first, *others = failures
     lines = [f"rank {first.global_rank} {first.headline}"]
     lines += [f"  {line}".rstrip() for line in first.details.splitlines()]
-    if first.kind == "connection":
-        lines.append("  no rank of this node failed before that: look at the other nodes")
-    lines += [f"rank {other.global_rank} {other.headline}" for other in others]
+    lines += _where_to_look(first, others, nodes)
+    lines += [shorten(f"rank {other.global_rank} {other.headline}") for other in others]
     if logs:
         lines.append(f"logs: {logs}")
     return "\n".join(lines) + "\n"
+
+
+def _where_to_look(first: Failure, others: Sequence[Failure], nodes: int) -> list[str]:
+    """A lost connection has its cause elsewhere: in a rank that did not answer, or on another node."""
+    if first.kind != "connection":
+        return []
+    silent = [str(other.global_rank) for other in others if other.kind == "stopped"]
+    if silent:
+        return [f"  next:  look at rank {', '.join(silent)}, which did not answer"]
+    return ["  next:  look at the other nodes, no rank of this one failed before"] if nodes > 1 else []
+
+
+def shorten(line: str) -> str:
+    """Cut a line that is too long for a report."""
+    return line if len(line) <= _LINE_LENGTH else line[: _LINE_LENGTH - 3] + "..."
 
 
 def signal_headline(number: int) -> str:

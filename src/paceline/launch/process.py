@@ -166,3 +166,9 @@ def _die_with_parent() -> Callable[[], None] | None:
             os._exit(128 + signal.SIGKILL)  # it was gone before the request
 
     return ask
+
+
+def die_with_parent() -> None:
+    """Let the system kill this process when the thread that forked it ends; nothing happens off Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -5,6 +5,7 @@ Invariant: equal arguments give equal workers, and the variables of an outer lau
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +57,11 @@ class Worker:
     log_file: Path | None
     error_file: Path
     stack_file: Path
+
+
+def script_command(script: str, *arguments: str) -> tuple[str, ...]:
+    """The argument vector of a worker that runs a user's own script, or a module with "-m" first."""
+    return (sys.executable, "-m", "paceline.launch", script, *arguments)
 
 
 def error_file(folder: Path, global_rank: int) -> Path:

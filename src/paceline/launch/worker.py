@@ -2,15 +2,12 @@
 
 Invariant: an exception in a worker reaches the launcher as a complete file or not at all, and the process
 ends without waiting for a process group that its peers may be stuck in.
-
-As a script, `python -m paceline.launch.worker SCRIPT ARGUMENTS...` runs a user's own script under `guard`.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import runpy
 import sys
 import time
 import traceback
@@ -19,17 +16,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
-from paceline.cluster import Cluster, change_environment
+from paceline.cluster import Cluster
 from paceline.errors import PacelineError
 from paceline.launch.render import error_file, stack_file
 from paceline.launch.stacks import prepare_stack
 
-_AGENT_STORE = {
-    "TORCHELASTIC_USE_AGENT_STORE": "True",
-    "TORCHELASTIC_RESTART_COUNT": "0",
-    "PACELINE_LISTEN_FD": None,
-}
-_SERVE_SECONDS = 60.0
 _CONNECTION_TYPES = {"CommunicationError", "DistError"}
 
 
@@ -122,41 +113,3 @@ class guard:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(report.exit_code)
-
-
-def script_command(script: str, *arguments: str) -> tuple[str, ...]:
-    """The argument vector of a worker that runs a user's own script, or module with "-m" first."""
-    return (sys.executable, "-m", "paceline.launch.worker", script, *arguments)
-
-
-def main(argv: list[str]) -> None:
-    """Run a script as a worker; it may use `Cluster.from_env()` or torch's own `init_process_group()`.
-
-    The launcher's listening socket would be in the way of torch's own, so the store is served here, the
-    way torchrun's agent serves it.
-    """
-    cluster = Cluster.from_env()
-    with guard(cluster):
-        store = None
-        if cluster.listen_fd is not None:
-            store = cluster.open_store(deadline_seconds=_SERVE_SECONDS)
-        if cluster.world_size > 1:
-            change_environment(_AGENT_STORE)
-        _run(argv)
-        cluster.disconnect()
-        del store  # not earlier: the other ranks may still need it
-
-
-def _run(argv: list[str]) -> None:
-    module = argv[0] == "-m"
-    sys.argv = argv[1:] if module else argv
-    if module:
-        sys.path.insert(0, "")
-        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.path[0] = str(Path(argv[0]).resolve().parent)
-        runpy.run_path(argv[0], run_name="__main__")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -213,7 +213,9 @@ FAULTS: Mapping[str, Fault] = {
     "shared-dropout-seed": Fault(lambda p: Pieces(work=SharedDropoutSeed), ("shared dropout seed",)),
     "wrong-clip-norm": Fault(lambda p: Pieces(tail=WrongClipNorm), ("wrong clip norm",)),
     "stale-buffer": Fault(lambda p: Pieces(reducer=StaleBucket), ("stale buffer",)),
-    "off-by-one-accumulation": Fault(lambda p: Pieces(placed=OffByOneAccumulation), ("off-by-one accumulation",)),
+    "off-by-one-accumulation": Fault(
+        lambda p: Pieces(placed=OffByOneAccumulation), ("off-by-one accumulation",)
+    ),
     "unsynced-buffers": Fault(lambda p: Pieces(placed=UnsyncedBuffers), ("buffers not synchronised",)),
     "schedule-off-by-one": Fault(lambda p: Pieces(schedule=_schedule_off_by_one), ("schedule off by one",)),
 }

@@ -199,7 +199,9 @@ def conclude(session: Session, result: Result, run_dir: Path, console: Console) 
         evaluation = {"loss": result.evaluation.loss, **result.evaluation.metrics}
         for line in session.task.report(session.placed.model, evaluation):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
-    more = "" if result.stopped else f" --set steps={2 * session.num_steps}"
+    recipe = session.recipe
+    longer = f"epochs={2 * recipe.epochs:g}" if recipe.epochs is not None else f"steps={2 * session.num_steps}"
+    more = "" if result.stopped else f" --set {longer}"
     for name, value in (
         ("checkpoint", result.checkpoint),
         ("metrics", run_dir / "metrics.jsonl"),

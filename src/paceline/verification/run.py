@@ -186,7 +186,8 @@ class Verifier:
         final, theirs = reference.final, self.oracle_state.tensors()
         bounds = relative_bounds(final, error)
         self._compare(step, "final gradient", self.recorder.last.final, final, bounds, like)
-        self._compare(step, "state", mine, theirs, _state_bounds(reference.before, theirs, error), mine)
+        bounds = _state_bounds(reference.before, theirs, self.oracle.buffers(), error)
+        self._compare(step, "state", mine, theirs, bounds, mine)
 
     def _compare_scalars(self, step: int, reference: Reference | None) -> None:
         update = self.recorder.last.update
@@ -221,8 +222,13 @@ def _scalar(value: float) -> Tensor:
     return torch.tensor([value], dtype=torch.float64)
 
 
-def _state_bounds(before: Tensors, after: Tensors, error: float) -> dict[str, float]:
+def _state_bounds(before: Tensors, after: Tensors, buffers: Tensors, error: float) -> dict[str, float]:
     """Parameters and buffers by what one update changed; optimizer state by its size."""
-    model = {n: t for n, t in after.items() if n.startswith("model/") and t.dtype.is_floating_point}
+    running = {f"model/{name}" for name in buffers}
+    model = {n: t for n, t in after.items() if n.startswith("model/") and n not in running}
     optimizer = {n: t for n, t in after.items() if n.startswith("optimizer/")}
-    return update_bounds(before, model, error) | relative_bounds(optimizer, error)
+    return (
+        update_bounds(before, {n: after[n] for n in sorted(running & after.keys())}, multiplier_error(False))
+        | update_bounds(before, model, error)
+        | relative_bounds(optimizer, error)
+    )

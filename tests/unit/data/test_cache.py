@@ -31,9 +31,10 @@ def test_held_bytes_never_exceed_the_capacity() -> None:
 
 def test_a_sample_larger_than_the_cache_is_not_kept() -> None:
     cache = SampleCache(500)
-    cache.put(1, SAMPLE)
-    assert cache.get(1) is MISSING
-    assert cache.held_bytes == 0
+    cache.put(1, b"small")
+    cache.put(2, SAMPLE)
+    assert cache.get(2) is MISSING
+    assert cache.get(1) == b"small", "and it does not drive the others out"
 
 
 def test_no_capacity_keeps_and_counts_nothing() -> None:

@@ -48,6 +48,15 @@ def test_every_order_of_a_tiny_range_is_equally_likely() -> None:
     assert abs(chi_square(counts)) < 4
 
 
+def test_odd_and_even_permutations_are_equally_likely() -> None:
+    """Nine samples would fill a 3 x 3 grid, on which no sequence of rounds makes an odd permutation."""
+    num_keys = 1000
+    identity = np.eye(9)
+    images = (Permutation(9, k)[np.arange(9)] for k in range(num_keys))
+    num_odd = sum(np.linalg.det(identity[image]) < 0 for image in images)
+    assert abs(chi_square(np.array([num_odd, num_keys - num_odd]))) < 4
+
+
 @pytest.mark.parametrize("num_samples", [5, 6, 9, 10, 13])
 def test_pairs_land_uniformly(num_samples: int) -> None:
     """First and last position together: as likely in every pair of places, over keys."""

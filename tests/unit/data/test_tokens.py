@@ -69,6 +69,11 @@ def test_pieces_of_a_file_give_the_text_back(bpe: BpeTokenizer, chunk_bytes: int
         assert bpe.decode(np.concatenate(list(bpe.encode_chunks(chunks)))) == text
 
 
+def test_text_without_line_breaks_is_not_heaped_up(bpe: BpeTokenizer) -> None:
+    pieces = list(bpe.encode_chunks([b"wood " * 20] * 10))
+    assert [bpe.decode(piece) for piece in pieces] == ["wood " * 20] * 10 + [""]
+
+
 def test_the_separator_is_a_token_of_its_own(bpe: BpeTokenizer) -> None:
     assert bpe.decode([bpe.separator]) == END_OF_TEXT
     assert bpe.separator not in bpe.encode(TEXT)

@@ -1,0 +1,30 @@
+"""`paceline run`: start a user's own script on many processes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paceline.cli import options
+from paceline.cli.start import job_of
+from paceline.launch import launch, script_command
+
+
+def run(
+    context: typer.Context,
+    script: Annotated[str, typer.Argument(help="A Python script, or -m MODULE.", show_default=False)],
+    processes: options.Processes = None,
+    nodes: options.Nodes = 1,
+    node_rank: options.NodeRank = 0,
+    rendezvous: options.Rendezvous = None,
+    token: options.Token = "",
+    logs: Annotated[Path | None, typer.Option("--logs", help="Keep the output of each rank here.")] = None,
+    threads: Annotated[int, typer.Option("--threads", min=0, help="Threads a process; 0: share the cores.")] = 0,
+) -> None:
+    """Run SCRIPT with its arguments on every process, as torchrun would."""
+    placement = options.Placement(processes or 1, nodes, node_rank, rendezvous, token)
+    job = job_of(script_command(script, *context.args), placement, threads, logs, prefixed=True)
+    sys.exit(launch(job).exit_code)

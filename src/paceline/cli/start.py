@@ -1,0 +1,44 @@
+"""Start this very command once for each process. A worker recognises itself by its place in the job."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from paceline.cli.options import Placement
+from paceline.cluster import Cluster
+from paceline.launch import Job, launch
+
+
+def worker_cluster() -> Cluster | None:
+    """This process's place if a launcher (ours or torchrun) started it; None if a user did."""
+    cluster = Cluster.from_env()
+    return cluster if cluster.launched else None
+
+
+def start(placement: Placement, threads: int) -> None:
+    """Run this command's own arguments in every process of this node, and exit as they did."""
+    command = (sys.executable, "-m", "paceline", *sys.argv[1:])
+    sys.exit(launch(job_of(command, placement, threads)).exit_code)
+
+
+def job_of(
+    command: tuple[str, ...],
+    placement: Placement,
+    threads: int = 0,
+    log_dir: Path | None = None,
+    *,
+    prefixed: bool = False,
+) -> Job:
+    """A node's share of a job."""
+    return Job(
+        command=command,
+        num_processes=placement.processes,
+        nodes=placement.nodes,
+        node_rank=placement.node_rank,
+        rendezvous=placement.rendezvous or "",
+        token=placement.token,
+        threads=threads,
+        log_dir=log_dir,
+        output="prefixed" if prefixed else "files",
+    )

@@ -1,0 +1,9 @@
+"""The test kit that ships: real processes on one machine, and fixtures that catch what a test leaves behind.
+
+Invariant: importing it imports neither torch nor pytest; it is for tests, and nothing else imports it.
+"""
+
+from paceline.testing.failures import RanksFailed
+from paceline.testing.ranks import run_ranks
+
+__all__ = ["RanksFailed", "run_ranks"]

@@ -1,0 +1,219 @@
+"""Run a function on n real processes that are connected by Gloo over the loopback.
+
+Invariant: `run_ranks` returns or raises soon after its deadline, and no rank is left then. The ranks are
+forked from one server that has imported torch, so eight of them start in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import secrets
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.cluster import LOOPBACK, Cluster, process_environment
+from paceline.errors import MissingExtraError
+from paceline.launch.keeper import kill_session
+from paceline.launch.outcome import Failure, signal_headline
+from paceline.launch.stacks import read_position, request_stack
+from paceline.launch.worker import ErrorReport
+from paceline.testing.failures import RanksFailed
+from paceline.testing.rank_process import RankOrder, run_rank
+
+if TYPE_CHECKING:
+    pass
+
+_SETTLE_SECONDS = 1.0
+_EXIT_SECONDS = 10.0
+_STACK_SECONDS = 0.2
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    n: int,
+    *args: Any,
+    deadline: float = 60.0,
+    group_deadline: float | None = None,
+) -> list[Any]:
+    """Call `function(cluster, *args)` on n connected ranks.
+
+    Args:
+        function: any callable, also a local one; it is sent by value, like `args` and its result.
+        n: number of ranks; with one rank there is no process group.
+        deadline: seconds until ranks that are not done are killed and reported with their stacks.
+        group_deadline: seconds for every collective; None: `deadline`.
+    Returns:
+        What the ranks returned, by rank.
+    Raises:
+        RanksFailed: a rank raised, died or was stuck; holds the failures of all ranks, the cause first.
+        MissingExtraError: cloudpickle is not installed.
+    """
+    expires = time.monotonic() + deadline
+    with ExitStack() as cleanup:
+        folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="paceline-ranks-")))
+        order = RankOrder(
+            payload=_pickle(function, args),
+            cluster=Cluster(0, n, 0, n, 0, 1, LOOPBACK, 0, None, secrets.token_hex(8), None),
+            environ=process_environment(),
+            stack_file=folder,
+            group_deadline=deadline if group_deadline is None else group_deadline,
+        )
+        ranks = cleanup.enter_context(_started(order, n))
+        _collect(ranks, expires)
+        _release(ranks, deadline)
+        failures = [rank.failure for rank in ranks if rank.failure is not None]
+        if failures:
+            raise RanksFailed(failures)
+        return [_unpickle(rank.result) for rank in ranks]
+
+
+class _Rank:
+    """The test's view of one rank."""
+
+    def __init__(self, order: RankOrder, listener: socket.socket | None) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["paceline.testing.preload"])
+        self.global_rank = order.cluster.global_rank
+        self.stack_file = order.stack_file
+        self.pipe, far_end = context.Pipe()
+        self.process: ForkServerProcess = context.Process(target=run_rank, args=(order, listener, far_end))
+        self.process.start()
+        far_end.close()
+        self.result: bytes | None = None
+        self.failure: Failure | None = None
+
+    @property
+    def open(self) -> bool:
+        """It has neither a result nor a failure yet."""
+        return self.result is None and self.failure is None
+
+    def receive(self) -> None:
+        """Take what it sent, or notice that it died."""
+        try:
+            message = self.pipe.recv()
+        except EOFError:
+            self.process.join(_EXIT_SECONDS)
+            self.died()
+            return
+        if isinstance(message, ErrorReport):
+            kind = "connection" if message.connection else "error"
+            headline = f"raised {message.type}: {message.message.partition(chr(10))[0]}"
+            self.failure = Failure(self.global_rank, kind, message.when, headline, 1, message.traceback)
+        else:
+            self.result = message
+
+    def died(self) -> None:
+        """It ended without a word."""
+        code = self.process.exitcode or 0
+        headline = signal_headline(-code) if code < 0 else f"ended with exit code {code}"
+        self.failure = Failure(self.global_rank, "signal", time.time(), headline, code)
+
+    def stop(self, why: str) -> None:
+        """Kill it, and say where it was."""
+        where = read_position(self.stack_file)
+        details = self.stack_file.read_text(encoding="utf-8") if self.stack_file.exists() else ""
+        headline = f"{why}; it was in {where}" if where else why
+        self.failure = Failure(self.global_rank, "stopped", time.time(), headline, 1, details)
+        self.end()
+
+    def end(self) -> None:
+        """Leave nothing of it."""
+        if self.process.pid is not None and self.process.is_alive():
+            kill_session(self.process.pid)
+            self.process.kill()
+        self.process.join(_EXIT_SECONDS)
+
+
+@contextmanager
+def _started(order: RankOrder, n: int) -> Iterator[list[_Rank]]:
+    ranks: list[_Rank] = []
+    listener = socket.create_server((LOOPBACK, 0), backlog=max(128, n))
+    try:
+        for number in range(n):
+            place = replace(
+                order.cluster, global_rank=number, local_rank=number, port=listener.getsockname()[1]
+            )
+            own = replace(order, cluster=place, stack_file=order.stack_file / f"rank-{number}.stack")
+            ranks.append(_Rank(own, listener if number == 0 and n > 1 else None))
+        listener.close()
+        yield ranks
+    finally:
+        listener.close()
+        for rank in ranks:
+            rank.end()
+            rank.pipe.close()
+            rank.process.close()
+
+
+def _collect(ranks: list[_Rank], expires: float) -> None:
+    """Wait for all results; after a failure, give the others a moment, then end them."""
+    why = "did not finish before the deadline"
+    while waiting := [rank for rank in ranks if rank.open]:
+        ready = wait([rank.pipe for rank in waiting], timeout=max(0.0, expires - time.monotonic()))
+        for rank in waiting:
+            if rank.pipe in ready:
+                rank.receive()
+        if not ready:
+            _stop([rank for rank in waiting if rank.open], why)
+        elif any(rank.failure is not None for rank in waiting):
+            expires = min(expires, time.monotonic() + _SETTLE_SECONDS)
+            why = "was ended because of that"
+
+
+def _stop(ranks: list[_Rank], why: str) -> None:
+    for rank in ranks:
+        if rank.process.pid is not None and rank.process.is_alive():
+            request_stack(rank.process.pid, rank.stack_file)
+    time.sleep(_STACK_SECONDS)
+    for rank in ranks:
+        rank.stop(why)
+
+
+def _release(ranks: list[_Rank], seconds: float) -> None:
+    """All are done: let them disconnect. One that cannot, or that dies of it, has failed."""
+    if any(rank.failure is not None for rank in ranks):
+        return
+    for rank in ranks:
+        rank.pipe.send(None)
+    for rank in ranks:
+        rank.process.join(seconds)
+        if rank.process.is_alive():
+            _stop([rank], "did not disconnect")
+        elif rank.process.exitcode != 0:
+            rank.died()
+
+
+def _pickle(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """By value where the function is defined: a test module cannot be imported by a rank."""
+    try:
+        import cloudpickle
+    except ImportError as error:
+        raise MissingExtraError(
+            "run_ranks needs cloudpickle, which is not installed.", next_step="pip install 'paceline[dev]'"
+        ) from error
+    name = getattr(function, "__module__", None)
+    module = sys.modules.get(name or "")
+    if module is None or name == "__main__" or str(name).startswith("paceline."):
+        return bytes(cloudpickle.dumps((function, args)))
+    registered = module.__name__ in cloudpickle.list_registry_pickle_by_value()
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        return bytes(cloudpickle.dumps((function, args)))
+    finally:
+        if not registered:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def _unpickle(result: bytes | None) -> Any:
+    import cloudpickle
+
+    return None if result is None else cloudpickle.loads(result)

@@ -1,0 +1,136 @@
+"""The task `byte-gpt`: what is scored, in which unit, and the report."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from paceline.data.tokens import ByteTokenizer, load_tokenizer, train_bpe
+from paceline.optim import build_optimizer
+from paceline.recipe import OptimizerRecipe, load_recipe
+from paceline.task import Task
+from paceline.tasks import load_task
+from paceline.tasks.baselines import measure_baselines
+from paceline.tasks.byte_gpt import bits_per_byte, text_bytes
+
+RECIPES = Path(__file__).parents[3] / "recipes"
+TINY = {"text": "texts", "context": 32, "layers": 1, "heads": 2, "width": 32, "held_out": 0.3, "sample_tokens": 40}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "texts").mkdir()
+    for i in range(4):
+        text = "".join(f"line {n} of file {i}: {n * n % 97} über\n" for n in range(150))
+        (tmp_path / "texts" / f"{i}.txt").write_text(text, encoding="utf-8")
+    return tmp_path
+
+
+def load(folder: Path, **options: object) -> Task:
+    task = load_task("byte-gpt", TINY | options, 1, folder, folder / "cache")
+    assert task.initialize is not None
+    task.initialize(task.model, 1)
+    return task
+
+
+def evaluate(task: Task) -> float:
+    """Mean nats per token over all held-out windows."""
+    assert task.held_out is not None
+    with torch.no_grad():
+        loss = task.loss(task.model, torch.stack([task.held_out[i] for i in range(len(task.held_out))]))
+    assert loss.count == task.held_out.num_targets
+    return (loss.total / loss.count).item()
+
+
+def test_targets_are_the_next_tokens(folder: Path) -> None:
+    task = load(folder)
+    seen: list[torch.Tensor] = []
+
+    class Oracle(torch.nn.Module):
+        def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
+            seen.append(tokens_BT)
+            return 50.0 * torch.nn.functional.one_hot(following, 256).float()
+
+    window = task.data[3]
+    following = window[None, 1:]
+    loss = task.loss(Oracle(), window[None])
+    assert torch.equal(seen[0], window[None, :-1])
+    assert loss.total.item() < 1e-3
+    assert loss.count == 32
+
+
+def test_training_on_text_beats_the_trigram_of_the_same_held_out_text(folder: Path) -> None:
+    task = load(folder)
+    optimizer = build_optimizer(task.model.named_parameters(), OptimizerRecipe(lr=1e-2), fused_allowed=True)
+    for step in range(250):
+        batch = torch.stack([task.data[(step * 16 + i) * 7 % len(task.data)] for i in range(16)])
+        loss = task.loss(task.model, batch)
+        optimizer.zero_grad()
+        (loss.total / loss.count).backward()
+        optimizer.step()
+    scored = task.held_out.tokens[1 : task.held_out.num_targets + 1]
+    trigram = measure_baselines(task.data.tokens, scored).trigram
+    assert evaluate(task) / math.log(2) < trigram
+
+
+def test_report_scores_the_same_bytes_for_all_and_shows_a_sample(folder: Path) -> None:
+    task = load(folder, prompt="line ")
+    nats = evaluate(task)
+    lines = task.report(task.model, {"loss": nats})
+    scored = task.held_out.tokens[1 : task.held_out.num_targets + 1]
+    expected = measure_baselines(task.data.tokens, scored)
+    assert lines[0].startswith(f"held-out text: {len(scored):,} bytes (1 of 4 files")
+    assert lines[1] == (
+        f"bits per byte: model {nats / math.log(2):.3f} | unigram {expected.unigram:.3f} | "
+        f"trigram {expected.trigram:.3f} | lzma {expected.lzma:.3f}"
+    )
+    assert lines[2] == "sample:"
+    assert lines[3].startswith("line ")
+    assert lines == load(folder, prompt="line ").report(task.model, {"loss": nats})
+    assert len(load(folder, sample_tokens=0).report(task.model, {"loss": nats})) == 2
+
+
+def test_report_of_a_part_scores_that_part(folder: Path) -> None:
+    task = load(folder)
+    lines = task.report(task.model, {"loss": 1.0, "count": 64})
+    expected = measure_baselines(task.data.tokens, task.held_out.tokens[1:65])
+    assert lines[0].startswith("held-out text: 64 bytes")
+    assert f"lzma {expected.lzma:.3f}" in lines[1]
+
+
+def test_a_sample_has_no_control_characters(folder: Path) -> None:
+    text = "".join(load(folder).report(load(folder).model, {"loss": 1.0})[3:])
+    assert all(c.isprintable() or c in "\n\t" for c in text)
+
+
+def test_limits_of_the_text_hold(folder: Path) -> None:
+    task = load(folder, train_tokens=200, held_out_tokens=100)
+    assert (len(task.data), len(task.held_out)) == (6, 3)
+
+
+def test_bits_per_byte_do_not_depend_on_the_tokenizer(folder: Path) -> None:
+    pytest.importorskip("tokenizers", reason="pip install 'paceline[text]'")
+    texts = [path.read_text(encoding="utf-8") for path in sorted((folder / "texts").iterdir())]
+    train_bpe(texts, 400, folder / "tokenizer.json")
+    by_bytes, by_tokens = load(folder), load(folder, tokenizer="tokenizer.json")
+    assert len(by_tokens.held_out.tokens) < len(by_bytes.held_out.tokens) / 2
+    tokenizer = load_tokenizer(folder / "tokenizer.json")
+    spelled = text_bytes(by_tokens.held_out.tokens, tokenizer)
+    np.testing.assert_array_equal(spelled, by_bytes.held_out.tokens)
+    assert by_tokens.model.config.vocab == tokenizer.vocab_size
+    lines = by_tokens.report(by_tokens.model, {"loss": 2.0})
+    scored = text_bytes(by_tokens.held_out.tokens[1 : by_tokens.held_out.num_targets + 1], tokenizer)
+    assert f"model {2.0 * by_tokens.held_out.num_targets / len(scored) / math.log(2):.3f}" in lines[1]
+
+
+def test_bits_per_byte_of_a_uniform_guess_is_eight() -> None:
+    assert math.isclose(bits_per_byte(math.log(256), 10, 10), 8.0)
+    assert text_bytes(np.array([0, 255], np.uint8), ByteTokenizer()).tolist() == [0, 255]
+
+
+def test_the_recipe_has_between_one_and_five_million_parameters(folder: Path) -> None:
+    recipe = load_recipe(RECIPES / "byte-gpt.toml")
+    task = load_task(recipe.task, recipe.options | {"text": "texts"}, 1, folder, folder / "cache")
+    assert 1e6 <= sum(p.numel() for p in task.model.parameters()) <= 5e6
+    assert task.num_tokens_per_sample == recipe.options["context"]

@@ -26,10 +26,10 @@ train: $(VENV)/.core ## train the byte-level GPT of recipes/byte-gpt.toml (RECIP
 
 test: $(VENV)/.dev ## run the CPU test suite (TESTS=, ARGS=); the capability report goes to build/
 	@mkdir -p build
-	$(BIN)/python -m pytest -m "not soak" --durations=15 --capability-report=build/capabilities.json $(TESTS) $(ARGS)
+	$(BIN)/python -m pytest --durations=15 --capability-report=build/capabilities.json $(TESTS) $(ARGS)
 
 soak: $(VENV)/.dev ## run the long tests
-	$(BIN)/python -m pytest -m soak --durations=15 --timeout=0 $(TESTS) $(ARGS)
+	$(BIN)/python -m pytest --soak -m soak --durations=15 --timeout=0 $(TESTS) $(ARGS)
 
 bench: $(VENV)/.bench ## measure speed against other libraries
 	$(BIN)/python -m benchmarks $(ARGS)

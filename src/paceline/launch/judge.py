@@ -29,21 +29,22 @@ def judge(one: Running, stop: Stop) -> Failure | None:
     code = one.process.returncode
     report = ErrorReport.load(one.worker.error_file)
     if report is not None:
-        return _raised(one, report)
+        return raised(one.worker.global_rank, report)
     if code is None or one.killed or (stop.terminated and code in _OBEYED):
         return _stopped(one, stop)
     return None if code == 0 else _died(one, code)
 
 
-def _raised(one: Running, report: ErrorReport) -> Failure:
+def raised(global_rank: int, report: ErrorReport) -> Failure:
+    """The failure of a worker that reported its own exception."""
     summary = report.message.partition("\n")[0]
-    return _failure(
-        one,
+    return Failure(
+        global_rank,
         "connection" if report.connection else "error",
+        report.when,
         f"raised {report.type}: {summary}" if summary else f"raised {report.type}",
         report.exit_code,
-        when=report.when,
-        details=report.traceback,
+        report.traceback,
     )
 
 
@@ -60,17 +61,15 @@ def _stopped(one: Running, stop: Stop) -> Failure | None:
 def _died(one: Running, code: int) -> Failure:
     details = _last_lines(one.worker.log_file)
     if code > 0:
-        return _failure(one, "error", f"ended with exit code {code}", code, details=details)
+        return _failure(one, "error", f"ended with exit code {code}", code, details)
     # An abort is raised by the process itself, often because another rank is gone: its time decides.
     kind: Kind = "error" if code == -signal.SIGABRT else "signal"
-    return _failure(one, kind, signal_headline(-code), 128 - code, details=details)
+    return _failure(one, kind, signal_headline(-code), 128 - code, details)
 
 
-def _failure(
-    one: Running, kind: Kind, headline: str, exit_code: int, *, when: float | None = None, details: str = ""
-) -> Failure:
-    seen = one.ended_at or time.time()
-    return Failure(one.worker.global_rank, kind, seen if when is None else when, headline, exit_code, details)
+def _failure(one: Running, kind: Kind, headline: str, exit_code: int, details: str = "") -> Failure:
+    when = one.ended_at or time.time()
+    return Failure(one.worker.global_rank, kind, when, headline, exit_code, details)
 
 
 def _last_lines(path: Path | None) -> str:

@@ -143,7 +143,9 @@ def _supervise(running: Sequence[Running], stop: Stop, follow: Follow | None) ->
         if follow is not None:
             follow.show()
         if _act(running, stop, now) == "kill":
-            return
+            break
+    if follow is not None:
+        follow.show()
 
 
 def _act(running: Sequence[Running], stop: Stop, now: float) -> Action:

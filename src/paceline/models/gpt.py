@@ -50,7 +50,7 @@ class GPTConfig:
     def __post_init__(self) -> None:
         if self.width % self.heads or (self.positions == "rotary" and (self.width // self.heads) % 2):
             raise TaskError(
-                f"a width of {self.width} cannot be cut into {self.heads} heads of {self.positions} positions",
+                f"width {self.width} cannot be cut into {self.heads} heads with {self.positions} positions",
                 next_step="choose width = heads x an even number",
             )
 

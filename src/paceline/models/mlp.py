@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Literal
 
 from torch import Tensor, nn
@@ -35,7 +36,7 @@ class MLP(nn.Module):
         super().__init__()
         widths = [num_inputs, *hidden, num_outputs]
         layers: list[nn.Module] = []
-        for fan_in, fan_out in zip(widths, widths[1:], strict=False):
+        for fan_in, fan_out in pairwise(widths):
             layers += [nn.Linear(fan_in, fan_out), _ACTIVATIONS[activation](), KeyedDropout(dropout)]
         self.layers = nn.Sequential(*layers[:-2])
 

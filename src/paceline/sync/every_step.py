@@ -61,7 +61,7 @@ class EveryStep:
     def step(self, work: LockstepWork, stream: Stream, placed: Replicate, tail: Tail) -> tuple[Tally, Update]:
         """One step: units, agreement, update."""
         self.reducer.begin()
-        sums = placed.run(stream, len(work.units(tail.state.step)), self.reducer, tail.state.scale.value)
+        sums = placed.run(stream, work.num_units(tail.state.step), self.reducer, tail.state.scale.value)
         agreement = self._tally(sums, placed).agree(self._net, self._group, placed.device)
         with self._phases.during("communication"):
             grads = self.reducer.finish()

@@ -21,7 +21,7 @@ from paceline.models import GPT, GPTConfig, generate, initialize_gpt
 from paceline.recipe.strict import Table
 from paceline.task import Loss, Task
 from paceline.tasks.baselines import Bytes, measure_baselines
-from paceline.tasks.options import Words, read_options
+from paceline.tasks.options import Strings, read_options
 
 _FIT_BYTES = 2**24  # of the training text, for the baselines: seconds of sorting
 _FIT_TOKENS = 2**21  # the same, where tokens must be decoded first
@@ -38,7 +38,7 @@ class ByteGptOptions(Table):
         prompt: what the sample continues; empty: the start of a file.
     """
 
-    text: Words = ("stdlib",)
+    text: Strings = ("stdlib",)
     tokenizer: str | None = None
     held_out: float = Field(default=0.05, gt=0.0, lt=1.0)
     train_tokens: int = Field(default=0, ge=0)

@@ -14,8 +14,8 @@ from torch.utils.data import TensorDataset
 from paceline.errors import MissingExtraError
 from paceline.keys import key
 from paceline.models import MLP, ConvNet, fan_in_rule, initialize_by_name
-from paceline.task import Loss, Task
 from paceline.recipe.strict import Table
+from paceline.task import Loss, Task
 from paceline.tasks.options import Widths, read_options
 
 _SIDE = 8  # pixels
@@ -68,7 +68,9 @@ def load_digits() -> tuple[TensorDataset, TensorDataset]:
         ) from error
     pixels, classes = load_images(return_X_y=True)
     images, targets = torch.tensor(pixels / 16.0, dtype=torch.float32), torch.tensor(classes)
-    is_held_out = torch.tensor([key("digits", "held out", i) % _HELD_OUT_ONE_IN == 0 for i in range(len(images))])
+    is_held_out = torch.tensor(
+        [key("digits", "held out", i) % _HELD_OUT_ONE_IN == 0 for i in range(len(images))]
+    )
     return (
         TensorDataset(images[~is_held_out], targets[~is_held_out]),
         TensorDataset(images[is_held_out], targets[is_held_out]),

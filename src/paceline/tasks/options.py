@@ -34,12 +34,12 @@ def _widths(value: Any) -> tuple[int, ...]:
     raise refused(f"expected a list of integers >= 1, found {spell_found(value)}")
 
 
-def _words(value: Any) -> tuple[str, ...]:
-    words = [value] if isinstance(value, str) else value
-    if isinstance(words, (list, tuple)) and words and all(isinstance(word, str) for word in words):
-        return tuple(words)
+def _strings(value: Any) -> tuple[str, ...]:
+    strings = [value] if isinstance(value, str) else value
+    if isinstance(strings, (list, tuple)) and strings and all(isinstance(text, str) for text in strings):
+        return tuple(strings)
     raise refused(f"expected a string or a list of strings, found {spell_found(value)}")
 
 
 Widths = Annotated[tuple[int, ...], PlainValidator(_widths)]
-Words = Annotated[tuple[str, ...], PlainValidator(_words)]
+Strings = Annotated[tuple[str, ...], PlainValidator(_strings)]

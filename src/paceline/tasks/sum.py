@@ -13,8 +13,8 @@ from torch.utils.data import TensorDataset
 
 from paceline.keys import key
 from paceline.models import MLP, fan_in_rule, initialize_by_name
-from paceline.task import Loss, Task
 from paceline.recipe.strict import Table
+from paceline.task import Loss, Task
 from paceline.tasks.options import Widths, read_options
 
 

@@ -114,7 +114,16 @@ class SameData(LockstepWork):
 
     def units(self, step: int) -> tuple[Unit, ...]:
         """The units of the first replica."""
-        return LockstepWork(self.order, self.shards, self.seed, 0, self.num_replicas).units(step)
+        return self.first.units(step)
+
+    def num_units(self, step: int) -> int:
+        """As many as the first replica has."""
+        return self.first.num_units(step)
+
+    @property
+    def first(self) -> LockstepWork:
+        """The work of rank 0."""
+        return LockstepWork(self.order, self.shards, self.seed, 0, self.num_replicas)
 
 
 @dataclass(frozen=True)
@@ -122,9 +131,10 @@ class SharedDropoutSeed(LockstepWork):
     """The keys of a rank's units are those of rank 0."""
 
     def units(self, step: int) -> tuple[Unit, ...]:
-        """Own samples, keys of the first replica."""
+        """Own samples, keys of the first replica at the same place (its last one where it has fewer)."""
         first = LockstepWork(self.order, self.shards, self.seed, 0, self.num_replicas).units(step)
-        return tuple(replace(u, key=f.key) for u, f in zip(super().units(step), first, strict=False))
+        keys = [first[min(place, len(first) - 1)].key for place in range(self.num_units(step))]
+        return tuple(replace(u, key=k) for u, k in zip(super().units(step), keys, strict=True))
 
 
 class WrongClipNorm(Tail):

@@ -1,7 +1,7 @@
 """The inside of one rank of `run_ranks`: connect, run the function, send what came of it.
 
 Invariant: a rank that has failed ends at once, so that its peers lose it and say so; a rank that is done
-keeps its connections until all are done. It never outlives the fork server, nor that the test.
+keeps its connections until all are done. It never outlives the fork server, nor that the test process.
 """
 
 from __future__ import annotations

@@ -6,22 +6,25 @@ forked from one server that has imported torch, so eight of them start in a frac
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import secrets
 import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from paceline.cluster import LOOPBACK, Cluster, process_environment
 from paceline.errors import MissingExtraError
+from paceline.launch.judge import raised
 from paceline.launch.keeper import kill_session
 from paceline.launch.outcome import Failure, signal_headline
 from paceline.launch.stacks import read_position, request_stack
@@ -105,9 +108,7 @@ class _Rank:
             self.died()
             return
         if isinstance(message, ErrorReport):
-            kind = "connection" if message.connection else "error"
-            headline = f"raised {message.type}: {message.message.partition(chr(10))[0]}"
-            self.failure = Failure(self.global_rank, kind, message.when, headline, 1, message.traceback)
+            self.failure = raised(self.global_rank, message)
         else:
             self.result = message
 
@@ -126,10 +127,11 @@ class _Rank:
         self.end()
 
     def end(self) -> None:
-        """Leave nothing of it."""
-        if self.process.pid is not None and self.process.is_alive():
+        """Leave nothing of it, nor of what it started."""
+        if self.process.pid is not None:
             kill_session(self.process.pid)
-            self.process.kill()
+        if self.process.is_alive():
+            self.process.kill()  # it had no time to begin its session
         self.process.join(_EXIT_SECONDS)
 
 
@@ -200,17 +202,36 @@ def _pickle(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         raise MissingExtraError(
             "run_ranks needs cloudpickle, which is not installed.", next_step="pip install 'paceline[dev]'"
         ) from error
-    name = getattr(function, "__module__", None)
-    module = sys.modules.get(name or "")
-    if module is None or name == "__main__" or str(name).startswith("paceline."):
-        return bytes(cloudpickle.dumps((function, args)))
-    registered = module.__name__ in cloudpickle.list_registry_pickle_by_value()
-    cloudpickle.register_pickle_by_value(module)
+    unknown = [
+        m
+        for m in _modules_of((function, *args))
+        if m.__name__ not in cloudpickle.list_registry_pickle_by_value()
+    ]
+    for module in unknown:
+        cloudpickle.register_pickle_by_value(module)
     try:
         return bytes(cloudpickle.dumps((function, args)))
     finally:
-        if not registered:
+        for module in unknown:
             cloudpickle.unregister_pickle_by_value(module)
+
+
+def _modules_of(values: Iterable[Any]) -> set[ModuleType]:
+    """Modules that define the given functions and classes, and that a rank may not be able to import."""
+    found = set()
+    for value in values:
+        if isinstance(value, functools.partial):
+            found |= _modules_of((value.func, *value.args, *value.keywords.values()))
+            continue
+        name = str(getattr(value, "__module__", ""))
+        top = name.partition(".")[0]
+        if (
+            callable(value)
+            and name in sys.modules
+            and top not in {"__main__", "paceline", "torch", "builtins"}
+        ):
+            found.add(sys.modules[name])
+    return found
 
 
 def _unpickle(result: bytes | None) -> Any:

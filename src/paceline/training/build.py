@@ -28,7 +28,7 @@ from paceline.optim import build_optimizer, build_schedule
 from paceline.recipe import Recipe, support
 from paceline.state import LossScale, TrainState
 from paceline.sync import EveryStep, Tail
-from paceline.task import Task
+from paceline.task import Source, Task
 from paceline.training.session import Session
 
 
@@ -91,7 +91,7 @@ def build_session(
         state=state,
         placed=placed,
         work=work,
-        loader=Loader(task.data, task.collate, recipe.loader, device),
+        loader=build_loader(recipe, task, task.data, device),
         tail=pieces.tail(
             state,
             placed.parameters,
@@ -131,6 +131,13 @@ def build_order(recipe: Recipe, task: Task) -> Order:
         raise DataError("the training data is empty", next_step="look at the task's options that select it")
     batch = recipe.batch
     return Order(len(task.data), batch.size, recipe.seed, shuffle=batch.shuffle, drop_last=batch.drop_last)
+
+
+def build_loader(recipe: Recipe, task: Task, source: Source, device: torch.device) -> Loader:
+    """A loader of one source, as the recipe says."""
+    return Loader(
+        source, task.collate, recipe.loader, device, deadline_seconds=recipe.runtime.deadline_seconds
+    )
 
 
 def num_steps_of(recipe: Recipe, steps_per_epoch: int) -> int:

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from paceline.data import Loader, Unit, split
+from paceline.data import Unit, split
 from paceline.task import Source
+from paceline.training.build import build_loader
 from paceline.training.session import Session
 
 
@@ -63,7 +64,7 @@ def evaluate(session: Session, source: Source | None = None) -> Evaluation | Non
 
 
 def _run(session: Session, source: Source, blocks: list[range]) -> torch.Tensor:
-    loader = Loader(source, session.task.collate, session.recipe.loader, session.placed.device)
+    loader = build_loader(session.recipe, session.task, source, session.placed.device)
     units = (Unit(step=0, shard=0, indices=np.arange(b.start, b.stop), key=0) for b in blocks)
     stream = loader.open(units)
     try:

@@ -68,6 +68,10 @@ class Diagnosis:
 
 UNKNOWN = Diagnosis("unknown", "no known mistake has this shape; look at the first tensor and rank", 1.0)
 
+DIFFERENT_START = Diagnosis(
+    "different start", "initial values differ: weights must be keyed by name, or broadcast", 0.0
+)
+
 
 def diagnose_gradient(evidence: Evidence) -> Diagnosis:
     """The mistake whose formula fits the observed sums best."""
@@ -147,9 +151,8 @@ def _same_data(e: Evidence, rank: int) -> Flat | None:
 
 def _without(e: Evidence, place: int) -> Flat | None:
     parts = [split(len(e.shards), e.world, r) for r in range(e.world)]
-    if any(len(part) < 2 for part in parts):
-        return None
-    return e.right - torch.stack([e.shards[part[place]] for part in parts]).sum(0)
+    missing = [e.shards[part[place]] for part in parts if len(part) > 1]
+    return e.right - torch.stack(missing).sum(0) if missing else None
 
 
 def _drop_last(e: Evidence, rank: int) -> Flat | None:

@@ -102,14 +102,7 @@ def _explain_state(
     return Diagnosis("different update", "gradients agree and the update does not: look at the optimizer's state")
 
 
-def _explain_start(
-    v: Verifier, step: int, update: int, reference: Reference, tensors: list[str], observed: list[Tensor]
-) -> Diagnosis:
-    return Diagnosis("different start", "initial values differ: weights must be keyed by name, or broadcast")
-
-
 _STAGES: dict[str, Callable[..., Diagnosis]] = {
-    "initial value": _explain_start,
     "gradient": _explain_gradient,
     "loss": _explain_gradient,
     "update": _explain_tail,
@@ -120,10 +113,12 @@ _STAGES: dict[str, Callable[..., Diagnosis]] = {
 
 def _keys_of_first(units: tuple[Unit, ...], world: int) -> tuple[Unit, ...]:
     """The same units, each with the key that the first rank uses at the same place."""
-    keys = {}
-    for rank in range(world):
-        for place, i in enumerate(split(len(units), world, rank)):
-            keys[i] = units[min(place, len(units) - 1)].key
+    first = split(len(units), world, 0)
+    keys = {
+        i: units[first[min(place, len(first) - 1)]].key
+        for rank in range(world)
+        for place, i in enumerate(split(len(units), world, rank))
+    }
     return tuple(replace(u, key=keys[i]) for i, u in enumerate(units))
 
 

@@ -46,16 +46,29 @@ def verify(
     Returns:
         The report, equal on every rank.
     """
-    pieces = pieces or Pieces()
-    with connected(recipe, cluster) as (cluster, device):
+    with connected(recipe, cluster) as (found, device):
         task = task or load_task(
             recipe.task, dict(recipe.options), recipe.seed, base_dir=base_dir or Path.cwd(), cache_dir=CACHE_DIR
         )
-        oracle = build_oracle(recipe, replace(task, model=copy.deepcopy(task.model)), device)
-        session = build_session(
-            recipe, task, cluster, device, pieces=replace(pieces, tail=recording(pieces.tail))
-        )
-        return Verifier(session, oracle).run(steps, observe)
+        return compare_with_oracle(recipe, task, found, device, steps, pieces=pieces, observe=observe)
+
+
+def compare_with_oracle(
+    recipe: Recipe,
+    task: Task,
+    cluster: Cluster,
+    device: torch.device,
+    steps: int,
+    *,
+    pieces: Pieces | None = None,
+    observe: Callable[[int], None] = lambda step: None,
+) -> Report:
+    """`verify` on a cluster that is connected already."""
+    pieces = pieces or Pieces()
+    oracle = build_oracle(recipe, replace(task, model=copy.deepcopy(task.model)), device)
+    recorded = replace(pieces, tail=recording(pieces.tail))
+    session = build_session(recipe, task, cluster, device, pieces=recorded)
+    return Verifier(session, oracle).run(steps, observe)
 
 
 def build_oracle(recipe: Recipe, task: Task, device: torch.device, shards: int | None = None) -> Oracle:

@@ -30,7 +30,7 @@ from paceline.verification.compare import (
     relative_bounds,
     update_bounds,
 )
-from paceline.verification.diagnose import Diagnosis
+from paceline.verification.diagnose import DIFFERENT_START, Diagnosis
 from paceline.verification.explain import explain
 from paceline.verification.oracle import Oracle, Tensors, Totals, accumulate, moved
 from paceline.verification.record import RecordingTail
@@ -123,6 +123,8 @@ class Verifier:
         theirs = self.oracle_state.tensors()
         bounds = dict.fromkeys(theirs, 0.0)
         self._compare(-1, "initial value", mine, theirs, bounds, mine)
+        if self.report.failure is not None:
+            self.report.diagnosis = DIFFERENT_START
 
     def _one(self, step: int, rounds: Iterator[Any]) -> bool:
         update = self.session.state.updates
@@ -130,11 +132,14 @@ class Verifier:
         if next(rounds, None) is None:
             return False
         record = self.recorder.last
-        self._compare_sums(step, reference)
+        if record.update is None or record.update.applied:
+            self._compare_sums(step, reference)
         if record.update is not None and record.update.applied:
             if reference is not None:
                 self._expected(reference, update)
             self._compare_update(step, reference)
+        else:
+            self._compare_skip(step, reference)
         if self.report.failure is not None:
             self.report.diagnosis = explain(self, step, update, reference)
         self.previous = reference.sums.gradients if reference is not None else None
@@ -188,6 +193,17 @@ class Verifier:
         self._compare(step, "final gradient", self.recorder.last.final, final, bounds, like)
         bounds = _state_bounds(reference.before, theirs, self.oracle.buffers(), error)
         self._compare(step, "state", mine, theirs, bounds, mine)
+
+    def _compare_skip(self, step: int, reference: Reference | None) -> None:
+        """A step that was skipped overflowed in the oracle too, and changed no parameter."""
+        mine, theirs = {"skipped": _scalar(1.0)}, None
+        before = None
+        if reference is not None:
+            overflow = any(not bool(torch.isfinite(g).all()) for g in reference.sums.gradients.values())
+            theirs = {"skipped": _scalar(float(overflow or reference.sums.count == 0))}
+            before = {n: reference.before[f"model/{n}"] for n in self._slots()}
+        self._compare(step, "update", mine, theirs, {"skipped": 0.0}, mine)
+        self._compare(step, "skipped update", self._slots(), before, dict.fromkeys(self._slots(), 0.0), self._slots())
 
     def _compare_scalars(self, step: int, reference: Reference | None) -> None:
         update = self.recorder.last.update

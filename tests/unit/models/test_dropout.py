@@ -6,10 +6,11 @@ import threading
 
 import pytest
 import torch
-from paceline.errors import TaskError
-from paceline.models import MLP, KeyedDropout, name_dropouts, set_unit_key
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+from paceline.errors import TaskError
+from paceline.models import MLP, KeyedDropout, name_dropouts, set_unit_key
 
 
 def mask(module: KeyedDropout, shape: tuple[int, ...] = (64, 64)) -> torch.Tensor:
@@ -124,3 +125,22 @@ def test_gradients_flow_through_what_is_kept() -> None:
     out = named("a", p=0.25)(x)
     out.sum().backward()
     assert torch.equal(x.grad, out.detach())
+
+
+def test_a_compiled_model_draws_the_same_and_is_not_compiled_again_for_every_unit() -> None:
+    num_graphs = 0
+
+    def count(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
+        nonlocal num_graphs
+        num_graphs += 1
+        return graph.forward
+
+    model = MLP(8, (16,), 4, dropout=0.5)
+    compiled = torch.compile(model, backend=count)
+    x = torch.randn(6, 8)
+    for unit_key in range(12):
+        set_unit_key(model, unit_key)
+        assert torch.equal(compiled(x), model(x))
+        if unit_key == 0:
+            num_graphs_at_first = num_graphs
+    assert num_graphs == num_graphs_at_first > 0

@@ -4,11 +4,13 @@ import math
 
 import pytest
 import torch
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
 from paceline.errors import TaskError
 from paceline.models import GPT, GPTConfig, generate, initialize_gpt, set_unit_key
 from paceline.models.gpt import Rotary
 from paceline.models.sample import pick
-from torch.nn import functional as F
 
 SMALL = {"vocab": 64, "context": 16, "layers": 2, "heads": 2, "width": 32}
 
@@ -76,6 +78,31 @@ def test_dropout_is_keyed_everywhere() -> None:
     assert len({m.name for m in model.modules() if hasattr(m, "unit_key")}) == 5
 
 
+def test_recomputing_every_block_gives_the_same_bits_and_saves_less() -> None:
+    model = small(dropout=0.3)
+    set_unit_key(model, 1)
+    tokens = torch.randint(64, (4, 16))
+
+    def gradients(recompute: bool) -> tuple[list[torch.Tensor], int]:
+        saved_bytes = 0
+
+        def note(x: torch.Tensor) -> torch.Tensor:
+            nonlocal saved_bytes
+            saved_bytes += x.nbytes
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+            x_BTW = model.dropout(model.embed(tokens))
+            for block in model.blocks:
+                x_BTW = checkpoint(block, x_BTW, use_reentrant=False) if recompute else block(x_BTW)
+            total = model.head(model.norm(x_BTW)).logsumexp(-1).sum()
+        return list(torch.autograd.grad(total, list(model.parameters()))), saved_bytes
+
+    (plain, plain_bytes), (again, again_bytes) = gradients(False), gradients(True)
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+    assert again_bytes < plain_bytes / 2
+
+
 def test_an_impossible_shape_is_an_error() -> None:
     with pytest.raises(TaskError, match="3 heads"):
         GPTConfig(width=256, heads=3)
@@ -86,9 +113,7 @@ def test_generation_is_keyed_bounded_and_leaves_the_mode() -> None:
     prompt = torch.tensor([1, 2, 3])
 
     def run(seed: int, **how: float) -> torch.Tensor:
-        return generate(
-            model, prompt, 30, context=16, generator=torch.Generator().manual_seed(seed), **how
-        )
+        return generate(model, prompt, 30, context=16, generator=torch.Generator().manual_seed(seed), **how)
 
     assert run(1).shape == (33,)
     assert torch.equal(run(1), run(1))

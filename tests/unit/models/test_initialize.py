@@ -3,8 +3,9 @@
 import math
 
 import torch
-from paceline.models import GPT, MLP, GPTConfig, fan_in_rule, initialize_by_name, initialize_gpt
 from torch import nn
+
+from paceline.models import GPT, MLP, GPTConfig, fan_in_rule, initialize_by_name, initialize_gpt
 
 SMALL = GPTConfig(vocab=64, context=16, layers=2, heads=2, width=32)
 

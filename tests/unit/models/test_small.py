@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from paceline.models import MLP, ConvNet, set_unit_key
 from torch import nn
+
+from paceline.models import MLP, ConvNet, set_unit_key
 
 
 def test_mlp_is_linear_layers_with_activations_between() -> None:

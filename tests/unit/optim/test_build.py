@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from torch import Tensor, nn
+
 from paceline.errors import TaskError
 from paceline.optim import build_optimizer, fused_is_supported
 from paceline.recipe import OptimizerRecipe
-from torch import Tensor, nn
 
 NUM_STEPS = 100
 
@@ -104,7 +105,9 @@ def rmsprop(value: Tensor, grad: Tensor, memory: dict[str, Tensor], t: int) -> T
             marks=pytest.mark.capability("J2", "J9"),
             id="adamw",
         ),
-        pytest.param(rmsprop, {"name": "rmsprop", "lr": 0.01}, marks=pytest.mark.capability("J3"), id="rmsprop"),
+        pytest.param(
+            rmsprop, {"name": "rmsprop", "lr": 0.01}, marks=pytest.mark.capability("J3"), id="rmsprop"
+        ),
     ],
 )
 def test_a_hundred_updates_equal_the_formula(rule: Rule, fields: dict[str, object], fused: bool) -> None:

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+
 from paceline.errors import RecipeError
 from paceline.optim import build_schedule
 from paceline.recipe import ScheduleRecipe
@@ -33,12 +34,16 @@ def test_exponential_is_exact_and_equals_a_decay_per_update() -> None:
     rate, decay = 0.01, 0.995
     updates = range(0, 500, 7)
     assert factors(100, *updates, decay="exponential", rate=rate) == [math.exp(-rate * t) for t in updates]
-    for t, value in zip(updates, factors(100, *updates, decay="exponential", rate=-math.log(decay)), strict=True):
+    for t, value in zip(
+        updates, factors(100, *updates, decay="exponential", rate=-math.log(decay)), strict=True
+    ):
         assert abs(value - decay**t) <= 1e-12
 
 
 def test_linear_goes_straight_and_holds() -> None:
-    assert factors(10, 0, 5, 10, 99, decay="linear", final=0.2) == pytest.approx([1.0, 0.6, 0.2, 0.2], abs=1e-15)
+    assert factors(10, 0, 5, 10, 99, decay="linear", final=0.2) == pytest.approx(
+        [1.0, 0.6, 0.2, 0.2], abs=1e-15
+    )
 
 
 def test_constant_is_one_for_ever() -> None:

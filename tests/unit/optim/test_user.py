@@ -4,11 +4,12 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from torch import Tensor, nn
+
 from paceline.errors import TaskError
 from paceline.models import fan_in_rule, initialize_by_name
 from paceline.optim import UserOptimizer
 from paceline.tasks.digits import build, cross_entropy
-from torch import Tensor, nn
 
 
 class DecayRate(UserOptimizer):

@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 
 import numpy as np
 import pytest
+
 from paceline.tasks.baselines import measure_baselines, trigram_chances
 
 TRAIN = b"the cat sat on the mat and the rat sat on the cat; that was that." * 7

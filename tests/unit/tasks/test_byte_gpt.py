@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from paceline.data.tokens import ByteTokenizer, load_tokenizer, train_bpe
 from paceline.optim import build_optimizer
 from paceline.recipe import OptimizerRecipe, load_recipe
@@ -15,7 +16,15 @@ from paceline.tasks.baselines import measure_baselines
 from paceline.tasks.byte_gpt import bits_per_byte, text_bytes
 
 RECIPES = Path(__file__).parents[3] / "recipes"
-TINY = {"text": "texts", "context": 32, "layers": 1, "heads": 2, "width": 32, "held_out": 0.3, "sample_tokens": 40}
+TINY = {
+    "text": "texts",
+    "context": 32,
+    "layers": 1,
+    "heads": 2,
+    "width": 32,
+    "held_out": 0.3,
+    "sample_tokens": 40,
+}
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from paceline.errors import TaskError
 from paceline.task import Task
 from paceline.tasks import SHIPPED, load_task

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from paceline.errors import RecipeError
 from paceline.keys import key
 from paceline.models import set_unit_key

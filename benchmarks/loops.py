@@ -1,0 +1,162 @@
+"""The sides: Paceline's session, and the loop that a careful user writes by hand around any wrapping.
+
+The hand-written loop does per step: set the rate, fetch samples, forward, backward, clip, fused AdamW, read
+the loss. What a library changes in it (`Wrapping`) is passed in, so that all of them share every other line.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from benchmarks.measure import Side
+from benchmarks.subjects import Subject
+from paceline.cluster import Cluster
+from paceline.data import LockstepWork, Order
+from paceline.recipe import Recipe
+from paceline.training import Session, build_session
+
+_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_PLANNED_STEPS = 2_000
+
+
+def paceline_side(name: str, subject: Subject, cluster: Cluster, threads: int) -> Side:
+    """Paceline as users run it: a session on the connected cluster, step by step."""
+    torch.set_num_threads(threads)
+    session = build_session(subject.recipe, subject.fresh(), cluster, torch.device("cpu"))
+    return Side(name, partial(_next_loss, session, session.rounds()), partial(torch.set_num_threads, threads))
+
+
+def _next_loss(session: Session, rounds: Any) -> float:
+    return float(next(rounds).loss)
+
+
+@dataclass(frozen=True)
+class Wrapping:
+    """What a library changes in a hand-written loop.
+
+    Args:
+        model: called with the batch; wrapped or not.
+        optimizer: stepped; wrapped or not.
+        clip: `clip(max_norm)`.
+        backward: `backward(loss)`.
+        autocast: the context of one forward.
+        quiet: the context of a micro-batch whose gradients are not sent yet.
+    """
+
+    name: str
+    model: nn.Module
+    optimizer: Any
+    clip: Callable[[float], Any]
+    backward: Callable[[Tensor], Any] = Tensor.backward
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+    quiet: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+def adamw(model: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
+    """The recipe's optimizer, made by hand: fused AdamW that decays matrices."""
+    options = recipe.optimizer
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": options.weight_decay}]
+    if others:
+        groups.append({"params": others, "weight_decay": 0.0})
+    return torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps, fused=True)
+
+
+def bare(subject: Subject, name: str = "bare PyTorch") -> Wrapping:
+    """No library at all."""
+    model = subject.fresh().model.train()
+    return Wrapping(
+        name,
+        model,
+        adamw(model, subject.recipe),
+        clip=partial(torch.nn.utils.clip_grad_norm_, list(model.parameters())),
+        autocast=autocast_of(subject.recipe),
+    )
+
+
+def autocast_of(recipe: Recipe) -> Callable[[], AbstractContextManager[Any]]:
+    """What the recipe's precision asks for."""
+    compute = recipe.precision.compute
+    if compute == "fp32":
+        return nullcontext
+    return partial(torch.autocast, "cpu", dtype=_TYPES[compute])
+
+
+@dataclass
+class HandLoop:
+    """A training loop of about twenty lines.
+
+    Args:
+        replica_rank, num_replicas: whose part of each global batch it takes; the parts are Paceline's, worked
+            out before the clock starts.
+    """
+
+    subject: Subject
+    wrapping: Wrapping
+    replica_rank: int = 0
+    num_replicas: int = 1
+    plan: list[list[list[int]]] = field(init=False)
+    taken: int = 0
+
+    def __post_init__(self) -> None:
+        batch = self.subject.recipe.batch
+        order = Order(len(self.subject.task.data), batch.size, self.subject.recipe.seed)
+        work = LockstepWork(
+            order, batch.shards, self.subject.recipe.seed, self.replica_rank, self.num_replicas
+        )
+        self.plan = [
+            [unit.indices.tolist() for unit in work.units(step)] for step in range(_PLANNED_STEPS)
+        ]
+
+    def step(self) -> float:
+        """One update; returns this rank's mean loss."""
+        w, data, recipe = self.wrapping, self.subject.task.data, self.subject.recipe
+        collate = self.subject.task.collate or default_collate
+        units = self.plan[self.taken]
+        set_rate(w.optimizer, recipe, self.taken)
+        w.optimizer.zero_grad(set_to_none=True)
+        whole = torch.zeros(())
+        for i, indices in enumerate(units):
+            batch = collate([data[j] for j in indices])
+            with w.quiet() if i < len(units) - 1 else nullcontext():
+                with w.autocast():
+                    loss = self.subject.mean_loss(w.model, batch)
+                loss = loss / len(units) if len(units) > 1 else loss
+                w.backward(loss)
+            whole += loss.detach()
+        w.clip(recipe.optimizer.clip_norm or math.inf)
+        w.optimizer.step()
+        self.taken += 1
+        return whole.item()
+
+    def side(self) -> Side:
+        """As a side of a comparison."""
+        return Side(self.wrapping.name, self.step)
+
+
+def set_rate(optimizer: Any, recipe: Recipe, step: int) -> None:
+    """Linear warm-up, then cosine: what both recipes of the benchmarks ask for."""
+    warmup, steps, final = recipe.schedule.warmup_steps, recipe.steps or 1, recipe.schedule.final
+    if step < warmup:
+        factor = step / warmup
+    else:
+        progress = (step - warmup) / (steps - warmup)
+        factor = final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress))
+    for group in optimizer.param_groups:
+        group["lr"] = recipe.optimizer.lr * factor
+
+
+def first_losses(step: Callable[[], float], steps: int) -> list[float]:
+    """The losses of the next steps."""
+    return list(islice(iter(step, math.nan), steps))

@@ -1,0 +1,42 @@
+"""Two real processes with one thread each, connected by Gloo over the loopback, in which sides take turns."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.measure import Series, Side, merge_ranks, take_turns
+from paceline.cluster import Cluster
+from paceline.testing import run_ranks
+
+BuildSides = Callable[[Cluster], Sequence[Side]]
+
+DEADLINE_SECONDS = 170.0
+
+
+def measure_pair(build: BuildSides, *, repeats: int, steps: int, warmup: int) -> list[Series]:
+    """Measure sides in a pair of processes.
+
+    Args:
+        build: called on both ranks; a function of a module, or a partial of one.
+        repeats, steps, warmup: see `take_turns`.
+    Returns:
+        A series a side: the slower rank's seconds, the processor seconds of both, the mean of the losses.
+    """
+    ranks = run_ranks(
+        partial(_measure_rank, build, repeats, steps, warmup), 2, deadline=DEADLINE_SECONDS
+    )
+    return merge_ranks(ranks)
+
+
+def _measure_rank(build: BuildSides, repeats: int, steps: int, warmup: int, cluster: Cluster) -> list[Series]:
+    torch.set_num_threads(1)
+    sides = list(build(cluster))
+    found = take_turns(sides, repeats=repeats, steps=steps, warmup=warmup, ready=dist.barrier)
+    sides.clear()
+    gc.collect()  # wrapped models must be gone before their process group
+    return found

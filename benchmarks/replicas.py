@@ -1,0 +1,97 @@
+"""Two processes: Paceline against DDP, Accelerate and Lightning Fabric.
+
+The same model, global batch, samples, optimizer, clip and schedule; every side fetches its samples, runs
+forward and backward, reduces, clips, updates and reads its loss in every step. All sides live in the same two
+processes and on the same process group, and take turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from benchmarks.libraries import accelerate, announce, ddp, fabric
+from benchmarks.loops import HandLoop, paceline_side
+from benchmarks.measure import Series, Side
+from benchmarks.pair import measure_pair
+from benchmarks.report import Report, Table, comparison_table, present, series_data
+from benchmarks.subjects import Subject, byte_gpt, mlp
+from paceline.cluster import Cluster
+
+LIBRARIES = {"ddp": ddp, "ddp-4": partial(ddp, bucket_mb=4), "accelerate": accelerate, "fabric": fabric}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What two processes train, and how long.
+
+    Args:
+        subject: name in `SUBJECTS`; each rank builds its own.
+    """
+
+    title: str
+    subject: str
+    shards: int
+    steps: int
+    repeats: int = 11
+
+
+SUBJECTS = {
+    "gpt": partial(byte_gpt, quick=False),
+    "mlp": partial(mlp, (2048, 2048, 1024), batch_size=32, shards=2),
+    "quick gpt": partial(byte_gpt, quick=True),
+    "quick mlp": partial(mlp, (64, 64), batch_size=32, shards=2),
+}
+
+
+def cases(quick: bool) -> list[Case]:
+    """What is measured."""
+    if quick:
+        return [
+            Case("GPT, quick", "quick gpt", 2, 2, 3),
+            Case("MLP, quick", "quick mlp", 2, 2, 3),
+            Case("GPT, quick, accumulation", "quick gpt", 8, 2, 3),
+        ]
+    return [
+        Case("compute-bound: GPT of recipes/byte-gpt.toml, bf16, 1 micro-batch a rank", "gpt", 2, 4),
+        Case("communication-bound: MLP 1024-2048-2048-1024-10, fp32, batch 32", "mlp", 2, 10),
+        Case("the GPT with 4 micro-batches a rank (accumulation)", "gpt", 8, 4),
+    ]
+
+
+def build_sides(subject_name: str, shards: int, cluster: Cluster) -> Sequence[Side]:
+    """Paceline and every library, each with its own copy of the model."""
+    announce(cluster)
+    subject: Subject = SUBJECTS[subject_name]().with_shards(shards)
+    loops = [
+        HandLoop(subject, library(subject), cluster.global_rank, cluster.world_size)
+        for library in LIBRARIES.values()
+    ]
+    return [paceline_side("Paceline", subject, cluster, 1), *(loop.side() for loop in loops)]
+
+
+def run(case: Case) -> list[Series]:
+    """Measure one case."""
+    return measure_pair(
+        partial(build_sides, case.subject, case.shards), repeats=case.repeats, steps=case.steps, warmup=3
+    )
+
+
+def measure(quick: bool) -> Report:
+    """Run all cases."""
+    tables: list[Table] = []
+    data = {}
+    for case in cases(quick):
+        found = run(case)
+        fastest = min(found[1:], key=lambda series: series.median_seconds)
+        size = SUBJECTS[case.subject]().num_parameters / 1e6
+        title = f"{case.title} ({size:.2f} M parameters, {case.repeats} blocks of {case.steps} steps)"
+        tables.append(comparison_table(title, found, fastest.name))
+        data[case.title] = series_data(found)
+    question = "Two processes, one thread each, Gloo: Paceline against other libraries; reference: the fastest."
+    return Report(question, tables, {"cases": data})
+
+
+if __name__ == "__main__":
+    present(measure, __doc__ or "")

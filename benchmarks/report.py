@@ -1,0 +1,107 @@
+"""From numbers to what is printed: a head, tables, and remarks; or the same as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table as RichTable
+
+from benchmarks.machine import describe_machine
+from benchmarks.measure import Series, compare
+
+_WIDTH = 140
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text under a title."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    remarks: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one benchmark found.
+
+    Args:
+        question: what was measured, in one or two sentences.
+        tables: for people.
+        data: for programs; the raw blocks are in here.
+    """
+
+    question: str
+    tables: Sequence[Table]
+    data: dict[str, Any]
+    machine: dict[str, str] = field(default_factory=describe_machine)
+
+
+def comparison_table(title: str, found: Sequence[Series], reference: str, unit: str = "ms") -> Table:
+    """Every side against one of them: times, ratios, losses."""
+    scale = {"ms": 1e3, "us": 1e6}[unit]
+    base = next(s for s in found if s.name == reference)
+    rows = []
+    for series in found:
+        c = compare(series, base)
+        ordered = sorted(series.seconds)
+        rows.append(
+            (
+                series.name,
+                f"{series.median_seconds * scale:.2f}",
+                f"{ordered[0] * scale:.2f} .. {ordered[-1] * scale:.2f}",
+                f"{c.ratio:.3f}",
+                f"{c.paired.median:.3f} ({c.paired.low:.3f} .. {c.paired.high:.3f})",
+                f"{c.cpu_ratio:.3f}",
+                c.verdict if series is not base else "reference",
+                f"{series.losses[0]:.4f} > {series.losses[-1]:.4f}",
+                f"{c.loss_error:.0e}",
+            )
+        )
+    columns = (
+        "side", f"median {unit}", "min .. max", "ratio", "paired ratio", "cpu ratio", "verdict",
+        "first > last loss", "diff",
+    )  # fmt: skip
+    return Table(title, columns, rows)
+
+
+def series_data(found: Sequence[Series]) -> list[dict[str, Any]]:
+    """The raw blocks."""
+    return [asdict(series) for series in found]
+
+
+def present(measure: Callable[[bool], Report], description: str, arguments: Sequence[str] | None = None) -> None:
+    """The main of a benchmark: measure, then print text or JSON."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--quick", action="store_true", help="tiny models, few repeats: does it run at all")
+    parser.add_argument("--json", action="store_true", help="print numbers, with every block")
+    chosen = parser.parse_args(arguments)
+    report = measure(chosen.quick)
+    if chosen.json:
+        print(json.dumps({"question": report.question, "machine": report.machine, **report.data}, indent=1))
+    else:
+        print_report(report, Console(width=_WIDTH, highlight=False))
+
+
+def print_report(report: Report, console: Console) -> None:
+    """Print head and tables."""
+    console.print(report.question, markup=False)
+    for name, value in report.machine.items():
+        console.print(f"{name}: {value}", markup=False)
+    for table in report.tables:
+        drawn = RichTable(title=table.title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        for i, column in enumerate(table.columns):
+            drawn.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
+        for row in table.rows:
+            drawn.add_row(*row)
+        console.print()
+        console.print(drawn)
+        for remark in table.remarks:
+            console.print(remark, markup=False)

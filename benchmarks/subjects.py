@@ -1,0 +1,108 @@
+"""What is trained in the benchmarks: two jobs, each as a recipe, a task and the mean loss a user would write.
+
+Invariant: every side of a comparison gets a copy of the same initial weights and the same samples.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from paceline.models import MLP
+from paceline.recipe import BatchRecipe, OptimizerRecipe, Recipe, RuntimeRecipe, ScheduleRecipe, load_recipe
+from paceline.task import Loss, Task
+from paceline.tasks import load_task
+from paceline.training.job import CACHE_DIR
+
+_ROOT = Path(__file__).resolve().parent.parent
+_STEPS = 100_000  # the run never ends before the measurement does
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One training job.
+
+    Args:
+        task: its model has the initial weights; it is copied, never trained.
+        mean_loss: `mean_loss(model, batch)`, as a loop without Paceline computes it.
+    """
+
+    recipe: Recipe
+    task: Task
+    mean_loss: Callable[[nn.Module, Any], Tensor]
+
+    def fresh(self) -> Task:
+        """The task with a model of its own."""
+        return replace(self.task, model=copy.deepcopy(self.task.model))
+
+    def changed(self, **changes: Any) -> Subject:
+        """The same job with other sections of the recipe."""
+        return replace(self, recipe=self.recipe.replace(**changes))
+
+    def with_shards(self, shards: int) -> Subject:
+        """The same global batch, cut into another number of virtual shards."""
+        return self.changed(batch=self.recipe.batch.replace(shards=shards))
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(p.numel() for p in self.task.model.parameters())
+
+
+def byte_gpt(*, quick: bool, precision: str = "bf16") -> Subject:
+    """The model and the text of recipes/byte-gpt.toml: 3.2 million parameters, 16 windows of 256 bytes."""
+    small = ["options.layers=1", "options.width=64", "options.context=64", "batch.size=8"] if quick else []
+    recipe = load_recipe(
+        _ROOT / "recipes" / "byte-gpt.toml",
+        [f"steps={_STEPS}", f'precision.compute="{precision}"', "schedule.warmup_steps=10", *small],
+    )
+    task = load_task(recipe.task, recipe.options, recipe.seed, _ROOT / "recipes", CACHE_DIR)
+    if task.initialize is not None:
+        task.initialize(task.model, recipe.seed)
+    return Subject(recipe, task, _mean_next_token_loss)
+
+
+def mlp(hidden: tuple[int, ...], *, batch_size: int, shards: int, inputs: int = 1024) -> Subject:
+    """A classifier of made-up vectors: no data cost, so communication and overhead show.
+
+    Args:
+        hidden: widths of the hidden layers; widths of 2048 make the gradients large for little arithmetic.
+        batch_size: of the global batch.
+    """
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(4096, inputs, generator=generator)
+    y = (x[:, :256].sum(1) * 0.3).round().long().clamp(-5, 4) + 5
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        model = MLP(inputs, hidden, 10)
+    recipe = Recipe(
+        task="made up",
+        steps=_STEPS,
+        batch=BatchRecipe(size=batch_size, shards=shards),
+        optimizer=OptimizerRecipe(lr=1e-4, weight_decay=0.1, clip_norm=1.0),
+        schedule=ScheduleRecipe(decay="cosine", warmup_steps=10),
+        runtime=RuntimeRecipe(device="cpu"),
+    )
+    return Subject(recipe, Task(model, TensorDataset(x, y), _class_loss), _mean_class_loss)
+
+
+def _mean_next_token_loss(model: nn.Module, tokens_BT: Tensor) -> Tensor:
+    logits = model(tokens_BT[:, :-1]).flatten(0, 1).float()
+    return F.cross_entropy(logits, tokens_BT[:, 1:].flatten())
+
+
+def _class_loss(model: nn.Module, batch: list[Tensor]) -> Loss:
+    x, y = batch
+    return Loss(F.cross_entropy(model(x), y, reduction="sum"), len(y))
+
+
+def _mean_class_loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
+    x, y = batch
+    return F.cross_entropy(model(x), y)

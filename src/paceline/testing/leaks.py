@@ -1,0 +1,159 @@
+"""What a test may leave behind, and how to find it.
+
+Invariant: observing changes nothing, and what other programs on the machine do is no leak of this test.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.cluster import change_environment, process_environment
+
+_SETTLE_SECONDS = 1.0
+_SHARED_MEMORY = Path("/dev/shm")
+_IGNORED_VARIABLES = ("PYTEST_", "KMP_", "TORCHINDUCTOR_")  # pytest's own, and what imports set for good
+_SERVERS = (
+    "multiprocessing.forkserver",
+    "multiprocessing.resource_tracker",
+    "torch/_inductor/compile_worker",
+)
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What was there at one moment.
+
+    Args:
+        environment: the variables of this process, less those that pytest and imports set.
+        threads: names of threads that are not daemons, by identity.
+        processes: command lines of the descendants of this process, by number; servers that are meant to
+            stay (fork server, resource tracker, compile workers) are left out, what they start is not.
+        shared_memory: this user's files in /dev/shm.
+        group: torch has a default process group.
+    """
+
+    environment: Mapping[str, str]
+    threads: Mapping[int, str]
+    processes: Mapping[int, str]
+    shared_memory: frozenset[str]
+    group: bool
+
+
+def observe() -> Observation:
+    """Look around, within a few milliseconds."""
+    return Observation(
+        environment={
+            name: value
+            for name, value in process_environment().items()
+            if not name.startswith(_IGNORED_VARIABLES)
+        },
+        threads={thread.ident or 0: thread.name for thread in threading.enumerate() if not thread.daemon},
+        processes=_descendants(os.getpid()),
+        shared_memory=frozenset(_own_shared_memory()),
+        group=_has_group(),
+    )
+
+
+def find_leaks(before: Observation) -> list[str]:
+    """Compare with now; what may be on its way out gets a second to go.
+
+    Returns:
+        One line for each leak; empty if there is none.
+    """
+    expires = time.monotonic() + _SETTLE_SECONDS
+    now = observe()
+    lasting = _compare_state(before, now)
+    passing = _compare_resources(before, now)
+    if passing:
+        gc.collect()
+    while passing and time.monotonic() < expires:
+        time.sleep(0.02)
+        passing = _compare_resources(before, observe())
+    return lasting + passing
+
+
+def _compare_state(before: Observation, after: Observation) -> list[str]:
+    names = before.environment.keys() | after.environment.keys()
+    changed = sorted(name for name in names if before.environment.get(name) != after.environment.get(name))
+    leaks = [f"environment variable {name}" for name in changed]
+    if after.group and not before.group:
+        leaks.append("the default process group of torch.distributed")
+    return leaks
+
+
+def _compare_resources(before: Observation, after: Observation) -> list[str]:
+    threads = [name for ident, name in after.threads.items() if ident not in before.threads]
+    processes = [f"{pid} {text}" for pid, text in after.processes.items() if pid not in before.processes]
+    segments = sorted(after.shared_memory - before.shared_memory)
+    return [
+        *(f"thread {name!r}" for name in threads),
+        *(f"process {text}" for text in processes),
+        *(f"shared memory /dev/shm/{name}" for name in segments if not _used_elsewhere(name)),
+    ]
+
+
+def clean_up(before: Observation) -> None:
+    """Undo what can be undone, so that only the test that leaked fails: variables, processes, the group."""
+    now = observe()
+    gone = {name: None for name in now.environment if name not in before.environment}
+    change_environment({**gone, **before.environment})
+    for pid in now.processes.keys() - before.processes.keys():
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    if now.group and not before.group:
+        sys.modules["torch.distributed"].destroy_process_group()
+
+
+def _has_group() -> bool:
+    module = sys.modules.get("torch.distributed")
+    return module is not None and bool(module.is_available() and module.is_initialized())
+
+
+def _descendants(root: int) -> dict[int, str]:
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, parent = stat.read_text(errors="replace").rpartition(")")[2].split()[:2]
+            if state not in "ZX":
+                children.setdefault(int(parent), []).append(int(stat.parent.name))
+    found: dict[int, str] = {}
+    todo = list(children.get(root, ()))
+    while todo:
+        pid = todo.pop()
+        todo += children.get(pid, ())
+        with suppress(OSError):
+            command = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ").strip()
+            # Ranks have the command line of the server that forked them, but they are its children, not ours.
+            if pid not in children.get(root, ()) or not any(name in command for name in _SERVERS):
+                found[pid] = command
+    return found
+
+
+def _own_shared_memory() -> list[str]:
+    names: list[str] = []
+    if _SHARED_MEMORY.is_dir():
+        for path in _SHARED_MEMORY.iterdir():
+            with suppress(OSError):
+                if path.stat().st_uid == os.getuid():
+                    names.append(path.name)
+    return names
+
+
+def _used_elsewhere(name: str) -> bool:
+    """A process outside of this test run has it mapped: another program's segment."""
+    ours = {os.getpid(), *_descendants(os.getpid())}
+    needle = f"{_SHARED_MEMORY}/{name}"
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):
+            if int(maps.parent.name) not in ours and needle in maps.read_text(errors="replace"):
+                return True
+    return False

@@ -1,0 +1,243 @@
+"""Replicas that agree in every step end where one process ends."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from paceline.cluster import Cluster
+from paceline.comm.reducer import BucketReducer
+from paceline.recipe import Recipe
+from paceline.task import Loss, Task
+from paceline.testing import run_ranks
+from paceline.testing.faults import FAULTS
+from paceline.testing.parity import Trajectory, run_oracle, run_strategy
+from paceline.training import Pieces
+
+STEPS = 24
+MLP = {"model": "mlp", "hidden": [48, 32]}
+SGD = {"name": "sgd", "lr": 0.05, "momentum": 0.9}
+ADAMW = {"name": "adamw", "lr": 1e-3, "weight_decay": 0.1, "clip_norm": 1.0}
+
+
+def digits(**changes: object) -> Recipe:
+    settings: dict[str, object] = {
+        "task": "digits",
+        "options": MLP,
+        "steps": STEPS,
+        "batch": {"size": 46, "shards": 4},
+        "optimizer": SGD,
+    }
+    return Recipe(**(settings | changes))
+
+
+def worst(recipe: Recipe, ranks: list[Trajectory], **oracle: object) -> float:
+    reference = run_oracle(recipe, STEPS, **oracle)
+    return max(end.distance(reference) for end in ranks)
+
+
+@pytest.mark.capability("A2", "A4", "A6", "I1", "J1")
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_sgd_ends_where_the_full_batch_ends(world: int) -> None:
+    """46 samples in 4 shards: shares are unequal on every number of ranks but one."""
+    recipe = digits()
+    ends = run_ranks(run_strategy, world, recipe)
+    assert worst(recipe, ends, shards=1) <= 1e-6
+    assert all(end.distance(ends[0]) == 0.0 for end in ends), "replicas differ"
+
+
+@pytest.mark.capability("A2", "J2", "J11")
+@pytest.mark.parametrize("world", [2, 3])
+def test_adamw_with_a_clip_ends_where_the_full_batch_ends(world: int) -> None:
+    recipe = digits(optimizer=ADAMW, schedule={"decay": "cosine", "warmup_steps": 5})
+    assert worst(recipe, run_ranks(run_strategy, world, recipe), shards=1) <= 1e-5
+
+
+
+
+def double_task() -> Task:
+    from paceline.testing.parity import make_task
+
+    task = make_task(digits())
+    model = task.model.double()
+
+    def loss(model: nn.Module, batch: object) -> Loss:
+        x, y = batch
+        total = F.cross_entropy(model(x.double()), y, reduction="sum")
+        return Loss(total, len(y))
+
+    return replace(task, model=model, loss=loss)
+
+
+@pytest.mark.capability("A2")
+def test_in_float64_the_difference_is_that_of_float64() -> None:
+    recipe = digits()
+    ends = run_ranks(partial(run_strategy, task=double_task), 3, recipe)
+    assert worst(recipe, ends, task=double_task, shards=1) <= 1e-12
+
+
+@pytest.mark.capability("A2")
+@pytest.mark.parametrize("fault", ["sum-instead-of-mean", "mean-of-means", "same-data", "bucket-not-reduced"])
+def test_a_broken_reduction_is_far_from_the_oracle(fault: str) -> None:
+    """The mutation twin of the tests above: with one piece broken they fail by orders of magnitude."""
+    recipe = digits(batch={"size": 47, "shards": 4})
+    ends = run_ranks(run_strategy, 2, recipe, None, FAULTS[fault].pieces(2))
+    assert worst(recipe, ends) > 1e-4
+
+
+@pytest.mark.capability("A10")
+@pytest.mark.parametrize("shards", [1, 2, 8])
+def test_accumulated_micro_batches_are_one_batch(shards: int) -> None:
+    recipe = digits(batch={"size": 46, "shards": shards})
+    assert run_oracle(recipe, STEPS, shards=1).distance(run_strategy(Cluster.single(), recipe)) <= 1e-6
+
+
+@pytest.mark.capability("A10", "G14")
+def test_one_all_reduce_a_bucket_however_many_micro_batches() -> None:
+    def calls(cluster: Cluster, shards: int) -> int:
+        from paceline.testing.parity import session_of
+
+        session = session_of(cluster, digits(batch={"size": 46, "shards": shards}))
+        num_steps = len(list(session.rounds()))
+        found = session.net.ledger.rows["all_reduce", "replica"].calls
+        assert isinstance(session.rule.reducer, BucketReducer)
+        assert found == num_steps * (session.rule.reducer.num_buckets + 1)
+        return found
+
+    assert run_ranks(calls, 2, 2) == run_ranks(calls, 2, 8)
+
+
+class Odd(nn.Module):
+    """Tied weights, a branch that only some samples take, a parameter nobody uses, a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 64)
+        self.tied = nn.Linear(64, 64)
+        self.tied.weight = self.first.weight
+        self.rare = nn.Linear(64, 10)
+        self.head = nn.Linear(64, 10)
+        self.unused = nn.Parameter(torch.ones(7))
+        self.frozen = nn.Parameter(torch.ones(64), requires_grad=False)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h = self.tied(torch.tanh(self.first(x * self.frozen)))
+        out = self.head(h)
+        return out + self.rare(h) if bool((y == 3).any()) else out
+
+
+def odd_task() -> Task:
+    from paceline.testing.parity import make_task
+
+    def loss(model: nn.Module, batch: object) -> Loss:
+        x, y = batch
+        return Loss(F.cross_entropy(model(x, y), y, reduction="sum"), len(y))
+
+    torch.manual_seed(0)
+    return replace(make_task(digits()), model=Odd(), loss=loss, initialize=None, held_out=None)
+
+
+@pytest.mark.capability("A2")
+@pytest.mark.parametrize("world", [1, 3])
+def test_tied_unused_frozen_and_rarely_used_parameters(world: int) -> None:
+    """With weight decay, a parameter without a gradient must not decay: None is not zero."""
+    recipe = digits(
+        batch={"size": 6, "shards": 3}, optimizer={"name": "adamw", "lr": 1e-3, "weight_decay": 0.5, "decay_on": "all"}
+    )
+    ends = run_ranks(partial(run_strategy, task=odd_task), world, recipe)
+    assert worst(recipe, ends, task=odd_task) <= 1e-5
+    assert torch.equal(ends[0].parameters["unused"], torch.ones(7))
+    assert torch.equal(ends[0].parameters["frozen"], torch.ones(64))
+    assert "tied.weight" not in ends[0].parameters
+
+
+def padded_task() -> Task:
+    """Every sample has its own number of items: the loss is a token mean, not a sample mean."""
+
+    def loss(model: nn.Module, batch: object) -> Loss:
+        x, lengths = batch
+        mask = torch.arange(16) < lengths[:, None]
+        error = (model(x).squeeze(-1) - x.sum(-1)) ** 2
+        return Loss((error * mask).sum(), mask.sum())
+
+    torch.manual_seed(0)
+    g = torch.Generator().manual_seed(1)
+    data = [(torch.rand(16, 8, generator=g), 1 + i * i % 16) for i in range(97)]
+    return Task(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)), data, loss)
+
+
+@pytest.mark.capability("A6")
+@pytest.mark.parametrize("world", [2, 3])
+def test_shards_with_unequal_numbers_of_tokens_are_weighted_by_tokens(world: int) -> None:
+    recipe = digits(batch={"size": 12, "shards": 3}, optimizer={"name": "sgd", "lr": 0.01})
+    ends = run_ranks(partial(run_strategy, task=padded_task), world, recipe)
+    assert worst(recipe, ends, task=padded_task, shards=1) <= 1e-6
+
+
+@pytest.mark.capability("A12", "A4", "A5")
+@pytest.mark.parametrize("world", [2, 3])
+def test_an_epoch_that_does_not_divide_uses_every_sample_once(world: int) -> None:
+    """97 samples, batches of 12 in 3 shards: the last step has one sample, and ranks without any."""
+
+    def seen(cluster: Cluster) -> list[int]:
+        from paceline.testing.parity import session_of
+
+        session = session_of(cluster, digits(steps=None, epochs=1, batch={"size": 12, "shards": 3}), padded_task)
+        mine = [int(i) for unit in session.units() for i in unit.indices]
+        total = sum(stats.num_samples for stats in session.rounds())
+        assert total == 97
+        return mine
+
+    found = [i for mine in run_ranks(seen, world) for i in mine]
+    assert sorted(found) == list(range(97))
+
+
+@pytest.mark.capability("A2")
+def test_reduction_sum_is_mean_times_count() -> None:
+    """SGD on the sum with rate lr / B is SGD on the mean with rate lr."""
+    mean = digits(optimizer={"name": "sgd", "lr": 0.046})
+    by_sum = digits(optimizer={"name": "sgd", "lr": 0.001}, batch={"size": 46, "shards": 4, "reduction": "sum"})
+    reference = run_oracle(mean, STEPS, shards=1)
+    assert max(end.distance(reference) for end in run_ranks(run_strategy, 2, by_sum)) <= 1e-6
+
+
+@pytest.mark.capability("A1")
+def test_two_runs_with_one_seed_have_equal_bits_and_the_loss_falls() -> None:
+    recipe = digits(optimizer=ADAMW | {"lr": 3e-3}, steps=120)
+    first, second = (run_strategy(Cluster.single(), recipe) for _ in range(2))
+    assert first.distance(second) == 0.0
+    assert first.losses[0] > 2.0 and sum(first.losses[-10:]) / 10 < 0.6
+    other = run_strategy(Cluster.single(), digits(optimizer=ADAMW | {"lr": 3e-3}, steps=120, seed=2))
+    assert first.distance(other) > 1e-3
+
+
+@pytest.mark.capability("G3")
+def test_replicas_that_start_apart_are_made_equal() -> None:
+    def start(cluster: Cluster) -> Trajectory:
+        def task() -> Task:
+            built = double_task()
+            with torch.no_grad():
+                for p in built.model.parameters():
+                    p.add_(cluster.global_rank)
+            return replace(built, initialize=None)
+
+        return run_strategy(cluster, digits(steps=1), task)
+
+    ends = run_ranks(start, 3)
+    assert all(end.distance(ends[0]) == 0.0 for end in ends)
+
+
+def ready_order_differs(cluster: Cluster) -> Trajectory:
+    """Tiny buckets: every parameter its own, launched in one order whatever backward does."""
+    pieces = Pieces(reducer=lambda parameters, group, net, _: BucketReducer(parameters, group, net, 1))
+    recipe = digits(batch={"size": 6, "shards": 3}, optimizer={"name": "sgd", "lr": 0.01})
+    return run_strategy(cluster, recipe, odd_task, pieces)
+
+
+@pytest.mark.capability("G10")
+def test_one_bucket_a_parameter_gives_the_same_parameters() -> None:
+    recipe = digits(batch={"size": 6, "shards": 3}, optimizer={"name": "sgd", "lr": 0.01})
+    assert worst(recipe, run_ranks(ready_order_differs, 3), task=odd_task) <= 1e-6

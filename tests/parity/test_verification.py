@@ -1,0 +1,112 @@
+"""Verification finds planted mistakes, names them, and is quiet where there is none."""
+
+import pytest
+import torch
+
+from paceline.cluster import Cluster
+from paceline.recipe import Recipe
+from paceline.testing import run_ranks
+from paceline.testing.faults import FAULTS
+from paceline.testing.parity import CPU, make_task
+from paceline.verification import Report, compare_with_oracle
+from paceline.verification.certificate import certificate, conclusion
+
+
+def convnet(**changes: object) -> Recipe:
+    """BatchNorm and dropout, unequal shares, a clip and a schedule: every mistake can show."""
+    settings: dict[str, object] = {
+        "task": "digits",
+        "options": {"model": "convnet", "dropout": 0.2},
+        "steps": 40,
+        "batch": {"size": 27, "shards": 4},
+        "optimizer": {"name": "adamw", "lr": 3e-3, "clip_norm": 0.5},
+        "schedule": {"decay": "cosine"},
+    }
+    return Recipe(**(settings | changes))
+
+
+def check(cluster: Cluster, recipe: Recipe, steps: int, fault: str | None = None) -> Report:
+    pieces = FAULTS[fault].pieces(cluster.world_size) if fault is not None else None
+    return compare_with_oracle(recipe, make_task(recipe), cluster, CPU, steps, pieces=pieces)
+
+
+@pytest.mark.capability("Z2")
+@pytest.mark.parametrize("world", [2, 3])
+def test_every_planted_fault_is_found_within_three_steps_and_named(world: int) -> None:
+    def all_faults(cluster: Cluster) -> dict[str, Report]:
+        return {fault: check(cluster, convnet(), 4, fault) for fault in FAULTS}
+
+    reports = run_ranks(all_faults, world, deadline=100)[0]
+    missed = [fault for fault, report in reports.items() if report.ok or report.failure.step > 2]
+    assert not missed
+    named = [f for f, report in reports.items() if report.diagnosis.cause in FAULTS[f].causes]
+    assert len(named) >= 8, {f: r.diagnosis.cause for f, r in reports.items() if f not in named}
+    assert len(FAULTS) >= 10
+
+
+@pytest.mark.capability("Z2")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"options": {"model": "mlp", "dropout": 0.1}},
+        {"optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9}},
+        {"precision": {"compute": "bf16"}},
+        {"batch": {"size": 27, "shards": 4, "reduction": "sum"}, "optimizer": {"name": "sgd", "lr": 1e-3}},
+    ],
+    ids=["convnet", "mlp", "sgd", "bf16", "sum"],
+)
+def test_no_false_alarm(changes: dict[str, object]) -> None:
+    """Four seeds each: with the five configurations, twenty clean runs."""
+
+    def four(cluster: Cluster) -> list[Report]:
+        return [check(cluster, convnet(seed=seed, **changes), 4) for seed in range(4)]
+
+    for report in run_ranks(four, 2, deadline=100)[0]:
+        assert report.ok, conclusion(report)
+        assert report.steps == 4
+
+
+def test_every_rank_gets_the_same_report() -> None:
+    reports = run_ranks(check, 3, convnet(), 3, "bucket-not-reduced")
+    assert len({repr(certificate(report)) for report in reports}) == 1
+
+
+def test_a_different_start_is_found_before_the_first_step() -> None:
+    def start_apart(cluster: Cluster) -> Report:
+        recipe, task = convnet(), make_task(convnet())
+        from dataclasses import replace
+
+        from paceline.verification import Verifier, build_oracle
+        from paceline.verification.job import recording
+        from paceline.training import Pieces, build_session
+        from paceline.sync import Tail
+
+        oracle = build_oracle(recipe, make_task(recipe), CPU)
+        session = build_session(recipe, task, cluster, CPU, pieces=Pieces(tail=recording(Tail)))
+        with torch.no_grad():
+            if cluster.global_rank == 1:
+                session.placed.parameters[0][0] += 1.0
+        return Verifier(session, oracle).run(2)
+
+    report = run_ranks(start_apart, 2)[0]
+    assert report.failure.quantity == "initial value" and report.failure.errors[0] == 0.0
+    assert report.failure.errors[1] == pytest.approx(1.0)
+    assert report.diagnosis.cause == "different start"
+
+
+def test_the_certificate_says_what_was_compared() -> None:
+    report = check(Cluster.single(), convnet(), 2)
+    found = certificate(report)
+    assert found["ok"] and found["steps"] == 2 and found["failure"] is None
+    quantities = {row["quantity"] for row in found["tensors"]}
+    assert quantities == {"initial value", "loss", "gradient", "update", "final gradient", "state"}
+    assert any("running_mean" in row["tensor"] for row in found["tensors"])
+    assert conclusion(report)[0].startswith("verified: 2 steps")
+
+
+@pytest.mark.capability("K1")
+def test_fp16_steps_that_overflow_are_skipped_alike_and_verified() -> None:
+    recipe = convnet(precision={"compute": "fp16", "init_scale": 2.0**22})
+    report = run_ranks(check, 2, recipe, 3)[0]
+    assert report.ok, conclusion(report)

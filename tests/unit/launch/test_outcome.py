@@ -1,0 +1,108 @@
+"""Which rank is blamed, with which exit code, in which words; and when workers are ended."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from paceline.launch.outcome import Failure, conclude, signal_headline
+from paceline.launch.stop import Stop
+
+LOST = Failure(0, "connection", 1.0, "raised CommunicationError: rank 2 is gone", 4, "lost traceback")
+RAISED = Failure(2, "error", 2.0, "raised ValueError: boom", 1, "Traceback\nValueError: boom")
+LATER = Failure(1, "error", 3.0, "raised KeyError: 'x'", 1, "other traceback")
+KILLED = Failure(3, "signal", 9.0, "was killed by SIGKILL (out of memory?)", 137)
+ENDED = Failure(1, "stopped", 4.0, "was ended because of that; it was in load (data.py:3)", 1)
+
+
+@pytest.mark.capability("O1")
+def test_the_cause_comes_first_in_full_and_the_others_in_one_line() -> None:
+    outcome = conclude([LOST, LATER, RAISED], logs="/logs")
+    assert outcome.exit_code == 1
+    assert outcome.report == (
+        "rank 2 raised ValueError: boom\n"
+        "  Traceback\n"
+        "  ValueError: boom\n"
+        "rank 1 raised KeyError: 'x'\n"
+        "rank 0 raised CommunicationError: rank 2 is gone\n"
+        "logs: /logs\n"
+    )
+
+
+def test_a_killed_rank_is_blamed_although_others_spoke_earlier() -> None:
+    outcome = conclude([LOST, RAISED, KILLED])
+    assert outcome.failures[0] is KILLED
+    assert outcome.exit_code == 137
+
+
+def test_without_failures_there_is_nothing_to_say() -> None:
+    assert conclude([]) == conclude([], nodes=2, logs="/logs")
+    assert (conclude([]).exit_code, conclude([]).report) == (0, "")
+
+
+def test_a_lost_connection_points_at_the_silent_rank_or_at_the_other_nodes() -> None:
+    assert "look at rank 1, which did not answer" in conclude([LOST, ENDED]).report
+    assert "look at the other nodes" in conclude([LOST], nodes=2).report
+    assert "next:" not in conclude([LOST]).report
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_told_to_stop_lost_connections_are_no_failures(number: int, code: int) -> None:
+    outcome = conclude([LOST], stop_signal=number)
+    assert (outcome.exit_code, outcome.failures, outcome.report) == (code, (), "")
+
+
+def test_told_to_stop_a_real_error_still_counts() -> None:
+    outcome = conclude([LOST, RAISED], stop_signal=signal.SIGTERM)
+    assert (outcome.exit_code, outcome.failures) == (1, (RAISED,))
+
+
+def test_told_to_stop_a_rank_that_had_to_be_killed_is_named() -> None:
+    outcome = conclude([ENDED], stop_signal=signal.SIGTERM)
+    assert (outcome.exit_code, outcome.failures) == (143, ())
+    assert outcome.report.startswith("rank 1 was ended")
+
+
+def test_long_lines_are_cut() -> None:
+    long = Failure(5, "connection", 5.0, "raised X: " + "a" * 500, 1)
+    assert max(len(line) for line in conclude([RAISED, long]).report.splitlines()) <= 160
+
+
+def test_signals_have_names_and_hints() -> None:
+    assert signal_headline(signal.SIGKILL) == "was killed by SIGKILL (out of memory?)"
+    assert signal_headline(signal.SIGSEGV) == "was killed by SIGSEGV"
+    assert signal_headline(99) == "was killed by signal 99"
+
+
+def make_stop() -> Stop:
+    return Stop(settle_seconds=1.0, kill_seconds=3.0, grace_seconds=10.0)
+
+
+def test_after_a_failure_the_others_may_settle_then_obey_then_are_killed() -> None:
+    stop = make_stop()
+    stop.on_failure(100.0)
+    actions = [(now, stop.due(now)) for now in (100.5, 101.0, 101.5, 103.9, 104.0, 104.1)]
+    assert [action for _, action in actions] == ["wait", "terminate", "wait", "wait", "kill", "kill"]
+
+
+def test_later_failures_do_not_move_the_plan() -> None:
+    stop = make_stop()
+    stop.on_failure(100.0)
+    stop.on_failure(100.9)
+    assert stop.due(101.0) == "terminate"
+    assert stop.due(104.0) == "kill"
+
+
+def test_a_signal_is_passed_on_at_once_and_the_second_kills() -> None:
+    stop = make_stop()
+    stop.on_signal(signal.SIGINT, 50.0)
+    assert stop.due(50.0) == "terminate"
+    assert stop.due(59.9) == "wait"
+    stop.on_signal(signal.SIGINT, 59.95)
+    assert stop.due(60.0) == "kill"
+    assert stop.signal == signal.SIGINT
+
+
+def test_nothing_happens_without_a_reason() -> None:
+    assert make_stop().due(1e9) == "wait"

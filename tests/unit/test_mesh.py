@@ -1,0 +1,50 @@
+"""The mesh: every rank has one place on every axis, and a wrong product of degrees is refused."""
+
+from math import prod
+
+import pytest
+from paceline.cluster import Cluster
+from paceline.errors import StrategyError
+from paceline.mesh import AXES, Group, Mesh, axis_ranks
+
+SHAPES = [(1, 1, 1, 1, 1), (4, 1, 1, 1, 1), (2, 1, 3, 1, 2), (2, 2, 2, 2, 2), (1, 5, 1, 1, 3)]
+
+
+@pytest.mark.parametrize("sizes", SHAPES)
+@pytest.mark.parametrize("axis", AXES)
+def test_groups_of_an_axis_are_a_partition_of_the_world(axis: str, sizes: tuple[int, ...]) -> None:
+    groups = axis_ranks(axis, sizes)
+    assert {len(ranks) for ranks in groups} == {sizes[AXES.index(axis)]}
+    assert sorted(rank for ranks in groups for rank in ranks) == list(range(prod(sizes)))
+    assert all(list(ranks) == sorted(ranks) for ranks in groups)
+
+
+@pytest.mark.parametrize("sizes", SHAPES)
+def test_a_rank_is_named_by_its_coordinates(sizes: tuple[int, ...]) -> None:
+    places = {
+        rank: tuple(
+            next(ranks.index(rank) for ranks in axis_ranks(axis, sizes) if rank in ranks) for axis in AXES
+        )
+        for rank in range(prod(sizes))
+    }
+    assert len(set(places.values())) == prod(sizes)
+    assert sorted(places, key=lambda rank: places[rank]) == sorted(places)  # the last axis changes fastest
+
+
+def test_tensor_peers_are_neighbours_and_replicas_are_far_apart() -> None:
+    sizes = (2, 1, 1, 1, 4)
+    assert axis_ranks("tensor", sizes) == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert axis_ranks("replica", sizes) == [(0, 4), (1, 5), (2, 6), (3, 7)]
+
+
+def test_one_process_has_a_group_of_one_on_every_axis_and_no_wire() -> None:
+    mesh = Mesh.build(Cluster.single(), {})
+    assert set(mesh.axes) == set(AXES)
+    for group in (mesh.world, *mesh.axes.values()):
+        assert (group.size, group.rank, group.ranks, group.handle) == (1, 0, (0,), None)
+    assert mesh.replica == Group("replica", (0,), 0)
+
+
+def test_degrees_that_do_not_fit_the_world_are_refused_with_both_numbers() -> None:
+    with pytest.raises(StrategyError, match=r"'replica': 3.* holds 6 ranks, but 1 processes run"):
+        Mesh.build(Cluster.single(), {"replica": 3, "tensor": 2})

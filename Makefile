@@ -1,11 +1,12 @@
 # What a user and a developer run; `make help` lists it. Needs Python 3.11 or later with pip, and make.
 # Variables: PYTHON (which interpreter makes the environment), VENV (where), RECIPE and ARGS (for `train`),
-# TESTS and ARGS (for `test` and `soak`).
+# TESTS and ARGS (for `test` and `soak`), BENCHMARKS and ARGS (for `bench`).
 
 PYTHON ?= python3
 VENV ?= .venv
 RECIPE ?= recipes/byte-gpt.toml
 TESTS ?=
+BENCHMARKS ?= step_overhead replicas
 ARGS ?=
 TORCH = 2.13.0
 
@@ -32,7 +33,9 @@ soak: $(VENV)/.dev ## run the long tests
 	$(BIN)/python -m pytest --soak -m soak --durations=15 --timeout=0 $(TESTS) $(ARGS)
 
 bench: $(VENV)/.bench ## measure speed against other libraries
-	$(BIN)/python -m benchmarks $(ARGS)
+	@set -e; for name in $(BENCHMARKS); do \
+		echo "$(BIN)/python -m benchmarks.$$name $(ARGS)"; $(BIN)/python -m benchmarks.$$name $(ARGS); \
+	done
 
 check: $(VENV)/.dev ## lint, format, types, import layers, spelling, ratchets, docs
 	$(BIN)/ruff check .

@@ -115,9 +115,7 @@ class HandLoop:
         work = LockstepWork(
             order, batch.shards, self.subject.recipe.seed, self.replica_rank, self.num_replicas
         )
-        self.plan = [
-            [unit.indices.tolist() for unit in work.units(step)] for step in range(_PLANNED_STEPS)
-        ]
+        self.plan = [[unit.indices.tolist() for unit in work.units(step)] for step in range(_PLANNED_STEPS)]
 
     def step(self) -> float:
         """One update; returns this rank's mean loss."""

@@ -7,6 +7,7 @@ times: a side that does other work than the rest shows.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -159,11 +160,15 @@ def compare(series: Series, reference: Series) -> Comparison:
 
 
 def merge_ranks(ranks: Sequence[Sequence[Series]]) -> list[Series]:
-    """The series of all ranks as those of the job: the slowest rank's time, the mean of the losses."""
+    """The series of all ranks as those of the job: the slowest rank's time, the mean of the losses.
+
+    A rank whose losses are NaN had no part in that side.
+    """
     return [_merge([series[i] for series in ranks]) for i in range(len(ranks[0]))]
 
 
 def _merge(same: Sequence[Series]) -> Series:
+    same = [s for s in same if not math.isnan(s.losses[0])]  # a rank without a part in it
     return Series(
         same[0].name,
         tuple(max(block) for block in zip(*(s.seconds for s in same), strict=True)),

@@ -27,9 +27,7 @@ def measure_pair(build: BuildSides, *, repeats: int, steps: int, warmup: int) ->
     Returns:
         A series a side: the slower rank's seconds, the processor seconds of both, the mean of the losses.
     """
-    ranks = run_ranks(
-        partial(_measure_rank, build, repeats, steps, warmup), 2, deadline=DEADLINE_SECONDS
-    )
+    ranks = run_ranks(partial(_measure_rank, build, repeats, steps, warmup), 2, deadline=DEADLINE_SECONDS)
     return merge_ranks(ranks)
 
 

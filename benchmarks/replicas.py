@@ -89,7 +89,9 @@ def measure(quick: bool) -> Report:
         title = f"{case.title} ({size:.2f} M parameters, {case.repeats} blocks of {case.steps} steps)"
         tables.append(comparison_table(title, found, fastest.name))
         data[case.title] = series_data(found)
-    question = "Two processes, one thread each, Gloo: Paceline against other libraries; reference: the fastest."
+    question = (
+        "Two processes, one thread each, Gloo: Paceline against other libraries; reference: the fastest."
+    )
     return Report(question, tables, {"cases": data})
 
 

@@ -72,12 +72,35 @@ def comparison_table(title: str, found: Sequence[Series], reference: str, unit: 
     return Table(title, columns, rows)
 
 
+def rate_table(title: str, found: Sequence[Series], items_per_step: int, items: str) -> Table:
+    """How much every side gets through, against the first one."""
+    rows = []
+    for series in found:
+        speed_up = found[0].median_seconds / series.median_seconds
+        ordered = sorted(series.seconds)
+        rows.append(
+            (
+                series.name,
+                f"{items_per_step / series.median_seconds:,.0f}",
+                f"{speed_up:.2f}",
+                f"{series.median_seconds * 1e3:.1f}",
+                f"{ordered[0] * 1e3:.1f} .. {ordered[-1] * 1e3:.1f}",
+                f"{series.losses[0]:.4f} > {series.losses[-1]:.4f}",
+            )
+        )
+    return Table(
+        title, ("side", f"{items}/s", "speed-up", "median ms", "min .. max", "first > last loss"), rows
+    )
+
+
 def series_data(found: Sequence[Series]) -> list[dict[str, Any]]:
     """The raw blocks."""
     return [asdict(series) for series in found]
 
 
-def present(measure: Callable[[bool], Report], description: str, arguments: Sequence[str] | None = None) -> None:
+def present(
+    measure: Callable[[bool], Report], description: str, arguments: Sequence[str] | None = None
+) -> None:
     """The main of a benchmark: measure, then print text or JSON."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="tiny models, few repeats: does it run at all")
@@ -96,12 +119,12 @@ def print_report(report: Report, console: Console) -> None:
     for name, value in report.machine.items():
         console.print(f"{name}: {value}", markup=False)
     for table in report.tables:
-        drawn = RichTable(title=table.title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        drawn = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
         for i, column in enumerate(table.columns):
             drawn.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
         for row in table.rows:
             drawn.add_row(*row)
-        console.print()
+        console.print(f"\n{table.title}", markup=False)
         console.print(drawn)
         for remark in table.remarks:
             console.print(remark, markup=False)

@@ -28,7 +28,7 @@ class Case:
     title: str
     subject: Subject
     steps: int
-    repeats: int = 15
+    repeats: int = 11
     unit: str = "ms"
     threads: int = 0  # 0: all cores
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from paceline.cli.options import Placement
 from paceline.cluster import Cluster
-from paceline.launch import Job, launch
+from paceline.launch import Job, Outcome, launch
 
 
 def worker_cluster() -> Cluster | None:
@@ -16,10 +16,10 @@ def worker_cluster() -> Cluster | None:
     return cluster if cluster.launched else None
 
 
-def start(placement: Placement, threads: int) -> None:
-    """Run this command's own arguments in every process of this node, and exit as they did."""
-    command = (sys.executable, "-m", "paceline", *sys.argv[1:])
-    sys.exit(launch(job_of(command, placement, threads)).exit_code)
+def launch_again(placement: Placement, threads: int, *more: str) -> Outcome:
+    """Run this command's own arguments, and `more`, in every process of this node."""
+    command = (sys.executable, "-m", "paceline", *sys.argv[1:], *more)
+    return launch(job_of(command, placement, threads))
 
 
 def job_of(

@@ -10,7 +10,7 @@ import typer
 
 from paceline.cli import options
 from paceline.cli.console import output
-from paceline.cli.start import start, worker_cluster
+from paceline.cli.start import launch_again, worker_cluster
 from paceline.cluster import Cluster
 from paceline.errors import RecipeError
 from paceline.launch import guard
@@ -45,7 +45,8 @@ def train(
     if cluster is not None:
         _work(cluster, resolved, path, resume)
     count = options.processes_for(resolved, processes, nodes)
-    start(options.Placement(count, nodes, node_rank, rendezvous, token), resolved.runtime.threads)
+    placement = options.Placement(count, nodes, node_rank, rendezvous, token)
+    sys.exit(launch_again(placement, resolved.runtime.threads).exit_code)
 
 
 def _work(cluster: Cluster, recipe: Recipe, path: Path, resume: Path | None) -> None:

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from paceline.cli import options
 from paceline.cli.console import output
-from paceline.cli.start import start, worker_cluster
+from paceline.cli.start import launch_again, worker_cluster
 from paceline.cluster import Cluster
 from paceline.errors import RecipeError
 from paceline.launch import guard
 from paceline.recipe import Recipe
-
-if TYPE_CHECKING:
-    from paceline.verification import Report
 
 
 def verify(
@@ -30,6 +28,9 @@ def verify(
     settings: options.Settings = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Steps to compare.")] = 20,
     as_json: Annotated[bool, typer.Option("--json", help="Print the certificate as JSON.")] = False,
+    certificate: Annotated[
+        Path | None, typer.Option("--certificate", help="Write the certificate to this file.")
+    ] = None,
     plant: Annotated[
         str | None, typer.Option("--plant", help="Plant a known mistake, to see that it is found.")
     ] = None,
@@ -42,44 +43,61 @@ def verify(
     resolved = options.read_recipe(recipe, settings, strategy)
     cluster = worker_cluster()
     if cluster is not None:
-        _work(cluster, resolved, options.task_directory(recipe), steps, as_json, plant)
+        found = _work(cluster, resolved, options.task_directory(recipe), steps, plant)
+        if cluster.global_rank == 0 and certificate is not None:
+            certificate.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            sys.exit(0)
+        sys.exit(_show(found, as_json) if cluster.global_rank == 0 else 0)
     count = options.processes_for(resolved, processes, nodes)
-    start(options.Placement(count, nodes, node_rank, rendezvous, token), resolved.runtime.threads)
+    placement = options.Placement(count, nodes, node_rank, rendezvous, token)
+    with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
+        path = certificate or Path(folder) / "certificate.json"
+        outcome = launch_again(placement, resolved.runtime.threads, "--certificate", str(path))
+        if outcome.exit_code or not path.exists():
+            sys.exit(outcome.exit_code)
+        sys.exit(_show(json.loads(path.read_text(encoding="utf-8")), as_json))
 
 
 def _work(
-    cluster: Cluster, recipe: Recipe, base_dir: Path, steps: int, as_json: bool, plant: str | None
-) -> None:
+    cluster: Cluster, recipe: Recipe, base_dir: Path, steps: int, plant: str | None
+) -> dict[str, Any]:
     with guard(cluster):
         from paceline.testing.faults import FAULTS
         from paceline.verification import verify as verify_here
+        from paceline.verification.certificate import certificate
 
         if plant is not None and plant not in FAULTS:
             raise RecipeError(f"no fault is called '{plant}'", next_step=f"one of: {', '.join(FAULTS)}")
         pieces = FAULTS[plant].pieces(cluster.world_size) if plant is not None else None
-        report = verify_here(recipe, steps=steps, base_dir=base_dir, cluster=cluster, pieces=pieces)
-    if cluster.global_rank == 0:
-        show(report, output(), as_json)
-    sys.exit(0 if report.ok else 1)
+        return certificate(verify_here(recipe, steps=steps, base_dir=base_dir, cluster=cluster, pieces=pieces))
 
 
-def show(report: Report, console: Console, as_json: bool) -> None:
-    """Print a report."""
-    from paceline.verification.certificate import certificate, conclusion
-
+def _show(found: Mapping[str, Any], as_json: bool) -> int:
+    """Print a certificate; returns the exit code."""
+    console = output()
     if as_json:
-        console.print_json(json.dumps(certificate(report)))
-        return
-    table = Table(title=f"{report.strategy} on {report.world} processes, {report.steps} steps against the oracle")
-    for column in ("quantity", "tensor", "class"):
-        table.add_column(column, no_wrap=True)
-    for column in ("largest error", "bound", ""):
-        table.add_column(column, justify="right", no_wrap=True)
-    for row in certificate(report)["tensors"]:
-        table.add_row(
-            row["quantity"], row["tensor"], row["class"], f"{row['error']:.2e}", f"{row['bound']:.2e}",
-            "ok" if row["ok"] else "DIVERGES",
-        )  # fmt: skip
-    console.print(table)
-    for line in conclusion(report):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print_json(json.dumps(found))
+    else:
+        for line in table_lines(found):
+            _plain(console, line)
+        _plain(console, found["conclusion"])
+    return 0 if found["ok"] else 1
+
+
+def table_lines(found: Mapping[str, Any]) -> list[str]:
+    """One line a tensor: its class, its largest error over all ranks and steps, and the bound."""
+    rows = [("quantity", "tensor", "class", "largest error", "bound", "")]
+    rows += [
+        (r["quantity"], r["tensor"], r["class"], f"{r['error']:.2e}", f"{r['bound']:.2e}", _verdict(r))
+        for r in found["tensors"]
+    ]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _verdict(row: Mapping[str, Any]) -> str:
+    return "ok" if row["ok"] else f"DIVERGES on rank {row['rank']} in step {row['step']}"
+
+
+def _plain(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -7,6 +7,7 @@ the rank that needs it will raise the error itself.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import pkgutil
 
@@ -22,6 +23,8 @@ def preload() -> None:
     for name in (*_LIBRARIES, *(f"paceline.{room}" for room in rooms)):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # else every rank's first collection copies all of this
 
 
 preload()

@@ -20,6 +20,7 @@ def certificate(report: Report) -> dict[str, Any]:
         "cause": None if report.diagnosis is None else report.diagnosis.cause,
         "explanation": None if report.diagnosis is None else report.diagnosis.explanation,
         "tensors": [_row(f) for f in report.worst.values()],
+        "conclusion": "\n".join(conclusion(report)),
     }
 
 

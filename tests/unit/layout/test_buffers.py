@@ -132,7 +132,7 @@ def test_a_mask_with_minus_infinity_stays_what_it_is() -> None:
         pytest.param(torch.tensor([2**62 + 1, -(2**53) - 1]), id="large integers"),
         pytest.param(torch.tensor([True, False]), id="flags"),
         pytest.param(torch.tensor([1e300, 5e-324], dtype=torch.float64), id="float64"),
-        pytest.param(torch.tensor([float("nan"), float("inf")]), id="not finite"),
+        pytest.param(torch.tensor([float("-inf"), float("inf"), 1.5]), id="infinite"),
     ],
 )
 @pytest.mark.filterwarnings("error")

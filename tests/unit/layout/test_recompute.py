@@ -1,0 +1,159 @@
+"""Recomputation: the same bits with less memory, with dropout of either kind, and under the names as before."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from paceline.errors import TaskError
+from paceline.layout.precision import recompute_blocks
+from paceline.models import KeyedDropout, set_unit_key
+from torch import Tensor, nn
+
+NUM_BLOCKS, WIDTH = 6, 32
+
+
+class Block(nn.Module):
+    """Residual, with an activation that is four times as wide as the input."""
+
+    def __init__(self, dropout: nn.Module) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.dropout = dropout
+        self.calls = 0
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        self.calls += 1
+        return x + scale * self.down(self.dropout(torch.relu(self.up(x))))
+
+
+class Stack(nn.Module):
+    def __init__(self, dropout: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(dropout()) for _ in range(NUM_BLOCKS))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, scale=0.5)
+        return self.head(x)
+
+
+DROPOUTS = {
+    "none": nn.Identity,
+    "torch": lambda: nn.Dropout(0.3),
+    "keyed": lambda: KeyedDropout(0.3),
+}
+
+
+def pair(kind: str) -> tuple[Stack, Stack]:
+    torch.manual_seed(5)
+    plain = Stack(DROPOUTS[kind])
+    lean = copy.deepcopy(plain)
+    assert recompute_blocks(lean, None) == NUM_BLOCKS
+    return plain, lean
+
+
+def gradients(model: nn.Module, x: Tensor) -> tuple[list[Tensor], int]:
+    """Gradients of one unit, and how many bytes autograd kept between forward and backward."""
+    kept: dict[int, int] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    torch.manual_seed(11)
+    set_unit_key(model, 11)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        loss = model(x).square().sum()
+    torch.rand(7)  # somebody draws numbers between forward and backward
+    grads = torch.autograd.grad(loss, list(model.parameters()))
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    return list(grads), sum(size for place, size in kept.items() if place not in weights)
+
+
+@pytest.mark.capability("L1")
+@pytest.mark.parametrize("kind", DROPOUTS)
+def test_gradients_have_the_same_bits(kind: str) -> None:
+    plain, lean = pair(kind)
+    x = torch.randn(16, WIDTH)
+    for expected, found in zip(gradients(plain, x)[0], gradients(lean, x)[0], strict=True):
+        assert torch.equal(expected, found)
+
+
+@pytest.mark.capability("L1")
+def test_the_comparison_sees_a_mask_that_was_drawn_anew() -> None:
+    plain, _ = pair("torch")
+    lean = copy.deepcopy(plain)
+    for block in lean.blocks:
+        block.forward = _forgetful(block.forward)
+    x = torch.randn(16, WIDTH)
+    pairs = zip(gradients(plain, x)[0], gradients(lean, x)[0], strict=True)
+    assert not all(torch.equal(a, b) for a, b in pairs)
+
+
+def _forgetful(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def run(*args: Tensor, **kwargs: float) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(
+            forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs
+        )
+
+    return run
+
+
+@pytest.mark.capability("L1")
+def test_only_the_inputs_of_the_blocks_are_kept() -> None:
+    plain, lean = pair("keyed")
+    x = torch.randn(64, WIDTH)
+    _, all_bytes = gradients(plain, x)
+    _, few_bytes = gradients(lean, x)
+    one_input = x.numel() * x.element_size()
+    assert all_bytes > NUM_BLOCKS * 8 * one_input  # in each block: the wide layer twice, at four widths
+    assert few_bytes <= 4 * one_input  # outside of blocks: the input of the head and its result
+
+
+@pytest.mark.capability("L1")
+def test_a_block_runs_twice_in_training_and_once_in_evaluation() -> None:
+    _, lean = pair("none")
+    gradients(lean, torch.randn(4, WIDTH))
+    assert [block.calls for block in lean.blocks] == [2] * NUM_BLOCKS
+    with torch.no_grad():
+        lean(torch.randn(4, WIDTH))
+    assert [block.calls for block in lean.blocks] == [3] * NUM_BLOCKS
+
+
+def test_names_of_parameters_stay() -> None:
+    plain, lean = pair("none")
+    assert list(plain.state_dict()) == list(lean.state_dict())
+
+
+def test_a_copy_of_the_model_computes_with_its_own_weights() -> None:
+    _, lean = pair("none")
+    clone = copy.deepcopy(lean)
+    with torch.no_grad():
+        for p in lean.blocks.parameters():
+            p.zero_()
+    x = torch.randn(4, WIDTH)
+    assert not torch.equal(clone(x), clone.head(x))  # with the zeroed weights, blocks would be the identity
+
+
+def test_a_block_that_is_used_twice_is_recomputed_as_one() -> None:
+    model = Stack(nn.Identity)
+    model.blocks = nn.ModuleList([model.blocks[0]] * 3)
+    assert recompute_blocks(model, None) == 1
+    gradients(model, torch.randn(4, WIDTH))
+    assert model.blocks[0].calls == 6
+
+
+def test_the_task_may_name_the_blocks() -> None:
+    plain, _ = pair("none")
+    lean = copy.deepcopy(plain)
+    assert recompute_blocks(lean, lambda model: [model.blocks[1], model.blocks[4]]) == 2
+    gradients(lean, torch.randn(4, WIDTH))
+    assert [block.calls for block in lean.blocks] == [1, 2, 1, 1, 2, 1]
+
+
+def test_a_model_without_blocks_is_refused_with_the_ways_out() -> None:
+    with pytest.raises(TaskError, match=r"no nn\.ModuleList") as caught:
+        recompute_blocks(nn.Linear(2, 2), None)
+    assert "Task(blocks=...)" in caught.value.next_step

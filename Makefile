@@ -1,12 +1,11 @@
 # What a user and a developer run; `make help` lists it. Needs Python 3.11 or later with pip, and make.
 # Variables: PYTHON (which interpreter makes the environment), VENV (where), RECIPE and ARGS (for `train`),
-# TESTS and ARGS (for `test` and `soak`), BENCHMARKS and ARGS (for `bench`).
+# TESTS and ARGS (for `test` and `soak`), ARGS (for `bench`).
 
 PYTHON ?= python3
 VENV ?= .venv
 RECIPE ?= recipes/byte-gpt.toml
 TESTS ?=
-BENCHMARKS ?= step_overhead replicas
 ARGS ?=
 TORCH = 2.13.0
 
@@ -30,12 +29,10 @@ test: $(VENV)/.dev ## run the CPU test suite (TESTS=, ARGS=); the capability rep
 	$(BIN)/python -m pytest --durations=15 --capability-report=build/capabilities.json $(TESTS) $(ARGS)
 
 soak: $(VENV)/.dev ## run the long tests
-	$(BIN)/python -m pytest --soak -m soak --durations=15 --timeout=0 $(TESTS) $(ARGS)
+	$(BIN)/python -m pytest --soak -m soak --durations=15 --timeout=3600 $(TESTS) $(ARGS)
 
 bench: $(VENV)/.bench ## measure speed against other libraries
-	@set -e; for name in $(BENCHMARKS); do \
-		echo "$(BIN)/python -m benchmarks.$$name $(ARGS)"; $(BIN)/python -m benchmarks.$$name $(ARGS); \
-	done
+	$(BIN)/python -m benchmarks $(ARGS)
 
 check: $(VENV)/.dev ## lint, format, types, import layers, spelling, ratchets, docs
 	$(BIN)/ruff check .

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -77,9 +78,9 @@ def accelerate(subject: Subject) -> Wrapping:
 def fabric(subject: Subject) -> Wrapping:
     """Lightning Fabric; its set-up model brings the precision."""
     from lightning.fabric import Fabric
-    from lightning.fabric.strategies import DDPStrategy
+    from lightning.fabric.strategies.ddp import DDPStrategy
 
-    precision = {"fp32": "32-true", "bf16": "bf16-mixed"}[subject.recipe.precision.compute]
+    precision: Any = {"fp32": "32-true", "bf16": "bf16-mixed"}[subject.recipe.precision.compute]
     strategy = DDPStrategy(
         process_group_backend="gloo", bucket_cap_mb=_DEFAULT_BUCKET_MB, **_ddp_options(subject)
     )
@@ -99,6 +100,6 @@ def fabric(subject: Subject) -> Wrapping:
     )
 
 
-def _ddp_options(subject: Subject) -> dict[str, bool]:
+def _ddp_options(subject: Subject) -> dict[str, Any]:
     units_per_rank = subject.recipe.batch.shards // 2
     return {"gradient_as_bucket_view": True, "static_graph": units_per_rank == 1}

@@ -26,7 +26,7 @@ from paceline.recipe import Recipe
 from paceline.training import Session, build_session
 
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_PLANNED_STEPS = 2_000
+_PLANNED_STEPS = 5_000
 
 
 def paceline_side(name: str, subject: Subject, cluster: Cluster, threads: int) -> Side:

@@ -7,11 +7,11 @@ processes and on the same process group, and take turns.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from benchmarks.libraries import accelerate, announce, ddp, fabric
+from benchmarks.libraries import Library, accelerate, announce, ddp, fabric
 from benchmarks.loops import HandLoop, paceline_side
 from benchmarks.measure import Series, Side
 from benchmarks.pair import measure_pair
@@ -19,7 +19,7 @@ from benchmarks.report import Report, Table, comparison_table, present, series_d
 from benchmarks.subjects import Subject, byte_gpt, mlp
 from paceline.cluster import Cluster
 
-LIBRARIES = {"ddp": ddp, "ddp-4": partial(ddp, bucket_mb=4), "accelerate": accelerate, "fabric": fabric}
+LIBRARIES: dict[str, Library] = {"ddp": ddp, "ddp-4": partial(ddp, bucket_mb=4), "accelerate": accelerate, "fabric": fabric}
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Case:
     repeats: int = 11
 
 
-SUBJECTS = {
+SUBJECTS: dict[str, Callable[[], Subject]] = {
     "gpt": partial(byte_gpt, quick=False),
     "mlp": partial(mlp, (2048, 2048, 1024), batch_size=32, shards=2),
     "quick gpt": partial(byte_gpt, quick=True),

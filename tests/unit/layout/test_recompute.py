@@ -109,7 +109,7 @@ def test_only_the_inputs_of_the_blocks_are_kept() -> None:
     _, few_bytes = gradients(lean, x)
     one_input = x.numel() * x.element_size()
     assert all_bytes > NUM_BLOCKS * 8 * one_input  # in each block: the wide layer twice, at four widths
-    assert few_bytes <= 4 * one_input  # outside of blocks: the input of the head and its result
+    assert few_bytes <= (NUM_BLOCKS + 3) * one_input  # besides: the input of the head and its result
 
 
 @pytest.mark.capability("L1")

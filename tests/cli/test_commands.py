@@ -1,0 +1,185 @@
+"""The commands as a user types them: real processes, real files, exit codes."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).parents[2]
+DIGITS = str(ROOT / "recipes" / "digits.toml")
+SMALL = ["--set", "options.hidden=[32]", "--set", "checkpoint.every_steps=5", "--set", "schedule.warmup_steps=2"]
+
+
+def paceline(*arguments: object, timeout: float = 90.0) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "paceline", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=ROOT, check=False)
+
+
+def train(run_dir: Path, *arguments: object, steps: int, processes: int = 1) -> str:
+    length = ["--set", "epochs=", "--set", f"steps={steps}", "--set", f"run_dir={run_dir}"]
+    done = paceline("train", DIGITS, "-n", processes, *SMALL, *length, *arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def tensors(run_dir: Path, step: int) -> dict[str, object]:
+    return load_file(run_dir / "checkpoints" / f"step-{step:08d}" / "state.safetensors")
+
+
+def equal(a: dict[str, object], b: dict[str, object]) -> bool:
+    return a.keys() == b.keys() and all((a[name] == b[name]).all() for name in a)
+
+
+@pytest.mark.capability("N1")
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(tmp_path: Path, processes: int) -> None:
+    """The schedule is constant here, so that a longer run starts as the shorter one does."""
+    constant = ["--set", "schedule.decay=constant"]
+    whole = train(tmp_path / "whole", *constant, steps=20, processes=processes)
+    train(tmp_path / "half", *constant, steps=10, processes=processes)
+    longer = paceline("train", "--resume", tmp_path / "half", "-n", processes, "--set", "steps=20")
+    assert longer.returncode == 0, longer.stderr
+    assert equal(tensors(tmp_path / "whole", 20), tensors(tmp_path / "half", 20))
+    assert not equal(tensors(tmp_path / "whole", 20), tensors(tmp_path / "whole", 15))
+    assert f"paceline train --resume {tmp_path / 'whole'} -n {processes}" in whole
+    steps = [json.loads(line) for line in (tmp_path / "half" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in steps if record["event"] == "step"] == list(range(20))
+
+
+@pytest.mark.capability("A1", "N1")
+def test_what_a_run_prints_and_keeps(tmp_path: Path) -> None:
+    printed = train(tmp_path / "run", "--set", "evaluate.every_steps=4", "--set", "checkpoint.keep=2", steps=12)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    first = next(record for record in lines if record["event"] == "step")
+    assert {"loss", "grad_norm", "lr", "samples_per_second", "phases", "sent_bytes"} <= first.keys()
+    assert [r["step"] for r in lines if r["event"] == "evaluation"] == [4, 8, 12]
+    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert kept == ["step-00000010", "step-00000012"]
+    for word in ("loss", "samples/s", "left", "data", "forward", "backward", "communication", "optimizer"):
+        assert word in printed
+    assert str(tmp_path / "run" / "metrics.jsonl") in printed
+
+
+def test_the_recipe_of_a_run_is_complete(tmp_path: Path) -> None:
+    train(tmp_path / "run", steps=2)
+    shown = paceline("recipe", "show", tmp_path / "run" / "recipe.toml")
+    assert shown.returncode == 0 and shown.stdout == (tmp_path / "run" / "recipe.toml").read_text()
+
+
+@pytest.mark.capability("B1")
+def test_a_strategy_that_cannot_run_is_refused_before_any_process_starts() -> None:
+    refused = paceline("train", DIGITS, "-n", 2, "--strategy", "fsdp", timeout=10)
+    assert refused.returncode == 2 and "not built yet" in refused.stderr and "nearest" in refused.stderr
+    many = paceline("train", DIGITS, "-n", 9, timeout=10)
+    assert many.returncode == 2 and "batch.shards" in many.stderr
+    listed = json.loads(paceline("strategies", "--json").stdout)
+    assert {row["name"] for row in listed} >= {"ddp", "fsdp", "diloco", "gpipe", "hogwild"}
+    assert {row["name"]: row["supported"] for row in listed}["ddp"] is True
+
+
+def test_errors_name_the_key_and_the_line(tmp_path: Path) -> None:
+    recipe = tmp_path / "bad.toml"
+    recipe.write_text('task = "digits"\nsteps = 3\n\n[optimizer]\nname = "adam"\nlearning = 1e-3\n')
+    found = paceline("train", recipe, timeout=10)
+    assert found.returncode == 2
+    assert "bad.toml:6" in found.stderr and "learning" in found.stderr
+
+
+RAISES = """
+import torch
+from torch import nn
+from paceline import Cluster, Loss, Task
+
+def build():
+    calls = []
+    def loss(model, batch):
+        calls.append(1)
+        if Cluster.from_env().global_rank == 1 and len(calls) == 6:
+            {what}
+        x = batch
+        return Loss((model(x) ** 2).sum(), len(x))
+    return nn.Linear(4, 1), torch.rand(64, 4), loss
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("raise ValueError('the 6th call')", "ValueError: the 6th call"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "rank 1 was killed by SIGKILL"),
+    ],
+    ids=["raises", "dies"],
+)
+def test_a_worker_that_fails_ends_the_job_and_is_named_first(tmp_path: Path, what: str, said: str) -> None:
+    (tmp_path / "task.py").write_text(RAISES.format(what=what))
+    (tmp_path / "recipe.toml").write_text('task = "task.py:build"\nsteps = 500\n[batch]\nsize = 8\n')
+    failed = paceline("train", tmp_path / "recipe.toml", "-n", 2, "--set", f"run_dir={tmp_path / 'run'}", timeout=40)
+    assert failed.returncode not in (0, None)
+    report = [line for line in failed.stderr.splitlines() if line.startswith("rank ")]
+    assert report[0].startswith("rank 1 "), failed.stderr
+    assert said in failed.stderr
+
+
+def test_sigterm_saves_the_step_and_resume_goes_on(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    command = [sys.executable, "-m", "paceline", "train", DIGITS, "-n", "2", *SMALL]
+    length = ["--set", "epochs=", "--set", "steps=100000", "--set", f"run_dir={run_dir}"]
+    with subprocess.Popen([*command, *length], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT) as process:
+        metrics = run_dir / "metrics.jsonl"
+        expires = time.monotonic() + 60
+        while not (metrics.exists() and len(metrics.read_text().splitlines()) > 5):
+            assert time.monotonic() < expires and process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=30)
+    assert process.returncode == 143
+    steps = [json.loads(line) for line in metrics.read_text().splitlines()]
+    stopped = max(record["step"] for record in steps if record["event"] == "step")
+    assert tensors(run_dir, stopped + 1), "the last step was not saved"
+    more = paceline("train", "--resume", run_dir, "-n", 2, "--set", f"steps={stopped + 3}")
+    assert more.returncode == 0, more.stderr
+    assert tensors(run_dir, stopped + 3)
+
+
+@pytest.mark.capability("A2")
+def test_torchrun_starts_the_same_job(tmp_path: Path) -> None:
+    train(tmp_path / "ours", steps=4, processes=2)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "paceline", "train"]
+    length = ["--set", "epochs=", "--set", "steps=4", "--set", f"run_dir={tmp_path / 'theirs'}"]
+    done = subprocess.run([*command, DIGITS, *SMALL, *length], capture_output=True, timeout=90, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    assert equal(tensors(tmp_path / "ours", 4), tensors(tmp_path / "theirs", 4))
+
+
+@pytest.mark.capability("Z2")
+def test_verify_says_yes_and_no(tmp_path: Path) -> None:
+    right = paceline("verify", DIGITS, "-n", 2, "--steps", 2, *SMALL)
+    assert right.returncode == 0 and "verified: 2 steps" in right.stdout, right.stderr
+    kept = tmp_path / "certificate.json"
+    wrong = paceline("verify", DIGITS, "-n", 2, "--plant", "same-data", "--json", "--certificate", kept, *SMALL)
+    assert wrong.returncode == 1
+    found = json.loads(wrong.stdout)
+    assert found["cause"] == "same data on every rank" and found == json.loads(kept.read_text())
+
+
+@pytest.mark.capability("B1")
+def test_the_examples_run_on_any_number_of_processes(tmp_path: Path) -> None:
+    """The README shows both."""
+    done = paceline(
+        "train", ROOT / "examples" / "own_model.toml", "-n", 2, "--set", f"run_dir={tmp_path}", "--set", "steps=60"
+    )
+    assert done.returncode == 0 and "accuracy" in done.stdout, done.stderr
+    loops = [paceline("run", "-n", n, ROOT / "examples" / "own_loop.py") for n in (1, 2)]
+    assert [loop.returncode for loop in loops] == [0, 0], loops[1].stderr
+    assert loops[0].stdout == loops[1].stdout and "64 samples a step" in loops[0].stdout
+
+
+def test_the_command_line_starts_without_torch() -> None:
+    code = "import sys, paceline.cli.main; print(sorted(m for m in ('torch', 'numpy') if m in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout.strip() == "[]"

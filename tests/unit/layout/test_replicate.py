@@ -1,0 +1,188 @@
+"""Replicate: what the sink is told, and when; accumulation, unused and tied weights, evaluation, keys."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from paceline.data import LoadedUnit, Unit
+from paceline.errors import TaskError
+from paceline.layout import Precision, Replicate
+from paceline.models import KeyedDropout
+from paceline.observe import Phases
+from paceline.task import Loss
+from torch import Tensor, nn
+
+
+class Recorder:
+    """A sink that notes what it gets, and whether the backward pass of the last unit was still on."""
+
+    def __init__(self) -> None:
+        self.order: list[int] = []
+        self.grads: dict[int, Tensor | None] = {}
+
+    def ready(self, index: int, grad: Tensor | None) -> None:
+        self.order.append(index)
+        self.grads[index] = None if grad is None else grad.clone()
+
+
+class Branches(nn.Module):
+    """`first` is used by all samples, `second` if asked for, `never` not at all; `frozen` takes no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.never = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.tied = nn.Linear(4, 4, bias=False)
+        self.tied.weight = self.first.weight
+
+    def forward(self, x: Tensor, *, second: bool) -> Tensor:
+        y = self.tied(torch.tanh(self.frozen(self.first(x))))
+        return self.second(y) if second else y
+
+
+def loss(model: nn.Module, batch: tuple[Tensor, bool]) -> Loss:
+    x, second = batch
+    y = model(x, second=second)
+    return Loss(y.square().sum(), len(x), {"positive": (y > 0).sum()})
+
+
+def place(model: nn.Module, loss_function=loss, names: tuple[str, ...] = ("positive",)) -> Replicate:
+    return Replicate(model, loss_function, names, precision=Precision("fp32", "cpu"), phases=Phases())
+
+
+def units(seconds: Sequence[bool]) -> list[LoadedUnit]:
+    draw = torch.Generator().manual_seed(7)
+    return [
+        LoadedUnit(Unit(0, i, np.arange(3), key=100 + i), (torch.randn(3 + i, 4, generator=draw), second))
+        for i, second in enumerate(seconds)
+    ]
+
+
+def names_of(placed: Replicate, indices: Sequence[int]) -> list[str]:
+    names = [slot.name for slot in placed.slots]
+    return [names[i] for i in indices]
+
+
+@pytest.mark.capability("A10")
+def test_the_sum_over_units_is_the_gradient_of_all_samples_at_once() -> None:
+    model, sink = Branches().double(), Recorder()
+    loaded = [LoadedUnit(u.unit, (u.batch[0].double(), u.batch[1])) for u in units([True] * 5)]
+    place(model).run(loaded, 5, sink, 1.0)
+    reference = Branches().double()
+    loss(reference, (torch.cat([u.batch[0] for u in loaded]), True)).total.backward()
+    expected = [p.grad for p in reference.parameters() if p.requires_grad]
+    for index, grad in enumerate(expected):
+        found = sink.grads[index]
+        assert (found is None) == (grad is None)
+        if grad is not None:
+            torch.testing.assert_close(found, grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.capability("A10")
+@pytest.mark.parametrize("seconds", [[True], [True, True], [False, True], [True, False], [False, False]])
+def test_every_parameter_is_announced_once_whatever_the_units_used(seconds: list[bool]) -> None:
+    placed, sink = place(Branches()), Recorder()
+    placed.run(units(seconds), len(seconds), sink, 1.0)
+    assert sorted(sink.order) == list(range(len(placed.parameters)))
+    missing = {names_of(placed, [i])[0] for i, g in sink.grads.items() if g is None}
+    assert missing == {"never.weight", "never.bias"} | (set() if any(seconds) else {"second.weight", "second.bias"})
+
+
+def test_frozen_parameters_have_no_slot_and_tied_ones_share_one() -> None:
+    placed = place(Branches())
+    assert [slot.name for slot in placed.slots] == [
+        "first.weight",
+        "first.bias",
+        "second.weight",
+        "second.bias",
+        "never.weight",
+        "never.bias",
+    ]
+
+
+@pytest.mark.capability("G10")
+def test_gradients_are_announced_during_the_last_backward_in_its_order() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    announced_before_first_layer: list[int] = []
+    sink = Recorder()
+
+    def observed(m: nn.Module, batch: tuple[Tensor, bool]) -> Loss:
+        h = m[0](batch[0])
+        h.register_hook(lambda _: announced_before_first_layer.append(len(sink.order)))
+        return Loss(m[2](m[1](h)).sum(), 1)
+
+    placed = place(model, observed, ())
+    placed.run(units([True, True]), 2, sink, 1.0)
+    assert [name[0] for name in names_of(placed, sink.order)] == ["2", "2", "1", "1", "0", "0"]
+    assert announced_before_first_layer == [0, 4]  # none in the first unit; two layers while the last one runs
+
+
+def test_a_rank_without_units_announces_every_parameter_without_a_gradient() -> None:
+    model = Branches()
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)  # of the step before
+    placed, sink = place(model), Recorder()
+    sums = placed.run(iter(()), 0, sink, 1.0)
+    assert sums.units == 0
+    assert sums.read() == (0.0, 0.0, {"positive": 0.0})
+    assert set(sink.grads.values()) == {None}
+    assert len(sink.order) == len(placed.parameters)
+
+
+def test_the_loss_scale_multiplies_gradients_and_not_what_is_reported() -> None:
+    plain, scaled = Recorder(), Recorder()
+    first = place(Branches()).run(units([True]), 1, plain, 1.0)
+    second = place(Branches()).run(units([True]), 1, scaled, 1024.0)
+    assert first.read() == second.read()
+    for index, grad in plain.grads.items():
+        assert grad is None or torch.equal(scaled.grads[index], grad * 1024.0)
+
+
+def test_only_as_many_units_are_pulled_as_the_step_has() -> None:
+    stream = iter(units([True] * 5))
+    place(Branches()).run(stream, 2, Recorder(), 1.0)
+    assert next(stream).unit.shard == 2
+
+
+@pytest.mark.parametrize("dropout", [lambda: nn.Dropout(0.5), lambda: KeyedDropout(0.5)], ids=["torch", "keyed"])
+def test_what_is_random_in_a_unit_depends_on_its_key_alone(dropout) -> None:
+    def results(keys: Sequence[int], seed: int) -> list[float]:
+        torch.manual_seed(seed)
+        placed = place(nn.Sequential(nn.Linear(4, 64), dropout()), lambda m, b: Loss(m(b[0]).sum(), 1), ())
+        with torch.no_grad():
+            for p in placed.parameters:
+                p.copy_(torch.linspace(0.1, 1.0, p.numel()).view_as(p))
+        x = torch.ones(2, 4)
+        loaded = [LoadedUnit(Unit(0, i, np.arange(2), key=k), (x, True)) for i, k in enumerate(keys)]
+        return placed.run(loaded, len(keys), Recorder(), 1.0).per_unit()[:, 0].tolist()
+
+    first, second, third = results([31, 32, 33], seed=1)
+    assert len({first, second, third}) == 3
+    assert results([33, 31], seed=2) == [third, first]
+
+
+def test_evaluation_keeps_no_graph_drops_nothing_and_leaves_gradients_alone() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), KeyedDropout(0.9))
+    placed = place(model, lambda m, b: Loss(m(b[0]).sum(), len(b[0])), ())
+    placed.run(units([True]), 1, Recorder(), 1.0)
+    before = [p.grad.clone() for p in model.parameters()]
+    sums = placed.evaluate(units([True, True]))
+    with torch.no_grad():
+        expected = [model[0](u.batch[0]).sum().item() for u in units([True, True])]
+    assert sums.per_unit()[:, 0].tolist() == pytest.approx(expected)
+    assert all(torch.equal(p.grad, old) for p, old in zip(model.parameters(), before, strict=True))
+
+
+def test_a_model_with_nothing_to_train_is_refused() -> None:
+    with pytest.raises(TaskError, match="no parameter that takes a gradient"):
+        place(nn.Linear(2, 2).requires_grad_(False))
+
+
+def test_a_loss_that_returns_a_tensor_is_refused_in_training_and_in_evaluation() -> None:
+    placed = place(nn.Linear(4, 1), lambda m, b: m(b[0]).sum(), ())
+    with pytest.raises(TaskError, match="returned Tensor"):
+        placed.run(units([True]), 1, Recorder(), 1.0)
+    with pytest.raises(TaskError, match="returned Tensor"):
+        placed.evaluate(units([True]))

@@ -9,7 +9,7 @@ import paceline
 
 recipe = paceline.Recipe(task="own_model.py:build", steps=120, batch={"size": 64}, optimizer={"lr": 1e-2})
 
-with paceline.join(recipe, build()) as session:
+with paceline.join(recipe, build) as session:
     for stats in session.rounds():
         if session.is_first and stats.step % 40 == 39:
             print(f"step {stats.step + 1}  loss {stats.loss:.4f}  accuracy {stats.metrics['accuracy']:.3f}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from paceline._version import VERSION as __version__
+from paceline._version import VERSION
 
 if TYPE_CHECKING:
     from paceline.cluster import Cluster as Cluster
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from paceline.training import train as train
     from paceline.verification import verify as verify
 
+__version__ = VERSION
 _HOMES = {
     "Cluster": "cluster",
     "Loss": "task",
@@ -44,7 +45,24 @@ _HOMES = {
     "train": "training",
     "verify": "verification",
 }
-__all__ = sorted([*_HOMES, "__version__"])
+__all__ = [
+    "Cluster",
+    "Loss",
+    "PacelineError",
+    "Recipe",
+    "Result",
+    "Session",
+    "Strategy",
+    "Task",
+    "UserOptimizer",
+    "__version__",
+    "evaluate",
+    "join",
+    "load_recipe",
+    "support",
+    "train",
+    "verify",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -56,8 +56,6 @@ def test_adamw_with_a_clip_ends_where_the_full_batch_ends(world: int) -> None:
     assert worst(recipe, run_ranks(run_strategy, world, recipe), shards=1) <= 1e-5
 
 
-
-
 def double_task() -> Task:
     from paceline.testing.parity import make_task
 
@@ -145,7 +143,8 @@ def odd_task() -> Task:
 def test_tied_unused_frozen_and_rarely_used_parameters(world: int) -> None:
     """With weight decay, a parameter without a gradient must not decay: None is not zero."""
     recipe = digits(
-        batch={"size": 6, "shards": 3}, optimizer={"name": "adamw", "lr": 1e-3, "weight_decay": 0.5, "decay_on": "all"}
+        batch={"size": 6, "shards": 3},
+        optimizer={"name": "adamw", "lr": 1e-3, "weight_decay": 0.5, "decay_on": "all"},
     )
     ends = run_ranks(partial(run_strategy, task=odd_task), world, recipe)
     assert worst(recipe, ends, task=odd_task) <= 1e-5
@@ -185,7 +184,9 @@ def test_an_epoch_that_does_not_divide_uses_every_sample_once(world: int) -> Non
     def seen(cluster: Cluster) -> list[int]:
         from paceline.testing.parity import session_of
 
-        session = session_of(cluster, digits(steps=None, epochs=1, batch={"size": 12, "shards": 3}), padded_task)
+        session = session_of(
+            cluster, digits(steps=None, epochs=1, batch={"size": 12, "shards": 3}), padded_task
+        )
         mine = [int(i) for unit in session.units() for i in unit.indices]
         total = sum(stats.num_samples for stats in session.rounds())
         assert total == 97
@@ -199,7 +200,9 @@ def test_an_epoch_that_does_not_divide_uses_every_sample_once(world: int) -> Non
 def test_reduction_sum_is_mean_times_count() -> None:
     """SGD on the sum with rate lr / B is SGD on the mean with rate lr."""
     mean = digits(optimizer={"name": "sgd", "lr": 0.046})
-    by_sum = digits(optimizer={"name": "sgd", "lr": 0.001}, batch={"size": 46, "shards": 4, "reduction": "sum"})
+    by_sum = digits(
+        optimizer={"name": "sgd", "lr": 0.001}, batch={"size": 46, "shards": 4, "reduction": "sum"}
+    )
     reference = run_oracle(mean, STEPS, shards=1)
     assert max(end.distance(reference) for end in run_ranks(run_strategy, 2, by_sum)) <= 1e-6
 

@@ -75,15 +75,13 @@ def test_every_rank_gets_the_same_report() -> None:
 def test_a_different_start_is_found_before_the_first_step() -> None:
     def start_apart(cluster: Cluster) -> Report:
         recipe, task = convnet(), make_task(convnet())
-        from dataclasses import replace
 
+        from paceline.training import Pieces, build_session
         from paceline.verification import Verifier, build_oracle
         from paceline.verification.job import recording
-        from paceline.training import Pieces, build_session
-        from paceline.sync import Tail
 
         oracle = build_oracle(recipe, make_task(recipe), CPU)
-        session = build_session(recipe, task, cluster, CPU, pieces=Pieces(tail=recording(Tail)))
+        session = build_session(recipe, task, cluster, CPU, pieces=Pieces(tail=recording(Pieces().tail)))
         with torch.no_grad():
             if cluster.global_rank == 1:
                 session.placed.parameters[0][0] += 1.0

@@ -76,7 +76,7 @@ def load(path: Path) -> Checkpoint:
         found = _digest(path / _TENSORS)
         if found != record["sha256"]:
             raise CheckpointError(
-                f"{_TENSORS} is damaged: its SHA-256 is {found[:12]}..., {record['sha256'][:12]}... was written",
+                f"{_TENSORS} is damaged: SHA-256 {found[:12]}..., written was {record['sha256'][:12]}...",
                 where=str(path),
                 next_step="remove this folder; the checkpoint before it is used",
             )

@@ -20,7 +20,12 @@ app = typer.Typer(
 app.command("train")(train.train)
 app.command("verify")(verify.verify)
 app.command(
-    "run", context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+    "run",
+    context_settings={
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "allow_interspersed_args": False,
+    },
 )(run.run)
 app.command("strategies")(recipe.strategies)
 recipes = typer.Typer(help="Look at recipes.", no_args_is_help=True)

@@ -26,7 +26,9 @@ NodeRank = Annotated[int, typer.Option("--node-rank", min=0, help="Which node th
 Rendezvous = Annotated[
     str | None, typer.Option("--rendezvous", help="HOST:PORT of node 0, where the nodes meet.")
 ]
-Token = Annotated[str, typer.Option("--token", help="Names the job; nodes with another token are turned away.")]
+Token = Annotated[
+    str, typer.Option("--token", help="Names the job; nodes with another token are turned away.")
+]
 
 
 class Placement(NamedTuple):

@@ -29,7 +29,12 @@ def strategies(
     rows = support_table()
     if as_json:
         records = [
-            {"name": r.name, "strategy": str(r.strategy), "supported": r.support.ok, "reason": r.support.reason}
+            {
+                "name": r.name,
+                "strategy": str(r.strategy),
+                "supported": r.support.ok,
+                "reason": r.support.reason,
+            }
             for r in rows
         ]
         output().print_json(json.dumps(records))

@@ -22,7 +22,9 @@ def run(
     rendezvous: options.Rendezvous = None,
     token: options.Token = "",
     logs: Annotated[Path | None, typer.Option("--logs", help="Keep the output of each rank here.")] = None,
-    threads: Annotated[int, typer.Option("--threads", min=0, help="Threads a process; 0: share the cores.")] = 0,
+    threads: Annotated[
+        int, typer.Option("--threads", min=0, help="Threads a process; 0: share the cores.")
+    ] = 0,
 ) -> None:
     """Run SCRIPT with its arguments on every process, as torchrun would."""
     placement = options.Placement(processes or 1, nodes, node_rank, rendezvous, token)

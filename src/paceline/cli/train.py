@@ -20,7 +20,9 @@ STOPPED_EXIT_CODE = 143
 
 
 def train(
-    recipe: Annotated[Path | None, typer.Argument(help="The recipe, a TOML file.", show_default=False)] = None,
+    recipe: Annotated[
+        Path | None, typer.Argument(help="The recipe, a TOML file.", show_default=False)
+    ] = None,
     processes: options.Processes = None,
     strategy: options.StrategyOption = None,
     settings: options.Settings = None,

@@ -58,9 +58,7 @@ def verify(
         sys.exit(_show(json.loads(path.read_text(encoding="utf-8")), as_json))
 
 
-def _work(
-    cluster: Cluster, recipe: Recipe, base_dir: Path, steps: int, plant: str | None
-) -> dict[str, Any]:
+def _work(cluster: Cluster, recipe: Recipe, base_dir: Path, steps: int, plant: str | None) -> dict[str, Any]:
     with guard(cluster):
         from paceline.testing.faults import FAULTS
         from paceline.verification import verify as verify_here
@@ -69,7 +67,9 @@ def _work(
         if plant is not None and plant not in FAULTS:
             raise RecipeError(f"no fault is called '{plant}'", next_step=f"one of: {', '.join(FAULTS)}")
         pieces = FAULTS[plant].pieces(cluster.world_size) if plant is not None else None
-        return certificate(verify_here(recipe, steps=steps, base_dir=base_dir, cluster=cluster, pieces=pieces))
+        return certificate(
+            verify_here(recipe, steps=steps, base_dir=base_dir, cluster=cluster, pieces=pieces)
+        )
 
 
 def _show(found: Mapping[str, Any], as_json: bool) -> int:

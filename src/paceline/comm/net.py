@@ -6,9 +6,7 @@ case for one process. What goes through here is native (NCCL or Gloo); it does *
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from math import prod
 from typing import Any
 
@@ -16,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.comm.handle import Handle, failure
 from paceline.comm.ledger import ByteLedger, Entry
-from paceline.errors import CommunicationError, DeadlineError
+from paceline.errors import CommunicationError
 from paceline.mesh import Group
 
 _REDUCTIONS = {
@@ -32,43 +31,6 @@ _WIDENED = {torch.bool: torch.uint8, torch.int16: torch.int32}
 # PyTorch 2.13 renamed these two; 2.11 and 2.12 have the old names only.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-class Handle:
-    """A collective under way.
-
-    Do not touch its tensors between launch and `wait`.
-    """
-
-    def __init__(
-        self, op: str, group: Group, net: Net, work: Any, entry: Entry | None, finish: Callable[[], Any]
-    ) -> None:
-        self._op, self._group, self._net, self._entry = op, group, net, entry
-        self._work, self._finish = work, finish
-        if work is not None and entry is not None and net.times_calls:
-            work.get_future().add_done_callback(_stopwatch(entry))
-
-    def wait(self, deadline_seconds: float | None = None) -> Any:
-        """Block until the result is there, and return it.
-
-        Args:
-            deadline_seconds: the longest wait; the net's own if None.
-        Raises:
-            DeadlineError: it took longer.
-            CommunicationError: a peer is gone or the call failed; names the rank, operation and step.
-        """
-        if self._work is None:
-            return self._finish()
-        limit = self._net.deadline_seconds if deadline_seconds is None else deadline_seconds
-        began = time.perf_counter()
-        try:
-            self._work.wait(timedelta(seconds=limit))
-        except RuntimeError as error:
-            raise self._net.failure(self._op, self._group, error, time.perf_counter() - began >= limit) from error
-        finally:
-            if self._entry is not None:
-                self._entry.exposed_seconds += time.perf_counter() - began
-        return self._finish()
 
 
 class Net:
@@ -152,14 +114,16 @@ class Net:
         return Handle("reduce_scatter", group, self, work, entry, lambda: out.to(x.dtype))
 
     def all_to_all(self, parts: Sequence[Tensor], group: Group) -> Handle:
-        """Send `parts[i]` to rank i; the handle returns what each rank sent here. Parts share shape and type."""
+        """Send `parts[i]` to rank i; the handle returns what each rank sent here. All parts are alike."""
         if group.handle is None:
             return self._done("all_to_all", group, [part.clone() for part in parts])
         source = _carried(torch.stack(list(parts)))
         out = torch.empty_like(source)
         entry = self._launch("all_to_all", source, group)
         work = self._call(
-            "all_to_all", group, lambda: dist.all_to_all_single(out, source, group=group.handle, async_op=True)
+            "all_to_all",
+            group,
+            lambda: dist.all_to_all_single(out, source, group=group.handle, async_op=True),
         )
         return Handle("all_to_all", group, self, work, entry, lambda: list(out.to(parts[0].dtype)))
 
@@ -186,29 +150,19 @@ class Net:
         sent = [_carried(part) for part in parts] if parts is not None and group.rank == source else None
         root = group.ranks[source]
         entry = self._launch("scatter", out, group, times=group.size)
-        work = self._call("scatter", group, lambda: dist.scatter(out, sent, root, group.handle, async_op=True))
+        work = self._call(
+            "scatter", group, lambda: dist.scatter(out, sent, root, group.handle, async_op=True)
+        )
         return Handle("scatter", group, self, work, entry, lambda: out.to(like.dtype))
 
     def barrier(self, group: Group) -> None:
         """Wait until all ranks of the group are here."""
         flag = torch.zeros(1, dtype=torch.uint8, device=_device_of(group))
-        self._in_place("barrier", flag, group, lambda t, pg: dist.all_reduce(t, group=pg, async_op=True)).wait()
+        self._in_place(
+            "barrier", flag, group, lambda t, pg: dist.all_reduce(t, group=pg, async_op=True)
+        ).wait()
 
     # -- the few lines around the backend ---------------------------------------------------------------
-
-    def failure(self, op: str, group: Group, error: Exception, late: bool) -> CommunicationError:
-        """What to raise when a collective failed: a deadline, or a peer that is gone."""
-        text = str(error).splitlines()[0] if str(error) else type(error).__name__
-        where = f"rank {group.ranks[group.rank]}, {op} over group '{group.name}' {group.ranks}, step {self.step}"
-        if late or "imed out" in text:
-            return DeadlineError(
-                f"{op} did not finish within {self.deadline_seconds:g} s: {text}",
-                where=where,
-                next_step="look for the rank that did not call it; raise runtime.deadline_seconds if it is slow",
-            )
-        return CommunicationError(
-            f"{op} failed: {text}", where=where, next_step="look at the first rank that ended: it is the cause"
-        )
 
     def _in_place(self, op: str, x: Tensor, group: Group, call: Callable[[Tensor, Any], Any]) -> Handle:
         if group.handle is None or (x.numel() == 0):
@@ -226,7 +180,7 @@ class Net:
         try:
             return call()
         except RuntimeError as error:
-            raise self.failure(op, group, error, late=False) from error
+            raise failure(op, group, self, error, late=False) from error
 
     def _launch(self, op: str, x: Tensor, group: Group, times: int = 1) -> Entry:
         return self.ledger.launched(op, group.name, times * x.numel() * x.element_size(), group.size)
@@ -243,20 +197,6 @@ class Net:
         )
         Handle("all_gather", group, self, work, None, lambda: out).wait()
         return [int(n) for n in out]
-
-
-def _stopwatch(entry: Entry) -> Callable[[Any], None]:
-    """A callback that adds the time since now to the entry.
-
-    It runs on a thread of the backend and must not hold the process group: the last reference dropped
-    there would make the group wait for its own thread, which aborts the process.
-    """
-    started = time.perf_counter()
-
-    def completed(_future: Any) -> None:
-        entry.busy_seconds += time.perf_counter() - started
-
-    return completed
 
 
 def _carried(x: Tensor) -> Tensor:

@@ -16,7 +16,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.net import Handle, Net
+from paceline.comm.handle import Handle
+from paceline.comm.net import Net
 from paceline.errors import CommunicationError
 from paceline.mesh import Group
 
@@ -102,9 +103,7 @@ class BucketReducer:
     Source: Li et al. 2020, PyTorch Distributed, arXiv:2006.15704, section 3.2 (bucketing and overlap).
     """
 
-    def __init__(
-        self, parameters: Sequence[nn.Parameter], group: Group, net: Net, bucket_bytes: int
-    ) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], group: Group, net: Net, bucket_bytes: int) -> None:
         self._group, self._net = group, net
         self._buckets = [_Bucket(indices, parameters) for indices in plan_buckets(parameters, bucket_bytes)]
         self._home = {i: bucket for bucket in self._buckets for i in bucket.views}
@@ -139,7 +138,7 @@ class BucketReducer:
             if bucket.handle is None:
                 raise CommunicationError(
                     f"parameters {sorted(bucket.missing)} were never called ready in step {self._net.step}",
-                    next_step="the layout must announce every parameter once a step, None if it has no gradient",
+                    next_step="the layout announces every parameter once a step, None without a gradient",
                 )
             bucket.handle.wait()
         tensors = [self._home[i].views[i] for i in range(len(self._home))]
@@ -179,9 +178,7 @@ def _alike(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and a.device == b.device
 
 
-def build_reducer(
-    parameters: Sequence[nn.Parameter], group: Group, net: Net, bucket_bytes: int
-) -> Reducer:
+def build_reducer(parameters: Sequence[nn.Parameter], group: Group, net: Net, bucket_bytes: int) -> Reducer:
     """The reducer that suits the group: none needed for one rank, buckets for more."""
     if group.size == 1:
         return LocalReducer(parameters)

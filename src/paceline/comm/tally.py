@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.comm.net import Handle, Net
+from paceline.comm.handle import Handle
+from paceline.comm.net import Net
 from paceline.mesh import Group
 
 

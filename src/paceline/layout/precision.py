@@ -36,14 +36,10 @@ class Precision:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context of one unit's forward. One a unit: casts are cached inside it, with their graph."""
-        return torch.autocast(
-            self.device_type, dtype=_TYPES[self.compute], enabled=self.compute != "fp32"
-        )
+        return torch.autocast(self.device_type, dtype=_TYPES[self.compute], enabled=self.compute != "fp32")
 
 
-def recompute_blocks(
-    model: nn.Module, choose: Callable[[nn.Module], Iterable[nn.Module]] | None
-) -> int:
+def recompute_blocks(model: nn.Module, choose: Callable[[nn.Module], Iterable[nn.Module]] | None) -> int:
     """Discard the activations inside each block after its forward, and compute them again in backward.
 
     Args:
@@ -61,7 +57,7 @@ def recompute_blocks(
             next_step='pass Task(blocks=...), or set memory.recompute = "none"',
         )
     for block in blocks:
-        block.forward = _recomputed(block.forward)  # type: ignore[method-assign]
+        block.forward = _recomputed(block.forward)
     return len(blocks)
 
 

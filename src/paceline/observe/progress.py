@@ -43,7 +43,9 @@ class Progress:
         self._recent.append(stats)
         done = stats.step + 1
         if self._console.is_terminal:
-            self._live.update(Text(f"{_bar(done, self._last)} {self.line()}", overflow="ellipsis", no_wrap=True))
+            self._live.update(
+                Text(f"{_bar(done, self._last)} {self.line()}", overflow="ellipsis", no_wrap=True)
+            )
         elif time.monotonic() >= self._next_plain or done == self._last:
             self._next_plain = time.monotonic() + _PLAIN_SECONDS
             self._console.print(self.line(), highlight=False, soft_wrap=True)
@@ -68,7 +70,9 @@ class Progress:
         left = seconds / len(self._recent) * (self._last - last.step - 1)
         unit = "tokens/s" if self._tokens else "samples/s"
         shares = " ".join(
-            f"{phase} {sum(s.phases[phase] for s in self._recent) / seconds:.0%}" for phase in PHASES if seconds
+            f"{phase} {sum(s.phases[phase] for s in self._recent) / seconds:.0%}"
+            for phase in PHASES
+            if seconds
         )
         return (
             f"step {last.step + 1}/{self._last}  loss {last.loss:.4f}  {_rate(rate)} {unit}  "

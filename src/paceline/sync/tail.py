@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +36,18 @@ class Update:
     applied: bool
 
 
-class Tail:
+class Tail(Protocol):
+    """What a rule calls once a step, with gradients and a tally that are equal on all ranks."""
+
+    @property
+    def state(self) -> TrainState:
+        """The state that `apply` updates."""
+
+    def apply(self, grads: Gradients, tally: Tally) -> Update:
+        """Make one update."""
+
+
+class UpdateTail:
     """Divide, clip, update.
 
     Args:

@@ -50,6 +50,18 @@ def load_task(
         TaskError: nothing is found there, the options do not fit, or something else was returned.
     """
     build = find_build(spec, Path(base_dir).resolve())
+    return run_build(build, spec, options, seed, base_dir, cache_dir)
+
+
+def run_build(
+    build: Build,
+    spec: str,
+    options: Mapping[str, Any],
+    seed: int,
+    base_dir: str | Path,
+    cache_dir: str | Path,
+) -> Task:
+    """Call a build function under the run's own random state, and check what it returned; see `load_task`."""
     given = {"seed": seed, "base_dir": Path(base_dir).resolve(), "cache_dir": Path(cache_dir)}
     arguments = fit_arguments(build, spec, options, given)
     with torch.random.fork_rng(devices=[]):

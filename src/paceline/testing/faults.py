@@ -17,11 +17,11 @@ from paceline.layout import Replicate, Sums, UnitBuffers
 from paceline.layout.replicate import GradSink
 from paceline.mesh import Group
 from paceline.optim import Schedule, build_schedule
-from paceline.sync import EveryStep, Tail, Update
+from paceline.sync import EveryStep, Tail, Update, UpdateTail
 from paceline.training import Pieces
 
 
-class SumInsteadOfMean(Tail):
+class SumInsteadOfMean(UpdateTail):
     """Divides by the count of one rank, so P replicas add up."""
 
     num_replicas = 2
@@ -137,7 +137,7 @@ class SharedDropoutSeed(LockstepWork):
         return tuple(replace(u, key=k) for u, k in zip(super().units(step), keys, strict=True))
 
 
-class WrongClipNorm(Tail):
+class WrongClipNorm(UpdateTail):
     """Clips with the norm before the division by the count."""
 
     def apply(self, grads: Gradients, tally: Tally) -> Update:
@@ -198,7 +198,7 @@ def _schedule_off_by_one(*args: Any) -> Any:
     return _EarlySchedule(build_schedule(*args))
 
 
-def _tail_for(world: int) -> type[Tail]:
+def _tail_for(world: int) -> type[UpdateTail]:
     return type("SumInsteadOfMean", (SumInsteadOfMean,), {"num_replicas": world})
 
 

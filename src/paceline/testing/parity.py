@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -16,8 +15,8 @@ from torch import Tensor
 from paceline.cluster import Cluster
 from paceline.recipe import Recipe
 from paceline.task import Task
-from paceline.tasks import load_task
 from paceline.training import Pieces, Session, build_session
+from paceline.training.job import obtain_task
 from paceline.verification import Oracle, build_oracle
 
 CPU = torch.device("cpu")
@@ -43,15 +42,17 @@ class Trajectory:
         if self.parameters.keys() != other.parameters.keys():
             return float("inf")
         return max(
-            (float((a.double() - other.parameters[n].double()).abs().max()) for n, a in self.parameters.items()),
+            (
+                float((a.double() - other.parameters[n].double()).abs().max())
+                for n, a in self.parameters.items()
+            ),
             default=0.0,
         )
 
 
 def make_task(recipe: Recipe) -> Task:
     """The task that the recipe names."""
-    cache = Path.home() / ".cache" / "paceline"
-    return load_task(recipe.task, dict(recipe.options), recipe.seed, base_dir=Path.cwd(), cache_dir=cache)
+    return obtain_task(recipe, None, None)
 
 
 def session_of(

@@ -52,7 +52,8 @@ def run_ranks(
     Args:
         function: any callable, also a local one; it is sent by value, like `args` and its result.
         n: number of ranks; with one rank there is no process group.
-        deadline: seconds until ranks that are not done are killed and reported with their stacks.
+        deadline: seconds, from when all ranks have started, until those that are not done are killed and
+            reported with their stacks.
         group_deadline: seconds for every collective; None: `deadline`.
     Returns:
         What the ranks returned, by rank.
@@ -60,7 +61,6 @@ def run_ranks(
         RanksFailed: a rank raised, died or was stuck; holds the failures of all ranks, the cause first.
         MissingExtraError: cloudpickle is not installed.
     """
-    expires = time.monotonic() + deadline
     with ExitStack() as cleanup:
         folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="paceline-ranks-")))
         order = RankOrder(
@@ -71,7 +71,7 @@ def run_ranks(
             group_deadline=deadline if group_deadline is None else group_deadline,
         )
         ranks = cleanup.enter_context(_started(order, n))
-        _collect(ranks, expires)
+        _collect(ranks, time.monotonic() + deadline)
         _release(ranks, deadline)
         failures = [rank.failure for rank in ranks if rank.failure is not None]
         if failures:

@@ -1,9 +1,9 @@
 """Run a training job on this rank: build the session, fit, evaluate, save."""
 
 from paceline.training.build import Pieces, build_session
-from paceline.training.evaluate import Evaluation, evaluate
-from paceline.training.fit import Result, fit
+from paceline.training.evaluation import Evaluation, evaluate
 from paceline.training.job import join, train
+from paceline.training.loop import Result, fit
 from paceline.training.session import Session
 
 __all__ = ["Evaluation", "Pieces", "Result", "Session", "build_session", "evaluate", "fit", "join", "train"]

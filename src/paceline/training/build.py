@@ -27,7 +27,7 @@ from paceline.observe import Phases
 from paceline.optim import build_optimizer, build_schedule
 from paceline.recipe import Recipe, support
 from paceline.state import LossScale, TrainState
-from paceline.sync import EveryStep, Tail
+from paceline.sync import EveryStep, Tail, UpdateTail
 from paceline.task import Source, Task
 from paceline.training.session import Session
 
@@ -39,7 +39,7 @@ class Pieces:
     work: Callable[..., LockstepWork] = LockstepWork
     placed: Callable[..., Replicate] = Replicate
     reducer: Callable[..., Reducer] = build_reducer
-    tail: Callable[..., Tail] = Tail
+    tail: Callable[..., Tail] = UpdateTail
     rule: Callable[..., EveryStep] = EveryStep
     schedule: Callable[..., Any] = build_schedule
 
@@ -218,4 +218,3 @@ def choose_device(name: str, local_rank: int, processes_here: int) -> torch.devi
     if name == "cpu" or count < processes_here:
         return torch.device("cpu")
     return torch.device("cuda", local_rank)
-

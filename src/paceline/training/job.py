@@ -10,27 +10,24 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from types import FrameType
 
 import torch
 from rich.console import Console
 
-from paceline import checkpoint
 from paceline.cluster import Cluster
-from paceline.comm import Net
-from paceline.errors import CheckpointError
-from paceline.mesh import Group
 from paceline.observe import JsonLines, Progress, Sink
-from paceline.recipe import Recipe, to_toml
+from paceline.recipe import Recipe
 from paceline.task import Task
-from paceline.tasks import load_task
+from paceline.tasks import load_task, run_build
+from paceline.training import run_folder
 from paceline.training.build import build_session, choose_device
-from paceline.training.fit import Result, fit
+from paceline.training.loop import Result, fit
 from paceline.training.session import Session
 
 CACHE_DIR = Path.home() / ".cache" / "paceline"
+TaskLike = Task | Callable[..., Task]
 
 
 @dataclass
@@ -78,7 +75,7 @@ def connected(recipe: Recipe, cluster: Cluster | None = None) -> Iterator[tuple[
 @contextmanager
 def join(
     recipe: Recipe,
-    task: Task | None = None,
+    task: TaskLike | None = None,
     *,
     base_dir: Path | None = None,
     cluster: Cluster | None = None,
@@ -89,22 +86,37 @@ def join(
 
     Args:
         recipe: equal on every rank.
-        task: in place of the one that the recipe names.
+        task: in place of the one that the recipe names: a task, or the function that builds it. A
+            function is better: it runs under the run's own seed, so that weights follow from the recipe.
         base_dir: where a task `file.py:function` is looked for; the working directory if None.
         cluster: in place of the one in the environment.
         warn: see `build_session`.
         stop_requested: see `EveryStep`.
     """
     with connected(recipe, cluster) as (found, device):
-        task = task or load_task(
-            recipe.task, dict(recipe.options), recipe.seed, base_dir=base_dir or Path.cwd(), cache_dir=CACHE_DIR
+        yield build_session(
+            recipe,
+            obtain_task(recipe, task, base_dir),
+            found,
+            device,
+            warn=warn,
+            stop_requested=stop_requested,
         )
-        yield build_session(recipe, task, found, device, warn=warn, stop_requested=stop_requested)
+
+
+def obtain_task(recipe: Recipe, task: TaskLike | None, base_dir: Path | None) -> Task:
+    """The given task, what the given function builds, or the task that the recipe names."""
+    if isinstance(task, Task):
+        return task
+    options, folder = dict(recipe.options), base_dir or Path.cwd()
+    if task is None:
+        return load_task(recipe.task, options, recipe.seed, folder, CACHE_DIR)
+    return run_build(task, task.__name__, options, recipe.seed, folder, CACHE_DIR)
 
 
 def train(
     recipe: Recipe,
-    task: Task | None = None,
+    task: TaskLike | None = None,
     *,
     base_dir: Path | None = None,
     resume: Path | None = None,
@@ -114,7 +126,7 @@ def train(
 
     Args:
         recipe: what to do.
-        task: in place of the one that the recipe names.
+        task: in place of the one that the recipe names; see `join`.
         base_dir: see `join`.
         resume: a run folder or a checkpoint inside one; continues it in its own folder.
         console: where rank 0 reports; quiet if None.
@@ -128,58 +140,13 @@ def train(
         stop_on_signals() as stop,
         join(recipe, task, base_dir=base_dir, cluster=cluster, warn=warn, stop_requested=stop) as session,
     ):
-        run_dir = prepare_run_dir(session, resume)
+        run_dir = run_folder.prepare(session, resume)
         if resume is not None:
-            restore(session, resume)
+            run_folder.restore(session, resume)
         result = fit(session, run_dir, sinks(session, run_dir, talks))
         if talks is not None:
             conclude(session, result, run_dir, talks)
         return result
-
-
-def restore(session: Session, resume: Path) -> None:
-    """Load the newest checkpoint of a run folder, or the given one."""
-    path = resume if (resume / "state.json").exists() else checkpoint.latest(resume / "checkpoints")
-    if path is None:
-        raise CheckpointError(
-            "there is no checkpoint to resume from",
-            where=str(resume),
-            next_step="name a run folder with a checkpoints folder in it",
-        )
-    found = checkpoint.load(path)
-    session.state.load(found.tensors, found.scalars)
-
-
-def prepare_run_dir(session: Session, resume: Path | None) -> Path:
-    """The folder of the run, the same on every rank; rank 0 makes it and writes the recipe there."""
-    if resume is not None:
-        chosen = str(run_of(resume))
-    else:
-        chosen = session.recipe.run_dir or _new_name(session.recipe.task)
-    chosen = share_text(chosen, session.net, session.mesh.world, session.placed.device)
-    run_dir = Path(chosen)
-    if session.is_first:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / "recipe.toml").write_text(to_toml(session.recipe), encoding="utf-8")
-    return run_dir
-
-
-def run_of(resume: Path) -> Path:
-    """The run folder of a run folder, or of a checkpoint inside one."""
-    return resume.parent.parent if (resume / "state.json").exists() else resume
-
-
-def _new_name(task: str) -> str:
-    name = Path(task.partition(":")[0]).stem
-    return str(Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{name}-{os.getpid()}")
-
-
-def share_text(text: str, net: Net, group: Group, device: torch.device) -> str:
-    """Rank 0's text on every rank. Wire: two small broadcasts."""
-    data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
-    size = net.broadcast(torch.tensor([data.numel()], device=device), group).wait()
-    buffer = data if group.rank == 0 else torch.zeros(int(size), dtype=torch.uint8, device=device)
-    return bytes(net.broadcast(buffer, group).wait().tolist()).decode()
 
 
 def sinks(session: Session, run_dir: Path, console: Console | None) -> list[Sink]:
@@ -195,22 +162,29 @@ def sinks(session: Session, run_dir: Path, console: Console | None) -> list[Sink
 
 def conclude(session: Session, result: Result, run_dir: Path, console: Console) -> None:
     """Print what came out, where it is, and how to go on."""
+    lines: list[str] = []
     if session.task.report is not None and result.evaluation is not None:
-        evaluation = {"loss": result.evaluation.loss, **result.evaluation.metrics}
-        for line in session.task.report(session.placed.model, evaluation):
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
-    recipe = session.recipe
-    longer = f"epochs={2 * recipe.epochs:g}" if recipe.epochs is not None else f"steps={2 * session.num_steps}"
-    more = "" if result.stopped else f" --set {longer}"
-    for name, value in (
-        ("checkpoint", result.checkpoint),
-        ("metrics", run_dir / "metrics.jsonl"),
-        ("resume", f"paceline train --resume {run_dir} -n {session.cluster.world_size}{more}"),
-    ):
-        console.print(f"{name + ':':<12}{value}", markup=False, highlight=False, soft_wrap=True)
+        found = result.evaluation
+        values = {"loss": found.loss, "count": found.num_items, **found.metrics}
+        lines += session.task.report(session.placed.model, values)
+    resume = f"paceline train --resume {run_dir} -n {session.cluster.world_size}{_longer(session, result)}"
+    lines += [
+        f"checkpoint: {result.checkpoint}",
+        f"metrics:    {run_dir / 'metrics.jsonl'}",
+        f"resume:     {resume}",
+    ]
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _longer(session: Session, result: Result) -> str:
+    """A run that has reached its end goes on only if it is made longer."""
+    if result.stopped:
+        return ""
+    epochs = session.recipe.epochs
+    return f" --set epochs={2 * epochs:g}" if epochs is not None else f" --set steps={2 * session.num_steps}"
 
 
 def num_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0))
-

@@ -17,7 +17,7 @@ from paceline.data import split
 
 Flat = Tensor
 """Gradients of some tensors, flattened and joined, float64 [N]."""
-_FITS = 1e-3
+FITS = 1e-3
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def diagnose_gradient(evidence: Evidence) -> Diagnosis:
     found = [
         Diagnosis(cause, text, residual)
         for cause, text, predict in _FORMULAS
-        if (residual := _residual(evidence, predict)) < _FITS
+        if (residual := _residual(evidence, predict)) < FITS
     ]
     return min(found, key=lambda d: d.residual, default=_constant_factor(evidence))
 
@@ -101,7 +101,7 @@ def _distance(seen: Flat, predicted: Flat) -> float:
 def _constant_factor(evidence: Evidence) -> Diagnosis:
     right, seen = evidence.right, evidence.observed[0]
     factor = float(seen @ right) / max(float(right @ right), 1e-300)
-    if abs(factor) < 1e-6 or _distance(seen, factor * right) > _FITS:
+    if abs(factor) < 1e-6 or _distance(seen, factor * right) > FITS:
         return UNKNOWN
     return name_factor(factor, evidence.world, len(evidence.shards), sum(evidence.counts))
 
@@ -115,7 +115,7 @@ def name_factor(factor: float, world: int, num_shards: int, count: float) -> Dia
         "not divided by the count": (count, "is the number of items: it was never divided"),
     }
     for cause, (value, text) in known.items():
-        if value != 1 and abs(factor / value - 1) < _FITS:
+        if value != 1 and abs(factor / value - 1) < FITS:
             return Diagnosis(cause, f"the gradient is {factor:.6g} times the right one, which {text}")
     return Diagnosis("constant factor", f"the gradient is {factor:.6g} times the right one")
 
@@ -185,7 +185,11 @@ def _shared_keys(e: Evidence, rank: int) -> Flat | None:
 
 
 _FORMULAS: tuple[tuple[str, str, Callable[[Evidence, int], Flat | None]], ...] = (
-    ("not reduced", "each rank kept its own gradient of these tensors: their reduction is missing", _local_only),
+    (
+        "not reduced",
+        "each rank kept its own gradient of these tensors: their reduction is missing",
+        _local_only,
+    ),
     (
         "mean of means",
         "ranks were averaged with equal weights, but they had unequal numbers of items",
@@ -196,7 +200,11 @@ _FORMULAS: tuple[tuple[str, str, Callable[[Evidence, int], Flat | None]], ...] =
         "ranks were averaged with equal weights, but they had unequal numbers of samples",
         _mean_of_means("samples"),
     ),
-    ("mean of means", "shards were averaged with equal weights, but they differ in size", _mean_of_shard_means),
+    (
+        "mean of means",
+        "shards were averaged with equal weights, but they differ in size",
+        _mean_of_shard_means,
+    ),
     ("same data on every rank", "every rank trained on the samples of rank 0", _same_data),
     ("off-by-one accumulation", "the last micro-batch of each rank is missing", _drop_last),
     ("off-by-one accumulation", "the first micro-batch of each rank is missing", _drop_first),
@@ -206,77 +214,3 @@ _FORMULAS: tuple[tuple[str, str, Callable[[Evidence, int], Flat | None]], ...] =
     ("no gradient", "the gradient is zero", _nothing),
     ("shared dropout seed", "all ranks drew the random numbers of rank 0", _shared_keys),
 )
-
-
-@dataclass(frozen=True)
-class TailEvidence:
-    """What is known when the sums are right and the final gradient, or the update, is not.
-
-    Args:
-        ratio: final gradient over the oracle's; None if they are not proportional.
-        world, num_shards, count: as above.
-        clip_norm: the recipe's; None: no clip.
-        norm, right_norm: global norm of the mean gradient, as the tail said and as the oracle says.
-        local_norms: norm of each rank's own mean gradient.
-        lr, right_lr: the rate that was used, and the one of this update.
-        near_lrs: rates of neighbouring updates, by offset.
-    """
-
-    ratio: float | None
-    world: int
-    num_shards: int
-    count: float
-    clip_norm: float | None
-    norm: float
-    right_norm: float
-    local_norms: Sequence[float]
-    lr: float
-    right_lr: float
-    near_lrs: Mapping[int, float]
-
-
-def diagnose_tail(e: TailEvidence) -> Diagnosis:
-    """The mistake between the reduced sums and the update."""
-    if abs(e.lr - e.right_lr) > 1e-9 * max(abs(e.lr), abs(e.right_lr)):
-        return _wrong_rate(e)
-    if abs(e.norm / e.right_norm - 1) > _FITS:
-        factor = name_factor(e.norm / e.right_norm, e.world, e.num_shards, e.count)
-        return _wrong_norm(e) if factor.cause == "constant factor" else factor
-    if e.ratio is None:
-        return UNKNOWN
-    if e.clip_norm is not None and (e.right_norm > e.clip_norm or e.ratio < 1):
-        return _wrong_clip(e, e.clip_norm)
-    return name_factor(e.ratio, e.world, e.num_shards, e.count)
-
-
-def _wrong_rate(e: TailEvidence) -> Diagnosis:
-    for offset, rate in e.near_lrs.items():
-        if rate != e.right_lr and abs(e.lr - rate) <= 1e-9 * abs(rate):
-            text = f"the rate {e.lr:.6g} belongs to the update {offset:+d} from this one"
-            return Diagnosis("schedule off by one", text)
-    return Diagnosis("wrong learning rate", f"the rate is {e.lr:.6g}, the schedule says {e.right_lr:.6g}")
-
-
-def _wrong_norm(e: TailEvidence) -> Diagnosis:
-    whose = "a rank's own gradient" if any(abs(e.norm / n - 1) < _FITS for n in e.local_norms) else "something else"
-    text = f"the norm {e.norm:.6g} is that of {whose}; the global norm is {e.right_norm:.6g}"
-    return Diagnosis("wrong clip norm", text)
-
-
-def _wrong_clip(e: TailEvidence, clip_norm: float) -> Diagnosis:
-    multiplier = (e.ratio or 0.0) * min(1.0, clip_norm / e.right_norm)
-    factor = name_factor(multiplier, e.world, e.num_shards, e.count)
-    if e.right_norm <= clip_norm and factor.cause != "constant factor":
-        return factor
-    used = clip_norm / multiplier if multiplier else float("inf")
-    known = {
-        "no clip": 1.0,
-        "the local norm of a rank": next((n for n in e.local_norms if abs(n / used - 1) < _FITS), 0.0),
-        "the norm before the division": e.right_norm * e.count,
-    }
-    which = next((name for name, n in known.items() if n and abs(n / used - 1) < _FITS), f"a norm of {used:.6g}")
-    if abs(multiplier - 1.0) < _FITS:
-        which = "no clip"
-    return Diagnosis(
-        "wrong clip norm", f"the clip used {which}; the global norm is {e.right_norm:.6g}", abs(used - e.right_norm)
-    )

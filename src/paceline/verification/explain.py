@@ -1,4 +1,4 @@
-"""Collect the evidence of a divergence from all ranks, and ask for a diagnosis. Rank 0 guesses, all learn it."""
+"""Collect the evidence of a divergence from all ranks, and ask for a diagnosis. Rank 0 guesses."""
 
 from __future__ import annotations
 
@@ -11,14 +11,8 @@ import torch
 from torch import Tensor
 
 from paceline.data import Unit, split
-from paceline.verification.diagnose import (
-    UNKNOWN,
-    Diagnosis,
-    Evidence,
-    TailEvidence,
-    diagnose_gradient,
-    diagnose_tail,
-)
+from paceline.verification.diagnose import UNKNOWN, Diagnosis, Evidence, diagnose_gradient
+from paceline.verification.diagnose_tail import TailEvidence, diagnose_tail
 from paceline.verification.oracle import Shard, Tensors
 
 if TYPE_CHECKING:
@@ -31,7 +25,9 @@ def explain(verifier: Verifier, step: int, update: int, reference: Reference | N
     if failure is None:
         return UNKNOWN
     stage = _STAGES.get(failure.quantity, _explain_gradient)
-    tensors = sorted({f.tensor for f in verifier.report.worst.values() if not f.ok and f.quantity == "gradient"})
+    tensors = sorted(
+        {f.tensor for f in verifier.report.worst.values() if not f.ok and f.quantity == "gradient"}
+    )
     observed = _gather(verifier, tensors) if failure.quantity in ("gradient", "loss") else []
     found = UNKNOWN
     if reference is not None:
@@ -95,11 +91,15 @@ def _explain_state(
     failure = v.report.failure
     buffers = {f"model/{name}" for name in v.oracle.buffers()}
     if failure is not None and failure.tensor in buffers:
-        return Diagnosis("buffers not synchronised", "parameters agree, running statistics differ between ranks")
+        return Diagnosis(
+            "buffers not synchronised", "parameters agree, running statistics differ between ranks"
+        )
     tail = _explain_tail(v, step, update, reference, tensors, observed)
     if tail.cause in ("schedule off by one", "wrong learning rate"):
         return tail
-    return Diagnosis("different update", "gradients agree and the update does not: look at the optimizer's state")
+    return Diagnosis(
+        "different update", "gradients agree and the update does not: look at the optimizer's state"
+    )
 
 
 _STAGES: dict[str, Callable[..., Diagnosis]] = {
@@ -131,7 +131,10 @@ def _local_norms(v: Verifier, step: int, reference: Reference) -> list[float]:
     for rank in range(v.report.world):
         mine = split(len(shards), v.report.world, rank)
         whole = torch.stack([flats[i] for i in mine]).sum(0)
-        norms += [float(whole.norm()) / reference.sums.count, float(whole.norm()) / sum(shards[i].count for i in mine)]
+        norms += [
+            float(whole.norm()) / reference.sums.count,
+            float(whole.norm()) / sum(shards[i].count for i in mine),
+        ]
     return norms
 
 

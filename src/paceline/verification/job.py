@@ -14,10 +14,15 @@ from paceline.layout import Precision
 from paceline.optim import build_schedule
 from paceline.recipe import Recipe
 from paceline.task import Task
-from paceline.tasks import load_task
 from paceline.training import Pieces
-from paceline.training.build import build_order, build_session, build_task_optimizer, num_steps_of, prepare_model
-from paceline.training.job import CACHE_DIR, connected
+from paceline.training.build import (
+    build_order,
+    build_session,
+    build_task_optimizer,
+    num_steps_of,
+    prepare_model,
+)
+from paceline.training.job import TaskLike, connected, obtain_task
 from paceline.verification.oracle import Oracle
 from paceline.verification.record import recording
 from paceline.verification.run import Report, Verifier
@@ -25,7 +30,7 @@ from paceline.verification.run import Report, Verifier
 
 def verify(
     recipe: Recipe,
-    task: Task | None = None,
+    task: TaskLike | None = None,
     *,
     steps: int = 20,
     base_dir: Path | None = None,
@@ -37,7 +42,7 @@ def verify(
 
     Args:
         recipe: equal on every rank.
-        task: in place of the one that the recipe names.
+        task: in place of the one that the recipe names; see `paceline.join`.
         steps: how many to compare.
         base_dir: where a task `file.py:function` is looked for.
         cluster: in place of the one in the environment.
@@ -47,10 +52,8 @@ def verify(
         The report, equal on every rank.
     """
     with connected(recipe, cluster) as (found, device):
-        task = task or load_task(
-            recipe.task, dict(recipe.options), recipe.seed, base_dir=base_dir or Path.cwd(), cache_dir=CACHE_DIR
-        )
-        return compare_with_oracle(recipe, task, found, device, steps, pieces=pieces, observe=observe)
+        built = obtain_task(recipe, task, base_dir)
+        return compare_with_oracle(recipe, built, found, device, steps, pieces=pieces, observe=observe)
 
 
 def compare_with_oracle(

@@ -152,7 +152,9 @@ class Totals:
 
 def accumulate(shards: Iterable[Shard], before: Tensors) -> Totals:
     """Add up shards as they come; `before` holds the buffers they all started from."""
-    sums = Totals(0.0, 0.0, {}, {}, {n: torch.zeros_like(b, dtype=torch.float64) for n, b in before.items()}, 0)
+    sums = Totals(
+        0.0, 0.0, {}, {}, {n: torch.zeros_like(b, dtype=torch.float64) for n, b in before.items()}, 0
+    )
     for shard in shards:
         sums.total += shard.total
         sums.count += shard.count

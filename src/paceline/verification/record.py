@@ -59,7 +59,9 @@ class RecordingTail:
 def recording(make_tail: Callable[..., Tail]) -> Callable[..., RecordingTail]:
     """A constructor of recording tails from a constructor of tails."""
 
-    def make(state: TrainState, parameters: Sequence[nn.Parameter], *args: object, **kwargs: object) -> RecordingTail:
+    def make(
+        state: TrainState, parameters: Sequence[nn.Parameter], *args: object, **kwargs: object
+    ) -> RecordingTail:
         return RecordingTail(make_tail(state, parameters, *args, **kwargs), parameters)
 
     return make

@@ -203,7 +203,9 @@ class Verifier:
             theirs = {"skipped": _scalar(float(overflow or reference.sums.count == 0))}
             before = {n: reference.before[f"model/{n}"] for n in self._slots()}
         self._compare(step, "update", mine, theirs, {"skipped": 0.0}, mine)
-        self._compare(step, "skipped update", self._slots(), before, dict.fromkeys(self._slots(), 0.0), self._slots())
+        self._compare(
+            step, "skipped update", self._slots(), before, dict.fromkeys(self._slots(), 0.0), self._slots()
+        )
 
     def _compare_scalars(self, step: int, reference: Reference | None) -> None:
         update = self.recorder.last.update

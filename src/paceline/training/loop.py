@@ -9,7 +9,7 @@ from pathlib import Path
 
 from paceline import checkpoint
 from paceline.observe import Sink, Stats
-from paceline.training.evaluate import Evaluation, evaluate
+from paceline.training.evaluation import Evaluation, evaluate
 from paceline.training.session import Session
 
 

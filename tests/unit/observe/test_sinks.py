@@ -1,0 +1,91 @@
+"""JSON lines: every line is strict JSON, also if a loss is not a number; a resumed run goes on in its file."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from paceline.observe import PHASES, JsonLines, Stats
+
+
+def make_stats(**changes: Any) -> Stats:
+    values: dict[str, Any] = {
+        "step": 4,
+        "epoch": 1,
+        "loss": 0.5,
+        "metrics": {"accuracy": 0.75},
+        "num_samples": 32,
+        "num_items": 96.0,
+        "grad_norm": 1.25,
+        "lr": 1e-3,
+        "applied": True,
+        "loss_scale": 1.0,
+        "stops": 0,
+        "seconds": 0.25,
+        "phases": dict.fromkeys(PHASES, 0.05),
+        "sent_bytes": 4096.0,
+    }
+    return Stats(**{**values, **changes})
+
+
+def refuse(name: str) -> float:
+    raise AssertionError(f"{name} is not JSON")
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def write(path: Path, *records: Stats | tuple[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    sink = JsonLines(path)
+    for record in records:
+        if isinstance(record, Stats):
+            sink.step(record)
+        else:
+            sink.event(*record)
+    sink.close()
+    return read(path)
+
+
+@pytest.mark.capability("A1")
+def test_a_step_is_written_with_loss_norm_rate_of_learning_and_samples_per_second(tmp_path: Path) -> None:
+    (found,) = write(tmp_path / "metrics.jsonl", make_stats())
+    assert found == {"event": "step", "samples_per_second": 128.0, **vars(make_stats())}
+
+
+def test_an_event_is_written_under_its_name(tmp_path: Path) -> None:
+    found = write(tmp_path / "m", ("evaluation", {"loss": 1.5, "metrics": {"accuracy": 0.5}}), ("checkpoint", {"path": "ü/x"}))
+    assert found == [
+        {"event": "evaluation", "loss": 1.5, "metrics": {"accuracy": 0.5}},
+        {"event": "checkpoint", "path": "ü/x"},
+    ]
+
+
+@pytest.mark.parametrize("value, spelled", [(math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf")])
+def test_numbers_that_are_not_finite_are_spelled_wherever_they_are(value: float, spelled: str, tmp_path: Path) -> None:
+    stats = make_stats(loss=value, metrics={"bits": value}, grad_norm=value)
+    step, event = write(tmp_path / "m", stats, ("evaluation", {"nested": {"a": {"b": value}}}))
+    assert (step["loss"], step["metrics"], step["grad_norm"]) == (spelled, {"bits": spelled}, spelled)
+    assert event["nested"] == {"a": {"b": spelled}}
+
+
+def test_they_are_spelled_in_lists_too(tmp_path: Path) -> None:
+    (event,) = write(tmp_path / "m", ("evaluation", {"curve": [1.0, math.nan, {"last": math.inf}]}))
+    assert event["curve"] == [1.0, "nan", {"last": "inf"}]
+
+
+def test_a_line_is_on_the_disk_at_once(tmp_path: Path) -> None:
+    sink = JsonLines(tmp_path / "m")
+    sink.step(make_stats())
+    assert len(read(tmp_path / "m")) == 1
+    sink.close()
+
+
+def test_a_resumed_run_continues_the_file(tmp_path: Path) -> None:
+    write(tmp_path / "m", make_stats(step=0))
+    assert [record["step"] for record in write(tmp_path / "m", make_stats(step=1))] == [0, 1]
+
+
+def test_a_step_of_no_time_has_no_rate() -> None:
+    assert make_stats(seconds=0.0).samples_per_second == 0.0

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 EQUAL_BAND = 0.03
 """Ratios within 1 +- this count as equal."""
+COMPARED_STEPS = 10
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,8 @@ class Comparison:
         ratio: of the medians; above 1: slower than the reference.
         paired: of the blocks of the same round.
         cpu_ratio: of the medians of processor time, which other jobs of the machine disturb less.
-        loss_error: largest relative difference of the losses, over all steps that both made.
+        loss_error: largest relative difference of the losses in the first `COMPARED_STEPS` steps; after them
+            rounding grows into different paths.
     """
 
     ratio: float
@@ -150,7 +152,8 @@ class Comparison:
 
 def compare(series: Series, reference: Series) -> Comparison:
     """Compare two series of one measurement."""
-    errors = [abs(a - b) / max(abs(b), 1e-12) for a, b in zip(series.losses, reference.losses, strict=False)]
+    pairs = list(zip(series.losses, reference.losses, strict=False))[:COMPARED_STEPS]
+    errors = [abs(a - b) / max(abs(b), 1e-12) for a, b in pairs]
     return Comparison(
         ratio=series.median_seconds / reference.median_seconds,
         paired=Spread.of([a / b for a, b in zip(series.seconds, reference.seconds, strict=True)]),

@@ -91,7 +91,7 @@ def cross_entropy(model: nn.Module, batch: Sequence[Tensor]) -> Loss:
     images, targets = batch
     logits = model(images).float()
     total = F.cross_entropy(logits, targets, reduction="sum")
-    return Loss(total, len(images), {"correct": (logits.argmax(1) == targets).sum()})
+    return Loss(total, len(images), {"accuracy": (logits.argmax(1) == targets).sum()})
 
 
 def _build_model(chosen: DigitsOptions) -> nn.Module:

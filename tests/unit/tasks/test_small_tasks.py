@@ -56,12 +56,12 @@ def test_sum_is_learned_to_a_thousandth(seed: int, tmp_path: Path) -> None:
 def test_the_mlp_reads_ninety_seven_of_a_hundred_held_out_digits(tmp_path: Path) -> None:
     loss = train(load_recipe(RECIPES / "digits.toml"), tmp_path)
     assert loss.count == len(load_digits()[1])
-    assert loss.metrics["correct"] / loss.count >= 0.97
+    assert loss.metrics["accuracy"] / loss.count >= 0.97
 
 
 def test_the_convnet_learns_digits(tmp_path: Path) -> None:
     loss = train(load_recipe(RECIPES / "digits-convnet.toml").replace(epochs=3), tmp_path)
-    assert loss.metrics["correct"] / loss.count >= 0.95
+    assert loss.metrics["accuracy"] / loss.count >= 0.95
 
 
 def test_held_out_digits_are_never_trained_on_and_no_image_is_lost() -> None:

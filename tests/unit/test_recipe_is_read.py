@@ -1,0 +1,90 @@
+"""Every field of a recipe is read by the code that it is about: an option that does nothing is a defect."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from paceline.cli.options import processes_for
+from paceline.cluster import Cluster
+from paceline.recipe import Recipe
+from paceline.recipe.strict import Table
+from paceline.testing.parity import session_of
+from paceline.training import fit, run_folder
+
+DIGITS = {"task": "digits", "steps": 1, "options": {"model": "mlp", "hidden": [8]}}
+SMALL = {"size": 8, "shards": 2}
+RUNS = (
+    {"optimizer": {"name": "adamw", "weight_decay": 0.1, "clip_norm": 1.0}, "memory": {"recompute": "none"}},
+    {"optimizer": {"name": "adam", "l2": 0.1}, "precision": {"compute": "fp16"}},
+    {"optimizer": {"name": "sgd", "momentum": 0.9, "nesterov": True}, "steps": None, "epochs": 0.01},
+    {"optimizer": {"name": "rmsprop"}, "schedule": {"decay": "exponential", "rate": 0.1}},
+    {
+        "schedule": {
+            "decay": "cosine", "cycle_steps": 2, "cycle_factor": 2, "warmup_steps": 1, "warmup_from": 0.1
+        },
+        "steps": 3,
+    },
+    {"schedule": {"decay": "linear", "final": 0.1, "batch_scaling": "linear", "base_batch": 4}},
+)
+
+
+def fields_of(table: type[BaseModel]) -> set[tuple[str, str]]:
+    """All (table, field) pairs below a table, without the tables themselves."""
+    found = set()
+    for name, field in table.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            found |= fields_of(kind)
+        else:
+            found.add((table.__name__, name))
+    return found
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
+    """Fields that any module but those of the recipe room has read."""
+    found: set[tuple[str, str]] = set()
+    plain = BaseModel.__getattribute__
+
+    def watched(self: Table, name: str) -> object:
+        reader = sys._getframe(1).f_globals.get("__name__", "")
+        if name in type(self).model_fields and not reader.startswith(("paceline.recipe", "pydantic", __name__)):
+            found.add((type(self).__name__, name))
+        return plain(self, name)
+
+    monkeypatch.setattr(Table, "__getattribute__", watched, raising=False)
+    return found
+
+
+def test_every_field_is_read_outside_the_recipe_room(read: set[tuple[str, str]], tmp_path: Path) -> None:
+    for changes in RUNS:
+        recipe = Recipe(**(DIGITS | {"batch": SMALL, "run_dir": str(tmp_path)} | changes))
+        processes_for(recipe, None, 1)
+        session = session_of(Cluster.single(), recipe)
+        fit(session, run_folder.prepare(session, None))
+    # Read by `support` inside the recipe room, which refuses every value but one; see test_strategy_refusals.
+    refused = {name for name in fields_of(Recipe) if name[0] == "Strategy"}
+    # Read where a process starts: by `connected`, and by the tasks' registry.
+    assert fields_of(Recipe) - read - refused - {("RuntimeRecipe", "device"), ("RuntimeRecipe", "threads")} == set()
+
+
+def test_device_and_threads_are_read_where_a_process_starts(read: set[tuple[str, str]]) -> None:
+    import torch
+
+    from paceline.training.job import connected
+
+    before = torch.get_num_threads()
+    try:
+        with connected(Recipe(**DIGITS, runtime={"threads": 1, "device": "cpu"}), Cluster.single()) as (_, device):
+            assert torch.get_num_threads() == 1 and device.type == "cpu"
+    finally:
+        torch.set_num_threads(before)
+    assert {("RuntimeRecipe", "device"), ("RuntimeRecipe", "threads")} <= read
+
+
+def test_the_watch_sees_what_is_not_read(read: set[tuple[str, str]]) -> None:
+    """The twin: without a run, almost nothing is read."""
+    Recipe(**DIGITS)
+    assert len(fields_of(Recipe) - read) > 40

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
@@ -153,8 +152,3 @@ def set_rate(optimizer: Any, recipe: Recipe, step: int) -> None:
         factor = final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress))
     for group in optimizer.param_groups:
         group["lr"] = recipe.optimizer.lr * factor
-
-
-def first_losses(step: Callable[[], float], steps: int) -> list[float]:
-    """The losses of the next steps."""
-    return list(islice(iter(step, math.nan), steps))

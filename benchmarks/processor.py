@@ -68,7 +68,7 @@ GROUPS = (
         steps=4,
     ),
     Group(
-        "MLP of 9.4 M parameters, 2 processes, fp32: runtime.bucket_bytes",
+        "MLP of 8.4 M parameters, 2 processes, fp32: runtime.bucket_bytes",
         "mlp",
         tuple(
             Setting(f"{mb:g} MiB", precision="fp32", bucket_bytes=int(mb * 2**20))

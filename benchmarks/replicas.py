@@ -19,7 +19,12 @@ from benchmarks.report import Report, Table, comparison_table, present, series_d
 from benchmarks.subjects import Subject, byte_gpt, mlp
 from paceline.cluster import Cluster
 
-LIBRARIES: dict[str, Library] = {"ddp": ddp, "ddp-4": partial(ddp, bucket_mb=4), "accelerate": accelerate, "fabric": fabric}
+LIBRARIES: dict[str, Library] = {
+    "ddp": ddp,
+    "ddp-4": partial(ddp, bucket_mb=4),
+    "accelerate": accelerate,
+    "fabric": fabric,
+}
 
 
 @dataclass(frozen=True)
@@ -28,12 +33,14 @@ class Case:
 
     Args:
         subject: name in `SUBJECTS`; each rank builds its own.
+        libraries: names in `LIBRARIES`.
     """
 
     title: str
     subject: str
     shards: int
     steps: int
+    libraries: tuple[str, ...] = ("ddp", "accelerate", "fabric")
     repeats: int = 11
 
 
@@ -49,33 +56,33 @@ def cases(quick: bool) -> list[Case]:
     """What is measured."""
     if quick:
         return [
-            Case("GPT, quick", "quick gpt", 2, 2, 3),
-            Case("MLP, quick", "quick mlp", 2, 2, 3),
-            Case("GPT, quick, accumulation", "quick gpt", 8, 2, 3),
+            Case("GPT, quick", "quick gpt", 2, 2, repeats=3),
+            Case("MLP, quick", "quick mlp", 2, 2, tuple(LIBRARIES), repeats=3),
+            Case("GPT, quick, accumulation", "quick gpt", 8, 2, repeats=3),
         ]
     return [
         Case("compute-bound: GPT of recipes/byte-gpt.toml, bf16, 1 micro-batch a rank", "gpt", 2, 4),
-        Case("communication-bound: MLP 1024-2048-2048-1024-10, fp32, batch 32", "mlp", 2, 10),
+        Case(
+            "communication-bound: MLP 1024-2048-2048-1024-10, fp32, batch 32", "mlp", 2, 10, tuple(LIBRARIES)
+        ),
         Case("the GPT with 4 micro-batches a rank (accumulation)", "gpt", 8, 4),
     ]
 
 
-def build_sides(subject_name: str, shards: int, cluster: Cluster) -> Sequence[Side]:
+def build_sides(case: Case, cluster: Cluster) -> Sequence[Side]:
     """Paceline and every library, each with its own copy of the model."""
     announce(cluster)
-    subject: Subject = SUBJECTS[subject_name]().with_shards(shards)
+    subject: Subject = SUBJECTS[case.subject]().with_shards(case.shards)
     loops = [
-        HandLoop(subject, library(subject), cluster.global_rank, cluster.world_size)
-        for library in LIBRARIES.values()
+        HandLoop(subject, LIBRARIES[name](subject), cluster.global_rank, cluster.world_size)
+        for name in case.libraries
     ]
     return [paceline_side("Paceline", subject, cluster, 1), *(loop.side() for loop in loops)]
 
 
 def run(case: Case) -> list[Series]:
     """Measure one case."""
-    return measure_pair(
-        partial(build_sides, case.subject, case.shards), repeats=case.repeats, steps=case.steps, warmup=3
-    )
+    return measure_pair(partial(build_sides, case), repeats=case.repeats, steps=case.steps, warmup=3)
 
 
 def measure(quick: bool) -> Report:

@@ -108,71 +108,91 @@ class TrainState:
             "updates": self.updates,
             "scale": {"value": self.scale.value, "clean_steps": self.scale.clean_steps},
             "optimizer": numbers,
+            "optimizer_kind": type(self.optimizer).__name__,
+            "group_steps": [group.get("step") for group in self.optimizer.param_groups],
         }
 
     def load(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
-        """Take over the values; the inverse of `tensors` and `scalars`.
+        """Take over the values; the inverse of `tensors` and `scalars`. Nothing changes if anything is wrong.
 
         Raises:
-            CheckpointError: a name or a shape does not fit this model.
+            CheckpointError: a name, a shape or the kind of optimizer does not fit.
         """
-        self._load_model(tensors)
-        self._load_optimizer(tensors, scalars["optimizer"])
+        moments = self._check(tensors, scalars)
+        with torch.no_grad():
+            for name, value in self._model_tensors().items():
+                value.copy_(tensors[f"model/{name}"])
+        self.optimizer.state.clear()
+        for p, entry in moments.items():
+            self.optimizer.state[p] = {k: _placed(v, p) for k, v in entry.items()}
+        for group, step in zip(self.optimizer.param_groups, scalars["group_steps"], strict=True):
+            if step is not None:
+                group["step"] = step
         self.step, self.updates = int(scalars["step"]), int(scalars["updates"])
         self.scale.value = float(scalars["scale"]["value"])
         self.scale.clean_steps = int(scalars["scale"]["clean_steps"])
 
-    def _load_model(self, tensors: Mapping[str, Tensor]) -> None:
-        own = self._model_tensors()
-        given = {name.removeprefix("model/"): t for name, t in tensors.items() if name.startswith("model/")}
-        wrong = sorted(
-            name
-            for name in own.keys() | given.keys()
-            if name not in own or name not in given or own[name].shape != given[name].shape
-        )
+    def _check(
+        self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]
+    ) -> dict[nn.Parameter, dict[str, Any]]:
+        """The optimizer's entries by parameter, if all fits."""
+        own = {f"model/{name}": value.shape for name, value in self._model_tensors().items()}
+        given = {name: t.shape for name, t in tensors.items() if name.startswith("model/")}
+        wrong = sorted(name for name in own.keys() | given.keys() if own.get(name) != given.get(name))
+        parameters = dict(self._optimized())
+        entries: dict[nn.Parameter, dict[str, Any]] = {}
+        moments = {name: t for name, t in tensors.items() if name.startswith("optimizer/")}
+        numbers = {f"optimizer/{name}": value for name, value in scalars["optimizer"].items()}
+        for full, value in (moments | numbers).items():
+            name, _, key = full.removeprefix("optimizer/").rpartition("/")
+            p = parameters.get(name)
+            if p is None or not _suits(value, p):
+                wrong.append(full)
+            else:
+                entries.setdefault(p, {})[key] = value
+        if entries and scalars["optimizer_kind"] != type(self.optimizer).__name__:
+            wrong.append(
+                f"{scalars['optimizer_kind']} saved it, the optimizer is {type(self.optimizer).__name__}"
+            )
         if wrong:
             raise CheckpointError(
-                f"the checkpoint does not fit the model: {len(wrong)} tensors differ in name or shape, "
-                f"the first is '{wrong[0]}'",
+                f"the checkpoint does not fit: {len(wrong)} entries differ, the first is '{wrong[0]}'",
                 next_step="resume with the recipe that wrote it; the run folder holds it as recipe.toml",
             )
-        with torch.no_grad():
-            for name, value in own.items():
-                value.copy_(given[name])
-
-    def _load_optimizer(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
-        for name, p in self._optimized():
-            prefix = f"optimizer/{name}/"
-            entry: dict[str, Any] = {
-                full.removeprefix(prefix): value.clone()
-                for full, value in tensors.items()
-                if full.startswith(prefix)
-            }
-            entry |= {
-                full.removeprefix(f"{name}/"): value
-                for full, value in numbers.items()
-                if full.rpartition("/")[0] == name
-            }
-            if entry:
-                self.optimizer.state[p] = {k: _placed(v, p) for k, v in entry.items()}
+        return entries
 
     def _model_tensors(self) -> dict[str, Tensor]:
         """Parameters and persistent buffers; tied tensors once, by their first name."""
         first: dict[tuple[int, torch.Size], str] = {}
-        return {
-            name: value
-            for name, value in self.model.state_dict().items()
-            if value.numel() == 0 or first.setdefault((value.data_ptr(), value.shape), name) == name
-        }
+        found = {}
+        for name, value in self.model.state_dict().items():
+            if not isinstance(value, Tensor):
+                raise CheckpointError(
+                    f"the model's '{name}' is {type(value).__name__}, and only tensors can be saved",
+                    next_step="return a tensor from get_extra_state, or register a buffer instead",
+                )
+            if not value.numel() or first.setdefault((value.data_ptr(), value.shape), name) == name:
+                found[name] = value
+        return found
 
     def _optimized(self) -> list[tuple[str, nn.Parameter]]:
         names = {p: name for name, p in self.model.named_parameters()}
         return [(names[p], p) for group in self.optimizer.param_groups for p in group["params"]]
 
 
+def _suits(value: Any, p: nn.Parameter) -> bool:
+    """Moments have the parameter's shape, or one that broadcasts to it (factored moments, counters)."""
+    if not isinstance(value, Tensor) or value.dim() == 0:
+        return True
+    shape = zip(reversed(value.shape), reversed(p.shape), strict=False)
+    return value.dim() <= p.dim() and all(n in (1, of) for n, of in shape)
+
+
 def _placed(value: Any, p: nn.Parameter) -> Any:
     """Moments live with their parameter; a step counter stays where the optimizer expects it, on the host."""
-    return value.to(p.device) if isinstance(value, Tensor) and value.dim() > 0 else value
+    if not isinstance(value, Tensor):
+        return value
+    return value.to(p.device, copy=True) if value.dim() > 0 else value.clone()
 
 
 def trained_parameters(model: nn.Module) -> dict[Slot, nn.Parameter]:

@@ -74,7 +74,7 @@ def test_recomputing_keeps_fewer_activations() -> None:
 
 @pytest.mark.capability("K2")
 def test_bf16_follows_its_own_oracle_and_learns_like_fp32() -> None:
-    """Rounding to bf16 enlarges the rounding of the reduction, so that after many steps losses are compared."""
+    """Rounding to bf16 enlarges that of the reduction, so after many steps losses are compared."""
     bf16 = gpt(precision={"compute": "bf16"}, steps=40)
     ends = run_ranks(run_strategy, 2, bf16)
     oracle = run_oracle(bf16, 40)
@@ -106,7 +106,7 @@ def test_fp16_skips_the_same_step_on_all_ranks_and_then_learns() -> None:
 
 @pytest.mark.capability("K1", "J11")
 def test_the_clip_sees_unscaled_gradients() -> None:
-    """With a loss scale of 1,024 a clip before the division would clip everything: verify says it does not."""
+    """With a loss scale of 1,024 a clip before the division would clip everything; verify would tell."""
 
     def check(cluster: Cluster) -> bool:
         recipe = gpt(precision={"compute": "fp16"}, options=TINY)
@@ -118,9 +118,12 @@ def test_the_clip_sees_unscaled_gradients() -> None:
 @pytest.mark.capability("K5")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on the processor needs g++")
 def test_compiled_and_plain_training_agree() -> None:
-    recipe = Recipe(task="digits", options={"model": "mlp", "hidden": [16]}, steps=10, batch={"size": 16, "shards": 2})
+    recipe = Recipe(
+        task="digits", options={"model": "mlp", "hidden": [16]}, steps=10, batch={"size": 16, "shards": 2}
+    )
     plain, compiled = (
-        run_ranks(run_strategy, 1, recipe.replace(runtime={"compile": on}), deadline=100)[0] for on in (False, True)
+        run_ranks(run_strategy, 1, recipe.replace(runtime={"compile": on}), deadline=100)[0]
+        for on in (False, True)
     )
     assert compiled.distance(plain) <= 1e-5
 
@@ -171,7 +174,11 @@ def test_a_batch_eight_times_larger_with_the_scaled_rate_is_as_accurate() -> Non
             options={"model": "mlp", "hidden": [64]},
             batch={"size": size, "shards": 1},
             optimizer={"name": "sgd", "lr": 0.02, "momentum": 0.9},
-            schedule={"batch_scaling": scaling, "base_batch": 16 if scaling != "none" else None, "warmup_steps": 20},
+            schedule={
+                "batch_scaling": scaling,
+                "base_batch": 16 if scaling != "none" else None,
+                "warmup_steps": 20,
+            },
         )
         session = session_of(Cluster.single(), recipe)
         for _ in session.rounds():
@@ -237,7 +244,9 @@ def foreign_task() -> Task:
 
 @pytest.mark.capability("J10", "A2")
 def test_the_dropout_of_a_foreign_model_is_seeded_by_shard() -> None:
-    recipe = Recipe(task="digits", steps=10, batch={"size": 24, "shards": 4}, optimizer={"name": "sgd", "lr": 0.05})
+    recipe = Recipe(
+        task="digits", steps=10, batch={"size": 24, "shards": 4}, optimizer={"name": "sgd", "lr": 0.05}
+    )
     reference = run_oracle(recipe, 10, foreign_task)
     ends = run_ranks(run_strategy, 3, recipe, foreign_task)
     assert max(end.distance(reference) for end in ends) <= 1e-6
@@ -258,5 +267,3 @@ def test_evaluation_has_the_same_bits_on_any_number_of_ranks() -> None:
     results = {n: run_ranks(held_out, n) for n in (1, 2, 3)}
     assert len({value for ranks in results.values() for value in ranks}) == 1
     assert results[1][0][2] == 299
-
-

@@ -3,6 +3,7 @@
 from math import prod
 
 import pytest
+
 from paceline.cluster import Cluster
 from paceline.errors import StrategyError
 from paceline.mesh import AXES, Group, Mesh, axis_ranks

@@ -20,10 +20,12 @@ def test_verbs_stay_functions_after_their_rooms_were_imported() -> None:
         "import paceline.training.loop, paceline.verification.run, paceline.training.evaluation, paceline;"
         "print(*[callable(getattr(paceline, n)) for n in ('train', 'verify', 'evaluate', 'join')])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout.split() == ["True"] * 4
 
 
 def test_an_unknown_name_says_what_there_is() -> None:
     with pytest.raises(AttributeError, match="it has Cluster, Loss"):
-        paceline.trian  # noqa: B018
+        paceline.trian

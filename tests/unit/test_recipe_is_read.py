@@ -22,7 +22,11 @@ RUNS = (
     {"optimizer": {"name": "rmsprop"}, "schedule": {"decay": "exponential", "rate": 0.1}},
     {
         "schedule": {
-            "decay": "cosine", "cycle_steps": 2, "cycle_factor": 2, "warmup_steps": 1, "warmup_from": 0.1
+            "decay": "cosine",
+            "cycle_steps": 2,
+            "cycle_factor": 2,
+            "warmup_steps": 1,
+            "warmup_from": 0.1,
         },
         "steps": 3,
     },
@@ -50,7 +54,9 @@ def read(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
 
     def watched(self: Table, name: str) -> object:
         reader = sys._getframe(1).f_globals.get("__name__", "")
-        if name in type(self).model_fields and not reader.startswith(("paceline.recipe", "pydantic", __name__)):
+        if name in type(self).model_fields and not reader.startswith(
+            ("paceline.recipe", "pydantic", __name__)
+        ):
             found.add((type(self).__name__, name))
         return plain(self, name)
 
@@ -67,7 +73,10 @@ def test_every_field_is_read_outside_the_recipe_room(read: set[tuple[str, str]],
     # Read by `support` inside the recipe room, which refuses every value but one; see test_strategy_refusals.
     refused = {name for name in fields_of(Recipe) if name[0] == "Strategy"}
     # Read where a process starts: by `connected`, and by the tasks' registry.
-    assert fields_of(Recipe) - read - refused - {("RuntimeRecipe", "device"), ("RuntimeRecipe", "threads")} == set()
+    assert (
+        fields_of(Recipe) - read - refused - {("RuntimeRecipe", "device"), ("RuntimeRecipe", "threads")}
+        == set()
+    )
 
 
 def test_device_and_threads_are_read_where_a_process_starts(read: set[tuple[str, str]]) -> None:
@@ -77,7 +86,10 @@ def test_device_and_threads_are_read_where_a_process_starts(read: set[tuple[str,
 
     before = torch.get_num_threads()
     try:
-        with connected(Recipe(**DIGITS, runtime={"threads": 1, "device": "cpu"}), Cluster.single()) as (_, device):
+        with connected(Recipe(**DIGITS, runtime={"threads": 1, "device": "cpu"}), Cluster.single()) as (
+            _,
+            device,
+        ):
             assert torch.get_num_threads() == 1 and device.type == "cpu"
     finally:
         torch.set_num_threads(before)

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from paceline.errors import CheckpointError
 from paceline.state import TrainState
 
 _TENSORS, _SCALARS = "state.safetensors", "state.json"
+_SEAL = "record_sha256"
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Checkpoint:
 
 
 def save(folder: Path, state: TrainState, keep: int) -> Path:
-    """Write `folder/step-NNNNNNNN` and remove all but the newest `keep`.
+    """Write `folder/step-NNNNNNNN`, and remove all but the `keep` that were saved last.
 
     Raises:
         CheckpointError: the disk refused; what was saved before is untouched.
@@ -45,14 +47,9 @@ def save(folder: Path, state: TrainState, keep: int) -> Path:
     draft = folder / f".{place.name}.{os.getpid()}"
     try:
         draft.mkdir(parents=True, exist_ok=True)
-        tensors = {name: t.detach().cpu().contiguous() for name, t in state.tensors().items()}
-        save_file(tensors, draft / _TENSORS)
-        record = {"format": 1, "sha256": _digest(draft / _TENSORS), **state.scalars()}
-        (draft / _SCALARS).write_text(json.dumps(record, indent=1) + "\n")
-        for name in (_TENSORS, _SCALARS):
-            _flush(draft / name)
+        _write(draft, state)
         if place.exists():
-            shutil.rmtree(place)
+            place.rename(folder / f"{place.name}.replaced")  # still a whole checkpoint until the next line
         draft.rename(place)
         _flush(folder)
     except (OSError, SafetensorError) as error:
@@ -60,9 +57,42 @@ def save(folder: Path, state: TrainState, keep: int) -> Path:
         raise CheckpointError(
             f"cannot write a checkpoint: {error}", where=str(place), next_step="free space, or change run_dir"
         ) from error
-    for old in _all(folder)[: -max(1, keep)]:
-        shutil.rmtree(old, ignore_errors=True)
+    _remove_old(folder, keep)
     return place
+
+
+def _write(draft: Path, state: TrainState) -> None:
+    save_file(_separate(state.tensors()), draft / _TENSORS)
+    record = {
+        "format": 1,
+        "sha256": _digest(draft / _TENSORS),
+        "saved_ns": time.time_ns(),
+        **state.scalars(),
+    }
+    text = json.dumps({**record, _SEAL: _seal(record)}, indent=1)
+    (draft / _SCALARS).write_text(text + "\n", encoding="utf-8")
+    for name in (_TENSORS, _SCALARS):
+        _flush(draft / name)
+
+
+def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous on the host, none of them sharing memory with another."""
+    storages: set[int] = set()
+    found = {}
+    for name, tensor in tensors.items():
+        t = tensor.detach().cpu().contiguous()
+        place = t.untyped_storage().data_ptr()
+        found[name] = t.clone() if place in storages else t
+        storages.add(place)
+    return found
+
+
+def _remove_old(folder: Path, keep: int) -> None:
+    """Checkpoints beyond `keep`, replaced ones, and drafts that a crash left."""
+    kept = _all(folder)[-max(1, keep) :]
+    for path in [*folder.glob("step-*"), *folder.glob(".step-*")]:
+        if path.is_dir() and (path not in kept or path.suffix == ".replaced"):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def load(path: Path) -> Checkpoint:
@@ -72,7 +102,7 @@ def load(path: Path) -> Checkpoint:
         CheckpointError: missing, cut short, or its bytes are not those that were written.
     """
     try:
-        record = json.loads((path / _SCALARS).read_text())
+        record = _read(path)
         found = _digest(path / _TENSORS)
         if found != record["sha256"]:
             raise CheckpointError(
@@ -90,7 +120,10 @@ def load(path: Path) -> Checkpoint:
 
 
 def latest(folder: Path) -> Path | None:
-    """The newest whole checkpoint in a folder, or None."""
+    """The whole checkpoint in a folder that was saved last, or None.
+
+    Not the one of the highest step: a run that went back to an early checkpoint has left that behind.
+    """
     found = _all(folder)
     return found[-1] if found else None
 
@@ -101,7 +134,26 @@ def name_of(step: int) -> str:
 
 
 def _all(folder: Path) -> list[Path]:
-    return sorted(p for p in folder.glob("step-*") if (p / _SCALARS).exists())
+    """Whole checkpoints, in the order in which they were saved."""
+    found = []
+    for path in folder.glob("step-*"):
+        try:
+            found.append((int(_read(path)["saved_ns"]), path))
+        except (OSError, ValueError, KeyError):
+            continue  # not whole: `load` says why to who asks for it by name
+    return [path for _, path in sorted(found)]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The record of a checkpoint, if it is the one that was written."""
+    record = json.loads((path / _SCALARS).read_text(encoding="utf-8"))
+    if not isinstance(record, dict) or record.pop(_SEAL, None) != _seal(record):
+        raise ValueError(f"{_SCALARS} is damaged")
+    return record
+
+
+def _seal(record: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
 def _digest(path: Path) -> str:

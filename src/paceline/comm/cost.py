@@ -29,6 +29,18 @@ def _one_part_each(num_bytes: int, world: int) -> Cost:
     return Cost(moved, moved, 1)
 
 
+def _one_root(num_bytes: int, world: int) -> Cost:
+    """All parts but the root's own cross one wire: (P-1)/P n in all, 1/P of that on average."""
+    moved = (world - 1) / world * num_bytes / world
+    return Cost(moved, moved, 1)
+
+
+def _ring_reduce(num_bytes: int, world: int) -> Cost:
+    """Gloo: a reduce_scatter on a ring, then all parts but one go to the root."""
+    moved = (world - 1) / world * num_bytes * (1 + 1 / world)
+    return Cost(moved, moved, world)
+
+
 def _nothing(num_bytes: int, world: int) -> Cost:
     return Cost(0.0, 0.0, 1)
 
@@ -36,12 +48,12 @@ def _nothing(num_bytes: int, world: int) -> Cost:
 _CLOSED_FORMS: dict[str, Callable[[int, int], Cost]] = {
     "all_reduce": _ring_all_reduce,
     "all_gather": _everyone_gets_all,
-    "reduce_scatter": _ring_all_reduce,  # Gloo moves the bytes of an all_reduce
+    "reduce_scatter": _one_part_each,
     "all_to_all": _one_part_each,
     "broadcast": _one_part_each,
-    "reduce": _one_part_each,
-    "gather": _one_part_each,
-    "scatter": _one_part_each,
+    "reduce": _ring_reduce,
+    "gather": _one_root,
+    "scatter": _one_root,
     "barrier": _nothing,
 }
 

@@ -27,7 +27,8 @@ class Handle:
         self._op, self._group, self._net, self._entry = op, group, net, entry
         self._work, self._finish = work, finish
         if work is not None and entry is not None and net.times_calls:
-            work.get_future().add_done_callback(_stopwatch(entry))
+            entry.began()
+            work.get_future().add_done_callback(_end_of(entry))
 
     def wait(self, deadline_seconds: float | None = None) -> Any:
         """Block until the result is there, and return it.
@@ -46,20 +47,27 @@ class Handle:
             self._work.wait(timedelta(seconds=limit))
         except RuntimeError as error:
             late = time.perf_counter() - began >= limit
-            raise failure(self._op, self._group, self._net, error, late=late) from error
+            raise failure(self._op, self._group, self._net, error, limit, late=late) from error
         finally:
             if self._entry is not None:
                 self._entry.exposed_seconds += time.perf_counter() - began
         return self._finish()
 
 
-def failure(op: str, group: Group, net: Net, error: Exception, *, late: bool) -> CommunicationError:
-    """What to raise when a collective failed: a deadline, or a peer that is gone."""
+def failure(
+    op: str, group: Group, net: Net, error: Exception, limit_seconds: float, *, late: bool = False
+) -> CommunicationError:
+    """What to raise when a collective failed: a deadline, or a peer that is gone.
+
+    Args:
+        limit_seconds: the longest wait that was allowed.
+        late: it took longer than that.
+    """
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
     where = f"rank {group.ranks[group.rank]}, {op} over group '{group.name}' {group.ranks}, step {net.step}"
     if late or "imed out" in text:
         return DeadlineError(
-            f"{op} did not finish within {net.deadline_seconds:g} s: {text}",
+            f"{op} did not finish within {limit_seconds:g} s: {text}",
             where=where,
             next_step="look for the rank that did not call it, or raise runtime.deadline_seconds",
         )
@@ -68,15 +76,14 @@ def failure(op: str, group: Group, net: Net, error: Exception, *, late: bool) ->
     )
 
 
-def _stopwatch(entry: Entry) -> Callable[[Any], None]:
-    """A callback that adds the time since now to the entry.
+def _end_of(entry: Entry) -> Callable[[Any], None]:
+    """A callback that ends a call in the ledger.
 
     It runs on a thread of the backend and must not hold the process group: the last reference dropped
     there would make the group wait for its own thread, which aborts the process.
     """
-    started = time.perf_counter()
 
     def completed(_future: Any) -> None:
-        entry.busy_seconds += time.perf_counter() - started
+        entry.ended()
 
     return completed

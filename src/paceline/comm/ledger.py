@@ -6,6 +6,8 @@ Invariant: nothing reaches a wire without a row here, and the bytes of a row are
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
@@ -20,7 +22,7 @@ class Entry:
         calls: number of collectives.
         payload_bytes: bytes of the tensors that this rank passed in.
         sent_bytes: bytes that this rank put on the wire, by the closed form.
-        busy_seconds: from launch to completion, summed over calls (calls may overlap).
+        busy_seconds: time during which at least one call was under way.
         exposed_seconds: what the caller really waited.
     """
 
@@ -29,6 +31,25 @@ class Entry:
     sent_bytes: float = 0.0
     busy_seconds: float = 0.0
     exposed_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._lock = threading.Lock()  # calls end on a thread of the backend
+        self._under_way = 0
+        self._busy_since = 0.0
+
+    def began(self) -> None:
+        """A call is under way."""
+        with self._lock:
+            if self._under_way == 0:
+                self._busy_since = time.perf_counter()
+            self._under_way += 1
+
+    def ended(self) -> None:
+        """A call is complete."""
+        with self._lock:
+            self._under_way -= 1
+            if self._under_way == 0:
+                self.busy_seconds += time.perf_counter() - self._busy_since
 
     @property
     def hidden_fraction(self) -> float:

@@ -18,26 +18,29 @@ class UnitBuffers:
 
     def __init__(self, model: nn.Module) -> None:
         state = set(model.state_dict().keys())
-        self._buffers = [b for name, b in model.named_buffers() if name in state]
-        self._base = self._flat()
-        self._change = torch.zeros_like(self._base)
+        names = [name for name, _ in model.named_buffers() if name in state]
+        self._places = [_place(model, name) for name in names]
+        self._base = self._copies()
+        self._change = self._no_change()
 
     @property
     def num_values(self) -> int:
         """Total number of values: what a tally carries for them."""
-        return self._base.numel()
+        return self._change.numel()
 
     def begin_step(self) -> None:
         """Remember the values before the step."""
-        if self._buffers:
-            self._base = self._flat()
-            self._change = torch.zeros_like(self._base)
+        if self._places:
+            self._base = self._copies()
+            self._change = self._no_change()
 
     def end_unit(self) -> None:
         """Add this unit's change, and put the values before the step back."""
-        if self._buffers:
-            self._change += self._flat() - self._base
-            self._write(self._base)
+        if self._places:
+            self._change += torch.cat(
+                [_difference(now, base) for now, base in zip(self._now(), self._base, strict=True)]
+            )
+            self._restore()
 
     @property
     def change(self) -> Tensor:
@@ -45,22 +48,56 @@ class UnitBuffers:
         return self._change
 
     def end_step(self, change: Tensor, units: float) -> None:
-        """Apply the mean change.
+        """Apply the mean change; a value that no unit changed keeps its bits.
 
         Args:
             change: summed over all units of all ranks, float64 [num_values].
             units: how many units that is.
         """
-        if self._buffers and units:
-            self._write(self._base + change.to(self._base.device) / units)
+        if not (self._places and units):
+            return
+        pieces = (change / units).split([_real(base).numel() for base in self._base])
+        for now, base, piece in zip(self._now(), self._base, pieces, strict=True):
+            _move(_real(now), _real(base), piece.to(now.device))
 
-    def _flat(self) -> Tensor:
-        if not self._buffers:
-            return torch.zeros(0, dtype=torch.float64)
-        return torch.cat([b.detach().reshape(-1).to(torch.float64) for b in self._buffers])
+    def _now(self) -> list[Tensor]:
+        """The buffers as the modules hold them now: a forward may have replaced one."""
+        return [module._buffers[name] for module, name in self._places]  # type: ignore[misc]
 
-    def _write(self, flat: Tensor) -> None:
+    def _copies(self) -> list[Tensor]:
+        return [b.detach().clone() for b in self._now()]
+
+    def _no_change(self) -> Tensor:
+        num_values = sum(_real(base).numel() for base in self._base)
+        device = self._base[0].device if self._base else None
+        return torch.zeros(num_values, dtype=torch.float64, device=device)
+
+    def _restore(self) -> None:
         with torch.no_grad():
-            for b, piece in zip(self._buffers, flat.split([b.numel() for b in self._buffers]), strict=True):
-                value = piece.view_as(b)
-                b.copy_(value if b.dtype.is_floating_point else value.round())
+            for now, base in zip(self._now(), self._base, strict=True):
+                now.copy_(base)
+
+
+def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    owner, _, own_name = name.rpartition(".")
+    return model.get_submodule(owner), own_name
+
+
+def _real(b: Tensor) -> Tensor:
+    """Complex values as pairs of real ones."""
+    return torch.view_as_real(b) if b.is_complex() else b
+
+
+def _difference(now: Tensor, base: Tensor) -> Tensor:
+    """now - base in float64 [numel]; 0 where they are equal, also for infinities and large integers."""
+    a, b = _real(now.detach()), _real(base)
+    return torch.where(a == b, 0.0, a.to(torch.float64) - b.to(torch.float64)).reshape(-1)
+
+
+def _move(now: Tensor, base: Tensor, change: Tensor) -> None:
+    """now <- base + change, in base's type; integers are rounded."""
+    change = change.view_as(base)
+    moved = base.to(torch.float64) + change
+    moved = moved if base.dtype.is_floating_point else moved.round()
+    with torch.no_grad():
+        now.copy_(torch.where(change == 0, base, moved.to(base.dtype)))

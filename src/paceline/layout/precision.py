@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,25 +50,27 @@ def recompute_blocks(model: nn.Module, choose: Callable[[nn.Module], Iterable[nn
     Exactness: bitwise; keyed dropout draws the same masks, PyTorch's own has its state restored.
     Source: Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost, arXiv:1604.06174.
     """
-    blocks = list((choose or _module_lists)(model))
+    blocks = list(dict.fromkeys((choose or _module_lists)(model)))
     if not blocks:
         raise TaskError(
             'memory.recompute = "blocks", but the model has no nn.ModuleList and the task names no blocks',
             next_step='pass Task(blocks=...), or set memory.recompute = "none"',
         )
     for block in blocks:
-        block.forward = _recomputed(block.forward)
+        block.__class__ = _recomputing(type(block))
     return len(blocks)
 
 
-def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(forward)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+def _recomputing(kind: type[nn.Module]) -> type[nn.Module]:
+    """A subclass whose forward is recomputed; unlike a wrapped method it follows a copy of the block."""
 
-    return run
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        plain = partial(kind.forward, self)
+        if not torch.is_grad_enabled():
+            return plain(*args, **kwargs)
+        return checkpoint(plain, *args, use_reentrant=False, **kwargs)
+
+    return type(f"Recomputed{kind.__name__}", (kind,), {"forward": forward, "__module__": kind.__module__})
 
 
 def _module_lists(model: nn.Module) -> Iterable[nn.Module]:

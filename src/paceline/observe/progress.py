@@ -48,13 +48,13 @@ class Progress:
             )
         elif time.monotonic() >= self._next_plain or done == self._last:
             self._next_plain = time.monotonic() + _PLAIN_SECONDS
-            self._console.print(self.line(), highlight=False, soft_wrap=True)
+            self._console.print(self.line(), markup=False, highlight=False, soft_wrap=True)
 
     def event(self, name: str, record: Mapping[str, Any]) -> None:
         """Show an event above the progress line."""
         flat = {**record, **record.get("metrics", {})}
         text = "  ".join(f"{k} {_short(v)}" for k, v in flat.items() if k != "metrics")
-        self._console.print(f"{name}: {text}", highlight=False, soft_wrap=True)
+        self._console.print(f"{name}: {text}", markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         """Leave the last line standing."""

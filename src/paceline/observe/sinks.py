@@ -50,4 +50,6 @@ def _finite(value: Any) -> Any:
     """JSON has no NaN: numbers that are not finite become their names."""
     if isinstance(value, Mapping):
         return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

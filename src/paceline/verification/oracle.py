@@ -163,16 +163,19 @@ def accumulate(shards: Iterable[Shard], before: Tensors) -> Totals:
             sums.gradients[name] = sums.gradients[name] + g if name in sums.gradients else g
             sums.magnitudes[name] = sums.magnitudes[name] + g.abs() if name in sums.magnitudes else g.abs()
         for name, base in before.items():
-            sums.buffers[name] += shard.buffers[name].to(torch.float64) - base.to(torch.float64)
+            after = shard.buffers[name]
+            changed = after.to(torch.float64) - base.to(torch.float64)
+            sums.buffers[name] += torch.where(after == base, 0.0, changed)
     for change in sums.buffers.values():
         change /= max(1, sums.num_shards)
     return sums
 
 
 def moved(before: Tensors, change: Tensors) -> Tensors:
-    """Buffers after a step; counters are rounded."""
-    after = {name: base.to(torch.float64) + change[name] for name, base in before.items()}
-    return {
-        name: (value if before[name].dtype.is_floating_point else value.round()).to(before[name].dtype)
-        for name, value in after.items()
-    }
+    """Buffers after a step: what no shard changed keeps its bits, counters are rounded."""
+    after = {}
+    for name, base in before.items():
+        value = base.to(torch.float64) + change[name]
+        value = value if base.dtype.is_floating_point else value.round()
+        after[name] = torch.where(change[name] == 0, base, value.to(base.dtype))
+    return after

@@ -1,6 +1,7 @@
 """The ledger: calls and bytes by operation and group; shares of time that nobody waited for."""
 
 import pytest
+
 from paceline.comm import ByteLedger, Entry
 
 
@@ -34,7 +35,8 @@ def test_the_total_is_the_sum_of_the_rows_in_every_field() -> None:
 
 @pytest.mark.capability("G10")
 @pytest.mark.parametrize(
-    ("busy", "exposed", "hidden"), [(4.0, 1.0, 0.75), (4.0, 4.0, 0.0), (4.0, 0.0, 1.0), (2.0, 3.0, 0.0), (0.0, 0.0, 0.0)]
+    ("busy", "exposed", "hidden"),
+    [(4.0, 1.0, 0.75), (4.0, 4.0, 0.0), (4.0, 0.0, 1.0), (2.0, 3.0, 0.0), (0.0, 0.0, 0.0)],
 )
 def test_the_hidden_fraction_is_one_minus_exposed_over_busy_and_never_negative(
     busy: float, exposed: float, hidden: float

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
 from paceline.comm import Entry, Handle, Net
 from paceline.errors import CommunicationError, DeadlineError
 from paceline.mesh import Group
-from torch import Tensor
 
 ALONE = Group("replica", (0,), 0)
 PAIR = Group("replica", (4, 6), 1)

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from torch import Tensor, nn
+
 from paceline.comm import BucketReducer, LocalReducer, Net, build_reducer
 from paceline.comm.reducer import plan_buckets
 from paceline.errors import CommunicationError
 from paceline.mesh import Group
-from torch import Tensor, nn
 
 ALONE = Group("replica", (0,), 0)
 
@@ -28,7 +29,9 @@ class RecordingNet(Net):
 
 
 def parameters(sizes: Sequence[int], dtypes: Sequence[torch.dtype] = (torch.float32,)) -> list[nn.Parameter]:
-    return [nn.Parameter(torch.zeros(n, dtype=d)) for n, d in zip(sizes, itertools.cycle(dtypes), strict=False)]
+    return [
+        nn.Parameter(torch.zeros(n, dtype=d)) for n, d in zip(sizes, itertools.cycle(dtypes), strict=False)
+    ]
 
 
 def num_bytes(bucket: Sequence[int], members: Sequence[nn.Parameter]) -> int:
@@ -66,7 +69,11 @@ def test_buckets_are_launched_in_one_order_whatever_the_order_of_the_gradients()
         reducer.begin()
         for i in order:
             reducer.ready(i, torch.full((4,), float(i)))
-        assert [x.tolist() for x in net.launched] == [[5.0] * 4 + [4.0] * 4, [3.0] * 4 + [2.0] * 4, [1.0] * 4 + [0.0] * 4]
+        assert [x.tolist() for x in net.launched] == [
+            [5.0] * 4 + [4.0] * 4,
+            [3.0] * 4 + [2.0] * 4,
+            [1.0] * 4 + [0.0] * 4,
+        ]
 
 
 @pytest.mark.capability("G10")
@@ -82,7 +89,11 @@ def test_a_full_bucket_is_launched_before_the_others_are_full() -> None:
 
 
 def test_results_have_the_shapes_of_the_parameters_and_share_the_flat_storage() -> None:
-    members = [nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(())), nn.Parameter(torch.zeros(5, 0))]
+    members = [
+        nn.Parameter(torch.zeros(2, 3)),
+        nn.Parameter(torch.zeros(())),
+        nn.Parameter(torch.zeros(5, 0)),
+    ]
     reducer = BucketReducer(members, ALONE, Net(), 1 << 20)
     reducer.begin()
     reducer.ready(0, torch.arange(6.0).view(3, 2).t())  # a gradient need not be contiguous

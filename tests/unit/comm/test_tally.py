@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from paceline.comm import Net, Tally
 from paceline.comm.tally import tally_bytes
 from paceline.mesh import Group
@@ -53,7 +54,9 @@ def test_own_sums_are_not_changed_by_the_agreement() -> None:
 
 @pytest.mark.capability("G14")
 @pytest.mark.parametrize("num_metrics, num_parameters, num_buffers", [(0, 1, 0), (2, 3, 2), (1, 40, 1000)])
-def test_the_payload_has_the_size_of_the_closed_form(num_metrics: int, num_parameters: int, num_buffers: int) -> None:
+def test_the_payload_has_the_size_of_the_closed_form(
+    num_metrics: int, num_parameters: int, num_buffers: int
+) -> None:
     net = DoublingNet()
     make_tally(
         metrics={f"m{i}": 0.0 for i in range(num_metrics)},

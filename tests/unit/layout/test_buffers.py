@@ -1,12 +1,13 @@
-"""Buffers around the units of a step: restored between units, then the mean change, however ranks share units."""
+"""Buffers around the units of a step: restored between units, then changed by the mean over all ranks."""
 
 from collections.abc import Sequence
 
 import pytest
 import torch
+from torch import Tensor, nn
+
 from paceline.data import split
 from paceline.layout import UnitBuffers
-from torch import Tensor, nn
 
 NUM_UNITS = 8
 
@@ -105,6 +106,19 @@ def test_integer_counters_are_rounded_and_keep_their_type() -> None:
     found = run_step(with_buffer(torch.tensor(10)), values)
     assert (found.item(), found.dtype) == (12, torch.int64)
     assert run_step(with_buffer(torch.tensor(10)), [torch.tensor(11), torch.tensor(11), None]).item() == 11
+
+
+def test_a_buffer_that_the_forward_replaces_is_treated_like_one_that_it_changes() -> None:
+    """`self.mean = 0.9 * self.mean + 0.1 * x` gives the module a new tensor."""
+    model = with_buffer(torch.tensor([2.0]))
+    buffers = UnitBuffers(model)
+    buffers.begin_step()
+    for value in (4.0, 8.0):
+        assert model.extra.tolist() == [2.0]
+        model.extra = torch.tensor([value])
+        buffers.end_unit()
+    buffers.end_step(buffers.change, 2.0)
+    assert model.extra.tolist() == [6.0]
 
 
 def test_buffers_outside_the_state_are_left_alone() -> None:

@@ -5,13 +5,14 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from torch import Tensor, nn
+
 from paceline.data import LoadedUnit, Unit
 from paceline.layout import Precision, Replicate
 from paceline.layout.precision import compile_or_explain
 from paceline.models import MLP
 from paceline.observe import Phases
 from paceline.task import Loss
-from torch import Tensor, nn
 
 NUM_UPDATES = 10_000
 STEP_SIZE = 2.0**-12
@@ -83,7 +84,9 @@ def test_fp32_is_no_autocast_at_all() -> None:
 
 @pytest.mark.capability("K1", "K3")
 @pytest.mark.parametrize("compute, dtype", [("bf16", torch.bfloat16), ("fp16", torch.float16)])
-def test_the_forward_is_16_bit_and_what_is_reduced_and_updated_is_fp32(compute: str, dtype: torch.dtype) -> None:
+def test_the_forward_is_16_bit_and_what_is_reduced_and_updated_is_fp32(
+    compute: str, dtype: torch.dtype
+) -> None:
     model = Dtypes(8, 4)
     grads = forward_backward(model, compute, torch.randn(6, 8))
     assert model.seen == dtype
@@ -127,7 +130,9 @@ def test_without_a_compiler_it_runs_uncompiled_and_says_why(monkeypatch: pytest.
     assert model(torch.zeros(1, 2)).shape == (1, 2)
 
 
-@pytest.mark.parametrize("found, device_type", [("c++", "cpu"), ("clang++", "cpu"), ("g++", "cpu"), ("", "cuda")])
+@pytest.mark.parametrize(
+    "found, device_type", [("c++", "cpu"), ("clang++", "cpu"), ("g++", "cpu"), ("", "cuda")]
+)
 def test_with_a_compiler_or_on_a_gpu_the_model_is_compiled_in_place(
     found: str, device_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,14 +1,15 @@
-"""Recomputation: the same bits with less memory, with dropout of either kind, and under the names as before."""
+"""Recomputation: the same bits with less memory, with dropout of either kind, under the same names."""
 
 import copy
 from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor, nn
+
 from paceline.errors import TaskError
 from paceline.layout.precision import recompute_blocks
 from paceline.models import KeyedDropout, set_unit_key
-from torch import Tensor, nn
 
 NUM_BLOCKS, WIDTH = 6, 32
 

@@ -5,13 +5,14 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
+
 from paceline.data import LoadedUnit, Unit
 from paceline.errors import TaskError
 from paceline.layout import Precision, Replicate
 from paceline.models import KeyedDropout
 from paceline.observe import Phases
 from paceline.task import Loss
-from torch import Tensor, nn
 
 
 class Recorder:
@@ -27,7 +28,7 @@ class Recorder:
 
 
 class Branches(nn.Module):
-    """`first` is used by all samples, `second` if asked for, `never` not at all; `frozen` takes no gradient."""
+    """`first` is always used, `second` if asked for, `never` not at all; `frozen` takes no gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +88,9 @@ def test_every_parameter_is_announced_once_whatever_the_units_used(seconds: list
     placed.run(units(seconds), len(seconds), sink, 1.0)
     assert sorted(sink.order) == list(range(len(placed.parameters)))
     missing = {names_of(placed, [i])[0] for i, g in sink.grads.items() if g is None}
-    assert missing == {"never.weight", "never.bias"} | (set() if any(seconds) else {"second.weight", "second.bias"})
+    assert missing == {"never.weight", "never.bias"} | (
+        set() if any(seconds) else {"second.weight", "second.bias"}
+    )
 
 
 def test_frozen_parameters_have_no_slot_and_tied_ones_share_one() -> None:
@@ -116,7 +119,10 @@ def test_gradients_are_announced_during_the_last_backward_in_its_order() -> None
     placed = place(model, observed, ())
     placed.run(units([True, True]), 2, sink, 1.0)
     assert [name[0] for name in names_of(placed, sink.order)] == ["2", "2", "1", "1", "0", "0"]
-    assert announced_before_first_layer == [0, 4]  # none in the first unit; two layers while the last one runs
+    assert announced_before_first_layer == [
+        0,
+        4,
+    ]  # none in the first unit; two layers while the last one runs
 
 
 def test_a_rank_without_units_announces_every_parameter_without_a_gradient() -> None:
@@ -146,7 +152,9 @@ def test_only_as_many_units_are_pulled_as_the_step_has() -> None:
     assert next(stream).unit.shard == 2
 
 
-@pytest.mark.parametrize("dropout", [lambda: nn.Dropout(0.5), lambda: KeyedDropout(0.5)], ids=["torch", "keyed"])
+@pytest.mark.parametrize(
+    "dropout", [lambda: nn.Dropout(0.5), lambda: KeyedDropout(0.5)], ids=["torch", "keyed"]
+)
 def test_what_is_random_in_a_unit_depends_on_its_key_alone(dropout) -> None:
     def results(keys: Sequence[int], seed: int) -> list[float]:
         torch.manual_seed(seed)

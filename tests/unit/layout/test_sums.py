@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+
 from paceline.errors import TaskError
 from paceline.layout import Sums
 from paceline.layout.sums import checked

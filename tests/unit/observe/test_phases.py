@@ -1,6 +1,7 @@
 """Phases: seconds add up by name, start anew at every take, and are counted when a block raises."""
 
 import pytest
+
 from paceline.observe import PHASES, Phases
 from paceline.observe import phases as module
 

@@ -4,9 +4,10 @@ import io
 from typing import Any
 
 import pytest
+from rich.console import Console
+
 from paceline.observe import PHASES, Progress, Stats
 from paceline.observe import progress as module
-from rich.console import Console
 
 
 class Clock:
@@ -69,7 +70,9 @@ def test_rate_and_time_left_follow_the_recent_steps() -> None:
 
 
 def test_a_loss_that_is_not_a_number_and_a_step_of_no_time_can_be_shown() -> None:
-    assert lines_for([make_stats(0, loss=float("nan"), seconds=0.0)], 1).startswith("step 1/1  loss nan  0 samples/s")
+    assert lines_for([make_stats(0, loss=float("nan"), seconds=0.0)], 1).startswith(
+        "step 1/1  loss nan  0 samples/s"
+    )
 
 
 def test_without_a_terminal_there_is_a_line_every_few_seconds_and_one_at_the_end(

@@ -1,4 +1,4 @@
-"""JSON lines: every line is strict JSON, also if a loss is not a number; a resumed run goes on in its file."""
+"""JSON lines: every line is strict JSON, also if a loss is not a number; a resumed run goes on."""
 
 import json
 import math
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from paceline.observe import PHASES, JsonLines, Stats
 
 
@@ -55,7 +56,11 @@ def test_a_step_is_written_with_loss_norm_rate_of_learning_and_samples_per_secon
 
 
 def test_an_event_is_written_under_its_name(tmp_path: Path) -> None:
-    found = write(tmp_path / "m", ("evaluation", {"loss": 1.5, "metrics": {"accuracy": 0.5}}), ("checkpoint", {"path": "ü/x"}))
+    found = write(
+        tmp_path / "m",
+        ("evaluation", {"loss": 1.5, "metrics": {"accuracy": 0.5}}),
+        ("checkpoint", {"path": "ü/x"}),
+    )
     assert found == [
         {"event": "evaluation", "loss": 1.5, "metrics": {"accuracy": 0.5}},
         {"event": "checkpoint", "path": "ü/x"},
@@ -63,7 +68,9 @@ def test_an_event_is_written_under_its_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value, spelled", [(math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf")])
-def test_numbers_that_are_not_finite_are_spelled_wherever_they_are(value: float, spelled: str, tmp_path: Path) -> None:
+def test_numbers_that_are_not_finite_are_spelled_wherever_they_are(
+    value: float, spelled: str, tmp_path: Path
+) -> None:
     stats = make_stats(loss=value, metrics={"bits": value}, grad_norm=value)
     step, event = write(tmp_path / "m", stats, ("evaluation", {"nested": {"a": {"b": value}}}))
     assert (step["loss"], step["metrics"], step["grad_norm"]) == (spelled, {"bits": spelled}, spelled)

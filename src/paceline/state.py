@@ -39,6 +39,9 @@ class Slot:
         return cls(name, tuple(tensor.shape), tuple((0, n) for n in tensor.shape))
 
 
+_SMALLEST_SCALE = 2.0**-24
+
+
 @dataclass
 class LossScale:
     """Dynamic scale of the fp16 loss; 1 and constant for the other precisions.
@@ -63,7 +66,7 @@ class LossScale:
             return
         self.clean_steps = 0 if overflow else self.clean_steps + 1
         if overflow:
-            self.value /= 2
+            self.value = max(self.value / 2, _SMALLEST_SCALE)
         elif self.clean_steps == self.growth_steps:
             self.value, self.clean_steps = self.value * 2, 0
 
@@ -123,11 +126,12 @@ class TrainState:
             for name, value in self._model_tensors().items():
                 value.copy_(tensors[f"model/{name}"])
         self.optimizer.state.clear()
-        for p, entry in moments.items():
-            self.optimizer.state[p] = {k: _placed(v, p) for k, v in entry.items()}
         for group, step in zip(self.optimizer.param_groups, scalars["group_steps"], strict=True):
             if step is not None:
                 group["step"] = step
+            for p in group["params"]:
+                if p in moments:
+                    self.optimizer.state[p] = {k: _placed(v, p, group) for k, v in moments[p].items()}
         self.step, self.updates = int(scalars["step"]), int(scalars["updates"])
         self.scale.value = float(scalars["scale"]["value"])
         self.scale.clean_steps = int(scalars["scale"]["clean_steps"])
@@ -139,27 +143,31 @@ class TrainState:
         own = {f"model/{name}": value.shape for name, value in self._model_tensors().items()}
         given = {name: t.shape for name, t in tensors.items() if name.startswith("model/")}
         wrong = sorted(name for name in own.keys() | given.keys() if own.get(name) != given.get(name))
-        parameters = dict(self._optimized())
-        entries: dict[nn.Parameter, dict[str, Any]] = {}
         moments = {name: t for name, t in tensors.items() if name.startswith("optimizer/")}
         numbers = {f"optimizer/{name}": value for name, value in scalars["optimizer"].items()}
-        for full, value in (moments | numbers).items():
-            name, _, key = full.removeprefix("optimizer/").rpartition("/")
-            p = parameters.get(name)
-            if p is None or not _suits(value, p):
-                wrong.append(full)
-            else:
-                entries.setdefault(p, {})[key] = value
-        if entries and scalars["optimizer_kind"] != type(self.optimizer).__name__:
-            wrong.append(
-                f"{scalars['optimizer_kind']} saved it, the optimizer is {type(self.optimizer).__name__}"
-            )
+        entries = self._entries(moments | numbers, wrong)
+        kind = type(self.optimizer).__name__
+        if entries and scalars["optimizer_kind"] != kind:
+            wrong.append(f"{scalars['optimizer_kind']} saved it, the optimizer is {kind}")
         if wrong:
             raise CheckpointError(
                 f"the checkpoint does not fit: {len(wrong)} entries differ, the first is '{wrong[0]}'",
                 next_step="resume with the recipe that wrote it; the run folder holds it as recipe.toml",
             )
         return entries
+
+    def _entries(self, values: Mapping[str, Any], wrong: list[str]) -> dict[nn.Parameter, dict[str, Any]]:
+        """Values by parameter and key; names that fit no parameter go to `wrong`."""
+        parameters = dict(self._optimized())
+        found: dict[nn.Parameter, dict[str, Any]] = {}
+        for full, value in values.items():
+            name, _, key = full.removeprefix("optimizer/").rpartition("/")
+            p = parameters.get(name)
+            if p is None or not _suits(value, p):
+                wrong.append(full)
+            else:
+                found.setdefault(p, {})[key] = value
+        return found
 
     def _model_tensors(self) -> dict[str, Tensor]:
         """Parameters and persistent buffers; tied tensors once, by their first name."""
@@ -188,11 +196,12 @@ def _suits(value: Any, p: nn.Parameter) -> bool:
     return value.dim() <= p.dim() and all(n in (1, of) for n, of in shape)
 
 
-def _placed(value: Any, p: nn.Parameter) -> Any:
-    """Moments live with their parameter; a step counter stays where the optimizer expects it, on the host."""
+def _placed(value: Any, p: nn.Parameter, group: Mapping[str, Any]) -> Any:
+    """Moments live with their parameter; so do counters of fused optimizers, the others stay on the host."""
     if not isinstance(value, Tensor):
         return value
-    return value.to(p.device, copy=True) if value.dim() > 0 else value.clone()
+    with_parameter = value.dim() > 0 or group.get("fused") or group.get("capturable")
+    return value.to(p.device, copy=True) if with_parameter else value.clone()
 
 
 def trained_parameters(model: nn.Module) -> dict[Slot, nn.Parameter]:

@@ -48,8 +48,12 @@ class JsonLines:
 
 def _finite(value: Any) -> Any:
     """JSON has no NaN: numbers that are not finite become their names."""
-    if isinstance(value, Mapping):
-        return {k: _finite(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    match value:
+        case Mapping():
+            return {k: _finite(v) for k, v in value.items()}
+        case list() | tuple():
+            return [_finite(v) for v in value]
+        case float() if not math.isfinite(value):
+            return str(value)
+        case _:
+            return value

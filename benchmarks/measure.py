@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 EQUAL_BAND = 0.03
 """Ratios within 1 +- this count as equal."""
-COMPARED_STEPS = 10
+COMPARED_STEPS = 5
 
 
 @dataclass(frozen=True)

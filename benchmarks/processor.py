@@ -62,7 +62,7 @@ GROUPS = (
         steps=4,
     ),
     Group(
-        "byte-gpt, 2 processes, bf16: virtual shards of the same batch of 16",
+        "byte-gpt, 2 processes, bf16: virtual shards of the same batch",
         "gpt",
         tuple(Setting(f"batch.shards = {n}", shards=n) for n in (2, 4, 8)),
         steps=4,

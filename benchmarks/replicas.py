@@ -45,7 +45,7 @@ class Case:
 
 
 SUBJECTS: dict[str, Callable[[], Subject]] = {
-    "gpt": partial(byte_gpt, quick=False),
+    "gpt": partial(byte_gpt, wide=True),
     "mlp": partial(mlp, (2048, 2048, 1024), batch_size=32, shards=2),
     "quick gpt": partial(byte_gpt, quick=True),
     "quick mlp": partial(mlp, (64, 64), batch_size=32, shards=2),
@@ -61,11 +61,11 @@ def cases(quick: bool) -> list[Case]:
             Case("GPT, quick, accumulation", "quick gpt", 8, 2, repeats=3),
         ]
     return [
-        Case("compute-bound: GPT of recipes/byte-gpt.toml, bf16, 1 micro-batch a rank", "gpt", 2, 4),
+        Case("compute-bound: GPT, batch 16 x 256 bytes, bf16, 1 micro-batch a rank", "gpt", 2, 4),
         Case(
             "communication-bound: MLP 1024-2048-2048-1024-10, fp32, batch 32", "mlp", 2, 10, tuple(LIBRARIES)
         ),
-        Case("the GPT with 4 micro-batches a rank (accumulation)", "gpt", 8, 4),
+        Case("the same GPT, 4 micro-batches a rank (accumulation)", "gpt", 8, 4),
     ]
 
 

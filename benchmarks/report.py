@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich import box
@@ -41,7 +41,6 @@ class Report:
     question: str
     tables: Sequence[Table]
     data: dict[str, Any]
-    machine: dict[str, str] = field(default_factory=describe_machine)
 
 
 def comparison_table(title: str, found: Sequence[Series], reference: str, unit: str = "ms") -> Table:
@@ -106,17 +105,18 @@ def present(
     parser.add_argument("--quick", action="store_true", help="tiny models, few repeats: does it run at all")
     parser.add_argument("--json", action="store_true", help="print numbers, with every block")
     chosen = parser.parse_args(arguments)
+    machine = describe_machine()
     report = measure(chosen.quick)
     if chosen.json:
-        print(json.dumps({"question": report.question, "machine": report.machine, **report.data}, indent=1))
+        print(json.dumps({"question": report.question, "machine": machine, **report.data}, indent=1))
     else:
-        print_report(report, Console(width=_WIDTH, highlight=False))
+        print_report(report, machine, Console(width=_WIDTH, highlight=False))
 
 
-def print_report(report: Report, console: Console) -> None:
+def print_report(report: Report, machine: Mapping[str, str], console: Console) -> None:
     """Print head and tables."""
     console.print(report.question, markup=False)
-    for name, value in report.machine.items():
+    for name, value in machine.items():
         console.print(f"{name}: {value}", markup=False)
     for table in report.tables:
         drawn = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)

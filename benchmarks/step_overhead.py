@@ -36,11 +36,13 @@ class Case:
 def cases(quick: bool) -> list[Case]:
     """What is measured."""
     gpt, gpt_fp32 = byte_gpt(quick=quick), byte_gpt(quick=quick, precision="fp32")
+    shards = gpt.recipe.batch.shards
     wide = mlp((64,) if quick else (1024, 1024), batch_size=256, shards=1)
     found = [
-        Case("GPT of recipes/byte-gpt.toml, bf16, 8 micro-batches", gpt, 4),
-        Case("the same, 2 micro-batches", gpt.with_shards(2), 4),
-        Case("the same, fp32, 2 micro-batches", gpt_fp32.with_shards(2), 2),
+        Case(f"recipes/byte-gpt.toml as it is: bf16, {shards} micro-batches", gpt, 6),
+        Case("the same, 1 micro-batch", gpt.with_shards(1), 6),
+        Case("the same, 8 micro-batches", gpt.with_shards(8), 6),
+        Case(f"the same, fp32, {shards} micro-batches", gpt_fp32, 4),
         Case("MLP 1024-1024-1024-10, fp32, batch 256, 1 micro-batch", wide, 40),
         Case("the same, 8 micro-batches", wide.with_shards(8), 20),
     ]

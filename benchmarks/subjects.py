@@ -56,12 +56,18 @@ class Subject:
         return sum(p.numel() for p in self.task.model.parameters())
 
 
-def byte_gpt(*, quick: bool, precision: str = "bf16") -> Subject:
-    """The model and the text of recipes/byte-gpt.toml: 3.2 million parameters, 16 windows of 256 bytes."""
-    small = ["options.layers=1", "options.width=64", "options.context=64", "batch.size=8"] if quick else []
+def byte_gpt(*, quick: bool = False, precision: str = "bf16", wide: bool = False) -> Subject:
+    """The model and the text of recipes/byte-gpt.toml: 1.8 million parameters, 8 windows of 256 bytes.
+
+    Args:
+        wide: 3.2 million parameters and 16 windows, for more arithmetic a step.
+    """
+    sizes = ["options.width=256", "batch.size=16"] if wide else []
+    sizes += ["options.layers=1", "options.width=64", "options.context=64"] if quick else []
     recipe = load_recipe(
         _ROOT / "recipes" / "byte-gpt.toml",
-        [f"steps={_STEPS}", f'precision.compute="{precision}"', "schedule.warmup_steps=10", *small],
+        [f"steps={_STEPS}", f'precision.compute="{precision}"', "schedule.warmup_steps=10", *sizes],
+        strategy="ddp",
     )
     task = load_task(recipe.task, recipe.options, recipe.seed, _ROOT / "recipes", CACHE_DIR)
     if task.initialize is not None:

@@ -18,7 +18,7 @@ from paceline.errors import TaskError
 from paceline.layout.buffers import UnitBuffers
 from paceline.layout.precision import Precision
 from paceline.layout.sums import Sums, checked
-from paceline.models.dropout import set_unit_key
+from paceline.models.dropout import name_dropouts
 from paceline.observe import Phases
 from paceline.state import Slot, trained_parameters
 from paceline.task import LossFunction
@@ -39,6 +39,7 @@ class Replicate:
         metric_names: sorted names of the metrics that the loss returns.
         precision: of forward and backward.
         phases: where the seconds go.
+        overlap: hand gradients on during backward; pointless, and slower, if nobody communicates.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Replicate:
         *,
         precision: Precision,
         phases: Phases,
+        overlap: bool = True,
     ) -> None:
         self.model = model
         self.metric_names = metric_names
@@ -61,9 +63,10 @@ class Replicate:
             )
         self.buffers = UnitBuffers(model)
         self._loss, self._precision, self._phases = loss, precision, phases
+        self._dropouts = name_dropouts(model)
         self._sink: GradSink | None = None
         self._pending: set[int] = set()
-        for index, p in enumerate(self.parameters):
+        for index, p in enumerate(self.parameters if overlap else ()):
             p.register_post_accumulate_grad_hook(partial(self._on_gradient, index))
 
     @property
@@ -84,8 +87,10 @@ class Replicate:
             Sums of loss, count and metrics.
         """
         sums = Sums(self.metric_names)
-        self.model.train()
-        self.model.zero_grad(set_to_none=True)
+        if not self.model.training:
+            self.model.train()
+        for p in self.parameters:
+            p.grad = None
         self.buffers.begin_step()
         self._pending = set(range(len(self.parameters)))
         pulled: Iterator[LoadedUnit] = iter(units)
@@ -121,9 +126,10 @@ class Replicate:
 
     def _seed(self, key: int) -> None:
         torch.default_generator.manual_seed(key)
-        if torch.cuda.is_available():
+        if self.device.type == "cuda":
             torch.cuda.manual_seed(key)
-        set_unit_key(self.model, key)
+        for dropout in self._dropouts:
+            dropout.unit_key = key
 
     def _on_gradient(self, index: int, p: Tensor) -> None:
         if self._sink is not None:

@@ -90,7 +90,9 @@ class UpdateTail:
                 raise self._not_finite(grads)
             scale.update(overflow=True)
             return Update(norm, lr, applied=False)
-        torch._foreach_mul_(list(grads.flats), self._clip(norm) / divisor)
+        multiplier = self._clip(norm) / divisor
+        if multiplier != 1.0:
+            torch._foreach_mul_(list(grads.flats), multiplier)
         for p, grad in zip(self._parameters, grads.tensors, strict=True):
             p.grad = grad
         self.state.optimizer.step()

@@ -78,7 +78,12 @@ def build_session(
     names = metric_names(task, model, device)
     recompute_and_compile(recipe, task, model, device, warn)
     placed = pieces.placed(
-        model, task.loss, names, precision=Precision(recipe.precision.compute, device.type), phases=phases
+        model,
+        task.loss,
+        names,
+        precision=Precision(recipe.precision.compute, device.type),
+        phases=phases,
+        overlap=mesh.replica.size > 1,
     )
     num_steps = num_steps_of(recipe, order.steps_per_epoch)
     state = TrainState(model, build_task_optimizer(recipe, task, model), loss_scale(recipe))

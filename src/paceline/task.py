@@ -59,7 +59,8 @@ class Task:
         initialize: `initialize(model, seed)`, sets weights by (seed, parameter name); None keeps what
             the constructor made under the seeded generator.
         report: `report(model, evaluation) -> lines`; what to print after training.
-        num_tokens_per_sample: for the rate on the progress line; 0 if samples are not text.
+        num_tokens_per_sample: for the rate on the progress line, and as a guess of how many items the
+            loss counts in a sample; 0 if samples are not text.
     """
 
     model: nn.Module

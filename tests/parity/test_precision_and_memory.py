@@ -91,7 +91,7 @@ def test_fp16_skips_the_same_step_on_all_ranks_and_then_learns() -> None:
     """A loss scale that is too large overflows: the step is skipped, the scale halves, no rank differs."""
 
     def run(cluster: Cluster) -> tuple[list[bool], list[float], Trajectory]:
-        recipe = gpt(precision={"compute": "fp16", "init_scale": 2.0**17, "growth_steps": 50}, steps=14)
+        recipe = gpt(precision={"compute": "fp16", "init_scale": 2.0**24, "growth_steps": 50}, steps=20)
         session = session_of(cluster, recipe)
         stats = list(session.rounds())
         parameters = {n: p.detach().clone() for n, p in session.placed.model.named_parameters()}
@@ -101,7 +101,7 @@ def test_fp16_skips_the_same_step_on_all_ranks_and_then_learns() -> None:
     (applied, scales, end), (applied_too, scales_too, end_too) = results
     assert applied == applied_too and scales == scales_too and end.distance(end_too) == 0.0
     assert not applied[0] and applied[-1], "the first step overflows, the last does not"
-    assert scales[0] == 2.0**16
+    assert scales[0] == 2.0**23
 
 
 @pytest.mark.capability("K1", "J11")

@@ -29,15 +29,19 @@ class Gradients:
     Args:
         tensors: by parameter index, in the parameter's shape; None where nobody has a gradient.
         flats: the storage that `tensors` are views of: a norm or a scale over these covers everything.
+        norms: Euclidean norm of each of `flats`, 0-d.
+        scale: what the sums were multiplied with before backward.
     """
 
     tensors: Sequence[Tensor | None]
     flats: Sequence[Tensor]
+    norms: Sequence[Tensor]
+    scale: float = 1.0
 
-    def only(self, used: Sequence[bool]) -> Gradients:
-        """Without those that no rank used; their storage holds zeros."""
+    def agreed(self, used: Sequence[bool], scale: float) -> Gradients:
+        """Without those that no rank used (their storage holds zeros), and with their scale."""
         kept = [g if u else None for g, u in zip(self.tensors, used, strict=True)]
-        return Gradients(kept, self.flats)
+        return Gradients(kept, self.flats, self.norms, scale)
 
 
 class Reducer(Protocol):
@@ -69,7 +73,8 @@ class LocalReducer:
 
     def finish(self) -> Gradients:
         """Return what there is."""
-        return Gradients(self._grads, [grad for grad in self._grads if grad is not None])
+        flats = [grad for grad in self._grads if grad is not None]
+        return Gradients(self._grads, flats, torch._foreach_norm(flats) if flats else [])
 
 
 class _Bucket:
@@ -133,7 +138,8 @@ class BucketReducer:
             self._launch_full()
 
     def finish(self) -> Gradients:
-        """Wait for all buckets, in the order of their launch."""
+        """Wait for all buckets, in order; the norm of one is taken while others are on the way."""
+        norms: list[Tensor] = []
         for bucket in self._buckets:
             if bucket.handle is None:
                 raise CommunicationError(
@@ -141,8 +147,9 @@ class BucketReducer:
                     next_step="the layout announces every parameter once a step, None without a gradient",
                 )
             bucket.handle.wait()
+            norms += torch._foreach_norm([bucket.flat])
         tensors = [self._home[i].views[i] for i in range(len(self._home))]
-        return Gradients(tensors, [bucket.flat for bucket in self._buckets])
+        return Gradients(tensors, [bucket.flat for bucket in self._buckets], norms)
 
     def _launch_full(self) -> None:
         while self._next < len(self._buckets) and not self._buckets[self._next].missing:

@@ -134,7 +134,7 @@ class PrecisionRecipe(Table):
     """The number format of forward and backward; parameters and the update stay fp32."""
 
     compute: Literal["fp32", "bf16", "fp16"] = Field(default="fp32", description="format of the activations")
-    init_scale: float = Field(default=1024.0, gt=0, description="first factor of the loss (fp16)")
+    init_scale: float = Field(default=65536.0, gt=0, description="first factor of the loss (fp16)")
     growth_steps: int = Field(
         default=200, ge=1, description="finite updates before the factor doubles (fp16)"
     )

@@ -13,6 +13,7 @@ from paceline.data import LockstepWork, Stream
 from paceline.layout import Replicate, Sums
 from paceline.mesh import Group
 from paceline.observe import Phases, Stats
+from paceline.state import TrainState
 from paceline.sync.tail import Tail, Update
 
 
@@ -24,6 +25,9 @@ class EveryStep:
         net: this rank's wires.
         reducer: sums gradients over `group`.
         phases: where the seconds go.
+        items_per_sample: about how many items the loss counts in a sample. The loss is divided by the
+            power of two below a step's items before backward, which is exact, so that most of the
+            division costs nothing; the tail divides by the rest.
         stop_requested: whether this rank was asked to stop; all ranks learn of it in the same step.
     Wire: one all_reduce a bucket and one for the tally.
     Source: Chen et al. 2016, Revisiting Distributed Synchronous SGD, arXiv:1604.00981, section 2.1.
@@ -36,10 +40,12 @@ class EveryStep:
         reducer: Reducer,
         *,
         phases: Phases,
+        items_per_sample: int = 1,
         stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
         self.reducer = reducer
         self._group, self._net, self._phases = group, net, phases
+        self._items_per_sample = items_per_sample
         self._stop_requested = stop_requested
 
     def rounds(self, work: LockstepWork, stream: Stream, placed: Replicate, tail: Tail) -> Iterator[Stats]:
@@ -61,15 +67,20 @@ class EveryStep:
     def step(self, work: LockstepWork, stream: Stream, placed: Replicate, tail: Tail) -> tuple[Tally, Update]:
         """One step: units, agreement, update."""
         self.reducer.begin()
-        sums = placed.run(stream, work.num_units(tail.state.step), self.reducer, tail.state.scale.value)
+        scale = self.gradient_scale(work, tail.state)
+        sums = placed.run(stream, work.num_units(tail.state.step), self.reducer, scale)
         agreement = self._tally(sums, placed).agree(self._net, self._group, placed.device)
         with self._phases.during("communication"):
             grads = self.reducer.finish()
             tally = agreement.wait()
         with self._phases.during("optimizer"):
             placed.buffers.end_step(tally.buffers, tally.units)
-            update = tail.apply(grads.only([u > 0 for u in tally.used]), tally)
+            update = tail.apply(grads.agreed([u > 0 for u in tally.used], scale), tally)
         return tally, update
+
+    def gradient_scale(self, work: LockstepWork, state: TrainState) -> float:
+        """What losses are multiplied with before backward in the state's step."""
+        return state.scale.value / power_of_two(work.order.batch_size(state.step) * self._items_per_sample)
 
     def _tally(self, sums: Sums, placed: Replicate) -> Tally:
         total, count, metrics = sums.read()
@@ -102,3 +113,8 @@ class EveryStep:
             phases=phases,
             sent_bytes=self._net.ledger.total().sent_bytes,
         )
+
+
+def power_of_two(number: int) -> float:
+    """The largest power of two that is not above a number of at least 1."""
+    return float(2 ** (number.bit_length() - 1))

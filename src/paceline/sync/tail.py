@@ -1,6 +1,6 @@
 """The tail of a step: from summed gradients to an update. The one place where gradients are divided.
 
-In this order: global norm, non-finite check, one multiplier for loss scale, count and clip, learning rate,
+In this order: global norm, non-finite check, one multiplier for scale, count and clip, learning rate,
 optimizer step. Invariant: it sees sums that are equal on all ranks, so every rank takes the same decision
 and makes the same update.
 """
@@ -75,7 +75,7 @@ class UpdateTail:
         """Make one update from sums over all ranks.
 
         Args:
-            grads: summed over every unit of the step, times the loss scale; scaled in place.
+            grads: summed over every unit of the step, times `grads.scale`; changed in place.
             tally: agreed sums; its count is the divisor.
         Raises:
             NumericError: a gradient is not finite and the precision has no loss scale to lower.
@@ -83,8 +83,8 @@ class UpdateTail:
         scale, lr = self.state.scale, self._set_rates()
         if not tally.count:
             return Update(0.0, lr, applied=False)
-        divisor = scale.value * (tally.count if self._reduction == "mean" else 1.0)
-        norm = global_norm(grads.flats) / divisor
+        divisor = grads.scale * (tally.count if self._reduction == "mean" else 1.0)
+        norm = global_norm(grads.norms) / divisor
         if not math.isfinite(norm):
             if not scale.dynamic:
                 raise self._not_finite(grads)
@@ -125,12 +125,11 @@ class UpdateTail:
         )
 
 
-def global_norm(flats: Sequence[Tensor]) -> float:
-    """Euclidean norm over all tensors together; 0 for none. Waits for the device.
+def global_norm(norms: Sequence[Tensor]) -> float:
+    """Euclidean norm over all tensors together, from the norms of each; 0 for none. Waits for the device.
 
     A norm over shards of a replica needs a sum over the group that splits it: the layout's work.
     """
-    if not flats:
+    if not norms:
         return 0.0
-    norms = torch._foreach_norm(list(flats))
     return float(torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms])))

@@ -109,6 +109,7 @@ def build_session(
             net,
             pieces.reducer(placed.parameters, mesh.replica, net, recipe.runtime.bucket_bytes),
             phases=phases,
+            items_per_sample=max(1, task.num_tokens_per_sample),
             stop_requested=stop_requested,
         ),
         num_steps=num_steps,

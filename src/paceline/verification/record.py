@@ -20,7 +20,7 @@ class Record:
 
     Args:
         total, count: agreed sums of the loss.
-        sums: gradients as they reached the tail, loss scale taken out, by parameter name.
+        sums: gradients as they reached the tail, their scale taken out, by parameter name.
         final: gradients as the optimizer saw them.
         update: what the tail said it did.
     """
@@ -48,8 +48,8 @@ class RecordingTail:
 
     def apply(self, grads: Gradients, tally: Tally) -> Update:
         """Copy what comes in, let the inner tail work, copy what the optimizer saw."""
-        scale = self.state.scale.value
-        sums = {n: g / scale for n, g in zip(self._parameters, grads.tensors, strict=True) if g is not None}
+        given = zip(self._parameters, grads.tensors, strict=True)
+        sums = {n: g / grads.scale for n, g in given if g is not None}
         update = self.inner.apply(grads, tally)
         final = {n: p.grad.clone() for n, p in self._parameters.items() if p.grad is not None}
         self.last = Record(tally.total, tally.count, sums, final, update)

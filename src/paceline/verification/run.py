@@ -151,7 +151,8 @@ class Verifier:
         tensors = {name: t.detach().clone() for name, t in state.tensors().items()}
         self.oracle_state.load(tensors, state.scalars())
         before = self.oracle.buffers()
-        shards = self.oracle.shards(self.oracle.work.units(step), state.scale.value)
+        scale = self.session.rule.gradient_scale(self.oracle.work, state)
+        shards = self.oracle.shards(self.oracle.work.units(step), scale)
         return Reference(tensors, accumulate(shards, before))
 
     def _expected(self, reference: Reference, update: int) -> None:

@@ -127,7 +127,8 @@ def test_a_gradient_that_is_missing_counts_as_zero_also_if_the_last_step_had_one
         reducer.ready(1, grad)
         grads = reducer.finish()
     assert grads.tensors[1].tolist() == [0.0, 0.0]
-    kept = grads.only([True, False])
+    kept = grads.agreed([True, False], 0.5)
+    assert kept.scale == 0.5
     assert kept.tensors[1] is None
     assert kept.flats is grads.flats
 

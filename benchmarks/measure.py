@@ -170,6 +170,20 @@ def merge_ranks(ranks: Sequence[Sequence[Series]]) -> list[Series]:
     return [_merge([series[i] for series in ranks]) for i in range(len(ranks[0]))]
 
 
+def chain(rounds: Sequence[Sequence[Series]]) -> list[Series]:
+    """The series of several measurements of the same sides as one; the losses are those of the first."""
+    return [_chain([series[i] for series in rounds]) for i in range(len(rounds[0]))]
+
+
+def _chain(parts: Sequence[Series]) -> Series:
+    return Series(
+        parts[0].name,
+        tuple(block for part in parts for block in part.seconds),
+        tuple(block for part in parts for block in part.cpu_seconds),
+        parts[0].losses,
+    )
+
+
 def _merge(same: Sequence[Series]) -> Series:
     same = [s for s in same if not math.isnan(s.losses[0])]  # a rank without a part in it
     return Series(

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from benchmarks.allocator import keep_freed_memory
 from benchmarks.measure import Series, Side, merge_ranks, take_turns
 from paceline.cluster import Cluster
 from paceline.testing import run_ranks
@@ -18,20 +19,29 @@ BuildSides = Callable[[Cluster], Sequence[Side]]
 DEADLINE_SECONDS = 170.0
 
 
-def measure_pair(build: BuildSides, *, repeats: int, steps: int, warmup: int) -> list[Series]:
+def measure_pair(
+    build: BuildSides, *, repeats: int, steps: int, warmup: int, keep_memory: bool = True
+) -> list[Series]:
     """Measure sides in a pair of processes.
 
     Args:
         build: called on both ranks; a function of a module, or a partial of one.
         repeats, steps, warmup: see `take_turns`.
+        keep_memory: see `benchmarks.allocator`.
     Returns:
         A series a side: the slower rank's seconds, the processor seconds of both, the mean of the losses.
     """
-    ranks = run_ranks(partial(_measure_rank, build, repeats, steps, warmup), 2, deadline=DEADLINE_SECONDS)
+    ranks = run_ranks(
+        partial(_measure_rank, build, repeats, steps, warmup, keep_memory), 2, deadline=DEADLINE_SECONDS
+    )
     return merge_ranks(ranks)
 
 
-def _measure_rank(build: BuildSides, repeats: int, steps: int, warmup: int, cluster: Cluster) -> list[Series]:
+def _measure_rank(
+    build: BuildSides, repeats: int, steps: int, warmup: int, keep_memory: bool, cluster: Cluster
+) -> list[Series]:
+    if keep_memory:
+        keep_freed_memory()
     torch.set_num_threads(1)
     sides = list(build(cluster))
     found = take_turns(sides, repeats=repeats, steps=steps, warmup=warmup, ready=dist.barrier)

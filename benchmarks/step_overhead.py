@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from benchmarks.allocator import keep_freed_memory
 from benchmarks.loops import HandLoop, bare, paceline_side
 from benchmarks.measure import Series, take_turns
 from benchmarks.report import Report, Table, comparison_table, present, series_data
@@ -71,6 +72,7 @@ def run(case: Case, threads: int) -> list[Series]:
 
 def measure(quick: bool) -> Report:
     """Run all cases."""
+    keep_freed_memory()
     tables: list[Table] = []
     data = {}
     for case in [*cases(quick), *overhead_cases(quick)]:

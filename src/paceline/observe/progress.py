@@ -51,7 +51,9 @@ class Progress:
             self._console.print(self.line(), markup=False, highlight=False, soft_wrap=True)
 
     def event(self, name: str, record: Mapping[str, Any]) -> None:
-        """Show an event above the progress line."""
+        """Show an event above the progress line; the books of the run go to the metrics file only."""
+        if name in ("communication", "cache"):
+            return
         flat = {**record, **record.get("metrics", {})}
         text = "  ".join(f"{k} {_short(v)}" for k, v in flat.items() if k != "metrics")
         self._console.print(f"{name}: {text}", markup=False, highlight=False, soft_wrap=True)

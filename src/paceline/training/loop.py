@@ -54,8 +54,21 @@ def fit(session: Session, run_dir: Path | None = None, sinks: Sequence[Sink] = (
             if not _done(session) and not stopped:
                 _at_intervals(session, run_dir, sinks)
         saved = _save(session, run_dir, sinks)
+        _account(session, sinks)
         evaluation = None if stopped else _evaluate(session, sinks)
     return Result(session.state.step, last, evaluation, saved, stopped)
+
+
+def _account(session: Session, sinks: Sequence[Sink]) -> None:
+    """What went over the wires, how much of its time was hidden, and what the sample cache saved."""
+    rows = {
+        f"{op} {group}": {**asdict(entry), "hidden_fraction": entry.hidden_fraction}
+        for (op, group), entry in session.net.ledger.rows.items()
+    }
+    loader = session.loader
+    for sink in sinks:
+        sink.event("communication", rows)
+        sink.event("cache", {"hits": loader.cache_hits, "lookups": loader.cache_lookups})
 
 
 def _at_intervals(session: Session, run_dir: Path | None, sinks: Sequence[Sink]) -> None:

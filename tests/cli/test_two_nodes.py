@@ -1,0 +1,102 @@
+"""Two nodes of two processes, joined over TCP: the same job, and the same end when a worker dies."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from paceline.cluster import Cluster
+from paceline.recipe import load_recipe
+from paceline.testing.parity import run_oracle
+
+ROOT = Path(__file__).parents[2]
+SETTINGS = [
+    "options.hidden=[32]",
+    "epochs=",
+    "batch.size=44",
+    "optimizer.weight_decay=0.0",
+    "schedule.warmup_steps=2",
+]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def start_nodes(run_dir: Path, steps: int) -> list[subprocess.Popen[str]]:
+    port = free_port()
+    settings = [*SETTINGS, f"steps={steps}", f"run_dir={run_dir}"]
+    command = [sys.executable, "-m", "paceline", "train", str(ROOT / "recipes" / "digits.toml"), "-n", "2"]
+    command += [word for setting in settings for word in ("--set", setting)]
+    command += ["--nodes", "2", "--rendezvous", f"127.0.0.1:{port}", "--token", "two-nodes"]
+    return [
+        subprocess.Popen(
+            [*command, "--node-rank", str(node)],
+            cwd=ROOT,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for node in range(2)
+    ]
+
+
+def finish(nodes: list[subprocess.Popen[str]], seconds: float) -> list[str]:
+    expires = time.monotonic() + seconds
+    try:
+        return [node.communicate(timeout=max(0.1, expires - time.monotonic()))[1] for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+            node.wait()
+
+
+@pytest.mark.capability("O2", "A2")
+def test_two_nodes_of_two_end_where_one_process_ends(tmp_path: Path) -> None:
+    nodes = start_nodes(tmp_path, steps=12)
+    errors = finish(nodes, 60)
+    assert [node.returncode for node in nodes] == [0, 0], errors
+    recipe = load_recipe(tmp_path / "recipe.toml")
+    oracle = run_oracle(recipe, 12)
+    found = load_file(tmp_path / "checkpoints" / "step-00000012" / "state.safetensors")
+    worst = max(float((found[f"model/{name}"] - p).abs().max()) for name, p in oracle.parameters.items())
+    assert worst <= 1e-5
+    assert Cluster.single().world_size == 1
+
+
+def workers_of(launcher: int) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+            command = (path.parent / "cmdline").read_text()
+        except OSError:
+            continue  # it has ended meanwhile
+        if int(fields[1]) == launcher and "paceline" in command and "train" in command:
+            found.append(int(path.parent.name))
+    return sorted(found)
+
+
+@pytest.mark.capability("O2")
+def test_a_worker_that_dies_ends_both_nodes(tmp_path: Path) -> None:
+    nodes = start_nodes(tmp_path, steps=1_000_000)
+    try:
+        expires = time.monotonic() + 60
+        while not (tmp_path / "metrics.jsonl").exists() or not (tmp_path / "metrics.jsonl").read_text():
+            assert time.monotonic() < expires and all(node.poll() is None for node in nodes)
+            time.sleep(0.05)
+        os.kill(workers_of(nodes[1].pid)[-1], signal.SIGKILL)
+        errors = finish(nodes, 10)
+    finally:
+        for node in nodes:
+            node.kill()
+    assert "was killed by SIGKILL" in errors[1]
+    assert errors[1].splitlines()[0].startswith("rank 3 ") or errors[1].splitlines()[0].startswith("rank 2 ")
+    assert nodes[0].returncode not in (0, None) and "look at the other nodes" in errors[0]

@@ -136,8 +136,8 @@ def test_a_part_of_a_batch_is_that_slice() -> None:
 
 
 @pytest.mark.capability("A5")
-def test_seeking_in_a_billion_samples_costs_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Work and memory of a seek depend on the batch, not on the epoch or on how far the seek goes."""
+def test_seeking_in_a_billion_samples_costs_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work and memory of a seek depend on the window, not on the epoch or on how far the seek goes."""
     evaluated = []
     encrypt = Permutation._encrypt
 
@@ -154,7 +154,7 @@ def test_seeking_in_a_billion_samples_costs_a_batch(monkeypatch: pytest.MonkeyPa
         _, peak_bytes = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert len(np.unique(batch)) == 256
-        assert sum(evaluated) < 300
+        assert sum(evaluated) < 1100
         assert peak_bytes < 100_000
 
 

@@ -124,7 +124,7 @@ class Order:
     seed: int
     shuffle: bool = True
     drop_last: bool = False
-    _window: _Window = field(default_factory=lambda: _Window(), init=False, repr=False, compare=False)
+    _window: _Window = field(default_factory=_Window, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.num_samples < 1:

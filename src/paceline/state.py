@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, TaskError
 
 
 @dataclass(frozen=True)
@@ -205,5 +205,15 @@ def _placed(value: Any, p: nn.Parameter, group: Mapping[str, Any]) -> Any:
 
 
 def trained_parameters(model: nn.Module) -> dict[Slot, nn.Parameter]:
-    """The parameters that take gradients, by slot, in the model's order; tied weights once."""
-    return {Slot.whole(name, p): p for name, p in model.named_parameters() if p.requires_grad}
+    """The parameters that take gradients, by slot, in the model's order; tied weights once.
+
+    Raises:
+        TaskError: there are none.
+    """
+    found = {Slot.whole(name, p): p for name, p in model.named_parameters() if p.requires_grad}
+    if not found:
+        raise TaskError(
+            "the model has no parameter that takes a gradient",
+            next_step="unfreeze what should be trained: parameter.requires_grad_(True)",
+        )
+    return found

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from paceline.data import LoadedUnit
-from paceline.errors import TaskError
 from paceline.layout.buffers import UnitBuffers
 from paceline.layout.precision import Precision
 from paceline.layout.sums import Sums, checked
@@ -56,11 +55,6 @@ class Replicate:
         self.metric_names = metric_names
         self.slots: dict[Slot, nn.Parameter] = trained_parameters(model)
         self.parameters = list(self.slots.values())
-        if not self.parameters:
-            raise TaskError(
-                "the model has no parameter that takes a gradient",
-                next_step="unfreeze what should be trained: parameter.requires_grad_(True)",
-            )
         self.buffers = UnitBuffers(model)
         self._loss, self._precision, self._phases = loss, precision, phases
         self._dropouts = name_dropouts(model)

@@ -1,0 +1,120 @@
+"""Every collective on real ranks, for every type and shape, and a broken twin of each that must be found."""
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.comm import Handle, Net
+from paceline.mesh import Group, Mesh
+from paceline.testing import run_ranks
+from tests.dist.comm.checks import CHECKS, DTYPES, close, value
+
+
+class BrokenNet(Net):
+    """One mistake in every collective."""
+
+    def all_reduce(self, x: Tensor, group: Group, reduction: str = "sum") -> Handle:
+        if group.rank == 1:
+            x.zero_()  # one rank is forgotten
+        return super().all_reduce(x, group, reduction)
+
+    def broadcast(self, x: Tensor, group: Group, source: int = 0) -> Handle:
+        return super().broadcast(x, group, (source + 1) % group.size)
+
+    def reduce(self, x: Tensor, group: Group, destination: int = 0, reduction: str = "sum") -> Handle:
+        return super().reduce(x, group, (destination + 1) % group.size, reduction)
+
+    def all_gather(self, x: Tensor, group: Group) -> Handle:
+        return Later(super().all_gather(x, group), lambda parts: parts[::-1])
+
+    def reduce_scatter(self, x: Tensor, group: Group, reduction: str = "sum") -> Handle:
+        return super().reduce_scatter(x.roll(x.shape[0] // group.size, 0), group, reduction)
+
+    def all_to_all(self, parts: Sequence[Tensor], group: Group) -> Handle:
+        return super().all_to_all(parts[::-1], group)
+
+    def gather(self, x: Tensor, group: Group, destination: int = 0) -> Handle:
+        return Later(super().gather(x, group, destination), lambda parts: parts[::-1])
+
+    def scatter(self, parts: Sequence[Tensor] | None, like: Tensor, group: Group, source: int = 0) -> Handle:
+        return super().scatter(parts and parts[::-1], like, group, source)
+
+    def barrier(self, group: Group) -> None:
+        return None
+
+
+class Later(Handle):
+    """A handle whose result is changed."""
+
+    def __init__(self, inner: Handle, change: Callable[[Any], Any]) -> None:
+        self.inner, self.change = inner, change
+
+    def wait(self, deadline_seconds: float | None = None) -> Any:
+        return self.change(self.inner.wait(deadline_seconds))
+
+
+def run_checks(cluster, kind: type[Net], folder: Path) -> dict[str, list[str]]:
+    group = Mesh.build(cluster, {"replica": cluster.world_size}).replica
+    problems: dict[str, list[str]] = {}
+    for op, check in CHECKS.items():
+        net = kind(deadline_seconds=20.0)
+        (folder / op).mkdir(exist_ok=True)
+        problems[op] = []
+        try:
+            problems[op] += check(net, group, folder / op)
+        except (
+            RuntimeError
+        ) as error:  # of the backend, on all ranks alike: the next operation is not affected
+            problems[op].append(f"raised {error}")
+    return problems
+
+
+@pytest.fixture(scope="module")
+def problems(tmp_path_factory: pytest.TempPathFactory):
+    """What the checks find, by (world, net); every world is started once."""
+
+    @functools.cache
+    def find(world: int, kind: type[Net]) -> list[dict[str, list[str]]]:
+        return run_ranks(run_checks, world, kind, tmp_path_factory.mktemp("barrier"), deadline=60.0)
+
+    return find
+
+
+ROWS = {"all_reduce": "G1", "all_gather": "G2"}
+
+
+def by_row(ops: Sequence[str]) -> list[Any]:
+    return [pytest.param(op, marks=pytest.mark.capability(ROWS.get(op, "G3"))) for op in ops]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("op", by_row(list(CHECKS)))
+def test_a_collective_equals_its_reference_on_every_rank(op: str, world: int, problems) -> None:
+    assert [found[op] for found in problems(world, Net)] == [[]] * world
+
+
+@pytest.mark.parametrize("op", by_row(list(CHECKS)))
+def test_a_mistake_in_a_collective_is_found(op: str, problems) -> None:
+    lines = [line for found in problems(3, BrokenNet) for line in found[op]]
+    assert [line for line in lines if not line.startswith("raised")]
+
+
+@pytest.mark.capability("G1")
+def test_eight_ranks_agree_to_the_bit_and_with_the_reference() -> None:
+    def reduce(cluster):
+        net, group = Net(20.0), Mesh.build(cluster, {"replica": 8}).replica
+        results = {}
+        for dtype in DTYPES:
+            inputs = [value(rank, dtype, "transposed") for rank in range(8)]
+            x = net.all_reduce(inputs[group.rank].clone(), group).wait()
+            results[str(dtype)] = (close(x, inputs, "sum"), x.contiguous().view(torch.uint8).tolist())
+        return results
+
+    first, *others = run_ranks(reduce, 8)
+    assert [name for name, (right, _) in first.items() if not right] == []
+    assert all(other == first for other in others)

@@ -1,0 +1,104 @@
+"""A worker without torch that does what the test scripts: `actor.py FOLDER RANK=ACTION ...`, others wait.
+
+It leaves its number in FOLDER/pid-RANK, that of its child in FOLDER/child-RANK.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from paceline.cluster import Cluster
+from paceline.errors import CommunicationError, DataError
+from paceline.launch import guard
+
+
+def wait() -> None:
+    time.sleep(1000)
+
+
+def raise_value() -> None:
+    raise ValueError("boom")
+
+
+def raise_data() -> None:
+    raise DataError("no such file", where="data.toml:3", next_step="make it")
+
+
+def lose() -> None:
+    """What a peer does: it notices after the cause, or before the cause could speak."""
+    raise CommunicationError("rank 1 is gone")
+
+
+def late_raise() -> None:
+    time.sleep(0.2)
+    raise_value()
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def late_kill() -> None:
+    time.sleep(0.2)
+    kill()
+
+
+def leave() -> None:
+    sys.stdout.write("last words\n")
+    os._exit(7)
+
+
+def obey() -> None:
+    """Finish the step, then end with the code of the signal."""
+
+    def finish(number: int, _: object) -> None:
+        time.sleep(0.2)
+        (folder / f"finished-{rank}").touch()
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, finish)
+    ready()
+    wait()
+
+
+def defy() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: (folder / f"defied-{rank}").touch())
+    ready()
+    wait()
+
+
+def report() -> None:
+    (folder / f"environ-{rank}").write_text(json.dumps(dict(os.environ)))
+    sys.stdout.write(f"out of {rank}, terminal: {sys.stdout.isatty()}\n")
+    sys.stderr.write(f"err of {rank}\n")
+
+
+def ready() -> None:
+    """Say so, and wait for the others: what a test compares must not depend on who started first."""
+    (folder / f"hidden-{rank}").write_text(str(os.getpid()))
+    (folder / f"hidden-{rank}").rename(folder / f"pid-{rank}")
+    while len(list(folder.glob("pid-*"))) < cluster.world_size:
+        time.sleep(0.01)
+
+
+folder = Path(sys.argv[1])
+cluster = Cluster.from_env()
+rank = cluster.global_rank
+actions = dict(argument.split("=") for argument in sys.argv[2:])
+names = actions.get(str(rank), actions.get("all", "wait")).split("+")
+if "bare" in names:
+    names.remove("bare")
+    ready()
+    globals()[names[0]]()
+with guard(cluster):
+    if "child" in names:
+        names.remove("child")
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+        (folder / f"child-{rank}").write_text(str(child.pid))
+    if names[0] not in ("obey", "defy"):
+        ready()
+    globals()[names[0]]()

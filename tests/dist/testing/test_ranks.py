@@ -1,0 +1,186 @@
+"""run_ranks: results by rank, every kind of failure told with its cause first, and nothing left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from paceline.cluster import Cluster
+from paceline.errors import CommunicationError, DataError, DeadlineError
+from paceline.testing import RanksFailed, run_ranks
+
+
+@dataclass
+class Answer:
+    """A class that only this test module knows."""
+
+    rank: int
+    total: float
+
+
+def add_up(cluster: Cluster, extra: float = 0.0) -> Answer:
+    """The sum of all ranks, by an all-reduce."""
+    import torch
+    import torch.distributed as dist
+
+    total = torch.tensor([cluster.global_rank + extra])
+    if cluster.world_size > 1:
+        dist.all_reduce(total)
+    return Answer(cluster.global_rank, total.item())
+
+
+def fail(cluster: Cluster, how: Callable[[], object]) -> None:
+    """Rank 1 fails, the others are in a collective that needs it."""
+    import torch.distributed as dist
+
+    if cluster.global_rank == 1:
+        how()
+    dist.barrier()
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def raise_data() -> None:
+    raise DataError("empty")
+
+
+def hang() -> None:
+    time.sleep(1000)
+
+
+def test_results_come_by_rank() -> None:
+    assert run_ranks(add_up, 3, 1.0) == [Answer(0, 6.0), Answer(1, 6.0), Answer(2, 6.0)]
+
+
+def test_one_rank_has_no_group() -> None:
+    assert run_ranks(add_up, 1) == [Answer(0, 0.0)]
+
+
+def test_local_functions_and_the_environment_of_the_test_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_TEST_COLOUR", "green")
+    word = "local"
+
+    def look(cluster: Cluster) -> tuple[str, str, str]:
+        return word, os.environ["PACELINE_TEST_COLOUR"], os.environ["OMP_NUM_THREADS"]
+
+    assert run_ranks(look, 2) == [("local", "green", "1")] * 2
+
+
+def test_a_rank_has_one_thread_and_a_loopback_group() -> None:
+    def look(cluster: Cluster) -> tuple[int, str]:
+        import torch
+
+        return torch.get_num_threads(), os.environ["GLOO_SOCKET_IFNAME"]
+
+    assert run_ranks(look, 2) == [(1, "lo")] * 2
+
+
+@pytest.mark.parametrize(
+    ("how", "headline"),
+    [(raise_data, "raised DataError: empty"), (kill, "was killed by SIGKILL (out of memory?)")],
+)
+def test_the_cause_comes_first_and_every_rank_is_told(how: Callable[[], object], headline: str) -> None:
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(fail, 3, how)
+    first, *others = caught.value.failures
+    assert (first.global_rank, first.headline) == (1, headline)
+    assert sorted((other.global_rank, other.kind) for other in others) == [
+        (0, "connection"),
+        (2, "connection"),
+    ]
+    assert all("in fail" in other.details for other in others)
+    assert ("in raise_data" in str(caught.value)) == (how is raise_data)
+
+
+def test_a_deadlock_ends_at_the_deadline_and_says_where() -> None:
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(fail, 2, hang, deadline=3)
+    assert [failure.kind for failure in caught.value.failures] == ["stopped", "stopped"]
+    assert "in hang (test_ranks.py" in caught.value.of(1).headline
+    assert "called from fail (test_ranks.py" in caught.value.of(0).headline
+
+
+def test_ranks_that_need_not_wait_for_the_failed_one_are_ended(tmp_path: Path) -> None:
+    def split(cluster: Cluster) -> None:
+        if cluster.global_rank == 1:
+            (tmp_path / "ready").touch()
+            time.sleep(1000)
+        while not (tmp_path / "ready").exists():
+            time.sleep(0.02)
+        raise ValueError("boom")
+
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(split, 2)
+    assert caught.value.failures[0].headline == "raised ValueError: boom"
+    assert caught.value.of(1).headline.startswith("was ended because of that; it was in split")
+
+
+def test_no_process_is_left(tmp_path: Path) -> None:
+    def leave_a_child(cluster: Cluster) -> None:
+        child = os.fork()
+        if child == 0:
+            time.sleep(1000)
+            os._exit(0)
+        (tmp_path / str(cluster.global_rank)).write_text(str(child))
+        raise ValueError("boom")
+
+    with pytest.raises(RanksFailed):
+        run_ranks(leave_a_child, 2)
+    for path in tmp_path.iterdir():
+        stat = Path(f"/proc/{path.read_text()}/stat")
+        while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] not in "ZX":
+            time.sleep(0.02)
+
+
+@pytest.mark.capability("O2")
+def test_strangers_are_turned_away_and_the_job_goes_on() -> None:
+    def disturb(cluster: Cluster) -> tuple[list[str], Answer]:
+        changes: list[dict[str, object]] = [{"token": "x"}, {"world_size": 3, "local_world_size": 3}, {}]
+        refusals = []
+        for change in changes if cluster.global_rank == 1 else []:
+            with pytest.raises(CommunicationError) as caught:
+                replace(cluster, **change).connect("cpu", 5.0)
+            refusals.append(caught.value.what.split(" the job")[0])
+        return refusals, add_up(cluster)
+
+    refusals, answer = run_ranks(disturb, 2)[1]
+    assert refusals == [
+        "Rank 1 has another token than",
+        "Rank 1 expects 3 processes,",
+        "Rank 1 has already joined",
+    ]
+    assert answer.total == 1.0
+
+
+@pytest.mark.capability("O2")
+def test_ranks_that_do_not_come_are_named() -> None:
+    def wait_for_more(cluster: Cluster) -> str:
+        with pytest.raises(DeadlineError) as caught:
+            replace(cluster, world_size=3, local_world_size=3, port=0).connect("cpu", 0.5)
+        return caught.value.what
+
+    assert run_ranks(wait_for_more, 1) == ["At the deadline ranks 1, 2 did not join."]
+
+
+@pytest.mark.capability("O2")
+def test_a_port_that_accepts_but_does_not_answer_ends_at_the_deadline() -> None:
+    """torch's own store client would wait for ever."""
+
+    def knock(cluster: Cluster) -> str:
+        silent = socket.create_server(("127.0.0.1", 0))
+        port = silent.getsockname()[1]
+        silent.detach()  # stays open: the stuck client would write a C++ stack when it closed
+        with pytest.raises(DeadlineError) as caught:
+            replace(cluster, global_rank=1, world_size=2, port=port).connect("cpu", 0.3)
+        return caught.value.what
+
+    assert "accepts connections but does not answer" in run_ranks(knock, 1)[0]

@@ -180,7 +180,7 @@ class RuntimeRecipe(Table):
     )
     compile: bool = Field(default=False, description="compile the model with torch.compile")
     deadline_seconds: float = Field(default=120.0, gt=0, description="seconds that any wait may take")
-    bucket_bytes: int = Field(default=4 * 2**20, ge=1, description="bytes of gradients sent together")
+    bucket_bytes: int = Field(default=16 * 2**20, ge=1, description="bytes of gradients sent together")
 
 
 class Recipe(Table):

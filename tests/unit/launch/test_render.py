@@ -21,6 +21,8 @@ def test_the_first_worker_in_full() -> None:
         "HOME": "/home",
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
+        "MALLOC_TRIM_THRESHOLD_": "2147483647",
+        "MALLOC_MMAP_THRESHOLD_": "2147483647",
         "OMP_NUM_THREADS": "3",
         "MKL_NUM_THREADS": "3",
         "RANK": "0",

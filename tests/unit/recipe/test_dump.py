@@ -68,4 +68,4 @@ def test_the_text_of_a_dump() -> None:
     assert text.startswith(
         'task = "digits"\nseed = 1\nepochs = 2.0\n\n[options]\nlayers = [8, 4]\n\n[batch]\nsize = 32\n'
     )
-    assert text.endswith("bucket_bytes = 4194304\n")
+    assert text.endswith("bucket_bytes = 16777216\n")

@@ -17,7 +17,7 @@ _FOREIGN_PREFIX = "TORCHELASTIC_"
 
 
 _KEEP_FREED_MEMORY = {"MALLOC_TRIM_THRESHOLD_": "2147483647", "MALLOC_MMAP_THRESHOLD_": "2147483647"}
-"""For glibc: by default it returns large blocks, and a step may pay thousands of page faults to get them back.
+"""For glibc: by default it returns large blocks, and a step may pay thousands of page faults for them.
 
 Measured in `benchmarks.heap`; the price is that freed memory stays with the process.
 """

@@ -6,8 +6,9 @@ degrees. The mesh owns the process groups; nobody else creates one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 AXES = ("replica", "shard", "pipeline", "context", "tensor")
 """From the slowest changing rank to the fastest: tensor peers are neighbours, replicas are far apart."""
+
+DATA_AXES = ("replica", "shard")
 
 
 @dataclass(frozen=True)
@@ -45,10 +48,19 @@ class Group:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The groups of one rank, by axis, and the group of all."""
+    """The groups of one rank.
+
+    Args:
+        world: all ranks.
+        axes: by axis.
+        data: ranks that share the samples of a step, each running units of its own: replica x shard.
+        inside: ranks that together are one replica: every axis but `replica`.
+    """
 
     world: Group
     axes: Mapping[str, Group]
+    data: Group
+    inside: Group
 
     @property
     def replica(self) -> Group:
@@ -75,35 +87,37 @@ class Mesh:
         world = tuple(range(cluster.world_size))
         rank = cluster.global_rank
         whole = Group("world", world, rank, _default_group(cluster.world_size))
-        return cls(whole, {axis: _axis_group(axis, sizes, whole) for axis in AXES})
+        axes = {axis: _span(axis, (axis,), sizes, whole, ()) for axis in AXES}
+        known = tuple(axes.values())
+        data = _span("data", DATA_AXES, sizes, whole, known)
+        return cls(whole, axes, data, _span("inside", AXES[1:], sizes, whole, known))
 
 
-def axis_ranks(axis: str, sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """All groups along one axis, as global ranks; pure.
+def span_ranks(axes: Sequence[str], sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """All groups that span some axes, as global ranks in ascending order; pure.
 
     Args:
-        axis: one of `AXES`.
+        axes: some of `AXES`.
         sizes: the size of every axis, in the order of `AXES`.
     """
-    place = AXES.index(axis)
-    stride = prod(sizes[place + 1 :])
-    block = stride * sizes[place]
-    return [
-        tuple(start + offset + i * stride for i in range(sizes[place]))
-        for start in range(0, prod(sizes), block)
-        for offset in range(stride)
-    ]
+    found: dict[tuple[int, ...], list[int]] = {}
+    for rank, place in enumerate(product(*(range(n) for n in sizes))):
+        outside = tuple(c for axis, c in zip(AXES, place, strict=True) if axis not in axes)
+        found.setdefault(outside, []).append(rank)
+    return [tuple(ranks) for ranks in found.values()]
 
 
-def _axis_group(axis: str, sizes: tuple[int, ...], world: Group) -> Group:
-    mine: Group | None = None
-    for ranks in axis_ranks(axis, sizes):
-        handle = _new_group(ranks, world)
-        if world.rank in ranks:
-            mine = Group(axis, ranks, ranks.index(world.rank), handle)
-    if mine is None:
-        raise AssertionError(f"rank {world.rank} has no coordinate on axis {axis}")
-    return mine
+def _span(
+    name: str, axes: Sequence[str], sizes: tuple[int, ...], world: Group, known: Sequence[Group]
+) -> Group:
+    """This rank's group along some axes; a process group that exists for the same ranks is used again."""
+    groups = span_ranks(axes, sizes)
+    mine = next(ranks for ranks in groups if world.rank in ranks)
+    same = next((g for g in known if g.ranks == mine), None)
+    if same is not None:
+        return Group(name, mine, same.rank, same.handle)
+    handles = {ranks: _new_group(ranks, world) for ranks in groups}
+    return Group(name, mine, mine.index(world.rank), handles[mine])
 
 
 def _new_group(ranks: tuple[int, ...], world: Group) -> dist.ProcessGroup | None:

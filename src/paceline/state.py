@@ -7,9 +7,9 @@ If it is not here, it is not state: the order of samples, dropout and the learni
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,29 @@ class Slot:
     def whole(cls, name: str, tensor: Tensor) -> Slot:
         """A slot that this rank holds in full."""
         return cls(name, tuple(tensor.shape), tuple((0, n) for n in tensor.shape))
+
+    @property
+    def rows(self) -> slice:
+        """The rows of the whole tensor (its first dimension) that this rank holds."""
+        return slice(*self.part[0]) if self.part else slice(None)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor of the state and its place in the whole: what a checkpoint stores and a resize moves."""
+
+    slot: Slot
+    tensor: Tensor
+
+
+class Keeper(Protocol):
+    """Who holds state beside model and optimizer: a rule, a codec's residuals."""
+
+    def pieces(self) -> Sequence[Piece]:
+        """Tensors, by names that no other keeper uses."""
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over whole tensors, by the names of `pieces`; the number of ranks may have changed."""
 
 
 _SMALLEST_SCALE = 2.0**-24
@@ -81,6 +104,9 @@ class TrainState:
         scale: of the loss.
         step: number of steps taken, the position in the data.
         updates: number of updates applied, the position in the schedule (skipped steps do not count).
+        trained: what this rank's optimizer updates, where that is not the model's own parameters; a part
+            shares its memory with the parameter that it is a part of.
+        keepers: who else holds state, by a word for the first part of its names.
     """
 
     model: nn.Module
@@ -88,14 +114,35 @@ class TrainState:
     scale: LossScale = field(default_factory=LossScale)
     step: int = 0
     updates: int = 0
+    trained: Mapping[Slot, nn.Parameter] = field(default_factory=dict)
+    keepers: dict[str, Keeper] = field(default_factory=dict)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor by logical name: `model/NAME`, `optimizer/NAME/KEY`. Not copied."""
-        found = {f"model/{name}": value for name, value in self._model_tensors().items()}
+        """Every tensor by logical name: `model/NAME`, `optimizer/NAME/KEY`. This rank's part, not copied."""
+        return {piece.slot.name: piece.tensor for piece in self.pieces()}
+
+    def pieces(self) -> list[Piece]:
+        """Every tensor with its place in the whole. Not copied."""
+        by_name = {slot.name: slot for slot in self.trained}
+        found = [
+            Piece(_model_slot(name, value, by_name), value) for name, value in self._model_tensors().items()
+        ]
+        found += self.optimizer_pieces()
+        for word, keeper in self.keepers.items():
+            found += [
+                Piece(replace(piece.slot, name=f"{word}/{piece.slot.name}"), piece.tensor)
+                for piece in keeper.pieces()
+            ]
+        return found
+
+    def optimizer_pieces(self) -> list[Piece]:
+        """The optimizer's tensors: `optimizer/NAME/KEY`."""
+        slots = {p: slot for slot, p in self.trained.items()}
+        found = []
         for name, p in self._optimized():
             for key, value in self.optimizer.state.get(p, {}).items():
                 if isinstance(value, Tensor):
-                    found[f"optimizer/{name}/{key}"] = value
+                    found.append(Piece(_moment_slot(f"optimizer/{name}/{key}", value, slots.get(p)), value))
         return found
 
     def scalars(self) -> dict[str, Any]:
@@ -132,6 +179,8 @@ class TrainState:
             for p in group["params"]:
                 if p in moments:
                     self.optimizer.state[p] = {k: _placed(v, p, group) for k, v in moments[p].items()}
+        for word, keeper in self.keepers.items():
+            keeper.load(_under(f"{word}/", tensors))
         self.step, self.updates = int(scalars["step"]), int(scalars["updates"])
         self.scale.value = float(scalars["scale"]["value"])
         self.scale.clean_steps = int(scalars["scale"]["clean_steps"])
@@ -158,15 +207,18 @@ class TrainState:
 
     def _entries(self, values: Mapping[str, Any], wrong: list[str]) -> dict[nn.Parameter, dict[str, Any]]:
         """Values by parameter and key; names that fit no parameter go to `wrong`."""
-        parameters = dict(self._optimized())
+        parameters, whole = dict(self._optimized()), dict(self.model.named_parameters())
+        rows = {p: slot.rows for slot, p in self.trained.items()}
         found: dict[nn.Parameter, dict[str, Any]] = {}
         for full, value in values.items():
             name, _, key = full.removeprefix("optimizer/").rpartition("/")
-            p = parameters.get(name)
-            if p is None or not _suits(value, p):
+            if name not in whole or not _suits(value, whole[name]):
                 wrong.append(full)
-            else:
-                found.setdefault(p, {})[key] = value
+            elif name in parameters:
+                p = parameters[name]
+                found.setdefault(p, {})[key] = _part(value, rows.get(p), len(whole[name].shape))
+            elif not self.trained:
+                wrong.append(full)
         return found
 
     def _model_tensors(self) -> dict[str, Tensor]:
@@ -185,7 +237,36 @@ class TrainState:
 
     def _optimized(self) -> list[tuple[str, nn.Parameter]]:
         names = {p: name for name, p in self.model.named_parameters()}
+        names |= {p: slot.name for slot, p in self.trained.items()}
         return [(names[p], p) for group in self.optimizer.param_groups for p in group["params"]]
+
+
+def _model_slot(name: str, value: Tensor, trained: Mapping[str, Slot]) -> Slot:
+    """Whole, unless its rank alone holds the right values of it (a stage of a pipeline)."""
+    slot = Slot.whole(f"model/{name}", value)
+    held = trained.get(name)
+    return replace(slot, axes=held.axes) if held is not None and "pipeline" in held.axes else slot
+
+
+def _moment_slot(name: str, value: Tensor, of: Slot | None) -> Slot:
+    """The place of a moment: that of its parameter, where the shapes agree."""
+    if of is None or value.dim() == 0:
+        return replace(Slot.whole(name, value), axes=frozenset() if of is None else of.axes - {"shard"})
+    if value.dim() == len(of.shape) and value.shape[0] == of.part[0][1] - of.part[0][0]:
+        shape = (of.shape[0], *value.shape[1:])
+        return Slot(name, shape, (of.part[0], *((0, n) for n in value.shape[1:])), of.axes)
+    return replace(Slot.whole(name, value), axes=of.axes - {"shard"})
+
+
+def _part(value: Any, rows: slice | None, num_dims: int) -> Any:
+    """The rows of a whole moment; what has no rows is whole on every rank."""
+    if rows is None or not isinstance(value, Tensor) or value.dim() < max(1, num_dims):
+        return value
+    return value[rows]
+
+
+def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
 
 
 def _suits(value: Any, p: nn.Parameter) -> bool:

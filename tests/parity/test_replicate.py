@@ -235,7 +235,7 @@ def test_replicas_that_start_apart_are_made_equal() -> None:
 
 def ready_order_differs(cluster: Cluster) -> Trajectory:
     """Tiny buckets: every parameter its own, launched in one order whatever backward does."""
-    pieces = Pieces(reducer=lambda parameters, group, net, _: BucketReducer(parameters, group, net, 1))
+    pieces = Pieces(reducer=lambda parameters, wire, _: BucketReducer(parameters, wire, 1))
     recipe = digits(batch={"size": 6, "shards": 3}, optimizer={"name": "sgd", "lr": 0.01})
     return run_strategy(cluster, recipe, odd_task, pieces)
 

@@ -6,7 +6,7 @@ import pytest
 
 from paceline.cluster import Cluster
 from paceline.errors import StrategyError
-from paceline.mesh import AXES, Group, Mesh, axis_ranks
+from paceline.mesh import AXES, Group, Mesh, span_ranks
 
 SHAPES = [(1, 1, 1, 1, 1), (4, 1, 1, 1, 1), (2, 1, 3, 1, 2), (2, 2, 2, 2, 2), (1, 5, 1, 1, 3)]
 
@@ -14,7 +14,7 @@ SHAPES = [(1, 1, 1, 1, 1), (4, 1, 1, 1, 1), (2, 1, 3, 1, 2), (2, 2, 2, 2, 2), (1
 @pytest.mark.parametrize("sizes", SHAPES)
 @pytest.mark.parametrize("axis", AXES)
 def test_groups_of_an_axis_are_a_partition_of_the_world(axis: str, sizes: tuple[int, ...]) -> None:
-    groups = axis_ranks(axis, sizes)
+    groups = span_ranks((axis,), sizes)
     assert {len(ranks) for ranks in groups} == {sizes[AXES.index(axis)]}
     assert sorted(rank for ranks in groups for rank in ranks) == list(range(prod(sizes)))
     assert all(list(ranks) == sorted(ranks) for ranks in groups)
@@ -24,7 +24,7 @@ def test_groups_of_an_axis_are_a_partition_of_the_world(axis: str, sizes: tuple[
 def test_a_rank_is_named_by_its_coordinates(sizes: tuple[int, ...]) -> None:
     places = {
         rank: tuple(
-            next(ranks.index(rank) for ranks in axis_ranks(axis, sizes) if rank in ranks) for axis in AXES
+            next(ranks.index(rank) for ranks in span_ranks((axis,), sizes) if rank in ranks) for axis in AXES
         )
         for rank in range(prod(sizes))
     }
@@ -34,8 +34,14 @@ def test_a_rank_is_named_by_its_coordinates(sizes: tuple[int, ...]) -> None:
 
 def test_tensor_peers_are_neighbours_and_replicas_are_far_apart() -> None:
     sizes = (2, 1, 1, 1, 4)
-    assert axis_ranks("tensor", sizes) == [(0, 1, 2, 3), (4, 5, 6, 7)]
-    assert axis_ranks("replica", sizes) == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert span_ranks(("tensor",), sizes) == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert span_ranks(("replica",), sizes) == [(0, 4), (1, 5), (2, 6), (3, 7)]
+
+
+def test_a_span_joins_axes() -> None:
+    sizes = (2, 2, 2, 1, 1)
+    assert span_ranks(("replica", "shard"), sizes) == [(0, 2, 4, 6), (1, 3, 5, 7)]
+    assert span_ranks(AXES[1:], sizes) == [(0, 1, 2, 3), (4, 5, 6, 7)]
 
 
 def test_one_process_has_a_group_of_one_on_every_axis_and_no_wire() -> None:

@@ -15,14 +15,13 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline.errors import CheckpointError
-from paceline.state import TrainState
 
 _TENSORS, _SCALARS = "state.safetensors", "state.json"
 _SEAL = "record_sha256"
@@ -37,7 +36,21 @@ class Checkpoint:
     scalars: Mapping[str, Any]
 
 
-def save(folder: Path, state: TrainState, keep: int) -> Path:
+class Saved(Protocol):
+    """A whole state."""
+
+    @property
+    def step(self) -> int:
+        """Steps taken."""
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """By name."""
+
+    def scalars(self) -> Mapping[str, Any]:
+        """JSON values."""
+
+
+def save(folder: Path, state: Saved, keep: int) -> Path:
     """Write `folder/step-NNNNNNNN`, and remove all but the `keep` that were saved last.
 
     Raises:
@@ -61,7 +74,7 @@ def save(folder: Path, state: TrainState, keep: int) -> Path:
     return place
 
 
-def _write(draft: Path, state: TrainState) -> None:
+def _write(draft: Path, state: Saved) -> None:
     save_file(_separate(state.tensors()), draft / _TENSORS)
     record = {
         "format": 1,

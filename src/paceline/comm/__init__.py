@@ -1,23 +1,34 @@
 """What moves between ranks, and what it costs."""
 
+from paceline.comm.codec import Codec, Int8
 from paceline.comm.cost import Cost, cost
 from paceline.comm.handle import Handle
 from paceline.comm.ledger import ByteLedger, Entry
 from paceline.comm.net import Net
 from paceline.comm.reducer import BucketReducer, Gradients, LocalReducer, Reducer, build_reducer
+from paceline.comm.sharded import AgreedNorm, ParameterGather, ShardedReducer
 from paceline.comm.tally import Tally
+from paceline.comm.wire import CodedWire, PlainWire, Wire
 
 __all__ = [
+    "AgreedNorm",
     "BucketReducer",
     "ByteLedger",
+    "Codec",
+    "CodedWire",
     "Cost",
     "Entry",
     "Gradients",
     "Handle",
+    "Int8",
     "LocalReducer",
     "Net",
+    "ParameterGather",
+    "PlainWire",
     "Reducer",
+    "ShardedReducer",
     "Tally",
+    "Wire",
     "build_reducer",
     "cost",
 ]

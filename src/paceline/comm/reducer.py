@@ -9,17 +9,16 @@ gradient on this rank counted as zero. It sums; dividing is the tail's work.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.handle import Handle
-from paceline.comm.net import Net
+from paceline.comm.wire import Residual, Waits, Wire
 from paceline.errors import CommunicationError
-from paceline.mesh import Group
 
 
 @dataclass(frozen=True)
@@ -56,6 +55,46 @@ class Reducer(Protocol):
     def finish(self) -> Gradients:
         """Wait for the sums; every parameter was called ready once."""
 
+    def abort(self) -> None:
+        """Drop a half step: afterwards all is as it was before `begin`."""
+
+    def residuals(self) -> Sequence[tuple[str, int, Tensor]]:
+        """What coding has lost: (which side's, parameter index, values in the parameter's shape)."""
+
+    def set_residuals(self, found: Mapping[tuple[str, int], Tensor]) -> None:
+        """Go on from these, by (side, parameter index); what is missing is zero."""
+
+
+class WrappedReducer:
+    """A reducer that passes everything on; a subclass changes one thing on the way."""
+
+    def __init__(self, inner: Reducer) -> None:
+        self.inner = inner
+
+    def begin(self) -> None:
+        """Pass it on."""
+        self.inner.begin()
+
+    def ready(self, index: int, grad: Tensor | None) -> None:
+        """Pass it on."""
+        self.inner.ready(index, grad)
+
+    def finish(self) -> Gradients:
+        """Pass it on."""
+        return self.inner.finish()
+
+    def abort(self) -> None:
+        """Pass it on."""
+        self.inner.abort()
+
+    def residuals(self) -> Sequence[tuple[str, int, Tensor]]:
+        """Pass it on."""
+        return self.inner.residuals()
+
+    def set_residuals(self, found: Mapping[tuple[str, int], Tensor]) -> None:
+        """Pass it on."""
+        self.inner.set_residuals(found)
+
 
 class LocalReducer:
     """A group of one: the gradients are the sums."""
@@ -76,6 +115,17 @@ class LocalReducer:
         flats = [grad for grad in self._grads if grad is not None]
         return Gradients(self._grads, flats, torch._foreach_norm(flats) if flats else [])
 
+    def abort(self) -> None:
+        """Drop the references."""
+        self.begin()
+
+    def residuals(self) -> Sequence[tuple[str, int, Tensor]]:
+        """Nothing is coded."""
+        return ()
+
+    def set_residuals(self, found: Mapping[tuple[str, int], Tensor]) -> None:
+        """There is no coder to take them."""
+
 
 class _Bucket:
     """A flat buffer and the parameters in it."""
@@ -88,7 +138,7 @@ class _Bucket:
         pieces = self.flat.split([p.numel() for p in members])
         self.views = {i: v.view_as(p) for i, v, p in zip(indices, pieces, members, strict=True)}
         self.missing = set(indices)
-        self.handle: Handle | None = None
+        self.handle: Waits | None = None
 
     def begin(self) -> None:
         self.missing = set(self.views)
@@ -100,16 +150,15 @@ class BucketReducer:
 
     Args:
         parameters: those with a gradient, in the model's order; equal on every rank.
-        group: who sums.
-        net: this rank's wires.
+        wire: sums a bucket over the group.
         bucket_bytes: a bucket is closed once it holds this many bytes; one parameter is never split.
-    Wire: one all_reduce a bucket, 2 (P-1)/P n bytes in all for n bytes of gradients.
-    Exactness: sums in the backend's order; equal bits on every rank.
+    Wire: one all_reduce a bucket; plainly 2 (P-1)/P n bytes in all for n bytes of gradients.
+    Exactness: that of the wire; equal bits on every rank.
     Source: Li et al. 2020, PyTorch Distributed, arXiv:2006.15704, section 3.2 (bucketing and overlap).
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], group: Group, net: Net, bucket_bytes: int) -> None:
-        self._group, self._net = group, net
+    def __init__(self, parameters: Sequence[nn.Parameter], wire: Wire, bucket_bytes: int) -> None:
+        self._wire = wire
         self._buckets = [_Bucket(indices, parameters) for indices in plan_buckets(parameters, bucket_bytes)]
         self._home = {i: bucket for bucket in self._buckets for i in bucket.views}
         self._next = 0
@@ -122,6 +171,7 @@ class BucketReducer:
     def begin(self) -> None:
         """Open a step."""
         self._next = 0
+        self._wire.begin()
         for bucket in self._buckets:
             bucket.begin()
 
@@ -143,7 +193,7 @@ class BucketReducer:
         for bucket in self._buckets:
             if bucket.handle is None:
                 raise CommunicationError(
-                    f"parameters {sorted(bucket.missing)} were never called ready in step {self._net.step}",
+                    f"parameters {sorted(bucket.missing)} were never called ready",
                     next_step="the layout announces every parameter once a step, None without a gradient",
                 )
             bucket.handle.wait()
@@ -154,8 +204,52 @@ class BucketReducer:
     def _launch_full(self) -> None:
         while self._next < len(self._buckets) and not self._buckets[self._next].missing:
             bucket = self._buckets[self._next]
-            bucket.handle = self._net.all_reduce(bucket.flat, self._group)
+            bucket.handle = self._wire.all_reduce(bucket.flat, str(self._next))
             self._next += 1
+
+    def abort(self) -> None:
+        """Let what was launched end, well or badly; forget it."""
+        drain(bucket.handle for bucket in self._buckets)
+        self._wire.abort()
+
+    def residuals(self) -> Sequence[tuple[str, int, Tensor]]:
+        """Sides `sent` and `owned`, cut along the parameters."""
+        found: list[tuple[str, int, Tensor]] = []
+        for key, residual in self._wire.residuals().items():
+            bucket = self._buckets[int(key)]
+            for side, flat in residual.flats(self._wire.group.rank, bucket.flat.numel()):
+                pieces = flat.split([v.numel() for v in bucket.views.values()])
+                found += [
+                    (side, i, piece.view_as(v))
+                    for (i, v), piece in zip(bucket.views.items(), pieces, strict=True)
+                ]
+        return found
+
+    def set_residuals(self, found: Mapping[tuple[str, int], Tensor]) -> None:
+        """The inverse of `residuals`."""
+        group = self._wire.group
+        self._wire.set_residuals(
+            {
+                str(k): Residual.of_flats(
+                    {side: _flat_of(bucket.views, side, found) for side in ("sent", "owned")}, group
+                )
+                for k, bucket in enumerate(self._buckets)
+            }
+            if found
+            else {}
+        )
+
+
+def _flat_of(views: Mapping[int, Tensor], side: str, found: Mapping[tuple[str, int], Tensor]) -> Tensor:
+    return torch.cat([found.get((side, i), torch.zeros_like(v)).reshape(-1) for i, v in views.items()])
+
+
+def drain(handles: Iterable[Waits | None]) -> None:
+    """Wait for each with its own deadline; a failure is what an abort is for."""
+    for handle in handles:
+        if handle is not None:
+            with suppress(CommunicationError):
+                handle.wait()
 
 
 def plan_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[list[int]]:
@@ -185,8 +279,8 @@ def _alike(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and a.device == b.device
 
 
-def build_reducer(parameters: Sequence[nn.Parameter], group: Group, net: Net, bucket_bytes: int) -> Reducer:
+def build_reducer(parameters: Sequence[nn.Parameter], wire: Wire, bucket_bytes: int) -> Reducer:
     """The reducer that suits the group: none needed for one rank, buckets for more."""
-    if group.size == 1:
+    if wire.group.size == 1:
         return LocalReducer(parameters)
-    return BucketReducer(parameters, group, net, bucket_bytes)
+    return BucketReducer(parameters, wire, bucket_bytes)

@@ -4,11 +4,13 @@
 """
 
 from paceline.data.device import to_device
+from paceline.data.feed import Feed
 from paceline.data.loader import LoadedUnit, Loader, Stream
 from paceline.data.order import Order, Permutation
 from paceline.data.work import LockstepWork, Unit, split
 
 __all__ = [
+    "Feed",
     "LoadedUnit",
     "Loader",
     "LockstepWork",

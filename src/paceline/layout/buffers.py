@@ -60,6 +60,21 @@ class UnitBuffers:
         for now, base, piece in zip(self._now(), self._base, pieces, strict=True):
             _move(_real(now), _real(base), piece.to(now.device))
 
+    def values(self) -> list[Tensor]:
+        """Copies of the buffers as they are."""
+        return self._copies()
+
+    def change_since(self, before: list[Tensor]) -> Tensor:
+        """What became of earlier `values`, float64 [num_values]."""
+        changes = [_difference(now, base) for now, base in zip(self._now(), before, strict=True)]
+        return torch.cat(changes) if changes else self._no_change()
+
+    def reset(self, before: list[Tensor]) -> None:
+        """Put earlier `values` back, as those before the step."""
+        self._base = before
+        if self._places:
+            self._restore()
+
     def _now(self) -> list[Tensor]:
         """The buffers as the modules hold them now: a forward may have replaced one."""
         return [module._buffers[name] for module, name in self._places]  # type: ignore[misc]

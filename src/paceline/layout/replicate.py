@@ -8,25 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from paceline.data import LoadedUnit
 from paceline.layout.buffers import UnitBuffers
+from paceline.layout.placed import GradSink
 from paceline.layout.precision import Precision
 from paceline.layout.sums import Sums, checked
 from paceline.models.dropout import name_dropouts
 from paceline.observe import Phases
 from paceline.state import Slot, trained_parameters
 from paceline.task import LossFunction
-
-
-class GradSink(Protocol):
-    """Supplied by the rule: takes each gradient as soon as it is complete on this rank."""
-
-    def ready(self, index: int, grad: Tensor | None) -> None: ...
 
 
 class Replicate:
@@ -69,17 +63,7 @@ class Replicate:
         return self.parameters[0].device
 
     def run(self, units: Iterable[LoadedUnit], num_units: int, sink: GradSink, scale: float) -> Sums:
-        """Forward and backward of some units of one step.
-
-        Args:
-            units: this rank's share of the step, in order.
-            num_units: how many that is; 0 is allowed.
-            sink: takes every gradient once: during the last unit's backward, or after it for parameters
-                that the last unit did not use (None if no unit used them).
-            scale: what the loss is multiplied with before backward.
-        Returns:
-            Sums of loss, count and metrics.
-        """
+        """See `Placed.run`; during the last unit's backward each gradient is handed on as it is complete."""
         sums = Sums(self.metric_names)
         if not self.model.training:
             self.model.train()

@@ -171,6 +171,13 @@ class CheckpointRecipe(Table):
     keep: int = Field(default=2, ge=1, description="newest checkpoints that are kept")
 
 
+class OuterRecipe(Table):
+    """The outer optimizer of replicas that train alone and meet at times (diloco)."""
+
+    lr: float = Field(default=0.7, gt=0, description="share of the mean movement that is taken")
+    momentum: float = Field(default=0.9, ge=0, lt=1, description="Nesterov momentum of the movements")
+
+
 class RuntimeRecipe(Table):
     """Where and how the processes run; the result does not depend on it beyond rounding."""
 
@@ -214,6 +221,7 @@ class Recipe(Table):
     evaluate: EvaluateRecipe = Field(default_factory=EvaluateRecipe, description="held-out evaluation")
     checkpoint: CheckpointRecipe = Field(default_factory=CheckpointRecipe, description="when state is saved")
     strategy: Strategy = Field(default_factory=Strategy, description="how the work is distributed")
+    outer: OuterRecipe = Field(default_factory=OuterRecipe, description="the outer optimizer of diloco")
     runtime: RuntimeRecipe = Field(default_factory=RuntimeRecipe, description="where and how it runs")
 
     @field_validator("options", mode="before")

@@ -30,6 +30,7 @@ SYNCS = MappingProxyType(
         "hogwild": "hogwild",
         "local": "local:8",
         "diloco": "diloco:50",
+        "pipedream": "pipedream",
         "federated": "federated:10",
     }
 )
@@ -59,6 +60,11 @@ ROUTES = MappingProxyType(
 )
 
 
+SCHEDULES = MappingProxyType(
+    {"gpipe": "gpipe", "1f1b": "1f1b", "interleaved": "interleaved:2", "zero-bubble": "zero-bubble"}
+)
+
+
 def _check_word(text: str, words: Mapping[str, str]) -> str:
     word, colon, argument = text.partition(":")
     if word not in words:
@@ -80,6 +86,10 @@ def _check_codec(text: str) -> str:
 
 def _check_route(text: str) -> str:
     return _check_word(text, ROUTES)
+
+
+def _check_schedule(text: str) -> str:
+    return _check_word(text, SCHEDULES)
 
 
 def _all_is_none(value: Any) -> Any:
@@ -108,6 +118,9 @@ class Strategy(Table):
     )
     tensor: int = Field(default=1, ge=1, description="ranks that split each large tensor")
     pipeline: int = Field(default=1, ge=1, description="stages of consecutive layers")
+    schedule: Annotated[str, AfterValidator(_check_schedule)] = Field(
+        default="gpipe", description="the order in which a stage runs its micro-batches"
+    )
     context: int = Field(default=1, ge=1, description="ranks that split the positions of a sequence")
     lanes: int = Field(default=1, ge=1, description="threads of a process that run shards side by side")
     servers: int = Field(default=0, ge=0, description="further processes that hold state and do not train")
@@ -139,6 +152,29 @@ class Strategy(Table):
     def ranks_per_replica(self) -> int:
         """Processes that together hold one whole copy of the model."""
         return self.shard * self.tensor * self.pipeline * self.context
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """Size of each mesh axis; servers train nothing, and are further ranks of the replica axis."""
+        return {
+            "replica": (self.replicas or 1) + self.servers,
+            "shard": self.shard,
+            "pipeline": self.pipeline,
+            "context": self.context,
+            "tensor": self.tensor,
+        }
+
+    @property
+    def layout(self) -> str:
+        """The word of the layout: the one split that a replica has, or several joined by `+`."""
+        splits = [f"zero-{self.zero}"] if self.zero else []
+        splits += [axis for axis in ("tensor", "pipeline", "context") if getattr(self, axis) > 1]
+        return "+".join(splits) or "replicate"
+
+    @property
+    def sync_word(self) -> str:
+        """The rule, without its argument."""
+        return self.sync.partition(":")[0]
 
     def __str__(self) -> str:
         """The text that `parse` reads back: who and when always, the rest where it is not the default."""
@@ -172,8 +208,9 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         "hogwild": Preset("sync=hogwild route=shared-memory", "lock-free updates of shared weights"),
         "local-sgd": Preset("sync=local:8", "replicas train alone and average every 8 steps"),
         "diloco": Preset("sync=diloco:50", "local steps with an outer optimizer"),
+        "pipedream": Preset("replicas=1 pipeline=2 sync=pipedream", "stages that never wait for a flush"),
         "gpipe": Preset("pipeline=2", "stages of layers, all forwards before all backwards"),
-        "1f1b": Preset("pipeline=2", "stages of layers, forwards and backwards in turn"),
+        "1f1b": Preset("pipeline=2 schedule=1f1b", "stages of layers, forwards and backwards in turn"),
         "3d": Preset("tensor=2 pipeline=2", "replicas x tensor x pipeline"),
         "auto": Preset("replicas=all", "what fits: today every process is a replica"),
     }

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from paceline.errors import StrategyError
-from paceline.recipe.strategy import CODECS, PRESETS, ROUTES, SYNCS, Strategy
+from paceline.recipe.strategy import CODECS, PRESETS, ROUTES, SCHEDULES, SYNCS, Strategy
 
 
 class Support(NamedTuple):
@@ -48,31 +48,85 @@ class _Rule(NamedTuple):
     reason: Callable[[Strategy, _Place], str]
 
 
-_BUILT: dict[str, tuple[int | str, str]] = {  # field: the one value that is built, and what it means
-    "shard": (1, "a rank holds a whole replica"),
-    "zero": (0, "state is not sharded"),
-    "tensor": (1, "tensors are whole"),
-    "pipeline": (1, "the model is one stage"),
-    "context": (1, "sequences are whole"),
-    "lanes": (1, "a process runs one shard at a time"),
-    "servers": (0, "no process is a server"),
-    "sync": ("every-step", "replicas agree after each batch"),
-    "codec": ("fp32", "gradients travel uncompressed"),
-    "route": ("native", "the collectives of torch.distributed"),
+_BUILT: dict[str, tuple[frozenset[int | str], str]] = {  # choice: the words that are built, what they mean
+    "zero": (frozenset({0, 1}), "optimizer state is whole, or cut among the shard ranks"),
+    "tensor": (frozenset({1}), "tensors are whole"),
+    "context": (frozenset({1}), "sequences are whole"),
+    "lanes": (frozenset({1}), "a process runs one shard at a time"),
+    "sync": (frozenset({"every-step", "local", "diloco"}), "see `paceline strategies`"),
+    "codec": (frozenset({"fp32", "int8"}), "values, or bytes with a scale for every block"),
+    "route": (frozenset({"native"}), "the collectives of torch.distributed"),
+    "schedule": (frozenset({"gpipe"}), "all forwards, then all backwards"),
+    "pipeline": (frozenset({1}), "the model is one stage"),
 }
 
 
-def _not_built(field: str, built: int | str, meaning: str) -> _Rule:
+def _not_built(field: str, built: frozenset[int | str], meaning: str) -> _Rule:
     return _Rule(
-        lambda strategy, place: bool(getattr(strategy, field) != built),
+        lambda strategy, place: _word(strategy, field) not in built,
         lambda strategy, place: (
-            f"{field}={getattr(strategy, field)} is not built yet, only {field}={built} ({meaning})"
+            f"{field}={getattr(strategy, field)} is not built yet, only {field}="
+            f"{' or '.join(sorted(str(word) for word in built))} ({meaning})"
         ),
     )
 
 
+def _word(strategy: Strategy, field: str) -> int | str:
+    value: int | str = getattr(strategy, field)
+    return value.partition(":")[0] if isinstance(value, str) else value
+
+
+def _because(reason: str, broken: Callable[[Strategy], bool]) -> _Rule:
+    return _Rule(lambda strategy, place: broken(strategy), lambda strategy, place: reason)
+
+
+_ALONE = ("local", "diloco")
+_SERVED = ("server", "server-async", "backup")
+_COMBINATIONS = (
+    _because("shard without zero shares nothing: add zero=1", lambda s: s.shard > 1 and not s.zero),
+    _because("zero shares state among shard ranks: add shard=2", lambda s: s.zero > 0 and s.shard == 1),
+    _because(
+        "replicas that train alone must be whole on one rank: leave out shard and pipeline",
+        lambda s: s.sync_word in _ALONE and s.ranks_per_replica > 1,
+    ),
+    _because(
+        "zero inside a stage is not built yet: choose shard or pipeline",
+        lambda s: s.shard > 1 and s.pipeline > 1,
+    ),
+    _because(
+        "the gradients of a stage are not coded yet: leave out codec or pipeline",
+        lambda s: s.codec != "fp32" and s.pipeline > 1,
+    ),
+    _because(
+        "a server is what this rule needs: add servers=1",
+        lambda s: s.sync_word in _SERVED and s.servers != 1,
+    ),
+    _because(
+        "nobody would talk to a server under this rule: leave out servers",
+        lambda s: s.sync_word not in _SERVED and s.servers > 0,
+    ),
+    _because(
+        "a server holds a whole model, and gradients reach it uncoded: leave out shard, pipeline and codec",
+        lambda s: s.sync_word in _SERVED and (s.ranks_per_replica > 1 or s.codec != "fp32"),
+    ),
+    _because(
+        "pipedream is a rule of one pipeline: replicas=1 and pipeline=2 or more",
+        lambda s: s.sync_word == "pipedream" and (s.pipeline == 1 or s.replicas != 1),
+    ),
+    _because(
+        "schedule orders the stages of a pipeline: add pipeline=2",
+        lambda s: s.pipeline == 1 and s.schedule != "gpipe",
+    ),
+)
+
+
 def _num_ranks(strategy: Strategy) -> int:
     return (strategy.replicas or 1) * strategy.ranks_per_replica + strategy.servers
+
+
+def _sharers(strategy: Strategy) -> str:
+    shard = f" x shard={strategy.shard}" if strategy.shard > 1 else ""
+    return f"replicas={strategy.replicas}{shard}"
 
 
 def _explain_ranks(strategy: Strategy, place: _Place) -> str:
@@ -88,12 +142,13 @@ def _explain_ranks(strategy: Strategy, place: _Place) -> str:
 
 _RULES = (
     *(_not_built(field, built, meaning) for field, (built, meaning) in _BUILT.items()),
+    *_COMBINATIONS,
     _Rule(lambda strategy, place: _num_ranks(strategy) != place.processes, _explain_ranks),
     _Rule(
-        lambda strategy, place: (strategy.replicas or 1) > place.shards,
+        lambda strategy, place: (strategy.replicas or 1) * strategy.shard > place.shards,
         lambda strategy, place: (
-            f"replicas={strategy.replicas} is more than batch.shards={place.shards}, so a replica would"
-            f" have no work: start at most {place.shards} processes or raise batch.shards"
+            f"{_sharers(strategy)} is more than batch.shards={place.shards}, so a rank would have no work:"
+            f" start at most {place.shards} processes or raise batch.shards"
         ),
     ),
 )
@@ -144,8 +199,17 @@ def _fill(strategy: Strategy, processes: int) -> Strategy:
 def _names() -> Iterator[str]:
     yield from PRESETS
     yield from ("tensor=2", "context=2", "lanes=2")
-    for choice, words in (("sync", SYNCS), ("codec", CODECS), ("route", ROUTES)):
-        yield from (f"{choice}={example}" for example in words.values())
+    for choice, words in (("sync", SYNCS), ("codec", CODECS), ("route", ROUTES), ("schedule", SCHEDULES)):
+        for word, example in words.items():
+            yield f"{_NEEDED.get(word, '')}{choice}={example}"
+
+
+_NEEDED = {  # what a word cannot do without
+    "backup": "servers=1 ",
+    "server-async": "servers=1 ",
+    "pipedream": "replicas=1 pipeline=2 ",
+    **dict.fromkeys(SCHEDULES, "pipeline=2 "),
+}
 
 
 def _row(name: str, shards: int) -> Row:

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from paceline.comm import Net, Reducer, Tally
-from paceline.data import LockstepWork, Stream
-from paceline.layout import Replicate, Sums
+from paceline.data import Feed, LockstepWork, Stream
+from paceline.layout import Placed, Sums
 from paceline.mesh import Group
 from paceline.observe import Phases, Stats
 from paceline.state import TrainState
+from paceline.sync.rule import step_stats
 from paceline.sync.tail import Tail, Update
 
 
@@ -21,9 +22,9 @@ class EveryStep:
     """The synchronous rule.
 
     Args:
-        group: the replicas.
+        group: the ranks that take a step together: all replicas, with all that each is spread over.
         net: this rank's wires.
-        reducer: sums gradients over `group`.
+        reducer: sums gradients over the replicas.
         phases: where the seconds go.
         items_per_sample: about how many items the loss counts in a sample. The loss is divided by the
             power of two below a step's items before backward, which is exact, so that most of the
@@ -48,8 +49,23 @@ class EveryStep:
         self._items_per_sample = items_per_sample
         self._stop_requested = stop_requested
 
-    def rounds(self, work: LockstepWork, stream: Stream, placed: Replicate, tail: Tail) -> Iterator[Stats]:
-        """Steps without end, from the state's own position; between two of them the state is consistent.
+    def rounds(self, feed: Feed, placed: Placed, tail: Tail) -> Iterator[Stats]:
+        """See `Rule`: a round is a step."""
+        state = tail.state
+        with feed.from_step(state.step) as stream:
+            while state.step < feed.num_steps:
+                self._phases.take()
+                step = state.step
+                tally, update = self.step(feed.work, stream, placed, tail)
+                state.step += 1
+                yield step_stats(step, step + 1, feed.work, state, tally, update, self._phases, self._net)
+
+    def abort(self) -> None:
+        """See `Rule`."""
+        self.reducer.abort()
+
+    def step(self, work: LockstepWork, stream: Stream, placed: Placed, tail: Tail) -> tuple[Tally, Update]:
+        """One step: units, agreement, update.
 
         Args:
             work: which units this rank runs in a step.
@@ -57,17 +73,9 @@ class EveryStep:
             placed: this rank's part of the model.
             tail: applies the update to the state.
         """
-        while True:
-            self._phases.take()
-            step = self._net.step = tail.state.step
-            tally, update = self.step(work, stream, placed, tail)
-            tail.state.step += 1
-            yield self._stats(step, work, tail, tally, update)
-
-    def step(self, work: LockstepWork, stream: Stream, placed: Replicate, tail: Tail) -> tuple[Tally, Update]:
-        """One step: units, agreement, update."""
+        self._net.step = tail.state.step
         self.reducer.begin()
-        scale = self.gradient_scale(work, tail.state)
+        scale = gradient_scale(work, tail.state, self._items_per_sample)
         sums = placed.run(stream, work.num_units(tail.state.step), self.reducer, scale)
         agreement = self._tally(sums, placed).agree(self._net, self._group, placed.device)
         with self._phases.during("communication"):
@@ -78,11 +86,7 @@ class EveryStep:
             update = tail.apply(grads.agreed([u > 0 for u in tally.used], scale), tally)
         return tally, update
 
-    def gradient_scale(self, work: LockstepWork, state: TrainState) -> float:
-        """What losses are multiplied with before backward in the state's step."""
-        return state.scale.value / power_of_two(work.order.batch_size(state.step) * self._items_per_sample)
-
-    def _tally(self, sums: Sums, placed: Replicate) -> Tally:
+    def _tally(self, sums: Sums, placed: Placed) -> Tally:
         total, count, metrics = sums.read()
         return Tally(
             units=sums.units,
@@ -94,25 +98,10 @@ class EveryStep:
             buffers=placed.buffers.change,
         )
 
-    def _stats(self, step: int, work: LockstepWork, tail: Tail, tally: Tally, update: Update) -> Stats:
-        seconds, phases = self._phases.take()
-        count = tally.count or 1.0
-        return Stats(
-            step=step,
-            epoch=work.order.epoch_of(step),
-            loss=tally.total / count,
-            metrics={name: value / count for name, value in tally.metrics.items()},
-            num_samples=work.order.batch_size(step),
-            num_items=tally.count,
-            grad_norm=update.grad_norm,
-            lr=update.lr,
-            applied=update.applied,
-            loss_scale=tail.state.scale.value,
-            stops=int(tally.stops),
-            seconds=seconds,
-            phases=phases,
-            sent_bytes=self._net.ledger.total().sent_bytes,
-        )
+
+def gradient_scale(work: LockstepWork, state: TrainState, items_per_sample: int) -> float:
+    """What losses are multiplied with before backward in the state's step."""
+    return state.scale.value / power_of_two(work.order.batch_size(state.step) * items_per_sample)
 
 
 def power_of_two(number: int) -> float:

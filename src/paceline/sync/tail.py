@@ -8,7 +8,7 @@ and makes the same update.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from paceline.comm import Gradients, Tally
 from paceline.errors import NumericError
-from paceline.optim import Schedule
 from paceline.state import TrainState
 
 
@@ -47,12 +46,19 @@ class Tail(Protocol):
         """Make one update."""
 
 
+class Rate(Protocol):
+    """Sets the optimizer's rates before an update; `paceline.optim.Schedule` is one."""
+
+    def apply(self, optimizer: torch.optim.Optimizer, update: int) -> float:
+        """Set the rate of every group for update number `update`, from 0."""
+
+
 class UpdateTail:
     """Divide, clip, update.
 
     Args:
         state: holds the optimizer, the loss scale and the update counter; changed in place.
-        parameters: in the order of the gradients.
+        parameters: in the order of the gradients; None where this rank updates nothing of it.
         schedule: factor of each group's base rate, by update.
         clip_norm: largest global norm of the divided gradient; None: no clip.
         reduction: "mean" divides by the global count, "sum" does not.
@@ -61,8 +67,8 @@ class UpdateTail:
     def __init__(
         self,
         state: TrainState,
-        parameters: Sequence[nn.Parameter],
-        schedule: Schedule,
+        parameters: Sequence[nn.Parameter | None],
+        schedule: Rate,
         *,
         clip_norm: float | None = None,
         reduction: str = "mean",
@@ -94,7 +100,8 @@ class UpdateTail:
         if multiplier != 1.0:
             torch._foreach_mul_(list(grads.flats), multiplier)
         for p, grad in zip(self._parameters, grads.tensors, strict=True):
-            p.grad = grad
+            if p is not None:
+                p.grad = grad
         self.state.optimizer.step()
         self.state.updates += 1
         scale.update(overflow=False)
@@ -110,11 +117,11 @@ class UpdateTail:
         return self._clip_norm / norm
 
     def _not_finite(self, grads: Gradients) -> NumericError:
-        names = {p: name for name, p in self.state.model.named_parameters()}
+        names = [name for name, p in self.state.model.named_parameters() if p.requires_grad]
         first = next(
             (
-                names[p]
-                for p, g in zip(self._parameters, grads.tensors, strict=True)
+                name
+                for name, g in zip(names, grads.tensors, strict=False)
                 if g is not None and not bool(torch.isfinite(g).all())
             ),
             "their norm",
@@ -125,10 +132,34 @@ class UpdateTail:
         )
 
 
+class Gathered:
+    """A tail whose update is shared out afterwards: each rank updated its own part.
+
+    Args:
+        inner: updates the parts.
+        share: gives every rank the parts of the others; collective.
+    """
+
+    def __init__(self, inner: Tail, share: Callable[[], None]) -> None:
+        self.inner, self._share = inner, share
+
+    @property
+    def state(self) -> TrainState:
+        """The state that the inner tail updates."""
+        return self.inner.state
+
+    def apply(self, grads: Gradients, tally: Tally) -> Update:
+        """Update, and share if there was something to update."""
+        update = self.inner.apply(grads, tally)
+        if update.applied:
+            self._share()
+        return update
+
+
 def global_norm(norms: Sequence[Tensor]) -> float:
     """Euclidean norm over all tensors together, from the norms of each; 0 for none. Waits for the device.
 
-    A norm over shards of a replica needs a sum over the group that splits it: the layout's work.
+    Where ranks hold different parts, the reducer has made one norm of all (`comm.AgreedNorm`).
     """
     if not norms:
         return 0.0

@@ -5,17 +5,17 @@ Every fault is a `Pieces` with one constructor exchanged; nothing else of the se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
-from paceline.comm import BucketReducer, Gradients, Net, Tally
-from paceline.data import LoadedUnit, LockstepWork, Unit
-from paceline.layout import Replicate, Sums, UnitBuffers
-from paceline.layout.replicate import GradSink
-from paceline.mesh import Group
+from paceline.comm import BucketReducer, Gradients, PlainWire, Reducer, Tally
+from paceline.comm.reducer import WrappedReducer
+from paceline.comm.wire import Waits
+from paceline.data import LoadedUnit, LockstepWork, Stream, Unit
+from paceline.layout import GradSink, Placed, Replicate, Sums, UnitBuffers
 from paceline.optim import Schedule, build_schedule
 from paceline.sync import EveryStep, Tail, Update, UpdateTail
 from paceline.training import Pieces
@@ -34,60 +34,40 @@ class SumInsteadOfMean(UpdateTail):
 class MeanOfMeans(EveryStep):
     """Weights every rank alike, whatever its number of samples."""
 
-    def step(
-        self, work: LockstepWork, stream: Iterable[LoadedUnit], placed: Replicate, tail: Tail
-    ) -> tuple[Tally, Update]:
+    def step(self, work: LockstepWork, stream: Stream, placed: Placed, tail: Tail) -> tuple[Tally, Update]:
         """Scale this rank's gradient by (mean share / own share)."""
         step = tail.state.step
         own = sum(len(u.indices) for u in work.units(step))
         fair = work.order.batch_size(step) / work.num_replicas
-        rescaled = _RescaledReducer(self.reducer, fair / own if own else 1.0)
-        kept, self.reducer = self.reducer, rescaled
+        kept, self.reducer = self.reducer, _RescaledReducer(self.reducer, fair / own if own else 1.0)
         try:
-            return super().step(work, stream, placed, tail)  # type: ignore[arg-type]
+            return super().step(work, stream, placed, tail)
         finally:
             self.reducer = kept
 
 
-class _RescaledReducer:
-    def __init__(self, inner: Any, factor: float) -> None:
-        self.inner, self.factor = inner, factor
-
-    def begin(self) -> None:
-        self.inner.begin()
+class _RescaledReducer(WrappedReducer):
+    def __init__(self, inner: Reducer, factor: float) -> None:
+        super().__init__(inner)
+        self.factor = factor
 
     def ready(self, index: int, grad: Tensor | None) -> None:
         self.inner.ready(index, None if grad is None else grad * self.factor)
 
-    def finish(self) -> Gradients:
-        return self.inner.finish()
 
+class _DeafWire(PlainWire):
+    """Sums every buffer but the first."""
 
-class _LocalNet:
-    """A net whose all_reduce reduces nothing."""
-
-    def __init__(self, net: Net) -> None:
-        self.step = net.step
-        self._net = net
-
-    def all_reduce(self, x: Tensor, group: Group) -> Any:
-        return self._net.all_reduce(x, Group(group.name, group.ranks[:1], 0, None))
+    def all_reduce(self, x: Tensor, key: str) -> Waits:
+        alone = replace(self.group, ranks=self.group.ranks[:1], rank=0, handle=None)
+        return self.net.all_reduce(x, alone if key == "0" else self.group)
 
 
 class OneBucketNotReduced(BucketReducer):
     """Forgets the all_reduce of the first bucket."""
 
-    def _launch_full(self) -> None:
-        kept = self._net
-        if self._next == 0:
-            self._net = _LocalNet(kept)  # type: ignore[assignment]
-            bucket = self._buckets[0]
-            if not bucket.missing:
-                bucket.handle = self._net.all_reduce(bucket.flat, self._group)
-                self._next = 1
-        self._net = kept
-        if self._next > 0:
-            super()._launch_full()
+    def __init__(self, parameters: Sequence[nn.Parameter], wire: PlainWire, bucket_bytes: int) -> None:
+        super().__init__(parameters, _DeafWire(wire.net, wire.group), bucket_bytes)
 
 
 class StaleBucket(BucketReducer):

@@ -1,6 +1,7 @@
 """Run a training job on this rank: build the session, fit, evaluate, save."""
 
-from paceline.training.build import Pieces, build_session
+from paceline.training.arrange import Pieces
+from paceline.training.build import build_session
 from paceline.training.evaluation import Evaluation, evaluate
 from paceline.training.job import join, train
 from paceline.training.loop import Result, fit

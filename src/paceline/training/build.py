@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from paceline.cluster import Cluster
-from paceline.comm import Net, Reducer, build_reducer
-from paceline.data import Loader, LockstepWork, Order, to_device
+from paceline.comm import Net
+from paceline.data import Feed, Loader, Order, to_device
 from paceline.errors import DataError, DeviceError, StrategyError
 from paceline.layout import Precision, Replicate
 from paceline.layout.precision import compile_or_explain, recompute_blocks
@@ -24,24 +22,12 @@ from paceline.layout.sums import checked
 from paceline.mesh import Group, Mesh
 from paceline.models.dropout import name_dropouts
 from paceline.observe import Phases
-from paceline.optim import build_optimizer, build_schedule
-from paceline.recipe import Recipe, support
+from paceline.optim import build_optimizer
+from paceline.recipe import Recipe, Strategy, support
 from paceline.state import LossScale, TrainState
-from paceline.sync import EveryStep, Tail, UpdateTail
 from paceline.task import Source, Task
+from paceline.training.arrange import LAYOUTS, RULES, Pieces, Setting
 from paceline.training.session import Session
-
-
-@dataclass(frozen=True)
-class Pieces:
-    """Constructors of the parts that may be exchanged."""
-
-    work: Callable[..., LockstepWork] = LockstepWork
-    placed: Callable[..., Replicate] = Replicate
-    reducer: Callable[..., Reducer] = build_reducer
-    tail: Callable[..., Tail] = UpdateTail
-    rule: Callable[..., EveryStep] = EveryStep
-    schedule: Callable[..., Any] = build_schedule
 
 
 def build_session(
@@ -68,56 +54,63 @@ def build_session(
         TaskError, DataError: the task breaks its contract, or there is no data.
     """
     pieces = pieces or Pieces()
-    phases = Phases()
-    net = Net(recipe.runtime.deadline_seconds, times_calls=device.type == "cpu")
-    mesh = Mesh.build(cluster, supported_degrees(recipe, cluster.world_size))
-    order = build_order(recipe, task)
-    work = pieces.work(order, recipe.batch.shards, recipe.seed, mesh.replica.rank, mesh.replica.size)
+    strategy = resolved(recipe, cluster.world_size)
+    setting = Setting(
+        recipe=recipe.replace(strategy=strategy),
+        mesh=Mesh.build(cluster, strategy.degrees),
+        net=Net(recipe.runtime.deadline_seconds, times_calls=device.type == "cpu"),
+        phases=Phases(),
+        pieces=pieces,
+        items_per_sample=max(1, task.num_tokens_per_sample),
+        stop_requested=stop_requested,
+    )
     model = prepare_model(recipe, task, device)
-    make_equal(model, net, mesh.world)
+    make_equal(model, setting.net, setting.mesh.world)
     names = metric_names(task, model, device)
     recompute_and_compile(recipe, task, model, device, warn)
-    placed = pieces.placed(
-        model,
-        task.loss,
-        names,
-        precision=Precision(recipe.precision.compute, device.type),
-        phases=phases,
-        overlap=mesh.replica.size > 1,
-    )
-    num_steps = num_steps_of(recipe, order.steps_per_epoch)
-    state = TrainState(model, build_task_optimizer(recipe, task, model), loss_scale(recipe))
+    arranged = LAYOUTS[strategy.layout](setting, place(setting, task, model, names, device))
+    optimizer = arranged.adopt(build_task_optimizer(recipe, task, model))
+    state = TrainState(model, optimizer, loss_scale(recipe), trained=arranged.trained)
+    feed = build_feed(setting, task, device)
     return Session(
         recipe=recipe,
         cluster=cluster,
-        mesh=mesh,
-        net=net,
+        mesh=setting.mesh,
+        net=setting.net,
         task=task,
         state=state,
-        placed=placed,
-        work=work,
-        loader=build_loader(recipe, task, task.data, device),
-        tail=pieces.tail(
-            state,
-            placed.parameters,
-            pieces.schedule(recipe.schedule, num_steps, recipe.batch.size),
-            clip_norm=recipe.optimizer.clip_norm,
-            reduction=recipe.batch.reduction,
-        ),
-        rule=pieces.rule(
-            mesh.replica,
-            net,
-            pieces.reducer(placed.parameters, mesh.replica, net, recipe.runtime.bucket_bytes),
-            phases=phases,
-            items_per_sample=max(1, task.num_tokens_per_sample),
-            stop_requested=stop_requested,
-        ),
-        num_steps=num_steps,
+        placed=arranged.placed,
+        feed=feed,
+        tail=arranged.tail(setting, state, feed.num_steps),
+        rule=RULES[strategy.sync_word](setting, arranged, state),
     )
 
 
-def supported_degrees(recipe: Recipe, processes: int) -> dict[str, int]:
-    """Mesh degrees of the recipe's strategy, replicas filled in.
+def place(
+    setting: Setting, task: Task, model: nn.Module, names: tuple[str, ...], device: torch.device
+) -> Replicate:
+    """The model, whole, on this rank."""
+    return setting.pieces.placed(
+        model,
+        task.loss,
+        names,
+        precision=Precision(setting.recipe.precision.compute, device.type),
+        phases=setting.phases,
+        overlap=setting.mesh.data.size > 1,
+    )
+
+
+def build_feed(setting: Setting, task: Task, device: torch.device) -> Feed:
+    """The units of this rank's replica, and their loader."""
+    recipe, data = setting.recipe, setting.mesh.data
+    order = build_order(recipe, task)
+    work = setting.pieces.work(order, recipe.batch.shards, recipe.seed, data.rank, data.size)
+    loader = build_loader(recipe, task, task.data, device)
+    return Feed(work, loader, num_steps_of(recipe, order.steps_per_epoch))
+
+
+def resolved(recipe: Recipe, processes: int) -> Strategy:
+    """The recipe's strategy with its replicas filled in.
 
     Raises:
         StrategyError: this combination is not supported; names the nearest that is.
@@ -128,7 +121,7 @@ def supported_degrees(recipe: Recipe, processes: int) -> dict[str, int]:
             f"strategy '{recipe.strategy}' on {processes} processes: {answer.reason}",
             next_step=f"the nearest that is supported: {answer.nearest}",
         )
-    return {"replica": processes}
+    return answer.nearest
 
 
 def build_order(recipe: Recipe, task: Task) -> Order:

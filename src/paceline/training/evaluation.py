@@ -50,14 +50,16 @@ def evaluate(session: Session, source: Source | None = None) -> Evaluation | Non
     held_out = source if source is not None else session.task.held_out
     if held_out is None:
         return None
-    options, group = session.recipe.evaluate, session.mesh.replica
+    options, data = session.recipe.evaluate, session.mesh.data
     num_samples = min(len(held_out), options.max_samples or len(held_out))
     blocks = [range(i, min(i + options.batch, num_samples)) for i in range(0, num_samples, options.batch)]
-    mine = split(len(blocks), group.size, group.rank)
+    mine = split(len(blocks), data.size, data.rank)
     names = session.placed.metric_names
     table = torch.zeros(len(blocks), 2 + len(names), dtype=torch.float64)
-    table[mine.start : mine.stop] = _run(session, held_out, [blocks[i] for i in mine])
-    sums = session.net.all_reduce(table.to(session.placed.device), group).wait().cpu().numpy().sum(axis=0)
+    rows = _run(session, held_out, [blocks[i] for i in mine])
+    table[mine.start : mine.start + len(rows)] = rows
+    world = session.mesh.world
+    sums = session.net.all_reduce(table.to(session.placed.device), world).wait().cpu().numpy().sum(axis=0)
     count = sums[1] or 1.0
     metrics = {name: float(value / count) for name, value in zip(names, sums[2:], strict=True)}
     return Evaluation(session.state.step, float(sums[0] / count), metrics, num_samples, float(sums[1]))

@@ -47,12 +47,14 @@ def fit(session: Session, run_dir: Path | None = None, sinks: Sequence[Sink] = (
     with ExitStack() as stack:
         for sink in sinks:
             stack.callback(sink.close)
+        before = session.state.step
         for last in session.rounds():
             for sink in sinks:
                 sink.step(last)
             stopped = last.stops > 0 and not _done(session)
             if not _done(session) and not stopped:
-                _at_intervals(session, run_dir, sinks)
+                _at_intervals(session, before, run_dir, sinks)
+            before = session.state.step
         saved = _save(session, run_dir, sinks)
         _account(session, sinks)
         evaluation = None if stopped else _evaluate(session, sinks)
@@ -71,15 +73,16 @@ def _account(session: Session, sinks: Sequence[Sink]) -> None:
         sink.event("cache", {"hits": loader.cache_hits, "lookups": loader.cache_lookups})
 
 
-def _at_intervals(session: Session, run_dir: Path | None, sinks: Sequence[Sink]) -> None:
-    if _due(session, session.recipe.evaluate.every_steps):
+def _at_intervals(session: Session, before: int, run_dir: Path | None, sinks: Sequence[Sink]) -> None:
+    if _due(session, before, session.recipe.evaluate.every_steps):
         _evaluate(session, sinks)
-    if _due(session, session.recipe.checkpoint.every_steps):
+    if _due(session, before, session.recipe.checkpoint.every_steps):
         _save(session, run_dir, sinks)
 
 
-def _due(session: Session, every_steps: int) -> bool:
-    return every_steps > 0 and session.state.step % every_steps == 0
+def _due(session: Session, before: int, every_steps: int) -> bool:
+    """Whether the last round, begun at step `before`, reached or passed a multiple of the interval."""
+    return every_steps > 0 and session.state.step // every_steps > before // every_steps
 
 
 def _done(session: Session) -> bool:
@@ -98,9 +101,10 @@ def _save(session: Session, run_dir: Path | None, sinks: Sequence[Sink]) -> Path
     if run_dir is None:
         return None
     folder = run_dir / "checkpoints"
+    snapshot = session.snapshot()
     if not session.is_first:
         return folder / checkpoint.name_of(session.state.step)
-    path = checkpoint.save(folder, session.state, session.recipe.checkpoint.keep)
+    path = checkpoint.save(folder, snapshot, session.recipe.checkpoint.keep)
     for sink in sinks:
         sink.event("checkpoint", {"step": session.state.step, "path": str(path)})
     return path

@@ -44,7 +44,7 @@ def restore(session: Session, resume: Path) -> None:
             next_step="name a run folder with a checkpoints folder in it",
         )
     found = checkpoint.load(path)
-    session.state.load(found.tensors, found.scalars)
+    session.restore(found.tensors, found.scalars)
 
 
 def run_of(resume: Path) -> Path:

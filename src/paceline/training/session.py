@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from paceline.cluster import Cluster
 from paceline.comm import Net
-from paceline.data import Loader, LockstepWork, Unit
-from paceline.layout import Replicate
+from paceline.data import Feed, Loader, LockstepWork, Unit
+from paceline.layout import Placed
+from paceline.layout.whole import Snapshot, take_snapshot
 from paceline.mesh import Mesh
 from paceline.observe import Stats
 from paceline.recipe import Recipe
 from paceline.state import TrainState
-from paceline.sync import EveryStep, Tail
+from paceline.sync import Rule, Tail
 from paceline.task import Task
 
 
@@ -24,7 +27,10 @@ class Session:
     """One rank of a training job. Build it with `build_session`.
 
     Args:
-        num_steps: length of the run; `state.step` says how far it is.
+        feed: what it trains on.
+        placed: the model as this rank holds it.
+        tail: makes updates.
+        rule: owns the loop.
     """
 
     recipe: Recipe
@@ -33,16 +39,29 @@ class Session:
     net: Net
     task: Task
     state: TrainState
-    placed: Replicate
-    work: LockstepWork
-    loader: Loader
+    placed: Placed
+    feed: Feed
     tail: Tail
-    rule: EveryStep
-    num_steps: int
+    rule: Rule
+
+    @property
+    def num_steps(self) -> int:
+        """Length of the run; `state.step` says how far it is."""
+        return self.feed.num_steps
+
+    @property
+    def work(self) -> LockstepWork:
+        """The units of this rank."""
+        return self.feed.work
+
+    @property
+    def loader(self) -> Loader:
+        """Reads the training data."""
+        return self.feed.loader
 
     @property
     def num_replicas(self) -> int:
-        """Replicas that train in sync; the global batch is shared among them."""
+        """Replicas that train; the global batch is shared among them."""
         return self.mesh.replica.size
 
     @property
@@ -51,25 +70,32 @@ class Session:
         return self.cluster.global_rank == 0
 
     def rounds(self) -> Iterator[Stats]:
-        """Train from the state's step to the end of the run, yielding after every step.
+        """Train from the state's step to the end of the run, yielding after every round of the rule.
 
-        Between two steps the state is consistent: it may be saved, evaluated or left there.
+        Between two rounds the state is consistent: it may be saved, evaluated or left there. After an error
+        `abort` makes it so.
         """
-        if self.state.step >= self.num_steps:
-            return
-        stream = self.loader.open(self.units())
-        try:
-            for stats in self.rule.rounds(self.work, stream, self.placed, self.tail):
-                yield stats
-                if self.state.step >= self.num_steps or stats.stops:
-                    return
-        finally:
-            stream.close()
+        for stats in self.rule.rounds(self.feed, self.placed, self.tail):
+            yield stats
+            if stats.stops:
+                return
+
+    def abort(self) -> None:
+        """Drop the half step in which an error left `rounds`: calling `rounds` again does that step anew."""
+        self.rule.abort()
+
+    def snapshot(self) -> Snapshot:
+        """The whole state as it is between two rounds, the same for every layout; collective."""
+        return take_snapshot(self.state, self.mesh, self.net)
+
+    def restore(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
+        """Go on from a snapshot, taken under this or another strategy or number of ranks; collective."""
+        self.state.load(tensors, scalars)
 
     def sum(self, value: float) -> float:
-        """Add up a number of every replica; collective, equal on all. Wire: one all_reduce of 8 bytes."""
+        """Add up a number of every rank; collective, equal on all. Wire: one all_reduce of 8 bytes."""
         mine = torch.tensor(value, dtype=torch.float64, device=self.placed.device)
-        return float(self.net.all_reduce(mine, self.mesh.replica).wait())
+        return float(self.net.all_reduce(mine, self.mesh.world).wait())
 
     def units(self) -> Iterator[Unit]:
         """This rank's units from the state's step to the end of the run."""

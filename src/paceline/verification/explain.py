@@ -62,7 +62,7 @@ def _explain_gradient(
 def _explain_tail(
     v: Verifier, step: int, update: int, reference: Reference, tensors: list[str], observed: list[Tensor]
 ) -> Diagnosis:
-    record, schedule = v.recorder.last, v.oracle.schedule
+    record, schedule = v.record, v.oracle.schedule
     base = float(v.oracle.optimizer.param_groups[0].get("initial_lr", 0.0))
     names = sorted(reference.final)
     seen, right = _flat(record.final, names, v), _flat(reference.final, names, v)
@@ -148,7 +148,7 @@ def _flat(gradients: Tensors, names: list[str], v: Verifier) -> Tensor:
 def _gather(v: Verifier, names: list[str]) -> list[Tensor]:
     if not names:
         return []
-    mine = _flat(v.recorder.last.sums, names, v)
+    mine = _flat(v.record.sums, names, v)
     found: list[Tensor] = v.net.all_gather(mine, v.session.mesh.world).wait()
     return found
 

@@ -20,7 +20,7 @@ class Record:
 
     Args:
         total, count: agreed sums of the loss.
-        sums: gradients as they reached the tail, their scale taken out, by parameter name.
+        sums: gradients as they reached the tail, their scale taken out, by parameter name: this rank's parts.
         final: gradients as the optimizer saw them.
         update: what the tail said it did.
     """
@@ -35,11 +35,11 @@ class Record:
 class RecordingTail:
     """Wraps a tail; `last` is the record of the latest step."""
 
-    def __init__(self, inner: Tail, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, inner: Tail, parameters: Sequence[nn.Parameter | None]) -> None:
         self.inner = inner
         self.last = Record()
-        names = {p: name for name, p in inner.state.model.named_parameters()}
-        self._parameters = {names[p]: p for p in parameters}
+        names = [name for name, p in inner.state.model.named_parameters() if p.requires_grad]
+        self._parameters = dict(zip(names, parameters, strict=True))
 
     @property
     def state(self) -> TrainState:
@@ -51,7 +51,9 @@ class RecordingTail:
         given = zip(self._parameters, grads.tensors, strict=True)
         sums = {n: g / grads.scale for n, g in given if g is not None}
         update = self.inner.apply(grads, tally)
-        final = {n: p.grad.clone() for n, p in self._parameters.items() if p.grad is not None}
+        final = {
+            n: p.grad.clone() for n, p in self._parameters.items() if p is not None and p.grad is not None
+        }
         self.last = Record(tally.total, tally.count, sums, final, update)
         return update
 
@@ -60,7 +62,7 @@ def recording(make_tail: Callable[..., Tail]) -> Callable[..., RecordingTail]:
     """A constructor of recording tails from a constructor of tails."""
 
     def make(
-        state: TrainState, parameters: Sequence[nn.Parameter], *args: object, **kwargs: object
+        state: TrainState, parameters: Sequence[nn.Parameter | None], *args: object, **kwargs: object
     ) -> RecordingTail:
         return RecordingTail(make_tail(state, parameters, *args, **kwargs), parameters)
 

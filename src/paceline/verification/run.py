@@ -10,7 +10,7 @@ explain, and guesses the cause.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,9 @@ from torch import Tensor
 
 from paceline.comm import Net
 from paceline.errors import TaskError
-from paceline.state import TrainState
+from paceline.layout.whole import Snapshot, gather_whole
+from paceline.state import Piece, TrainState
+from paceline.sync import Gathered, gradient_scale
 from paceline.training import Session
 from paceline.verification.compare import (
     NORM_ERROR,
@@ -33,7 +35,7 @@ from paceline.verification.compare import (
 from paceline.verification.diagnose import DIFFERENT_START, Diagnosis
 from paceline.verification.explain import explain
 from paceline.verification.oracle import Oracle, Tensors, Totals, accumulate, moved
-from paceline.verification.record import RecordingTail
+from paceline.verification.record import Record, RecordingTail
 
 
 @dataclass
@@ -94,10 +96,11 @@ class Verifier:
     """
 
     def __init__(self, session: Session, oracle: Oracle) -> None:
-        if not isinstance(session.tail, RecordingTail):
+        tail = session.tail.inner if isinstance(session.tail, Gathered) else session.tail
+        if not isinstance(tail, RecordingTail):
             raise TaskError("verify needs a session with a recording tail", next_step="use verify.build_pair")
         self.session, self.oracle = session, oracle
-        self.recorder = session.tail
+        self.recorder = tail
         self.net = Net(session.net.deadline_seconds)
         self.oracle_state = TrainState(oracle.model, oracle.optimizer)
         self.report = Report(str(session.recipe.strategy), session.cluster.world_size)
@@ -105,6 +108,8 @@ class Verifier:
         same = not recipe.runtime.compile and session.placed.device.type == "cpu"
         self.kernels = Kernels(same, recipe.precision.compute)
         self.previous: Tensors | None = None
+        self.record = Record()
+        self.now: Mapping[str, Tensor] = {}
 
     def run(self, steps: int, observe: Callable[[int], None] = lambda step: None) -> Report:
         """Compare up to `steps` steps; stop after the first that diverges."""
@@ -119,7 +124,7 @@ class Verifier:
 
     def _check_start(self) -> None:
         """Every rank starts from the oracle's own initial parameters."""
-        mine = self.session.state.tensors()
+        mine = self.session.snapshot().tensors()
         theirs = self.oracle_state.tensors()
         bounds = dict.fromkeys(theirs, 0.0)
         self._compare(-1, "initial value", mine, theirs, bounds, mine)
@@ -128,10 +133,12 @@ class Verifier:
 
     def _one(self, step: int, rounds: Iterator[Any]) -> bool:
         update = self.session.state.updates
-        reference = self._reference(step) if self.session.is_first else None
+        before = self.session.snapshot()
+        reference = self._reference(step, before) if self.session.is_first else None
         if next(rounds, None) is None:
             return False
-        record = self.recorder.last
+        self.record = record = self._whole_record()
+        self.now = self.session.snapshot().tensors()
         if record.update is None or record.update.applied:
             self._compare_sums(step, reference)
         if record.update is not None and record.update.applied:
@@ -145,26 +152,42 @@ class Verifier:
         self.previous = reference.sums.gradients if reference is not None else None
         return True
 
-    def _reference(self, step: int) -> Reference:
-        """The oracle's sums of this step, from the state of rank 0."""
+    def _whole_record(self) -> Record:
+        """What the ranks of a replica recorded, put together."""
+        last, slots = self.recorder.last, {slot.name: slot for slot in self.session.state.trained}
+        if not slots:
+            return last
+        sums, final = (
+            gather_whole(
+                [Piece(slots[name], g) for name, g in found.items() if name in slots],
+                self.session.mesh.inside,
+                self.net,
+            )
+            for found in (last.sums, last.final)
+        )
+        return replace(last, sums=sums, final=final)
+
+    def _reference(self, step: int, before_step: Snapshot) -> Reference:
+        """The oracle's sums of this step, from the state that rank 0 is part of."""
         state = self.session.state
-        tensors = {name: t.detach().clone() for name, t in state.tensors().items()}
-        self.oracle_state.load(tensors, state.scalars())
+        tensors = {name: t.detach().clone() for name, t in before_step.tensors().items()}
+        self.oracle_state.load(tensors, before_step.scalars())
         before = self.oracle.buffers()
-        scale = self.session.rule.gradient_scale(self.oracle.work, state)
+        items = max(1, self.session.task.num_tokens_per_sample)
+        scale = gradient_scale(self.oracle.work, state, items)
         shards = self.oracle.shards(self.oracle.work.units(step), scale)
         return Reference(tensors, accumulate(shards, before))
 
     def _expected(self, reference: Reference, update: int) -> None:
         """The oracle divides, clips and updates with the gradients that rank 0 really had."""
-        sums = {name: g.clone() for name, g in self.recorder.last.sums.items()}
+        sums = {name: g.clone() for name, g in self.record.sums.items()}
         before = self.oracle.buffers()
         self.oracle.set_buffers(moved(before, reference.sums.buffers))
         reference.norm = self.oracle.apply(sums, reference.sums.count, update)
         reference.final = {n: p.grad for n, p in self.oracle.model.named_parameters() if p.grad is not None}
 
     def _compare_sums(self, step: int, reference: Reference | None) -> None:
-        record, like = self.recorder.last, self._slots()
+        record, like = self.record, self._slots()
         mine = {"loss": _scalar(record.total), "count": _scalar(record.count)}
         theirs = mean = bounds = scalar_bounds = None
         if reference is not None:
@@ -182,16 +205,16 @@ class Verifier:
 
     def _compare_update(self, step: int, reference: Reference | None) -> None:
         self._compare_scalars(step, reference)
-        mine, like = self.session.state.tensors(), self._slots()
+        mine, like = self.now, self._slots()
         if reference is None:
-            self._compare(step, "final gradient", self.recorder.last.final, None, None, like)
+            self._compare(step, "final gradient", self.record.final, None, None, like)
             self._compare(step, "state", mine, None, None, mine)
             return
         clip = self.oracle.clip_norm
         error = multiplier_error(clip is not None and reference.norm > clip)
         final, theirs = reference.final, self.oracle_state.tensors()
         bounds = relative_bounds(final, error)
-        self._compare(step, "final gradient", self.recorder.last.final, final, bounds, like)
+        self._compare(step, "final gradient", self.record.final, final, bounds, like)
         bounds = _state_bounds(reference.before, theirs, self.oracle.buffers(), error)
         self._compare(step, "state", mine, theirs, bounds, mine)
 
@@ -204,12 +227,11 @@ class Verifier:
             theirs = {"skipped": _scalar(float(overflow or reference.sums.count == 0))}
             before = {n: reference.before[f"model/{n}"] for n in self._slots()}
         self._compare(step, "update", mine, theirs, {"skipped": 0.0}, mine)
-        self._compare(
-            step, "skipped update", self._slots(), before, dict.fromkeys(self._slots(), 0.0), self._slots()
-        )
+        like = self._slots()
+        self._compare(step, "skipped update", self._parameters(), before, dict.fromkeys(like, 0.0), like)
 
     def _compare_scalars(self, step: int, reference: Reference | None) -> None:
-        update = self.recorder.last.update
+        update = self.record.update
         assert update is not None
         mine = {"norm": _scalar(update.grad_norm), "rate": _scalar(update.lr)}
         theirs = bounds = None
@@ -223,6 +245,10 @@ class Verifier:
         """The trained parameters by name, in the order of the gradients."""
         placed = self.session.placed
         return {slot.name: p for slot, p in placed.slots.items()}
+
+    def _parameters(self) -> dict[str, Tensor]:
+        """Their values, whole and up to date."""
+        return {name: self.now[f"model/{name}"] for name in self._slots()}
 
     def _compare(
         self,

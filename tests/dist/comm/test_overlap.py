@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.comm import BucketReducer, Gradients, Net
+from paceline.comm import BucketReducer, Gradients, Net, PlainWire
 from paceline.data import LoadedUnit, Unit
 from paceline.layout import Precision, Replicate
 from paceline.mesh import Group, Mesh
@@ -115,7 +115,7 @@ def step_often(
         precision=Precision("fp32", "cpu"),
         phases=Phases(),
     )
-    reducer = kind(placed.parameters, group, net, bucket_bytes)
+    reducer = kind(placed.parameters, PlainWire(net, group), bucket_bytes)
     x = torch.full((4, WIDTH), 1.0 + group.rank, requires_grad=True)
     for step in range(NUM_STEPS):
         reducer.begin()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.comm import BucketReducer, Net, build_reducer
+from paceline.comm import BucketReducer, Net, PlainWire, build_reducer
 from paceline.comm.reducer import plan_buckets
 from paceline.mesh import Group, Mesh
 from paceline.testing import run_ranks
@@ -119,7 +119,7 @@ def test_the_size_of_a_bucket_sets_the_number_of_launches(bucket_bytes: int, num
     def count(cluster) -> tuple[int, int, int]:
         group = Mesh.build(cluster, {"replica": 2}).replica
         net = Net(20.0)
-        reducer = BucketReducer([nn.Parameter(torch.zeros(8)) for _ in range(8)], group, net, bucket_bytes)
+        reducer = BucketReducer([nn.Parameter(torch.zeros(8)) for _ in range(8)], PlainWire(net, group), bucket_bytes)
         for _ in range(3):
             reducer.begin()
             for index in reversed(range(8)):

@@ -1,0 +1,90 @@
+"""Make whole tensors of the pieces that the ranks of one replica hold; collective."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.comm import Net
+from paceline.mesh import Group, Mesh
+from paceline.state import Piece, TrainState
+
+_Entry = tuple[str, list[int], list[list[int]], str]  # name, whole shape, part, dtype
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A whole state: what one process would hold. Tensors may share memory with the model.
+
+    Args:
+        step: steps taken.
+        whole: tensors by name.
+        numbers: the rest, as JSON values.
+    """
+
+    step: int
+    whole: Mapping[str, Tensor]
+    numbers: Mapping[str, Any]
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """As `TrainState.load` takes them."""
+        return self.whole
+
+    def scalars(self) -> Mapping[str, Any]:
+        """As `TrainState.load` takes them."""
+        return self.numbers
+
+
+def take_snapshot(state: TrainState, mesh: Mesh, net: Net) -> Snapshot:
+    """Gather the whole state; collective, equal on every rank."""
+    pieces = state.pieces()
+    apart = [piece for piece in pieces if "replica" in piece.slot.axes]
+    whole = gather_whole([piece for piece in pieces if "replica" not in piece.slot.axes], mesh.inside, net)
+    return Snapshot(state.step, whole | gather_whole(apart, mesh.world, net), state.scalars())
+
+
+def gather_whole(pieces: Sequence[Piece], group: Group, net: Net) -> dict[str, Tensor]:
+    """Whole tensors by name, equal on every rank of the group; what a rank holds whole is not copied.
+
+    Args:
+        pieces: of this rank; names may differ between ranks. Only those with split axes travel.
+    Wire: one all_gather of the table of contents, and one for each dtype.
+    """
+    found = {piece.slot.name: piece.tensor for piece in pieces if not piece.slot.axes}
+    split = [piece for piece in pieces if piece.slot.axes]
+    tables = [json.loads(text) for text in _gather_texts(json.dumps([_entry(p) for p in split]), group, net)]
+    for name in {entry[0] for table in tables for entry in table}:
+        found.pop(name, None)  # whole here, but not up to date
+    dtypes = sorted({entry[3] for table in tables for entry in table})
+    for dtype in dtypes:
+        mine = [p.tensor.detach().reshape(-1) for p in split if str(p.tensor.dtype) == dtype]
+        kind = getattr(torch, dtype.removeprefix("torch."))
+        flat = torch.cat(mine) if mine else torch.zeros(0, dtype=kind)
+        for table, values in zip(tables, net.all_gather(flat, group).wait(), strict=True):
+            _place([entry for entry in table if entry[3] == dtype], values, found)
+    return found
+
+
+def _entry(piece: Piece) -> _Entry:
+    slot = piece.slot
+    return slot.name, list(slot.shape), [list(span) for span in slot.part], str(piece.tensor.dtype)
+
+
+def _place(entries: Sequence[_Entry], values: Tensor, found: dict[str, Tensor]) -> None:
+    """Write one rank's parts into the whole tensors."""
+    sizes = [prod(stop - start for start, stop in part) for _, _, part, _ in entries]
+    for (name, shape, part, _), piece in zip(entries, values.split(sizes), strict=True):
+        whole = found.setdefault(name, values.new_zeros(shape))
+        place = tuple(slice(start, stop) for start, stop in part)
+        whole[place] = piece.view([stop - start for start, stop in part])
+
+
+def _gather_texts(text: str, group: Group, net: Net) -> list[str]:
+    data = torch.tensor(list(text.encode()), dtype=torch.uint8)
+    return [bytes(part.tolist()).decode() for part in net.all_gather(data, group).wait()]

@@ -1,0 +1,198 @@
+"""Local SGD and DiLoCo: replicas train alone for H steps, then agree on where they went.
+
+A round: every replica takes H steps of its own with its own optimizer. What it moved, weighted by the items
+that it trained on, is summed over the replicas, and an outer optimizer takes that mean as its gradient.
+With outer SGD of rate 1 the replicas are averaged; for H = 1 and inner SGD without a clip that is exactly
+every-step.
+
+Invariant: after a round all replicas hold equal parameters and buffers. The moments of the inner
+optimizers stay apart, and all of them are state.
+Source: Stich 2019, Local SGD Converges Fast, arXiv:1805.09767, Algorithm 1; Douillard et al. 2023, DiLoCo,
+arXiv:2311.08105, Algorithm 1 (inner AdamW, outer Nesterov).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm import Net, Reducer, Tally
+from paceline.data import Feed
+from paceline.layout import Placed
+from paceline.mesh import Group
+from paceline.observe import Phases, Stats
+from paceline.state import LossScale, Piece, Slot, TrainState
+from paceline.sync.every_step import EveryStep
+from paceline.sync.rule import step_stats
+from paceline.sync.tail import Tail, UpdateTail
+
+
+class ConstantRate:
+    """The schedule of an outer optimizer."""
+
+    def apply(self, optimizer: torch.optim.Optimizer, update: int) -> float:
+        """Change nothing."""
+        return 1.0
+
+
+@dataclass(frozen=True)
+class Outer:
+    """What is done with the mean movement of a round.
+
+    Args:
+        lr: 1 without momentum is plain averaging.
+        momentum: Nesterov's.
+    """
+
+    lr: float = 1.0
+    momentum: float = 0.0
+
+    def optimizer(self, anchors: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+        """SGD over the parameters that the replicas started a round from."""
+        return torch.optim.SGD(
+            anchors, lr=self.lr, momentum=self.momentum, nesterov=self.momentum > 0, foreach=True
+        )
+
+
+class LocalRounds:
+    """H steps alone, then one agreement.
+
+    Args:
+        inner: the step of one replica.
+        num_local_steps: H; the last round of a run may be shorter.
+        outer: what the agreement does.
+        reducer: sums movements over the replicas; its coding and residuals are those of any reducer.
+        world: all ranks.
+        net: this rank's wires.
+        phases: where the seconds go.
+    Wire: every H steps one all_reduce of the parameters and one of the tally.
+    """
+
+    def __init__(
+        self,
+        inner: EveryStep,
+        num_local_steps: int,
+        outer: Outer,
+        reducer: Callable[[Sequence[nn.Parameter]], Reducer],
+        placed: Placed,
+        *,
+        world: Group,
+        net: Net,
+        phases: Phases,
+    ) -> None:
+        self.inner, self._num_local_steps = inner, num_local_steps
+        self._world, self._net, self._phases = world, net, phases
+        self.anchors = [nn.Parameter(p.detach().clone()) for p in placed.parameters]
+        self.reducer = reducer(self.anchors)
+        state = TrainState(placed.model, outer.optimizer(self.anchors), LossScale())
+        self._outer = UpdateTail(state, self.anchors, ConstantRate())
+        self.names = [slot.name for slot in placed.slots]
+
+    def rounds(self, feed: Feed, placed: Placed, tail: Tail) -> Iterator[Stats]:
+        """See `Rule`: a round is H steps."""
+        state = tail.state
+        with feed.from_step(state.step) as stream:
+            while state.step < feed.num_steps:
+                self._phases.take()
+                first, end = state.step, min(state.step + self._num_local_steps, feed.num_steps)
+                self._remember(placed)
+                start, taken = placed.buffers.values(), []
+                while state.step < end:
+                    taken.append(self.inner.step(feed.work, stream, placed, tail))
+                    state.step += 1
+                update = taken[-1][1]
+                with self._phases.during("communication"):
+                    tally = self._agree(add_tallies([tally for tally, _ in taken]), start, placed)
+                yield step_stats(first, end, feed.work, state, tally, update, self._phases, self._net)
+
+    def abort(self) -> None:
+        """See `Rule`."""
+        self.inner.abort()
+        self.reducer.abort()
+
+    def _remember(self, placed: Placed) -> None:
+        with torch.no_grad():
+            torch._foreach_copy_([*self.anchors], [*placed.parameters])
+
+    def _agree(self, mine: Tally, start: list[Tensor], placed: Placed) -> Tally:
+        """Sum the movements, step from the anchors, and go on from there."""
+        change = placed.buffers.change_since(start)
+        agreement = replace(mine, units=1.0, buffers=change).agree(self._net, self._world, placed.device)
+        self.reducer.begin()
+        for i in reversed(range(len(self.anchors))):
+            with torch.no_grad():
+                self.reducer.ready(i, (self.anchors[i] - placed.parameters[i]) * mine.count)
+        grads, tally = self.reducer.finish(), agreement.wait()
+        self._outer.apply(grads, tally)
+        with torch.no_grad():
+            torch._foreach_copy_([*placed.parameters], [*self.anchors])
+        placed.buffers.reset(start)
+        placed.buffers.end_step(tally.buffers, tally.units)
+        return tally
+
+    def pieces(self) -> list[Piece]:
+        """Momentum of the outer optimizer, by parameter."""
+        states = self._outer.state.optimizer.state
+        return [
+            Piece(Slot.whole(f"momentum/{name}", buffer), buffer)
+            for name, anchor in zip(self.names, self.anchors, strict=True)
+            if (buffer := states.get(anchor, {}).get("momentum_buffer")) is not None
+        ]
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """The inverse of `pieces`."""
+        states = self._outer.state.optimizer.state
+        states.clear()
+        for name, anchor in zip(self.names, self.anchors, strict=True):
+            if f"momentum/{name}" in tensors:
+                states[anchor] = {"momentum_buffer": tensors[f"momentum/{name}"].to(anchor.device, copy=True)}
+
+
+def add_tallies(tallies: Sequence[Tally]) -> Tally:
+    """The sum over steps; the change of the buffers is left to the caller."""
+    first = tallies[0]
+    return Tally(
+        units=sum(t.units for t in tallies),
+        total=sum(t.total for t in tallies),
+        count=sum(t.count for t in tallies),
+        metrics={name: sum(t.metrics[name] for t in tallies) for name in first.metrics},
+        stops=max(t.stops for t in tallies),
+        used=[sum(column) for column in zip(*(t.used for t in tallies), strict=True)],
+        buffers=first.buffers,
+    )
+
+
+class InnerMoments:
+    """The optimizer states of all replicas, one row for each: they differ between two rounds too.
+
+    Under another number of replicas each starts from the moments of the first.
+    """
+
+    def __init__(self, state: TrainState, replica: Group) -> None:
+        self._state, self._replica = state, replica
+
+    def pieces(self) -> list[Piece]:
+        """This replica's row of every moment."""
+        row = (self._replica.rank, self._replica.rank + 1)
+        return [
+            Piece(
+                Slot(
+                    piece.slot.name.removeprefix("optimizer/"),
+                    (self._replica.size, *piece.slot.shape),
+                    (row, *piece.slot.part),
+                    frozenset({"replica"}),
+                ),
+                piece.tensor,
+            )
+            for piece in self._state.optimizer_pieces()
+        ]
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take this replica's row, if there are as many rows as replicas."""
+        for piece in self._state.optimizer_pieces():
+            rows = tensors.get(piece.slot.name.removeprefix("optimizer/"))
+            if rows is not None and rows.shape[0] == self._replica.size:
+                piece.tensor.copy_(rows[self._replica.rank])

@@ -1,0 +1,63 @@
+"""What a rule is: it owns the loop between two points at which the state is consistent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from paceline.comm import Net, Tally
+from paceline.data import Feed, LockstepWork
+from paceline.layout import Placed
+from paceline.observe import Phases, Stats
+from paceline.state import TrainState
+from paceline.sync.tail import Tail, Update
+
+
+class Rule(Protocol):
+    """When replicas agree."""
+
+    def rounds(self, feed: Feed, placed: Placed, tail: Tail) -> Iterator[Stats]:
+        """Rounds from the state's own position to the end of the run; collective.
+
+        A round is one step or more. Between two rounds the state is consistent: every rank holds the same
+        parameters, and it may be saved, evaluated or resized.
+
+        Args:
+            feed: units and their loader.
+            placed: this rank's part of the model.
+            tail: applies updates to the state.
+        """
+
+    def abort(self) -> None:
+        """Drop the step in which an error left `rounds`; the next `rounds` begins with that step."""
+
+
+def step_stats(
+    first: int,
+    end: int,
+    work: LockstepWork,
+    state: TrainState,
+    tally: Tally,
+    update: Update,
+    phases: Phases,
+    net: Net,
+) -> Stats:
+    """The record of steps `first` to `end` - 1, from sums that all ranks agree on."""
+    seconds, spent = phases.take()
+    count = tally.count or 1.0
+    return Stats(
+        step=end - 1,
+        epoch=work.order.epoch_of(end - 1),
+        loss=tally.total / count,
+        metrics={name: value / count for name, value in tally.metrics.items()},
+        num_samples=sum(work.order.batch_size(step) for step in range(first, end)),
+        num_items=tally.count,
+        grad_norm=update.grad_norm,
+        lr=update.lr,
+        applied=update.applied,
+        loss_scale=state.scale.value,
+        stops=int(tally.stops),
+        seconds=seconds,
+        phases=spent,
+        sent_bytes=net.ledger.total().sent_bytes,
+    )

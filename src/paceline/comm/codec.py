@@ -61,7 +61,8 @@ class Int8:
     def decode(self, payload: Tensor, num_values: int, dtype: torch.dtype) -> Tensor:
         """See `Codec`."""
         rows = payload.shape[0]
-        scales = payload[:, num_values:].contiguous().view(torch.float32)
+        coded_scales = payload[:, num_values:].reshape(-1).clone()  # in memory of its own, so aligned
+        scales = coded_scales.view(torch.float32).view(rows, -1)
         values = payload[:, :num_values].contiguous().view(torch.int8).to(dtype)
         out = torch.zeros(rows, scales.shape[1] * self.block, dtype=dtype, device=payload.device)
         out[:, :num_values] = values

@@ -55,8 +55,11 @@ class Reducer(Protocol):
     def finish(self) -> Gradients:
         """Wait for the sums; every parameter was called ready once."""
 
+    def commit(self) -> None:
+        """The sums have been applied: the step cannot be aborted any more."""
+
     def abort(self) -> None:
-        """Drop a half step: afterwards all is as it was before `begin`."""
+        """Drop a step that is not committed: afterwards all is as it was before `begin`."""
 
     def residuals(self) -> Sequence[tuple[str, int, Tensor]]:
         """What coding has lost: (which side's, parameter index, values in the parameter's shape)."""
@@ -82,6 +85,10 @@ class WrappedReducer:
     def finish(self) -> Gradients:
         """Pass it on."""
         return self.inner.finish()
+
+    def commit(self) -> None:
+        """Pass it on."""
+        self.inner.commit()
 
     def abort(self) -> None:
         """Pass it on."""
@@ -114,6 +121,9 @@ class LocalReducer:
         """Return what there is."""
         flats = [grad for grad in self._grads if grad is not None]
         return Gradients(self._grads, flats, torch._foreach_norm(flats) if flats else [])
+
+    def commit(self) -> None:
+        """Nothing is kept between steps."""
 
     def abort(self) -> None:
         """Drop the references."""
@@ -171,7 +181,6 @@ class BucketReducer:
     def begin(self) -> None:
         """Open a step."""
         self._next = 0
-        self._wire.begin()
         for bucket in self._buckets:
             bucket.begin()
 
@@ -197,6 +206,7 @@ class BucketReducer:
                     next_step="the layout announces every parameter once a step, None without a gradient",
                 )
             bucket.handle.wait()
+            bucket.handle = None
             norms += torch._foreach_norm([bucket.flat])
         tensors = [self._home[i].views[i] for i in range(len(self._home))]
         return Gradients(tensors, [bucket.flat for bucket in self._buckets], norms)
@@ -206,6 +216,10 @@ class BucketReducer:
             bucket = self._buckets[self._next]
             bucket.handle = self._wire.all_reduce(bucket.flat, str(self._next))
             self._next += 1
+
+    def commit(self) -> None:
+        """Keep what coding has lost."""
+        self._wire.commit()
 
     def abort(self) -> None:
         """Let what was launched end, well or badly; forget it."""

@@ -112,8 +112,6 @@ class ShardedReducer:
     def begin(self) -> None:
         """Open a step."""
         self._next = 0
-        self._shard.begin()
-        self._replica.begin()
         for bucket in self._buckets:
             bucket.begin()
 
@@ -135,17 +133,22 @@ class ShardedReducer:
                 f"parameters {missing} were never called ready",
                 next_step="the layout announces every parameter once a step, None without a gradient",
             )
-        rows = [
-            self._replica.all_reduce(bucket.handle.wait(), str(k))
-            for k, bucket in enumerate(self._buckets)
-            if bucket.handle is not None
-        ]
+        rows = []
+        for k, bucket in enumerate(self._buckets):
+            handle, bucket.handle = bucket.handle, None
+            if handle is not None:
+                rows.append(self._replica.all_reduce(handle.wait(), str(k)))
         flats = [row.wait() for row in rows]
         tensors: list[Tensor | None] = [None] * len(self._parameters)
         for bucket, flat in zip(self._buckets, flats, strict=True):
             for index, part in bucket.buffer.own(flat, self._shard.group.rank, self._parameters).items():
                 tensors[index] = part
         return Gradients(tensors, flats, torch._foreach_norm(flats))
+
+    def commit(self) -> None:
+        """Keep what coding has lost."""
+        self._shard.commit()
+        self._replica.commit()
 
     def abort(self) -> None:
         """Let what was launched end, well or badly; forget it."""

@@ -33,8 +33,8 @@ class Wire(Protocol):
     def group(self) -> Group:
         """Who sums."""
 
-    def begin(self) -> None:
-        """A step begins: the one before has been applied."""
+    def commit(self) -> None:
+        """The present step has been applied."""
 
     def all_reduce(self, x: Tensor, key: str) -> Waits:
         """Sum `x` [n] over the group, in place; the handle returns it."""
@@ -88,7 +88,7 @@ class PlainWire:
     def __init__(self, net: Net, group: Group) -> None:
         self.net, self.group = net, group
 
-    def begin(self) -> None:
+    def commit(self) -> None:
         """Nothing is kept between steps."""
 
     def all_reduce(self, x: Tensor, key: str) -> Waits:
@@ -138,8 +138,8 @@ class CodedWire:
         self._kept: dict[str, Residual] = {}
         self._pending: dict[str, Residual] = {}
 
-    def begin(self) -> None:
-        """Take over the residuals of the step before."""
+    def commit(self) -> None:
+        """Keep what this step has lost."""
         self._kept.update(self._pending)
         self._pending = {}
 

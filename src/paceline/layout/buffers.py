@@ -42,6 +42,11 @@ class UnitBuffers:
             )
             self._restore()
 
+    def abort_step(self) -> None:
+        """Put the values before the step back, whatever a forward has done to them since."""
+        if self._places:
+            self._restore()
+
     @property
     def change(self) -> Tensor:
         """Sum of the changes of this rank's units, float64 [num_values]."""

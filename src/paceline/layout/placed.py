@@ -61,5 +61,8 @@ class Placed(Protocol):
             Sums over these units, on one rank of a replica; empty on its others.
         """
 
+    def abort(self) -> None:
+        """Drop a half `run`: buffers are those from before it, and no gradient is handed on."""
+
     def evaluate(self, units: Iterable[LoadedUnit]) -> Sums:
         """Loss, count and metrics of held-out units; empty where `run` returns empty sums."""

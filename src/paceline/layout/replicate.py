@@ -92,6 +92,11 @@ class Replicate:
             (loss.total if scale == 1.0 else loss.total * scale).backward()
             self.buffers.end_unit()
 
+    def abort(self) -> None:
+        """See `Placed`."""
+        self._sink = None
+        self.buffers.abort_step()
+
     def evaluate(self, units: Iterable[LoadedUnit]) -> Sums:
         """Loss, count and metrics of held-out units, without gradients or dropout."""
         sums = Sums(self.metric_names)

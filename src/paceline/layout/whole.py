@@ -49,6 +49,39 @@ def take_snapshot(state: TrainState, mesh: Mesh, net: Net) -> Snapshot:
     return Snapshot(state.step, whole | gather_whole(apart, mesh.world, net), state.scalars())
 
 
+def share_snapshot(
+    snapshot: Snapshot | None, group: Group, net: Net, device: torch.device
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Rank 0's snapshot on every rank, as tensors and scalars; collective.
+
+    Wire: two small broadcasts, and one for each dtype.
+    """
+    mine = snapshot if group.rank == 0 else None
+    contents = None
+    if mine is not None:
+        entries = [(name, list(t.shape), str(t.dtype)) for name, t in mine.tensors().items()]
+        contents = json.dumps([entries, mine.scalars()])
+    entries, scalars = json.loads(share_text(contents or "", group, net, device))
+    found: dict[str, Tensor] = {}
+    for dtype in sorted({entry[2] for entry in entries}):
+        alike = [(name, shape) for name, shape, kind in entries if kind == dtype]
+        sizes = [prod(shape) for _, shape in alike]
+        flat = torch.zeros(sum(sizes), dtype=getattr(torch, dtype.removeprefix("torch.")), device=device)
+        if mine is not None:
+            flat = torch.cat([mine.tensors()[name].detach().reshape(-1).to(device) for name, _ in alike])
+        pieces = net.broadcast(flat, group).wait().split(sizes)
+        found |= {name: piece.view(shape) for (name, shape), piece in zip(alike, pieces, strict=True)}
+    return found, scalars
+
+
+def share_text(text: str, group: Group, net: Net, device: torch.device) -> str:
+    """Rank 0's text on every rank. Wire: two small broadcasts."""
+    data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
+    size = net.broadcast(torch.tensor([data.numel()], device=device), group).wait()
+    buffer = data if group.rank == 0 else torch.zeros(int(size), dtype=torch.uint8, device=device)
+    return bytes(net.broadcast(buffer, group).wait().tolist()).decode()
+
+
 def gather_whole(pieces: Sequence[Piece], group: Group, net: Net) -> dict[str, Tensor]:
     """Whole tensors by name, equal on every rank of the group; what a rank holds whole is not copied.
 

@@ -14,7 +14,7 @@ arXiv:2311.08105, Algorithm 1 (inner AdamW, outer Nesterov).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from paceline.observe import Phases, Stats
 from paceline.state import LossScale, Piece, Slot, TrainState
 from paceline.sync.every_step import EveryStep
 from paceline.sync.rule import step_stats
-from paceline.sync.tail import Tail, UpdateTail
+from paceline.sync.tail import Tail, Update, UpdateTail
 
 
 class ConstantRate:
@@ -55,6 +55,21 @@ class Outer:
         return torch.optim.SGD(
             anchors, lr=self.lr, momentum=self.momentum, nesterov=self.momentum > 0, foreach=True
         )
+
+
+@dataclass
+class _Half:
+    """A round under way.
+
+    Args:
+        first: its first step; negative: no round is under way.
+        buffers: what the round started from.
+        taken: its steps so far.
+    """
+
+    first: int = -1
+    buffers: list[Tensor] = field(default_factory=list)
+    taken: list[tuple[Tally, Update]] = field(default_factory=list)
 
 
 class LocalRounds:
@@ -89,6 +104,7 @@ class LocalRounds:
         self.reducer = reducer(self.anchors)
         state = TrainState(placed.model, outer.optimizer(self.anchors), LossScale())
         self._outer = UpdateTail(state, self.anchors, ConstantRate())
+        self._half = _Half()
         self.names = [slot.name for slot in placed.slots]
 
     def rounds(self, feed: Feed, placed: Placed, tail: Tail) -> Iterator[Stats]:
@@ -97,29 +113,34 @@ class LocalRounds:
         with feed.from_step(state.step) as stream:
             while state.step < feed.num_steps:
                 self._phases.take()
-                first, end = state.step, min(state.step + self._num_local_steps, feed.num_steps)
-                self._remember(placed)
-                start, taken = placed.buffers.values(), []
+                end = min(self._round_start(placed, state) + self._num_local_steps, feed.num_steps)
                 while state.step < end:
-                    taken.append(self.inner.step(feed.work, stream, placed, tail))
+                    self._half.taken.append(self.inner.step(feed.work, stream, placed, tail))
                     state.step += 1
-                update = taken[-1][1]
+                half = self._half
                 with self._phases.during("communication"):
-                    tally = self._agree(add_tallies([tally for tally, _ in taken]), start, placed)
-                yield step_stats(first, end, feed.work, state, tally, update, self._phases, self._net)
+                    tally = self._agree(half, placed)
+                self._half = _Half()
+                update = half.taken[-1][1]
+                yield step_stats(half.first, end, feed.work, state, tally, update, self._phases, self._net)
 
     def abort(self) -> None:
         """See `Rule`."""
         self.inner.abort()
         self.reducer.abort()
 
-    def _remember(self, placed: Placed) -> None:
-        with torch.no_grad():
-            torch._foreach_copy_([*self.anchors], [*placed.parameters])
+    def _round_start(self, placed: Placed, state: TrainState) -> int:
+        """Remember where a new round starts; one that an abort has interrupted goes on."""
+        if self._half.first < 0:
+            self._half = _Half(state.step, placed.buffers.values())
+            with torch.no_grad():
+                torch._foreach_copy_([*self.anchors], [*placed.parameters])
+        return self._half.first
 
-    def _agree(self, mine: Tally, start: list[Tensor], placed: Placed) -> Tally:
+    def _agree(self, half: _Half, placed: Placed) -> Tally:
         """Sum the movements, step from the anchors, and go on from there."""
-        change = placed.buffers.change_since(start)
+        mine = add_tallies([tally for tally, _ in half.taken])
+        change = placed.buffers.change_since(half.buffers)
         agreement = replace(mine, units=1.0, buffers=change).agree(self._net, self._world, placed.device)
         self.reducer.begin()
         for i in reversed(range(len(self.anchors))):
@@ -127,9 +148,10 @@ class LocalRounds:
                 self.reducer.ready(i, (self.anchors[i] - placed.parameters[i]) * mine.count)
         grads, tally = self.reducer.finish(), agreement.wait()
         self._outer.apply(grads, tally)
+        self.reducer.commit()
         with torch.no_grad():
             torch._foreach_copy_([*placed.parameters], [*self.anchors])
-        placed.buffers.reset(start)
+        placed.buffers.reset(half.buffers)
         placed.buffers.end_step(tally.buffers, tally.units)
         return tally
 
@@ -143,7 +165,8 @@ class LocalRounds:
         ]
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """The inverse of `pieces`."""
+        """The inverse of `pieces`; a round that was under way is forgotten."""
+        self._half = _Half()
         states = self._outer.state.optimizer.state
         states.clear()
         for name, anchor in zip(self.names, self.anchors, strict=True):

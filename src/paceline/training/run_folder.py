@@ -6,12 +6,9 @@ import os
 from datetime import datetime
 from pathlib import Path
 
-import torch
-
 from paceline import checkpoint
-from paceline.comm import Net
 from paceline.errors import CheckpointError
-from paceline.mesh import Group
+from paceline.layout.whole import share_text
 from paceline.recipe import to_toml
 from paceline.training.session import Session
 
@@ -22,7 +19,7 @@ def prepare(session: Session, resume: Path | None) -> Path:
         chosen = str(run_of(resume))
     else:
         chosen = session.recipe.run_dir or _new_name(session.recipe.task)
-    chosen = share_text(chosen, session.net, session.mesh.world, session.placed.device)
+    chosen = share_text(chosen, session.mesh.world, session.net, session.placed.device)
     run_dir = Path(chosen)
     if session.is_first:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -50,14 +47,6 @@ def restore(session: Session, resume: Path) -> None:
 def run_of(resume: Path) -> Path:
     """The run folder of a run folder, or of a checkpoint inside one."""
     return resume.parent.parent if _is_checkpoint(resume) else resume
-
-
-def share_text(text: str, net: Net, group: Group, device: torch.device) -> str:
-    """Rank 0's text on every rank. Wire: two small broadcasts."""
-    data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
-    size = net.broadcast(torch.tensor([data.numel()], device=device), group).wait()
-    buffer = data if group.rank == 0 else torch.zeros(int(size), dtype=torch.uint8, device=device)
-    return bytes(net.broadcast(buffer, group).wait().tolist()).decode()
 
 
 def _is_checkpoint(path: Path) -> bool:

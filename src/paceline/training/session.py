@@ -13,7 +13,7 @@ from paceline.cluster import Cluster
 from paceline.comm import Net
 from paceline.data import Feed, Loader, LockstepWork, Unit
 from paceline.layout import Placed
-from paceline.layout.whole import Snapshot, take_snapshot
+from paceline.layout.whole import Snapshot, share_snapshot, take_snapshot
 from paceline.mesh import Mesh
 from paceline.observe import Stats
 from paceline.recipe import Recipe
@@ -83,6 +83,7 @@ class Session:
     def abort(self) -> None:
         """Drop the half step in which an error left `rounds`: calling `rounds` again does that step anew."""
         self.rule.abort()
+        self.placed.abort()
 
     def snapshot(self) -> Snapshot:
         """The whole state as it is between two rounds, the same for every layout; collective."""
@@ -91,6 +92,15 @@ class Session:
     def restore(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
         """Go on from a snapshot, taken under this or another strategy or number of ranks; collective."""
         self.state.load(tensors, scalars)
+
+    def take_over(self, snapshot: Snapshot | None) -> None:
+        """Go on where another session stopped, under a new number of ranks; collective.
+
+        Args:
+            snapshot: of the session that stopped, on rank 0; other ranks may be new and have none.
+        """
+        shared = share_snapshot(snapshot, self.mesh.world, self.net, self.placed.device)
+        self.restore(*shared)
 
     def sum(self, value: float) -> float:
         """Add up a number of every rank; collective, equal on all. Wire: one all_reduce of 8 bytes."""

@@ -1,0 +1,159 @@
+"""What every reducer keeps."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from paceline.cluster import Cluster
+from paceline.comm import Gradients, Net, Reducer
+from paceline.errors import CommunicationError
+from paceline.mesh import Mesh
+from paceline.testing.ranks import run_ranks
+
+_SHAPES = ((5, 3), (7,), (2, 2, 2), (), (11, 4))
+
+
+class ReducerContract(ABC):
+    """Gradients of this rank in, sums out.
+
+    Attributes:
+        degrees: of the mesh.
+        relative_error: of a sum of integers.
+    """
+
+    degrees: ClassVar[Mapping[str, int]] = {"replica": 2}
+    relative_error: float = 0.0
+
+    @abstractmethod
+    def reducer(self, parameters: Sequence[nn.Parameter], mesh: Mesh, net: Net) -> Reducer:
+        """A new reducer."""
+
+    def num_ranks(self) -> int:
+        return int(torch.tensor(list(self.degrees.values())).prod())
+
+    def start(self, cluster: Cluster) -> Reducer:
+        mesh = Mesh.build(cluster, self.degrees)
+        return self.reducer(_parameters(), mesh, Net(30.0))
+
+    def test_the_parts_of_all_ranks_are_the_sums(self) -> None:
+        """Every value of every sum is on a rank at least, in rows of the parameter, and right."""
+
+        def run(cluster: Cluster) -> list[Tensor | None]:
+            return _copies(_step(self.start(cluster), cluster.global_rank))
+
+        ranks = run_ranks(run, self.num_ranks())
+        for i, shape in enumerate(_SHAPES):
+            right = torch.stack([_grad(i, rank) for rank in range(len(ranks))]).sum(0)
+            parts = [found[i] for found in ranks if found[i] is not None]
+            assert sum(part.numel() for part in parts) >= right.numel()
+            bound = 2 * self.relative_error * float(right.abs().max() + 100 * len(ranks))
+            for part in parts:
+                assert part.shape[1:] == torch.Size(shape[1:])
+                assert _is_some_rows(part, right, bound)
+
+    def test_the_norms_are_those_of_the_whole_sum(self) -> None:
+        def run(cluster: Cluster) -> float:
+            grads = _step(self.start(cluster), cluster.global_rank)
+            return float(torch.linalg.vector_norm(torch.stack(list(grads.norms))))
+
+        num_ranks = self.num_ranks()
+        sums = [torch.stack([_grad(i, r) for r in range(num_ranks)]).sum(0) for i in range(len(_SHAPES))]
+        right = float(torch.cat([s.reshape(-1) for s in sums]).norm())
+        tolerance = 1e-5 + 4 * self.relative_error
+        assert all(abs(found - right) <= tolerance * right for found in run_ranks(run, num_ranks))
+
+    def test_a_parameter_without_a_gradient_counts_as_zero(self) -> None:
+        def run(cluster: Cluster) -> list[Tensor | None]:
+            reducer, rank = self.start(cluster), cluster.global_rank
+            _step(reducer, rank)  # leaves values in the buffers
+            reducer.begin()
+            for i in reversed(range(len(_SHAPES))):
+                reducer.ready(i, _grad(i, rank) if rank == 0 else None)
+            return _copies(reducer.finish())
+
+        for found in run_ranks(run, self.num_ranks()):
+            for i in range(len(_SHAPES)):
+                part = found[i]
+                if part is not None:
+                    right = _grad(i, 0)
+                    assert _is_some_rows(part, right, 800 * self.relative_error)
+
+    def test_a_missing_announcement_is_an_error_that_names_it(self) -> None:
+        def run(cluster: Cluster) -> str:
+            reducer = self.start(cluster)
+            reducer.begin()
+            for i in reversed(range(1, len(_SHAPES))):
+                reducer.ready(i, _grad(i, cluster.global_rank))
+            try:
+                reducer.finish()
+            except CommunicationError as error:
+                reducer.abort()
+                return str(error)
+            return ""
+
+        assert all("[0]" in text for text in run_ranks(run, self.num_ranks()))
+
+    def test_an_aborted_step_changes_nothing(self) -> None:
+        def run(cluster: Cluster, aborts: bool) -> list[Tensor | None]:
+            reducer, rank = self.start(cluster), cluster.global_rank
+            _step(reducer, rank)
+            if aborts:
+                reducer.begin()
+                for i in reversed(range(2, len(_SHAPES))):
+                    reducer.ready(i, _grad(i, rank + 5))
+                reducer.abort()
+            return _copies(_step(reducer, rank))
+
+        plain, disturbed = (run_ranks(run, self.num_ranks(), aborts) for aborts in (False, True))
+        for a, b in zip(plain, disturbed, strict=True):
+            assert all(x is None if y is None else torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+    def test_residuals_survive_being_taken_out_and_put_back(self) -> None:
+        def run(cluster: Cluster, moves: bool) -> list[Tensor | None]:
+            reducer, rank = self.start(cluster), cluster.global_rank
+            _step(reducer, rank)
+            if moves:
+                kept = {(side, i): value.clone() for side, i, value in reducer.residuals()}
+                reducer = self.start(cluster)
+                reducer.set_residuals(kept)
+            return _copies(_step(reducer, rank))
+
+        plain, moved = (run_ranks(run, self.num_ranks(), moves) for moves in (False, True))
+        for a, b in zip(plain, moved, strict=True):
+            assert all(x is None if y is None else torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def _parameters() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.zeros(shape)) for shape in _SHAPES]
+
+
+def _grad(index: int, rank: int) -> Tensor:
+    g = torch.Generator().manual_seed(100 * index + rank)
+    return torch.randint(-100, 100, _SHAPES[index], generator=g).float()
+
+
+def _step(reducer: Reducer, rank: int) -> Gradients:
+    reducer.begin()
+    for i in reversed(range(len(_SHAPES))):
+        reducer.ready(i, _grad(i, rank))
+    grads = reducer.finish()
+    reducer.commit()
+    return grads
+
+
+def _copies(grads: Gradients) -> list[Tensor | None]:
+    return [None if g is None else g.clone() for g in grads.tensors]
+
+
+def _is_some_rows(part: Tensor, whole: Tensor, bound: float) -> bool:
+    """Whether `part` is a block of rows of `whole`, up to an error."""
+    if part.dim() == 0:
+        return float((part - whole).abs()) <= bound
+    n = part.shape[0]
+    starts = range(whole.shape[0] - n + 1)
+    return any(float((whole[k : k + n] - part).abs().max()) <= bound for k in starts)

@@ -1,0 +1,129 @@
+"""What every wire (a route, plain or with a codec) keeps."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.cluster import Cluster
+from paceline.comm import Net, Wire
+from paceline.mesh import Group, Mesh
+from paceline.testing.ranks import run_ranks
+
+_SIZES = (1, 7, 1000)
+
+
+class WireContract(ABC):
+    """Sums over a group.
+
+    Attributes:
+        relative_error: of one sum of integers, relative to the sum of the largest magnitudes.
+        feeds_back: whether what one sum loses is added to the next of the same buffer.
+    """
+
+    relative_error: float = 0.0
+    feeds_back: bool = False
+
+    @abstractmethod
+    def wire(self, net: Net, group: Group) -> Wire:
+        """A new wire."""
+
+    def start(self, cluster: Cluster) -> tuple[Wire, Group]:
+        group = Mesh.build(cluster, {"replica": cluster.world_size}).replica
+        return self.wire(Net(30.0), group), group
+
+    @pytest.mark.parametrize("world", [2, 3])
+    def test_all_reduce_gives_every_rank_the_same_sum_in_place(self, world: int) -> None:
+        def run(cluster: Cluster) -> list[Tensor]:
+            wire, group = self.start(cluster)
+            xs = [_values(n, group.rank) for n in _SIZES]
+            handles = [wire.all_reduce(x, str(k)) for k, x in enumerate(xs)]
+            assert all(handle.wait() is x for handle, x in zip(handles, xs, strict=True))
+            return xs
+
+        ranks = run_ranks(run, world)
+        for k, n in enumerate(_SIZES):
+            right = sum(_values(n, rank) for rank in range(world))
+            bound = self.relative_error * sum(float(_values(n, r).abs().max()) for r in range(world))
+            assert all(torch.equal(found[k], ranks[0][k]) for found in ranks)
+            assert float((ranks[0][k] - right).abs().max()) <= 2 * bound
+
+    @pytest.mark.parametrize("world", [2, 3])
+    def test_reduce_scatter_gives_each_rank_its_row(self, world: int) -> None:
+        def run(cluster: Cluster) -> Tensor:
+            wire, group = self.start(cluster)
+            rows = torch.stack([_values(40, 10 * group.rank + row) for row in range(world)])
+            return wire.reduce_scatter(rows, "rows").wait()
+
+        for row, found in enumerate(run_ranks(run, world)):
+            parts = [_values(40, 10 * rank + row) for rank in range(world)]
+            bound = self.relative_error * sum(float(part.abs().max()) for part in parts)
+            assert found.shape == (40,)
+            assert float((found - sum(parts)).abs().max()) <= bound
+
+    def test_an_aborted_step_changes_nothing(self) -> None:
+        """Two steps, or two with an aborted one between them: the same bits."""
+
+        def run(cluster: Cluster, aborts: bool) -> Tensor:
+            wire, group = self.start(cluster)
+            x = torch.zeros(0)
+            for step in range(3):
+                if step == 1 and not aborts:
+                    continue
+                x = _values(500, group.rank) / 3
+                wire.all_reduce(x, "0").wait()
+                if step == 1:
+                    wire.abort()
+                else:
+                    wire.commit()
+            return x
+
+        plain, disturbed = run_ranks(run, 2, False), run_ranks(run, 2, True)
+        assert torch.equal(plain[0], disturbed[0])
+
+    def test_what_one_step_loses_the_next_ones_bring(self) -> None:
+        """The mean of many sums of one value is closer to it than one sum is, by the number of sums."""
+        num_steps = 20
+
+        def run(cluster: Cluster) -> tuple[float, float]:
+            wire, group = self.start(cluster)
+            right = sum(_values(500, rank) / 7 for rank in range(2))
+            total, first = torch.zeros(500), 0.0
+            for step in range(num_steps):
+                x = _values(500, group.rank) / 7
+                wire.all_reduce(x, "0").wait()
+                wire.commit()
+                total += x
+                first = float((x - right).abs().max()) if step == 0 else first
+            return first, float((total / num_steps - right).abs().max())
+
+        first, mean = run_ranks(run, 2)[0]
+        if self.feeds_back:
+            assert first > 0 and mean <= 4 * first / num_steps
+        else:
+            assert mean <= 1e-5 and not first
+
+    def test_residuals_survive_being_taken_out_and_put_back(self) -> None:
+        def run(cluster: Cluster, moves: bool) -> Tensor:
+            wire, group = self.start(cluster)
+            x = torch.zeros(0)
+            for step in range(3):
+                if step == 2 and moves:
+                    kept = wire.residuals()
+                    wire, group = self.start(cluster)
+                    wire.set_residuals(kept)
+                x = _values(500, group.rank) / 3
+                wire.all_reduce(x, "0").wait()
+                wire.commit()
+            return x
+
+        assert torch.equal(run_ranks(run, 2, False)[1], run_ranks(run, 2, True)[1])
+
+
+def _values(n: int, seed: int) -> Tensor:
+    """Integers, so that a plain sum is exact in any order."""
+    g = torch.Generator().manual_seed(1000 * n + seed)
+    return torch.randint(-100, 100, (n,), generator=g).float()

@@ -1,0 +1,70 @@
+"""Interrupt a session in the middle of a backward pass, on every rank at the same place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from paceline.data import LoadedUnit
+from paceline.layout import GradSink, Placed, Sums
+from paceline.training import Session
+
+
+class Interrupt(Exception):
+    """Raised in the middle of a step."""
+
+
+class InterruptedLayout:
+    """A layout that raises `Interrupt` once.
+
+    Args:
+        inner: the layout.
+        at_run: in which call of `run`, from 0.
+        after: how many gradients are handed on before it.
+    """
+
+    def __init__(self, inner: Placed, at_run: int, after: int) -> None:
+        self._inner, self._at_run, self._after = inner, at_run, after
+        self._runs = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def run(self, units: Iterable[LoadedUnit], num_units: int, sink: GradSink, scale: float) -> Sums:
+        """As the inner layout, but for the one call."""
+        fused = _Fuse(sink, self._after) if self._runs == self._at_run else sink
+        self._runs += 1
+        return self._inner.run(units, num_units, fused, scale)
+
+
+class _Fuse:
+    def __init__(self, sink: GradSink, after: int) -> None:
+        self._sink, self._left = sink, after
+
+    def ready(self, index: int, grad: Tensor | None) -> None:
+        if self._left == 0:
+            raise Interrupt
+        self._left -= 1
+        self._sink.ready(index, grad)
+
+
+def train_interrupted(session: Session, at_run: int, after: int) -> list[float]:
+    """Train to the end; abort where it is interrupted, and go on. Returns the loss of every round.
+
+    Raises:
+        AssertionError: nothing was interrupted.
+    """
+    session.placed = InterruptedLayout(session.placed, at_run, after)
+    losses: list[float] = []
+    aborts = 0
+    while session.state.step < session.num_steps:
+        try:
+            for stats in session.rounds():
+                losses.append(stats.loss)
+        except Interrupt:
+            session.abort()
+            aborts += 1
+    assert aborts == 1, "the run ended before it was interrupted"
+    return losses

@@ -1,0 +1,50 @@
+"""Layouts and rules keep their contracts."""
+
+import pytest
+
+from paceline.testing.contracts import LayoutContract, RuleContract
+
+
+@pytest.mark.capability("A2")
+class TestReplicate(LayoutContract):
+    strategy, num_ranks = "replicas=2", 2
+
+
+@pytest.mark.capability("A11", "Z1")
+class TestZero1(LayoutContract):
+    strategy, num_ranks = "replicas=1 shard=3 zero=1", 3
+
+
+@pytest.mark.capability("A11", "Z1")
+class TestReplicasOfZero1(LayoutContract):
+    strategy, num_ranks = "replicas=2 shard=2 zero=1", 4
+
+
+@pytest.mark.capability("I1", "Z1")
+class TestEveryStep(RuleContract):
+    strategy, num_ranks = "replicas=2", 2
+
+
+@pytest.mark.capability("H8", "Z1")
+class TestCodedEveryStep(RuleContract):
+    strategy, num_ranks = "replicas=2 codec=int8", 2
+
+
+@pytest.mark.capability("H8", "Z1")
+class TestCodedZero1(RuleContract):
+    strategy, num_ranks = "replicas=1 shard=2 zero=1 codec=int8", 2
+
+
+@pytest.mark.capability("I6", "Z1")
+class TestLocalSGD(RuleContract):
+    strategy, num_ranks = "replicas=2 sync=local:3", 2
+
+
+@pytest.mark.capability("I6", "Z1")
+class TestDiLoCo(RuleContract):
+    strategy, num_ranks = "replicas=2 sync=diloco:4", 2
+
+
+@pytest.mark.capability("H8", "Z1")
+class TestCodedDiLoCo(RuleContract):
+    strategy, num_ranks = "replicas=2 sync=diloco:4 codec=int8", 2

@@ -45,23 +45,24 @@ class SwappedLaunch(BucketReducer):
     def _launch_full(self) -> None:
         for bucket in self._buckets:
             if not bucket.missing and bucket.handle is None:
-                bucket.handle = self._net.all_reduce(bucket.flat, self._group)
+                bucket.handle = self._wire.all_reduce(bucket.flat, "")
 
 
 class NotReduced(BucketReducer):
     """The mutation twin: the sums of the first bucket stay at home."""
 
     def _launch_full(self) -> None:
-        whole = self._group
+        wire = self._wire
+        whole = wire.group
         while self._next < len(self._buckets) and not self._buckets[self._next].missing:
             bucket, alone = self._buckets[self._next], Group("replica", (whole.rank,), 0)
-            bucket.handle = self._net.all_reduce(bucket.flat, whole if self._next else alone)
+            bucket.handle = wire.net.all_reduce(bucket.flat, whole if self._next else alone)
             self._next += 1
 
 
 def reduce_steps(cluster, kind, bucket_bytes: int) -> list[list[Tensor]]:
     group = Mesh.build(cluster, {"replica": cluster.world_size}).replica
-    reducer = kind(parameters(), group, Net(20.0), bucket_bytes)
+    reducer = kind(parameters(), PlainWire(Net(20.0), group), bucket_bytes)
     results = []
     for step in range(NUM_STEPS):
         order = list(range(NUM_PARAMETERS))
@@ -103,7 +104,7 @@ def test_without_one_order_of_launch_the_sums_would_be_wrong() -> None:
 
     def run(cluster, kind) -> list[list[float]]:
         group = Mesh.build(cluster, {"replica": 2}).replica
-        reducer = kind([nn.Parameter(torch.zeros(4)) for _ in range(2)], group, Net(20.0), 1)
+        reducer = kind([nn.Parameter(torch.zeros(4)) for _ in range(2)], PlainWire(Net(20.0), group), 1)
         reducer.begin()
         for index in (0, 1) if group.rank == 0 else (1, 0):
             reducer.ready(index, torch.full((4,), 10.0**index))

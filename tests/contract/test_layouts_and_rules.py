@@ -48,3 +48,21 @@ class TestDiLoCo(RuleContract):
 @pytest.mark.capability("H8", "Z1")
 class TestCodedDiLoCo(RuleContract):
     strategy, num_ranks = "replicas=2 sync=diloco:4 codec=int8", 2
+
+
+@pytest.mark.capability("B3", "Z1")
+class TestAsynchronousServer(RuleContract):
+    strategy, num_ranks, deterministic = "servers=1 sync=server-async", 3, False
+    interrupts = 2
+
+
+@pytest.mark.capability("I7", "Z1")
+class TestBackupWorkers(RuleContract):
+    strategy, num_ranks, deterministic = "servers=1 sync=backup:1", 4, False
+    interrupts = 2
+
+
+@pytest.mark.capability("I7", "Z1")
+class TestNoBackupWorkers(RuleContract):
+    strategy, num_ranks = "servers=1 sync=backup:0", 3
+    interrupts = 2

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from paceline.data.loader import Loader, Stream
 from paceline.data.work import LockstepWork, Unit
+
+_FEWEST_PAUSES = 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -17,11 +19,18 @@ class Feed:
         work: this replica's units of any step.
         loader: reads them.
         num_steps: the length of the run.
+        intervals: every so many steps the state is wanted, to be saved or evaluated.
     """
 
     work: LockstepWork
     loader: Loader
     num_steps: int
+    intervals: Sequence[int] = ()
+
+    def pause_after(self, step: int) -> int:
+        """The next step, after `step`, before which a rule must come to rest if it does not at every step."""
+        seen = max(1, self.num_steps // _FEWEST_PAUSES)  # so that progress shows and a run can be stopped
+        return min(self.num_steps, *((step // n + 1) * n for n in (*self.intervals, seen) if n > 0))
 
     def open(self, units: Iterable[Unit]) -> Stream:
         """Start reading some units; whoever opens a stream closes it."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm import Net
+from paceline.comm.text import share_text
 from paceline.mesh import Group, Mesh
 from paceline.state import Piece, TrainState
 
@@ -72,14 +73,6 @@ def share_snapshot(
         pieces = net.broadcast(flat, group).wait().split(sizes)
         found |= {name: piece.view(shape) for (name, shape), piece in zip(alike, pieces, strict=True)}
     return found, scalars
-
-
-def share_text(text: str, group: Group, net: Net, device: torch.device) -> str:
-    """Rank 0's text on every rank. Wire: two small broadcasts."""
-    data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
-    size = net.broadcast(torch.tensor([data.numel()], device=device), group).wait()
-    buffer = data if group.rank == 0 else torch.zeros(int(size), dtype=torch.uint8, device=device)
-    return bytes(net.broadcast(buffer, group).wait().tolist()).decode()
 
 
 def gather_whole(pieces: Sequence[Piece], group: Group, net: Net) -> dict[str, Tensor]:

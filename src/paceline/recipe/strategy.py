@@ -77,7 +77,11 @@ def _check_word(text: str, words: Mapping[str, str]) -> str:
 
 
 def _check_sync(text: str) -> str:
-    return _check_word(text, SYNCS)
+    word, _, argument = _check_word(text, SYNCS).partition(":")
+    smallest = 0 if word == "backup" else 1
+    if argument and not (argument.isdecimal() and int(argument) >= smallest):
+        raise refused(found_instead(f'an integer >= {smallest}, as in "{SYNCS[word]}"', text))
+    return text
 
 
 def _check_codec(text: str) -> str:
@@ -170,6 +174,11 @@ class Strategy(Table):
         splits = [f"zero-{self.zero}"] if self.zero else []
         splits += [axis for axis in ("tensor", "pipeline", "context") if getattr(self, axis) > 1]
         return "+".join(splits) or "replicate"
+
+    @property
+    def updates_per_step(self) -> int:
+        """Updates that one global batch makes: an asynchronous server makes one of every worker's share."""
+        return (self.replicas or 1) if self.sync_word == "server-async" else 1
 
     @property
     def sync_word(self) -> str:

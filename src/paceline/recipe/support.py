@@ -53,7 +53,10 @@ _BUILT: dict[str, tuple[frozenset[int | str], str]] = {  # choice: the words tha
     "tensor": (frozenset({1}), "tensors are whole"),
     "context": (frozenset({1}), "sequences are whole"),
     "lanes": (frozenset({1}), "a process runs one shard at a time"),
-    "sync": (frozenset({"every-step", "local", "diloco"}), "see `paceline strategies`"),
+    "sync": (
+        frozenset({"every-step", "local", "diloco", "server-async", "backup"}),
+        "see `paceline strategies`",
+    ),
     "codec": (frozenset({"fp32", "int8"}), "values, or bytes with a scale for every block"),
     "route": (frozenset({"native"}), "the collectives of torch.distributed"),
     "schedule": (frozenset({"gpipe"}), "all forwards, then all backwards"),
@@ -112,6 +115,10 @@ _COMBINATIONS = (
     _because(
         "pipedream is a rule of one pipeline: replicas=1 and pipeline=2 or more",
         lambda s: s.sync_word == "pipedream" and (s.pipeline == 1 or s.replicas != 1),
+    ),
+    _because(
+        "backup:B leaves out the last B of the replicas, and one must be left: add replicas",
+        lambda s: s.sync_word == "backup" and int(s.sync.partition(":")[2]) >= (s.replicas or 1),
     ),
     _because(
         "schedule orders the stages of a pipeline: add pipeline=2",

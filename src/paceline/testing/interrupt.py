@@ -27,15 +27,15 @@ class InterruptedLayout:
 
     def __init__(self, inner: Placed, at_run: int, after: int) -> None:
         self._inner, self._at_run, self._after = inner, at_run, after
-        self._runs = 0
+        self.runs = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     def run(self, units: Iterable[LoadedUnit], num_units: int, sink: GradSink, scale: float) -> Sums:
         """As the inner layout, but for the one call."""
-        fused = _Fuse(sink, self._after) if self._runs == self._at_run else sink
-        self._runs += 1
+        fused = _Fuse(sink, self._after) if self.runs == self._at_run else sink
+        self.runs += 1
         return self._inner.run(units, num_units, fused, scale)
 
 
@@ -54,9 +54,9 @@ def train_interrupted(session: Session, at_run: int, after: int) -> list[float]:
     """Train to the end; abort where it is interrupted, and go on. Returns the loss of every round.
 
     Raises:
-        AssertionError: nothing was interrupted.
+        AssertionError: nothing was interrupted, though this rank does run units.
     """
-    session.placed = InterruptedLayout(session.placed, at_run, after)
+    session.placed = layout = InterruptedLayout(session.placed, at_run, after)
     losses: list[float] = []
     aborts = 0
     while session.state.step < session.num_steps:
@@ -66,5 +66,5 @@ def train_interrupted(session: Session, at_run: int, after: int) -> list[float]:
         except Interrupt:
             session.abort()
             aborts += 1
-    assert aborts == 1, "the run ended before it was interrupted"
+    assert aborts == (layout.runs > 0), "the run ended before it was interrupted"
     return losses

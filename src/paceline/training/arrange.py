@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.cluster import Cluster
 from paceline.comm import (
     AgreedNorm,
     Codec,
@@ -25,7 +26,10 @@ from paceline.comm import (
     Wire,
     build_reducer,
 )
+from paceline.comm.channel import Channel, SocketChannel, accept_all, connect, listen
+from paceline.comm.text import share_text
 from paceline.data import LockstepWork
+from paceline.errors import StrategyError
 from paceline.layout import Placed, Replicate
 from paceline.layout.zero import adopt, cut_rows, own_parts
 from paceline.mesh import Group, Mesh
@@ -34,7 +38,9 @@ from paceline.optim import build_schedule
 from paceline.recipe import Recipe
 from paceline.state import Slot, TrainState
 from paceline.sync import EveryStep, Gathered, InnerMoments, LocalRounds, Outer, Rule, Tail, UpdateTail
+from paceline.sync.policy import ApplyEach, FirstN, Policy
 from paceline.sync.residuals import Residuals
+from paceline.sync.server import SERVER, Server, Worker
 
 
 @dataclass(frozen=True)
@@ -54,12 +60,14 @@ class Setting:
     """What the constructors are given: equal on every rank but for the place in the mesh."""
 
     recipe: Recipe
+    cluster: Cluster
     mesh: Mesh
     net: Net
     phases: Phases
     pieces: Pieces
     items_per_sample: int
     stop_requested: Callable[[], bool]
+    closers: list[Callable[[], None]] = field(default_factory=list)
 
     @property
     def bucket_bytes(self) -> int:
@@ -106,7 +114,9 @@ class Arrangement:
         inner = setting.pieces.tail(
             state,
             self.updated(),
-            setting.pieces.schedule(recipe.schedule, num_steps, recipe.batch.size),
+            setting.pieces.schedule(
+                recipe.schedule, num_steps * recipe.strategy.updates_per_step, recipe.batch.size
+            ),
             clip_norm=recipe.optimizer.clip_norm,
             reduction=recipe.batch.reduction,
         )
@@ -201,8 +211,53 @@ def _keep_residuals(setting: Setting, reducer: Reducer, placed: Placed, state: T
         state.keepers["residual"] = Residuals(reducer, list(placed.slots), setting.mesh.data)
 
 
+def _served(setting: Setting, arranged: Arrangement, state: TrainState, policy: Policy) -> Rule:
+    """Rank 0 serves, all others work."""
+    workers = setting.mesh.world.ranks[1:]
+    if setting.recipe.loader.workers:
+        raise StrategyError(
+            "loader.workers reads ahead, and under a server nobody knows which samples come next",
+            next_step="set loader.workers = 0",
+        )
+    channel = _channel(setting)
+    setting.closers.append(channel.close)
+    shared = (channel, setting.net, setting.phases, setting.stop_requested)
+    rule = (
+        Server(policy, workers, *shared)
+        if setting.mesh.world.rank == SERVER
+        else Worker(len(workers), setting.items_per_sample, *shared)
+    )
+    state.keepers["work"] = rule
+    return rule
+
+
+def _channel(setting: Setting) -> Channel:
+    """Connect every worker with the server; collective."""
+    world, cluster, limit = setting.mesh.world, setting.cluster, setting.net.deadline_seconds
+    device = torch.device("cpu")
+    if world.rank == SERVER:
+        with listen(cluster.address) as listener:
+            share_text(str(listener.getsockname()[1]), world, setting.net, device)
+            peers = accept_all(listener, cluster.token, world.ranks[1:], limit)
+        return SocketChannel(peers, setting.net.ledger)
+    port = int(share_text("", world, setting.net, device))
+    hub = connect(cluster.address, port, world.rank, cluster.token, limit)
+    return SocketChannel({SERVER: hub}, setting.net.ledger)
+
+
+def _server_async(setting: Setting, arranged: Arrangement, state: TrainState) -> Rule:
+    return _served(setting, arranged, state, ApplyEach(setting.mesh.world.size - 1))
+
+
+def _backup(setting: Setting, arranged: Arrangement, state: TrainState) -> Rule:
+    num_backups = int(setting.recipe.strategy.sync.partition(":")[2])
+    return _served(setting, arranged, state, FirstN(setting.mesh.world.size - 1, num_backups))
+
+
 RULES: Mapping[str, Callable[[Setting, Arrangement, TrainState], Rule]] = {
     "every-step": _every_step,
     "local": lambda setting, arranged, state: _local(setting, arranged, state, Outer()),
     "diloco": _diloco,
+    "server-async": _server_async,
+    "backup": _backup,
 }

@@ -57,6 +57,7 @@ def build_session(
     strategy = resolved(recipe, cluster.world_size)
     setting = Setting(
         recipe=recipe.replace(strategy=strategy),
+        cluster=cluster,
         mesh=Mesh.build(cluster, strategy.degrees),
         net=Net(recipe.runtime.deadline_seconds, times_calls=device.type == "cpu"),
         phases=Phases(),
@@ -83,6 +84,7 @@ def build_session(
         feed=feed,
         tail=arranged.tail(setting, state, feed.num_steps),
         rule=RULES[strategy.sync_word](setting, arranged, state),
+        closers=setting.closers,
     )
 
 
@@ -102,11 +104,13 @@ def place(
 
 def build_feed(setting: Setting, task: Task, device: torch.device) -> Feed:
     """The units of this rank's replica, and their loader."""
-    recipe, data = setting.recipe, setting.mesh.data
+    recipe, data, servers = setting.recipe, setting.mesh.data, setting.recipe.strategy.servers
     order = build_order(recipe, task)
-    work = setting.pieces.work(order, recipe.batch.shards, recipe.seed, data.rank, data.size)
+    place = max(0, data.rank - servers), data.size - servers  # servers come first, and train nothing
+    work = setting.pieces.work(order, recipe.batch.shards, recipe.seed, *place)
     loader = build_loader(recipe, task, task.data, device)
-    return Feed(work, loader, num_steps_of(recipe, order.steps_per_epoch))
+    intervals = recipe.evaluate.every_steps, recipe.checkpoint.every_steps
+    return Feed(work, loader, num_steps_of(recipe, order.steps_per_epoch), intervals)
 
 
 def resolved(recipe: Recipe, processes: int) -> Strategy:

@@ -94,7 +94,7 @@ def join(
         stop_requested: see `EveryStep`.
     """
     with connected(recipe, cluster) as (found, device):
-        yield build_session(
+        session = build_session(
             recipe,
             obtain_task(recipe, task, base_dir),
             found,
@@ -102,6 +102,8 @@ def join(
             warn=warn,
             stop_requested=stop_requested,
         )
+        yield session
+        session.close()
 
 
 def obtain_task(recipe: Recipe, task: TaskLike | None, base_dir: Path | None) -> Task:

@@ -7,8 +7,8 @@ from datetime import datetime
 from pathlib import Path
 
 from paceline import checkpoint
+from paceline.comm.text import share_text
 from paceline.errors import CheckpointError
-from paceline.layout.whole import share_text
 from paceline.recipe import to_toml
 from paceline.training.session import Session
 

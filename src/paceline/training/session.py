@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ class Session:
         placed: the model as this rank holds it.
         tail: makes updates.
         rule: owns the loop.
+        closers: what `close` calls.
     """
 
     recipe: Recipe
@@ -43,6 +44,12 @@ class Session:
     feed: Feed
     tail: Tail
     rule: Rule
+    closers: list[Callable[[], None]] = field(default_factory=list)
+
+    def close(self) -> None:
+        """Let go of what the strategy holds beside the process groups; train no more."""
+        while self.closers:
+            self.closers.pop()()
 
     @property
     def num_steps(self) -> int:

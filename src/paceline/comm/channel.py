@@ -1,0 +1,281 @@
+"""Channels: messages between two ranks, whenever one of them is ready. No collectives, no pickle.
+
+One rank is the hub; it hears all others, and they hear it. Frames are a length, a JSON header and raw tensor
+bytes over TCP. Invariant: the messages of one sender arrive whole and in order; a peer that is gone is
+an error with its rank; every wait has a deadline.
+"""
+
+from __future__ import annotations
+
+import json
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from paceline.comm.ledger import ByteLedger
+from paceline.errors import CommunicationError, DeadlineError
+
+_LENGTHS = struct.Struct("!QQ")  # bytes of the header, bytes of all tensors
+_CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Message:
+    """What one rank says to another.
+
+    Args:
+        kind: a word.
+        fields: JSON values.
+        tensors: of any dtype and shape; on the host when received.
+        sender: the rank that sent it; filled in on arrival.
+    """
+
+    kind: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    tensors: Sequence[Tensor] = ()
+    sender: int = -1
+
+    def encode(self) -> tuple[bytes, list[memoryview]]:
+        """Lengths and header, and the bytes of every tensor."""
+        bodies = [_bytes_of(t) for t in self.tensors]
+        shapes = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in self.tensors]
+        header = json.dumps([self.kind, dict(self.fields), shapes]).encode()
+        return _LENGTHS.pack(len(header), sum(len(b) for b in bodies)) + header, bodies
+
+    @classmethod
+    def decode(cls, header: bytes, body: bytearray, sender: int) -> Message:
+        """The inverse of `encode`."""
+        kind, fields, shapes = json.loads(header)
+        tensors, start = [], 0
+        for name, shape in shapes:
+            dtype = getattr(torch, name)
+            size = prod(shape) * dtype.itemsize
+            raw = (
+                torch.frombuffer(body, dtype=torch.uint8, count=size, offset=start).clone() if size else None
+            )
+            tensors.append(torch.empty(shape, dtype=dtype) if raw is None else raw.view(dtype).view(shape))
+            start += size
+        return cls(kind, fields, tensors, sender)
+
+
+class Channel(Protocol):
+    """Point-to-point messages."""
+
+    def send(self, to: int, message: Message, deadline_seconds: float) -> None:
+        """Hand a message over to the wire; it may be read much later."""
+
+    def receive(self, deadline_seconds: float) -> Message:
+        """The next message of any sender."""
+
+    def close(self) -> None:
+        """Leave; the other end sees that this rank is gone."""
+
+
+class SocketChannel:
+    """A channel over connected TCP sockets, one for each peer.
+
+    Args:
+        peers: connected sockets by rank.
+        ledger: counts what is sent, as `send` over group `channel`.
+    Wire: 16 bytes, the header and the tensors, in one direction.
+    """
+
+    def __init__(self, peers: Mapping[int, socket.socket], ledger: ByteLedger) -> None:
+        self._peers = {rank: _Peer(rank, s) for rank, s in peers.items()}
+        self._ledger = ledger
+        self._selector = selectors.DefaultSelector()
+        for peer in self._peers.values():
+            peer.socket.setblocking(False)
+            peer.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._selector.register(peer.socket, selectors.EVENT_READ, peer)
+        self._arrived: list[Message] = []
+
+    def send(self, to: int, message: Message, deadline_seconds: float) -> None:
+        """See `Channel`.
+
+        Raises:
+            CommunicationError: the peer is gone.
+            DeadlineError: it does not read.
+        """
+        head, bodies = message.encode()
+        expires = time.monotonic() + deadline_seconds
+        for part in (memoryview(head), *bodies):
+            self._peers[to].write(part, expires)
+        self._ledger.launched("send", "channel", len(head) + sum(len(b) for b in bodies), 2)
+
+    def receive(self, deadline_seconds: float) -> Message:
+        """See `Channel`.
+
+        Raises:
+            CommunicationError: a peer is gone; names its rank.
+            DeadlineError: nobody said anything in time.
+        """
+        expires = time.monotonic() + deadline_seconds
+        while not self._arrived:
+            left = expires - time.monotonic()
+            if left <= 0:
+                raise DeadlineError(
+                    f"no message arrived within {deadline_seconds:g} s from ranks {sorted(self._peers)}",
+                    next_step="look for the rank that is stuck, or raise runtime.deadline_seconds",
+                )
+            for key, _ in self._selector.select(left):
+                self._arrived += key.data.read()
+        return self._arrived.pop(0)
+
+    def close(self) -> None:
+        """See `Channel`."""
+        self._selector.close()
+        for peer in self._peers.values():
+            peer.socket.close()
+
+
+class _Peer:
+    """One socket, and the frame that is arriving on it."""
+
+    def __init__(self, rank: int, connection: socket.socket) -> None:
+        self.rank, self.socket = rank, connection
+        self._head = bytearray()
+        self._body: bytearray | None = None
+        self._filled = 0
+
+    def write(self, data: memoryview, expires: float) -> None:
+        while data:
+            try:
+                data = data[self.socket.send(data) :]
+            except BlockingIOError:
+                with selectors.DefaultSelector() as ready:
+                    ready.register(self.socket, selectors.EVENT_WRITE)
+                    if not ready.select(max(0.0, expires - time.monotonic())):
+                        raise DeadlineError(
+                            f"rank {self.rank} does not read what it is sent",
+                            next_step="look at what that rank does, or raise runtime.deadline_seconds",
+                        ) from None
+            except OSError as error:
+                raise self._gone(error) from error
+
+    def read(self) -> list[Message]:
+        """Take what is there; the message, if it is complete."""
+        try:
+            return self._read()
+        except BlockingIOError:
+            return []
+        except OSError as error:
+            raise self._gone(error) from error
+
+    def _read(self) -> list[Message]:
+        if self._body is None:
+            wanted = self._wanted_head()
+            self._head += self._some(self.socket.recv(wanted - len(self._head)))
+            if len(self._head) < _LENGTHS.size or len(self._head) < self._wanted_head():
+                return []
+            self._body, self._filled = bytearray(_LENGTHS.unpack_from(self._head)[1]), 0
+        if self._filled < len(self._body):
+            view = memoryview(self._body)[self._filled : self._filled + _CHUNK_BYTES]
+            count = self.socket.recv_into(view)
+            self._filled += count
+            if not count:
+                raise self._gone(None)
+        if self._filled < len(self._body):
+            return []
+        message = Message.decode(bytes(self._head[_LENGTHS.size :]), self._body, self.rank)
+        self._head, self._body = bytearray(), None
+        return [message]
+
+    def _wanted_head(self) -> int:
+        if len(self._head) < _LENGTHS.size:
+            return _LENGTHS.size
+        return _LENGTHS.size + int(_LENGTHS.unpack_from(self._head)[0])
+
+    def _some(self, data: bytes) -> bytes:
+        if not data:
+            raise self._gone(None)
+        return data
+
+    def _gone(self, error: OSError | None) -> CommunicationError:
+        why = f": {error}" if error is not None else ""
+        return CommunicationError(
+            f"rank {self.rank} is gone{why}",
+            next_step="look at the first rank that ended: it is the cause",
+        )
+
+
+def _bytes_of(x: Tensor) -> memoryview:
+    flat = x.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data.cast("B") if flat.numel() else memoryview(b"")
+
+
+def listen(address: str) -> socket.socket:
+    """A listening socket on a free port of the address by which others reach this host."""
+    return socket.create_server((address, 0))
+
+
+def accept_all(
+    listener: socket.socket, token: str, ranks: Sequence[int], deadline_seconds: float
+) -> dict[int, socket.socket]:
+    """Take one connection of each rank; a stranger without the token is turned away.
+
+    Raises:
+        DeadlineError: some did not come in time; names them.
+    """
+    expires, found = time.monotonic() + deadline_seconds, dict[int, socket.socket]()
+    while set(ranks) - found.keys():
+        listener.settimeout(max(0.01, expires - time.monotonic()))
+        try:
+            connection, _ = listener.accept()
+            connection.settimeout(max(0.01, expires - time.monotonic()))
+            rank, said = _read_hello(connection)
+        except (OSError, ValueError) as error:
+            if time.monotonic() < expires:
+                continue
+            missing = sorted(set(ranks) - found.keys())
+            raise DeadlineError(
+                f"ranks {missing} did not connect within {deadline_seconds:g} s",
+                next_step="look at what these ranks printed",
+            ) from error
+        if said == token and rank in ranks and rank not in found:
+            found[rank] = connection
+        else:
+            connection.close()
+    return found
+
+
+def connect(address: str, port: int, rank: int, token: str, deadline_seconds: float) -> socket.socket:
+    """Connect to the hub and say who this is.
+
+    Raises:
+        CommunicationError: it cannot be reached.
+    """
+    try:
+        connection = socket.create_connection((address, port), timeout=deadline_seconds)
+        hello = json.dumps([rank, token]).encode()
+        connection.sendall(_LENGTHS.pack(len(hello), 0) + hello)
+    except OSError as error:
+        raise CommunicationError(
+            f"rank {rank} cannot reach the server at {address}:{port}: {error}",
+            next_step="check that the nodes reach each other on all ports",
+        ) from error
+    return connection
+
+
+def _read_hello(connection: socket.socket) -> tuple[int, str]:
+    size, _ = _LENGTHS.unpack(_exactly(connection, _LENGTHS.size))
+    rank, token = json.loads(_exactly(connection, min(size, 4096)))
+    return int(rank), str(token)
+
+
+def _exactly(connection: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        part = connection.recv(size - len(data))
+        if not part:
+            raise ValueError("closed")
+        data += part
+    return data

@@ -1,0 +1,16 @@
+"""Text that all ranks must agree on."""
+
+from __future__ import annotations
+
+import torch
+
+from paceline.comm.net import Net
+from paceline.mesh import Group
+
+
+def share_text(text: str, group: Group, net: Net, device: torch.device) -> str:
+    """Rank 0's text on every rank. Wire: two small broadcasts."""
+    data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
+    size = net.broadcast(torch.tensor([data.numel()], device=device), group).wait()
+    buffer = data if group.rank == 0 else torch.zeros(int(size), dtype=torch.uint8, device=device)
+    return bytes(net.broadcast(buffer, group).wait().tolist()).decode()

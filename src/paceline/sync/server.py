@@ -1,0 +1,273 @@
+"""One server and its workers: gradients come over channels, one update follows another, nobody waits for all.
+
+Rank 0 is the server: it holds the state, hands out tickets with its newest parameters, and applies what comes
+back as its policy says. The others compute. A round is a stretch of steps; at its end the server waits for
+the work that is under way, and gives its parameters to all.
+
+Invariant: every push carries the version that it read; the tail divides by the items of those that
+contributed. Between two rounds all ranks hold the server's parameters and buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.comm import Gradients, LocalReducer, Net, Tally
+from paceline.comm.channel import Channel, Message
+from paceline.data import Feed, LockstepWork
+from paceline.layout import Placed
+from paceline.observe import Phases, Stats
+from paceline.state import Piece, Slot, TrainState
+from paceline.sync.every_step import gradient_scale
+from paceline.sync.local import add_tallies
+from paceline.sync.policy import Policy, Push, Ticket, WorkLedger
+from paceline.sync.rule import step_stats
+from paceline.sync.tail import Tail, Update
+
+SERVER = 0
+
+
+class Served:
+    """What server and worker share: the channel, and parameters and sums as messages."""
+
+    def __init__(
+        self, channel: Channel, net: Net, phases: Phases, stop_requested: Callable[[], bool]
+    ) -> None:
+        self.channel, self.net, self.phases = channel, net, phases
+        self.stop_requested = stop_requested
+        self.ledger = WorkLedger()
+
+    def send(self, to: int, kind: str, fields: Mapping[str, Any], tensors: list[Tensor]) -> None:
+        """One message, within the deadline."""
+        self.channel.send(to, Message(kind, fields, tensors), self.net.deadline_seconds)
+
+    def receive(self) -> Message:
+        """One message, within the deadline."""
+        with self.phases.during("communication"):
+            return self.channel.receive(self.net.deadline_seconds)
+
+    def pieces(self) -> list[Piece]:
+        """The ledger, as numbers: taken, applied, dropped, then pairs of age and count."""
+        ages = [n for pair in sorted(self.ledger.staleness.items()) for n in pair]
+        values = torch.tensor([self.ledger.taken, self.ledger.applied, self.ledger.dropped, *ages])
+        return [Piece(Slot.whole("work", values), values)]
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """The inverse of `pieces`."""
+        if "work" in tensors:
+            taken, applied, dropped, *ages = (int(n) for n in tensors["work"])
+            histogram = dict(zip(ages[::2], ages[1::2], strict=True))
+            self.ledger = WorkLedger(taken, applied, dropped)
+            self.ledger.staleness.update(histogram)
+
+
+class Server(Served):
+    """Rank 0's rule.
+
+    Args:
+        policy: hands out work and decides what makes an update.
+        workers: their ranks; worker k runs as part k of as many.
+    """
+
+    def __init__(self, policy: Policy, workers: tuple[int, ...], *shared: Any) -> None:
+        super().__init__(*shared)
+        self._policy, self._workers = policy, workers
+        self._out: dict[int, tuple[Ticket, int]] = {}  # by rank: what it works on, and the version it read
+        self._idle: set[int] = set()
+        self._taken: list[Tally] = []
+
+    def rounds(self, feed: Feed, placed: Placed, tail: Tail) -> Iterator[Stats]:
+        """See `Rule`: a round ends where the feed wants a pause, or a rank was asked to stop."""
+        state = tail.state
+        while state.step < feed.num_steps:
+            self.phases.take()
+            first = state.step
+            self._policy.begin(first, feed.pause_after(first))
+            self._taken, update = [], Update(0.0, 0.0, applied=False)
+            ages = WorkLedger()
+            while not self._over(placed, state):
+                update = self._take_in(self.receive(), placed, tail, ages) or update
+            tally = add_tallies(self._taken)
+            stats = step_stats(first, state.step, feed.work, state, tally, update, self.phases, self.net)
+            yield self._pause(stats, ages, placed, state)
+
+    def abort(self) -> None:
+        """Nothing is half done here: a worker that lost its work asks for it again."""
+
+    def _over(self, placed: Placed, state: TrainState) -> bool:
+        """Give idle workers what there is; whether all are idle and nothing is left."""
+        if self.stop_requested():
+            self._policy.stop()
+        for rank in sorted(self._idle):
+            ticket = self._policy.ticket(self._workers.index(rank))
+            if ticket is not None:
+                self._idle.discard(rank)
+                self._hand_out(rank, ticket, placed, state)
+        return len(self._idle) == len(self._workers)
+
+    def _hand_out(self, rank: int, ticket: Ticket, placed: Placed, state: TrainState) -> None:
+        self._out[rank] = (ticket, state.updates)
+        self.ledger.taken += 1
+        fields = {**asdict(ticket), "version": state.updates, "scale": state.scale.value}
+        self.send(rank, "ticket", fields, newest(placed))
+
+    def _take_in(self, message: Message, placed: Placed, tail: Tail, ages: WorkLedger) -> Update | None:
+        rank = message.sender
+        self._idle.add(rank)
+        ticket, version = self._out.pop(rank, (None, 0))
+        if message.fields.get("stops"):
+            self._policy.stop()
+        if ticket is None:
+            return None
+        worker = self._workers.index(rank)
+        if message.kind == "ready":  # it lost what it was doing
+            self.ledger.taken -= 1
+            self._policy.give_back(worker, ticket)
+            return None
+        pushes = self._policy.push(worker, Push(ticket, version, message))
+        if pushes is None:
+            self.ledger.dropped += 1
+        return self._apply(pushes, placed, tail, ages) if pushes else None
+
+    def _apply(self, pushes: Any, placed: Placed, tail: Tail, ages: WorkLedger) -> Update:
+        """Sum the contributions, and make one update of them."""
+        state = tail.state
+        for push in pushes:
+            for ledger in (self.ledger, ages):
+                ledger.applied += 1
+                ledger.staleness[state.updates - push.version] += 1
+        found = [read_push(push.message, placed) for push in pushes]
+        tally = add_tallies([tally for tally, _ in found])
+        tally = replace(tally, buffers=torch.stack([t.buffers for t, _ in found]).sum(0))
+        grads = [_sum([g[i] for _, g in found]) for i in range(len(placed.parameters))]
+        flats = [g for g in grads if g is not None]
+        with self.phases.during("optimizer"):
+            placed.buffers.begin_step()
+            placed.buffers.end_step(tally.buffers, tally.units)
+            norms = torch._foreach_norm(flats) if flats else []
+            update = tail.apply(Gradients(grads, flats, norms), tally)
+        state.step = self._policy.step
+        self._taken.append(tally)
+        return update
+
+    def _pause(self, stats: Stats, ages: WorkLedger, placed: Placed, state: TrainState) -> Stats:
+        """Give all workers the newest parameters, and the same record."""
+        stale = sum(age * count for age, count in ages.staleness.items()) / max(1, ages.applied)
+        metrics = {**stats.metrics, "staleness": stale}
+        stops = int(stats.stops) + int(self.stop_requested())
+        stats = replace(stats, metrics=metrics, stops=stops)
+        fields = {
+            "stats": asdict(stats),
+            "ledger": self.ledger.record(),
+            "step": state.step,
+            "updates": state.updates,
+            "scale": asdict(state.scale),
+        }
+        for rank in self._workers:
+            self.send(rank, "pause", fields, newest(placed))
+        self._idle.clear()
+        return stats
+
+
+class Worker(Served):
+    """The rule of all other ranks.
+
+    Args:
+        num_workers: the parts of a step.
+        items_per_sample: as for `EveryStep`.
+    """
+
+    def __init__(self, num_workers: int, items_per_sample: int, *shared: Any) -> None:
+        super().__init__(*shared)
+        self._num_workers, self._items_per_sample = num_workers, items_per_sample
+
+    def rounds(self, feed: Feed, placed: Placed, tail: Tail) -> Iterator[Stats]:
+        """See `Rule`."""
+        state = tail.state
+        while state.step < feed.num_steps:
+            self.phases.take()
+            self.send(SERVER, "ready", {"stops": self.stop_requested()}, [])
+            while (message := self.receive()).kind != "pause":
+                self._work(message, feed, placed, state)
+            yield self._take_over(message, placed, state)
+
+    def abort(self) -> None:
+        """Whatever was half done is lost; the next `rounds` says that this worker is ready."""
+
+    def _work(self, message: Message, feed: Feed, placed: Placed, state: TrainState) -> None:
+        """Run one ticket with the parameters that came with it, and push what it brought."""
+        load_newest(message.tensors, placed)
+        step, part = message.fields["step"], message.fields["part"]
+        self.net.step = state.step = step
+        state.scale.value = message.fields["scale"]
+        work: LockstepWork = replace(feed.work, replica_rank=part, num_replicas=self._num_workers)
+        units, sink = work.units(step), LocalReducer(list(placed.parameters))
+        scale = gradient_scale(work, state, self._items_per_sample)
+        sink.begin()
+        with feed.open(units) as stream:
+            sums = placed.run(stream, len(units), sink, scale)
+        total, count, metrics = sums.read()
+        grads = sink.finish().tensors
+        fields = {
+            "units": sums.units,
+            "total": total,
+            "count": count,
+            "metrics": dict(metrics),
+            "scale": scale,
+            "used": [g is not None for g in grads],
+            "stops": self.stop_requested(),
+        }
+        self.send(SERVER, "push", fields, [placed.buffers.change, *(g for g in grads if g is not None)])
+
+    def _take_over(self, message: Message, placed: Placed, state: TrainState) -> Stats:
+        load_newest(message.tensors, placed)
+        fields = message.fields
+        state.step, state.updates = fields["step"], fields["updates"]
+        state.scale.value, state.scale.clean_steps = fields["scale"]["value"], fields["scale"]["clean_steps"]
+        self.ledger = WorkLedger.of(fields["ledger"])
+        seconds, spent = self.phases.take()
+        sent = self.net.ledger.total().sent_bytes
+        return replace(Stats(**fields["stats"]), seconds=seconds, phases=spent, sent_bytes=sent)
+
+
+def newest(placed: Placed) -> list[Tensor]:
+    """Parameters and persistent buffers, as a message carries them."""
+    return [*(p.detach() for p in placed.parameters), *placed.buffers.values()]
+
+
+def load_newest(tensors: Any, placed: Placed) -> None:
+    """The inverse of `newest`, in place."""
+    num_parameters = len(placed.parameters)
+    with torch.no_grad():
+        for p, value in zip(placed.parameters, tensors[:num_parameters], strict=True):
+            p.copy_(value)
+    device = placed.device
+    placed.buffers.reset([value.to(device) for value in tensors[num_parameters:]])
+
+
+def read_push(message: Message, placed: Placed) -> tuple[Tally, list[Tensor | None]]:
+    """Sums and unscaled gradients of one push, by parameter index."""
+    fields = message.fields
+    change, *given = (t.to(placed.device) for t in message.tensors)
+    rest = iter(given)
+    grads = [next(rest) / fields["scale"] if used else None for used in fields["used"]]
+    tally = Tally(
+        units=fields["units"],
+        total=fields["total"],
+        count=fields["count"],
+        metrics=fields["metrics"],
+        stops=float(fields["stops"]),
+        used=[float(used) for used in fields["used"]],
+        buffers=change,
+    )
+    return tally, grads
+
+
+def _sum(parts: list[Tensor | None]) -> Tensor | None:
+    there = [part for part in parts if part is not None]
+    return torch.stack(there).sum(0) if there else None

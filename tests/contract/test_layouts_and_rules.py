@@ -66,3 +66,18 @@ class TestBackupWorkers(RuleContract):
 class TestNoBackupWorkers(RuleContract):
     strategy, num_ranks = "servers=1 sync=backup:0", 3
     interrupts = 2
+
+
+@pytest.mark.capability("D1", "D2", "D3", "Z1")
+class TestTwoStages(LayoutContract):
+    strategy, num_ranks = "replicas=1 pipeline=2", 2
+
+
+@pytest.mark.capability("D1", "D2", "D3", "Z1")
+class TestThreeStages(LayoutContract):
+    strategy, num_ranks = "replicas=1 pipeline=3", 3
+
+
+@pytest.mark.capability("D3", "Z1")
+class TestReplicasOfStages(LayoutContract):
+    strategy, num_ranks = "replicas=2 pipeline=2", 4

@@ -168,6 +168,19 @@ class Net:
         )
         return Handle("scatter", group, self, work, entry, lambda: out.to(like.dtype))
 
+    # -- one rank to another ----------------------------------------------------------------------------
+
+    def send(self, x: Tensor, group: Group, to: int, tag: int = 0) -> Handle:
+        """Send a contiguous tensor to the group's rank `to`; do not change it before `wait`."""
+        self._launch("send", x, group)
+        work = self._call("send", group, lambda: dist.isend(_carried(x), group.ranks[to], group.handle, tag))
+        return Handle("send", group, self, work, None, lambda: x)  # Gloo does not tell when it ends
+
+    def receive(self, x: Tensor, group: Group, source: int, tag: int = 0) -> Handle:
+        """Receive into a contiguous tensor from the group's rank `source`; the handle returns it."""
+        work = self._call("receive", group, lambda: dist.irecv(x, group.ranks[source], group.handle, tag))
+        return Handle("receive", group, self, work, None, lambda: x)
+
     def barrier(self, group: Group) -> None:
         """Wait until all ranks of the group are here."""
         flag = torch.zeros(1, dtype=torch.uint8, device=_device_of(group))

@@ -7,6 +7,7 @@ from paceline.data.device import to_device
 from paceline.data.feed import Feed
 from paceline.data.loader import LoadedUnit, Loader, Stream
 from paceline.data.order import Order, Permutation
+from paceline.data.samples import collate_samples
 from paceline.data.work import LockstepWork, Unit, split
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "Permutation",
     "Stream",
     "Unit",
+    "collate_samples",
     "split",
     "to_device",
 ]

@@ -22,6 +22,7 @@ class UnitBuffers:
         self._places = [_place(model, name) for name in names]
         self._base = self._copies()
         self._change = self._no_change()
+        self._lent: list[Tensor] = []
 
     @property
     def num_values(self) -> int:
@@ -44,8 +45,24 @@ class UnitBuffers:
 
     def abort_step(self) -> None:
         """Put the values before the step back, whatever a forward has done to them since."""
+        for (module, name), own in zip(self._places, self._lent, strict=False):
+            module._buffers[name] = own
         if self._places:
             self._restore()
+
+    def lend(self) -> None:
+        """Let the next forward change copies: what an earlier one saved for its backward stays as it is."""
+        self._lent = self._now()
+        for (module, name), own in zip(self._places, self._lent, strict=True):
+            module._buffers[name] = own.clone()
+
+    def take_back(self) -> None:
+        """Add what this unit changed, and put the own buffers back."""
+        if self._places:
+            changed = zip(self._now(), self._base, strict=True)
+            self._change += torch.cat([_difference(now, base) for now, base in changed])
+        for (module, name), own in zip(self._places, self._lent, strict=True):
+            module._buffers[name] = own
 
     @property
     def change(self) -> Tensor:

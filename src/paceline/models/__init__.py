@@ -2,7 +2,7 @@
 
 from paceline.models.convnet import ConvNet
 from paceline.models.dropout import KeyedDropout, name_dropouts, set_unit_key
-from paceline.models.gpt import GPT, GPTConfig, initialize_gpt
+from paceline.models.gpt import GPT, GPTConfig, gpt_chain, initialize_gpt
 from paceline.models.initialize import fan_in_rule, initialize_by_name
 from paceline.models.mlp import MLP
 from paceline.models.sample import generate
@@ -15,6 +15,7 @@ __all__ = [
     "KeyedDropout",
     "fan_in_rule",
     "generate",
+    "gpt_chain",
     "initialize_by_name",
     "initialize_gpt",
     "name_dropouts",

@@ -33,6 +33,11 @@ class ConvNet(nn.Module):
         self.dropout = KeyedDropout(dropout)
         self.head = nn.Linear(2 * channels * (_SIDE // 2) ** 2, num_classes)
 
+    def chain(self) -> list[nn.Module]:
+        """The modules whose composition this is."""
+        image = nn.Unflatten(1, (1, _SIDE, _SIDE))
+        return [image, *self.features, nn.Flatten(1), self.dropout, self.head]
+
     def forward(self, x_BP: Tensor) -> Tensor:
         """Map images, float32 [B, 64], to logits, float32 [B, num_classes]."""
         x_BCHW = self.features(x_BP.view(-1, 1, _SIDE, _SIDE))

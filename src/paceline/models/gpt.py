@@ -149,13 +149,38 @@ class GPT(nn.Module):
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         """Map tokens, int64 [B, T] with T <= context, to logits of the next ones, [B, T, V]."""
-        x_BTW = self.embed(tokens_BT)
-        if self.positions is not None:
-            x_BTW = x_BTW + self.positions.weight[: tokens_BT.size(1)]
-        x_BTW = self.dropout(x_BTW)
+        x_BTW = embedded(tokens_BT, self.embed, self.positions, self.dropout)
         for block in self.blocks:
             x_BTW = block(x_BTW)
         return self.head(self.norm(x_BTW))
+
+
+def embedded(
+    tokens_BT: Tensor, embed: nn.Embedding, positions: nn.Embedding | None, dropout: nn.Module
+) -> Tensor:
+    """Token embeddings [B, T, W], with learned positions where the model has them."""
+    x_BTW = embed(tokens_BT)
+    if positions is not None:
+        x_BTW = x_BTW + positions.weight[: tokens_BT.size(1)]
+    return dropout(x_BTW)
+
+
+class Embedded(nn.Module):
+    """What a GPT does before its first block; shares the GPT's modules."""
+
+    def __init__(self, gpt: GPT) -> None:
+        super().__init__()
+        self.embed, self.positions, self.dropout = gpt.embed, gpt.positions, gpt.dropout
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        return embedded(tokens_BT, self.embed, self.positions, self.dropout)
+
+
+def gpt_chain(model: nn.Module) -> list[nn.Module]:
+    """The modules whose composition a GPT is: embedding, blocks, norm and output layer."""
+    if not isinstance(model, GPT):
+        raise TaskError(f"{type(model).__name__} is no GPT", next_step="name the model's own chain")
+    return [Embedded(model), *model.blocks, nn.Sequential(model.norm, model.head)]
 
 
 def initialize_gpt(model: nn.Module, seed: int) -> None:

@@ -40,6 +40,10 @@ class MLP(nn.Module):
             layers += [nn.Linear(fan_in, fan_out), _ACTIVATIONS[activation](), KeyedDropout(dropout)]
         self.layers = nn.Sequential(*layers[:-2])
 
+    def chain(self) -> list[nn.Module]:
+        """The modules whose composition this is."""
+        return list(self.layers)
+
     def forward(self, x: Tensor) -> Tensor:  # (B, num_inputs) -> (B, num_outputs)
         """Map samples, float32 [B, num_inputs], to outputs, float32 [B, num_outputs]."""
         return self.layers(x)

@@ -60,7 +60,6 @@ _BUILT: dict[str, tuple[frozenset[int | str], str]] = {  # choice: the words tha
     "codec": (frozenset({"fp32", "int8"}), "values, or bytes with a scale for every block"),
     "route": (frozenset({"native"}), "the collectives of torch.distributed"),
     "schedule": (frozenset({"gpipe"}), "all forwards, then all backwards"),
-    "pipeline": (frozenset({1}), "the model is one stage"),
 }
 
 

@@ -97,7 +97,7 @@ class UpdateTail:
             scale.update(overflow=True)
             return Update(norm, lr, applied=False)
         multiplier = self._clip(norm) / divisor
-        if multiplier != 1.0:
+        if multiplier != 1.0 and grads.flats:
             torch._foreach_mul_(list(grads.flats), multiplier)
         for p, grad in zip(self._parameters, grads.tensors, strict=True):
             if p is not None:

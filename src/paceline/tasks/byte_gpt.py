@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from paceline.data.text import TextWindows, open_corpus
 from paceline.data.tokens import ByteTokenizer, Tokenizer, load_tokenizer
 from paceline.keys import key
-from paceline.models import GPT, GPTConfig, generate, initialize_gpt
+from paceline.models import GPT, GPTConfig, generate, gpt_chain, initialize_gpt
 from paceline.recipe.strict import Table
 from paceline.task import Loss, Task
 from paceline.tasks.baselines import Bytes, measure_baselines
@@ -67,6 +67,8 @@ def build(*, seed: int, base_dir: Path, cache_dir: Path, **options: Any) -> Task
         data=train,
         held_out=held_out,
         loss=next_token_loss,
+        stages=gpt_chain,
+        inputs=lambda tokens_BT: tokens_BT[:, :-1],
         initialize=initialize_gpt,
         report=_build_report(chosen, tokenizer, train, held_out, corpus.split, seed),
         num_tokens_per_sample=chosen.context,

@@ -47,6 +47,7 @@ def build(**options: Any) -> Task:
         data=add_shifts(data) if chosen.shifts else data,
         held_out=held_out,
         loss=cross_entropy,
+        stages=_chain,
         initialize=lambda model, seed: initialize_by_name(model, seed, fan_in_rule),
     )
 
@@ -92,6 +93,10 @@ def cross_entropy(model: nn.Module, batch: Sequence[Tensor]) -> Loss:
     logits = model(images).float()
     total = F.cross_entropy(logits, targets, reduction="sum")
     return Loss(total, len(images), {"accuracy": (logits.argmax(1) == targets).sum()})
+
+
+def _chain(model: nn.Module) -> list[nn.Module]:
+    return model.chain() if isinstance(model, ConvNet | MLP) else [model]
 
 
 def _build_model(chosen: DigitsOptions) -> nn.Module:

@@ -36,6 +36,7 @@ def build(**options: Any) -> Task:
         data=make_samples("training", chosen.samples, chosen.inputs),
         held_out=make_samples("held out", chosen.held_out_samples, chosen.inputs),
         loss=squared_error,
+        stages=lambda model: model.chain() if isinstance(model, MLP) else [model],
         initialize=lambda model, seed: initialize_by_name(model, seed, fan_in_rule),
     )
 

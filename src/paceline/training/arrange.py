@@ -30,17 +30,19 @@ from paceline.comm.channel import Channel, SocketChannel, accept_all, connect, l
 from paceline.comm.text import share_text
 from paceline.data import LockstepWork
 from paceline.errors import StrategyError
-from paceline.layout import Placed, Replicate
+from paceline.layout import Placed, Precision, Replicate
+from paceline.layout.pipeline import Pipeline, StageReducer, cut_model
 from paceline.layout.zero import adopt, cut_rows, own_parts
 from paceline.mesh import Group, Mesh
 from paceline.observe import Phases
 from paceline.optim import build_schedule
 from paceline.recipe import Recipe
-from paceline.state import Slot, TrainState
+from paceline.state import Slot, TrainState, trained_parameters
 from paceline.sync import EveryStep, Gathered, InnerMoments, LocalRounds, Outer, Rule, Tail, UpdateTail
 from paceline.sync.policy import ApplyEach, FirstN, Policy
 from paceline.sync.residuals import Residuals
 from paceline.sync.server import SERVER, Server, Worker
+from paceline.task import Task
 
 
 @dataclass(frozen=True)
@@ -130,15 +132,43 @@ class Arrangement:
         return [parts.get(slot.name) for slot in self.placed.slots]
 
 
+@dataclass(frozen=True)
+class Material:
+    """What a layout places.
+
+    Args:
+        model: whole, on its device, equal on every rank.
+        metric_names: sorted names of the metrics that the task's loss returns.
+    """
+
+    task: Task
+    model: nn.Module
+    metric_names: tuple[str, ...]
+    device: torch.device
+
+
 # -- layouts ---------------------------------------------------------------------------------------------
 
 
-def _replicate(setting: Setting, placed: Placed) -> Arrangement:
+def _whole(setting: Setting, material: Material) -> Replicate:
+    return setting.pieces.placed(
+        material.model,
+        material.task.loss,
+        material.metric_names,
+        precision=Precision(setting.recipe.precision.compute, material.device.type),
+        phases=setting.phases,
+        overlap=setting.mesh.data.size > 1,
+    )
+
+
+def _replicate(setting: Setting, material: Material) -> Arrangement:
+    placed = _whole(setting, material)
     wire = setting.wire(setting.mesh.replica)
     return Arrangement(placed, setting.pieces.reducer(placed.parameters, wire, setting.bucket_bytes))
 
 
-def _zero_1(setting: Setting, placed: Placed) -> Arrangement:
+def _zero_1(setting: Setting, material: Material) -> Arrangement:
+    placed = _whole(setting, material)
     mesh, shard = setting.mesh, setting.mesh.axes["shard"]
     cuts = cut_rows(placed.slots, shard.size)
     wires = setting.wire(shard), setting.wire(mesh.replica)
@@ -151,9 +181,35 @@ def _zero_1(setting: Setting, placed: Placed) -> Arrangement:
     )
 
 
-LAYOUTS: Mapping[str, Callable[[Setting, Placed], Arrangement]] = {
+def _pipeline(setting: Setting, material: Material) -> Arrangement:
+    if setting.recipe.runtime.compile:
+        raise StrategyError(
+            "runtime.compile compiles the whole model, and a stage runs a part of it",
+            next_step="set runtime.compile = false, or choose a strategy without pipeline",
+        )
+    mesh, stages, model = setting.mesh, setting.mesh.axes["pipeline"], material.model
+    cut = cut_model(material.task, model, trained_parameters(model), stages.size, stages.rank)
+    placed = Pipeline(
+        material.task,
+        model,
+        cut,
+        material.metric_names,
+        group=stages,
+        net=setting.net,
+        precision=Precision(setting.recipe.precision.compute, material.device.type),
+        phases=setting.phases,
+    )
+    own = [(slot, p) for (slot, p), mine in zip(placed.slots.items(), cut.own, strict=True) if mine]
+    inner = setting.pieces.reducer([p for _, p in own], setting.wire(mesh.replica), setting.bucket_bytes)
+    reducer = StageReducer(inner, cut, placed.parameters, stages, setting.net)
+    trained = {replace(slot, axes=frozenset({"pipeline"})): p for slot, p in own}
+    return Arrangement(placed, AgreedNorm(reducer, mesh.inside, setting.net), trained)
+
+
+LAYOUTS: Mapping[str, Callable[[Setting, Material], Arrangement]] = {
     "replicate": _replicate,
     "zero-1": _zero_1,
+    "pipeline": _pipeline,
 }
 
 

@@ -16,7 +16,6 @@ from paceline.cluster import Cluster
 from paceline.comm import Net
 from paceline.data import Feed, Loader, Order, to_device
 from paceline.errors import DataError, DeviceError, StrategyError
-from paceline.layout import Precision, Replicate
 from paceline.layout.precision import compile_or_explain, recompute_blocks
 from paceline.layout.sums import checked
 from paceline.mesh import Group, Mesh
@@ -26,7 +25,7 @@ from paceline.optim import build_optimizer
 from paceline.recipe import Recipe, Strategy, support
 from paceline.state import LossScale, TrainState
 from paceline.task import Source, Task
-from paceline.training.arrange import LAYOUTS, RULES, Pieces, Setting
+from paceline.training.arrange import LAYOUTS, RULES, Material, Pieces, Setting
 from paceline.training.session import Session
 
 
@@ -69,7 +68,7 @@ def build_session(
     make_equal(model, setting.net, setting.mesh.world)
     names = metric_names(task, model, device)
     recompute_and_compile(recipe, task, model, device, warn)
-    arranged = LAYOUTS[strategy.layout](setting, place(setting, task, model, names, device))
+    arranged = LAYOUTS[strategy.layout](setting, Material(task, model, names, device))
     optimizer = arranged.adopt(build_task_optimizer(recipe, task, model))
     state = TrainState(model, optimizer, loss_scale(recipe), trained=arranged.trained)
     feed = build_feed(setting, task, device)
@@ -85,20 +84,6 @@ def build_session(
         tail=arranged.tail(setting, state, feed.num_steps),
         rule=RULES[strategy.sync_word](setting, arranged, state),
         closers=setting.closers,
-    )
-
-
-def place(
-    setting: Setting, task: Task, model: nn.Module, names: tuple[str, ...], device: torch.device
-) -> Replicate:
-    """The model, whole, on this rank."""
-    return setting.pieces.placed(
-        model,
-        task.loss,
-        names,
-        precision=Precision(setting.recipe.precision.compute, device.type),
-        phases=setting.phases,
-        overlap=setting.mesh.data.size > 1,
     )
 
 

@@ -146,6 +146,7 @@ def train(
         if resume is not None:
             run_folder.restore(session, resume)
         result = fit(session, run_dir, sinks(session, run_dir, talks))
+        session.complete()
         if talks is not None:
             conclude(session, result, run_dir, talks)
         return result

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.cluster import Cluster
 from paceline.comm import Net
@@ -108,6 +108,16 @@ class Session:
         """
         shared = share_snapshot(snapshot, self.mesh.world, self.net, self.placed.device)
         self.restore(*shared)
+
+    def complete(self) -> nn.Module:
+        """The model with all its parameters up to date on this rank; collective."""
+        whole = self.snapshot().tensors()
+        own = self.state.model.state_dict()
+        with torch.no_grad():
+            for name, value in own.items():
+                if f"model/{name}" in whole:
+                    value.copy_(whole[f"model/{name}"])
+        return self.state.model
 
     def sum(self, value: float) -> float:
         """Add up a number of every rank; collective, equal on all. Wire: one all_reduce of 8 bytes."""

@@ -1,0 +1,18 @@
+"""Pipeline: consecutive layers on consecutive ranks. `stage` cuts, `schedule` orders, `placed` runs."""
+
+from paceline.layout.pipeline.placed import Flight, Pipeline
+from paceline.layout.pipeline.reducer import StageReducer
+from paceline.layout.pipeline.schedule import Action, gpipe, pipedream, validate
+from paceline.layout.pipeline.stage import Cut, cut_model
+
+__all__ = [
+    "Action",
+    "Cut",
+    "Flight",
+    "Pipeline",
+    "StageReducer",
+    "cut_model",
+    "gpipe",
+    "pipedream",
+    "validate",
+]

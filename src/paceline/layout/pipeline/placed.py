@@ -1,0 +1,263 @@
+"""One stage of a pipeline as a layout: units are the micro-batches.
+
+Every stage reads the same units. A stage receives activations, runs its links, sends what comes out; the last
+one runs the task's own loss on it. Gradients come back the same way. Random numbers follow from the unit's
+key and the module's name, so they do not depend on the cut; a model with dropout that draws from a stream
+(not `KeyedDropout`) computes another, equally valid, mask on each stage than one process would.
+
+Invariant: gradients are added over the units as autograd does it; they are handed to the sink at the end.
+The whole model is in memory here, and only the parameters of this stage are up to date between steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm import Net
+from paceline.data import LoadedUnit
+from paceline.layout.buffers import UnitBuffers
+from paceline.layout.pipeline.schedule import Action, gpipe, validate
+from paceline.layout.pipeline.stage import Cut, call
+from paceline.layout.pipeline.wire import StageWire
+from paceline.layout.placed import GradSink
+from paceline.layout.precision import Precision
+from paceline.layout.sums import Sums, checked
+from paceline.mesh import Group
+from paceline.models.dropout import name_dropouts
+from paceline.observe import Phases
+from paceline.state import Slot, trained_parameters
+from paceline.task import Task
+
+Weights = Mapping[str, Tensor]
+
+
+class Stage(nn.Module):
+    """The links of one stage, called one after another."""
+
+    def __init__(self, links: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.links = nn.ModuleList(links)
+
+    def forward(self, x: Any) -> Any:
+        for link in self.links:
+            x = call(link, x)
+        return x
+
+
+class _View(nn.Module):
+    """What the task's loss takes for the model: it answers with what the pipeline has computed."""
+
+    def __init__(self, answer: Callable[[], Any]) -> None:
+        super().__init__()
+        self._answer = answer
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return self._answer()
+
+
+@dataclass
+class Flight:
+    """A unit between its forward and its backward.
+
+    Args:
+        key: seeds what is random in it.
+        inputs: the floating-point tensors that came in.
+        outputs: those that went out; the scaled loss on the last stage.
+    """
+
+    key: int
+    inputs: Sequence[Tensor]
+    outputs: Sequence[Tensor]
+
+
+class Pipeline:
+    """One stage of one replica.
+
+    Args:
+        task: its loss, and what its model is called with.
+        model: the whole model.
+        cut: this rank's stage.
+        group: the stages of this replica, in order.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        model: nn.Module,
+        cut: Cut,
+        metric_names: tuple[str, ...],
+        *,
+        group: Group,
+        net: Net,
+        precision: Precision,
+        phases: Phases,
+    ) -> None:
+        self.model, self.metric_names, self.cut = model, metric_names, cut
+        self.slots: dict[Slot, nn.Parameter] = trained_parameters(model)
+        self.parameters = list(self.slots.values())
+        self.buffers = UnitBuffers(model)
+        self.stage = Stage(cut.links)
+        self.peak_stored = 0
+        self._task, self._precision, self._phases = task, precision, phases
+        self._dropouts = name_dropouts(model)
+        self._wire = StageWire(group, net, self.device)
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self.parameters[0].device
+
+    def run(self, units: Iterable[LoadedUnit], num_units: int, sink: GradSink, scale: float) -> Sums:
+        """See `Placed`, in the order of GPipe."""
+        self.begin_step()
+        sums, stored = Sums(self.metric_names), dict[int, Flight]()
+        schedule = gpipe(self.cut.num_stages, num_units)
+        validate(schedule, num_units)
+        pulled = iter(units)
+        self.peak_stored = 0
+        for action in schedule[self.cut.stage]:
+            self._act(action, pulled, stored, sums, scale)
+            self.peak_stored = max(self.peak_stored, len(stored))
+        self.flush()
+        for index, own in reversed(list(enumerate(self.cut.own))):
+            if own:
+                sink.ready(index, self.parameters[index].grad)
+        return sums
+
+    def _act(
+        self, action: Action, units: Iterator[LoadedUnit], stored: dict[int, Flight], sums: Sums, scale: float
+    ) -> None:
+        if action.kind == "F":
+            with self._phases.during("data"):
+                loaded = next(units)
+            stored[action.micro_batch] = self.forward(loaded, sums, scale)
+        else:
+            self.backward(stored.pop(action.micro_batch))
+
+    def begin_step(self) -> None:
+        """Forget the gradients of the step before, and remember the buffers."""
+        if not self.stage.training or not self.model.training:
+            self.model.train()
+            self.stage.train()
+        for p in self.parameters:
+            p.grad = None
+        self.buffers.begin_step()
+
+    def forward(self, loaded: LoadedUnit, sums: Sums, scale: float, weights: Weights | None = None) -> Flight:
+        """Run one unit through this stage, and send on what comes out.
+
+        Args:
+            sums: takes the loss, on the last stage.
+            weights: in place of the stage's parameters, by their names in `stage`.
+        """
+        given = self._arrived(loaded)
+        with self._phases.during("forward"):
+            self._seed(loaded.unit.key)
+            self.buffers.lend()
+            with self._precision.autocast():
+                outputs = self._run_links(loaded, given, sums, scale, weights)
+            self.buffers.take_back()
+        takes = [x for x in _tuple(given) if isinstance(x, Tensor) and x.requires_grad]
+        return Flight(loaded.unit.key, takes, outputs)
+
+    def _arrived(self, loaded: LoadedUnit) -> Any:
+        if self.cut.is_first:
+            return self._task.model_inputs(loaded.batch)
+        with self._phases.during("communication"):
+            received = self._wire.receive(self.cut.stage - 1)
+        given = tuple(x.requires_grad_(torch.is_grad_enabled() and x.is_floating_point()) for x in received)
+        return given if len(given) > 1 else given[0]
+
+    def _run_links(
+        self, loaded: LoadedUnit, given: Any, sums: Sums, scale: float, weights: Weights | None
+    ) -> list[Tensor]:
+        def links() -> Any:
+            if weights is None:
+                return self.stage(given)
+            return torch.func.functional_call(self.stage, dict(weights), (given,))
+
+        if self.cut.is_last:
+            loss = checked(self._task.loss(_View(links), loaded.batch))
+            sums.add(loss)
+            return [loss.total if scale == 1.0 else loss.total * scale]
+        found = _tuple(links())
+        self._wire.send(self.cut.stage + 1, found)
+        return [x for x in found if x.is_floating_point()]
+
+    def backward(self, flight: Flight, weights: Weights | None = None) -> list[Tensor | None]:
+        """Run one unit backward, and send the gradients of what came in.
+
+        Args:
+            weights: those of the forward, if they were not the stage's parameters.
+        Returns:
+            Gradients of those `weights` that are trained, in their order; without them they are added to
+            `.grad` of the parameters.
+        """
+        arrived = self._arrived_gradients(flight)
+        with self._phases.during("backward"):
+            self._seed(flight.key)  # recomputed activations draw what the forward drew
+            found, back = _gradients(flight, arrived, weights)
+        if not self.cut.is_first:
+            self._wire.send(self.cut.stage - 1, back)
+        return found
+
+    def _arrived_gradients(self, flight: Flight) -> list[Tensor]:
+        if self.cut.is_last:
+            return [torch.ones_like(flight.outputs[0])]
+        with self._phases.during("communication"):
+            return self._wire.receive(self.cut.stage + 1)
+
+    def flush(self) -> None:
+        """Wait until the neighbours have taken everything."""
+        with self._phases.during("communication"):
+            self._wire.flush()
+
+    def abort(self) -> None:
+        """See `Placed`."""
+        self._wire.abort()
+        self.buffers.abort_step()
+
+    def evaluate(self, units: Iterable[LoadedUnit]) -> Sums:
+        """See `Placed`; units pass through the stages one after another."""
+        sums = Sums(self.metric_names)
+        self.model.eval()
+        self.stage.eval()
+        with torch.no_grad():
+            for loaded in units:
+                given = self._arrived(loaded)
+                with self._precision.autocast():
+                    self._run_links(loaded, given, sums, 1.0, None)
+        self.flush()
+        return sums
+
+    def _seed(self, key: int) -> None:
+        torch.default_generator.manual_seed(key)
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(key)
+        for dropout in self._dropouts:
+            dropout.unit_key = key
+
+
+def _gradients(
+    flight: Flight, arrived: Sequence[Tensor], weights: Weights | None
+) -> tuple[list[Tensor | None], list[Tensor]]:
+    """Gradients of the weights (none without them: they are in `.grad`), and of every input."""
+    pairs = [(x, g) for x, g in zip(flight.outputs, arrived, strict=True) if x.requires_grad]
+    outputs, grads = [x for x, _ in pairs], [g for _, g in pairs]
+    if weights is None:
+        if outputs:
+            torch.autograd.backward(outputs, grads)
+        return [], [torch.zeros_like(x) if x.grad is None else x.grad for x in flight.inputs]
+    trained = [w for w in weights.values() if w.requires_grad]
+    both = torch.autograd.grad(outputs, [*trained, *flight.inputs], grads, allow_unused=True)
+    back = zip(flight.inputs, both[len(trained) :], strict=True)
+    return list(both[: len(trained)]), [torch.zeros_like(x) if g is None else g for x, g in back]
+
+
+def _tuple(x: Any) -> tuple[Any, ...]:
+    return x if isinstance(x, tuple) else (x,)

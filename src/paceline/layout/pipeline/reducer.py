@@ -1,0 +1,77 @@
+"""The reducer of a stage: sums of its own parameters over the replicas, named by their place in the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm import Gradients, Net, Reducer
+from paceline.comm.reducer import WrappedReducer
+from paceline.layout.pipeline.stage import Cut
+from paceline.mesh import Group
+
+
+class StageReducer(WrappedReducer):
+    """Gives an inner reducer, over the parameters of one stage, the indices of the whole model.
+
+    A tied parameter is held by several stages: its gradient is summed over the stages before it is summed
+    over the replicas, so all of them make the same update; only the first counts it in its norm.
+
+    Args:
+        inner: over the stage's own parameters, in their order.
+        stages: all stages of the replica.
+    Wire: beside the inner reducer's, one all_reduce over the stages for each tied parameter.
+    """
+
+    def __init__(
+        self, inner: Reducer, cut: Cut, parameters: Sequence[nn.Parameter], stages: Group, net: Net
+    ) -> None:
+        super().__init__(inner)
+        self._cut, self._parameters, self._stages, self._net = cut, parameters, stages, net
+        self._local = {index: k for k, index in enumerate(i for i, own in enumerate(cut.own) if own)}
+        self._held: dict[int, Tensor | None] = {}
+
+    def begin(self) -> None:
+        """Open a step."""
+        self._held = {}
+        self.inner.begin()
+
+    def ready(self, index: int, grad: Tensor | None) -> None:
+        """Keep what is tied, pass on the rest."""
+        if index in self._cut.tied:
+            self._held[index] = grad
+        else:
+            self.inner.ready(self._local[index], grad)
+
+    def finish(self) -> Gradients:
+        """Sums by index of the whole model; None for what other stages train."""
+        for index in sorted(self._cut.tied):
+            mine = self._held.get(index)
+            value = torch.zeros_like(self._parameters[index].data) if mine is None else mine.clone()
+            self._net.all_reduce(value, self._stages).wait()
+            if index in self._local:
+                self.inner.ready(self._local[index], value)
+        grads = self.inner.finish()
+        tensors: list[Tensor | None] = [None] * len(self._parameters)
+        for index, k in self._local.items():
+            tensors[index] = grads.tensors[k]
+        return Gradients(tensors, grads.flats, self._norms(tensors, grads), grads.scale)
+
+    def _norms(self, tensors: Sequence[Tensor | None], grads: Gradients) -> Sequence[Tensor]:
+        elsewhere = {i for i, first in self._cut.tied.items() if first != self._cut.stage}
+        if not elsewhere & self._local.keys():
+            return grads.norms
+        counted = [g for i, g in enumerate(tensors) if g is not None and i not in elsewhere]
+        return list(torch._foreach_norm(counted)) if counted else []
+
+    def residuals(self) -> Sequence[tuple[str, int, Tensor]]:
+        """By index of the whole model."""
+        places = {k: index for index, k in self._local.items()}
+        return [(side, places[k], value) for side, k, value in self.inner.residuals()]
+
+    def set_residuals(self, found: Mapping[tuple[str, int], Tensor]) -> None:
+        """The inverse of `residuals`."""
+        own = {(side, self._local[i]): v for (side, i), v in found.items() if i in self._local}
+        self.inner.set_residuals(own)

@@ -81,3 +81,8 @@ class TestThreeStages(LayoutContract):
 @pytest.mark.capability("D3", "Z1")
 class TestReplicasOfStages(LayoutContract):
     strategy, num_ranks = "replicas=2 pipeline=2", 4
+
+
+@pytest.mark.capability("D6", "Z1")
+class TestPipeDream(RuleContract):
+    strategy, num_ranks = "replicas=1 pipeline=2 sync=pipedream", 2

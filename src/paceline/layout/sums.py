@@ -40,6 +40,10 @@ class Sums:
         row = [loss.total, loss.count, *(loss.metrics[name] for name in self._names)]
         self._rows.append([x.detach() if isinstance(x, Tensor) else float(x) for x in row])
 
+    def extend(self, other: Sums) -> None:
+        """Add the units of another step."""
+        self._rows += other._rows
+
     def read(self) -> tuple[float, float, Mapping[str, float]]:
         """Total, count and metrics over all units."""
         columns = self.per_unit().sum(0).tolist()

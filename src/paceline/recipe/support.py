@@ -54,7 +54,7 @@ _BUILT: dict[str, tuple[frozenset[int | str], str]] = {  # choice: the words tha
     "context": (frozenset({1}), "sequences are whole"),
     "lanes": (frozenset({1}), "a process runs one shard at a time"),
     "sync": (
-        frozenset({"every-step", "local", "diloco", "server-async", "backup"}),
+        frozenset({"every-step", "local", "diloco", "server-async", "backup", "pipedream"}),
         "see `paceline strategies`",
     ),
     "codec": (frozenset({"fp32", "int8"}), "values, or bytes with a scale for every block"),

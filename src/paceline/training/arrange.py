@@ -39,6 +39,7 @@ from paceline.optim import build_schedule
 from paceline.recipe import Recipe
 from paceline.state import Slot, TrainState, trained_parameters
 from paceline.sync import EveryStep, Gathered, InnerMoments, LocalRounds, Outer, Rule, Tail, UpdateTail
+from paceline.sync.pipedream import PipeDream
 from paceline.sync.policy import ApplyEach, FirstN, Policy
 from paceline.sync.residuals import Residuals
 from paceline.sync.server import SERVER, Server, Worker
@@ -310,10 +311,37 @@ def _backup(setting: Setting, arranged: Arrangement, state: TrainState) -> Rule:
     return _served(setting, arranged, state, FirstN(setting.mesh.world.size - 1, num_backups))
 
 
+def _pipedream(setting: Setting, arranged: Arrangement, state: TrainState) -> Rule:
+    recipe, placed = setting.recipe, arranged.placed
+    unfit = [
+        name
+        for name, wrong in (
+            ("optimizer.clip_norm", recipe.optimizer.clip_norm is not None),
+            ('precision.compute = "fp16"', recipe.precision.compute == "fp16"),
+        )
+        if wrong
+    ]
+    if unfit or not isinstance(placed, Pipeline) or placed.cut.tied:
+        raise StrategyError(
+            f"pipedream updates each stage alone: {', '.join(unfit) or 'tied weights on two stages'}"
+            " would need all stages at once",
+            next_step="leave it out, or choose sync=every-step",
+        )
+    return PipeDream(
+        placed,
+        setting.mesh.world,
+        setting.net,
+        setting.phases,
+        items_per_sample=setting.items_per_sample,
+        stop_requested=setting.stop_requested,
+    )
+
+
 RULES: Mapping[str, Callable[[Setting, Arrangement, TrainState], Rule]] = {
     "every-step": _every_step,
     "local": lambda setting, arranged, state: _local(setting, arranged, state, Outer()),
     "diloco": _diloco,
     "server-async": _server_async,
     "backup": _backup,
+    "pipedream": _pipedream,
 }

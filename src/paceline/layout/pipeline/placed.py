@@ -169,7 +169,7 @@ class Pipeline:
         if self.cut.is_first:
             return self._task.model_inputs(loaded.batch)
         with self._phases.during("communication"):
-            received = self._wire.receive(self.cut.stage - 1)
+            received, _ = self._wire.receive(self.cut.stage - 1)
         given = tuple(x.requires_grad_(torch.is_grad_enabled() and x.is_floating_point()) for x in received)
         return given if len(given) > 1 else given[0]
 
@@ -189,26 +189,29 @@ class Pipeline:
         self._wire.send(self.cut.stage + 1, found)
         return [x for x in found if x.is_floating_point()]
 
-    def backward(self, flight: Flight, weights: Weights | None = None) -> list[Tensor | None]:
+    def backward(
+        self, flight: Flight, weights: Weights | None = None, note: float = 0.0
+    ) -> tuple[list[Tensor | None], float]:
         """Run one unit backward, and send the gradients of what came in.
 
         Args:
             weights: those of the forward, if they were not the stage's parameters.
+            note: a number that the last stage tells all others.
         Returns:
             Gradients of those `weights` that are trained, in their order; without them they are added to
-            `.grad` of the parameters.
+            `.grad` of the parameters. And the note of the last stage.
         """
-        arrived = self._arrived_gradients(flight)
+        arrived, note = self._arrived_gradients(flight, note)
         with self._phases.during("backward"):
             self._seed(flight.key)  # recomputed activations draw what the forward drew
             found, back = _gradients(flight, arrived, weights)
         if not self.cut.is_first:
-            self._wire.send(self.cut.stage - 1, back)
-        return found
+            self._wire.send(self.cut.stage - 1, back, note)
+        return found, note
 
-    def _arrived_gradients(self, flight: Flight) -> list[Tensor]:
+    def _arrived_gradients(self, flight: Flight, note: float) -> tuple[list[Tensor], float]:
         if self.cut.is_last:
-            return [torch.ones_like(flight.outputs[0])]
+            return [torch.ones_like(flight.outputs[0])], note
         with self._phases.during("communication"):
             return self._wire.receive(self.cut.stage + 1)
 

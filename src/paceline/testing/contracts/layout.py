@@ -47,7 +47,7 @@ class LayoutContract(ABC):
     @pytest.mark.parametrize("model", ["mlp", "convnet"])
     def test_every_step_is_that_of_the_oracle(self, model: str) -> None:
         """Unequal shards, a clip, dropout; with the ConvNet also batch statistics."""
-        sizes = {"mlp": {"hidden": [48, 32]}, "convnet": {"channels": 8}}
+        sizes: dict[str, dict[str, Any]] = {"mlp": {"hidden": [48, 32]}, "convnet": {"channels": 8}}
         recipe = self.recipe(options={"model": model, "dropout": 0.1, **sizes[model]})
 
         def verify(cluster: Cluster) -> Report:

@@ -72,7 +72,9 @@ class RuleContract(ABC):
             session = session_of(cluster, self.recipe())
             found = []
             for stats in session.rounds():
-                flat = torch.cat([p.detach().reshape(-1).clone() for p in session.placed.parameters])
+                whole = session.snapshot().tensors()
+                names = sorted(name for name in whole if name.startswith("model/"))
+                flat = torch.cat([whole[name].detach().reshape(-1).clone() for name in names])
                 found.append((session.state.step, stats.loss, flat))
             return found
 

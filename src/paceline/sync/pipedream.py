@@ -1,0 +1,218 @@
+"""PipeDream: a pipeline that is never flushed. Stages update as gradients reach them.
+
+What flows is a step: all its units forward, later all of them backward, then one update of the stage. Stage s
+of p is p-s-1 steps ahead with its forwards, so its gradient is as many updates old. The weights of a forward
+are kept (stashed) for its own backward.
+
+Invariant: the backward of a step uses the version of the weights that its forward used, on every stage.
+Between two rounds the pipeline is empty, and every stage has made one update for every step.
+Source: Narayanan et al. 2019, PipeDream, sections 3.2 and 3.3 (1F1B, weight stashing).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from paceline.comm import Gradients, Net, Tally
+from paceline.data import Feed, LoadedUnit
+from paceline.layout import Placed, Sums
+from paceline.layout.pipeline import Flight, Pipeline, pipedream, validate
+from paceline.mesh import Group
+from paceline.observe import Phases, Stats
+from paceline.state import TrainState
+from paceline.sync.every_step import gradient_scale
+from paceline.sync.rule import step_stats
+from paceline.sync.tail import Tail, Update
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """A step between its forward and its update.
+
+    Args:
+        version: updates in the weights of its forward.
+        weights: these weights, by their names in the stage.
+        units: what their backwards need.
+        count: items of the step; known on the last stage, and told with the gradients.
+        change: of the buffers, over all units.
+        scale: of the loss.
+    """
+
+    version: int
+    weights: Mapping[str, Tensor]
+    units: list[Flight]
+    count: float
+    change: Tensor
+    scale: float
+
+
+@dataclass(frozen=True)
+class Versions:
+    """What one update was made of, on one stage.
+
+    Args:
+        forward, backward: updates in the weights that its forward and its backward used.
+        applied: updates that had been made when it was applied; less `forward` is its staleness.
+    """
+
+    step: int
+    forward: int
+    backward: int
+    applied: int
+
+
+class PipeDream:
+    """The rule of one pipeline.
+
+    Args:
+        placed: this rank's stage.
+        world: all stages.
+        items_per_sample: as for `EveryStep`.
+        stop_requested: see `EveryStep`.
+    Wire: activations and their gradients between neighbours; one tally a round.
+    """
+
+    def __init__(
+        self,
+        placed: Pipeline,
+        world: Group,
+        net: Net,
+        phases: Phases,
+        *,
+        items_per_sample: int,
+        stop_requested: Callable[[], bool],
+    ) -> None:
+        self._stage, self._world, self._net, self._phases = placed, world, net, phases
+        self._items_per_sample, self._stop_requested = items_per_sample, stop_requested
+        self._flying: dict[int, InFlight] = {}
+        self._undo: Callable[[], None] = _nothing
+        self.versions: list[Versions] = []
+
+    def rounds(self, feed: Feed, placed: Placed, tail: Tail) -> Iterator[Stats]:
+        """See `Rule`: a round ends where the feed wants a pause; then the pipeline runs empty."""
+        state = tail.state
+        while state.step < feed.num_steps:
+            self._phases.take()
+            first, end = state.step, feed.pause_after(state.step)
+            self._undo = _memory_of(state, self._stage)
+            sums, update = self._run(first, end, feed, tail)
+            tally = self._tally(sums, placed).agree(self._net, self._world, placed.device).wait()
+            state.step, self._undo = end, _nothing
+            stats = step_stats(first, end, feed.work, state, tally, update, self._phases, self._net)
+            stale = {n: tally.metrics[n] / (end - first) for n in tally.metrics if n.startswith(_STALENESS)}
+            yield replace(stats, metrics={**stats.metrics, **stale})
+
+    def abort(self) -> None:
+        """Go back to where the pipeline was empty: stages have made different numbers of updates since."""
+        self._undo()
+        self._flying, self._undo = {}, _nothing
+
+    def _run(self, first: int, end: int, feed: Feed, tail: Tail) -> tuple[Sums, Update]:
+        """Fill the pipeline, keep it full, and run it empty."""
+        cut = self._stage.cut
+        schedule = pipedream(cut.num_stages, end - first)
+        validate(schedule, end - first)
+        sums, update = Sums(self._stage.metric_names), Update(0.0, 0.0, applied=False)
+        self.versions = []
+        with feed.from_step(first) as stream:
+            for action in schedule[cut.stage]:
+                step = self._net.step = tail.state.step = first + action.micro_batch
+                if action.kind == "F":
+                    units = [next(stream) for _ in range(feed.work.num_units(step))]
+                    scale = gradient_scale(feed.work, tail.state, self._items_per_sample)
+                    self._flying[step] = self._forward(units, sums, scale, tail.state.updates)
+                else:
+                    update = self._backward(step, self._flying.pop(step), tail)
+        self._stage.flush()
+        return sums, update
+
+    def _forward(self, units: list[LoadedUnit], sums: Sums, scale: float, version: int) -> InFlight:
+        """Run a step forward with the weights as they are now, and keep those."""
+        stage, own = self._stage, Sums(self._stage.metric_names)
+        weights = {
+            n: p.detach().clone().requires_grad_(p.requires_grad) for n, p in stage.stage.named_parameters()
+        }
+        stage.begin_step()
+        flights = [stage.forward(unit, own, scale, weights) for unit in units]
+        sums.extend(own)
+        return InFlight(version, weights, flights, own.read()[1], stage.buffers.change, scale)
+
+    def _backward(self, step: int, flown: InFlight, tail: Tail) -> Update:
+        """Run a step backward with the weights of its forward, and update the stage."""
+        stage, total, count = self._stage, dict[str, Tensor](), flown.count
+        names = [name for name, w in flown.weights.items() if w.requires_grad]
+        for flight in reversed(flown.units):
+            grads, told = stage.backward(flight, flown.weights, note=flown.count)
+            count = flown.count if stage.cut.is_last else told
+            for name, g in zip(names, grads, strict=True):
+                if g is not None:
+                    total[name] = total[name] + g if name in total else g
+        state = tail.state
+        self.versions.append(Versions(step, flown.version, _version_of(flown), state.updates))
+        with self._phases.during("optimizer"):
+            stage.buffers.begin_step()
+            stage.buffers.end_step(flown.change, len(flown.units))
+            return tail.apply(self._gradients(total, flown.scale), _counted(count, stage))
+
+    def _gradients(self, total: Mapping[str, Tensor], scale: float) -> Gradients:
+        """By parameter index of the whole model."""
+        own = {p: total[name] for name, p in self._stage.stage.named_parameters() if name in total}
+        grads = [own.get(p) for p in self._stage.parameters]
+        flats = [g for g in grads if g is not None]
+        return Gradients(grads, flats, torch._foreach_norm(flats) if flats else [], scale)
+
+    def _tally(self, sums: Sums, placed: Placed) -> Tally:
+        total, count, metrics = sums.read()
+        stale = dict.fromkeys((f"{_STALENESS}{s}" for s in range(self._stage.cut.num_stages)), 0.0)
+        ages = sum(v.applied - v.forward for v in self.versions)
+        stale[f"{_STALENESS}{self._stage.cut.stage}"] = float(ages)
+        return Tally(
+            units=float(sums.units),
+            total=total,
+            count=count,
+            metrics={**metrics, **stale},
+            stops=float(self._stop_requested()),
+            used=[0.0] * len(placed.parameters),
+            buffers=torch.zeros(0, dtype=torch.float64),
+        )
+
+
+_STALENESS = "staleness of stage "
+
+
+def _nothing() -> None:
+    """There is no half round."""
+
+
+def _version_of(flown: InFlight) -> int:
+    """The version that the backward really used: the stash was not written since its forward."""
+    untouched = all(w._version == 0 for w in flown.weights.values())
+    return flown.version if untouched else -1
+
+
+def _counted(count: float, stage: Pipeline) -> Tally:
+    """What the tail divides by."""
+    none = torch.zeros(0, dtype=torch.float64)
+    return Tally(0.0, 0.0, count, {}, 0.0, [0.0] * len(stage.parameters), none)
+
+
+def _memory_of(state: TrainState, stage: Pipeline) -> Callable[[], None]:
+    """Remember what this stage updates; the result puts it back."""
+    kept = {name: t.detach().clone() for name, t in state.tensors().items()}
+    step, updates, buffers = state.step, state.updates, stage.buffers.values()
+
+    def undo() -> None:
+        state.step, state.updates = step, updates
+        with torch.no_grad():
+            for name, t in state.tensors().items():
+                if name in kept:
+                    t.copy_(kept[name])
+        if not any(name.startswith("optimizer/") for name in kept):
+            state.optimizer.state.clear()
+        stage.buffers.reset(buffers)
+
+    return undo

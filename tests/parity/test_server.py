@@ -1,0 +1,243 @@
+"""A server and its workers: what is applied, how old it was, and what is never applied."""
+
+import time
+from statistics import mean, stdev
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.cluster import Cluster
+from paceline.comm.channel import Message
+from paceline.recipe import Recipe, Strategy
+from paceline.sync.policy import ApplyEach, FirstN, Policy, Push, Ticket
+from paceline.task import Task
+from paceline.testing import RanksFailed, run_ranks
+from paceline.testing.contracts.layout import whole
+from paceline.testing.parity import Trajectory, make_task, run_oracle, session_of
+from paceline.training import evaluate
+
+STEPS = 24
+
+
+def digits(strategy: str, **changes: Any) -> Recipe:
+    settings: dict[str, Any] = {
+        "task": "digits",
+        "options": {"model": "mlp", "hidden": [32]},
+        "steps": STEPS,
+        "batch": {"size": 48, "shards": 6},
+        "optimizer": {"name": "sgd", "lr": 0.1},
+        "strategy": Strategy.parse(strategy),
+    }
+    return Recipe(**(settings | changes))
+
+
+ASYNC = "servers=1 sync=server-async"
+
+
+def push(policy: Policy, worker: int, ticket: Ticket, version: int) -> Any:
+    return policy.push(worker, Push(ticket, version, Message("push")))
+
+
+@pytest.mark.capability("I3", "B3")
+def test_a_scripted_order_of_arrival_gives_the_exact_staleness() -> None:
+    """Worker 0 is fast: it brings three pushes while worker 1 works on its first."""
+    policy, updates, read, ages = ApplyEach(2), 0, {}, []
+    policy.begin(0, 3)
+    tickets = {}
+    for worker in (0, 1):
+        tickets[worker], read[worker] = policy.ticket(worker), updates
+    for worker in (0, 0, 0, 1, 0, 1):
+        (applied,) = push(policy, worker, tickets[worker], read[worker])
+        ages.append(updates - applied.version)
+        updates += 1
+        tickets[worker], read[worker] = policy.ticket(worker), updates
+    assert ages == [0, 0, 0, 3, 1, 1]
+    assert policy.step == 3 and tickets == {0: None, 1: None}
+
+
+@pytest.mark.capability("I7")
+def test_a_late_push_is_dropped_for_good() -> None:
+    policy = FirstN(3, 1)
+    policy.begin(0, 2)
+    tickets = [policy.ticket(worker) for worker in range(3)]
+    assert push(policy, 2, tickets[2], 0) == []
+    assert policy.ticket(2) is None  # its share of this step is done
+    assert [p.ticket.part for p in push(policy, 0, tickets[0], 0)] == [0, 2]
+    assert push(policy, 1, tickets[1], 0) is None  # late
+    late = policy.ticket(1)
+    assert late == Ticket(1, 1)
+    assert push(policy, 1, late, 1) == []
+
+
+@pytest.mark.capability("I7")
+def test_with_no_backups_it_is_every_step() -> None:
+    def run(cluster: Cluster) -> Trajectory:
+        session = session_of(cluster, digits("servers=1 sync=backup:0"))
+        return whole([stats.loss for stats in session.rounds()], session)
+
+    ends = run_ranks(run, 3)
+    right = run_oracle(digits("replicas=1"), STEPS)
+    assert all(end.distance(right) <= 1e-6 for end in ends)
+
+
+class Slow:
+    """Samples of a worker that takes its time."""
+
+    def __init__(self, data: Any, seconds: float) -> None:
+        self._data, self._seconds = data, seconds
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(self._seconds)
+        return self._data[index]
+
+
+def with_straggler(cluster: Cluster, recipe: Recipe, straggler: int, seconds: float) -> dict[str, Any]:
+    def build() -> Task:
+        from dataclasses import replace
+
+        task = make_task(recipe)
+        slow = cluster.global_rank == straggler
+        return replace(task, data=Slow(task.data, seconds)) if slow else task
+
+    session = session_of(cluster, recipe, build)
+    losses = [stats.loss for stats in session.rounds()]
+    evaluation = evaluate(session)
+    assert evaluation is not None
+    return {"loss": evaluation.loss, "losses": losses, **session.rule.ledger.record()}
+
+
+@pytest.mark.capability("I7")
+def test_backup_workers_drop_the_straggler_and_divide_by_those_that_came() -> None:
+    """Three workers, the first two count: with one slow worker its work is mostly dropped."""
+    recipe = digits("servers=1 sync=backup:1")
+    found = run_ranks(with_straggler, 4, recipe, 3, 0.002)
+    ledger = found[0]
+    assert ledger["applied"] == 2 * STEPS
+    assert ledger["dropped"] > 0
+    assert ledger["taken"] == ledger["applied"] + ledger["dropped"]
+    assert set(ledger["staleness"]) == {"0"}  # nothing old was ever applied
+    assert all(rank["loss"] == ledger["loss"] for rank in found)
+    assert ledger["loss"] < 2.0
+
+
+@pytest.mark.capability("I7")
+def test_the_gradient_is_that_of_the_contributors_alone() -> None:
+    """One step by hand: parts 0 and 1 of three are summed and divided by their own items."""
+
+    def run(cluster: Cluster) -> list[torch.Tensor]:
+        recipe = digits("servers=1 sync=backup:1", steps=1)
+
+        def build() -> Task:
+            from dataclasses import replace
+
+            task = make_task(recipe)
+            return replace(task, data=Slow(task.data, 0.05)) if cluster.global_rank == 3 else task
+
+        session = session_of(cluster, recipe, build)
+        list(session.rounds())
+        return [p.detach().clone() for p in session.placed.parameters]
+
+    found = run_ranks(run, 4)[0]
+    recipe = digits("replicas=1")
+    session = session_of(Cluster.single(), recipe)
+    units = [u for u in session.work.units(0) if u.shard < 4]  # shards 0 to 3 of 6 are parts 0 and 1 of 3
+    session.placed.model.train()
+    total, count = 0.0, 0
+    with session.feed.open(units) as stream:
+        for loaded in stream:
+            loss = session.task.loss(session.placed.model, loaded.batch)
+            total, count = total + loss.total, count + loss.count
+    (total / count).backward()
+    for p, other in zip(session.placed.parameters, found, strict=True):
+        assert torch.allclose(p.detach() - 0.1 * p.grad, other, atol=1e-6)
+
+
+@pytest.mark.capability("B3", "I3")
+def test_an_asynchronous_server_waits_for_nobody_and_knows_how_old_its_gradients_are() -> None:
+    found = run_ranks(with_straggler, 3, digits(ASYNC, steps=100), 2, 0.003)
+    ledger = found[0]
+    assert ledger["taken"] == ledger["applied"] == 2 * 100  # every part once, none lost
+    assert ledger["dropped"] == 0
+    assert sum(ledger["staleness"].values()) == ledger["applied"]
+    assert max(int(age) for age in ledger["staleness"]) >= 2  # the fast one overtook the slow one
+    assert all({**rank, "losses": 0} == {**ledger, "losses": 0} for rank in found)
+
+
+@pytest.mark.capability("B3")
+def test_the_asynchronous_loss_is_near_the_synchronous_one() -> None:
+    """At equal samples, three seeds."""
+
+    def losses(cluster: Cluster, strategy: str) -> list[float]:
+        found = []
+        for seed in (1, 2, 3):
+            lr = 0.05 if strategy == ASYNC else 0.1  # two updates a step, each of half a batch
+            settings = {"seed": seed, "steps": 120, "optimizer": {"name": "sgd", "lr": lr}}
+            session = session_of(cluster, digits(strategy, **settings))
+            list(session.rounds())
+            evaluation = evaluate(session)
+            assert evaluation is not None
+            found.append(evaluation.loss)
+        return found
+
+    stale, sync = run_ranks(losses, 3, ASYNC)[0], run_ranks(losses, 2, "replicas=2")[0]
+    assert mean(stale) <= 1.15 * mean(sync) + 2 * stdev(sync), (stale, sync)
+
+
+@pytest.mark.capability("B3", "Z1")
+def test_a_run_goes_on_under_another_rule() -> None:
+    """Saved between two rounds of the server, continued by every-step on two replicas."""
+
+    def first(cluster: Cluster) -> Any:
+        session = session_of(cluster, digits(ASYNC, optimizer={"name": "adamw", "lr": 2e-3}))
+        for _, _stats in zip(range(8), session.rounds(), strict=False):
+            pass
+        found = session.snapshot()
+        tensors = {n: t.detach().clone() for n, t in found.tensors().items() if not n.startswith("work/")}
+        return tensors, found.scalars(), session.state.step
+
+    def second(cluster: Cluster, tensors: Any, scalars: Any) -> tuple[float, float, int]:
+        session = session_of(cluster, digits("replicas=2", optimizer={"name": "adamw", "lr": 2e-3}))
+        session.restore(tensors, scalars)
+        before = evaluate(session)
+        list(session.rounds())
+        after = evaluate(session)
+        assert before is not None and after is not None
+        return before.loss, after.loss, session.state.step
+
+    tensors, scalars, step = run_ranks(first, 3)[0]
+    assert 0 < step < STEPS
+    before, after, end = run_ranks(second, 2, tensors, scalars)[0]
+    assert end == STEPS and after < before
+
+
+@pytest.mark.capability("B3")
+def test_a_worker_that_dies_is_named() -> None:
+    def run(cluster: Cluster) -> None:
+        import os
+
+        session = session_of(cluster, digits(ASYNC, steps=100))
+        for stats in session.rounds():
+            if cluster.global_rank == 2 and stats.step > 10:
+                os._exit(3)
+
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(run, 3, deadline=30.0)
+    assert "rank 2" in str(caught.value)
+
+
+@pytest.mark.capability("B3")
+def test_readers_that_work_ahead_are_refused() -> None:
+    def run(cluster: Cluster) -> str:
+        from paceline.errors import StrategyError
+
+        try:
+            session_of(cluster, digits(ASYNC, loader={"workers": 1}))
+        except StrategyError as error:
+            return str(error)
+        return ""
+
+    assert all("loader.workers" in text for text in run_ranks(run, 3))

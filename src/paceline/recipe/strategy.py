@@ -176,6 +176,11 @@ class Strategy(Table):
         return "+".join(splits) or "replicate"
 
     @property
+    def is_approximate(self) -> bool:
+        """Whether its result differs by nature, not by rounding, from that of one process."""
+        return self.sync_word != "every-step" or self.codec != "fp32"
+
+    @property
     def updates_per_step(self) -> int:
         """Updates that one global batch makes: an asynchronous server makes one of every worker's share."""
         return (self.replicas or 1) if self.sync_word == "server-async" else 1

@@ -19,7 +19,7 @@ from paceline.layout.precision import Precision
 from paceline.layout.sums import Sums, checked
 from paceline.models.dropout import name_dropouts
 from paceline.observe import Phases
-from paceline.state import Slot, trained_parameters
+from paceline.slot import Slot, trained_parameters
 from paceline.task import LossFunction
 
 

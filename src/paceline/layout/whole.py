@@ -14,7 +14,8 @@ from torch import Tensor
 from paceline.comm import Net
 from paceline.comm.text import share_text
 from paceline.mesh import Group, Mesh
-from paceline.state import Piece, TrainState
+from paceline.slot import Piece
+from paceline.state import TrainState
 
 _Entry = tuple[str, list[int], list[list[int]], str]  # name, whole shape, part, dtype
 

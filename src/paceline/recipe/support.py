@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from paceline.errors import StrategyError
-from paceline.recipe.strategy import CODECS, PRESETS, ROUTES, SCHEDULES, SYNCS, Strategy
+from paceline.recipe.strategy import PRESETS, Strategy
+from paceline.recipe.words import CODECS, ROUTES, SCHEDULES, SYNCS
 
 
 class Support(NamedTuple):

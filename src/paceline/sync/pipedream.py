@@ -102,7 +102,9 @@ class PipeDream:
             sums, update = self._run(first, end, feed, tail)
             tally = self._tally(sums, placed).agree(self._net, self._world, placed.device).wait()
             state.step, self._undo = end, _nothing
-            stats = step_stats(first, end, feed.work, state, tally, update, self._phases, self._net)
+            stats = step_stats(
+                range(first, end), feed.work.order, state, tally, update, self._phases, self._net
+            )
             stale = {n: tally.metrics[n] / (end - first) for n in tally.metrics if n.startswith(_STALENESS)}
             yield replace(stats, metrics={**stats.metrics, **stale})
 

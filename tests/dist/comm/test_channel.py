@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from paceline.comm.channel import Message, SocketChannel, accept_all, connect, listen
+from paceline.comm.channel import Message, SocketChannel
+from paceline.comm.hub import accept_all, connect, listen
 from paceline.comm.ledger import ByteLedger
 from paceline.errors import CommunicationError, DeadlineError
 

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.errors import StrategyError
 from paceline.recipe import PRESETS, Strategy, resolve, support, table
-from paceline.recipe.strategy import CODECS, ROUTES, SCHEDULES, SYNCS
+from paceline.recipe.words import CODECS, ROUTES, SCHEDULES, SYNCS
 
 NOT_BUILT: dict[str, Any] = {
     "zero": 2,

@@ -11,8 +11,7 @@ The whole model is in memory here, and only the parameters of this stage are up 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,8 +20,9 @@ from torch import Tensor, nn
 from paceline.comm import Net
 from paceline.data import LoadedUnit
 from paceline.layout.buffers import UnitBuffers
+from paceline.layout.pipeline.flight import Flight, Stage, View, Weights, as_tuple, gradients
 from paceline.layout.pipeline.schedule import Action, gpipe, validate
-from paceline.layout.pipeline.stage import Cut, call
+from paceline.layout.pipeline.stage import Cut
 from paceline.layout.pipeline.wire import StageWire
 from paceline.layout.placed import GradSink
 from paceline.layout.precision import Precision
@@ -30,49 +30,8 @@ from paceline.layout.sums import Sums, checked
 from paceline.mesh import Group
 from paceline.models.dropout import name_dropouts
 from paceline.observe import Phases
-from paceline.state import Slot, trained_parameters
+from paceline.slot import Slot, trained_parameters
 from paceline.task import Task
-
-Weights = Mapping[str, Tensor]
-
-
-class Stage(nn.Module):
-    """The links of one stage, called one after another."""
-
-    def __init__(self, links: Sequence[nn.Module]) -> None:
-        super().__init__()
-        self.links = nn.ModuleList(links)
-
-    def forward(self, x: Any) -> Any:
-        for link in self.links:
-            x = call(link, x)
-        return x
-
-
-class _View(nn.Module):
-    """What the task's loss takes for the model: it answers with what the pipeline has computed."""
-
-    def __init__(self, answer: Callable[[], Any]) -> None:
-        super().__init__()
-        self._answer = answer
-
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        return self._answer()
-
-
-@dataclass
-class Flight:
-    """A unit between its forward and its backward.
-
-    Args:
-        key: seeds what is random in it.
-        inputs: the floating-point tensors that came in.
-        outputs: those that went out; the scaled loss on the last stage.
-    """
-
-    key: int
-    inputs: Sequence[Tensor]
-    outputs: Sequence[Tensor]
 
 
 class Pipeline:
@@ -162,7 +121,7 @@ class Pipeline:
             with self._precision.autocast():
                 outputs = self._run_links(loaded, given, sums, scale, weights)
             self.buffers.take_back()
-        takes = [x for x in _tuple(given) if isinstance(x, Tensor) and x.requires_grad]
+        takes = [x for x in as_tuple(given) if isinstance(x, Tensor) and x.requires_grad]
         return Flight(loaded.unit.key, takes, outputs)
 
     def _arrived(self, loaded: LoadedUnit) -> Any:
@@ -182,10 +141,10 @@ class Pipeline:
             return torch.func.functional_call(self.stage, dict(weights), (given,))
 
         if self.cut.is_last:
-            loss = checked(self._task.loss(_View(links), loaded.batch))
+            loss = checked(self._task.loss(View(links), loaded.batch))
             sums.add(loss)
             return [loss.total if scale == 1.0 else loss.total * scale]
-        found = _tuple(links())
+        found = as_tuple(links())
         self._wire.send(self.cut.stage + 1, found)
         return [x for x in found if x.is_floating_point()]
 
@@ -204,7 +163,7 @@ class Pipeline:
         arrived, note = self._arrived_gradients(flight, note)
         with self._phases.during("backward"):
             self._seed(flight.key)  # recomputed activations draw what the forward drew
-            found, back = _gradients(flight, arrived, weights)
+            found, back = gradients(flight, arrived, weights)
         if not self.cut.is_first:
             self._wire.send(self.cut.stage - 1, back, note)
         return found, note
@@ -244,23 +203,3 @@ class Pipeline:
             torch.cuda.manual_seed(key)
         for dropout in self._dropouts:
             dropout.unit_key = key
-
-
-def _gradients(
-    flight: Flight, arrived: Sequence[Tensor], weights: Weights | None
-) -> tuple[list[Tensor | None], list[Tensor]]:
-    """Gradients of the weights (none without them: they are in `.grad`), and of every input."""
-    pairs = [(x, g) for x, g in zip(flight.outputs, arrived, strict=True) if x.requires_grad]
-    outputs, grads = [x for x, _ in pairs], [g for _, g in pairs]
-    if weights is None:
-        if outputs:
-            torch.autograd.backward(outputs, grads)
-        return [], [torch.zeros_like(x) if x.grad is None else x.grad for x in flight.inputs]
-    trained = [w for w in weights.values() if w.requires_grad]
-    both = torch.autograd.grad(outputs, [*trained, *flight.inputs], grads, allow_unused=True)
-    back = zip(flight.inputs, both[len(trained) :], strict=True)
-    return list(both[: len(trained)]), [torch.zeros_like(x) if g is None else g for x, g in back]
-
-
-def _tuple(x: Any) -> tuple[Any, ...]:
-    return x if isinstance(x, tuple) else (x,)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from paceline.data import collate_samples
 from paceline.errors import StrategyError, TaskError
-from paceline.state import Slot
+from paceline.slot import Slot
 from paceline.task import Task
 
 

@@ -59,7 +59,7 @@ class EveryStep:
                 tally, update = self.step(feed.work, stream, placed, tail)
                 state.step += 1
                 yield step_stats(
-                    range(step, step + 1), feed.work, state, tally, update, self._phases, self._net
+                    range(step, step + 1), feed.work.order, state, tally, update, self._phases, self._net
                 )
 
     def abort(self) -> None:

@@ -124,7 +124,7 @@ class LocalRounds:
                 self._half = _Half()
                 update = half.taken[-1][1]
                 yield step_stats(
-                    range(half.first, end), feed.work, state, tally, update, self._phases, self._net
+                    range(half.first, end), feed.work.order, state, tally, update, self._phases, self._net
                 )
 
     def abort(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from paceline.comm import Net, Tally
-from paceline.data import Feed
+from paceline.data import Feed, Order
 from paceline.layout import Placed
 from paceline.observe import Phases, Stats
 from paceline.state import TrainState

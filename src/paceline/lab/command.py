@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from paceline.errors import RecipeError
 
@@ -18,8 +19,16 @@ _JOBS = {("train",): False, ("verify",): False, ("run",): True, ("bench", "link"
 _PROCESSES = ("-n", "--processes")
 
 
-def spread(command: Sequence[str], addresses: Sequence[str], token: str) -> list[list[str]]:
-    """The argument vector of each host, in the order of the addresses.
+@dataclass(frozen=True)
+class Spread:
+    """The argument vector of each host, and how many processes of the job each host has; 0: it is no job."""
+
+    commands: tuple[tuple[str, ...], ...]
+    processes: int = 0
+
+
+def spread(command: Sequence[str], addresses: Sequence[str], token: str) -> Spread:
+    """The part of each host, in the order of the addresses.
 
     Args:
         command: as a user types it on one machine.
@@ -31,15 +40,16 @@ def spread(command: Sequence[str], addresses: Sequence[str], token: str) -> list
     if not command:
         raise RecipeError("there is no command to run", next_step="put it after --, for example -- paceline train RECIPE")
     if command[0] != "paceline":
-        return [list(command) for _ in addresses]
+        return Spread(tuple(tuple(command) for _ in addresses))
     base = [sys.executable, "-m", "paceline"]
     words = list(command[1:])
     name = next((name for name in _JOBS if tuple(words[: len(name)]) == name), None)
     if name is None:
-        return [[*base, *words] for _ in addresses]
+        return Spread(tuple((*base, *words) for _ in addresses))
     own = _share_processes(words[len(name) :], len(addresses), script=_JOBS[name])
     meeting = ["--nodes", str(len(addresses)), "--rendezvous", f"{addresses[0]}:{_PORT}", "--token", token]
-    return [[*base, *name, *meeting, "--node-rank", str(i), *own] for i in range(len(addresses))]
+    commands = ((*base, *name, *meeting, "--node-rank", str(i), *own) for i in range(len(addresses)))
+    return Spread(tuple(commands), _processes(own))
 
 
 def _share_processes(words: list[str], num_hosts: int, *, script: bool) -> list[str]:
@@ -52,6 +62,11 @@ def _share_processes(words: list[str], num_hosts: int, *, script: bool) -> list[
             break  # the script, or -m
         place += 2 if script else 1
     return [*words, "-n", "1"] if not script else ["-n", "1", *words]
+
+
+def _processes(words: Sequence[str]) -> int:
+    place = next(i for i, word in enumerate(words) if word in _PROCESSES)
+    return int(words[place + 1])
 
 
 def _part(text: str, num_hosts: int) -> int:

@@ -100,8 +100,12 @@ class Lab:
         self.spaces[SWITCH] = start_first_space(self.record.name, SWITCH)
         stack.callback(self.spaces[SWITCH].end)
         join = str(self.spaces[SWITCH].first) if "user" in self.spaces[SWITCH].kinds else "root"
+        table = self.record.folder / "hosts"
+        table.write_text(
+            "127.0.0.1 localhost\n" + "".join(f"{h.address} {h.name}\n" for h in self.topology.hosts)
+        )
         for name in names:
-            self.spaces[name] = start_space(self.record.name, name, join, disk)
+            self.spaces[name] = start_space(self.record.name, name, join, str(table), disk)
             stack.callback(self.spaces[name].end)
 
     def _note(self) -> None:

@@ -27,7 +27,7 @@ class Sample:
 
 
 class Sampler:
-    """Takes a sample whenever enough time has passed.
+    """Takes a sample whenever enough time has passed, from when hosts first talk to each other.
 
     Args:
         switch: the first process of the switch, which sees the far end of every cable.
@@ -50,7 +50,8 @@ class Sampler:
             return
         total = max(1, times[1] - self._times[1])
         link = busiest(self._cables, self._counts, counts, now - self._when)
-        self.samples.append(Sample((times[0] - self._times[0]) / total, link))
+        if self.samples or counts != self._counts:  # before, the hosts only started
+            self.samples.append(Sample((times[0] - self._times[0]) / total, link))
         self._when, self._times, self._counts = now, times, counts
 
 

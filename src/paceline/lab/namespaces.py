@@ -125,17 +125,18 @@ def entry(
     return script("enter", lab, json.dumps(options), *argv)
 
 
-def start_space(lab: str, name: str, join: str, disk: Sequence[str] = ()) -> Space:
+def start_space(lab: str, name: str, join: str, names: str = "", disk: Sequence[str] = ()) -> Space:
     """Make the namespaces of a host.
 
     Args:
+        names: a file that stands in for /etc/hosts; "": the machine's own.
         disk: a folder and the bytes of a disk of the host's own that is mounted there; empty: none.
         join: "root", "new" or the number of a process whose user namespace is joined.
     Raises:
         LabError: the system does not allow it.
     """
     holder = subprocess.Popen(
-        script("holder", lab, name, join, *disk),
+        script("holder", lab, name, join, names, *disk),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,

@@ -20,7 +20,7 @@ class Outcome:
         output: by host, the lines that its command wrote.
         events: what the fault plan did, in order; see `FaultPlan`.
         remarks: what the summary says besides.
-        ledger_bytes: what one rank of the job says it sent in collectives; None: it wrote no metrics.
+        ledger_bytes: what all ranks sent in collectives, by their own count; None: the job wrote no metrics.
         forced: hosts whose command had to be ended.
     """
 

@@ -1,7 +1,7 @@
 """Holds the namespaces of one host (or of the switch) for as long as its standard input stays open.
 
-Run as a script, on the standard library alone: `holder.py LAB NAME JOIN [FOLDER SIZE]`, JOIN being "root" (no user namespace),
-"new" (make one) or the number of a process whose user namespace is joined; FOLDER becomes a disk of SIZE bytes
+Run as a script, on the standard library alone: `holder.py LAB NAME JOIN NAMES [FOLDER SIZE]`, JOIN being "root" (no user namespace),
+"new" (make one) or the number of a process whose user namespace is joined; NAMES a file for /etc/hosts; FOLDER becomes a disk of SIZE bytes
 that is the host's own. It prints the number of the host's
 first process as JSON, or what went wrong. Invariant: when the lab is gone, however it went, the input ends; then
 the first process is killed and the kernel ends every other process of the host, its links and its mounts.
@@ -18,7 +18,7 @@ import sys
 
 _NEW_USER = 0x10000000
 _NEW = {"net": 0x40000000, "mnt": 0x00020000, "pid": 0x20000000, "uts": 0x04000000, "ipc": 0x08000000}
-_MS_REC, _MS_PRIVATE, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 0x4000, 1 << 18, 2, 4, 8
+_MS_BIND, _MS_REC, _MS_PRIVATE, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 0x1000, 0x4000, 1 << 18, 2, 4, 8
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -50,14 +50,16 @@ def mount(source: bytes, target: bytes, kind: bytes, flags: int, options: bytes 
     check(_libc.mount(source, target, kind, flags, options), f"mounting {kind.decode() or 'private'} on {target.decode()}")
 
 
-def furnish(name: str, disk: list[str]) -> None:
-    """The host's own mounts, name and settings."""
+def furnish(name: str, names: str, disk: list[str]) -> None:
+    """The host's own mounts, name and settings; `names` is a file that replaces /etc/hosts."""
     mount(b"none", b"/", b"", _MS_REC | _MS_PRIVATE)
     mount(b"proc", b"/proc", b"proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
     if os.path.isdir("/dev/shm"):  # noqa: PTH112, hosts share no memory
         mount(b"tmpfs", b"/dev/shm", b"tmpfs", _MS_NOSUID | _MS_NODEV)
     if disk:
         mount(b"tmpfs", disk[0].encode(), b"tmpfs", _MS_NOSUID | _MS_NODEV, f"size={disk[1]}".encode())
+    if os.path.exists(names) and os.path.exists("/etc/hosts"):  # noqa: PTH110
+        mount(names.encode(), b"/etc/hosts", b"", _MS_BIND)
     check(_libc.sethostname(name.encode(), len(name)), "naming the host")
     for which in ("all", "default"):  # the kernel's own IPv6 messages would be counted on the links
         path = f"/proc/sys/net/ipv6/conf/{which}/disable_ipv6"
@@ -66,11 +68,11 @@ def furnish(name: str, disk: list[str]) -> None:
                 stream.write("1")
 
 
-def be_first(name: str, disk: list[str], ready: int) -> None:
+def be_first(name: str, names: str, disk: list[str], ready: int) -> None:
     """The first process of the host: nothing but taking leave of orphans."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
-        furnish(name, disk)
+        furnish(name, names, disk)
     except OSError as error:
         os.write(ready, str(error.args[1]).encode())
         os._exit(1)
@@ -92,7 +94,7 @@ def reap() -> None:
             continue
 
 
-def begin(name: str, join: str, disk: list[str]) -> tuple[int, str]:
+def begin(name: str, join: str, names: str, disk: list[str]) -> tuple[int, str]:
     """Start the first process; its number, and "ok" or what went wrong."""
     enter_user_namespace(join)
     for kind, flag in _NEW.items():
@@ -101,16 +103,16 @@ def begin(name: str, join: str, disk: list[str]) -> tuple[int, str]:
     first = os.fork()
     if first == 0:
         os.close(reading)
-        be_first(name, disk, writing)
+        be_first(name, names, disk, writing)
     os.close(writing)
     said = os.read(reading, 4096).decode()
     return first, said or "the first process of the host ended"
 
 
-def main(name: str, join: str, *disk: str) -> int:
+def main(name: str, join: str, names: str, *disk: str) -> int:
     """Hold until the input ends or the first process does."""
     try:
-        first, said = begin(name, join, list(disk))
+        first, said = begin(name, join, names, list(disk))
     except OSError as error:
         first, said = 0, str(error.args[1])
     os.write(1, (json.dumps({"pid": first, "said": said}) + "\n").encode())

@@ -1,7 +1,7 @@
 """The lab's links against what was asked for: rates by a stream of TCP, latencies by round trips.
 
-The rate counts Ethernet frames, so the goodput that is wanted is 1,448/1,514 of it. An added latency is half of the
-difference between the round trips with and without it. The machine's own load is printed beside.
+The rate counts Ethernet frames, so the goodput that is wanted is 1,448/1,514 of it. An added latency is half
+of the difference between the round trips with and without it. The machine's own load is printed beside.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ def rates(repeats: int, seconds: int) -> tuple[Table, list[dict[str, object]]]:
         )
         data.append({"rate": rate, "latency": latency, "bits_per_second": found})
     columns = ("link", "goodput wanted, Mbit/s", "measured", "median ratio", "all within 5 %")
-    return Table(f"Rates: one TCP stream, {seconds} s after 0.5 s of warm-up, {repeats} times", columns, rows), data
+    return Table(
+        f"Rates: one TCP stream, {seconds} s after 0.5 s of warm-up, {repeats} times", columns, rows
+    ), data
 
 
 def latencies(count: int) -> tuple[Table, list[dict[str, object]]]:
@@ -97,7 +99,14 @@ def latencies(count: int) -> tuple[Table, list[dict[str, object]]]:
             )
         )
         data.append({"latency": latency, "bare_ms": bare, "trips_ms": trips})
-    columns = ("latency", "bare trip ms", "trip ms", "5 % .. 95 %", "added one way ms", "within 0.5 ms or 10 %")
+    columns = (
+        "latency",
+        "bare trip ms",
+        "trip ms",
+        "5 % .. 95 %",
+        "added one way ms",
+        "within 0.5 ms or 10 %",
+    )
     return Table(f"Latencies: {count} round trips of 64 bytes, one after the other", columns, rows), data
 
 

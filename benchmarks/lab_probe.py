@@ -1,7 +1,8 @@
 """One end of a measurement in the lab: `lab_probe.py serve|stream|ping ...`, on the standard library alone.
 
-`serve PORT SECONDS` answers streams and pings; `stream HOST PORT SECONDS` sends as fast as it can, and prints what
-arrived and how long that took by the receiver's clock; `ping HOST PORT COUNT` prints round trips in microseconds.
+`serve PORT SECONDS` answers streams and pings; `stream HOST PORT SECONDS` sends as fast as it can, and
+prints what arrived and how long that took by the receiver's clock; `ping HOST PORT COUNT` prints round trips
+in microseconds.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class Cluster:
             return cls.single()
         world_size = _integer(values, "WORLD_SIZE")
         local_world_size = _integer(values, "LOCAL_WORLD_SIZE", 1 if world_size == 1 else None)
-        cluster = cls(
+        return cls(
             global_rank=_integer(values, "RANK"),
             world_size=world_size,
             local_rank=_integer(values, "LOCAL_RANK", 0 if world_size == 1 else None),
@@ -108,11 +108,9 @@ class Cluster:
             launched=True,
             beacon_port=_integer(values, "PACELINE_BEACON_PORT", 0),
             faults_dir=Path(values["PACELINE_FAULTS"]) if values.get("PACELINE_FAULTS") else None,
-        )
-        cluster._check()
-        return cluster
+        )._checked()
 
-    def _check(self) -> None:
+    def _checked(self) -> Cluster:
         one_node = (self.local_rank, self.local_world_size) == (self.global_rank, self.world_size)
         consistent = (
             0 <= self.global_rank < self.world_size
@@ -126,6 +124,7 @@ class Cluster:
                 f"LOCAL_RANK={self.local_rank} of LOCAL_WORLD_SIZE={self.local_world_size}, "
                 f"GROUP_RANK={self.node_rank} of GROUP_WORLD_SIZE={self.num_nodes}."
             )
+        return self
 
     def connect(self, device_type: str, deadline_seconds: float) -> torch.device:
         """Meet the other ranks and make the default process group; a world of one needs none.
@@ -179,7 +178,6 @@ class Cluster:
         return Member(self.global_rank, self.world_size, self.token, self.address, self.port, here)
 
     def _write_roster(self, served: Store) -> None:
-        """For the launcher, which asks the other nodes when this one loses a connection."""
         if self.beacon_port and self.error_dir is not None and self.local_rank == 0:
             write_roster(self.error_dir, announcements(served, self._member(), self.attempt))
 

@@ -28,7 +28,7 @@ _SIOCGIFADDR = 0x8915  # ioctl of Linux: the IPv4 address of an interface
 
 @dataclass(frozen=True)
 class Member:
-    """Who wants to join which job: a rank, the job's size and token, where its store is, and what it tells all."""
+    """Who wants to join which job: rank, size and token, where the store is, what it tells the others."""
 
     global_rank: int
     world_size: int

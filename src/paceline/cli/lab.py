@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -11,54 +12,75 @@ import typer
 
 from paceline.cli.console import output
 from paceline.errors import LabError
-from paceline.lab import FaultPlan, Lab, Links, clean
-from paceline.lab.namespaces import entry, members
+from paceline.lab import FaultPlan, Lab, Links, Outcome, clean
+from paceline.lab.namespaces import entry
+from paceline.lab.processes import members
 from paceline.lab.state import Record, records
+
+Hosts = Annotated[str, typer.Option("--hosts", help="How many hosts, or their names: a,b,c.")]
+Rate = Annotated[str, typer.Option("--rate", help="Of every link, both ways: 100mbit. Default: no limit.")]
+Up = Annotated[str, typer.Option("--up", help="Rate from the host, where it differs from --rate.")]
+Down = Annotated[str, typer.Option("--down", help="Rate to the host, where it differs from --rate.")]
+Latency = Annotated[str, typer.Option("--latency", help="Of every frame that leaves a host: 2ms.")]
+Jitter = Annotated[str, typer.Option("--jitter", help="The latency's largest deviation: 200us.")]
+Loss = Annotated[str, typer.Option("--loss", help="Share of frames that are lost: 0.1%.")]
+Racks = Annotated[list[str] | None, typer.Option("--rack", help="A switch of its own: a=h0,h1. Repeat it.")]
+Uplink = Annotated[str, typer.Option("--uplink", help="Rate between a rack and the core.")]
+Cores = Annotated[float, typer.Option("--cores", min=0, help="Of each host. 0: an even part.")]
+Disk = Annotated[str, typer.Option("--disk", help="Size of each host's own disk, {disk} in COMMAND: 64mb.")]
+Faults = Annotated[
+    list[str] | None, typer.Option("--fault", help='What goes wrong: "kill h2 step=3". May be repeated.')
+]
+Seed = Annotated[int, typer.Option("--seed", help="Of faults, jitter and loss.")]
+Events = Annotated[Path | None, typer.Option("--events", help="Write what the faults did here, as JSON.")]
+Deadline = Annotated[
+    float | None, typer.Option("--deadline", min=0, help="Seconds until the hosts are told to stop.")
+]
 
 
 def run(
     context: typer.Context,
-    hosts: Annotated[str, typer.Option("--hosts", help="How many hosts, or their names: a,b,c.")] = "2",
-    rate: Annotated[str, typer.Option("--rate", help="Of every link, both ways: 100mbit. Default: no limit.")] = "",
-    up: Annotated[str, typer.Option("--up", help="From the host, where it differs from --rate.")] = "",
-    down: Annotated[str, typer.Option("--down", help="To the host, where it differs from --rate.")] = "",
-    latency: Annotated[str, typer.Option("--latency", help="Of every frame that leaves a host: 2ms.")] = "",
-    jitter: Annotated[str, typer.Option("--jitter", help="The latency's largest deviation: 200us.")] = "",
-    loss: Annotated[str, typer.Option("--loss", help="Share of frames that are lost: 0.1%.")] = "",
-    racks: Annotated[
-        list[str] | None, typer.Option("--rack", help="A switch of its own: a=h0,h1. May be repeated.")
-    ] = None,
-    uplink: Annotated[str, typer.Option("--uplink", help="Rate between a rack and the core.")] = "",
-    cores: Annotated[float, typer.Option("--cores", min=0, help="Of each host. 0: an even part.")] = 0.0,
-    disk: Annotated[str, typer.Option("--disk", help="Size of each host's own disk; {disk} in COMMAND.")] = "",
-    faults: Annotated[
-        list[str] | None, typer.Option("--fault", help='What goes wrong: "kill h2 step=3". May be repeated.')
-    ] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Of faults, jitter and loss.")] = 0,
-    events: Annotated[Path | None, typer.Option("--events", help="Write what the faults did here.")] = None,
-    deadline: Annotated[
-        float | None, typer.Option("--deadline", min=0, help="Seconds until the hosts are told to stop.")
-    ] = None,
+    hosts: Hosts = "2",
+    rate: Rate = "",
+    up: Up = "",
+    down: Down = "",
+    latency: Latency = "",
+    jitter: Jitter = "",
+    loss: Loss = "",
+    racks: Racks = None,
+    uplink: Uplink = "",
+    cores: Cores = 0.0,
+    disk: Disk = "",
+    faults: Faults = None,
+    seed: Seed = 0,
+    events: Events = None,
+    deadline: Deadline = None,
 ) -> None:
-    """Run COMMAND (after --) on a cluster of hosts on this machine: `paceline` jobs spread their -n over them."""
-    links = Links(rate, up, down, latency, jitter, loss)
-    plan = FaultPlan.parse(faults or (), seed)
-    named = int(hosts) if hosts.isdigit() else hosts.split(",")
-    groups = dict(_rack(text) for text in racks) if racks else None
-    with Lab(
-        named, links, racks=groups, uplinks=Links(uplink), cores=cores, disk=disk, seed=seed
-    ) as lab:
-        command = [word.replace("{disk}", str(lab.disk)) if "{disk}" in word else word for word in context.args]
-        found = lab.run(
-            command, faults=plan, say=sys.stdout.write, deadline_seconds=deadline, event_log=events
-        )
+    """Run COMMAND (after --) on a cluster on this machine; `paceline` jobs spread their -n over the hosts."""
+    links, plan = Links(rate, up, down, latency, jitter, loss), FaultPlan.parse(faults or (), seed)
+    groups, far = _racks(racks), Links(uplink)
+    lab = Lab(_hosts(hosts), links, racks=groups, uplinks=far, cores=cores, disk=disk, seed=seed)
+    found = _run(lab, context.args, plan, events, deadline)
     sys.stdout.write(found.summary)
     sys.exit(found.exit_code)
 
 
-def _rack(text: str) -> tuple[str, list[str]]:
-    name, _, hosts = text.partition("=")
-    return name, hosts.split(",")
+def _run(
+    lab: Lab, words: Sequence[str], plan: FaultPlan, events: Path | None, deadline: float | None
+) -> Outcome:
+    with lab:
+        command = [word.replace("{disk}", str(lab.disk)) if "{disk}" in word else word for word in words]
+        return lab.run(
+            command, faults=plan, say=sys.stdout.write, deadline_seconds=deadline, event_log=events
+        )
+
+
+def _hosts(text: str) -> int | list[str]:
+    return int(text) if text.isdigit() else text.split(",")
+
+
+def _racks(texts: list[str] | None) -> dict[str, list[str]] | None:
+    return {text.partition("=")[0]: text.partition("=")[2].split(",") for text in texts} if texts else None
 
 
 def shell(
@@ -76,7 +98,9 @@ def shell(
 
 
 def _running(name: str) -> Record:
-    alive = [record for record in records() if record.owner.alive and record.first and name in ("", record.name)]
+    alive = [
+        record for record in records() if record.owner.alive and record.first and name in ("", record.name)
+    ]
     if not alive:
         raise LabError(
             f"the lab '{name}' is not running" if name else "no lab is running",
@@ -90,8 +114,12 @@ def ps() -> None:
     console = output()
     found = list(records())
     for record in found:
-        state = f"process {record.owner.pid}" if record.owner.alive else "its process is gone: paceline lab clean"
-        console.print(f"{record.name}  {state}  {record.command}", markup=False, highlight=False, soft_wrap=True)
+        state = (
+            f"process {record.owner.pid}" if record.owner.alive else "its process is gone: paceline lab clean"
+        )
+        console.print(
+            f"{record.name}  {state}  {record.command}", markup=False, highlight=False, soft_wrap=True
+        )
         for host, address in record.addresses.items():
             first = record.first[host]
             running = len(members(first.pid)) if first.alive else 0
@@ -107,7 +135,8 @@ def remove(
     found = clean(running=running)
     console = output()
     console.print(
-        f"removed {len(found.labs)} labs, {len(found.processes)} processes, {len(found.groups)} control groups",
+        f"removed {len(found.labs)} labs, {len(found.processes)} processes, "
+        f"{len(found.groups)} control groups",
         highlight=False,
     )
     for name in found.running:

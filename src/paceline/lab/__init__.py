@@ -1,7 +1,8 @@
-"""A cluster on one machine: hosts from namespaces, links from veth pairs, faults from signals and link changes.
+"""A cluster on one machine: hosts from namespaces, links from veth pairs, faults from signals and link
+changes.
 
-Invariant: what runs in it is real (processes, sockets, kernels' queues), nothing of it is reachable from outside,
-and nothing is left of it. It imports no torch.
+Invariant: what runs in it is real (processes, sockets, kernels' queues), nothing of it is reachable from
+outside, and nothing is left of it. It imports no torch.
 """
 
 from paceline.lab.clean import clean

@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from paceline.lab.namespaces import Space, members, signal_all
+from paceline.lab.namespaces import Space
+from paceline.lab.processes import members, signal_all
 
 _LAST_LINES_SECONDS = 5.0
 
@@ -45,17 +46,7 @@ class Agent:
         self.lines: list[str] = []
         self.ended_at: float | None = None
         self._space, self._say = space, say
-        self._process = subprocess.Popen(
-            space.command(argv, cores=cores, cgroups=cgroups),
-            env=dict(environ),
-            cwd=directory,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
+        self._process = _start(space.command(argv, cores=cores, cgroups=cgroups), environ, directory)
         self._reader = threading.Thread(target=self._read, name=f"lab-{self.host}")
         self._reader.start()
 
@@ -94,3 +85,17 @@ class Agent:
         self._reader.join(_LAST_LINES_SECONDS)
         if self._process.stdout is not None and not self._reader.is_alive():
             self._process.stdout.close()
+
+
+def _start(argv: Sequence[str], environ: Mapping[str, str], directory: Path | None) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        argv,
+        env=dict(environ),
+        cwd=directory,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )

@@ -102,7 +102,11 @@ def render_tables(topology: Topology, cables: Sequence[Cable]) -> list[str]:
         lines.append(_table_line(host, port_of[host.name]))
         if host.rack != CORE:
             lines.append(_table_line(host, port_of[host.rack]))
-        lines += [_table_line(host, cable.near_device) for cable in _uplinks(cables) if _inner(cable, topology, cables) != own]
+        lines += [
+            _table_line(host, cable.near_device)
+            for cable in _uplinks(cables)
+            if _inner(cable, topology, cables) != own
+        ]
     return lines
 
 

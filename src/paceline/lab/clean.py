@@ -1,7 +1,7 @@
 """What labs have left behind, and its removal.
 
-Invariant: a lab whose owner lives is left alone unless it is asked for; everything else of this user's labs goes,
-and nothing that is no lab's is touched.
+Invariant: a lab whose owner lives is left alone unless it is asked for; everything else of this user's labs
+goes, and nothing that is no lab's is touched.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _GROUP_PARENTS = ("cpu", "cpu,cpuacct", ".")
 
 @dataclass(frozen=True)
 class Cleaned:
-    """What was removed: names of labs, numbers of processes, folders of control groups; and labs that run on."""
+    """What was removed: labs by name, processes by number, control groups by folder; and labs that run on."""
 
     labs: tuple[str, ...]
     processes: tuple[int, ...]
@@ -49,7 +49,9 @@ def clean(*, running: bool = False, groups_root: Path = Path("/sys/fs/cgroup")) 
     left = [folder for folder in folders() if folder.name not in spared]
     for folder in left:
         remove_folder(folder)
-    names = {folder.name for folder in left} | {Path(group).name for group in groups if PREFIX in Path(group).name}
+    names = {folder.name for folder in left} | {
+        Path(group).name for group in groups if PREFIX in Path(group).name
+    }
     return Cleaned(tuple(sorted(names)), tuple(pids), tuple(groups), tuple(sorted(spared)))
 
 

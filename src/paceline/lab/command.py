@@ -38,7 +38,9 @@ def spread(command: Sequence[str], addresses: Sequence[str], token: str) -> Spre
         RecipeError: the processes cannot be shared out evenly, or the command is empty.
     """
     if not command:
-        raise RecipeError("there is no command to run", next_step="put it after --, for example -- paceline train RECIPE")
+        raise RecipeError(
+            "there is no command to run", next_step="put it after --, for example -- paceline train RECIPE"
+        )
     if command[0] != "paceline":
         return Spread(tuple(tuple(command) for _ in addresses))
     base = [sys.executable, "-m", "paceline"]

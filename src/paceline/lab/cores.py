@@ -1,4 +1,5 @@
-"""Which cores a host may use, and how many of them: affinity where cores divide evenly, control groups for shares.
+"""Which cores a host may use, and how many of them: affinity where cores divide evenly, control groups for
+shares.
 
 Invariant: a share that was asked for and cannot be kept is an error; without a wish every host gets the
 same, and the text says by which means.
@@ -14,7 +15,9 @@ from pathlib import Path
 
 from paceline.errors import LabError
 
-_PERIOD_US = 10_000  # short, so that a host that has used its share waits milliseconds, not a tenth of a second
+_PERIOD_US = (
+    10_000  # short, so that a host that has used its share waits milliseconds, not a tenth of a second
+)
 _ROOT = Path("/sys/fs/cgroup")
 
 
@@ -53,10 +56,11 @@ def describe(shares: Sequence[Share], num_cores: int, grouped: bool) -> str:
     if shares[0].quota:
         return f"{shares[0].quota:g} cores a host (control group), of {num_cores}"
     if shares[0].cores and len(shares) >= num_cores:
-        return f"{len(shares) // num_cores} hosts on each of {num_cores} cores (affinity)"
+        return f"{len(shares) / num_cores:g} hosts on each of {num_cores} cores (affinity)"
     if shares[0].cores:
         return f"{len(shares[0].cores)} of {num_cores} cores a host (affinity)"
-    return f"{num_cores} cores shared by all hosts{', equal weights (control groups)' if grouped else ', not fairly: no control groups'}"
+    means = "equal weights (control groups)" if grouped else "not fairly: no control groups"
+    return f"{num_cores} cores shared by all hosts, {means}"
 
 
 class Groups:

@@ -1,8 +1,8 @@
 """Bytes on every link, both ways, from the kernel; and how busy links and cores were while a job ran.
 
-Invariant: bytes are those of frames on the wire. The kernel hands TCP's data around in segments of up to 64 KiB and
-counts an interface's bytes with one header each; the queue of the link counts every frame's own header, so it
-is the queue that is read.
+Invariant: bytes are those of frames on the wire. The kernel hands TCP's data around in segments of up to 64
+KiB and counts an interface's bytes with one header each; the queue of the link counts every frame's own
+header, so it is the queue that is read.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def read_traffic(spaces: Mapping[str, Space], cables: Sequence[Cable]) -> dict[s
     near = {space: read_queues(spaces[space]) for space in {cable.near_space for cable in cables}}
     far = near.get("switch") or read_queues(spaces["switch"])
     return {
-        cable.name: Traffic(near[cable.near_space][cable.near_device], far[cable.far_device]) for cable in cables
+        cable.name: Traffic(near[cable.near_space][cable.near_device], far[cable.far_device])
+        for cable in cables
     }
 
 

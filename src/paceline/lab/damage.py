@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import glob
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from paceline.errors import LabError
@@ -32,7 +32,11 @@ def newest(pattern: Path) -> Path:
     """
     found = [Path(name) for name in glob.glob(str(pattern)) if Path(name).is_file()]  # noqa: PTH207, absolute
     if not found:
-        raise LabError(f"no file fits {pattern}", where="the fault plan", next_step="let it happen later, or check the path")
+        raise LabError(
+            f"no file fits {pattern}",
+            where="the fault plan",
+            next_step="let it happen later, or check the path",
+        )
     return max(found, key=lambda path: path.stat().st_mtime_ns)
 
 
@@ -58,24 +62,29 @@ def tear(path: Path, draw: Draw) -> dict[str, object]:
     return {"file": path.name, "kept_bytes": kept, "of_bytes": size}
 
 
-def fill(disk: Path) -> None:
-    """Take all space that is left on a disk."""
-    fd = os.open(disk / _FILLER, os.O_WRONLY | os.O_CREAT)
-    try:
-        piece = 1 << 20
-        end = os.fstat(fd).st_size
-        while piece:
-            try:
-                os.posix_fallocate(fd, end, piece)
-                end += piece
-            except OSError as error:
-                if error.errno != errno.ENOSPC:
-                    raise
-                piece >>= 1
-    finally:
-        os.close(fd)
+def fill(disks: Sequence[Path]) -> None:
+    """Take all space that is left on disks."""
+    for disk in disks:
+        fd = os.open(disk / _FILLER, os.O_WRONLY | os.O_CREAT)
+        try:
+            _take(fd)
+        finally:
+            os.close(fd)
 
 
-def free(disk: Path) -> None:
+def _take(fd: int) -> None:
+    piece, end = 1 << 20, os.fstat(fd).st_size
+    while piece:
+        try:
+            os.posix_fallocate(fd, end, piece)
+            end += piece
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            piece >>= 1
+
+
+def free(disks: Sequence[Path]) -> None:
     """Give it back."""
-    (disk / _FILLER).unlink(missing_ok=True)
+    for disk in disks:
+        (disk / _FILLER).unlink(missing_ok=True)

@@ -83,7 +83,8 @@ class Forwarders:
         said = read_record(process)
         if "scheduling" not in said:
             raise LabError(
-                f"Latency, jitter and loss need netem or TAP devices, and neither is there: {said.get('error', said)}.",
+                "Latency, jitter and loss need netem or TAP devices, and neither is there: "
+                f"{said.get('error', 'the forwarder did not start')}.",
                 where=f"the link of {cable.name}",
                 next_step="run as root, or use links with a rate only",
             )

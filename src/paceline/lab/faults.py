@@ -1,7 +1,8 @@
 """Fault plans: what goes wrong, where and when, as a value. Pure.
 
-Invariant: a plan and its seed determine everything but the clock: which steps a probability hits, which byte and
-bit of a file change, which element of which tensor. So the same plan on the same job writes the same event log.
+Invariant: a plan and its seed determine everything but the clock: which steps a probability hits, which byte
+and bit of a file change, which element of which tensor. So the same plan on the same job writes the same
+event log.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ class Fault:
         }
         for problem, holds in rules.items():
             if not holds:
-                raise RecipeError(f"the fault '{self.kind}' {problem}", next_step='for example kill("h2", step=3)')
+                raise RecipeError(
+                    f"the fault '{self.kind}' {problem}", next_step='for example kill("h2", step=3)'
+                )
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,9 @@ class FaultPlan:
         """Cut a host's link; the host sees that it has no carrier."""
         return self._and("link_down", host, seconds=seconds, **trigger)
 
-    def partition(self, one: Hosts, other: Hosts, *, seconds: float | None = None, **trigger: Any) -> FaultPlan:
+    def partition(
+        self, one: Hosts, other: Hosts, *, seconds: float | None = None, **trigger: Any
+    ) -> FaultPlan:
         """Drop everything between two groups of hosts, silently and both ways."""
         return self._and("partition", one, others=_names(other), seconds=seconds, **trigger)
 
@@ -142,7 +147,9 @@ class FaultPlan:
     def from_json(cls, text: str) -> FaultPlan:
         """The plan that `to_json` wrote."""
         found = json.loads(text)
-        faults = [Fault(**{**f, "hosts": tuple(f["hosts"]), "others": tuple(f["others"])}) for f in found["faults"]]
+        faults = [
+            Fault(**{**f, "hosts": tuple(f["hosts"]), "others": tuple(f["others"])}) for f in found["faults"]
+        ]
         return cls(found["seed"], tuple(faults))
 
     @classmethod
@@ -160,20 +167,41 @@ class FaultPlan:
 
 def _one(plan: FaultPlan, text: str) -> FaultPlan:
     kind, *words = text.split()
-    methods: Mapping[str, Callable[..., FaultPlan]] = {name: getattr(plan, name) for name in KINDS}
     options = dict(word.split("=", 1) for word in words if "=" in word)
-    places = [word for word in words if "=" not in word]
-    if kind not in methods:
+    if kind not in KINDS:
         raise RecipeError(f"there is no fault '{kind}'", where=text, next_step=f"one of: {', '.join(KINDS)}")
+    method: Callable[..., FaultPlan] = getattr(plan, kind)
+    reads = _PLACES.get(kind, (str, str))
     try:
-        values: dict[str, Any] = {name: int(v) if name == "step" else float(v) for name, v in options.items()}
-        if kind == "partition":
-            places = [part.split(",") for part in places]  # type: ignore[misc]
-        if kind == "slow":
-            places[1] = float(places[1])  # type: ignore[call-overload]
-        return methods[kind](*places, **values)
-    except (TypeError, ValueError, IndexError) as error:
-        raise RecipeError(f"'{text}' is no fault: {error}", next_step='for example "kill h2 step=3"') from error
+        places = [read(word) for read, word in zip(reads, _places(words), strict=False)]
+        return method(*places, **{name: _READS[name](value) for name, value in options.items()})
+    except (TypeError, ValueError, KeyError) as error:
+        raise RecipeError(
+            f"'{text}' is no fault: {error}", next_step='for example "kill h2 step=3"'
+        ) from error
+
+
+def _places(words: Sequence[str]) -> list[str]:
+    places = [word for word in words if "=" not in word]
+    if len(places) > 2:
+        raise ValueError(f"{places[2]} is too much")
+    return places
+
+
+def _group(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
+_PLACES: Mapping[str, tuple[Callable[[str], Any], ...]] = {
+    "partition": (_group, _group),
+    "slow": (str, float),
+}
+_READS: Mapping[str, Callable[[str], Any]] = {
+    "step": int,
+    "at": float,
+    "probability": float,
+    "seconds": float,
+}
 
 
 KINDS = (

@@ -18,8 +18,9 @@ from typing import Any
 
 from paceline.lab import damage
 from paceline.lab.faults import Fault, FaultPlan
-from paceline.lab.namespaces import Space, members, signal_all
+from paceline.lab.namespaces import Space
 from paceline.lab.network import Network
+from paceline.lab.processes import members, signal_all
 from paceline.lab.units import rate_bits
 from paceline.lab.worker import PLAN, mark
 
@@ -89,7 +90,9 @@ class Injector:
         if heal is not None:
             seconds = float("inf") if fault.seconds is None else fault.seconds
             self._heals.append((time.monotonic() + seconds, heal))
-        self._done.append((order, {**event, **details, **({"seconds": fault.seconds} if fault.seconds else {})}))
+        if fault.seconds is not None:
+            event["seconds"] = fault.seconds
+        self._done.append((order, {**event, **details}))
 
     def _draw(self, place: int, step: int, end: int, purpose: str) -> int:
         return self.plan.draw(place, step, end, purpose)
@@ -131,9 +134,8 @@ class Injector:
         return slowed.finish, {}
 
     def _link_down(self, fault: Fault, draw: damage.Draw) -> tuple[Heal | None, dict[str, Any]]:
-        for host in fault.hosts:
-            self.network.set_link(host, up=False)
-        return lambda: [self.network.set_link(host, up=True) for host in fault.hosts], {}
+        self.network.set_link(fault.hosts, up=False)
+        return partial(self.network.set_link, fault.hosts, up=True), {}
 
     def _partition(self, fault: Fault, draw: damage.Draw) -> tuple[Heal | None, dict[str, Any]]:
         sides = (fault.hosts, fault.others)
@@ -141,18 +143,16 @@ class Injector:
         return partial(self.network.set_reachable, *sides, reachable=True), {}
 
     def _rate(self, fault: Fault, draw: damage.Draw) -> tuple[Heal | None, dict[str, Any]]:
-        new = rate_bits(str(fault.value))
-        for host in fault.hosts:
-            self.network.set_rate(host, new, new)
-        cables = [self.network.cable(host) for host in fault.hosts]
-        return lambda: [self.network.set_rate(c.name, c.up.rate_bits, c.down.rate_bits) for c in cables], {}
+        self.network.set_rate(fault.hosts, rate_bits(str(fault.value)))
+        return partial(self.network.set_rate, fault.hosts, None), {}
 
     def _disk_full(self, fault: Fault, draw: damage.Draw) -> tuple[Heal | None, dict[str, Any]]:
         assert self.disk is not None  # the lab has checked it
-        disks = [damage.inside_path(self.spaces[host].first, str(self.disk), Path("/")) for host in fault.hosts]
-        for disk in disks:
-            damage.fill(disk)
-        return lambda: [damage.free(disk) for disk in disks], {}
+        disks = [
+            damage.inside_path(self.spaces[host].first, str(self.disk), Path("/")) for host in fault.hosts
+        ]
+        damage.fill(disks)
+        return partial(damage.free, disks), {}
 
     def _torn_write(self, fault: Fault, draw: damage.Draw) -> tuple[Heal | None, dict[str, Any]]:
         return None, damage.tear(self._file(fault), draw)
@@ -164,7 +164,9 @@ class Injector:
         return None, {}  # the worker did it
 
     def _file(self, fault: Fault) -> Path:
-        return damage.newest(damage.inside_path(self.spaces[fault.hosts[0]].first, fault.path, self.directory))
+        return damage.newest(
+            damage.inside_path(self.spaces[fault.hosts[0]].first, fault.path, self.directory)
+        )
 
 
 class Slowed(threading.Thread):

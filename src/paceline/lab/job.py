@@ -69,7 +69,8 @@ class Job:
         unknown = sorted(plan.names() - places)
         if unknown:
             raise RecipeError(
-                f"the fault plan names {', '.join(unknown)}", next_step=f"there are {', '.join(sorted(places))}"
+                f"the fault plan names {', '.join(unknown)}",
+                next_step=f"there are {', '.join(sorted(places))}",
             )
         disk = lab.disk if any(fault.kind == "disk_full" for fault in plan.faults) else None
         folder = lab.record.folder / f"faults-{len(list(lab.record.folder.glob('faults-*')))}"
@@ -111,7 +112,7 @@ class Job:
             agents.append(agent)
 
     def _watch(self, agents: list[Agent], sampler: Sampler) -> None:
-        while not all([agent.poll() for agent in agents]):
+        while sum(not agent.poll() for agent in agents):
             now = time.monotonic()
             if any(agent.exit_code for agent in agents):
                 self._stop_at = min(self._stop_at, now + self._settle_seconds)
@@ -181,7 +182,7 @@ class Job:
 
 
 def ledger_bytes(metrics: Path) -> float | None:
-    """Bytes that one rank sent in the last run of a metrics file, by its byte ledger; None: it says nothing."""
+    """Bytes that one rank sent in the last run of a metrics file, by its ledger; None: it says nothing."""
     records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     rows = [record for record in records if record.get("event") == "communication"]
     if not rows:

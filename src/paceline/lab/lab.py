@@ -1,7 +1,8 @@
 """The lab: hosts, links and faults on one machine, for as long as a `with` block lasts.
 
-Invariant: when the block is left, however, no process, namespace, link, mount, control group or file of the lab is
-left. If this process is killed, processes, namespaces, links and mounts go at once; `clean` removes the rest.
+Invariant: when the block is left, however, no process, namespace, link, mount, control group or file of the
+lab is left. If this process is killed, processes, namespaces, links and mounts go at once; `clean` removes
+the rest.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from types import TracebackType
 from typing import Self
 
 from paceline.errors import RecipeError
+from paceline.lab.agents import Say
 from paceline.lab.cores import assign, describe
 from paceline.lab.faults import FaultPlan
 from paceline.lab.job import Job
@@ -21,7 +23,6 @@ from paceline.lab.namespaces import Space, check_tools, start_first_space, start
 from paceline.lab.network import Network
 from paceline.lab.state import Process, new_record, remove_folder
 from paceline.lab.summary import Outcome
-from paceline.lab.agents import Say
 from paceline.lab.topology import SWITCH, Links, build_topology
 from paceline.lab.units import size_bytes
 
@@ -102,7 +103,8 @@ class Lab:
         join = str(self.spaces[SWITCH].first) if "user" in self.spaces[SWITCH].kinds else "root"
         table = self.record.folder / "hosts"
         table.write_text(
-            "127.0.0.1 localhost\n" + "".join(f"{h.address} {h.name}\n" for h in self.topology.hosts)
+            "127.0.0.1 localhost\n"
+            + "".join(f"{h.address} {h.name}\n::ffff:{h.address} {h.name}\n" for h in self.topology.hosts)
         )
         for name in names:
             self.spaces[name] = start_space(self.record.name, name, join, str(table), disk)
@@ -129,7 +131,9 @@ class Lab:
             RecipeError: the lab was made without.
         """
         if not self._disk_bytes:
-            raise RecipeError("the hosts of this lab have no disks of their own", next_step='Lab(disk="64mb")')
+            raise RecipeError(
+                "the hosts of this lab have no disks of their own", next_step='Lab(disk="64mb")'
+            )
         return self.record.folder / "disk"
 
     def inside(self, host: str, path: Path | str) -> Path:
@@ -157,7 +161,7 @@ class Lab:
         settle_seconds: float = 60.0,
         event_log: Path | None = None,
     ) -> Outcome:
-        """Run a command on all hosts and wait for its end; see `paceline.lab.command.spread` for `paceline` jobs.
+        """Run a command on all hosts and wait for its end; for `paceline` jobs see `paceline.lab.command`.
 
         Ctrl-C and SIGTERM ask the hosts to stop, a second one ends them.
 
@@ -183,5 +187,3 @@ class Lab:
         cores = describe(self.shares, len(os.sched_getaffinity(0)), self.groups is not None)
         user = " in a user namespace, without root" if "user" in self.spaces[SWITCH].kinds else ""
         return [*lines, f"cores: {cores}{user}"]
-
-

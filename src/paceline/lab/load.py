@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.lab.cables import Cable
-from paceline.lab.namespaces import interface_counts
+from paceline.lab.processes import interface_counts
 
 _SECONDS = 0.25
 BUSY_CORES, BUSY_LINK = 0.9, 0.8
@@ -90,8 +90,8 @@ def verdict(samples: Sequence[Sample]) -> str:
     cores = sum(sample.cores >= BUSY_CORES for sample in samples) / len(samples)
     links = sum(sample.link >= BUSY_LINK for sample in samples) / len(samples)
     found = f"all cores were busy {cores:.0%} of the time, a link {links:.0%}"
-    if cores >= 0.3 and cores > links:
+    if cores >= 0.5 and cores > links:
         return f"the cores, not the links, were the limit: {found}"
-    if links >= 0.3:
+    if links >= 0.5:
         return f"the links were the limit: {found}"
     return f"neither cores nor links were the limit: {found}"

@@ -12,10 +12,9 @@ import os
 import re
 import select
 import shutil
-import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,13 +28,13 @@ _READY_SECONDS = 20.0
 _COMMAND_SECONDS = 20.0
 _INNER = ("pid", "uts", "ipc", "net", "mnt")  # mnt last: /proc is looked up before
 _WITHOUT = (
-    "without it still work: processes on the loopback (paceline train -n 4, paceline verify -n 4), and kill -9, "
-    "kill -STOP and kill -CONT on them"
+    "without it still work: processes on the loopback (paceline train -n 4, paceline verify -n 4), "
+    "and kill -9, kill -STOP and kill -CONT on them"
 )
 
 
 def script(name: str, lab: str, *arguments: str) -> list[str]:
-    """The argument vector of a script of `inside`; the lab's name in it is how the processes are recognised."""
+    """The argument vector of a script of `inside`; the lab's name in it is how its processes are known."""
     return [sys.executable, "-I", "-S", str(_HERE / f"{name}.py"), lab, *arguments]
 
 
@@ -85,10 +84,13 @@ class Space:
                 check=False,
             )
         except subprocess.TimeoutExpired as error:
-            raise LabError(f"{' '.join(argv)} took longer than {_COMMAND_SECONDS:g} s", where=self.name) from error
+            raise LabError(
+                f"{' '.join(argv)} took longer than {_COMMAND_SECONDS:g} s", where=self.name
+            ) from error
         if done.returncode:
             raise LabError(
-                f"{' '.join(argv)} failed: {done.stderr.strip()}{_failed_line(done.stderr, lines)}", where=self.name
+                f"{' '.join(argv)} failed: {done.stderr.strip()}{_failed_line(done.stderr, lines)}",
+                where=self.name,
             )
         return done.stdout
 
@@ -209,39 +211,3 @@ def start_first_space(lab: str, name: str) -> Space:
         with suppress(LabError):
             return start_space(lab, name, "root")
     return start_space(lab, name, "new")
-
-
-def members(first: int) -> list[int]:
-    """The processes of a host but its first, as the machine numbers them; empty if the host is gone."""
-    own = _process_namespace(str(first))
-    if own is None:
-        return []
-    found = [int(path.name) for path in Path("/proc").glob("[0-9]*") if _process_namespace(path.name) == own]
-    return sorted(pid for pid in found if pid != first)
-
-
-def _process_namespace(pid: str) -> str | None:
-    try:
-        return os.readlink(f"/proc/{pid}/ns/pid")  # noqa: PTH115, called for every process of the machine
-    except OSError:
-        return None
-
-
-def signal_all(pids: Sequence[int], number: signal.Signals) -> None:
-    """Send a signal to each that is still there."""
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            os.kill(pid, number)
-
-
-def interface_counts(first: int) -> Mapping[str, tuple[int, int]]:
-    """Bytes received and sent by interface, in the network namespace of a process, from the kernel.
-
-    Large segments that the kernel has not cut yet count with one header; see `counters` for bytes on the wire.
-    """
-    try:
-        lines = Path(f"/proc/{first}/net/dev").read_text().splitlines()[2:]
-    except OSError:
-        return {}
-    rows = {line.partition(":")[0].strip(): line.partition(":")[2].split() for line in lines}
-    return {name: (int(row[0]), int(row[8])) for name, row in rows.items()}

@@ -69,16 +69,19 @@ class Network:
         """The link of a host or of a rack."""
         return next(cable for cable in self.cables if cable.name == name)
 
-    def set_rate(self, name: str, up: float, down: float) -> None:
-        """Change the rates of a link, in bits per second; 0 lifts the limit."""
-        cable = self.cable(name)
-        changed = replace(cable, up=replace(cable.up, rate_bits=up), down=Wire(down))
-        self._shape([changed], "change")
+    def set_rate(self, names: Sequence[str], rate_bits: float | None) -> None:
+        """Change the rates of links, both ways; 0 lifts the limit, None restores what they were made with."""
+        cables = [self.cable(name) for name in names]
+        if rate_bits is not None:
+            new = Wire(rate_bits)
+            cables = [replace(c, up=replace(c.up, rate_bits=rate_bits), down=new) for c in cables]
+        self._shape(cables, "change")
 
-    def set_link(self, name: str, *, up: bool) -> None:
-        """Cut a host's link, or mend it."""
+    def set_link(self, names: Sequence[str], *, up: bool) -> None:
+        """Cut the links of hosts, or mend them."""
         state = "up" if up else "down"
-        self._spaces[SWITCH].tool(_IP, [f"link set dev {self.cable(name).far_device} {state}"])
+        lines = [f"link set dev {self.cable(name).far_device} {state}" for name in names]
+        self._spaces[SWITCH].tool(_IP, lines)
 
     def set_reachable(self, one: Sequence[str], other: Sequence[str], *, reachable: bool) -> None:
         """Drop everything between two groups of hosts, both ways, or let it pass again."""
@@ -95,4 +98,3 @@ class Network:
     def end(self) -> dict[str, int]:
         """End the forwarders; what they counted."""
         return {} if self.delays is None else self.delays.end()
-

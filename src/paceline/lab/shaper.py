@@ -1,9 +1,10 @@
-"""What `tc` is told: token buckets for rates, netem for delays where the kernel has it. Pure but for the probe.
+"""What `tc` is told: token buckets for rates, netem for delays where the kernel has it. Pure but for the
+probe.
 
-A rate counts Ethernet frames without preamble and check sequence: of 1,514 bytes of a full frame 1,448 are payload
-of TCP (with its time stamps), so TCP's goodput is 95.6 % of the rate at most. A bucket holds 2.5 ms of the
-rate: a message that is smaller leaves at once, a stream has the rate. Frames wait up to 50 ms, then they are
-lost, as in a switch.
+A rate counts Ethernet frames without preamble and check sequence: of 1,514 bytes of a full frame 1,448 are
+payload of TCP (with its time stamps), so TCP's goodput is 95.6 % of the rate at most. A bucket holds 2.5 ms
+of the rate: a message that is smaller leaves at once, a stream has the rate. Frames wait up to 50 ms, then
+they are lost, as in a switch.
 """
 
 from __future__ import annotations

@@ -48,7 +48,10 @@ class Outcome:
 def render(found: Outcome) -> list[str]:
     """The lines of the summary."""
     killed = {str(host) for event in found.events if event["fault"] == "kill" for host in _hosts(event)}
-    lines = [f"lab: {len(found.exit_codes)} hosts, {found.seconds:.1f} s", f"{'link':<10}{'exit':>6}{'up':>14}{'down':>14}{'dropped':>9}"]
+    lines = [
+        f"lab: {len(found.exit_codes)} hosts, {found.seconds:.1f} s",
+        f"{'link':<10}{'exit':>6}{'up':>14}{'down':>14}{'dropped':>9}",
+    ]
     for name, traffic in found.traffic.items():
         code = found.exit_codes.get(name)
         note = "  killed by the fault plan" if name in killed else ""
@@ -70,7 +73,8 @@ def _hosts(event: Mapping[str, object]) -> list[object]:
 def _headers(found: Outcome) -> list[str]:
     """The ledger's own count beside the kernel's."""
     share = (FRAME_BYTES - PAYLOAD_BYTES) / FRAME_BYTES
-    about = f"Ethernet, IP and TCP headers are {FRAME_BYTES - PAYLOAD_BYTES} of {FRAME_BYTES} bytes of a full frame ({share:.1%})"
+    headers = FRAME_BYTES - PAYLOAD_BYTES
+    about = f"Ethernet, IP and TCP headers are {headers} of {FRAME_BYTES} bytes of a full frame ({share:.1%})"
     hosts = [found.traffic[name] for name in found.exit_codes if name in found.traffic]
     if found.ledger_bytes is None or not hosts:
         return [f"bytes are the kernel's, on the wire: {about}"]

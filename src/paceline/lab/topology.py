@@ -25,8 +25,8 @@ class Wire:
 
     Args:
         rate_bits: bits per second, counted at the Ethernet layer; 0: unlimited.
-        latency_seconds, jitter_seconds: delay of every frame, and the largest deviation from it. Order is kept.
-        loss: fraction of the frames that are lost, 0 to 1.
+        latency_seconds, jitter_seconds: delay of every frame, and the largest deviation from it. Order is
+        kept. loss: fraction of the frames that are lost, 0 to 1.
     """
 
     rate_bits: float = 0.0

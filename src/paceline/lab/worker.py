@@ -1,8 +1,9 @@
 """Inside a worker of a job in the lab: report steps, wait while a fault is done, damage a tensor.
 
-A worker is armed by the launcher's `guard` when the lab asked for it (PACELINE_FAULTS names a folder). Steps are
-counted where every training loop passes: after `step` of the first torch optimizer of the process. Invariant: a
-worker that nobody armed imports none of this, and no wait here is longer than `PATIENCE_SECONDS`.
+A worker is armed by the launcher's `guard` when the lab asked for it (PACELINE_FAULTS names a folder). Steps
+are counted where every training loop passes: after `step` of the first torch optimizer of the process.
+Invariant: a worker that nobody armed imports none of this, and no wait here is longer than
+`PATIENCE_SECONDS`.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ class Steps:
         """Write a NaN into one element that the plan's seed chooses."""
         import torch
 
-        params = [p for group in self.optimizer.param_groups for p in group["params"] if p.is_floating_point()]
+        params = [
+            p for group in self.optimizer.param_groups for p in group["params"] if p.is_floating_point()
+        ]
         param = params[self.plan.draw(place, self.count, len(params), "tensor")]
         with torch.no_grad():
             param.view(-1)[self.plan.draw(place, self.count, param.numel(), "element")] = float("nan")

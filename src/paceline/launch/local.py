@@ -113,15 +113,9 @@ def _started(
     running: list[Running] = []
     with Keeper() as keeper:
         try:
-            place = Place(
-                address=address,
-                port=port,
-                listen_fd=None if listener is None else listener.fileno(),
-                token=job.token or (secrets.token_hex(8) if job.nodes == 1 else job.rendezvous),
-                folder=folder,
-                cores=_count_cores(),
-                beacon_port=beacon_port,
-            )
+            fd = None if listener is None else listener.fileno()
+            token = job.token or (secrets.token_hex(8) if job.nodes == 1 else job.rendezvous)
+            place = Place(address, port, fd, token, folder, _count_cores(), beacon_port)
             for worker in render_workers(job, place, environ):
                 _clear(worker)
                 running.append(start_worker(worker, keeper))

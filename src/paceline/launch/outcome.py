@@ -103,9 +103,7 @@ def render_report(
     return "\n".join(lines) + "\n"
 
 
-def _where_to_look(
-    first: Failure, others: Sequence[Failure], nodes: int, lost: Sequence[str]
-) -> list[str]:
+def _where_to_look(first: Failure, others: Sequence[Failure], nodes: int, lost: Sequence[str]) -> list[str]:
     """A lost connection has its cause elsewhere: in a rank that did not answer, or on another node."""
     if first.kind != "connection":
         return []

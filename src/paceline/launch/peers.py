@@ -1,9 +1,9 @@
 """Which other nodes can still be reached: asked once, when a rank of this node has lost a connection.
 
-Every launcher of a job of several nodes listens on a port that says nothing: the kernel answers as long as the
-launcher lives. Workers tell each other these addresses when they join, and write them down for their launcher.
-Invariant: asking takes at most `_ANSWER_SECONDS`, and a launcher that saw a failure can be asked for `_LINGER_SECONDS`,
-so nodes that end because of the same failure do not accuse each other.
+Every launcher of a job of several nodes listens on a port that says nothing: the kernel answers as long as
+the launcher lives. Workers tell each other these addresses when they join, and write them down for their
+launcher. Invariant: asking takes at most `_ANSWER_SECONDS`, and a launcher that saw a failure can be asked
+for `_LINGER_SECONDS`, so nodes that end because of the same failure do not accuse each other.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ _LINGER_SECONDS = 2.5
 
 def ask(node: Node) -> str:
     """What is wrong with a node, or the empty text."""
+    name = f"node {node.rank} ({node.host}, {node.address})"
     try:
         socket.create_connection((node.address, node.port), timeout=_ANSWER_SECONDS).close()
     except ConnectionRefusedError:
-        return f"node {node.rank} ({node.host}, {node.address}) is gone: its launcher no longer runs"
+        return f"{name} is gone: its launcher no longer runs"
     except OSError:
-        return f"node {node.rank} ({node.host}, {node.address}) does not answer: it, or the network to it, is down"
+        return f"{name} does not answer: it, or the network to it, is down"
     return ""
 
 

@@ -1,10 +1,11 @@
 """Delays and loses frames in user space, for kernels without netem: `forwarder.py LAB JSON`.
 
-JSON: {"device", "latency", "jitter", "loss", "seed"}, seconds and fractions. What the kernel sends to a TAP device of
-that name is read here, kept for its delay, and given back as what the device received. Standard library only.
-With loss, frames have the size of the wire; without, TCP's large segments pass whole (up to 64 KiB), which is
-what lets one process carry a gigabit. A line of JSON on standard input changes latency, jitter and loss;
-the end of the input ends it. Invariant: frames are never reordered, and what is lost is counted.
+JSON: {"device", "latency", "jitter", "loss", "seed"}, seconds and fractions. What the kernel sends to a TAP
+device of that name is read here, kept for its delay, and given back as what the device received. Standard
+library only. With loss, frames have the size of the wire; without, TCP's large segments pass whole (up to 64
+KiB), which is what lets one process carry a gigabit. A line of JSON on standard input changes latency,
+jitter and loss; the end of the input ends it. Invariant: frames are never reordered, and what is lost is
+counted.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import struct
 import sys
 import time
 from collections import deque
+from collections.abc import Mapping
 
 _TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 _TAP, _NO_PI, _VNET_HEADER = 0x0002, 0x1000, 0x4000
@@ -124,7 +126,7 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def say(record: dict[str, object]) -> None:
+def say(record: Mapping[str, object]) -> None:
     """One line of JSON for the lab."""
     os.write(1, (json.dumps(record) + "\n").encode())
 

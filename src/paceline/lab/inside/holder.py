@@ -1,10 +1,11 @@
 """Holds the namespaces of one host (or of the switch) for as long as its standard input stays open.
 
-Run as a script, on the standard library alone: `holder.py LAB NAME JOIN NAMES [FOLDER SIZE]`, JOIN being "root" (no user namespace),
-"new" (make one) or the number of a process whose user namespace is joined; NAMES a file for /etc/hosts; FOLDER becomes a disk of SIZE bytes
-that is the host's own. It prints the number of the host's
-first process as JSON, or what went wrong. Invariant: when the lab is gone, however it went, the input ends; then
-the first process is killed and the kernel ends every other process of the host, its links and its mounts.
+Run as a script, on the standard library alone: `holder.py LAB NAME JOIN NAMES [FOLDER SIZE]`, JOIN being
+"root" (no user namespace), "new" (make one) or the number of a process whose user namespace is joined; NAMES
+a file for /etc/hosts; FOLDER becomes a disk of SIZE bytes that is the host's own. It prints the number of
+the host's first process as JSON, or what went wrong. Invariant: when the lab is gone, however it went, the
+input ends; then the first process is killed and the kernel ends every other process of the host, its links
+and its mounts.
 """
 
 from __future__ import annotations
@@ -47,7 +48,10 @@ def enter_user_namespace(join: str) -> None:
 
 def mount(source: bytes, target: bytes, kind: bytes, flags: int, options: bytes = b"") -> None:
     """Mount, or say what could not be mounted."""
-    check(_libc.mount(source, target, kind, flags, options), f"mounting {kind.decode() or 'private'} on {target.decode()}")
+    check(
+        _libc.mount(source, target, kind, flags, options),
+        f"mounting {kind.decode() or 'private'} on {target.decode()}",
+    )
 
 
 def furnish(name: str, names: str, disk: list[str]) -> None:

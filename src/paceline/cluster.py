@@ -236,9 +236,8 @@ def _text(values: Mapping[str, str], name: str, default: str | None = None) -> s
 
 
 def _integer(values: Mapping[str, str], name: str, default: int | None = None) -> int:
-    text = _text(values, name, None if default is None else str(default))
     try:
-        return int(text)
+        return int(text := _text(values, name, None if default is None else str(default)))
     except ValueError as error:
         raise _environment_error(f"{name}={text!r} is not an integer.") from error
 

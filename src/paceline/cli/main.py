@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from paceline.cli import lab, recipe, run, train, verify
+from paceline.cli import bench, lab, recipe, run, train, verify
 from paceline.cli.console import fail
 from paceline.errors import PacelineError
 
@@ -38,6 +38,9 @@ labs.command("shell", context_settings=_REST)(lab.shell)
 labs.command("ps")(lab.ps)
 labs.command("clean")(lab.remove)
 app.add_typer(labs, name="lab")
+benches = typer.Typer(help="Measure what planning needs.", no_args_is_help=True, callback=lambda: None)
+benches.command("link")(bench.link)
+app.add_typer(benches, name="bench")
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from paceline.lab.namespaces import Space
@@ -54,7 +55,8 @@ class Agent:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             self.lines.append(line.rstrip("\n"))
-            self._say(f"[{self.host}] {self.lines[-1]}\n")
+            with suppress(BrokenPipeError):  # nobody listens any more; the host goes on
+                self._say(f"[{self.host}] {self.lines[-1]}\n")
 
     @property
     def exit_code(self) -> int | None:

@@ -105,7 +105,7 @@ class Injector:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """What was done: by time, then by step, then by place in the plan; hosts may reach a step in any order."""
+        """What was done, by time, step and place in the plan: hosts may reach a step in any order."""
         return [event for _, event in sorted(self._done, key=lambda pair: pair[0])]
 
     def save(self, path: Path) -> None:

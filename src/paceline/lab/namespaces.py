@@ -202,7 +202,7 @@ def why_not() -> str:
 
 
 def start_first_space(lab: str, name: str) -> Space:
-    """A space as root, or in a user namespace of its own where this process is not root or root is not enough.
+    """A space as root; where this process is not root, or root is not enough, in a user namespace of its own.
 
     Raises:
         LabError: neither works.

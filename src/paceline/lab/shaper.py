@@ -1,20 +1,20 @@
-"""What `tc` is told: token buckets for rates, netem for delays where the kernel has it. Pure but for the
-probe.
+"""What `tc` is told: token buckets for rates, netem for delays where there is one. Pure but for the probe.
 
 A rate counts Ethernet frames without preamble and check sequence: of 1,514 bytes of a full frame 1,448 are
-payload of TCP (with its time stamps), so TCP's goodput is 95.6 % of the rate at most. A bucket holds 2.5 ms
+payload of TCP (with its time stamps), so TCP's goodput is 95.6 % of the rate at most. A bucket holds 1 ms
 of the rate: a message that is smaller leaves at once, a stream has the rate. Frames wait up to 50 ms, then
 they are lost, as in a switch.
 """
 
 from __future__ import annotations
 
+from paceline.errors import LabError
 from paceline.lab.namespaces import Space
 from paceline.lab.topology import Wire
 
 UNLIMITED_BITS = 100e9
 FRAME_BYTES, PAYLOAD_BYTES = 1514, 1448
-_BURST_SECONDS, _LEAST_BURST_BYTES = 2.5e-3, 6000
+_BURST_SECONDS, _LEAST_BURST_BYTES = 1e-3, 6000
 _QUEUE_SECONDS, _LEAST_QUEUE_BYTES = 0.05, 128 * 1024
 
 
@@ -45,8 +45,6 @@ def render_redirect(device: str, tap: str) -> list[str]:
 
 def has_netem(space: Space) -> bool:
     """Whether the kernel has netem: tried on the loopback of a namespace, where it disturbs nobody."""
-    from paceline.errors import LabError
-
     try:
         space.tool(["tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"])
     except LabError:

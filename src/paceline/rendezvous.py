@@ -198,11 +198,9 @@ def interface_towards(address: str, port: int) -> str:
         For example "lo" or "eth0"; empty if there is no route, or the system cannot tell.
     """
     own = address_towards(address, port)
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            return next((name for _, name in socket.if_nameindex() if _ipv4(probe, name) == own), "")
-    except OSError:
-        return ""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        found = (name for _, name in socket.if_nameindex() if own and _ipv4(probe, name) == own)
+        return next(found, "")
 
 
 def _ipv4(probe: socket.socket, interface: str) -> str:

@@ -34,7 +34,7 @@ app.add_typer(recipes, name="recipe")
 labs = typer.Typer(help="A cluster on this machine: hosts, links and faults.", no_args_is_help=True)
 _REST = {"allow_extra_args": True, "ignore_unknown_options": False, "allow_interspersed_args": False}
 labs.command("run", context_settings=_REST)(lab.run)
-labs.command("shell", context_settings=_REST)(lab.shell)
+labs.command("shell", context_settings={"allow_extra_args": True})(lab.shell)
 labs.command("ps")(lab.ps)
 labs.command("clean")(lab.remove)
 app.add_typer(labs, name="lab")

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from paceline.errors import RecipeError
+from paceline.errors import LabError, RecipeError
 from paceline.lab.agents import Say
 from paceline.lab.cores import assign, describe
 from paceline.lab.faults import FaultPlan
@@ -43,7 +43,7 @@ class Lab:
         disk: size of a disk of each host's own, for example "64mb", at `lab.disk`; "": none.
         seed: of jitter and loss.
     Raises:
-        LabError: on entering: the system does not allow it, or a tool is missing.
+        LabError: on entering: it was entered before, the system does not allow it, or a tool is missing.
         RecipeError: names or quantities are wrong.
     """
 
@@ -68,6 +68,10 @@ class Lab:
 
     def __enter__(self) -> Self:
         check_tools()
+        if self.spaces:
+            raise LabError(
+                "this lab has been entered before", next_step="make a new one, or use this one inside"
+            )
         with ExitStack() as stack:
             self._build(stack)
             self._stack = stack.pop_all()

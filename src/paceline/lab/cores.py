@@ -56,7 +56,8 @@ def describe(shares: Sequence[Share], num_cores: int, grouped: bool) -> str:
     if shares[0].quota:
         return f"{shares[0].quota:g} cores a host (control group), of {num_cores}"
     if shares[0].cores and len(shares) >= num_cores:
-        return f"{len(shares) / num_cores:g} hosts on each of {num_cores} cores (affinity)"
+        each = len(shares) // num_cores
+        return f"{'one host' if each == 1 else f'{each} hosts'} on each of {num_cores} cores (affinity)"
     if shares[0].cores:
         return f"{len(shares[0].cores)} of {num_cores} cores a host (affinity)"
     means = "equal weights (control groups)" if grouped else "not fairly: no control groups"

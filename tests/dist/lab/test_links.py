@@ -58,9 +58,9 @@ def test_lost_frames_follow_from_the_seed(lab) -> None:
     for seed in (1, 1, 2):
         made = lab(hosts=2, links=Links(latency="1ms", loss="20%"), seed=seed)
         with serving(made, "h1", ECHO):
-            found.append([trip is None for trip in trips(made, "h0", "h1", 30, 0.1)])
+            found.append([trip is None for trip in trips(made, "h0", "h1", 16, 0.1)])
     assert found[0] == found[1] != found[2]
-    assert 2 <= sum(found[0]) <= 25  # 36 % of the round trips lose one of two frames
+    assert 1 <= sum(found[0]) <= 14  # 36 % of the round trips lose one of two frames
 
 
 def test_links_can_be_cut_partitioned_slowed_and_mended(lab) -> None:

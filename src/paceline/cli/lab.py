@@ -6,16 +6,16 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from paceline.cli.console import output
 from paceline.errors import LabError
-from paceline.lab import FaultPlan, Lab, Links, Outcome, clean
-from paceline.lab.namespaces import entry
-from paceline.lab.processes import members
-from paceline.lab.state import Record, records
+
+if TYPE_CHECKING:  # loaded by the commands, so that the others answer sooner
+    from paceline.lab import FaultPlan, Lab
+    from paceline.lab.state import Record
 
 Hosts = Annotated[str, typer.Option("--hosts", help="How many hosts, or their names: a,b,c.")]
 Rate = Annotated[str, typer.Option("--rate", help="Of every link, both ways: 100mbit. Default: no limit.")]
@@ -57,22 +57,22 @@ def run(
     deadline: Deadline = None,
 ) -> None:
     """Run COMMAND (after --) on a cluster on this machine; `paceline` jobs spread their -n over the hosts."""
+    from paceline.lab import FaultPlan, Lab, Links
+
     links, plan = Links(rate, up, down, latency, jitter, loss), FaultPlan.parse(faults or (), seed)
     groups, far = _racks(racks), Links(uplink)
     lab = Lab(_hosts(hosts), links, racks=groups, uplinks=far, cores=cores, disk=disk, seed=seed)
-    found = _run(lab, context.args, plan, events, deadline)
-    sys.stdout.write(found.summary)
-    sys.exit(found.exit_code)
+    sys.exit(_run(lab, context.args, plan, events, deadline))
 
 
-def _run(
-    lab: Lab, words: Sequence[str], plan: FaultPlan, events: Path | None, deadline: float | None
-) -> Outcome:
+def _run(lab: Lab, words: Sequence[str], plan: FaultPlan, events: Path | None, deadline: float | None) -> int:
     with lab:
         command = [word.replace("{disk}", str(lab.disk)) if "{disk}" in word else word for word in words]
-        return lab.run(
+        found = lab.run(
             command, faults=plan, say=sys.stdout.write, deadline_seconds=deadline, event_log=events
         )
+    sys.stdout.write(found.summary)
+    return found.exit_code
 
 
 def _hosts(text: str) -> int | list[str]:
@@ -89,6 +89,8 @@ def shell(
     lab: Annotated[str, typer.Option("--lab", help="Which lab, see `lab ps`. Default: the newest.")] = "",
 ) -> None:
     """Open a shell in a host of a running lab, or run the command after -- there."""
+    from paceline.lab.namespaces import entry
+
     found = _running(lab)
     if host not in found.first:
         raise LabError(f"{found.name} has no host '{host}'", next_step=f"one of: {', '.join(found.first)}")
@@ -98,6 +100,8 @@ def shell(
 
 
 def _running(name: str) -> Record:
+    from paceline.lab.state import records
+
     alive = [
         record for record in records() if record.owner.alive and record.first and name in ("", record.name)
     ]
@@ -111,6 +115,9 @@ def _running(name: str) -> Record:
 
 def ps() -> None:
     """List the labs of this user, their hosts and how many processes run there."""
+    from paceline.lab.processes import members
+    from paceline.lab.state import records
+
     console = output()
     found = list(records())
     for record in found:
@@ -132,6 +139,8 @@ def remove(
     running: Annotated[bool, typer.Option("--running", help="Also end labs that are in use.")] = False,
 ) -> None:
     """Remove what earlier labs have left: processes, control groups, files."""
+    from paceline.lab import clean
+
     found = clean(running=running)
     console = output()
     console.print(

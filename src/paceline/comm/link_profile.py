@@ -16,6 +16,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from paceline.comm.cost import Cost
 from paceline.errors import DataError
@@ -119,10 +120,9 @@ def _line(line: Line) -> dict[str, object]:
     return {**asdict(line), "points": points}
 
 
-def _read(found: dict[str, object]) -> Line:
+def _read(found: dict[str, Any]) -> Line:
     points = found.pop("points")
-    assert isinstance(points, list)
-    return Line(**found, points=tuple(Point(*point) for point in points))  # type: ignore[arg-type]
+    return Line(**found, points=tuple(Point(*point) for point in points))
 
 
 def fit_line(points: Sequence[Point]) -> Line:

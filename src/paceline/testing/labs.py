@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -116,8 +117,8 @@ def lab(why_no_lab: str) -> Iterator[Callable[..., Lab]]:
     footprints: list[Footprint] = []
     with ExitStack() as stack:
 
-        def make(*args: object, **options: object) -> Lab:
-            made = stack.enter_context(Lab(*args, **options))  # type: ignore[arg-type]
+        def make(*args: Any, **options: Any) -> Lab:
+            made = stack.enter_context(Lab(*args, **options))
             footprints.append(Footprint.of(made.record))
             return made
 

@@ -143,10 +143,21 @@ def test_a_plan_for_a_host_that_is_not_there_is_refused_before_anything_runs() -
     assert done.returncode == 2 and "h7" in done.stderr
 
 
+def test_where_it_is_not_allowed_one_error_says_what_is_missing_and_what_still_works() -> None:
+    """In a user namespace that may not make network namespaces: the kernel really refuses."""
+    forbid = "echo 0 > /proc/sys/user/max_net_namespaces && exec "
+    run = f"{sys.executable} -m paceline lab run --hosts 2 -- true"
+    done = subprocess.run(
+        ["unshare", "-Ur", "sh", "-c", forbid + run], capture_output=True, text=True, timeout=30, cwd=ROOT, check=False
+    )
+    assert done.returncode == 6 and done.stderr.startswith("error: The system does not let this user")
+    assert "making a net namespace" in done.stderr and "without it still work: processes on the" in done.stderr
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_twenty_of_each_end_leave_nothing_behind() -> None:
-    for repeat in range(20):
+    for repeat in range(40):
         process = start("--hosts", "2", "--rate", "100mbit", "--latency", "1ms", "--disk", "1mb")
         footprint = Footprint.of(own(process))
         if repeat % 2:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from paceline.errors import RecipeError
 
@@ -19,16 +18,8 @@ _JOBS = {("train",): False, ("verify",): False, ("run",): True, ("bench", "link"
 _PROCESSES = ("-n", "--processes")
 
 
-@dataclass(frozen=True)
-class Spread:
-    """The argument vector of each host, and how many processes of the job each host has; 0: it is no job."""
-
-    commands: tuple[tuple[str, ...], ...]
-    processes: int = 0
-
-
-def spread(command: Sequence[str], addresses: Sequence[str], token: str) -> Spread:
-    """The part of each host, in the order of the addresses.
+def spread(command: Sequence[str], addresses: Sequence[str], token: str) -> list[list[str]]:
+    """The argument vector of each host, in the order of the addresses.
 
     Args:
         command: as a user types it on one machine.
@@ -42,20 +33,19 @@ def spread(command: Sequence[str], addresses: Sequence[str], token: str) -> Spre
             "there is no command to run", next_step="put it after --, for example -- paceline train RECIPE"
         )
     if command[0] != "paceline":
-        return Spread(tuple(tuple(command) for _ in addresses))
+        return [list(command) for _ in addresses]
     base = [sys.executable, "-m", "paceline"]
     words = list(command[1:])
     name = next((name for name in _JOBS if tuple(words[: len(name)]) == name), None)
     if name is None:
-        return Spread(tuple((*base, *words) for _ in addresses))
+        return [[*base, *words] for _ in addresses]
     own = _share_processes(words[len(name) :], len(addresses), script=_JOBS[name])
     meeting = ["--nodes", str(len(addresses)), "--rendezvous", f"{addresses[0]}:{_PORT}", "--token", token]
-    commands = ((*base, *name, *meeting, "--node-rank", str(i), *own) for i in range(len(addresses)))
-    return Spread(tuple(commands), _processes(own))
+    return [[*base, *name, *meeting, "--node-rank", str(i), *own] for i in range(len(addresses))]
 
 
 def _share_processes(words: list[str], num_hosts: int, *, script: bool) -> list[str]:
-    """The words with the number of processes of one host."""
+    """The words with the number of processes of one host; without -n, what the command takes by itself."""
     place = 0
     while place < len(words):
         if words[place] in _PROCESSES and place + 1 < len(words):
@@ -63,12 +53,7 @@ def _share_processes(words: list[str], num_hosts: int, *, script: bool) -> list[
         if script and not words[place].startswith("--"):
             break  # the script, or -m
         place += 2 if script else 1
-    return [*words, "-n", "1"] if not script else ["-n", "1", *words]
-
-
-def _processes(words: Sequence[str]) -> int:
-    place = next(i for i, word in enumerate(words) if word in _PROCESSES)
-    return int(words[place + 1])
+    return words
 
 
 def _part(text: str, num_hosts: int) -> int:

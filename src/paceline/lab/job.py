@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _TICK_SECONDS = 0.01
 _GRACE_SECONDS = 15.0
 _FAULTS = "PACELINE_FAULTS"
-_METRICS = re.compile(r"metrics: +(?P<path>\S.*metrics\.jsonl)")
+_METRICS = re.compile(r"^metrics: +(?P<path>\S.*metrics\.jsonl)\nresume: .* -n (?P<world>\d+)", re.MULTILINE)
 
 
 class Job:
@@ -60,7 +60,7 @@ class Job:
         if self._injector.plan.faults:
             self._environ[_FAULTS] = str(self._injector.folder)
         addresses = [host.address for host in lab.topology.hosts]
-        self._spread = spread(command, addresses, lab.record.name)
+        self._commands = spread(command, addresses, lab.record.name)
         lab.record.command = " ".join(command)
 
     def _prepare(self, plan: FaultPlan) -> Injector:
@@ -99,7 +99,7 @@ class Job:
 
     def _start(self, agents: list[Agent]) -> None:
         lab = self._lab
-        for host, argv, share in zip(lab.hosts, self._spread.commands, lab.shares, strict=True):
+        for host, argv, share in zip(lab.hosts, self._commands, lab.shares, strict=True):
             agent = Agent(
                 lab.spaces[host],
                 argv,
@@ -173,12 +173,12 @@ class Job:
 
     def _ledger_bytes(self, agents: Sequence[Agent]) -> float | None:
         """What all ranks sent, by the ledger of rank 0 (they send alike): it prints where its metrics are."""
-        found = [match["path"] for line in agents[0].lines if (match := _METRICS.search(line))]
-        if not found:
+        said = _METRICS.search("\n".join(agents[0].lines))
+        if said is None:
             return None
-        path = self._lab.inside(agents[0].host, self._directory / found[-1])
+        path = self._lab.inside(agents[0].host, self._directory / said["path"])
         sent = ledger_bytes(path) if path.exists() else None
-        return None if sent is None else sent * self._spread.processes * len(agents)
+        return None if sent is None else sent * int(said["world"])
 
 
 def ledger_bytes(metrics: Path) -> float | None:

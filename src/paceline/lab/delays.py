@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -24,38 +24,37 @@ _END_SECONDS = 5.0
 class Delays(Protocol):
     """Delays the upward direction of cables."""
 
-    means: str
+    @property
+    def means(self) -> str:
+        """For the summary."""
+        ...
 
-    def add(self, cable: Cable, seed: int) -> None: ...
-    def change(self, cable: Cable, wire: Wire) -> None: ...
-    def end(self) -> dict[str, int]: ...
+    def set(self, cable: Cable, wire: Wire, seed: int) -> None: ...
+    def counts(self) -> dict[str, int]: ...
+    def end(self) -> None: ...
 
 
+@dataclass
 class Netem:
-    """The kernel's own."""
+    """The kernel's own; what it counts is in the queues' counts."""
 
-    means = "netem"
+    spaces: Mapping[str, Space]
+    means: str = "netem"
+    _known: set[str] = field(default_factory=set)
 
-    def __init__(self, spaces: Mapping[str, Space]) -> None:
-        self._spaces = spaces
-        self._seeds: dict[str, int] = {}
+    def set(self, cable: Cable, wire: Wire, seed: int) -> None:
+        """Delay a cable from now on, or differently."""
+        verb = "change" if cable.name in self._known else "add"
+        line = render_netem(cable.near_device, wire, seed, verb)
+        self.spaces[cable.near_space].tool(["tc", "-batch", "-"], [line])
+        self._known.add(cable.name)
 
-    def add(self, cable: Cable, seed: int) -> None:
-        """Delay a cable from now on."""
-        self._seeds[cable.name] = seed
-        self._tell(cable, cable.up, "add")
-
-    def change(self, cable: Cable, wire: Wire) -> None:
-        """Delay it differently."""
-        self._tell(cable, wire, "change")
-
-    def _tell(self, cable: Cable, wire: Wire, verb: str) -> None:
-        line = render_netem(cable.near_device, wire, self._seeds[cable.name], verb)
-        self._spaces[cable.near_space].tool(["tc", "-batch", "-"], [line])
-
-    def end(self) -> dict[str, int]:
-        """Nothing to end, and netem's own counts are in the queue's."""
+    def counts(self) -> dict[str, int]:
+        """Nothing of its own."""
         return {}
+
+    def end(self) -> None:
+        """It goes with the device."""
 
 
 @dataclass
@@ -63,18 +62,31 @@ class Forwarders:
     """A process for each delayed cable, on a TAP device beside the port of the cable."""
 
     switch: Space
-    means: str = "user-space forwarder on TAP devices (this kernel has no netem)"
+    scheduling: str = ""
     _running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
-    def add(self, cable: Cable, seed: int) -> None:
-        """Delay a cable from now on.
+    @property
+    def means(self) -> str:
+        """For the summary."""
+        return f"user-space forwarder on TAP devices (this kernel has no netem), {self.scheduling} scheduling"
+
+    def set(self, cable: Cable, wire: Wire, seed: int) -> None:
+        """Delay a cable from now on, or differently.
 
         Raises:
             LabError: this user may not use TAP devices, or the kernel cannot redirect frames to one.
         """
-        options = {"device": cable.tap, **_values(cable.up), "seed": seed}
+        values = {"latency": wire.latency_seconds, "jitter": wire.jitter_seconds, "loss": wire.loss}
+        if cable.name in self._running:
+            _tell(self._running[cable.name], values)
+            return
+        self._start(cable, json.dumps({"device": cable.tap, **values, "seed": seed}))
+        self.switch.tool(["ip", "-batch", "-"], render_tap(cable))
+        self.switch.tool(["tc", "-batch", "-"], render_redirect(cable.far_device, cable.tap))
+
+    def _start(self, cable: Cable, options: str) -> None:
         process = subprocess.Popen(
-            self.switch.command(script("forwarder", self.switch.lab, json.dumps(options)), network_only=True),
+            self.switch.command(script("forwarder", self.switch.lab, options), network_only=True),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
@@ -88,37 +100,34 @@ class Forwarders:
                 where=f"the link of {cable.name}",
                 next_step="run as root, or use links with a rate only",
             )
-        if said["scheduling"] not in self.means:
-            self.means += f", {said['scheduling']} scheduling"
-        self.switch.tool(["ip", "-batch", "-"], render_tap(cable))
-        self.switch.tool(["tc", "-batch", "-"], render_redirect(cable.far_device, cable.tap))
+        self.scheduling = str(said["scheduling"])
 
-    def change(self, cable: Cable, wire: Wire) -> None:
-        """Delay it differently, for frames that come from now on."""
-        stdin = self._running[cable.name].stdin
-        assert stdin is not None
-        stdin.write((json.dumps(_values(wire)) + "\n").encode())
-        stdin.flush()
-
-    def end(self) -> dict[str, int]:
-        """End all processes; what they counted, in sum."""
+    def counts(self) -> dict[str, int]:
+        """Frames, and those that were late, lost or found no room, of all links since they were made."""
         total: dict[str, int] = {}
         for process in self._running.values():
-            if process.stdin is not None:
-                with suppress(BrokenPipeError):
-                    process.stdin.close()
+            _tell(process, {})
             for name, count in read_record(process).items():
-                total[name] = total.get(name, 0) + count if isinstance(count, int) else 0
-            _finish(process)
-        self._running.clear()
+                total[name] = total.get(name, 0) + int(count)
         return total
 
+    def end(self) -> None:
+        """End all processes."""
+        for process in self._running.values():
+            _finish(process)
+        self._running.clear()
 
-def _values(wire: Wire) -> dict[str, float]:
-    return {"latency": wire.latency_seconds, "jitter": wire.jitter_seconds, "loss": wire.loss}
+
+def _tell(process: subprocess.Popen[bytes], order: Mapping[str, float]) -> None:
+    assert process.stdin is not None
+    process.stdin.write((json.dumps(order) + "\n").encode())
+    process.stdin.flush()
 
 
 def _finish(process: subprocess.Popen[bytes]) -> None:
+    if process.stdin is not None:
+        with suppress(BrokenPipeError):
+            process.stdin.close()
     try:
         process.wait(_END_SECONDS)
     except subprocess.TimeoutExpired:
@@ -128,8 +137,17 @@ def _finish(process: subprocess.Popen[bytes]) -> None:
         process.stdout.close()
 
 
-def choose_delays(spaces: Mapping[str, Space], cables: Sequence[Cable]) -> Delays | None:
-    """The means for these cables; None when no cable is delayed."""
-    if not any(cable.up.delayed for cable in cables):
-        return None
+def choose_delays(spaces: Mapping[str, Space]) -> Delays:
+    """The means that this kernel has."""
     return Netem(spaces) if has_netem(spaces[SWITCH]) else Forwarders(spaces[SWITCH])
+
+
+def render_counts(counts: Mapping[str, int]) -> str:
+    """How well delays were kept, for the summary; empty if nothing was counted. Pure."""
+    frames = counts.get("frames", 0)
+    if not frames:
+        return ""
+    late = f"{counts['late'] / frames:.1%} of {frames:,} frames were more than 0.5 ms late"
+    lost = f", {counts['lost']:,} were lost as asked" if counts["lost"] else ""
+    full = f", {counts['overflow']:,} found no room" if counts["overflow"] else ""
+    return f"latency: {late}{lost}{full}"

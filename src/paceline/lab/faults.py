@@ -14,6 +14,7 @@ from typing import Any
 
 from paceline.errors import RecipeError
 from paceline.keys import key
+from paceline.lab.units import duration_seconds, rate_bits, share
 
 Hosts = str | Sequence[str]
 
@@ -30,7 +31,7 @@ class Fault:
         at: seconds after the start of the job.
         probability: after every step, with this chance.
         seconds: until it is healed; None: not before the lab ends.
-        value: factor of a slow processor, rate of a link.
+        value: factor of a slow processor; rate, latency or loss of a link.
         path: of a file as the host sees it; may have wildcards, then the newest that fits.
     """
 
@@ -99,7 +100,18 @@ class FaultPlan:
 
     def rate(self, host: str, rate: str, *, seconds: float | None = None, **trigger: Any) -> FaultPlan:
         """Change the rate of a host's link (or a rack's uplink), both ways."""
+        rate_bits(rate)
         return self._and("rate", host, value=rate, seconds=seconds, **trigger)
+
+    def delay(self, host: str, latency: str, *, seconds: float | None = None, **trigger: Any) -> FaultPlan:
+        """Change the latency of what leaves a host (or a rack)."""
+        duration_seconds(latency)
+        return self._and("delay", host, value=latency, seconds=seconds, **trigger)
+
+    def drop(self, host: str, loss: str, *, seconds: float | None = None, **trigger: Any) -> FaultPlan:
+        """Lose a share of the frames that leave a host (or a rack): "5%"."""
+        share(loss)
+        return self._and("drop", host, value=loss, seconds=seconds, **trigger)
 
     def disk_full(self, host: str, *, seconds: float | None = None, **trigger: Any) -> FaultPlan:
         """Fill the host's own disk (`Lab(disk=...)`): the next write fails with ENOSPC."""
@@ -135,9 +147,15 @@ class FaultPlan:
         """A number in [0, end) for fault `place` at a step (-1: triggered by time), the same in every run."""
         return key(self.seed, "fault", place, step, *purpose) % end
 
-    def names(self) -> set[str]:
-        """Every host or rack that is named."""
-        return {name for fault in self.faults for name in (*fault.hosts, *fault.others)}
+    def misplaced(self, hosts: Sequence[str], racks: Sequence[str]) -> list[str]:
+        """The names that cannot be where they are: a rack has an uplink, but neither processes nor steps."""
+        links = {*hosts, *racks}
+        return [
+            name
+            for fault in self.faults
+            for name in (*fault.hosts, *fault.others)
+            if name not in (links if fault.kind in _LINK_KINDS and fault.at is not None else hosts)
+        ]
 
     def to_json(self) -> str:
         """As text; `from_json` gives an equal plan."""
@@ -204,8 +222,10 @@ _READS: Mapping[str, Callable[[str], Any]] = {
 }
 
 
+_LINK_KINDS = ("rate", "delay", "drop")
 KINDS = (
-    "kill", "stop", "slow", "link_down", "partition", "rate", "disk_full", "torn_write", "corrupt", "nan",
+    "kill", "stop", "slow", "link_down", "partition", "rate", "delay", "drop", "disk_full", "torn_write",
+    "corrupt", "nan",
 )  # fmt: skip
 
 

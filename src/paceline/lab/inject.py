@@ -21,7 +21,7 @@ from paceline.lab.faults import Fault, FaultPlan
 from paceline.lab.namespaces import Space
 from paceline.lab.network import Network
 from paceline.lab.processes import members, signal_all
-from paceline.lab.units import rate_bits
+from paceline.lab.units import duration_seconds, rate_bits, share
 from paceline.lab.worker import PLAN, mark
 
 _SLICE_SECONDS = 0.03
@@ -145,6 +145,14 @@ class Injector:
     def _rate(self, fault: Fault, draw: damage.Draw) -> tuple[Heal | None, dict[str, Any]]:
         self.network.set_rate(fault.hosts, rate_bits(str(fault.value)))
         return partial(self.network.set_rate, fault.hosts, None), {}
+
+    def _delay(self, fault: Fault, draw: damage.Draw) -> tuple[Heal | None, dict[str, Any]]:
+        self.network.set_delay(fault.hosts, latency_seconds=duration_seconds(str(fault.value)))
+        return partial(self.network.set_delay, fault.hosts), {}
+
+    def _drop(self, fault: Fault, draw: damage.Draw) -> tuple[Heal | None, dict[str, Any]]:
+        self.network.set_delay(fault.hosts, loss=share(str(fault.value)))
+        return partial(self.network.set_delay, fault.hosts), {}
 
     def _disk_full(self, fault: Fault, draw: damage.Draw) -> tuple[Heal | None, dict[str, Any]]:
         assert self.disk is not None  # the lab has checked it

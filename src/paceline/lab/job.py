@@ -21,6 +21,7 @@ from paceline.errors import RecipeError
 from paceline.lab.agents import Agent, Say
 from paceline.lab.command import spread
 from paceline.lab.counters import Traffic
+from paceline.lab.delays import render_counts
 from paceline.lab.faults import FaultPlan
 from paceline.lab.inject import Injector
 from paceline.lab.load import Sampler, verdict
@@ -80,7 +81,7 @@ class Job:
         """Start, watch, end, count."""
         lab = self._lab
         lab.record.save()
-        before = lab.network.traffic()
+        before, delayed = lab.network.traffic(), lab.network.delay_counts()
         sampler = Sampler(lab.spaces[SWITCH].first, lab.network.cables)
         self._injector.begin()
         began = time.monotonic()
@@ -95,7 +96,9 @@ class Job:
                 self._end(agents)
         if event_log is not None:
             self._injector.save(event_log)
-        return self._outcome(agents, time.monotonic() - began, before, sampler)
+        kept = render_counts({k: n - delayed.get(k, 0) for k, n in lab.network.delay_counts().items()})
+        remarks = [*lab.remarks(), *([kept] if kept else []), verdict(sampler.samples)]
+        return self._outcome(agents, time.monotonic() - began, before, remarks)
 
     def _start(self, agents: list[Agent]) -> None:
         lab = self._lab
@@ -157,7 +160,7 @@ class Job:
             self._kill_at = 0.0
 
     def _outcome(
-        self, agents: Sequence[Agent], seconds: float, before: Mapping[str, Traffic], sampler: Sampler
+        self, agents: Sequence[Agent], seconds: float, before: Mapping[str, Traffic], remarks: Sequence[str]
     ) -> Outcome:
         after = self._lab.network.traffic()
         return Outcome(
@@ -166,7 +169,7 @@ class Job:
             traffic={name: traffic.since(before[name]) for name, traffic in after.items()},
             output={agent.host: agent.lines for agent in agents},
             events=self._injector.events,
-            remarks=[*self._lab.remarks(), verdict(sampler.samples)],
+            remarks=remarks,
             ledger_bytes=self._ledger_bytes(agents),
             forced=self._forced,
         )

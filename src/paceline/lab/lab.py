@@ -189,5 +189,7 @@ class Lab:
         lines = ["rates: token buckets (tc tbf), counted in Ethernet frames"]
         lines += [f"latency: {delays.means}"] if delays is not None else []
         cores = describe(self.shares, len(os.sched_getaffinity(0)), self.groups is not None)
+        control = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+        lines[0] += f"; TCP's congestion control is the machine's, {control}"
         user = "; in a user namespace, without root" if "user" in self.spaces[SWITCH].kinds else ""
         return [*lines, f"cores: {cores}{user}"]

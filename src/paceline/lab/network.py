@@ -51,11 +51,14 @@ class Network:
         for host in self.topology.hosts:
             self._spaces[host.name].tool(_IP, render_host(self.topology, host))
         self._shape(self.cables, "add")
-        self.delays = choose_delays(self._spaces, self.cables)
-        if self.delays is not None:
-            for number, cable in enumerate(self.cables):
-                if cable.up.delayed:
-                    self.delays.add(cable, self._seed * 1000 + number)
+        for cable in self.cables:
+            if cable.up.delayed:
+                self._delay(cable, cable.up)
+
+    def _delay(self, cable: Cable, wire: Wire) -> None:
+        if self.delays is None:
+            self.delays = choose_delays(self._spaces)
+        self.delays.set(cable, wire, self._seed * 1000 + self.cables.index(cable))
 
     def _shape(self, cables: Iterable[Cable], verb: str) -> None:
         lines: dict[str, list[str]] = {}
@@ -77,6 +80,12 @@ class Network:
             cables = [replace(c, up=replace(c.up, rate_bits=rate_bits), down=new) for c in cables]
         self._shape(cables, "change")
 
+    def set_delay(self, names: Sequence[str], **changed: float) -> None:
+        """Change fields of the upward `Wire` of links, not its rate; none: restore what they were made with."""
+        for name in names:
+            cable = self.cable(name)
+            self._delay(cable, replace(cable.up, **changed))
+
     def set_link(self, names: Sequence[str], *, up: bool) -> None:
         """Cut the links of hosts, or mend them."""
         state = "up" if up else "down"
@@ -95,6 +104,11 @@ class Network:
         """What went over every link since it was made."""
         return read_traffic(self._spaces, self.cables)
 
-    def end(self) -> dict[str, int]:
-        """End the forwarders; what they counted."""
-        return {} if self.delays is None else self.delays.end()
+    def delay_counts(self) -> dict[str, int]:
+        """What the means of delays has counted since the lab was made."""
+        return {} if self.delays is None else self.delays.counts()
+
+    def end(self) -> None:
+        """End what delays."""
+        if self.delays is not None:
+            self.delays.end()

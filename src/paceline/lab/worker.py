@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline.errors import LabError
 from paceline.lab.faults import FaultPlan
 
 PATIENCE_SECONDS = 20.0
@@ -73,5 +74,10 @@ class Steps:
         """Say that the step is reached, and wait until what it triggers is done."""
         mark(self.folder, "reached", self.host, self.count).touch()
         expires = time.monotonic() + PATIENCE_SECONDS
-        while not mark(self.folder, "done", self.host, self.count).exists() and time.monotonic() < expires:
+        while not mark(self.folder, "done", self.host, self.count).exists():
+            if time.monotonic() > expires:
+                raise LabError(
+                    f"the lab did not carry out the faults of step {self.count} within {PATIENCE_SECONDS:g} s",
+                    where=self.host,
+                )
             time.sleep(_POLL_SECONDS)

@@ -79,6 +79,13 @@ def test_links_can_be_cut_partitioned_slowed_and_mended(lab) -> None:
         assert reached() == (False, False)
         network.set_link(["h0"], up=True)
         assert reached() == (True, True)
+        network.set_delay(["h0"], latency_seconds=0.04)
+        assert trips(made, "h0", "h1", 1)[0] >= 0.04
+        network.set_delay(["h0"], loss=1.0)
+        assert reached() == (False, False)
+        network.set_delay(["h0"])
+        assert reached() == (True, True)
+        assert network.delay_counts()["lost"] == 2
         fast = push(made, "h0", "h1", 250_000)
         network.set_rate(["h0"], 2e6)
         assert push(made, "h0", "h1", 250_000) >= 0.95 * 8 * 250_000 / 2e6 > fast

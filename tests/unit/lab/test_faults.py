@@ -13,6 +13,7 @@ def everything() -> FaultPlan:
     plan = FaultPlan(seed=3).kill("h2", step=3).partition(["h0"], ["h1", "h2"], at=5.0, seconds=1.0)
     plan = plan.slow("h3", 3.0, probability=0.25).disk_full("h1", at=0.0).stop("h1", seconds=2, step=1)
     plan = plan.link_down("h0", at=1).rate("h0", "1mbit", at=2).corrupt("h0", "*.bin", step=2)
+    plan = plan.delay("h1", "5ms", at=1, seconds=1).drop("h1", "5%", step=1)
     return plan.torn_write("h0", "*.bin", step=2).nan("h1", step=4)
 
 

@@ -4,8 +4,8 @@ JSON: {"device", "latency", "jitter", "loss", "seed"}, seconds and fractions. Wh
 device of that name is read here, kept for its delay, and given back as what the device received. Standard
 library only. With loss, frames have the size of the wire; without, TCP's large segments pass whole (up to 64
 KiB), which is what lets one process carry a gigabit. A line of JSON on standard input changes latency,
-jitter and loss; the end of the input ends it. Invariant: frames are never reordered, and what is lost is
-counted.
+jitter and loss, an empty object asks for the counts; the end of the input ends it. Invariant: frames are
+never reordered, and what is lost is counted.
 """
 
 from __future__ import annotations
@@ -81,6 +81,13 @@ class Forwarder:
         self.latency, self.jitter, self.loss = latency, jitter, loss
         fcntl.ioctl(self.fd, _TUNSETOFFLOAD, _CHECKSUM if loss else _CHECKSUM | _TSO4 | _TSO6)
 
+    def obey(self, order: dict[str, float]) -> None:
+        """Change what is ordered; an empty order asks for the counts."""
+        if order:
+            self.change(**order)
+        else:
+            say(self.count)
+
     def wait(self) -> bool:
         """Sleep until there is something to do; False when the input has ended."""
         pause = max(0.0, self.queue[0][0] - time.monotonic()) if self.queue else None
@@ -90,7 +97,7 @@ class Forwarder:
         if 0 in ready:
             text = os.read(0, 65536)
             for line in text.splitlines():
-                self.change(**json.loads(line))
+                self.obey(json.loads(line))
             return bool(text)
         return True
 
@@ -122,7 +129,6 @@ def main(arguments: list[str]) -> int:
     say({"scheduling": be_prompt()})
     while forwarder.wait():
         forwarder.write()
-    say(forwarder.count)
     return 0
 
 

@@ -66,12 +66,10 @@ class Job:
 
     def _prepare(self, plan: FaultPlan) -> Injector:
         lab = self._lab
-        places = {*lab.hosts, *(rack.name for rack in lab.topology.racks)}
-        unknown = sorted(plan.names() - places)
-        if unknown:
+        misplaced = plan.misplaced(lab.hosts, [rack.name for rack in lab.topology.racks])
+        if misplaced:
             raise RecipeError(
-                f"the fault plan names {', '.join(unknown)}",
-                next_step=f"there are {', '.join(sorted(places))}",
+                f"the fault plan names {', '.join(misplaced)}", next_step=f"there are {', '.join(lab.hosts)}"
             )
         disk = lab.disk if any(fault.kind == "disk_full" for fault in plan.faults) else None
         folder = lab.record.folder / f"faults-{len(list(lab.record.folder.glob('faults-*')))}"

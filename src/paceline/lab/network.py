@@ -81,7 +81,7 @@ class Network:
         self._shape(cables, "change")
 
     def set_delay(self, names: Sequence[str], **changed: float) -> None:
-        """Change fields of the upward `Wire` of links, not its rate; none: restore what they were made with."""
+        """Change fields of the upward `Wire` of links, not the rate; none: as they were made."""
         for name in names:
             cable = self.cable(name)
             self._delay(cable, replace(cable.up, **changed))

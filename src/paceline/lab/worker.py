@@ -77,7 +77,7 @@ class Steps:
         while not mark(self.folder, "done", self.host, self.count).exists():
             if time.monotonic() > expires:
                 raise LabError(
-                    f"the lab did not carry out the faults of step {self.count} within {PATIENCE_SECONDS:g} s",
+                    f"the lab did not do the faults of step {self.count} within {PATIENCE_SECONDS:g} s",
                     where=self.host,
                 )
             time.sleep(_POLL_SECONDS)

@@ -29,11 +29,17 @@ def test_a_plan_survives_json_and_every_kind_can_be_written_as_words() -> None:
 @pytest.mark.parametrize(
     "text",
     ["explode h0 at=1", "kill h0", "kill h0 at=1 step=2", "kill at=1", "slow h0 0.5 at=1", "kill h0 at=soon",
-     "partition h0 h0 at=1", "kill h0 at=-1", "nan h0 at=1", "kill h0 h1 h2 at=1", "stop h0 at=1"],
+     "partition h0 h0 at=1", "kill h0 at=-1", "nan h0 at=1", "kill h0 h1 h2 at=1", "stop h0 at=1",
+     "rate h0 fast at=1", "delay h0 5 at=1", "drop h0 200% at=1"],
 )  # fmt: skip
 def test_what_is_no_fault_is_refused(text: str) -> None:
     with pytest.raises(RecipeError):
         FaultPlan.parse([text])
+
+
+def test_a_rack_has_an_uplink_but_no_processes_and_no_steps() -> None:
+    plan = FaultPlan().rate("r", "1mbit", at=1).kill("r", at=1).rate("r", "1mbit", step=1).kill("h9", at=1)
+    assert plan.misplaced(["h0"], ["r"]) == ["r", "r", "h9"]
 
 
 def hits(seed: int, chance: float, steps: int = 400) -> list[int]:

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from paceline.cli import recipe, run, train, verify
+from paceline.cli import bench, lab, recipe, run, train, verify
 from paceline.cli.console import fail
 from paceline.errors import PacelineError
 
@@ -31,6 +31,16 @@ app.command("strategies")(recipe.strategies)
 recipes = typer.Typer(help="Look at recipes.", no_args_is_help=True)
 recipes.command("show")(recipe.show)
 app.add_typer(recipes, name="recipe")
+labs = typer.Typer(help="A cluster on this machine: hosts, links and faults.", no_args_is_help=True)
+_REST = {"allow_extra_args": True, "ignore_unknown_options": False, "allow_interspersed_args": False}
+labs.command("run", context_settings=_REST)(lab.run)
+labs.command("shell", context_settings={"allow_extra_args": True})(lab.shell)
+labs.command("ps")(lab.ps)
+labs.command("clean")(lab.remove)
+app.add_typer(labs, name="lab")
+benches = typer.Typer(help="Measure what planning needs.", no_args_is_help=True, callback=lambda: None)
+benches.command("link")(bench.link)
+app.add_typer(benches, name="bench")
 
 
 def main() -> None:

@@ -144,7 +144,7 @@ def train(
     ):
         run_dir = run_folder.prepare(session, resume)
         if resume is not None:
-            run_folder.restore(session, resume)
+            run_folder.restore(session, resume, warn)
         result = fit(session, run_dir, sinks(session, run_dir, talks))
         if talks is not None:
             conclude(session, result, run_dir, talks)

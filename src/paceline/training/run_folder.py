@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
-from paceline import checkpoint
 from paceline.comm.text import share_text
-from paceline.errors import CheckpointError
 from paceline.recipe import to_toml
+from paceline.training import saving
 from paceline.training.session import Session
 
 
@@ -27,21 +27,14 @@ def prepare(session: Session, resume: Path | None) -> Path:
     return run_dir
 
 
-def restore(session: Session, resume: Path) -> None:
-    """Load the newest checkpoint of a run folder, or the given one.
+def restore(session: Session, resume: Path, warn: Callable[[str], None] = lambda text: None) -> None:
+    """Go on from the newest valid checkpoint of a run folder, or from the given one.
 
     Raises:
         CheckpointError: there is none, or it is damaged or does not fit.
     """
-    path = resume if _is_checkpoint(resume) else checkpoint.latest(resume / "checkpoints")
-    if path is None:
-        raise CheckpointError(
-            "there is no checkpoint to resume from",
-            where=str(resume),
-            next_step="name a run folder with a checkpoints folder in it",
-        )
-    found = checkpoint.load(path)
-    session.restore(found.tensors, found.scalars)
+    files = saving.files_of(session.recipe, run_of(resume))
+    saving.restore(session, files, resume.name if _is_checkpoint(resume) else None, warn)
 
 
 def run_of(resume: Path) -> Path:

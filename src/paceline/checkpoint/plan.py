@@ -43,11 +43,12 @@ def entry_of(piece: Piece) -> Entry:
     return Entry(Chunk(slot.name, code, slot.shape, offsets, sizes), bool(slot.axes))
 
 
-def plan_writes(tables: Sequence[Iterable[Entry]]) -> list[frozenset[str]]:
+def plan_writes(tables: Sequence[Iterable[Entry]], shared: bool = True) -> list[frozenset[str]]:
     """By rank, the names of the chunks that it writes; the largest go first, to whom has least to write.
 
     Args:
         tables: of all ranks, by rank.
+        shared: ranks that hold the same chunk hold the same values; else the first of them writes it.
     """
     tables = [list(table) for table in tables]
     split = {entry.chunk.name for table in tables for entry in table if entry.split}
@@ -59,7 +60,7 @@ def plan_writes(tables: Sequence[Iterable[Entry]]) -> list[frozenset[str]]:
     load = [0] * len(tables)
     found: list[set[str]] = [set() for _ in tables]
     for chunk in sorted(holders, key=lambda c: (-c.num_bytes, c.name, c.offsets)):
-        writer = min(holders[chunk], key=lambda rank: (load[rank], rank))
+        writer = min(holders[chunk], key=lambda rank: (load[rank] * shared, rank))
         load[writer] += chunk.num_bytes
         found[writer].add(chunk.name)
     return [frozenset(names) for names in found]

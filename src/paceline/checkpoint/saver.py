@@ -41,6 +41,7 @@ class Saving:
         background: whether training goes on while a save is written.
         steady: between two rounds the rule changes parameters and moments only by steps of the optimizer, so
             that they can be copied while the next step computes.
+        shared: ranks that hold the same part of the state hold the same values, so any of them may write it.
         keep: what stays.
         deadline_seconds: for one save.
         patience: with a full disk.
@@ -49,6 +50,7 @@ class Saving:
     rank: int
     background: bool
     steady: bool
+    shared: bool
     keep: Keep
     deadline_seconds: float
     patience: Patience
@@ -162,7 +164,9 @@ class Saver:
         entries = [entry_of(piece) for piece in pieces]
         own = {"name": self.shelf.free_name(self._state.step), "table": render_table(entries)}
         heard = [json.loads(text) for text in self._exchange(json.dumps(own))]
-        mine = plan_writes([parse_table(told["table"]) for told in heard])[self._saving.rank]
+        mine = plan_writes([parse_table(told["table"]) for told in heard], self._saving.shared)[
+            self._saving.rank
+        ]
         written = [(e.chunk, p) for e, p in zip(entries, pieces, strict=True) if e.chunk.name in mine]
         return str(heard[0]["name"]), written
 

@@ -36,6 +36,7 @@ def build_saver(session: Session, run_dir: Path, warn: Callable[[str], None]) ->
     saving = Saving(
         rank=session.cluster.global_rank,
         background=options.mode == "background",
+        shared=strategy.sync_word == "every-step",
         steady=strategy.sync_word in _STEADY_RULES,
         keep=Keep(options.keep, options.keep_best),
         deadline_seconds=options.deadline_seconds,

@@ -37,7 +37,13 @@ def saver(url: object, state: TrainState, **changes: Any) -> Iterator[Saver]:
     """A saver of a single rank; `newest`, `best` and the fields of `Saving` may be given."""
     shelf = Shelf.look(Files(str(url))).claim()
     keep = Keep(changes.pop("newest", 2), changes.pop("best", 0))
-    options = {"background": True, "steady": True, "deadline_seconds": 20.0, "patience": Patience(0.0, print)}
+    options = {
+        "background": True,
+        "steady": True,
+        "shared": True,
+        "deadline_seconds": 20.0,
+        "patience": Patience(0.0, print),
+    }
     saving = Saving(rank=0, keep=keep, **(options | changes))
     found = Saver(state, shelf, Origin(run=shelf.run, **ORIGIN), saving, lambda text: [text])
     try:

@@ -19,6 +19,11 @@ def test_equal_replicas_share_the_work_by_bytes() -> None:
     assert plan_writes([table]) == [{"a", "b", "c", "d"}]
 
 
+def test_where_replicas_differ_the_first_speaks() -> None:
+    table = [entry("a", 8), entry("b", 5)]
+    assert plan_writes([table, table], shared=False) == [{"a", "b"}, frozenset()]
+
+
 def test_a_split_tensor_is_written_where_its_parts_are() -> None:
     tables = [[entry("w", 8, 0, 3, True)], [entry("w", 8, 3, 8, True)], [entry("w", 8, 0, 3, True)]]
     assert plan_writes(tables) in ([{"w"}, {"w"}, frozenset()], [frozenset(), {"w"}, {"w"}])

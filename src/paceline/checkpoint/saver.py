@@ -27,6 +27,7 @@ from paceline.errors import DeadlineError
 from paceline.state import Piece, TrainState
 
 _POLL_SECONDS = 0.05
+_SLACK_SECONDS = 5.0  # the background keeps the deadline itself, and its error says more
 
 Exchange = Callable[[str], Sequence[str]]
 """Gives every rank's text to every rank; collective."""
@@ -125,7 +126,7 @@ class Saver:
         if writing is not None:
             with self._blocking():
                 try:
-                    writing.result(self._saving.deadline_seconds)
+                    writing.result(self._saving.deadline_seconds + _SLACK_SECONDS)
                 except Overdue:
                     raise self._overdue from None
 
@@ -164,9 +165,8 @@ class Saver:
         entries = [entry_of(piece) for piece in pieces]
         own = {"name": self.shelf.free_name(self._state.step), "table": render_table(entries)}
         heard = [json.loads(text) for text in self._exchange(json.dumps(own))]
-        mine = plan_writes([parse_table(told["table"]) for told in heard], self._saving.shared)[
-            self._saving.rank
-        ]
+        plan = plan_writes([parse_table(told["table"]) for told in heard], self._saving.shared)
+        mine = plan[self._saving.rank]
         written = [(e.chunk, p) for e, p in zip(entries, pieces, strict=True) if e.chunk.name in mine]
         return str(heard[0]["name"]), written
 

@@ -143,22 +143,25 @@ def train(
         join(recipe, task, base_dir=base_dir, cluster=cluster, warn=warn, stop_requested=stop) as session,
     ):
         run_dir = run_folder.prepare(session, resume)
-        if resume is not None:
-            run_folder.restore(session, resume, warn)
-        result = fit(session, run_dir, sinks(session, run_dir, talks))
+        used = None if resume is None else run_folder.restore(session, resume, warn)
+        result = fit(session, run_dir, sinks(session, run_dir, talks, used))
         if talks is not None:
             conclude(session, result, run_dir, talks)
         return result
 
 
-def sinks(session: Session, run_dir: Path, console: Console | None) -> list[Sink]:
-    """Rank 0 writes metrics, and shows progress where there is a console."""
+def sinks(
+    session: Session, run_dir: Path, console: Console | None, resumed_from: str | None = None
+) -> list[Sink]:
+    """Rank 0 writes metrics, and shows progress where there is a console; both begin with a resume."""
     if not session.is_first:
         return []
     found: list[Sink] = [JsonLines(run_dir / "metrics.jsonl")]
     if console is not None:
         tokens = session.task.num_tokens_per_sample
         found.append(Progress(console, session.state.step, session.num_steps, tokens))
+    for sink in found if resumed_from is not None else ():
+        sink.event("resume", {"step": session.state.step, "checkpoint": resumed_from})
     return found
 
 

@@ -14,10 +14,8 @@ from paceline.cli.resume import changes_of, find_run, recipe_of
 from paceline.cli.start import launch_again, worker_cluster
 from paceline.cluster import Cluster
 from paceline.errors import RecipeError
-from paceline.launch import guard
+from paceline.launch import STOPPED_EXIT_CODE, guard
 from paceline.recipe import Recipe
-
-STOPPED_EXIT_CODE = 143
 
 
 def train(
@@ -63,7 +61,8 @@ def _launch(placement: options.Placement, recipe: Recipe, run: Path | None) -> i
     again = [] if run is None else ["--resume", str(run)]
     for line in [] if run is None else changes_of(run, recipe):
         output().print(line, markup=False, highlight=False, soft_wrap=True)
-    return launch_again(placement, recipe.runtime.threads, *again).exit_code
+    grace = recipe.checkpoint.grace_seconds
+    return launch_again(placement, recipe.runtime.threads, *again, grace_seconds=grace).exit_code
 
 
 def _work(cluster: Cluster, recipe: Recipe, path: Path, resume: Path | None) -> None:

@@ -26,6 +26,16 @@ class CheckpointRecipe(Table):
     mode: Literal["background", "blocking"] = Field(
         default="background", description="whether training goes on while a checkpoint is written"
     )
+    grace_seconds: float = Field(
+        default=30.0,
+        gt=0,
+        description="seconds to save and leave, once asked to stop, before processes are killed",
+    )
+    notice: str | None = Field(
+        default=None,
+        min_length=1,
+        description="a file or http URL; once it is there, the machine will go: the run saves and stops",
+    )
     deadline_seconds: float = Field(default=1800.0, gt=0, description="seconds that one save may take")
     full_disk_seconds: float = Field(
         default=0.0, ge=0, description="seconds that a save waits for space on a full disk; 0: the run stops"

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from paceline.cli import options, start, train
 from paceline.cli.resume import changes_of, find_run, recipe_of, with_value
 from paceline.errors import RecipeError
+from paceline.launch import Outcome
 from paceline.recipe import Recipe, to_toml
 
 pytestmark = pytest.mark.capability("N2")
@@ -60,3 +62,12 @@ def test_changes_are_those_to_the_runs_own_recipe(tmp_path: Path) -> None:
     assert changes_of(run, Recipe(task="digits", steps=9)) == ["from here on steps: 5 -> 9"]
     with pytest.raises(RecipeError, match="seed: 1 -> 2"):
         changes_of(run, Recipe(task="digits", steps=5, seed=2))
+
+
+@pytest.mark.capability("N7")
+def test_the_grace_time_of_the_recipe_reaches_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = []
+    monkeypatch.setattr(start, "launch", lambda job: jobs.append(job) or Outcome(0, (), ""))
+    recipe = Recipe(task="digits", steps=1, checkpoint={"grace_seconds": 77.0})
+    train._launch(options.Placement(2, 1, 0, None, ""), recipe, None)
+    assert [(job.num_processes, job.grace_seconds) for job in jobs] == [(2, 77.0)]

@@ -74,11 +74,10 @@ def test_every_field_is_read_outside_the_recipe_room(read: set[tuple[str, str]],
     refused = {name for name in fields_of(Recipe) if name[0] == "Strategy"}
     # Read by the rule of strategies with several replicas; see tests/parity/test_local.py.
     refused |= {name for name in fields_of(Recipe) if name[0] == "OuterRecipe"}
-    # Read where a process starts: by `connected`, and by the tasks' registry.
-    assert (
-        fields_of(Recipe) - read - refused - {("RuntimeRecipe", "device"), ("RuntimeRecipe", "threads")}
-        == set()
-    )
+    # Read where a process starts: by `connected`, by `train`, and by the command that launches.
+    elsewhere = {("RuntimeRecipe", "device"), ("RuntimeRecipe", "threads")}
+    elsewhere |= {("CheckpointRecipe", "grace_seconds"), ("CheckpointRecipe", "notice")}
+    assert fields_of(Recipe) - read - refused - elsewhere == set()
 
 
 def test_device_and_threads_are_read_where_a_process_starts(read: set[tuple[str, str]]) -> None:

@@ -8,6 +8,7 @@ import typer
 
 from paceline.cli import bench, lab, recipe, run, train, verify
 from paceline.cli.console import fail
+from paceline.cli.resume import with_value
 from paceline.errors import PacelineError
 
 app = typer.Typer(
@@ -46,7 +47,8 @@ app.add_typer(benches, name="bench")
 def main() -> None:
     """Run the command line; an error that a user can meet is printed without its traceback."""
     try:
-        app()
+        words = sys.argv[1:]
+        app(args=with_value(words) if words[:1] == ["train"] else words)
     except PacelineError as error:
         fail(error)
         sys.exit(error.exit_code)

@@ -10,13 +10,12 @@ import typer
 
 from paceline.cli import options
 from paceline.cli.console import output
+from paceline.cli.resume import changes_of, find_run, recipe_of
 from paceline.cli.start import launch_again, worker_cluster
 from paceline.cluster import Cluster
 from paceline.errors import RecipeError
-from paceline.launch import guard
+from paceline.launch import STOPPED_EXIT_CODE, guard
 from paceline.recipe import Recipe
-
-STOPPED_EXIT_CODE = 143
 
 
 def train(
@@ -27,7 +26,12 @@ def train(
     strategy: options.StrategyOption = None,
     settings: options.Settings = None,
     resume: Annotated[
-        Path | None, typer.Option("--resume", help="A run folder, or a checkpoint inside one, to go on with.")
+        str | None,
+        typer.Option(
+            "--resume",
+            metavar="[RUN]",
+            help="Go on with a run folder or a checkpoint inside one; without RUN: the newest in runs/.",
+        ),
     ] = None,
     nodes: options.Nodes = 1,
     node_rank: options.NodeRank = 0,
@@ -35,20 +39,30 @@ def train(
     token: options.Token = "",
 ) -> None:
     """Train a recipe, and say what came out."""
-    if (recipe is None) == (resume is None):
+    run = None if resume is None else find_run(resume)
+    path = recipe if recipe is not None or run is None else recipe_of(run)
+    if path is None:
         raise RecipeError(
             "train needs a recipe, or --resume and a run folder",
             next_step="paceline train recipes/digits.toml",
         )
-    path = options.checked_resume(resume) if resume is not None else recipe
-    assert path is not None
     resolved = options.read_recipe(path, settings, strategy)
     cluster = worker_cluster()
     if cluster is not None:
-        _work(cluster, resolved, path, resume)
-    count = options.processes_for(resolved, processes, nodes)
-    placement = options.Placement(count, nodes, node_rank, rendezvous, token)
-    sys.exit(launch_again(placement, resolved.runtime.threads).exit_code)
+        _work(cluster, resolved, path, run)
+    placement = options.Placement(
+        options.processes_for(resolved, processes, nodes), nodes, node_rank, rendezvous, token
+    )
+    sys.exit(_launch(placement, resolved, run))
+
+
+def _launch(placement: options.Placement, recipe: Recipe, run: Path | None) -> int:
+    """Start the workers; those of a run that goes on are told which it is."""
+    again = [] if run is None else ["--resume", str(run)]
+    for line in [] if run is None else changes_of(run, recipe):
+        output().print(line, markup=False, highlight=False, soft_wrap=True)
+    grace = recipe.checkpoint.grace_seconds
+    return launch_again(placement, recipe.runtime.threads, *again, grace_seconds=grace).exit_code
 
 
 def _work(cluster: Cluster, recipe: Recipe, path: Path, resume: Path | None) -> None:

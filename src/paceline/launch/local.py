@@ -21,7 +21,7 @@ from paceline.cluster import process_environment
 from paceline.launch.endpoint import bind_endpoint
 from paceline.launch.follow import Follow
 from paceline.launch.job import Job
-from paceline.launch.judge import failed, judge
+from paceline.launch.judge import failed, has_stopped, judge
 from paceline.launch.outcome import Outcome, conclude
 from paceline.launch.peers import Peers
 from paceline.launch.process import Keeper, Running, start_worker, wait_for_end
@@ -33,7 +33,7 @@ from paceline.roster import clear_roster
 _TICK_SECONDS = 0.1
 _UNKILLABLE_SECONDS = 5.0  # a process in an uninterruptible call (a lost disk, a lost GPU) cannot be killed
 _STACK_SECONDS = 0.05
-_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 Say = Callable[[str], object]
 
@@ -42,9 +42,10 @@ def launch(job: Job, *, environ: Mapping[str, str] | None = None, say: Say | Non
     """Start the processes of this node and wait for their end.
 
     The output of the first process is the launcher's own; that of the others goes to files. The first
-    failure ends all others within a few seconds. Ctrl-C, SIGTERM and SIGHUP are passed on as SIGTERM;
-    the second one kills. Signals are handled only when this is called in the main thread. The workers
-    die with the calling thread.
+    failure ends all others within a few seconds. Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP are passed on as
+    SIGTERM; the second one kills. A worker that exits with 143 was asked to stop by someone else: the
+    others have the grace time to follow. Signals are handled only when this is called in the main thread.
+    The workers die with the calling thread.
 
     Args:
         environ: the environment that workers inherit; None: that of this process.
@@ -67,9 +68,11 @@ def launch(job: Job, *, environ: Mapping[str, str] | None = None, say: Say | Non
             follow = Follow([one.worker for one in running], tell) if job.output == "prefixed" else None
             _supervise(running, stop, follow, peers)
             failures = [failure for one in running if (failure := judge(one, stop)) is not None]
+            stopped = any(has_stopped(one) for one in running)
             outcome = conclude(
                 failures,
                 stop_signal=stop.signal,
+                stopped=stopped,
                 nodes=job.nodes,
                 logs=str(job.log_dir or ""),
                 lost=peers.lost(),
@@ -147,15 +150,23 @@ def _supervise(running: Sequence[Running], stop: Stop, follow: Follow | None, pe
         wait_for_end(running, _TICK_SECONDS)
         now = time.monotonic()
         for one in running:
-            if one.poll() and failed(one, stop):
-                stop.on_failure(now)
-                peers.ask()
+            if one.poll():
+                _note_end(one, stop, now, peers)
         if follow is not None:
             follow.show()
         if _act(running, stop, now) == "kill":
             break
     if follow is not None:
         follow.show()
+
+
+def _note_end(one: Running, stop: Stop, now: float, peers: Peers) -> None:
+    one.told = stop.terminated
+    if failed(one, stop):
+        stop.on_failure(now)
+        peers.ask()
+    elif has_stopped(one):
+        stop.on_leave(now)
 
 
 def _act(running: Sequence[Running], stop: Stop, now: float) -> Action:

@@ -11,7 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+STOPPED_EXIT_CODE = 143
+"""Of a worker that was asked to stop, has saved and left: no failure. 128 + SIGTERM, as shells say it."""
+
 _LINE_LENGTH = 160
+
+_EXIT_CODES: dict[int, int] = {signal.SIGINT: 128 + signal.SIGINT, signal.SIGHUP: 128 + signal.SIGHUP}
 
 Kind = Literal["signal", "error", "connection", "stopped"]
 
@@ -44,8 +49,9 @@ class Outcome:
     """How the job ended on this node.
 
     Args:
-        exit_code: 0, the cause's, 128 + signal for a worker that a signal killed; or, when the launcher
-            itself was told to stop, 130 (Ctrl-C), 143 (SIGTERM) or 129 (SIGHUP).
+        exit_code: 0, the cause's, 128 + signal for a worker that a signal killed; 143 if the workers were
+            asked to stop, saved and left; or, when the launcher itself was told to stop, 130 (Ctrl-C),
+            143 (SIGTERM, SIGUSR1) or 129 (SIGHUP).
         failures: the cause first; empty if all went well or stopped as they were told.
         report: for the user; empty if there is nothing to report.
     """
@@ -59,6 +65,7 @@ def conclude(
     failures: Sequence[Failure],
     *,
     stop_signal: int | None = None,
+    stopped: bool = False,
     nodes: int = 1,
     logs: str = "",
     lost: Sequence[str] = (),
@@ -67,6 +74,7 @@ def conclude(
 
     Args:
         stop_signal: the signal that the launcher got and passed on, if it did.
+        stopped: workers were asked to stop by someone else, and obeyed.
         nodes: of the job; with more than one, the cause may be elsewhere.
         logs: the folder with the output of the workers, if it is kept.
         lost: a line for each other node that could not be reached when the first worker failed.
@@ -77,9 +85,10 @@ def conclude(
         own = tuple(failure for failure in ordered if failure.kind in ("signal", "error"))
         shown = own + tuple(failure for failure in ordered if failure.kind == "stopped")
         report = render_report(shown, nodes, logs, lost)
-        return Outcome(own[0].exit_code if own else 128 + stop_signal, own, report)
-    report = render_report(ordered, nodes, logs, lost)
-    return Outcome(ordered[0].exit_code if ordered else 0, ordered, report)
+        obeyed = _EXIT_CODES.get(stop_signal, STOPPED_EXIT_CODE)
+        return Outcome(own[0].exit_code if own else obeyed, own, report)
+    code = ordered[0].exit_code if ordered else STOPPED_EXIT_CODE * stopped
+    return Outcome(code, ordered, render_report(ordered, nodes, logs, lost))
 
 
 def _rank_of_cause(failure: Failure) -> tuple[int, float, int]:

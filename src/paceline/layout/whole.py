@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm import Net
-from paceline.comm.text import share_text
+from paceline.comm.text import gather_texts, share_text
 from paceline.mesh import Group, Mesh
 from paceline.slot import Piece
 from paceline.state import TrainState
@@ -85,7 +85,7 @@ def gather_whole(pieces: Sequence[Piece], group: Group, net: Net) -> dict[str, T
     """
     found = {piece.slot.name: piece.tensor for piece in pieces if not piece.slot.axes}
     split = [piece for piece in pieces if piece.slot.axes]
-    tables = [json.loads(text) for text in _gather_texts(json.dumps([_entry(p) for p in split]), group, net)]
+    tables = [json.loads(text) for text in gather_texts(json.dumps([_entry(p) for p in split]), group, net)]
     for name in {entry[0] for table in tables for entry in table}:
         found.pop(name, None)  # whole here, but not up to date
     dtypes = sorted({entry[3] for table in tables for entry in table})
@@ -110,8 +110,3 @@ def _place(entries: Sequence[_Entry], values: Tensor, found: dict[str, Tensor]) 
         whole = found.setdefault(name, values.new_zeros(shape))
         place = tuple(slice(start, stop) for start, stop in part)
         whole[place] = piece.view([stop - start for start, stop in part])
-
-
-def _gather_texts(text: str, group: Group, net: Net) -> list[str]:
-    data = torch.tensor(list(text.encode()), dtype=torch.uint8)
-    return [bytes(part.tolist()).decode() for part in net.all_gather(data, group).wait()]

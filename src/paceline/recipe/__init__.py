@@ -5,10 +5,10 @@ on a number of processes. Nothing here starts, trains or reads the environment.
 """
 
 from paceline.recipe.dump import to_toml
+from paceline.recipe.lasting import CheckpointRecipe
 from paceline.recipe.load import load_recipe
 from paceline.recipe.model import (
     BatchRecipe,
-    CheckpointRecipe,
     EvaluateRecipe,
     LoaderRecipe,
     MemoryRecipe,

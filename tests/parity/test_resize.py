@@ -14,7 +14,11 @@ from paceline.testing.parity import Trajectory, run_oracle, session_of
 
 PHASES = ((2, 3), (3, 6), (1, 9))  # number of ranks, and the step at which that ends
 STEPS = PHASES[-1][1]
-STRATEGIES = ["replicas=all", "shard={n} zero=1 replicas=1"]
+STRATEGIES = {  # and ranks for each
+    "replicas={n}": 1,
+    "replicas=1 shard={n} zero=1": 1,
+    "replicas={n} pipeline=2": 2,
+}
 
 
 def free_port() -> int:
@@ -34,8 +38,8 @@ def digits(strategy: str) -> Recipe:
     )
 
 
-def strategy_of(text: str, num_ranks: int) -> str:
-    return text.format(n=num_ranks) if num_ranks > 1 else "replicas=1"
+def strategy_of(text: str, n: int) -> str:
+    return "replicas=1" if n == 1 and "shard" in text else text.format(n=n)
 
 
 def connect(cluster: Cluster, port: int, num_ranks: int) -> Cluster:
@@ -58,12 +62,13 @@ def resized(cluster: Cluster, text: str, ports: list[int], forgets: str = "") ->
     """Run the phases one after another; the state moves from one job to the next in memory."""
     cluster.disconnect()
     snapshot, losses, end = None, [], None
-    for (num_ranks, last), port in zip(PHASES, ports, strict=True):
+    for (n, last), port in zip(PHASES, ports, strict=True):
+        num_ranks = n * STRATEGIES[text]
         if cluster.global_rank >= num_ranks:
             continue
         job = connect(cluster, port, num_ranks)
-        session = session_of(job, digits(strategy_of(text, num_ranks)))
-        if losses or num_ranks != PHASES[0][0]:
+        session = session_of(job, digits(strategy_of(text, n)))
+        if losses or n != PHASES[0][0]:
             session.take_over(snapshot)
             _forget(session, forgets)
         for stats in session.rounds():
@@ -86,7 +91,7 @@ def _forget(session: Any, what: str) -> None:
 @pytest.mark.parametrize("text", STRATEGIES)
 def test_from_two_ranks_to_three_to_one(text: str) -> None:
     ports = [free_port() for _ in PHASES]
-    ends = run_ranks(resized, 3, text, ports)
+    ends = run_ranks(resized, 3 * STRATEGIES[text], text, ports)
     recipe = digits("replicas=1")
     right = run_oracle(recipe, STEPS)
     assert len(ends[0].losses) == STEPS
@@ -97,5 +102,5 @@ def test_from_two_ranks_to_three_to_one(text: str) -> None:
 @pytest.mark.capability("Z1")
 def test_a_resize_that_forgets_the_moments_is_seen() -> None:
     """The mutation twin."""
-    ends = run_ranks(resized, 3, STRATEGIES[0], [free_port() for _ in PHASES], "moments")
+    ends = run_ranks(resized, 3, "replicas={n}", [free_port() for _ in PHASES], "moments")
     assert ends[0].distance(run_oracle(digits("replicas=1"), STEPS)) > 1e-4

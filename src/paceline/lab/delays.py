@@ -147,7 +147,7 @@ def render_counts(counts: Mapping[str, int]) -> str:
     frames = counts.get("frames", 0)
     if not frames:
         return ""
-    late = f"{counts['late'] / frames:.1%} of {frames:,} frames were more than 0.5 ms late"
+    late = f"{counts['late'] / frames:.1%} of {frames:,} delayed frames, by more than 0.5 ms"
     lost = f", {counts['lost']:,} were lost as asked" if counts["lost"] else ""
     full = f", {counts['overflow']:,} found no room" if counts["overflow"] else ""
-    return f"latency: {late}{lost}{full}"
+    return f"late: {late}{lost}{full}"

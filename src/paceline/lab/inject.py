@@ -25,6 +25,7 @@ from paceline.lab.units import duration_seconds, rate_bits, share
 from paceline.lab.worker import PLAN, mark
 
 _SLICE_SECONDS = 0.03
+_LOOK_SECONDS = 0.2
 
 Heal = Callable[[], object]
 
@@ -186,15 +187,18 @@ class Slowed(threading.Thread):
         self._over = threading.Event()
 
     def run(self) -> None:
-        """Stop and continue until it is over; processes are looked up again every second."""
+        """Stop for as long as the factor says after what they really ran; look for new ones often."""
         known, looked = self._pids(), time.monotonic()
+        ran = _SLICE_SECONDS / self._factor
         while not self._over.is_set():
             signal_all(known, signal.SIGSTOP)
-            self._over.wait(_SLICE_SECONDS * (1 - 1 / self._factor))
+            self._over.wait(ran * (self._factor - 1))
             signal_all(known, signal.SIGCONT)
+            began = time.monotonic()
+            if began - looked > _LOOK_SECONDS:
+                known, looked = self._pids(), began
             self._over.wait(_SLICE_SECONDS / self._factor)
-            if time.monotonic() - looked > 1:
-                known, looked = self._pids(), time.monotonic()
+            ran = time.monotonic() - began
 
     def finish(self) -> None:
         """Let them run again."""

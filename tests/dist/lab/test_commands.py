@@ -128,14 +128,22 @@ def test_faults_by_time_act_on_real_processes_files_and_disks(lab, tmp_path) -> 
     assert list(again.output["h0"]) == ["wrote"], "a fault is healed when the job has ended"
 
 
-def test_a_slowed_host_gets_its_part_of_the_time(lab) -> None:
-    """By counting what it does beside an equal host, not by a clock."""
-    made = lab(hosts=2, links=Links())
-    program = "import time\nn = 0\nend = time.time() + 1.5\nwhile time.time() < end: n += 1\nprint(n)"
+def test_a_slowed_host_stands_still_most_of_the_time(lab) -> None:
+    """A busy machine makes gaps larger, so only the slowed host is judged."""
+    made = lab(hosts=2)
+    program = """
+import time
+began = last = time.perf_counter()
+still = 0.0
+while last < began + 2:
+    now = time.perf_counter()
+    still += now - last if now - last > 0.015 else 0.0
+    last = now
+print(still / 2)
+"""
     plan = FaultPlan().slow("h1", 4.0, at=0.0)
     found = made.run([sys.executable, "-I", "-S", "-c", program], faults=plan)
-    fast, slow = (int(found.output[host][0]) for host in ("h0", "h1"))
-    assert slow < 0.7 * fast
+    assert float(found.output["h1"][0]) >= 0.5 and found.events[0]["value"] == 4.0
 
 
 def test_a_plan_for_a_host_that_is_not_there_is_refused_before_anything_runs() -> None:

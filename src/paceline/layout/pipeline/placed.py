@@ -26,6 +26,7 @@ from paceline.layout.pipeline.stage import Cut
 from paceline.layout.pipeline.wire import StageWire
 from paceline.layout.placed import GradSink
 from paceline.layout.precision import Precision
+from paceline.layout.seed import seed_unit
 from paceline.layout.sums import Sums, checked
 from paceline.mesh import Group
 from paceline.models.dropout import name_dropouts
@@ -116,7 +117,7 @@ class Pipeline:
         """
         given = self._arrived(loaded)
         with self._phases.during("forward"):
-            self._seed(loaded.unit.key)
+            seed_unit(loaded.unit.key, self.device, self._dropouts)
             self.buffers.lend()
             with self._precision.autocast():
                 outputs = self._run_links(loaded, given, sums, scale, weights)
@@ -162,7 +163,9 @@ class Pipeline:
         """
         arrived, note = self._arrived_gradients(flight, note)
         with self._phases.during("backward"):
-            self._seed(flight.key)  # recomputed activations draw what the forward drew
+            seed_unit(
+                flight.key, self.device, self._dropouts
+            )  # recomputed activations draw what the forward drew
             found, back = gradients(flight, arrived, weights)
         if not self.cut.is_first:
             self._wire.send(self.cut.stage - 1, back, note)
@@ -196,10 +199,3 @@ class Pipeline:
                     self._run_links(loaded, given, sums, 1.0, None)
         self.flush()
         return sums
-
-    def _seed(self, key: int) -> None:
-        torch.default_generator.manual_seed(key)
-        if self.device.type == "cuda":
-            torch.cuda.manual_seed(key)
-        for dropout in self._dropouts:
-            dropout.unit_key = key

@@ -16,6 +16,7 @@ from paceline.data import LoadedUnit
 from paceline.errors import StrategyError, TaskError
 from paceline.layout import GradSink, Sums
 from paceline.layout.pipeline import StageReducer
+from paceline.mesh import Group
 from paceline.recipe import Recipe, Strategy, load_recipe
 from paceline.sync import Update, UpdateTail
 from paceline.task import Task
@@ -58,19 +59,25 @@ def test_a_gpt_with_tied_weights_is_that_of_the_oracle(strategy: str, num_ranks:
     assert report.steps == 3
 
 
+class Deaf:
+    """A net whose sums stay on their rank."""
+
+    def __init__(self, net: Any) -> None:
+        self.net = net
+
+    def all_reduce(self, x: Tensor, group: Group) -> Any:
+        return self.net.all_reduce(x, replace(group, ranks=group.ranks[:1], rank=0, handle=None))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.net, name)
+
+
 def forget_the_tie() -> None:
-    def ready(self: StageReducer, index: int, grad: Tensor | None) -> None:
-        self.inner.ready(self._local[index], grad)
-
     def finish(self: StageReducer) -> Gradients:
-        kept, self._cut = self._cut, replace(self._cut, tied={})
-        try:
-            return plain(self)
-        finally:
-            self._cut = kept
+        self._net = Deaf(self._net)
+        return plain(self)
 
-    plain = StageReducer.finish
-    StageReducer.ready, StageReducer.finish = ready, finish
+    plain, StageReducer.finish = StageReducer.finish, finish
 
 
 @pytest.mark.capability("D1")

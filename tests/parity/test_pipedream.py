@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from statistics import mean, stdev
+from typing import Any
 
 import pytest
 import torch
@@ -10,16 +13,20 @@ from torch import Tensor
 from torch.func import functional_call
 
 from paceline.cluster import Cluster
+from paceline.comm import Gradients, Tally
 from paceline.data import Unit, collate_samples
 from paceline.errors import StrategyError
 from paceline.layout.pipeline import cut_model
 from paceline.recipe import Recipe, Strategy
 from paceline.slot import trained_parameters
+from paceline.sync import Update, UpdateTail
 from paceline.testing import run_ranks
 from paceline.testing.contracts.layout import whole
-from paceline.testing.parity import CPU, Trajectory, session_of
-from paceline.training import Session
+from paceline.testing.interrupt import Interrupt
+from paceline.testing.parity import CPU, Trajectory, make_task, session_of
+from paceline.training import Pieces, Session, evaluate
 
+ADAMW = {"name": "adamw", "lr": 2e-3}
 ROUND = 20  # steps until the pipeline is empty, of 400
 Weights = dict[str, Tensor]
 
@@ -114,14 +121,90 @@ def test_batch_statistics_move_once_a_step_and_every_stage_ends_with_all() -> No
     [
         ({"optimizer": {"name": "sgd", "lr": 0.1, "clip_norm": 1.0}}, "optimizer.clip_norm"),
         ({"precision": {"compute": "fp16"}}, "precision.compute"),
+        ({"memory": {"recompute": "blocks"}}, "weights of today"),
     ],
 )
 def test_what_one_stage_cannot_decide_alone_is_refused(changes: dict[str, object], words: str) -> None:
+    recipe = digits("replicas=1 pipeline=2 sync=pipedream", **changes)
+
     def build(cluster: Cluster) -> str:
         try:
-            session_of(cluster, digits("replicas=1 pipeline=2 sync=pipedream", **changes))
+            session_of(cluster, recipe, lambda: replace(make_task(recipe), blocks=lambda m: list(m.layers)))
         except StrategyError as error:
             return str(error)
         return ""
 
     assert all(words in text for text in run_ranks(build, 2))
+
+
+@pytest.mark.capability("D6")
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_each_backward_uses_the_weights_of_its_forward_and_is_as_stale_as_its_stage(num_stages: int) -> None:
+    def run(cluster: Cluster) -> tuple[list[Any], dict[str, float]]:
+        session = session_of(cluster, digits(f"replicas=1 pipeline={num_stages} sync=pipedream", steps=400))
+        stats = next(session.rounds())
+        return session.rule.versions, dict(stats.metrics)
+
+    ranks = run_ranks(run, num_stages)
+    for stage, (versions, metrics) in enumerate(ranks):
+        assert [v.step for v in versions] == list(range(20))
+        assert all(v.forward == v.backward for v in versions)
+        steady = versions[num_stages:]
+        assert {v.applied - v.forward for v in steady} == {num_stages - stage - 1}
+        assert all(v.applied - v.forward <= num_stages - stage - 1 for v in versions)
+        assert metrics == ranks[0][1]
+        stale = sum(v.applied - v.forward for v in versions) / len(versions)
+        assert metrics[f"staleness of stage {stage}"] == pytest.approx(stale)
+
+
+@pytest.mark.capability("D6")
+def test_pipedream_learns_about_as_well_as_every_step() -> None:
+    """Held-out loss after 150 steps: the mean over three seeds is within 10 % of the synchronous one's."""
+
+    def losses(cluster: Cluster, strategy: str) -> list[float]:
+        found = []
+        for seed in (1, 2, 3):
+            session = session_of(cluster, digits(strategy, steps=150, seed=seed, optimizer=ADAMW))
+            list(session.rounds())
+            evaluation = evaluate(session)
+            assert evaluation is not None
+            found.append(evaluation.loss)
+        return found
+
+    stale = run_ranks(losses, 2, "replicas=1 pipeline=2 sync=pipedream")[0]
+    sync = run_ranks(losses, 2, "replicas=1 pipeline=2")[0]
+    assert mean(stale) <= 1.1 * mean(sync) + 2 * stdev(sync), (stale, sync)
+    assert stale != sync
+
+
+class RaisesOnce(UpdateTail):
+    """Raises instead of the fifth update of a stage."""
+
+    calls = 0
+
+    def apply(self, grads: Gradients, tally: Tally) -> Update:
+        self.calls += 1
+        if self.calls == 5:
+            raise Interrupt
+        return super().apply(grads, tally)
+
+
+@pytest.mark.capability("D6", "Z1")
+def test_pipedream_goes_back_to_where_it_was_empty() -> None:
+    recipe = digits("replicas=1 pipeline=2 sync=pipedream", steps=40, optimizer=ADAMW)
+
+    def run(cluster: Cluster, pieces: Pieces | None) -> Trajectory:
+        session = session_of(cluster, recipe, pieces=pieces)
+        losses: list[float] = []
+        while session.state.step < session.num_steps:
+            try:
+                for stats in session.rounds():
+                    losses.append(stats.loss)
+            except Interrupt:
+                session.abort()
+        return whole(losses, session)
+
+    plain = run_ranks(run, 2, None)
+    disturbed = run_ranks(run, 2, Pieces(tail=RaisesOnce))
+    assert plain[0].losses == disturbed[0].losses
+    assert plain[0].distance(disturbed[0]) == 0.0

@@ -1,4 +1,4 @@
-"""Stages at the edges: ragged and empty steps, losses of all kinds, chains that are not the model, many dtypes."""
+"""Stages at the edges: any number of micro-batches, ragged and empty steps, tied weights."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline.cluster import Cluster
-from paceline.errors import TaskError
-from paceline.models import KeyedDropout
+from paceline.layout.pipeline import Cut, StageReducer
 from paceline.recipe import Recipe, Strategy
 from paceline.task import Loss, Task
 from paceline.testing import run_ranks
@@ -84,128 +83,13 @@ def test_a_stage_really_runs_in_the_order_of_the_table(num_stages: int) -> None:
     def order(cluster: Cluster) -> list[str]:
         session = session_of(cluster, digits(f"replicas=1 pipeline={num_stages}", steps=1))
         seen: list[str] = []
-        stage, first = session.placed.stage, session.placed.stage.links[0]
+        stage = session.placed.stage
         stage.register_forward_hook(lambda *_: seen.append("F"))
-        first.weight.register_hook(lambda grad: seen.append("B"))
+        next(stage.parameters()).register_hook(lambda grad: seen.append("B"))
         list(session.rounds())
         return seen
 
     assert run_ranks(order, num_stages) == [["F"] * 4 + ["B"] * 4] * num_stages
-
-
-class Chain(nn.Module):
-    """In-place activations, where stages may be cut; dropout; a mask that travels with the activations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(64, 32), nn.Linear(32, 32), nn.Linear(32, 10)
-        self.act, self.dropout = nn.ReLU(inplace=True), KeyedDropout(0.2)
-
-    def forward(self, x: Tensor, mask: Tensor, *, scale: Tensor) -> Tensor:
-        return self.c(self.dropout(self.act(masked(self.act(self.b(self.act(self.a(x * scale)))), mask))))
-
-
-def masked(x: Tensor, mask: Tensor) -> Tensor:
-    return x * mask
-
-
-class Head(nn.Module):
-    """From here on a tuple travels: float32, bool, int16, complex64 and float64."""
-
-    def __init__(self, chain: Chain) -> None:
-        super().__init__()
-        self.a = chain.a
-
-    def forward(self, x: Tensor, mask: Tensor, *, scale: Tensor) -> tuple[Tensor, ...]:
-        y = self.a(x * scale)
-        return y, mask, torch.arange(5, dtype=torch.int16), torch.complex(y, y), torch.zeros(0, 3).double()
-
-
-class Middle(nn.Module):
-    def __init__(self, chain: Chain) -> None:
-        super().__init__()
-        self.b, self.act = chain.b, chain.act
-
-    def forward(
-        self, y: Tensor, mask: Tensor, count: Tensor, z: Tensor, none: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        assert mask.dtype == torch.bool and count.dtype == torch.int16 and none.shape == (0, 3)
-        assert count.tolist() == [0, 1, 2, 3, 4]
-        both = self.act(y) * 0.5 + z.imag.relu() * 0.5  # a gradient flows through the complex one as well
-        return self.b(both), mask
-
-
-class Mask(nn.Module):
-    def __init__(self, chain: Chain) -> None:
-        super().__init__()
-        self.act = chain.act
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        return masked(self.act(x), mask)
-
-
-def tuples(chain: Chain) -> list[nn.Module]:
-    return [Head(chain), Middle(chain), Mask(chain), chain.act, chain.dropout, chain.c]
-
-
-def without_dropout(chain: Chain) -> list[nn.Module]:
-    return [link for link in tuples(chain) if not isinstance(link, KeyedDropout)]
-
-
-def loss(model: nn.Module, batch: Sequence[Tensor]) -> Loss:
-    """The model sees the images brighter by half, with a mask, and a scale by name."""
-    images, targets = batch
-    mask = torch.ones(32, dtype=torch.bool)
-    mask[::3] = False
-    scores = model(images + 0.5, mask, scale=torch.tensor(0.5))
-    return Loss(F.cross_entropy(scores, targets, reduction="sum"), len(images))
-
-
-def penalised(model: nn.Module, batch: Sequence[Tensor]) -> Loss:
-    found = loss(model, batch)
-    return Loss(found.total + 0.01 * sum(p.square().sum() for p in model.parameters()), found.count)
-
-
-def twice(model: nn.Module, batch: Sequence[Tensor]) -> Loss:
-    a, b = loss(model, batch), loss(model, batch)
-    return Loss(a.total + b.total, a.count)
-
-
-def task(stages: Any = tuples, of: Any = loss) -> Task:
-    torch.manual_seed(3)
-    made = make_task(digits())
-    return replace(made, model=Chain(), initialize=None, stages=stages, loss=of, held_out=None)
-
-
-@pytest.mark.capability("D1")
-@pytest.mark.parametrize("num_stages", [2, 3])
-def test_tuples_of_any_dtype_travel_and_the_loss_says_what_goes_in(num_stages: int) -> None:
-    recipe = digits(f"replicas=1 pipeline={num_stages}", optimizer={"name": "adamw", "lr": 1e-3})
-    report = run_ranks(verify, num_stages, recipe, task)[0]
-    assert report.ok, (report.failure, report.diagnosis)
-    assert report.steps == 3
-
-
-@pytest.mark.capability("D1")
-@pytest.mark.parametrize(
-    "stages, of, words",
-    [
-        (without_dropout, loss, "in training"),
-        (tuples, penalised, "looks at the model's parameters"),
-        (tuples, twice, "calls the model twice"),
-        (lambda chain: [nn.Identity(), *tuples(chain)], loss, "Identity"),
-    ],
-    ids=["no dropout", "penalty", "two calls", "tuple to one"],
-)
-def test_what_a_stage_would_compute_wrongly_is_refused(stages: Any, of: Any, words: str) -> None:
-    def build(cluster: Cluster) -> str:
-        try:
-            session_of(cluster, digits(), lambda: task(stages, of))
-        except (TaskError, TypeError) as error:
-            return str(error)
-        return ""
-
-    assert all(words in text for text in run_ranks(build, 2))
 
 
 class Tied(nn.Sequential):
@@ -227,6 +111,17 @@ def tied_task() -> Task:
     )
 
 
+def tied_weights(cluster: Cluster, codec: str, breaks: Callable[[], None] | None = None) -> list[float]:
+    """The first layer's weights as this rank trained them: on every second rank, those of the last layer."""
+    if breaks is not None:
+        breaks()
+    adamw = {"name": "adamw", "lr": 1e-2}
+    recipe = digits(f"replicas=3 pipeline=2 codec={codec}", steps=6, optimizer=adamw)
+    session = session_of(cluster, recipe, tied_task)
+    list(session.rounds())
+    return session.placed.model[0].weight.detach().flatten().tolist()
+
+
 @pytest.mark.capability("D1", "H8")
 @pytest.mark.parametrize("codec", ["fp32", "int8"])
 def test_tied_weights_on_two_stages_keep_equal_bits(codec: str) -> None:
@@ -242,3 +137,56 @@ def test_tied_weights_on_two_stages_keep_equal_bits(codec: str) -> None:
 
     ranks = run_ranks(weights, 6)
     assert all(values == ranks[0] for values in ranks)
+
+
+def reduce_on_every_stage() -> None:
+    Cut.reduced = property(lambda self: [i for i, own in enumerate(self.own) if own])
+    StageReducer._share = lambda self, tensors: []
+
+
+@pytest.mark.capability("D1")
+def test_tied_weights_that_every_stage_sums_by_itself_drift_apart() -> None:
+    """The mutation twin."""
+    ranks = run_ranks(tied_weights, 6, "int8", reduce_on_every_stage)
+    assert any(values != ranks[0] for values in ranks)
+
+
+class Counts(torch.optim.SGD):
+    """Keeps a plain number for every parameter."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["updates"] = self.state[p].get("updates", 0) + 1
+
+
+@pytest.mark.capability("D1", "Z1")
+@pytest.mark.parametrize("strategy", [TWO_STAGES, "replicas=1 shard=2 zero=1"])
+def test_numbers_in_the_optimizer_of_another_rank_are_in_the_snapshot(strategy: str) -> None:
+    recipe = digits(strategy)
+
+    def counted() -> Task:
+        return replace(make_task(recipe), optimizer=lambda model: Counts(model.parameters(), lr=0.05))
+
+    def numbers(cluster: Cluster) -> dict[str, int]:
+        session = session_of(cluster, recipe, counted)
+        list(session.rounds())
+        return dict(session.snapshot().scalars()["optimizer"])
+
+    for found in run_ranks(numbers, 2):
+        assert found == {f"layers.{k}.{kind}/updates": 4 for k in (0, 3, 6) for kind in ("weight", "bias")}
+
+
+@pytest.mark.capability("D1")
+def test_stages_send_the_bytes_of_activations_and_a_description_of_each() -> None:
+    def sent(cluster: Cluster) -> tuple[int, int]:
+        session = session_of(cluster, digits())
+        list(session.rounds())
+        entry = session.net.ledger.rows["send", "pipeline"]
+        return entry.calls, entry.payload_bytes
+
+    num_units, values = (
+        4 * 4,
+        4 * 46 * 48,
+    )  # 4 steps of 4 micro-batches; 46 images of 48 features in each step
+    assert run_ranks(sent, 2) == [(2 * num_units, 512 * num_units + 4 * values)] * 2

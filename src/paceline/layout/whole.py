@@ -48,7 +48,10 @@ def take_snapshot(state: TrainState, mesh: Mesh, net: Net) -> Snapshot:
     pieces = state.pieces()
     apart = [piece for piece in pieces if "replica" in piece.slot.axes]
     whole = gather_whole([piece for piece in pieces if "replica" not in piece.slot.axes], mesh.inside, net)
-    return Snapshot(state.step, whole | gather_whole(apart, mesh.world, net), state.scalars())
+    scalars = state.scalars()
+    for text in gather_texts(json.dumps(scalars["optimizer"]), mesh.inside, net):
+        scalars["optimizer"].update(json.loads(text))  # numbers of parameters that another rank updates
+    return Snapshot(state.step, whole | gather_whole(apart, mesh.world, net), scalars)
 
 
 def share_snapshot(

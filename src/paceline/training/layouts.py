@@ -68,7 +68,8 @@ def _pipeline(setting: Setting, material: Material) -> Arrangement:
         phases=setting.phases,
     )
     own = [(slot, p) for (slot, p), mine in zip(placed.slots.items(), cut.own, strict=True) if mine]
-    inner = setting.pieces.reducer([p for _, p in own], setting.wire(mesh.replica), setting.bucket_bytes)
+    reduced = [placed.parameters[i] for i in cut.reduced]
+    inner = setting.pieces.reducer(reduced, setting.wire(mesh.replica), setting.bucket_bytes)
     reducer = StageReducer(inner, cut, placed.parameters, stages, setting.net)
     trained = {replace(slot, axes=frozenset({"pipeline"})): p for slot, p in own}
     return Arrangement(placed, AgreedNorm(reducer, mesh.inside, setting.net), trained)

@@ -121,18 +121,19 @@ def _backup(setting: Setting, arranged: Arrangement, state: TrainState) -> Rule:
 
 def _pipedream(setting: Setting, arranged: Arrangement, state: TrainState) -> Rule:
     recipe, placed = setting.recipe, arranged.placed
-    unfit = [
-        name
-        for name, wrong in (
-            ("optimizer.clip_norm", recipe.optimizer.clip_norm is not None),
-            ('precision.compute = "fp16"', recipe.precision.compute == "fp16"),
-        )
-        if wrong
-    ]
-    if unfit or not isinstance(placed, Pipeline) or placed.cut.tied:
+    alone = "each stage updates alone, and this needs all of them at once"
+    unfit = {
+        "optimizer.clip_norm": alone if recipe.optimizer.clip_norm is not None else "",
+        'precision.compute = "fp16"': alone if recipe.precision.compute == "fp16" else "",
+        "weights that two stages share": alone if not isinstance(placed, Pipeline) or placed.cut.tied else "",
+        "memory.recompute": "it would compute again with the weights of today, not with those of the forward"
+        if recipe.memory.recompute != "none"
+        else "",
+    }
+    reasons = [f"{name} ({why})" for name, why in unfit.items() if why]
+    if reasons or not isinstance(placed, Pipeline):
         raise StrategyError(
-            f"pipedream updates each stage alone: {', '.join(unfit) or 'tied weights on two stages'}"
-            " would need all stages at once",
+            f"pipedream does not go with {'; '.join(reasons)}",
             next_step="leave it out, or choose sync=every-step",
         )
     return PipeDream(

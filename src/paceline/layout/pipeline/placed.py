@@ -11,7 +11,7 @@ The whole model is in memory here, and only the parameters of this stage are up 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,9 +20,11 @@ from torch import Tensor, nn
 from paceline.comm import Net
 from paceline.data import LoadedUnit
 from paceline.layout.buffers import UnitBuffers
-from paceline.layout.pipeline.flight import Flight, Stage, View, Weights, as_tuple, gradients
+from paceline.layout.pipeline.chain import Enter, Stage, as_tuple
+from paceline.layout.pipeline.flight import Flight, Weights
 from paceline.layout.pipeline.schedule import Action, gpipe, validate
 from paceline.layout.pipeline.stage import Cut
+from paceline.layout.pipeline.view import Answers, Call, asked
 from paceline.layout.pipeline.wire import StageWire
 from paceline.layout.placed import GradSink
 from paceline.layout.precision import Precision
@@ -34,12 +36,14 @@ from paceline.observe import Phases
 from paceline.slot import Slot, trained_parameters
 from paceline.task import Task
 
+_FEW = 8  # messages, each of a description and its tensors
+
 
 class Pipeline:
     """One stage of one replica.
 
     Args:
-        task: its loss, and what its model is called with.
+        task: its loss; the first stage finds out from it what the model is called with.
         model: the whole model.
         cut: this rank's stage.
         group: the stages of this replica, in order.
@@ -115,39 +119,52 @@ class Pipeline:
             sums: takes the loss, on the last stage.
             weights: in place of the stage's parameters, by their names in `stage`.
         """
-        given = self._arrived(loaded)
+        arrived = self._arrived()
         with self._phases.during("forward"):
             seed_unit(loaded.unit.key, self.device, self._dropouts)
             self.buffers.lend()
             with self._precision.autocast():
-                outputs = self._run_links(loaded, given, sums, scale, weights)
+                outputs = self._run_links(loaded, arrived, sums, scale, weights)
             self.buffers.take_back()
-        takes = [x for x in as_tuple(given) if isinstance(x, Tensor) and x.requires_grad]
-        return Flight(loaded.unit.key, takes, outputs)
+        return Flight(loaded.unit.key, [x for x in arrived if x.requires_grad], outputs)
 
-    def _arrived(self, loaded: LoadedUnit) -> Any:
+    def _arrived(self) -> list[Tensor]:
+        """What the stage before has sent, as leaves where they can have a gradient."""
         if self.cut.is_first:
-            return self._task.model_inputs(loaded.batch)
+            return []
         with self._phases.during("communication"):
             received, _ = self._wire.receive(self.cut.stage - 1)
-        given = tuple(x.requires_grad_(torch.is_grad_enabled() and x.is_floating_point()) for x in received)
-        return given if len(given) > 1 else given[0]
+        wanted = torch.is_grad_enabled()
+        return [x.requires_grad_(wanted and _differentiable(x)) for x in received]
 
     def _run_links(
-        self, loaded: LoadedUnit, given: Any, sums: Sums, scale: float, weights: Weights | None
+        self,
+        loaded: LoadedUnit,
+        arrived: Sequence[Tensor],
+        sums: Sums,
+        scale: float,
+        weights: Weights | None,
     ) -> list[Tensor]:
         def links() -> Any:
+            given = self._given(loaded, arrived)
             if weights is None:
-                return self.stage(given)
-            return torch.func.functional_call(self.stage, dict(weights), (given,))
+                return self.stage(*given.inputs, **given.named)
+            return torch.func.functional_call(self.stage, dict(weights), given.inputs, given.named)
 
         if self.cut.is_last:
-            loss = checked(self._task.loss(View(links), loaded.batch))
+            view = Answers(links).train(self.stage.training)
+            loss = checked(self._task.loss(view, loaded.batch))
             sums.add(loss)
             return [loss.total if scale == 1.0 else loss.total * scale]
         found = as_tuple(links())
         self._wire.send(self.cut.stage + 1, found)
-        return [x for x in found if x.is_floating_point()]
+        return [x for x in found if _differentiable(x)]
+
+    def _given(self, loaded: LoadedUnit, arrived: Sequence[Tensor]) -> Call:
+        """The arguments of this stage's first link."""
+        if self.cut.is_first:
+            return asked(self._task.loss, loaded.batch, training=self.stage.training)
+        return Call(tuple(Enter.apply(x) if x.requires_grad else x for x in arrived), {})
 
     def backward(
         self, flight: Flight, weights: Weights | None = None, note: float = 0.0
@@ -163,10 +180,9 @@ class Pipeline:
         """
         arrived, note = self._arrived_gradients(flight, note)
         with self._phases.during("backward"):
-            seed_unit(
-                flight.key, self.device, self._dropouts
-            )  # recomputed activations draw what the forward drew
-            found, back = gradients(flight, arrived, weights)
+            # recomputed activations draw what the forward drew
+            seed_unit(flight.key, self.device, self._dropouts)
+            found, back = flight.gradients(arrived, weights)
         if not self.cut.is_first:
             self._wire.send(self.cut.stage - 1, back, note)
         return found, note
@@ -194,8 +210,12 @@ class Pipeline:
         self.stage.eval()
         with torch.no_grad():
             for loaded in units:
-                given = self._arrived(loaded)
                 with self._precision.autocast():
-                    self._run_links(loaded, given, sums, 1.0, None)
+                    self._run_links(loaded, self._arrived(), sums, 1.0, None)
+                self._wire.flush(most=_FEW)  # the first stage must not run far ahead of the last
         self.flush()
         return sums
+
+
+def _differentiable(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from paceline.comm.buckets import drain, plan_buckets
 from paceline.comm.net import Net
-from paceline.comm.reducer import Gradients, Reducer, WrappedReducer
+from paceline.comm.reducer import Gradients, Reducer, TakesSums, WrappedReducer
 from paceline.comm.wire import Residual, Waits, Wire
 from paceline.errors import CommunicationError
 from paceline.mesh import Group
@@ -29,13 +29,16 @@ class RowBuffer:
         indices: which parameters, in the order in which they lie here.
         parameters: all of them.
         cuts: of all of them.
+        multiple: the width of a row is a multiple of it.
     """
 
-    def __init__(self, indices: Sequence[int], parameters: Sequence[nn.Parameter], cuts: Cuts) -> None:
+    def __init__(
+        self, indices: Sequence[int], parameters: Sequence[nn.Parameter], cuts: Cuts, multiple: int = 1
+    ) -> None:
         like = parameters[indices[0]]
         self.num_rows = len(cuts[indices[0]])
         sizes = [[rows_of(parameters[i], cuts[i][r]).numel() for i in indices] for r in range(self.num_rows)]
-        width = max(1, *(sum(row) for row in sizes))
+        width = multiple * -(-max(1, *(sum(row) for row in sizes)) // multiple)
         self.rows = torch.zeros(self.num_rows, width, dtype=like.dtype, device=like.device)
         self.cuts = {i: cuts[i] for i in indices}
         self.views = [
@@ -86,7 +89,7 @@ class _Bucket:
         self.missing, self.handle = set(self.buffer.cuts), None
 
 
-class ShardedReducer:
+class ShardedReducer(TakesSums):
     """Reduce-scatter in buckets over the shard group, then all_reduce of the own row over the replicas.
 
     Args:

@@ -183,7 +183,7 @@ def build_task_optimizer(recipe: Recipe, task: Task, model: nn.Module) -> torch.
     """The task's own optimizer, or the recipe's by name."""
     if task.optimizer is not None:
         return task.optimizer(model)
-    return build_optimizer(model.named_parameters(), recipe.optimizer, fused_allowed=True)
+    return build_optimizer(model.named_parameters(), recipe.optimizer, fused_allowed=not recipe.reproducible)
 
 
 def loss_scale(recipe: Recipe) -> LossScale:

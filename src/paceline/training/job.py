@@ -36,7 +36,7 @@ def connected(recipe: Recipe, cluster: Cluster | None = None) -> Iterator[tuple[
     """
     cluster = cluster or Cluster.from_env()
     device = choose_device(recipe.runtime.device, cluster.local_rank, cluster.local_world_size)
-    torch.set_num_threads(recipe.runtime.threads or max(1, num_cores() // cluster.local_world_size))
+    torch.set_num_threads(_num_threads(recipe, cluster.local_world_size))
     cluster.connect(device.type, recipe.runtime.deadline_seconds)
     yield cluster, device
     cluster.disconnect()
@@ -160,6 +160,13 @@ def _longer(session: Session, result: Result) -> str:
         return ""
     epochs = session.recipe.epochs
     return f" --set epochs={2 * epochs:g}" if epochs is not None else f" --set steps={2 * session.num_steps}"
+
+
+def _num_threads(recipe: Recipe, processes_here: int) -> int:
+    """Intra-op threads: their number is in the bits, so ordered sums have one."""
+    if recipe.is_ordered:
+        return 1
+    return recipe.runtime.threads or max(1, num_cores() // processes_here)
 
 
 def num_cores() -> int:

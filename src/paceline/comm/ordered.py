@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from paceline.comm.buckets import drain, plan_buckets
 from paceline.comm.net import Net
 from paceline.comm.reducer import Gradients
-from paceline.comm.sharded import Cuts, RowBuffer
+from paceline.comm.rows import Cuts, RowBuffer
 from paceline.comm.tree import Carry, cover, tree_sum
 from paceline.comm.wire import Waits
 from paceline.mesh import Group

@@ -6,14 +6,13 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline.comm import Net
 from paceline.comm.text import gather_texts
-from paceline.layout.whole import Snapshot, take_snapshot
+from paceline.layout.whole import take_snapshot
 from paceline.mesh import Mesh
 from paceline.slot import Piece
 from paceline.state import TrainState
@@ -26,18 +25,15 @@ def tensor_sha256(x: Tensor) -> str:
     return found.hexdigest()
 
 
-def state_sha256(tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> str:
-    """SHA-256, in hex, of a whole state: of the hashes of its tensors by name, and of its numbers as JSON."""
+def state_sha256(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256, in hex, of a whole state: of the names and hashes of its tensors, by name.
+
+    Equal for every layout, number of ranks and of lanes that holds these bits.
+    """
     found = hashlib.sha256()
     for name in sorted(tensors):
         found.update(f"{name} {tensor_sha256(tensors[name])}\n".encode())
-    found.update(json.dumps(scalars, sort_keys=True).encode())
     return found.hexdigest()
-
-
-def snapshot_sha256(snapshot: Snapshot) -> str:
-    """The hash of a whole state: equal for every layout, number of ranks and of lanes that has these bits."""
-    return state_sha256(snapshot.tensors(), snapshot.scalars())
 
 
 @dataclass(frozen=True)
@@ -96,4 +92,4 @@ def _odd(found: Mapping[int, str]) -> list[int]:
 
 def whole_sha256(state: TrainState, mesh: Mesh, net: Net) -> str:
     """The hash of the whole state; collective, equal on every rank."""
-    return snapshot_sha256(take_snapshot(state, mesh, net))
+    return state_sha256(take_snapshot(state, mesh, net).tensors())

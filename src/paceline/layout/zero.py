@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
-from paceline.comm.sharded import Cuts, part_of, rows_of
+from paceline.comm.rows import Cuts, part_of, rows_of
 from paceline.data import split
 from paceline.slot import Slot
 

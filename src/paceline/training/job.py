@@ -145,6 +145,8 @@ def conclude(session: Session, result: Result, run_dir: Path, console: Console) 
         values = {"loss": found.loss, "count": found.num_items, **found.metrics}
         lines += session.task.report(session.placed.model, values)
     resume = f"paceline train --resume {run_dir} -n {session.cluster.world_size}{_longer(session, result)}"
+    if result.sha256 is not None:
+        lines.append(f"state sha256: {result.sha256}")
     lines += [
         f"checkpoint: {result.checkpoint}",
         f"metrics:    {run_dir / 'metrics.jsonl'}",

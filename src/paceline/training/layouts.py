@@ -85,7 +85,7 @@ def _pipeline(setting: Setting, material: Material) -> Arrangement:
             "runtime.compile compiles the whole model, and a stage runs a part of it",
             next_step="set runtime.compile = false, or choose a strategy without pipeline",
         )
-    mesh, stages, model = setting.mesh, setting.mesh.axes["pipeline"], material.model
+    stages, model = setting.mesh.axes["pipeline"], material.model
     cut = cut_model(material.task, model, trained_parameters(model), stages.size, stages.rank)
     placed = Pipeline(
         material.task,
@@ -98,13 +98,18 @@ def _pipeline(setting: Setting, material: Material) -> Arrangement:
         phases=setting.phases,
     )
     own = [(slot, p) for (slot, p), mine in zip(placed.slots.items(), cut.own, strict=True) if mine]
-    reduced = [placed.parameters[i] for i in cut.reduced]
     trained = {replace(slot, axes=frozenset({"pipeline"})): p for slot, p in own}
     if setting.recipe.is_ordered:
-        return Arrangement(placed, ordered_stage(setting, material, placed, stages), trained)
+        return Arrangement(placed, ordered_stage(setting, material, placed), trained)
+    return Arrangement(placed, _stage_sums(setting, placed), trained)
+
+
+def _stage_sums(setting: Setting, placed: Pipeline) -> Reducer:
+    mesh, cut = setting.mesh, placed.cut
+    reduced = [placed.parameters[i] for i in cut.reduced]
     inner = setting.pieces.reducer(reduced, setting.wire(mesh.replica), setting.bucket_bytes)
-    reducer = StageReducer(inner, cut, placed.parameters, stages, setting.net)
-    return Arrangement(placed, AgreedNorm(reducer, mesh.inside, setting.net), trained)
+    reducer = StageReducer(inner, cut, placed.parameters, mesh.axes["pipeline"], setting.net)
+    return AgreedNorm(reducer, mesh.inside, setting.net)
 
 
 LAYOUTS: Mapping[str, Callable[[Setting, Material], Arrangement]] = {

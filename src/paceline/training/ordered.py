@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from torch import nn
 
 from paceline.comm import CanonicalNorm, OrderedReducer, Reducer, SpreadReducer
-from paceline.comm.sharded import Cuts
+from paceline.comm.rows import Cuts
 from paceline.data import split
 from paceline.errors import StrategyError
 from paceline.layout.pipeline import OrderedStageReducer, Pipeline, chain_of
 from paceline.layout.zero import cut_rows
-from paceline.mesh import Group
 from paceline.slot import Slot
 from paceline.training.arrange import Material, Setting
 
@@ -27,13 +26,13 @@ def ordered_sums(
     return CanonicalNorm(sums, slots, counted, setting.mesh.inside, setting.net)
 
 
-def ordered_stage(setting: Setting, material: Material, placed: Pipeline, stages: Group) -> Reducer:
+def ordered_stage(setting: Setting, material: Material, placed: Pipeline) -> Reducer:
     """The reducer of one stage: sums of its own parameters, under their indices in the whole model.
 
     Raises:
         StrategyError: more than two modules use a weight, on more than one stage.
     """
-    slots, cut = list(placed.slots), placed.cut
+    slots, cut, stages = list(placed.slots), placed.cut, setting.mesh.axes["pipeline"]
     links = chain_of(material.task, material.model)
     for index in cut.tied:
         users = sum(any(p is placed.parameters[index] for p in link.parameters()) for link in links)

@@ -101,4 +101,5 @@ def build_oracle(recipe: Recipe, task: Task, device: torch.device, shards: int |
         clip_norm=recipe.optimizer.clip_norm,
         reduction=recipe.batch.reduction,
         autocast=Precision(recipe.precision.compute, device.type, caches=not recipe.is_ordered).autocast,
+        ordered=recipe.reproducible,
     )

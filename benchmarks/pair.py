@@ -1,4 +1,4 @@
-"""Two real processes with one thread each, connected by Gloo over the loopback, in which sides take turns."""
+"""Real processes with one thread each, connected by Gloo over the loopback, in which sides take turns."""
 
 from __future__ import annotations
 
@@ -20,9 +20,15 @@ DEADLINE_SECONDS = 170.0
 
 
 def measure_pair(
-    build: BuildSides, *, repeats: int, steps: int, warmup: int, keep_memory: bool = True
+    build: BuildSides,
+    *,
+    repeats: int,
+    steps: int,
+    warmup: int,
+    keep_memory: bool = True,
+    num_ranks: int = 2,
 ) -> list[Series]:
-    """Measure sides in a pair of processes.
+    """Measure sides in a pair of processes, or in another number of them.
 
     Args:
         build: called on both ranks; a function of a module, or a partial of one.
@@ -32,7 +38,9 @@ def measure_pair(
         A series a side: the slower rank's seconds, the processor seconds of both, the mean of the losses.
     """
     ranks = run_ranks(
-        partial(_measure_rank, build, repeats, steps, warmup, keep_memory), 2, deadline=DEADLINE_SECONDS
+        partial(_measure_rank, build, repeats, steps, warmup, keep_memory),
+        num_ranks,
+        deadline=DEADLINE_SECONDS,
     )
     return merge_ranks(ranks)
 
@@ -44,7 +52,13 @@ def _measure_rank(
         keep_freed_memory()
     torch.set_num_threads(1)
     sides = list(build(cluster))
-    found = take_turns(sides, repeats=repeats, steps=steps, warmup=warmup, ready=dist.barrier)
+    found = take_turns(
+        sides,
+        repeats=repeats,
+        steps=steps,
+        warmup=warmup,
+        ready=dist.barrier if cluster.world_size > 1 else lambda: None,
+    )
     sides.clear()
     gc.collect()  # wrapped models must be gone before their process group
     return found

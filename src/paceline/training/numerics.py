@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -26,7 +26,7 @@ def fingerprint() -> dict[str, str]:
     """What the arithmetic of this process depends on beside the recipe, by name."""
     denormal = torch.tensor([_SMALLEST_NORMAL]) * 0.5
     return {
-        "PyTorch": torch.__version__,
+        "torch": torch.__version__,
         "processor": _processor(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "threads in an operation": str(torch.get_num_threads()),
@@ -35,6 +35,13 @@ def fingerprint() -> dict[str, str]:
         "precision of float32 products": torch.get_float32_matmul_precision(),
         "default type": str(torch.get_default_dtype()),
     }
+
+
+def differences(before: Mapping[str, str]) -> str:
+    """What of an earlier fingerprint is different now, in words; empty if nothing is."""
+    now = fingerprint()
+    found = [f"{n}: {before[n]} then, {now[n]} now" for n in now if n in before and before[n] != now[n]]
+    return ", ".join(found)
 
 
 def _processor() -> str:

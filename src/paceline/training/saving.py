@@ -7,8 +7,6 @@ import platform
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch
-
 from paceline import checkpoint
 from paceline._version import VERSION
 from paceline.checkpoint import Files, Keep, Origin, Patience, Saver, Saving, Shelf
@@ -16,6 +14,7 @@ from paceline.comm.text import gather_texts, share_text
 from paceline.errors import CheckpointError
 from paceline.recipe import Recipe, to_toml
 from paceline.training.build import resolved
+from paceline.training.numerics import differences, fingerprint
 from paceline.training.session import Session
 
 _STEADY_RULES = ("every-step", "local", "diloco")
@@ -47,7 +46,7 @@ def build_saver(session: Session, run_dir: Path, warn: Callable[[str], None]) ->
         recipe=to_toml(session.recipe),
         strategy=str(strategy),
         world_size=session.cluster.world_size,
-        versions={"paceline": VERSION, "torch": torch.__version__, "python": platform.python_version()},
+        versions={"paceline": VERSION, "python": platform.python_version(), **fingerprint()},
     )
     return Saver(session.state, shelf, origin, saving, lambda text: _exchange(session, text))
 
@@ -67,7 +66,7 @@ def restore(
     """
     refusal: CheckpointError | None = None
     for candidate in [name] if name else _newest_first(session, files, warn):
-        refusal = _try(session, files, candidate)
+        refusal = _try(session, files, candidate, warn)
         if refusal is None:
             return candidate
         if name:
@@ -92,7 +91,7 @@ def _newest_first(session: Session, files: Files, warn: Callable[[str], None]) -
     return [str(name) for name in json.loads(text)]
 
 
-def _try(session: Session, files: Files, name: str) -> CheckpointError | None:
+def _try(session: Session, files: Files, name: str, warn: Callable[[str], None]) -> CheckpointError | None:
     """Load one if every rank can read it; else why not, on every rank."""
     refusal: CheckpointError | None = None
     try:
@@ -102,6 +101,9 @@ def _try(session: Session, files: Files, name: str) -> CheckpointError | None:
     if session.sum(float(refusal is not None)):
         other = CheckpointError(f"the checkpoint {name} cannot be read by another rank", where=files.url)
         return refusal or other
+    differing = differences(found.manifest.origin.versions) if session.recipe.reproducible else ""
+    if differing:
+        warn(f"{name} was computed otherwise ({differing}): from here on the bits may be others")
     try:
         session.restore(found.tensors, found.scalars)
     except CheckpointError as error:  # equal on every rank: all have read the same names and shapes

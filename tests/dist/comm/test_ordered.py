@@ -1,0 +1,119 @@
+"""Sums in one order over real ranks: equal bits for every number of ranks, and the bytes that this costs."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paceline.cluster import Cluster
+from paceline.comm import Net, OrderedReducer, ShardTally, SpreadReducer, Tally
+from paceline.comm.rows import rows_of
+from paceline.comm.shard_tally import shard_tally_bytes
+from paceline.comm.tree import cover
+from paceline.data import split
+from paceline.layout.zero import cut_rows
+from paceline.mesh import Mesh
+from paceline.slot import Slot
+from paceline.testing import run_ranks
+
+pytestmark = pytest.mark.capability("I10")
+
+SHAPES = ((12, 3), (24,), (12, 2, 2), (36, 4))  # equal rows for 1, 2, 3, 4 and 6 owners
+NUM_SHARDS = 8
+MESHES = [(2, 1), (3, 1), (4, 1), (5, 1), (1, 2), (1, 3), (2, 2)]  # replica, shard
+
+
+def grad(index: int, shard: int) -> Tensor:
+    """Of very different size, so that another order would round to other bits."""
+    draw = torch.Generator().manual_seed(1000 * index + shard)
+    return torch.randn(SHAPES[index], generator=draw) * 10.0 ** (shard % 5 - 2)
+
+
+def one_step(reducer: OrderedReducer, block: range) -> list[Tensor | None]:
+    reducer.begin()
+    for shard in block:
+        reducer.unit(range(shard, shard + 1), shard == block[-1])
+        for index in reversed(range(len(SHAPES))):
+            reducer.ready(index, grad(index, shard))
+    found = [None if part is None else part.clone() for part in reducer.finish().tensors]
+    reducer.commit()
+    return found
+
+
+def alone() -> list[Tensor | None]:
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+    return one_step(OrderedReducer(parameters, [range(NUM_SHARDS)]), range(NUM_SHARDS))
+
+
+def spread(
+    cluster: Cluster, replicas: int, shards: int
+) -> tuple[list[Tensor], dict[tuple[str, str], float], int]:
+    """This rank's rows, what the ledger says was sent, and this rank's place among the owners of rows."""
+    mesh, net = Mesh.build(cluster, {"replica": replicas, "shard": shards}), Net(30.0)
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+    slots = [Slot.whole(f"p{i}", p) for i, p in enumerate(parameters)]
+    blocks = [split(NUM_SHARDS, mesh.data.size, rank) for rank in range(mesh.data.size)]
+    reducer = SpreadReducer(
+        parameters,
+        cut_rows(slots, shards),
+        blocks,
+        data=mesh.data,
+        replica=mesh.replica,
+        net=net,
+        bucket_bytes=256,
+    )
+    found = one_step(reducer, blocks[mesh.data.rank])
+    sent = {row: entry.sent_bytes for row, entry in net.ledger.rows.items()}
+    return found, sent, mesh.axes["shard"].rank
+
+
+@pytest.mark.capability("G14")
+@pytest.mark.parametrize("replicas, shards", MESHES)
+def test_sums_have_the_bits_of_one_rank_and_cost_what_the_closed_form_says(
+    replicas: int, shards: int
+) -> None:
+    right, num_ranks = alone(), replicas * shards
+    cuts = cut_rows([Slot.whole("p", nn.Parameter(torch.zeros(shape))) for shape in SHAPES], shards)
+    num_bytes = sum(4 * torch.Size(shape).numel() for shape in SHAPES)
+    nodes = max(len(cover(split(NUM_SHARDS, num_ranks, rank))) for rank in range(num_ranks))
+    for found, sent, place in run_ranks(spread, num_ranks, replicas, shards):
+        for index, whole in enumerate(right):
+            assert torch.equal(found[index], rows_of(whole, cuts[index][place]))
+        if (replicas, shards) == (2, 1):
+            assert sent == {("all_reduce", "data"): num_bytes} or sent == {("all_reduce", "world"): num_bytes}
+        else:
+            padding = 4 * num_ranks * len(SHAPES)  # a row is a multiple of the number of replicas
+            expected = nodes * (num_ranks - 1) / num_ranks * num_bytes
+            expected += (replicas - 1) / replicas * num_bytes / shards
+            assert expected - 1e-6 <= sum(sent.values()) <= expected + (nodes + 1) * padding
+
+
+def test_another_order_would_have_other_bits() -> None:
+    """Twin: these gradients can tell one order of additions from another."""
+    plain = [sum((grad(i, s) for s in range(1, NUM_SHARDS)), start=grad(i, 0)) for i in range(len(SHAPES))]
+    assert not all(torch.equal(a, b) for a, b in zip(plain, alone(), strict=True))
+
+
+def agreed(cluster: Cluster, by_shard: bool) -> tuple[float, float, list[float], float]:
+    """Total, count, changes of buffers and bytes, of tallies whose sums depend on the order."""
+    world, net = Mesh.build(cluster, {"replica": cluster.world_size}).world, Net(30.0)
+    draw = torch.Generator()
+    block = split(NUM_SHARDS, world.size, world.rank)
+    sums = torch.randn(NUM_SHARDS, 2, generator=draw.manual_seed(7), dtype=torch.float64)
+    changes = torch.randn(NUM_SHARDS, 5, generator=draw, dtype=torch.float64)
+    sums, changes = sums[block.start : block.stop], changes[block.start : block.stop]
+    total, count = sums.sum(0).tolist()
+    head = Tally(float(len(block)), total, count, {}, 0.0, [1.0], changes.sum(0))
+    tally = ShardTally(head, NUM_SHARDS, block, sums, list(changes)) if by_shard else head
+    found = tally.agree(net, world, torch.device("cpu")).wait()
+    (sent,) = [entry.payload_bytes for entry in net.ledger.rows.values()] or [0.0]
+    return found.total, found.count, found.buffers.tolist(), sent
+
+
+@pytest.mark.capability("J11", "G14")
+def test_losses_and_buffers_are_added_in_the_order_of_the_shards() -> None:
+    *right, _ = run_ranks(agreed, 1, True)[0]
+    for num_ranks in (2, 3, 5):
+        for *found, sent in run_ranks(agreed, num_ranks, True):
+            assert found == right
+            assert sent == shard_tally_bytes(NUM_SHARDS, 0, 1, 5)
+    assert any(found[:3] != tuple(right) for found in run_ranks(agreed, 3, False)), "twin: added by rank"

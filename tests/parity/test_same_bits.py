@@ -1,0 +1,181 @@
+"""Reproducible runs: one SHA-256 after every step, on any number of processes and lanes, under any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.cluster import Cluster
+from paceline.comm import AgreedNorm, Gradients, Reducer, build_reducer
+from paceline.comm import ordered as comm_ordered
+from paceline.comm.reducer import WrappedReducer
+from paceline.layout.digest import state_sha256
+from paceline.recipe import Recipe, Strategy
+from paceline.testing import run_ranks
+from paceline.testing.parity import session_of
+from paceline.training import layouts, ordered
+from paceline.training.arrange import Setting
+
+STEPS = 50
+GPT: dict[str, Any] = {
+    "task": "byte-gpt",
+    "options": {"layers": 2, "width": 16, "heads": 2, "context": 16, "dropout": 0.1, "sample_tokens": 0},
+    "batch": {"size": 21, "shards": 8},
+    "optimizer": {"name": "adamw", "lr": 3e-3, "clip_norm": 0.5, "weight_decay": 0.1},
+}
+CONVNET: dict[str, Any] = {
+    "task": "digits",
+    "options": {"model": "convnet", "channels": 4, "dropout": 0.2},
+    "batch": {"size": 37, "shards": 8},
+    "optimizer": {"name": "adamw", "lr": 3e-3, "clip_norm": 0.5},
+}
+MODELS = {"byte-gpt": GPT, "convnet": CONVNET}
+STRATEGIES = [
+    "replicas=2",
+    "replicas=3",
+    "replicas=4",
+    "replicas=5",
+    "replicas=8",
+    "replicas=1 lanes=2",
+    "replicas=1 lanes=4",
+    "replicas=2 lanes=2",
+    "replicas=1 shard=2 zero=1",
+    "replicas=1 shard=3 zero=1 lanes=2",
+    "replicas=2 shard=2 zero=1",
+    "replicas=1 pipeline=2",
+    "replicas=3 pipeline=2",
+    "replicas=1 pipeline=3",
+]
+
+
+@dataclass(frozen=True)
+class Bits:
+    """After every step: the hash of the state, and the loss."""
+
+    sha256: list[str]
+    losses: list[float]
+
+    def first_difference(self, other: Bits) -> int | None:
+        mine = zip(self.sha256, self.losses, strict=True)
+        theirs = zip(other.sha256, other.losses, strict=True)
+        return next((step for step, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b), None)
+
+
+def recipe_of(model: str, strategy: str, **changes: Any) -> Recipe:
+    settings = {"steps": STEPS, "reproducible": True, "strategy": Strategy.parse(strategy)}
+    return Recipe(**(MODELS[model] | settings | changes))
+
+
+def bits_of(cluster: Cluster, recipe: Recipe) -> Bits:
+    session = session_of(cluster, recipe)
+    sha256, losses = [], []
+    for stats in session.rounds():
+        sha256.append(state_sha256(session.snapshot().tensors()))
+        losses.append(stats.loss)
+    session.close()
+    return Bits(sha256, losses)
+
+
+def run(recipe: Recipe) -> list[Bits]:
+    strategy = recipe.strategy
+    return run_ranks(bits_of, (strategy.replicas or 1) * strategy.ranks_per_replica, recipe, deadline=180.0)
+
+
+@cache
+def alone(model: str) -> Bits:
+    """One process, one lane."""
+    return run(recipe_of(model, "replicas=1"))[0]
+
+
+@pytest.mark.capability("I10", "A2", "A7", "A9", "J10", "J11")
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("model", MODELS)
+def test_fifty_steps_of_adamw_have_the_hashes_of_one_process(model: str, strategy: str) -> None:
+    right = alone(model)
+    assert len(set(right.sha256)) == STEPS, "the state moves in every step"
+    for found in run(recipe_of(model, strategy)):
+        assert found.first_difference(right) is None
+
+
+@pytest.mark.capability("I10", "K2", "K5")
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"precision": {"compute": "bf16"}},
+        {"precision": {"compute": "fp16", "init_scale": 2.0**18}},
+        {"memory": {"recompute": "blocks"}},
+        {"optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9, "nesterov": True}},
+    ],
+    ids=["bf16", "fp16", "recompute", "sgd"],
+)
+def test_amp_recomputation_and_momentum_keep_their_bits(changes: dict[str, Any]) -> None:
+    right = run(recipe_of("byte-gpt", "replicas=1", steps=12, **changes))[0]
+    for strategy in (
+        "replicas=3",
+        "replicas=1 lanes=2",
+        "replicas=1 shard=2 zero=1",
+        "replicas=1 pipeline=2",
+    ):
+        for found in run(recipe_of("byte-gpt", strategy, steps=12, **changes)):
+            assert found.first_difference(right) is None, strategy
+
+
+@pytest.mark.capability("A10", "I10")
+def test_more_shards_than_samples_leave_some_empty() -> None:
+    """The last batch of an epoch: here 8 shards of 5 samples."""
+    changes = {"batch": {"size": 37, "shards": 8}, "options": {"model": "mlp", "hidden": [16]}, "steps": 42}
+    small = recipe_of("convnet", "replicas=1", **changes)
+    right = run(small)[0]
+    for strategy in ("replicas=3", "replicas=8", "replicas=2 lanes=3"):
+        assert run(small.replace(strategy=Strategy.parse(strategy)))[0].first_difference(right) is None
+
+
+def plain_sums() -> None:
+    def sums(setting: Setting, slots: Any, parameters: Any, cuts: Any) -> Reducer:
+        return build_reducer(parameters, setting.wire(setting.mesh.replica), setting.bucket_bytes)
+
+    layouts.ordered_sums = sums
+
+
+class WithNorms(WrappedReducer):
+    def finish(self) -> Gradients:
+        grads = self.inner.finish()
+        return replace(grads, norms=torch._foreach_norm(list(grads.flats)))
+
+
+def norm_of_what_each_rank_has() -> None:
+    ordered.CanonicalNorm = lambda inner, slots, counted, group, net: AgreedNorm(WithNorms(inner), group, net)
+
+
+def nodes_added_in_the_order_of_ranks() -> None:
+    comm_ordered.tree_sum = lambda places, values: sum(values[1:], start=values[0])
+
+
+BROKEN = [
+    ("byte-gpt", "replicas=3", plain_sums),
+    ("byte-gpt", "replicas=3", nodes_added_in_the_order_of_ranks),
+    ("byte-gpt", "replicas=1 shard=3 zero=1", norm_of_what_each_rank_has),
+]
+
+
+def broken_bits(cluster: Cluster, recipe: Recipe, break_it: Callable[[], None]) -> Bits:
+    break_it()
+    return bits_of(cluster, recipe)
+
+
+@pytest.mark.capability("I10")
+@pytest.mark.parametrize(("model", "strategy", "break_it"), BROKEN, ids=lambda x: getattr(x, "__name__", x))
+def test_without_one_mechanism_the_hashes_differ(
+    model: str, strategy: str, break_it: Callable[[], None]
+) -> None:
+    """Twins: each mechanism is needed, and the matrix above would see that it is gone."""
+    recipe = recipe_of(model, strategy)
+    found = run_ranks(broken_bits, 3, recipe, break_it, deadline=180.0)[0]
+    assert found.first_difference(alone(model)) is not None

@@ -14,13 +14,14 @@ import torch
 from paceline.cluster import Cluster
 from paceline.errors import RecipeError, StrategyError
 from paceline.observe import JsonLines
-from paceline.sync.health import Guarded, Watch
+from paceline.sync.health import Guarded
 from paceline.testing import run_ranks
 from paceline.testing.parity import session_of
 from paceline.training import fit
 from tests.parity.unhealthy import (
     BAD_STEP,
     STEPS,
+    STRATEGIES,
     bad_slope,
     build,
     distance,
@@ -30,14 +31,6 @@ from tests.parity.unhealthy import (
 )
 
 pytestmark = pytest.mark.capability("K8")
-STRATEGIES = [
-    (1, "replicas=all"),
-    (2, "replicas=all"),
-    (2, "replicas=1 shard=2 zero=1"),
-    (2, "replicas=1 pipeline=2"),
-    (2, "replicas=all codec=int8"),
-    (1, "replicas=1 lanes=2"),
-]
 bad = partial(build, math.nan)
 
 
@@ -109,7 +102,7 @@ def test_the_twin_that_keeps_the_residuals_of_the_step_ends_elsewhere(
     def committing(cluster: Cluster) -> dict[str, torch.Tensor]:
         from paceline.comm.wire import CodedWire
 
-        CodedWire.abort = CodedWire.commit  # type: ignore[method-assign]
+        setattr(CodedWire, "abort", CodedWire.commit)  # noqa: B010
         return coded(cluster, bad, STEPS)
 
     broken, *_ = run_ranks(committing, 2)
@@ -123,7 +116,7 @@ def test_skipping_has_an_end() -> None:
     assert "health.max_skips" in found.said
 
 
-def test_while_all_is_well_nothing_is_sent_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_while_all_is_well_nothing_is_sent_for_it() -> None:
     """The ledger of a guarded run is that of a run whose tail is bare."""
 
     def sent(cluster: Cluster, guarded: bool) -> dict[Any, int]:
@@ -168,40 +161,6 @@ def bad_slope_from(step: int) -> Any:
     for i in range(8 * step, 8 * STEPS):
         task.data[i].fill_(-1.0)
     return task
-
-
-# Spikes
-
-
-def spiking(answer: str, strategy: str = "replicas=all") -> Any:
-    return recipe(strategy, spike_factor=50.0, spike_window=4, spike=answer)
-
-
-@pytest.mark.parametrize(("num_ranks", "strategy"), STRATEGIES)
-def test_a_spike_is_named_by_tensor_rank_and_step(num_ranks: int, strategy: str) -> None:
-    for found in run_ranks(train, num_ranks, spiking("stop", strategy), partial(build, 3000.0)):
-        assert f"the loss of step {BAD_STEP} is" in found.said
-        assert "the median of the last 4 is" in found.said
-        assert f"on rank {num_ranks - 1} the loss is" in found.said
-        assert "the largest gradient is that of '" in found.said
-        assert len(found.seen) == BAD_STEP
-
-
-def test_a_spike_is_left_out_and_nothing_else_is() -> None:
-    found = train(Cluster.single(), spiking("skip"), partial(build, 3000.0))
-    assert [step for step, applied in found.seen if not applied] == [BAD_STEP]
-    assert distance(found.end, run_without([BAD_STEP])) <= 1e-6
-
-
-def test_what_a_spike_is() -> None:
-    watch = Watch(factor=3.0, window=4)
-    assert not watch.is_spike(1e9)  # too little is known
-    for loss in (1.0, 2.0, 1.0, 1.0):
-        watch.accept(loss)
-    assert watch.is_spike(3.1) and not watch.is_spike(2.9)
-    assert not Watch(factor=None, window=4, losses=[1.0] * 4).is_spike(1e9)
-    below = Watch(factor=3.0, window=2, losses=[-1.0, -1.0])
-    assert below.is_spike(1.1) and not below.is_spike(-0.5)
 
 
 # Where not all ranks take the same steps

@@ -21,6 +21,14 @@ from paceline.training import Session, fit
 
 BAD_STEP, STEPS = 6, 12
 SIZE = 8
+STRATEGIES = [
+    (1, "replicas=all"),
+    (2, "replicas=all"),
+    (2, "replicas=1 shard=2 zero=1"),
+    (2, "replicas=1 pipeline=2"),
+    (2, "replicas=all codec=int8"),
+    (1, "replicas=1 lanes=2"),
+]
 
 
 class Trained(NamedTuple):

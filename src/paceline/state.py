@@ -38,6 +38,11 @@ class LossScale:
     def dynamic(self) -> bool:
         return self.growth_steps > 0
 
+    @property
+    def can_fall(self) -> bool:
+        """Whether a lower scale may cure an overflow."""
+        return self.dynamic and self.value > _SMALLEST_SCALE
+
     def update(self, overflow: bool) -> None:
         """Halve after an overflow; double after `growth_steps` clean updates."""
         if not self.dynamic:
@@ -204,13 +209,16 @@ def _model_slot(name: str, value: Tensor, trained: Mapping[str, Slot]) -> Slot:
 
 
 def _moment_slot(name: str, value: Tensor, of: Slot | None) -> Slot:
-    """The place of a moment: that of its parameter, where the shapes agree."""
+    """The place of a moment: that of its parameter, where the shapes agree.
+
+    One that is whole still has the parameter's axes: ranks that hold nothing of that have to be told.
+    """
     if of is None or value.dim() == 0:
-        return replace(Slot.whole(name, value), axes=frozenset() if of is None else of.axes - {"shard"})
+        return replace(Slot.whole(name, value), axes=frozenset() if of is None else of.axes)
     if value.dim() == len(of.shape) and value.shape[0] == of.part[0][1] - of.part[0][0]:
         shape = (of.shape[0], *value.shape[1:])
         return Slot(name, shape, (of.part[0], *((0, n) for n in value.shape[1:])), of.axes)
-    return replace(Slot.whole(name, value), axes=of.axes - {"shard"})
+    return replace(Slot.whole(name, value), axes=of.axes)
 
 
 def _part(value: Any, rows: slice | None, num_dims: int) -> Any:

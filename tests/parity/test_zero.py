@@ -1,5 +1,6 @@
 """ZeRO-1: the state is cut, the result is that of replicas, and the bytes are the closed form."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from paceline.recipe import Recipe, Strategy
 from paceline.testing import run_ranks
 from paceline.testing.parity import CPU, make_task, run_oracle, session_of
 from paceline.verification import Report, compare_with_oracle
+from tests.parity.unhealthy import build, recipe
 
 
 def digits(strategy: str, **changes: Any) -> Recipe:
@@ -102,3 +104,24 @@ def test_a_broken_exchange_is_found(breaks: Any) -> None:
     """The mutation twins."""
     assert run_ranks(verify, 2)[0].ok
     assert not run_ranks(verify, 2, breaks)[0].ok
+
+
+def taking_over(cluster: Cluster) -> tuple[list[str], list[float]]:
+    """Rank 0 has no rows of the last layer's one; a session goes on from what it knows."""
+    first, second = (
+        session_of(cluster, recipe("replicas=1 shard=2 zero=1", more={"steps": n}), partial(build, 0.5))
+        for n in (3, 6)
+    )
+    list(first.rounds())
+    snapshot = first.snapshot()
+    second.take_over(snapshot)
+    return sorted(snapshot.tensors()), [stats.loss for stats in second.rounds()]
+
+
+@pytest.mark.capability("N2")
+def test_counters_that_one_rank_holds_alone_are_in_the_snapshot_of_all() -> None:
+    (names, losses), (other_names, _) = run_ranks(taking_over, 2)
+    assert names == other_names and "optimizer/last.bias/step" in names
+    whole = session_of(Cluster.single(), recipe(more={"steps": 6}), partial(build, 0.5))
+    right = [stats.loss for stats in whole.rounds()][3:]
+    assert losses == pytest.approx(right, rel=1e-5)

@@ -77,6 +77,8 @@ def test_every_field_is_read_outside_the_recipe_room(read: set[tuple[str, str]],
     # Read where a process starts: by `connected`, by `train`, and by the command that launches.
     elsewhere = {("RuntimeRecipe", "device"), ("RuntimeRecipe", "threads")}
     elsewhere |= {("CheckpointRecipe", "grace_seconds"), ("CheckpointRecipe", "notice")}
+    # Read where a run goes back; see tests/parity/test_roll_back.py.
+    elsewhere |= {("HealthRecipe", "max_roll_backs")}
     assert fields_of(Recipe) - read - refused - elsewhere == set()
 
 

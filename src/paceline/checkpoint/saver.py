@@ -158,7 +158,7 @@ class Saver:
     def close(self) -> None:
         """Leave the optimizer alone. A write that is under way is not waited for: call `finish` before."""
         self._hook.remove()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.shutdown(wait=not self.busy, cancel_futures=True)
 
     def _agree(self) -> tuple[str, list[tuple[Chunk, Piece]]]:
         """The name of the checkpoint, and what this rank writes of it."""

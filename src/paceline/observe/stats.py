@@ -20,7 +20,7 @@ class Stats:
         num_items: what the loss counts (samples, tokens), all replicas.
         grad_norm: global norm of the mean gradient, before the clip.
         lr: rate of the first parameter group in this update.
-        applied: False if the update was skipped because a gradient overflowed in fp16.
+        applied: False if the update was skipped: a gradient overflowed in fp16, or health left the step out.
         loss_scale: 1 unless fp16.
         stops: number of ranks that were asked to stop.
         seconds: wall time of the step on this rank.

@@ -5,7 +5,7 @@ on a number of processes. Nothing here starts, trains or reads the environment.
 """
 
 from paceline.recipe.dump import to_toml
-from paceline.recipe.lasting import CheckpointRecipe
+from paceline.recipe.lasting import CheckpointRecipe, HealthRecipe
 from paceline.recipe.learning import BatchRecipe, OptimizerRecipe, ScheduleRecipe
 from paceline.recipe.load import load_recipe
 from paceline.recipe.model import (
@@ -24,6 +24,7 @@ __all__ = [
     "BatchRecipe",
     "CheckpointRecipe",
     "EvaluateRecipe",
+    "HealthRecipe",
     "LoaderRecipe",
     "MemoryRecipe",
     "OptimizerRecipe",

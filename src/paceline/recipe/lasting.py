@@ -1,11 +1,13 @@
-"""What makes a run last: checkpoints."""
+"""What makes a run last: checkpoints, and what is done when the numbers go wrong."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field
 
+from paceline.recipe.problems import Conflict
 from paceline.recipe.strict import Table
 
 
@@ -40,3 +42,40 @@ class CheckpointRecipe(Table):
     full_disk_seconds: float = Field(
         default=0.0, ge=0, description="seconds that a save waits for space on a full disk; 0: the run stops"
     )
+
+
+class HealthRecipe(Table):
+    """What is done when a loss or a gradient is not finite, or when the loss jumps."""
+
+    non_finite: Literal["stop", "skip", "roll-back"] = Field(
+        default="stop",
+        description="at a loss or gradient that is not finite: end, leave the step out, or go back",
+    )
+    spike_factor: float | None = Field(
+        default=None,
+        gt=1,
+        description="a loss this many times the median of the last ones is a spike; left out: none is",
+    )
+    spike_window: int = Field(default=32, ge=2, description="steps whose median a loss is compared with")
+    spike: Literal["stop", "skip", "roll-back"] = Field(
+        default="stop", description="at a spike: end, leave the step out, or go back to the last checkpoint"
+    )
+    max_skips: int = Field(
+        default=10, ge=1, description="steps that may be left out one after another before the run ends"
+    )
+    max_roll_backs: int = Field(default=3, ge=1, description="times that a run may go back before it ends")
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """Options that would be ignored."""
+        for name in ("spike", "spike_window") if self.spike_factor is None else ():
+            if getattr(self, name) != type(self).model_fields[name].default:
+                yield Conflict((name, "spike_factor"), "expected only with spike_factor, which is not set")
+        for name, answer in (("max_skips", "skip"), ("max_roll_backs", "roll-back")):
+            chosen = answer in (self.non_finite, self.spike)
+            if not chosen and getattr(self, name) != type(self).model_fields[name].default:
+                yield Conflict((name, "non_finite"), f'expected only with "{answer}", which is not set')
+
+    @property
+    def rolls_back(self) -> bool:
+        """Whether the run may go back to a checkpoint."""
+        return "roll-back" in (self.non_finite, self.spike)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from paceline.recipe.lasting import CheckpointRecipe
+from paceline.recipe.lasting import CheckpointRecipe, HealthRecipe
 from paceline.recipe.learning import BatchRecipe, OptimizerRecipe, ScheduleRecipe
 from paceline.recipe.plain import plain
 from paceline.recipe.problems import Conflict, refused
@@ -115,6 +115,7 @@ class Recipe(Table):
     loader: LoaderRecipe = Field(default_factory=LoaderRecipe, description="how samples are fetched")
     evaluate: EvaluateRecipe = Field(default_factory=EvaluateRecipe, description="held-out evaluation")
     checkpoint: CheckpointRecipe = Field(default_factory=CheckpointRecipe, description="when state is saved")
+    health: HealthRecipe = Field(default_factory=HealthRecipe, description="what is done about bad numbers")
     strategy: Strategy = Field(default_factory=Strategy, description="how the work is distributed")
     outer: OuterRecipe = Field(default_factory=OuterRecipe, description="the outer optimizer of diloco")
     runtime: RuntimeRecipe = Field(default_factory=RuntimeRecipe, description="where and how it runs")

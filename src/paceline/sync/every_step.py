@@ -90,7 +90,7 @@ class EveryStep:
         with self._phases.during("optimizer"):
             placed.buffers.end_step(tally.buffers, tally.units)
             update = tail.apply(grads.agreed([u > 0 for u in tally.used], scale), tally)
-            self.reducer.commit()
+            (self.reducer.commit if update.applied else self.reducer.abort)()
         return tally, update
 
     def _tally(self, sums: Sums, placed: Placed, work: LockstepWork, step: int) -> Tally | ShardTally:

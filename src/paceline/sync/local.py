@@ -116,16 +116,17 @@ class LocalRounds:
                 self._phases.take()
                 end = min(self._round_start(placed, state) + self._num_local_steps, feed.num_steps)
                 while state.step < end:
-                    self._half.taken.append(self.inner.step(feed.work, stream, placed, tail))
+                    self._half.taken.append(_counted(*self.inner.step(feed.work, stream, placed, tail)))
                     state.step += 1
                 half = self._half
                 with self._phases.during("communication"):
                     tally = self._agree(half, placed)
                 self._half = _Half()
                 update = half.taken[-1][1]
-                yield step_stats(
+                stats = step_stats(
                     range(half.first, end), feed.work.order, state, tally, update, self._phases, self._net
                 )
+                yield replace(stats, metrics={**stats.metrics, _SKIPPED: tally.metrics[_SKIPPED]})
 
     def abort(self) -> None:
         """See `Rule`."""
@@ -144,7 +145,9 @@ class LocalRounds:
         """Sum the movements, step from the anchors, and go on from there."""
         mine = add_tallies([tally for tally, _ in half.taken])
         change = placed.buffers.change_since(half.buffers)
-        agreement = replace(mine, units=1.0, buffers=change).agree(self._net, self._world, placed.device)
+        metrics = {**mine.metrics, _SKIPPED: float(sum(not update.applied for _, update in half.taken))}
+        mine = replace(mine, units=1.0, buffers=change, metrics=metrics)
+        agreement = mine.agree(self._net, self._world, placed.device)
         self.reducer.begin()
         for i in reversed(range(len(self.anchors))):
             with torch.no_grad():
@@ -175,6 +178,16 @@ class LocalRounds:
         for name, anchor in zip(self.names, self.anchors, strict=True):
             if f"momentum/{name}" in tensors:
                 states[anchor] = {"momentum_buffer": tensors[f"momentum/{name}"].to(anchor.device, copy=True)}
+
+
+_SKIPPED = "skipped"
+
+
+def _counted(tally: Tally, update: Update) -> tuple[Tally, Update]:
+    """A step that was not applied moved nothing: its items have no weight."""
+    if update.applied:
+        return tally, update
+    return replace(tally, total=0.0, count=0.0, metrics=dict.fromkeys(tally.metrics, 0.0)), update
 
 
 def add_tallies(tallies: Sequence[Tally]) -> Tally:

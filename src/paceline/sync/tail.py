@@ -27,7 +27,7 @@ class Update:
     Args:
         grad_norm: of the divided gradient, before the clip; not finite if the update was skipped.
         lr: of the first parameter group.
-        applied: False if an fp16 overflow, or a step without any item, skipped the update.
+        applied: False if an fp16 overflow, a step without any item, or a guard skipped the update.
     """
 
     grad_norm: float
@@ -84,7 +84,7 @@ class UpdateTail:
             grads: summed over every unit of the step, times `grads.scale`; changed in place.
             tally: agreed sums; its count is the divisor.
         Raises:
-            NumericError: a gradient is not finite and the precision has no loss scale to lower.
+            NumericError: a gradient is not finite and there is no loss scale to lower, or not any more.
         """
         scale, lr = self.state.scale, self._set_rates()
         if not tally.count:
@@ -92,7 +92,7 @@ class UpdateTail:
         divisor = grads.scale * (tally.count if self._reduction == "mean" else 1.0)
         norm = global_norm(grads.norms) / divisor
         if not math.isfinite(norm):
-            if not scale.dynamic:
+            if not scale.can_fall:
                 raise self._not_finite(grads)
             scale.update(overflow=True)
             return Update(norm, lr, applied=False)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -24,12 +25,14 @@ from paceline.observe import Phases
 from paceline.optim import build_optimizer
 from paceline.recipe import Recipe, Strategy, support
 from paceline.state import LossScale, TrainState
+from paceline.sync.witness import LossEar
 from paceline.task import Source, Task
 from paceline.training.arrange import Material, Pieces, Setting
+from paceline.training.guard import guard_tail
 from paceline.training.layouts import LAYOUTS
 from paceline.training.numerics import check_numerics
 from paceline.training.rules import RULES
-from paceline.training.session import Session
+from paceline.training.session import Notes, Session
 
 
 def build_session(
@@ -71,12 +74,15 @@ def build_session(
     make_equal(model, setting.net, setting.mesh.world)
     names = metric_names(task, model, device)
     recompute_and_compile(recipe, task, model, device, warn)
-    arranged = LAYOUTS[strategy.layout](setting, Material(task, model, names, device))
+    ear = LossEar(task.loss)
+    material = Material(replace(task, loss=ear), model, names, device)
+    arranged = LAYOUTS[strategy.layout](setting, material)
     optimizer = arranged.adopt(build_task_optimizer(recipe, task, model))
     if recipe.reproducible:
         check_numerics(setting.mesh, setting.net, model, optimizer)
     state = TrainState(model, optimizer, loss_scale(recipe), trained=arranged.trained)
-    feed = build_feed(setting, task, device)
+    feed, notes = build_feed(setting, task, device), Notes()
+    tail = arranged.tail(setting, state, feed.num_steps)
     return Session(
         recipe=recipe,
         cluster=cluster,
@@ -86,8 +92,9 @@ def build_session(
         state=state,
         placed=arranged.placed,
         feed=feed,
-        tail=arranged.tail(setting, state, feed.num_steps),
+        tail=guard_tail(tail, setting, arranged.placed, ear, notes.add),
         rule=RULES[strategy.sync_word](setting, arranged, state),
+        notes=notes,
         closers=setting.closers,
     )
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from paceline.observe import Sink, Stats
+from paceline.sync.health import RollBack
 from paceline.training.evaluation import Evaluation, evaluate
 from paceline.training.hashes import hash_at_interval, tell_hash
 from paceline.training.intervals import reached
@@ -53,9 +54,12 @@ def fit(session: Session, run_dir: Path | None = None, sinks: Sequence[Sink] = (
             stack.callback(sink.close)
         saves = stack.enter_context(open_saves(session, run_dir, sinks))
         before = session.state.step
-        for last in session.rounds():
+        for last in _rounds(session, saves):
             for sink in sinks:
                 sink.step(last)
+            for name, record in session.notes.take():
+                for sink in sinks:
+                    sink.event(name, record)
             stopped = last.stops > 0 and not _done(session)
             hash_at_interval(session, before, sinks)
             if not _done(session) and not stopped:
@@ -67,6 +71,16 @@ def fit(session: Session, run_dir: Path | None = None, sinks: Sequence[Sink] = (
         evaluation = None if stopped else _evaluate(session, saves, sinks)
         saved = saves.finish()
     return Result(session.state.step, last, evaluation, saved, sha256, stopped)
+
+
+def _rounds(session: Session, saves: Saves) -> Iterator[Stats]:
+    """The rounds of a session; where health asks for it, on from an earlier checkpoint."""
+    while True:
+        try:
+            yield from session.rounds()
+            return
+        except RollBack as ask:
+            saves.roll_back(ask)
 
 
 def _account(session: Session, sinks: Sequence[Sink]) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from paceline.checkpoint import Saver
 from paceline.comm.text import share_text
+from paceline.errors import CheckpointError, NumericError
 from paceline.observe import Sink
+from paceline.sync.health import RollBack
 from paceline.training.intervals import EveryMinutes, reached
-from paceline.training.saving import build_saver
+from paceline.training.saving import build_saver, restore
 from paceline.training.session import Session
 
 
@@ -24,7 +26,9 @@ def open_saves(session: Session, run_dir: Path | None, sinks: Sequence[Sink]) ->
 
     saver = None if run_dir is None else build_saver(session, run_dir, warn)
     try:
-        yield Saves(session, saver, sinks)
+        saves = Saves(session, saver, sinks, warn)
+        saves.begin()
+        yield saves
     finally:
         if saver is not None:
             saver.close()
@@ -36,12 +40,17 @@ class Saves:
     Args:
         saver: None: it is never time.
         sinks: are told of every checkpoint when it is there.
+        warn: is told what cannot be used.
     """
 
-    def __init__(self, session: Session, saver: Saver | None, sinks: Sequence[Sink]) -> None:
-        self._session, self._saver, self._sinks = session, saver, sinks
+    def __init__(
+        self, session: Session, saver: Saver | None, sinks: Sequence[Sink], warn: Callable[[str], None]
+    ) -> None:
+        self._session, self._saver, self._sinks, self._warn = session, saver, sinks, warn
         self._first = session.state.step
         self._name: str | None = None
+        self._roll_backs = 0
+        self._returned_to: str | None = None
         self._untold: tuple[int, str] | None = None
         minutes = session.recipe.checkpoint.every_minutes if saver is not None else 0.0
         self._clock = EveryMinutes(minutes, session.is_first, session.sum)
@@ -57,6 +66,48 @@ class Saves:
         if by_time or reached(self._session.recipe.checkpoint.every_steps, before, step):
             self._save(self._saver)
 
+    def begin(self) -> None:
+        """Save where the fit begins, if the run may have to go back there; collective."""
+        if self._saver is not None and self._session.recipe.health.rolls_back and self._here() is None:
+            self._save(self._saver)
+
+    def roll_back(self, ask: RollBack) -> None:
+        """Load the newest valid checkpoint, and leave out the steps from there to the one that went wrong.
+
+        If nothing was saved since the last time, that one is no good, and the one before it is loaded.
+        Collective.
+
+        Raises:
+            NumericError: it went back too often, or there is nothing to go back to.
+        """
+        saver, session = self._who_goes_back(ask), self._session
+        self._roll_backs += 1
+        if self._name is not None:
+            saver.wait_published(self._name)
+        self._tell()
+        session.abort()
+        wrong = session.state.step
+        try:
+            name = restore(session, saver.shelf.files, None, self._warn, before=self._returned_to)
+        except CheckpointError as error:
+            raise _unhelped(ask, f"{error.what}: there is no checkpoint left to go back to") from error
+        self._returned_to = name
+        first, session.state.step = session.state.step, wrong + 1
+        told = {"step": wrong, "checkpoint": name, "left_out": [first, wrong], "reason": ask.what}
+        for sink in self._sinks:
+            sink.event("roll-back", told)
+
+    def _who_goes_back(self, ask: RollBack) -> Saver:
+        """The saver, if there is one and the run may go back once more."""
+        most = self._session.recipe.health.max_roll_backs
+        if self._saver is None:
+            raise _unhelped(ask, "there is no checkpoint to go back to, as there is no run folder")
+        if self._roll_backs == most:
+            raise _unhelped(
+                ask, f"the run has gone back {most} times, and health.max_roll_backs allows no more"
+            )
+        return self._saver
+
     def score(self, loss: float) -> None:
         """The evaluation loss of the present step."""
         if self._saver is not None:
@@ -66,10 +117,7 @@ class Saves:
         """Begin to save the end of the fit, if that is not where a checkpoint is already; collective."""
         if self._saver is None:
             return
-        unmoved = self._session.state.step == self._first
-        here = self._saver.shelf.newest_at(self._first) if unmoved and self._session.is_first else None
-        mesh, net = self._session.mesh, self._session.net
-        self._name = share_text(here or "", mesh.world, net, self._session.placed.device) or None
+        self._name = self._here() if self._session.state.step == self._first else None
         if self._name is None:
             self._save(self._saver)
 
@@ -82,9 +130,16 @@ class Saves:
         self._saver.tidy()
         return self._saver.shelf.files.place(self._name)
 
+    def _here(self) -> str | None:
+        """The newest checkpoint, if it is of the present step; collective."""
+        session, saver = self._session, self._saver
+        found = saver.shelf.newest_at(session.state.step) if saver is not None and session.is_first else None
+        return share_text(found or "", session.mesh.world, session.net, session.placed.device) or None
+
     def _save(self, saver: Saver) -> None:
         saver.finish()
         self._tell()
+        self._returned_to = None
         self._name = saver.save()
         self._untold = (self._session.state.step, self._name)
         self._clock.restart()
@@ -98,3 +153,8 @@ class Saves:
         path = self._saver.shelf.files.place(name)
         for sink in self._sinks:
             sink.event("checkpoint", {"step": step, "path": path})
+
+
+def _unhelped(ask: RollBack, why: str) -> NumericError:
+    """The trouble that asked to go back, and why that cannot be."""
+    return NumericError(f"{ask.what}; {why}", where=ask.where, next_step=ask.next_step)

@@ -52,20 +52,26 @@ def build_saver(session: Session, run_dir: Path, warn: Callable[[str], None]) ->
 
 
 def restore(
-    session: Session, files: Files, name: str | None = None, warn: Callable[[str], None] = lambda text: None
+    session: Session,
+    files: Files,
+    name: str | None = None,
+    warn: Callable[[str], None] = lambda text: None,
+    *,
+    before: str | None = None,
 ) -> str:
     """Go on from a checkpoint; collective. Every rank reads and checks all of it.
 
     Args:
         name: which one; None: the newest that is valid.
         warn: is told, on rank 0, which ones cannot be used and why.
+        before: only those that were saved before this one.
     Returns:
         The name of the checkpoint.
     Raises:
         CheckpointError: the named one is damaged or does not fit, or there is no valid one.
     """
     refusal: CheckpointError | None = None
-    for candidate in [name] if name else _newest_first(session, files, warn):
+    for candidate in [name] if name else _newest_first(session, files, before, warn):
         refusal = _try(session, files, candidate, warn)
         if refusal is None:
             return candidate
@@ -79,12 +85,15 @@ def restore(
     )
 
 
-def _newest_first(session: Session, files: Files, warn: Callable[[str], None]) -> list[str]:
+def _newest_first(
+    session: Session, files: Files, before: str | None, warn: Callable[[str], None]
+) -> list[str]:
     """Rank 0 looks; the others follow."""
     found: list[str] = []
     if session.is_first:
         shelf = Shelf.look(files)
         found = [kept.name for kept in reversed(shelf.whole)]
+        found = found[found.index(before) + 1 :] if before in found else found
         for error in shelf.broken.values():
             warn(error.what)
     text = share_text(json.dumps(found), session.mesh.world, session.net, session.placed.device)

@@ -22,6 +22,22 @@ from paceline.sync import Rule, Tail
 from paceline.task import Task
 
 
+class Notes:
+    """What has happened beside the steps, until somebody takes it."""
+
+    def __init__(self) -> None:
+        self._events: list[tuple[str, Mapping[str, Any]]] = []
+
+    def add(self, name: str, record: Mapping[str, Any]) -> None:
+        """An event, and what there is to know about it."""
+        self._events.append((name, record))
+
+    def take(self) -> list[tuple[str, Mapping[str, Any]]]:
+        """All since the last call."""
+        events, self._events = self._events, []
+        return events
+
+
 @dataclass
 class Session:
     """One rank of a training job. Build it with `build_session`.
@@ -31,6 +47,7 @@ class Session:
         placed: the model as this rank holds it.
         tail: makes updates.
         rule: owns the loop.
+        notes: steps that were left out, and why; `fit` hands them to the sinks.
         closers: what `close` calls.
     """
 
@@ -44,6 +61,7 @@ class Session:
     feed: Feed
     tail: Tail
     rule: Rule
+    notes: Notes = field(default_factory=Notes)
     closers: list[Callable[[], None]] = field(default_factory=list)
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from paceline.cluster import Cluster
 from paceline.errors import StrategyError
 from paceline.layout import Precision
 from paceline.optim import build_schedule
-from paceline.recipe import Recipe
+from paceline.recipe import HealthRecipe, Recipe
 from paceline.task import Task
 from paceline.training import Pieces
 from paceline.training.build import (
@@ -76,6 +76,7 @@ def compare_with_oracle(
             next_step="verify the same recipe with sync=every-step codec=fp32, and compare losses over seeds",
         )
     pieces = pieces or Pieces()
+    recipe = recipe.replace(health=HealthRecipe())  # a step that is left out has nothing to compare
     oracle = build_oracle(recipe, replace(task, model=copy.deepcopy(task.model)), device)
     recorded = replace(pieces, tail=recording(pieces.tail))
     session = build_session(recipe, task, cluster, device, pieces=recorded)

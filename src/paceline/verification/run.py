@@ -23,6 +23,7 @@ from paceline.layout.whole import Snapshot, gather_whole
 from paceline.slot import Piece
 from paceline.state import TrainState
 from paceline.sync import Gathered, gradient_scale
+from paceline.sync.health import Guarded
 from paceline.training import Session
 from paceline.verification.compare import (
     NORM_ERROR,
@@ -100,7 +101,9 @@ class Verifier:
     """
 
     def __init__(self, session: Session, oracle: Oracle) -> None:
-        tail = session.tail.inner if isinstance(session.tail, Gathered) else session.tail
+        tail = session.tail
+        while isinstance(tail, Guarded | Gathered):
+            tail = tail.inner
         if not isinstance(tail, RecordingTail):
             raise TaskError("verify needs a session with a recording tail", next_step="use verify.build_pair")
         self.session, self.oracle = session, oracle

@@ -1,0 +1,146 @@
+"""What a checkpoint costs: how long training waits for one, what it loses, and how fast it is written.
+
+One process, all cores, a state of 512 MiB (parameters and two moments, fp32). In every block of steps one
+save is begun between two steps. *Blocked* is the time that training cannot go on: in the call itself, and
+where the optimizer waits for a copy. *Lost* is how much longer the whole block took than a block without
+a save, with the writing that goes on beside the steps.
+"""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from benchmarks.checkpoint_ways import (
+    BLOCK_BYTES,
+    Job,
+    Size,
+    Turn,
+    Way,
+    copy_way,
+    dcp_way,
+    our_saver,
+    timed,
+    write_plainly,
+)
+from benchmarks.report import Report, Table, present
+from paceline.checkpoint import Saver
+
+_MIB = 2**20
+FULL, QUICK = Size(2112, 10, 128, 6, 5), Size(64, 2, 8, 3, 2)
+
+
+def take_turns(job: Job, ways: Sequence[Way], size: Size, turn: Turn) -> None:
+    """Blocks of all ways in alternating order, after one block of each to warm up."""
+    for way in ways:
+        way.block(job, 2)
+        way.blocked.clear()
+        way.totals.clear()
+    for i in range(size.repeats):
+        for way in ways if i % 2 == 0 else reversed(ways):
+            turn()
+            way.block(job, size.steps)
+
+
+def stall_table(ways: Sequence[Way], size: Size, num_bytes: int) -> Table:
+    """Blocked and lost, and both as a share of a save that blocks."""
+    base = statistics.median(ways[0].totals)
+    blocking = next(way for way in ways if way.name.endswith("blocking"))
+    whole = statistics.median(blocking.blocked)
+    rows = []
+    for way in ways[1:]:
+        blocked, lost = statistics.median(way.blocked), statistics.median(way.totals) - base
+        rows.append(
+            (
+                way.name,
+                f"{blocked * 1e3:.1f}",
+                f"{min(way.blocked) * 1e3:.1f} .. {max(way.blocked) * 1e3:.1f}",
+                f"{blocked / whole:.1%}",
+                f"{lost * 1e3:.0f}",
+                f"{lost / whole:.0%}",
+            )
+        )
+    title = (
+        f"One save of {num_bytes / _MIB:.0f} MiB in {size.steps} steps of {base / size.steps * 1e3:.0f} ms,"
+        f" {size.repeats} blocks of each"
+    )
+    columns = ("side", "blocked ms", "min .. max", "of a blocking save", "lost ms", "of a blocking save")
+    return Table(title, columns, rows)
+
+
+def speed_table(job: Job, folder: Path, saver: Saver, repeats: int, turn: Turn) -> Table:
+    """Write speed against one sequential writer, in turns. What a side wrote is removed after its turn."""
+    data = torch.zeros(job.num_bytes(), dtype=torch.uint8).random_().numpy().data
+    blocks = [data[i : i + BLOCK_BYTES] for i in range(0, len(data), BLOCK_BYTES)]
+    plain, theirs = folder / "plain", folder / "dcp-save"
+    sides: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+        "one sequential writer with fsync": (lambda: write_plainly(plain, blocks), plain.unlink),
+        "Paceline, blocking (hashed, manifest, fsync)": (saver.save, lambda: None),  # it removes the last one
+        "DCP save": (lambda: save_by_dcp(job, theirs), lambda: shutil.rmtree(theirs)),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for i in range(repeats + 1):
+        for name, (call, remove) in sides.items():
+            turn()
+            spent = timed(call)
+            remove()
+            job.state.step += 1
+            seconds[name] += [spent] if i else []  # the first one warms up
+    base = statistics.median(seconds["one sequential writer with fsync"])
+    rows = [
+        (
+            name,
+            f"{job.num_bytes() / _MIB / statistics.median(found):.0f}",
+            f"{min(found) * 1e3:.0f} .. {max(found) * 1e3:.0f}",
+            f"{base / statistics.median(found):.2f}",
+        )
+        for name, found in seconds.items()
+    ]
+    return Table("Write speed", ("side", "MiB/s", "min .. max ms", "of the sequential writer"), rows)
+
+
+def save_by_dcp(job: Job, folder: Path) -> None:
+    """`torch.distributed.checkpoint.save`, of one process."""
+    dcp.save(job.state.tensors(), storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+
+
+def measure(quick: bool) -> Report:
+    """Both tables."""
+    size = QUICK if quick else FULL
+    job = Job(size)
+    job.step()
+    with ExitStack() as stack:
+        root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="checkpoint-")))
+        turn = Turn(root, job.num_bytes())
+        blocking = stack.enter_context(our_saver(job, root / "blocking", background=False))
+        beside = stack.enter_context(our_saver(job, root / "background", background=True))
+        ways = [
+            Way("no save", lambda: None),
+            Way("Paceline, blocking", blocking.save),
+            Way(
+                "Paceline, background",
+                beside.save,
+                finish=beside.finish,
+                waited=lambda: beside.blocked_seconds,
+            ),
+            dcp_way(job, root / "dcp", asynchronous_copy=False),
+            dcp_way(job, root / "dcp-staged", asynchronous_copy=True),
+            copy_way(job),
+        ]
+        take_turns(job, ways, size, turn)
+        tables = [stall_table(ways, size, job.num_bytes())]
+        tables.append(speed_table(job, root, blocking, size.repeats, turn))
+    data = {way.name: {"blocked": way.blocked, "block": way.totals} for way in ways}
+    return Report("What a checkpoint of 512 MiB costs training, one process.", tables, {"ways": data})
+
+
+if __name__ == "__main__":
+    present(measure, __doc__ or "")

@@ -1,0 +1,155 @@
+"""Who saw a bad number first: rank and tensor, from what every rank still has of its step.
+
+Nothing is computed or sent until there is trouble: then gradients of this rank are still in place, and its
+losses were kept as they are, unread.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from paceline.comm import Gradients, Net
+from paceline.comm.text import gather_texts
+from paceline.errors import NumericError
+from paceline.layout import Placed
+from paceline.mesh import Group
+from paceline.task import Loss, LossFunction
+
+_MOST_UNITS = 1024
+_NEXT_STEP = "lower optimizer.lr, set optimizer.clip_norm, look at the samples of this step, or see [health]"
+
+
+class LossEar:
+    """A loss function that keeps what it said in training, for when a rank must be named."""
+
+    def __init__(self, loss: LossFunction) -> None:
+        self._loss = loss
+        self._heard: deque[Loss] = deque(maxlen=_MOST_UNITS)
+
+    def __call__(self, model: Any, batch: Any) -> Loss:
+        """The loss itself."""
+        found = self._loss(model, batch)
+        if model.training and isinstance(found, Loss):
+            self._heard.append(Loss(found.total.detach(), found.count))
+        return found
+
+    def take(self) -> list[Loss]:
+        """What was said since the last call."""
+        heard = [*self._heard]
+        self._heard.clear()
+        return heard
+
+
+@dataclass(frozen=True)
+class Testimony:
+    """What one rank has of a step.
+
+    Args:
+        rank: in the world.
+        loss: mean over its items; None where no loss was computed.
+        tensor: its gradient that is not finite, the one nearest the loss; if all are finite, the largest.
+        num_bad, num_values: values of that gradient that are not finite, and all of them.
+        num_tensors: how many gradients are not finite.
+        own: whether the gradients are this rank's; else they are sums over ranks.
+    """
+
+    rank: int
+    loss: float | None
+    tensor: str = ""
+    num_bad: int = 0
+    num_values: int = 0
+    num_tensors: int = 0
+    own: bool = True
+
+    @property
+    def loss_is_bad(self) -> bool:
+        """Whether its loss is not finite."""
+        return self.loss is not None and not math.isfinite(self.loss)
+
+    def __str__(self) -> str:
+        parts = [] if self.loss is None else [f"the loss is {self.loss:.6g}"]
+        return f"on rank {self.rank} " + " and ".join([*parts, *([self.gradient] if self.num_bad else [])])
+
+    @property
+    def gradient(self) -> str:
+        """What is known of the gradient that is not finite."""
+        what = "gradient" if self.own else "sum over ranks of the gradient"
+        more = f", and so are {self.num_tensors - 1} others" if self.num_tensors > 1 else ""
+        return (
+            f"the {what} of '{self.tensor}' is not finite ({self.num_bad} of {self.num_values} values{more})"
+        )
+
+
+@dataclass(frozen=True)
+class Witness:
+    """Finds the rank and the tensor behind a trouble.
+
+    Args:
+        placed: this rank's parameters, with their own gradients still in place; where sums are taken in one
+            order, units have no gradient that lasts, and the sums must do.
+        ear: this rank's losses.
+        group: the ranks that take a step together.
+    """
+
+    placed: Placed
+    ear: LossEar
+    group: Group
+    net: Net
+
+    def non_finite(self, what: str, step: int, heard: Sequence[Loss], sums: Gradients) -> NumericError:
+        """The error for a sum that is not finite; collective.
+
+        Args:
+            heard: this rank's losses of the step.
+            sums: over ranks, as far as this rank has them.
+        """
+        wrong = [one for one in self._ask_all(heard, sums) if one.num_bad or one.loss_is_bad]
+        if not wrong:
+            text = f"{what} in step {step}: what each rank has is finite, and the sum over ranks is not"
+            return NumericError(text, where=f"step {step}", next_step=_NEXT_STEP)
+        named = max(wrong, key=lambda one: one.loss_is_bad)
+        if not named.loss_is_bad:
+            named = wrong[-1]  # of stages the last: nearest the loss, where backward begins
+            if not named.own:
+                text = f"{what} in step {step}: {named.gradient}"
+                return NumericError(text, where=f"step {step}", next_step=_NEXT_STEP)
+        others = ", ".join(str(one.rank) for one in wrong if one.own and one is not named)
+        text = f"{what} in step {step}: {named}" + (f"; it has reached rank {others}" if others else "")
+        return NumericError(text, where=f"rank {named.rank}, step {step}", next_step=_NEXT_STEP)
+
+    def spike(self, what: str, step: int, heard: Sequence[Loss], sums: Gradients) -> NumericError:
+        """The error for a loss that stands out; collective."""
+        seen = self._ask_all(heard, sums)
+        worst = max(seen, key=lambda one: -math.inf if one.loss is None else one.loss)
+        text = f"{what}: {worst}, and the largest gradient is that of '{worst.tensor}'"
+        return NumericError(text, where=f"rank {worst.rank}, step {step}", next_step=_NEXT_STEP)
+
+    def _ask_all(self, heard: Sequence[Loss], sums: Gradients) -> list[Testimony]:
+        """What every rank of the group has, by rank. Wire: one ragged all_gather."""
+        own = json.dumps(asdict(self._testify(heard, sums)))
+        return [Testimony(**json.loads(text)) for text in gather_texts(own, self.group, self.net)]
+
+    def _testify(self, heard: Sequence[Loss], sums: Gradients) -> Testimony:
+        rank = self.group.ranks[self.group.rank]
+        count = sum(float(loss.count) for loss in heard)
+        loss = sum(float(loss.total) for loss in heard) / count if count else None
+        norms: dict[str, float] = {}
+        bad: list[tuple[str, int, int]] = []
+        grads = [p.grad for p in self.placed.parameters]
+        own = any(grad is not None for grad in grads)
+        for slot, grad in zip(self.placed.slots, grads if own else sums.tensors, strict=True):
+            if grad is None:
+                continue
+            num_bad = grad.numel() - int(torch.isfinite(grad).sum())
+            bad += [(slot.name, num_bad, grad.numel())] if num_bad else []
+            norms[slot.name] = float(torch.linalg.vector_norm(grad))
+        if bad:
+            return Testimony(rank, loss, *bad[-1], num_tensors=len(bad), own=own)
+        return Testimony(rank, loss, max(norms, key=lambda name: norms[name], default=""), own=own)

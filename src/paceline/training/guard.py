@@ -1,0 +1,52 @@
+"""Put a guard around a session's tail, as the recipe's health section says."""
+
+from __future__ import annotations
+
+from paceline.errors import StrategyError
+from paceline.layout import Placed
+from paceline.mesh import Group, Mesh
+from paceline.recipe import HealthRecipe, Strategy
+from paceline.sync import Tail
+from paceline.sync.health import ANSWERS, Answers, Guarded, Note, Watch
+from paceline.sync.witness import LossEar, Witness
+from paceline.training.arrange import Setting
+
+
+def guard_tail(inner: Tail, setting: Setting, placed: Placed, ear: LossEar, note: Note) -> Tail:
+    """A tail that looks before it updates; the inner one where no rank sees the sums of a step.
+
+    Args:
+        note: is told of every step that is left out.
+    Raises:
+        StrategyError: the strategy cannot do what the health section asks for.
+    """
+    health, strategy = setting.recipe.health, setting.recipe.strategy
+    group = _who_steps_together(setting.mesh).get(strategy.sync_word)
+    _refuse(health, strategy, group is not None)
+    if group is None:
+        return inner
+    watch = Watch(health.spike_factor, health.spike_window)
+    if health.spike_factor is not None and group.size == setting.mesh.world.size:
+        inner.state.keepers["health"] = watch
+    answers = Answers(ANSWERS[health.non_finite], ANSWERS[health.spike], health.max_skips)
+    return Guarded(inner, watch, Witness(placed, ear, group, setting.net), answers, note)
+
+
+def _who_steps_together(mesh: Mesh) -> dict[str, Group]:
+    """By the word of a rule, the ranks that see the same sums in a step: all, or those of a replica."""
+    return {"every-step": mesh.world, "local": mesh.inside, "diloco": mesh.inside}
+
+
+def _refuse(health: HealthRecipe, strategy: Strategy, guarded: bool) -> None:
+    """Under some rules a part of the ranks would go on with a step that others leave out."""
+    if health.rolls_back and strategy.sync_word != "every-step":
+        raise StrategyError(
+            f'health: "roll-back" needs sync=every-step, and the strategy is {strategy}',
+            next_step='choose "stop"' + (' or "skip"' if guarded else ""),
+        )
+    if not guarded and health != HealthRecipe():
+        raise StrategyError(
+            f"health: under {strategy} no rank sees all of a step, so nothing can be asked for but that a"
+            " gradient that is not finite ends the run",
+            next_step="leave the health section out, or choose sync=every-step, local or diloco",
+        )

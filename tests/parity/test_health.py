@@ -1,0 +1,217 @@
+"""Bad numbers: seen before the update, named by tensor, rank and step, and answered as the recipe says."""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.cluster import Cluster
+from paceline.errors import RecipeError, StrategyError
+from paceline.observe import JsonLines
+from paceline.sync.health import Guarded
+from paceline.testing import run_ranks
+from paceline.testing.parity import session_of
+from paceline.training import fit
+from tests.parity.unhealthy import (
+    BAD_STEP,
+    STEPS,
+    STRATEGIES,
+    bad_slope,
+    build,
+    distance,
+    recipe,
+    run_without,
+    train,
+)
+
+pytestmark = pytest.mark.capability("K8")
+bad = partial(build, math.nan)
+
+
+@pytest.mark.parametrize(("num_ranks", "strategy"), STRATEGIES)
+def test_stop_names_the_tensor_the_rank_and_the_step(num_ranks: int, strategy: str) -> None:
+    for found in run_ranks(train, num_ranks, recipe(strategy), bad):
+        assert f"the loss is nan in step {BAD_STEP}: on rank {num_ranks - 1} the loss is nan" in found.said
+        assert f"where: rank {num_ranks - 1}, step {BAD_STEP}" in found.said
+        assert "gradient of 'last.bias' is not finite (1 of 1 values" in found.said
+        assert "next:  lower optimizer.lr" in found.said
+        assert [step for step, _ in found.seen] == list(range(BAD_STEP))
+    reached = "it has reached rank 0" in found.said
+    assert reached == ("pipeline" in strategy)  # replicas have gradients of their own
+
+
+def slope(cluster: Cluster, reproducible: bool = False) -> str:
+    return train(cluster, recipe(more={"reproducible": reproducible}), bad_slope).said
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_gradient_is_named_where_every_loss_is_finite(num_ranks: int) -> None:
+    for said in run_ranks(slope, num_ranks):
+        assert f"the gradient is not finite in step {BAD_STEP}: " in said
+        assert f"on rank {num_ranks - 1} the loss is " in said and "the loss is nan" not in said
+        assert "gradient of 'norm.weight' is not finite (4 of 4 values)" in said
+
+
+def test_where_sums_are_taken_in_one_order_they_must_do() -> None:
+    """Nobody keeps the gradient of a rank then; a loss that is not finite still names its rank."""
+    for said in run_ranks(slope, 2, True):
+        assert "the sum over ranks of the gradient of 'norm.weight' is not finite (4 of 4 values)" in said
+        assert f"where: step {BAD_STEP}" in said
+    for found in run_ranks(train, 2, recipe(more={"reproducible": True}), bad):
+        assert "on rank 1 the loss is nan" in found.said and f"where: rank 1, step {BAD_STEP}" in found.said
+
+
+@pytest.mark.parametrize(("num_ranks", "strategy"), STRATEGIES)
+def test_skip_leaves_the_step_out_as_if_it_had_not_been(num_ranks: int, strategy: str) -> None:
+    """Neither parameters nor moments nor the statistics of BatchNorm hold anything of it."""
+    right = run_without([BAD_STEP])
+    for found in run_ranks(train, num_ranks, recipe(strategy, non_finite="skip"), bad):
+        assert found.said == ""
+        assert [step for step, applied in found.seen if not applied] == [BAD_STEP]
+        (note,) = [record for name, record in found.events if name == "skip"]
+        assert note["step"] == BAD_STEP and f"on rank {num_ranks - 1} the loss is nan" in note["reason"]
+        assert all(bool(t.isfinite().all()) for t in found.end.values())
+        assert int(found.end["model/norm.num_batches_tracked"]) == STEPS - 1
+        close = 1e-5 if "int8" not in strategy else 1e-2
+        assert distance(found.end, right) <= close
+
+
+def coded(cluster: Cluster, make: Any, steps: int) -> dict[str, torch.Tensor]:
+    chosen = recipe("replicas=all codec=int8", non_finite="skip", more={"steps": steps})
+    return train(cluster, chosen, make).end
+
+
+def test_what_coding_owes_is_not_lost_with_a_step() -> None:
+    """The run that never had the step ends with the same bits, residuals and all."""
+    with_it = run_ranks(coded, 2, bad, STEPS)
+    without = run_ranks(coded, 2, partial(build, math.nan, without=[BAD_STEP]), STEPS - 1)
+    for a, b in zip(with_it, without, strict=True):
+        assert any(name.startswith("residual/") for name in a)
+        assert all(torch.equal(a[name], t) for name, t in b.items())
+
+
+def test_the_twin_that_keeps_the_residuals_of_the_step_ends_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def committing(cluster: Cluster) -> dict[str, torch.Tensor]:
+        from paceline.comm.wire import CodedWire
+
+        setattr(CodedWire, "abort", CodedWire.commit)  # noqa: B010
+        return coded(cluster, bad, STEPS)
+
+    broken, *_ = run_ranks(committing, 2)
+    without, *_ = run_ranks(coded, 2, partial(build, math.nan, without=[BAD_STEP]), STEPS - 1)
+    assert not all(torch.equal(broken[name], t) for name, t in without.items())
+
+
+def test_skipping_has_an_end() -> None:
+    found = train(Cluster.single(), recipe(non_finite="skip", max_skips=3), lambda: bad(range(4, STEPS)))
+    assert "step 7" in found.said and "the 3 steps before it were left out already" in found.said
+    assert "health.max_skips" in found.said
+
+
+def test_while_all_is_well_nothing_is_sent_for_it() -> None:
+    """The ledger of a guarded run is that of a run whose tail is bare."""
+
+    def sent(cluster: Cluster, guarded: bool) -> dict[Any, int]:
+        session = session_of(cluster, recipe(non_finite="skip", spike_factor=9.0), lambda: build(0.5))
+        assert isinstance(session.tail, Guarded)
+        session.tail = session.tail if guarded else session.tail.inner
+        list(session.rounds())
+        return {key: entry.calls for key, entry in session.net.ledger.rows.items()}
+
+    assert run_ranks(sent, 2, True) == run_ranks(sent, 2, False)
+
+
+# fp16
+
+
+def half(cluster: Cluster, scale: float, make: Any, **health: Any) -> Any:
+    precision = {"compute": "fp16", "init_scale": scale, "growth_steps": 4}
+    return train(cluster, recipe(more={"precision": precision}, **health), make)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_an_overflow_of_fp16_is_no_error(num_ranks: int) -> None:
+    for found in run_ranks(half, num_ranks, 2.0**20, partial(build, 0.5)):
+        overflows = [step for step, applied in found.seen if not applied]
+        assert found.said == "" and overflows and len(overflows) < STEPS
+        assert not [name for name, _ in found.events if name == "skip"]
+
+
+def test_a_bad_sample_under_fp16_is_one() -> None:
+    assert f"the loss is nan in step {BAD_STEP}" in half(Cluster.single(), 1.0, bad).said
+
+
+def test_a_scale_that_can_fall_no_further_cures_nothing() -> None:
+    """Each step before left the run where it was, and the next would have done so for ever."""
+    found = half(Cluster.single(), 2.0**-21, lambda: bad_slope_from(2))
+    assert [applied for _, applied in found.seen] == [True, True, False, False, False]
+    assert "the gradient is not finite in step 5" in found.said
+
+
+def bad_slope_from(step: int) -> Any:
+    task = bad_slope()
+    for i in range(8 * step, 8 * STEPS):
+        task.data[i].fill_(-1.0)
+    return task
+
+
+# Where not all ranks take the same steps
+
+
+def alone(cluster: Cluster) -> tuple[bool, int, list[float]]:
+    """Replicas that train alone: the one with the bad sample leaves out its step, the other does not."""
+    session = session_of(cluster, recipe("replicas=2 sync=local:2", non_finite="skip"), bad)
+    stats = list(session.rounds())
+    finite = all(bool(t.isfinite().all()) for t in session.state.tensors().values())
+    assert all(math.isfinite(one.loss) for one in stats)
+    return finite, session.state.updates, [one.metrics["skipped"] for one in stats]
+
+
+def test_under_local_sgd_a_replica_answers_for_itself() -> None:
+    (finite, updates, skipped), (other_finite, other_updates, told) = run_ranks(alone, 2)
+    assert finite and other_finite
+    assert (updates, other_updates) == (STEPS, STEPS - 1)
+    assert skipped == told == [0, 0, 0, 1, 0, 0]  # rank 0, who reports, knows of it
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "strategy", "health"),
+    [
+        (1, "replicas=1 sync=local:2", {"non_finite": "roll-back"}),
+        (2, "replicas=1 pipeline=2 sync=pipedream", {"non_finite": "skip"}),
+        (2, "replicas=1 servers=1 sync=server-async", {"spike_factor": 3.0}),
+    ],
+)
+def test_what_a_strategy_cannot_do_is_refused(num_ranks: int, strategy: str, health: dict[str, Any]) -> None:
+    def build_it(cluster: Cluster) -> str:
+        try:
+            session_of(cluster, recipe(strategy, **health), bad)
+        except StrategyError as error:
+            return str(error)
+        return ""
+
+    assert all("health: " in said and "sync=every-step" in said for said in run_ranks(build_it, num_ranks))
+
+
+def test_options_that_would_do_nothing_are_refused() -> None:
+    for health in ({"spike": "skip"}, {"spike_window": 8}, {"max_skips": 2}, {"max_roll_backs": 2}):
+        with pytest.raises(RecipeError, match=f"health.{next(iter(health))}: expected only with"):
+            recipe(**health)
+
+
+def test_what_happened_is_in_the_metrics(tmp_path: Path) -> None:
+    session = session_of(Cluster.single(), recipe(non_finite="skip"), partial(build, math.inf))
+    fit(session, None, [JsonLines(tmp_path / "metrics.jsonl")])
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    (event,) = [line for line in lines if line["event"] == "skip"]
+    assert event["step"] == BAD_STEP and "on rank 0 the loss is nan" in event["reason"]
+    (step,) = [line for line in lines if line["event"] == "step" and not line["applied"]]
+    assert (step["step"], step["loss"], step["grad_norm"]) == (BAD_STEP, "nan", "nan")

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from paceline.cli import recipe, run, train, verify
+from paceline.cli import recipe, run, runs, train, verify
 from paceline.cli.console import fail
 from paceline.errors import PacelineError
 
@@ -27,6 +27,8 @@ app.command(
         "allow_interspersed_args": False,
     },
 )(run.run)
+app.command("runs")(runs.runs)
+app.command("report")(runs.report)
 app.command("strategies")(recipe.strategies)
 recipes = typer.Typer(help="Look at recipes.", no_args_is_help=True)
 recipes.command("show")(recipe.show)

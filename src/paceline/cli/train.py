@@ -10,11 +10,14 @@ import typer
 
 from paceline.cli import options
 from paceline.cli.console import output
+from paceline.cli.failure import record_failure
 from paceline.cli.start import launch_again, worker_cluster
 from paceline.cluster import Cluster
 from paceline.errors import RecipeError
 from paceline.launch import guard
 from paceline.recipe import Recipe
+from paceline.recipe.spell import spell
+from paceline.report import checked_run, new_run_dir
 
 STOPPED_EXIT_CODE = 143
 
@@ -48,7 +51,13 @@ def train(
         _work(cluster, resolved, path, resume)
     count = options.processes_for(resolved, processes, nodes)
     placement = options.Placement(count, nodes, node_rank, rendezvous, token)
-    sys.exit(launch_again(placement, resolved.runtime.threads).exit_code)
+    named = resolved.run_dir or new_run_dir(resolved.task)
+    run_dir = Path(named) if resume is None else checked_run(resume)
+    again = ["--set", f"run_dir={spell(str(run_dir))}"] if resume is None else []
+    outcome = launch_again(placement, resolved.runtime.threads, *again)
+    if outcome.failures and node_rank == 0:
+        record_failure(run_dir, outcome)
+    sys.exit(outcome.exit_code)
 
 
 def _work(cluster: Cluster, recipe: Recipe, path: Path, resume: Path | None) -> None:

@@ -6,6 +6,7 @@ on a number of processes. Nothing here starts, trains or reads the environment.
 
 from paceline.recipe.dump import to_toml
 from paceline.recipe.load import load_recipe
+from paceline.recipe.log import LogRecipe
 from paceline.recipe.model import (
     BatchRecipe,
     CheckpointRecipe,
@@ -27,6 +28,7 @@ __all__ = [
     "CheckpointRecipe",
     "EvaluateRecipe",
     "LoaderRecipe",
+    "LogRecipe",
     "MemoryRecipe",
     "OptimizerRecipe",
     "PrecisionRecipe",

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from paceline.recipe.log import LogRecipe
 from paceline.recipe.plain import plain
 from paceline.recipe.problems import Conflict, refused
 from paceline.recipe.strategy import Strategy
@@ -220,6 +221,7 @@ class Recipe(Table):
     loader: LoaderRecipe = Field(default_factory=LoaderRecipe, description="how samples are fetched")
     evaluate: EvaluateRecipe = Field(default_factory=EvaluateRecipe, description="held-out evaluation")
     checkpoint: CheckpointRecipe = Field(default_factory=CheckpointRecipe, description="when state is saved")
+    log: LogRecipe = Field(default_factory=LogRecipe, description="what is written down")
     strategy: Strategy = Field(default_factory=Strategy, description="how the work is distributed")
     outer: OuterRecipe = Field(default_factory=OuterRecipe, description="the outer optimizer of diloco")
     runtime: RuntimeRecipe = Field(default_factory=RuntimeRecipe, description="where and how it runs")

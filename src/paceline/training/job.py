@@ -17,8 +17,10 @@ import torch
 from rich.console import Console
 
 from paceline.cluster import Cluster
-from paceline.observe import JsonLines, Progress, Sink
+from paceline.observe import JsonLines, Progress, Sink, TextLog
 from paceline.recipe import Recipe
+from paceline.report import write_report
+from paceline.report.folder import LOG, METRICS, REPORT
 from paceline.task import Task
 from paceline.tasks import load_task, run_build
 from paceline.training import run_folder
@@ -147,16 +149,30 @@ def train(
             run_folder.restore(session, resume)
         result = fit(session, run_dir, sinks(session, run_dir, talks))
         session.complete()
+        if session.is_first:
+            _report(run_dir, warn)
         if talks is not None:
             conclude(session, result, run_dir, talks)
         return result
 
 
+def _report(run_dir: Path, warn: Callable[[str], None]) -> None:
+    """The page of the run; a disk that has no room for it takes nothing from the run."""
+    try:
+        write_report(run_dir)
+    except OSError as error:
+        warn(f"the report cannot be written: {error}; free space, then `paceline report {run_dir}`")
+
+
 def sinks(session: Session, run_dir: Path, console: Console | None) -> list[Sink]:
-    """Rank 0 writes metrics, and shows progress where there is a console."""
+    """Rank 0 writes metrics and a log, and shows progress where there is a console."""
     if not session.is_first:
         return []
-    found: list[Sink] = [JsonLines(run_dir / "metrics.jsonl")]
+    level, full = session.recipe.log.level, session.recipe.log.rotate_bytes
+    found: list[Sink] = [
+        JsonLines(run_dir / METRICS, level=level, rotate_bytes=full),
+        TextLog(run_dir / LOG, level=level, rotate_bytes=full),
+    ]
     if console is not None:
         tokens = session.task.num_tokens_per_sample
         found.append(Progress(console, session.state.step, session.num_steps, tokens))
@@ -173,7 +189,8 @@ def conclude(session: Session, result: Result, run_dir: Path, console: Console) 
     resume = f"paceline train --resume {run_dir} -n {session.cluster.world_size}{_longer(session, result)}"
     lines += [
         f"checkpoint: {result.checkpoint}",
-        f"metrics:    {run_dir / 'metrics.jsonl'}",
+        f"metrics:    {run_dir / METRICS}",
+        f"report:     {run_dir / REPORT}",
         f"resume:     {resume}",
     ]
     for line in lines:

@@ -10,6 +10,7 @@ from pathlib import Path
 from paceline import checkpoint
 from paceline.observe import Sink, Stats
 from paceline.training.evaluation import Evaluation, evaluate
+from paceline.training.records import RankRecords, run_record
 from paceline.training.session import Session
 
 
@@ -47,17 +48,24 @@ def fit(session: Session, run_dir: Path | None = None, sinks: Sequence[Sink] = (
     with ExitStack() as stack:
         for sink in sinks:
             stack.callback(sink.close)
+            sink.event("run", run_record(session))
+        ranks = RankRecords(session, sinks, written=run_dir is not None)
         before = session.state.step
         for last in session.rounds():
             for sink in sinks:
                 sink.step(last)
+            ranks.step(last)
             stopped = last.stops > 0 and not _done(session)
             if not _done(session) and not stopped:
                 _at_intervals(session, before, run_dir, sinks)
             before = session.state.step
+            ranks.begin()
+        ranks.flush()
         saved = _save(session, run_dir, sinks)
         _account(session, sinks)
         evaluation = None if stopped else _evaluate(session, sinks)
+        for sink in sinks:
+            sink.event("end", {"step": session.state.step, "stopped": stopped})
     return Result(session.state.step, last, evaluation, saved, stopped)
 
 
@@ -69,7 +77,7 @@ def _account(session: Session, sinks: Sequence[Sink]) -> None:
     }
     loader = session.loader
     for sink in sinks:
-        sink.event("communication", rows)
+        sink.event("communication", {"rows": rows})
         sink.event("cache", {"hits": loader.cache_hits, "lookups": loader.cache_lookups})
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from datetime import datetime
 from pathlib import Path
 
 from paceline import checkpoint
 from paceline.comm.text import share_text
 from paceline.errors import CheckpointError
 from paceline.recipe import to_toml
+from paceline.report.folder import RECIPE, new_run_dir
 from paceline.training.session import Session
 
 
@@ -18,12 +17,15 @@ def prepare(session: Session, resume: Path | None) -> Path:
     if resume is not None:
         chosen = str(run_of(resume))
     else:
-        chosen = session.recipe.run_dir or _new_name(session.recipe.task)
+        chosen = session.recipe.run_dir or str(new_run_dir(session.recipe.task))
     chosen = share_text(chosen, session.mesh.world, session.net, session.placed.device)
     run_dir = Path(chosen)
     if session.is_first:
         run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / "recipe.toml").write_text(to_toml(session.recipe), encoding="utf-8")
+        asked = session.recipe.replace(
+            run_dir=None
+        )  # the folder itself says it, and a copy of the recipe is free
+        (run_dir / RECIPE).write_text(to_toml(asked), encoding="utf-8")
     return run_dir
 
 
@@ -51,8 +53,3 @@ def run_of(resume: Path) -> Path:
 
 def _is_checkpoint(path: Path) -> bool:
     return path.parent.name == "checkpoints"
-
-
-def _new_name(task: str) -> str:
-    name = Path(task.partition(":")[0]).stem
-    return str(Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{name}-{os.getpid()}")

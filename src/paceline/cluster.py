@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import CommunicationError, DeviceError
-from paceline.rendezvous import Member, check_in, interface_towards, open_store
+from paceline.rendezvous import Member, announcements, check_in, interface_towards, open_store
+from paceline.roster import announce, write_roster
 
 if TYPE_CHECKING:
     import torch
@@ -52,6 +53,8 @@ class Cluster:
         agent_store: the store is already served by someone else (torchrun's agent).
         attempt: how often an agent has restarted the job; keeps the keys of each attempt apart.
         launched: the environment gave this process a rank, so it is a worker.
+        beacon_port: where this node's launcher can be asked whether it lives; 0: nowhere.
+        faults_dir: where the lab and this worker meet to carry out a fault plan; None: no faults.
     """
 
     global_rank: int
@@ -68,6 +71,8 @@ class Cluster:
     agent_store: bool = False
     attempt: int = 0
     launched: bool = False
+    beacon_port: int = 0
+    faults_dir: Path | None = None
 
     @classmethod
     def single(cls) -> Cluster:
@@ -86,7 +91,7 @@ class Cluster:
             return cls.single()
         world_size = _integer(values, "WORLD_SIZE")
         local_world_size = _integer(values, "LOCAL_WORLD_SIZE", 1 if world_size == 1 else None)
-        cluster = cls(
+        return cls(
             global_rank=_integer(values, "RANK"),
             world_size=world_size,
             local_rank=_integer(values, "LOCAL_RANK", 0 if world_size == 1 else None),
@@ -101,11 +106,11 @@ class Cluster:
             agent_store=values.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             attempt=_integer(values, "TORCHELASTIC_RESTART_COUNT", 0),
             launched=True,
-        )
-        cluster._check()
-        return cluster
+            beacon_port=_integer(values, "PACELINE_BEACON_PORT", 0),
+            faults_dir=Path(values["PACELINE_FAULTS"]) if values.get("PACELINE_FAULTS") else None,
+        )._checked()
 
-    def _check(self) -> None:
+    def _checked(self) -> Cluster:
         one_node = (self.local_rank, self.local_world_size) == (self.global_rank, self.world_size)
         consistent = (
             0 <= self.global_rank < self.world_size
@@ -119,6 +124,7 @@ class Cluster:
                 f"LOCAL_RANK={self.local_rank} of LOCAL_WORLD_SIZE={self.local_world_size}, "
                 f"GROUP_RANK={self.node_rank} of GROUP_WORLD_SIZE={self.num_nodes}."
             )
+        return self
 
     def connect(self, device_type: str, deadline_seconds: float) -> torch.device:
         """Meet the other ranks and make the default process group; a world of one needs none.
@@ -138,6 +144,7 @@ class Cluster:
         if self.world_size > 1:
             served = self.open_store(deadline_seconds)
             store = check_in(served, self._member(), self.attempt, deadline_seconds)
+            self._write_roster(served)
             _choose_gloo_interface(self.address, self.port)
             _make_group(store, self, device_type, deadline_seconds)
         return device
@@ -167,7 +174,12 @@ class Cluster:
         )
 
     def _member(self) -> Member:
-        return Member(self.global_rank, self.world_size, self.token, self.address, self.port)
+        here = announce(self.node_rank, self.beacon_port, self.address, self.port)
+        return Member(self.global_rank, self.world_size, self.token, self.address, self.port, here)
+
+    def _write_roster(self, served: Store) -> None:
+        if self.beacon_port and self.error_dir is not None and self.local_rank == 0:
+            write_roster(self.error_dir, announcements(served, self._member(), self.attempt))
 
 
 def _claim_device(device_type: str, local_rank: int) -> torch.device:
@@ -224,9 +236,8 @@ def _text(values: Mapping[str, str], name: str, default: str | None = None) -> s
 
 
 def _integer(values: Mapping[str, str], name: str, default: int | None = None) -> int:
-    text = _text(values, name, None if default is None else str(default))
     try:
-        return int(text)
+        return int(text := _text(values, name, None if default is None else str(default)))
     except ValueError as error:
         raise _environment_error(f"{name}={text!r} is not an integer.") from error
 

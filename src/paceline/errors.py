@@ -90,6 +90,12 @@ class DeadlineError(CommunicationError):
     """A wait took longer than the deadline of the run."""
 
 
+class LabError(PacelineError):
+    """A lab cannot be made or changed: a tool, a right or a feature of the kernel is missing."""
+
+    exit_code = 6
+
+
 class NumericError(PacelineError):
     """A loss or a gradient is not finite; names the step and the tensor."""
 

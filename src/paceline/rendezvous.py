@@ -17,6 +17,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from paceline.errors import CommunicationError, DeadlineError
+from paceline.roster import address_towards
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -27,13 +28,14 @@ _SIOCGIFADDR = 0x8915  # ioctl of Linux: the IPv4 address of an interface
 
 @dataclass(frozen=True)
 class Member:
-    """Who wants to join which job: a rank, the job's size and token, and where its store is."""
+    """Who wants to join which job: rank, size and token, where the store is, what it tells the others."""
 
     global_rank: int
     world_size: int
     token: str
     address: str
     port: int
+    announcement: str = ""
 
     @property
     def job(self) -> str:
@@ -102,9 +104,22 @@ def check_in(store: Store, member: Member, attempt: int, deadline_seconds: float
             f"Rank {member.global_rank} has already joined {member.job}.",
             next_step="give each node its own --node-rank; a node that comes late needs a new job",
         )
+    if member.announcement:
+        job.set(f"node/{member.global_rank}", member.announcement)
     ranks = {rank: f"rank/{rank}" for rank in range(member.world_size)}
     _poll(lambda: job.check(list(ranks.values())), expires, lambda: _missing(job, ranks))
     return PrefixStore("group", job)
+
+
+def announcements(store: Store, member: Member, attempt: int) -> list[str]:
+    """What every rank announced when it checked in, by rank; all must announce something.
+
+    Wire: one question to the store for each rank.
+    """
+    from torch.distributed.distributed_c10d import PrefixStore
+
+    job = PrefixStore(f"paceline/{attempt}", store)
+    return [job.get(f"node/{rank}").decode() for rank in range(member.world_size)]
 
 
 def _compare(member: Member, token: str, job: list[str]) -> None:
@@ -182,13 +197,10 @@ def interface_towards(address: str, port: int) -> str:
     Returns:
         For example "lo" or "eth0"; empty if there is no route, or the system cannot tell.
     """
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((address, port))
-            own = probe.getsockname()[0]
-            return next((name for _, name in socket.if_nameindex() if _ipv4(probe, name) == own), "")
-    except OSError:
-        return ""
+    own = address_towards(address, port)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        found = (name for _, name in socket.if_nameindex() if own and _ipv4(probe, name) == own)
+        return next(found, "")
 
 
 def _ipv4(probe: socket.socket, interface: str) -> str:

@@ -60,8 +60,7 @@ class Task:
             the constructor made under the seeded generator.
         report: `report(model, evaluation) -> lines`; what to print after training.
         stages: `stages(model) -> modules`, which called one after another are the model's forward: what a
-            pipeline cuts. An `nn.Sequential` needs none.
-        inputs: `inputs(batch)`, what the loss calls the model with; by default the first of a tuple or list.
+            pipeline cuts. A tuple is passed on as arguments. An `nn.Sequential` needs none.
         num_tokens_per_sample: for the rate on the progress line, and as a guess of how many items the
             loss counts in a sample; 0 if samples are not text.
     """
@@ -76,14 +75,7 @@ class Task:
     initialize: Callable[[nn.Module, int], None] | None = None
     report: Callable[[nn.Module, Mapping[str, float]], Sequence[str]] | None = None
     stages: Callable[[nn.Module], Iterable[nn.Module]] | None = None
-    inputs: Callable[[Any], Any] | None = None
     num_tokens_per_sample: int = 0
-
-    def model_inputs(self, batch: Any) -> Any:
-        """What the model is called with, for a batch."""
-        if self.inputs is not None:
-            return self.inputs(batch)
-        return batch[0] if isinstance(batch, tuple | list) else batch
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):

@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
+
+from paceline.checkpoint import Files, load, name_of
 
 ROOT = Path(__file__).parents[2]
 DIGITS = str(ROOT / "recipes" / "digits.toml")
@@ -35,7 +36,7 @@ def train(run_dir: Path, *arguments: object, steps: int, processes: int = 1) -> 
 
 
 def tensors(run_dir: Path, step: int) -> dict[str, object]:
-    return load_file(run_dir / "checkpoints" / f"step-{step:08d}" / "state.safetensors")
+    return dict(load(Files(str(run_dir / "checkpoints")), name_of(step)).tensors)
 
 
 def equal(a: dict[str, object], b: dict[str, object]) -> bool:
@@ -67,7 +68,7 @@ def test_what_a_run_prints_and_keeps(tmp_path: Path) -> None:
     first = next(record for record in lines if record["event"] == "step")
     assert {"loss", "grad_norm", "lr", "samples_per_second", "phases", "sent_bytes"} <= first.keys()
     assert [r["step"] for r in lines if r["event"] == "evaluation"] == [4, 8, 12]
-    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
     assert kept == ["step-00000010", "step-00000012"]
     for word in ("loss", "samples/s", "left", "data", "forward", "backward", "communication", "optimizer"):
         assert word in printed

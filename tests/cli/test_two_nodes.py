@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 
+from paceline.checkpoint import Files, load
 from paceline.cluster import Cluster
 from paceline.recipe import load_recipe
 from paceline.testing.parity import run_oracle
@@ -65,7 +65,7 @@ def test_two_nodes_of_two_end_where_one_process_ends(tmp_path: Path) -> None:
     assert [node.returncode for node in nodes] == [0, 0], errors
     recipe = load_recipe(tmp_path / "recipe.toml")
     oracle = run_oracle(recipe, 12)
-    found = load_file(tmp_path / "checkpoints" / "step-00000012" / "state.safetensors")
+    found = load(Files(str(tmp_path / "checkpoints")), "step-00000012").tensors
     worst = max(float((found[f"model/{name}"] - p).abs().max()) for name, p in oracle.parameters.items())
     assert worst <= 1e-5
     assert Cluster.single().world_size == 1

@@ -20,7 +20,7 @@ from paceline.comm import (
 )
 from paceline.layout.zero import cut_rows
 from paceline.mesh import Group, Mesh
-from paceline.state import Slot
+from paceline.slot import Slot
 from paceline.testing.contracts import CodecContract, ReducerContract, WireContract
 
 INT8_ERROR = 1 / 254

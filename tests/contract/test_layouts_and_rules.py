@@ -86,3 +86,8 @@ class TestReplicasOfStages(LayoutContract):
 @pytest.mark.capability("D6", "Z1")
 class TestPipeDream(RuleContract):
     strategy, num_ranks = "replicas=1 pipeline=2 sync=pipedream", 2
+
+
+@pytest.mark.capability("H8", "Z1")
+class TestCodedStages(RuleContract):
+    strategy, num_ranks = "replicas=2 pipeline=2 codec=int8", 4

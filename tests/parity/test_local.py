@@ -123,3 +123,15 @@ def test_the_outer_optimizer_is_nesterov_of_the_mean_movement() -> None:
     for a, d, b, own in zip(start, mean_moved, after, moved, strict=True):
         assert torch.allclose(b, a - 0.7 * (d + 0.9 * d), atol=1e-6)
         assert not torch.allclose(own, d, atol=1e-5)  # the replicas did go different ways
+
+
+@pytest.mark.capability("Z2")
+@pytest.mark.parametrize("strategy", ["sync=local:2", "codec=int8", "replicas=1 pipeline=2 sync=pipedream"])
+def test_what_is_approximate_by_nature_is_not_held_against_the_oracle(strategy: str) -> None:
+    from paceline.errors import StrategyError
+    from paceline.testing.parity import CPU, make_task
+    from paceline.verification import compare_with_oracle
+
+    recipe = digits(strategy)
+    with pytest.raises(StrategyError, match="approximate by nature"):
+        compare_with_oracle(recipe, make_task(recipe), Cluster.single(), CPU, 1)

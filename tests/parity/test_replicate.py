@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from paceline.cluster import Cluster
-from paceline.comm.reducer import BucketReducer
+from paceline.comm.buckets import BucketReducer
 from paceline.recipe import Recipe
 from paceline.task import Loss, Task
 from paceline.testing import run_ranks

@@ -12,9 +12,16 @@ from paceline.testing import run_ranks
 from paceline.testing.contracts.layout import whole
 from paceline.testing.parity import Trajectory, run_oracle, session_of
 
-PHASES = ((2, 3), (3, 6), (1, 9))  # number of ranks, and the step at which that ends
-STEPS = PHASES[-1][1]
-STRATEGIES = ["replicas=all", "shard={n} zero=1 replicas=1"]
+ENDS = (3, 6, 9)  # the step at which each phase ends
+STEPS = ENDS[-1]
+ALONE, ZERO_3 = "replicas=1", "replicas=1 shard=3 zero=1"
+PHASES = [  # one strategy for each
+    ("replicas=2", "replicas=3", ALONE),
+    ("replicas=1 shard=2 zero=1", ZERO_3, ALONE),
+    ("replicas=2 pipeline=2", "replicas=3 pipeline=2", "replicas=1 pipeline=2"),
+    ("replicas=1 pipeline=2", "replicas=1 pipeline=3", ALONE),
+    ("replicas=1 pipeline=2", ZERO_3, "replicas=1 pipeline=2"),
+]
 
 
 def free_port() -> int:
@@ -34,8 +41,9 @@ def digits(strategy: str) -> Recipe:
     )
 
 
-def strategy_of(text: str, num_ranks: int) -> str:
-    return text.format(n=num_ranks) if num_ranks > 1 else "replicas=1"
+def ranks_of(text: str) -> int:
+    strategy = Strategy.parse(text)
+    return (strategy.replicas or 1) * strategy.ranks_per_replica
 
 
 def connect(cluster: Cluster, port: int, num_ranks: int) -> Cluster:
@@ -54,16 +62,19 @@ def connect(cluster: Cluster, port: int, num_ranks: int) -> Cluster:
     return alone
 
 
-def resized(cluster: Cluster, text: str, ports: list[int], forgets: str = "") -> Trajectory | None:
+def resized(
+    cluster: Cluster, phases: tuple[str, ...], ports: list[int], forgets: str = ""
+) -> Trajectory | None:
     """Run the phases one after another; the state moves from one job to the next in memory."""
     cluster.disconnect()
     snapshot, losses, end = None, [], None
-    for (num_ranks, last), port in zip(PHASES, ports, strict=True):
+    for text, last, port in zip(phases, ENDS, ports, strict=True):
+        num_ranks = ranks_of(text)
         if cluster.global_rank >= num_ranks:
             continue
         job = connect(cluster, port, num_ranks)
-        session = session_of(job, digits(strategy_of(text, num_ranks)))
-        if losses or num_ranks != PHASES[0][0]:
+        session = session_of(job, digits(text))
+        if losses or last != ENDS[0]:
             session.take_over(snapshot)
             _forget(session, forgets)
         for stats in session.rounds():
@@ -82,13 +93,16 @@ def _forget(session: Any, what: str) -> None:
         session.state.optimizer.state.clear()
 
 
-@pytest.mark.capability("Z1", "A11")
-@pytest.mark.parametrize("text", STRATEGIES)
-def test_from_two_ranks_to_three_to_one(text: str) -> None:
-    ports = [free_port() for _ in PHASES]
-    ends = run_ranks(resized, 3, text, ports)
-    recipe = digits("replicas=1")
-    right = run_oracle(recipe, STEPS)
+def run(phases: tuple[str, ...], *more: str) -> list[Any]:
+    return run_ranks(resized, max(map(ranks_of, phases)), phases, [free_port() for _ in ENDS], *more)
+
+
+@pytest.mark.capability("Z1", "A11", "D1")
+@pytest.mark.parametrize("phases", PHASES, ids=" to ".join)
+def test_replicas_shards_and_stages_take_over_from_each_other(phases: tuple[str, ...]) -> None:
+    """Two, three, one: the run ends where the run of one process ends."""
+    ends = run(phases)
+    right = run_oracle(digits(ALONE), STEPS)
     assert len(ends[0].losses) == STEPS
     assert ends[0].distance(right) <= 1e-5
     assert max(abs(a - b) for a, b in zip(ends[0].losses, right.losses, strict=True)) <= 1e-5
@@ -97,5 +111,5 @@ def test_from_two_ranks_to_three_to_one(text: str) -> None:
 @pytest.mark.capability("Z1")
 def test_a_resize_that_forgets_the_moments_is_seen() -> None:
     """The mutation twin."""
-    ends = run_ranks(resized, 3, STRATEGIES[0], [free_port() for _ in PHASES], "moments")
-    assert ends[0].distance(run_oracle(digits("replicas=1"), STEPS)) > 1e-4
+    ends = run(PHASES[0], "moments")
+    assert ends[0].distance(run_oracle(digits(ALONE), STEPS)) > 1e-4

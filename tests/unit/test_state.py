@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from paceline.errors import CheckpointError
 from paceline.models import MLP
 from paceline.optim import UserOptimizer
-from paceline.state import LossScale, Slot, TrainState, trained_parameters
+from paceline.slot import Slot, trained_parameters
+from paceline.state import LossScale, TrainState
 
 X = torch.linspace(-1.0, 1.0, 24).view(4, 6)
 

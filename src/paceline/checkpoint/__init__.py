@@ -1,5 +1,29 @@
-"""Checkpoints: the training state on disk."""
+"""Checkpoints: the training state in a folder, whole or not there.
 
-from paceline.checkpoint.store import Checkpoint, latest, load, name_of, save
+A checkpoint is a folder `step-NNNNNNNN`: a file of tensors and a report of each rank, and a manifest that is
+written last. See `docs/checkpoints.md`.
+"""
 
-__all__ = ["Checkpoint", "latest", "load", "name_of", "save"]
+from paceline.checkpoint.files import Files
+from paceline.checkpoint.manifest import MANIFEST, Manifest, Origin
+from paceline.checkpoint.part import Patience
+from paceline.checkpoint.publish import Keep
+from paceline.checkpoint.reader import Loaded, ManifestReader, load
+from paceline.checkpoint.saver import Saver, Saving
+from paceline.checkpoint.shelf import Shelf, name_of
+
+__all__ = [
+    "MANIFEST",
+    "Files",
+    "Keep",
+    "Loaded",
+    "Manifest",
+    "ManifestReader",
+    "Origin",
+    "Patience",
+    "Saver",
+    "Saving",
+    "Shelf",
+    "load",
+    "name_of",
+]

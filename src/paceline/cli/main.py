@@ -6,8 +6,9 @@ import sys
 
 import typer
 
-from paceline.cli import recipe, run, runs, train, verify
+from paceline.cli import bench, lab, recipe, run, runs, train, verify
 from paceline.cli.console import fail
+from paceline.cli.resume import with_value
 from paceline.errors import PacelineError
 
 app = typer.Typer(
@@ -33,12 +34,23 @@ app.command("strategies")(recipe.strategies)
 recipes = typer.Typer(help="Look at recipes.", no_args_is_help=True)
 recipes.command("show")(recipe.show)
 app.add_typer(recipes, name="recipe")
+labs = typer.Typer(help="A cluster on this machine: hosts, links and faults.", no_args_is_help=True)
+_REST = {"allow_extra_args": True, "ignore_unknown_options": False, "allow_interspersed_args": False}
+labs.command("run", context_settings=_REST)(lab.run)
+labs.command("shell", context_settings={"allow_extra_args": True})(lab.shell)
+labs.command("ps")(lab.ps)
+labs.command("clean")(lab.remove)
+app.add_typer(labs, name="lab")
+benches = typer.Typer(help="Measure what planning needs.", no_args_is_help=True, callback=lambda: None)
+benches.command("link")(bench.link)
+app.add_typer(benches, name="bench")
 
 
 def main() -> None:
     """Run the command line; an error that a user can meet is printed without its traceback."""
     try:
-        app()
+        words = sys.argv[1:]
+        app(args=with_value(words) if words[:1] == ["train"] else words)
     except PacelineError as error:
         fail(error)
         sys.exit(error.exit_code)

@@ -7,7 +7,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from paceline.errors import RecipeError, StrategyError
+from paceline.errors import StrategyError
 from paceline.recipe import Recipe, load_recipe, support
 
 RecipeArgument = Annotated[Path, typer.Argument(help="The recipe, a TOML file.", show_default=False)]
@@ -79,18 +79,3 @@ def processes_for(recipe: Recipe, asked: int | None, nodes: int) -> int:
             next_step=f'the nearest that is: --strategy "{answer.nearest}"',
         )
     return world // nodes
-
-
-def checked_resume(run: Path) -> Path:
-    """The recipe of a run folder (or of a checkpoint inside one).
-
-    Raises:
-        RecipeError: there is none.
-    """
-    for folder in (run, run.parent.parent):
-        if (folder / "recipe.toml").exists():
-            return folder / "recipe.toml"
-    raise RecipeError(
-        f"'{run}' is no run folder: it has no recipe.toml",
-        next_step="name the folder that the run printed, for example runs/20260101-120000-digits-1",
-    )

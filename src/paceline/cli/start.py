@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from paceline.cli.options import Placement
@@ -16,10 +17,12 @@ def worker_cluster() -> Cluster | None:
     return cluster if cluster.launched else None
 
 
-def launch_again(placement: Placement, threads: int, *more: str) -> Outcome:
+def launch_again(
+    placement: Placement, threads: int, *more: str, grace_seconds: float = Job.grace_seconds
+) -> Outcome:
     """Run this command's own arguments, and `more`, in every process of this node."""
     command = (sys.executable, "-m", "paceline", *sys.argv[1:], *more)
-    return launch(job_of(command, placement, threads))
+    return launch(replace(job_of(command, placement, threads), grace_seconds=grace_seconds))
 
 
 def job_of(

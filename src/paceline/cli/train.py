@@ -11,15 +11,14 @@ import typer
 from paceline.cli import options
 from paceline.cli.console import output
 from paceline.cli.failure import record_failure
+from paceline.cli.resume import changes_of, find_run, recipe_of
 from paceline.cli.start import launch_again, worker_cluster
 from paceline.cluster import Cluster
 from paceline.errors import RecipeError
-from paceline.launch import guard
+from paceline.launch import STOPPED_EXIT_CODE, guard
 from paceline.recipe import Recipe
 from paceline.recipe.spell import spell
 from paceline.report import checked_run, new_run_dir
-
-STOPPED_EXIT_CODE = 143
 
 
 def train(
@@ -30,7 +29,12 @@ def train(
     strategy: options.StrategyOption = None,
     settings: options.Settings = None,
     resume: Annotated[
-        Path | None, typer.Option("--resume", help="A run folder, or a checkpoint inside one, to go on with.")
+        str | None,
+        typer.Option(
+            "--resume",
+            metavar="[RUN]",
+            help="Go on with a run folder or a checkpoint inside one; without RUN: the newest in runs/.",
+        ),
     ] = None,
     nodes: options.Nodes = 1,
     node_rank: options.NodeRank = 0,
@@ -38,26 +42,38 @@ def train(
     token: options.Token = "",
 ) -> None:
     """Train a recipe, and say what came out."""
-    if (recipe is None) == (resume is None):
+    run = None if resume is None else find_run(resume)
+    path = recipe if recipe is not None or run is None else recipe_of(run)
+    if path is None:
         raise RecipeError(
             "train needs a recipe, or --resume and a run folder",
             next_step="paceline train recipes/digits.toml",
         )
-    path = options.checked_resume(resume) if resume is not None else recipe
-    assert path is not None
     resolved = options.read_recipe(path, settings, strategy)
     cluster = worker_cluster()
     if cluster is not None:
-        _work(cluster, resolved, path, resume)
-    count = options.processes_for(resolved, processes, nodes)
-    placement = options.Placement(count, nodes, node_rank, rendezvous, token)
-    named = resolved.run_dir or new_run_dir(resolved.task)
-    run_dir = Path(named) if resume is None else checked_run(resume)
-    again = ["--set", f"run_dir={spell(str(run_dir))}"] if resume is None else []
-    outcome = launch_again(placement, resolved.runtime.threads, *again)
-    if outcome.failures and node_rank == 0:
+        _work(cluster, resolved, path, run)
+    placement = options.Placement(
+        options.processes_for(resolved, processes, nodes), nodes, node_rank, rendezvous, token
+    )
+    sys.exit(_launch(placement, resolved, run))
+
+
+def _launch(placement: options.Placement, recipe: Recipe, run: Path | None) -> int:
+    """Start the workers and tell them which run it is; what failed is written into its folder."""
+    for line in [] if run is None else changes_of(run, recipe):
+        output().print(line, markup=False, highlight=False, soft_wrap=True)
+    if run is None:
+        run_dir = Path(recipe.run_dir) if recipe.run_dir is not None else new_run_dir(recipe.task)
+        again = ["--set", f"run_dir={spell(str(run_dir))}"]
+    else:
+        run_dir = checked_run(run)
+        again = ["--resume", str(run)]
+    grace = recipe.checkpoint.grace_seconds
+    outcome = launch_again(placement, recipe.runtime.threads, *again, grace_seconds=grace)
+    if outcome.failures and placement.node_rank == 0:
         record_failure(run_dir, outcome)
-    sys.exit(outcome.exit_code)
+    return outcome.exit_code
 
 
 def _work(cluster: Cluster, recipe: Recipe, path: Path, resume: Path | None) -> None:

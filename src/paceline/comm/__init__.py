@@ -1,11 +1,12 @@
 """What moves between ranks, and what it costs."""
 
+from paceline.comm.buckets import BucketReducer, build_reducer
 from paceline.comm.codec import Codec, Int8
 from paceline.comm.cost import Cost, cost
 from paceline.comm.handle import Handle
 from paceline.comm.ledger import ByteLedger, Entry
 from paceline.comm.net import Net
-from paceline.comm.reducer import BucketReducer, Gradients, LocalReducer, Reducer, build_reducer
+from paceline.comm.reducer import Gradients, LocalReducer, Reducer
 from paceline.comm.sharded import AgreedNorm, ParameterGather, ShardedReducer
 from paceline.comm.tally import Tally
 from paceline.comm.wire import CodedWire, PlainWire, Wire

@@ -23,7 +23,7 @@ from torch import Tensor
 from paceline.comm.ledger import ByteLedger
 from paceline.errors import CommunicationError, DeadlineError
 
-_LENGTHS = struct.Struct("!QQ")  # bytes of the header, bytes of all tensors
+FRAME_LENGTHS = struct.Struct("!QQ")  # bytes of the header, bytes of all tensors
 _CHUNK_BYTES = 1 << 20
 
 
@@ -48,7 +48,7 @@ class Message:
         bodies = [_bytes_of(t) for t in self.tensors]
         shapes = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in self.tensors]
         header = json.dumps([self.kind, dict(self.fields), shapes]).encode()
-        return _LENGTHS.pack(len(header), sum(len(b) for b in bodies)) + header, bodies
+        return FRAME_LENGTHS.pack(len(header), sum(len(b) for b in bodies)) + header, bodies
 
     @classmethod
     def decode(cls, header: bytes, body: bytearray, sender: int) -> Message:
@@ -174,9 +174,9 @@ class _Peer:
         if self._body is None:
             wanted = self._wanted_head()
             self._head += self._some(self.socket.recv(wanted - len(self._head)))
-            if len(self._head) < _LENGTHS.size or len(self._head) < self._wanted_head():
+            if len(self._head) < FRAME_LENGTHS.size or len(self._head) < self._wanted_head():
                 return []
-            self._body, self._filled = bytearray(_LENGTHS.unpack_from(self._head)[1]), 0
+            self._body, self._filled = bytearray(FRAME_LENGTHS.unpack_from(self._head)[1]), 0
         if self._filled < len(self._body):
             view = memoryview(self._body)[self._filled : self._filled + _CHUNK_BYTES]
             count = self.socket.recv_into(view)
@@ -185,14 +185,14 @@ class _Peer:
                 raise self._gone(None)
         if self._filled < len(self._body):
             return []
-        message = Message.decode(bytes(self._head[_LENGTHS.size :]), self._body, self.rank)
+        message = Message.decode(bytes(self._head[FRAME_LENGTHS.size :]), self._body, self.rank)
         self._head, self._body = bytearray(), None
         return [message]
 
     def _wanted_head(self) -> int:
-        if len(self._head) < _LENGTHS.size:
-            return _LENGTHS.size
-        return _LENGTHS.size + int(_LENGTHS.unpack_from(self._head)[0])
+        if len(self._head) < FRAME_LENGTHS.size:
+            return FRAME_LENGTHS.size
+        return FRAME_LENGTHS.size + int(FRAME_LENGTHS.unpack_from(self._head)[0])
 
     def _some(self, data: bytes) -> bytes:
         if not data:
@@ -210,72 +210,3 @@ class _Peer:
 def _bytes_of(x: Tensor) -> memoryview:
     flat = x.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data.cast("B") if flat.numel() else memoryview(b"")
-
-
-def listen(address: str) -> socket.socket:
-    """A listening socket on a free port of the address by which others reach this host."""
-    return socket.create_server((address, 0))
-
-
-def accept_all(
-    listener: socket.socket, token: str, ranks: Sequence[int], deadline_seconds: float
-) -> dict[int, socket.socket]:
-    """Take one connection of each rank; a stranger without the token is turned away.
-
-    Raises:
-        DeadlineError: some did not come in time; names them.
-    """
-    expires, found = time.monotonic() + deadline_seconds, dict[int, socket.socket]()
-    while set(ranks) - found.keys():
-        listener.settimeout(max(0.01, expires - time.monotonic()))
-        try:
-            connection, _ = listener.accept()
-            connection.settimeout(max(0.01, expires - time.monotonic()))
-            rank, said = _read_hello(connection)
-        except (OSError, ValueError) as error:
-            if time.monotonic() < expires:
-                continue
-            missing = sorted(set(ranks) - found.keys())
-            raise DeadlineError(
-                f"ranks {missing} did not connect within {deadline_seconds:g} s",
-                next_step="look at what these ranks printed",
-            ) from error
-        if said == token and rank in ranks and rank not in found:
-            found[rank] = connection
-        else:
-            connection.close()
-    return found
-
-
-def connect(address: str, port: int, rank: int, token: str, deadline_seconds: float) -> socket.socket:
-    """Connect to the hub and say who this is.
-
-    Raises:
-        CommunicationError: it cannot be reached.
-    """
-    try:
-        connection = socket.create_connection((address, port), timeout=deadline_seconds)
-        hello = json.dumps([rank, token]).encode()
-        connection.sendall(_LENGTHS.pack(len(hello), 0) + hello)
-    except OSError as error:
-        raise CommunicationError(
-            f"rank {rank} cannot reach the server at {address}:{port}: {error}",
-            next_step="check that the nodes reach each other on all ports",
-        ) from error
-    return connection
-
-
-def _read_hello(connection: socket.socket) -> tuple[int, str]:
-    size, _ = _LENGTHS.unpack(_exactly(connection, _LENGTHS.size))
-    rank, token = json.loads(_exactly(connection, min(size, 4096)))
-    return int(rank), str(token)
-
-
-def _exactly(connection: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        part = connection.recv(size - len(data))
-        if not part:
-            raise ValueError("closed")
-        data += part
-    return data

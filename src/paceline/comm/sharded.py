@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from paceline.comm.buckets import drain, plan_buckets
 from paceline.comm.net import Net
-from paceline.comm.reducer import Gradients, Reducer, WrappedReducer, drain, plan_buckets
+from paceline.comm.reducer import Gradients, Reducer, WrappedReducer
 from paceline.comm.wire import Residual, Waits, Wire
 from paceline.errors import CommunicationError
 from paceline.mesh import Group
@@ -243,8 +244,7 @@ class AgreedNorm(WrappedReducer):
     def finish(self) -> Gradients:
         """The parts, with the norm of the whole."""
         grads = self.inner.finish()
-        squares = [float(norm) ** 2 for norm in grads.norms]
         device = grads.flats[0].device if grads.flats else torch.device("cpu")
-        total = torch.tensor(sum(squares), dtype=torch.float64, device=device)
+        total = torch.tensor(sum(float(n) ** 2 for n in grads.norms), dtype=torch.float64, device=device)
         norm = self._net.all_reduce(total, self._group).wait().sqrt()
         return Gradients(grads.tensors, grads.flats, [norm], grads.scale)

@@ -14,3 +14,9 @@ def share_text(text: str, group: Group, net: Net, device: torch.device) -> str:
     size = net.broadcast(torch.tensor([data.numel()], device=device), group).wait()
     buffer = data if group.rank == 0 else torch.zeros(int(size), dtype=torch.uint8, device=device)
     return bytes(net.broadcast(buffer, group).wait().tolist()).decode()
+
+
+def gather_texts(text: str, group: Group, net: Net) -> list[str]:
+    """Every rank's text, by rank. Wire: one ragged all_gather."""
+    data = torch.tensor(list(text.encode()), dtype=torch.uint8)
+    return [bytes(part.tolist()).decode() for part in net.all_gather(data, group).wait()]

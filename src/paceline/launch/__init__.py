@@ -6,8 +6,17 @@ What a worker computes is not its business.
 
 from paceline.launch.job import Job
 from paceline.launch.local import launch
-from paceline.launch.outcome import Failure, Outcome
+from paceline.launch.outcome import STOPPED_EXIT_CODE, Failure, Outcome
 from paceline.launch.render import render_workers, script_command
 from paceline.launch.worker import guard
 
-__all__ = ["Failure", "Job", "Outcome", "guard", "launch", "render_workers", "script_command"]
+__all__ = [
+    "STOPPED_EXIT_CODE",
+    "Failure",
+    "Job",
+    "Outcome",
+    "guard",
+    "launch",
+    "render_workers",
+    "script_command",
+]

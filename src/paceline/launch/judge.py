@@ -9,7 +9,7 @@ import signal
 import time
 from pathlib import Path
 
-from paceline.launch.outcome import Failure, Kind, signal_headline
+from paceline.launch.outcome import STOPPED_EXIT_CODE, Failure, Kind, signal_headline
 from paceline.launch.process import Running
 from paceline.launch.stacks import read_position
 from paceline.launch.stop import Stop
@@ -21,7 +21,12 @@ _OBEYED = (-signal.SIGTERM, 128 + signal.SIGTERM, 128 + signal.SIGINT)
 
 def failed(one: Running, stop: Stop) -> bool:
     """Must the other workers end because of this one? Not if all were told to end anyway."""
-    return one.process.returncode != 0 and stop.signal is None
+    return one.process.returncode not in (0, STOPPED_EXIT_CODE) and stop.signal is None
+
+
+def has_stopped(one: Running) -> bool:
+    """Was it asked to stop, and did it save and leave?"""
+    return one.process.returncode == STOPPED_EXIT_CODE and not one.killed
 
 
 def judge(one: Running, stop: Stop) -> Failure | None:
@@ -30,9 +35,9 @@ def judge(one: Running, stop: Stop) -> Failure | None:
     report = ErrorReport.load(one.worker.error_file)
     if report is not None:
         return raised(one.worker.global_rank, report)
-    if code is None or one.killed or (stop.terminated and code in _OBEYED):
+    if code is None or one.killed or (one.told and code in _OBEYED):
         return _stopped(one, stop)
-    return None if code == 0 else _died(one, code)
+    return None if code == 0 or has_stopped(one) else _died(one, code)
 
 
 def raised(global_rank: int, report: ErrorReport) -> Failure:

@@ -21,17 +21,19 @@ from paceline.cluster import process_environment
 from paceline.launch.endpoint import bind_endpoint
 from paceline.launch.follow import Follow
 from paceline.launch.job import Job
-from paceline.launch.judge import failed, judge
+from paceline.launch.judge import failed, has_stopped, judge
 from paceline.launch.outcome import Outcome, conclude
+from paceline.launch.peers import Peers
 from paceline.launch.process import Keeper, Running, start_worker, wait_for_end
 from paceline.launch.render import Place, Worker, render_workers
 from paceline.launch.stacks import request_stack
 from paceline.launch.stop import Action, Stop
+from paceline.roster import clear_roster
 
 _TICK_SECONDS = 0.1
 _UNKILLABLE_SECONDS = 5.0  # a process in an uninterruptible call (a lost disk, a lost GPU) cannot be killed
 _STACK_SECONDS = 0.05
-_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 Say = Callable[[str], object]
 
@@ -40,9 +42,10 @@ def launch(job: Job, *, environ: Mapping[str, str] | None = None, say: Say | Non
     """Start the processes of this node and wait for their end.
 
     The output of the first process is the launcher's own; that of the others goes to files. The first
-    failure ends all others within a few seconds. Ctrl-C, SIGTERM and SIGHUP are passed on as SIGTERM;
-    the second one kills. Signals are handled only when this is called in the main thread. The workers
-    die with the calling thread.
+    failure ends all others within a few seconds. Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP are passed on as
+    SIGTERM; the second one kills. A worker that exits with 143 was asked to stop by someone else: the
+    others have the grace time to follow. Signals are handled only when this is called in the main thread.
+    The workers die with the calling thread.
 
     Args:
         environ: the environment that workers inherit; None: that of this process.
@@ -58,11 +61,22 @@ def launch(job: Job, *, environ: Mapping[str, str] | None = None, say: Say | Non
     stop = Stop(job.settle_seconds, job.kill_seconds, job.grace_seconds)
     with _open_folder(job) as folder, _signals_to(stop):
         inherited = process_environment() if environ is None else environ
-        with _started(job, Path(folder), inherited) as running:
+        with (
+            Peers(job.nodes, job.node_rank, Path(folder)) as peers,
+            _started(job, Path(folder), inherited, peers.port) as running,
+        ):
             follow = Follow([one.worker for one in running], tell) if job.output == "prefixed" else None
-            _supervise(running, stop, follow)
+            _supervise(running, stop, follow, peers)
             failures = [failure for one in running if (failure := judge(one, stop)) is not None]
-        outcome = conclude(failures, stop_signal=stop.signal, nodes=job.nodes, logs=str(job.log_dir or ""))
+            stopped = any(has_stopped(one) for one in running)
+            outcome = conclude(
+                failures,
+                stop_signal=stop.signal,
+                stopped=stopped,
+                nodes=job.nodes,
+                logs=str(job.log_dir or ""),
+                lost=peers.lost(),
+            )
     if outcome.report:
         tell(outcome.report)
     return outcome
@@ -94,20 +108,17 @@ def _signals_to(stop: Stop) -> Iterator[None]:
 
 
 @contextmanager
-def _started(job: Job, folder: Path, environ: Mapping[str, str]) -> Iterator[Sequence[Running]]:
+def _started(
+    job: Job, folder: Path, environ: Mapping[str, str], beacon_port: int
+) -> Iterator[Sequence[Running]]:
     """Start all workers of the node; at the end, however it comes, none of their sessions is left."""
     address, port, listener = bind_endpoint(job)
     running: list[Running] = []
     with Keeper() as keeper:
         try:
-            place = Place(
-                address=address,
-                port=port,
-                listen_fd=None if listener is None else listener.fileno(),
-                token=job.token or (secrets.token_hex(8) if job.nodes == 1 else job.rendezvous),
-                folder=folder,
-                cores=_count_cores(),
-            )
+            fd = None if listener is None else listener.fileno()
+            token = job.token or (secrets.token_hex(8) if job.nodes == 1 else job.rendezvous)
+            place = Place(address, port, fd, token, folder, _count_cores(), beacon_port)
             for worker in render_workers(job, place, environ):
                 _clear(worker)
                 running.append(start_worker(worker, keeper))
@@ -126,26 +137,36 @@ def _clear(worker: Worker) -> None:
     """Remove what an earlier job left in the same log folder."""
     worker.error_file.unlink(missing_ok=True)
     worker.stack_file.unlink(missing_ok=True)
+    clear_roster(worker.error_file.parent)
 
 
 def _count_cores() -> int:
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
-def _supervise(running: Sequence[Running], stop: Stop, follow: Follow | None) -> None:
+def _supervise(running: Sequence[Running], stop: Stop, follow: Follow | None, peers: Peers) -> None:
     """Wait until every worker has ended, and make them end when it is time."""
     while any(one.ended_at is None for one in running):
         wait_for_end(running, _TICK_SECONDS)
         now = time.monotonic()
         for one in running:
-            if one.poll() and failed(one, stop):
-                stop.on_failure(now)
+            if one.poll():
+                _note_end(one, stop, now, peers)
         if follow is not None:
             follow.show()
         if _act(running, stop, now) == "kill":
             break
     if follow is not None:
         follow.show()
+
+
+def _note_end(one: Running, stop: Stop, now: float, peers: Peers) -> None:
+    one.told = stop.terminated
+    if failed(one, stop):
+        stop.on_failure(now)
+        peers.ask()
+    elif has_stopped(one):
+        stop.on_leave(now)
 
 
 def _act(running: Sequence[Running], stop: Stop, now: float) -> Action:

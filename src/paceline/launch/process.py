@@ -71,6 +71,7 @@ class Running:
     Args:
         ended_at: seconds since the epoch when it was seen to have ended; None: it runs.
         killed: the launcher killed it.
+        told: the launcher had told it to end before it was seen to have ended.
     """
 
     worker: Worker
@@ -78,6 +79,7 @@ class Running:
     keeper: Keeper
     ended_at: float | None = None
     killed: bool = False
+    told: bool = False
 
     @property
     def pid(self) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from paceline.launch.job import Job
 
-_OWN = ("PACELINE_LISTEN_FD", "PACELINE_TOKEN", "PACELINE_ERROR_DIR")
+_OWN = ("PACELINE_LISTEN_FD", "PACELINE_TOKEN", "PACELINE_ERROR_DIR", "PACELINE_BEACON_PORT")
 _FOREIGN_PREFIX = "TORCHELASTIC_"
 
 
@@ -33,6 +33,7 @@ class Place:
         token: the job's, never empty.
         folder: logs and error reports of the workers.
         cores: that this process may use.
+        beacon_port: where this node's launcher can be asked whether it lives; 0: nowhere.
     """
 
     address: str
@@ -41,6 +42,7 @@ class Place:
     token: str
     folder: Path
     cores: int
+    beacon_port: int = 0
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,7 @@ def _render_worker(job: Job, place: Place, inherited: Mapping[str, str], local_r
     global_rank = job.node_rank * job.num_processes + local_rank
     listen_fd = place.listen_fd if global_rank == 0 else None
     own = {} if listen_fd is None else {"PACELINE_LISTEN_FD": str(listen_fd)}
+    own |= {"PACELINE_BEACON_PORT": str(place.beacon_port)} if place.beacon_port else {}
     return Worker(
         global_rank=global_rank,
         local_rank=local_rank,

@@ -18,7 +18,7 @@ class Stop:
     Args:
         settle_seconds: after a failure, until SIGTERM.
         kill_seconds: after that, until SIGKILL.
-        grace_seconds: after a forwarded signal, until SIGKILL.
+        grace_seconds: after a forwarded signal, or the first worker that left, until SIGKILL.
     """
 
     settle_seconds: float
@@ -42,6 +42,10 @@ class Stop:
         """A worker failed: let the others find out, then end them. Later failures change nothing."""
         self.terminate_at = min(self.terminate_at, now + self.settle_seconds)
         self.kill_at = min(self.kill_at, now + self.settle_seconds + self.kill_seconds)
+
+    def on_leave(self, now: float) -> None:
+        """A worker was asked to stop by someone else, and has left: so will the others, or they are stuck."""
+        self.kill_at = min(self.kill_at, now + self.grace_seconds)
 
     def due(self, now: float) -> Action:
         """What to do now. "terminate" is said once, "kill" as long as it is asked."""

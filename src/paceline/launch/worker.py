@@ -94,6 +94,10 @@ class guard:
         self._stack: IO[str] | None = None
 
     def __enter__(self) -> Self:
+        if self._cluster.faults_dir is not None:
+            from paceline.lab.worker import arm
+
+            arm(self._cluster.faults_dir, self._cluster.local_rank)
         if self._cluster.error_dir is not None:
             self._stack = prepare_stack(stack_file(self._cluster.error_dir, self._cluster.global_rank))
         return self

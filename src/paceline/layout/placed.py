@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from paceline.data import LoadedUnit
 from paceline.layout.buffers import UnitBuffers
 from paceline.layout.sums import Sums
-from paceline.state import Slot
+from paceline.slot import Slot
 
 
 class GradSink(Protocol):

@@ -16,10 +16,11 @@ from paceline.data import LoadedUnit
 from paceline.layout.buffers import UnitBuffers
 from paceline.layout.placed import GradSink
 from paceline.layout.precision import Precision
+from paceline.layout.seed import seed_unit
 from paceline.layout.sums import Sums, checked
 from paceline.models.dropout import name_dropouts
 from paceline.observe import Phases
-from paceline.state import Slot, trained_parameters
+from paceline.slot import Slot, trained_parameters
 from paceline.task import LossFunction
 
 
@@ -84,7 +85,7 @@ class Replicate:
 
     def _forward_backward(self, loaded: LoadedUnit, sums: Sums, scale: float) -> None:
         with self._phases.during("forward"):
-            self._seed(loaded.unit.key)
+            seed_unit(loaded.unit.key, self.device, self._dropouts)
             with self._precision.autocast():
                 loss = checked(self._loss(self.model, loaded.batch))
             sums.add(loss)
@@ -106,13 +107,6 @@ class Replicate:
                 with self._precision.autocast():
                     sums.add(checked(self._loss(self.model, loaded.batch)))
         return sums
-
-    def _seed(self, key: int) -> None:
-        torch.default_generator.manual_seed(key)
-        if self.device.type == "cuda":
-            torch.cuda.manual_seed(key)
-        for dropout in self._dropouts:
-            dropout.unit_key = key
 
     def _on_gradient(self, index: int, p: Tensor) -> None:
         if self._sink is not None:

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from paceline.comm import Net
-from paceline.comm.text import share_text
+from paceline.comm.text import gather_texts, share_text
 from paceline.mesh import Group, Mesh
-from paceline.state import Piece, TrainState
+from paceline.slot import Piece
+from paceline.state import TrainState
 
 _Entry = tuple[str, list[int], list[list[int]], str]  # name, whole shape, part, dtype
 
@@ -47,7 +48,10 @@ def take_snapshot(state: TrainState, mesh: Mesh, net: Net) -> Snapshot:
     pieces = state.pieces()
     apart = [piece for piece in pieces if "replica" in piece.slot.axes]
     whole = gather_whole([piece for piece in pieces if "replica" not in piece.slot.axes], mesh.inside, net)
-    return Snapshot(state.step, whole | gather_whole(apart, mesh.world, net), state.scalars())
+    scalars = state.scalars()
+    for text in gather_texts(json.dumps(scalars["optimizer"]), mesh.inside, net):
+        scalars["optimizer"].update(json.loads(text))  # numbers of parameters that another rank updates
+    return Snapshot(state.step, whole | gather_whole(apart, mesh.world, net), scalars)
 
 
 def share_snapshot(
@@ -84,7 +88,7 @@ def gather_whole(pieces: Sequence[Piece], group: Group, net: Net) -> dict[str, T
     """
     found = {piece.slot.name: piece.tensor for piece in pieces if not piece.slot.axes}
     split = [piece for piece in pieces if piece.slot.axes]
-    tables = [json.loads(text) for text in _gather_texts(json.dumps([_entry(p) for p in split]), group, net)]
+    tables = [json.loads(text) for text in gather_texts(json.dumps([_entry(p) for p in split]), group, net)]
     for name in {entry[0] for table in tables for entry in table}:
         found.pop(name, None)  # whole here, but not up to date
     dtypes = sorted({entry[3] for table in tables for entry in table})
@@ -109,8 +113,3 @@ def _place(entries: Sequence[_Entry], values: Tensor, found: dict[str, Tensor]) 
         whole = found.setdefault(name, values.new_zeros(shape))
         place = tuple(slice(start, stop) for start, stop in part)
         whole[place] = piece.view([stop - start for start, stop in part])
-
-
-def _gather_texts(text: str, group: Group, net: Net) -> list[str]:
-    data = torch.tensor(list(text.encode()), dtype=torch.uint8)
-    return [bytes(part.tolist()).decode() for part in net.all_gather(data, group).wait()]

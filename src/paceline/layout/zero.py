@@ -16,7 +16,7 @@ from torch import nn
 
 from paceline.comm.sharded import Cuts, part_of, rows_of
 from paceline.data import split
-from paceline.state import Slot
+from paceline.slot import Slot
 
 
 def cut_rows(slots: Mapping[Slot, nn.Parameter], num_parts: int) -> Cuts:

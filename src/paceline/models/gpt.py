@@ -173,6 +173,7 @@ class Embedded(nn.Module):
         self.embed, self.positions, self.dropout = gpt.embed, gpt.positions, gpt.dropout
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
+        """Map tokens, int64 [B, T], to hidden states [B, T, W]."""
         return embedded(tokens_BT, self.embed, self.positions, self.dropout)
 
 

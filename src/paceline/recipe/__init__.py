@@ -5,11 +5,11 @@ on a number of processes. Nothing here starts, trains or reads the environment.
 """
 
 from paceline.recipe.dump import to_toml
+from paceline.recipe.lasting import CheckpointRecipe
 from paceline.recipe.load import load_recipe
 from paceline.recipe.log import LogRecipe
 from paceline.recipe.model import (
     BatchRecipe,
-    CheckpointRecipe,
     EvaluateRecipe,
     LoaderRecipe,
     MemoryRecipe,

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from paceline.recipe.lasting import CheckpointRecipe
 from paceline.recipe.log import LogRecipe
 from paceline.recipe.plain import plain
 from paceline.recipe.problems import Conflict, refused
@@ -163,13 +164,6 @@ class EvaluateRecipe(Table):
     every_steps: int = Field(default=0, ge=0, description="updates between evaluations; 0: only at the end")
     batch: int = Field(default=64, ge=1, description="samples per forward")
     max_samples: int = Field(default=0, ge=0, description="held-out samples that are used; 0: all")
-
-
-class CheckpointRecipe(Table):
-    """When state is saved."""
-
-    every_steps: int = Field(default=0, ge=0, description="updates between checkpoints; 0: only at the end")
-    keep: int = Field(default=2, ge=1, description="newest checkpoints that are kept")
 
 
 class OuterRecipe(Table):

@@ -18,51 +18,7 @@ from paceline.recipe.expect import Words
 from paceline.recipe.problems import found_instead, refused
 from paceline.recipe.spell import nearest, spell
 from paceline.recipe.strict import Table
-
-# Each word with an example; a word whose example has a colon takes arguments.
-SYNCS = MappingProxyType(
-    {
-        "every-step": "every-step",
-        "backup": "backup:1",
-        "bounded": "bounded:2",
-        "server": "server",
-        "server-async": "server-async",
-        "hogwild": "hogwild",
-        "local": "local:8",
-        "diloco": "diloco:50",
-        "pipedream": "pipedream",
-        "federated": "federated:10",
-    }
-)
-CODECS = MappingProxyType(
-    {
-        "fp32": "fp32",
-        "bf16": "bf16",
-        "int8": "int8",
-        "int4": "int4",
-        "topk": "topk:0.01",
-        "low-rank": "low-rank:4",
-        "sign": "sign",
-        "lossless": "lossless",
-    }
-)
-ROUTES = MappingProxyType(
-    {
-        "native": "native",
-        "ring": "ring",
-        "tree": "tree",
-        "hypercube": "hypercube",
-        "hierarchical": "hierarchical",
-        "grid": "grid",
-        "shared-memory": "shared-memory",
-        "server": "server",
-    }
-)
-
-
-SCHEDULES = MappingProxyType(
-    {"gpipe": "gpipe", "1f1b": "1f1b", "interleaved": "interleaved:2", "zero-bubble": "zero-bubble"}
-)
+from paceline.recipe.words import CODECS, ROUTES, SCHEDULES, SYNCS
 
 
 def _check_word(text: str, words: Mapping[str, str]) -> str:
@@ -174,6 +130,11 @@ class Strategy(Table):
         splits = [f"zero-{self.zero}"] if self.zero else []
         splits += [axis for axis in ("tensor", "pipeline", "context") if getattr(self, axis) > 1]
         return "+".join(splits) or "replicate"
+
+    @property
+    def is_approximate(self) -> bool:
+        """Whether its result differs by nature, not by rounding, from that of one process."""
+        return self.sync_word != "every-step" or self.codec != "fp32"
 
     @property
     def updates_per_step(self) -> int:

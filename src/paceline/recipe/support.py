@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from paceline.errors import StrategyError
-from paceline.recipe.strategy import CODECS, PRESETS, ROUTES, SCHEDULES, SYNCS, Strategy
+from paceline.recipe.strategy import PRESETS, Strategy
+from paceline.recipe.words import CODECS, ROUTES, SCHEDULES, SYNCS
 
 
 class Support(NamedTuple):
@@ -96,8 +97,8 @@ _COMBINATIONS = (
         lambda s: s.shard > 1 and s.pipeline > 1,
     ),
     _because(
-        "the gradients of a stage are not coded yet: leave out codec or pipeline",
-        lambda s: s.codec != "fp32" and s.pipeline > 1,
+        "pipedream has one replica, so there is nothing to code: leave out codec",
+        lambda s: s.codec != "fp32" and s.sync_word == "pipedream",
     ),
     _because(
         "a server is what this rule needs: add servers=1",

@@ -39,24 +39,12 @@ def chart(
         return Html("")
     steps = [x for curve in curves for x, _ in curve.points]
     across = Scale(min(0.0, *steps) if len(set(steps)) == 1 else min(steps), max(steps))
-    up = scale_of(
-        [y for curve in curves for _, y in _drawn(curve)],
-        from_zero=from_zero,
-        may_be_logarithmic=may_be_logarithmic,
-    )
+    values = [y for curve in curves for _, y in thin(curve.points)]
+    up = scale_of(values, from_zero=from_zero, may_be_logarithmic=may_be_logarithmic)
     head = [tag("h3", title), tag("span", unit + (" · log scale" if up.logarithmic else ""), class_="unit")]
-    plot = tag(
-        "div",
-        _labels(across, up),
-        _picture(curves, across, up, marks),
-        class_="plot",
-        data_chart=_data(curves, across, up),
-    )
+    inside = [_labels(across, up), _picture(curves, across, up, marks)]
+    plot = tag("div", inside, class_="plot", data_chart=_data(curves, across, up))
     return tag("figure", tag("figcaption", head, _legend(curves)), plot, class_="chart")
-
-
-def _drawn(curve: Curve) -> Sequence[Point]:
-    return thin(curve.points)
 
 
 def _picture(curves: Sequence[Curve], across: Scale, up: Scale, marks: Sequence[tuple[float, str]]) -> Html:

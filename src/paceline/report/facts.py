@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from paceline.report.read import Run, number
+from paceline.report.read import Record, Run, number
 
 _RECENT = 0.2  # share of the steps, at the end, over which the last loss is taken
 
@@ -56,7 +56,6 @@ def facts(run: Run) -> Facts:
     whole = sum(seconds)
     samples = sum(step["num_samples"] for step in steps)
     tokens = int(run.start.get("tokens_per_sample", 0))
-    losses = [number(step["loss"]) for step in steps[-max(1, round(_RECENT * len(steps))) :]]
     speed = samples / whole if whole > 0 else None
     last = evaluations[-1] if evaluations else None
     return Facts(
@@ -65,7 +64,7 @@ def facts(run: Run) -> Facts:
         ranks=run.ranks,
         steps=run.done,
         num_steps=int(run.start.get("num_steps", 0)),
-        loss=sum(losses) / len(losses) if losses else None,
+        loss=_recent_loss(steps),
         held_out=number(last["loss"]) if last else None,
         metrics={name: number(value) for name, value in last["metrics"].items()} if last else {},
         best_held_out=_best(evaluations),
@@ -83,6 +82,11 @@ def quantile(values: Sequence[float], share: float) -> float:
     """The value that a share of all do not exceed; by the nearest rank."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, max(0, math.ceil(share * len(ordered)) - 1))]
+
+
+def _recent_loss(steps: Sequence[Record]) -> float | None:
+    losses = [number(step["loss"]) for step in steps[-max(1, round(_RECENT * len(steps))) :]]
+    return sum(losses) / len(losses) if losses else None
 
 
 def _best(evaluations: Sequence[Any]) -> tuple[float, int] | None:

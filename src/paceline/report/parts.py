@@ -69,48 +69,32 @@ def words(runs: Sequence[Run]) -> Html:
 
 def charts(runs: Sequence[Run]) -> Html:
     """Loss, metrics, throughput, gradient norm, learning rate and step time."""
-    marks = (
-        [(float(s["step"]), f"resumed at step {s['step']}") for s in runs[0].starts[1:]]
-        if len(runs) == 1
-        else []
-    )
-    rate = facts(runs[0]).rate_unit
+    marks = _resumes(runs[0]) if len(runs) == 1 else []
     dots = "dots: held-out" if len(runs) > 1 and any(run.evaluations for run in runs) else ""
-    shown = [
-        chart(
-            "Loss",
-            _both(runs, lambda record: record["loss"]),
-            unit=dots,
-            may_be_logarithmic=True,
-            marks=marks,
-        ),
-        *(
-            chart(
-                name.replace("_", " ").capitalize(),
-                _both(runs, partial(_metric, name)),
-                marks=marks,
-            )
-            for name in _metrics(runs)[:_MOST_METRICS]
-        ),
-        chart("Throughput", _each(runs, _rate), unit=rate, from_zero=True, marks=marks),
-        chart(
-            "Gradient norm",
-            _each(runs, lambda run, s: number(s["grad_norm"])),
-            may_be_logarithmic=True,
-            marks=marks,
-        ),
-        chart(
-            "Learning rate", _each(runs, lambda run, s: number(s["lr"]), "line"), from_zero=True, marks=marks
-        ),
-        chart(
-            "Step time",
-            _each(runs, lambda run, s: 1000 * number(s["seconds"])),
-            unit="ms",
-            from_zero=True,
-            marks=marks,
-        ),
+    losses = _both(runs, lambda record: record["loss"])
+    shown = [chart("Loss", losses, unit=dots, may_be_logarithmic=True, marks=marks)]
+    for name in _metrics(runs)[:_MOST_METRICS]:
+        title = name.replace("_", " ").capitalize()
+        shown.append(chart(title, _both(runs, partial(_metric, name)), marks=marks))
+    return tag("div", shown, _of_each_step(runs, marks), class_="charts")
+
+
+def _of_each_step(runs: Sequence[Run], marks: Sequence[tuple[float, str]]) -> list[Html]:
+    """What steps have and evaluations have not."""
+    norms = _each(runs, lambda run, s: number(s["grad_norm"]))
+    rates = _each(runs, lambda run, s: number(s["lr"]), "line")
+    times = _each(runs, lambda run, s: 1000 * number(s["seconds"]))
+    speed = facts(runs[0]).rate_unit
+    return [
+        chart("Throughput", _each(runs, _rate), unit=speed, from_zero=True, marks=marks),
+        chart("Gradient norm", norms, may_be_logarithmic=True, marks=marks),
+        chart("Learning rate", rates, from_zero=True, marks=marks),
+        chart("Step time", times, unit="ms", from_zero=True, marks=marks),
     ]
-    return tag("div", shown, class_="charts")
+
+
+def _resumes(run: Run) -> list[tuple[float, str]]:
+    return [(float(s["step"]), f"resumed at step {s['step']}") for s in run.starts[1:]]
 
 
 def _named(runs: Sequence[Run], i: int, name: str) -> str:

@@ -58,7 +58,9 @@ class EveryStep:
                 step = state.step
                 tally, update = self.step(feed.work, stream, placed, tail)
                 state.step += 1
-                yield step_stats(step, step + 1, feed.work, state, tally, update, self._phases, self._net)
+                yield step_stats(
+                    range(step, step + 1), feed.work.order, state, tally, update, self._phases, self._net
+                )
 
     def abort(self) -> None:
         """See `Rule`."""

@@ -24,7 +24,8 @@ from paceline.data import Feed
 from paceline.layout import Placed
 from paceline.mesh import Group
 from paceline.observe import Phases, Stats
-from paceline.state import LossScale, Piece, Slot, TrainState
+from paceline.slot import Piece, Slot
+from paceline.state import LossScale, TrainState
 from paceline.sync.every_step import EveryStep
 from paceline.sync.rule import step_stats
 from paceline.sync.tail import Tail, Update, UpdateTail
@@ -122,7 +123,9 @@ class LocalRounds:
                     tally = self._agree(half, placed)
                 self._half = _Half()
                 update = half.taken[-1][1]
-                yield step_stats(half.first, end, feed.work, state, tally, update, self._phases, self._net)
+                yield step_stats(
+                    range(half.first, end), feed.work.order, state, tally, update, self._phases, self._net
+                )
 
     def abort(self) -> None:
         """See `Rule`."""

@@ -4,8 +4,11 @@ What flows is a step: all its units forward, later all of them backward, then on
 of p is p-s-1 steps ahead with its forwards, so its gradient is as many updates old. The weights of a forward
 are kept (stashed) for its own backward.
 
+Buffers such as running statistics move at the end of a step's forward, in the order of the steps.
+
 Invariant: the backward of a step uses the version of the weights that its forward used, on every stage.
-Between two rounds the pipeline is empty, and every stage has made one update for every step.
+Between two rounds the pipeline is empty, every stage has made one update for every step, and buffers are
+equal on all ranks.
 Source: Narayanan et al. 2019, PipeDream, sections 3.2 and 3.3 (1F1B, weight stashing).
 """
 
@@ -38,7 +41,6 @@ class InFlight:
         weights: these weights, by their names in the stage.
         units: what their backwards need.
         count: items of the step; known on the last stage, and told with the gradients.
-        change: of the buffers, over all units.
         scale: of the loss.
     """
 
@@ -46,7 +48,6 @@ class InFlight:
     weights: Mapping[str, Tensor]
     units: list[Flight]
     count: float
-    change: Tensor
     scale: float
 
 
@@ -98,11 +99,16 @@ class PipeDream:
         while state.step < feed.num_steps:
             self._phases.take()
             first, end = state.step, feed.pause_after(state.step)
-            self._undo = _memory_of(state, self._stage)
+            self._undo, buffers = _memory_of(state, self._stage), placed.buffers.values()
             sums, update = self._run(first, end, feed, tail)
-            tally = self._tally(sums, placed).agree(self._net, self._world, placed.device).wait()
+            change = placed.buffers.change_since(buffers)
+            tally = self._tally(sums, placed, change).agree(self._net, self._world, placed.device).wait()
+            placed.buffers.reset(buffers)
+            placed.buffers.end_step(tally.buffers, 1.0)  # every stage moved its own
             state.step, self._undo = end, _nothing
-            stats = step_stats(first, end, feed.work, state, tally, update, self._phases, self._net)
+            stats = step_stats(
+                range(first, end), feed.work.order, state, tally, update, self._phases, self._net
+            )
             stale = {n: tally.metrics[n] / (end - first) for n in tally.metrics if n.startswith(_STALENESS)}
             yield replace(stats, metrics={**stats.metrics, **stale})
 
@@ -138,8 +144,9 @@ class PipeDream:
         }
         stage.begin_step()
         flights = [stage.forward(unit, own, scale, weights) for unit in units]
+        stage.buffers.end_step(stage.buffers.change, len(flights))
         sums.extend(own)
-        return InFlight(version, weights, flights, own.read()[1], stage.buffers.change, scale)
+        return InFlight(version, weights, flights, own.read()[1], scale)
 
     def _backward(self, step: int, flown: InFlight, tail: Tail) -> Update:
         """Run a step backward with the weights of its forward, and update the stage."""
@@ -154,8 +161,6 @@ class PipeDream:
         state = tail.state
         self.versions.append(Versions(step, flown.version, _version_of(flown), state.updates))
         with self._phases.during("optimizer"):
-            stage.buffers.begin_step()
-            stage.buffers.end_step(flown.change, len(flown.units))
             return tail.apply(self._gradients(total, flown.scale), _counted(count, stage))
 
     def _gradients(self, total: Mapping[str, Tensor], scale: float) -> Gradients:
@@ -165,7 +170,7 @@ class PipeDream:
         flats = [g for g in grads if g is not None]
         return Gradients(grads, flats, torch._foreach_norm(flats) if flats else [], scale)
 
-    def _tally(self, sums: Sums, placed: Placed) -> Tally:
+    def _tally(self, sums: Sums, placed: Placed, change: Tensor) -> Tally:
         total, count, metrics = sums.read()
         stale = dict.fromkeys((f"{_STALENESS}{s}" for s in range(self._stage.cut.num_stages)), 0.0)
         ages = sum(v.applied - v.forward for v in self.versions)
@@ -177,7 +182,7 @@ class PipeDream:
             metrics={**metrics, **stale},
             stops=float(self._stop_requested()),
             used=[0.0] * len(placed.parameters),
-            buffers=torch.zeros(0, dtype=torch.float64),
+            buffers=change,
         )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paceline.comm import Reducer
 from paceline.mesh import Group
-from paceline.state import Piece, Slot
+from paceline.slot import Piece, Slot
 
 
 class Residuals:

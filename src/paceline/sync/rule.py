@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from paceline.comm import Net, Tally
-from paceline.data import Feed, LockstepWork
+from paceline.data import Feed, Order
 from paceline.layout import Placed
 from paceline.observe import Phases, Stats
 from paceline.state import TrainState
@@ -33,24 +33,17 @@ class Rule(Protocol):
 
 
 def step_stats(
-    first: int,
-    end: int,
-    work: LockstepWork,
-    state: TrainState,
-    tally: Tally,
-    update: Update,
-    phases: Phases,
-    net: Net,
+    steps: range, order: Order, state: TrainState, tally: Tally, update: Update, phases: Phases, net: Net
 ) -> Stats:
-    """The record of steps `first` to `end` - 1, from sums that all ranks agree on."""
+    """The record of some steps, from sums that all ranks agree on."""
     seconds, spent = phases.take()
     count = tally.count or 1.0
     return Stats(
-        step=end - 1,
-        epoch=work.order.epoch_of(end - 1),
+        step=steps[-1],
+        epoch=order.epoch_of(steps[-1]),
         loss=tally.total / count,
         metrics={name: value / count for name, value in tally.metrics.items()},
-        num_samples=sum(work.order.batch_size(step) for step in range(first, end)),
+        num_samples=sum(order.batch_size(step) for step in steps),
         num_items=tally.count,
         grad_norm=update.grad_norm,
         lr=update.lr,

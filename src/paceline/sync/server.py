@@ -10,60 +10,24 @@ contributed. Between two rounds all ranks hold the server's parameters and buffe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.comm import Gradients, LocalReducer, Net, Tally
-from paceline.comm.channel import Channel, Message
-from paceline.data import Feed, LockstepWork
+from paceline.comm import Gradients, Tally
+from paceline.comm.channel import Message
+from paceline.data import Feed
 from paceline.layout import Placed
-from paceline.observe import Phases, Stats
-from paceline.state import Piece, Slot, TrainState
-from paceline.sync.every_step import gradient_scale
+from paceline.observe import Stats
+from paceline.state import TrainState
 from paceline.sync.local import add_tallies
 from paceline.sync.policy import Policy, Push, Ticket, WorkLedger
 from paceline.sync.rule import step_stats
+from paceline.sync.served import Served, newest
 from paceline.sync.tail import Tail, Update
-
-SERVER = 0
-
-
-class Served:
-    """What server and worker share: the channel, and parameters and sums as messages."""
-
-    def __init__(
-        self, channel: Channel, net: Net, phases: Phases, stop_requested: Callable[[], bool]
-    ) -> None:
-        self.channel, self.net, self.phases = channel, net, phases
-        self.stop_requested = stop_requested
-        self.ledger = WorkLedger()
-
-    def send(self, to: int, kind: str, fields: Mapping[str, Any], tensors: list[Tensor]) -> None:
-        """One message, within the deadline."""
-        self.channel.send(to, Message(kind, fields, tensors), self.net.deadline_seconds)
-
-    def receive(self) -> Message:
-        """One message, within the deadline."""
-        with self.phases.during("communication"):
-            return self.channel.receive(self.net.deadline_seconds)
-
-    def pieces(self) -> list[Piece]:
-        """The ledger, as numbers: taken, applied, dropped, then pairs of age and count."""
-        ages = [n for pair in sorted(self.ledger.staleness.items()) for n in pair]
-        values = torch.tensor([self.ledger.taken, self.ledger.applied, self.ledger.dropped, *ages])
-        return [Piece(Slot.whole("work", values), values)]
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """The inverse of `pieces`."""
-        if "work" in tensors:
-            taken, applied, dropped, *ages = (int(n) for n in tensors["work"])
-            histogram = dict(zip(ages[::2], ages[1::2], strict=True))
-            self.ledger = WorkLedger(taken, applied, dropped)
-            self.ledger.staleness.update(histogram)
 
 
 class Server(Served):
@@ -93,7 +57,9 @@ class Server(Served):
             while not self._over(placed, state):
                 update = self._take_in(self.receive(), placed, tail, ages) or update
             tally = add_tallies(self._taken)
-            stats = step_stats(first, state.step, feed.work, state, tally, update, self.phases, self.net)
+            stats = step_stats(
+                range(first, state.step), feed.work.order, state, tally, update, self.phases, self.net
+            )
             yield self._pause(stats, ages, placed, state)
 
     def abort(self) -> None:
@@ -172,82 +138,6 @@ class Server(Served):
             self.send(rank, "pause", fields, newest(placed))
         self._idle.clear()
         return stats
-
-
-class Worker(Served):
-    """The rule of all other ranks.
-
-    Args:
-        num_workers: the parts of a step.
-        items_per_sample: as for `EveryStep`.
-    """
-
-    def __init__(self, num_workers: int, items_per_sample: int, *shared: Any) -> None:
-        super().__init__(*shared)
-        self._num_workers, self._items_per_sample = num_workers, items_per_sample
-
-    def rounds(self, feed: Feed, placed: Placed, tail: Tail) -> Iterator[Stats]:
-        """See `Rule`."""
-        state = tail.state
-        while state.step < feed.num_steps:
-            self.phases.take()
-            self.send(SERVER, "ready", {"stops": self.stop_requested()}, [])
-            while (message := self.receive()).kind != "pause":
-                self._work(message, feed, placed, state)
-            yield self._take_over(message, placed, state)
-
-    def abort(self) -> None:
-        """Whatever was half done is lost; the next `rounds` says that this worker is ready."""
-
-    def _work(self, message: Message, feed: Feed, placed: Placed, state: TrainState) -> None:
-        """Run one ticket with the parameters that came with it, and push what it brought."""
-        load_newest(message.tensors, placed)
-        step, part = message.fields["step"], message.fields["part"]
-        self.net.step = state.step = step
-        state.scale.value = message.fields["scale"]
-        work: LockstepWork = replace(feed.work, replica_rank=part, num_replicas=self._num_workers)
-        units, sink = work.units(step), LocalReducer(list(placed.parameters))
-        scale = gradient_scale(work, state, self._items_per_sample)
-        sink.begin()
-        with feed.open(units) as stream:
-            sums = placed.run(stream, len(units), sink, scale)
-        total, count, metrics = sums.read()
-        grads = sink.finish().tensors
-        fields = {
-            "units": sums.units,
-            "total": total,
-            "count": count,
-            "metrics": dict(metrics),
-            "scale": scale,
-            "used": [g is not None for g in grads],
-            "stops": self.stop_requested(),
-        }
-        self.send(SERVER, "push", fields, [placed.buffers.change, *(g for g in grads if g is not None)])
-
-    def _take_over(self, message: Message, placed: Placed, state: TrainState) -> Stats:
-        load_newest(message.tensors, placed)
-        fields = message.fields
-        state.step, state.updates = fields["step"], fields["updates"]
-        state.scale.value, state.scale.clean_steps = fields["scale"]["value"], fields["scale"]["clean_steps"]
-        self.ledger = WorkLedger.of(fields["ledger"])
-        seconds, spent = self.phases.take()
-        sent = self.net.ledger.total().sent_bytes
-        return replace(Stats(**fields["stats"]), seconds=seconds, phases=spent, sent_bytes=sent)
-
-
-def newest(placed: Placed) -> list[Tensor]:
-    """Parameters and persistent buffers, as a message carries them."""
-    return [*(p.detach() for p in placed.parameters), *placed.buffers.values()]
-
-
-def load_newest(tensors: Any, placed: Placed) -> None:
-    """The inverse of `newest`, in place."""
-    num_parameters = len(placed.parameters)
-    with torch.no_grad():
-        for p, value in zip(placed.parameters, tensors[:num_parameters], strict=True):
-            p.copy_(value)
-    device = placed.device
-    placed.buffers.reset([value.to(device) for value in tensors[num_parameters:]])
 
 
 def read_push(message: Message, placed: Placed) -> tuple[Tally, list[Tensor | None]]:

@@ -68,7 +68,6 @@ def build(*, seed: int, base_dir: Path, cache_dir: Path, **options: Any) -> Task
         held_out=held_out,
         loss=next_token_loss,
         stages=gpt_chain,
-        inputs=lambda tokens_BT: tokens_BT[:, :-1],
         initialize=initialize_gpt,
         report=_build_report(chosen, tokenizer, train, held_out, corpus.split, seed),
         num_tokens_per_sample=chosen.context,

@@ -2,8 +2,9 @@
 
 Invariant: a test that leaves something behind fails by name, and the next test does not suffer from it.
 
-It adds one fixture that every test uses (leaks), the marks `capability(*ids)`, `gpu` (skipped with a reason
-where there is no NVIDIA GPU) and `soak` (left out unless `--soak` is given), and `--capability-report=PATH`.
+It adds one fixture that every test uses (leaks), `lab` (a cluster on this machine), the marks
+`capability(*ids)`, `gpu` (skipped with a reason where there is no NVIDIA GPU) and `soak` (left out unless
+`--soak` is given), and `--capability-report=PATH`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from pathlib import Path
 import pytest
 
 from paceline.testing.capabilities import CapabilityReport
+from paceline.testing.labs import lab, why_no_lab
 from paceline.testing.leaks import clean_up, find_leaks, observe
+
+__all__ = ["lab", "no_leaks", "why_no_lab"]
 
 _MARKS = (
     "capability(*ids): the rows of the capability list that this test proves",

@@ -25,7 +25,9 @@ from paceline.optim import build_optimizer
 from paceline.recipe import Recipe, Strategy, support
 from paceline.state import LossScale, TrainState
 from paceline.task import Source, Task
-from paceline.training.arrange import LAYOUTS, RULES, Material, Pieces, Setting
+from paceline.training.arrange import Material, Pieces, Setting
+from paceline.training.layouts import LAYOUTS
+from paceline.training.rules import RULES
 from paceline.training.session import Session
 
 

@@ -6,12 +6,9 @@ Whoever started the processes (Paceline's launcher, torchrun, nobody) does not m
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 import torch
 from rich.console import Console
@@ -26,38 +23,12 @@ from paceline.tasks import load_task, run_build
 from paceline.training import run_folder
 from paceline.training.build import build_session, choose_device
 from paceline.training.loop import Result, fit
+from paceline.training.records import run_record
 from paceline.training.session import Session
+from paceline.training.stopping import StopRequest, stop_on_notice, stop_on_signals
 
 CACHE_DIR = Path.home() / ".cache" / "paceline"
 TaskLike = Task | Callable[..., Task]
-
-
-@dataclass
-class StopSignal:
-    """Whether this process was asked to stop by SIGTERM or SIGINT; a second signal interrupts at once."""
-
-    requested: bool = False
-
-    def __call__(self) -> bool:
-        return self.requested
-
-    def receive(self, number: int, frame: FrameType | None) -> None:
-        """The signal handler."""
-        if self.requested:
-            raise KeyboardInterrupt
-        self.requested = True
-
-
-@contextmanager
-def stop_on_signals() -> Iterator[StopSignal]:
-    """Turn SIGTERM and SIGINT into a request to stop after the present step."""
-    stop = StopSignal()
-    before = {number: signal.signal(number, stop.receive) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager
@@ -141,13 +112,13 @@ def train(
     talks = console if cluster.global_rank == 0 else None
     warn = talks.print if talks is not None else (lambda text: None)
     with (
-        stop_on_signals() as stop,
+        stop_on_signals(StopRequest()) as stop,
+        stop_on_notice(recipe.checkpoint.notice, stop),
         join(recipe, task, base_dir=base_dir, cluster=cluster, warn=warn, stop_requested=stop) as session,
     ):
         run_dir = run_folder.prepare(session, resume)
-        if resume is not None:
-            run_folder.restore(session, resume)
-        result = fit(session, run_dir, sinks(session, run_dir, talks))
+        used = None if resume is None else run_folder.restore(session, resume, warn)
+        result = fit(session, run_dir, sinks(session, run_dir, talks, used))
         session.complete()
         if session.is_first:
             _report(run_dir, warn)
@@ -164,8 +135,13 @@ def _report(run_dir: Path, warn: Callable[[str], None]) -> None:
         warn(f"the report cannot be written: {error}; free space, then `paceline report {run_dir}`")
 
 
-def sinks(session: Session, run_dir: Path, console: Console | None) -> list[Sink]:
-    """Rank 0 writes metrics and a log, and shows progress where there is a console."""
+def sinks(
+    session: Session, run_dir: Path, console: Console | None, resumed_from: str | None = None
+) -> list[Sink]:
+    """Rank 0 writes metrics and a log, and shows progress where there is a console.
+
+    They begin with how the run began, and with the checkpoint if it goes on.
+    """
     if not session.is_first:
         return []
     level, full = session.recipe.log.level, session.recipe.log.rotate_bytes
@@ -176,6 +152,10 @@ def sinks(session: Session, run_dir: Path, console: Console | None) -> list[Sink
     if console is not None:
         tokens = session.task.num_tokens_per_sample
         found.append(Progress(console, session.state.step, session.num_steps, tokens))
+    for sink in found:
+        sink.event("run", run_record(session))
+        if resumed_from is not None:
+            sink.event("resume", {"step": session.state.step, "checkpoint": resumed_from})
     return found
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from paceline import checkpoint
 from paceline.observe import Sink, Stats
 from paceline.training.evaluation import Evaluation, evaluate
-from paceline.training.records import RankRecords, run_record
+from paceline.training.intervals import reached
+from paceline.training.records import RankRecords
+from paceline.training.saves import Saves, open_saves
 from paceline.training.session import Session
 
 
@@ -22,14 +24,14 @@ class Result:
         steps: steps taken since the beginning of the run, also before a resume.
         last: the last step of this fit; None if there was none to take.
         evaluation: on the held-out data after the last step; None without such data.
-        checkpoint: the last one written.
+        checkpoint: where the last one is; None: nothing was saved.
         stopped: whether a signal ended the run before its last step.
     """
 
     steps: int
     last: Stats | None
     evaluation: Evaluation | None
-    checkpoint: Path | None
+    checkpoint: str | None
     stopped: bool
 
 
@@ -38,7 +40,7 @@ def fit(session: Session, run_dir: Path | None = None, sinks: Sequence[Sink] = (
 
     Args:
         session: from its state's step on; a resumed state continues.
-        run_dir: where checkpoints go; None: nothing is saved.
+        run_dir: of the run; None: nothing is saved.
         sinks: receive every step and event; only rank 0 has any.
     Returns:
         The result; a stop signal on any rank ends all ranks after the same step, which is saved.
@@ -48,7 +50,7 @@ def fit(session: Session, run_dir: Path | None = None, sinks: Sequence[Sink] = (
     with ExitStack() as stack:
         for sink in sinks:
             stack.callback(sink.close)
-            sink.event("run", run_record(session))
+        saves = stack.enter_context(open_saves(session, run_dir, sinks))
         ranks = RankRecords(session, sinks, written=run_dir is not None)
         before = session.state.step
         for last in session.rounds():
@@ -57,15 +59,15 @@ def fit(session: Session, run_dir: Path | None = None, sinks: Sequence[Sink] = (
             ranks.step(last)
             stopped = last.stops > 0 and not _done(session)
             if not _done(session) and not stopped:
-                _at_intervals(session, before, run_dir, sinks)
+                _at_intervals(session, before, saves, sinks)
             before = session.state.step
             ranks.begin()
+        saves.begin_last()
         ranks.flush()
-        saved = _save(session, run_dir, sinks)
         _account(session, sinks)
-        evaluation = None if stopped else _evaluate(session, sinks)
-        for sink in sinks:
-            sink.event("end", {"step": session.state.step, "stopped": stopped})
+        evaluation = None if stopped else _evaluate(session, saves, sinks)
+        saved = saves.finish()
+        _tell(sinks, "end", {"step": session.state.step, "stopped": stopped})
     return Result(session.state.step, last, evaluation, saved, stopped)
 
 
@@ -76,43 +78,28 @@ def _account(session: Session, sinks: Sequence[Sink]) -> None:
         for (op, group), entry in session.net.ledger.rows.items()
     }
     loader = session.loader
+    _tell(sinks, "communication", {"rows": rows})
+    _tell(sinks, "cache", {"hits": loader.cache_hits, "lookups": loader.cache_lookups})
+
+
+def _tell(sinks: Sequence[Sink], event: str, record: Mapping[str, Any]) -> None:
     for sink in sinks:
-        sink.event("communication", {"rows": rows})
-        sink.event("cache", {"hits": loader.cache_hits, "lookups": loader.cache_lookups})
+        sink.event(event, record)
 
 
-def _at_intervals(session: Session, before: int, run_dir: Path | None, sinks: Sequence[Sink]) -> None:
-    if _due(session, before, session.recipe.evaluate.every_steps):
-        _evaluate(session, sinks)
-    if _due(session, before, session.recipe.checkpoint.every_steps):
-        _save(session, run_dir, sinks)
-
-
-def _due(session: Session, before: int, every_steps: int) -> bool:
-    """Whether the last round, begun at step `before`, reached or passed a multiple of the interval."""
-    return every_steps > 0 and session.state.step // every_steps > before // every_steps
+def _at_intervals(session: Session, before: int, saves: Saves, sinks: Sequence[Sink]) -> None:
+    if reached(session.recipe.evaluate.every_steps, before, session.state.step):
+        _evaluate(session, saves, sinks)
+    saves.at_interval(before)
 
 
 def _done(session: Session) -> bool:
     return session.state.step >= session.num_steps
 
 
-def _evaluate(session: Session, sinks: Sequence[Sink]) -> Evaluation | None:
+def _evaluate(session: Session, saves: Saves, sinks: Sequence[Sink]) -> Evaluation | None:
     evaluation = evaluate(session)
     if evaluation is not None:
-        for sink in sinks:
-            sink.event("evaluation", asdict(evaluation))
+        saves.score(evaluation.loss)
+        _tell(sinks, "evaluation", asdict(evaluation))
     return evaluation
-
-
-def _save(session: Session, run_dir: Path | None, sinks: Sequence[Sink]) -> Path | None:
-    if run_dir is None:
-        return None
-    folder = run_dir / "checkpoints"
-    snapshot = session.snapshot()
-    if not session.is_first:
-        return folder / checkpoint.name_of(session.state.step)
-    path = checkpoint.save(folder, snapshot, session.recipe.checkpoint.keep)
-    for sink in sinks:
-        sink.event("checkpoint", {"step": session.state.step, "path": str(path)})
-    return path

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
-from paceline import checkpoint
+from paceline.checkpoint import Files
 from paceline.comm.text import share_text
-from paceline.errors import CheckpointError
-from paceline.recipe import to_toml
-from paceline.report.folder import RECIPE, new_run_dir
+from paceline.recipe import load_recipe, to_toml
+from paceline.recipe.changes import refuse_changes
+from paceline.report.folder import CHECKPOINTS, RECIPE, new_run_dir
+from paceline.training import saving
 from paceline.training.session import Session
 
 
 def prepare(session: Session, resume: Path | None) -> Path:
-    """The folder of the run, the same on every rank; rank 0 makes it and writes the recipe there."""
+    """The folder of the run, the same on every rank; rank 0 makes it and writes the recipe there.
+
+    Raises:
+        RecipeError: the run goes on, and the recipe differs in what must stay.
+    """
     if resume is not None:
         chosen = str(run_of(resume))
     else:
@@ -21,29 +27,22 @@ def prepare(session: Session, resume: Path | None) -> Path:
     chosen = share_text(chosen, session.mesh.world, session.net, session.placed.device)
     run_dir = Path(chosen)
     if session.is_first:
+        if resume is not None:
+            refuse_changes(load_recipe(run_dir / RECIPE), session.recipe, chosen)
         run_dir.mkdir(parents=True, exist_ok=True)
-        asked = session.recipe.replace(
-            run_dir=None
-        )  # the folder itself says it, and a copy of the recipe is free
-        (run_dir / RECIPE).write_text(to_toml(asked), encoding="utf-8")
+        asked = session.recipe.replace(run_dir=None)  # the folder says it; a copy is free to go elsewhere
+        Files(chosen).publish(RECIPE, to_toml(asked).encode())  # a crash must not leave half of it
     return run_dir
 
 
-def restore(session: Session, resume: Path) -> None:
-    """Load the newest checkpoint of a run folder, or the given one.
+def restore(session: Session, resume: Path, warn: Callable[[str], None] = lambda text: None) -> str:
+    """Go on from the newest valid checkpoint of a run folder, or from the given one; returns its name.
 
     Raises:
         CheckpointError: there is none, or it is damaged or does not fit.
     """
-    path = resume if _is_checkpoint(resume) else checkpoint.latest(resume / "checkpoints")
-    if path is None:
-        raise CheckpointError(
-            "there is no checkpoint to resume from",
-            where=str(resume),
-            next_step="name a run folder with a checkpoints folder in it",
-        )
-    found = checkpoint.load(path)
-    session.restore(found.tensors, found.scalars)
+    files = saving.files_of(session.recipe, run_of(resume))
+    return saving.restore(session, files, resume.name if _is_checkpoint(resume) else None, warn)
 
 
 def run_of(resume: Path) -> Path:
@@ -52,4 +51,4 @@ def run_of(resume: Path) -> Path:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    return path.parent.name == "checkpoints"
+    return path.parent.name == CHECKPOINTS

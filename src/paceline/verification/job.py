@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from paceline.cluster import Cluster
+from paceline.errors import StrategyError
 from paceline.layout import Precision
 from paceline.optim import build_schedule
 from paceline.recipe import Recipe
@@ -50,6 +51,8 @@ def verify(
         observe: called after every step that agreed.
     Returns:
         The report, equal on every rank.
+    Raises:
+        StrategyError: the strategy is approximate by nature.
     """
     with connected(recipe, cluster) as (found, device):
         built = obtain_task(recipe, task, base_dir)
@@ -67,6 +70,11 @@ def compare_with_oracle(
     observe: Callable[[int], None] = lambda step: None,
 ) -> Report:
     """`verify` on a cluster that is connected already."""
+    if recipe.strategy.is_approximate:
+        raise StrategyError(
+            f"'{recipe.strategy}' is approximate by nature: no step of it is that of one process",
+            next_step="verify the same recipe with sync=every-step codec=fp32, and compare losses over seeds",
+        )
     pieces = pieces or Pieces()
     oracle = build_oracle(recipe, replace(task, model=copy.deepcopy(task.model)), device)
     recorded = replace(pieces, tail=recording(pieces.tail))

@@ -19,7 +19,8 @@ from torch import Tensor
 from paceline.comm import Net
 from paceline.errors import TaskError
 from paceline.layout.whole import Snapshot, gather_whole
-from paceline.state import Piece, TrainState
+from paceline.slot import Piece
+from paceline.state import TrainState
 from paceline.sync import Gathered, gradient_scale
 from paceline.training import Session
 from paceline.verification.compare import (

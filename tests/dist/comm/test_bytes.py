@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from paceline.comm.reducer import plan_buckets
+from paceline.comm.buckets import plan_buckets
 from paceline.comm.tally import tally_bytes
 from paceline.recipe import BatchRecipe, Recipe, RuntimeRecipe
 from paceline.task import Loss, Task

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm import BucketReducer, Net, PlainWire, build_reducer
-from paceline.comm.reducer import plan_buckets
+from paceline.comm.buckets import plan_buckets
 from paceline.mesh import Group, Mesh
 from paceline.testing import run_ranks
 

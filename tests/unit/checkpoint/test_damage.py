@@ -1,21 +1,33 @@
-"""A damaged checkpoint is refused before anything is loaded from it."""
+"""Damaged, half-written and foreign checkpoints are refused by name, and the newest valid one is used."""
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from torch import nn, optim
 
-from paceline import checkpoint
+from paceline.checkpoint import Files, Shelf
+from paceline.cluster import Cluster
 from paceline.errors import CheckpointError
-from paceline.state import TrainState
+from paceline.recipe import Recipe
+from paceline.testing.parity import session_of
+from paceline.training import fit, saving
+from tests.unit.checkpoint.states import load, make_state, save, whole
 
-pytestmark = pytest.mark.capability("N1")
+pytestmark = pytest.mark.capability("N13")
+TENSORS, MANIFEST = "rank-00000.safetensors", "manifest.json"
 
 
 def flip_bit(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-5] ^= 0x10
+    path.write_bytes(data)
+
+
+def flip_header(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[3] ^= 0x01
     path.write_bytes(data)
 
 
@@ -25,30 +37,108 @@ def cut_short(path: Path) -> None:
 
 
 def change_a_digit(path: Path) -> None:
-    path.write_text(path.read_text().replace('"step": 3', '"step": 7'))
+    text = path.read_text()
+    changed = text.replace('"step": ', '"step": 1', 1)
+    assert changed != text
+    path.write_text(changed)
 
 
-@pytest.mark.parametrize(
-    "name, damage",
-    [
-        ("state.safetensors", flip_bit),
-        ("state.safetensors", cut_short),
-        ("state.safetensors", Path.unlink),
-        ("state.json", cut_short),
-        ("state.json", Path.unlink),
-        ("state.json", change_a_digit),
-        ("state.json", lambda path: path.write_text("[]")),
-        ("state.json", lambda path: path.write_bytes(b"\xff\xfe")),
-    ],
-)
-def test_damage_is_refused_before_anything_is_loaded(
-    name: str, damage: Callable[[Path], object], tmp_path: Path
+def other_format(path: Path) -> None:
+    from paceline.checkpoint.manifest import _seal
+
+    record = json.loads(path.read_text())
+    del record["manifest_sha256"]
+    record["format"] = 1
+    path.write_text(json.dumps({**record, "manifest_sha256": _seal(record)}))
+
+
+DAMAGES = [
+    pytest.param(TENSORS, flip_bit, "SHA-256", id="bit"),
+    pytest.param(TENSORS, flip_header, "SHA-256", id="bit of the header"),
+    pytest.param(TENSORS, cut_short, "were written", id="cut short"),
+    pytest.param(TENSORS, Path.unlink, "is missing", id="removed"),
+    pytest.param(MANIFEST, cut_short, "damaged", id="manifest cut short"),
+    pytest.param(MANIFEST, Path.unlink, "half-written", id="no manifest"),
+    pytest.param(MANIFEST, change_a_digit, "SHA-256 does not fit", id="manifest changed"),
+    pytest.param(MANIFEST, other_format, "another format", id="another format"),
+    pytest.param(MANIFEST, lambda path: path.write_text("[]"), "damaged", id="a list"),
+    pytest.param(MANIFEST, lambda path: path.write_bytes(b"\xff\xfe"), "damaged", id="no text"),
+]
+
+
+@pytest.mark.parametrize(("file", "damage", "reason"), DAMAGES)
+def test_damage_is_refused_by_name(
+    file: str, damage: Callable[[Path], object], reason: str, tmp_path: Path
 ) -> None:
-    model = nn.Linear(4, 3)
-    state = TrainState(model, optim.SGD(model.parameters(), lr=0.1), step=3)
-    path = checkpoint.save(tmp_path, state, keep=1)
-    damage(path / name)
-    with pytest.raises(CheckpointError) as caught:
-        checkpoint.load(path)
-    assert str(path) in caught.value.where
-    assert caught.value.next_step
+    name = save(tmp_path, make_state())
+    damage(tmp_path / name / file)
+    with pytest.raises(CheckpointError, match=reason) as caught:
+        load(tmp_path, name)
+    assert name in caught.value.what and str(tmp_path) in caught.value.where and caught.value.next_step
+
+
+def digits(run_dir: Path, steps: int, **changes: object) -> Recipe:
+    return Recipe(
+        task="digits",
+        options={"model": "mlp", "hidden": [4]},
+        steps=steps,
+        batch={"size": 8, "shards": 2},
+        checkpoint={"every_steps": 1, "keep": 9},
+        **changes,
+    )
+
+
+@pytest.mark.parametrize(("file", "damage", "reason"), DAMAGES)
+def test_a_run_goes_on_from_the_newest_valid_one(
+    file: str, damage: Callable[[Path], object], reason: str, tmp_path: Path
+) -> None:
+    fit(session_of(Cluster.single(), digits(tmp_path, 3)), tmp_path)
+    damage(tmp_path / "checkpoints" / "step-00000003" / file)
+    session, told = session_of(Cluster.single(), digits(tmp_path, 5)), []
+    used = saving.restore(session, saving.files_of(session.recipe, tmp_path), warn=told.append)
+    assert (used, session.state.step) == ("step-00000002", 2)
+    assert len(told) == 1 and "step-00000003" in told[0] and reason in told[0]
+    fit(session, tmp_path)
+    assert whole(tmp_path / "checkpoints")[-1] == 5
+
+
+def test_without_a_valid_one_there_is_an_error_that_says_why(tmp_path: Path) -> None:
+    fit(session_of(Cluster.single(), digits(tmp_path, 1)), tmp_path)
+    flip_bit(tmp_path / "checkpoints" / "step-00000001" / TENSORS)
+    session = session_of(Cluster.single(), digits(tmp_path, 2))
+    with pytest.raises(CheckpointError, match=r"no valid checkpoint.*SHA-256"):
+        saving.restore(session, saving.files_of(session.recipe, tmp_path))
+    with pytest.raises(CheckpointError, match="no valid checkpoint"):
+        saving.restore(session, Files(str(tmp_path / "nowhere")))
+
+
+def test_a_checkpoint_of_another_run_is_foreign(tmp_path: Path) -> None:
+    save(tmp_path / "ours", make_state(2))
+    save(tmp_path / "theirs", make_state(7))
+    shutil.copytree(tmp_path / "theirs" / "step-00000007", tmp_path / "ours" / "step-00000007")
+    shelf = Shelf.look(Files(str(tmp_path / "ours")))
+    assert [kept.step for kept in shelf.whole] == [2]
+    assert "foreign" in shelf.broken["step-00000007"].what
+
+
+def test_a_checkpoint_of_another_model_does_not_fit(tmp_path: Path) -> None:
+    fit(session_of(Cluster.single(), digits(tmp_path, 1)), tmp_path)
+    wider = digits(tmp_path, 2).replace(options={"model": "mlp", "hidden": [5]})
+    session = session_of(Cluster.single(), wider)
+    with pytest.raises(CheckpointError, match="does not fit"):
+        saving.restore(session, saving.files_of(wider, tmp_path), "step-00000001")
+    assert session.state.step == 0
+
+
+@pytest.mark.parametrize(("file", "damage", "reason"), DAMAGES[2:6])
+def test_what_is_damaged_does_not_count_as_kept(
+    file: str, damage: Callable[[Path], object], reason: str, tmp_path: Path
+) -> None:
+    """The last good one stays, however many newer ones there are that are not whole."""
+    good = save(tmp_path, make_state(1), newest=1)
+    for step in (2, 3):
+        name = save(tmp_path, make_state(step), newest=3)
+        damage(tmp_path / name / file)
+    shelf = Shelf.look(Files(str(tmp_path)))
+    shelf.tidy(1, 0)
+    assert load(tmp_path, good).manifest.step == 1

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm import BucketReducer, LocalReducer, Net, PlainWire, build_reducer
-from paceline.comm.reducer import plan_buckets
+from paceline.comm.buckets import plan_buckets
 from paceline.errors import CommunicationError
 from paceline.mesh import Group
 

@@ -47,10 +47,19 @@ def test_a_lost_connection_points_at_the_silent_rank_or_at_the_other_nodes() -> 
     assert "next:" not in conclude([LOST]).report
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 143), (signal.SIGHUP, 129)],
+)
 def test_told_to_stop_lost_connections_are_no_failures(number: int, code: int) -> None:
     outcome = conclude([LOST], stop_signal=number)
     assert (outcome.exit_code, outcome.failures, outcome.report) == (code, (), "")
+
+
+@pytest.mark.capability("N7")
+def test_workers_that_were_asked_to_stop_saved_and_left() -> None:
+    assert conclude([], stopped=True).exit_code == 143
+    assert conclude([LOST], stopped=True).exit_code == 4
 
 
 def test_told_to_stop_a_real_error_still_counts() -> None:
@@ -102,6 +111,14 @@ def test_a_signal_is_passed_on_at_once_and_the_second_kills() -> None:
     stop.on_signal(signal.SIGINT, 59.95)
     assert stop.due(60.0) == "kill"
     assert stop.signal == signal.SIGINT
+
+
+@pytest.mark.capability("N7")
+def test_when_one_has_left_the_others_have_the_grace_time() -> None:
+    stop = make_stop()
+    stop.on_leave(100.0)
+    stop.on_leave(105.0)
+    assert [stop.due(now) for now in (100.0, 109.9, 110.0)] == ["wait", "wait", "kill"]
 
 
 def test_nothing_happens_without_a_reason() -> None:

@@ -52,18 +52,21 @@ def write(path: Path, *records: Stats | tuple[str, dict[str, Any]]) -> list[dict
 @pytest.mark.capability("A1")
 def test_a_step_is_written_with_loss_norm_rate_of_learning_and_samples_per_second(tmp_path: Path) -> None:
     (found,) = write(tmp_path / "metrics.jsonl", make_stats())
-    assert found == {"event": "step", "samples_per_second": 128.0, **vars(make_stats())}
+    assert found.pop("time") > 0
+    common = {"event": "step", "level": "info", "rank": 0}
+    assert found == {**common, "samples_per_second": 128.0, **vars(make_stats())}
 
 
 def test_an_event_is_written_under_its_name(tmp_path: Path) -> None:
     found = write(
         tmp_path / "m",
         ("evaluation", {"loss": 1.5, "metrics": {"accuracy": 0.5}}),
-        ("checkpoint", {"path": "ü/x"}),
+        ("ranks", {"rank": 1, "time": 2.0}),
     )
+    assert found[0].pop("time") > 0
     assert found == [
-        {"event": "evaluation", "loss": 1.5, "metrics": {"accuracy": 0.5}},
-        {"event": "checkpoint", "path": "ü/x"},
+        {"event": "evaluation", "level": "info", "rank": 0, "loss": 1.5, "metrics": {"accuracy": 0.5}},
+        {"event": "ranks", "level": "info", "rank": 1, "time": 2.0},
     ]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.errors import StrategyError
 from paceline.recipe import PRESETS, Strategy, resolve, support, table
-from paceline.recipe.strategy import CODECS, ROUTES, SCHEDULES, SYNCS
+from paceline.recipe.words import CODECS, ROUTES, SCHEDULES, SYNCS
 
 NOT_BUILT: dict[str, Any] = {
     "zero": 2,
@@ -28,10 +28,16 @@ WORKS = {
     "multi-worker-mirrored",
     "local-sgd",
     "diloco",
+    "pipedream",
+    "gpipe",
     "auto",
     "sync=every-step",
     "sync=local:8",
     "sync=diloco:50",
+    "servers=1 sync=server-async",
+    "servers=1 sync=backup:1",
+    "replicas=1 pipeline=2 sync=pipedream",
+    "pipeline=2 schedule=gpipe",
     "codec=fp32",
     "codec=int8",
     "route=native",
@@ -46,6 +52,13 @@ COMBINATIONS = {  # what runs on as many processes, or the reason why not
     "shard=2 zero=1 sync=diloco:4": (2, "train alone must be whole"),
     "servers=1": (3, "leave out servers"),
     "sync=server-async": (3, "add servers=1"),
+    "servers=1 sync=server-async": (3, ""),
+    "servers=1 sync=backup:2": (3, "one must be left"),
+    "servers=1 sync=server-async codec=int8": (3, "reach it uncoded"),
+    "replicas=2 pipeline=2": (4, ""),
+    "replicas=1 pipeline=3 sync=pipedream": (3, ""),
+    "replicas=2 pipeline=2 sync=pipedream": (4, "a rule of one pipeline"),
+    "pipeline=2 codec=int8": (2, "leave out codec or pipeline"),
     "pipeline=2 shard=2 zero=1": (4, "choose shard or pipeline"),
     "schedule=1f1b": (2, "add pipeline=2"),
 }
@@ -148,4 +161,7 @@ def test_the_table_answers_for_every_word_that_can_be_written() -> None:
         assert "processes, and there are" not in row.support.reason  # their number is never why
         assert row.strategy == Strategy.parse(row.name)
     assert (rows["3d"].processes, rows["fsdp"].processes, rows["parameter-server"].processes) == (8, 2, 3)
-    assert not any(row.support.ok for row in table(shards=1))
+    alone = {row.name for row in table(shards=1) if row.support.ok}
+    assert alone == {name for name in works if rows[name].strategy.pipeline > 1 and name != "gpipe"} - {
+        "pipeline=2 schedule=gpipe"
+    }

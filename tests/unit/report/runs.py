@@ -76,7 +76,9 @@ def rank_record(rank: int, **changes: Any) -> dict[str, Any]:
     return {**values, **changes}
 
 
-def write(folder: Path, *records: Stats | tuple[str, dict[str, Any]], recipe: str = 'task = "digits"\n') -> Run:
+def write(
+    folder: Path, *records: Stats | tuple[str, dict[str, Any]], recipe: str = 'task = "digits"\n'
+) -> Run:
     """A run folder with these records, read."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "recipe.toml").write_text(recipe)

@@ -83,7 +83,7 @@ def test_runs_are_found_and_others_are_named_with_the_next_step(tmp_path: Path) 
     first = write(tmp_path / "runs" / "one").folder
     assert find_runs([tmp_path / "runs"]) == [first] == find_runs([first])
     assert checked_run(first / "checkpoints" / "step-00000001") == first
-    with pytest.raises(DataError, match="did you mean .*one"):
+    with pytest.raises(DataError, match=r"did you mean .*one"):
         checked_run(tmp_path / "runs")
     with pytest.raises(DataError, match="there is no folder"):
         find_runs([tmp_path / "nothing"])

@@ -57,7 +57,9 @@ def test_a_byte_more_than_the_closed_form_is_seen_and_said(tmp_path: Path) -> No
 
 def test_no_closed_form_is_claimed_for_strategies_that_have_none_here(tmp_path: Path) -> None:
     assert is_plain("replicas=2 sync=every-step") and is_plain("replicas=all sync=every-step")
-    assert not any(map(is_plain, ("replicas=2 sync=local:8", "replicas=2 sync=every-step codec=int8", "", "zero=1")))
+    assert not any(
+        map(is_plain, ("replicas=2 sync=local:8", "replicas=2 sync=every-step codec=int8", "", "zero=1"))
+    )
     run = write(
         tmp_path,
         ("run", start(strategy="replicas=2 sync=every-step codec=int8")),

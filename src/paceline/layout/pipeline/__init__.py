@@ -1,6 +1,7 @@
 """Pipeline: consecutive layers on consecutive ranks. `stage` cuts, `schedule` orders, `placed` runs."""
 
-from paceline.layout.pipeline.placed import Flight, Pipeline
+from paceline.layout.pipeline.flight import Flight
+from paceline.layout.pipeline.placed import Pipeline
 from paceline.layout.pipeline.reducer import StageReducer
 from paceline.layout.pipeline.schedule import Action, gpipe, pipedream, validate
 from paceline.layout.pipeline.stage import Cut, cut_model

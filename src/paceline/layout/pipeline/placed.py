@@ -11,8 +11,7 @@ The whole model is in memory here, and only the parameters of this stage are up 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,65 +20,30 @@ from torch import Tensor, nn
 from paceline.comm import Net
 from paceline.data import LoadedUnit
 from paceline.layout.buffers import UnitBuffers
+from paceline.layout.pipeline.chain import Enter, Stage, as_tuple
+from paceline.layout.pipeline.flight import Flight, Weights
 from paceline.layout.pipeline.schedule import Action, gpipe, validate
-from paceline.layout.pipeline.stage import Cut, call
+from paceline.layout.pipeline.stage import Cut
+from paceline.layout.pipeline.view import Answers, Call, asked
 from paceline.layout.pipeline.wire import StageWire
 from paceline.layout.placed import GradSink
 from paceline.layout.precision import Precision
+from paceline.layout.seed import seed_unit
 from paceline.layout.sums import Sums, checked
 from paceline.mesh import Group
 from paceline.models.dropout import name_dropouts
 from paceline.observe import Phases
-from paceline.state import Slot, trained_parameters
+from paceline.slot import Slot, trained_parameters
 from paceline.task import Task
 
-Weights = Mapping[str, Tensor]
-
-
-class Stage(nn.Module):
-    """The links of one stage, called one after another."""
-
-    def __init__(self, links: Sequence[nn.Module]) -> None:
-        super().__init__()
-        self.links = nn.ModuleList(links)
-
-    def forward(self, x: Any) -> Any:
-        for link in self.links:
-            x = call(link, x)
-        return x
-
-
-class _View(nn.Module):
-    """What the task's loss takes for the model: it answers with what the pipeline has computed."""
-
-    def __init__(self, answer: Callable[[], Any]) -> None:
-        super().__init__()
-        self._answer = answer
-
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        return self._answer()
-
-
-@dataclass
-class Flight:
-    """A unit between its forward and its backward.
-
-    Args:
-        key: seeds what is random in it.
-        inputs: the floating-point tensors that came in.
-        outputs: those that went out; the scaled loss on the last stage.
-    """
-
-    key: int
-    inputs: Sequence[Tensor]
-    outputs: Sequence[Tensor]
+_FEW = 8  # messages, each of a description and its tensors
 
 
 class Pipeline:
     """One stage of one replica.
 
     Args:
-        task: its loss, and what its model is called with.
+        task: its loss; the first stage finds out from it what the model is called with.
         model: the whole model.
         cut: this rank's stage.
         group: the stages of this replica, in order.
@@ -155,39 +119,52 @@ class Pipeline:
             sums: takes the loss, on the last stage.
             weights: in place of the stage's parameters, by their names in `stage`.
         """
-        given = self._arrived(loaded)
+        arrived = self._arrived()
         with self._phases.during("forward"):
-            self._seed(loaded.unit.key)
+            seed_unit(loaded.unit.key, self.device, self._dropouts)
             self.buffers.lend()
             with self._precision.autocast():
-                outputs = self._run_links(loaded, given, sums, scale, weights)
+                outputs = self._run_links(loaded, arrived, sums, scale, weights)
             self.buffers.take_back()
-        takes = [x for x in _tuple(given) if isinstance(x, Tensor) and x.requires_grad]
-        return Flight(loaded.unit.key, takes, outputs)
+        return Flight(loaded.unit.key, [x for x in arrived if x.requires_grad], outputs)
 
-    def _arrived(self, loaded: LoadedUnit) -> Any:
+    def _arrived(self) -> list[Tensor]:
+        """What the stage before has sent, as leaves where they can have a gradient."""
         if self.cut.is_first:
-            return self._task.model_inputs(loaded.batch)
+            return []
         with self._phases.during("communication"):
             received, _ = self._wire.receive(self.cut.stage - 1)
-        given = tuple(x.requires_grad_(torch.is_grad_enabled() and x.is_floating_point()) for x in received)
-        return given if len(given) > 1 else given[0]
+        wanted = torch.is_grad_enabled()
+        return [x.requires_grad_(wanted and _differentiable(x)) for x in received]
 
     def _run_links(
-        self, loaded: LoadedUnit, given: Any, sums: Sums, scale: float, weights: Weights | None
+        self,
+        loaded: LoadedUnit,
+        arrived: Sequence[Tensor],
+        sums: Sums,
+        scale: float,
+        weights: Weights | None,
     ) -> list[Tensor]:
         def links() -> Any:
+            given = self._given(loaded, arrived)
             if weights is None:
-                return self.stage(given)
-            return torch.func.functional_call(self.stage, dict(weights), (given,))
+                return self.stage(*given.inputs, **given.named)
+            return torch.func.functional_call(self.stage, dict(weights), given.inputs, given.named)
 
         if self.cut.is_last:
-            loss = checked(self._task.loss(_View(links), loaded.batch))
+            view = Answers(links).train(self.stage.training)
+            loss = checked(self._task.loss(view, loaded.batch))
             sums.add(loss)
             return [loss.total if scale == 1.0 else loss.total * scale]
-        found = _tuple(links())
+        found = as_tuple(links())
         self._wire.send(self.cut.stage + 1, found)
-        return [x for x in found if x.is_floating_point()]
+        return [x for x in found if _differentiable(x)]
+
+    def _given(self, loaded: LoadedUnit, arrived: Sequence[Tensor]) -> Call:
+        """The arguments of this stage's first link."""
+        if self.cut.is_first:
+            return asked(self._task.loss, loaded.batch, training=self.stage.training)
+        return Call(tuple(Enter.apply(x) if x.requires_grad else x for x in arrived), {})
 
     def backward(
         self, flight: Flight, weights: Weights | None = None, note: float = 0.0
@@ -203,8 +180,9 @@ class Pipeline:
         """
         arrived, note = self._arrived_gradients(flight, note)
         with self._phases.during("backward"):
-            self._seed(flight.key)  # recomputed activations draw what the forward drew
-            found, back = _gradients(flight, arrived, weights)
+            # recomputed activations draw what the forward drew
+            seed_unit(flight.key, self.device, self._dropouts)
+            found, back = flight.gradients(arrived, weights)
         if not self.cut.is_first:
             self._wire.send(self.cut.stage - 1, back, note)
         return found, note
@@ -232,35 +210,12 @@ class Pipeline:
         self.stage.eval()
         with torch.no_grad():
             for loaded in units:
-                given = self._arrived(loaded)
                 with self._precision.autocast():
-                    self._run_links(loaded, given, sums, 1.0, None)
+                    self._run_links(loaded, self._arrived(), sums, 1.0, None)
+                self._wire.flush(most=_FEW)  # the first stage must not run far ahead of the last
         self.flush()
         return sums
 
-    def _seed(self, key: int) -> None:
-        torch.default_generator.manual_seed(key)
-        if self.device.type == "cuda":
-            torch.cuda.manual_seed(key)
-        for dropout in self._dropouts:
-            dropout.unit_key = key
 
-
-def _gradients(
-    flight: Flight, arrived: Sequence[Tensor], weights: Weights | None
-) -> tuple[list[Tensor | None], list[Tensor]]:
-    """Gradients of the weights (none without them: they are in `.grad`), and of every input."""
-    pairs = [(x, g) for x, g in zip(flight.outputs, arrived, strict=True) if x.requires_grad]
-    outputs, grads = [x for x, _ in pairs], [g for _, g in pairs]
-    if weights is None:
-        if outputs:
-            torch.autograd.backward(outputs, grads)
-        return [], [torch.zeros_like(x) if x.grad is None else x.grad for x in flight.inputs]
-    trained = [w for w in weights.values() if w.requires_grad]
-    both = torch.autograd.grad(outputs, [*trained, *flight.inputs], grads, allow_unused=True)
-    back = zip(flight.inputs, both[len(trained) :], strict=True)
-    return list(both[: len(trained)]), [torch.zeros_like(x) if g is None else g for x, g in back]
-
-
-def _tuple(x: Any) -> tuple[Any, ...]:
-    return x if isinstance(x, tuple) else (x,)
+def _differentiable(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()

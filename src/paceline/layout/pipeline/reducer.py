@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +17,15 @@ from paceline.mesh import Group
 class StageReducer(WrappedReducer):
     """Gives an inner reducer, over the parameters of one stage, the indices of the whole model.
 
-    A tied parameter is held by several stages: its gradient is summed over the stages before it is summed
-    over the replicas, so all of them make the same update; only the first counts it in its norm.
+    A tied parameter is held by several stages. Its gradient is summed over the stages; then the first of them
+    sums it over the replicas, counts it in its norm, and gives the others the result: the copies get the same
+    bits, although buckets, or the blocks of a codec, fall differently on other stages.
 
     Args:
-        inner: over the stage's own parameters, in their order.
+        inner: over the parameters that this stage reduces (`Cut.reduced`), in their order.
+        parameters: of the whole model.
         stages: all stages of the replica.
-    Wire: beside the inner reducer's, one all_reduce over the stages for each tied parameter.
+    Wire: beside the inner reducer's, an all_reduce and a broadcast over the stages for each tied parameter.
     """
 
     def __init__(
@@ -30,7 +33,7 @@ class StageReducer(WrappedReducer):
     ) -> None:
         super().__init__(inner)
         self._cut, self._parameters, self._stages, self._net = cut, parameters, stages, net
-        self._local = {index: k for k, index in enumerate(i for i, own in enumerate(cut.own) if own)}
+        self._local = {index: k for k, index in enumerate(cut.reduced)}
         self._held: dict[int, Tensor | None] = {}
 
     def begin(self) -> None:
@@ -57,19 +60,23 @@ class StageReducer(WrappedReducer):
         tensors: list[Tensor | None] = [None] * len(self._parameters)
         for index, k in self._local.items():
             tensors[index] = grads.tensors[k]
-        return Gradients(tensors, grads.flats, self._norms(tensors, grads), grads.scale)
+        return replace(grads, tensors=tensors, flats=[*grads.flats, *self._share(tensors)])
 
-    def _norms(self, tensors: Sequence[Tensor | None], grads: Gradients) -> Sequence[Tensor]:
-        elsewhere = {i for i, first in self._cut.tied.items() if first != self._cut.stage}
-        if not elsewhere & self._local.keys():
-            return grads.norms
-        counted = [g for i, g in enumerate(tensors) if g is not None and i not in elsewhere]
-        return list(torch._foreach_norm(counted)) if counted else []
+    def _share(self, tensors: list[Tensor | None]) -> list[Tensor]:
+        """Broadcast the sums of tied parameters; returns those that came from another stage."""
+        arrived = []
+        for index, first in sorted(self._cut.tied.items()):
+            mine = tensors[index]
+            value = torch.empty_like(self._parameters[index].data) if mine is None else mine
+            self._net.broadcast(value, self._stages, first).wait()
+            if mine is None and self._cut.own[index]:
+                tensors[index] = value
+                arrived.append(value)
+        return arrived
 
     def residuals(self) -> Sequence[tuple[str, int, Tensor]]:
         """By index of the whole model."""
-        places = {k: index for index, k in self._local.items()}
-        return [(side, places[k], value) for side, k, value in self.inner.residuals()]
+        return [(side, self._cut.reduced[k], value) for side, k, value in self.inner.residuals()]
 
     def set_residuals(self, found: Mapping[tuple[str, int], Tensor]) -> None:
         """The inverse of `residuals`."""

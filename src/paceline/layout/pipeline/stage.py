@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from paceline.data import collate_samples
-from paceline.errors import StrategyError, TaskError
-from paceline.state import Slot
+from paceline.errors import StrategyError
+from paceline.layout.pipeline.chain import chain_of, check_chain
+from paceline.slot import Slot
 from paceline.task import Task
 
 
@@ -32,6 +30,11 @@ class Cut:
     links: Sequence[nn.Module]
     own: Sequence[bool]
     tied: dict[int, int]
+
+    @property
+    def reduced(self) -> list[int]:
+        """Indices of what it sums over the replicas: its own without what an earlier stage holds too."""
+        return [i for i, own in enumerate(self.own) if own and self.tied.get(i, self.stage) == self.stage]
 
     @property
     def is_first(self) -> bool:
@@ -62,47 +65,6 @@ def cut_model(
         if sum(held[index] for held in holders) > 1
     }
     return Cut(stage, num_stages, [links[i] for i in places[stage]], holders[stage], tied)
-
-
-def chain_of(task: Task, model: nn.Module) -> list[nn.Module]:
-    """The modules whose composition is the model."""
-    if task.stages is not None:
-        return list(task.stages(model))
-    if isinstance(model, nn.Sequential):
-        return list(model)
-    raise TaskError(
-        f"a pipeline cuts a chain of modules, and nothing says which chain {type(model).__name__} is",
-        next_step="pass Task(stages=lambda model: [first, ...]), or choose a strategy without pipeline",
-    )
-
-
-def check_chain(task: Task, model: nn.Module, links: Sequence[nn.Module]) -> None:
-    """Run one sample through both: they must agree to the bit.
-
-    Raises:
-        TaskError: they do not, or the chain leaves a trained parameter out.
-    """
-    device = next(model.parameters()).device
-    x = task.model_inputs(collate_samples(task, [task.data[0]], device))
-    model.eval()
-    with torch.no_grad():
-        right, found = model(x), x
-        for link in links:
-            found = call(link, found)
-    held = {p for link in links for p in link.parameters()}
-    missing = [n for n, p in model.named_parameters() if p.requires_grad and p not in held]
-    if missing or not _equal(right, found):
-        what = f"leaves out '{missing[0]}'" if missing else "gives another result than the model"
-        raise TaskError(
-            f"the chain of Task(stages=...) {what}",
-            next_step="return modules that, called one after another, are model.forward; "
-            "see Task.inputs for what the first is called with",
-        )
-
-
-def call(module: nn.Module, x: Any) -> Any:
-    """A link takes what the one before returned; a tuple is its arguments."""
-    return module(*x) if isinstance(x, tuple) else module(x)
 
 
 def cut_evenly(weights: Sequence[int], num_parts: int) -> list[range]:
@@ -143,7 +105,3 @@ def _extended(
 def _held_by(links: Sequence[nn.Module], slots: dict[Slot, nn.Parameter]) -> list[bool]:
     held = {p for link in links for p in link.parameters()}
     return [p in held for p in slots.values()]
-
-
-def _equal(a: Any, b: Any) -> bool:
-    return isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b)

@@ -34,6 +34,7 @@ class LayoutContract(ABC):
     steps = 8
 
     def recipe(self, **changes: Any) -> Recipe:
+        """A short run under the strategy."""
         settings: dict[str, Any] = {
             "task": "digits",
             "options": dict(self.options),

@@ -33,6 +33,7 @@ class RuleContract(ABC):
     steps = 10
 
     def recipe(self, **changes: Any) -> Recipe:
+        """A short run under the strategy."""
         settings: dict[str, Any] = {
             "task": "digits",
             "options": {"model": "mlp", "hidden": [32]},

@@ -1,0 +1,124 @@
+"""Files of one folder, on a local disk or a remote store, through fsspec.
+
+Invariant: when `write` or `publish` returns, the bytes survive a power cut (local) or the store has confirmed
+them (remote); what `publish` writes is there in full or not at all. It does not know what the files mean.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+
+from paceline.errors import CheckpointError
+
+Block = bytes | memoryview
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def is_full(error: OSError) -> bool:
+    """Does the error say that there is no space left?"""
+    return error.errno in _FULL
+
+
+class Files:
+    """A folder.
+
+    Args:
+        url: a path, or an fsspec URL such as `s3://bucket/folder` or `memory://folder`.
+    Raises:
+        CheckpointError: nothing installed can read such a URL.
+    """
+
+    def __init__(self, url: str) -> None:
+        try:
+            self._fs, root = url_to_fs(url, use_listings_cache=False)
+        except (ImportError, ValueError) as error:
+            raise CheckpointError(
+                f"cannot reach the folder of the checkpoints: {error}",
+                where=url,
+                next_step="for s3:// install paceline[s3]; a plain path always works",
+            ) from error
+        self.url, self._root = url, root.rstrip("/")
+        local = isinstance(self._fs, LocalFileSystem)
+        self._flush: Callable[[Any], None] = _flush_local if local else _flush_nothing
+        self._replace: Callable[[str, bytes], None] = _replace_local if local else self._put
+
+    def place(self, name: str) -> str:
+        """Where a file is, as a user may name it."""
+        return f"{self.url.rstrip('/')}/{name}"
+
+    def write(self, name: str, blocks: Iterable[Block]) -> None:
+        """Write a file; a half one may be left behind by a crash."""
+        path = self._path(name)
+        self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+        with self._fs.open(path, "wb") as stream:
+            for block in blocks:
+                stream.write(block)
+            self._flush(stream)
+
+    def publish(self, name: str, data: bytes) -> None:
+        """Write a small file at once: a reader sees the old one, or all of the new one."""
+        path = self._path(name)
+        self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+        self._replace(path, data)
+
+    def read(self, name: str) -> bytes:
+        """All bytes of a file."""
+        return bytes(self._fs.cat_file(self._path(name)))
+
+    def size(self, name: str) -> int | None:
+        """Bytes of a file; None if it is not there."""
+        try:
+            return int(self._fs.info(self._path(name))["size"])
+        except FileNotFoundError:
+            return None
+
+    def names(self) -> list[str]:
+        """What is directly in the folder; empty if the folder is not there."""
+        try:
+            found = self._fs.ls(self._root or "/", detail=False)
+        except FileNotFoundError:
+            return []
+        return sorted({str(path).rstrip("/").rpartition("/")[2] for path in found})
+
+    def remove(self, name: str) -> None:
+        """Remove a file, or a folder with all that is in it, if it is there."""
+        try:
+            self._fs.rm(self._path(name), recursive=True)
+        except FileNotFoundError:
+            return
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    def _put(self, path: str, data: bytes) -> None:
+        self._fs.pipe_file(path, data)
+
+
+def _flush_nothing(stream: Any) -> None:
+    """A remote store confirms a file when it is closed."""
+
+
+def _flush_local(stream: Any) -> None:
+    stream.flush()
+    os.fsync(stream.fileno())
+
+
+def _replace_local(path: str, data: bytes) -> None:
+    place = Path(path)
+    draft = place.with_name(f".{place.name}.{os.getpid()}")
+    with draft.open("wb") as stream:
+        stream.write(data)
+        _flush_local(stream)
+    draft.replace(place)
+    descriptor = os.open(place.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,136 @@
+"""The manifest: what makes a folder a checkpoint. It is written last, and it names every other file.
+
+Invariant: a manifest that can be read is complete and unchanged (it carries its own SHA-256), and every byte
+of the files that it names is covered by a SHA-256 in it. It is JSON; no pickle is written or read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import Any
+
+from paceline.checkpoint.tensor_file import Chunk
+
+MANIFEST = "manifest.json"
+_FORMAT = 2
+_SEAL = "manifest_sha256"
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of tensors, as it was written."""
+
+    name: str
+    num_bytes: int
+    sha256: str
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a checkpoint comes from.
+
+    Args:
+        run: names the run; a checkpoint of another run is foreign.
+        recipe: as TOML, with every value.
+        strategy: as text, replicas filled in.
+        world_size: number of ranks.
+        versions: of Paceline, torch and Python.
+    """
+
+    run: str
+    recipe: str
+    strategy: str
+    world_size: int
+    versions: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """One checkpoint.
+
+    Args:
+        step: steps taken.
+        serial: the how-manyeth checkpoint of its run; a higher one was saved later.
+        saved_ns: nanoseconds since the epoch.
+        files: by rank; a rank that had nothing to write has none.
+        scalars: what `TrainState.load` takes beside tensors.
+        state_sha256: of all that is loaded; equal states, saved by equally many ranks, have equal ones.
+    """
+
+    step: int
+    serial: int
+    saved_ns: int
+    origin: Origin
+    files: tuple[File, ...]
+    scalars: Mapping[str, Any]
+    state_sha256: str
+
+    def to_json(self) -> bytes:
+        """The text of the file."""
+        record = {"format": _FORMAT, **asdict(self)}
+        return (json.dumps({**record, _SEAL: _seal(record)}, indent=1) + "\n").encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Manifest:
+        """The inverse of `to_json`.
+
+        Raises:
+            ValueError: it is not what was written, or another format; says which.
+        """
+        try:
+            record = json.loads(data.decode())
+            seal = record.pop(_SEAL)
+        except (ValueError, KeyError, AttributeError, TypeError):
+            raise ValueError(f"{MANIFEST} is damaged or is not Paceline's") from None
+        if seal != _seal(record):
+            raise ValueError(f"{MANIFEST} is damaged: its SHA-256 does not fit")
+        if record.pop("format") != _FORMAT:
+            raise ValueError(f"{MANIFEST} is of another format than {_FORMAT}")
+        files = tuple(_file(**entry) for entry in record.pop("files"))
+        return cls(origin=Origin(**record.pop("origin")), files=files, **record)
+
+
+def hash_state(files: Sequence[File], scalars: Mapping[str, Any]) -> str:
+    """SHA-256 over the contents of the files and the scalars."""
+    return _seal({"files": sorted(file.sha256 for file in files), "scalars": scalars})
+
+
+def missing_tensors(files: Sequence[File]) -> list[str]:
+    """Names of tensors that the chunks of all files do not fill; chunks never overlap."""
+    filled: dict[str, int] = {}
+    whole: dict[str, int] = {}
+    for chunk in (chunk for file in files for chunk in file.chunks):
+        filled[chunk.name] = filled.get(chunk.name, 0) + prod(chunk.sizes)
+        whole[chunk.name] = prod(chunk.shape)
+    return sorted(name for name, count in whole.items() if filled[name] != count)
+
+
+def _file(name: str, num_bytes: int, sha256: str, chunks: Sequence[Mapping[str, Any]]) -> File:
+    return File(name, num_bytes, sha256, tuple(_chunk(**chunk) for chunk in chunks))
+
+
+def _chunk(name: str, dtype: str, shape: list[int], offsets: list[int], sizes: list[int]) -> Chunk:
+    return Chunk(name, dtype, tuple(shape), tuple(offsets), tuple(sizes))
+
+
+def _seal(record: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+
+
+def encode_part(file: File | None, scalars: Mapping[str, Any]) -> bytes:
+    """What one rank reports when its file is written: the first phase of publishing."""
+    record = {"file": None if file is None else asdict(file), "scalars": scalars}
+    return (json.dumps({**record, _SEAL: _seal(record)}) + "\n").encode()
+
+
+def decode_part(data: bytes) -> tuple[File | None, Mapping[str, Any]]:
+    """The inverse of `encode_part`; ValueError if it is not what was written."""
+    record = json.loads(data.decode())
+    if record.pop(_SEAL, None) != _seal(record):
+        raise ValueError("the report of a rank is damaged")
+    return (None if record["file"] is None else _file(**record["file"])), record["scalars"]

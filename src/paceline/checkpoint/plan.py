@@ -1,0 +1,97 @@
+"""Who writes what: every part of the state once, shared out among the ranks that hold it. Pure.
+
+Invariant: the plan is a function of the tables of all ranks, so every rank that sees the same tables makes
+the same plan, and no message is needed to agree on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.checkpoint.tensor_file import Chunk, code_of
+from paceline.errors import CheckpointError
+from paceline.slot import Piece
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of a rank's table: a chunk that it holds.
+
+    Args:
+        split: mesh axes split the tensor; a rank that holds it whole without being split is out of date.
+    """
+
+    chunk: Chunk
+    split: bool
+
+
+def entry_of(piece: Piece) -> Entry:
+    """The line of one piece.
+
+    Raises:
+        CheckpointError: safetensors has no word for its type.
+    """
+    slot, code = piece.slot, code_of(piece.tensor.dtype)
+    if code is None:
+        raise CheckpointError(
+            f"the state's '{slot.name}' is {piece.tensor.dtype}, which cannot be saved",
+            next_step="register the buffer with persistent=False, or give it another type",
+        )
+    offsets = tuple(start for start, _ in slot.part)
+    sizes = tuple(stop - start for start, stop in slot.part)
+    return Entry(Chunk(slot.name, code, slot.shape, offsets, sizes), bool(slot.axes))
+
+
+def plan_writes(tables: Sequence[Iterable[Entry]], shared: bool = True) -> list[frozenset[str]]:
+    """By rank, the names of the chunks that it writes; the largest go first, to whom has least to write.
+
+    Args:
+        tables: of all ranks, by rank.
+        shared: ranks that hold the same chunk hold the same values; else the first of them writes it.
+    """
+    tables = [list(table) for table in tables]
+    split = {entry.chunk.name for table in tables for entry in table if entry.split}
+    holders: dict[Chunk, list[int]] = {}
+    for rank, table in enumerate(tables):
+        for entry in table:
+            if entry.split or entry.chunk.name not in split:
+                holders.setdefault(entry.chunk, []).append(rank)
+    load = [0] * len(tables)
+    found: list[set[str]] = [set() for _ in tables]
+    for chunk in sorted(holders, key=lambda c: (-c.num_bytes, c.name, c.offsets)):
+        writer = min(holders[chunk], key=lambda rank: (load[rank] * shared, rank))
+        load[writer] += chunk.num_bytes
+        found[writer].add(chunk.name)
+    return [frozenset(names) for names in found]
+
+
+def render_table(entries: Iterable[Entry]) -> list[list[object]]:
+    """A table as JSON values."""
+    return [
+        [e.chunk.name, e.chunk.dtype, e.chunk.shape, e.chunk.offsets, e.chunk.sizes, e.split] for e in entries
+    ]
+
+
+def parse_table(values: Iterable[Sequence[object]]) -> list[Entry]:
+    """The inverse of `render_table`."""
+    return [
+        Entry(Chunk(str(name), str(dtype), _ints(shape), _ints(offsets), _ints(sizes)), bool(split))
+        for name, dtype, shape, offsets, sizes, split in values
+    ]
+
+
+def merge_scalars(by_rank: Sequence[Mapping[str, object]]) -> dict[str, object]:
+    """One set of scalars: tables (numbers by parameter) are joined, for the rest the first rank speaks."""
+    merged: dict[str, object] = {}
+    for scalars in by_rank:
+        for key, value in scalars.items():
+            before = merged.setdefault(key, value)
+            if isinstance(value, Mapping) and isinstance(before, Mapping):
+                merged[key] = {**value, **before}
+    return merged
+
+
+def _ints(values: Any) -> tuple[int, ...]:
+    return tuple(int(v) for v in values)

@@ -1,0 +1,67 @@
+"""Phase two of a save, on the first rank: wait for the reports of all, write the manifest, tidy up."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from paceline.checkpoint.files import Files
+from paceline.checkpoint.manifest import Manifest, Origin, decode_part, hash_state, missing_tensors
+from paceline.checkpoint.part import Patience, insist, report_name
+from paceline.checkpoint.plan import merge_scalars
+from paceline.checkpoint.shelf import Shelf
+from paceline.errors import CheckpointError, DeadlineError
+
+_POLL_SECONDS = 0.02
+
+
+@dataclass(frozen=True)
+class Keep:
+    """How many checkpoints stay: the newest, and the best by evaluation loss."""
+
+    newest: int
+    best: int
+
+
+def publish(
+    shelf: Shelf, name: str, step: int, origin: Origin, keep: Keep, expires: float, patience: Patience
+) -> None:
+    """Turn the parts of all ranks into a checkpoint.
+
+    Args:
+        expires: when to stop waiting for the other ranks, on the monotonic clock.
+    Raises:
+        DeadlineError: a rank has not reported; names it.
+        CheckpointError: the parts do not fill the state, or the disk refused.
+    """
+    reports = [_await_report(shelf.files, name, rank, expires) for rank in range(origin.world_size)]
+    parts = [decode_part(report) for report in reports]
+    files = tuple(file for file, _ in parts if file is not None)
+    missing = missing_tensors(files)
+    if missing:
+        raise CheckpointError(
+            f"no rank holds all of {len(missing)} tensors of the state, the first is '{missing[0]}'",
+            where=shelf.files.place(name),
+            next_step="this is an error of the strategy's layout: report it",
+        )
+    scalars = merge_scalars([scalars for _, scalars in parts])
+    seal = hash_state(files, scalars)
+    manifest = Manifest(step, shelf.next_serial, time.time_ns(), origin, files, scalars, seal)
+    insist(lambda: shelf.publish(name, manifest), shelf.files, f"{name}/manifest.json", patience)
+    shelf.tidy(keep.newest, keep.best)
+
+
+def _await_report(files: Files, name: str, rank: int, expires: float) -> bytes:
+    pause = _POLL_SECONDS
+    while True:
+        try:
+            return files.read(f"{name}/{report_name(rank)}")
+        except FileNotFoundError:
+            if time.monotonic() >= expires:
+                raise DeadlineError(
+                    f"rank {rank} has not written its part of the checkpoint in time",
+                    where=files.place(name),
+                    next_step="raise checkpoint.deadline_seconds, or check that all nodes share the folder",
+                ) from None
+        time.sleep(pause)
+        pause = min(2 * pause, 1.0)

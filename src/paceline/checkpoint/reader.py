@@ -1,0 +1,161 @@
+"""Load a checkpoint with torch.distributed.checkpoint, from a manifest and safetensors instead of pickles.
+
+Invariant: not a byte is handed on before the file that it is in has the SHA-256 of the manifest. How the
+saved chunks are put together again, whatever cut them, is DCP's planning.
+
+Any script may use the reader: `torch.distributed.checkpoint.load(state, storage_reader=ManifestReader(...))`
+fills plain tensors, DTensors and FSDP2 models, under any number of ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.state_dict_loader import load as load_with
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from paceline.checkpoint.files import Files
+from paceline.checkpoint.manifest import File, Manifest
+from paceline.checkpoint.shelf import open_manifest, unusable
+from paceline.checkpoint.tensor_file import decode, dtype_of
+from paceline.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What was read: whole tensors and scalars by name, as `TrainState.load` takes them."""
+
+    name: str
+    manifest: Manifest
+    tensors: Mapping[str, Tensor]
+
+    @property
+    def scalars(self) -> Mapping[str, Any]:
+        """Everything that is not a tensor."""
+        return self.manifest.scalars
+
+
+class ManifestReader(StorageReader):
+    """DCP's view of one checkpoint.
+
+    Args:
+        files: the folder of the checkpoints.
+        name: of the checkpoint in it.
+    Raises:
+        CheckpointError: there is no whole checkpoint of this name.
+    """
+
+    def __init__(self, files: Files, name: str) -> None:
+        self.files, self.name = files, name
+        self.manifest = open_manifest(files, name)
+
+    def reset(self, checkpoint_id: str | PathLike[str] | None = None) -> None:
+        """There is nothing to forget."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The manifest in DCP's words."""
+        tensors: dict[str, TensorStorageMetadata] = {}
+        places: dict[MetadataIndex, File] = {}
+        for file in self.manifest.files:
+            for chunk in file.chunks:
+                properties = TensorProperties(dtype=dtype_of(chunk.dtype))
+                whole = TensorStorageMetadata(properties, torch.Size(chunk.shape), [])
+                box = ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
+                tensors.setdefault(chunk.name, whole).chunks.append(box)
+                places[MetadataIndex(chunk.name, chunk.offsets)] = file
+        return Metadata(dict(tensors), storage_data=places, storage_meta=StorageMeta())
+
+    def set_up_storage_reader(self, metadata: Metadata, *args: Any, **kwargs: Any) -> None:
+        """Take over where each chunk is."""
+        self._places: dict[MetadataIndex, File] = metadata.storage_data
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """As it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """As they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill the tensors of a plan, one file after the other."""
+        by_file: dict[str, list[ReadItem]] = {}
+        known = {file.name: file for file in self.manifest.files}
+        for item in plan.items:
+            by_file.setdefault(self._places[item.storage_index].name, []).append(item)
+        for name, items in by_file.items():
+            tensors = self._verified(known[name])
+            for item in items:
+                _fill(item, tensors[item.storage_index.fqn], planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _verified(self, file: File) -> Mapping[str, Tensor]:
+        try:
+            data = bytearray(self.files.read(f"{self.name}/{file.name}"))
+        except OSError as error:
+            raise unusable(self.files, self.name, f"{file.name}: {error}") from error
+        found = hashlib.sha256(data).hexdigest()
+        if found != file.sha256:
+            reason = f"{file.name} is damaged: SHA-256 {found[:12]}..., written was {file.sha256[:12]}..."
+            raise unusable(self.files, self.name, reason)
+        return decode(data)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | PathLike[str]) -> bool:
+        """Whether a name could be that of a checkpoint."""
+        return bool(str(checkpoint_id))
+
+
+def _fill(item: ReadItem, saved: Tensor, planner: LoadPlanner) -> None:
+    box = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
+    target = planner.resolve_tensor(item).detach()
+    target.copy_(saved[box])
+    planner.commit_tensor(item, target)
+
+
+def load(files: Files, name: str) -> Loaded:
+    """Read one checkpoint into new, whole tensors, on this rank alone.
+
+    Raises:
+        CheckpointError: missing, cut short, or its bytes are not those that were written.
+    """
+    reader = ManifestReader(files, name)
+    tensors = {
+        chunk.name: torch.empty(chunk.shape, dtype=dtype_of(chunk.dtype))
+        for file in reader.manifest.files
+        for chunk in file.chunks
+    }
+    with warnings.catch_warnings():  # "torch.distributed is disabled": it is not, every rank reads by itself
+        warnings.simplefilter("ignore", UserWarning)
+        _load(tensors, reader)
+    return Loaded(name, reader.manifest, tensors)
+
+
+def _load(tensors: dict[str, Tensor], reader: ManifestReader) -> None:
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    try:
+        load_with(tensors, storage_reader=reader, planner=planner, no_dist=True)
+    except CheckpointException as error:  # a BaseException that carries what was raised
+        own = next((e for e, _ in error.failures.values() if isinstance(e, CheckpointError)), None)
+        raise own or unusable(reader.files, reader.name, str(error)) from error

@@ -1,0 +1,205 @@
+"""Saving on one rank: agree who writes what, copy, and go on training while the copy is written.
+
+Invariant: one save at a time is under way, and what it writes is the state at the call of `save`. A failure
+in the background is raised by the next call on this rank; it is never lost.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as Overdue
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from paceline.checkpoint.manifest import MANIFEST, Origin
+from paceline.checkpoint.part import Patience, write_part
+from paceline.checkpoint.plan import entry_of, parse_table, plan_writes, render_table
+from paceline.checkpoint.publish import Keep, publish
+from paceline.checkpoint.shelf import Shelf
+from paceline.checkpoint.staging import Staging
+from paceline.checkpoint.tensor_file import Chunk
+from paceline.errors import DeadlineError
+from paceline.slot import Piece
+from paceline.state import TrainState
+
+_POLL_SECONDS = 0.05
+_SLACK_SECONDS = 5.0  # the background keeps the deadline itself, and its error says more
+
+Exchange = Callable[[str], Sequence[str]]
+"""Gives every rank's text to every rank; collective."""
+
+
+@dataclass(frozen=True)
+class Saving:
+    """How to save.
+
+    Args:
+        rank: this process's, in the world.
+        background: whether training goes on while a save is written.
+        steady: between two rounds the rule changes parameters and moments only by steps of the optimizer, so
+            that they can be copied while the next step computes.
+        shared: ranks that hold the same part of the state hold the same values, so any of them may write it.
+        keep: what stays.
+        deadline_seconds: for one save.
+        patience: with a full disk.
+    """
+
+    rank: int
+    background: bool
+    steady: bool
+    shared: bool
+    keep: Keep
+    deadline_seconds: float
+    patience: Patience
+
+
+class Saver:
+    """Saves one state again and again.
+
+    Args:
+        state: what is saved; its optimizer waits where a copy is not complete.
+        shelf: where to; claimed on rank 0, only looked at elsewhere.
+        origin: what the manifests say of the run.
+        saving: see there.
+        exchange: see there.
+    Attributes:
+        blocked_seconds: how long training has waited for saves so far.
+    Wire: one exchange of the tables of contents for each save.
+    """
+
+    def __init__(
+        self, state: TrainState, shelf: Shelf, origin: Origin, saving: Saving, exchange: Exchange
+    ) -> None:
+        self.shelf = shelf
+        self._state, self._origin, self._saving, self._exchange = state, origin, saving, exchange
+        self._staging = Staging()
+        self.blocked_seconds = 0.0
+        self._pool = ThreadPoolExecutor(1, "checkpoint")
+        self._writing: Future[None] | None = None
+        self._hook = state.optimizer.register_step_pre_hook(lambda *_: self.settle())
+        self._overdue = DeadlineError(
+            f"a checkpoint was not written within {saving.deadline_seconds:g} s",
+            where=shelf.files.url,
+            next_step="raise checkpoint.deadline_seconds, or look at the disk",
+        )
+
+    def save(self) -> str:
+        """Begin to save the state as it is; collective. Returns the name of the checkpoint.
+
+        Raises:
+            CheckpointError: this save, or the one before it, failed on this rank.
+        """
+        self.finish()
+        with self._blocking():
+            name, written = self._agree()
+            self._stage([piece for _, piece in written])
+            expires = time.monotonic() + self._saving.deadline_seconds
+            job = self._job(name, [chunk for chunk, _ in written], expires)
+            self._writing = self._pool.submit(job)
+        if not self._saving.background:
+            self.finish()
+        return name
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is still being written on this rank."""
+        return self._writing is not None and not self._writing.done()
+
+    def settle(self) -> None:
+        """Wait until the state may change; the optimizer's own steps do this by themselves."""
+        if not self._staging.ready.is_set():
+            with self._blocking():
+                if not self._staging.ready.wait(self._saving.deadline_seconds):
+                    raise self._overdue
+
+    def finish(self) -> None:
+        """Wait until the save under way, if there is one, is written; on rank 0: until it is published.
+
+        Raises:
+            CheckpointError, DeadlineError: it failed.
+        """
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            with self._blocking():
+                try:
+                    writing.result(self._saving.deadline_seconds + _SLACK_SECONDS)
+                except Overdue:
+                    raise self._overdue from None
+
+    def wait_published(self, name: str) -> None:
+        """Wait until a checkpoint that this rank has helped to write can be loaded.
+
+        Raises:
+            DeadlineError: it did not appear in time.
+        """
+        self.finish()
+        expires = time.monotonic() + self._saving.deadline_seconds
+        while self._saving.rank and self.shelf.files.size(f"{name}/{MANIFEST}") is None:
+            if time.monotonic() >= expires:
+                raise self._overdue
+            time.sleep(_POLL_SECONDS)
+
+    def score(self, step: int, loss: float) -> None:
+        """Tell the evaluation loss of a step; rank 0 remembers it for what is kept from the next save on."""
+        if self._saving.rank == 0:
+            self.shelf.score(step, loss)
+
+    def tidy(self) -> None:
+        """Remove on rank 0 what need not be kept, with the losses that are known now."""
+        self.finish()
+        if self._saving.rank == 0:
+            self.shelf.tidy(self._saving.keep.newest, self._saving.keep.best)
+
+    def close(self) -> None:
+        """Leave the optimizer alone. A write that is under way is not waited for: call `finish` before."""
+        self._hook.remove()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _agree(self) -> tuple[str, list[tuple[Chunk, Piece]]]:
+        """The name of the checkpoint, and what this rank writes of it."""
+        pieces = self._state.pieces()
+        entries = [entry_of(piece) for piece in pieces]
+        own = {"name": self.shelf.free_name(self._state.step), "table": render_table(entries)}
+        heard = [json.loads(text) for text in self._exchange(json.dumps(own))]
+        plan = plan_writes([parse_table(told["table"]) for told in heard], self._saving.shared)
+        mine = plan[self._saving.rank]
+        written = [(e.chunk, p) for e, p in zip(entries, pieces, strict=True) if e.chunk.name in mine]
+        return str(heard[0]["name"]), written
+
+    @contextmanager
+    def _blocking(self) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.blocked_seconds += time.perf_counter() - began
+
+    def _stage(self, pieces: Sequence[Piece]) -> None:
+        steady = _changed_by(self._state.optimizer) if self._saving.steady else set()
+        tensors = [piece.tensor for piece in pieces]
+        self._staging.begin(tensors, [t.data_ptr() in steady for t in tensors])
+
+    def _job(self, name: str, chunks: Sequence[Chunk], expires: float) -> Callable[[], None]:
+        """What the background does; scalars are taken now."""
+        step, scalars, saving = self._state.step, self._state.scalars(), self._saving
+
+        def run() -> None:
+            self._staging.complete()
+            blocks = self._staging.blocks()
+            write_part(self.shelf.files, name, saving.rank, chunks, blocks, scalars, saving.patience)
+            if saving.rank == 0:
+                publish(self.shelf, name, step, self._origin, saving.keep, expires, saving.patience)
+
+        return run
+
+
+def _changed_by(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Addresses of what only the optimizer's step changes: its parameters and their moments."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    moments = [v for p in parameters for v in optimizer.state.get(p, {}).values() if torch.is_tensor(v)]
+    return {t.data_ptr() for t in [*parameters, *moments]}

@@ -1,0 +1,159 @@
+"""The folder of a run's checkpoints: what is in it, which of it is whole, and what may go.
+
+Invariant: nothing is removed but what `retention` does not keep among checkpoints that are whole, and drafts
+that a crash left; so the last good one is never removed. One rank, and one process, changes a shelf.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.checkpoint.files import Files
+from paceline.checkpoint.manifest import MANIFEST, Manifest
+from paceline.checkpoint.retention import Kept, choose_kept
+from paceline.errors import CheckpointError
+
+_RUN = "run.json"
+_LOSSES = "losses.json"
+_PREFIX = "step-"
+
+
+def name_of(step: int, copy: int = 0) -> str:
+    """The folder name of a step's checkpoint; `copy` counts those that a run saved again at that step."""
+    return f"{_PREFIX}{step:08d}" + (f".{copy}" if copy else "")
+
+
+def open_manifest(files: Files, name: str) -> Manifest:
+    """The manifest of one checkpoint, if all of its files are there in their full length.
+
+    Raises:
+        CheckpointError: it is half-written, cut short or not Paceline's; says which, with its name.
+    """
+    try:
+        manifest = Manifest.from_json(files.read(f"{name}/{MANIFEST}"))
+    except FileNotFoundError:
+        reason = "it has no manifest.json: half-written, or not a checkpoint of Paceline"
+        raise unusable(files, name, reason) from None
+    except (ValueError, OSError) as error:
+        raise unusable(files, name, str(error)) from error
+    for file in manifest.files:
+        size = files.size(f"{name}/{file.name}")
+        if size != file.num_bytes:
+            found = "is missing" if size is None else f"has {size} bytes, {file.num_bytes} were written"
+            raise unusable(files, name, f"{file.name} {found}")
+    return manifest
+
+
+def unusable(files: Files, name: str, reason: str) -> CheckpointError:
+    """A checkpoint must not be loaded."""
+    return CheckpointError(
+        f"the checkpoint {name} cannot be used: {reason}",
+        where=files.place(name),
+        next_step="name another one inside the run's checkpoints, or the run: it uses the newest valid one",
+    )
+
+
+@dataclass(frozen=True)
+class Shelf:
+    """What a folder holds.
+
+    Args:
+        run: of whom the checkpoints are; empty in a folder that no run has used.
+        whole: those that can be loaded as far as lengths and manifests tell, oldest first.
+        broken: why the others cannot, by name.
+        losses: evaluation loss by step.
+    """
+
+    files: Files
+    run: str = ""
+    whole: list[Kept] = field(default_factory=list)
+    broken: dict[str, CheckpointError] = field(default_factory=dict)
+    losses: dict[int, float] = field(default_factory=dict)
+
+    @classmethod
+    def look(cls, files: Files) -> Shelf:
+        """Read the folder; changes nothing."""
+        shelf = cls(files, run=str(_read(files, _RUN).get("run", "")))
+        shelf.losses.update({int(step): loss for step, loss in _read(files, _LOSSES).items()})
+        for name in files.names():
+            if name.startswith(_PREFIX):
+                try:
+                    shelf._add(name, open_manifest(files, name))
+                except CheckpointError as error:
+                    shelf.broken[name] = error
+        shelf.whole.sort(key=lambda kept: kept.serial)
+        return shelf
+
+    def _add(self, name: str, manifest: Manifest) -> None:
+        if self.run and manifest.origin.run != self.run:
+            raise unusable(self.files, name, "it is foreign: another run wrote it")
+        self.whole.append(Kept(name, manifest.step, manifest.serial))
+
+    def claim(self) -> Shelf:
+        """Make the folder this run's, and remove what a crash has left half-written."""
+        run = self.run or secrets.token_hex(8)
+        if not self.run:
+            self.files.publish(_RUN, json.dumps({"run": run}).encode())
+        for name in [*self.broken]:
+            if self.files.size(f"{name}/{MANIFEST}") is None:
+                self.files.remove(name)
+                del self.broken[name]
+        return Shelf(self.files, run, self.whole, self.broken, self.losses)
+
+    @property
+    def next_serial(self) -> int:
+        """Of the checkpoint that is saved next."""
+        return max((kept.serial for kept in self.whole), default=0) + 1
+
+    def free_name(self, step: int) -> str:
+        """A name for a checkpoint of this step that is not taken: nothing is ever overwritten."""
+        taken = {kept.name for kept in self.whole} | self.broken.keys()
+        copy = 0
+        while name_of(step, copy) in taken:
+            copy += 1
+        return name_of(step, copy)
+
+    def newest_at(self, step: int) -> str | None:
+        """The newest checkpoint, if it is of this step."""
+        return self.whole[-1].name if self.whole and self.whole[-1].step == step else None
+
+    def publish(self, name: str, manifest: Manifest) -> None:
+        """Phase two: from here on it is a checkpoint."""
+        self.files.publish(f"{name}/{MANIFEST}", manifest.to_json())
+        self.whole.append(Kept(name, manifest.step, manifest.serial))
+
+    def score(self, step: int, loss: float) -> None:
+        """Remember the evaluation loss of a step."""
+        self.losses[step] = loss
+        self.files.publish(_LOSSES, json.dumps(self.losses).encode())
+
+    def tidy(self, newest: int, best: int) -> None:
+        """Remove what need not be kept."""
+        self._recheck()
+        kept = choose_kept(self.whole, newest, best, self.losses)
+        for one in [one for one in self.whole if one.name not in kept]:
+            self.files.remove(f"{one.name}/{MANIFEST}")  # first: a crash here must leave no half checkpoint
+            self.files.remove(one.name)
+            self.whole.remove(one)
+
+    def _recheck(self) -> None:
+        """What has been damaged since no longer counts; it is left where it is."""
+        for one in [*self.whole]:
+            try:
+                open_manifest(self.files, one.name)
+            except CheckpointError as error:
+                self.whole.remove(one)
+                self.broken[one.name] = error
+
+
+def _read(files: Files, name: str) -> dict[str, Any]:
+    """A small table; empty if it is not there or unreadable: what it holds can be done without."""
+    with suppress(FileNotFoundError, ValueError):
+        found = json.loads(files.read(name))
+        if isinstance(found, dict):
+            return found
+    return {}

@@ -1,0 +1,68 @@
+"""The copy of this rank's share: begun at once, finished behind the next forward and backward.
+
+Invariant: `ready` is set only when the buffer holds the state of the step at which `begin` was called. What
+only the optimizer changes is copied in the background, and the optimizer waits for it; everything else
+(buffers, residuals, what lives on another device) is copied before `begin` returns.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_BLOCK_BYTES = 8 * 2**20
+
+
+class Staging:
+    """A host buffer that is kept from save to save: touching new memory costs more than copying."""
+
+    def __init__(self) -> None:
+        self._buffer = np.empty(0, dtype=np.uint8)
+        self._rest: list[tuple[int, np.ndarray]] = []
+        self._end = 0
+        self.ready = threading.Event()
+        self.ready.set()
+
+    def begin(self, tensors: Sequence[Tensor], steady: Sequence[bool]) -> None:
+        """Copy what may change at any time; remember what is steady until the next update.
+
+        Args:
+            tensors: in the order of the file.
+            steady: by tensor, whether only the optimizer changes it.
+        """
+        sizes = [t.numel() * t.element_size() for t in tensors]
+        if sum(sizes) > self._buffer.nbytes:
+            self._buffer = np.empty(sum(sizes), dtype=np.uint8)
+        self.ready.clear()
+        self._end = 0
+        self._rest = []
+        for tensor, size, waits in zip(tensors, sizes, steady, strict=True):
+            in_place = waits and tensor.device.type == "cpu" and tensor.is_contiguous()
+            if in_place:
+                self._rest.append((self._end, _bytes_of(tensor)))
+            elif size:
+                self._buffer[self._end : self._end + size] = _bytes_of(tensor.cpu().contiguous())
+            self._end += size
+
+    def complete(self) -> None:
+        """Copy the rest, and let the optimizer go on; called in the background."""
+        try:
+            for begin, values in self._rest:
+                np.copyto(self._buffer[begin : begin + values.nbytes], values)  # without Python's lock
+        finally:
+            self._rest = []
+            self.ready.set()
+
+    def blocks(self) -> list[memoryview]:
+        """The bytes, in blocks."""
+        view = self._buffer[: self._end].data
+        return [view[i : i + _BLOCK_BYTES] for i in range(0, self._end, _BLOCK_BYTES)]
+
+
+def _bytes_of(tensor: Tensor) -> np.ndarray:
+    """The memory of a contiguous tensor on the host, uint8 [num_bytes]."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy()

@@ -1,0 +1,64 @@
+"""Which run to go on with, and under which recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from paceline.errors import RecipeError
+from paceline.recipe import Recipe, load_recipe
+from paceline.recipe.changes import refuse_changes
+
+NEWEST = "newest"
+_RECIPE = "recipe.toml"
+
+
+def with_value(arguments: Sequence[str]) -> list[str]:
+    """The arguments of `paceline train`, with a value behind every `--resume` that has none."""
+    found: list[str] = []
+    for i, word in enumerate(arguments):
+        found.append(word)
+        if word == "--resume" and (i + 1 == len(arguments) or arguments[i + 1].startswith("-")):
+            found.append(NEWEST)
+    return found
+
+
+def find_run(asked: str, runs: Path = Path("runs")) -> Path:
+    """The run folder, or checkpoint inside one, that was asked for; "newest": the last one begun in `runs/`.
+
+    Raises:
+        RecipeError: there is none.
+    """
+    if asked != NEWEST:
+        recipe_of(Path(asked))
+        return Path(asked)
+    found = [path.parent for path in runs.glob(f"*/{_RECIPE}")]
+    if not found:
+        raise RecipeError(
+            f"there is no run in '{runs}/' to go on with", next_step="name a run folder: --resume RUN"
+        )
+    return max(found, key=lambda run: ((run / _RECIPE).stat().st_mtime_ns, run.name))
+
+
+def recipe_of(run: Path) -> Path:
+    """The recipe of a run folder (or of a checkpoint inside one).
+
+    Raises:
+        RecipeError: there is none.
+    """
+    for folder in (run, run.parent.parent):
+        if (folder / _RECIPE).exists():
+            return folder / _RECIPE
+    raise RecipeError(
+        f"'{run}' is no run folder: it has no {_RECIPE}",
+        next_step="name the folder that the run printed, for example runs/20260101-120000-digits-1",
+    )
+
+
+def changes_of(run: Path, recipe: Recipe) -> list[str]:
+    """What changes when a run goes on under a recipe.
+
+    Raises:
+        RecipeError: something differs that must not.
+    """
+    return refuse_changes(load_recipe(recipe_of(run)), recipe, str(run))

@@ -1,0 +1,148 @@
+"""The link profile: what latency and bandwidth were measured between ranks, as a file that later work reads.
+
+A line says that an operation takes alpha for each round and beta for each byte that a rank sends, so
+`Line.seconds(cost)` of a `Cost` of the closed forms is a prediction. Invariant: a profile that was read is
+equal to the one that was written; a file of another format is refused. The file is JSON:
+
+    {"format": 1, "world": 4, "hosts": [name of the host of each rank],
+     "pairs": [{"source": 0, "target": 1, "line": LINE}, ...], "all_reduce": LINE}
+    LINE: {"alpha_seconds", "beta_seconds_per_byte", "residual",
+           "points": [[sent bytes of a rank, rounds, seconds], ...]}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.comm.cost import Cost
+from paceline.errors import DataError
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measured size: bytes that a rank sends, rounds, and the median of the seconds."""
+
+    sent_bytes: float
+    rounds: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Line:
+    """A fitted link: seconds = rounds * alpha + sent bytes * beta.
+
+    Args:
+        alpha_seconds: of each round.
+        beta_seconds_per_byte: of each byte that a rank sends.
+        residual: root of the mean square of the relative errors of the fit.
+        points: what was measured.
+    """
+
+    alpha_seconds: float
+    beta_seconds_per_byte: float
+    residual: float
+    points: tuple[Point, ...]
+
+    @property
+    def bits_per_second(self) -> float:
+        """The bandwidth; infinite if no size was large enough to show one."""
+        return 8 / self.beta_seconds_per_byte if self.beta_seconds_per_byte > 0 else float("inf")
+
+    def seconds(self, cost: Cost) -> float:
+        """What an operation of this cost takes on this link."""
+        return cost.rounds * self.alpha_seconds + cost.sent_bytes * self.beta_seconds_per_byte
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The link from one rank to another."""
+
+    source: int
+    target: int
+    line: Line
+
+
+@dataclass(frozen=True)
+class LinkProfile:
+    """What was measured.
+
+    Args:
+        hosts: the name of the host of each rank.
+        pairs: every ordered pair.
+        all_reduce: of the whole world; its points count what a rank sends and the rounds of the ring.
+    """
+
+    hosts: tuple[str, ...]
+    pairs: tuple[Pair, ...]
+    all_reduce: Line
+
+    def save(self, path: Path) -> None:
+        """Write the file, all or nothing."""
+        found = {"format": _FORMAT, "world": len(self.hosts), "hosts": self.hosts}
+        found |= {"pairs": [_pair(pair) for pair in self.pairs], "all_reduce": _line(self.all_reduce)}
+        hidden = path.with_name(path.name + ".writing")
+        hidden.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        hidden.rename(path)
+
+    @classmethod
+    def load(cls, path: Path) -> LinkProfile:
+        """Read what `save` wrote.
+
+        Raises:
+            DataError: the file is not there, is damaged, or has another format.
+        """
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            if found["format"] != _FORMAT:
+                raise ValueError(f"format {found['format']}, expected {_FORMAT}")
+            pairs = tuple(Pair(p["source"], p["target"], _read(p["line"])) for p in found["pairs"])
+            return cls(tuple(found["hosts"]), pairs, _read(found["all_reduce"]))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                f"this is no link profile: {error}",
+                where=str(path),
+                next_step="paceline bench link --out FILE",
+            ) from error
+
+
+def _pair(pair: Pair) -> dict[str, object]:
+    return {"source": pair.source, "target": pair.target, "line": _line(pair.line)}
+
+
+def _line(line: Line) -> dict[str, object]:
+    points = [[p.sent_bytes, p.rounds, p.seconds] for p in line.points]
+    return {**asdict(line), "points": points}
+
+
+def _read(found: dict[str, Any]) -> Line:
+    points = found.pop("points")
+    return Line(**found, points=tuple(Point(*point) for point in points))
+
+
+def fit_line(points: Sequence[Point]) -> Line:
+    """The alpha and beta with the least sum of squared relative errors; both at least 0.
+
+    Source: Hockney 1994, The communication challenge for MPP, Parallel Computing 20 (the model); the errors
+        are relative because sizes span four orders of magnitude.
+    """
+    # Minimise sum ((r a + s b) / t - 1)^2: the normal equations of two unknowns.
+    rounds = [point.rounds / point.seconds for point in points]
+    sent = [point.sent_bytes / point.seconds for point in points]
+    rr, ss = sum(x * x for x in rounds), sum(x * x for x in sent)
+    rs = sum(x * y for x, y in zip(rounds, sent, strict=True))
+    r1, s1 = sum(rounds), sum(sent)
+    determinant = rr * ss - rs * rs
+    alpha = (r1 * ss - s1 * rs) / determinant if determinant > 0 else r1 / rr
+    beta = (s1 * rr - r1 * rs) / determinant if determinant > 0 else 0.0
+    if alpha < 0:
+        alpha, beta = 0.0, s1 / ss
+    elif beta < 0:
+        alpha, beta = r1 / rr, 0.0
+    errors = [x * alpha + y * beta - 1 for x, y in zip(rounds, sent, strict=True)]
+    return Line(alpha, beta, (sum(e * e for e in errors) / len(errors)) ** 0.5, tuple(points))

@@ -1,0 +1,137 @@
+"""The chain of modules that a model is, which the task names and a pipeline cuts.
+
+Invariant: a chain that passed `check_chain` computes what the model computes, in training as in evaluation,
+to the bit on the samples that were tried; between its links there are only tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.data import collate_samples
+from paceline.errors import TaskError
+from paceline.layout.buffers import UnitBuffers
+from paceline.layout.pipeline.view import Answers, Call, asked
+from paceline.models.dropout import name_dropouts
+from paceline.task import Task
+
+
+def chain_of(task: Task, model: nn.Module) -> list[nn.Module]:
+    """The modules whose composition is the model."""
+    if task.stages is not None:
+        return list(task.stages(model))
+    if isinstance(model, nn.Sequential):
+        return list(model)
+    raise TaskError(
+        f"a pipeline cuts a chain of modules, and nothing says which chain {type(model).__name__} is",
+        next_step="pass Task(stages=lambda model: [first, ...]), or choose a strategy without pipeline",
+    )
+
+
+def check_chain(task: Task, model: nn.Module, links: Sequence[nn.Module]) -> None:
+    """Run two samples through both, in training and in evaluation: they must agree to the bit.
+
+    Raises:
+        TaskError: they do not, or the chain leaves a trained parameter out, or the loss asks for more than
+            one call of the model.
+    """
+    device = next(model.parameters()).device
+    batch = collate_samples(task, [task.data[0], task.data[len(task.data) - 1]], device)
+    held = {p for link in links for p in link.parameters()}
+    missing = [n for n, p in model.named_parameters() if p.requires_grad and p not in held]
+    wrong = [f"leaves out '{name}'" for name in missing]
+    for training in (True, False):
+        given = asked(task.loss, batch, training=training)
+        with torch.no_grad(), torch.random.fork_rng():
+            right = _try(model, model, given, training=training)
+            task.loss(Answers(partial(_same, right)), batch)
+            found = wrong or _try(model, partial(_through, links), given, training=training)
+        if not wrong and not _equal(right, found):
+            wrong = [f"gives another result than the model in {'training' if training else 'evaluation'}"]
+    if wrong:
+        raise TaskError(
+            f"the chain of Task(stages=...) {wrong[0]}",
+            next_step="return modules that, called one after another, are model.forward",
+        )
+
+
+def _try(model: nn.Module, module: Callable[..., Any], given: Call, *, training: bool) -> Any:
+    """Call a module with keyed random numbers; the model's buffers stay as they are."""
+    model.train(training)
+    torch.manual_seed(0)
+    dropouts, buffers = name_dropouts(model), UnitBuffers(model)
+    for dropout in dropouts:
+        dropout.unit_key = 0
+    buffers.begin_step()
+    buffers.lend()
+    try:
+        return module(*given.inputs, **given.named)
+    finally:
+        buffers.abort_step()
+        for dropout in dropouts:
+            dropout.unit_key = None
+
+
+def _through(links: Sequence[nn.Module], *inputs: Any, **named: Any) -> Any:
+    """The result of a chain; between two links there are only tensors."""
+    x = links[0](*inputs, **named)
+    for before, link in pairwise(links):
+        if not all(isinstance(part, Tensor) for part in as_tuple(x)):
+            raise TaskError(
+                f"{type(before).__name__} returns {type(x).__name__}, and only tensors travel between stages",
+                next_step="return a tensor or a tuple of tensors, which are the arguments of the next module",
+            )
+        x = link(*as_tuple(x))
+    return x
+
+
+def as_tuple(x: Any) -> tuple[Any, ...]:
+    """What a link returned, as the arguments of the next."""
+    return x if isinstance(x, tuple) else (x,)
+
+
+def _same(x: Any) -> Any:
+    return x
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Equal types, shapes and bits; a NaN equals itself."""
+    ours, theirs = (list(x.values()) if isinstance(x, Mapping) else as_tuple(x) for x in (a, b))
+    return len(ours) == len(theirs) and all(
+        x.dtype == y.dtype and x.shape == y.shape and torch.equal(x.nan_to_num(), y.nan_to_num())
+        for x, y in zip(ours, theirs, strict=True)
+    )
+
+
+class Stage(nn.Module):
+    """The links of one stage, called one after another."""
+
+    def __init__(self, links: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.links = nn.ModuleList(links)
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        first, *others = self.links
+        x = first(*inputs, **named)
+        for link in others:
+            x = link(*as_tuple(x))
+        return x
+
+
+class Enter(torch.autograd.Function):
+    """What arrived, as a tensor that a module may change in place: a leaf of autograd must not be."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        # the same memory, and no view of it
+        return x.new_empty(0).set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0]

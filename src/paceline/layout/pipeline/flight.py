@@ -1,0 +1,49 @@
+"""A unit on its way through one stage: what its backward needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Weights = Mapping[str, Tensor]
+
+
+@dataclass
+class Flight:
+    """A unit between its forward and its backward.
+
+    Args:
+        key: seeds what is random in it.
+        inputs: the tensors that came in and can have a gradient.
+        outputs: those that went out; the scaled loss on the last stage.
+    """
+
+    key: int
+    inputs: Sequence[Tensor]
+    outputs: Sequence[Tensor]
+
+    def gradients(
+        self, arrived: Sequence[Tensor], weights: Weights | None
+    ) -> tuple[list[Tensor | None], list[Tensor]]:
+        """Run autograd once.
+
+        Args:
+            arrived: gradients of the outputs.
+            weights: what the forward used in place of the stage's parameters.
+        Returns:
+            Gradients of those weights that are trained, and of every input. Without weights there are none of
+            the first: they are added to `.grad` of the parameters.
+        """
+        pairs = [(x, g) for x, g in zip(self.outputs, arrived, strict=True) if x.requires_grad]
+        outputs, grads = [x for x, _ in pairs], [g for _, g in pairs]
+        if weights is None:
+            if outputs:
+                torch.autograd.backward(outputs, grads)
+            return [], [torch.zeros_like(x) if x.grad is None else x.grad for x in self.inputs]
+        trained = [w for w in weights.values() if w.requires_grad]
+        both = torch.autograd.grad(outputs, [*trained, *self.inputs], grads, allow_unused=True)
+        back = zip(self.inputs, both[len(trained) :], strict=True)
+        return list(both[: len(trained)]), [torch.zeros_like(x) if g is None else g for x, g in back]

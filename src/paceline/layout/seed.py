@@ -1,0 +1,18 @@
+"""Everything random in a unit follows from its key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from paceline.models import KeyedDropout
+
+
+def seed_unit(key: int, device: torch.device, dropouts: Iterable[KeyedDropout]) -> None:
+    """Seed PyTorch's own generators, and give keyed dropout its key."""
+    torch.default_generator.manual_seed(key)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(key)
+    for dropout in dropouts:
+        dropout.unit_key = key

@@ -1,0 +1,66 @@
+"""The nodes of a job and how to ask their launchers whether they live, passed from workers to their launcher.
+
+Invariant: the file of a node is complete or not there; it holds every node of the job once.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+_FILE = "roster.json"
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node of a job: its rank, its name and IPv4 address, and the port where its launcher answers."""
+
+    rank: int
+    host: str
+    address: str
+    port: int
+
+
+def announce(node_rank: int, beacon_port: int, address: str, port: int) -> str:
+    """What this node tells the others, as text; empty if its launcher does not answer.
+
+    Args:
+        beacon_port: where its launcher answers; 0: nowhere.
+        address, port: of the job's store.
+    """
+    if beacon_port == 0:
+        return ""
+    own = address_towards(address, port)
+    return json.dumps(asdict(Node(node_rank, socket.gethostname(), own, beacon_port)))
+
+
+def address_towards(address: str, port: int) -> str:
+    """The IPv4 address from which this host reaches `address`; empty if there is no route."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, port))
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""
+
+
+def write_roster(folder: Path, announcements: Sequence[str]) -> None:
+    """Write down what all ranks have announced."""
+    nodes = {entry["rank"]: entry for entry in map(json.loads, announcements)}
+    hidden = folder / f"{_FILE}.writing"
+    hidden.write_text(json.dumps(list(nodes.values())), encoding="utf-8")
+    hidden.rename(folder / _FILE)
+
+
+def read_roster(folder: Path) -> list[Node]:
+    """What the workers wrote down; empty if they have not met."""
+    path = folder / _FILE
+    return [Node(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))] if path.exists() else []
+
+
+def clear_roster(folder: Path) -> None:
+    """Remove what an earlier job left."""
+    (folder / _FILE).unlink(missing_ok=True)

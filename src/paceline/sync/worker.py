@@ -1,0 +1,79 @@
+"""The worker of a server: takes tickets, runs them, pushes what they brought."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from paceline.comm import LocalReducer
+from paceline.comm.channel import Message
+from paceline.data import Feed, LockstepWork
+from paceline.layout import Placed
+from paceline.observe import Stats
+from paceline.state import TrainState
+from paceline.sync.every_step import gradient_scale
+from paceline.sync.policy import WorkLedger
+from paceline.sync.served import SERVER, Served, load_newest
+from paceline.sync.tail import Tail
+
+
+class Worker(Served):
+    """The rule of all other ranks.
+
+    Args:
+        num_workers: the parts of a step.
+        items_per_sample: as for `EveryStep`.
+    """
+
+    def __init__(self, num_workers: int, items_per_sample: int, *shared: Any) -> None:
+        super().__init__(*shared)
+        self._num_workers, self._items_per_sample = num_workers, items_per_sample
+
+    def rounds(self, feed: Feed, placed: Placed, tail: Tail) -> Iterator[Stats]:
+        """See `Rule`."""
+        state = tail.state
+        while state.step < feed.num_steps:
+            self.phases.take()
+            self.send(SERVER, "ready", {"stops": self.stop_requested()}, [])
+            while (message := self.receive()).kind != "pause":
+                self._work(message, feed, placed, state)
+            yield self._take_over(message, placed, state)
+
+    def abort(self) -> None:
+        """Whatever was half done is lost; the next `rounds` says that this worker is ready."""
+
+    def _work(self, message: Message, feed: Feed, placed: Placed, state: TrainState) -> None:
+        """Run one ticket with the parameters that came with it, and push what it brought."""
+        load_newest(message.tensors, placed)
+        step, part = message.fields["step"], message.fields["part"]
+        self.net.step = state.step = step
+        state.scale.value = message.fields["scale"]
+        work: LockstepWork = replace(feed.work, replica_rank=part, num_replicas=self._num_workers)
+        units, sink = work.units(step), LocalReducer(list(placed.parameters))
+        scale = gradient_scale(work, state, self._items_per_sample)
+        sink.begin()
+        with feed.open(units) as stream:
+            sums = placed.run(stream, len(units), sink, scale)
+        total, count, metrics = sums.read()
+        grads = sink.finish().tensors
+        fields = {
+            "units": sums.units,
+            "total": total,
+            "count": count,
+            "metrics": dict(metrics),
+            "scale": scale,
+            "used": [g is not None for g in grads],
+            "stops": self.stop_requested(),
+        }
+        self.send(SERVER, "push", fields, [placed.buffers.change, *(g for g in grads if g is not None)])
+
+    def _take_over(self, message: Message, placed: Placed, state: TrainState) -> Stats:
+        load_newest(message.tensors, placed)
+        fields = message.fields
+        state.step, state.updates = fields["step"], fields["updates"]
+        state.scale.value, state.scale.clean_steps = fields["scale"]["value"], fields["scale"]["clean_steps"]
+        self.ledger = WorkLedger.of(fields["ledger"])
+        seconds, spent = self.phases.take()
+        sent = self.net.ledger.total().sent_bytes
+        return replace(Stats(**fields["stats"]), seconds=seconds, phases=spent, sent_bytes=sent)

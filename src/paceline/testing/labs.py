@@ -1,0 +1,128 @@
+"""The lab in tests: a fixture that makes labs or skips with the reason, and a look for what is left behind.
+
+Invariant: what other labs on the machine have is no leak of the one that is asked about.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.lab import Lab, why_not
+from paceline.lab.clean import lab_processes
+from paceline.lab.processes import members
+from paceline.lab.state import Record
+
+_SETTLE_SECONDS = 5.0
+_GROUPS = Path("/sys/fs/cgroup")
+_KINDS = ("net", "mnt", "pid", "uts", "ipc")
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What a lab has on this machine, and what the machine had outside of it.
+
+    Args:
+        name: of the lab.
+        folder: its files.
+        namespaces: by their names in /proc.
+        processes: all that run in its hosts, and those that hold them.
+        links, mounts: of this process's own namespaces; a lab adds none.
+    """
+
+    name: str
+    folder: Path
+    namespaces: frozenset[str]
+    processes: frozenset[int]
+    links: frozenset[str]
+    mounts: frozenset[str]
+
+    @classmethod
+    def of(cls, record: Record) -> Footprint:
+        """Take it while the lab runs."""
+        firsts = [process.pid for process in record.first.values()]
+        inside = {pid for first in firsts for pid in members(first)}
+        holders = {process.pid for process in record.holders.values()}
+        spaces = {name for first in firsts for name in _namespaces(first)} - _namespaces(os.getpid())
+        return cls(
+            record.name,
+            record.folder,
+            frozenset(spaces),
+            frozenset({*firsts, *inside, *holders}),
+            _links(),
+            _mounts(),
+        )
+
+    def remains(self) -> list[str]:
+        """One line for each thing that is left; what is on its way out gets a moment."""
+        expires = time.monotonic() + _SETTLE_SECONDS
+        while (left := self._remains()) and time.monotonic() < expires:
+            time.sleep(0.02)
+        return left
+
+    def _remains(self) -> list[str]:
+        pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+        spaces = {name for pid in pids for name in _namespaces(pid)}
+        groups = [str(path) for path in _GROUPS.glob(f"*/{self.name}")]
+        groups += [str(path) for path in _GROUPS.glob(self.name)]
+        holding = [pid for pid, lab in lab_processes().items() if lab == self.name]
+        return [
+            *(f"namespace {name}" for name in sorted(spaces & self.namespaces)),
+            *(f"process {pid}" for pid in sorted({*(self.processes & set(pids)), *holding})),
+            *(f"control group {group}" for group in groups),
+            *(f"link {name}" for name in sorted(_links() - self.links)),
+            *(f"mount {name}" for name in sorted(_mounts() - self.mounts)),
+            *([f"folder {self.folder}"] if self.folder.exists() else []),
+        ]
+
+
+def _namespaces(pid: int) -> set[str]:
+    found = set()
+    for kind in _KINDS:
+        with suppress(OSError):
+            found.add(os.readlink(f"/proc/{pid}/ns/{kind}"))  # noqa: PTH115, called for every process
+    return found
+
+
+def _links() -> frozenset[str]:
+    return frozenset(path.name for path in Path("/sys/class/net").iterdir())
+
+
+def _mounts() -> frozenset[str]:
+    return frozenset(Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines())
+
+
+@pytest.fixture(scope="session")
+def why_no_lab() -> str:
+    """Why no lab can be made here; empty if one can."""
+    return why_not()
+
+
+@pytest.fixture
+def lab(why_no_lab: str) -> Iterator[Callable[..., Lab]]:
+    """Makes labs for one test: `lab(hosts=4, links=Links(rate="100mbit"))`, with the arguments of `Lab`.
+
+    They are ended with the test, which fails if one leaves something behind. Skips where namespaces are not
+    allowed.
+    """
+    if why_no_lab:
+        pytest.skip(f"no lab can be made here: {why_no_lab}")
+    footprints: list[Footprint] = []
+    with ExitStack() as stack:
+
+        def make(*args: Any, **options: Any) -> Lab:
+            made = stack.enter_context(Lab(*args, **options))
+            footprints.append(Footprint.of(made.record))
+            return made
+
+        yield make
+    left = [line for footprint in footprints for line in footprint.remains()]
+    if left:
+        pytest.fail("the lab leaves behind: " + "; ".join(left), pytrace=False)

@@ -1,0 +1,156 @@
+"""From a strategy to its rule: when replicas agree. One table from words to constructors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+
+from paceline.comm import (
+    PlainWire,
+    Reducer,
+    build_reducer,
+)
+from paceline.comm.channel import Channel, SocketChannel
+from paceline.comm.hub import accept_all, connect, listen
+from paceline.comm.text import share_text
+from paceline.errors import StrategyError
+from paceline.layout import Placed
+from paceline.layout.pipeline import Pipeline
+from paceline.mesh import Group
+from paceline.state import TrainState
+from paceline.sync import EveryStep, InnerMoments, LocalRounds, Outer, Rule
+from paceline.sync.pipedream import PipeDream
+from paceline.sync.policy import ApplyEach, FirstN, Policy
+from paceline.sync.residuals import Residuals
+from paceline.sync.served import SERVER
+from paceline.sync.server import Server
+from paceline.sync.worker import Worker
+from paceline.training.arrange import Arrangement, Setting
+
+
+def _step(setting: Setting, reducer: Reducer, group: Group) -> EveryStep:
+    return setting.pieces.rule(
+        group,
+        setting.net,
+        reducer,
+        phases=setting.phases,
+        items_per_sample=setting.items_per_sample,
+        stop_requested=setting.stop_requested,
+    )
+
+
+def _every_step(setting: Setting, arranged: Arrangement, state: TrainState) -> Rule:
+    _keep_residuals(setting, arranged.reducer, arranged.placed, state)
+    return _step(setting, arranged.reducer, setting.mesh.world)
+
+
+def _local(setting: Setting, arranged: Arrangement, state: TrainState, outer: Outer) -> Rule:
+    mesh = setting.mesh
+    alone = replace(mesh.replica, ranks=mesh.world.ranks[mesh.world.rank :][:1], rank=0, handle=None)
+    own = setting.pieces.reducer(arranged.placed.parameters, PlainWire(setting.net, alone), 1)
+    rule = LocalRounds(
+        _step(setting, own, mesh.inside),
+        int(setting.recipe.strategy.sync.partition(":")[2]),
+        outer,
+        lambda anchors: build_reducer(anchors, setting.wire(mesh.replica), setting.bucket_bytes),
+        arranged.placed,
+        world=mesh.world,
+        net=setting.net,
+        phases=setting.phases,
+    )
+    _keep_residuals(setting, rule.reducer, arranged.placed, state)
+    state.keepers["outer"] = rule
+    state.keepers["inner"] = InnerMoments(state, mesh.replica)
+    return rule
+
+
+def _diloco(setting: Setting, arranged: Arrangement, state: TrainState) -> Rule:
+    outer = setting.recipe.outer
+    return _local(setting, arranged, state, Outer(outer.lr, outer.momentum))
+
+
+def _keep_residuals(setting: Setting, reducer: Reducer, placed: Placed, state: TrainState) -> None:
+    if setting.recipe.strategy.codec != "fp32":
+        state.keepers["residual"] = Residuals(reducer, list(placed.slots), setting.mesh.data)
+
+
+def _served(setting: Setting, arranged: Arrangement, state: TrainState, policy: Policy) -> Rule:
+    """Rank 0 serves, all others work."""
+    workers = setting.mesh.world.ranks[1:]
+    if setting.recipe.loader.workers:
+        raise StrategyError(
+            "loader.workers reads ahead, and under a server nobody knows which samples come next",
+            next_step="set loader.workers = 0",
+        )
+    channel = _channel(setting)
+    setting.closers.append(channel.close)
+    shared = (channel, setting.net, setting.phases, setting.stop_requested)
+    rule = (
+        Server(policy, workers, *shared)
+        if setting.mesh.world.rank == SERVER
+        else Worker(len(workers), setting.items_per_sample, *shared)
+    )
+    state.keepers["work"] = rule
+    return rule
+
+
+def _channel(setting: Setting) -> Channel:
+    """Connect every worker with the server; collective."""
+    world, cluster, limit = setting.mesh.world, setting.cluster, setting.net.deadline_seconds
+    device = torch.device("cpu")
+    if world.rank == SERVER:
+        with listen(cluster.address) as listener:
+            share_text(str(listener.getsockname()[1]), world, setting.net, device)
+            peers = accept_all(listener, cluster.token, world.ranks[1:], limit)
+        return SocketChannel(peers, setting.net.ledger)
+    port = int(share_text("", world, setting.net, device))
+    hub = connect(cluster.address, port, world.rank, cluster.token, limit)
+    return SocketChannel({SERVER: hub}, setting.net.ledger)
+
+
+def _server_async(setting: Setting, arranged: Arrangement, state: TrainState) -> Rule:
+    return _served(setting, arranged, state, ApplyEach(setting.mesh.world.size - 1))
+
+
+def _backup(setting: Setting, arranged: Arrangement, state: TrainState) -> Rule:
+    num_backups = int(setting.recipe.strategy.sync.partition(":")[2])
+    return _served(setting, arranged, state, FirstN(setting.mesh.world.size - 1, num_backups))
+
+
+def _pipedream(setting: Setting, arranged: Arrangement, state: TrainState) -> Rule:
+    recipe, placed = setting.recipe, arranged.placed
+    alone = "each stage updates alone, and this needs all of them at once"
+    unfit = {
+        "optimizer.clip_norm": alone if recipe.optimizer.clip_norm is not None else "",
+        'precision.compute = "fp16"': alone if recipe.precision.compute == "fp16" else "",
+        "weights that two stages share": alone if not isinstance(placed, Pipeline) or placed.cut.tied else "",
+        "memory.recompute": "it would compute again with the weights of today, not with those of the forward"
+        if recipe.memory.recompute != "none"
+        else "",
+    }
+    reasons = [f"{name} ({why})" for name, why in unfit.items() if why]
+    if reasons or not isinstance(placed, Pipeline):
+        raise StrategyError(
+            f"pipedream does not go with {'; '.join(reasons)}",
+            next_step="leave it out, or choose sync=every-step",
+        )
+    return PipeDream(
+        placed,
+        setting.mesh.world,
+        setting.net,
+        setting.phases,
+        items_per_sample=setting.items_per_sample,
+        stop_requested=setting.stop_requested,
+    )
+
+
+RULES: Mapping[str, Callable[[Setting, Arrangement, TrainState], Rule]] = {
+    "every-step": _every_step,
+    "local": lambda setting, arranged, state: _local(setting, arranged, state, Outer()),
+    "diloco": _diloco,
+    "server-async": _server_async,
+    "backup": _backup,
+    "pipedream": _pipedream,
+}

@@ -1,0 +1,113 @@
+"""The checkpoints of a session: where they are, how it saves them, and how it goes on from one."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from paceline import checkpoint
+from paceline._version import VERSION
+from paceline.checkpoint import Files, Keep, Origin, Patience, Saver, Saving, Shelf
+from paceline.comm.text import gather_texts, share_text
+from paceline.errors import CheckpointError
+from paceline.recipe import Recipe, to_toml
+from paceline.training.build import resolved
+from paceline.training.session import Session
+
+_STEADY_RULES = ("every-step", "local", "diloco")
+"""Rules under which nothing but the optimizer changes parameters before the first update of a round."""
+
+
+def files_of(recipe: Recipe, run_dir: Path) -> Files:
+    """The folder of a run's checkpoints."""
+    return Files(recipe.checkpoint.folder or str(run_dir / "checkpoints"))
+
+
+def build_saver(session: Session, run_dir: Path, warn: Callable[[str], None]) -> Saver:
+    """A saver for this rank; collective. What a crash has left half-written is removed."""
+    files = files_of(session.recipe, run_dir)
+    shelf = Shelf.look(files).claim() if session.is_first else Shelf(files)
+    run = share_text(shelf.run, session.mesh.world, session.net, session.placed.device)
+    options, strategy = session.recipe.checkpoint, resolved(session.recipe, session.cluster.world_size)
+    saving = Saving(
+        rank=session.cluster.global_rank,
+        background=options.mode == "background",
+        shared=strategy.sync_word == "every-step",
+        steady=strategy.sync_word in _STEADY_RULES,
+        keep=Keep(options.keep, options.keep_best),
+        deadline_seconds=options.deadline_seconds,
+        patience=Patience(options.full_disk_seconds, warn),
+    )
+    origin = Origin(
+        run=run,
+        recipe=to_toml(session.recipe),
+        strategy=str(strategy),
+        world_size=session.cluster.world_size,
+        versions={"paceline": VERSION, "torch": torch.__version__, "python": platform.python_version()},
+    )
+    return Saver(session.state, shelf, origin, saving, lambda text: _exchange(session, text))
+
+
+def restore(
+    session: Session, files: Files, name: str | None = None, warn: Callable[[str], None] = lambda text: None
+) -> str:
+    """Go on from a checkpoint; collective. Every rank reads and checks all of it.
+
+    Args:
+        name: which one; None: the newest that is valid.
+        warn: is told, on rank 0, which ones cannot be used and why.
+    Returns:
+        The name of the checkpoint.
+    Raises:
+        CheckpointError: the named one is damaged or does not fit, or there is no valid one.
+    """
+    refusal: CheckpointError | None = None
+    for candidate in [name] if name else _newest_first(session, files, warn):
+        refusal = _try(session, files, candidate)
+        if refusal is None:
+            return candidate
+        if name:
+            raise refusal
+        warn(f"{refusal.what}; the one before it is used")
+    raise CheckpointError(
+        "there is no valid checkpoint to resume from" + (f": {refusal.what}" if refusal else ""),
+        where=files.url,
+        next_step="name a run folder with a checkpoint in it, or start the run again",
+    )
+
+
+def _newest_first(session: Session, files: Files, warn: Callable[[str], None]) -> list[str]:
+    """Rank 0 looks; the others follow."""
+    found: list[str] = []
+    if session.is_first:
+        shelf = Shelf.look(files)
+        found = [kept.name for kept in reversed(shelf.whole)]
+        for error in shelf.broken.values():
+            warn(error.what)
+    text = share_text(json.dumps(found), session.mesh.world, session.net, session.placed.device)
+    return [str(name) for name in json.loads(text)]
+
+
+def _try(session: Session, files: Files, name: str) -> CheckpointError | None:
+    """Load one if every rank can read it; else why not, on every rank."""
+    refusal: CheckpointError | None = None
+    try:
+        found = checkpoint.load(files, name)
+    except CheckpointError as error:
+        refusal = error
+    if session.sum(float(refusal is not None)):
+        other = CheckpointError(f"the checkpoint {name} cannot be read by another rank", where=files.url)
+        return refusal or other
+    try:
+        session.restore(found.tensors, found.scalars)
+    except CheckpointError as error:  # equal on every rank: all have read the same names and shapes
+        return error
+    return None
+
+
+def _exchange(session: Session, text: str) -> Sequence[str]:
+    return gather_texts(text, session.mesh.world, session.net)

@@ -1,0 +1,113 @@
+"""Asked to stop: by a signal to any rank, or by a notice that the machine will be taken away.
+
+The first signal (SIGTERM, SIGUSR1, SIGINT) asks; the rule tells all ranks in the step that follows, and all
+save the same step. A second one, `SAME_SECONDS` later or more, ends the process at once, also while it waits
+inside a collective. Batch systems signal the launcher and its workers: what comes sooner is the same one.
+
+Invariant: signals are received by a thread, and the main thread only reads a flag between two steps.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+SAME_SECONDS = 1.0
+INTERRUPTED_EXIT_CODE = 130
+_NOTICE_SECONDS = 2.0
+
+
+@dataclass
+class StopRequest:
+    """Whether this process was asked to stop; call it to know."""
+
+    requested: bool = False
+    _asked_at: float = field(default=0.0, repr=False)
+
+    def __call__(self) -> bool:
+        return self.requested
+
+    def ask(self, now: float) -> bool:
+        """Take a request; False if it is a second one, and the process must end at once."""
+        if not self.requested:
+            self.requested, self._asked_at = True, now
+        return now - self._asked_at < SAME_SECONDS
+
+
+@contextmanager
+def stop_on_signals(stop: StopRequest) -> Iterator[StopRequest]:
+    """Turn signals into requests, in the main thread."""
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    listener = threading.Thread(target=_listen, args=(read_end, stop), name="signals", daemon=True)
+    before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+    woken = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    listener.start()
+    try:
+        yield stop
+    finally:
+        signal.set_wakeup_fd(woken)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        os.close(write_end)
+        listener.join()
+        os.close(read_end)
+
+
+def _listen(read_end: int, stop: StopRequest) -> None:
+    """The system writes the number of every signal to the pipe, whatever the main thread is doing."""
+    while numbers := os.read(read_end, 16):
+        for number in numbers:
+            if number in SIGNALS and not stop.ask(time.monotonic()):
+                os._exit(INTERRUPTED_EXIT_CODE)
+
+
+@contextmanager
+def stop_on_notice(where: str | None, stop: StopRequest) -> Iterator[None]:
+    """Look for a notice every two seconds, and ask when it is there.
+
+    Args:
+        where: a file, or an http(s) URL that answers 200 once there is a notice (spot instances); None: none.
+    """
+    if where is None:
+        yield
+        return
+    over, found = threading.Event(), _looker(where)
+
+    def watch() -> None:
+        while not over.wait(_NOTICE_SECONDS):
+            if found():
+                stop.requested = True
+                return
+
+    watcher = threading.Thread(target=watch, name="notice", daemon=True)
+    stop.requested = stop.requested or found()
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()
+
+
+def _looker(where: str) -> Callable[[], bool]:
+    if not where.startswith(("http://", "https://")):
+        return Path(where).exists
+
+    def look() -> bool:
+        try:
+            with urllib.request.urlopen(where, timeout=_NOTICE_SECONDS) as answer:
+                return bool(answer.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False  # 404, or the service is not there: no notice
+
+    return look

@@ -1,0 +1,41 @@
+"""One recipe file, trained under every strategy by one argument."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+STRATEGIES = {
+    "replicas=2 shard=2 zero=1": 4,
+    "replicas=2 pipeline=2": 4,
+    "replicas=1 pipeline=2 sync=pipedream": 2,
+    "sync=diloco:4 codec=int8": 2,
+    "servers=1 sync=server-async": 3,
+    "servers=1 sync=backup:1": 4,
+}
+
+
+@pytest.mark.capability("Z1")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_same_recipe_trains_under_every_strategy(strategy: str, tmp_path: Path) -> None:
+    settings = [
+        "steps=40",
+        "options.hidden=[32]",
+        "epochs=",
+        f"run_dir={tmp_path}",
+        "evaluate.every_steps=20",
+    ]
+    command = [sys.executable, "-m", "paceline", "train", str(ROOT / "recipes" / "digits.toml")]
+    command += ["-n", str(STRATEGIES[strategy]), "--strategy", strategy]
+    for setting in settings:
+        command += ["--set", setting]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=100, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    scores = [row for row in rows if row["event"] == "evaluation"]
+    assert [row["step"] for row in scores][-1] == 40
+    assert scores[-1]["loss"] < 2.2
+    assert (tmp_path / "checkpoints" / "step-00000040").is_dir()

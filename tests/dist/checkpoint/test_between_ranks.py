@@ -1,0 +1,118 @@
+"""A state that is saved by some ranks is loaded by another number of them, under another strategy."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline import checkpoint
+from paceline.checkpoint import Files, Shelf
+from paceline.cluster import Cluster
+from paceline.errors import CheckpointError, PacelineError
+from paceline.recipe import Recipe, Strategy
+from paceline.testing import run_ranks
+from paceline.testing.parity import session_of
+from paceline.training import fit, saving
+
+pytestmark = pytest.mark.capability("N3")
+STRATEGIES = [
+    ("replicas=all", 2, "replicas=all", 3),
+    ("replicas=all", 3, "replicas=all", 1),
+    ("replicas=1 shard=2 zero=1", 2, "replicas=all", 1),
+    ("replicas=1 shard=3 zero=1", 3, "replicas=1 shard=2 zero=1", 2),
+    ("replicas=all", 1, "replicas=1 shard=2 zero=1", 2),
+    ("replicas=2 sync=local:2", 2, "replicas=2 sync=local:2", 2),
+    ("replicas=2 sync=diloco:2", 2, "replicas=2 sync=diloco:2", 2),
+    ("replicas=2 codec=int8", 2, "replicas=2 codec=int8", 2),
+]
+
+
+def digits(strategy: str, steps: int) -> Recipe:
+    return Recipe(
+        task="digits",
+        options={"model": "convnet"},
+        steps=steps,
+        batch={"size": 46, "shards": 6},
+        optimizer={"name": "adamw", "lr": 1e-3},
+        strategy=Strategy.parse(strategy),
+    )
+
+
+def save_there(cluster: Cluster, strategy: str, run_dir: Path) -> dict[str, Any]:
+    session = session_of(cluster, digits(strategy, 4))
+    fit(session, run_dir)
+    return {name: t.clone() for name, t in session.snapshot().tensors().items()}
+
+
+def load_here(cluster: Cluster, strategy: str, run_dir: Path) -> tuple[dict[str, Any], int, str]:
+    session = session_of(cluster, digits(strategy, 6))
+    name = saving.restore(session, Files(str(run_dir / "checkpoints")))
+    found = {name: t.clone() for name, t in session.snapshot().tensors().items()}
+    step = session.state.step
+    fit(session, run_dir)
+    return found, step, name
+
+
+@pytest.mark.parametrize(("strategy", "num_ranks", "then", "num_then"), STRATEGIES)
+def test_the_state_moves(strategy: str, num_ranks: int, then: str, num_then: int, tmp_path: Path) -> None:
+    saved = run_ranks(save_there, num_ranks, strategy, tmp_path)[0]
+    for rank, (found, step, name) in enumerate(run_ranks(load_here, num_then, then, tmp_path)):
+        assert (step, name) == (4, "step-00000004")
+        assert found.keys() == saved.keys()
+        own = "optimizer/" if rank and "sync" in then else "-"  # replicas that train alone: see inner/
+        assert all(torch.equal(found[name], t) for name, t in saved.items() if not name.startswith(own))
+    assert [kept.step for kept in Shelf.look(Files(str(tmp_path / "checkpoints"))).whole] == [4, 6]
+
+
+@pytest.mark.capability("N1")
+def test_replicas_share_the_writing_and_parts_are_written_once(tmp_path: Path) -> None:
+    run_ranks(save_there, 3, "replicas=all", tmp_path)
+    files = Shelf.look(Files(str(tmp_path / "checkpoints"))), Files(str(tmp_path / "checkpoints"))
+    manifest = checkpoint.load(files[1], files[0].whole[0].name).manifest
+    names = [chunk.name for file in manifest.files for chunk in file.chunks]
+    assert len(manifest.files) == 3 and len(names) == len(set(names))
+    sizes = [sum(chunk.num_bytes for chunk in file.chunks) for file in manifest.files]
+    assert max(sizes) < 0.7 * sum(sizes)
+    assert manifest.origin.world_size == 3 and manifest.origin.strategy == "replicas=3 sync=every-step"
+
+
+@pytest.mark.capability("N13")
+def test_a_file_that_one_rank_wrote_is_damaged_and_all_ranks_go_back_together(tmp_path: Path) -> None:
+    run_ranks(save_there, 2, "replicas=all", tmp_path)
+    run_ranks(load_here, 2, "replicas=all", tmp_path)
+    path = tmp_path / "checkpoints" / "step-00000006" / "rank-00001.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    ends = run_ranks(load_here, 2, "replicas=all", tmp_path)
+    assert [(step, name) for _, step, name in ends] == [(4, "step-00000004")] * 2
+
+
+def lose_a_rank(cluster: Cluster, run_dir: Path) -> str:
+    """Rank 1 cannot write; rank 0 must not publish."""
+    recipe = digits("replicas=all", 2)
+    options = recipe.checkpoint.replace(deadline_seconds=1.0, folder=str(run_dir / "c"))
+    if cluster.global_rank == 1:
+        Files.write = Files.publish = _refuse
+    try:
+        fit(session_of(cluster, recipe.replace(checkpoint=options)), run_dir)
+    except CheckpointError as error:
+        return f"{type(error).__name__}: {error.what}"
+    except (PacelineError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "saved"
+
+
+def _refuse(*_: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.capability("N13", "N4")
+def test_without_the_part_of_every_rank_there_is_no_checkpoint(tmp_path: Path) -> None:
+    said = run_ranks(lose_a_rank, 2, tmp_path)
+    assert "rank 1 has not written its part" in said[0] and "No space left" in said[1]
+    shelf = Shelf.look(Files(str(tmp_path / "c")))
+    assert not shelf.whole and list(shelf.broken) == ["step-00000002"]
+    assert json.loads((tmp_path / "c" / "step-00000002" / "rank-00000.json").read_text())["file"]

@@ -1,0 +1,172 @@
+"""Where checkpoints go: a disk that fills up, and a server that speaks S3."""
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load as load_tensors
+
+from paceline.checkpoint import Files, Shelf
+from paceline.cluster import Cluster
+from paceline.recipe import Recipe
+from paceline.testing import run_ranks
+from paceline.testing.parity import session_of
+from paceline.training import fit, saving
+
+ROOT = Path(__file__).parents[3]
+DIGITS = {"task": "digits", "options": {"model": "mlp", "hidden": [64]}, "batch": {"size": 8, "shards": 2}}
+BUCKET = "paceline"
+
+
+# A small disk. A mount needs a namespace of its own, so these run in a process that has one.
+
+SMALL_DISK = """
+import sys, threading, time
+from pathlib import Path
+from paceline.cluster import Cluster
+from paceline.errors import CheckpointError
+from paceline.recipe import Recipe
+from paceline.testing.parity import session_of
+from paceline.training import fit
+
+class Listener:
+    def step(self, stats): pass
+    def close(self): pass
+    def event(self, name, record):
+        print(name, record.get("text", record.get("step")), flush=True)
+        if name == "warning":
+            Path(sys.argv[1], "ballast").unlink()
+
+disk, patience = Path(sys.argv[1]), float(sys.argv[2])
+recipe = Recipe(task="digits", options={"model": "mlp", "hidden": [64]}, steps=6, batch={"size": 8, "shards": 2},
+                checkpoint={"every_steps": 2, "keep": 9, "full_disk_seconds": patience})
+session = session_of(Cluster.single(), recipe)
+class Filler(Listener):
+    def step(self, stats):
+        if stats.step == 2:
+            time.sleep(0.5)  # the save of step 2 is written
+            fill()
+def fill():
+    try:
+        (disk / "ballast").write_bytes(b"x" * (4 << 20))
+    except OSError as error:
+        print("filled", error.errno, flush=True)
+try:
+    print("done", fit(session, disk, [Filler()]).checkpoint, flush=True)
+except CheckpointError as error:
+    print("refused", error, flush=True)
+"""
+
+
+def on_a_small_disk(tmp_path: Path, patience: float) -> tuple[str, list[int]]:
+    """Train on a tmpfs of 1 MiB that is full after the first checkpoint; returns what was printed."""
+    disk, script = tmp_path / "disk", tmp_path / "script.py"
+    disk.mkdir()
+    script.write_text(SMALL_DISK)
+    copy = f"cp -r {disk}/checkpoints {tmp_path}/kept"
+    command = f"mount -t tmpfs -o size=1m tmpfs {disk} && {sys.executable} {script} {disk} {patience}; {copy}"
+    done = subprocess.run(
+        ["unshare", "-Urm", "sh", "-c", command], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout, [kept.step for kept in Shelf.look(Files(str(tmp_path / "kept"))).whole]
+
+
+def has_namespaces() -> bool:
+    tool = shutil.which("unshare")
+    return tool is not None and subprocess.run([tool, "-Urm", "true"], check=False).returncode == 0
+
+
+@pytest.mark.capability("N13", "N1")
+@pytest.mark.skipif(not has_namespaces(), reason="needs unshare and user namespaces, to mount a small tmpfs")
+@pytest.mark.parametrize("patience", [0.0, 30.0])
+def test_a_full_disk_loses_nothing(tmp_path: Path, patience: float) -> None:
+    said, whole = on_a_small_disk(tmp_path, patience)
+    assert "filled 28" in said, said
+    if patience:
+        assert "warning the disk of" in said and "done" in said and whole == [2, 4, 6]
+    else:
+        assert "refused cannot write a checkpoint" in said and "No space left" in said
+        assert "full_disk_seconds" in said and whole == [2]
+
+
+# A server that speaks S3
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """moto's server in a process of its own; ranks inherit the variables that point to it."""
+    pytest.importorskip("s3fs")
+    pytest.importorskip("moto")
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    values = {"ENDPOINT_URL": f"http://127.0.0.1:{port}", "ACCESS_KEY_ID": "x", "SECRET_ACCESS_KEY": "y"}
+    for name, value in {**values, "DEFAULT_REGION": "us-east-1"}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            _await_port(port)
+            yield f"s3://{BUCKET}/run/checkpoints"
+        finally:
+            process.kill()
+
+
+def _await_port(port: int) -> None:
+    expires = time.monotonic() + 30
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+            return
+        except OSError:
+            assert time.monotonic() < expires, "moto's server did not start"
+            time.sleep(0.05)
+
+
+def train_to(cluster: Cluster, url: str, run_dir: Path, steps: int) -> list[tuple[int, str]]:
+    """Resume if there is something to resume from, and train; returns what the folder holds then."""
+    import s3fs
+
+    store = s3fs.S3FileSystem(use_listings_cache=False)
+    if cluster.global_rank == 0 and not store.exists(BUCKET):
+        store.mkdir(BUCKET)
+    recipe = Recipe(**DIGITS, steps=steps, checkpoint={"folder": url, "every_steps": 2, "keep": 2})
+    session = session_of(cluster, recipe)
+    if session.sum(float(cluster.global_rank == 0 and bool(Shelf.look(Files(url)).whole))):
+        saving.restore(session, Files(url))
+    first = session.state.step
+    fit(session, run_dir)
+    return [(first, kept.name) for kept in Shelf.look(Files(url)).whole]
+
+
+@pytest.mark.capability("N10", "N1", "N2")
+def test_a_run_saves_to_s3_and_goes_on_from_there(server: str, tmp_path: Path) -> None:
+    assert run_ranks(train_to, 2, server, tmp_path, 5)[0] == [(0, "step-00000004"), (0, "step-00000005")]
+    assert run_ranks(train_to, 1, server, tmp_path, 8)[0] == [(5, "step-00000006"), (5, "step-00000008")]
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def damage(cluster: Cluster, url: str, name: str) -> dict[str, list[int]]:
+    """Change one byte of an object, and of another checkpoint remove the manifest."""
+    import s3fs
+
+    store = s3fs.S3FileSystem(use_listings_cache=False)
+    path = f"{url}/{name}/rank-00000.safetensors"
+    data = store.cat_file(path)
+    store.pipe_file(path, data[:-1] + bytes([data[-1] ^ 1]))
+    manifest = json.loads(store.cat_file(f"{url}/{name}/manifest.json"))
+    return {key: list(t.shape) for key, t in load_tensors(data).items()} | {"step": [manifest["step"]]}
+
+
+@pytest.mark.capability("N10", "N13")
+def test_a_damaged_object_is_refused_and_the_one_before_it_is_used(server: str, tmp_path: Path) -> None:
+    run_ranks(train_to, 1, server, tmp_path, 4)
+    found = run_ranks(damage, 1, server, "step-00000004")[0]
+    assert found["step"] == [4] and "model/layers.0.weight" in found
+    assert run_ranks(train_to, 1, server, tmp_path, 6)[0][0][0] == 2

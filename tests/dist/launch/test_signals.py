@@ -1,0 +1,123 @@
+"""A signal to any one rank: all ranks save the same step and leave with 143; a second one ends at once."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from paceline.checkpoint import Files, Shelf, load
+
+ROOT = Path(__file__).parents[3]
+pytestmark = pytest.mark.capability("N7")
+
+TASK = """
+import os, time
+import torch
+from torch import nn
+from paceline import Loss
+
+def build(pause):
+    def loss(model, batch):
+        time.sleep(pause * (int(os.environ.get("RANK", "0")) + 1))
+        return Loss((model(batch) ** 2).sum(), len(batch))
+    return nn.Linear(4, 1), torch.rand(64, 4), loss
+"""
+RECIPE = """
+task = "task.py:build"
+steps = 100000
+run_dir = "run"
+[options]
+pause = {pause}
+[batch]
+size = 8
+shards = 2
+"""
+
+
+def start(folder: Path, pause: float) -> subprocess.Popen[str]:
+    (folder / "task.py").write_text(TASK)
+    (folder / "recipe.toml").write_text(RECIPE.format(pause=pause))
+    command = [sys.executable, "-m", "paceline", "train", "recipe.toml", "-n", "2"]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder)
+
+
+def steps_done(folder: Path) -> list[int]:
+    path = folder / "run" / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [record["step"] for record in map(json.loads, lines) if record["event"] == "step"]
+
+
+def await_steps(process: subprocess.Popen[str], folder: Path, count: int) -> None:
+    expires = time.monotonic() + 60
+    while len(steps_done(folder)) < count:
+        assert process.poll() is None and time.monotonic() < expires
+        time.sleep(0.02)
+
+
+def worker(launcher: subprocess.Popen[str], rank: int) -> int:
+    """The process of a rank."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            environ = (stat.parent / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if parent == launcher.pid and f"RANK={rank}".encode() in environ:
+            return int(stat.parent.name)
+    raise AssertionError(f"rank {rank} does not run")
+
+
+def stop_and_look(folder: Path, rank: int, number: signal.Signals) -> None:
+    with start(folder, 0.005) as process:
+        await_steps(process, folder, 3)
+        os.kill(worker(process, rank), number)
+        _, said = process.communicate(timeout=40)
+    assert process.returncode == 143, said
+    assert said == ""
+    shelf = Shelf.look(Files(str(folder / "run" / "checkpoints")))
+    step = max(steps_done(folder)) + 1
+    assert [kept.step for kept in shelf.whole] == [step]
+    manifest = load(shelf.files, shelf.whole[0].name).manifest
+    reports = [shelf.files.read(f"{shelf.whole[0].name}/rank-{r:05d}.json") for r in range(2)]
+    assert [json.loads(report)["scalars"]["step"] for report in reports] == [step, step]
+    assert manifest.origin.world_size == 2
+
+
+@pytest.mark.parametrize(("rank", "number"), [(1, signal.SIGTERM), (0, signal.SIGUSR1)])
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(
+    rank: int, number: signal.Signals, tmp_path: Path
+) -> None:
+    stop_and_look(tmp_path, rank, number)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_twenty_of_twenty(tmp_path: Path) -> None:
+    for i in range(20):
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        stop_and_look(folder, i % 2, (signal.SIGTERM, signal.SIGUSR1)[i // 2 % 2])
+
+
+def test_a_second_signal_ends_at_once_and_nothing_that_was_saved_is_lost(tmp_path: Path) -> None:
+    with start(tmp_path, 2.5) as process:
+        expires = time.monotonic() + 60
+        while not (tmp_path / "run" / "recipe.toml").exists():
+            assert process.poll() is None and time.monotonic() < expires
+            time.sleep(0.02)
+        time.sleep(0.5)
+        pid = worker(process, 1)
+        os.kill(pid, signal.SIGTERM)
+        time.sleep(1.3)
+        assert process.poll() is None  # it is in a step of five seconds
+        began = time.monotonic()
+        os.kill(pid, signal.SIGTERM)
+        _, said = process.communicate(timeout=30)
+    assert process.returncode == 130 and time.monotonic() - began < 8
+    assert said.startswith("rank 1 ended with exit code 130")
+    assert not list((tmp_path / "run").glob("checkpoints/*/manifest.json"))

@@ -1,0 +1,128 @@
+"""Jobs of Paceline on four hosts: what holds across hosts, and what happens when something breaks.
+
+Ends are bounded by `settle_seconds`: a host that does not end by itself within it is in `forced`.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from paceline.comm.link_profile import LinkProfile
+from paceline.lab import FaultPlan, Links
+
+ROOT = Path(__file__).parents[2]
+SUM = str(ROOT / "recipes" / "sum.toml")
+LONG = ["--set", "steps=1000000"]
+
+
+def train(run_dir: Path, *more: str) -> list[str]:
+    return ["paceline", "train", SUM, "--set", f"run_dir={run_dir}", *more]
+
+
+@pytest.mark.capability("O2", "O9", "Z2", "G14")
+def test_verify_holds_across_four_hosts_and_a_planted_fault_does_not(lab) -> None:
+    made = lab(hosts=4, links=Links(rate="100mbit"))
+    found = made.run(["paceline", "verify", SUM, "-n", "4", "--steps", "4"])
+    assert found.exit_code == 0, found.output
+    assert "verified: 4 steps" in "\n".join(found.output["h0"])
+    assert all(traffic.up.num_bytes > 50_000 for traffic in found.traffic.values())
+    two = lab(hosts=2)
+    twin = two.run(["paceline", "verify", SUM, "-n", "2", "--steps", "1", "--plant", "sum-instead-of-mean"])
+    assert twin.exit_codes["h0"] == 1 and "sum instead of mean" in "\n".join(twin.output["h0"])
+
+
+@pytest.mark.capability("O9", "N12", "O2")
+def test_a_host_that_dies_ends_the_job_within_ten_seconds_and_is_named(lab, tmp_path) -> None:
+    made = lab(hosts=4)
+    plan = FaultPlan().kill("h2", step=3)
+    found = made.run(train(tmp_path, "-n", "4", *LONG), faults=plan, settle_seconds=10.0)
+    assert found.exit_codes["h2"] == -9 and found.forced == []
+    for host in ("h0", "h1", "h3"):
+        said = "\n".join(found.output[host])
+        assert found.exit_codes[host] == 4 and "cause: node 2 (h2, 10.0.0.3) is gone" in said, said
+        assert said.count("cause: node") == 1, "those that live are not accused"
+    steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert steps in ([0, 1, 2], [0, 1]), "three steps were taken; the third may not have been written"
+    assert found.events == [{"fault": "kill", "hosts": ["h2"], "when": "step 3"}]
+
+
+@pytest.mark.capability("O9", "N12")
+def test_a_partition_is_named_on_both_sides(lab, tmp_path) -> None:
+    made = lab(hosts=4)
+    plan = FaultPlan().partition(["h0"], ["h1", "h2", "h3"], step=3)
+    short = ["--set", "runtime.deadline_seconds=6"]
+    found = made.run(train(tmp_path, "-n", "4", *short, *LONG), faults=plan, settle_seconds=10.0)
+    assert set(found.exit_codes.values()) == {4} and found.forced == []
+    silent = {
+        host: [line.partition(" (")[0][-6:] for line in found.output[host] if "does not answer" in line]
+        for host in made.hosts
+    }
+    assert silent["h0"] == ["node 1", "node 2", "node 3"]
+    assert silent["h1"] == silent["h2"] == silent["h3"] == ["node 0"]
+
+
+@pytest.mark.capability("N12", "K8")
+def test_a_nan_in_a_parameter_of_one_host_is_reported_as_one(lab, tmp_path) -> None:
+    made = lab(hosts=2)
+    found = made.run(train(tmp_path, "-n", "2", *LONG), faults=FaultPlan(seed=2).nan("h1", step=2))
+    assert set(found.exit_codes.values()) == {5}, found.output
+    assert "step 2" in "\n".join(found.output["h0"])
+
+
+@pytest.mark.capability("N12")
+def test_a_full_disk_fails_the_write_and_damage_to_a_checkpoint_is_found(lab) -> None:
+    made = lab(hosts=1, disk="2mb")
+    every = ["--set", "checkpoint.every_steps=2"]
+    full = made.run(
+        train(made.disk / "run", "-n", "1", *every, *LONG), faults=FaultPlan().disk_full("h0", step=5)
+    )
+    assert full.exit_code != 0 and "No space left on device" in "\n".join(full.output["h0"])
+    where = str(made.disk / "run" / "checkpoints" / "step-*" / "*.safetensors")
+    plan = FaultPlan(seed=1).corrupt("h0", where, at=0.0)
+    resumed = made.run(["paceline", "train", "--resume", str(made.disk / "run"), "-n", "1"], faults=plan)
+    assert resumed.exit_code == 3, resumed.output
+
+
+STEPS = """
+import torch
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(20):
+    optimizer.zero_grad()
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.capability("N12")
+def test_the_same_seed_writes_the_same_log_of_a_users_own_loop(lab, tmp_path) -> None:
+    made = lab(hosts=1)
+    (tmp_path / "steps.py").write_text(STEPS)
+    (tmp_path / "data.bin").write_bytes(bytes(4096))
+    logs = []
+    for _ in range(2):
+        plan = (
+            FaultPlan(seed=1)
+            .stop("h0", seconds=0.01, probability=0.3)
+            .corrupt("h0", "data.bin", probability=0.2)
+        )
+        log = tmp_path / f"{len(logs)}.jsonl"
+        command = ["paceline", "run", "-n", "1", str(tmp_path / "steps.py")]
+        done = made.run(command, faults=plan, directory=tmp_path, event_log=log)
+        assert done.exit_code == 0, done.output
+        logs.append(log.read_text())
+    assert logs[0] == logs[1] and len(logs[0].splitlines()) >= 3
+
+
+@pytest.mark.capability("G13", "O9")
+def test_bench_link_finds_the_latency_and_the_slower_direction(lab, tmp_path) -> None:
+    made = lab(hosts=2, host_links={"h0": Links(up="20mbit", down="200mbit", latency="20ms")})
+    found = made.run(["paceline", "bench", "link", "--out", str(tmp_path / "links.json")])
+    assert found.exit_code == 0, found.output
+    profile = LinkProfile.load(tmp_path / "links.json")
+    there, back = profile.pairs
+    assert profile.hosts == ("h0", "h1") and (there.source, there.target) == (0, 1)
+    assert there.line.alpha_seconds >= 0.009  # half of a round trip with 20 ms on one way
+    assert there.line.bits_per_second < 22e6 and there.line.bits_per_second < back.line.bits_per_second
+    assert profile.all_reduce.alpha_seconds >= 0.009 and len(profile.all_reduce.points) > 3

@@ -1,0 +1,210 @@
+"""PipeDream against a plain loop in one process, where each stage has weights of the right age."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from statistics import mean, stdev
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from paceline.cluster import Cluster
+from paceline.comm import Gradients, Tally
+from paceline.data import Unit, collate_samples
+from paceline.errors import StrategyError
+from paceline.layout.pipeline import cut_model
+from paceline.recipe import Recipe, Strategy
+from paceline.slot import trained_parameters
+from paceline.sync import Update, UpdateTail
+from paceline.testing import run_ranks
+from paceline.testing.contracts.layout import whole
+from paceline.testing.interrupt import Interrupt
+from paceline.testing.parity import CPU, Trajectory, make_task, session_of
+from paceline.training import Pieces, Session, evaluate
+
+ADAMW = {"name": "adamw", "lr": 2e-3}
+ROUND = 20  # steps until the pipeline is empty, of 400
+Weights = dict[str, Tensor]
+
+
+def digits(strategy: str, **changes: object) -> Recipe:
+    settings: dict[str, object] = {
+        "task": "digits",
+        "options": {"model": "mlp", "hidden": [48, 32]},
+        "steps": 20 * ROUND,
+        "batch": {"size": 46, "shards": 4},
+        "optimizer": {"name": "sgd", "lr": 0.05, "momentum": 0.9},
+        "strategy": Strategy.parse(strategy),
+    }
+    return Recipe(**(settings | changes))
+
+
+def two_rounds(cluster: Cluster, recipe: Recipe) -> Trajectory:
+    session = session_of(cluster, recipe)
+    losses = [stats.loss for _, stats in zip(range(2), session.rounds(), strict=False)]
+    assert session.state.step == 2 * ROUND
+    return whole(losses, session)
+
+
+def stages_of(session: Session, num_stages: int) -> dict[str, int]:
+    """The stage of every parameter, by name."""
+    slots = trained_parameters(session.state.model)
+    cuts = [cut_model(session.task, session.state.model, slots, num_stages, s) for s in range(num_stages)]
+    return {slot.name: next(c.stage for c in cuts if c.own[i]) for i, slot in enumerate(slots)}
+
+
+def delayed(num_stages: int, age: Callable[[int], int]) -> Weights:
+    """Two rounds of steps whose gradients are taken at weights that are `age(stage)` updates old."""
+    session = session_of(Cluster.single(), digits("replicas=1"))
+    stage, parameters = stages_of(session, num_stages), dict(session.state.model.named_parameters())
+    history: list[Weights] = []
+    for step in range(2 * ROUND):
+        history.append({n: p.detach().clone() for n, p in parameters.items()})
+        start = step - step % ROUND
+        used = {n: history[max(start, step - age(stage[n]))][n].requires_grad_() for n in parameters}
+        total, count = Tensor([0.0]), 0.0
+        for unit in session.work.units(step):
+            loss, items = loss_of(session, unit, used)
+            total, count = total + loss, count + items
+        grads = torch.autograd.grad(total, list(used.values()))
+        for p, grad in zip(parameters.values(), grads, strict=True):
+            p.grad = grad / count
+        session.state.optimizer.step()
+    return {n: p.detach() for n, p in parameters.items()}
+
+
+def loss_of(session: Session, unit: Unit, weights: Weights) -> tuple[Tensor, float]:
+    batch = collate_samples(session.task, [session.task.data[int(i)] for i in unit.indices], CPU)
+    found = session.task.loss(lambda x: functional_call(session.state.model, weights, (x,)), batch)
+    return found.total, float(found.count)
+
+
+def distance(a: Weights, b: Weights) -> float:
+    return max(float((a[n] - b[n]).abs().max()) for n in b)
+
+
+@pytest.mark.capability("D6")
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_each_stage_is_as_old_as_the_paper_says_and_forward_and_backward_agree(num_stages: int) -> None:
+    """With a fill and a drain in each of two rounds; without the age it is another trajectory (the twin)."""
+    ends = run_ranks(two_rounds, num_stages, digits(f"replicas=1 pipeline={num_stages} sync=pipedream"))
+    right = delayed(num_stages, lambda stage: num_stages - 1 - stage)
+    assert all(distance(end.parameters, right) <= 1e-5 for end in ends)
+    for wrong in (lambda stage: 0, lambda stage: num_stages - stage, lambda stage: stage):
+        assert distance(delayed(num_stages, wrong), right) > 1e-3
+
+
+@pytest.mark.capability("D6")
+def test_batch_statistics_move_once_a_step_and_every_stage_ends_with_all() -> None:
+    recipe = digits("replicas=1 pipeline=2 sync=pipedream", options={"model": "convnet", "channels": 4})
+
+    def counters(cluster: Cluster) -> dict[str, Tensor]:
+        session = session_of(cluster, recipe)
+        next(session.rounds())
+        found = session.snapshot().tensors()
+        return {n: t.clone() for n, t in found.items() if "running" in n or "num_batches" in n}
+
+    first, last = run_ranks(counters, 2)
+    assert first and all(torch.equal(first[n], last[n]) for n in first)
+    counts = [int(t) for n, t in first.items() if n.endswith("num_batches_tracked")]
+    assert counts == [ROUND] * 3
+    assert all(float(t.abs().sum()) > 0 for n, t in first.items() if n.endswith("running_mean"))
+
+
+@pytest.mark.capability("D6")
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"optimizer": {"name": "sgd", "lr": 0.1, "clip_norm": 1.0}}, "optimizer.clip_norm"),
+        ({"precision": {"compute": "fp16"}}, "precision.compute"),
+        ({"memory": {"recompute": "blocks"}}, "weights of today"),
+    ],
+)
+def test_what_one_stage_cannot_decide_alone_is_refused(changes: dict[str, object], words: str) -> None:
+    recipe = digits("replicas=1 pipeline=2 sync=pipedream", **changes)
+
+    def build(cluster: Cluster) -> str:
+        try:
+            session_of(cluster, recipe, lambda: replace(make_task(recipe), blocks=lambda m: list(m.layers)))
+        except StrategyError as error:
+            return str(error)
+        return ""
+
+    assert all(words in text for text in run_ranks(build, 2))
+
+
+@pytest.mark.capability("D6")
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_each_backward_uses_the_weights_of_its_forward_and_is_as_stale_as_its_stage(num_stages: int) -> None:
+    def run(cluster: Cluster) -> tuple[list[Any], dict[str, float]]:
+        session = session_of(cluster, digits(f"replicas=1 pipeline={num_stages} sync=pipedream", steps=400))
+        stats = next(session.rounds())
+        return session.rule.versions, dict(stats.metrics)
+
+    ranks = run_ranks(run, num_stages)
+    for stage, (versions, metrics) in enumerate(ranks):
+        assert [v.step for v in versions] == list(range(20))
+        assert all(v.forward == v.backward for v in versions)
+        steady = versions[num_stages:]
+        assert {v.applied - v.forward for v in steady} == {num_stages - stage - 1}
+        assert all(v.applied - v.forward <= num_stages - stage - 1 for v in versions)
+        assert metrics == ranks[0][1]
+        stale = sum(v.applied - v.forward for v in versions) / len(versions)
+        assert metrics[f"staleness of stage {stage}"] == pytest.approx(stale)
+
+
+@pytest.mark.capability("D6")
+def test_pipedream_learns_about_as_well_as_every_step() -> None:
+    """Held-out loss after 150 steps: the mean over three seeds is within 10 % of the synchronous one's."""
+
+    def losses(cluster: Cluster, strategy: str) -> list[float]:
+        found = []
+        for seed in (1, 2, 3):
+            session = session_of(cluster, digits(strategy, steps=150, seed=seed, optimizer=ADAMW))
+            list(session.rounds())
+            evaluation = evaluate(session)
+            assert evaluation is not None
+            found.append(evaluation.loss)
+        return found
+
+    stale = run_ranks(losses, 2, "replicas=1 pipeline=2 sync=pipedream")[0]
+    sync = run_ranks(losses, 2, "replicas=1 pipeline=2")[0]
+    assert mean(stale) <= 1.1 * mean(sync) + 2 * stdev(sync), (stale, sync)
+    assert stale != sync
+
+
+class RaisesOnce(UpdateTail):
+    """Raises instead of the fifth update of a stage."""
+
+    calls = 0
+
+    def apply(self, grads: Gradients, tally: Tally) -> Update:
+        self.calls += 1
+        if self.calls == 5:
+            raise Interrupt
+        return super().apply(grads, tally)
+
+
+@pytest.mark.capability("D6", "Z1")
+def test_pipedream_goes_back_to_where_it_was_empty() -> None:
+    recipe = digits("replicas=1 pipeline=2 sync=pipedream", steps=40, optimizer=ADAMW)
+
+    def run(cluster: Cluster, pieces: Pieces | None) -> Trajectory:
+        session = session_of(cluster, recipe, pieces=pieces)
+        losses: list[float] = []
+        while session.state.step < session.num_steps:
+            try:
+                for stats in session.rounds():
+                    losses.append(stats.loss)
+            except Interrupt:
+                session.abort()
+        return whole(losses, session)
+
+    plain = run_ranks(run, 2, None)
+    disturbed = run_ranks(run, 2, Pieces(tail=RaisesOnce))
+    assert plain[0].losses == disturbed[0].losses
+    assert plain[0].distance(disturbed[0]) == 0.0

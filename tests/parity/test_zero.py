@@ -1,0 +1,104 @@
+"""ZeRO-1: the state is cut, the result is that of replicas, and the bytes are the closed form."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.cluster import Cluster
+from paceline.comm import AgreedNorm
+from paceline.data import split
+from paceline.recipe import Recipe, Strategy
+from paceline.testing import run_ranks
+from paceline.testing.parity import CPU, make_task, run_oracle, session_of
+from paceline.verification import Report, compare_with_oracle
+
+
+def digits(strategy: str, **changes: Any) -> Recipe:
+    settings: dict[str, Any] = {
+        "task": "digits",
+        "options": {"model": "mlp", "hidden": [96, 96]},
+        "steps": 24,
+        "batch": {"size": 46, "shards": 6},
+        "optimizer": {"name": "adamw", "lr": 1e-3, "clip_norm": 0.5},
+        "strategy": Strategy.parse(strategy),
+    }
+    return Recipe(**(settings | changes))
+
+
+@pytest.mark.capability("A11")
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_after_24_steps_of_adam_it_is_where_one_process_is(num_ranks: int) -> None:
+    recipe = digits(f"replicas=1 shard={num_ranks} zero=1")
+
+    def run(cluster: Cluster) -> list[torch.Tensor]:
+        session = session_of(cluster, recipe)
+        list(session.rounds())
+        return [p.detach().clone() for p in session.placed.parameters]
+
+    right = run_oracle(recipe, 24).parameters.values()
+    for found in run_ranks(run, num_ranks):
+        assert max(float((a - b).abs().max()) for a, b in zip(found, right, strict=True)) <= 1e-5
+
+
+@pytest.mark.capability("A11")
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_rank_holds_its_share_of_the_moments(num_ranks: int) -> None:
+    def moments(cluster: Cluster, strategy: str) -> int:
+        session = session_of(cluster, digits(strategy, steps=1))
+        list(session.rounds())
+        pieces = session.state.optimizer_pieces()
+        return sum(piece.tensor.numel() for piece in pieces if piece.tensor.dim())
+
+    whole = run_ranks(moments, 1, "replicas=1")[0]
+    for part in run_ranks(moments, num_ranks, f"replicas=1 shard={num_ranks} zero=1"):
+        assert part == pytest.approx(whole / num_ranks, rel=0.05)
+
+
+@pytest.mark.capability("A11")
+@pytest.mark.parametrize("replicas, shard", [(1, 2), (1, 3), (2, 2)])
+def test_the_bytes_are_those_of_the_closed_form(replicas: int, shard: int) -> None:
+    """Scatter and gather of n bytes over the shard ranks, all_reduce of n / S over the replicas."""
+    num_steps = 3
+
+    def rows(cluster: Cluster) -> dict[tuple[str, str], float]:
+        strategy = f"replicas={replicas} shard={shard} zero=1"
+        one_layer = {"model": "mlp", "hidden": [96]}
+        session = session_of(cluster, digits(strategy, steps=num_steps, options=one_layer))
+        list(session.rounds())
+        return {row: entry.sent_bytes for row, entry in session.net.ledger.rows.items()}
+
+    rows_of = [(96, 64), (96, 1), (10, 96), (10, 1)]  # rows of each parameter, and values of a row
+    shares = [sum(len(split(n, shard, rank)) * width for n, width in rows_of) for rank in range(shard)]
+    row = 4 * num_steps * max(shares)  # the shortest rows are padded
+    assert row == pytest.approx(4 * num_steps * sum(n * width for n, width in rows_of) / shard, rel=0.05)
+    for found in run_ranks(rows, replicas * shard):
+        assert found["reduce_scatter", "shard"] == pytest.approx((shard - 1) * row)
+        assert found["all_gather", "shard"] == pytest.approx((shard - 1) * row, rel=0.01)  # and its lengths
+        if replicas > 1:
+            assert found["all_reduce", "replica"] == pytest.approx(2 * (replicas - 1) / replicas * row)
+
+
+def verify(cluster: Cluster, breaks: Any = None) -> Report:
+    recipe = digits("replicas=1 shard=2 zero=1")
+    if breaks is not None:
+        breaks()
+    return compare_with_oracle(recipe, make_task(recipe), cluster, CPU, 4)
+
+
+def forget_to_share() -> None:
+    from paceline.comm import ParameterGather
+
+    ParameterGather.__call__ = lambda self: None
+
+
+def use_the_own_norm() -> None:
+    AgreedNorm.finish = lambda self: self.inner.finish()
+
+
+@pytest.mark.capability("A11")
+@pytest.mark.parametrize("breaks", [forget_to_share, use_the_own_norm])
+def test_a_broken_exchange_is_found(breaks: Any) -> None:
+    """The mutation twins."""
+    assert run_ranks(verify, 2)[0].ok
+    assert not run_ranks(verify, 2, breaks)[0].ok

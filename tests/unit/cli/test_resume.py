@@ -1,0 +1,73 @@
+"""Which run `--resume` means."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from paceline.cli import options, start, train
+from paceline.cli.resume import changes_of, find_run, recipe_of, with_value
+from paceline.errors import RecipeError
+from paceline.launch import Outcome
+from paceline.recipe import Recipe, to_toml
+
+pytestmark = pytest.mark.capability("N2")
+
+
+def make_run(folder: Path, seconds: int) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "recipe.toml").write_text(to_toml(Recipe(task="digits", steps=5)))
+    os.utime(folder / "recipe.toml", (seconds, seconds))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (["train", "--resume"], ["train", "--resume", "newest"]),
+        (["train", "--resume", "-n", "2"], ["train", "--resume", "newest", "-n", "2"]),
+        (["train", "--resume", "runs/a"], ["train", "--resume", "runs/a"]),
+        (
+            ["train", "r.toml", "--resume", "--resume", "runs/a"],
+            ["train", "r.toml", "--resume", "newest", "--resume", "runs/a"],
+        ),
+    ],
+)
+def test_without_a_value_it_is_the_newest(words: list[str], found: list[str]) -> None:
+    assert with_value(words) == found
+
+
+def test_the_newest_is_the_one_last_begun(tmp_path: Path) -> None:
+    make_run(tmp_path / "b", 100)
+    newest = make_run(tmp_path / "a", 200)
+    assert find_run("newest", tmp_path) == newest
+    (tmp_path / "z-no-run").mkdir()
+    assert find_run("newest", tmp_path) == newest
+    with pytest.raises(RecipeError, match="no run in"):
+        find_run("newest", tmp_path / "nowhere")
+
+
+def test_a_run_or_a_checkpoint_in_it_has_a_recipe(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a", 100)
+    inside = run / "checkpoints" / "step-00000005"
+    inside.mkdir(parents=True)
+    assert recipe_of(run) == recipe_of(inside) == run / "recipe.toml"
+    assert find_run(str(inside)) == inside
+    with pytest.raises(RecipeError, match="is no run folder"):
+        find_run(str(tmp_path))
+
+
+def test_changes_are_those_to_the_runs_own_recipe(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a", 100)
+    assert changes_of(run, Recipe(task="digits", steps=9)) == ["from here on steps: 5 -> 9"]
+    with pytest.raises(RecipeError, match="seed: 1 -> 2"):
+        changes_of(run, Recipe(task="digits", steps=5, seed=2))
+
+
+@pytest.mark.capability("N7")
+def test_the_grace_time_of_the_recipe_reaches_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = []
+    monkeypatch.setattr(start, "launch", lambda job: jobs.append(job) or Outcome(0, (), ""))
+    recipe = Recipe(task="digits", steps=1, checkpoint={"grace_seconds": 77.0})
+    train._launch(options.Placement(2, 1, 0, None, ""), recipe, None)
+    assert [(job.num_processes, job.grace_seconds) for job in jobs] == [(2, 77.0)]

@@ -42,8 +42,8 @@ def chart(
     values = [y for curve in curves for _, y in thin(curve.points)]
     up = scale_of(values, from_zero=from_zero, may_be_logarithmic=may_be_logarithmic)
     head = [tag("h3", title), tag("span", unit + (" · log scale" if up.logarithmic else ""), class_="unit")]
-    inside = [_labels(across, up), _picture(curves, across, up, marks)]
-    plot = tag("div", inside, class_="plot", data_chart=_data(curves, across, up))
+    labels, picture = _labels(across, up), _picture(curves, across, up, marks)
+    plot = tag("div", labels, picture, class_="plot", data_chart=_data(curves, across, up))
     return tag("figure", tag("figcaption", head, _legend(curves)), plot, class_="chart")
 
 

@@ -55,7 +55,6 @@ def facts(run: Run) -> Facts:
     seconds = [float(step["seconds"]) for step in steps]
     whole = sum(seconds)
     samples = sum(step["num_samples"] for step in steps)
-    tokens = int(run.start.get("tokens_per_sample", 0))
     speed = samples / whole if whole > 0 else None
     last = evaluations[-1] if evaluations else None
     return Facts(
@@ -69,8 +68,8 @@ def facts(run: Run) -> Facts:
         metrics={name: number(value) for name, value in last["metrics"].items()} if last else {},
         best_held_out=_best(evaluations),
         samples_per_second=speed,
-        rate=None if speed is None else speed * (tokens or 1),
-        rate_unit="tokens/s" if tokens else "samples/s",
+        rate=None if speed is None else speed * (run.tokens_per_sample or 1),
+        rate_unit="tokens/s" if run.tokens_per_sample else "samples/s",
         step_seconds=median(seconds) if seconds else None,
         slow_seconds=quantile(seconds, 0.95) if seconds else None,
         seconds=whole,

@@ -141,4 +141,4 @@ def _metric(name: str, record: Record) -> Any:
 
 
 def _rate(run: Run, step: Record) -> float:
-    return number(step["samples_per_second"]) * (int(run.start.get("tokens_per_sample", 0)) or 1)
+    return number(step["samples_per_second"]) * (run.tokens_per_sample or 1)

@@ -105,6 +105,11 @@ class Run:
         return int(self.start.get("ranks", 0))
 
     @property
+    def tokens_per_sample(self) -> int:
+        """0 if the task has no tokens."""
+        return int(self.start.get("tokens_per_sample", 0))
+
+    @property
     def done(self) -> int:
         """Steps taken."""
         ends = [r["step"] for r in self.of("end")]

@@ -48,16 +48,15 @@ class RankRecords:
         """After every round; collective when the window is full."""
         if not self._written:
             return
-        whole, cpu = self._session.net.ledger.total(), time.process_time()
-        busy, exposed, sent, cpu_before = self._before
+        busy, exposed, sent, cpu = (b - a for a, b in zip(self._before, self._counters(), strict=True))
         self._rows.append(
             [
                 stats.seconds,
                 *stats.phases.values(),
-                whole.busy_seconds - busy,
-                whole.exposed_seconds - exposed,
-                whole.sent_bytes - sent,
-                cpu - cpu_before,
+                busy,
+                exposed,
+                sent,
+                cpu,
                 peak_bytes(),
             ]
         )
@@ -79,8 +78,12 @@ class RankRecords:
 
     def begin(self) -> None:
         """A round begins: what evaluations, checkpoints and these records cost belongs to none."""
-        whole = self._session.net.ledger.total()
-        self._before = (whole.busy_seconds, whole.exposed_seconds, whole.sent_bytes, time.process_time())
+        self._before = self._counters()
+
+    def _counters(self) -> tuple[float, float, float, float]:
+        ledger = self._session.net.ledger
+        whole = ledger.total()
+        return ledger.busy_seconds, whole.exposed_seconds, whole.sent_bytes, time.process_time()
 
 
 def run_record(session: Session) -> dict[str, Any]:

@@ -69,6 +69,9 @@ class Entry:
         return max(0.0, 1.0 - self.exposed_seconds / self.busy_seconds)
 
 
+_COLUMNS = tuple(item.name for item in fields(Entry))
+
+
 class ByteLedger:
     """Counts of this rank."""
 
@@ -98,8 +101,5 @@ class ByteLedger:
 
     def total(self) -> Entry:
         """The sum of all rows."""
-        whole = Entry()
-        for entry in self._entries.values():
-            for item in fields(Entry):
-                setattr(whole, item.name, getattr(whole, item.name) + getattr(entry, item.name))
-        return whole
+        rows = self._entries.values()
+        return Entry(*(sum(getattr(entry, name) for entry in rows) for name in _COLUMNS))

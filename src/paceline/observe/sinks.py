@@ -50,7 +50,7 @@ class JsonLines:
         if not passes(name, self._level):
             return
         common = {"event": name, "level": level_of(name), "rank": 0, "time": self._now()}
-        self._file.write(json.dumps(_finite({**common, **record})) + "\n")
+        self._file.write(_line({**common, **record}))
         self._file.flush()
         if self._rotate_bytes and self._file.tell() >= self._rotate_bytes:
             self._file.close()
@@ -82,8 +82,18 @@ def _continue(path: Path) -> IO[str]:
     return path.open("a", encoding="utf-8")
 
 
+def _line(record: Mapping[str, Any]) -> str:
+    """Strict JSON; JSON has no NaN, so numbers that are not finite become their names."""
+    try:
+        return json.dumps(record, allow_nan=False) + "\n"
+    except (
+        TypeError,
+        ValueError,
+    ):  # a number that is not finite, or a mapping that is no dict: both are rare
+        return json.dumps(_finite(record)) + "\n"
+
+
 def _finite(value: Any) -> Any:
-    """JSON has no NaN: numbers that are not finite become their names."""
     match value:
         case Mapping():
             return {k: _finite(v) for k, v in value.items()}

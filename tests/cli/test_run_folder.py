@@ -18,7 +18,7 @@ from paceline.observe.schema import mistakes
 from paceline.report import Run, read_run, render, summary
 from paceline.report.closed_form import sent
 from paceline.report.shares import rank_times
-from tests.conftest import EVERY, STEPS, Trained
+from tests.conftest import EVERY, STEPS, Train, Trained
 
 PARAMETERS = 2 * 64 + 64 + 64 * 2 + 2
 TALLY = 8 * (4 + 1 + 4)  # loss, count, units, stops; one metric; four tensors; no buffers
@@ -124,6 +124,14 @@ def test_every_rank_sends_what_the_closed_form_says(trained: Trained) -> None:
 
 
 @pytest.mark.capability("P1", "G14")
+def test_replicas_that_train_alone_send_once_a_round(train: Train) -> None:
+    run = read_run(train("--strategy", "sync=local:5", "--set", "options.rest_seconds=0.0").folder)
+    assert [(one.rounds, one.steps, one.agrees) for one in sent(run)] == [(STEPS // 5, STEPS, True)] * 2
+    said = " ".join(summary(run))
+    assert "a round of 5 steps, which is what the closed form says, 5 times less than" in said
+
+
+@pytest.mark.capability("P1", "G14")
 @pytest.mark.parametrize(
     "event, field, change", [("ranks", "sent_bytes", 4.0), ("run", "gradient_bytes", -4)]
 )
@@ -187,7 +195,7 @@ def test_a_report_of_one_run_and_one_that_compares_two(
 
 
 @pytest.mark.capability("Z2")
-def test_verifying_a_run_puts_the_certificate_into_its_folder(train: Any, trained_alone: Trained) -> None:
+def test_verifying_a_run_puts_the_certificate_into_its_folder(trained_alone: Trained) -> None:
     """A planted fault, or another strategy than the run's, is not what the run was."""
     folder = trained_alone.folder
     other = paceline("verify", folder, "--steps", 1, "--set", "batch.size=16", cwd=folder)

@@ -89,7 +89,7 @@ def _line(record: Mapping[str, Any]) -> str:
     except (
         TypeError,
         ValueError,
-    ):  # a number that is not finite, or a mapping that is no dict: both are rare
+    ):  # a number that is not finite, or a mapping that is no dict
         return json.dumps(_finite(record)) + "\n"
 
 

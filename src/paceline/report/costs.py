@@ -16,7 +16,7 @@ _TIMES = (
 )
 _BYTES = (
     "Counted: what was passed to the collectives inside the steps. Closed form: 2 (P − 1) / P times the "
-    "bytes of gradient and tally, from the size of the model and the number of ranks P alone."
+    "bytes of gradient and tally once a round, from the size of the model and the number of ranks P alone."
 )
 _LIGHT_PARTS = ("waiting", "other")
 

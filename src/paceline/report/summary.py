@@ -103,18 +103,23 @@ def _bytes(run: Run, ranks: list[Sent]) -> Iterator[str]:
     if not ranks or run.ranks < 2:
         return
     first = ranks[0]
-    each = spell_bytes(first.counted_bytes / first.rounds)
+    each = f"{spell_bytes(first.counted_bytes / first.rounds)} {_of_a_round(first)}"
+    less = first.dense_bytes / first.counted_bytes if first.counted_bytes else 1.0
+    ratio = f", {spell(less, 3)} times less than replicas that agree in every step" if less > 1.005 else ""
     if first.expected_bytes is None:
-        ratio = f", {spell(first.dense_bytes / first.counted_bytes, 3)} times less than plain replicas would"
-        more = ratio if 0 < first.counted_bytes < first.dense_bytes else ""
-        yield f"Rank 0 sends {each} a round{more}; no closed form is known for this strategy."
+        yield f"Rank 0 sends {each}{ratio}; no closed form is known for this strategy."
     elif all(rank.agrees for rank in ranks):
-        yield f"Every rank sends {each} a step, which is what the closed form says."
+        yield f"Every rank sends {each}, which is what the closed form says{ratio}."
     else:
         wrong = max(ranks, key=lambda r: abs(r.counted_bytes - (r.expected_bytes or 0.0)))
         expected = spell_bytes((wrong.expected_bytes or 0.0) / wrong.rounds)
         found = spell_bytes(wrong.counted_bytes / wrong.rounds)
-        yield f"Rank {wrong.rank} sends {found} a step; the closed form says {expected}."
+        yield f"Rank {wrong.rank} sends {found} {_of_a_round(wrong)}; the closed form says {expected}."
+
+
+def _of_a_round(found: Sent) -> str:
+    length = found.steps / found.rounds
+    return "a step" if length <= 1 else f"a round of {spell(length, 2)} steps"
 
 
 def _said(run: Run) -> Iterator[str]:

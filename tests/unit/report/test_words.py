@@ -56,18 +56,18 @@ def test_a_byte_more_than_the_closed_form_is_seen_and_said(tmp_path: Path) -> No
 
 
 def test_no_closed_form_is_claimed_for_strategies_that_have_none_here(tmp_path: Path) -> None:
-    assert is_plain("replicas=2 sync=every-step") and is_plain("replicas=all sync=every-step")
+    assert is_plain("replicas=2 sync=every-step") and is_plain("replicas=2 sync=local:8")
     assert not any(
-        map(is_plain, ("replicas=2 sync=local:8", "replicas=2 sync=every-step codec=int8", "", "zero=1"))
+        map(is_plain, ("replicas=2 sync=server-async", "replicas=2 sync=local:8 codec=int8", "", "zero=1"))
     )
     run = write(
         tmp_path,
         ("run", start(strategy="replicas=2 sync=every-step codec=int8")),
         *steps(0, 10),
-        ("ranks", rank_record(0, sent_bytes=10.0 * GRADIENT_BYTES / 4)),
+        ("ranks", rank_record(0, sent_bytes=10.0 * (GRADIENT_BYTES + TALLY_BYTES) / 4)),
     )
     assert sent(run)[0].agrees is None
-    assert any("4 times less than plain replicas would" in line for line in summary(run))
+    assert any("4 times less than replicas that agree in every step" in line for line in summary(run))
 
 
 def test_the_summary_says_what_the_rows_say(tmp_path: Path) -> None:

@@ -30,7 +30,8 @@ A run writes everything into one folder: `run_dir` of the recipe, or a new one u
 | `report.html` | the run as one page; `paceline report RUN` writes it anew, `paceline report A B` compares |
 
 `log.level` of the recipe is the lowest level that is written, `log.rotate_bytes` the size at which a new
-file begins. Nothing of `metrics.jsonl` is ever deleted; `log.txt` keeps three old files.
+file begins. Nothing of `metrics.jsonl` is ever deleted; `log.txt` keeps three old files. Above
+`info` there are no steps, so that such a run cannot be drawn.
 
 ## Schema {SCHEMA}
 

@@ -20,6 +20,11 @@ from paceline.observe.sinks import full_files
 from paceline.report.folder import CERTIFICATE, METRICS, RECIPE, checked_run
 
 Record = Mapping[str, Any]
+_STEP = (
+    *("event", "step", "loss", "metrics", "num_samples", "grad_norm", "lr", "applied", "seconds"),
+    "samples_per_second",
+)
+"""What is kept of a step: there may be a million."""
 Status = Literal["new", "running", "finished", "stopped", "failed", "lost"]
 
 
@@ -30,7 +35,7 @@ class Run:
     Args:
         folder: of the run.
         recipe: plain values by key; empty if the file cannot be read.
-        records: all of them, in the order in which they were written.
+        records: all of them, in the order in which they were written; of steps what a report needs.
         unreadable: number of lines that are no records.
         certificate: of `paceline verify`; None if there is none.
         running: whether the process that wrote last is still there; None: it is on another host.
@@ -160,7 +165,9 @@ def _parse(line: str) -> Record | None:
         record = json.loads(line)
     except ValueError:
         return None
-    return record if isinstance(record, dict) and "event" in record else None
+    if not isinstance(record, dict) or "event" not in record:
+        return None
+    return {key: record[key] for key in _STEP if key in record} if record["event"] == "step" else record
 
 
 def _newest(records: tuple[Record, ...], event: str) -> list[Record]:

@@ -16,7 +16,7 @@ import torch
 
 from paceline._version import VERSION
 from paceline.comm.tally import tally_bytes
-from paceline.observe import Sink, Stats
+from paceline.observe import PHASES, Sink, Stats
 from paceline.observe.process import peak_bytes, process_start
 from paceline.observe.ranks import rank_records
 from paceline.observe.schema import SCHEMA
@@ -49,17 +49,8 @@ class RankRecords:
         if not self._written:
             return
         busy, exposed, sent, cpu = (b - a for a, b in zip(self._before, self._counters(), strict=True))
-        self._rows.append(
-            [
-                stats.seconds,
-                *stats.phases.values(),
-                busy,
-                exposed,
-                sent,
-                cpu,
-                peak_bytes(),
-            ]
-        )
+        phases = [stats.phases[phase] for phase in PHASES]
+        self._rows.append([stats.seconds, *phases, busy, exposed, sent, cpu, peak_bytes()])
         self._step = stats.step
         if len(self._rows) >= self._window:
             self.flush()
@@ -90,7 +81,7 @@ def run_record(session: Session) -> dict[str, Any]:
     """How this process takes part, and the sizes from which closed forms follow."""
     recipe, placed = session.recipe, session.placed
     strategy = resolve(recipe.strategy, processes=session.cluster.world_size, shards=recipe.batch.shards)
-    trained = list(placed.parameters)
+    trained = [p for p in session.state.model.parameters() if p.requires_grad]  # of all stages
     return {
         "schema": SCHEMA,
         "step": session.state.step,

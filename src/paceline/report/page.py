@@ -22,11 +22,19 @@ _ROUTINE = ("run", "step", "ranks", "communication", "cache", "end")
 
 
 def write_report(folder: Path) -> Path:
-    """Write the page of a run into its folder; who reads it meanwhile sees the old one or the new one."""
+    """Write the page of a run into its folder; who reads it meanwhile sees the old one or the new one.
+
+    Raises:
+        OSError: it cannot be written; nothing of it is left.
+    """
     path = folder / REPORT
     hidden = path.with_name(f".{REPORT}.{os.getpid()}")
-    hidden.write_text(render([read_run(folder)]), encoding="utf-8")
-    hidden.replace(path)
+    try:
+        hidden.write_text(render([read_run(folder)]), encoding="utf-8")
+        hidden.replace(path)
+    except OSError:
+        hidden.unlink(missing_ok=True)
+        raise
     return path
 
 

@@ -121,13 +121,13 @@ def train(
         result = fit(session, run_dir, sinks(session, run_dir, talks, used))
         session.complete()
         if session.is_first:
-            _report(run_dir, warn)
+            write_page(run_dir, warn)
         if talks is not None:
             conclude(session, result, run_dir, talks)
         return result
 
 
-def _report(run_dir: Path, warn: Callable[[str], None]) -> None:
+def write_page(run_dir: Path, warn: Callable[[str], None]) -> None:
     """The page of the run; a disk that has no room for it takes nothing from the run."""
     try:
         write_report(run_dir)

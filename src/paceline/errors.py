@@ -102,6 +102,10 @@ class NumericError(PacelineError):
     exit_code = 5
 
 
+class DivergenceError(NumericError):
+    """Ranks that should hold equal bits do not; names the tensor, the ranks and the step."""
+
+
 class WorkerError(PacelineError):
     """A worker raised or died; carries the traceback of the rank that failed first."""
 

@@ -6,7 +6,10 @@ from paceline.comm.cost import Cost, cost
 from paceline.comm.handle import Handle
 from paceline.comm.ledger import ByteLedger, Entry
 from paceline.comm.net import Net
+from paceline.comm.norm import CanonicalNorm
+from paceline.comm.ordered import OrderedReducer, SpreadReducer
 from paceline.comm.reducer import Gradients, LocalReducer, Reducer
+from paceline.comm.shard_tally import ShardTally
 from paceline.comm.sharded import AgreedNorm, ParameterGather, ShardedReducer
 from paceline.comm.tally import Tally
 from paceline.comm.wire import CodedWire, PlainWire, Wire
@@ -15,6 +18,7 @@ __all__ = [
     "AgreedNorm",
     "BucketReducer",
     "ByteLedger",
+    "CanonicalNorm",
     "Codec",
     "CodedWire",
     "Cost",
@@ -24,10 +28,13 @@ __all__ = [
     "Int8",
     "LocalReducer",
     "Net",
+    "OrderedReducer",
     "ParameterGather",
     "PlainWire",
     "Reducer",
+    "ShardTally",
     "ShardedReducer",
+    "SpreadReducer",
     "Tally",
     "Wire",
     "build_reducer",

@@ -11,7 +11,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.reducer import Gradients, LocalReducer, Reducer
+from paceline.comm.reducer import Gradients, LocalReducer, Reducer, TakesSums
 from paceline.comm.wire import Residual, Waits, Wire
 from paceline.errors import CommunicationError
 
@@ -34,7 +34,7 @@ class _Bucket:
         self.handle = None
 
 
-class BucketReducer:
+class BucketReducer(TakesSums):
     """All-reduce in buckets, overlapped with backward.
 
     Args:

@@ -42,8 +42,15 @@ class Gradients:
 class Reducer(Protocol):
     """What a layout feeds during backward, and a rule empties after it."""
 
+    @property
+    def by_unit(self) -> bool:
+        """Whether it takes every unit's gradients apart; if not, their sum over this rank's units."""
+
     def begin(self) -> None:
         """Open a step: nothing is ready."""
+
+    def unit(self, shards: range, is_last: bool) -> None:
+        """By unit only: what is ready from now on is the sum over these shards; no more follow the last."""
 
     def ready(self, index: int, grad: Tensor | None) -> None:
         """The gradient of parameter `index` is complete on this rank; may launch communication."""
@@ -64,15 +71,33 @@ class Reducer(Protocol):
         """Go on from these, by (side, parameter index); what is missing is zero."""
 
 
+class TakesSums:
+    """A reducer that is given sums over this rank's units."""
+
+    by_unit = False
+
+    def unit(self, shards: range, is_last: bool) -> None:
+        """Nobody calls it."""
+
+
 class WrappedReducer:
     """A reducer that passes everything on; a subclass changes one thing on the way."""
 
     def __init__(self, inner: Reducer) -> None:
         self.inner = inner
 
+    @property
+    def by_unit(self) -> bool:
+        """As the inner one."""
+        return self.inner.by_unit
+
     def begin(self) -> None:
         """Pass it on."""
         self.inner.begin()
+
+    def unit(self, shards: range, is_last: bool) -> None:
+        """Pass it on."""
+        self.inner.unit(shards, is_last)
 
     def ready(self, index: int, grad: Tensor | None) -> None:
         """Pass it on."""
@@ -99,7 +124,7 @@ class WrappedReducer:
         self.inner.set_residuals(found)
 
 
-class LocalReducer:
+class LocalReducer(TakesSums):
     """A group of one: the gradients are the sums."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:

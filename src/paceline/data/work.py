@@ -73,6 +73,10 @@ class LockstepWork:
         """How many units this replica has in `step`; no order is computed for it."""
         return len(self._places(step))
 
+    def shards_of(self, step: int) -> list[int]:
+        """The shards of this replica's units in `step`, in their order."""
+        return [shard for shard, _ in self._places(step)]
+
     def units(self, step: int) -> tuple[Unit, ...]:
         """This replica's units of `step`, by shard; empty shards (in a small tail batch) are no units."""
         places = self._places(step)

@@ -21,26 +21,24 @@ class UnitBuffers:
         names = [name for name, _ in model.named_buffers() if name in state]
         self._places = [_place(model, name) for name in names]
         self._base = self._copies()
-        self._change = self._no_change()
+        self._changes: list[Tensor] = []
         self._lent: list[Tensor] = []
 
     @property
     def num_values(self) -> int:
         """Total number of values: what a tally carries for them."""
-        return self._change.numel()
+        return sum(_real(base).numel() for base in self._base)
 
     def begin_step(self) -> None:
         """Remember the values before the step."""
         if self._places:
             self._base = self._copies()
-            self._change = self._no_change()
+            self._changes = []
 
     def end_unit(self) -> None:
-        """Add this unit's change, and put the values before the step back."""
+        """Note this unit's change, and put the values before the step back."""
         if self._places:
-            self._change += torch.cat(
-                [_difference(now, base) for now, base in zip(self._now(), self._base, strict=True)]
-            )
+            self._changes.append(self.change_since(self._base))
             self._restore()
 
     def abort_step(self) -> None:
@@ -57,17 +55,25 @@ class UnitBuffers:
             module._buffers[name] = own.clone()
 
     def take_back(self) -> None:
-        """Add what this unit changed, and put the own buffers back."""
+        """Note what this unit changed, and put the own buffers back."""
         if self._places:
-            changed = zip(self._now(), self._base, strict=True)
-            self._change += torch.cat([_difference(now, base) for now, base in changed])
+            self._changes.append(self.change_since(self._base))
         for (module, name), own in zip(self._places, self._lent, strict=True):
             module._buffers[name] = own
 
     @property
     def change(self) -> Tensor:
         """Sum of the changes of this rank's units, float64 [num_values]."""
-        return self._change
+        return sum(self._changes, start=self._no_change())
+
+    @property
+    def changes(self) -> list[Tensor]:
+        """The changes of this rank's units, one after another, float64 [num_values] each."""
+        return self._changes
+
+    def take_changes(self, others: UnitBuffers) -> None:
+        """Note what the units of a copy have changed."""
+        self._changes += others.changes
 
     def end_step(self, change: Tensor, units: float) -> None:
         """Apply the mean change; a value that no unit changed keeps its bits.
@@ -105,9 +111,8 @@ class UnitBuffers:
         return [b.detach().clone() for b in self._now()]
 
     def _no_change(self) -> Tensor:
-        num_values = sum(_real(base).numel() for base in self._base)
         device = self._base[0].device if self._base else None
-        return torch.zeros(num_values, dtype=torch.float64, device=device)
+        return torch.zeros(self.num_values, dtype=torch.float64, device=device)
 
     def _restore(self) -> None:
         with torch.no_grad():

@@ -19,8 +19,11 @@ from paceline.slot import Slot
 
 
 class GradSink(Protocol):
-    """Supplied by the rule: takes each gradient as soon as it is complete on this rank."""
+    """Supplied by the rule: takes each gradient as soon as it is complete on this rank (`comm.Reducer`)."""
 
+    @property
+    def by_unit(self) -> bool: ...
+    def unit(self, shards: range, is_last: bool) -> None: ...
     def ready(self, index: int, grad: Tensor | None) -> None: ...
 
 
@@ -31,7 +34,8 @@ class Placed(Protocol):
         model: the whole module; which of its parameters are up to date here, the layout knows.
         metric_names: sorted names of the metrics that the loss returns.
         slots: all trained parameters of the model, in its order.
-        parameters: the same, by index; `.grad` is not None where this rank has a gradient.
+        parameters: the same, by index.
+        used: by parameter index, whether a unit of the last `run` had a gradient here.
         buffers: of the whole model; those that no module of this rank changes do not move here.
     """
 
@@ -44,6 +48,8 @@ class Placed(Protocol):
     @property
     def parameters(self) -> Sequence[nn.Parameter]: ...
     @property
+    def used(self) -> Sequence[bool]: ...
+    @property
     def buffers(self) -> UnitBuffers: ...
     @property
     def device(self) -> torch.device:
@@ -55,7 +61,7 @@ class Placed(Protocol):
         Args:
             units: this replica's share of the step, in order.
             num_units: how many that is; 0 is allowed.
-            sink: takes every gradient once, None where no unit used the parameter.
+            sink: takes every gradient once, or once a unit; None where no unit used the parameter.
             scale: what the loss is multiplied with before backward.
         Returns:
             Sums over these units, on one rank of a replica; empty on its others.

@@ -29,14 +29,22 @@ class Precision:
     Args:
         compute: "fp32", "bf16" or "fp16".
         device_type: "cpu" or "cuda".
+        caches: cast a weight once a unit. Threads share this cache, and each stage has its own: without it
+            the gradient of a weight that is used twice does not depend on them.
     """
 
     compute: str
     device_type: str
+    caches: bool = True
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context of one unit's forward. One a unit: casts are cached inside it, with their graph."""
-        return torch.autocast(self.device_type, dtype=_TYPES[self.compute], enabled=self.compute != "fp32")
+        return torch.autocast(
+            self.device_type,
+            dtype=_TYPES[self.compute],
+            enabled=self.compute != "fp32",
+            cache_enabled=self.caches,
+        )
 
 
 def recompute_blocks(model: nn.Module, choose: Callable[[nn.Module], Iterable[nn.Module]] | None) -> int:

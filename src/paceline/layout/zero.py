@@ -9,17 +9,17 @@ Source: Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5.1 (optimizer 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
 
-from paceline.comm.sharded import Cuts, part_of, rows_of
+from paceline.comm.rows import Cuts, part_of, rows_of
 from paceline.data import split
 from paceline.slot import Slot
 
 
-def cut_rows(slots: Mapping[Slot, nn.Parameter], num_parts: int) -> Cuts:
+def cut_rows(slots: Iterable[Slot], num_parts: int) -> Cuts:
     """By parameter and part, the rows of that part; pure. Shares differ by at most one row."""
     return [
         [_slice(split(slot.shape[0] if slot.shape else 1, num_parts, part)) for part in range(num_parts)]

@@ -72,6 +72,7 @@ _RUN = {
     "num_steps": "int: length of the run in steps",
     "task": "str: as in the recipe",
     "strategy": "str: with its replicas filled in",
+    "ordered": "bool: shards are added in one order, whoever holds them",
     "ranks": "int: processes",
     "devices": "str: type of the device of each rank",
     "threads": "int: intra-op threads of each rank",
@@ -105,6 +106,24 @@ EVENTS: Mapping[str, Event] = MappingProxyType(
         "ranks": Event("info", False, _RANKS),
         "evaluation": Event("info", True, _EVALUATION),
         "checkpoint": Event("info", True, {"step": "int: saved state", "path": "str: where it is"}),
+        "hash": Event(
+            "info",
+            True,
+            {
+                "step": "int: index of the last step before it",
+                "sha256": "str: of the whole state, in hex",
+                "equal": "bool: ranks hold the same bits of what they have in common",
+            },
+        ),
+        "divergence": Event(
+            "error",
+            True,
+            {
+                "step": "int: index of the last step before it",
+                "tensor": "str: the first that differs",
+                "ranks": "list: those that differ from the others",
+            },
+        ),
         "communication": Event(
             "info", False, {"rows": "table: by operation and group: calls, bytes, seconds"}
         ),
@@ -158,4 +177,4 @@ def _fits(value: Any, kind: str) -> bool:
     """Numbers that are not finite are written as their names."""
     if kind == "float":
         return type(value) in (int, float) or value in ("nan", "inf", "-inf")
-    return type(value) is {"int": int, "str": str, "bool": bool, "table": dict}[kind]
+    return type(value) is {"int": int, "str": str, "bool": bool, "table": dict, "list": list}[kind]

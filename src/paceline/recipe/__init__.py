@@ -6,18 +6,16 @@ on a number of processes. Nothing here starts, trains or reads the environment.
 
 from paceline.recipe.dump import to_toml
 from paceline.recipe.lasting import CheckpointRecipe
+from paceline.recipe.learning import BatchRecipe, OptimizerRecipe, ScheduleRecipe
 from paceline.recipe.load import load_recipe
 from paceline.recipe.log import LogRecipe
 from paceline.recipe.model import (
-    BatchRecipe,
     EvaluateRecipe,
     LoaderRecipe,
     MemoryRecipe,
-    OptimizerRecipe,
     PrecisionRecipe,
     Recipe,
     RuntimeRecipe,
-    ScheduleRecipe,
 )
 from paceline.recipe.strategy import PRESETS, Preset, Strategy
 from paceline.recipe.support import Row, Support, resolve, support, table

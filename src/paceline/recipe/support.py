@@ -53,7 +53,6 @@ _BUILT: dict[str, tuple[frozenset[int | str], str]] = {  # choice: the words tha
     "zero": (frozenset({0, 1}), "optimizer state is whole, or cut among the shard ranks"),
     "tensor": (frozenset({1}), "tensors are whole"),
     "context": (frozenset({1}), "sequences are whole"),
-    "lanes": (frozenset({1}), "a process runs one shard at a time"),
     "sync": (
         frozenset({"every-step", "local", "diloco", "server-async", "backup", "pipedream"}),
         "see `paceline strategies`",
@@ -121,6 +120,10 @@ _COMBINATIONS = (
         lambda s: s.sync_word == "backup" and int(s.sync.partition(":")[2]) >= (s.replicas or 1),
     ),
     _because(
+        "lanes run whole shards and make one update: leave out lanes, pipeline or the other sync",
+        lambda s: s.lanes > 1 and (s.pipeline > 1 or s.is_approximate),
+    ),
+    _because(
         "schedule orders the stages of a pipeline: add pipeline=2",
         lambda s: s.pipeline == 1 and s.schedule != "gpipe",
     ),
@@ -133,7 +136,8 @@ def _num_ranks(strategy: Strategy) -> int:
 
 def _sharers(strategy: Strategy) -> str:
     shard = f" x shard={strategy.shard}" if strategy.shard > 1 else ""
-    return f"replicas={strategy.replicas}{shard}"
+    lanes = f" x lanes={strategy.lanes}" if strategy.lanes > 1 else ""
+    return f"replicas={strategy.replicas}{shard}{lanes}"
 
 
 def _explain_ranks(strategy: Strategy, place: _Place) -> str:
@@ -152,10 +156,10 @@ _RULES = (
     *_COMBINATIONS,
     _Rule(lambda strategy, place: _num_ranks(strategy) != place.processes, _explain_ranks),
     _Rule(
-        lambda strategy, place: (strategy.replicas or 1) * strategy.shard > place.shards,
+        lambda strategy, place: (strategy.replicas or 1) * strategy.shard * strategy.lanes > place.shards,
         lambda strategy, place: (
             f"{_sharers(strategy)} is more than batch.shards={place.shards}, so a rank would have no work:"
-            f" start at most {place.shards} processes or raise batch.shards"
+            f" start at most {place.shards // strategy.lanes} processes or raise batch.shards"
         ),
     ),
 )

@@ -54,7 +54,8 @@ def sent(run: Run) -> list[Sent]:
             steps = record["step"] + 1 - run.start.get("step", 0)
     if not counted or not run.start:
         return []
-    each, known = all_reduced(run, "gradient_bytes", "tally_bytes"), is_plain(str(run.start["strategy"]))
+    each = all_reduced(run, "gradient_bytes", "tally_bytes")
+    known = is_plain(str(run.start["strategy"])) and not run.start["ordered"]
     return [
         Sent(rank, rounds, steps, num_bytes, rounds * each if known else None, steps * each)
         for rank, (rounds, num_bytes) in sorted(counted.items())

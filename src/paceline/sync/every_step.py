@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from paceline.comm import Net, Reducer, Tally
+from paceline.comm import Net, Reducer, ShardTally, Tally
 from paceline.data import Feed, LockstepWork, Stream
 from paceline.layout import Placed, Sums
 from paceline.mesh import Group
@@ -30,6 +30,7 @@ class EveryStep:
             power of two below a step's items before backward, which is exact, so that most of the
             division costs nothing; the tail divides by the rest.
         stop_requested: whether this rank was asked to stop; all ranks learn of it in the same step.
+        by_shard: add up losses and buffers in the order of the shards, whoever ran them.
     Wire: one all_reduce a bucket and one for the tally.
     Source: Chen et al. 2016, Revisiting Distributed Synchronous SGD, arXiv:1604.00981, section 2.1.
     """
@@ -43,11 +44,12 @@ class EveryStep:
         phases: Phases,
         items_per_sample: int = 1,
         stop_requested: Callable[[], bool] = lambda: False,
+        by_shard: bool = False,
     ) -> None:
         self.reducer = reducer
         self._group, self._net, self._phases = group, net, phases
         self._items_per_sample = items_per_sample
-        self._stop_requested = stop_requested
+        self._stop_requested, self._by_shard = stop_requested, by_shard
 
     def rounds(self, feed: Feed, placed: Placed, tail: Tail) -> Iterator[Stats]:
         """See `Rule`: a round is a step."""
@@ -79,7 +81,9 @@ class EveryStep:
         self.reducer.begin()
         scale = gradient_scale(work, tail.state, self._items_per_sample)
         sums = placed.run(stream, work.num_units(tail.state.step), self.reducer, scale)
-        agreement = self._tally(sums, placed).agree(self._net, self._group, placed.device)
+        agreement = self._tally(sums, placed, work, tail.state.step).agree(
+            self._net, self._group, placed.device
+        )
         with self._phases.during("communication"):
             grads = self.reducer.finish()
             tally = agreement.wait()
@@ -89,17 +93,21 @@ class EveryStep:
             self.reducer.commit()
         return tally, update
 
-    def _tally(self, sums: Sums, placed: Placed) -> Tally:
+    def _tally(self, sums: Sums, placed: Placed, work: LockstepWork, step: int) -> Tally | ShardTally:
         total, count, metrics = sums.read()
-        return Tally(
+        tally = Tally(
             units=sums.units,
             total=total,
             count=count,
             metrics=metrics,
             stops=float(self._stop_requested()),
-            used=[float(p.grad is not None) for p in placed.parameters],
+            used=[float(used) for used in placed.used],
             buffers=placed.buffers.change,
         )
+        if not self._by_shard:
+            return tally
+        shards = work.shards_of(step)
+        return ShardTally(tally, work.shards, shards, sums.per_unit(), placed.buffers.changes)
 
 
 def gradient_scale(work: LockstepWork, state: TrainState, items_per_sample: int) -> float:

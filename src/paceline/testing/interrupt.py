@@ -43,6 +43,9 @@ class _Fuse:
     def __init__(self, sink: GradSink, after: int) -> None:
         self._sink, self._left = sink, after
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sink, name)
+
     def ready(self, index: int, grad: Tensor | None) -> None:
         if self._left == 0:
             raise Interrupt

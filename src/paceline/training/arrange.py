@@ -24,7 +24,7 @@ from paceline.comm import (
     build_reducer,
 )
 from paceline.data import LockstepWork
-from paceline.layout import Placed, Replicate
+from paceline.layout import Placed, Precision, Replicate
 from paceline.layout.zero import adopt
 from paceline.mesh import Group, Mesh
 from paceline.observe import Phases
@@ -67,6 +67,11 @@ class Setting:
     @property
     def bucket_bytes(self) -> int:
         return self.recipe.runtime.bucket_bytes
+
+    def precision(self, device: torch.device) -> Precision:
+        """Of forward and backward."""
+        recipe = self.recipe
+        return Precision(recipe.precision.compute, device.type, caches=not recipe.is_ordered)
 
     def wire(self, group: Group) -> Wire:
         """Sums over a group, through the recipe's codec where there is a wire at all."""

@@ -27,6 +27,7 @@ from paceline.state import LossScale, TrainState
 from paceline.task import Source, Task
 from paceline.training.arrange import Material, Pieces, Setting
 from paceline.training.layouts import LAYOUTS
+from paceline.training.numerics import check_numerics
 from paceline.training.rules import RULES
 from paceline.training.session import Session
 
@@ -72,6 +73,8 @@ def build_session(
     recompute_and_compile(recipe, task, model, device, warn)
     arranged = LAYOUTS[strategy.layout](setting, Material(task, model, names, device))
     optimizer = arranged.adopt(build_task_optimizer(recipe, task, model))
+    if recipe.reproducible:
+        check_numerics(setting.mesh, setting.net, model, optimizer)
     state = TrainState(model, optimizer, loss_scale(recipe), trained=arranged.trained)
     feed = build_feed(setting, task, device)
     return Session(
@@ -96,7 +99,7 @@ def build_feed(setting: Setting, task: Task, device: torch.device) -> Feed:
     place = max(0, data.rank - servers), data.size - servers  # servers come first, and train nothing
     work = setting.pieces.work(order, recipe.batch.shards, recipe.seed, *place)
     loader = build_loader(recipe, task, task.data, device)
-    intervals = recipe.evaluate.every_steps, recipe.checkpoint.every_steps
+    intervals = recipe.evaluate.every_steps, recipe.checkpoint.every_steps, recipe.hash_every
     return Feed(work, loader, num_steps_of(recipe, order.steps_per_epoch), intervals)
 
 
@@ -183,7 +186,7 @@ def build_task_optimizer(recipe: Recipe, task: Task, model: nn.Module) -> torch.
     """The task's own optimizer, or the recipe's by name."""
     if task.optimizer is not None:
         return task.optimizer(model)
-    return build_optimizer(model.named_parameters(), recipe.optimizer, fused_allowed=True)
+    return build_optimizer(model.named_parameters(), recipe.optimizer, fused_allowed=not recipe.reproducible)
 
 
 def loss_scale(recipe: Recipe) -> LossScale:

@@ -39,7 +39,7 @@ def connected(recipe: Recipe, cluster: Cluster | None = None) -> Iterator[tuple[
     """
     cluster = cluster or Cluster.from_env()
     device = choose_device(recipe.runtime.device, cluster.local_rank, cluster.local_world_size)
-    torch.set_num_threads(recipe.runtime.threads or max(1, num_cores() // cluster.local_world_size))
+    torch.set_num_threads(_num_threads(recipe, cluster.local_world_size))
     cluster.connect(device.type, recipe.runtime.deadline_seconds)
     yield cluster, device
     cluster.disconnect()
@@ -167,6 +167,8 @@ def conclude(session: Session, result: Result, run_dir: Path, console: Console) 
         values = {"loss": found.loss, "count": found.num_items, **found.metrics}
         lines += session.task.report(session.placed.model, values)
     resume = f"paceline train --resume {run_dir} -n {session.cluster.world_size}{_longer(session, result)}"
+    if result.sha256 is not None:
+        lines.append(f"state sha256: {result.sha256}")
     lines += [
         f"checkpoint: {result.checkpoint}",
         f"metrics:    {run_dir / METRICS}",
@@ -183,6 +185,13 @@ def _longer(session: Session, result: Result) -> str:
         return ""
     epochs = session.recipe.epochs
     return f" --set epochs={2 * epochs:g}" if epochs is not None else f" --set steps={2 * session.num_steps}"
+
+
+def _num_threads(recipe: Recipe, processes_here: int) -> int:
+    """Intra-op threads: their number is in the bits, so ordered sums have one."""
+    if recipe.is_ordered:
+        return 1
+    return recipe.runtime.threads or max(1, num_cores() // processes_here)
 
 
 def num_cores() -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 from paceline.observe import Sink, Stats
 from paceline.training.evaluation import Evaluation, evaluate
+from paceline.training.hashes import hash_at_interval, tell_hash
 from paceline.training.intervals import reached
 from paceline.training.records import RankRecords
 from paceline.training.saves import Saves, open_saves
@@ -25,6 +26,7 @@ class Result:
         last: the last step of this fit; None if there was none to take.
         evaluation: on the held-out data after the last step; None without such data.
         checkpoint: where the last one is; None: nothing was saved.
+        sha256: of the state after the last step, in hex; None unless the run is reproducible.
         stopped: whether a signal ended the run before its last step.
     """
 
@@ -32,6 +34,7 @@ class Result:
     last: Stats | None
     evaluation: Evaluation | None
     checkpoint: str | None
+    sha256: str | None
     stopped: bool
 
 
@@ -54,10 +57,9 @@ def fit(session: Session, run_dir: Path | None = None, sinks: Sequence[Sink] = (
         ranks = RankRecords(session, sinks, written=run_dir is not None)
         before = session.state.step
         for last in session.rounds():
-            for sink in sinks:
-                sink.step(last)
-            ranks.step(last)
+            _observe(last, sinks, ranks)
             stopped = last.stops > 0 and not _done(session)
+            hash_at_interval(session, before, sinks)
             if not _done(session) and not stopped:
                 _at_intervals(session, before, saves, sinks)
             before = session.state.step
@@ -65,10 +67,17 @@ def fit(session: Session, run_dir: Path | None = None, sinks: Sequence[Sink] = (
         saves.begin_last()
         ranks.flush()
         _account(session, sinks)
+        sha256 = tell_hash(session, sinks) if session.recipe.reproducible else None
         evaluation = None if stopped else _evaluate(session, saves, sinks)
         saved = saves.finish()
         _tell(sinks, "end", {"step": session.state.step, "stopped": stopped})
-    return Result(session.state.step, last, evaluation, saved, stopped)
+    return Result(session.state.step, last, evaluation, saved, sha256, stopped)
+
+
+def _observe(stats: Stats, sinks: Sequence[Sink], ranks: RankRecords) -> None:
+    for sink in sinks:
+        sink.step(stats)
+    ranks.step(stats)
 
 
 def _account(session: Session, sinks: Sequence[Sink]) -> None:

@@ -88,6 +88,7 @@ def run_record(session: Session) -> dict[str, Any]:
         "num_steps": session.num_steps,
         "task": recipe.task,
         "strategy": str(strategy),
+        "ordered": recipe.is_ordered,
         "ranks": session.cluster.world_size,
         "devices": placed.device.type,
         "threads": torch.get_num_threads(),

@@ -38,6 +38,7 @@ def _step(setting: Setting, reducer: Reducer, group: Group) -> EveryStep:
         phases=setting.phases,
         items_per_sample=setting.items_per_sample,
         stop_requested=setting.stop_requested,
+        by_shard=setting.recipe.is_ordered,
     )
 
 

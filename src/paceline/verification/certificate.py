@@ -16,6 +16,7 @@ def certificate(report: Report) -> dict[str, Any]:
         "processes": report.world,
         "steps": report.steps,
         "ok": report.ok,
+        "sha256": report.sha256,
         "failure": None if report.failure is None else _row(report.failure),
         "cause": None if report.diagnosis is None else report.diagnosis.cause,
         "explanation": None if report.diagnosis is None else report.diagnosis.explanation,
@@ -39,6 +40,11 @@ def _row(f: Finding) -> dict[str, Any]:
 
 def conclusion(report: Report) -> list[str]:
     """The result in words."""
+    if report.sha256 is not None:
+        return [
+            f"verified: {report.steps} steps, {len(report.worst)} tensors: equal bits",
+            f"state sha256: {report.sha256}",
+        ]
     if report.failure is None:
         equal = sum(f.error == 0.0 for f in report.worst.values())
         return [

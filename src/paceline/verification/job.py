@@ -100,5 +100,6 @@ def build_oracle(recipe: Recipe, task: Task, device: torch.device, shards: int |
         seed=recipe.seed,
         clip_norm=recipe.optimizer.clip_norm,
         reduction=recipe.batch.reduction,
-        autocast=Precision(recipe.precision.compute, device.type).autocast,
+        autocast=Precision(recipe.precision.compute, device.type, caches=not recipe.is_ordered).autocast,
+        ordered=recipe.reproducible,
     )

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
+from paceline.comm.norm import row_squares
 from paceline.data import LockstepWork, Order, Unit, to_device
 from paceline.models.dropout import name_dropouts, set_unit_key
 from paceline.optim import Schedule
 from paceline.task import Loss, Task
+from paceline.verification.halves import halves
 
 Tensors = dict[str, Tensor]
 
@@ -45,6 +47,7 @@ class Oracle:
         schedule: of the learning rate, by update.
         clip_norm, reduction: as in the recipe.
         autocast: makes the context of a forward.
+        ordered: add shards in the tree of a reproducible run, and take its norm and its one multiplier.
     """
 
     def __init__(
@@ -59,10 +62,12 @@ class Oracle:
         clip_norm: float | None = None,
         reduction: str = "mean",
         autocast: Any = None,
+        ordered: bool = False,
     ) -> None:
         self.task, self.model, self.optimizer, self.schedule = task, task.model, optimizer, schedule
         self.work = LockstepWork(order, shards, seed)
         self.clip_norm, self.reduction = clip_norm, reduction
+        self.ordered = ordered
         self._autocast = autocast or (lambda: torch.autocast("cpu", enabled=False))
         self._device = next(self.model.parameters()).device
         name_dropouts(self.model)
@@ -70,7 +75,7 @@ class Oracle:
     def step(self, step: int, update: int) -> float:
         """One whole step; returns the mean loss."""
         before = self.buffers()
-        sums = accumulate(self.shards(self.work.units(step)), before)
+        sums = self.accumulate(self.work.units(step))
         self.set_buffers(moved(before, sums.buffers))
         self.apply(sums.gradients, sums.count, update)
         return sums.total / sums.count
@@ -95,9 +100,20 @@ class Oracle:
             yield Shard(unit, float(loss.total.detach()), float(loss.count), gradients, self.buffers())
         self.set_buffers(before)
 
+    def accumulate(self, units: tuple[Unit, ...], scale: float = 1.0) -> Totals:
+        """What these shards add up to."""
+        before = self.buffers()
+        shards = list(self.shards(units, scale)) if self.ordered else self.shards(units, scale)
+        sums = accumulate(shards, before)
+        if self.ordered:
+            sums.gradients = {n: halves(_by_shard(shards, n)) for n in sums.gradients}
+        return sums
+
     def apply(self, sums: Tensors, count: float, update: int) -> float:
         """Divide, clip, update; returns the global norm before the clip."""
         divisor = count if self.reduction == "mean" else 1.0
+        if self.ordered:
+            return self._apply_in_order(sums, divisor, update)
         for name, p in self.model.named_parameters():
             p.grad = sums[name] / divisor if name in sums else None
         largest = float("inf") if self.clip_norm is None else self.clip_norm
@@ -105,6 +121,20 @@ class Oracle:
         self.schedule.apply(self.optimizer, update)
         self.optimizer.step()
         return float(norm)
+
+    def _apply_in_order(self, sums: Tensors, divisor: float, update: int) -> float:
+        squares = [row_squares(sums.get(n, torch.zeros_like(p))) for n, p in self._trained()]
+        norm = float(torch.cat(squares).sum().sqrt()) / divisor
+        largest = float("inf") if self.clip_norm is None else self.clip_norm
+        multiplier = (largest / norm if norm > largest else 1.0) / divisor
+        for name, p in self._trained():
+            p.grad = sums[name] * multiplier if name in sums else None
+        self.schedule.apply(self.optimizer, update)
+        self.optimizer.step()
+        return norm
+
+    def _trained(self) -> list[tuple[str, nn.Parameter]]:
+        return [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
 
     def load(self, unit: Unit) -> Any:
         """The batch of one unit, sample by sample."""
@@ -148,6 +178,10 @@ class Totals:
     magnitudes: Tensors
     buffers: Tensors
     num_shards: int
+
+
+def _by_shard(shards: Iterable[Shard], name: str) -> dict[int, Tensor]:
+    return {s.unit.shard: s.gradients[name] for s in shards if name in s.gradients}
 
 
 def accumulate(shards: Iterable[Shard], before: Tensors) -> Totals:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from paceline.comm import Net
 from paceline.errors import TaskError
+from paceline.layout.digest import state_sha256
 from paceline.layout.whole import Snapshot, gather_whole
 from paceline.slot import Piece
 from paceline.state import TrainState
@@ -35,7 +36,7 @@ from paceline.verification.compare import (
 )
 from paceline.verification.diagnose import DIFFERENT_START, Diagnosis
 from paceline.verification.explain import explain
-from paceline.verification.oracle import Oracle, Tensors, Totals, accumulate, moved
+from paceline.verification.oracle import Oracle, Tensors, Totals, moved
 from paceline.verification.record import Record, RecordingTail
 
 
@@ -48,6 +49,7 @@ class Report:
         world: number of ranks.
         steps: steps that were compared.
         worst: by quantity and tensor, the finding whose error is largest relative to its bound.
+        sha256: of the state after the last step, if it has to have the bits of the oracle.
         failure: the first finding that rounding does not explain; None: all is well.
         diagnosis: the guessed cause of the failure.
     """
@@ -56,6 +58,7 @@ class Report:
     world: int
     steps: int = 0
     worst: dict[tuple[str, str], Finding] = field(default_factory=dict)
+    sha256: str | None = None
     failure: Finding | None = None
     diagnosis: Diagnosis | None = None
 
@@ -121,6 +124,8 @@ class Verifier:
                 break
             self.report.steps += 1
             observe(step)
+        if self.session.recipe.reproducible and self.report.ok and self.report.steps:
+            self.report.sha256 = state_sha256(self.now)
         return self.report
 
     def _check_start(self) -> None:
@@ -173,11 +178,9 @@ class Verifier:
         state = self.session.state
         tensors = {name: t.detach().clone() for name, t in before_step.tensors().items()}
         self.oracle_state.load(tensors, before_step.scalars())
-        before = self.oracle.buffers()
         items = max(1, self.session.task.num_tokens_per_sample)
         scale = gradient_scale(self.oracle.work, state, items)
-        shards = self.oracle.shards(self.oracle.work.units(step), scale)
-        return Reference(tensors, accumulate(shards, before))
+        return Reference(tensors, self.oracle.accumulate(self.oracle.work.units(step), scale))
 
     def _expected(self, reference: Reference, update: int) -> None:
         """The oracle divides, clips and updates with the gradients that rank 0 really had."""
@@ -260,6 +263,8 @@ class Verifier:
         bounds: Mapping[str, float] | None,
         like: Mapping[str, Tensor],
     ) -> None:
+        if self.session.recipe.reproducible and bounds is not None:
+            bounds = dict.fromkeys(bounds, 0.0)
         given = (theirs, bounds) if self.session.is_first else (None, None)
         self.report.add(compare(step, quantity, mine, *given, like, self.net, self.session.mesh.world))
 

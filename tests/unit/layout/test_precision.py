@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from paceline.comm.reducer import TakesSums
 from paceline.data import LoadedUnit, Unit
 from paceline.layout import Precision, Replicate
 from paceline.layout.precision import compile_or_explain
@@ -37,7 +38,7 @@ def forward_backward(model: nn.Module, compute: str, x: Tensor) -> list[Tensor]:
     """The gradients that a layout hands on, in one precision."""
     handed: dict[int, Tensor] = {}
 
-    class Sink:
+    class Sink(TakesSums):
         def ready(self, index: int, grad: Tensor | None) -> None:
             handed[index] = grad
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from paceline.comm.reducer import TakesSums
 from paceline.data import LoadedUnit, Unit
 from paceline.errors import TaskError
 from paceline.layout import Precision, Replicate
@@ -15,7 +16,7 @@ from paceline.observe import Phases
 from paceline.task import Loss
 
 
-class Recorder:
+class Recorder(TakesSums):
     """A sink that notes what it gets, and whether the backward pass of the last unit was still on."""
 
     def __init__(self) -> None:

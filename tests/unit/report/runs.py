@@ -43,6 +43,7 @@ def start(step: int = 0, num_steps: int = 10, **changes: Any) -> dict[str, Any]:
         "num_steps": num_steps,
         "task": "digits",
         "strategy": "replicas=2 sync=every-step",
+        "ordered": False,
         "ranks": 2,
         "devices": "cpu",
         "threads": 1,

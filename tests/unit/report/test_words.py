@@ -60,6 +60,8 @@ def test_no_closed_form_is_claimed_for_strategies_that_have_none_here(tmp_path: 
     assert not any(
         map(is_plain, ("replicas=2 sync=server-async", "replicas=2 sync=local:8 codec=int8", "", "zero=1"))
     )
+    ordered = write(tmp_path / "ordered", ("run", start(ordered=True)), ("ranks", rank_record(0)))
+    assert sent(ordered)[0].agrees is None
     run = write(
         tmp_path,
         ("run", start(strategy="replicas=2 sync=every-step codec=int8")),

@@ -1,6 +1,8 @@
 """Pipeline: consecutive layers on consecutive ranks. `stage` cuts, `schedule` orders, `placed` runs."""
 
+from paceline.layout.pipeline.chain import chain_of
 from paceline.layout.pipeline.flight import Flight
+from paceline.layout.pipeline.ordered import OrderedStageReducer
 from paceline.layout.pipeline.placed import Pipeline
 from paceline.layout.pipeline.reducer import StageReducer
 from paceline.layout.pipeline.schedule import Action, gpipe, pipedream, validate
@@ -10,8 +12,10 @@ __all__ = [
     "Action",
     "Cut",
     "Flight",
+    "OrderedStageReducer",
     "Pipeline",
     "StageReducer",
+    "chain_of",
     "cut_model",
     "gpipe",
     "pipedream",

@@ -16,11 +16,13 @@ class Flight:
     """A unit between its forward and its backward.
 
     Args:
+        shard: which of the step it is.
         key: seeds what is random in it.
         inputs: the tensors that came in and can have a gradient.
         outputs: those that went out; the scaled loss on the last stage.
     """
 
+    shard: int
     key: int
     inputs: Sequence[Tensor]
     outputs: Sequence[Tensor]

@@ -22,7 +22,7 @@ from paceline.data import LoadedUnit
 from paceline.layout.buffers import UnitBuffers
 from paceline.layout.pipeline.chain import Enter, Stage, as_tuple
 from paceline.layout.pipeline.flight import Flight, Weights
-from paceline.layout.pipeline.schedule import Action, gpipe, validate
+from paceline.layout.pipeline.schedule import gpipe, validate
 from paceline.layout.pipeline.stage import Cut
 from paceline.layout.pipeline.view import Answers, Call, asked
 from paceline.layout.pipeline.wire import StageWire
@@ -64,6 +64,7 @@ class Pipeline:
         self.model, self.metric_names, self.cut = model, metric_names, cut
         self.slots: dict[Slot, nn.Parameter] = trained_parameters(model)
         self.parameters = list(self.slots.values())
+        self.used = [False] * len(self.parameters)
         self.buffers = UnitBuffers(model)
         self.stage = Stage(cut.links)
         self.peak_stored = 0
@@ -85,23 +86,34 @@ class Pipeline:
         pulled = iter(units)
         self.peak_stored = 0
         for action in schedule[self.cut.stage]:
-            self._act(action, pulled, stored, sums, scale)
+            if action.kind == "F":
+                stored[action.micro_batch] = self._next_forward(pulled, sums, scale)
+            else:
+                self._next_backward(stored.pop(action.micro_batch), sink, is_last=not stored)
             self.peak_stored = max(self.peak_stored, len(stored))
         self.flush()
-        for index, own in reversed(list(enumerate(self.cut.own))):
-            if own:
-                sink.ready(index, self.parameters[index].grad)
+        if not sink.by_unit:
+            self._hand_on(sink)
         return sums
 
-    def _act(
-        self, action: Action, units: Iterator[LoadedUnit], stored: dict[int, Flight], sums: Sums, scale: float
-    ) -> None:
-        if action.kind == "F":
-            with self._phases.during("data"):
-                loaded = next(units)
-            stored[action.micro_batch] = self.forward(loaded, sums, scale)
-        else:
-            self.backward(stored.pop(action.micro_batch))
+    def _next_forward(self, units: Iterator[LoadedUnit], sums: Sums, scale: float) -> Flight:
+        with self._phases.during("data"):
+            loaded = next(units)
+        return self.forward(loaded, sums, scale)
+
+    def _next_backward(self, flight: Flight, sink: GradSink, is_last: bool) -> None:
+        self.backward(flight)
+        if sink.by_unit:
+            sink.unit(range(flight.shard, flight.shard + 1), is_last)
+            self._hand_on(sink)
+
+    def _hand_on(self, sink: GradSink) -> None:
+        for index, own in reversed(list(enumerate(self.cut.own))):
+            if own:
+                p = self.parameters[index]
+                self.used[index] |= p.grad is not None
+                sink.ready(index, p.grad)
+                p.grad = None if sink.by_unit else p.grad
 
     def begin_step(self) -> None:
         """Forget the gradients of the step before, and remember the buffers."""
@@ -110,6 +122,7 @@ class Pipeline:
             self.stage.train()
         for p in self.parameters:
             p.grad = None
+        self.used = [False] * len(self.parameters)
         self.buffers.begin_step()
 
     def forward(self, loaded: LoadedUnit, sums: Sums, scale: float, weights: Weights | None = None) -> Flight:
@@ -126,7 +139,7 @@ class Pipeline:
             with self._precision.autocast():
                 outputs = self._run_links(loaded, arrived, sums, scale, weights)
             self.buffers.take_back()
-        return Flight(loaded.unit.key, [x for x in arrived if x.requires_grad], outputs)
+        return Flight(loaded.unit.shard, loaded.unit.key, [x for x in arrived if x.requires_grad], outputs)
 
     def _arrived(self) -> list[Tensor]:
         """What the stage before has sent, as leaves where they can have a gradient."""

@@ -51,16 +51,23 @@ class StageReducer(WrappedReducer):
     def finish(self) -> Gradients:
         """Sums by index of the whole model; None for what other stages train."""
         for index in sorted(self._cut.tied):
-            mine = self._held.get(index)
-            value = torch.zeros_like(self._parameters[index].data) if mine is None else mine.clone()
-            self._net.all_reduce(value, self._stages).wait()
-            if index in self._local:
-                self.inner.ready(self._local[index], value)
+            self._sum_tied(index)
         grads = self.inner.finish()
         tensors: list[Tensor | None] = [None] * len(self._parameters)
         for index, k in self._local.items():
             tensors[index] = grads.tensors[k]
         return replace(grads, tensors=tensors, flats=[*grads.flats, *self._share(tensors)])
+
+    def _sum_tied(self, index: int) -> None:
+        """Sum over the stages; the first that holds it goes on with the sum."""
+        value = self._over_stages(index, self._held.get(index))
+        if index in self._local:
+            self.inner.ready(self._local[index], value)
+
+    def _over_stages(self, index: int, mine: Tensor | None) -> Tensor:
+        value = torch.zeros_like(self._parameters[index].data) if mine is None else mine.clone()
+        total: Tensor = self._net.all_reduce(value, self._stages).wait()
+        return total
 
     def _share(self, tensors: list[Tensor | None]) -> list[Tensor]:
         """Broadcast the sums of tied parameters; returns those that came from another stage."""

@@ -1,0 +1,43 @@
+"""What a run whose sums have one order cannot have. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from paceline.recipe.problems import Conflict
+from paceline.recipe.strategy import Strategy
+
+
+def same_bits_conflicts(strategy: Strategy, threads: int, *, compiles: bool) -> Iterator[Conflict]:
+    """Choices under which the bits would depend on how many processes compute them."""
+    if strategy.is_approximate:
+        yield Conflict(
+            ("strategy", "reproducible"),
+            f"expected sync=every-step and codec=fp32 with reproducible, found '{strategy}':"
+            " its result depends on who trains when, or on what coding loses",
+        )
+    if threads > 1:
+        yield Conflict(
+            ("runtime", "reproducible"),
+            f"expected runtime.threads = 1 (or 0) with reproducible, found {threads}: the number of threads"
+            " inside an operation changes the order of its sums; use the cores by lanes=2 in the strategy",
+        )
+    if compiles:
+        yield Conflict(
+            ("runtime", "reproducible"),
+            "expected runtime.compile = false with reproducible: a compiled graph has an order of its own",
+        )
+
+
+def lane_conflicts(threads: int, *, compiles: bool) -> Iterator[Conflict]:
+    """What threads that run shards side by side cannot have."""
+    if threads > 1:
+        yield Conflict(
+            ("runtime", "strategy"),
+            f"expected runtime.threads = 1 (or 0) with lanes, found {threads}: a lane is one thread",
+        )
+    if compiles:
+        yield Conflict(
+            ("runtime", "strategy"),
+            "expected runtime.compile = false with lanes: a lane runs a copy of the model",
+        )

@@ -1,0 +1,121 @@
+"""What else is in the bits: looked for before a reproducible run begins, and refused or named.
+
+Invariant: a reproducible run that starts computes each shard with the same instructions on every rank.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from paceline.comm import Net
+from paceline.comm.text import gather_texts
+from paceline.errors import DeviceError, StrategyError, TaskError
+from paceline.mesh import Mesh
+
+_SMALLEST_NORMAL = 2.0**-126
+
+
+def fingerprint() -> dict[str, str]:
+    """What the arithmetic of this process depends on beside the recipe, by name."""
+    denormal = torch.tensor([_SMALLEST_NORMAL]) * 0.5
+    return {
+        "PyTorch": torch.__version__,
+        "processor": _processor(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "threads in an operation": str(torch.get_num_threads()),
+        "denormal numbers": "kept" if bool(denormal != 0) else "flushed to zero",
+        "oneDNN": str(torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled),
+        "precision of float32 products": torch.get_float32_matmul_precision(),
+        "default type": str(torch.get_default_dtype()),
+    }
+
+
+def _processor() -> str:
+    """The model of the processor: kernels are chosen by it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def check_numerics(mesh: Mesh, net: Net, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse a reproducible run that could not keep its promise; collective.
+
+    Raises:
+        StrategyError, TaskError: what is asked for here does not keep its bits.
+        DeviceError: ranks do not compute alike.
+    """
+    check_alone(next(model.parameters()).device, optimizer)
+    check_draws(model, mesh.axes["pipeline"].size)
+    check_same_numerics(mesh, net)
+
+
+def check_same_numerics(mesh: Mesh, net: Net) -> None:
+    """Compare the fingerprints of all ranks; collective.
+
+    Raises:
+        DeviceError: they differ; names ranks, what differs and the values.
+    """
+    mine = fingerprint()
+    known = [json.loads(text) for text in gather_texts(json.dumps(mine), mesh.world, net)]
+    for name in mine:
+        by_value: dict[str, list[int]] = {}
+        for rank, found in enumerate(known):
+            by_value.setdefault(found[name], []).append(rank)
+        if len(by_value) > 1:
+            spelled = ", ".join(f"{value} on ranks {ranks}" for value, ranks in by_value.items())
+            raise DeviceError(
+                f"reproducible = true, and ranks do not compute alike: {name} is {spelled}",
+                next_step="use machines and settings of one kind, or leave out reproducible",
+            )
+
+
+def check_alone(device: torch.device, optimizer: torch.optim.Optimizer) -> None:
+    """What one rank can see by itself.
+
+    Raises:
+        StrategyError: this rank computes on a GPU, on several threads, or with a fused optimizer.
+    """
+    reasons = {
+        f"its kernels on {device} are not proven to keep their bits": device.type != "cpu",
+        f"an operation runs on {torch.get_num_threads()} threads": torch.get_num_threads() > 1,
+        "a fused optimizer rounds by where a tensor is cut": any(
+            group.get("fused") for group in optimizer.param_groups
+        ),
+    }
+    broken = [reason for reason, holds in reasons.items() if holds]
+    if broken:
+        raise StrategyError(
+            f"reproducible = true, but {'; '.join(broken)}",
+            next_step='runtime.device = "cpu", one thread (lanes use the cores), and fused = False'
+            " in the task's own optimizer",
+        )
+
+
+def drawing_modules(model: nn.Module) -> list[str]:
+    """Names of modules that draw from PyTorch's own generator in training."""
+    found: Iterable[tuple[str, nn.Module]] = model.named_modules()
+    return [name for name, m in found if isinstance(m, _DropoutNd) and m.p > 0]
+
+
+def check_draws(model: nn.Module, num_stages: int) -> None:
+    """A stream of random numbers cannot be cut between stages.
+
+    Raises:
+        TaskError: a module draws from one.
+    """
+    names = drawing_modules(model)
+    if names and num_stages > 1:
+        raise TaskError(
+            f"reproducible = true, and '{names[0]}' draws from PyTorch's generator, which stages would share",
+            next_step="use paceline.models.KeyedDropout for nn.Dropout, or a strategy without pipeline",
+        )

@@ -47,8 +47,9 @@ format: $(VENV)/.dev ## format the code and fix what ruff can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: ## write docs/capabilities.md from the capability marks of the tests
-	$(PYTHON) tools/capabilities.py
+docs: $(VENV)/.dev ## write docs/capabilities.md and docs/reference/metrics.md
+	$(BIN)/python tools/capabilities.py
+	$(BIN)/python tools/metrics_page.py
 
 constraints: ## resolve the newest versions in a fresh environment and write constraints.txt
 	$(PYTHON) tools/constraints.py --torch $(TORCH)

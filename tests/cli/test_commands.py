@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from paceline.checkpoint import Files, load, name_of
+from paceline.observe.schema import mistakes
+from paceline.report import read_run, summary
 
 ROOT = Path(__file__).parents[2]
 DIGITS = str(ROOT / "recipes" / "digits.toml")
@@ -117,6 +119,7 @@ def build():
 """
 
 
+@pytest.mark.capability("P2")
 @pytest.mark.parametrize(
     ("what", "said"),
     [
@@ -135,6 +138,11 @@ def test_a_worker_that_fails_ends_the_job_and_is_named_first(tmp_path: Path, wha
     report = [line for line in failed.stderr.splitlines() if line.startswith("rank ")]
     assert report[0].startswith("rank 1 "), failed.stderr
     assert said in failed.stderr
+    run = read_run(tmp_path / "run")
+    assert run.error is not None and (run.status, run.error["rank"]) == ("failed", 1)
+    for name in ("metrics.jsonl", "log.txt", "report.html"):
+        assert said.split(": ")[-1] in (tmp_path / "run" / name).read_text(), name
+    assert mistakes(run.error) == [] and summary(run)[0].startswith("Failed after ")
 
 
 def test_sigterm_saves_the_step_and_resume_goes_on(tmp_path: Path) -> None:
@@ -155,9 +163,12 @@ def test_sigterm_saves_the_step_and_resume_goes_on(tmp_path: Path) -> None:
     steps = [json.loads(line) for line in metrics.read_text().splitlines()]
     stopped = max(record["step"] for record in steps if record["event"] == "step")
     assert tensors(run_dir, stopped + 1), "the last step was not saved"
+    assert read_run(run_dir).status == "stopped"
     more = paceline("train", "--resume", run_dir, "-n", 2, "--set", f"steps={stopped + 3}")
     assert more.returncode == 0, more.stderr
     assert tensors(run_dir, stopped + 3)
+    run = read_run(run_dir)
+    assert (run.status, len(run.starts), len(run.steps)) == ("finished", 2, stopped + 3)
 
 
 @pytest.mark.capability("A2")

@@ -15,6 +15,7 @@ from paceline import Loss, Task
 from paceline.cluster import Cluster
 from paceline.errors import NumericError
 from paceline.observe import Stats
+from paceline.observe.schema import level_of, mistakes
 from paceline.recipe import Recipe, Strategy
 from paceline.testing.parity import session_of
 from paceline.training import Session, fit
@@ -51,6 +52,8 @@ class Notebook:
         self.seen.append((stats.step, stats.applied))
 
     def event(self, name: str, record: Any) -> None:
+        common = {"event": name, "level": level_of(name), "rank": 0, "time": 0.0}
+        assert not mistakes({**common, **record})
         self.events.append((name, dict(record)))
 
     def close(self) -> None: ...

@@ -12,6 +12,7 @@ from paceline.recipe import Recipe
 from paceline.recipe.strict import Table
 from paceline.testing.parity import session_of
 from paceline.training import fit, run_folder
+from paceline.training.job import sinks
 
 DIGITS = {"task": "digits", "steps": 1, "options": {"model": "mlp", "hidden": [8]}}
 SMALL = {"size": 8, "shards": 2}
@@ -69,7 +70,8 @@ def test_every_field_is_read_outside_the_recipe_room(read: set[tuple[str, str]],
         recipe = Recipe(**(DIGITS | {"batch": SMALL, "run_dir": str(tmp_path)} | changes))
         processes_for(recipe, None, 1)
         session = session_of(Cluster.single(), recipe)
-        fit(session, run_folder.prepare(session, None))
+        run_dir = run_folder.prepare(session, None)
+        fit(session, run_dir, sinks(session, run_dir, None))
     # Read by `support` inside the recipe room, which refuses every value but one; see test_strategy_refusals.
     refused = {name for name in fields_of(Recipe) if name[0] == "Strategy"}
     # Read by the rule of strategies with several replicas; see tests/parity/test_local.py.
@@ -79,6 +81,8 @@ def test_every_field_is_read_outside_the_recipe_room(read: set[tuple[str, str]],
     elsewhere |= {("CheckpointRecipe", "grace_seconds"), ("CheckpointRecipe", "notice")}
     # Read where a run goes back; see tests/parity/test_roll_back.py.
     elsewhere |= {("HealthRecipe", "max_roll_backs")}
+    # Read where ranks hold different bits; see tests/parity/test_same_bits_kept.py.
+    elsewhere |= {("Recipe", "on_divergence")}
     assert fields_of(Recipe) - read - refused - elsewhere == set()
 
 

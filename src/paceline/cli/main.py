@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from paceline.cli import bench, lab, recipe, run, train, verify
+from paceline.cli import bench, lab, recipe, run, runs, train, verify
 from paceline.cli.console import fail
 from paceline.cli.resume import with_value
 from paceline.errors import PacelineError
@@ -28,6 +28,8 @@ app.command(
         "allow_interspersed_args": False,
     },
 )(run.run)
+app.command("runs")(runs.runs)
+app.command("report")(runs.report)
 app.command("strategies")(recipe.strategies)
 recipes = typer.Typer(help="Look at recipes.", no_args_is_help=True)
 recipes.command("show")(recipe.show)

@@ -8,9 +8,9 @@ from pathlib import Path
 from paceline.errors import RecipeError
 from paceline.recipe import Recipe, load_recipe
 from paceline.recipe.changes import refuse_changes
+from paceline.report.folder import RECIPE, RUNS
 
 NEWEST = "newest"
-_RECIPE = "recipe.toml"
 
 
 def with_value(arguments: Sequence[str]) -> list[str]:
@@ -23,7 +23,7 @@ def with_value(arguments: Sequence[str]) -> list[str]:
     return found
 
 
-def find_run(asked: str, runs: Path = Path("runs")) -> Path:
+def find_run(asked: str, runs: Path = RUNS) -> Path:
     """The run folder, or checkpoint inside one, that was asked for; "newest": the last one begun in `runs/`.
 
     Raises:
@@ -32,12 +32,12 @@ def find_run(asked: str, runs: Path = Path("runs")) -> Path:
     if asked != NEWEST:
         recipe_of(Path(asked))
         return Path(asked)
-    found = [path.parent for path in runs.glob(f"*/{_RECIPE}")]
+    found = [path.parent for path in runs.glob(f"*/{RECIPE}")]
     if not found:
         raise RecipeError(
             f"there is no run in '{runs}/' to go on with", next_step="name a run folder: --resume RUN"
         )
-    return max(found, key=lambda run: ((run / _RECIPE).stat().st_mtime_ns, run.name))
+    return max(found, key=lambda run: ((run / RECIPE).stat().st_mtime_ns, run.name))
 
 
 def recipe_of(run: Path) -> Path:
@@ -47,10 +47,10 @@ def recipe_of(run: Path) -> Path:
         RecipeError: there is none.
     """
     for folder in (run, run.parent.parent):
-        if (folder / _RECIPE).exists():
-            return folder / _RECIPE
+        if (folder / RECIPE).exists():
+            return folder / RECIPE
     raise RecipeError(
-        f"'{run}' is no run folder: it has no {_RECIPE}",
+        f"'{run}' is no run folder: it has no {RECIPE}",
         next_step="name the folder that the run printed, for example runs/20260101-120000-digits-1",
     )
 

@@ -10,12 +10,15 @@ import typer
 
 from paceline.cli import options
 from paceline.cli.console import output
+from paceline.cli.failure import record_failure
 from paceline.cli.resume import changes_of, find_run, recipe_of
 from paceline.cli.start import launch_again, worker_cluster
 from paceline.cluster import Cluster
 from paceline.errors import RecipeError
 from paceline.launch import STOPPED_EXIT_CODE, guard
 from paceline.recipe import Recipe
+from paceline.recipe.spell import spell
+from paceline.report import checked_run, new_run_dir
 
 
 def train(
@@ -57,12 +60,20 @@ def train(
 
 
 def _launch(placement: options.Placement, recipe: Recipe, run: Path | None) -> int:
-    """Start the workers; those of a run that goes on are told which it is."""
-    again = [] if run is None else ["--resume", str(run)]
+    """Start the workers and tell them which run it is; what failed is written into its folder."""
     for line in [] if run is None else changes_of(run, recipe):
         output().print(line, markup=False, highlight=False, soft_wrap=True)
+    if run is None:
+        run_dir = Path(recipe.run_dir) if recipe.run_dir is not None else new_run_dir(recipe.task)
+        again = ["--set", f"run_dir={spell(str(run_dir))}"]
+    else:
+        run_dir = checked_run(run)
+        again = ["--resume", str(run)]
     grace = recipe.checkpoint.grace_seconds
-    return launch_again(placement, recipe.runtime.threads, *again, grace_seconds=grace).exit_code
+    outcome = launch_again(placement, recipe.runtime.threads, *again, grace_seconds=grace)
+    if outcome.failures and placement.node_rank == 0:
+        record_failure(run_dir, outcome)
+    return outcome.exit_code
 
 
 def _work(cluster: Cluster, recipe: Recipe, path: Path, resume: Path | None) -> None:

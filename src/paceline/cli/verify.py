@@ -19,10 +19,14 @@ from paceline.cluster import Cluster
 from paceline.errors import RecipeError
 from paceline.launch import guard
 from paceline.recipe import Recipe
+from paceline.report import checked_run, read_run, write_report
+from paceline.report.folder import CERTIFICATE, RECIPE
 
 
 def verify(
-    recipe: options.RecipeArgument,
+    recipe: Annotated[
+        Path, typer.Argument(help="The recipe, or a run folder, which then gets its certificate.")
+    ],
     processes: options.Processes = None,
     strategy: options.StrategyOption = None,
     settings: options.Settings = None,
@@ -40,22 +44,37 @@ def verify(
     token: options.Token = "",
 ) -> None:
     """Run the strategy and the single-process oracle side by side, and compare every tensor of every step."""
-    resolved = options.read_recipe(recipe, settings, strategy)
+    run = checked_run(recipe) if recipe.is_dir() else None
+    path = recipe if run is None else run / RECIPE
+    resolved = options.read_recipe(path, settings, strategy)
     cluster = worker_cluster()
     if cluster is not None:
-        found = _work(cluster, resolved, options.task_directory(recipe), steps, plant)
+        found = _work(cluster, resolved, options.task_directory(path), steps, plant)
         if cluster.global_rank == 0 and certificate is not None:
             certificate.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
             sys.exit(0)
         sys.exit(_show(found, as_json) if cluster.global_rank == 0 else 0)
+    if run is not None and processes is None and strategy is None:
+        processes = read_run(run).ranks // nodes or None
     count = options.processes_for(resolved, processes, nodes)
     placement = options.Placement(count, nodes, node_rank, rendezvous, token)
+    as_it_was = run is not None and not (settings or strategy or plant or certificate)
+    kept = run / CERTIFICATE if run is not None and as_it_was else certificate
+    code = _launch(placement, resolved.runtime.threads, kept, as_json)
+    if run is not None and as_it_was and node_rank == 0:
+        write_report(run)
+    sys.exit(code)
+
+
+def _launch(placement: options.Placement, threads: int, kept: Path | None, as_json: bool) -> int:
+    """Start the workers, which leave a certificate, and show it; returns the exit code."""
     with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
-        path = certificate or Path(folder) / "certificate.json"
-        outcome = launch_again(placement, resolved.runtime.threads, "--certificate", str(path))
-        if outcome.exit_code or not path.exists():
-            sys.exit(outcome.exit_code)
-        sys.exit(_show(json.loads(path.read_text(encoding="utf-8")), as_json))
+        path = kept or Path(folder) / CERTIFICATE
+        before = path.stat().st_mtime_ns if path.exists() else None
+        outcome = launch_again(placement, threads, "--certificate", str(path))
+        if outcome.exit_code or not path.exists() or path.stat().st_mtime_ns == before:
+            return outcome.exit_code
+        return _show(json.loads(path.read_text(encoding="utf-8")), as_json)
 
 
 def _work(cluster: Cluster, recipe: Recipe, base_dir: Path, steps: int, plant: str | None) -> dict[str, Any]:

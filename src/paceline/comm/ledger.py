@@ -36,6 +36,12 @@ class Entry:
         self._lock = threading.Lock()  # calls end on a thread of the backend
         self._under_way = 0
         self._busy_since = 0.0
+        self._whole: Entry | None = None
+
+    def part_of(self, whole: Entry) -> Entry:
+        """Let another entry know of what is under way here; returns this one."""
+        self._whole = whole
+        return self
 
     def began(self) -> None:
         """A call is under way."""
@@ -43,6 +49,8 @@ class Entry:
             if self._under_way == 0:
                 self._busy_since = time.perf_counter()
             self._under_way += 1
+        if self._whole is not None:
+            self._whole.began()
 
     def ended(self) -> None:
         """A call is complete."""
@@ -50,6 +58,8 @@ class Entry:
             self._under_way -= 1
             if self._under_way == 0:
                 self.busy_seconds += time.perf_counter() - self._busy_since
+        if self._whole is not None:
+            self._whole.ended()
 
     @property
     def hidden_fraction(self) -> float:
@@ -59,15 +69,21 @@ class Entry:
         return max(0.0, 1.0 - self.exposed_seconds / self.busy_seconds)
 
 
+_COLUMNS = tuple(item.name for item in fields(Entry))
+
+
 class ByteLedger:
     """Counts of this rank."""
 
     def __init__(self) -> None:
         self._entries: dict[tuple[str, str], Entry] = {}
+        self._any = Entry()
 
     def launched(self, op: str, group_name: str, num_bytes: int, world: int) -> Entry:
         """Count one call and return its row, for the handle to add seconds to."""
-        entry = self._entries.setdefault((op, group_name), Entry())
+        entry = self._entries.get((op, group_name))
+        if entry is None:
+            entry = self._entries[op, group_name] = Entry().part_of(self._any)
         entry.calls += 1
         entry.payload_bytes += num_bytes
         entry.sent_bytes += cost(op, num_bytes, world).sent_bytes
@@ -78,10 +94,12 @@ class ByteLedger:
         """Rows by (operation, group name)."""
         return self._entries
 
+    @property
+    def busy_seconds(self) -> float:
+        """Time during which any call was under way; calls that overlap count once."""
+        return self._any.busy_seconds
+
     def total(self) -> Entry:
         """The sum of all rows."""
-        whole = Entry()
-        for entry in self._entries.values():
-            for item in fields(Entry):
-                setattr(whole, item.name, getattr(whole, item.name) + getattr(entry, item.name))
-        return whole
+        rows = self._entries.values()
+        return Entry(*(sum(getattr(entry, name) for entry in rows) for name in _COLUMNS))

@@ -185,7 +185,5 @@ class Job:
 def ledger_bytes(metrics: Path) -> float | None:
     """Bytes that one rank sent in the last run of a metrics file, by its ledger; None: it says nothing."""
     records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    rows = [record for record in records if record.get("event") == "communication"]
-    if not rows:
-        return None
-    return sum(entry["sent_bytes"] for name, entry in rows[-1].items() if name != "event")
+    books = [record["rows"] for record in records if record.get("event") == "communication"]
+    return sum(row["sent_bytes"] for row in books[-1].values()) if books else None

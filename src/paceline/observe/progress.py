@@ -12,6 +12,7 @@ from rich.live import Live
 from rich.text import Text
 
 from paceline.observe.phases import PHASES
+from paceline.observe.schema import spoken
 from paceline.observe.stats import Stats
 
 _WINDOW_STEPS = 20
@@ -52,7 +53,7 @@ class Progress:
 
     def event(self, name: str, record: Mapping[str, Any]) -> None:
         """Show an event above the progress line; the books of the run go to the metrics file only."""
-        if name in ("communication", "cache"):
+        if not spoken(name):
             return
         flat = {**record, **record.get("metrics", {})}
         text = "  ".join(f"{k} {_short(v)}" for k, v in flat.items() if k != "metrics")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import os
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
+from paceline.observe.schema import level_of, passes
 from paceline.observe.stats import Stats
 
 
@@ -20,34 +23,77 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """One JSON object a line: steps as `Stats.record`, other events under their name.
+    """One JSON object a line: steps as `Stats.record`, other events under their name; see `schema`.
+
+    Nothing is thrown away when the file is full: it is renamed to `NAME.0001.jsonl`, `NAME.0002.jsonl` and so
+    on, and a new one begins.
 
     Args:
         path: appended to, so that a resumed run continues its file.
+        level: the lowest level that is written.
+        rotate_bytes: size at which a new file begins; 0: never.
+        now: seconds since the epoch.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8")
+    def __init__(
+        self, path: Path, *, level: str = "debug", rotate_bytes: int = 0, now: Callable[[], float] = time.time
+    ) -> None:
+        self._path, self._level, self._rotate_bytes, self._now = path, level, rotate_bytes, now
+        self._file = _continue(path)
 
     def step(self, stats: Stats) -> None:
         """Write one step."""
-        self._write(stats.record())
+        self.event("step", stats.record())
 
     def event(self, name: str, record: Mapping[str, Any]) -> None:
-        """Write one event."""
-        self._write({"event": name, **record})
+        """Write one event, about rank 0 where the record does not say another."""
+        if not passes(name, self._level):
+            return
+        common = {"event": name, "level": level_of(name), "rank": 0, "time": self._now()}
+        self._file.write(_line({**common, **record}))
+        self._file.flush()
+        if self._rotate_bytes and self._file.tell() >= self._rotate_bytes:
+            self._file.close()
+            self._path.rename(full_name(self._path, len(full_files(self._path)) + 1))
+            self._file = _continue(self._path)
 
     def close(self) -> None:
         """Flush and close the file."""
         self._file.close()
 
-    def _write(self, record: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(_finite(record)) + "\n")
-        self._file.flush()
+
+def full_name(path: Path, number: int) -> Path:
+    """The name of the n-th file that is full, from 1."""
+    return path.with_name(f"{path.stem}.{number:04d}{path.suffix}")
+
+
+def full_files(path: Path) -> list[Path]:
+    """The files that are full, oldest first."""
+    return sorted(path.parent.glob(f"{path.stem}.[0-9][0-9][0-9][0-9]{path.suffix}"))
+
+
+def _continue(path: Path) -> IO[str]:
+    """Open to append; a line that a crash cut short is ended, so that it spoils no other."""
+    with path.open("ab+") as file:
+        if file.tell() > 0:
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
+    return path.open("a", encoding="utf-8")
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    """Strict JSON; JSON has no NaN, so numbers that are not finite become their names."""
+    try:
+        return json.dumps(record, allow_nan=False) + "\n"
+    except (
+        TypeError,
+        ValueError,
+    ):  # a number that is not finite, or a mapping that is no dict
+        return json.dumps(_finite(record)) + "\n"
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN: numbers that are not finite become their names."""
     match value:
         case Mapping():
             return {k: _finite(v) for k, v in value.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -50,4 +50,4 @@ class Stats:
 
     def record(self) -> dict[str, Any]:
         """The fields and the rate as plain values, for JSON."""
-        return {"event": "step", **asdict(self), "samples_per_second": self.samples_per_second}
+        return {"event": "step", **vars(self), "samples_per_second": self.samples_per_second}

@@ -8,6 +8,7 @@ from paceline.recipe.dump import to_toml
 from paceline.recipe.lasting import CheckpointRecipe, HealthRecipe
 from paceline.recipe.learning import BatchRecipe, OptimizerRecipe, ScheduleRecipe
 from paceline.recipe.load import load_recipe
+from paceline.recipe.log import LogRecipe
 from paceline.recipe.model import (
     EvaluateRecipe,
     LoaderRecipe,
@@ -26,6 +27,7 @@ __all__ = [
     "EvaluateRecipe",
     "HealthRecipe",
     "LoaderRecipe",
+    "LogRecipe",
     "MemoryRecipe",
     "OptimizerRecipe",
     "PrecisionRecipe",

@@ -34,6 +34,7 @@ _FREE = (
     "runtime",
     "memory",
     "health",
+    "log",
 )
 
 

@@ -14,6 +14,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from paceline.recipe.lasting import CheckpointRecipe, HealthRecipe
 from paceline.recipe.learning import BatchRecipe, OptimizerRecipe, ScheduleRecipe
+from paceline.recipe.log import LogRecipe
 from paceline.recipe.plain import plain
 from paceline.recipe.problems import Conflict, refused
 from paceline.recipe.same_bits import lane_conflicts, same_bits_conflicts
@@ -116,6 +117,7 @@ class Recipe(Table):
     evaluate: EvaluateRecipe = Field(default_factory=EvaluateRecipe, description="held-out evaluation")
     checkpoint: CheckpointRecipe = Field(default_factory=CheckpointRecipe, description="when state is saved")
     health: HealthRecipe = Field(default_factory=HealthRecipe, description="what is done about bad numbers")
+    log: LogRecipe = Field(default_factory=LogRecipe, description="what is written down")
     strategy: Strategy = Field(default_factory=Strategy, description="how the work is distributed")
     outer: OuterRecipe = Field(default_factory=OuterRecipe, description="the outer optimizer of diloco")
     runtime: RuntimeRecipe = Field(default_factory=RuntimeRecipe, description="where and how it runs")

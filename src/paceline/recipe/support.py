@@ -140,6 +140,10 @@ def _sharers(strategy: Strategy) -> str:
     return f"replicas={strategy.replicas}{shard}{lanes}"
 
 
+def _fewer(processes: int) -> str:
+    return f"start at most {processes} processes" if processes else "take fewer lanes"
+
+
 def _explain_ranks(strategy: Strategy, place: _Place) -> str:
     degrees = ("replicas", "shard", "tensor", "pipeline", "context")
     product = " x ".join(
@@ -159,7 +163,7 @@ _RULES = (
         lambda strategy, place: (strategy.replicas or 1) * strategy.shard * strategy.lanes > place.shards,
         lambda strategy, place: (
             f"{_sharers(strategy)} is more than batch.shards={place.shards}, so a rank would have no work:"
-            f" start at most {place.shards // strategy.lanes} processes or raise batch.shards"
+            f" {_fewer(place.shards // strategy.lanes)} or raise batch.shards"
         ),
     ),
 )

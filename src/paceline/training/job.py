@@ -14,13 +14,16 @@ import torch
 from rich.console import Console
 
 from paceline.cluster import Cluster
-from paceline.observe import JsonLines, Progress, Sink
+from paceline.observe import JsonLines, Progress, Sink, TextLog
 from paceline.recipe import Recipe
+from paceline.report import write_report
+from paceline.report.folder import LOG, METRICS, REPORT
 from paceline.task import Task
 from paceline.tasks import load_task, run_build
 from paceline.training import run_folder
 from paceline.training.build import build_session, choose_device
 from paceline.training.loop import Result, fit
+from paceline.training.records import run_record
 from paceline.training.session import Session
 from paceline.training.stopping import StopRequest, stop_on_notice, stop_on_signals
 
@@ -117,23 +120,42 @@ def train(
         used = None if resume is None else run_folder.restore(session, resume, warn)
         result = fit(session, run_dir, sinks(session, run_dir, talks, used))
         session.complete()
+        if session.is_first:
+            write_page(run_dir, warn)
         if talks is not None:
             conclude(session, result, run_dir, talks)
         return result
 
 
+def write_page(run_dir: Path, warn: Callable[[str], None]) -> None:
+    """The page of the run; a disk that has no room for it takes nothing from the run."""
+    try:
+        write_report(run_dir)
+    except OSError as error:
+        warn(f"the report cannot be written: {error}; free space, then `paceline report {run_dir}`")
+
+
 def sinks(
     session: Session, run_dir: Path, console: Console | None, resumed_from: str | None = None
 ) -> list[Sink]:
-    """Rank 0 writes metrics, and shows progress where there is a console; both begin with a resume."""
+    """Rank 0 writes metrics and a log, and shows progress where there is a console.
+
+    They begin with how the run began, and with the checkpoint if it goes on.
+    """
     if not session.is_first:
         return []
-    found: list[Sink] = [JsonLines(run_dir / "metrics.jsonl")]
+    level, full = session.recipe.log.level, session.recipe.log.rotate_bytes
+    found: list[Sink] = [
+        JsonLines(run_dir / METRICS, level=level, rotate_bytes=full),
+        TextLog(run_dir / LOG, level=level, rotate_bytes=full),
+    ]
     if console is not None:
         tokens = session.task.num_tokens_per_sample
         found.append(Progress(console, session.state.step, session.num_steps, tokens))
-    for sink in found if resumed_from is not None else ():
-        sink.event("resume", {"step": session.state.step, "checkpoint": resumed_from})
+    for sink in found:
+        sink.event("run", run_record(session))
+        if resumed_from is not None:
+            sink.event("resume", {"step": session.state.step, "checkpoint": resumed_from})
     return found
 
 
@@ -149,7 +171,8 @@ def conclude(session: Session, result: Result, run_dir: Path, console: Console) 
         lines.append(f"state sha256: {result.sha256}")
     lines += [
         f"checkpoint: {result.checkpoint}",
-        f"metrics:    {run_dir / 'metrics.jsonl'}",
+        f"metrics:    {run_dir / METRICS}",
+        f"report:     {run_dir / REPORT}",
         f"resume:     {resume}",
     ]
     for line in lines:

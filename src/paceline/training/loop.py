@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from paceline.observe import Sink, Stats
 from paceline.sync.health import RollBack
 from paceline.training.evaluation import Evaluation, evaluate
 from paceline.training.hashes import hash_at_interval, tell_hash
 from paceline.training.intervals import reached
+from paceline.training.records import RankRecords
 from paceline.training.saves import Saves, open_saves
 from paceline.training.session import Session
 
@@ -53,23 +55,23 @@ def fit(session: Session, run_dir: Path | None = None, sinks: Sequence[Sink] = (
         for sink in sinks:
             stack.callback(sink.close)
         saves = stack.enter_context(open_saves(session, run_dir, sinks))
+        ranks = RankRecords(session, sinks, written=run_dir is not None)
         before = session.state.step
         for last in _rounds(session, saves):
-            for sink in sinks:
-                sink.step(last)
-            for name, record in session.notes.take():
-                for sink in sinks:
-                    sink.event(name, record)
+            _observe(session, last, sinks, ranks)
             stopped = last.stops > 0 and not _done(session)
             hash_at_interval(session, before, sinks)
             if not _done(session) and not stopped:
                 _at_intervals(session, before, saves, sinks)
             before = session.state.step
+            ranks.begin()
         saves.begin_last()
+        ranks.flush()
         _account(session, sinks)
         sha256 = tell_hash(session, sinks) if session.recipe.reproducible else None
         evaluation = None if stopped else _evaluate(session, saves, sinks)
         saved = saves.finish()
+        _tell(sinks, "end", {"step": session.state.step, "stopped": stopped})
     return Result(session.state.step, last, evaluation, saved, sha256, stopped)
 
 
@@ -83,6 +85,15 @@ def _rounds(session: Session, saves: Saves) -> Iterator[Stats]:
             saves.roll_back(ask)
 
 
+def _observe(session: Session, stats: Stats, sinks: Sequence[Sink], ranks: RankRecords) -> None:
+    for sink in sinks:
+        sink.step(stats)
+    for name, record in session.notes.take():
+        for sink in sinks:
+            sink.event(name, record)
+    ranks.step(stats)
+
+
 def _account(session: Session, sinks: Sequence[Sink]) -> None:
     """What went over the wires, how much of its time was hidden, and what the sample cache saved."""
     rows = {
@@ -90,9 +101,13 @@ def _account(session: Session, sinks: Sequence[Sink]) -> None:
         for (op, group), entry in session.net.ledger.rows.items()
     }
     loader = session.loader
+    _tell(sinks, "communication", {"rows": rows})
+    _tell(sinks, "cache", {"hits": loader.cache_hits, "lookups": loader.cache_lookups})
+
+
+def _tell(sinks: Sequence[Sink], event: str, record: Mapping[str, Any]) -> None:
     for sink in sinks:
-        sink.event("communication", rows)
-        sink.event("cache", {"hits": loader.cache_hits, "lookups": loader.cache_lookups})
+        sink.event(event, record)
 
 
 def _at_intervals(session: Session, before: int, saves: Saves, sinks: Sequence[Sink]) -> None:
@@ -109,6 +124,5 @@ def _evaluate(session: Session, saves: Saves, sinks: Sequence[Sink]) -> Evaluati
     evaluation = evaluate(session)
     if evaluation is not None:
         saves.score(evaluation.loss)
-        for sink in sinks:
-            sink.event("evaluation", asdict(evaluation))
+        _tell(sinks, "evaluation", asdict(evaluation))
     return evaluation

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from datetime import datetime
 from pathlib import Path
 
 from paceline.checkpoint import Files
 from paceline.comm.text import share_text
 from paceline.recipe import load_recipe, to_toml
 from paceline.recipe.changes import refuse_changes
+from paceline.report.folder import CHECKPOINTS, RECIPE, new_run_dir
 from paceline.training import saving
 from paceline.training.session import Session
-
-_RECIPE = "recipe.toml"
 
 
 def prepare(session: Session, resume: Path | None) -> Path:
@@ -26,14 +23,15 @@ def prepare(session: Session, resume: Path | None) -> Path:
     if resume is not None:
         chosen = str(run_of(resume))
     else:
-        chosen = session.recipe.run_dir or _new_name(session.recipe.task)
+        chosen = session.recipe.run_dir or str(new_run_dir(session.recipe.task))
     chosen = share_text(chosen, session.mesh.world, session.net, session.placed.device)
     run_dir = Path(chosen)
     if session.is_first:
         if resume is not None:
-            refuse_changes(load_recipe(run_dir / _RECIPE), session.recipe, chosen)
+            refuse_changes(load_recipe(run_dir / RECIPE), session.recipe, chosen)
         run_dir.mkdir(parents=True, exist_ok=True)
-        Files(chosen).publish(_RECIPE, to_toml(session.recipe).encode())  # a crash must not leave half of it
+        asked = session.recipe.replace(run_dir=None)  # the folder says it; a copy is free to go elsewhere
+        Files(chosen).publish(RECIPE, to_toml(asked).encode())  # a crash must not leave half of it
     return run_dir
 
 
@@ -53,9 +51,4 @@ def run_of(resume: Path) -> Path:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    return path.parent.name == "checkpoints"
-
-
-def _new_name(task: str) -> str:
-    name = Path(task.partition(":")[0]).stem
-    return str(Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{name}-{os.getpid()}")
+    return path.parent.name == CHECKPOINTS

@@ -1,5 +1,7 @@
 """The ledger: calls and bytes by operation and group; shares of time that nobody waited for."""
 
+import time
+
 import pytest
 
 from paceline.comm import ByteLedger, Entry
@@ -31,6 +33,19 @@ def test_the_total_is_the_sum_of_the_rows_in_every_field() -> None:
         entry.exposed_seconds += seconds / 4
     assert ledger.total() == Entry(3, 192, 192.0, 6.0, 1.5)
     assert ByteLedger().total() == Entry()
+
+
+@pytest.mark.capability("P10")
+def test_calls_that_overlap_are_under_way_once() -> None:
+    ledger = ByteLedger()
+    first, second = (ledger.launched("all_reduce", group, 64, world=2) for group in ("replica", "world"))
+    first.began()
+    second.began()
+    time.sleep(0.02)
+    first.ended()
+    second.ended()
+    longest = max(first.busy_seconds, second.busy_seconds)
+    assert 0.02 <= longest <= ledger.busy_seconds < first.busy_seconds + second.busy_seconds
 
 
 @pytest.mark.capability("G10")

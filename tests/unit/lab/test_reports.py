@@ -80,8 +80,7 @@ def test_the_ledger_of_the_last_run_is_read(tmp_path) -> None:
     path = tmp_path / "metrics.jsonl"
     row = {
         "event": "communication",
-        "all_reduce world": {"sent_bytes": 10.0},
-        "broadcast world": {"sent_bytes": 2.0},
+        "rows": {"all_reduce world": {"sent_bytes": 10.0}, "broadcast world": {"sent_bytes": 2.0}},
     }
     path.write_text('{"event": "step", "step": 0}\n' + json.dumps(row) + "\n")
     assert ledger_bytes(path) == 12.0

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from paceline.observe import PHASES, JsonLines, Stats
+from paceline.observe.sinks import full_files
 
 
 def make_stats(**changes: Any) -> Stats:
@@ -52,18 +53,21 @@ def write(path: Path, *records: Stats | tuple[str, dict[str, Any]]) -> list[dict
 @pytest.mark.capability("A1")
 def test_a_step_is_written_with_loss_norm_rate_of_learning_and_samples_per_second(tmp_path: Path) -> None:
     (found,) = write(tmp_path / "metrics.jsonl", make_stats())
-    assert found == {"event": "step", "samples_per_second": 128.0, **vars(make_stats())}
+    assert found.pop("time") > 0
+    common = {"event": "step", "level": "info", "rank": 0}
+    assert found == {**common, "samples_per_second": 128.0, **vars(make_stats())}
 
 
 def test_an_event_is_written_under_its_name(tmp_path: Path) -> None:
     found = write(
         tmp_path / "m",
         ("evaluation", {"loss": 1.5, "metrics": {"accuracy": 0.5}}),
-        ("checkpoint", {"path": "ü/x"}),
+        ("ranks", {"rank": 1, "time": 2.0}),
     )
+    assert found[0].pop("time") > 0
     assert found == [
-        {"event": "evaluation", "loss": 1.5, "metrics": {"accuracy": 0.5}},
-        {"event": "checkpoint", "path": "ü/x"},
+        {"event": "evaluation", "level": "info", "rank": 0, "loss": 1.5, "metrics": {"accuracy": 0.5}},
+        {"event": "ranks", "level": "info", "rank": 1, "time": 2.0},
     ]
 
 
@@ -96,3 +100,37 @@ def test_a_resumed_run_continues_the_file(tmp_path: Path) -> None:
 
 def test_a_step_of_no_time_has_no_rate() -> None:
     assert make_stats(seconds=0.0).samples_per_second == 0.0
+
+
+@pytest.mark.capability("P2")
+def test_only_what_is_grave_enough_is_written(tmp_path: Path) -> None:
+    for level, expected in {"debug": ["step", "cache", "warning"], "warning": ["warning"]}.items():
+        sink = JsonLines(tmp_path / level, level=level)
+        sink.step(make_stats())
+        sink.event("cache", {"hits": 1, "lookups": 2})
+        sink.event("warning", {"text": "slow disk"})
+        sink.close()
+        assert [record["event"] for record in read(tmp_path / level)] == expected
+
+
+@pytest.mark.capability("P2")
+def test_a_full_file_is_put_aside_and_nothing_is_lost(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for first in (0, 20):  # the second one goes on where the first one ended
+        sink = JsonLines(path, rotate_bytes=2000)
+        for step in range(first, first + 20):
+            sink.step(make_stats(step=step))
+        sink.close()
+    names = [file.name for file in full_files(path)]
+    assert names == [f"metrics.{i:04d}.jsonl" for i in range(1, len(names) + 1)] and len(names) > 3
+    found = [record["step"] for file in [*full_files(path), path] for record in read(file)]
+    assert found == list(range(40))
+    assert all(file.stat().st_size < 3000 for file in full_files(path))
+
+
+def test_a_line_that_a_crash_cut_short_spoils_no_other(tmp_path: Path) -> None:
+    (tmp_path / "m").write_text('{"event": "st')
+    sink = JsonLines(tmp_path / "m")
+    sink.step(make_stats(step=3))
+    sink.close()
+    assert json.loads((tmp_path / "m").read_text().splitlines()[1])["step"] == 3

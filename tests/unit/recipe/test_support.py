@@ -15,7 +15,6 @@ NOT_BUILT: dict[str, Any] = {
     "zero": 2,
     "tensor": 2,
     "context": 2,
-    "lanes": 2,
     "sync": "hogwild",
     "codec": "bf16",
     "route": "ring",
@@ -31,6 +30,7 @@ WORKS = {
     "pipedream",
     "gpipe",
     "auto",
+    "lanes=2",
     "sync=every-step",
     "sync=local:8",
     "sync=diloco:50",
@@ -61,6 +61,12 @@ COMBINATIONS = {  # what runs on as many processes, or the reason why not
     "pipeline=2 codec=int8": (2, "leave out codec or pipeline"),
     "pipeline=2 shard=2 zero=1": (4, "choose shard or pipeline"),
     "schedule=1f1b": (2, "add pipeline=2"),
+    "lanes=2": (3, ""),
+    "shard=2 zero=1 lanes=2": (4, ""),
+    "pipeline=2 lanes=2": (2, "leave out lanes"),
+    "sync=local:2 lanes=2": (2, "leave out lanes"),
+    "lanes=3": (3, "start at most 2 processes"),
+    "replicas=1 lanes=9": (1, "take fewer lanes"),
 }
 
 

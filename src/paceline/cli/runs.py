@@ -1,0 +1,94 @@
+"""`paceline runs` and `paceline report`: what there is, and what it says."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from paceline.cli.console import output
+from paceline.report import Facts, Run, facts, find_runs, read_run, render, summary, write_report
+from paceline.report.facts import spell, spell_seconds
+from paceline.report.folder import RUNS
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def runs(
+    folders: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Run folders, or folders of them. Default: runs/.", show_default=False),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List runs, the oldest first."""
+    wanted = folders or [RUNS]
+    found = [read_run(path) for path in find_runs(wanted if folders or RUNS.is_dir() else [])]
+    if as_json:
+        output().print_json(json.dumps([_record(run) for run in found]))
+        return
+    if not found:
+        output().print(f"no runs in {', '.join(map(str, wanted))}", markup=False, highlight=False)
+        return
+    head = ["run", "status", "started", "ranks", "steps", "loss", "held-out", "speed", "time"]
+    rows = [head, *(_row(run, facts(run)) for run in found)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    for row in rows:
+        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        output().print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def report(
+    run: Annotated[
+        list[Path], typer.Argument(help="One run folder, or several to compare.", show_default=False)
+    ],
+    to: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Where the page goes. Default: RUN/report.html, report.html."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write one page about a run, or about several side by side, and say in words what is on it."""
+    found = [read_run(path) for path in run]
+    if to is None and len(found) == 1:
+        path = write_report(found[0].folder)
+    else:
+        path = to or Path("report.html")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(render(found), encoding="utf-8")
+    if as_json:
+        output().print_json(json.dumps({"page": str(path), "runs": [_record(one) for one in found]}))
+        return
+    for one in found:
+        for line in ([f"{one.name}:"] if len(found) > 1 else []) + summary(one):
+            output().print(line, markup=False, highlight=False, soft_wrap=True)
+    output().print(f"page: {path}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _record(run: Run) -> dict[str, Any]:
+    return {"run": str(run.folder), **_finite(asdict(facts(run))), "summary": summary(run)}
+
+
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN."""
+    found = json.loads(json.dumps(values), parse_constant=str)
+    return dict(found)
+
+
+def _row(run: Run, found: Facts) -> list[str]:
+    begun = f"{datetime.fromtimestamp(found.started):%Y-%m-%d %H:%M}" if found.started is not None else "–"
+    return [
+        str(run.folder),
+        found.status,
+        begun,
+        str(found.ranks or "–"),
+        f"{found.steps}/{found.num_steps}" if found.num_steps else str(found.steps),
+        spell(found.loss),
+        spell(found.held_out),
+        "–" if found.rate is None else f"{spell(found.rate, 3)} {found.rate_unit}",
+        spell_seconds(found.seconds),
+    ]

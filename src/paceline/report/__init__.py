@@ -1,0 +1,20 @@
+"""The folder of a run, read: what happened in it as numbers, as words and as a page. Imports no torch."""
+
+from paceline.report.facts import Facts, facts
+from paceline.report.folder import checked_run, find_runs, new_run_dir
+from paceline.report.page import render, write_report
+from paceline.report.read import Run, read_run
+from paceline.report.summary import summary
+
+__all__ = [
+    "Facts",
+    "Run",
+    "checked_run",
+    "facts",
+    "find_runs",
+    "new_run_dir",
+    "read_run",
+    "render",
+    "summary",
+    "write_report",
+]

@@ -1,0 +1,78 @@
+"""Bytes that the rounds of a run have to send by the closed form, beside those that were counted.
+
+The ledger counts what was really passed to each collective, on every rank. Here the same number follows from
+the model's size and the number of ranks: two sources, so that a difference means something. Where no form is
+known, none is given.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.report.read import Run
+
+_AGREE_ONCE = ("every-step", "local", "diloco")
+"""Rules whose replicas send one gradient, or one movement of the same size, and one tally in a round."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Bytes of one rank, over the steps since the run was started or resumed last.
+
+    Args:
+        rank: whose.
+        rounds: how many the numbers are of; a round is a step, or the steps between two agreements.
+        steps: in these rounds.
+        counted_bytes: by the ledger.
+        expected_bytes: by the closed form; None: no form is known for this strategy.
+        dense_bytes: what replicas would send that agree in every step, by the closed form.
+    """
+
+    rank: int
+    rounds: int
+    steps: int
+    counted_bytes: float
+    expected_bytes: float | None
+    dense_bytes: float
+
+    @property
+    def agrees(self) -> bool | None:
+        """Whether both are the same to rounding; None: there is nothing to compare."""
+        if self.expected_bytes is None:
+            return None
+        return abs(self.counted_bytes - self.expected_bytes) <= 1e-9 * max(1.0, self.expected_bytes)
+
+
+def sent(run: Run) -> list[Sent]:
+    """What every rank sent in the steps of the last start; empty if that was not recorded."""
+    counted: dict[int, tuple[int, float]] = {}
+    steps = 0
+    for record in run.last_start:
+        if record.get("event") == "ranks":
+            rounds, num_bytes = counted.get(record["rank"], (0, 0.0))
+            counted[record["rank"]] = (rounds + record["rounds"], num_bytes + record["sent_bytes"])
+            steps = record["step"] + 1 - run.start.get("step", 0)
+    if not counted or not run.start:
+        return []
+    each = all_reduced(run, "gradient_bytes", "tally_bytes")
+    known = is_plain(str(run.start["strategy"])) and not run.start["ordered"]
+    return [
+        Sent(rank, rounds, steps, num_bytes, rounds * each if known else None, steps * each)
+        for rank, (rounds, num_bytes) in sorted(counted.items())
+    ]
+
+
+def is_plain(strategy: str) -> bool:
+    """Whether replicas add up whole fp32 tensors and a tally once a round, and send nothing else."""
+    terms = dict(term.partition("=")[::2] for term in strategy.split())
+    return set(terms) <= {"replicas", "sync"} and terms.get("sync", "").partition(":")[0] in _AGREE_ONCE
+
+
+def all_reduced(run: Run, *sizes: str) -> float:
+    """Bytes that one rank sends to add up tensors of these sizes, once: 2 (P - 1) / P n.
+
+    Source: Thakur, Rabenseifner, Gropp 2005, Optimization of Collective Communication Operations in
+        MPICH, section 4.
+    """
+    ranks = max(1, run.ranks)
+    return 2.0 * (ranks - 1) / ranks * sum(float(run.start[size]) for size in sizes)

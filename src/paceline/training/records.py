@@ -1,0 +1,103 @@
+"""What a run says of itself: how it began, and where the time of every rank goes.
+
+Every so many rounds all ranks send their numbers to rank 0, which writes one record for each rank.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from paceline._version import VERSION
+from paceline.comm.tally import tally_bytes
+from paceline.observe import PHASES, Sink, Stats
+from paceline.observe.process import peak_bytes, process_start
+from paceline.observe.ranks import rank_records
+from paceline.observe.schema import SCHEMA
+from paceline.recipe import resolve
+from paceline.training.session import Session
+
+_WINDOW_ROUNDS = 20
+
+
+class RankRecords:
+    """Measures this rank's rounds, and lets rank 0 write those of all.
+
+    Args:
+        sinks: of rank 0; empty on the others.
+        written: whether the run has a folder; without one nothing is measured or sent.
+        window: rounds in a record.
+    Wire: one gather a window, of 8 (window x num_columns) bytes from each rank.
+    """
+
+    def __init__(
+        self, session: Session, sinks: Sequence[Sink], *, written: bool, window: int = _WINDOW_ROUNDS
+    ) -> None:
+        self._session, self._sinks, self._written, self._window = session, sinks, written, window
+        self._rows: list[list[float]] = []
+        self._step = -1
+        self.begin()
+
+    def step(self, stats: Stats) -> None:
+        """After every round; collective when the window is full."""
+        if not self._written:
+            return
+        busy, exposed, sent, cpu = (b - a for a, b in zip(self._before, self._counters(), strict=True))
+        phases = [stats.phases[phase] for phase in PHASES]
+        self._rows.append([stats.seconds, *phases, busy, exposed, sent, cpu, peak_bytes()])
+        self._step = stats.step
+        if len(self._rows) >= self._window:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what the window holds; collective. All ranks have made the same number of rounds."""
+        if not self._rows:
+            return
+        session = self._session
+        mine = torch.tensor(self._rows, dtype=torch.float64, device=session.placed.device)
+        tables = session.net.gather(mine, session.mesh.world).wait()
+        self._rows = []
+        for record in rank_records(self._step, [t.tolist() for t in tables]) if tables else ():
+            for sink in self._sinks:
+                sink.event("ranks", record)
+
+    def begin(self) -> None:
+        """A round begins: what evaluations, checkpoints and these records cost belongs to none."""
+        self._before = self._counters()
+
+    def _counters(self) -> tuple[float, float, float, float]:
+        ledger = self._session.net.ledger
+        whole = ledger.total()
+        return ledger.busy_seconds, whole.exposed_seconds, whole.sent_bytes, time.process_time()
+
+
+def run_record(session: Session) -> dict[str, Any]:
+    """How this process takes part, and the sizes from which closed forms follow."""
+    recipe, placed = session.recipe, session.placed
+    strategy = resolve(recipe.strategy, processes=session.cluster.world_size, shards=recipe.batch.shards)
+    trained = [p for p in session.state.model.parameters() if p.requires_grad]  # of all stages
+    return {
+        "schema": SCHEMA,
+        "step": session.state.step,
+        "num_steps": session.num_steps,
+        "task": recipe.task,
+        "strategy": str(strategy),
+        "ordered": recipe.is_ordered,
+        "ranks": session.cluster.world_size,
+        "devices": placed.device.type,
+        "threads": torch.get_num_threads(),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "process_start": process_start(os.getpid()),
+        "versions": {"paceline": VERSION, "torch": torch.__version__, "python": platform.python_version()},
+        "parameters": sum(p.numel() for p in trained),
+        "gradient_bytes": sum(p.numel() * p.element_size() for p in trained),
+        "tally_bytes": tally_bytes(len(placed.metric_names), len(trained), placed.buffers.num_values),
+        "tokens_per_sample": session.task.num_tokens_per_sample,
+    }

@@ -1,0 +1,106 @@
+"""Runs that several tests look at: trained once, by the command line, with real processes."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+STEPS, EVERY = 50, 20
+TASK = """
+import time
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from paceline import Cluster, Loss, Task
+
+
+def build(rest_seconds=0.02):
+    points = torch.rand(512, 2, generator=torch.Generator().manual_seed(0))
+    data = list(zip(points, (points.sum(1) > 1).long(), strict=True))
+    model = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 2))
+    slow = Cluster.from_env().global_rank == 1
+
+    def loss(model, batch):
+        x, y = batch
+        if slow:
+            time.sleep(rest_seconds)  # rank 1 is the one that the others wait for
+        out = model(x)
+        right = (out.argmax(-1) == y).sum()
+        return Loss(F.cross_entropy(out, y, reduction="sum"), len(y), {"accuracy": right})
+
+    return Task(model, data=data[:448], loss=loss, held_out=data[448:])
+"""
+RECIPE = f"""
+task = "task.py:build"
+steps = {STEPS}
+[batch]
+size = 32
+shards = 2
+[optimizer]
+lr = 1e-2
+[schedule]
+decay = "cosine"
+[evaluate]
+every_steps = {EVERY}
+"""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A finished run.
+
+    Args:
+        folder: of the run.
+        printed: by the command that trained it.
+        records: of its metrics, as they stand in the file.
+    """
+
+    folder: Path
+    printed: str
+    records: list[dict[str, Any]]
+
+    def of(self, event: str) -> list[dict[str, Any]]:
+        """The records of one event."""
+        return [record for record in self.records if record["event"] == event]
+
+
+Train = Callable[..., Trained]
+
+
+@pytest.fixture(scope="session")
+def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
+    """Train the recipe above in a folder of its own, where the run makes a folder under `runs/`."""
+
+    def start(*arguments: str, processes: int = 2) -> Trained:
+        place = tmp_path_factory.mktemp("project")
+        (place / "task.py").write_text(TASK)
+        (place / "recipe.toml").write_text(RECIPE)
+        command = [sys.executable, "-m", "paceline", "train", "recipe.toml", "-n", str(processes)]
+        done = subprocess.run(
+            [*command, *arguments], cwd=place, capture_output=True, text=True, timeout=90, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        (folder,) = (place / "runs").iterdir()
+        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        return Trained(folder, done.stdout, [json.loads(line) for line in lines])
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def trained(train: Train) -> Trained:
+    """Two processes, the second of which is slower."""
+    return train()
+
+
+@pytest.fixture(scope="session")
+def trained_alone(train: Train) -> Trained:
+    """One process, another rate, everything written."""
+    return train("--set", "optimizer.lr=1e-3", "--set", "log.level=debug", processes=1)

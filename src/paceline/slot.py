@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from paceline.errors import TaskError
@@ -69,3 +70,12 @@ def trained_parameters(model: nn.Module) -> dict[Slot, nn.Parameter]:
             next_step="unfreeze what should be trained: parameter.requires_grad_(True)",
         )
     return found
+
+
+def first_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """For each name the first name of the same tensor, which is another one where tensors are tied."""
+    seen: dict[tuple[int, torch.Size], str] = {}
+    return {
+        name: seen.setdefault((value.data_ptr(), value.shape), name) if value.numel() else name
+        for name, value in tensors.items()
+    }

@@ -24,7 +24,7 @@ _REFUSED: Mapping[KeyPath, str] = {
     ("optimizer", "name"): "the moments are those of the other one",
     ("checkpoint", "folder"): "that is where the checkpoints are",
 }
-_FREE = ("run_dir", "evaluate", "checkpoint", "loader", "runtime", "memory", "health")
+_FREE = ("run_dir", "init_from", "evaluate", "checkpoint", "loader", "runtime", "memory", "health")
 
 
 class Change(NamedTuple):

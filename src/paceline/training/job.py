@@ -51,6 +51,7 @@ def join(
     cluster: Cluster | None = None,
     warn: Callable[[str], None] = lambda text: None,
     stop_requested: Callable[[], bool] = lambda: False,
+    fresh: bool = True,
 ) -> Iterator[Session]:
     """Connect to the other ranks, build this rank's session, and leave at the end of the block.
 
@@ -62,6 +63,7 @@ def join(
         cluster: in place of the one in the environment.
         warn: see `build_session`.
         stop_requested: see `EveryStep`.
+        fresh: see `build_session`.
     """
     with connected(recipe, cluster) as (found, device):
         session = build_session(
@@ -71,6 +73,7 @@ def join(
             device,
             warn=warn,
             stop_requested=stop_requested,
+            fresh=fresh,
         )
         yield session
         session.close()
@@ -111,15 +114,30 @@ def train(
     with (
         stop_on_signals(StopRequest()) as stop,
         stop_on_notice(recipe.checkpoint.notice, stop),
-        join(recipe, task, base_dir=base_dir, cluster=cluster, warn=warn, stop_requested=stop) as session,
+        join(
+            recipe,
+            task,
+            base_dir=base_dir,
+            cluster=cluster,
+            warn=warn,
+            stop_requested=stop,
+            fresh=resume is None,
+        ) as session,
     ):
-        run_dir = run_folder.prepare(session, resume)
-        used = None if resume is None else run_folder.restore(session, resume, warn)
-        result = fit(session, run_dir, sinks(session, run_dir, talks, used))
-        session.complete()
-        if talks is not None:
-            conclude(session, result, run_dir, talks)
-        return result
+        return _continue(session, resume, talks, warn)
+
+
+def _continue(
+    session: Session, resume: Path | None, talks: Console | None, warn: Callable[[str], None]
+) -> Result:
+    """Restore if the run is not new, fit, and say what came out."""
+    run_dir = run_folder.prepare(session, resume)
+    used = None if resume is None else run_folder.restore(session, resume, warn)
+    result = fit(session, run_dir, sinks(session, run_dir, talks, used))
+    session.complete()
+    if talks is not None:
+        conclude(session, result, run_dir, talks)
+    return result
 
 
 def sinks(

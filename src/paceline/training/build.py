@@ -70,6 +70,7 @@ def build_session(
         items_per_sample=max(1, task.num_tokens_per_sample),
         stop_requested=stop_requested,
     )
+    require_data(task)
     model = prepare_model(recipe if fresh else recipe.replace(init_from=None), task, device)
     make_equal(model, setting.net, setting.mesh.world)
     names = metric_names(task, model, device)
@@ -119,10 +120,14 @@ def resolved(recipe: Recipe, processes: int) -> Strategy:
     return answer.nearest
 
 
-def build_order(recipe: Recipe, task: Task) -> Order:
-    """The order of samples of every epoch."""
+def require_data(task: Task) -> None:
+    """Raises: DataError: there is nothing to train on."""
     if len(task.data) == 0:
         raise DataError("the training data is empty", next_step="look at the task's options that select it")
+
+
+def build_order(recipe: Recipe, task: Task) -> Order:
+    """The order of samples of every epoch."""
     batch = recipe.batch
     return Order(len(task.data), batch.size, recipe.seed, shuffle=batch.shuffle, drop_last=batch.drop_last)
 

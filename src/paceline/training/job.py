@@ -112,7 +112,7 @@ def train(
     talks = console if cluster.global_rank == 0 else None
     warn = talks.print if talks is not None else (lambda text: None)
     with (
-        stop_on_signals(StopRequest()) as stop,
+        stop_on_signals(StopRequest(setting_up=True)) as stop,
         stop_on_notice(recipe.checkpoint.notice, stop),
         join(
             recipe,
@@ -124,15 +124,20 @@ def train(
             fresh=resume is None,
         ) as session,
     ):
-        return _continue(session, resume, talks, warn)
+        return _continue(session, resume, talks, warn, stop)
 
 
 def _continue(
-    session: Session, resume: Path | None, talks: Console | None, warn: Callable[[str], None]
+    session: Session,
+    resume: Path | None,
+    talks: Console | None,
+    warn: Callable[[str], None],
+    stop: StopRequest,
 ) -> Result:
     """Restore if the run is not new, fit, and say what came out."""
     run_dir = run_folder.prepare(session, resume)
     used = None if resume is None else run_folder.restore(session, resume, warn)
+    stop.setting_up = False
     result = fit(session, run_dir, sinks(session, run_dir, talks, used))
     session.complete()
     if talks is not None:

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from paceline.cli import bench, export, lab, recipe, run, train, verify
+from paceline.cli import bench, export, lab, recipe, run, sweep, train, verify
 from paceline.cli.console import fail
 from paceline.cli.resume import with_value
 from paceline.errors import PacelineError
@@ -21,6 +21,7 @@ app = typer.Typer(
 app.command("train")(train.train)
 app.command("verify")(verify.verify)
 app.command("export")(export.export)
+app.command("sweep")(sweep.sweep)
 app.command(
     "run",
     context_settings={

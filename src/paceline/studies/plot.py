@@ -33,7 +33,8 @@ def render_plot(summary: Summary) -> str:
     title = f"target: {summary.target}" if summary.target is not None else "no evaluation"
     body = [_text(_LEFT, 24, title, "start")]
     for i, name in enumerate(names):
-        body += _panel(name, word, series, _LEFT + i * (_WIDTH + _LEFT))
+        marks = _marks(summary, word) if name == "steps to target" else []
+        body += _panel(name, word, series, _LEFT + i * (_WIDTH + _LEFT), marks)
     for i, one in enumerate(series):
         y = _TOP + _HEIGHT + 60 + 18 * i
         body += [f'<rect x="{_LEFT}" y="{y - 9}" width="14" height="10" fill="{one.color}"/>']
@@ -63,25 +64,46 @@ def _series(rows: Sequence[Row], word: str) -> list[_Series]:
     ]
 
 
-def _panel(name: str, word: str, series: Sequence[_Series], left: int) -> list[str]:
+def _panel(name: str, word: str, series: Sequence[_Series], left: int, marks: Sequence[float]) -> list[str]:
+    """Axes with their numbers, a line for each series, and dashed lines where the critical batches are."""
     texts = list(dict.fromkeys(row.values.get(word, "") for one in series for row in one.rows))
-    places = _places(texts)
+    along = _along(texts)
     spreads = [row.numbers[name] for one in series for row in one.rows if name in row.numbers]
-    up = _scale([s.mean + s.deviation for s in spreads] + [s.mean - s.deviation for s in spreads])
-    bottom = _TOP + _HEIGHT
+    ends = [s.mean + s.deviation for s in spreads] + [s.mean - s.deviation for s in spreads]
+    up, bottom = _scale(ends), _TOP + _HEIGHT
     found = [_text(left + _WIDTH / 2, _TOP - 8, name), _text(left + _WIDTH / 2, bottom + 34, word)]
     found += [f'<path d="M{left} {_TOP}V{bottom}H{left + _WIDTH}" fill="none" stroke="#888"/>']
-    found += [_text(left + places[text] * _WIDTH, bottom + 16, text) for text in texts]
-    for value in sorted({s.mean for s in spreads})[:: max(1, len(spreads) // 6)]:
-        found.append(_text(left - 6, bottom - up(value) * _HEIGHT + 4, f"{value:.4g}", "end"))
+    found += [_text(left + along(text) * _WIDTH, bottom + 16, text) for text in texts]
+    found += [_text(left - 6, bottom - up(v) * _HEIGHT + 4, _spell(v), "end") for v in _ticks(ends)]
+    for mark in marks:
+        x = left + along(str(mark)) * _WIDTH
+        found.append(f'<path d="M{x:.1f} {_TOP}V{bottom}" stroke="#888" stroke-dasharray="4 4"/>')
     for one in series:
-        shown = [
-            (left + places[r.values.get(word, "")] * _WIDTH, r.numbers[name])
-            for r in one.rows
-            if name in r.numbers
-        ]
+        rows = [row for row in one.rows if name in row.numbers]
+        shown = [(left + along(row.values.get(word, "")) * _WIDTH, row.numbers[name]) for row in rows]
         found += _line(shown, one.color, lambda value: bottom - up(value) * _HEIGHT)
     return found
+
+
+def _marks(summary: Summary, word: str) -> list[float]:
+    """Critical batches that lie among those that were measured."""
+    batches = [float(row.values["batch"]) for row in summary.rows] if word == "batch" else []
+    found = [critical.batch or 0.0 for _, critical in summary.critical]
+    return [batch for batch in found if batches and min(batches) < batch < max(batches)]
+
+
+def _ticks(values: Sequence[float]) -> list[float]:
+    """Up to five numbers between the smallest and the largest, evenly spaced in the plot."""
+    low, high = min(values, default=0.0), max(values, default=0.0)
+    if low == high:
+        return [low] if values else []
+    if low > 0:
+        return [low * (high / low) ** (i / 4) for i in range(5)]
+    return [low + (high - low) * i / 4 for i in range(5)]
+
+
+def _spell(value: float) -> str:
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def _line(points: Iterable[tuple[float, Spread]], color: str, y_of: Callable[[float], float]) -> list[str]:
@@ -96,13 +118,13 @@ def _line(points: Iterable[tuple[float, Spread]], color: str, y_of: Callable[[fl
     return found
 
 
-def _places(texts: Sequence[str]) -> dict[str, float]:
+def _along(texts: Sequence[str]) -> Callable[[str], float]:
     """Where values stand along the axis, 0 to 1: numbers by their logarithm, words evenly."""
     try:
         scale = _scale([float(text) for text in texts])
-        return {text: scale(float(text)) for text in texts}
+        return lambda text: scale(float(text))
     except ValueError:
-        return {text: (i + 0.5) / len(texts) for i, text in enumerate(texts)}
+        return lambda text: (list(texts).index(text) + 0.5) / len(texts)
 
 
 def _scale(values: Sequence[float]) -> Callable[[float], float]:

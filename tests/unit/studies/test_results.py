@@ -98,6 +98,9 @@ def test_the_plot_has_a_point_for_every_row_in_every_panel() -> None:
     assert names.count("circle") == 3 * 6 and names.count("polyline") == 3 * 2
     texts = [element.text for element in svg.iter() if element.tag.endswith("text")]
     assert {"steps to target", "samples to target", "samples/s", "batch", "replicas=1"} <= set(texts)
+    assert render_plot(summarize(done, {})).count("stroke-dasharray") == 0  # steps fall as 1 / batch
+    curved = [(cell(batch=b), run(b, round(40 + 4000 / b))) for b in (25, 50, 200)]
+    assert render_plot(summarize(curved, {})).count("stroke-dasharray") == 1
     ElementTree.fromstring(render_plot(summarize([], {"batch=1": "no <result>"})))
     words = [(cell(strategy="<a>"), run(8, 9)), (cell(strategy="b"), run(8, 9))]
     assert "&lt;a&gt;" in render_plot(summarize(words, {}))

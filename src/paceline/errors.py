@@ -90,6 +90,18 @@ class DeadlineError(CommunicationError):
     """A wait took longer than the deadline of the run."""
 
 
+class MemoryLimitError(PacelineError):
+    """The memory of the host or of a device, or the shared memory between processes, is used up."""
+
+    exit_code = 7
+
+
+class SetupStoppedError(PacelineError):
+    """The run was asked to stop before its first step: it has nothing to save, and ends at once."""
+
+    exit_code = 143
+
+
 class LabError(PacelineError):
     """A lab cannot be made or changed: a tool, a right or a feature of the kernel is missing."""
 

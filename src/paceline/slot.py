@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from paceline.errors import TaskError
@@ -45,6 +46,10 @@ class Piece:
     slot: Slot
     tensor: Tensor
 
+    def under(self, word: str) -> Piece:
+        """The same, with `word/` before its name."""
+        return Piece(replace(self.slot, name=f"{word}/{self.slot.name}"), self.tensor)
+
 
 class Keeper(Protocol):
     """Who holds state beside model and optimizer: a rule, a codec's residuals."""
@@ -69,3 +74,12 @@ def trained_parameters(model: nn.Module) -> dict[Slot, nn.Parameter]:
             next_step="unfreeze what should be trained: parameter.requires_grad_(True)",
         )
     return found
+
+
+def first_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """For each name the first name of the same tensor, which is another one where tensors are tied."""
+    seen: dict[tuple[int, torch.Size], str] = {}
+    return {
+        name: seen.setdefault((value.data_ptr(), value.shape), name) if value.numel() else name
+        for name, value in tensors.items()
+    }

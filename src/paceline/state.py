@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import CheckpointError
-from paceline.slot import Keeper, Piece, Slot
+from paceline.slot import Keeper, Piece, Slot, first_names
 
 _SMALLEST_SCALE = 2.0**-24
 
@@ -89,10 +89,7 @@ class TrainState:
         ]
         found += self.optimizer_pieces()
         for word, keeper in self.keepers.items():
-            found += [
-                Piece(replace(piece.slot, name=f"{word}/{piece.slot.name}"), piece.tensor)
-                for piece in keeper.pieces()
-            ]
+            found += [piece.under(word) for piece in keeper.pieces()]
         return found
 
     def optimizer_pieces(self) -> list[Piece]:
@@ -120,6 +117,7 @@ class TrainState:
             "optimizer": numbers,
             "optimizer_kind": type(self.optimizer).__name__,
             "group_steps": [group.get("step") for group in self.optimizer.param_groups],
+            "tied": {name: first for name, first in first_names(self._named()).items() if name != first},
         }
 
     def load(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
@@ -183,16 +181,19 @@ class TrainState:
 
     def _model_tensors(self) -> dict[str, Tensor]:
         """Parameters and persistent buffers; tied tensors once, by their first name."""
-        first: dict[tuple[int, torch.Size], str] = {}
-        found = {}
-        for name, value in self.model.state_dict().items():
+        named = self._named()
+        first = first_names(named)
+        return {name: value for name, value in named.items() if first[name] == name}
+
+    def _named(self) -> dict[str, Tensor]:
+        """Parameters and persistent buffers by every name that they have."""
+        found = dict(self.model.state_dict())
+        for name, value in found.items():
             if not isinstance(value, Tensor):
                 raise CheckpointError(
                     f"the model's '{name}' is {type(value).__name__}, and only tensors can be saved",
                     next_step="return a tensor from get_extra_state, or register a buffer instead",
                 )
-            if not value.numel() or first.setdefault((value.data_ptr(), value.shape), name) == name:
-                found[name] = value
         return found
 
     def _optimized(self) -> list[tuple[str, nn.Parameter]]:

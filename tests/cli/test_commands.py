@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.checkpoint import Files, load, name_of
-from paceline.observe.schema import mistakes
-from paceline.report import read_run, summary
+from paceline.report import read_run
 
 ROOT = Path(__file__).parents[2]
 DIGITS = str(ROOT / "recipes" / "digits.toml")
@@ -100,49 +99,6 @@ def test_errors_name_the_key_and_the_line(tmp_path: Path) -> None:
     found = paceline("train", recipe, timeout=10)
     assert found.returncode == 2
     assert "bad.toml, line 6" in found.stderr and "optimizer.learning" in found.stderr
-
-
-RAISES = """
-import torch
-from torch import nn
-from paceline import Cluster, Loss, Task
-
-def build():
-    calls = []
-    def loss(model, batch):
-        calls.append(1)
-        if Cluster.from_env().global_rank == 1 and len(calls) == 6:
-            {what}
-        x = batch
-        return Loss((model(x) ** 2).sum(), len(x))
-    return nn.Linear(4, 1), torch.rand(64, 4), loss
-"""
-
-
-@pytest.mark.capability("P2")
-@pytest.mark.parametrize(
-    ("what", "said"),
-    [
-        ("raise ValueError('the 6th call')", "ValueError: the 6th call"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "rank 1 was killed by SIGKILL"),
-    ],
-    ids=["raises", "dies"],
-)
-def test_a_worker_that_fails_ends_the_job_and_is_named_first(tmp_path: Path, what: str, said: str) -> None:
-    (tmp_path / "task.py").write_text(RAISES.format(what=what))
-    (tmp_path / "recipe.toml").write_text('task = "task.py:build"\nsteps = 500\n[batch]\nsize = 8\n')
-    failed = paceline(
-        "train", tmp_path / "recipe.toml", "-n", 2, "--set", f"run_dir={tmp_path / 'run'}", timeout=40
-    )
-    assert failed.returncode not in (0, None)
-    report = [line for line in failed.stderr.splitlines() if line.startswith("rank ")]
-    assert report[0].startswith("rank 1 "), failed.stderr
-    assert said in failed.stderr
-    run = read_run(tmp_path / "run")
-    assert run.error is not None and (run.status, run.error["rank"]) == ("failed", 1)
-    for name in ("metrics.jsonl", "log.txt", "report.html"):
-        assert said.split(": ")[-1] in (tmp_path / "run" / name).read_text(), name
-    assert mistakes(run.error) == [] and summary(run)[0].startswith("Failed after ")
 
 
 def test_sigterm_saves_the_step_and_resume_goes_on(tmp_path: Path) -> None:

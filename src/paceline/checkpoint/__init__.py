@@ -11,9 +11,11 @@ from paceline.checkpoint.publish import Keep
 from paceline.checkpoint.reader import Loaded, ManifestReader, load
 from paceline.checkpoint.saver import Saver, Saving
 from paceline.checkpoint.shelf import Shelf, name_of
+from paceline.checkpoint.weights import Exported, export_weights, find_checkpoint, load_weights
 
 __all__ = [
     "MANIFEST",
+    "Exported",
     "Files",
     "Keep",
     "Loaded",
@@ -24,6 +26,9 @@ __all__ = [
     "Saver",
     "Saving",
     "Shelf",
+    "export_weights",
+    "find_checkpoint",
     "load",
+    "load_weights",
     "name_of",
 ]

@@ -134,9 +134,11 @@ def _fill(item: ReadItem, saved: Tensor, planner: LoadPlanner) -> None:
     planner.commit_tensor(item, target)
 
 
-def load(files: Files, name: str) -> Loaded:
+def load(files: Files, name: str, prefix: str = "") -> Loaded:
     """Read one checkpoint into new, whole tensors, on this rank alone.
 
+    Args:
+        prefix: of the names of the tensors that are wanted; "model/" leaves the moments out.
     Raises:
         CheckpointError: missing, cut short, or its bytes are not those that were written.
     """
@@ -145,6 +147,7 @@ def load(files: Files, name: str) -> Loaded:
         chunk.name: torch.empty(chunk.shape, dtype=dtype_of(chunk.dtype))
         for file in reader.manifest.files
         for chunk in file.chunks
+        if chunk.name.startswith(prefix)
     }
     with warnings.catch_warnings():  # "torch.distributed is disabled": it is not, every rank reads by itself
         warnings.simplefilter("ignore", UserWarning)

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from paceline.cli import bench, lab, recipe, run, runs, train, verify
+from paceline.cli import bench, export, lab, recipe, run, runs, sweep, train, verify
 from paceline.cli.console import fail
 from paceline.cli.resume import with_value
 from paceline.errors import PacelineError
@@ -20,6 +20,8 @@ app = typer.Typer(
 )
 app.command("train")(train.train)
 app.command("verify")(verify.verify)
+app.command("export")(export.export)
+app.command("sweep")(sweep.sweep)
 app.command(
     "run",
     context_settings={

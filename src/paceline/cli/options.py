@@ -46,8 +46,14 @@ def task_directory(recipe_path: Path) -> Path:
     return recipe_path.resolve().parent
 
 
-def absolute_task(recipe: Recipe, base_dir: Path) -> Recipe:
-    """The recipe with the file of its task as an absolute path, so that it can be resumed from anywhere."""
+def absolute_paths(recipe: Recipe, base_dir: Path) -> Recipe:
+    """The recipe with what it reads as absolute paths, so that it can be resumed from anywhere.
+
+    Args:
+        base_dir: of the file of the task. First weights are relative to where the user is, as outputs are.
+    """
+    if recipe.init_from is not None:
+        recipe = recipe.replace(init_from=str(Path(recipe.init_from).resolve()))
     file, colon, function = recipe.task.partition(":")
     if not file.endswith(".py"):
         return recipe
@@ -56,7 +62,7 @@ def absolute_task(recipe: Recipe, base_dir: Path) -> Recipe:
 
 def read_recipe(path: Path, settings: list[str] | None, strategy: str | None) -> Recipe:
     """Load a recipe with the changes of the command line."""
-    return absolute_task(load_recipe(path, settings or (), strategy), task_directory(path))
+    return absolute_paths(load_recipe(path, settings or (), strategy), task_directory(path))
 
 
 def processes_for(recipe: Recipe, asked: int | None, nodes: int) -> int:

@@ -9,6 +9,7 @@ import signal
 import time
 from pathlib import Path
 
+from paceline.launch.advice import advise_after_signal
 from paceline.launch.outcome import STOPPED_EXIT_CODE, Failure, Kind, signal_headline
 from paceline.launch.process import Running
 from paceline.launch.stacks import read_position
@@ -45,12 +46,18 @@ def raised(global_rank: int, report: ErrorReport) -> Failure:
     summary = report.message.partition("\n")[0]
     return Failure(
         global_rank,
-        "connection" if report.connection else "error",
+        _kind(report),
         report.when,
         f"raised {report.type}: {summary}" if summary else f"raised {report.type}",
         report.exit_code,
-        report.traceback,
+        report.details,
     )
+
+
+def _kind(report: ErrorReport) -> Kind:
+    if report.exit_code == STOPPED_EXIT_CODE:
+        return "left"
+    return "connection" if report.connection else "error"
 
 
 def _stopped(one: Running, stop: Stop) -> Failure | None:
@@ -69,7 +76,8 @@ def _died(one: Running, code: int) -> Failure:
         return _failure(one, "error", f"ended with exit code {code}", code, details)
     # An abort is raised by the process itself, often because another rank is gone: its time decides.
     kind: Kind = "error" if code == -signal.SIGABRT else "signal"
-    return _failure(one, kind, signal_headline(-code), 128 - code, details)
+    advice = advise_after_signal(-code)
+    return _failure(one, kind, signal_headline(-code), 128 - code, f"{details}\n{advice}".strip("\n"))
 
 
 def _failure(one: Running, kind: Kind, headline: str, exit_code: int, details: str = "") -> Failure:

@@ -18,7 +18,7 @@ _LINE_LENGTH = 160
 
 _EXIT_CODES: dict[int, int] = {signal.SIGINT: 128 + signal.SIGINT, signal.SIGHUP: 128 + signal.SIGHUP}
 
-Kind = Literal["signal", "error", "connection", "stopped"]
+Kind = Literal["signal", "error", "connection", "stopped", "left"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Failure:
         global_rank: whose.
         kind: "signal": killed, not by the launcher; "error": raised, aborted or exited with a code that
             is not 0; "connection": an error that says that another rank is gone; "stopped": ended by the
-            launcher.
+            launcher; "left": it was asked to stop before the first step, and did.
         when: seconds since the epoch.
         headline: one line that says what happened.
         exit_code: what the launcher returns if this is the cause.
@@ -87,12 +87,14 @@ def conclude(
         report = render_report(shown, nodes, logs, lost)
         obeyed = _EXIT_CODES.get(stop_signal, STOPPED_EXIT_CODE)
         return Outcome(own[0].exit_code if own else obeyed, own, report)
+    if any(failure.kind == "left" for failure in ordered):  # the others missed it
+        ordered = tuple(failure for failure in ordered if failure.kind in ("signal", "error"))
     code = ordered[0].exit_code if ordered else STOPPED_EXIT_CODE * stopped
     return Outcome(code, ordered, render_report(ordered, nodes, logs, lost))
 
 
 def _rank_of_cause(failure: Failure) -> tuple[int, float, int]:
-    weight = {"signal": 0, "error": 1, "connection": 2, "stopped": 3}[failure.kind]
+    weight = {"signal": 0, "error": 1, "connection": 2, "stopped": 3, "left": 4}[failure.kind]
     return weight, failure.when, failure.global_rank
 
 

@@ -125,7 +125,9 @@ def _render_worker(job: Job, place: Place, inherited: Mapping[str, str], local_r
             **own,
         },
         listen_fd=listen_fd,
-        log_file=None if local_rank == 0 else place.folder / f"rank-{global_rank}.log",
+        log_file=None
+        if local_rank == 0 and job.output != "logged"
+        else place.folder / f"rank-{global_rank}.log",
         error_file=error_file(place.folder, global_rank),
         stack_file=stack_file(place.folder, global_rank),
     )

@@ -13,11 +13,13 @@ import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import dedent
 from types import TracebackType
 from typing import IO, Self
 
 from paceline.cluster import Cluster
 from paceline.errors import PacelineError
+from paceline.launch.advice import explain_memory
 from paceline.launch.render import error_file, stack_file
 from paceline.launch.stacks import prepare_stack
 
@@ -31,6 +33,7 @@ class ErrorReport:
     Args:
         when: seconds since the epoch.
         type, message, traceback: of the exception, as text.
+        details: what a user needs beside the first line: the traceback, or where and what next.
         exit_code: of the process.
         connection: the error says that another rank is gone or silent, so it is unlikely to be the cause.
     """
@@ -39,18 +42,22 @@ class ErrorReport:
     type: str
     message: str
     traceback: str
+    details: str
     exit_code: int
     connection: bool
 
     @classmethod
     def of(cls, error: BaseException) -> ErrorReport:
         """Describe an exception."""
+        said = explain_memory(error) or error
+        trace = "".join(traceback.format_exception(error))
         return cls(
             when=time.time(),
-            type=type(error).__name__,
-            message=str(error),
-            traceback="".join(traceback.format_exception(error)),
-            exit_code=_exit_code(error),
+            type=type(said).__name__,
+            message=str(said),
+            traceback=trace,
+            details=_details(error, said, trace),
+            exit_code=_exit_code(said),
             connection=is_connection_error(error),
         )
 
@@ -64,6 +71,20 @@ class ErrorReport:
     def load(cls, path: Path) -> ErrorReport | None:
         """Read what a worker saved; None if it saved nothing."""
         return cls(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+
+
+def _details(error: BaseException, said: BaseException, trace: str) -> str:
+    """The traceback where it is needed, and where and what next of what is ours."""
+    rest = dedent("\n".join(str(said).splitlines()[1:])) if isinstance(said, PacelineError) else ""
+    if said is error:
+        return rest if _reads_alone(error) else trace
+    return rest if isinstance(error, PacelineError) else trace + rest
+
+
+def _reads_alone(error: BaseException) -> bool:
+    """An error of ours does, unless it was raised because of one of the user's."""
+    foreign = error.__cause__ is not None and not isinstance(error.__cause__, PacelineError | OSError)
+    return isinstance(error, PacelineError) and not foreign and not hasattr(error, "__notes__")
 
 
 def _exit_code(error: BaseException) -> int:

@@ -104,7 +104,7 @@ _ROLL_BACK = {
 }
 _ERROR = {
     "text": "str: what happened, one line",
-    "kind": "str: error, signal, connection or stopped",
+    "kind": "str: error, signal, connection, stopped or left (before the first step)",
     "exit_code": "int: of the job, if this is the cause",
 }
 

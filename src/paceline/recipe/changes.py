@@ -26,6 +26,7 @@ _REFUSED: Mapping[KeyPath, str] = {
 }
 _FREE = (
     "run_dir",
+    "init_from",
     "hash_every",
     "on_divergence",
     "evaluate",

@@ -108,6 +108,11 @@ class Recipe(Table):
     run_dir: str | None = Field(
         default=None, min_length=1, description="output folder; left out: new in runs/"
     )
+    init_from: str | None = Field(
+        default=None,
+        min_length=1,
+        description="first weights: a safetensors file, or a folder of them; left out: by the seed",
+    )
     batch: BatchRecipe = Field(default_factory=BatchRecipe, description="the global batch")
     optimizer: OptimizerRecipe = Field(default_factory=OptimizerRecipe, description="the update rule")
     schedule: ScheduleRecipe = Field(default_factory=ScheduleRecipe, description="the rate over time")

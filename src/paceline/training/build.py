@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
+from paceline.checkpoint import load_weights
 from paceline.cluster import Cluster
 from paceline.comm import Net
 from paceline.data import Feed, Loader, Order, to_device
@@ -44,6 +45,7 @@ def build_session(
     pieces: Pieces | None = None,
     warn: Callable[[str], None] = lambda text: None,
     stop_requested: Callable[[], bool] = lambda: False,
+    fresh: bool = True,
 ) -> Session:
     """Build one rank's session.
 
@@ -54,9 +56,11 @@ def build_session(
         device: where this rank computes.
         warn: receives sentences about what was asked for and runs differently.
         stop_requested: see `EveryStep`.
+        fresh: the run begins here, with the weights that the recipe names; false: it will be restored.
     Raises:
         StrategyError: the strategy does not fit the processes.
         TaskError, DataError: the task breaks its contract, or there is no data.
+        CheckpointError: the first weights cannot be read, or are those of another model.
     """
     pieces = pieces or Pieces()
     strategy = resolved(recipe, cluster.world_size)
@@ -70,7 +74,8 @@ def build_session(
         items_per_sample=max(1, task.num_tokens_per_sample),
         stop_requested=stop_requested,
     )
-    model = prepare_model(recipe, task, device)
+    require_data(task)
+    model = prepare_model(recipe if fresh else recipe.replace(init_from=None), task, device)
     make_equal(model, setting.net, setting.mesh.world)
     names = metric_names(task, model, device)
     recompute_and_compile(recipe, task, model, device, warn)
@@ -125,10 +130,14 @@ def resolved(recipe: Recipe, processes: int) -> Strategy:
     return answer.nearest
 
 
-def build_order(recipe: Recipe, task: Task) -> Order:
-    """The order of samples of every epoch."""
+def require_data(task: Task) -> None:
+    """Raises: DataError: there is nothing to train on."""
     if len(task.data) == 0:
         raise DataError("the training data is empty", next_step="look at the task's options that select it")
+
+
+def build_order(recipe: Recipe, task: Task) -> Order:
+    """The order of samples of every epoch."""
     batch = recipe.batch
     return Order(len(task.data), batch.size, recipe.seed, shuffle=batch.shuffle, drop_last=batch.drop_last)
 
@@ -146,9 +155,11 @@ def num_steps_of(recipe: Recipe, steps_per_epoch: int) -> int:
 
 
 def prepare_model(recipe: Recipe, task: Task, device: torch.device) -> nn.Module:
-    """The task's model on its device, weights set by name where the task knows how."""
+    """The task's model on its device: weights from a file, or set by name where the task knows how."""
     if task.initialize is not None:
         task.initialize(task.model, recipe.seed)
+    if recipe.init_from is not None:
+        load_weights(task.model, recipe.init_from)
     name_dropouts(task.model)
     return task.model.to(device)
 

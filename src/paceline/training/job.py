@@ -54,6 +54,7 @@ def join(
     cluster: Cluster | None = None,
     warn: Callable[[str], None] = lambda text: None,
     stop_requested: Callable[[], bool] = lambda: False,
+    fresh: bool = True,
 ) -> Iterator[Session]:
     """Connect to the other ranks, build this rank's session, and leave at the end of the block.
 
@@ -65,6 +66,7 @@ def join(
         cluster: in place of the one in the environment.
         warn: see `build_session`.
         stop_requested: see `EveryStep`.
+        fresh: see `build_session`.
     """
     with connected(recipe, cluster) as (found, device):
         session = build_session(
@@ -74,6 +76,7 @@ def join(
             device,
             warn=warn,
             stop_requested=stop_requested,
+            fresh=fresh,
         )
         yield session
         session.close()
@@ -112,19 +115,39 @@ def train(
     talks = console if cluster.global_rank == 0 else None
     warn = talks.print if talks is not None else (lambda text: None)
     with (
-        stop_on_signals(StopRequest()) as stop,
+        stop_on_signals(StopRequest(setting_up=True)) as stop,
         stop_on_notice(recipe.checkpoint.notice, stop),
-        join(recipe, task, base_dir=base_dir, cluster=cluster, warn=warn, stop_requested=stop) as session,
+        join(
+            recipe,
+            task,
+            base_dir=base_dir,
+            cluster=cluster,
+            warn=warn,
+            stop_requested=stop,
+            fresh=resume is None,
+        ) as session,
     ):
-        run_dir = run_folder.prepare(session, resume)
-        used = None if resume is None else run_folder.restore(session, resume, warn)
-        result = fit(session, run_dir, sinks(session, run_dir, talks, used))
-        session.complete()
-        if session.is_first:
-            write_page(run_dir, warn)
-        if talks is not None:
-            conclude(session, result, run_dir, talks)
-        return result
+        return _continue(session, resume, talks, warn, stop)
+
+
+def _continue(
+    session: Session,
+    resume: Path | None,
+    talks: Console | None,
+    warn: Callable[[str], None],
+    stop: StopRequest,
+) -> Result:
+    """Restore if the run is not new, fit, and say what came out."""
+    run_dir = run_folder.prepare(session, resume)
+    used = None if resume is None else run_folder.restore(session, resume, warn)
+    stop.setting_up = False
+    result = fit(session, run_dir, sinks(session, run_dir, talks, used))
+    session.complete()
+    if session.is_first:
+        write_page(run_dir, warn)
+    if talks is not None:
+        conclude(session, result, run_dir, talks)
+    return result
 
 
 def write_page(run_dir: Path, warn: Callable[[str], None]) -> None:

@@ -3,6 +3,7 @@
 The first signal (SIGTERM, SIGUSR1, SIGINT) asks; the rule tells all ranks in the step that follows, and all
 save the same step. A second one, `SAME_SECONDS` later or more, ends the process at once, also while it waits
 inside a collective. Batch systems signal the launcher and its workers: what comes sooner is the same one.
+Before the first step there is nothing to save, and the first signal ends the process.
 
 Invariant: signals are received by a thread, and the main thread only reads a flag between two steps.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 import urllib.error
@@ -20,17 +22,25 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from paceline.errors import SetupStoppedError
+
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 SAME_SECONDS = 1.0
 INTERRUPTED_EXIT_CODE = 130
 _NOTICE_SECONDS = 2.0
+_NOTHING_TO_SAVE = "stopped before the first step: there was nothing to save"
 
 
 @dataclass
 class StopRequest:
-    """Whether this process was asked to stop; call it to know."""
+    """Whether this process was asked to stop; call it to know.
+
+    Args:
+        setting_up: no step has begun, so a request need not wait for one.
+    """
 
     requested: bool = False
+    setting_up: bool = False
     _asked_at: float = field(default=0.0, repr=False)
 
     def __call__(self) -> bool:
@@ -42,19 +52,30 @@ class StopRequest:
             self.requested, self._asked_at = True, now
         return now - self._asked_at < SAME_SECONDS
 
+    def leave_setup(self) -> None:
+        """Called in the main thread by a signal: unwind, if there is nothing to save.
+
+        Raises:
+            SetupStoppedError: there is nothing to save.
+        """
+        if self.setting_up:
+            raise SetupStoppedError(_NOTHING_TO_SAVE)
+
 
 @contextmanager
 def stop_on_signals(stop: StopRequest) -> Iterator[StopRequest]:
     """Turn signals into requests, in the main thread."""
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
-    listener = threading.Thread(target=_listen, args=(read_end, stop), name="signals", daemon=True)
-    before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+    over = threading.Event()
+    listener = threading.Thread(target=_listen, args=(read_end, stop, over), name="signals", daemon=True)
+    before = {number: signal.signal(number, lambda *_: stop.leave_setup()) for number in SIGNALS}
     woken = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     listener.start()
     try:
         yield stop
     finally:
+        over.set()
         signal.set_wakeup_fd(woken)
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -63,12 +84,22 @@ def stop_on_signals(stop: StopRequest) -> Iterator[StopRequest]:
         os.close(read_end)
 
 
-def _listen(read_end: int, stop: StopRequest) -> None:
+def _listen(read_end: int, stop: StopRequest, over: threading.Event) -> None:
     """The system writes the number of every signal to the pipe, whatever the main thread is doing."""
     while numbers := os.read(read_end, 16):
         for number in numbers:
             if number in SIGNALS and not stop.ask(time.monotonic()):
                 os._exit(INTERRUPTED_EXIT_CODE)
+            if number in SIGNALS and stop.setting_up:
+                _end_setup(stop, over)
+
+
+def _end_setup(stop: StopRequest, over: threading.Event) -> None:
+    """Say so, and give the main thread a moment to unwind: it cannot while it waits inside a collective."""
+    sys.stderr.write(f"{_NOTHING_TO_SAVE}\n")
+    sys.stderr.flush()
+    if not over.wait(SAME_SECONDS) and stop.setting_up:
+        os._exit(SetupStoppedError.exit_code)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from paceline.launch.outcome import Failure, conclude, signal_headline
+from paceline.launch.outcome import Failure, Outcome, conclude, signal_headline
 from paceline.launch.stop import Stop
 
 LOST = Failure(0, "connection", 1.0, "raised CommunicationError: rank 2 is gone", 4, "lost traceback")
@@ -60,6 +60,9 @@ def test_told_to_stop_lost_connections_are_no_failures(number: int, code: int) -
 def test_workers_that_were_asked_to_stop_saved_and_left() -> None:
     assert conclude([], stopped=True).exit_code == 143
     assert conclude([LOST], stopped=True).exit_code == 4
+    left = Failure(1, "left", 0.5, "raised SetupStoppedError: stopped before the first step", 143)
+    assert conclude([LOST, left], stopped=True) == Outcome(143, (), "")
+    assert conclude([left, RAISED], stopped=True).failures == (RAISED,)
 
 
 def test_told_to_stop_a_real_error_still_counts() -> None:

@@ -66,7 +66,8 @@ def test_a_dump_shows_every_field_that_is_not_none() -> None:
 def test_the_text_of_a_dump() -> None:
     text = to_toml(Recipe(task="digits", epochs=2, options={"layers": [8, 4]}))
     assert text.startswith(
-        'task = "digits"\nseed = 1\nepochs = 2.0\nreproducible = false\nhash_every = 0\non_divergence = "stop"\n'
+        'task = "digits"\nseed = 1\nepochs = 2.0\n'
+        'reproducible = false\nhash_every = 0\non_divergence = "stop"\n'
         "\n[options]\nlayers = [8, 4]\n\n[batch]\nsize = 32\n"
     )
     assert text.endswith("bucket_bytes = 16777216\n")

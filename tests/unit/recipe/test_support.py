@@ -58,7 +58,7 @@ COMBINATIONS = {  # what runs on as many processes, or the reason why not
     "replicas=2 pipeline=2": (4, ""),
     "replicas=1 pipeline=3 sync=pipedream": (3, ""),
     "replicas=2 pipeline=2 sync=pipedream": (4, "a rule of one pipeline"),
-    "pipeline=2 codec=int8": (2, "leave out codec or pipeline"),
+    "pipeline=2 codec=int8": (2, ""),
     "pipeline=2 shard=2 zero=1": (4, "choose shard or pipeline"),
     "schedule=1f1b": (2, "add pipeline=2"),
     "lanes=2": (3, ""),

@@ -1,0 +1,33 @@
+"""`paceline export`: the weights of a run as a file that any program reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paceline.cli.console import output
+from paceline.cli.resume import recipe_of
+from paceline.recipe import load_recipe
+
+
+def export(
+    run: Annotated[
+        Path, typer.Argument(help="A run folder, or a checkpoint inside one.", show_default=False)
+    ],
+    to: Annotated[Path, typer.Option("--to", help="The file to write, *.safetensors.", show_default=False)],
+) -> None:
+    """Write parameters and buffers of the newest valid checkpoint, or of the one that is named."""
+    folder = recipe_of(run).parent
+    from paceline.checkpoint import export_weights, find_checkpoint
+    from paceline.training.saving import files_of
+
+    def say(text: str) -> None:
+        output().print(text, markup=False, highlight=False, soft_wrap=True)
+
+    name = None if run.resolve() == folder.resolve() else run.name
+    files = files_of(load_recipe(folder / "recipe.toml"), folder)
+    done = export_weights(find_checkpoint(files, say, name), to)
+    say(f"{done.path}: {done.num_tensors} tensors, {done.num_values:,} values, step {done.step}")
+    say(f"go on from them: paceline train RECIPE --set init_from={done.path}")

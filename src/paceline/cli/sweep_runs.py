@@ -1,0 +1,155 @@
+"""The runs of a sweep: what each is in full, and training those that are not complete, one by one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.cli import options
+from paceline.errors import RecipeError
+from paceline.launch import Job, launch
+from paceline.recipe import Recipe, to_toml
+from paceline.studies import Cell, Measured, read_run
+
+_COMPLETE = "complete"
+_RECIPE = "recipe.toml"
+_STOPPED = (129, 130, 143)
+_EVALUATE_EVERY = 20
+"""Steps of the recipe's own batch between evaluations, for recipes that say nothing."""
+
+Done = list[tuple[Cell, Measured]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One cell.
+
+    Args:
+        folder: of its run.
+        recipe: in full; None if there is none such.
+        refusal: why there is none.
+    """
+
+    cell: Cell
+    folder: Path
+    recipe: Recipe | None
+    refusal: str = ""
+
+    @property
+    def complete(self) -> bool:
+        """Was it trained to its end before?"""
+        return (self.folder / _COMPLETE).exists()
+
+
+def plan_runs(
+    path: Path, settings: Sequence[str], strategy: str | None, cells: Sequence[Cell], folder: Path
+) -> list[Run]:
+    """Resolve every cell before any is trained.
+
+    Raises:
+        RecipeError: the recipe is wrong, no cell is possible, or the folder holds runs of other recipes.
+    """
+    usual = options.read_recipe(path, list(settings), strategy).batch.size
+    runs: list[Run] = []
+    refusals: list[RecipeError] = []
+    for cell in cells:
+        place = folder / cell.folder
+        try:
+            recipe = _often_enough(_resolve(path, settings, strategy, cell), usual)
+        except RecipeError as error:
+            refusals.append(error)
+            runs.append(Run(cell, place, None, error.what))
+        else:
+            runs.append(Run(cell, place, recipe.replace(run_dir=str(place.resolve()))))
+    if len(refusals) == len(cells):
+        raise refusals[0]
+    _refuse_others(runs)
+    return runs
+
+
+def _resolve(path: Path, settings: Sequence[str], strategy: str | None, cell: Cell) -> Recipe:
+    recipe = options.read_recipe(path, [*settings, *cell.overrides], strategy)
+    if cell.accumulation is not None:
+        shards = cell.accumulation * (recipe.strategy.replicas or 1)
+        recipe = recipe.replace(batch=recipe.batch.replace(shards=shards))
+    options.processes_for(recipe, None, 1)
+    return recipe
+
+
+def _often_enough(recipe: Recipe, usual: int) -> Recipe:
+    """Evaluate after the same numbers of samples in every cell, so that steps to a target can be told."""
+    if recipe.evaluate.every_steps:
+        return recipe
+    every = max(1, _EVALUATE_EVERY * usual // recipe.batch.size)
+    return recipe.replace(evaluate=recipe.evaluate.replace(every_steps=every))
+
+
+def _refuse_others(runs: Sequence[Run]) -> None:
+    for run in runs:
+        there = run.folder / _RECIPE
+        if run.recipe is not None and there.exists() and there.read_text("utf-8") != to_toml(run.recipe):
+            raise RecipeError(
+                "the folder holds a run of another recipe",
+                where=str(there),
+                next_step="choose another --out, or give the recipe and the settings of the first time",
+            )
+
+
+def train_all(runs: Sequence[Run], say: Callable[[str], None]) -> tuple[Done, dict[str, str], int]:
+    """Train what is not complete; one that fails is told, and the rest goes on.
+
+    Returns:
+        What is complete, why others are not, and the exit code: 0, 1, or that of a request to stop.
+    """
+    done: Done = []
+    failed: dict[str, str] = {}
+    for i, run in enumerate(runs, 1):
+        say(f"[{i}/{len(runs)}] {run.cell.label}{': complete before' if run.complete else ''}")
+        why, code = ("", 0) if run.complete else _train(run)
+        if code in _STOPPED:
+            say("stopped: the same command with --out goes on from here")
+            return done, failed, code
+        if why:
+            failed[run.cell.label] = why
+            say(f"  failed: {why}")
+        else:
+            done.append((run.cell, read_run(run.folder)))
+            say(f"  {_brief(done[-1][1])}")
+    return done, failed, int(bool(failed))
+
+
+def _train(run: Run) -> tuple[str, int]:
+    """One ordinary job, whose output goes to its folder; returns why it failed, and its exit code."""
+    if run.recipe is None:
+        return run.refusal, RecipeError.exit_code
+    run.folder.mkdir(parents=True, exist_ok=True)
+    again = any((run.folder / "checkpoints").glob("step-*/manifest.json"))
+    if not again:  # what a try without a checkpoint has measured is measured again
+        (run.folder / "metrics.jsonl").unlink(missing_ok=True)
+    path = run.folder / _RECIPE
+    path.write_text(to_toml(run.recipe), encoding="utf-8")
+    command = (sys.executable, "-m", "paceline", "train", str(path))
+    said: list[str] = []
+    job = Job(
+        command + (("--resume", str(run.folder)) if again else ()),
+        options.processes_for(run.recipe, None, 1),
+        threads=run.recipe.runtime.threads,
+        log_dir=run.folder / "logs",
+        output="logged",
+        grace_seconds=run.recipe.checkpoint.grace_seconds,
+    )
+    code = launch(job, say=said.append).exit_code
+    if code:
+        return "".join(said).partition("\n")[0] or f"exit code {code}", code
+    (run.folder / _COMPLETE).touch()
+    return "", 0
+
+
+def _brief(run: Measured) -> str:
+    last = run.points[-1].values if run.points else {}
+    values = "  ".join(f"{name} {value:.4g}" for name, value in last.items())
+    return (
+        f"{run.steps} steps in {run.seconds:.1f} s, {run.samples_per_second:.0f} samples/s  {values}".rstrip()
+    )

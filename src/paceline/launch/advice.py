@@ -1,0 +1,56 @@
+"""What to do about memory that is used up: the system and torch say it in many ways, none with a next step.
+
+Pure, and without torch: errors are told by their names and texts.
+"""
+
+from __future__ import annotations
+
+import errno
+import signal
+from collections.abc import Iterator
+
+from paceline.errors import MemoryLimitError
+
+_LESS = (
+    "fewer processes on this host, more batch.shards (a shard is one forward and backward), a smaller model, "
+    'or memory.recompute = "blocks"; --resume RUN goes on from the last checkpoint'
+)
+_SHARED = (
+    "give /dev/shm more room (mount -o remount,size=2g /dev/shm; docker run --shm-size 2g), "
+    "or set loader.workers = 0; --resume RUN goes on from the last checkpoint"
+)
+_HOST_TEXTS = ("can't allocate memory", "Cannot allocate memory", "not enough memory")
+_SHARED_TEXTS = ("</torch_", "unable to allocate shared memory", "out of shared memory")
+_NAMES = {"MemoryError", "OutOfMemoryError"}
+_SPEAKERS = {"RuntimeError", "OSError", "PacelineError"}
+_AFTER_SIGNAL = {
+    signal.SIGKILL: f"next:  if the kernel's log (dmesg) says that it was out of memory: {_LESS}",
+    signal.SIGBUS: f"next:  {_SHARED}",
+}
+
+
+def advise_after_signal(number: int) -> str:
+    """A line for a worker that a signal ended; empty if there is nothing to advise."""
+    return {int(key): text for key, text in _AFTER_SIGNAL.items()}.get(number, "")
+
+
+def explain_memory(error: BaseException) -> MemoryLimitError | None:
+    """The error in words of its own, if it, or one that caused it, says that memory is used up."""
+    first = str(error).partition("\n")[0]
+    for one in _chain(error):
+        names = {kind.__name__ for kind in type(one).__mro__}
+        says = str(one) if names & _SPEAKERS else ""
+        if any(words in says for words in _SHARED_TEXTS):
+            return MemoryLimitError(f"the shared memory of this host is used up: {first}", next_step=_SHARED)
+        named = names & _NAMES or getattr(one, "errno", None) == errno.ENOMEM
+        if named or any(words in says for words in _HOST_TEXTS):
+            return MemoryLimitError(f"the memory is used up: {first}", next_step=_LESS)
+    return None
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """An error, and those that it was raised from."""
+    one: BaseException | None = error
+    while one is not None:
+        yield one
+        one = one.__cause__

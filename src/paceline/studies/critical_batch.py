@@ -1,0 +1,57 @@
+"""The batch size beyond which larger batches save few steps.
+
+Source: McCandlish et al. 2018, An Empirical Model of Large-Batch Training, arXiv:1812.06162, section 2: the
+steps S and the samples E = S B that reach a target obey (S / S_min - 1) (E / E_min - 1) = 1, so that
+S = S_min (1 + B_crit / B).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_FEWEST = 3
+
+
+@dataclass(frozen=True)
+class CriticalBatch:
+    """A fit of S = S_min (1 + B_crit / B).
+
+    Args:
+        batch: B_crit; None: steps fall as 1 / B as far as was measured, so it is beyond the largest batch.
+        fewest_steps: S_min.
+        savings: (batch, next batch, steps of the first / steps of the second); a value of the ratio of
+            the batches would be perfect scaling.
+    """
+
+    batch: float | None
+    fewest_steps: float
+    savings: tuple[tuple[int, int, float], ...]
+
+
+def find_critical_batch(steps: Mapping[int, float]) -> CriticalBatch | None:
+    """Least squares of S against 1 / B, in relative errors.
+
+    Args:
+        steps: to the target, by batch size.
+    Returns:
+        None with fewer than three batch sizes: nothing could contradict the fit.
+    """
+    if len(steps) < _FEWEST:
+        return None
+    batches = sorted(steps)
+    savings = tuple((a, b, steps[a] / steps[b]) for a, b in itertools.pairwise(batches))
+    intercept, slope = _fit([(1 / b, steps[b], steps[b] ** -2) for b in batches])
+    found = slope / intercept if intercept > 0 and slope > 0 else None
+    return CriticalBatch(0.0 if slope <= 0 else found, max(0.0, intercept), savings)
+
+
+def _fit(points: list[tuple[float, float, float]]) -> tuple[float, float]:
+    """Intercept and slope of y over x, by weighted least squares of (x, y, weight)."""
+    total = sum(w for _, _, w in points)
+    x_mean = sum(w * x for x, _, w in points) / total
+    y_mean = sum(w * y for _, y, w in points) / total
+    spread = sum(w * (x - x_mean) ** 2 for x, _, w in points)
+    slope = sum(w * (x - x_mean) * (y - y_mean) for x, y, w in points) / spread
+    return y_mean - slope * x_mean, slope

@@ -1,0 +1,132 @@
+"""A job in a folder of its own, that fails or is interrupted where its recipe says; and how it ended."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.checkpoint import Files, Shelf
+from paceline.cluster import process_environment
+from tests.dist.launch.test_signals import worker
+
+TASK = """
+import os, signal, time
+from pathlib import Path
+import fsspec, torch
+from fsspec.implementations.local import LocalFileSystem
+from torch import nn
+from paceline import Cluster, Loss, Task
+
+HERE = Path(__file__).parent
+RANK = Cluster.from_env().global_rank
+
+def reach(seconds):
+    (HERE / "reached").touch()
+    time.sleep(seconds)
+
+class Slow(LocalFileSystem):
+    protocol = "slow"
+
+    def _open(self, path, mode="rb", **options):
+        if "w" in mode and "step-00000004" in path:
+            reach(1.5)
+        return super()._open(path, mode, **options)
+
+fsspec.register_implementation("slow", Slow)
+
+def fail(how):
+    if how == "raises":
+        raise ValueError("the 6th call")
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "not-finite":
+        return float("nan")
+    if how == "memory":
+        torch.empty(2**45)
+    return 1.0
+
+class HeldOut(list):
+    def __getitem__(self, index):
+        reach(0.03)
+        return super().__getitem__(index)
+
+def build(what="", pause=0.0):
+    calls = []
+    if what == "build":
+        reach(60)
+    def loss(model, batch):
+        calls.append(1)
+        time.sleep(pause)
+        factor = fail(what) if RANK == 1 and len(calls) == 6 else 1.0
+        return Loss((model(batch) ** 2).sum() * factor, len(batch))
+    data = torch.rand(64, 40000 if what == "shared" else 4)
+    held_out = HeldOut(data) if what == "evaluation" else None
+    return Task(nn.Linear(data.shape[1], 1), data, loss, held_out=held_out)
+"""
+RECIPE = """
+task = "task.py:build"
+steps = 60
+run_dir = "run"
+[batch]
+size = 8
+shards = 2
+[checkpoint]
+every_steps = 2
+mode = "blocking"
+[runtime]
+threads = 1
+"""
+
+
+@dataclass(frozen=True)
+class End:
+    """How a job ended, its run folder, and what it left there and in temporary files but torch's cache."""
+
+    code: int
+    out: str
+    err: str
+    checkpoints: list[int]
+    broken: list[str]
+    temporary: list[str]
+    steps: int
+    run: Path
+
+
+def start(folder: Path, *arguments: str, prefix: str = "") -> subprocess.Popen[str]:
+    (folder / "tmp").mkdir(parents=True)
+    (folder / "task.py").write_text(TASK)
+    (folder / "recipe.toml").write_text(RECIPE)
+    command = [sys.executable, "-m", "paceline", "train", "recipe.toml", *arguments]
+    if prefix:
+        command = ["unshare", "-Urm", "sh", "-c", prefix + '"$@"', "sh", *command]
+    environ = {**process_environment(), "TMPDIR": str(folder / "tmp")}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=folder, env=environ)
+
+
+def end_of(process: subprocess.Popen[str], folder: Path) -> End:
+    out, err = process.communicate(timeout=150)
+    shelf = Shelf.look(Files(str(folder / "run" / "checkpoints")))
+    whole = [kept.step for kept in shelf.whole]
+    left = [path.name for path in (folder / "tmp").iterdir() if not path.name.startswith("torchinductor")]
+    return End(process.returncode, out, err, whole, [*shelf.broken], left, steps_done(folder), folder / "run")
+
+
+def steps_done(folder: Path) -> int:
+    path = folder / "run" / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return sum(json.loads(line)["event"] == "step" for line in lines)
+
+
+def has_handlers(process: subprocess.Popen[str]) -> bool:
+    """Does rank 0 catch SIGUSR1? Then it has begun to set up."""
+    try:
+        status = Path(f"/proc/{worker(process, 0)}/status").read_text()
+    except (AssertionError, OSError):
+        return False
+    caught = next(line for line in status.splitlines() if line.startswith("SigCgt"))
+    return bool(int(caught.split()[1], 16) >> (signal.SIGUSR1 - 1) & 1)

@@ -1,0 +1,157 @@
+"""What goes wrong in a job, as a user sees it: one message, an exit code, and nothing left behind or lost.
+
+The jobs of this file run side by side, once; the tests look at how they ended. See docs/errors.md.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from paceline.observe.schema import mistakes
+from paceline.report import read_run, summary
+from paceline.testing.leaks import find_leaks, observe
+from tests.cli.jobs import End, end_of, has_handlers, start, steps_done
+
+# Jobs that fail at the sixth call of the loss on rank 1, in the fifth step
+
+FAILURES = {
+    "raises": (1, "rank 1 raised ValueError: the 6th call", "task.py"),
+    "killed": (137, "rank 1 was killed by SIGKILL (out of memory?)", "next:  if the kernel's log"),
+    "not-finite": (
+        5,
+        "raised NumericError: the loss is nan in step 4: on rank 1 the loss is nan and",
+        "next:  lower optimizer.lr",
+    ),
+    "memory": (7, "rank 1 raised MemoryLimitError: the memory is used up: ", "next:  fewer processes"),
+}
+
+
+def fails(folder: Path, what: str) -> End:
+    with start(folder, "-n", "2", "--set", f"options.what={what}") as process:
+        return end_of(process, folder)
+
+
+# Jobs that get Ctrl-C in a phase
+
+PHASES = {
+    "rendezvous": (),
+    "build": (),
+    "training": ("-n", "2", "--set", "options.pause=0.05"),
+    "saving": ("--set", "checkpoint.folder=slow://{}/run/checkpoints", "--set", "checkpoint.mode=background"),
+    "evaluation": ("--set", "steps=6"),
+}
+
+
+def is_there(phase: str, process: subprocess.Popen[str], folder: Path) -> bool:
+    if phase == "rendezvous":
+        return has_handlers(process)
+    return steps_done(folder) >= 3 if phase == "training" else (folder / "reached").exists()
+
+
+def interrupted(folder: Path, phase: str) -> End:
+    more = [word.format(folder) for word in PHASES[phase]]
+    if phase == "rendezvous":
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            more = ["--nodes", "2", "--rendezvous", f"127.0.0.1:{probe.getsockname()[1]}"]
+    with start(folder, "--set", f"options.what={phase}", *more) as process:
+        expires = time.monotonic() + 120
+        while not is_there(phase, process, folder):
+            assert process.poll() is None and time.monotonic() < expires, process.communicate()
+            time.sleep(0.02)
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+        return end_of(process, folder)
+
+
+# Others
+
+TINY_SHM = "mount -t tmpfs -o size=64k tmpfs /dev/shm && exec "
+
+
+def has_a_tiny_shared_memory(folder: Path, _: str) -> End:
+    options = ("--set", "options.what=shared", "--set", "loader.workers=1")
+    with start(folder, *options, prefix=TINY_SHM) as process:
+        return end_of(process, folder)
+
+
+def has_namespaces() -> bool:
+    tool = shutil.which("unshare")
+    return tool is not None and subprocess.run([tool, "-Urm", "true"], check=False).returncode == 0
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, End]:
+    """All jobs, a few at a time."""
+    jobs: dict[str, Callable[[Path, str], End]] = dict.fromkeys(FAILURES, fails)
+    jobs |= dict.fromkeys(PHASES, interrupted)
+    jobs |= {"shared": has_a_tiny_shared_memory} if has_namespaces() else {}
+    folder, before = tmp_path_factory.mktemp("jobs"), observe()
+    with ThreadPoolExecutor(3) as pool:
+        found = {name: pool.submit(job, folder / name, name) for name, job in jobs.items()}
+        ended = {name: future.result() for name, future in found.items()}
+    assert find_leaks(before) == []
+    return ended
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("what", FAILURES)
+def test_a_worker_that_fails_ends_the_job_and_is_named_first(what: str, ends: dict[str, End]) -> None:
+    code, first, further = FAILURES[what]
+    end = ends[what]
+    assert end.code == code, end.err
+    report = [line for line in end.err.splitlines() if line.startswith("rank ")]
+    assert first in report[0] and further in end.err, end.err
+    assert end.checkpoints == [2, 4] and not end.broken and not end.temporary
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.capability("P2")
+@pytest.mark.parametrize("what", ["raises", "killed"])
+def test_the_failure_is_in_the_records_of_the_run(what: str, ends: dict[str, End]) -> None:
+    run, said = read_run(ends[what].run), FAILURES[what][1].removeprefix("rank 1 ")
+    assert run.error is not None and (run.status, run.error["rank"]) == ("failed", 1)
+    for name in ("metrics.jsonl", "log.txt", "report.html"):
+        assert said in (ends[what].run / name).read_text(), name
+    assert mistakes(run.error) == [] and summary(run)[0].startswith("Failed after ")
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.capability("N7")
+@pytest.mark.parametrize("phase", PHASES)
+def test_ctrl_c(phase: str, ends: dict[str, End]) -> None:
+    end = ends[phase]
+    assert end.code == 130, end.err
+    assert not end.broken and not end.temporary
+    if phase in ("rendezvous", "build"):
+        assert end.err == "stopped before the first step: there was nothing to save\n"
+        assert not end.checkpoints
+    else:
+        assert end.err == "" and "resume:     paceline train --resume run" in end.out
+        assert end.checkpoints[-1] == end.steps >= 3
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(not has_namespaces(), reason="needs unshare and user namespaces, for a small /dev/shm")
+def test_shared_memory_that_is_too_small(ends: dict[str, End]) -> None:
+    assert ends["shared"].code == 7, ends["shared"].err
+    assert "rank 0 raised MemoryLimitError: the shared memory of this host is used up" in ends["shared"].err
+    assert "next:  give /dev/shm more room" in ends["shared"].err and not ends["shared"].temporary
+
+
+def test_a_missing_recipe(tmp_path: Path) -> None:
+    (tmp_path / "digits.toml").touch()
+    command = [sys.executable, "-m", "paceline", "train", "digit.toml"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, cwd=tmp_path, check=False)
+    assert done.returncode == 2
+    assert "cannot read the recipe" in done.stderr and "did you mean digits.toml?" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["digits.toml"]

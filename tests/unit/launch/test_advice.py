@@ -1,0 +1,75 @@
+"""Memory that is used up has one message, however the system or torch says it."""
+
+import errno
+import signal
+
+import pytest
+
+from paceline.errors import CheckpointError, DataError, MemoryLimitError, NumericError
+from paceline.launch.advice import advise_after_signal, explain_memory
+from paceline.launch.worker import ErrorReport
+
+
+class OutOfMemoryError(RuntimeError):
+    """As torch.cuda raises it; told by its name, because the launcher has no torch."""
+
+
+TORCH = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"
+SHARED = "unable to allocate shared memory(shm) for file </torch_1_2_0>: No space left on device (28)"
+BUS = "killed by signal: Bus error. It is possible that dataloader's workers are out of shared memory."
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (MemoryError(), "the memory is used up"),
+        (RuntimeError(TORCH), "the memory is used up"),
+        (OutOfMemoryError("CUDA out of memory."), "the memory is used up"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "the memory is used up"),
+        (RuntimeError(SHARED), "the shared memory of this host is used up"),
+        (
+            DataError(f"sample 3 cannot be read: RuntimeError: {SHARED}"),
+            "the shared memory of this host is used up",
+        ),
+        (DataError(f"the loader failed: {BUS}"), "the shared memory of this host is used up"),
+    ],
+)
+def test_it_is_recognised(error: Exception, said: str) -> None:
+    found = explain_memory(error)
+    assert isinstance(found, MemoryLimitError) and found.what.startswith(said)
+    report = ErrorReport.of(error)
+    assert (report.type, report.exit_code) == ("MemoryLimitError", 7)
+    assert "next:" in report.details
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("shared memory"), RuntimeError("boom"), OSError(errno.ENOSPC, "No space left on device")],
+)
+def test_others_are_left_alone(error: Exception) -> None:
+    assert explain_memory(error) is None
+
+
+def test_a_cause_counts() -> None:
+    error = ValueError("while it built")
+    error.__cause__ = MemoryError()
+    assert explain_memory(error) is not None
+
+
+def test_an_error_of_ours_reads_without_its_traceback_but_not_without_the_users() -> None:
+    plain = ErrorReport.of(NumericError("not finite", where="step 3", next_step="lower it"))
+    assert plain.details == "where: step 3\nnext:  lower it"
+    refused = CheckpointError("cannot write", next_step="free space")
+    refused.__cause__ = OSError(28, "No space left on device")
+    assert ErrorReport.of(refused).details == "next:  free space"
+    rotten = DataError("sample 3 cannot be read", next_step="repair it")
+    rotten.__cause__ = ValueError("mouldy")
+    details = ErrorReport.of(rotten).details
+    assert "ValueError: mouldy" in details and "next:  repair it" in details
+    assert ErrorReport.of(ValueError("boom")).details == "ValueError: boom\n"
+
+
+def test_signals_that_mean_memory_have_a_next_step() -> None:
+    assert "dmesg" in advise_after_signal(signal.SIGKILL)
+    assert "/dev/shm" in advise_after_signal(signal.SIGBUS)
+    assert advise_after_signal(signal.SIGTERM) == ""

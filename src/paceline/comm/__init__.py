@@ -2,8 +2,9 @@
 
 from paceline.comm.buckets import BucketReducer, build_reducer
 from paceline.comm.codec import Codec, Int8
-from paceline.comm.cost import Cost, cost
+from paceline.comm.cost import Cost, cost, hierarchical_cost
 from paceline.comm.handle import Handle
+from paceline.comm.hierarchical import HierarchicalWire
 from paceline.comm.ledger import ByteLedger, Entry
 from paceline.comm.net import Net
 from paceline.comm.reducer import Gradients, LocalReducer, Reducer
@@ -21,6 +22,7 @@ __all__ = [
     "Entry",
     "Gradients",
     "Handle",
+    "HierarchicalWire",
     "Int8",
     "LocalReducer",
     "Net",
@@ -32,4 +34,5 @@ __all__ = [
     "Wire",
     "build_reducer",
     "cost",
+    "hierarchical_cost",
 ]

@@ -59,7 +59,10 @@ _BUILT: dict[str, tuple[frozenset[int | str], str]] = {  # choice: the words tha
         "see `paceline strategies`",
     ),
     "codec": (frozenset({"fp32", "int8"}), "values, or bytes with a scale for every block"),
-    "route": (frozenset({"native"}), "the collectives of torch.distributed"),
+    "route": (
+        frozenset({"native", "hierarchical"}),
+        "the collectives of torch.distributed, or inside nodes first",
+    ),
     "schedule": (frozenset({"gpipe"}), "all forwards, then all backwards"),
 }
 
@@ -111,6 +114,14 @@ _COMBINATIONS = (
     _because(
         "a server holds a whole model, and gradients reach it uncoded: leave out shard, pipeline and codec",
         lambda s: s.sync_word in _SERVED and (s.ranks_per_replica > 1 or s.codec != "fp32"),
+    ),
+    _because(
+        "nothing is summed over replicas under this rule: leave out route",
+        lambda s: s.route == "hierarchical" and s.sync_word in (*_SERVED, "pipedream"),
+    ),
+    _because(
+        "coded sums have a path of their own: leave out codec or route",
+        lambda s: s.route == "hierarchical" and s.codec != "fp32",
     ),
     _because(
         "pipedream is a rule of one pipeline: replicas=1 and pipeline=2 or more",
@@ -215,6 +226,7 @@ _NEEDED = {  # what a word cannot do without
     "backup": "servers=1 ",
     "server-async": "servers=1 ",
     "pipedream": "replicas=1 pipeline=2 ",
+    "hierarchical": "replicas=4 ",
     **dict.fromkeys(SCHEDULES, "pipeline=2 "),
 }
 

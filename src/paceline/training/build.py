@@ -65,6 +65,8 @@ def build_session(
         pieces=pieces,
         items_per_sample=max(1, task.num_tokens_per_sample),
         stop_requested=stop_requested,
+        device=device,
+        warn=warn,
     )
     model = prepare_model(recipe, task, device)
     make_equal(model, setting.net, setting.mesh.world)

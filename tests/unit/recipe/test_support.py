@@ -41,6 +41,7 @@ WORKS = {
     "codec=fp32",
     "codec=int8",
     "route=native",
+    "replicas=4 route=hierarchical",
 }
 COMBINATIONS = {  # what runs on as many processes, or the reason why not
     "shard=2 zero=1": (4, ""),
@@ -61,6 +62,13 @@ COMBINATIONS = {  # what runs on as many processes, or the reason why not
     "pipeline=2 codec=int8": (2, "leave out codec or pipeline"),
     "pipeline=2 shard=2 zero=1": (4, "choose shard or pipeline"),
     "schedule=1f1b": (2, "add pipeline=2"),
+    "replicas=4 route=hierarchical": (4, ""),
+    "replicas=1 shard=4 zero=1 route=hierarchical": (4, ""),
+    "replicas=4 pipeline=2 route=hierarchical": (8, ""),
+    "sync=local:2 route=hierarchical": (4, ""),
+    "codec=int8 route=hierarchical": (4, "leave out codec or route"),
+    "servers=1 sync=backup:1 route=hierarchical": (4, "leave out route"),
+    "replicas=1 pipeline=2 sync=pipedream route=hierarchical": (2, "leave out route"),
 }
 
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-NAMES = ("startup", "step_overhead", "replicas", "processor", "heap", "lab")
+NAMES = ("startup", "step_overhead", "replicas", "processor", "heap", "lab", "route", "loader")
 _RESULTS = Path(__file__).resolve().parent / "results"
 _DEADLINE_SECONDS = 420.0  # each takes less than 180 on a quiet machine
 

@@ -1,6 +1,6 @@
 """Reading with loader processes: samples a second against torch's DataLoader, and how long steps wait.
 
-The decode-bound set is the source text of Python's standard library in compressed parts of 64 KiB (lzma): to
+The decode-bound set is the source text of Python's standard library in compressed parts of 16 KiB (lzma): to
 read a sample is to unpack it. All sides read the same samples in the same order; what the tables call a loss
 is the mean of a batch, which shows it.
 """
@@ -29,14 +29,14 @@ from paceline.data.text import STDLIB, corpus_files
 from paceline.recipe import LoaderRecipe
 from paceline.training import Session, build_session
 
-_PART_BYTES = 1 << 16
+_PART_BYTES = 1 << 14
 _BATCH, _PREFETCH = 16, 2
 _WORKERS = (0, 1, 2)
 _CPU = torch.device("cpu")
 
 
 class Packed(Dataset[Tensor]):
-    """Compressed parts of text; a sample is a part as float32 [65536]."""
+    """Compressed parts of text; a sample is a part as float32 [16384]."""
 
     def __init__(self, num_parts: int) -> None:
         text = b"".join(path.read_bytes() for path in corpus_files(STDLIB))
@@ -114,14 +114,14 @@ def reading_side(name: str, batches: Iterator[Tensor], workers: int) -> Side:
 
 def read(quick: bool) -> list[Series]:
     """Both loaders with every number of workers, by turns."""
-    data = Packed(32 if quick else 256)
+    data = Packed(32 if quick else 1024)
     kinds = {"Paceline": paceline_batches, "DataLoader": torch_batches}
     sides = [
         reading_side(f"{name} {workers}", batches(data, workers), workers)
         for workers in _WORKERS
         for name, batches in kinds.items()
     ]
-    return take_turns(sides, repeats=3 if quick else 11, steps=2 if quick else 16, warmup=5)
+    return take_turns(sides, repeats=3 if quick else 11, steps=2 if quick else 12, warmup=5)
 
 
 @dataclass
@@ -153,7 +153,7 @@ def train(subject: Subject, quick: bool) -> tuple[list[Series], list[Waiting]]:
         session = build_session(found.recipe, found.fresh(), Cluster.single(), _CPU)
         sessions.append(Waiting(f"{workers} workers", session))
     sides = [waiting.side() for waiting in sessions]
-    return take_turns(sides, repeats=3 if quick else 11, steps=2 if quick else 6, warmup=2), sessions
+    return take_turns(sides, repeats=3 if quick else 11, steps=2 if quick else 4, warmup=2), sessions
 
 
 def share_table(title: str, found: Sequence[Series], sessions: Sequence[Waiting]) -> Table:
@@ -175,7 +175,7 @@ def measure(quick: bool) -> Report:
     cores = len(os.sched_getaffinity(0))
     tables = [
         rate_table(
-            f"Decode-bound: batches of {_BATCH} parts of 64 KiB, with 0, 1 and 2 workers",
+            f"Decode-bound: batches of {_BATCH} parts of 16 KiB, with 0, 1 and 2 workers",
             read_series,
             _BATCH,
             "samples",

@@ -25,6 +25,7 @@ from paceline.cluster import Cluster
 from paceline.recipe import Strategy
 
 ROUTES = ("native", "hierarchical")
+SMALL_BUCKETS = 1 << 20
 MARK = "series: "
 SUBJECTS: dict[str, Callable[[], Subject]] = {
     "mlp": partial(mlp, (1024, 512), batch_size=64, shards=4),
@@ -54,6 +55,15 @@ class Counted:
         return loss
 
 
+def side_of(name: str, route: str, subject: Subject, bucket_bytes: int, cluster: Cluster) -> Side:
+    """A session of one route."""
+    changed = subject.changed(
+        strategy=Strategy(replicas=cluster.world_size, route=route),
+        runtime=subject.recipe.runtime.replace(bucket_bytes=bucket_bytes),
+    )
+    return paceline_side(name, changed, cluster, 1)
+
+
 def main(subject_name: str, repeats: int, steps: int) -> None:
     """Measure both routes."""
     cluster = Cluster.from_env()
@@ -61,9 +71,12 @@ def main(subject_name: str, repeats: int, steps: int) -> None:
     cluster.connect("cpu", 120.0)
     subject = SUBJECTS[subject_name]()
     sides = [
-        Counted(paceline_side(route, subject.changed(strategy=strategy), cluster, 1))
+        Counted(side_of(name, route, subject, bucket_bytes, cluster))
         for route in ROUTES
-        for strategy in [Strategy(replicas=cluster.world_size, route=route)]
+        for name, bucket_bytes in {
+            route: subject.recipe.runtime.bucket_bytes,
+            f"{route}, 1 MiB buckets": SMALL_BUCKETS,
+        }.items()
     ]
     turns = [Side(counted.side.name, counted.step, counted.side.begin) for counted in sides]
     mine = take_turns(turns, repeats=repeats, steps=steps, warmup=2, ready=dist.barrier)

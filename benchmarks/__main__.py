@@ -21,7 +21,9 @@ NAMES = (
     "reproducible",
     "heap",
     "checkpoint",
+    "loader",
     "lab",
+    "route",
 )
 _RESULTS = Path(__file__).resolve().parent / "results"
 _DEADLINE_SECONDS = 420.0  # each takes less than 180 on a quiet machine

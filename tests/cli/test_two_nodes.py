@@ -1,5 +1,6 @@
 """Two nodes of two processes, joined over TCP: the same job, and the same end when a worker dies."""
 
+import json
 import os
 import signal
 import socket
@@ -30,12 +31,13 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def start_nodes(run_dir: Path, steps: int) -> list[subprocess.Popen[str]]:
+def start_nodes(run_dir: Path, steps: int, strategy: str) -> list[subprocess.Popen[str]]:
     port = free_port()
     settings = [*SETTINGS, f"steps={steps}", f"run_dir={run_dir}"]
     command = [sys.executable, "-m", "paceline", "train", str(ROOT / "recipes" / "digits.toml"), "-n", "2"]
     command += [word for setting in settings for word in ("--set", setting)]
     command += ["--nodes", "2", "--rendezvous", f"127.0.0.1:{port}", "--token", "two-nodes"]
+    command += ["--strategy", strategy]
     return [
         subprocess.Popen(
             [*command, "--node-rank", str(node)],
@@ -58,9 +60,12 @@ def finish(nodes: list[subprocess.Popen[str]], seconds: float) -> list[str]:
             node.wait()
 
 
-@pytest.mark.capability("O2", "A2")
-def test_two_nodes_of_two_end_where_one_process_ends(tmp_path: Path) -> None:
-    nodes = start_nodes(tmp_path, steps=12)
+@pytest.mark.capability("O2", "A2", "A8")
+@pytest.mark.parametrize(
+    "strategy, group", [("ddp", "replica"), ("multi-worker-mirrored", "replica-between-nodes")]
+)
+def test_two_nodes_of_two_end_where_one_process_ends(strategy: str, group: str, tmp_path: Path) -> None:
+    nodes = start_nodes(tmp_path, 12, strategy)
     errors = finish(nodes, 60)
     assert [node.returncode for node in nodes] == [0, 0], errors
     recipe = load_recipe(tmp_path / "recipe.toml")
@@ -68,6 +73,8 @@ def test_two_nodes_of_two_end_where_one_process_ends(tmp_path: Path) -> None:
     found = load(Files(str(tmp_path / "checkpoints")), "step-00000012").tensors
     worst = max(float((found[f"model/{name}"] - p).abs().max()) for name, p in oracle.parameters.items())
     assert worst <= 1e-5
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert f"all_reduce {group}" in next(row for row in rows if row["event"] == "communication")
     assert Cluster.single().world_size == 1
 
 
@@ -84,9 +91,10 @@ def workers_of(launcher: int) -> list[int]:
     return sorted(found)
 
 
-@pytest.mark.capability("O2")
-def test_a_worker_that_dies_ends_both_nodes(tmp_path: Path) -> None:
-    nodes = start_nodes(tmp_path, steps=1_000_000)
+@pytest.mark.capability("O2", "A8")
+@pytest.mark.parametrize("strategy", ["ddp", "multi-worker-mirrored"])
+def test_a_worker_that_dies_ends_both_nodes(strategy: str, tmp_path: Path) -> None:
+    nodes = start_nodes(tmp_path, 1_000_000, strategy)
     try:
         expires = time.monotonic() + 60
         while not (tmp_path / "metrics.jsonl").exists() or not (tmp_path / "metrics.jsonl").read_text():

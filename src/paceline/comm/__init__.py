@@ -2,8 +2,9 @@
 
 from paceline.comm.buckets import BucketReducer, build_reducer
 from paceline.comm.codec import Codec, Int8
-from paceline.comm.cost import Cost, cost
+from paceline.comm.cost import Cost, cost, hierarchical_cost
 from paceline.comm.handle import Handle
+from paceline.comm.hierarchical import HierarchicalWire
 from paceline.comm.ledger import ByteLedger, Entry
 from paceline.comm.net import Net
 from paceline.comm.norm import CanonicalNorm
@@ -25,6 +26,7 @@ __all__ = [
     "Entry",
     "Gradients",
     "Handle",
+    "HierarchicalWire",
     "Int8",
     "LocalReducer",
     "Net",
@@ -39,4 +41,5 @@ __all__ = [
     "Wire",
     "build_reducer",
     "cost",
+    "hierarchical_cost",
 ]

@@ -76,3 +76,22 @@ def cost(op: str, num_bytes: int, world: int) -> Cost:
     if world == 1:
         return Cost(0.0, 0.0, 0)
     return _CLOSED_FORMS[op](num_bytes, world)
+
+
+def hierarchical_cost(num_bytes: int, num_nodes: int, ranks_per_node: int) -> tuple[Cost, Cost]:
+    """The closed form of an all_reduce on the hierarchical route: inside the node, and between nodes.
+
+    Between nodes a rank sends 2 (N-1)/N n/L bytes, so a node sends 2 (N-1)/N n. On the native ring the one
+    rank whose neighbour is on another node sends 2 (P-1)/P n there.
+
+    Args:
+        num_bytes: of the buffer, filled up to a multiple of `ranks_per_node` values.
+        num_nodes, ranks_per_node: N and L; the group has N L ranks.
+    """
+    part = num_bytes // ranks_per_node
+    scatter, gather = (
+        cost("reduce_scatter", num_bytes, ranks_per_node),
+        cost("all_gather", part, ranks_per_node),
+    )
+    moved = scatter.sent_bytes + gather.sent_bytes
+    return Cost(moved, moved, scatter.rounds + gather.rounds), cost("all_reduce", part, num_nodes)

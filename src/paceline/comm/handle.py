@@ -30,11 +30,12 @@ class Handle:
             entry.began()
             work.get_future().add_done_callback(_end_of(entry))
 
-    def wait(self, deadline_seconds: float | None = None) -> Any:
+    def wait(self, deadline_seconds: float | None = None, *, exposed: bool = True) -> Any:
         """Block until the result is there, and return it.
 
         Args:
             deadline_seconds: the longest wait; the net's own if None.
+            exposed: training stands still meanwhile, so the ledger counts the wait.
         Raises:
             DeadlineError: it took longer.
             CommunicationError: a peer is gone or the call failed; names the rank, operation and step.
@@ -49,7 +50,7 @@ class Handle:
             late = time.perf_counter() - began >= limit
             raise failure(self._op, self._group, self._net, error, limit, late=late) from error
         finally:
-            if self._entry is not None:
+            if self._entry is not None and exposed:
                 self._entry.exposed_seconds += time.perf_counter() - began
         return self._finish()
 

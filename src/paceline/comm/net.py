@@ -73,14 +73,14 @@ class Net:
         root, op = group.ranks[destination], _REDUCTIONS[reduction]
         return self._in_place("reduce", x, group, lambda t, pg: dist.reduce(t, root, op, pg, async_op=True))
 
-    def all_gather(self, x: Tensor, group: Group) -> Handle:
+    def all_gather(self, x: Tensor, group: Group, *, equal: bool = False) -> Handle:
         """The handle returns a list of every rank's tensor; shapes may differ in the first dimension.
 
-        Wire: (P-1) times the largest tensor; ragged sizes cost one more small all_gather.
+        Wire: (P-1) times the largest tensor; unless shapes are `equal`, one more small all_gather.
         """
         if group.handle is None:
             return self._done("all_gather", group, [x.clone()])
-        lengths = self._lengths(x, group)
+        lengths = [len(x)] * group.size if equal else self._lengths(x, group)
         padded = _padded(x, max(lengths))
         out = padded.new_empty((group.size, *padded.shape))
         entry = self._launch("all_gather", padded, group)

@@ -16,6 +16,11 @@ def same_bits_conflicts(strategy: Strategy, threads: int, *, compiles: bool) -> 
             f"expected sync=every-step and codec=fp32 with reproducible, found '{strategy}':"
             " its result depends on who trains when, or on what coding loses",
         )
+    if strategy.route not in ("auto", "native"):
+        yield Conflict(
+            ("strategy", "reproducible"),
+            f"expected route=auto or route=native with reproducible, found '{strategy}': its sums have an order of their own, and ordered ones go by messages",
+        )
     if threads > 1:
         yield Conflict(
             ("runtime", "reproducible"),

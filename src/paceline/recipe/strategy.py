@@ -172,7 +172,9 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         "zero2": Preset("shard=2 zero=2", "optimizer state and gradients sharded"),
         "zero3": Preset("shard=2 zero=3", "optimizer state, gradients and weights sharded"),
         "mirrored": Preset("replicas=all", "as ddp, on one machine"),
-        "multi-worker-mirrored": Preset("replicas=all", "as ddp, on several machines"),
+        "multi-worker-mirrored": Preset(
+            "replicas=all route=hierarchical", "as ddp, on several machines, inside each first"
+        ),
         "parameter-server": Preset("servers=1 sync=server", "workers push gradients to a server"),
         "central-storage": Preset("sync=server route=shared-memory", "one copy of the weights per machine"),
         "hogwild": Preset("sync=hogwild route=shared-memory", "lock-free updates of shared weights"),

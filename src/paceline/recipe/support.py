@@ -58,7 +58,10 @@ _BUILT: dict[str, tuple[frozenset[int | str], str]] = {  # choice: the words tha
         "see `paceline strategies`",
     ),
     "codec": (frozenset({"fp32", "int8"}), "values, or bytes with a scale for every block"),
-    "route": (frozenset({"native"}), "the collectives of torch.distributed"),
+    "route": (
+        frozenset({"native", "hierarchical"}),
+        "the collectives of torch.distributed, or inside nodes first",
+    ),
     "schedule": (frozenset({"gpipe"}), "all forwards, then all backwards"),
 }
 
@@ -112,6 +115,14 @@ _COMBINATIONS = (
         lambda s: s.sync_word in _SERVED and (s.ranks_per_replica > 1 or s.codec != "fp32"),
     ),
     _because(
+        "nothing is summed over replicas under this rule: leave out route",
+        lambda s: s.route == "hierarchical" and s.sync_word in (*_SERVED, "pipedream"),
+    ),
+    _because(
+        "coded sums have a path of their own: leave out codec or route",
+        lambda s: s.route == "hierarchical" and s.codec != "fp32",
+    ),
+    _because(
         "pipedream is a rule of one pipeline: replicas=1 and pipeline=2 or more",
         lambda s: s.sync_word == "pipedream" and (s.pipeline == 1 or s.replicas != 1),
     ),
@@ -122,6 +133,10 @@ _COMBINATIONS = (
     _because(
         "lanes run whole shards and make one update: leave out lanes, pipeline or the other sync",
         lambda s: s.lanes > 1 and (s.pipeline > 1 or s.is_approximate),
+    ),
+    _because(
+        "with lanes sums have one order, and go by messages: leave out lanes or route",
+        lambda s: s.lanes > 1 and s.route not in ("auto", "native"),
     ),
     _because(
         "schedule orders the stages of a pipeline: add pipeline=2",
@@ -223,6 +238,7 @@ _NEEDED = {  # what a word cannot do without
     "backup": "servers=1 ",
     "server-async": "servers=1 ",
     "pipedream": "replicas=1 pipeline=2 ",
+    "hierarchical": "replicas=4 ",
     **dict.fromkeys(SCHEDULES, "pipeline=2 "),
 }
 

@@ -18,7 +18,6 @@ from paceline.comm import (
     CodedWire,
     Int8,
     Net,
-    PlainWire,
     Reducer,
     Wire,
     build_reducer,
@@ -34,6 +33,7 @@ from paceline.slot import Slot
 from paceline.state import TrainState
 from paceline.sync import EveryStep, Gathered, Tail, UpdateTail
 from paceline.task import Task
+from paceline.training.routes import ROUTES
 
 CODECS: Mapping[str, Callable[[], Codec | None]] = {"fp32": lambda: None, "int8": Int8}
 
@@ -62,6 +62,8 @@ class Setting:
     pieces: Pieces
     items_per_sample: int
     stop_requested: Callable[[], bool]
+    device: torch.device
+    warn: Callable[[str], None]
     closers: list[Callable[[], None]] = field(default_factory=list)
 
     @property
@@ -74,10 +76,11 @@ class Setting:
         return Precision(recipe.precision.compute, device.type, caches=not recipe.is_ordered)
 
     def wire(self, group: Group) -> Wire:
-        """Sums over a group, through the recipe's codec where there is a wire at all."""
+        """Sums over a group along the recipe's route, through its codec where there is a wire at all."""
         codec = CODECS[self.recipe.strategy.codec]()
-        plain = codec is None or group.size == 1
-        return PlainWire(self.net, group) if plain or codec is None else CodedWire(self.net, group, codec)
+        if codec is not None and group.size > 1:
+            return CodedWire(self.net, group, codec)
+        return ROUTES[self.recipe.strategy.route](self, group)
 
 
 def _nothing() -> None:

@@ -73,6 +73,8 @@ def build_session(
         pieces=pieces,
         items_per_sample=max(1, task.num_tokens_per_sample),
         stop_requested=stop_requested,
+        device=device,
+        warn=warn,
     )
     require_data(task)
     model = prepare_model(recipe if fresh else recipe.replace(init_from=None), task, device)

@@ -41,6 +41,7 @@ WORKS = {
     "codec=fp32",
     "codec=int8",
     "route=native",
+    "replicas=4 route=hierarchical",
 }
 COMBINATIONS = {  # what runs on as many processes, or the reason why not
     "shard=2 zero=1": (4, ""),
@@ -65,8 +66,16 @@ COMBINATIONS = {  # what runs on as many processes, or the reason why not
     "shard=2 zero=1 lanes=2": (4, ""),
     "pipeline=2 lanes=2": (2, "leave out lanes"),
     "sync=local:2 lanes=2": (2, "leave out lanes"),
+    "lanes=2 route=hierarchical": (4, "leave out lanes or route"),
     "lanes=3": (3, "start at most 2 processes"),
     "replicas=1 lanes=9": (1, "take fewer lanes"),
+    "replicas=4 route=hierarchical": (4, ""),
+    "replicas=1 shard=4 zero=1 route=hierarchical": (4, ""),
+    "replicas=4 pipeline=2 route=hierarchical": (8, ""),
+    "sync=local:2 route=hierarchical": (4, ""),
+    "codec=int8 route=hierarchical": (4, "leave out codec or route"),
+    "servers=1 sync=backup:1 route=hierarchical": (4, "leave out route"),
+    "replicas=1 pipeline=2 sync=pipedream route=hierarchical": (2, "leave out route"),
 }
 
 

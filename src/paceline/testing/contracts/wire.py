@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -20,10 +20,12 @@ class WireContract(ABC):
     """Sums over a group.
 
     Attributes:
+        worlds: numbers of ranks on which sums are taken; tests of one number take the first.
         relative_error: of one sum of integers, relative to the sum of the largest magnitudes.
         feeds_back: whether what one sum loses is added to the next of the same buffer.
     """
 
+    worlds: ClassVar[tuple[int, ...]] = (2, 3)
     relative_error: float = 0.0
     feeds_back: bool = False
 
@@ -35,8 +37,7 @@ class WireContract(ABC):
         group = Mesh.build(cluster, {"replica": cluster.world_size}).replica
         return self.wire(Net(30.0), group), group
 
-    @pytest.mark.parametrize("world", [2, 3])
-    def test_all_reduce_gives_every_rank_the_same_sum_in_place(self, world: int) -> None:
+    def test_all_reduce_gives_every_rank_the_same_sum_in_place(self) -> None:
         def run(cluster: Cluster) -> list[Tensor]:
             wire, group = self.start(cluster)
             xs = [_values(n, group.rank) for n in _SIZES]
@@ -44,25 +45,26 @@ class WireContract(ABC):
             assert all(handle.wait() is x for handle, x in zip(handles, xs, strict=True))
             return xs
 
-        ranks = run_ranks(run, world)
-        for k, n in enumerate(_SIZES):
-            right = sum(_values(n, rank) for rank in range(world))
-            bound = self.relative_error * sum(float(_values(n, r).abs().max()) for r in range(world))
-            assert all(torch.equal(found[k], ranks[0][k]) for found in ranks)
-            assert float((ranks[0][k] - right).abs().max()) <= 2 * bound
+        for world in self.worlds:
+            ranks = run_ranks(run, world)
+            for k, n in enumerate(_SIZES):
+                right = sum(_values(n, rank) for rank in range(world))
+                bound = self.relative_error * sum(float(_values(n, r).abs().max()) for r in range(world))
+                assert all(torch.equal(found[k], ranks[0][k]) for found in ranks)
+                assert float((ranks[0][k] - right).abs().max()) <= 2 * bound
 
-    @pytest.mark.parametrize("world", [2, 3])
-    def test_reduce_scatter_gives_each_rank_its_row(self, world: int) -> None:
+    def test_reduce_scatter_gives_each_rank_its_row(self) -> None:
         def run(cluster: Cluster) -> Tensor:
             wire, group = self.start(cluster)
-            rows = torch.stack([_values(40, 10 * group.rank + row) for row in range(world)])
+            rows = torch.stack([_values(40, 10 * group.rank + row) for row in range(group.size)])
             return wire.reduce_scatter(rows, "rows").wait()
 
-        for row, found in enumerate(run_ranks(run, world)):
-            parts = [_values(40, 10 * rank + row) for rank in range(world)]
-            bound = self.relative_error * sum(float(part.abs().max()) for part in parts)
-            assert found.shape == (40,)
-            assert float((found - sum(parts)).abs().max()) <= bound
+        for world in self.worlds:
+            for row, found in enumerate(run_ranks(run, world)):
+                parts = [_values(40, 10 * rank + row) for rank in range(world)]
+                bound = self.relative_error * sum(float(part.abs().max()) for part in parts)
+                assert found.shape == (40,)
+                assert float((found - sum(parts)).abs().max()) <= bound
 
     def test_an_aborted_step_changes_nothing(self) -> None:
         """Two steps, or two with an aborted one between them: the same bits."""
@@ -81,7 +83,7 @@ class WireContract(ABC):
                     wire.commit()
             return x
 
-        plain, disturbed = run_ranks(run, 2, False), run_ranks(run, 2, True)
+        plain, disturbed = (run_ranks(run, self.worlds[0], aborts) for aborts in (False, True))
         assert torch.equal(plain[0], disturbed[0])
 
     def test_what_one_step_loses_the_next_ones_bring(self) -> None:
@@ -90,7 +92,7 @@ class WireContract(ABC):
 
         def run(cluster: Cluster) -> tuple[float, float]:
             wire, group = self.start(cluster)
-            right = sum(_values(500, rank) / 7 for rank in range(2))
+            right = sum(_values(500, rank) / 7 for rank in range(group.size))
             total, first = torch.zeros(500), 0.0
             for step in range(num_steps):
                 x = _values(500, group.rank) / 7
@@ -100,11 +102,11 @@ class WireContract(ABC):
                 first = float((x - right).abs().max()) if step == 0 else first
             return first, float((total / num_steps - right).abs().max())
 
-        first, mean = run_ranks(run, 2)[0]
+        first, mean = run_ranks(run, self.worlds[0])[0]
         if self.feeds_back:
             assert first > 0 and mean <= 4 * first / num_steps
         else:
-            assert mean <= 1e-5 and not first
+            assert max(first, mean) <= 1e-4  # rounding of sums up to 1,200
 
     def test_residuals_survive_being_taken_out_and_put_back(self) -> None:
         def run(cluster: Cluster, moves: bool) -> Tensor:
@@ -120,7 +122,8 @@ class WireContract(ABC):
                 wire.commit()
             return x
 
-        assert torch.equal(run_ranks(run, 2, False)[1], run_ranks(run, 2, True)[1])
+        whole, moved = (run_ranks(run, self.worlds[0], moves) for moves in (False, True))
+        assert torch.equal(whole[1], moved[1])
 
 
 def _values(n: int, seed: int) -> Tensor:

@@ -1,6 +1,7 @@
 """Buckets: gradients are copied in as they become ready, and a full bucket is summed at once.
 
-Buckets are launched in one order on every rank. Buffers are allocated once.
+Buckets are launched in one order on every rank. Buffers are allocated once. A gradient that was copied is
+its parameter's gradient from then on, so that autograd's own memory is free for the next one.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class BucketReducer(TakesSums):
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], wire: Wire, bucket_bytes: int) -> None:
-        self._wire = wire
+        self._parameters, self._wire = parameters, wire
         self._buckets = [_Bucket(indices, parameters) for indices in plan_buckets(parameters, bucket_bytes)]
         self._home = {i: bucket for bucket in self._buckets for i in bucket.views}
         self._next = 0
@@ -71,6 +72,7 @@ class BucketReducer(TakesSums):
             view.zero_()
         else:
             view.copy_(grad)
+            self._parameters[index].grad = view
         bucket.missing.discard(index)
         if not bucket.missing:
             self._launch_full()

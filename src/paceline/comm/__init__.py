@@ -4,6 +4,7 @@ from paceline.comm.buckets import BucketReducer, build_reducer
 from paceline.comm.codec import Codec, Int8
 from paceline.comm.cost import Cost, cost
 from paceline.comm.handle import Handle
+from paceline.comm.host_meeting import meet_on_host
 from paceline.comm.ledger import ByteLedger, Entry
 from paceline.comm.net import Net
 from paceline.comm.norm import CanonicalNorm
@@ -11,6 +12,7 @@ from paceline.comm.ordered import OrderedReducer, SpreadReducer
 from paceline.comm.reducer import Gradients, LocalReducer, Reducer
 from paceline.comm.shard_tally import ShardTally
 from paceline.comm.sharded import AgreedNorm, ParameterGather, ShardedReducer
+from paceline.comm.shared_memory import SharedMemoryWire
 from paceline.comm.tally import Tally
 from paceline.comm.wire import CodedWire, PlainWire, Wire
 
@@ -35,8 +37,10 @@ __all__ = [
     "ShardTally",
     "ShardedReducer",
     "SpreadReducer",
+    "SharedMemoryWire",
     "Tally",
     "Wire",
     "build_reducer",
     "cost",
+    "meet_on_host",
 ]

@@ -75,9 +75,9 @@ class UnitReader(Dataset[Reply]):
             except Exception as error:
                 raise self._failure(f"samples {_spell(request.indices)} cannot be collated", error) from error
 
-    def _samples(self, indices: list[int]) -> Sequence[Any]:
+    def _samples(self, indices: list[int]) -> list[Any]:
         if not self._cache.capacity_bytes:
-            return self._fetch(indices)
+            return list(self._fetch(indices))
         found = {index: self._cache.get(index) for index in indices}
         missing = [index for index in indices if found[index] is MISSING]
         for index, sample in zip(missing, self._fetch(missing), strict=True):

@@ -58,7 +58,10 @@ _BUILT: dict[str, tuple[frozenset[int | str], str]] = {  # choice: the words tha
         "see `paceline strategies`",
     ),
     "codec": (frozenset({"fp32", "int8"}), "values, or bytes with a scale for every block"),
-    "route": (frozenset({"native"}), "the collectives of torch.distributed"),
+    "route": (
+        frozenset({"auto", "native", "shared-memory"}),
+        "the collectives of torch.distributed, or the memory of one host",
+    ),
     "schedule": (frozenset({"gpipe"}), "all forwards, then all backwards"),
 }
 
@@ -98,6 +101,10 @@ _COMBINATIONS = (
     _because(
         "pipedream has one replica, so there is nothing to code: leave out codec",
         lambda s: s.codec != "fp32" and s.sync_word == "pipedream",
+    ),
+    _because(
+        "memory is not coded: leave out codec, or choose route=auto",
+        lambda s: s.codec != "fp32" and s.route == "shared-memory",
     ),
     _because(
         "a server is what this rule needs: add servers=1",

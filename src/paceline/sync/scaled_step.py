@@ -60,7 +60,8 @@ def scaled_step(optimizer: torch.optim.Optimizer) -> ScaledStep:
     """The cheapest step that is right for this optimizer.
 
     Folded only into torch's own classes (a subclass may read gradients before the kernel does), only where
-    all groups are fused and all parameters float32 on one device, and nobody looks at gradients before a step.
+    all groups are fused and all parameters float32 on one device, and nobody looks at gradients
+    before a step.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     fused = all(group.get("fused") for group in optimizer.param_groups)

@@ -34,6 +34,7 @@ from paceline.slot import Slot
 from paceline.state import TrainState
 from paceline.sync import EveryStep, Gathered, Tail, UpdateTail
 from paceline.task import Task
+from paceline.training.routes import ROUTES
 
 CODECS: Mapping[str, Callable[[], Codec | None]] = {"fp32": lambda: None, "int8": Int8}
 
@@ -60,6 +61,7 @@ class Setting:
     net: Net
     phases: Phases
     pieces: Pieces
+    device: torch.device
     items_per_sample: int
     stop_requested: Callable[[], bool]
     closers: list[Callable[[], None]] = field(default_factory=list)
@@ -74,10 +76,13 @@ class Setting:
         return Precision(recipe.precision.compute, device.type, caches=not recipe.is_ordered)
 
     def wire(self, group: Group) -> Wire:
-        """Sums over a group, through the recipe's codec where there is a wire at all."""
+        """Sums over a group, by the recipe's codec and route where there is a wire at all; collective."""
+        if group.size == 1:
+            return PlainWire(self.net, group)
         codec = CODECS[self.recipe.strategy.codec]()
-        plain = codec is None or group.size == 1
-        return PlainWire(self.net, group) if plain or codec is None else CodedWire(self.net, group, codec)
+        if codec is not None:
+            return CodedWire(self.net, group, codec)
+        return ROUTES[self.recipe.strategy.route](group, self.net, self.device, self.closers)
 
 
 def _nothing() -> None:

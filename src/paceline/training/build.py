@@ -64,6 +64,7 @@ def build_session(
         net=Net(recipe.runtime.deadline_seconds, times_calls=device.type == "cpu"),
         phases=Phases(),
         pieces=pieces,
+        device=device,
         items_per_sample=max(1, task.num_tokens_per_sample),
         stop_requested=stop_requested,
     )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import select
 import socket
-import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -17,7 +16,7 @@ from paceline.comm.net import Net
 from paceline.errors import CommunicationError, DeadlineError
 from paceline.mesh import Group
 
-_MESSAGE = struct.Struct("<BQQ")
+_LARGEST_BYTES = 4096  # of a message
 _NEXT_STEP = "look at the first rank that ended: it is the cause"
 
 
@@ -25,14 +24,24 @@ class Signal(NamedTuple):
     """What a rank says to all others of the host, once.
 
     Args:
-        phase: what has been done, 0 to 255.
-        number: to what; the same on every rank.
-        size: checked: who says the same phase and number with another size is out of step.
+        phase: what has been done.
+        number: to which sum, counted from 0 on every rank.
+        label: of what; a rank that says another one is out of step.
     """
 
     phase: int
     number: int
-    size: int
+    label: str
+
+    def encode(self) -> bytes:
+        """One message."""
+        return f"{self.phase} {self.number} {self.label}".encode()
+
+    @classmethod
+    def decode(cls, message: bytes) -> Signal:
+        """The inverse of `encode`."""
+        phase, number, label = message.decode().split(" ", 2)
+        return cls(int(phase), int(number), label)
 
 
 class _Peer:
@@ -40,14 +49,14 @@ class _Peer:
 
     def __init__(self, rank: int, connection: socket.socket) -> None:
         self.rank, self.socket = rank, connection
-        self.said: dict[tuple[int, int], int] = {}
+        self.said: dict[tuple[int, int], str] = {}
         self.files: list[int] = []
         self.gone = False
 
     def read(self) -> None:
         """Take one message, if there is one."""
         try:
-            data, files, _, _ = socket.recv_fds(self.socket, 64, 4, socket.MSG_DONTWAIT)
+            data, files, _, _ = socket.recv_fds(self.socket, _LARGEST_BYTES, 1, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return
         except OSError:
@@ -55,8 +64,8 @@ class _Peer:
         self.gone = not data
         self.files += files
         if data and not files:
-            phase, number, size = _MESSAGE.unpack(data)
-            self.said[phase, number] = size
+            signal = Signal.decode(data)
+            self.said[signal.phase, signal.number] = signal.label
 
 
 class HostLinks:
@@ -77,7 +86,7 @@ class HostLinks:
         Raises:
             CommunicationError: a rank is gone; DeadlineError: it does not listen.
         """
-        self._send(_MESSAGE.pack(*signal), [])
+        self._send(signal.encode(), [])
 
     def hear(self, signal: Signal) -> None:
         """Wait until every other rank has said the same.
@@ -88,9 +97,9 @@ class HostLinks:
         key = (signal.phase, signal.number)
         self._listen(lambda peer: key in peer.said)
         for peer in self._peers:
-            if (size := peer.said.pop(key)) != signal.size:
+            if (label := peer.said.pop(key)) != signal.label:
                 raise self._error(
-                    f"rank {peer.rank} sums {size} values where this rank sums {signal.size}",
+                    f"rank {peer.rank} sums {label}, this rank {signal.label}",
                     "every rank must sum the same buffers in the same order",
                 )
 

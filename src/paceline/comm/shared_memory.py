@@ -7,7 +7,6 @@ rank's buffer belongs to the group. The memory has no name, so it is gone when t
 
 from __future__ import annotations
 
-import mmap
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -61,7 +60,7 @@ class SharedMemoryWire:
         def add() -> None:
             add_slice(parts, self.group.rank)
 
-        return self._launch("all_reduce", x, add, lambda: x if in_place else x.copy_(mine.view_as(x)))
+        return self._launch("all_reduce", x, key, add, lambda: x if in_place else x.copy_(mine.view_as(x)))
 
     def reduce_scatter(self, x: Tensor, key: str) -> Waits:
         """See `Wire`; the result is a tensor of its own."""
@@ -75,7 +74,7 @@ class SharedMemoryWire:
             for other in others:
                 row.add_(other)
 
-        return self._launch("reduce_scatter", x, add, lambda: row)
+        return self._launch("reduce_scatter", x, key, add, lambda: row)
 
     def commit(self) -> None:
         """Nothing is kept between steps."""
@@ -94,20 +93,24 @@ class SharedMemoryWire:
         """Leave the other ranks; buffers stay readable."""
         self._links.close()
 
-    def _launch(self, op: str, x: Tensor, add: Callable[[], None], result: Callable[[], Tensor]) -> Waits:
+    def _launch(
+        self, op: str, x: Tensor, key: str, add: Callable[[], None], result: Callable[[], Tensor]
+    ) -> Waits:
         num_bytes = x.numel() * x.element_size()
         entry = self.net.ledger.launched(op, self.group.name, num_bytes, self.group.size)
-        number, self._num_sums = self._num_sums, self._num_sums + 1
-        self._links.tell(Signal(_FILLED, number, num_bytes))
+        label = f"buffer '{key}' of {num_bytes} bytes"
+        filled, summed = (Signal(phase, self._num_sums, label) for phase in (_FILLED, _SUMMED))
+        self._num_sums += 1
+        self._links.tell(filled)
 
         def finish() -> Tensor:
             entry.began()
             began = time.perf_counter()
             try:
-                self._links.hear(Signal(_FILLED, number, num_bytes))
+                self._links.hear(filled)
                 add()
-                self._links.tell(Signal(_SUMMED, number, num_bytes))
-                self._links.hear(Signal(_SUMMED, number, num_bytes))
+                self._links.tell(summed)
+                self._links.hear(summed)
             finally:
                 entry.ended()
                 entry.exposed_seconds += time.perf_counter() - began
@@ -152,7 +155,8 @@ class SharedMemoryWire:
                 f"a rank of {self.group.ranks} shares {os.fstat(file).st_size} bytes, this one {num_bytes}",
                 next_step="every rank must sum the same buffers in the same order",
             )
-        return torch.frombuffer(mmap.mmap(file, num_bytes), dtype=dtype)[:num_values]
+        path = f"/proc/self/fd/{file}"  # mapped, and not kept open
+        return torch.from_file(path, shared=True, size=max(1, num_values), dtype=dtype)[:num_values]
 
 
 class _Once:

@@ -40,7 +40,9 @@ WORKS = {
     "pipeline=2 schedule=gpipe",
     "codec=fp32",
     "codec=int8",
+    "route=auto",
     "route=native",
+    "route=shared-memory",
 }
 COMBINATIONS = {  # what runs on as many processes, or the reason why not
     "shard=2 zero=1": (4, ""),
@@ -60,6 +62,7 @@ COMBINATIONS = {  # what runs on as many processes, or the reason why not
     "replicas=2 pipeline=2 sync=pipedream": (4, "a rule of one pipeline"),
     "pipeline=2 codec=int8": (2, "leave out codec or pipeline"),
     "pipeline=2 shard=2 zero=1": (4, "choose shard or pipeline"),
+    "route=shared-memory codec=int8": (2, "memory is not coded"),
     "schedule=1f1b": (2, "add pipeline=2"),
 }
 

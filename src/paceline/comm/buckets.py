@@ -1,7 +1,6 @@
 """Buckets: gradients are copied in as they become ready, and a full bucket is summed at once.
 
-Buckets are launched in one order on every rank. Buffers are allocated once. A gradient that was copied is
-its parameter's gradient from then on, so that autograd's own memory is free for the next one.
+Buckets are launched in one order on every rank. Buffers are allocated once, where the wire sums them best.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class BucketReducer(TakesSums):
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], wire: Wire, bucket_bytes: int) -> None:
-        self._parameters, self._wire = parameters, wire
+        self._wire = wire
         self._buckets = [
             _Bucket(indices, parameters, wire, str(k))
             for k, indices in enumerate(plan_buckets(parameters, bucket_bytes))
@@ -75,7 +74,6 @@ class BucketReducer(TakesSums):
             view.zero_()
         else:
             view.copy_(grad)
-            self._parameters[index].grad = view
         bucket.missing.discard(index)
         if not bucket.missing:
             self._launch_full()

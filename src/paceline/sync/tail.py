@@ -77,7 +77,6 @@ class UpdateTail:
         self.state = state
         self._parameters = parameters
         self._schedule, self._clip_norm, self._reduction = schedule, clip_norm, reduction
-        self._step = scaled_step(state.optimizer)
 
     def apply(self, grads: Gradients, tally: Tally) -> Update:
         """Make one update from sums over all ranks.
@@ -101,7 +100,7 @@ class UpdateTail:
         for p, grad in zip(self._parameters, grads.tensors, strict=True):
             if p is not None:
                 p.grad = grad
-        self._step(grads.flats, self._clip(norm) / divisor)
+        scaled_step(self.state.optimizer, grads.flats, self._clip(norm) / divisor)
         self.state.updates += 1
         scale.update(overflow=False)
         return Update(norm, lr, applied=True)

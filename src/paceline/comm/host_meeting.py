@@ -50,11 +50,11 @@ def meet_on_host(group: Group, net: Net) -> HostLinks | None:
 
 
 def this_host() -> str:
-    """Equal in processes that can share memory by sockets; empty where there are no such sockets."""
-    if sys.platform != "linux":
+    """Equal in processes that can share memory by sockets; empty where the system has not what that takes."""
+    kernel, network = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
+    if sys.platform != "linux" or not (kernel.exists() and network.exists()):
         return ""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {Path('/proc/self/ns/net').stat().st_ino}"
+    return f"{kernel.read_text().strip()} {network.stat().st_ino}"
 
 
 def _listen(backlog: int) -> socket.socket:

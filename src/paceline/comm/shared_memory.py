@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -137,15 +138,17 @@ class SharedMemoryWire:
                 os.close(file)
 
     def _reserve(self, num_bytes: int) -> int:
-        file = os.memfd_create("paceline-sums")
-        try:
-            os.posix_fallocate(file, 0, num_bytes)
-        except OSError as error:
-            os.close(file)
-            raise CommunicationError(
-                f"there are no {num_bytes} bytes of shared memory: {error}",
-                next_step="free memory, or choose route=native",
-            ) from error
+        with ExitStack() as cleanup:
+            try:
+                file = os.memfd_create("paceline-sums")
+                cleanup.callback(os.close, file)
+                os.posix_fallocate(file, 0, num_bytes)
+            except OSError as error:
+                raise CommunicationError(
+                    f"there are no {num_bytes} bytes of shared memory: {error}",
+                    next_step="free memory, or choose route=native",
+                ) from error
+            cleanup.pop_all()
         return file
 
     def _view(self, file: int, num_values: int, dtype: torch.dtype) -> Tensor:

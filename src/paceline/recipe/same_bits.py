@@ -16,6 +16,12 @@ def same_bits_conflicts(strategy: Strategy, threads: int, *, compiles: bool) -> 
             f"expected sync=every-step and codec=fp32 with reproducible, found '{strategy}':"
             " its result depends on who trains when, or on what coding loses",
         )
+    if strategy.route == "shared-memory":
+        yield Conflict(
+            ("strategy", "reproducible"),
+            "expected route=auto or route=native with reproducible, found route=shared-memory:"
+            " sums in one order over shards are made of messages",
+        )
     if threads > 1:
         yield Conflict(
             ("runtime", "reproducible"),

@@ -103,6 +103,10 @@ _COMBINATIONS = (
         lambda s: s.codec != "fp32" and s.sync_word == "pipedream",
     ),
     _because(
+        "this rule sums nothing over replicas, so there is nothing to route: leave out route",
+        lambda s: s.route == "shared-memory" and s.sync_word in ("server-async", "backup", "pipedream"),
+    ),
+    _because(
         "memory is not coded: leave out codec, or choose route=auto",
         lambda s: s.codec != "fp32" and s.route == "shared-memory",
     ),

@@ -63,6 +63,7 @@ COMBINATIONS = {  # what runs on as many processes, or the reason why not
     "pipeline=2 codec=int8": (2, "leave out codec or pipeline"),
     "pipeline=2 shard=2 zero=1": (4, "choose shard or pipeline"),
     "route=shared-memory codec=int8": (2, "memory is not coded"),
+    "servers=1 sync=backup:1 route=shared-memory": (3, "leave out route"),
     "schedule=1f1b": (2, "add pipeline=2"),
 }
 

@@ -139,6 +139,7 @@ class OffByOneAccumulation(Replicate):
         if sink is not None and sums.units > 1:
             for p, grad in zip(self.parameters, before, strict=True):
                 p.grad = grad
+        self._sink = sink
 
 
 class UnsyncedBuffers(Replicate):

@@ -70,14 +70,19 @@ def cases(quick: bool) -> list[Case]:
 
 
 def build_sides(case: Case, cluster: Cluster) -> Sequence[Side]:
-    """Paceline and every library, each with its own copy of the model."""
+    """Paceline by memory and by Gloo, and every library, each with its own copy of the model."""
     announce(cluster)
     subject: Subject = SUBJECTS[case.subject]().with_shards(case.shards)
     loops = [
         HandLoop(subject, LIBRARIES[name](subject), cluster.global_rank, cluster.world_size)
         for name in case.libraries
     ]
-    return [paceline_side("Paceline", subject, cluster, 1), *(loop.side() for loop in loops)]
+    native = subject.changed(strategy=subject.recipe.strategy.replace(route="native"))
+    return [
+        paceline_side("Paceline", subject, cluster, 1),
+        paceline_side("Paceline, native route", native, cluster, 1),
+        *(loop.side() for loop in loops),
+    ]
 
 
 def run(case: Case) -> list[Series]:
@@ -91,13 +96,14 @@ def measure(quick: bool) -> Report:
     data = {}
     for case in cases(quick):
         found = run(case)
-        fastest = min(found[1:], key=lambda series: series.median_seconds)
+        fastest = min(found[2:], key=lambda series: series.median_seconds)
         size = SUBJECTS[case.subject]().num_parameters / 1e6
         title = f"{case.title} ({size:.2f} M parameters, {case.repeats} blocks of {case.steps} steps)"
         tables.append(comparison_table(title, found, fastest.name))
         data[case.title] = series_data(found)
     question = (
-        "Two processes, one thread each, Gloo: Paceline against other libraries; reference: the fastest."
+        "Two processes of one host, one thread each: Paceline against other libraries, which use Gloo;"
+        " reference: the fastest of them."
     )
     return Report(question, tables, {"cases": data})
 

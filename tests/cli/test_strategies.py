@@ -15,6 +15,7 @@ STRATEGIES = {
     "sync=diloco:4 codec=int8": 2,
     "servers=1 sync=server-async": 3,
     "servers=1 sync=backup:1": 4,
+    "route=shared-memory": 3,
 }
 
 

@@ -16,7 +16,9 @@ from paceline.comm import (
     PlainWire,
     Reducer,
     ShardedReducer,
+    SharedMemoryWire,
     Wire,
+    meet_on_host,
 )
 from paceline.layout.zero import cut_rows
 from paceline.mesh import Group, Mesh
@@ -86,4 +88,32 @@ class TestCodedShardedReducer(ReducerContract):
 
     def reducer(self, parameters: Sequence[nn.Parameter], mesh: Mesh, net: Net) -> Reducer:
         wires = (CodedWire(net, group, Int8()) for group in (mesh.axes["shard"], mesh.replica))
+        return sharded(parameters, mesh, net, *wires)
+
+
+def shared(net: Net, group: Group) -> SharedMemoryWire:
+    links = meet_on_host(group, net)
+    assert links is not None
+    return SharedMemoryWire(net, group, links)
+
+
+@pytest.mark.capability("G1", "G14")
+class TestSharedMemoryWire(WireContract):
+    def wire(self, net: Net, group: Group) -> Wire:
+        return shared(net, group)
+
+
+class TestSharedMemoryBucketReducer(ReducerContract):
+    degrees: ClassVar = {"replica": 3}
+
+    def reducer(self, parameters: Sequence[nn.Parameter], mesh: Mesh, net: Net) -> Reducer:
+        return BucketReducer(parameters, shared(net, mesh.replica), 64)
+
+
+@pytest.mark.capability("A11")
+class TestSharedMemoryShardedReducer(ReducerContract):
+    degrees: ClassVar = {"replica": 2, "shard": 2}
+
+    def reducer(self, parameters: Sequence[nn.Parameter], mesh: Mesh, net: Net) -> Reducer:
+        wires = shared(net, mesh.axes["shard"]), shared(net, mesh.replica)
         return sharded(parameters, mesh, net, *wires)

@@ -32,6 +32,18 @@ def test_verify_holds_across_four_hosts_and_a_planted_fault_does_not(lab) -> Non
     assert twin.exit_codes["h0"] == 1 and "sum instead of mean" in "\n".join(twin.output["h0"])
 
 
+@pytest.mark.capability("B1")
+def test_hosts_share_no_memory_and_say_so(lab) -> None:
+    """Two hosts of the lab are on one machine, and are two hosts all the same."""
+    made = lab(hosts=2)
+    found = made.run(
+        ["paceline", "verify", SUM, "-n", "2", "--steps", "1", "--strategy", "route=shared-memory"]
+    )
+    said = "\n".join(found.output["h0"])
+    assert found.exit_codes["h0"] == 2 and "its ranks run on several hosts" in said, said
+    assert "choose route=auto" in said
+
+
 @pytest.mark.capability("O9", "N12", "O2")
 def test_a_host_that_dies_ends_the_job_within_ten_seconds_and_is_named(lab, tmp_path) -> None:
     made = lab(hosts=4)

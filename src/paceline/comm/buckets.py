@@ -1,6 +1,6 @@
 """Buckets: gradients are copied in as they become ready, and a full bucket is summed at once.
 
-Buckets are launched in one order on every rank. Buffers are allocated once.
+Buckets are launched in one order on every rank. Buffers are allocated once, where the wire sums them best.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from paceline.errors import CommunicationError
 
 
 class _Bucket:
-    """A flat buffer and the parameters in it."""
+    """A flat buffer of the wire, and the parameters in it."""
 
-    def __init__(self, indices: Sequence[int], parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(
+        self, indices: Sequence[int], parameters: Sequence[nn.Parameter], wire: Wire, key: str
+    ) -> None:
         members = [parameters[i] for i in indices]
-        self.flat = torch.zeros(
-            sum(p.numel() for p in members), dtype=members[0].dtype, device=members[0].device
-        )
+        self.flat = wire.buffer(sum(p.numel() for p in members), members[0].detach(), key)
         pieces = self.flat.split([p.numel() for p in members])
         self.views = {i: v.view_as(p) for i, v, p in zip(indices, pieces, members, strict=True)}
         self.missing = set(indices)
@@ -48,7 +48,10 @@ class BucketReducer(TakesSums):
 
     def __init__(self, parameters: Sequence[nn.Parameter], wire: Wire, bucket_bytes: int) -> None:
         self._wire = wire
-        self._buckets = [_Bucket(indices, parameters) for indices in plan_buckets(parameters, bucket_bytes)]
+        self._buckets = [
+            _Bucket(indices, parameters, wire, str(k))
+            for k, indices in enumerate(plan_buckets(parameters, bucket_bytes))
+        ]
         self._home = {i: bucket for bucket in self._buckets for i in bucket.views}
         self._next = 0
 

@@ -44,6 +44,10 @@ class HierarchicalWire:
         self._line = ThreadPoolExecutor(1, thread_name_prefix=f"{group.name}-between-nodes")
         self._broken: CommunicationError | None = None
 
+    def buffer(self, num_values: int, like: Tensor, key: str) -> Tensor:
+        """See `Wire`."""
+        return like.new_zeros(num_values)
+
     def commit(self) -> None:
         """Nothing is kept between steps."""
 

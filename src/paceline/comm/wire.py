@@ -33,6 +33,9 @@ class Wire(Protocol):
     def group(self) -> Group:
         """Who sums."""
 
+    def buffer(self, num_values: int, like: Tensor, key: str) -> Tensor:
+        """Zeros [n] of the dtype and on the device of `like`, where sums of `key` cost least; collective."""
+
     def commit(self) -> None:
         """The present step has been applied."""
 
@@ -88,6 +91,10 @@ class PlainWire:
     def __init__(self, net: Net, group: Group) -> None:
         self.net, self.group = net, group
 
+    def buffer(self, num_values: int, like: Tensor, key: str) -> Tensor:
+        """See `Wire`."""
+        return like.new_zeros(num_values)
+
     def commit(self) -> None:
         """Nothing is kept between steps."""
 
@@ -137,6 +144,10 @@ class CodedWire:
         self.net, self.group, self.codec = net, group, codec
         self._kept: dict[str, Residual] = {}
         self._pending: dict[str, Residual] = {}
+
+    def buffer(self, num_values: int, like: Tensor, key: str) -> Tensor:
+        """See `Wire`."""
+        return like.new_zeros(num_values)
 
     def commit(self) -> None:
         """Keep what this step has lost."""

@@ -80,9 +80,14 @@ class Loader:
     def open(self, units: Iterable[Unit]) -> Stream:
         """Start reading `units`, finite or endless; close the stream when done (or use it in a `with`)."""
         cache = SampleCache(self._cache.capacity_bytes) if self.num_workers else self._cache
-        feed = _UnitFeed(units)
-        batches = DataLoader(
-            UnitReader(self._source, self._collate, cache),
+        feed, reader = _UnitFeed(units), UnitReader(self._source, self._collate, cache)
+        if not self.num_workers and self._device.type != "cuda":
+            return Stream(self, feed, map(reader.__getitem__, feed))
+        return Stream(self, feed, self._data_loader(reader, feed))
+
+    def _data_loader(self, reader: UnitReader, feed: _UnitFeed) -> DataLoader[Reply]:
+        return DataLoader(
+            reader,
             sampler=feed,
             batch_size=None,  # a reply already is a batch
             collate_fn=_as_it_is,
@@ -94,7 +99,6 @@ class Loader:
             multiprocessing_context=_start_method() if self.num_workers else None,
             generator=torch.Generator(),  # else DataLoader would draw from the global one
         )
-        return Stream(self, feed, batches)
 
     def _deliver(self, unit: Unit, reply: Reply) -> LoadedUnit:
         self.cache_hits += reply.hits
@@ -110,7 +114,7 @@ class Stream(Iterator[LoadedUnit]):
             came within the deadline. The stream is closed by then.
     """
 
-    def __init__(self, loader: Loader, feed: _UnitFeed, batches: DataLoader[Reply]) -> None:
+    def __init__(self, loader: Loader, feed: _UnitFeed, batches: Iterable[Reply]) -> None:
         self._loader = loader
         self._feed = feed
         self._batches: Iterator[Reply] | None = iter(batches)  # starts the workers

@@ -76,6 +76,8 @@ class UnitReader(Dataset[Reply]):
                 raise self._failure(f"samples {_spell(request.indices)} cannot be collated", error) from error
 
     def _samples(self, indices: list[int]) -> list[Any]:
+        if not self._cache.capacity_bytes:
+            return list(self._fetch(indices))
         found = {index: self._cache.get(index) for index in indices}
         missing = [index for index in indices if found[index] is MISSING]
         for index, sample in zip(missing, self._fetch(missing), strict=True):

@@ -53,13 +53,19 @@ class Sums:
         """Float64 [units, 2 + num_metrics] on the host: total, count, metrics."""
         if not self._rows:
             return torch.zeros(0, 2 + len(self._names), dtype=torch.float64)
-        rows = [torch.stack([_scalar(x, row) for x in row]) for row in self._rows]
-        return torch.stack(rows).cpu()
+        tensors = [x for row in self._rows for x in row if isinstance(x, Tensor)]
+        numbers = iter(_read(tensors))
+        rows = [[next(numbers) if isinstance(x, Tensor) else x for x in row] for row in self._rows]
+        return torch.tensor(rows, dtype=torch.float64)
 
 
-def _scalar(x: Any, row: list[Any]) -> Tensor:
-    device = next((y.device for y in row if isinstance(y, Tensor)), torch.device("cpu"))
-    return torch.as_tensor(x, dtype=torch.float64, device=device).reshape(())
+def _read(scalars: list[Tensor]) -> list[float]:
+    """Their values, in one transfer from the device of the first."""
+    if not scalars:
+        return []
+    device = scalars[0].device
+    found: list[float] = torch.stack([x.to(device, torch.float64).reshape(()) for x in scalars]).tolist()
+    return found
 
 
 def checked(loss: Any) -> Loss:

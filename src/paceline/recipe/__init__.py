@@ -18,7 +18,8 @@ from paceline.recipe.model import (
     RuntimeRecipe,
 )
 from paceline.recipe.strategy import PRESETS, Preset, Strategy
-from paceline.recipe.support import Row, Support, resolve, support, table
+from paceline.recipe.strategy_table import Row, table
+from paceline.recipe.support import Support, resolve, support
 
 __all__ = [
     "PRESETS",

@@ -19,7 +19,8 @@ def same_bits_conflicts(strategy: Strategy, threads: int, *, compiles: bool) -> 
     if strategy.route not in ("auto", "native"):
         yield Conflict(
             ("strategy", "reproducible"),
-            f"expected route=auto or route=native with reproducible, found '{strategy}': its sums have an order of their own, and ordered ones go by messages",
+            f"expected route=auto or route=native with reproducible, found route={strategy.route}:"
+            " sums in one order over shards are made of messages",
         )
     if threads > 1:
         yield Conflict(

@@ -91,7 +91,7 @@ class Strategy(Table):
         default="fp32", description="what goes over the wire"
     )
     route: Annotated[str, AfterValidator(_check_route)] = Field(
-        default="native", description="along which path it goes"
+        default="auto", description="along which path it goes; auto: memory within a host, native else"
     )
 
     @classmethod

@@ -6,12 +6,11 @@ reasons of a refusal are all its reasons. What is not built is refused, never re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 from paceline.errors import StrategyError
-from paceline.recipe.strategy import PRESETS, Strategy
-from paceline.recipe.words import CODECS, ROUTES, SCHEDULES, SYNCS
+from paceline.recipe.strategy import Strategy
 
 
 class Support(NamedTuple):
@@ -26,15 +25,6 @@ class Support(NamedTuple):
     ok: bool
     reason: str
     nearest: Strategy
-
-
-class Row(NamedTuple):
-    """One line of the table of strategies: `processes` is the smallest number that shows it."""
-
-    name: str
-    strategy: Strategy
-    processes: int
-    support: Support
 
 
 class _Place(NamedTuple):
@@ -59,8 +49,8 @@ _BUILT: dict[str, tuple[frozenset[int | str], str]] = {  # choice: the words tha
     ),
     "codec": (frozenset({"fp32", "int8"}), "values, or bytes with a scale for every block"),
     "route": (
-        frozenset({"native", "hierarchical"}),
-        "the collectives of torch.distributed, or inside nodes first",
+        frozenset({"auto", "native", "shared-memory", "hierarchical"}),
+        "the collectives of torch.distributed, the memory of one host, or inside nodes first",
     ),
     "schedule": (frozenset({"gpipe"}), "all forwards, then all backwards"),
 }
@@ -87,6 +77,7 @@ def _because(reason: str, broken: Callable[[Strategy], bool]) -> _Rule:
 
 _ALONE = ("local", "diloco")
 _SERVED = ("server", "server-async", "backup")
+_CHOSEN = ("shared-memory", "hierarchical")  # routes that nobody takes by default
 _COMBINATIONS = (
     _because("shard without zero shares nothing: add zero=1", lambda s: s.shard > 1 and not s.zero),
     _because("zero shares state among shard ranks: add shard=2", lambda s: s.zero > 0 and s.shard == 1),
@@ -103,6 +94,14 @@ _COMBINATIONS = (
         lambda s: s.codec != "fp32" and s.sync_word == "pipedream",
     ),
     _because(
+        "this rule sums nothing over replicas, so there is nothing to route: leave out route",
+        lambda s: s.route in _CHOSEN and s.sync_word in (*_SERVED, "pipedream"),
+    ),
+    _because(
+        "coded sums have a path of their own: leave out codec or route",
+        lambda s: s.route in _CHOSEN and s.codec != "fp32",
+    ),
+    _because(
         "a server is what this rule needs: add servers=1",
         lambda s: s.sync_word in _SERVED and s.servers != 1,
     ),
@@ -113,14 +112,6 @@ _COMBINATIONS = (
     _because(
         "a server holds a whole model, and gradients reach it uncoded: leave out shard, pipeline and codec",
         lambda s: s.sync_word in _SERVED and (s.ranks_per_replica > 1 or s.codec != "fp32"),
-    ),
-    _because(
-        "nothing is summed over replicas under this rule: leave out route",
-        lambda s: s.route == "hierarchical" and s.sync_word in (*_SERVED, "pipedream"),
-    ),
-    _because(
-        "coded sums have a path of their own: leave out codec or route",
-        lambda s: s.route == "hierarchical" and s.codec != "fp32",
     ),
     _because(
         "pipedream is a rule of one pipeline: replicas=1 and pipeline=2 or more",
@@ -145,7 +136,8 @@ _COMBINATIONS = (
 )
 
 
-def _num_ranks(strategy: Strategy) -> int:
+def num_ranks(strategy: Strategy) -> int:
+    """How many processes a strategy with its replicas filled in runs on."""
     return (strategy.replicas or 1) * strategy.ranks_per_replica + strategy.servers
 
 
@@ -167,13 +159,13 @@ def _explain_ranks(strategy: Strategy, place: _Place) -> str:
         if name == "replicas" or getattr(strategy, name) > 1
     )
     servers = f" + servers={strategy.servers}" if strategy.servers else ""
-    return f"{product}{servers} needs {_num_ranks(strategy)} processes, and there are {place.processes}"
+    return f"{product}{servers} needs {num_ranks(strategy)} processes, and there are {place.processes}"
 
 
 _RULES = (
     *(_not_built(field, built, meaning) for field, (built, meaning) in _BUILT.items()),
     *_COMBINATIONS,
-    _Rule(lambda strategy, place: _num_ranks(strategy) != place.processes, _explain_ranks),
+    _Rule(lambda strategy, place: num_ranks(strategy) != place.processes, _explain_ranks),
     _Rule(
         lambda strategy, place: (strategy.replicas or 1) * strategy.shard * strategy.lanes > place.shards,
         lambda strategy, place: (
@@ -211,40 +203,11 @@ def resolve(strategy: Strategy, *, processes: int, shards: int) -> Strategy:
     raise StrategyError(
         answer.reason,
         where=f'strategy "{strategy}" on {processes} processes',
-        next_step=f'the nearest that works is "{answer.nearest}" on {_num_ranks(answer.nearest)} processes',
+        next_step=f'the nearest that works is "{answer.nearest}" on {num_ranks(answer.nearest)} processes',
     )
-
-
-def table(*, shards: int = 8) -> tuple[Row, ...]:
-    """Every preset and every word of the four choices, each with its answer."""
-    return tuple(_row(name, shards) for name in _names())
 
 
 def _fill(strategy: Strategy, processes: int) -> Strategy:
     if strategy.replicas is not None:
         return strategy
     return strategy.replace(replicas=max(1, (processes - strategy.servers) // strategy.ranks_per_replica))
-
-
-def _names() -> Iterator[str]:
-    yield from PRESETS
-    yield from ("tensor=2", "context=2", "lanes=2")
-    for choice, words in (("sync", SYNCS), ("codec", CODECS), ("route", ROUTES), ("schedule", SCHEDULES)):
-        for word, example in words.items():
-            yield f"{_NEEDED.get(word, '')}{choice}={example}"
-
-
-_NEEDED = {  # what a word cannot do without
-    "backup": "servers=1 ",
-    "server-async": "servers=1 ",
-    "pipedream": "replicas=1 pipeline=2 ",
-    "hierarchical": "replicas=4 ",
-    **dict.fromkeys(SCHEDULES, "pipeline=2 "),
-}
-
-
-def _row(name: str, shards: int) -> Row:
-    strategy = Strategy.parse(name)
-    smallest = strategy if strategy.replicas else strategy.replace(replicas=2)
-    processes = _num_ranks(smallest)
-    return Row(name, strategy, processes, support(strategy, processes=processes, shards=shards))

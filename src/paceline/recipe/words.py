@@ -31,6 +31,7 @@ CODECS = MappingProxyType(
 )
 ROUTES = MappingProxyType(
     {
+        "auto": "auto",
         "native": "native",
         "ring": "ring",
         "tree": "tree",

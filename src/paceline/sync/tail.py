@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from paceline.comm import Gradients, Tally
 from paceline.errors import NumericError
 from paceline.state import TrainState
+from paceline.sync.scaled_step import scaled_step
 
 
 @dataclass(frozen=True)
@@ -96,13 +97,10 @@ class UpdateTail:
                 raise self._not_finite(grads)
             scale.update(overflow=True)
             return Update(norm, lr, applied=False)
-        multiplier = self._clip(norm) / divisor
-        if multiplier != 1.0 and grads.flats:
-            torch._foreach_mul_(list(grads.flats), multiplier)
         for p, grad in zip(self._parameters, grads.tensors, strict=True):
             if p is not None:
                 p.grad = grad
-        self.state.optimizer.step()
+        scaled_step(self.state.optimizer, grads.flats, self._clip(norm) / divisor)
         self.state.updates += 1
         scale.update(overflow=False)
         return Update(norm, lr, applied=True)

@@ -108,7 +108,8 @@ class _Rank:
             self.died()
             return
         if isinstance(message, ErrorReport):
-            self.failure = raised(self.global_rank, message)
+            # whoever writes a test wants the traceback of every error
+            self.failure = raised(self.global_rank, replace(message, details=message.traceback))
         else:
             self.result = message
 

@@ -18,6 +18,7 @@ from paceline.comm import (
     CodedWire,
     Int8,
     Net,
+    PlainWire,
     Reducer,
     Wire,
     build_reducer,
@@ -33,7 +34,7 @@ from paceline.slot import Slot
 from paceline.state import TrainState
 from paceline.sync import EveryStep, Gathered, Tail, UpdateTail
 from paceline.task import Task
-from paceline.training.routes import ROUTES
+from paceline.training.routes import ROUTES, Site
 
 CODECS: Mapping[str, Callable[[], Codec | None]] = {"fp32": lambda: None, "int8": Int8}
 
@@ -76,11 +77,14 @@ class Setting:
         return Precision(recipe.precision.compute, device.type, caches=not recipe.is_ordered)
 
     def wire(self, group: Group) -> Wire:
-        """Sums over a group along the recipe's route, through its codec where there is a wire at all."""
+        """Sums over a group, by the recipe's codec and route where there is a wire at all; collective."""
+        if group.size == 1:
+            return PlainWire(self.net, group)
         codec = CODECS[self.recipe.strategy.codec]()
-        if codec is not None and group.size > 1:
+        if codec is not None:
             return CodedWire(self.net, group, codec)
-        return ROUTES[self.recipe.strategy.route](self, group)
+        site = Site(self.cluster, self.mesh.world, self.net, self.device, self.warn, self.closers)
+        return ROUTES[self.recipe.strategy.route](group, site)
 
 
 def _nothing() -> None:

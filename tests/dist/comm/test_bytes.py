@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 
 from paceline.comm.buckets import plan_buckets
 from paceline.comm.tally import tally_bytes
-from paceline.recipe import BatchRecipe, Recipe, RuntimeRecipe
+from paceline.recipe import BatchRecipe, Recipe, RuntimeRecipe, Strategy
 from paceline.task import Loss, Task
 from paceline.testing import run_ranks
 from paceline.training import build_session
@@ -44,11 +44,12 @@ def make_task() -> Task:
     return Task(make_model(), TensorDataset(x, x.sum(1, keepdim=True)), squared_error)
 
 
-def train(cluster, shards: int, bucket_bytes: int) -> dict[str, Any]:
+def train(cluster, shards: int, bucket_bytes: int, route: str = "native") -> dict[str, Any]:
     """Some steps; the rows of the ledger, what each step's record says, and the number of buckets."""
     recipe = Recipe(
         task="in memory",
         steps=NUM_STEPS,
+        strategy=Strategy(route=route),
         batch=BatchRecipe(size=32, shards=shards),
         runtime=RuntimeRecipe(device="cpu", deadline_seconds=20.0, bucket_bytes=bucket_bytes),
     )
@@ -102,6 +103,15 @@ def test_training_steps_cost_gradients_and_a_tally_and_nothing_else(world: int, 
         steps = sum(parts)
         assert found["sent"] == pytest.approx([start + steps * (i + 1) / NUM_STEPS for i in range(NUM_STEPS)])
         assert all(seconds > 0.0 for seconds in found["waits"])
+
+
+@pytest.mark.capability("G14")
+def test_sums_in_memory_are_counted_as_sums_on_a_wire() -> None:
+    """Beside them the ranks tell each other once where they are: a length, and some text."""
+    native, memory = (run_ranks(train, 2, 8, BUCKET_BYTES, route)[1]["rows"] for route in ("native", "auto"))
+    calls, payload_bytes, _ = memory.pop(("all_gather", "replica"))
+    assert calls == 2 and payload_bytes < 200
+    assert memory == native
 
 
 @pytest.mark.capability("A10", "G14")

@@ -162,7 +162,7 @@ def test_uneven_nodes_are_refused_with_their_numbers() -> None:
 @pytest.mark.capability("G8")
 def test_another_device_is_refused_with_what_to_do() -> None:
     with pytest.raises(StrategyError, match="trains on cuda") as caught:
-        ROUTES["hierarchical"](SimpleNamespace(device=torch.device("cuda")), None)
+        ROUTES["hierarchical"](None, SimpleNamespace(device=torch.device("cuda")))
     assert "leave it out" in caught.value.next_step
 
 

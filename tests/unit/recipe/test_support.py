@@ -40,8 +40,10 @@ WORKS = {
     "pipeline=2 schedule=gpipe",
     "codec=fp32",
     "codec=int8",
+    "route=auto",
     "route=native",
     "replicas=4 route=hierarchical",
+    "route=shared-memory",
 }
 COMBINATIONS = {  # what runs on as many processes, or the reason why not
     "shard=2 zero=1": (4, ""),
@@ -61,6 +63,8 @@ COMBINATIONS = {  # what runs on as many processes, or the reason why not
     "replicas=2 pipeline=2 sync=pipedream": (4, "a rule of one pipeline"),
     "pipeline=2 codec=int8": (2, ""),
     "pipeline=2 shard=2 zero=1": (4, "choose shard or pipeline"),
+    "route=shared-memory codec=int8": (2, "leave out codec or route"),
+    "servers=1 sync=backup:1 route=shared-memory": (3, "leave out route"),
     "schedule=1f1b": (2, "add pipeline=2"),
     "lanes=2": (3, ""),
     "shard=2 zero=1 lanes=2": (4, ""),

@@ -1,0 +1,166 @@
+"""Links between ranks of one host: signals and open files, over sockets that have no name on any disk.
+
+The kernel carries every signal, so it also orders memory: what a rank wrote before it told is there for
+who has heard it, on every processor. A wait sleeps, has a deadline, and ends at once if a peer is killed.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from paceline.comm.net import Net
+from paceline.errors import CommunicationError, DeadlineError
+from paceline.mesh import Group
+
+_LARGEST_BYTES = 4096  # of a message
+_NEXT_STEP = "look at the first rank that ended: it is the cause"
+
+
+class Signal(NamedTuple):
+    """What a rank says to all others of the host, once.
+
+    Args:
+        phase: what has been done.
+        number: to which sum, counted from 0 on every rank.
+        label: of what; a rank that says another one is out of step.
+    """
+
+    phase: int
+    number: int
+    label: str
+
+    def encode(self) -> bytes:
+        """One message."""
+        return f"{self.phase} {self.number} {self.label}".encode()
+
+    @classmethod
+    def decode(cls, message: bytes) -> Signal:
+        """The inverse of `encode`."""
+        phase, number, label = message.decode().split(" ", 2)
+        return cls(int(phase), int(number), label)
+
+
+class _Peer:
+    """One rank at the other end of a socket, and what it has said."""
+
+    def __init__(self, rank: int, connection: socket.socket) -> None:
+        self.rank, self.socket = rank, connection
+        self.said: dict[tuple[int, int], str] = {}
+        self.files: list[int] = []
+        self.gone = False
+
+    def read(self) -> None:
+        """Take one message, if there is one."""
+        try:
+            data, files, _, _ = socket.recv_fds(self.socket, _LARGEST_BYTES, 1, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        except OSError:
+            data, files = b"", []
+        self.gone = not data
+        self.files += files
+        if data and not files:
+            signal = Signal.decode(data)
+            self.said[signal.phase, signal.number] = signal.label
+
+
+class HostLinks:
+    """Connections of one rank with all others of its group, on one host.
+
+    Args:
+        peers: connected sockets of type SEQPACKET, by global rank.
+        group, net: for what errors say, and for the deadline.
+    """
+
+    def __init__(self, peers: Mapping[int, socket.socket], group: Group, net: Net) -> None:
+        self._peers = [_Peer(rank, s) for rank, s in sorted(peers.items())]
+        self._group, self._net = group, net
+
+    def tell(self, signal: Signal) -> None:
+        """Say something to all.
+
+        Raises:
+            CommunicationError: a rank is gone; DeadlineError: it does not listen.
+        """
+        self._send(signal.encode(), [])
+
+    def hear(self, signal: Signal) -> None:
+        """Wait until every other rank has said the same.
+
+        Raises:
+            CommunicationError: a rank is gone, or is out of step; DeadlineError: it says nothing.
+        """
+        key = (signal.phase, signal.number)
+        self._listen(lambda peer: key in peer.said)
+        for peer in self._peers:
+            if (label := peer.said.pop(key)) != signal.label:
+                raise self._error(
+                    f"rank {peer.rank} sums {label}, this rank {signal.label}",
+                    "every rank must sum the same buffers in the same order",
+                )
+
+    def share(self, file: int) -> dict[int, int]:
+        """Give an open file to every other rank, and get theirs, by rank; the caller closes them."""
+        self._send(b"file", [file])
+        self._listen(lambda peer: bool(peer.files))
+        return {peer.rank: peer.files.pop(0) for peer in self._peers}
+
+    def close(self) -> None:
+        """Leave."""
+        for peer in self._peers:
+            peer.socket.close()
+
+    def _send(self, data: bytes, files: Sequence[int]) -> None:
+        expires = time.monotonic() + self._net.deadline_seconds
+        for peer in self._peers:
+            while not self._sent(peer, data, files):
+                self._await(self._peers, peer, expires)
+
+    def _sent(self, peer: _Peer, data: bytes, files: Sequence[int]) -> bool:
+        try:
+            socket.send_fds(peer.socket, [data], files, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise self._error(f"rank {peer.rank} is gone: {error}", _NEXT_STEP) from error
+        return True
+
+    def _listen(self, has_said: Callable[[_Peer], bool]) -> None:
+        expires = time.monotonic() + self._net.deadline_seconds
+        while silent := [peer for peer in self._peers if not has_said(peer)]:
+            if lost := [peer.rank for peer in silent if peer.gone]:
+                raise self._error(f"rank {lost[0]} is gone", _NEXT_STEP)
+            self._await(silent, None, expires)
+
+    def _await(self, heard: Sequence[_Peer], full: _Peer | None, expires: float) -> None:
+        """Sleep until one of `heard` says something, or `full` takes more; read what was said."""
+        poll = select.poll()
+        by_file = {peer.socket.fileno(): peer for peer in heard if not peer.gone}
+        for file, peer in by_file.items():
+            poll.register(file, select.POLLIN | (select.POLLOUT if peer is full else 0))
+        ready = poll.poll(max(0.0, expires - time.monotonic()) * 1e3)
+        if not ready:
+            raise self._late([peer.rank for peer in heard] if full is None else [full.rank])
+        for file, _ in ready:
+            by_file[file].read()
+
+    def _error(self, what: str, next_step: str) -> CommunicationError:
+        return CommunicationError(what, where=self._where(), next_step=next_step)
+
+    def _late(self, ranks: Sequence[int]) -> DeadlineError:
+        return DeadlineError(
+            f"ranks {list(ranks)} did not join in a sum within {self._net.deadline_seconds:g} s",
+            where=self._where(),
+            next_step="look for the rank that is stuck, or raise runtime.deadline_seconds",
+        )
+
+    def _where(self) -> str:
+        group = self._group
+        return (
+            f"rank {group.ranks[group.rank]}, shared memory of group '{group.name}' {group.ranks}, "
+            f"step {self._net.step}"
+        )

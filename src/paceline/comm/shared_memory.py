@@ -1,0 +1,192 @@
+"""The route through memory: ranks of one host add up their buffers where they lie, and nothing is sent.
+
+A buffer is memory that every rank of the group has mapped. Each rank adds one slice of all buffers, in the
+order of the ranks, and writes the sum into all of them. Invariant: between launch and the end of `wait` a
+rank's buffer belongs to the group. The memory has no name, so it is gone when the last rank is.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.comm.host_links import HostLinks, Signal
+from paceline.comm.net import Net
+from paceline.comm.wire import Residual, Waits
+from paceline.errors import CommunicationError
+from paceline.mesh import Group
+
+_FILLED, _SUMMED = 0, 1
+_LINE_VALUES = 64  # slices end at these multiples, so that no cache line is written by two ranks
+_CHUNK_VALUES = 1 << 16  # what was added is still in the cache when it is written to the others
+
+
+class SharedMemoryWire:
+    """Sums over the ranks of one host, in processor memory.
+
+    Args:
+        links: connects the group; `close` closes it.
+    Wire: nothing. Of the other ranks' memory 2 (P-1)/P n bytes are read or written in an all_reduce and
+        (P-1)/P n in a reduce_scatter, and the ledger counts these.
+    Exactness: equal bits on every rank and in every run: values are added in the order of the ranks.
+    Source: Hashmi et al. 2018, Designing Efficient Shared Address Space Reduction Collectives for
+    Multi-/Many-cores, IPDPS.
+    """
+
+    def __init__(self, net: Net, group: Group, links: HostLinks) -> None:
+        self.net, self.group = net, group
+        self._links = links
+        self._parts: dict[str, list[Tensor]] = {}
+        self._num_sums = 0
+
+    def buffer(self, num_values: int, like: Tensor, key: str) -> Tensor:
+        """See `Wire`; collective. Sums of this very tensor copy nothing."""
+        self._parts[key] = self._map(num_values, like.dtype)
+        return self._parts[key][self.group.rank]
+
+    def all_reduce(self, x: Tensor, key: str) -> Waits:
+        """See `Wire`; the sum is made in `wait`, by the thread that waits."""
+        parts = self._parts_of(x, key)
+        mine = parts[self.group.rank]
+        in_place = x.data_ptr() == mine.data_ptr()
+        if not in_place:
+            mine.copy_(x.reshape(-1))
+
+        def add() -> None:
+            add_slice(parts, self.group.rank)
+
+        return self._launch("all_reduce", x, key, add, lambda: x if in_place else x.copy_(mine.view_as(x)))
+
+    def reduce_scatter(self, x: Tensor, key: str) -> Waits:
+        """See `Wire`; the result is a tensor of its own."""
+        parts = self._parts_of(x, key)
+        parts[self.group.rank].copy_(x.reshape(-1))
+        row = torch.empty_like(x[0])
+
+        def add() -> None:
+            first, *others = (part.view_as(x)[self.group.rank] for part in parts)
+            row.copy_(first)
+            for other in others:
+                row.add_(other)
+
+        return self._launch("reduce_scatter", x, key, add, lambda: row)
+
+    def commit(self) -> None:
+        """Nothing is kept between steps."""
+
+    def abort(self) -> None:
+        """Nothing is kept between steps."""
+
+    def residuals(self) -> dict[str, Residual]:
+        """None: nothing is lost."""
+        return {}
+
+    def set_residuals(self, found: dict[str, Residual]) -> None:
+        """There are none to keep."""
+
+    def close(self) -> None:
+        """Leave the other ranks; buffers stay readable."""
+        self._links.close()
+
+    def _launch(
+        self, op: str, x: Tensor, key: str, add: Callable[[], None], result: Callable[[], Tensor]
+    ) -> Waits:
+        num_bytes = x.numel() * x.element_size()
+        entry = self.net.ledger.launched(op, self.group.name, num_bytes, self.group.size)
+        label = f"buffer '{key}' of {num_bytes} bytes"
+        filled, summed = (Signal(phase, self._num_sums, label) for phase in (_FILLED, _SUMMED))
+        self._num_sums += 1
+        self._links.tell(filled)
+
+        def finish() -> Tensor:
+            entry.began()
+            began = time.perf_counter()
+            try:
+                self._links.hear(filled)
+                add()
+                self._links.tell(summed)
+                self._links.hear(summed)
+            finally:
+                entry.ended()
+                entry.exposed_seconds += time.perf_counter() - began
+            return result()
+
+        return _Once(finish)
+
+    def _parts_of(self, x: Tensor, key: str) -> list[Tensor]:
+        parts = self._parts.get(key)
+        if parts is None or parts[0].numel() != x.numel() or parts[0].dtype != x.dtype:
+            parts = self._parts[key] = self._map(x.numel(), x.dtype)
+        return parts
+
+    def _map(self, num_values: int, dtype: torch.dtype) -> list[Tensor]:
+        """Memory of every rank of the group, [n] each, by place in the group; this rank's is zeroed."""
+        num_bytes = max(1, num_values) * dtype.itemsize
+        mine = self._reserve(num_bytes)
+        files = {self.group.ranks[self.group.rank]: mine}
+        try:
+            files |= self._links.share(mine)
+            return [self._view(files[rank], num_values, dtype) for rank in self.group.ranks]
+        finally:
+            for file in files.values():
+                os.close(file)
+
+    def _reserve(self, num_bytes: int) -> int:
+        with ExitStack() as cleanup:
+            try:
+                file = os.memfd_create("paceline-sums")
+                cleanup.callback(os.close, file)
+                os.posix_fallocate(file, 0, num_bytes)
+            except OSError as error:
+                raise CommunicationError(
+                    f"there are no {num_bytes} bytes of shared memory: {error}",
+                    next_step="free memory, or choose route=native",
+                ) from error
+            cleanup.pop_all()
+        return file
+
+    def _view(self, file: int, num_values: int, dtype: torch.dtype) -> Tensor:
+        num_bytes = max(1, num_values) * dtype.itemsize
+        if os.fstat(file).st_size != num_bytes:
+            raise CommunicationError(
+                f"a rank of {self.group.ranks} shares {os.fstat(file).st_size} bytes, this one {num_bytes}",
+                next_step="every rank must sum the same buffers in the same order",
+            )
+        path = f"/proc/self/fd/{file}"  # mapped, and not kept open
+        return torch.from_file(path, shared=True, size=max(1, num_values), dtype=dtype)[:num_values]
+
+
+class _Once:
+    """A sum under way: the first wait makes it, later ones return it."""
+
+    def __init__(self, finish: Callable[[], Tensor]) -> None:
+        self._finish: Callable[[], Tensor] | None = finish
+        self._result: Any = None
+
+    def wait(self) -> Any:
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            self._result = finish()
+        return self._result
+
+
+def add_slice(parts: Sequence[Tensor], place: int) -> None:
+    """Replace slice number `place` of every part, [n] each, by the sum of that slice over all parts.
+
+    If every rank does this with its own place, all parts end as the sum.
+    """
+    num_values = parts[0].numel()
+    width = -(-num_values // (len(parts) * _LINE_VALUES)) * _LINE_VALUES
+    begin, end = min(place * width, num_values), min((place + 1) * width, num_values)
+    for start in range(begin, end, _CHUNK_VALUES):
+        total, *others = (part[start : min(start + _CHUNK_VALUES, end)] for part in parts)
+        for other in others:
+            total.add_(other)
+        for other in others:
+            other.copy_(total)

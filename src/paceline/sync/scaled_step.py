@@ -1,0 +1,61 @@
+"""One optimizer step on gradients that still have to be multiplied by one number.
+
+A fused optimizer takes the number into its kernel, which reads the gradients anyway; for any other the
+gradients are multiplied first. Either way `p.grad` holds the multiplied gradient afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import optimizer as torch_optimizer
+
+_FOLDING = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+_LARGEST = torch.finfo(torch.float32).max
+
+
+def scaled_step(optimizer: torch.optim.Optimizer, flats: Sequence[Tensor], multiplier: float) -> None:
+    """Multiply the gradients, and step.
+
+    Args:
+        flats: the storage of all gradients of the optimizer's parameters.
+        multiplier: of every value.
+    Exactness: within two roundings of float32, whether the kernel multiplies or not.
+    Source: `grad_scale` of torch's fused optimizers, made for `torch.amp.GradScaler`.
+    """
+    if multiplier == 1.0 or not flats:
+        optimizer.step()
+    elif 1.0 / _LARGEST <= multiplier <= _LARGEST and folds(optimizer):
+        _folded_step(optimizer, 1.0 / multiplier)
+    else:
+        torch._foreach_mul_(list(flats), multiplier)
+        optimizer.step()
+
+
+def folds(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its kernel may multiply.
+
+    Only torch's own classes, since another may look at the gradients before its kernel does; only if every
+    group is fused and float32 on one device; and only if no hook looks at them before a step.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return (
+        type(optimizer) in _FOLDING
+        and all(group["fused"] for group in optimizer.param_groups)
+        and all(p.dtype == torch.float32 for p in parameters)
+        and len({p.device for p in parameters}) == 1
+        and not optimizer._optimizer_step_pre_hooks
+        and not torch_optimizer._global_optimizer_pre_hooks
+    )
+
+
+def _folded_step(optimizer: Any, divisor: float) -> None:
+    device = optimizer.param_groups[0]["params"][0].device
+    optimizer.grad_scale = torch.tensor(divisor, dtype=torch.float32, device=device)
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.grad_scale

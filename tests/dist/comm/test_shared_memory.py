@@ -1,0 +1,186 @@
+"""Sums in shared memory: equal to the native ones, in every dtype; a lost, a late and a strange rank; nothing left."""
+
+import gc
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.comm import Net, PlainWire, SharedMemoryWire, meet_on_host
+from paceline.comm.shared_memory import add_slice
+from paceline.errors import CommunicationError, DeadlineError
+from paceline.mesh import Group, Mesh
+from paceline.testing import RanksFailed, run_ranks
+
+def start(cluster, deadline_seconds: float = 20.0) -> tuple[SharedMemoryWire, Group, Net]:
+    group, net = Mesh.build(cluster, {"replica": cluster.world_size}).replica, Net(deadline_seconds)
+    links = meet_on_host(group, net)
+    assert links is not None
+    return SharedMemoryWire(net, group, links), group, net
+
+
+def values(n: int, dtype: torch.dtype, rank: int) -> Tensor:
+    return torch.randn(n, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+@pytest.mark.capability("G1")
+@pytest.mark.parametrize("world", [2, 3, 5])
+def test_a_sum_is_the_sum_in_the_order_of_the_ranks(world: int) -> None:
+    """Bit by bit, also for less values than ranks, more than a chunk, and views that lie elsewhere."""
+    sizes, dtypes = (0, 1, 3, 1000, 200_001), (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+    def run(cluster) -> list[Tensor]:
+        wire, group, _ = start(cluster)
+        found = []
+        for dtype in dtypes:
+            for n in sizes:
+                key = f"{dtype} {n}"
+                own = wire.buffer(n, torch.zeros(0, dtype=dtype), key).copy_(values(n, dtype, group.rank))
+                spread = torch.stack([values(n, dtype, group.rank)] * 2, 1)[:, 0]
+                handles = wire.all_reduce(own, key), wire.all_reduce(spread, key + " elsewhere")
+                found += [handle.wait().clone() for handle in handles]
+        return found
+
+    ranks = run_ranks(run, world)
+    right = [sum_in_order([values(n, d, r) for r in range(world)]) for d in dtypes for n in sizes for _ in "ab"]
+    for found in ranks:
+        assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
+
+
+def sum_in_order(parts: list[Tensor]) -> Tensor:
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total.add_(part)
+    return total
+
+
+def test_slices_cover_every_value_once() -> None:
+    for num_parts in (2, 3, 7):
+        for n in (0, 1, 63, 64, 65, 1000):
+            parts = [torch.full((n,), float(k + 1)) for k in range(num_parts)]
+            for place in range(num_parts):
+                add_slice(parts, place)
+            assert all(part.eq(num_parts * (num_parts + 1) / 2).all() for part in parts)
+
+
+@pytest.mark.capability("G14")
+def test_the_ledger_counts_a_sum_in_memory_as_one_on_a_wire() -> None:
+    def run(cluster) -> list[dict]:
+        wire, group, net = start(cluster)
+        plain_net = Net(20.0)
+        for each in (wire, PlainWire(plain_net, group)):
+            each.all_reduce(torch.ones(1000), "a").wait()
+            each.reduce_scatter(torch.ones(3, 40), "b").wait()
+        rows = [
+            {op: (e.calls, e.payload_bytes, e.sent_bytes) for (op, _), e in n.ledger.rows.items()}
+            for n in (net, plain_net)
+        ]
+        assert net.ledger.rows["all_reduce", "replica"].hidden_fraction < 0.5  # the one who waits adds
+        return rows
+
+    for memory, native in run_ranks(run, 3):
+        assert memory.pop("all_gather")[0] == 2  # the ranks told each other where they are
+        assert memory == native
+        assert native["all_reduce"] == (1, 4000, 2 * 2 / 3 * 4000)
+
+
+def failing(function: Callable[..., object], world: int, *args: object) -> RanksFailed:
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(function, world, *args, deadline=20.0)
+    return caught.value
+
+
+@pytest.mark.capability("A12")
+@pytest.mark.parametrize("said", [False, True])
+def test_a_rank_that_is_killed_ends_the_wait_of_the_others_at_once(said: bool) -> None:
+    """Before it has filled its buffer, or when the others wait for its slice."""
+
+    def run(cluster) -> None:
+        wire, group, net = start(cluster, 60.0)
+        net.step = 7
+        x = wire.buffer(1000, torch.zeros(0), "0")
+        if group.rank == 1 and not said:
+            os.kill(os.getpid(), signal.SIGKILL)
+        handle = wire.all_reduce(x, "0")
+        if group.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        handle.wait()
+
+    failures = failing(run, 3)
+    assert failures.of(1).headline.startswith("was killed by SIGKILL")
+    for rank in (0, 2):
+        text = failures.of(rank).details
+        assert "rank 1 is gone" in text
+        assert f"rank {rank}, shared memory of group 'replica' (0, 1, 2), step 7" in text
+
+
+@pytest.mark.parametrize("op", ["all_reduce", "buffer"])
+def test_a_rank_that_does_not_join_is_missed_at_the_deadline(op: str) -> None:
+    def run(cluster) -> None:
+        wire, group, _ = start(cluster, 0.5)
+        if group.rank == 1:
+            time.sleep(60.0)
+        if op == "buffer":
+            wire.buffer(1000, torch.zeros(0), "0")
+        wire.all_reduce(torch.ones(1000), "0").wait()
+
+    text = failing(run, 2).of(0).details
+    assert DeadlineError.__name__ in text and "ranks [1] did not join in a sum within 0.5 s" in text
+
+
+@pytest.mark.parametrize("sizes", [(10, 40), (10, 10)])
+def test_ranks_out_of_step_are_an_error(sizes: tuple[int, int]) -> None:
+    """Buffers in another order, also if they are equally large: never a wrong sum."""
+
+    def run(cluster) -> None:
+        wire, group, _ = start(cluster, 10.0)
+        xs = {key: torch.ones(n) for key, n in zip("ab", sizes, strict=True)}
+        for key, x in xs.items():
+            wire.all_reduce(x, key).wait()
+        for key in ("a", "b") if group.rank else ("b", "a"):
+            wire.all_reduce(xs[key], key).wait()
+
+    text = failing(run, 2).of(0).details
+    assert CommunicationError.__name__ in text and "same buffers in the same order" in text
+
+
+def test_many_sums_may_be_under_way() -> None:
+    """More than the sockets hold: who tells, also listens."""
+
+    def run(cluster) -> list[float]:
+        wire, group, _ = start(cluster)
+        handles = [wire.all_reduce(torch.full((2,), float(k)), "x" + str(k % 700)) for k in range(700)]
+        if group.rank == 1:
+            time.sleep(0.5)
+        return [float(handle.wait()[0]) for handle in handles]
+
+    for found in run_ranks(run, 2):
+        assert found == [2.0 * k for k in range(700)]
+
+
+def test_nothing_is_left_of_a_wire() -> None:
+    def count() -> tuple[int, int]:
+        gc.collect()
+        maps = Path("/proc/self/maps").read_text().count("paceline-sums")
+        return maps, len(list(Path("/proc/self/fd").iterdir()))
+
+    def run(cluster) -> list[tuple[int, int]]:
+        wire, _, _ = start(cluster)
+        for key in "abc":
+            wire.all_reduce(wire.buffer(5000, torch.zeros(0), key), key).wait()
+        held = count()
+        wire.close()
+        del wire
+        left = count()
+        wire, _, _ = start(cluster)
+        wire.close()
+        return [held, left, count()]
+
+    for held, left, again in run_ranks(run, 3):
+        assert held[0] == 9  # three buffers of three ranks
+        assert left[0] == 0 and left[1] == again[1] < held[1]

@@ -50,6 +50,9 @@ STRATEGIES = [
     "replicas=1 pipeline=2",
     "replicas=3 pipeline=2",
     "replicas=1 pipeline=3",
+    "replicas=1 pipeline=2 lanes=2",
+    "replicas=2 pipeline=3 lanes=3",
+    "replicas=1 shard=2 zero=1 pipeline=2 lanes=2",
 ]
 
 

@@ -75,6 +75,10 @@ class UnitBuffers:
         """Note what the units of a copy have changed."""
         self._changes += others.changes
 
+    def add_changes(self, others: UnitBuffers) -> None:
+        """Add what another part of the model has changed in the same units."""
+        self._changes = [own + other for own, other in zip(self._changes, others.changes, strict=True)]
+
     def end_step(self, change: Tensor, units: float) -> None:
         """Apply the mean change; a value that no unit changed keeps its bits.
 

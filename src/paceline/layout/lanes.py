@@ -1,17 +1,13 @@
 """Lanes: threads of one process that run virtual shards side by side, on copies that share the parameters.
 
-A lane computes with one thread, as a process of its own would, and adds its shards up to nodes of the tree of
-additions (`comm.tree`); the nodes of all lanes go to the sink. So the bits are those of one lane.
-
-Invariant: a lane owns its gradients, its buffers and whatever else the model's modules hold; parameters are
-one memory, which nobody writes while lanes run. All lanes have ended when `run` returns or raises.
+A lane adds its shards up to nodes of the tree of additions (`comm.tree`); the nodes of all lanes go to the
+sink. Invariant: the bits are those of one lane.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from itertools import islice
 
 import torch
@@ -20,13 +16,12 @@ from torch import Tensor, nn
 from paceline.comm.ordered import OrderedReducer
 from paceline.comm.tree import cover
 from paceline.data import LoadedUnit, split
-from paceline.errors import TaskError
 from paceline.layout.buffers import UnitBuffers
 from paceline.layout.placed import GradSink
 from paceline.layout.precision import Precision
 from paceline.layout.replicate import Replicate
 from paceline.layout.sums import Sums
-from paceline.models.dropout import name_dropouts
+from paceline.layout.threads import NobodyDraws, Threads, around_the_same_parameters
 from paceline.observe import Phases
 from paceline.slot import Slot
 from paceline.task import LossFunction
@@ -56,17 +51,14 @@ class Lanes:
         num_lanes: int,
         deadline_seconds: float,
     ) -> None:
-        models = [model, *(_around_the_same_parameters(model) for _ in range(num_lanes - 1))]
+        models = [model, *(around_the_same_parameters(model, "lanes") for _ in range(num_lanes - 1))]
         clocks = [phases, *(Phases() for _ in models[1:])]
         self._lanes = [
             Replicate(m, loss, metric_names, precision=precision, phases=clock, overlap=False, seeds=False)
             for m, clock in zip(models, clocks, strict=True)
         ]
         self._first = self._lanes[0]
-        self._phases, self._deadline_seconds = phases, deadline_seconds
-        self._pool = ThreadPoolExecutor(
-            num_lanes - 1, "lane", initializer=torch.set_num_threads, initargs=(1,)
-        )
+        self._phases, self._threads = phases, Threads(num_lanes, "lane", deadline_seconds)
         self.used: Sequence[bool] = ()
 
     @property
@@ -102,8 +94,9 @@ class Lanes:
         before = self.buffers.values()
         for lane in self._lanes[1:]:
             lane.buffers.reset(before)
-        with _NobodyDraws():
-            found = self._side_by_side(shares, scale)
+        with NobodyDraws():
+            pairs = zip(self._lanes, shares, strict=True)
+            found = self._threads.run([partial(_run_lane, lane, share, scale) for lane, share in pairs])
         sums = Sums(self.metric_names)
         for lane, (_, own) in zip(self._lanes, found, strict=True):
             sums.extend(own)
@@ -112,25 +105,6 @@ class Lanes:
         self.used = [any(lane.used[i] for lane in self._lanes) for i in range(len(self.parameters))]
         self._hand_on([part for parts, _ in found for part in parts], sink)
         return sums
-
-    def _side_by_side(
-        self, shares: Sequence[list[LoadedUnit]], scale: float
-    ) -> list[tuple[list[_Part], Sums]]:
-        """Run every lane; the first on this thread."""
-        others: list[Future[tuple[list[_Part], Sums]]] = [
-            self._pool.submit(_run_lane, lane, share, scale)
-            for lane, share in zip(self._lanes[1:], shares[1:], strict=True)
-        ]
-        try:
-            first = _run_lane(self._first, shares[0], scale)
-        finally:
-            _, late = wait(others, self._deadline_seconds)  # nobody may still run when this returns
-        if late:
-            raise TaskError(
-                f"{len(late)} lanes still run {self._deadline_seconds:g} s after the first has ended",
-                next_step="look for a wait in the model or its loss, or raise runtime.deadline_seconds",
-            )
-        return [first, *(other.result() for other in others)]
 
     def _hand_on(self, parts: Sequence[_Part], sink: GradSink) -> None:
         for k, (shards, grads) in enumerate(parts):
@@ -149,7 +123,7 @@ class Lanes:
 
     def close(self) -> None:
         """End the threads."""
-        self._pool.shutdown()
+        self._threads.close()
 
 
 _Part = tuple[range, list[Tensor | None]]
@@ -169,35 +143,3 @@ def _run_lane(lane: Replicate, share: list[LoadedUnit], scale: float) -> tuple[l
 def _share(loaded: list[LoadedUnit], num_lanes: int, lane: int) -> list[LoadedUnit]:
     part = split(len(loaded), num_lanes, lane)
     return loaded[part.start : part.stop]
-
-
-def _around_the_same_parameters(model: nn.Module) -> nn.Module:
-    """A copy of the modules and buffers; parameters have gradients of their own and share their memory."""
-    memo = {id(p): nn.Parameter(p.data, p.requires_grad) for p in model.parameters()}
-    try:
-        twin = copy.deepcopy(model, memo)
-    except (RuntimeError, TypeError) as error:
-        raise TaskError(
-            f"lanes run copies of the model, and {type(model).__name__} cannot be copied: {error}",
-            next_step="let copy.deepcopy(model) work, or choose a strategy without lanes",
-        ) from error
-    name_dropouts(twin)
-    return twin
-
-
-class _NobodyDraws:
-    """Lanes share PyTorch's own generator, so what they draw from it depends on who is first.
-
-    Raises:
-        TaskError: somebody drew.
-    """
-
-    def __enter__(self) -> None:
-        self._before = torch.default_generator.get_state()
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if error is None and not torch.equal(self._before, torch.default_generator.get_state()):
-            raise TaskError(
-                "the model or its loss draws from PyTorch's own generator, which lanes would share",
-                next_step="use paceline.models.KeyedDropout for nn.Dropout, or a strategy without lanes",
-            )

@@ -82,7 +82,9 @@ class Strategy(Table):
         default="gpipe", description="the order in which a stage runs its micro-batches"
     )
     context: int = Field(default=1, ge=1, description="ranks that split the positions of a sequence")
-    lanes: int = Field(default=1, ge=1, description="threads of a process that run shards side by side")
+    lanes: int = Field(
+        default=1, ge=1, description="threads of a process that run shards, or the stages, side by side"
+    )
     servers: int = Field(default=0, ge=0, description="further processes that hold state and do not train")
     sync: Annotated[str, AfterValidator(_check_sync)] = Field(
         default="every-step", description="when replicas agree"
@@ -111,7 +113,12 @@ class Strategy(Table):
     @property
     def ranks_per_replica(self) -> int:
         """Processes that together hold one whole copy of the model."""
-        return self.shard * self.tensor * self.pipeline * self.context
+        return self.shard * self.tensor * self.stage_ranks * self.context
+
+    @property
+    def stage_ranks(self) -> int:
+        """Processes among which the stages of a replica are dealt: 1 where they are lanes of one."""
+        return 1 if self.lanes > 1 else self.pipeline
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -119,16 +126,17 @@ class Strategy(Table):
         return {
             "replica": (self.replicas or 1) + self.servers,
             "shard": self.shard,
-            "pipeline": self.pipeline,
+            "pipeline": self.stage_ranks,
             "context": self.context,
             "tensor": self.tensor,
         }
 
     @property
     def layout(self) -> str:
-        """The word of the layout: the one split that a replica has, or several joined by `+`."""
+        """The word of the layout: the one split over ranks that a replica has, or several joined by `+`."""
+        degrees = self.degrees
         splits = [f"zero-{self.zero}"] if self.zero else []
-        splits += [axis for axis in ("tensor", "pipeline", "context") if getattr(self, axis) > 1]
+        splits += [axis for axis in ("tensor", "pipeline", "context") if degrees[axis] > 1]
         return "+".join(splits) or "replicate"
 
     @property

@@ -87,7 +87,7 @@ _COMBINATIONS = (
     ),
     _because(
         "zero inside a stage is not built yet: choose shard or pipeline",
-        lambda s: s.shard > 1 and s.pipeline > 1,
+        lambda s: s.shard > 1 and s.stage_ranks > 1,
     ),
     _because(
         "pipedream has one replica, so there is nothing to code: leave out codec",
@@ -122,8 +122,12 @@ _COMBINATIONS = (
         lambda s: s.sync_word == "backup" and int(s.sync.partition(":")[2]) >= (s.replicas or 1),
     ),
     _because(
-        "lanes run whole shards and make one update: leave out lanes, pipeline or the other sync",
-        lambda s: s.lanes > 1 and (s.pipeline > 1 or s.is_approximate),
+        "lanes make one update, of all shards and as they are: leave out lanes, or the other sync or codec",
+        lambda s: s.lanes > 1 and s.is_approximate,
+    ),
+    _because(
+        "the stages of a process are its lanes: choose as many lanes as stages, or one",
+        lambda s: s.lanes > 1 < s.pipeline != s.lanes,
     ),
     _because(
         "with lanes sums have one order, and go by messages: leave out lanes or route",
@@ -143,8 +147,13 @@ def num_ranks(strategy: Strategy) -> int:
 
 def _sharers(strategy: Strategy) -> str:
     shard = f" x shard={strategy.shard}" if strategy.shard > 1 else ""
-    lanes = f" x lanes={strategy.lanes}" if strategy.lanes > 1 else ""
+    lanes = f" x lanes={strategy.lanes}" if _shard_lanes(strategy) > 1 else ""
     return f"replicas={strategy.replicas}{shard}{lanes}"
+
+
+def _shard_lanes(strategy: Strategy) -> int:
+    """Lanes that run shards of their own; those that are stages run the same."""
+    return strategy.lanes if strategy.pipeline == 1 else 1
 
 
 def _fewer(processes: int) -> str:
@@ -152,12 +161,10 @@ def _fewer(processes: int) -> str:
 
 
 def _explain_ranks(strategy: Strategy, place: _Place) -> str:
-    degrees = ("replicas", "shard", "tensor", "pipeline", "context")
-    product = " x ".join(
-        f"{name}={getattr(strategy, name)}"
-        for name in degrees
-        if name == "replicas" or getattr(strategy, name) > 1
-    )
+    degrees = {"replicas": strategy.replicas, **strategy.degrees}
+    names = ("replicas", "shard", "tensor", "pipeline", "context")
+    terms = {name: degrees[name] or 1 for name in names}
+    product = " x ".join(f"{name}={n}" for name, n in terms.items() if name == "replicas" or n > 1)
     servers = f" + servers={strategy.servers}" if strategy.servers else ""
     return f"{product}{servers} needs {num_ranks(strategy)} processes, and there are {place.processes}"
 
@@ -167,10 +174,12 @@ _RULES = (
     *_COMBINATIONS,
     _Rule(lambda strategy, place: num_ranks(strategy) != place.processes, _explain_ranks),
     _Rule(
-        lambda strategy, place: (strategy.replicas or 1) * strategy.shard * strategy.lanes > place.shards,
+        lambda strategy, place: (
+            (strategy.replicas or 1) * strategy.shard * _shard_lanes(strategy) > place.shards
+        ),
         lambda strategy, place: (
             f"{_sharers(strategy)} is more than batch.shards={place.shards}, so a rank would have no work:"
-            f" {_fewer(place.shards // strategy.lanes)} or raise batch.shards"
+            f" {_fewer(place.shards // _shard_lanes(strategy))} or raise batch.shards"
         ),
     ),
 )

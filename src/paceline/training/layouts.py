@@ -16,17 +16,17 @@ from paceline.comm import (
 )
 from paceline.errors import StrategyError
 from paceline.layout import Lanes, Placed, Replicate
-from paceline.layout.pipeline import Pipeline, StageReducer, cut_model
+from paceline.layout.pipeline import Pipeline, StageReducer, StageThreads, StageWire, cut_model
 from paceline.layout.zero import cut_rows, own_parts
 from paceline.slot import Slot, trained_parameters
 from paceline.training.arrange import Arrangement, Material, Setting
 from paceline.training.ordered import ordered_stage, ordered_sums
 
 
-def _whole(setting: Setting, material: Material) -> Replicate | Lanes:
-    task, num_lanes = material.task, setting.recipe.strategy.lanes
+def _whole(setting: Setting, material: Material) -> Replicate | Lanes | StageThreads:
+    task, strategy = material.task, setting.recipe.strategy
     shared: dict[str, Any] = {"precision": setting.precision(material.device), "phases": setting.phases}
-    if num_lanes == 1:
+    if strategy.lanes == 1:
         alone = setting.mesh.data.size == 1
         return setting.pieces.placed(
             material.model, task.loss, material.metric_names, **shared, overlap=not alone
@@ -36,16 +36,15 @@ def _whole(setting: Setting, material: Material) -> Replicate | Lanes:
             f"lanes are threads of the processor, and this rank computes on {material.device}",
             next_step="leave out lanes: one process for each GPU",
         )
-    lanes = Lanes(
-        material.model,
-        task.loss,
-        material.metric_names,
-        **shared,
-        num_lanes=num_lanes,
-        deadline_seconds=setting.net.deadline_seconds,
-    )
-    setting.closers.append(lanes.close)
-    return lanes
+    shared["deadline_seconds"] = setting.net.deadline_seconds
+    model, names = material.model, material.metric_names
+    threads: Lanes | StageThreads
+    if strategy.pipeline > 1:
+        threads = StageThreads(task, model, names, num_stages=strategy.pipeline, **shared)
+    else:
+        threads = Lanes(model, task.loss, names, num_lanes=strategy.lanes, **shared)
+    setting.closers.append(threads.close)
+    return threads
 
 
 def _known(placed: Placed) -> tuple[list[Slot], list[nn.Parameter]]:
@@ -92,8 +91,7 @@ def _pipeline(setting: Setting, material: Material) -> Arrangement:
         model,
         cut,
         material.metric_names,
-        group=stages,
-        net=setting.net,
+        wire=StageWire(stages, setting.net, material.device),
         precision=setting.precision(material.device),
         phases=setting.phases,
     )

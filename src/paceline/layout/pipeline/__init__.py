@@ -7,6 +7,8 @@ from paceline.layout.pipeline.placed import Pipeline
 from paceline.layout.pipeline.reducer import StageReducer
 from paceline.layout.pipeline.schedule import Action, gpipe, pipedream, validate
 from paceline.layout.pipeline.stage import Cut, cut_model
+from paceline.layout.pipeline.threads import StageThreads
+from paceline.layout.pipeline.wire import StageWire
 
 __all__ = [
     "Action",
@@ -15,6 +17,8 @@ __all__ = [
     "OrderedStageReducer",
     "Pipeline",
     "StageReducer",
+    "StageThreads",
+    "StageWire",
     "chain_of",
     "cut_model",
     "gpipe",

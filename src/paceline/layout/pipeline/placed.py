@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.comm import Net
 from paceline.data import LoadedUnit
 from paceline.layout.buffers import UnitBuffers
 from paceline.layout.pipeline.chain import Enter, Stage, as_tuple
@@ -25,12 +24,11 @@ from paceline.layout.pipeline.flight import Flight, Weights
 from paceline.layout.pipeline.schedule import gpipe, validate
 from paceline.layout.pipeline.stage import Cut
 from paceline.layout.pipeline.view import Answers, Call, asked
-from paceline.layout.pipeline.wire import StageWire
+from paceline.layout.pipeline.wire import Neighbours
 from paceline.layout.placed import GradSink
 from paceline.layout.precision import Precision
 from paceline.layout.seed import seed_unit
 from paceline.layout.sums import Sums, checked
-from paceline.mesh import Group
 from paceline.models.dropout import name_dropouts
 from paceline.observe import Phases
 from paceline.slot import Slot, trained_parameters
@@ -46,7 +44,8 @@ class Pipeline:
         task: its loss; the first stage finds out from it what the model is called with.
         model: the whole model.
         cut: this rank's stage.
-        group: the stages of this replica, in order.
+        wire: to the stages before and after it.
+        seeds: seed PyTorch's own generators for every unit; not where other threads share them.
     """
 
     def __init__(
@@ -56,10 +55,10 @@ class Pipeline:
         cut: Cut,
         metric_names: tuple[str, ...],
         *,
-        group: Group,
-        net: Net,
+        wire: Neighbours,
         precision: Precision,
         phases: Phases,
+        seeds: bool = True,
     ) -> None:
         self.model, self.metric_names, self.cut = model, metric_names, cut
         self.slots: dict[Slot, nn.Parameter] = trained_parameters(model)
@@ -69,8 +68,8 @@ class Pipeline:
         self.stage = Stage(cut.links)
         self.peak_stored = 0
         self._task, self._precision, self._phases = task, precision, phases
-        self._dropouts = name_dropouts(model)
-        self._wire = StageWire(group, net, self.device)
+        self._dropouts, self._wire = name_dropouts(model), wire
+        self._seeded = self.device if seeds else None
 
     @property
     def device(self) -> torch.device:
@@ -134,7 +133,7 @@ class Pipeline:
         """
         arrived = self._arrived()
         with self._phases.during("forward"):
-            seed_unit(loaded.unit.key, self.device, self._dropouts)
+            seed_unit(loaded.unit.key, self._seeded, self._dropouts)
             self.buffers.lend()
             with self._precision.autocast():
                 outputs = self._run_links(loaded, arrived, sums, scale, weights)
@@ -194,7 +193,7 @@ class Pipeline:
         arrived, note = self._arrived_gradients(flight, note)
         with self._phases.during("backward"):
             # recomputed activations draw what the forward drew
-            seed_unit(flight.key, self.device, self._dropouts)
+            seed_unit(flight.key, self._seeded, self._dropouts)
             found, back = flight.gradients(arrived, weights)
         if not self.cut.is_first:
             self._wire.send(self.cut.stage - 1, back, note)

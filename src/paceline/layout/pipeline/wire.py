@@ -1,4 +1,4 @@
-"""What neighbouring stages send each other: tensors of any shape and dtype, each with its own description.
+"""What neighbouring stages send each other: tensors of any shape and dtype, and a number.
 
 Invariant: messages between two stages arrive in the order of their tags; an aborted run uses other tags, so
 what it left on the way is never taken for something new.
@@ -6,23 +6,46 @@ what it left on the way is never taken for something new.
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Sequence
 from math import prod
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from paceline.comm import Handle, Net
+from paceline.errors import CommunicationError, DeadlineError
 from paceline.mesh import Group
 
 _HEAD = 64  # whole numbers; a description that is longer goes on in a second message
 _DTYPES = tuple(sorted({x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str))
 
 
-class StageWire:
-    """This rank's two neighbours on the pipeline axis.
+class Neighbours(Protocol):
+    """The stages before and after this one."""
 
-    Wire: 512 bytes of description, and the bytes of the tensors.
+    def send(self, to: int, tensors: Sequence[Tensor], note: float = 0.0) -> None:
+        """Start sending; `flush` waits. The tensors must not change until then."""
+
+    def receive(self, source: int) -> tuple[list[Tensor], float]:
+        """Wait for the next message of a neighbour: tensors and a number.
+
+        Raises:
+            CommunicationError: it is gone; DeadlineError: it says nothing.
+        """
+
+    def flush(self, most: int = 0) -> None:
+        """Wait until the neighbours have taken what was sent, all but the last `most` messages' parts."""
+
+    def abort(self) -> None:
+        """Forget what is on the way."""
+
+
+class StageWire:
+    """Stages that are ranks of a group.
+
+    Wire: each tensor has its own description: 512 bytes of description, and the bytes of the tensors.
     """
 
     def __init__(self, group: Group, net: Net, device: torch.device) -> None:
@@ -32,7 +55,7 @@ class StageWire:
         self._attempt = 0
 
     def send(self, to: int, tensors: Sequence[Tensor], note: float = 0.0) -> None:
-        """Start sending; `flush` waits. The tensors must not change until then."""
+        """See `Neighbours`."""
         words = _describe(tensors, note)
         words += [0] * (_HEAD - len(words))
         parts = [torch.tensor(words[:_HEAD]), torch.tensor(words[_HEAD:])]
@@ -41,7 +64,7 @@ class StageWire:
                 self._under_way.append(self._net.send(x, self._group, to, self._attempt))
 
     def receive(self, source: int) -> tuple[list[Tensor], float]:
-        """Wait for the next message of a neighbour: tensors and a number."""
+        """See `Neighbours`."""
         words: list[int] = self._take(_HEAD, torch.int64, source).tolist()
         words += self._take(max(0, words[0] - _HEAD), torch.int64, source).tolist()
         num_tensors, note, place = words[1], torch.tensor(words[2]).view(torch.float64), 3
@@ -59,7 +82,7 @@ class StageWire:
         return self._net.receive(x, self._group, source, self._attempt).wait() if size else x
 
     def flush(self, most: int = 0) -> None:
-        """Wait until the neighbours have taken what was sent, all but the last `most` messages' parts."""
+        """See `Neighbours`."""
         while len(self._under_way) > most:
             self._under_way.pop(0).wait()
 
@@ -68,6 +91,73 @@ class StageWire:
         self._abandoned += self._under_way
         self._under_way = []
         self._attempt += 1
+
+
+class ThreadWire:
+    """Stages that are threads of one process: what is sent is copied, since a module may change its input.
+
+    Args:
+        stage: which one this is.
+        boxes: one for each way, by sender and receiver; shared by all stages.
+        left: stages that have ended; shared by all.
+        deadline_seconds: the longest wait.
+    """
+
+    def __init__(self, stage: int, boxes: Boxes, left: set[int], deadline_seconds: float) -> None:
+        self._stage, self._boxes, self._left = stage, boxes, left
+        self._deadline_seconds = deadline_seconds
+
+    def send(self, to: int, tensors: Sequence[Tensor], note: float = 0.0) -> None:
+        """See `Neighbours`."""
+        if to in self._left:
+            raise self._gone(to)
+        self._boxes[self._stage, to].put(([x.detach().clone() for x in tensors], note))
+
+    def receive(self, source: int) -> tuple[list[Tensor], float]:
+        """See `Neighbours`."""
+        try:
+            found = self._boxes[source, self._stage].get(timeout=self._deadline_seconds)
+        except queue.Empty:
+            raise DeadlineError(
+                f"stage {source} sent nothing within {self._deadline_seconds:g} s",
+                where=f"stage {self._stage}",
+                next_step="look at what that stage computes, or raise runtime.deadline_seconds",
+            ) from None
+        if found is None:
+            raise self._gone(source)
+        return found
+
+    def leave(self) -> None:
+        """Tell the neighbours that nothing more will come in this step."""
+        self._left.add(self._stage)
+        for (source, _), box in self._boxes.items():
+            if source == self._stage:
+                box.put(None)
+
+    def flush(self, most: int = 0) -> None:
+        """Nothing waits: boxes take all."""
+
+    def abort(self) -> None:
+        """See `Neighbours`; every stage has ended."""
+        self._left.clear()
+        for box in self._boxes.values():
+            while not box.empty():
+                box.get_nowait()
+
+    def _gone(self, stage: int) -> CommunicationError:
+        return CommunicationError(f"stage {stage} has ended", where=f"stage {self._stage}")
+
+
+Message = tuple[list[Tensor], float]
+Boxes = dict[tuple[int, int], "queue.SimpleQueue[Message | None]"]
+
+
+def thread_wires(num_stages: int, deadline_seconds: float) -> list[ThreadWire]:
+    """The wires of stages in threads, by stage."""
+    ways = [(a, b) for a in range(num_stages) for b in (a - 1, a + 1) if 0 <= b < num_stages]
+    boxes: Boxes = {way: queue.SimpleQueue() for way in ways}
+    left: set[int] = set()
+    return [ThreadWire(stage, boxes, left, deadline_seconds) for stage in range(num_stages)]
 
 
 def _describe(tensors: Sequence[Tensor], note: float) -> list[int]:

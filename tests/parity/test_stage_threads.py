@@ -1,0 +1,172 @@
+"""Stages that are threads of one process: no interleaving changes a bit, and no wait outlives a failure."""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from paceline.cluster import Cluster
+from paceline.errors import PacelineError
+from paceline.layout.digest import state_sha256
+from paceline.layout.pipeline import Flight, Pipeline
+from paceline.layout.pipeline.wire import ThreadWire
+from paceline.recipe import Recipe, Strategy
+from paceline.task import Loss, Task
+from paceline.testing import run_ranks
+from paceline.testing.parity import session_of
+
+pytestmark = pytest.mark.capability("C8")
+
+STEPS, RATE, BATCH = 1000, 0.05, 12
+STAGES = "replicas=1 pipeline=2 lanes=2"
+
+
+def recipe_of(strategy: str, **changes: Any) -> Recipe:
+    settings: dict[str, Any] = {
+        "task": "in memory",
+        "steps": STEPS,
+        "batch": {"size": BATCH, "shards": 4},
+        "optimizer": {"name": "sgd", "lr": RATE},
+        "reproducible": True,
+        "strategy": Strategy.parse(strategy),
+    }
+    return Recipe(**(settings | changes))
+
+
+def two_layers() -> Task:
+    draw = torch.Generator().manual_seed(3)
+    x = torch.randn(120, 10, generator=draw)
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(10, 16), nn.Sigmoid(), nn.Linear(16, 3))
+    return Task(model, TensorDataset(x, x[:, :3].argmax(1)), cross_entropy)
+
+
+def cross_entropy(model: nn.Module, batch: Any) -> Loss:
+    x, y = batch
+    return Loss(F.cross_entropy(model(x), y, reduction="sum"), len(y))
+
+
+def hashes(cluster: Cluster, strategy: str, prepare: Callable[[], None]) -> list[str]:
+    prepare()
+    session = session_of(cluster, recipe_of(strategy), two_layers)
+    found = [state_sha256(session.snapshot().tensors()) for _ in session.rounds()]
+    session.close()
+    return found
+
+
+def as_it_is() -> None: ...
+
+
+def shake() -> None:
+    """Threads take turns as often as Python lets them, and stages pause at random."""
+    rng, plain = random.Random(5), ThreadWire.send
+
+    def send(self: ThreadWire, *args: Any) -> None:
+        time.sleep(rng.choice([0.0, 0.0, 0.0, 1e-4, 5e-4]))
+        plain(self, *args)
+
+    ThreadWire.send = send
+    sys.setswitchinterval(1e-6)
+
+
+def update_inside_backward() -> None:
+    """The trap: a layer is updated while another thread's backward still needs what it was."""
+    plain = Pipeline.backward
+
+    def backward(self: Pipeline, flight: Flight, *args: Any) -> Any:
+        found = plain(self, flight, *args)
+        if self.cut.is_last:
+            for p in self.stage.parameters():
+                p.data.sub_(p.grad, alpha=RATE / BATCH)  # by `.data`, or autograd itself would refuse
+                p.grad = torch.zeros_like(p)
+        return found
+
+    Pipeline.backward = backward
+
+
+@pytest.mark.timeout(200)
+def test_a_thousand_interleavings_have_the_bits_of_one_thread() -> None:
+    right = run_ranks(hashes, 1, "replicas=1", as_it_is)[0]
+    assert len(set(right)) == STEPS
+    assert run_ranks(hashes, 1, STAGES, shake, deadline=120.0)[0] == right
+
+
+def test_an_update_inside_the_backward_would_be_seen() -> None:
+    right = run_ranks(hashes, 1, "replicas=1", as_it_is)[0]
+    assert run_ranks(hashes, 1, STAGES, update_inside_backward)[0][0] != right[0]
+
+
+def test_the_update_is_the_mean_gradient_of_autograd() -> None:
+    def moved(cluster: Cluster) -> list[Tensor]:
+        recipe = recipe_of(STAGES, steps=1, batch={"size": 120, "shards": 4})
+        session = session_of(cluster, recipe, two_layers)
+        next(session.rounds())
+        session.close()
+        return [p.detach().clone() for p in session.state.model.parameters()]
+
+    found = run_ranks(moved, 1)[0]
+    task = two_layers()
+    start = run_ranks(initial, 1)[0]
+    torch.nn.utils.vector_to_parameters(torch.cat([p.reshape(-1) for p in start]), task.model.parameters())
+    x, y = task.data.tensors
+    F.cross_entropy(task.model(x), y).backward()
+    for p, after in zip(task.model.parameters(), found, strict=True):
+        assert float(((p - RATE * p.grad) - after).detach().abs().max()) <= 1e-6
+
+
+def initial(cluster: Cluster) -> list[Tensor]:
+    session = session_of(cluster, recipe_of(STAGES), two_layers)
+    session.close()
+    return [p.detach().clone() for p in session.state.model.parameters()]
+
+
+class Fails(nn.Module):
+    """Passes on what it gets, or raises, or never returns in time."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.factor = how, nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and self.how == "raises" and x.requires_grad:
+            raise ValueError("in a stage")
+        if self.training and self.how == "hangs" and x.requires_grad:
+            time.sleep(1.2)
+        return x * self.factor
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["first stage", "last stage"])
+@pytest.mark.parametrize(
+    ("how", "kind", "words"),
+    [("raises", ValueError, "in a stage"), ("hangs", PacelineError, "within 0.5 s")],
+)
+def test_a_stage_that_fails_ends_the_others(last: bool, how: str, kind: type[Exception], words: str) -> None:
+    def run(cluster: Cluster) -> list[str]:
+        def task() -> Task:
+            first, second = ("", how) if last else (how, "")
+            links = nn.Sequential(nn.Linear(10, 16), Fails(first), nn.Linear(16, 3), Fails(second))
+            return replace(two_layers(), model=links, stages=lambda m: [m[0:2], m[2:4]])
+
+        changed = recipe_of(STAGES, runtime={"deadline_seconds": 0.5})
+        session, said = session_of(cluster, changed, task), []
+        for _ in range(2):  # and the stages are there for the next try
+            try:
+                list(session.rounds())
+            except kind as error:
+                said.append(str(error))
+            session.abort()
+        session.close()
+        return said
+
+    found = run_ranks(run, 1, deadline=60.0)[0]
+    assert len(found) == 2 and all(words in said or "still run 0.5 s" in said for said in found), found

@@ -128,7 +128,7 @@ def test_replicas_that_train_alone_send_once_a_round(train: Train) -> None:
     run = read_run(train("--strategy", "sync=local:5", "--set", "options.rest_seconds=0.0").folder)
     assert [(one.rounds, one.steps, one.agrees) for one in sent(run)] == [(STEPS // 5, STEPS, True)] * 2
     said = " ".join(summary(run))
-    assert "a round of 5 steps, which is what the closed form says, 5 times less than" in said
+    assert "a round of 5 steps, which is what the closed form says, 4.97 times less than" in said
 
 
 @pytest.mark.capability("P1", "G14")

@@ -74,7 +74,7 @@ def test_two_nodes_of_two_end_where_one_process_ends(strategy: str, group: str, 
     worst = max(float((found[f"model/{name}"] - p).abs().max()) for name, p in oracle.parameters.items())
     assert worst <= 1e-5
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert f"all_reduce {group}" in next(row for row in rows if row["event"] == "communication")
+    assert f"all_reduce {group}" in next(row["rows"] for row in rows if row["event"] == "communication")
     assert Cluster.single().world_size == 1
 
 

@@ -89,7 +89,8 @@ def _often_enough(recipe: Recipe, usual: int) -> Recipe:
 def _refuse_others(runs: Sequence[Run]) -> None:
     for run in runs:
         there = run.folder / _RECIPE
-        if run.recipe is not None and there.exists() and there.read_text("utf-8") != to_toml(run.recipe):
+        asked = None if run.recipe is None else to_toml(run.recipe.replace(run_dir=None))  # as a run keeps it
+        if asked is not None and there.exists() and there.read_text("utf-8") != asked:
             raise RecipeError(
                 "the folder holds a run of another recipe",
                 where=str(there),

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 from paceline.report.read import Run
 
-_AGREE_ONCE = ("every-step", "local", "diloco")
-"""Rules whose replicas send one gradient, or one movement of the same size, and one tally in a round."""
+_MORE_BYTES = {"every-step": 0, "local": 8, "diloco": 8}
+"""Rules whose replicas send one gradient, or one movement of the same size, and one tally in a round; and by
+how much that tally is larger: replicas that train alone count the steps that all of them have left out."""
+_ONE_LEVEL = ("auto", "native", "shared-memory")
 
 
 @dataclass(frozen=True)
@@ -54,18 +56,21 @@ def sent(run: Run) -> list[Sent]:
             steps = record["step"] + 1 - run.start.get("step", 0)
     if not counted or not run.start:
         return []
-    each = all_reduced(run, "gradient_bytes", "tally_bytes")
+    dense = all_reduced(run, "gradient_bytes", "tally_bytes")
+    terms = _terms(str(run.start["strategy"]))
     known = is_plain(str(run.start["strategy"])) and not run.start["ordered"]
+    each = dense + _ring(run.ranks) * _MORE_BYTES[_rule(terms)] if known else 0.0
     return [
-        Sent(rank, rounds, steps, num_bytes, rounds * each if known else None, steps * each)
+        Sent(rank, rounds, steps, num_bytes, rounds * each if known else None, steps * dense)
         for rank, (rounds, num_bytes) in sorted(counted.items())
     ]
 
 
 def is_plain(strategy: str) -> bool:
     """Whether replicas add up whole fp32 tensors and a tally once a round, and send nothing else."""
-    terms = dict(term.partition("=")[::2] for term in strategy.split())
-    return set(terms) <= {"replicas", "sync"} and terms.get("sync", "").partition(":")[0] in _AGREE_ONCE
+    terms = _terms(strategy)
+    known = set(terms) <= {"replicas", "sync", "route"} and terms.get("route", "auto") in _ONE_LEVEL
+    return known and _rule(terms) in _MORE_BYTES
 
 
 def all_reduced(run: Run, *sizes: str) -> float:
@@ -74,5 +79,16 @@ def all_reduced(run: Run, *sizes: str) -> float:
     Source: Thakur, Rabenseifner, Gropp 2005, Optimization of Collective Communication Operations in
         MPICH, section 4.
     """
-    ranks = max(1, run.ranks)
-    return 2.0 * (ranks - 1) / ranks * sum(float(run.start[size]) for size in sizes)
+    return _ring(run.ranks) * sum(float(run.start[size]) for size in sizes)
+
+
+def _ring(ranks: int) -> float:
+    return 2.0 * (max(1, ranks) - 1) / max(1, ranks)
+
+
+def _terms(strategy: str) -> dict[str, str]:
+    return dict(term.partition("=")[::2] for term in strategy.split())
+
+
+def _rule(terms: dict[str, str]) -> str:
+    return terms.get("sync", "").partition(":")[0]

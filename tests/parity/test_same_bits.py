@@ -37,16 +37,17 @@ CONVNET: dict[str, Any] = {
 MODELS = {"byte-gpt": GPT, "convnet": CONVNET}
 STRATEGIES = [
     "replicas=2",
-    "replicas=3",
+    "replicas=3 route=native",
     "replicas=4",
     "replicas=5",
     "replicas=8",
     "replicas=1 lanes=2",
     "replicas=1 lanes=4",
-    "replicas=2 lanes=2",
+    "replicas=2 lanes=2 route=native",
     "replicas=1 shard=2 zero=1",
     "replicas=1 shard=3 zero=1 lanes=2",
     "replicas=2 shard=2 zero=1",
+    "replicas=1 shard=3 zero=1 route=native",
     "replicas=1 pipeline=2",
     "replicas=3 pipeline=2",
     "replicas=1 pipeline=3",
@@ -121,7 +122,7 @@ def test_fifty_steps_of_adamw_have_the_hashes_of_one_process(model: str, strateg
 def test_amp_recomputation_and_momentum_keep_their_bits(changes: dict[str, Any]) -> None:
     right = run(recipe_of("byte-gpt", "replicas=1", steps=12, **changes))[0]
     for strategy in (
-        "replicas=3",
+        "replicas=3 route=native",
         "replicas=1 lanes=2",
         "replicas=1 shard=2 zero=1",
         "replicas=1 pipeline=2",

@@ -9,17 +9,17 @@ Invariant: every gradient of every shard enters one tree (`comm.tree`), alike on
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from paceline.comm.buckets import drain, plan_buckets
-from paceline.comm.net import Net
+from paceline.comm.exchange import Dealt, Exchange
 from paceline.comm.reducer import Gradients
 from paceline.comm.rows import Cuts, RowBuffer
-from paceline.comm.tree import Carry, cover, tree_sum
+from paceline.comm.tree import Carry
 from paceline.comm.wire import Waits
-from paceline.mesh import Group
 
 
 class OrderedReducer:
@@ -78,8 +78,8 @@ class OrderedReducer:
 class _Bucket:
     """Some parameters, with a buffer for each node of this rank."""
 
-    def __init__(self, buffers: Sequence[RowBuffer]) -> None:
-        self.buffers = buffers
+    def __init__(self, buffers: Sequence[RowBuffer], keys: Sequence[str]) -> None:
+        self.buffers, self.keys = buffers, keys
         self.missing = set(buffers[0].cuts)
         self.handle: Waits | None = None
 
@@ -93,9 +93,8 @@ class SpreadReducer(OrderedReducer):
     Args:
         parameters: in the model's order.
         cuts: by parameter, the rows that each rank of the shard group gets.
-        blocks: the virtual shards of each rank of `data`: contiguous, in order.
-        data: who shares the shards of a step.
-        replica: those of `data` that get the same rows.
+        dealt: who holds which shards, and gets which rows.
+        exchange: makes sums of what all ranks have.
         bucket_bytes: as for `BucketReducer`.
     Wire: with n bytes of gradients, P = R x S ranks of data and K nodes on the rank that has most,
         K (P-1)/P n + (R-1)/R n/S bytes; an all_reduce, 2 (P-1)/P n, where P = R = 2 and K = 1.
@@ -105,21 +104,18 @@ class SpreadReducer(OrderedReducer):
         self,
         parameters: Sequence[nn.Parameter],
         cuts: Cuts,
-        blocks: Sequence[range],
-        *,
-        data: Group,
-        replica: Group,
-        net: Net,
+        dealt: Dealt,
+        exchange: Exchange,
         bucket_bytes: int,
     ) -> None:
-        self._covers = [cover(block) for block in blocks]
-        super().__init__(parameters, self._covers[data.rank])
-        self._parameters, self._net, self._data, self._replica = parameters, net, data, replica
-        self._num_nodes = max(len(nodes) for nodes in self._covers)
-        self._buckets = [
-            _Bucket([RowBuffer(plan, parameters, cuts, replica.size) for _ in range(self._num_nodes)])
-            for plan in plan_buckets(parameters, bucket_bytes)
-        ]
+        super().__init__(parameters, dealt.covers[dealt.data.rank])
+        self._parameters, self._row, self._exchange = parameters, dealt.row, exchange
+        self._buckets = []
+        for number, plan in enumerate(plan_buckets(parameters, bucket_bytes)):
+            keys = [f"{number}.{node}" for node in range(dealt.num_nodes)]
+            zeros = [partial(exchange.zeros, key=key) for key in keys]
+            buffers = [RowBuffer(plan, parameters, cuts, dealt.replica.size, make) for make in zeros]
+            self._buckets.append(_Bucket(buffers, keys))
         self._home = {i: bucket for bucket in self._buckets for i in bucket.missing}
         self._next = 0
 
@@ -148,20 +144,9 @@ class SpreadReducer(OrderedReducer):
     def _launch_full(self) -> None:
         while self._next < len(self._buckets) and not self._buckets[self._next].missing:
             bucket = self._buckets[self._next]
-            bucket.handle = self._launch([buffer.rows for buffer in bucket.buffers])
+            rows = [buffer.rows for buffer in bucket.buffers]
+            bucket.handle = self._exchange.launch(rows, bucket.keys)
             self._next += 1
-
-    @property
-    def _commutes(self) -> bool:
-        """Whether there is but one addition left, which the backend cannot do in another order."""
-        return self._data.size == self._replica.size == 2 and self._num_nodes == 1
-
-    def _launch(self, rows: Sequence[Tensor]) -> Waits:
-        if self._commutes:
-            return self._net.all_reduce(rows[0], self._data)
-        by_slice = [r.view(r.shape[0], self._replica.size, -1).transpose(0, 1).flatten(0, 1) for r in rows]
-        parts = by_slice[0].unsqueeze(1) if len(rows) == 1 else torch.stack(by_slice, 1)
-        return self._net.all_to_all(list(parts), self._data)
 
     def finish(self) -> Gradients:
         """Wait for the sums of the own rows."""
@@ -172,7 +157,7 @@ class SpreadReducer(OrderedReducer):
         arrived = []
         for bucket in self._buckets:
             handle, bucket.handle = bucket.handle, None
-            arrived.append(self._added(handle.wait()) if handle is not None else None)
+            arrived.append(handle.wait() if handle is not None else None)
         flats = without_negative_zeros([part.wait().view(-1) for part in arrived if part is not None])
         tensors: list[Tensor | None] = [None] * len(self._parameters)
         for bucket, flat in zip(self._buckets, flats, strict=True):
@@ -180,43 +165,10 @@ class SpreadReducer(OrderedReducer):
                 tensors[index] = part
         return Gradients(tensors, flats, [])
 
-    @property
-    def _row(self) -> int:
-        """This rank's place in the shard group."""
-        return self._data.rank % (self._data.size // self._replica.size)
-
-    def _added(self, arrived: Tensor | list[Tensor]) -> Waits:
-        """Add the nodes of all ranks for the own slice, and exchange slices among the replicas."""
-        if isinstance(arrived, Tensor):
-            return _Here(arrived)
-        nodes = [
-            (node, part[k])
-            for nodes, part in zip(self._covers, arrived, strict=True)
-            for k, node in enumerate(nodes)
-        ]
-        own = tree_sum([node for node, _ in nodes], [value for _, value in nodes])
-        return _Joined(self._net.all_gather(own, self._replica))
-
     def abort(self) -> None:
         """Let what was launched end, well or badly; forget it."""
         drain(bucket.handle for bucket in self._buckets)
         super().abort()
-
-
-class _Here:
-    def __init__(self, value: Tensor) -> None:
-        self._value = value
-
-    def wait(self) -> Tensor:
-        return self._value
-
-
-class _Joined:
-    def __init__(self, parts: Waits) -> None:
-        self._parts = parts
-
-    def wait(self) -> Tensor:
-        return torch.cat(self._parts.wait())
 
 
 def without_negative_zeros(flats: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor, nn
 
 Cuts = Sequence[Sequence[slice]]
@@ -19,16 +18,22 @@ class RowBuffer:
         parameters: all of them.
         cuts: of all of them.
         multiple: the width of a row is a multiple of it.
+        zeros: makes a buffer of so many values, like a tensor.
     """
 
     def __init__(
-        self, indices: Sequence[int], parameters: Sequence[nn.Parameter], cuts: Cuts, multiple: int = 1
+        self,
+        indices: Sequence[int],
+        parameters: Sequence[nn.Parameter],
+        cuts: Cuts,
+        multiple: int = 1,
+        zeros: Callable[[int, Tensor], Tensor] = lambda num_values, like: like.new_zeros(num_values),
     ) -> None:
         like = parameters[indices[0]]
         self.num_rows = len(cuts[indices[0]])
         sizes = [[rows_of(parameters[i], cuts[i][r]).numel() for i in indices] for r in range(self.num_rows)]
         width = multiple * -(-max(1, *(sum(row) for row in sizes)) // multiple)
-        self.rows = torch.zeros(self.num_rows, width, dtype=like.dtype, device=like.device)
+        self.rows = zeros(self.num_rows * width, like.detach()).view(self.num_rows, width)
         self.cuts = {i: cuts[i] for i in indices}
         self.views = [
             dict(zip(indices, self.rows[r, : sum(sizes[r])].split(sizes[r]), strict=True))

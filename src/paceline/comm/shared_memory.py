@@ -24,7 +24,11 @@ from paceline.mesh import Group
 
 _FILLED, _SUMMED = 0, 1
 _LINE_VALUES = 64  # slices end at these multiples, so that no cache line is written by two ranks
-_CHUNK_VALUES = 1 << 16  # what was added is still in the cache when it is written to the others
+CHUNK_VALUES = 1 << 16  # what was added is still in the cache when it is written to the others
+
+
+Calls = Sequence[tuple[str, Group, int]]
+"""Operation, group and bytes, of what a sum would cost on a wire."""
 
 
 class SharedMemoryWire:
@@ -61,7 +65,8 @@ class SharedMemoryWire:
         def add() -> None:
             add_slice(parts, self.group.rank)
 
-        return self._launch("all_reduce", x, key, add, lambda: x if in_place else x.copy_(mine.view_as(x)))
+        calls = [("all_reduce", self.group, x.numel() * x.element_size())]
+        return self._launch(calls, key, add, lambda: x if in_place else x.copy_(mine.view_as(x)))
 
     def reduce_scatter(self, x: Tensor, key: str) -> Waits:
         """See `Wire`; the result is a tensor of its own."""
@@ -75,7 +80,21 @@ class SharedMemoryWire:
             for other in others:
                 row.add_(other)
 
-        return self._launch("reduce_scatter", x, key, add, lambda: row)
+        calls = [("reduce_scatter", self.group, x.numel() * x.element_size())]
+        return self._launch(calls, key, add, lambda: row)
+
+    def combine(
+        self, keys: Sequence[str], calls: Calls, add: Callable[[Sequence[Sequence[Tensor]]], None]
+    ) -> Waits:
+        """Let every rank change its share of all ranks' buffers, once all are filled.
+
+        Args:
+            keys: of buffers made by `buffer`.
+            calls: what this would cost on a wire, for the ledger.
+            add: is given the buffers by key and rank; no two ranks may touch the same values.
+        """
+        parts = [self._parts[key] for key in keys]
+        return self._launch(calls, keys[0], lambda: add(parts), lambda: parts[0][self.group.rank])
 
     def commit(self) -> None:
         """Nothing is kept between steps."""
@@ -94,27 +113,27 @@ class SharedMemoryWire:
         """Leave the other ranks; buffers stay readable."""
         self._links.close()
 
-    def _launch(
-        self, op: str, x: Tensor, key: str, add: Callable[[], None], result: Callable[[], Tensor]
-    ) -> Waits:
-        num_bytes = x.numel() * x.element_size()
-        entry = self.net.ledger.launched(op, self.group.name, num_bytes, self.group.size)
-        label = f"buffer '{key}' of {num_bytes} bytes"
+    def _launch(self, calls: Calls, key: str, add: Callable[[], None], result: Callable[[], Tensor]) -> Waits:
+        ledger = self.net.ledger
+        entries = [ledger.launched(op, group.name, num_bytes, group.size) for op, group, num_bytes in calls]
+        label = f"buffer '{key}' of {calls[0][2]} bytes"
         filled, summed = (Signal(phase, self._num_sums, label) for phase in (_FILLED, _SUMMED))
         self._num_sums += 1
         self._links.tell(filled)
 
         def finish() -> Tensor:
-            entry.began()
             began = time.perf_counter()
+            for entry in entries:
+                entry.began()
             try:
                 self._links.hear(filled)
                 add()
                 self._links.tell(summed)
                 self._links.hear(summed)
             finally:
-                entry.ended()
-                entry.exposed_seconds += time.perf_counter() - began
+                for entry in entries:
+                    entry.ended()
+                entries[0].exposed_seconds += time.perf_counter() - began
             return result()
 
         return _Once(finish)
@@ -184,8 +203,8 @@ def add_slice(parts: Sequence[Tensor], place: int) -> None:
     num_values = parts[0].numel()
     width = -(-num_values // (len(parts) * _LINE_VALUES)) * _LINE_VALUES
     begin, end = min(place * width, num_values), min((place + 1) * width, num_values)
-    for start in range(begin, end, _CHUNK_VALUES):
-        total, *others = (part[start : min(start + _CHUNK_VALUES, end)] for part in parts)
+    for start in range(begin, end, CHUNK_VALUES):
+        total, *others = (part[start : min(start + CHUNK_VALUES, end)] for part in parts)
         for other in others:
             total.add_(other)
         for other in others:

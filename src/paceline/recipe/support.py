@@ -130,8 +130,8 @@ _COMBINATIONS = (
         lambda s: s.lanes > 1 < s.pipeline != s.lanes,
     ),
     _because(
-        "with lanes sums have one order, and go by messages: leave out lanes or route",
-        lambda s: s.lanes > 1 and s.route not in ("auto", "native"),
+        "with lanes sums have one order, and this route another: leave out lanes or route",
+        lambda s: s.lanes > 1 and s.route == "hierarchical",
     ),
     _because(
         "schedule orders the stages of a pipeline: add pipeline=2",

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from paceline.comm import CanonicalNorm, OrderedReducer, Reducer, SpreadReducer
+from paceline.comm import CanonicalNorm, OrderedReducer, Reducer, SharedMemoryWire, SpreadReducer
+from paceline.comm.exchange import ByMessages, Dealt, Exchange, InMemory
 from paceline.comm.rows import Cuts
+from paceline.comm.tree import cover
 from paceline.data import split
 from paceline.errors import StrategyError
 from paceline.layout.pipeline import OrderedStageReducer, Pipeline, chain_of
@@ -54,15 +56,12 @@ def _sums(setting: Setting, parameters: Sequence[nn.Parameter], cuts: Cuts) -> R
     blocks = [split(shards, data.size, rank) for rank in range(data.size)]
     if data.size == 1:
         return OrderedReducer(parameters, [_whole_tree(shards)])
-    return SpreadReducer(
-        parameters,
-        cuts,
-        blocks,
-        data=data,
-        replica=setting.mesh.replica,
-        net=setting.net,
-        bucket_bytes=setting.bucket_bytes,
-    )
+    dealt = Dealt([cover(block) for block in blocks], data, setting.mesh.replica)
+    wire = setting.wire(data)
+    exchange: Exchange = ByMessages(dealt, setting.net)
+    if isinstance(wire, SharedMemoryWire):
+        exchange = InMemory(dealt, wire)
+    return SpreadReducer(parameters, cuts, dealt, exchange, setting.bucket_bytes)
 
 
 def _whole_tree(shards: int) -> range:

@@ -5,7 +5,16 @@ import torch
 from torch import Tensor, nn
 
 from paceline.cluster import Cluster
-from paceline.comm import Net, OrderedReducer, ShardTally, SpreadReducer, Tally
+from paceline.comm import (
+    Net,
+    OrderedReducer,
+    SharedMemoryWire,
+    ShardTally,
+    SpreadReducer,
+    Tally,
+    meet_on_host,
+)
+from paceline.comm.exchange import ByMessages, Dealt, InMemory
 from paceline.comm.rows import rows_of
 from paceline.comm.shard_tally import shard_tally_bytes
 from paceline.comm.tree import cover
@@ -45,37 +54,47 @@ def alone() -> list[Tensor | None]:
 
 
 def spread(
-    cluster: Cluster, replicas: int, shards: int
+    cluster: Cluster, replicas: int, shards: int, in_memory: bool
 ) -> tuple[list[Tensor], dict[tuple[str, str], float], int]:
     """This rank's rows, what the ledger says was sent, and this rank's place among the owners of rows."""
     mesh, net = Mesh.build(cluster, {"replica": replicas, "shard": shards}), Net(30.0)
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
     slots = [Slot.whole(f"p{i}", p) for i, p in enumerate(parameters)]
     blocks = [split(NUM_SHARDS, mesh.data.size, rank) for rank in range(mesh.data.size)]
-    reducer = SpreadReducer(
-        parameters,
-        cut_rows(slots, shards),
-        blocks,
-        data=mesh.data,
-        replica=mesh.replica,
-        net=net,
-        bucket_bytes=256,
-    )
+    dealt = Dealt([cover(block) for block in blocks], mesh.data, mesh.replica)
+    exchange = ByMessages(dealt, net)
+    if in_memory:
+        links = meet_on_host(mesh.data, net)
+        exchange = InMemory(dealt, SharedMemoryWire(net, mesh.data, links))
+    cuts = cut_rows(slots, shards)
+    reducer = SpreadReducer(parameters, cuts, dealt, exchange, 256)
+    before = {row: entry.sent_bytes for row, entry in net.ledger.rows.items()}
+    one_step(reducer, blocks[mesh.data.rank])
+    sent = {
+        row: entry.sent_bytes - before.get(row, 0.0)
+        for row, entry in net.ledger.rows.items()
+        if entry.sent_bytes > before.get(row, 0.0)
+    }
+    reducer.begin()
+    for index in range(len(SHAPES) // 2):  # a step that is aborted leaves nothing behind
+        reducer.unit(range(blocks[mesh.data.rank].start, blocks[mesh.data.rank].start + 1), True)
+        reducer.ready(index, torch.full(SHAPES[index], 1e9))
+    reducer.abort()
     found = one_step(reducer, blocks[mesh.data.rank])
-    sent = {row: entry.sent_bytes for row, entry in net.ledger.rows.items()}
     return found, sent, mesh.axes["shard"].rank
 
 
 @pytest.mark.capability("G14")
+@pytest.mark.parametrize("in_memory", [False, True], ids=["messages", "memory"])
 @pytest.mark.parametrize("replicas, shards", MESHES)
 def test_sums_have_the_bits_of_one_rank_and_cost_what_the_closed_form_says(
-    replicas: int, shards: int
+    replicas: int, shards: int, in_memory: bool
 ) -> None:
     right, num_ranks = alone(), replicas * shards
     cuts = cut_rows([Slot.whole("p", nn.Parameter(torch.zeros(shape))) for shape in SHAPES], shards)
     num_bytes = sum(4 * torch.Size(shape).numel() for shape in SHAPES)
     nodes = max(len(cover(split(NUM_SHARDS, num_ranks, rank))) for rank in range(num_ranks))
-    for found, sent, place in run_ranks(spread, num_ranks, replicas, shards):
+    for found, sent, place in run_ranks(spread, num_ranks, replicas, shards, in_memory):
         for index, whole in enumerate(right):
             assert torch.equal(found[index], rows_of(whole, cuts[index][place]))
         if (replicas, shards) == (2, 1):

@@ -1,8 +1,8 @@
 """Reading with loader processes: samples a second against torch's DataLoader, and how long steps wait.
 
 The decode-bound set is the source text of Python's standard library in compressed parts of 128 KiB (bz2): to
-read a sample is to unpack it and to count its bytes. All sides read the same samples in the same order; what the tables call a loss
-is the spread of a batch, which shows it.
+read a sample is to unpack it and to count its bytes. All sides read the same samples in the same order; what
+the tables call a loss is the spread of a batch, which shows it.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def equal(a: dict[str, object], b: dict[str, object]) -> bool:
 
 
 @pytest.mark.capability("N1")
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(tmp_path: Path, processes: int) -> None:
     """The schedule is constant here, so that a longer run starts as the shorter one does."""
     constant = ["--set", "schedule.decay=constant"]

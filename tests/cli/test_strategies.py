@@ -17,10 +17,13 @@ STRATEGIES = {
     "servers=1 sync=backup:1": 4,
     "route=shared-memory": 3,
 }
+SLOW = ("replicas=2 shard=2 zero=1", "servers=1 sync=backup:1", "route=shared-memory")  # for `make soak`
 
 
 @pytest.mark.capability("Z1")
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy", [pytest.param(text, marks=[pytest.mark.soak] * (text in SLOW)) for text in STRATEGIES]
+)
 def test_the_same_recipe_trains_under_every_strategy(strategy: str, tmp_path: Path) -> None:
     settings = [
         "steps=40",

@@ -62,7 +62,11 @@ def finish(nodes: list[subprocess.Popen[str]], seconds: float) -> list[str]:
 
 @pytest.mark.capability("O2", "A2", "A8")
 @pytest.mark.parametrize(
-    "strategy, group", [("ddp", "replica"), ("multi-worker-mirrored", "replica-between-nodes")]
+    "strategy, group",
+    [
+        pytest.param("ddp", "replica", marks=pytest.mark.soak),
+        ("multi-worker-mirrored", "replica-between-nodes"),
+    ],
 )
 def test_two_nodes_of_two_end_where_one_process_ends(strategy: str, group: str, tmp_path: Path) -> None:
     nodes = start_nodes(tmp_path, 12, strategy)
@@ -92,7 +96,7 @@ def workers_of(launcher: int) -> list[int]:
 
 
 @pytest.mark.capability("O2", "A8")
-@pytest.mark.parametrize("strategy", ["ddp", "multi-worker-mirrored"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("multi-worker-mirrored", marks=pytest.mark.soak)])
 def test_a_worker_that_dies_ends_both_nodes(strategy: str, tmp_path: Path) -> None:
     nodes = start_nodes(tmp_path, 1_000_000, strategy)
     try:

@@ -10,6 +10,7 @@ class TestReplicate(LayoutContract):
     strategy, num_ranks = "replicas=2", 2
 
 
+@pytest.mark.soak
 @pytest.mark.capability("A11", "Z1")
 class TestZero1(LayoutContract):
     strategy, num_ranks = "replicas=1 shard=3 zero=1", 3
@@ -73,6 +74,7 @@ class TestTwoStages(LayoutContract):
     strategy, num_ranks = "replicas=1 pipeline=2", 2
 
 
+@pytest.mark.soak
 @pytest.mark.capability("D1", "D2", "D3", "Z1")
 class TestThreeStages(LayoutContract):
     strategy, num_ranks = "replicas=1 pipeline=3", 3
@@ -88,6 +90,7 @@ class TestPipeDream(RuleContract):
     strategy, num_ranks = "replicas=1 pipeline=2 sync=pipedream", 2
 
 
+@pytest.mark.soak
 @pytest.mark.capability("H8", "Z1")
 class TestCodedStages(RuleContract):
     strategy, num_ranks = "replicas=2 pipeline=2 codec=int8", 4

@@ -84,6 +84,7 @@ def test_a_nan_in_a_parameter_of_one_host_is_reported_as_one(lab, tmp_path) -> N
 
 
 @pytest.mark.capability("N12")
+@pytest.mark.soak
 def test_a_full_disk_fails_the_write_and_damage_to_a_checkpoint_is_found(lab) -> None:
     made = lab(hosts=1, disk="2mb")
     every = ["--set", "checkpoint.every_steps=2"]
@@ -109,6 +110,7 @@ for _ in range(20):
 
 
 @pytest.mark.capability("N12")
+@pytest.mark.soak
 def test_the_same_seed_writes_the_same_log_of_a_users_own_loop(lab, tmp_path) -> None:
     made = lab(hosts=1)
     (tmp_path / "steps.py").write_text(STEPS)

@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from paceline.cluster import Cluster
-from paceline.comm import AgreedNorm, Gradients, Reducer, build_reducer
-from paceline.comm import ordered as comm_ordered
+from paceline.comm import AgreedNorm, Gradients, Reducer, build_reducer, exchange
 from paceline.comm.reducer import WrappedReducer
 from paceline.layout.digest import state_sha256
 from paceline.recipe import Recipe, Strategy
 from paceline.testing import run_ranks
-from paceline.testing.parity import session_of
+from paceline.testing.parity import make_task, session_of
 from paceline.training import layouts, ordered
 from paceline.training.arrange import Setting
+from paceline.training.build import build_order
 
 STEPS = 50
 GPT: dict[str, Any] = {
@@ -133,9 +133,10 @@ def test_amp_recomputation_and_momentum_keep_their_bits(changes: dict[str, Any])
 
 @pytest.mark.capability("A10", "I10")
 def test_more_shards_than_samples_leave_some_empty() -> None:
-    """The last batch of an epoch: here 8 shards of 5 samples."""
-    changes = {"batch": {"size": 37, "shards": 8}, "options": {"model": "mlp", "hidden": [16]}, "steps": 42}
+    """The last batch of an epoch: here 8 shards of 3 samples."""
+    changes = {"batch": {"size": 299, "shards": 8}, "options": {"model": "mlp", "hidden": [16]}, "steps": 8}
     small = recipe_of("convnet", "replicas=1", **changes)
+    assert build_order(small, make_task(small)).batch_size(5) == 3
     right = run(small)[0]
     for strategy in ("replicas=3", "replicas=8", "replicas=2 lanes=3"):
         assert run(small.replace(strategy=Strategy.parse(strategy)))[0].first_difference(right) is None
@@ -159,7 +160,7 @@ def norm_of_what_each_rank_has() -> None:
 
 
 def nodes_added_in_the_order_of_ranks() -> None:
-    comm_ordered.tree_sum = lambda places, values: sum(values[1:], start=values[0])
+    exchange.tree_sum = lambda places, values: sum(values[1:], start=values[0])
 
 
 BROKEN = [

@@ -35,7 +35,7 @@ from paceline.testing.rank_process import RankOrder, run_rank
 if TYPE_CHECKING:
     pass
 
-_SETTLE_SECONDS = 1.0
+_SETTLE_SECONDS = 2.0
 _EXIT_SECONDS = 10.0
 _STACK_SECONDS = 0.2
 

@@ -43,7 +43,7 @@ def build_saver(session: Session, run_dir: Path, warn: Callable[[str], None]) ->
     )
     origin = Origin(
         run=run,
-        recipe=to_toml(session.recipe),
+        recipe=to_toml(session.recipe.replace(run_dir=None)),  # as the run folder keeps it
         strategy=str(strategy),
         world_size=session.cluster.world_size,
         versions={"paceline": VERSION, "python": platform.python_version(), **fingerprint()},

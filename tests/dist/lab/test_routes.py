@@ -23,7 +23,7 @@ def train(lab: Lab, route: str, run_dir: Path) -> tuple[float, float]:
     found = lab.run(command, deadline_seconds=90)
     assert found.exit_code == 0, found.output
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    ledger = next(row for row in rows if row["event"] == "communication")
+    ledger = next(row["rows"] for row in rows if row["event"] == "communication")
     name = "replica" if route == "native" else "replica-between-nodes"
     up = sum(traffic.up.num_bytes for traffic in found.traffic.values()) / 2
     return up, ledger[f"all_reduce {name}"]["sent_bytes"]

@@ -13,7 +13,9 @@ import torch
 from paceline.cluster import Cluster
 from paceline.comm import AgreedNorm, Gradients, Reducer, build_reducer, exchange
 from paceline.comm.reducer import WrappedReducer
+from paceline.layout import replicate
 from paceline.layout.digest import state_sha256
+from paceline.layout.pipeline import OrderedStageReducer
 from paceline.recipe import Recipe, Strategy
 from paceline.testing import run_ranks
 from paceline.testing.parity import make_task, session_of
@@ -163,10 +165,34 @@ def nodes_added_in_the_order_of_ranks() -> None:
     exchange.tree_sum = lambda places, values: sum(values[1:], start=values[0])
 
 
+def tied_weights_added_stage_by_stage() -> None:
+    """Each stage adds its shards, and the sums meet: another order than shard by shard."""
+
+    def sum_tied(self: OrderedStageReducer, index: int) -> None:
+        own = [grad for (i, _), grad in self._grads.items() if i == index and grad is not None]
+        value = self._over_stages(index, torch.stack(own).sum(0) if own else None)
+        for place in self._units if index in self._local else ():
+            self.inner.unit(place, is_last=place == self._units[-1])
+            self.inner.ready(self._local[index], value if place == self._units[0] else None)
+
+    OrderedStageReducer._sum_tied = sum_tied
+
+
+def dropout_keyed_by_the_rank() -> None:
+    plain = replicate.seed_unit
+
+    def seed_unit(key: int, *args: Any) -> None:
+        plain(key + torch.distributed.get_rank(), *args)
+
+    replicate.seed_unit = seed_unit
+
+
 BROKEN = [
     ("byte-gpt", "replicas=3", plain_sums),
     ("byte-gpt", "replicas=3", nodes_added_in_the_order_of_ranks),
     ("byte-gpt", "replicas=1 shard=3 zero=1", norm_of_what_each_rank_has),
+    ("byte-gpt", "replicas=1 pipeline=3", tied_weights_added_stage_by_stage),
+    ("convnet", "replicas=3", dropout_keyed_by_the_rank),
 ]
 
 

@@ -80,10 +80,13 @@ def speed_table(job: Job, folder: Path, saver: Saver, repeats: int, turn: Turn) 
     """Write speed against one sequential writer, in turns. What a side wrote is removed after its turn."""
     data = torch.zeros(job.num_bytes(), dtype=torch.uint8).random_().numpy().data
     blocks = [data[i : i + BLOCK_BYTES] for i in range(0, len(data), BLOCK_BYTES)]
-    plain, theirs = folder / "plain", folder / "dcp-save"
+    plain, theirs, ours = folder / "plain", folder / "dcp-save", folder / "speed"
     sides: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         "one sequential writer with fsync": (lambda: write_plainly(plain, blocks), plain.unlink),
-        "Paceline, blocking (hashed, manifest, fsync)": (saver.save, lambda: None),  # it removes the last one
+        "Paceline, blocking (hashed, manifest, fsync)": (
+            saver.save,
+            lambda: [shutil.rmtree(path) for path in ours.glob("step-*")],
+        ),
         "DCP save": (lambda: save_by_dcp(job, theirs), lambda: shutil.rmtree(theirs)),
     }
     seconds: dict[str, list[float]] = {name: [] for name in sides}
@@ -137,7 +140,8 @@ def measure(quick: bool) -> Report:
         ]
         take_turns(job, ways, size, turn)
         tables = [stall_table(ways, size, job.num_bytes())]
-        tables.append(speed_table(job, root, blocking, size.repeats, turn))
+        kept = stack.enter_context(our_saver(job, root / "speed", background=False, keep=10**6))
+        tables.append(speed_table(job, root, kept, size.repeats, turn))
     data = {way.name: {"blocked": way.blocked, "block": way.totals} for way in ways}
     return Report("What a checkpoint of 512 MiB costs training, one process.", tables, {"ways": data})
 

@@ -130,10 +130,10 @@ class Way:
 
 
 @contextmanager
-def our_saver(job: Job, folder: Path, background: bool) -> Iterator[Saver]:
+def our_saver(job: Job, folder: Path, background: bool, keep: int = 1) -> Iterator[Saver]:
     """Paceline's, for one rank."""
     shelf = Shelf.look(Files(str(folder))).claim()
-    saving = Saving(0, background, True, True, Keep(1, 0), 600.0, Patience(0.0, print))
+    saving = Saving(0, background, True, True, Keep(keep, 0), 600.0, Patience(0.0, print))
     saver = Saver(job.state, shelf, Origin(run=shelf.run, **_ORIGIN), saving, lambda text: [text])
     try:
         yield saver

@@ -180,8 +180,11 @@ class Saver:
             self.blocked_seconds += time.perf_counter() - began
 
     def _stage(self, pieces: Sequence[Piece]) -> None:
-        steady = _changed_by(self._state.optimizer) if self._saving.steady else set()
         tensors = [piece.tensor for piece in pieces]
+        if not self._saving.background:
+            self._staging.borrow(tensors)
+            return
+        steady = _changed_by(self._state.optimizer) if self._saving.steady else set()
         self._staging.begin(tensors, [t.data_ptr() in steady for t in tensors])
 
     def _job(self, name: str, chunks: Sequence[Chunk], expires: float) -> Callable[[], None]:
@@ -192,6 +195,7 @@ class Saver:
             self._staging.complete()
             blocks = self._staging.blocks()
             write_part(self.shelf.files, name, saving.rank, chunks, blocks, scalars, saving.patience)
+            self._staging.give_back()
             if saving.rank == 0:
                 publish(self.shelf, name, step, self._origin, saving.keep, expires, saving.patience)
 

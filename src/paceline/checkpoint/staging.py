@@ -23,7 +23,7 @@ class Staging:
     def __init__(self) -> None:
         self._buffer = np.empty(0, dtype=np.uint8)
         self._rest: list[tuple[int, np.ndarray]] = []
-        self._end = 0
+        self._parts: list[np.ndarray] = []
         self.ready = threading.Event()
         self.ready.set()
 
@@ -38,15 +38,19 @@ class Staging:
         if sum(sizes) > self._buffer.nbytes:
             self._buffer = np.empty(sum(sizes), dtype=np.uint8)
         self.ready.clear()
-        self._end = 0
-        self._rest = []
+        end, self._rest = 0, []
         for tensor, size, waits in zip(tensors, sizes, steady, strict=True):
             in_place = waits and tensor.device.type == "cpu" and tensor.is_contiguous()
             if in_place:
-                self._rest.append((self._end, _bytes_of(tensor)))
+                self._rest.append((end, _bytes_of(tensor)))
             elif size:
-                self._buffer[self._end : self._end + size] = _bytes_of(tensor.cpu().contiguous())
-            self._end += size
+                self._buffer[end : end + size] = _bytes_of(tensor.cpu().contiguous())
+            end += size
+        self._parts = [self._buffer[:end]]
+
+    def borrow(self, tensors: Sequence[Tensor]) -> None:
+        """Take the memory of the tensors themselves: nobody changes them before all is written."""
+        self._parts = [_bytes_of(tensor.cpu().contiguous()) for tensor in tensors]
 
     def complete(self) -> None:
         """Copy the rest, and let the optimizer go on; called in the background."""
@@ -59,8 +63,12 @@ class Staging:
 
     def blocks(self) -> list[memoryview]:
         """The bytes, in blocks."""
-        view = self._buffer[: self._end].data
-        return [view[i : i + _BLOCK_BYTES] for i in range(0, self._end, _BLOCK_BYTES)]
+        views = [part.data for part in self._parts]
+        return [view[i : i + _BLOCK_BYTES] for view in views for i in range(0, len(view), _BLOCK_BYTES)]
+
+    def give_back(self) -> None:
+        """All is written; let go of what was borrowed."""
+        self._parts = []
 
 
 def _bytes_of(tensor: Tensor) -> np.ndarray:

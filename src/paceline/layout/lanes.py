@@ -10,24 +10,21 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import islice
 
-import torch
 from torch import Tensor, nn
 
 from paceline.comm.ordered import OrderedReducer
 from paceline.comm.tree import cover
 from paceline.data import LoadedUnit, split
-from paceline.layout.buffers import UnitBuffers
 from paceline.layout.placed import GradSink
 from paceline.layout.precision import Precision
 from paceline.layout.replicate import Replicate
 from paceline.layout.sums import Sums
-from paceline.layout.threads import NobodyDraws, Threads, around_the_same_parameters
+from paceline.layout.threads import LedByFirst, NobodyDraws, Threads, around_the_same_parameters
 from paceline.observe import Phases
-from paceline.slot import Slot
 from paceline.task import LossFunction
 
 
-class Lanes:
+class Lanes(LedByFirst):
     """One whole model, and further copies of its modules around the same parameters.
 
     Args:
@@ -60,31 +57,6 @@ class Lanes:
         self._first = self._lanes[0]
         self._phases, self._threads = phases, Threads(num_lanes, "lane", deadline_seconds)
         self.used: Sequence[bool] = ()
-
-    @property
-    def model(self) -> nn.Module:
-        return self._first.model
-
-    @property
-    def metric_names(self) -> tuple[str, ...]:
-        return self._first.metric_names
-
-    @property
-    def slots(self) -> dict[Slot, nn.Parameter]:
-        return self._first.slots
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        return self._first.parameters
-
-    @property
-    def buffers(self) -> UnitBuffers:
-        return self._first.buffers
-
-    @property
-    def device(self) -> torch.device:
-        """Where this rank computes."""
-        return self._first.device
 
     def run(self, units: Iterable[LoadedUnit], num_units: int, sink: GradSink, scale: float) -> Sums:
         """See `Placed.run`; each lane takes a contiguous share of the units."""
@@ -120,10 +92,6 @@ class Lanes:
     def evaluate(self, units: Iterable[LoadedUnit]) -> Sums:
         """See `Placed`; on one lane."""
         return self._first.evaluate(units)
-
-    def close(self) -> None:
-        """End the threads."""
-        self._threads.close()
 
 
 _Part = tuple[range, list[Tensor | None]]

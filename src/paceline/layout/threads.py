@@ -8,7 +8,7 @@ All have ended when `run` returns or raises.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
@@ -16,7 +16,10 @@ import torch
 from torch import nn
 
 from paceline.errors import CommunicationError, TaskError
+from paceline.layout.buffers import UnitBuffers
+from paceline.layout.placed import Placed
 from paceline.models.dropout import name_dropouts
+from paceline.slot import Slot
 
 T = TypeVar("T")
 
@@ -62,6 +65,42 @@ class Threads:
                 f"{len(late)} {self._name}s still run {self._deadline_seconds:g} s after the first has ended",
                 next_step="look for a wait in the model or its loss, or raise runtime.deadline_seconds",
             )
+
+
+class LedByFirst:
+    """What a layout of several threads shows: model, parameters and buffers of the first."""
+
+    _first: Placed
+    _threads: Threads
+
+    @property
+    def model(self) -> nn.Module:
+        return self._first.model
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        return self._first.metric_names
+
+    @property
+    def slots(self) -> Mapping[Slot, nn.Parameter]:
+        return self._first.slots
+
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        return self._first.parameters
+
+    @property
+    def buffers(self) -> UnitBuffers:
+        return self._first.buffers
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self._first.device
+
+    def close(self) -> None:
+        """End the threads."""
+        self._threads.close()
 
 
 def around_the_same_parameters(model: nn.Module, why: str) -> nn.Module:

@@ -12,13 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice
 
-import torch
 from torch import Tensor, nn
 
 from paceline.comm.ordered import OrderedReducer
 from paceline.comm.tree import cover
 from paceline.data import LoadedUnit
-from paceline.layout.buffers import UnitBuffers
 from paceline.layout.pipeline.placed import Pipeline
 from paceline.layout.pipeline.stage import cut_model
 from paceline.layout.pipeline.wire import ThreadWire, thread_wires
@@ -26,13 +24,13 @@ from paceline.layout.placed import GradSink
 from paceline.layout.precision import Precision
 from paceline.layout.replicate import Replicate
 from paceline.layout.sums import Sums
-from paceline.layout.threads import NobodyDraws, Threads, around_the_same_parameters
+from paceline.layout.threads import LedByFirst, NobodyDraws, Threads, around_the_same_parameters
 from paceline.observe import Phases
-from paceline.slot import Slot, trained_parameters
+from paceline.slot import trained_parameters
 from paceline.task import Task
 
 
-class StageThreads:
+class StageThreads(LedByFirst):
     """One whole model, cut into stages that run side by side.
 
     Args:
@@ -71,31 +69,6 @@ class StageThreads:
         )
         self.used: Sequence[bool] = ()
 
-    @property
-    def model(self) -> nn.Module:
-        return self._first.model
-
-    @property
-    def metric_names(self) -> tuple[str, ...]:
-        return self._first.metric_names
-
-    @property
-    def slots(self) -> Mapping[Slot, nn.Parameter]:
-        return self._first.slots
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        return self._first.parameters
-
-    @property
-    def buffers(self) -> UnitBuffers:
-        return self._first.buffers
-
-    @property
-    def device(self) -> torch.device:
-        """Where this rank computes."""
-        return self._first.device
-
     def run(self, units: Iterable[LoadedUnit], num_units: int, sink: GradSink, scale: float) -> Sums:
         """See `Placed.run`; each unit is a micro-batch, in the order of GPipe."""
         with self._phases.during("data"):
@@ -115,7 +88,7 @@ class StageThreads:
         for stage in self._stages[1:]:
             self.buffers.add_changes(stage.buffers)
         self.used = [any(stage.used[i] for stage in self._stages) for i in range(len(self.parameters))]
-        _hand_on(kept, self._first.cut.tied, sink)
+        _hand_on(kept, self._stages[0].cut.tied, sink)
         return sums[-1]
 
     def abort(self) -> None:
@@ -126,10 +99,6 @@ class StageThreads:
     def evaluate(self, units: Iterable[LoadedUnit]) -> Sums:
         """See `Placed`; on this thread."""
         return self._whole.evaluate(units)
-
-    def close(self) -> None:
-        """End the threads."""
-        self._threads.close()
 
 
 class _Kept:

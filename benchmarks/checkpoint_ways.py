@@ -133,7 +133,8 @@ class Way:
 def our_saver(job: Job, folder: Path, background: bool, keep: int = 1) -> Iterator[Saver]:
     """Paceline's, for one rank."""
     shelf = Shelf.look(Files(str(folder))).claim()
-    saving = Saving(0, background, True, True, Keep(keep, 0), 600.0, Patience(0.0, print))
+    writers = 1 if background else torch.get_num_threads()  # as `build_saver` chooses
+    saving = Saving(0, background, True, True, Keep(keep, 0), 600.0, Patience(0.0, print), writers)
     saver = Saver(job.state, shelf, Origin(run=shelf.run, **_ORIGIN), saving, lambda text: [text])
     try:
         yield saver

@@ -10,11 +10,11 @@ import errno
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
+from paceline.checkpoint.writeback import Writeback
 from paceline.errors import CheckpointError
 
 Block = bytes | memoryview
@@ -46,7 +46,7 @@ class Files:
             ) from error
         self.url, self._root = url, root.rstrip("/")
         local = isinstance(self._fs, LocalFileSystem)
-        self._flush: Callable[[Any], None] = _flush_local if local else _flush_nothing
+        self._accompany: type[Writeback] = Writeback if local else _Nothing
         self._replace: Callable[[str, bytes], None] = _replace_local if local else self._put
 
     def place(self, name: str) -> str:
@@ -58,9 +58,11 @@ class Files:
         path = self._path(name)
         self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
         with self._fs.open(path, "wb") as stream:
+            writeback = self._accompany(stream)
             for block in blocks:
                 stream.write(block)
-            self._flush(stream)
+                writeback.wrote(len(block))
+            writeback.finish()
 
     def publish(self, name: str, data: bytes) -> None:
         """Write a small file at once: a reader sees the old one, or all of the new one."""
@@ -101,13 +103,14 @@ class Files:
         self._fs.pipe_file(path, data)
 
 
-def _flush_nothing(stream: Any) -> None:
-    """A remote store confirms a file when it is closed."""
+class _Nothing(Writeback):
+    """A remote store sends as it is written, and confirms a file when it is closed."""
 
+    def wrote(self, num_bytes: int) -> None:
+        """Nothing to do."""
 
-def _flush_local(stream: Any) -> None:
-    stream.flush()
-    os.fsync(stream.fileno())
+    def finish(self) -> None:
+        """Nothing to do."""
 
 
 def _replace_local(path: str, data: bytes) -> None:
@@ -115,7 +118,8 @@ def _replace_local(path: str, data: bytes) -> None:
     draft = place.with_name(f".{place.name}.{os.getpid()}")
     with draft.open("wb") as stream:
         stream.write(data)
-        _flush_local(stream)
+        stream.flush()
+        os.fsync(stream.fileno())
     draft.replace(place)
     descriptor = os.open(place.parent, os.O_RDONLY)
     try:

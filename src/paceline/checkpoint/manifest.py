@@ -57,7 +57,7 @@ class Manifest:
         step: steps taken.
         serial: the how-manyeth checkpoint of its run; a higher one was saved later.
         saved_ns: nanoseconds since the epoch.
-        files: by rank; a rank that had nothing to write has none.
+        files: by rank; a rank that had nothing to write has none, one that had much has several.
         scalars: what `TrainState.load` takes beside tensors.
         state_sha256: of all that is loaded; equal states, saved by equally many ranks, have equal ones.
     """
@@ -122,15 +122,15 @@ def _seal(record: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
-def encode_part(file: File | None, scalars: Mapping[str, Any]) -> bytes:
-    """What one rank reports when its file is written: the first phase of publishing."""
-    record = {"file": None if file is None else asdict(file), "scalars": scalars}
+def encode_part(files: Sequence[File], scalars: Mapping[str, Any]) -> bytes:
+    """What one rank reports when its files are written: the first phase of publishing."""
+    record = {"files": [asdict(file) for file in files], "scalars": scalars}
     return (json.dumps({**record, _SEAL: _seal(record)}) + "\n").encode()
 
 
-def decode_part(data: bytes) -> tuple[File | None, Mapping[str, Any]]:
+def decode_part(data: bytes) -> tuple[list[File], Mapping[str, Any]]:
     """The inverse of `encode_part`; ValueError if it is not what was written."""
     record = json.loads(data.decode())
     if record.pop(_SEAL, None) != _seal(record):
         raise ValueError("the report of a rank is damaged")
-    return (None if record["file"] is None else _file(**record["file"])), record["scalars"]
+    return [_file(**file) for file in record["files"]], record["scalars"]

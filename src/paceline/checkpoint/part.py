@@ -1,11 +1,14 @@
-"""One rank's part of a checkpoint: its file of tensors, then its report. Phase one of publishing."""
+"""One rank's part of a checkpoint: its files of tensors, then its report. Phase one of publishing.
+
+A large part is cut into several files, so that several threads can hash and write. Invariant: where it is cut
+follows from the tensors alone, so that equal states have equal files whoever writes them.
+"""
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -16,11 +19,16 @@ from paceline.checkpoint.tensor_file import Chunk, encode_header
 from paceline.errors import CheckpointError
 
 _RETRY_SECONDS = 1.0
+_LEAST_BYTES = 64 * 2**20  # a smaller file is not worth a thread
+_MOST_FILES = 4
+
+Blocks = Callable[[int, int], Sequence[Block]]
+"""The bytes of a part from one place to another, without headers."""
 
 
-def file_name(rank: int) -> str:
-    """The file of a rank's tensors."""
-    return f"rank-{rank:05d}.safetensors"
+def file_name(rank: int, index: int, count: int) -> str:
+    """The file of a rank's tensors, or the index-th of several."""
+    return f"rank-{rank:05d}" + (f".{index + 1}-of-{count}" if count > 1 else "") + ".safetensors"
 
 
 def report_name(rank: int) -> str:
@@ -41,56 +49,86 @@ class Patience:
     warn: Callable[[str], None]
 
 
+@dataclass(frozen=True)
+class _Cut:
+    """The chunks of one file, and where their bytes lie in the part."""
+
+    name: str
+    chunks: tuple[Chunk, ...]
+    begin: int
+    end: int
+
+
 def write_part(
     files: Files,
     folder: str,
     rank: int,
     chunks: Sequence[Chunk],
-    blocks: Sequence[Block],
+    blocks: Blocks,
     scalars: Mapping[str, Any],
     patience: Patience,
+    writers: int = 1,
 ) -> None:
     """Write and report; a full disk is tried again.
 
+    Args:
+        chunks: what the part consists of, in the order of its bytes.
+        writers: how many threads write.
     Raises:
         CheckpointError: the disk refused; what was written of this checkpoint by this rank is removed.
     """
+    cuts = _cut(rank, chunks)
 
     def write() -> None:
-        file = _write_tensors(files, f"{folder}/{file_name(rank)}", chunks, blocks) if chunks else None
-        files.publish(f"{folder}/{report_name(rank)}", encode_part(file, scalars))
+        with ThreadPoolExecutor(writers, "checkpoint-writer") as pool:
+            written = tuple(pool.map(lambda cut: _write_tensors(files, folder, cut, blocks), cuts))
+        files.publish(f"{folder}/{report_name(rank)}", encode_part(written, scalars))
 
-    insist(write, files, f"{folder}/{file_name(rank)}", patience)
-
-
-def _write_tensors(files: Files, name: str, chunks: Sequence[Chunk], blocks: Sequence[Block]) -> File:
-    """Write a file while another thread hashes the same bytes."""
-    header = encode_header(chunks)
-    with ThreadPoolExecutor(1, "checkpoint-hash") as pool:
-        digest = pool.submit(_digest, itertools.chain([header], blocks))
-        files.write(name, itertools.chain([header], blocks))
-        num_bytes = len(header) + sum(len(block) for block in blocks)
-        return File(name.rpartition("/")[2], num_bytes, digest.result(), tuple(chunks))
+    insist(write, files, [f"{folder}/{cut.name}" for cut in cuts], patience)
 
 
-def _digest(blocks: Iterable[Block]) -> str:
-    digest = hashlib.sha256()
-    for block in blocks:
-        digest.update(block)
-    return digest.hexdigest()
+def _cut(rank: int, chunks: Sequence[Chunk]) -> list[_Cut]:
+    """Files of about equal size; a tensor is not cut."""
+    total = sum(chunk.num_bytes for chunk in chunks)
+    wanted = min(_MOST_FILES, max(1, total // _LEAST_BYTES))
+    groups: dict[int, list[Chunk]] = {}
+    begin = 0
+    for chunk in chunks:
+        groups.setdefault(min(begin * wanted // max(1, total), wanted - 1), []).append(chunk)
+        begin += chunk.num_bytes
+    cuts, begin = [], 0
+    for i, group in enumerate(groups.values()):
+        end = begin + sum(chunk.num_bytes for chunk in group)
+        cuts.append(_Cut(file_name(rank, i, len(groups)), tuple(group), begin, end))
+        begin = end
+    return cuts
 
 
-def insist(write: Callable[[], None], files: Files, name: str, patience: Patience) -> None:
-    """Write; while the disk is full and there is patience, remove the half file and try again."""
+def _write_tensors(files: Files, folder: str, cut: _Cut, blocks: Blocks) -> File:
+    """Write a file, and hash it on the way."""
+    header, digest = encode_header(cut.chunks), hashlib.sha256()
+
+    def hashed() -> Iterator[Block]:
+        for block in (header, *blocks(cut.begin, cut.end)):
+            digest.update(block)
+            yield block
+
+    files.write(f"{folder}/{cut.name}", hashed())
+    return File(cut.name, len(header) + cut.end - cut.begin, digest.hexdigest(), cut.chunks)
+
+
+def insist(write: Callable[[], None], files: Files, names: Sequence[str], patience: Patience) -> None:
+    """Write; while the disk is full and there is patience, remove the half files and try again."""
     expires = time.monotonic() + patience.seconds
     told = False
     while True:
         try:
             return write()
         except OSError as error:
-            files.remove(name)
+            for name in names:
+                files.remove(name)
             if not is_full(error) or time.monotonic() >= expires:
-                raise refused(files.place(name), error) from error
+                raise refused(files.place(names[0]), error) from error
         if not told:
             patience.warn(f"the disk of {files.url} is full: waiting up to {patience.seconds:g} s for space")
             told = True

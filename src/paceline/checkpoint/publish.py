@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 
 from paceline.checkpoint.files import Files
-from paceline.checkpoint.manifest import Manifest, Origin, decode_part, hash_state, missing_tensors
+from paceline.checkpoint.manifest import MANIFEST, Manifest, Origin, decode_part, hash_state, missing_tensors
 from paceline.checkpoint.part import Patience, insist, report_name
 from paceline.checkpoint.plan import merge_scalars
 from paceline.checkpoint.shelf import Shelf
@@ -36,7 +36,7 @@ def publish(
     """
     reports = [_await_report(shelf.files, name, rank, expires) for rank in range(origin.world_size)]
     parts = [decode_part(report) for report in reports]
-    files = tuple(file for file, _ in parts if file is not None)
+    files = tuple(file for written, _ in parts for file in written)
     missing = missing_tensors(files)
     if missing:
         raise CheckpointError(
@@ -47,7 +47,7 @@ def publish(
     scalars = merge_scalars([scalars for _, scalars in parts])
     seal = hash_state(files, scalars)
     manifest = Manifest(step, shelf.next_serial, time.time_ns(), origin, files, scalars, seal)
-    insist(lambda: shelf.publish(name, manifest), shelf.files, f"{name}/manifest.json", patience)
+    insist(lambda: shelf.publish(name, manifest), shelf.files, [f"{name}/{MANIFEST}"], patience)
     shelf.tidy(keep.newest, keep.best)
 
 

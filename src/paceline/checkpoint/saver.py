@@ -47,6 +47,7 @@ class Saving:
         keep: what stays.
         deadline_seconds: for one save.
         patience: with a full disk.
+        writers: how many threads write this rank's part.
     """
 
     rank: int
@@ -56,6 +57,7 @@ class Saving:
     keep: Keep
     deadline_seconds: float
     patience: Patience
+    writers: int = 1
 
 
 class Saver:
@@ -193,8 +195,8 @@ class Saver:
 
         def run() -> None:
             self._staging.complete()
-            blocks = self._staging.blocks()
-            write_part(self.shelf.files, name, saving.rank, chunks, blocks, scalars, saving.patience)
+            blocks, files = self._staging.blocks, self.shelf.files
+            write_part(files, name, saving.rank, chunks, blocks, scalars, saving.patience, saving.writers)
             self._staging.give_back()
             if saving.rank == 0:
                 publish(self.shelf, name, step, self._origin, saving.keep, expires, saving.patience)

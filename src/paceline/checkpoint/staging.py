@@ -61,10 +61,15 @@ class Staging:
             self._rest = []
             self.ready.set()
 
-    def blocks(self) -> list[memoryview]:
-        """The bytes, in blocks."""
-        views = [part.data for part in self._parts]
-        return [view[i : i + _BLOCK_BYTES] for view in views for i in range(0, len(view), _BLOCK_BYTES)]
+    def blocks(self, begin: int, end: int) -> list[memoryview]:
+        """The bytes from `begin` to `end`, in blocks."""
+        found: list[memoryview] = []
+        place = 0
+        for part in self._parts:
+            first, last = max(begin - place, 0), min(end - place, part.nbytes)
+            found += [part.data[i : min(i + _BLOCK_BYTES, last)] for i in range(first, last, _BLOCK_BYTES)]
+            place += part.nbytes
+        return found
 
     def give_back(self) -> None:
         """All is written; let go of what was borrowed."""

@@ -7,6 +7,8 @@ import platform
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
+
 from paceline import checkpoint
 from paceline._version import VERSION
 from paceline.checkpoint import Files, Keep, Origin, Patience, Saver, Saving, Shelf
@@ -40,6 +42,7 @@ def build_saver(session: Session, run_dir: Path, warn: Callable[[str], None]) ->
         keep=Keep(options.keep, options.keep_best),
         deadline_seconds=options.deadline_seconds,
         patience=Patience(options.full_disk_seconds, warn),
+        writers=1 if options.mode == "background" else torch.get_num_threads(),  # the others train on
     )
     origin = Origin(
         run=run,

@@ -115,4 +115,4 @@ def test_without_the_part_of_every_rank_there_is_no_checkpoint(tmp_path: Path) -
     assert "rank 1 has not written its part" in said[0] and "No space left" in said[1]
     shelf = Shelf.look(Files(str(tmp_path / "c")))
     assert not shelf.whole and list(shelf.broken) == ["step-00000002"]
-    assert json.loads((tmp_path / "c" / "step-00000002" / "rank-00000.json").read_text())["file"]
+    assert json.loads((tmp_path / "c" / "step-00000002" / "rank-00000.json").read_text())["files"]

@@ -43,6 +43,7 @@ def saver(url: object, state: TrainState, **changes: Any) -> Iterator[Saver]:
         "shared": True,
         "deadline_seconds": 20.0,
         "patience": Patience(0.0, print),
+        "writers": 2,
     }
     saving = Saving(rank=0, keep=keep, **(options | changes))
     found = Saver(state, shelf, Origin(run=shelf.run, **ORIGIN), saving, lambda text: [text])

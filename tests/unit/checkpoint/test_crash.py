@@ -13,6 +13,15 @@ from tests.unit.checkpoint.states import holds, make_state, raising, save, saver
 pytestmark = pytest.mark.capability("N13", "N4")
 
 
+@pytest.fixture(autouse=True, params=[1, 3], ids=["one file", "three files"])
+def num_files(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many files a part is cut into."""
+    if request.param > 1:
+        monkeypatch.setattr(part, "_LEAST_BYTES", 64)
+        monkeypatch.setattr(part, "_MOST_FILES", request.param)
+    return int(request.param)
+
+
 class Killed(BaseException):
     """The process dies here: nothing in the code under test may run after it."""
 
@@ -93,7 +102,7 @@ def test_with_patience_a_full_disk_is_waited_for(
 
 
 def test_files_reach_the_disk_before_the_manifest_appears(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    num_files: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import os
 
@@ -108,6 +117,7 @@ def test_files_reach_the_disk_before_the_manifest_appears(
     monkeypatch.setattr(Path, "replace", lambda a, b: (log.append(f"publish {b.name}"), replace(a, b))[1])
     save(tmp_path / "c", make_state())
     before, after = log[: log.index("publish manifest.json")], log[log.index("publish manifest.json") :]
-    assert {"flush rank-00000.safetensors", "publish rank-00000.json"} <= set(before)
+    names = [part.file_name(0, i, num_files) for i in range(num_files)]
+    assert {*(f"flush {name}" for name in names), "publish rank-00000.json"} <= set(before)
     assert any(line.startswith("flush .manifest.json") for line in before)
     assert "flush step-00000003" in after

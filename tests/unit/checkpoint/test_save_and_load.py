@@ -9,7 +9,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from paceline.checkpoint import Files, ManifestReader, Shelf
+from paceline.checkpoint import Files, ManifestReader, Shelf, part
+from paceline.checkpoint.tensor_file import Chunk
 from paceline.errors import CheckpointError
 from paceline.state import TrainState
 from tests.unit.checkpoint.states import change, holds, load, make_state, raising, save, saver, whole
@@ -132,6 +133,42 @@ def test_what_is_in_a_folder(tmp_path: Path) -> None:
         "rank-00000.safetensors",
     ]
     assert json.loads((tmp_path / name / "manifest.json").read_text())["step"] == 3
+
+
+def test_a_large_part_is_cut_into_files_that_do_not_depend_on_who_writes_them(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(part, "_LEAST_BYTES", 64)
+    monkeypatch.setattr(part, "_MOST_FILES", 3)
+    state = make_state()
+    names = [save(place, state, writers=n, background=n == 1, newest=9) for n in (1, 2, 5)]
+    manifests = [load(place, name).manifest for name in names]
+    assert [f.name for f in manifests[0].files] == [f"rank-00000.{i}-of-3.safetensors" for i in (1, 2, 3)]
+    assert all(manifest.files == manifests[0].files for manifest in manifests)
+    assert len({manifest.state_sha256 for manifest in manifests}) == 1
+    assert all(holds(place, name, state) for name in names)
+    files = Files(place)
+    damaged = f"{names[-1]}/{manifests[-1].files[1].name}"
+    data = bytearray(files.read(damaged))
+    data[-1] ^= 1
+    files.publish(damaged, bytes(data))
+    with pytest.raises(CheckpointError, match=r"rank-00000\.2-of-3\.safetensors"):
+        load(place, names[-1])
+
+
+@pytest.mark.parametrize("sizes", [[8, 8, 8, 8], [1, 1, 40, 1], [100], [3, 0, 5], [0], []])
+def test_a_part_is_cut_between_tensors_and_nothing_is_lost(
+    sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(part, "_LEAST_BYTES", 8)
+    chunks = [Chunk(str(i), "U8", (n,), (0,), (n,)) for i, n in enumerate(sizes)]
+    cuts = part._cut(7, chunks)
+    assert [chunk for cut in cuts for chunk in cut.chunks] == chunks
+    assert [cut.begin for cut in cuts] == [0, *(cut.end for cut in cuts)][: len(cuts)]
+    assert sum(cut.end - cut.begin for cut in cuts) == sum(sizes) and all(cut.chunks for cut in cuts)
+    assert len(cuts) <= max(1, min(4, sum(sizes) // 8)) and len({cut.name for cut in cuts}) == len(cuts)
+    if sizes == [8, 8, 8, 8]:
+        assert [cut.end for cut in cuts] == [8, 16, 24, 32]
 
 
 @pytest.mark.capability("N4")

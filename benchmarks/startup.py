@@ -1,6 +1,7 @@
-"""How long the command line takes to answer: whole processes, from start to exit.
+"""How long the command line takes to answer, and a job of one step: whole processes, from start to exit.
 
-An empty Python is measured beside them: what it takes is not Paceline's.
+An empty Python is measured beside them: what it takes is not Paceline's. Jobs are started as ever, and with a
+fork server, as `paceline sweep` does; of the job, one step and an evaluation are work, the rest is its start.
 """
 
 from __future__ import annotations
@@ -8,13 +9,19 @@ from __future__ import annotations
 import statistics
 import subprocess
 import sys
+import tempfile
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
 from benchmarks.measure import Side, take_turns
 from benchmarks.report import Report, Table, present, series_data
+from paceline.cluster import process_environment
+from paceline.launch import fork_server
 
 _DEADLINE_SECONDS = 30.0
+_WORKERS = (1, 2, 4)
+_RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "sum.toml"
 _PACELINE = str(Path(sys.executable).with_name("paceline"))
 
 COMMANDS: dict[str, tuple[list[str], float | None]] = {
@@ -26,10 +33,30 @@ COMMANDS: dict[str, tuple[list[str], float | None]] = {
 """By name: the command, and the seconds it may take."""
 
 
-def run(command: list[str]) -> float:
+def run(command: list[str], environ: Mapping[str, str] | None = None) -> float:
     """Run a command to its end."""
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=_DEADLINE_SECONDS)
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=_DEADLINE_SECONDS, env=environ)
     return 0.0
+
+
+def jobs_table(repeats: int) -> Table:
+    """Jobs of one step, by turns."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder, fork_server(["paceline.cli.main"]) as variables:
+        forked = {**process_environment(), **variables}
+        for workers in _WORKERS:
+            job = [_PACELINE, "train", str(_RECIPE), "-n", str(workers)]
+            job += ["--set", "steps=1", "--set", f"run_dir={folder}/{workers}", "--set", "checkpoint.keep=1"]
+            sides = [Side("anew", partial(run, job)), Side("forked", partial(run, job, forked))]
+            anew, other = take_turns(sides, repeats=repeats, steps=1, warmup=1)
+            medians = [side.median_seconds for side in (anew, other)]
+            spreads = [f"{min(side.seconds):.2f} .. {max(side.seconds):.2f}" for side in (anew, other)]
+            ratio = f"{medians[1] / medians[0]:.2f}"
+            rows.append(
+                (str(workers), f"{medians[0]:.2f}", spreads[0], f"{medians[1]:.2f}", spreads[1], ratio)
+            )
+    columns = ("workers", "anew: s", "min .. max", "forked: s", "min .. max", "ratio")
+    return Table(f"A job of one step, {repeats} runs of each, by turns", columns, rows)
 
 
 def measure(quick: bool) -> Report:
@@ -53,9 +80,8 @@ def measure(quick: bool) -> Report:
         )
     columns = ("command", "median s", "quartiles", "min .. max", "wanted", "verdict")
     title = f"{len(found[0].seconds)} runs of each, by turns"
-    return Report(
-        "Whole-process time of commands.", [Table(title, columns, rows)], {"series": series_data(found)}
-    )
+    tables = [Table(title, columns, rows), jobs_table(1 if quick else 7)]
+    return Report("Whole-process time of commands and jobs.", tables, {"series": series_data(found)})
 
 
 if __name__ == "__main__":

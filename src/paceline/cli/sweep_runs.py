@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.cli import options
+from paceline.cluster import process_environment
 from paceline.errors import RecipeError
-from paceline.launch import Job, launch
+from paceline.launch import Job, fork_server, launch
 from paceline.recipe import Recipe, to_toml
 from paceline.studies import Cell, Measured, read_run
 
@@ -104,11 +106,20 @@ def train_all(runs: Sequence[Run], say: Callable[[str], None]) -> tuple[Done, di
     Returns:
         What is complete, why others are not, and the exit code: 0, 1, or that of a request to stop.
     """
+    with ExitStack() as stack:
+        several = sum(not run.complete and run.recipe is not None for run in runs) > 1
+        variables = stack.enter_context(fork_server(["paceline.cli.main"])) if several else {}
+        return _train_all(runs, say, {**process_environment(), **variables})
+
+
+def _train_all(
+    runs: Sequence[Run], say: Callable[[str], None], environ: Mapping[str, str]
+) -> tuple[Done, dict[str, str], int]:
     done: Done = []
     failed: dict[str, str] = {}
     for i, run in enumerate(runs, 1):
         say(f"[{i}/{len(runs)}] {run.cell.label}{': complete before' if run.complete else ''}")
-        why, code = ("", 0) if run.complete else _train(run)
+        why, code = ("", 0) if run.complete else _train(run, environ)
         if code in _STOPPED:
             say("stopped: the same command with --out goes on from here")
             return done, failed, code
@@ -121,7 +132,7 @@ def train_all(runs: Sequence[Run], say: Callable[[str], None]) -> tuple[Done, di
     return done, failed, int(bool(failed))
 
 
-def _train(run: Run) -> tuple[str, int]:
+def _train(run: Run, environ: Mapping[str, str]) -> tuple[str, int]:
     """One ordinary job, whose output goes to its folder; returns why it failed, and its exit code."""
     if run.recipe is None:
         return run.refusal, RecipeError.exit_code
@@ -141,7 +152,7 @@ def _train(run: Run) -> tuple[str, int]:
         output="logged",
         grace_seconds=run.recipe.checkpoint.grace_seconds,
     )
-    code = launch(job, say=said.append).exit_code
+    code = launch(job, environ=environ, say=said.append).exit_code
     if code:
         return "".join(said).partition("\n")[0] or f"exit code {code}", code
     (run.folder / _COMPLETE).touch()

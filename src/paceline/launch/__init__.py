@@ -1,9 +1,10 @@
 """Start the processes of a job on this node, watch them, and end all of them when one fails.
 
-Invariant: this room never imports torch, and when `launch` returns, no process that it started is left.
-What a worker computes is not its business.
+Invariant: this room never imports torch (its fork server imports what it is told, in a process of its own),
+and when `launch` returns, no process that it started is left. What a worker computes is not its business.
 """
 
+from paceline.launch.forked import fork_server
 from paceline.launch.job import Job
 from paceline.launch.local import launch
 from paceline.launch.outcome import STOPPED_EXIT_CODE, Failure, Outcome
@@ -15,6 +16,7 @@ __all__ = [
     "Failure",
     "Job",
     "Outcome",
+    "fork_server",
     "guard",
     "launch",
     "render_workers",

@@ -20,6 +20,7 @@ from pathlib import Path
 from paceline.cluster import process_environment
 from paceline.launch.endpoint import bind_endpoint
 from paceline.launch.follow import Follow
+from paceline.launch.forked import ForkClient
 from paceline.launch.job import Job
 from paceline.launch.judge import failed, has_stopped, judge
 from paceline.launch.outcome import Outcome, conclude
@@ -114,14 +115,14 @@ def _started(
     """Start all workers of the node; at the end, however it comes, none of their sessions is left."""
     address, port, listener = bind_endpoint(job)
     running: list[Running] = []
-    with Keeper() as keeper:
+    with Keeper() as keeper, ForkClient(environ) as forks:
         try:
             fd = None if listener is None else listener.fileno()
             token = job.token or (secrets.token_hex(8) if job.nodes == 1 else job.rendezvous)
             place = Place(address, port, fd, token, folder, _count_cores(), beacon_port)
             for worker in render_workers(job, place, environ):
                 _clear(worker)
-                running.append(start_worker(worker, keeper))
+                running.append(start_worker(worker, keeper, forks))
             if listener is not None:
                 listener.close()  # rank 0 has it; when rank 0 is gone, the port must refuse
             yield running

@@ -14,17 +14,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import IO, Self
 
 from paceline.errors import PacelineError
 from paceline.launch import keeper as keeper_script
+from paceline.launch.forked import ForkClient, Forked
 from paceline.launch.keeper import kill_session
 from paceline.launch.render import Worker
 
 _PR_SET_PDEATHSIG = 1
+_C = ctypes.CDLL(None)  # loaded before a fork, not after it
 
 
 class Keeper:
@@ -75,7 +78,7 @@ class Running:
     """
 
     worker: Worker
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Forked
     keeper: Keeper
     ended_at: float | None = None
     killed: bool = False
@@ -117,31 +120,48 @@ def wait_for_end(running: Sequence[Running], seconds: float) -> None:
         time.sleep(min(seconds, 0.02))
         return
     poll = select.poll()
-    handles = [os.pidfd_open(one.pid) for one in running if one.ended_at is None]
-    for handle in handles:
-        poll.register(handle, select.POLLIN)
-    poll.poll(seconds * 1000)
-    for handle in handles:
-        os.close(handle)
+    with contextlib.ExitStack() as opened:
+        for one in running:
+            if one.ended_at is None:
+                poll.register(_end_of(one, opened), select.POLLIN)
+        poll.poll(seconds * 1000)
 
 
-def start_worker(worker: Worker, keeper: Keeper) -> Running:
+def _end_of(one: Running, opened: contextlib.ExitStack) -> int:
+    """An open file that can be read when the process has ended."""
+    if isinstance(one.process, Forked):
+        return one.process.report
+    handle = os.pidfd_open(one.pid)
+    opened.callback(os.close, handle)
+    return handle
+
+
+def start_worker(worker: Worker, keeper: Keeper, forks: ForkClient) -> Running:
     """Start one worker in a session of its own; it dies when the thread that calls this ends.
 
+    Args:
+        forks: forks it where that makes no difference but in time.
     Raises:
         PacelineError: the command cannot be executed.
     """
-    log: IO[bytes] | None = None if worker.log_file is None else worker.log_file.open("ab")
+    with contextlib.nullcontext() if worker.log_file is None else worker.log_file.open("ab") as log:
+        output, errors = (1, 2) if log is None else (log.fileno(), log.fileno())
+        process = forks.start(worker, output, errors) or _execute(worker, output, errors)
+    keeper.watch(process.pid)
+    return Running(worker, process, keeper)
+
+
+def _execute(worker: Worker, output: int, errors: int) -> subprocess.Popen[bytes]:
     try:
-        process = subprocess.Popen(
+        return subprocess.Popen(
             worker.argv,
             env=dict(worker.environ),
             stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT if log else None,
+            stdout=output,
+            stderr=errors,
             pass_fds=() if worker.listen_fd is None else (worker.listen_fd,),
             start_new_session=True,
-            preexec_fn=_die_with_parent(),  # noqa: PLW1509, one system call, prepared before the fork
+            preexec_fn=partial(die_with_parent, os.getpid()),  # noqa: PLW1509, one system call
         )
     except OSError as error:
         raise PacelineError(
@@ -149,28 +169,16 @@ def start_worker(worker: Worker, keeper: Keeper) -> Running:
             where="the command to launch",
             next_step="check its path and that it may be executed",
         ) from error
-    finally:
-        if log is not None:
-            log.close()
-    keeper.watch(process.pid)
-    return Running(worker, process, keeper)
 
 
-def _die_with_parent() -> Callable[[], None] | None:
+def die_with_parent(parent: int) -> None:
+    """Let the system kill this process when the thread that forked it ends; nothing happens off Linux.
+
+    Args:
+        parent: the process of that thread; if it is gone already, this one ends now.
+    """
     if sys.platform != "linux":
-        return None  # the keeper does it there
-    prctl = ctypes.CDLL(None).prctl
-    parent = os.getpid()
-
-    def ask() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(128 + signal.SIGKILL)  # it was gone before the request
-
-    return ask
-
-
-def die_with_parent() -> None:
-    """Let the system kill this process when the thread that forked it ends; nothing happens off Linux."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        return  # the keeper does it there
+    _C.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(128 + signal.SIGKILL)

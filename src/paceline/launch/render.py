@@ -68,6 +68,20 @@ class Worker:
     stack_file: Path
 
 
+def common_environment(inherited: Mapping[str, str]) -> dict[str, str]:
+    """What is the same for all workers of all jobs that inherit these variables."""
+    return {
+        "PYTHONUNBUFFERED": "1",  # what a worker wrote before it was killed must be in its log
+        "PYTHONFAULTHANDLER": "1",
+        **_KEEP_FREED_MEMORY,
+        **{
+            name: value
+            for name, value in inherited.items()
+            if name not in _OWN and not name.startswith(_FOREIGN_PREFIX)
+        },
+    }
+
+
 def script_command(script: str, *arguments: str) -> tuple[str, ...]:
     """The argument vector of a worker that runs a user's own script, or a module with "-m" first."""
     return (sys.executable, "-m", "paceline.launch", script, *arguments)
@@ -89,15 +103,11 @@ def render_workers(job: Job, place: Place, environ: Mapping[str, str]) -> tuple[
     Args:
         environ: the environment to inherit; the variables of the job are set over it.
     """
-    inherited = {
-        name: value
-        for name, value in environ.items()
-        if name not in _OWN and not name.startswith(_FOREIGN_PREFIX)
-    }
-    return tuple(_render_worker(job, place, inherited, local) for local in range(job.num_processes))
+    common = common_environment(environ)
+    return tuple(_render_worker(job, place, common, local) for local in range(job.num_processes))
 
 
-def _render_worker(job: Job, place: Place, inherited: Mapping[str, str], local_rank: int) -> Worker:
+def _render_worker(job: Job, place: Place, common: Mapping[str, str], local_rank: int) -> Worker:
     global_rank = job.node_rank * job.num_processes + local_rank
     listen_fd = place.listen_fd if global_rank == 0 else None
     own = {} if listen_fd is None else {"PACELINE_LISTEN_FD": str(listen_fd)}
@@ -107,11 +117,8 @@ def _render_worker(job: Job, place: Place, inherited: Mapping[str, str], local_r
         local_rank=local_rank,
         argv=job.command,
         environ={
-            "PYTHONUNBUFFERED": "1",  # what a worker wrote before it was killed must be in its log
-            "PYTHONFAULTHANDLER": "1",
-            **_KEEP_FREED_MEMORY,
-            **inherited,
-            **_threads(job, place.cores, inherited),
+            **common,
+            **_threads(job, place.cores, common),
             "RANK": str(global_rank),
             "WORLD_SIZE": str(job.world_size),
             "LOCAL_RANK": str(local_rank),

@@ -48,7 +48,7 @@ def run_rank(order: RankOrder, listener: socket | None, results: Connection) -> 
         results: this rank's end of the pipe; whatever comes from the other end releases the rank.
     """
     os.setsid()
-    die_with_parent()
+    die_with_parent(os.getppid())
     stack = prepare_stack(order.stack_file)
     with _Reported(results):
         import cloudpickle

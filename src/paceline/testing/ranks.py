@@ -20,7 +20,7 @@ from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline.cluster import LOOPBACK, Cluster, process_environment
 from paceline.errors import MissingExtraError
@@ -31,9 +31,6 @@ from paceline.launch.stacks import read_position, request_stack
 from paceline.launch.worker import ErrorReport
 from paceline.testing.failures import RanksFailed
 from paceline.testing.rank_process import RankOrder, run_rank
-
-if TYPE_CHECKING:
-    pass
 
 _SETTLE_SECONDS = 2.0
 _EXIT_SECONDS = 10.0

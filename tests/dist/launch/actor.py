@@ -5,6 +5,8 @@ It leaves its number in FOLDER/pid-RANK, that of its child in FOLDER/child-RANK.
 
 import json
 import os
+import random
+import resource
 import signal
 import subprocess
 import sys
@@ -75,6 +77,28 @@ def report() -> None:
     (folder / f"environ-{rank}").write_text(json.dumps(dict(os.environ)))
     sys.stdout.write(f"out of {rank}, terminal: {sys.stdout.isatty()}\n")
     sys.stderr.write(f"err of {rank}\n")
+
+
+def describe() -> None:
+    """What a forked process might have from another."""
+    import numpy as np
+    import torch
+
+    parent = Path(f"/proc/{os.getppid()}/cmdline").read_text()
+    said = {
+        "forked": "paceline.launch.fork_server" in parent,
+        "session": os.getsid(0) == os.getpid(),
+        "directory": str(Path.cwd()),
+        "path": sys.path[0],
+        "arguments": sys.argv[1:],
+        "threads": torch.get_num_threads(),
+        "drawn": [random.random(), np.random.random()],
+        "files": len(list(Path("/proc/self/fd").iterdir())),
+        "limit": resource.getrlimit(resource.RLIMIT_CORE)[0],
+        "name": Path("/proc/self/comm").read_text().strip(),
+        "open": sorted(os.readlink(file) for file in Path("/proc/self/fd").iterdir() if file.exists()),
+    }
+    (folder / f"said-{rank}").write_text(json.dumps(said))
 
 
 def ready() -> None:

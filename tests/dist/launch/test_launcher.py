@@ -9,61 +9,15 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from paceline.errors import CommunicationError, PacelineError
-from paceline.launch import Job, Outcome, launch
+from paceline.launch import Job, launch
+from tests.dist.launch.actors import ACTOR, act, alive, driving, until
 
 pytestmark = [pytest.mark.capability("O1"), pytest.mark.timeout(30)]
-
-ACTOR = str(Path(__file__).with_name("actor.py"))
-DRIVER = str(Path(__file__).with_name("driver.py"))
-
-
-def act(folder: Path, *actions: str, num_processes: int = 3, **options: object) -> Outcome:
-    """Launch actors in this process; the report is in the outcome."""
-    command = (sys.executable, ACTOR, str(folder), *actions)
-    quick = {"settle_seconds": 0.8, "kill_seconds": 0.5, "grace_seconds": 5.0}
-    job = Job(command, num_processes, **{**quick, **options})  # type: ignore[arg-type]
-    return launch(job, say=lambda _: None)
-
-
-def alive(path: Path) -> bool:
-    """Is the process whose number is in the file alive? A zombie is not."""
-    try:
-        stat = Path(f"/proc/{path.read_text()}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return stat.rpartition(")")[2].split()[0] not in "ZX"
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for a condition; the time-out of the test is the deadline."""
-    while not condition():
-        time.sleep(0.02)
-
-
-@contextmanager
-def driving(
-    folder: Path, *actions: str, num_processes: int = 2, stdout: int | None = None, **options: object
-) -> Iterator[subprocess.Popen[bytes]]:
-    """A launcher as a process of its own, with all its workers ready."""
-    command = [sys.executable, ACTOR, str(folder), *actions]
-    job = json.dumps({"command": command, "num_processes": num_processes, **options})
-    with (folder / "report").open("w") as report:
-        launcher = subprocess.Popen([sys.executable, DRIVER, job], stdout=stdout, stderr=report)
-    try:
-        until(lambda: len(list(folder.glob("pid-*"))) == num_processes or launcher.poll() is not None)
-        yield launcher
-    finally:
-        launcher.kill()
-        launcher.wait()
-
 
 def test_every_worker_gets_its_place(tmp_path: Path) -> None:
     assert act(tmp_path, "all=report", threads=2).exit_code == 0
@@ -111,7 +65,7 @@ def test_a_worker_that_raises_is_shown_first_with_its_traceback(tmp_path: Path) 
     assert outcome.report.startswith("rank 1 raised ValueError: boom\n  Traceback")
     assert "in raise_value" in outcome.report
     assert "\nrank 0 raised CommunicationError: rank 1 is gone\n" in outcome.report
-    assert outcome.report.splitlines()[-1] == "rank 2 was ended because of that; it was in wait (actor.py:20)"
+    assert outcome.report.splitlines()[-1] == "rank 2 was ended because of that; it was in wait (actor.py:22)"
 
 
 def test_the_exit_code_is_that_of_the_error(tmp_path: Path) -> None:

@@ -1,0 +1,184 @@
+"""`python -m paceline.launch.fork_server FOLDER SOCKET MODULE...`: forks workers, which then need not import.
+
+It imports what workers use, then serves the listening SOCKET, an open file that it inherits and whose name is
+in FOLDER, until its standard input ends. Every launcher that connects gets a process of its own, which forks
+what the launcher orders, and reports how it ended.
+
+Invariant: whoever dies, nothing of a launcher's job outlives the launcher: its process ends when the
+connection does, and the workers die with that process.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import select
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import warnings
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.cluster import change_environment, process_environment
+from paceline.launch import messages
+from paceline.launch.circumstances import circumstances
+from paceline.launch.preload import preload
+from paceline.launch.process import die_with_parent
+
+_NAME_BYTES = 15
+
+
+@dataclass(frozen=True)
+class Order:
+    """A worker that a launcher wants: what it runs, and the open files that come with the message.
+
+    Args:
+        argv: the module and its arguments, as after `python -m`.
+        environ: the whole environment.
+        directory: where it runs.
+        output, errors: standard output and standard error.
+        report: where its exit status is written when it has ended; the worker itself does not hold it.
+        listener: a listening socket, which the worker inherits; None: it has none.
+    """
+
+    argv: list[str]
+    environ: dict[str, str]
+    directory: str
+    output: int
+    errors: int
+    report: int
+    listener: int | None = None
+
+
+def main(folder: Path, handle: int, modules: list[str]) -> None:
+    """Serve; in a worker, run what it is for."""
+    here = circumstances(process_environment())
+    with socket.socket(fileno=handle) as listener:
+        preload(modules)
+        connection = _accept(listener)
+    if connection is None:
+        shutil.rmtree(folder, ignore_errors=True)  # who should remove it is gone
+        return
+    order = _Service(connection).run(here)
+    if order is None:
+        os._exit(0)  # at once: there is nothing to tidy up
+    _become(order)
+    runpy.run_module(order.argv[0], run_name="__main__", alter_sys=True)
+
+
+def _accept(listener: socket.socket) -> socket.socket | None:
+    """Wait for launchers; returns their connection in the process that is theirs, None in the server."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system forgets the processes that have ended
+    poll = select.poll()
+    poll.register(listener, select.POLLIN)
+    poll.register(0, select.POLLIN)
+    while not any(handle == 0 for handle, _ in poll.poll()):
+        connection, _ = listener.accept()
+        if _fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            return connection
+        connection.close()
+    return None
+
+
+class _Service:
+    """What this process does for its launcher.
+
+    Args:
+        connection: to the launcher.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
+        self._workers: dict[int, tuple[int, int]] = {}  # by handle: its number, and where its end is reported
+
+    def run(self, here: dict[str, str]) -> Order | None:
+        """Fork what is ordered until the launcher is gone; returns the order in a worker, else None."""
+        messages.send(self._connection, here)
+        while True:
+            for handle, _ in self._poll.poll():
+                if handle in self._workers:
+                    self._report(handle)
+                    continue
+                message = messages.receive(self._connection)
+                if message is None:
+                    return None
+                order = Order(*message[0], *message[1])
+                if self._fork(order):
+                    return order
+
+    def _fork(self, order: Order) -> bool:
+        """True in the worker, which keeps nothing of the server's."""
+        server, pid = os.getpid(), _fork()
+        if pid == 0:
+            os.setsid()
+            die_with_parent(server)
+            reports = [report for _, report in self._workers.values()]
+            _close(self._connection.detach(), order.report, *self._workers, *reports)
+            return True
+        _close(order.output, order.errors, *([] if order.listener is None else [order.listener]))
+        messages.send(self._connection, pid)
+        handle = os.pidfd_open(pid)
+        self._workers[handle] = (pid, order.report)
+        self._poll.register(handle, select.POLLIN)
+        return False
+
+    def _report(self, handle: int) -> None:
+        """Write how a worker ended, as `subprocess` would say it."""
+        pid, report = self._workers.pop(handle)
+        self._poll.unregister(handle)
+        _, status = os.waitpid(pid, 0)
+        with suppress(BrokenPipeError):  # the launcher is gone; that is noticed next
+            os.write(report, str(os.waitstatus_to_exitcode(status)).encode())
+        _close(handle, report)
+
+
+def _become(order: Order) -> None:
+    """Take on what a process that the launcher starts would have from its birth."""
+    for file, place in ((os.open(os.devnull, os.O_RDONLY), 0), (order.output, 1), (order.errors, 2)):
+        os.dup2(file, place)
+        os.close(file)
+    own = {} if order.listener is None else {"PACELINE_LISTEN_FD": str(order.listener)}
+    change_environment({**dict.fromkeys(process_environment()), **order.environ, **own})
+    os.chdir(order.directory)
+    if not sys.flags.safe_path:
+        sys.path[0] = order.directory
+    sys.argv = ["-m", *order.argv[1:]]
+    _name_process(f"rank {order.environ.get('RANK', '')}")
+    _fix_libraries(order.environ)
+
+
+def _name_process(name: str) -> None:
+    Path("/proc/self/comm").write_text(name[:_NAME_BYTES])
+
+
+def _fix_libraries(environ: dict[str, str]) -> None:
+    """What libraries did when they were imported, once for all, and every process does for itself."""
+    tempfile.tempdir = None  # where the variables of this process say
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    if numpy is not None:
+        numpy.random.seed()  # the global generator; Python's own does this by itself
+    if torch is not None:
+        torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))
+
+
+def _fork() -> int:
+    with warnings.catch_warnings():
+        # Python warns that other threads exist. They are those of numpy's library, which prepares for forks.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
+
+
+def _close(*files: int) -> None:
+    for file in files:
+        os.close(file)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

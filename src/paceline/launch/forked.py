@@ -1,0 +1,175 @@
+"""Workers that a fork server starts: in milliseconds, because it has imported for them.
+
+A fork server pays for itself where several jobs follow each other, as in a sweep. It is named by the variable
+PACELINE_FORK_SERVER, so that every command inside of `fork_server()` finds it.
+
+Invariant: a worker is forked only if it would be the same as one that is started anew; else there is none.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from paceline.cluster import process_environment
+from paceline.launch import messages
+from paceline.launch.circumstances import circumstances
+from paceline.launch.render import Worker, common_environment
+
+FORK_SERVER = "PACELINE_FORK_SERVER"
+_SOCKET = "socket"
+_MODULE = "paceline.launch.fork_server"
+_FORKABLE = ("paceline", "paceline.launch")
+_ANSWER_SECONDS = 30.0  # it may still be importing, from a cold disk
+
+
+@contextmanager
+def fork_server(modules: Sequence[str] = ()) -> Iterator[dict[str, str]]:
+    """Keep a fork server, unless there is one; off Linux, and where there are GPUs, there is none.
+
+    A process cannot use CUDA if the one that forked it has begun to; that no import does is not proven.
+
+    Args:
+        modules: what it imports beside what every worker uses.
+    Yields:
+        The variables by which `launch` finds it.
+    """
+    inherited = process_environment()
+    if FORK_SERVER in inherited or sys.platform != "linux" or Path("/dev/nvidiactl").exists():
+        yield {}
+        return
+    with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
+        environ = {**common_environment(inherited), "OMP_NUM_THREADS": "1"}
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(Path(folder) / _SOCKET))
+            listener.listen()
+            server = subprocess.Popen(
+                [sys.executable, "-m", _MODULE, folder, str(listener.fileno()), *modules],
+                env=environ,
+                stdin=subprocess.PIPE,
+                pass_fds=[listener.fileno()],
+                start_new_session=True,
+            )
+        with server:
+            try:
+                yield {FORK_SERVER: folder}
+            finally:
+                server.kill()  # it holds nothing; what it has forked ends with the launchers
+
+
+class Forked:
+    """A worker that a fork server has started; it is used as a `subprocess.Popen` is.
+
+    Args:
+        pid: its number.
+        report: the open file at which the server reports its end.
+    """
+
+    def __init__(self, pid: int, report: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self.report = report
+
+    def poll(self) -> int | None:
+        """The exit code; None while it runs."""
+        if self.returncode is None and select.select([self.report], [], [], 0)[0]:
+            said = os.read(self.report, 16)
+            os.close(self.report)
+            self.returncode = int(said) if said else -signal.SIGKILL  # the server died, and it with that
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        """Wait for its end.
+
+        Raises:
+            subprocess.TimeoutExpired: it still runs.
+        """
+        expires = time.monotonic() + timeout
+        while self.poll() is None:
+            left = expires - time.monotonic()
+            if left <= 0:
+                raise subprocess.TimeoutExpired("a worker", timeout)
+            select.select([self.report], [], [], left)
+        return self.returncode or 0
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, if it still runs."""
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+
+class ForkClient:
+    """A launcher's connection to the fork server, made when the first worker could come from it.
+
+    Args:
+        environ: the variables that workers inherit; they name the server, if there is one.
+    """
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._folder = environ.get(FORK_SERVER, "") if sys.platform == "linux" else ""
+        self._connection: socket.socket | None = None
+        self._its: dict[str, str] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: object, traceback: TracebackType | None
+    ) -> None:
+        self._leave()
+
+    def start(self, worker: Worker, output: int, errors: int) -> Forked | None:
+        """Fork a worker in a session of its own; None if it has to be started anew.
+
+        Args:
+            output, errors: open files for its standard output and standard error.
+        """
+        module = worker.argv[2] if worker.argv[:2] == (sys.executable, "-m") else ""
+        if not self._folder or module not in _FORKABLE:
+            return None
+        try:
+            connection = self._connection or self._meet()
+            if self._its == circumstances(worker.environ):
+                return _order(connection, worker, [output, errors])
+        except (OSError, EOFError):  # it is gone, or it does not answer
+            self._leave()
+        return None
+
+    def _meet(self) -> socket.socket:
+        self._connection = connection = socket.socket(socket.AF_UNIX)
+        connection.settimeout(_ANSWER_SECONDS)
+        connection.connect(str(Path(self._folder) / _SOCKET))
+        self._its, _ = messages.expect(connection)
+        return connection
+
+    def _leave(self) -> None:
+        self._folder = ""
+        if self._connection is not None:
+            self._connection.close()
+
+
+def _order(connection: socket.socket, worker: Worker, output: Sequence[int]) -> Forked:
+    """Have a worker forked, and take the end of the pipe at which its end is reported."""
+    with ExitStack() as opened:
+        report, far_end = os.pipe()
+        opened.callback(os.close, report)
+        files = [*output, far_end, *([] if worker.listen_fd is None else [worker.listen_fd])]
+        try:
+            messages.send(connection, [worker.argv[2:], dict(worker.environ), str(Path.cwd())], files)
+        finally:
+            os.close(far_end)
+        pid, _ = messages.expect(connection)
+        opened.pop_all()
+    return Forked(pid, report)

@@ -1,0 +1,162 @@
+"""Workers that a fork server starts are what they would be as processes of their own, and end as those do."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.cluster import process_environment
+from paceline.launch.forked import FORK_SERVER
+from tests.dist.launch.actors import ANEW, FORKED, act, alive, driving, until, without_fork_server
+
+pytestmark = [pytest.mark.capability("O1"), pytest.mark.timeout(60)]
+
+
+def described(
+    folder: Path, num_processes: int = 2, start: tuple[str, ...] = FORKED, **options: Any
+) -> list[dict[str, Any]]:
+    """What workers say about themselves."""
+    done = act(folder, "all=describe", num_processes=num_processes, start=start, **options)
+    assert done.exit_code == 0, done.report
+    return [json.loads((folder / f"said-{rank}").read_text()) for rank in range(num_processes)]
+
+
+def test_a_forked_worker_is_what_a_new_process_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    forked = described(tmp_path, threads=2)
+    assert [one.pop("forked") for one in forked] == [True, True]
+    assert [one.pop("name") for one in forked] == ["rank 0", "rank 1"]
+    new = described(tmp_path, environ=without_fork_server(), threads=2)
+    assert [one.pop("forked") for one in new] == [False, False]
+    drawn = {number for one in (*forked, *new) for number in one["drawn"]}
+    assert len(drawn) == 8, "generators of two processes are alike"
+    varying = ("drawn", "name", "files", "open")
+    assert [{k: v for k, v in one.items() if k not in varying} for one in forked] == [
+        {k: v for k, v in one.items() if k not in varying} for one in new
+    ]
+    assert forked[0]["directory"] == str(tmp_path / "elsewhere") and forked[0]["threads"] == 2
+    assert forked[1]["files"] <= new[1]["files"], (forked[1]["open"], new[1]["open"])
+
+
+@contextmanager
+def core_limit(soft: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (soft, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_CORE, before)
+
+
+def test_what_a_fork_could_not_have_gets_a_process_of_its_own(tmp_path: Path) -> None:
+    with core_limit(4096):
+        (limited,) = described(tmp_path, 1)
+    assert (limited["forked"], limited["limit"]) == (False, 4096)
+    (told,) = described(tmp_path, 1, environ={**process_environment(), "PYTHONHASHSEED": "1"})
+    assert not told["forked"]
+
+
+@pytest.mark.parametrize("folder", ["nowhere", "dead"])
+def test_a_server_that_is_gone_is_none(tmp_path: Path, folder: str) -> None:
+    (tmp_path / "dead").mkdir()
+    (tmp_path / "dead" / "socket").touch()
+    environ: Mapping[str, str] = {**process_environment(), FORK_SERVER: str(tmp_path / folder)}
+    assert [one["forked"] for one in described(tmp_path, 1, environ=environ)] == [False]
+
+
+def test_failures_are_told_as_ever(tmp_path: Path) -> None:
+    for name in ("raise", "kill", "leave"):
+        (tmp_path / name).mkdir()
+    raised = act(tmp_path / "raise", "0=lose", "1=late_raise", start=FORKED)
+    assert raised.exit_code == 1
+    assert raised.report.startswith("rank 1 raised ValueError: boom\n  Traceback")
+    assert raised.report.splitlines()[-1].startswith("rank 2 was ended because of that; it was in wait")
+    killed = act(tmp_path / "kill", "1=late_kill", start=FORKED)
+    assert (killed.exit_code, killed.failures[0].global_rank) == (137, 1)
+    left = act(tmp_path / "leave", "1=leave", start=FORKED)
+    assert left.report.startswith("rank 1 ended with exit code 7\n  last words\n")
+
+
+def test_signals_are_passed_on(tmp_path: Path) -> None:
+    with driving(tmp_path, "0=obey", "1=child+defy", start=FORKED, grace_seconds=3.0) as launcher:
+        launcher.send_signal(signal.SIGTERM)
+        launcher.wait()
+    assert launcher.returncode == 143
+    assert (tmp_path / "finished-0").exists()
+    assert (tmp_path / "report").read_text() == "rank 1 did not end in time and was killed\n"
+    until(lambda: not any(alive(path) for path in tmp_path.glob("[pc]*-1")))
+
+
+def test_a_launcher_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
+    with driving(tmp_path, "0=child+defy", "1=child+wait", start=FORKED) as launcher:
+        numbers = [*tmp_path.glob("pid-*"), *tmp_path.glob("child-*")]
+        assert len(numbers) == 4 and all(alive(path) for path in numbers)
+        launcher.kill()
+        launcher.wait()
+        until(lambda: not any(alive(path) for path in numbers))
+
+
+def test_when_the_server_is_killed_its_workers_are_named_and_gone(tmp_path: Path) -> None:
+    with driving(tmp_path, "all=child+defy", start=FORKED) as launcher:
+        stat = Path(f"/proc/{(tmp_path / 'pid-0').read_text()}/stat").read_text()
+        server = int(stat.rpartition(")")[2].split()[1])
+        assert "paceline.launch.fork_server" in Path(f"/proc/{server}/cmdline").read_text()
+        os.kill(server, signal.SIGKILL)
+        launcher.wait()
+    assert launcher.returncode == 137
+    report = (tmp_path / "report").read_text()
+    assert all(f"rank {rank} was killed by SIGKILL" in report for rank in range(2))
+    until(lambda: not any(alive(path) for path in tmp_path.glob("[pc]*-?")))
+
+
+def test_a_server_ends_with_its_owner(tmp_path: Path) -> None:
+    code = (
+        "import subprocess, sys\n"
+        "from paceline.launch.forked import FORK_SERVER, fork_server\n"
+        "with fork_server() as variables:\n"
+        "    print(variables[FORK_SERVER], flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=without_fork_server(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as owner:
+        assert owner.stdout is not None
+        folder = Path(owner.stdout.readline().strip())
+        until((folder / "socket").exists)
+        servers = [pid for pid in children(owner.pid) if "paceline.launch.fork_server" in pid.read_text()]
+        assert len(servers) == 1
+        owner.kill()
+    until(lambda: not folder.exists() and not servers[0].exists())
+
+
+def children(parent: int) -> list[Path]:
+    """The command lines of a process's children."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            if stat.read_text().rpartition(")")[2].split()[1] == str(parent):
+                found.append(stat.with_name("cmdline"))
+        except OSError:
+            continue
+    return found
+
+
+def test_a_command_that_is_not_ours_is_never_forked(tmp_path: Path) -> None:
+    assert [one["forked"] for one in described(tmp_path, 1, ANEW)] == [False]

@@ -1,12 +1,13 @@
 # What a user and a developer run; `make help` lists it. Needs Python 3.11 or later with pip, and make.
 # Variables: PYTHON (which interpreter makes the environment), VENV (where), RECIPE and ARGS (for `train`),
-# TESTS and ARGS (for `test` and `soak`), ARGS (for `bench`).
+# TESTS and ARGS (for `test` and `soak`), JOBS (how many tests run at a time), ARGS (for `bench`).
 
 PYTHON ?= python3
 VENV ?= .venv
 RECIPE ?= recipes/byte-gpt.toml
 TESTS ?=
 ARGS ?=
+JOBS ?= 2
 TORCH = 2.13.0
 
 BIN = $(VENV)/bin
@@ -26,7 +27,7 @@ train: $(VENV)/.core ## train the byte-level GPT of recipes/byte-gpt.toml (RECIP
 
 test: $(VENV)/.dev ## run the CPU test suite (TESTS=, ARGS=); the capability report goes to build/
 	@mkdir -p build
-	$(BIN)/python -m pytest --durations=15 --capability-report=build/capabilities.json $(TESTS) $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --durations=15 --capability-report=build/capabilities.json $(TESTS) $(ARGS)
 
 soak: $(VENV)/.dev ## run the long tests
 	$(BIN)/python -m pytest --soak -m soak --durations=15 --timeout=3600 $(TESTS) $(ARGS)

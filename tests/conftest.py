@@ -1,14 +1,18 @@
-"""Runs that several tests look at: trained once, by the command line, with real processes."""
+"""What many tests use: quick workers, and runs that are trained once, by the command line."""
 
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from paceline.cluster import change_environment, process_environment
+from paceline.launch import fork_server
 
 STEPS, EVERY = 50, 20
 TASK = """
@@ -72,6 +76,22 @@ class Trained:
 
 
 Train = Callable[..., Trained]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_share_of_the_cores() -> None:
+    """Tests that run at a time must not wait for each other's intra-op threads."""
+    at_a_time = int(process_environment().get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    torch.set_num_threads(max(1, torch.get_num_threads() // at_a_time))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_workers() -> Iterator[None]:
+    """The workers of commands are forked, where that makes no difference but in time."""
+    with fork_server(["paceline.cli.main", "sklearn.datasets"]) as variables:
+        change_environment(variables)
+        yield
+        change_environment(dict.fromkeys(variables))
 
 
 @pytest.fixture(scope="session")

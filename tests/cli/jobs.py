@@ -122,10 +122,10 @@ def steps_done(folder: Path) -> int:
     return sum(json.loads(line)["event"] == "step" for line in lines)
 
 
-def has_handlers(process: subprocess.Popen[str]) -> bool:
+def has_handlers(folder: Path) -> bool:
     """Does rank 0 catch SIGUSR1? Then it has begun to set up."""
     try:
-        status = Path(f"/proc/{worker(process, 0)}/status").read_text()
+        status = Path(f"/proc/{worker(folder, 0)}/status").read_text()
     except (AssertionError, OSError):
         return False
     caught = next(line for line in status.splitlines() if line.startswith("SigCgt"))

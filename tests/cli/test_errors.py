@@ -54,7 +54,7 @@ PHASES = {
 
 def is_there(phase: str, process: subprocess.Popen[str], folder: Path) -> bool:
     if phase == "rendezvous":
-        return has_handlers(process)
+        return has_handlers(folder)
     return steps_done(folder) >= 3 if phase == "training" else (folder / "reached").exists()
 
 

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from paceline.checkpoint import Files, load
 from paceline.cluster import Cluster
 from paceline.recipe import load_recipe
 from paceline.testing.parity import run_oracle
+from tests.dist.launch.actors import without_fork_server
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = [
@@ -31,7 +33,9 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def start_nodes(run_dir: Path, steps: int, strategy: str) -> list[subprocess.Popen[str]]:
+def start_nodes(
+    run_dir: Path, steps: int, strategy: str, environ: Mapping[str, str] | None = None
+) -> list[subprocess.Popen[str]]:
     port = free_port()
     settings = [*SETTINGS, f"steps={steps}", f"run_dir={run_dir}"]
     command = [sys.executable, "-m", "paceline", "train", str(ROOT / "recipes" / "digits.toml"), "-n", "2"]
@@ -42,6 +46,7 @@ def start_nodes(run_dir: Path, steps: int, strategy: str) -> list[subprocess.Pop
         subprocess.Popen(
             [*command, "--node-rank", str(node)],
             cwd=ROOT,
+            env=environ,
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -83,6 +88,7 @@ def test_two_nodes_of_two_end_where_one_process_ends(strategy: str, group: str, 
 
 
 def workers_of(launcher: int) -> list[int]:
+    """Its children; a fork server's are not."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -98,7 +104,7 @@ def workers_of(launcher: int) -> list[int]:
 @pytest.mark.capability("O2", "A8")
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("multi-worker-mirrored", marks=pytest.mark.soak)])
 def test_a_worker_that_dies_ends_both_nodes(strategy: str, tmp_path: Path) -> None:
-    nodes = start_nodes(tmp_path, 1_000_000, strategy)
+    nodes = start_nodes(tmp_path, 1_000_000, strategy, without_fork_server())
     try:
         expires = time.monotonic() + 60
         while not (tmp_path / "metrics.jsonl").exists() or not (tmp_path / "metrics.jsonl").read_text():

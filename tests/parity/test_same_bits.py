@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 
 from paceline.cluster import Cluster
 from paceline.comm import AgreedNorm, Gradients, Reducer, build_reducer, exchange
@@ -59,6 +60,19 @@ STRATEGIES = [
 ]
 
 
+# With every strategy in `make soak`
+OF_THE_CONVNET = {*STRATEGIES[:5], "replicas=2 shard=2 zero=1", "replicas=1 pipeline=2 lanes=2"}
+
+
+def matrix() -> Iterator[ParameterSet]:
+    """Every model with every strategy."""
+    for model in MODELS:
+        for strategy in STRATEGIES:
+            long = model == "convnet" and strategy not in OF_THE_CONVNET
+            marks = [pytest.mark.soak] if long else []
+            yield pytest.param(model, strategy, marks=marks, id=f"{model}-{strategy}")
+
+
 @dataclass(frozen=True)
 class Bits:
     """After every step: the hash of the state, and the loss."""
@@ -100,8 +114,7 @@ def alone(model: str) -> Bits:
 
 @pytest.mark.capability("I10", "A2", "A7", "A9", "J10", "J11")
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "strategy"), list(matrix()))
 def test_fifty_steps_of_adamw_have_the_hashes_of_one_process(model: str, strategy: str) -> None:
     right = alone(model)
     assert len(set(right.sha256)) == STEPS, "the state moves in every step"

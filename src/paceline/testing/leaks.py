@@ -18,13 +18,14 @@ from pathlib import Path
 
 from paceline.cluster import change_environment, process_environment
 
-_SETTLE_SECONDS = 1.0
+_SETTLE_SECONDS = 2.0
 _SHARED_MEMORY = Path("/dev/shm")
 _IGNORED_VARIABLES = ("PYTEST_", "KMP_", "TORCHINDUCTOR_")  # pytest's own, and what imports set for good
 _SERVERS = (
     "multiprocessing.forkserver",
     "multiprocessing.resource_tracker",
     "torch/_inductor/compile_worker",
+    "paceline.launch.fork_server",
 )
 
 
@@ -36,7 +37,7 @@ class Observation:
         environment: the variables of this process, less those that pytest and imports set.
         threads: names of threads that are not daemons, by identity.
         processes: command lines of the descendants of this process, by number; servers that are meant to
-            stay (fork server, resource tracker, compile workers) are left out, what they start is not.
+            stay (fork servers, resource tracker, compile workers) are left out, what they start is not.
         shared_memory: this user's files in /dev/shm.
         group: torch has a default process group.
     """
@@ -64,7 +65,7 @@ def observe() -> Observation:
 
 
 def find_leaks(before: Observation) -> list[str]:
-    """Compare with now; what may be on its way out gets a second to go.
+    """Compare with now; what may be on its way out gets two seconds to go.
 
     Returns:
         One line for each leak; empty if there is none.
@@ -102,8 +103,11 @@ def _compare_resources(before: Observation, after: Observation) -> list[str]:
 
 
 def clean_up(before: Observation) -> None:
-    """Undo what can be undone, so that only the test that leaked fails: variables, processes, the group."""
+    """Undo what can be undone, so that only the test that leaked fails: all but threads."""
     now = observe()
+    for name in now.shared_memory - before.shared_memory:
+        if not _used_elsewhere(name):
+            (_SHARED_MEMORY / name).unlink(missing_ok=True)
     gone = {name: None for name in now.environment if name not in before.environment}
     change_environment({**gone, **before.environment})
     for pid in now.processes.keys() - before.processes.keys():
@@ -132,6 +136,8 @@ def _descendants(root: int) -> dict[int, str]:
         todo += children.get(pid, ())
         with suppress(OSError):
             command = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ").strip()
+            if not command:
+                continue  # it is ending: its memory is gone
             # Ranks have the command line of the server that forked them, but they are its children, not ours.
             if pid not in children.get(root, ()) or not any(name in command for name in _SERVERS):
                 found[pid] = command

@@ -30,15 +30,22 @@ def train(lab: Lab, route: str, run_dir: Path) -> tuple[float, float]:
 
 
 @pytest.mark.capability("G8", "A8", "O9")
-def test_less_goes_over_the_link_than_by_the_native_ring(lab, tmp_path) -> None:
-    """A node of the native ring sends 2 (P-1)/P n, of the hierarchical route 2 (N-1)/N n: 1.5 n and 1 n."""
-    made = lab(hosts=2, links=Links(rate="200mbit"))
-    native_up, native_ledger = train(made, "native", tmp_path / "native")
-    up, ledger = train(made, "hierarchical", tmp_path / "hierarchical")
+def test_over_the_link_goes_what_the_ledger_says(lab, tmp_path) -> None:
+    """A node of the native ring would send 2 (P-1)/P n, of the hierarchical route 2 (N-1)/N n: 1.5 n and 1 n."""
+    up, ledger = train(lab(hosts=2, links=Links(rate="200mbit")), "hierarchical", tmp_path)
     gradients = 4 * NUM_VALUES
-    assert native_ledger == pytest.approx(STEPS * cost("all_reduce", gradients, 4).sent_bytes)
     between = hierarchical_cost(gradients, 2, 2)[1].sent_bytes
     assert ledger == pytest.approx(STEPS * between, rel=1e-4)  # buckets are filled up
-    assert up >= 2 * ledger, "both ranks of a host send their slice"
+    assert 2 * ledger <= up < 1.25 * STEPS * gradients, "both ranks of a host send their slice"
+
+
+@pytest.mark.soak
+@pytest.mark.capability("G8", "A8", "O9")
+def test_less_goes_over_the_link_than_by_the_native_ring(lab, tmp_path) -> None:
+    made = lab(hosts=2, links=Links(rate="200mbit"))
+    native_up, native_ledger = train(made, "native", tmp_path / "native")
+    up, _ = train(made, "hierarchical", tmp_path / "hierarchical")
+    gradients = 4 * NUM_VALUES
+    assert native_ledger == pytest.approx(STEPS * cost("all_reduce", gradients, 4).sent_bytes)
     saved = STEPS * (1.5 - 1.0) * gradients
     assert native_up - up == pytest.approx(saved, rel=0.2)

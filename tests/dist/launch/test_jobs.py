@@ -63,6 +63,7 @@ def test_a_plain_script_runs_as_under_torchrun(tmp_path: Path) -> None:
     assert (tmp_path / "rank-1.log").read_text() == "rank 1 of 2: 1 ['--lr', '1']\n"
 
 
+@pytest.mark.soak  # tests/cli has a job of torchrun
 @pytest.mark.capability("O1")
 def test_torchrun_starts_the_same_workers() -> None:
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", TRAINER[1]]
@@ -136,6 +137,7 @@ def two_network_namespaces() -> Iterator[tuple[str, str]]:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
 
 
+@pytest.mark.soak  # tests/fault has hosts of the lab
 @pytest.mark.capability("O2")
 def test_two_network_namespaces_form_one_job(tmp_path: Path) -> None:
     with two_network_namespaces() as names, ExitStack() as cleanup:

@@ -59,23 +59,24 @@ def await_steps(process: subprocess.Popen[str], folder: Path, count: int) -> Non
         time.sleep(0.02)
 
 
-def worker(launcher: subprocess.Popen[str], rank: int) -> int:
-    """The process of a rank."""
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+def worker(folder: Path, rank: int) -> int:
+    """The process of a rank of the job in a folder; a fork server names what it forks."""
+    for process in Path("/proc").glob("[0-9]*"):
         try:
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-            environ = (stat.parent / "environ").read_bytes().split(b"\0")
+            here = (process / "cwd").readlink() == folder
+            name = (process / "comm").read_text().strip()
+            environ = (process / "environ").read_bytes().split(b"\0")
         except OSError:
             continue
-        if parent == launcher.pid and f"RANK={rank}".encode() in environ:
-            return int(stat.parent.name)
+        if here and (name == f"rank {rank}" or f"RANK={rank}".encode() in environ):
+            return int(process.name)
     raise AssertionError(f"rank {rank} does not run")
 
 
 def stop_and_look(folder: Path, rank: int, number: signal.Signals) -> None:
     with start(folder, 0.005) as process:
         await_steps(process, folder, 3)
-        os.kill(worker(process, rank), number)
+        os.kill(worker(folder, rank), number)
         _, said = process.communicate(timeout=40)
     assert process.returncode == 143, said
     assert said == ""
@@ -111,7 +112,7 @@ def test_a_second_signal_ends_at_once_and_nothing_that_was_saved_is_lost(tmp_pat
             assert process.poll() is None and time.monotonic() < expires
             time.sleep(0.02)
         time.sleep(0.5)
-        pid = worker(process, 1)
+        pid = worker(tmp_path, 1)
         os.kill(pid, signal.SIGTERM)
         time.sleep(1.3)
         assert process.poll() is None  # it is in a step of five seconds

@@ -22,7 +22,10 @@ _OF_THE_JOB = frozenset(
     }
 )
 _OF_THE_JOB_PREFIXES = ("PACELINE_", "PYTEST_", "KMP_", "TORCHINDUCTOR_")  # the last two are set by imports
-_STATUS = ("Uid", "Gid", "Groups", "Umask", "Cpus_allowed_list", "CapEff", "Seccomp", "NoNewPrivs")
+_STATUS = (
+    *("Uid", "Gid", "Groups", "Umask", "CapEff", "Seccomp", "NoNewPrivs"),
+    *("Cpus_allowed_list", "SigIgn", "SigBlk"),
+)
 
 
 def circumstances(environ: Mapping[str, str]) -> dict[str, str]:

@@ -9,7 +9,6 @@ import typer
 
 from paceline.cli.console import output
 from paceline.cli.resume import recipe_of
-from paceline.recipe import load_recipe
 
 
 def export(
@@ -19,9 +18,11 @@ def export(
     to: Annotated[Path, typer.Option("--to", help="The file to write, *.safetensors.", show_default=False)],
 ) -> None:
     """Write parameters and buffers of the newest valid checkpoint, or of the one that is named."""
-    folder = recipe_of(run).parent
     from paceline.checkpoint import export_weights, find_checkpoint
+    from paceline.recipe import load_recipe
     from paceline.training.saving import files_of
+
+    folder = recipe_of(run).parent
 
     def say(text: str) -> None:
         output().print(text, markup=False, highlight=False, soft_wrap=True)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 from paceline.errors import StrategyError
-from paceline.recipe import Recipe, load_recipe, support
+
+if TYPE_CHECKING:
+    from paceline.recipe import Recipe
 
 RecipeArgument = Annotated[Path, typer.Argument(help="The recipe, a TOML file.", show_default=False)]
 Settings = Annotated[
@@ -62,6 +64,8 @@ def absolute_paths(recipe: Recipe, base_dir: Path) -> Recipe:
 
 def read_recipe(path: Path, settings: list[str] | None, strategy: str | None) -> Recipe:
     """Load a recipe with the changes of the command line."""
+    from paceline.recipe import load_recipe
+
     return absolute_paths(load_recipe(path, settings or (), strategy), task_directory(path))
 
 
@@ -71,6 +75,8 @@ def processes_for(recipe: Recipe, asked: int | None, nodes: int) -> int:
     Raises:
         StrategyError: the strategy does not fit that many; names the nearest that does.
     """
+    from paceline.recipe import support
+
     strategy = recipe.strategy
     world = asked * nodes if asked is not None else (strategy.replicas or nodes) * strategy.ranks_per_replica
     if world % nodes:

@@ -10,14 +10,14 @@ from rich.table import Table
 
 from paceline.cli import options
 from paceline.cli.console import output
-from paceline.recipe import table as support_table
-from paceline.recipe import to_toml
 
 
 def show(
     recipe: options.RecipeArgument, strategy: options.StrategyOption = None, settings: options.Settings = None
 ) -> None:
     """Print the resolved recipe: every key with its value."""
+    from paceline.recipe import to_toml
+
     resolved = options.read_recipe(recipe, settings, strategy)
     output().print(to_toml(resolved), markup=False, highlight=False, soft_wrap=True, end="")
 
@@ -26,7 +26,9 @@ def strategies(
     as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON.")] = False,
 ) -> None:
     """Print every preset, what it stands for, and whether it is supported."""
-    rows = support_table()
+    from paceline.recipe import table
+
+    rows = table()
     if as_json:
         records = [
             {

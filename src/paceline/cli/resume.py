@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from paceline.errors import RecipeError
-from paceline.recipe import Recipe, load_recipe
-from paceline.recipe.changes import refuse_changes
 from paceline.report.folder import RECIPE, RUNS
+
+if TYPE_CHECKING:
+    from paceline.recipe import Recipe
 
 NEWEST = "newest"
 
@@ -61,4 +63,7 @@ def changes_of(run: Path, recipe: Recipe) -> list[str]:
     Raises:
         RecipeError: something differs that must not.
     """
+    from paceline.recipe import load_recipe
+    from paceline.recipe.changes import refuse_changes
+
     return refuse_changes(load_recipe(recipe_of(run)), recipe, str(run))

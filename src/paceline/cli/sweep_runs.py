@@ -7,13 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from paceline.cli import options
 from paceline.cluster import process_environment
 from paceline.errors import RecipeError
 from paceline.launch import Job, fork_server, launch
-from paceline.recipe import Recipe, to_toml
 from paceline.studies import Cell, Measured, read_run
+
+if TYPE_CHECKING:
+    from paceline.recipe import Recipe
 
 _COMPLETE = "complete"
 _RECIPE = "recipe.toml"
@@ -91,13 +94,19 @@ def _often_enough(recipe: Recipe, usual: int) -> Recipe:
 def _refuse_others(runs: Sequence[Run]) -> None:
     for run in runs:
         there = run.folder / _RECIPE
-        asked = None if run.recipe is None else to_toml(run.recipe.replace(run_dir=None))  # as a run keeps it
+        asked = None if run.recipe is None else _text(run.recipe.replace(run_dir=None))  # as a run keeps it
         if asked is not None and there.exists() and there.read_text("utf-8") != asked:
             raise RecipeError(
                 "the folder holds a run of another recipe",
                 where=str(there),
                 next_step="choose another --out, or give the recipe and the settings of the first time",
             )
+
+
+def _text(recipe: Recipe) -> str:
+    from paceline.recipe import to_toml
+
+    return to_toml(recipe)
 
 
 def train_all(runs: Sequence[Run], say: Callable[[str], None]) -> tuple[Done, dict[str, str], int]:
@@ -141,7 +150,7 @@ def _train(run: Run, environ: Mapping[str, str]) -> tuple[str, int]:
     if not again:  # what a try without a checkpoint has measured is measured again
         (run.folder / "metrics.jsonl").unlink(missing_ok=True)
     path = run.folder / _RECIPE
-    path.write_text(to_toml(run.recipe), encoding="utf-8")
+    path.write_text(_text(run.recipe), encoding="utf-8")
     command = (sys.executable, "-m", "paceline", "train", str(path))
     said: list[str] = []
     job = Job(

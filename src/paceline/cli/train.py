@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,9 +16,10 @@ from paceline.cli.start import launch_again, worker_cluster
 from paceline.cluster import Cluster
 from paceline.errors import RecipeError
 from paceline.launch import STOPPED_EXIT_CODE, guard
-from paceline.recipe import Recipe
-from paceline.recipe.spell import spell
 from paceline.report import checked_run, new_run_dir
+
+if TYPE_CHECKING:
+    from paceline.recipe import Recipe
 
 
 def train(
@@ -61,6 +62,8 @@ def train(
 
 def _launch(placement: options.Placement, recipe: Recipe, run: Path | None) -> int:
     """Start the workers and tell them which run it is; what failed is written into its folder."""
+    from paceline.recipe.spell import spell
+
     for line in [] if run is None else changes_of(run, recipe):
         output().print(line, markup=False, highlight=False, soft_wrap=True)
     if run is None:

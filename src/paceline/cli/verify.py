@@ -7,7 +7,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -18,9 +18,11 @@ from paceline.cli.start import launch_again, worker_cluster
 from paceline.cluster import Cluster
 from paceline.errors import RecipeError
 from paceline.launch import guard
-from paceline.recipe import Recipe
 from paceline.report import checked_run, read_run, write_report
 from paceline.report.folder import CERTIFICATE, RECIPE
+
+if TYPE_CHECKING:
+    from paceline.recipe import Recipe
 
 
 def verify(

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.errors import RecipeError
-from paceline.recipe import Strategy
 
 ACCUMULATION = "accumulation"
 _SHORT = {"batch": "batch.size"}
@@ -65,6 +64,8 @@ class Cell:
 
 def key_of(word: str) -> str:
     """The recipe's key that an axis changes: `batch` is batch.size, `replicas` strategy.replicas."""
+    from paceline.recipe import Strategy
+
     return f"strategy.{word}" if word in Strategy.model_fields else _SHORT.get(word, word)
 
 

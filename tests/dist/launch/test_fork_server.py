@@ -120,7 +120,10 @@ def test_when_the_server_is_killed_its_workers_are_named_and_gone(tmp_path: Path
         stat = Path(f"/proc/{(tmp_path / 'pid-0').read_text()}/stat").read_text()
         server = int(stat.rpartition(")")[2].split()[1])
         assert "paceline.launch.fork_server" in Path(f"/proc/{server}/cmdline").read_text()
+        launcher.send_signal(signal.SIGSTOP)  # it cannot help
         os.kill(server, signal.SIGKILL)
+        until(lambda: not any(alive(path) for path in tmp_path.glob("pid-?")))
+        launcher.send_signal(signal.SIGCONT)
         launcher.wait()
     assert launcher.returncode == 137
     report = (tmp_path / "report").read_text()

@@ -44,13 +44,13 @@ class Entry:
         return self
 
     def began(self) -> None:
-        """A call is under way."""
+        """A call is under way; the whole begins before its part does and ends after it."""
+        if self._whole is not None:
+            self._whole.began()
         with self._lock:
             if self._under_way == 0:
                 self._busy_since = time.perf_counter()
             self._under_way += 1
-        if self._whole is not None:
-            self._whole.began()
 
     def ended(self) -> None:
         """A call is complete."""

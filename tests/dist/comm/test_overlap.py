@@ -31,19 +31,18 @@ LAYER_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
 
 
 class LateWork:
-    """A collective that is complete some seconds after the one inside it; also its own future."""
+    """A collective that is complete some seconds after the one inside it."""
 
     def __init__(self, inner: Any, latency_seconds: float) -> None:
         self._inner, self._latency_seconds = inner, latency_seconds
-        self._done, self._callbacks = threading.Event(), []
+        self._done, self._future = threading.Event(), torch.futures.Future()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
     def _run(self) -> None:
         self._inner.wait()
         time.sleep(self._latency_seconds)
-        for callback in self._callbacks:
-            callback(self)
+        self._future.set_result(None)
         self._done.set()
 
     def wait(self, limit: timedelta) -> None:
@@ -51,11 +50,8 @@ class LateWork:
             raise RuntimeError("Wait timed out")
         self._thread.join()
 
-    def get_future(self) -> "LateWork":
-        return self
-
-    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        self._callbacks.append(callback)
+    def get_future(self) -> torch.futures.Future:
+        return self._future
 
 
 class SlowNet(Net):

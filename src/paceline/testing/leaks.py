@@ -155,9 +155,16 @@ def _own_shared_memory() -> list[str]:
 
 
 def _used_elsewhere(name: str) -> bool:
-    """A process outside of this test run has it mapped: another program's segment."""
+    """A process outside of this test run has it mapped: another program's segment.
+
+    It is looked for by device and inode: what the system says of a semaphore's mapping is not its name.
+    """
+    try:
+        there = (_SHARED_MEMORY / name).stat()
+    except OSError:
+        return True  # it is gone
     ours = {os.getpid(), *_descendants(os.getpid())}
-    needle = f"{_SHARED_MEMORY}/{name}"
+    needle = f" {os.major(there.st_dev):02x}:{os.minor(there.st_dev):02x} {there.st_ino} "
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with suppress(OSError):
             if int(maps.parent.name) not in ours and needle in maps.read_text(errors="replace"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import subprocess
 import sys
 from pathlib import Path
@@ -122,6 +123,34 @@ def test_leaks_fail_by_name_and_the_next_test_does_not_suffer(
     assert "import time; time.sleep(1000)" in printed
     assert "shared memory /dev/shm/paceline-leak-" in printed
     assert "the default process group of torch.distributed" in printed
+
+
+LOOKS = """
+import multiprocessing, sys
+from paceline.testing import leaks
+leaks._SETTLE_SECONDS = 0.3
+before = leaks.observe()
+print("looked", flush=True)
+sys.stdin.readline()
+print(leaks.find_leaks(before), flush=True)
+own = multiprocessing.get_context("forkserver").Lock()
+print(leaks.find_leaks(before), flush=True)
+"""
+
+
+def test_a_semaphore_of_another_program_is_no_leak() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", LOOKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdin and child.stdout
+        assert child.stdout.readline() == "looked\n"
+        others = multiprocessing.get_context("forkserver").Lock()
+        child.stdin.write("look again\n")
+        child.stdin.flush()
+        none, own = (child.stdout.readline().strip() for _ in range(2))
+        del others
+    assert none == "[]"
+    assert own.startswith("['shared memory /dev/shm/sem.") and "," not in own
 
 
 @pytest.mark.parametrize("options", [(), ("-n", "2")], ids=["one process", "two processes"])

@@ -7,7 +7,6 @@ in every run. Nothing in Paceline consumes a stream whose position depends on th
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
 
 _BITS = 63  # torch.Generator.manual_seed takes a signed 64-bit integer
 
@@ -19,10 +18,6 @@ def key(*parts: int | str) -> int:
         parts: the run's seed first, then what the number is for: names and counters.
             `1` and `"1"` are different parts, and so are `("ab", "c")` and `("a", "bc")`.
     """
-    digest = hashlib.blake2b("\x1f".join(_spell(parts)).encode(), digest_size=8).digest()
+    spelled = "\x1f".join([f"{type(part).__name__}:{part}" for part in parts])
+    digest = hashlib.blake2b(spelled.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> (64 - _BITS)
-
-
-def _spell(parts: Iterable[int | str]) -> Iterable[str]:
-    for part in parts:
-        yield f"{type(part).__name__}:{part}"

@@ -21,7 +21,8 @@ def to_device(batch: Any, device: torch.device) -> Any:
         device: where the model is.
     """
     if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=device.type == "cuda")
+        there = batch.device == device
+        return batch if there else batch.to(device, non_blocking=device.type == "cuda")
     if isinstance(batch, list | tuple) and not hasattr(batch, "to"):
         moved = [to_device(part, device) for part in batch]
         return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)

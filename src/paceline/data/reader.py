@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +18,7 @@ import torch
 from numpy.random import mtrand
 from torch.utils.data import Dataset
 
+from paceline.data.at_once import batches_at_once
 from paceline.data.cache import MISSING, SampleCache
 from paceline.errors import DataError
 from paceline.keys import key
@@ -47,7 +48,8 @@ class UnitReader(Dataset[Reply]):
     """Source, cache and collate in one; a map-style data set of units to PyTorch's DataLoader.
 
     Args:
-        source: map-style data; read by `__getitems__(list of int)` where it has one, else item by item.
+        source: map-style data; read a batch at once where that is known to be the same (`at_once.py`), else
+            by `__getitems__(list of int)` where it has one, else item by item.
         collate: list of samples to batch.
         cache: samples read before.
     """
@@ -57,6 +59,7 @@ class UnitReader(Dataset[Reply]):
         self._collate = collate
         self._cache = cache
         self._numpy_bits = np.random.MT19937()
+        self._batch_at_once = None if cache.capacity_bytes else batches_at_once(source, collate)
 
     def __getitem__(self, request: Request) -> Reply:
         """Called by DataLoader. A failure is returned, not raised, so that it arrives as it was made."""
@@ -68,6 +71,9 @@ class UnitReader(Dataset[Reply]):
         return Reply(batch, self._cache.hits - hits, self._cache.lookups - lookups)
 
     def _read(self, request: Request) -> Any:
+        if self._batch_at_once is not None:
+            with suppress(Exception):  # samples are then read one by one, and the one to blame is named
+                return self._batch_at_once(request.indices)
         with seeded(key(request.key, "loader"), self._numpy_bits):
             samples = self._samples(request.indices)
             try:

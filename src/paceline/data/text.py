@@ -219,3 +219,15 @@ class TextWindows:
             raise IndexError(f"window {index} of {len(self)}")
         start = index * self.context
         return torch.from_numpy(self.tokens[start : start + self.context + 1].astype(np.int64))
+
+    def batch(self, indices: Sequence[int]) -> Tensor:
+        """The windows at these indices, int64 [len(indices), context + 1].
+
+        Raises:
+            IndexError: there is no such window.
+        """
+        places = np.asarray(indices, dtype=np.int64)
+        if places.min() < 0 or places.max() >= len(self):
+            raise IndexError(f"windows {places.min()} to {places.max()} of {len(self)}")
+        tokens = places[:, None] * self.context + np.arange(self.context + 1)
+        return torch.from_numpy(self.tokens[tokens].astype(np.int64))

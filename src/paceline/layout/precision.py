@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -39,10 +39,11 @@ class Precision:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context of one unit's forward. One a unit: casts are cached inside it, with their graph."""
+        if self.compute == "fp32":
+            return nullcontext()
         return torch.autocast(
             self.device_type,
             dtype=_TYPES[self.compute],
-            enabled=self.compute != "fp32",
             cache_enabled=self.caches,
         )
 

@@ -60,9 +60,9 @@ class Sums:
 
 
 def _read(scalars: list[Tensor]) -> list[float]:
-    """Their values, in one transfer from the device of the first."""
-    if not scalars:
-        return []
+    """Their values; from a GPU in one transfer, from the device of the first."""
+    if all(x.device.type == "cpu" for x in scalars):
+        return [float(x) for x in scalars]
     device = scalars[0].device
     found: list[float] = torch.stack([x.to(device, torch.float64).reshape(()) for x in scalars]).tolist()
     return found

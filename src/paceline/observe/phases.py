@@ -7,8 +7,7 @@ shares say where the host waited. It does not synchronise the device.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import TracebackType
 
 PHASES = ("data", "forward", "backward", "communication", "optimizer")
 
@@ -17,21 +16,37 @@ class Phases:
     """Seconds by phase since the last `take`."""
 
     def __init__(self) -> None:
-        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._spans = {phase: _Span() for phase in PHASES}
         self._opened = time.perf_counter()
 
-    @contextmanager
-    def during(self, phase: str) -> Iterator[None]:
-        """Add the time of the block to `phase`."""
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._seconds[phase] += time.perf_counter() - began
+    def during(self, phase: str) -> _Span:
+        """Add the time of a `with` block to `phase`; blocks of one phase do not lie in each other."""
+        return self._spans[phase]
 
     def take(self) -> tuple[float, dict[str, float]]:
         """Seconds since the last take, and how they fall on the phases; starts anew."""
         now = time.perf_counter()
-        whole, parts = now - self._opened, self._seconds
-        self._opened, self._seconds = now, dict.fromkeys(PHASES, 0.0)
-        return whole, parts
+        whole, self._opened = now - self._opened, now
+        return whole, {phase: span.take() for phase, span in self._spans.items()}
+
+
+class _Span:
+    """The seconds of one phase; made once, since a step opens it for every unit."""
+
+    __slots__ = ("_began", "_seconds")
+
+    def __init__(self) -> None:
+        self._seconds = self._began = 0.0
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._seconds += time.perf_counter() - self._began
+
+    def take(self) -> float:
+        """What has been added since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds

@@ -1,0 +1,111 @@
+"""Batches that are made at once are those that the default collate function makes of single samples."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
+
+from paceline.data.at_once import batches_at_once
+from paceline.data.cache import SampleCache
+from paceline.data.reader import Request, UnitReader
+from paceline.data.text import TextWindows
+from paceline.errors import DataError
+
+INDICES = [7, 0, 3, 3, 39, 12]
+
+
+def tensors() -> TensorDataset:
+    generator = torch.Generator().manual_seed(3)
+    wide = torch.randn(40, 3, 5, generator=generator)
+    return TensorDataset(
+        wide.transpose(1, 2),  # not contiguous
+        wide[:, 0, 0].to(torch.bfloat16),
+        torch.arange(40),
+        wide[:, 0] > 0,
+        torch.complex(wide[:, 1], wide[:, 2]),
+    )
+
+
+def windows() -> TextWindows:
+    return TextWindows(np.random.default_rng(0).integers(0, 256, 40 * 6 + 3).astype(np.uint8), 6)
+
+
+SOURCES: dict[str, Callable[[], Any]] = {
+    "tensors": tensors,
+    "one tensor": lambda: TensorDataset(torch.arange(40.0)),
+    "windows": windows,
+    "subset": lambda: Subset(tensors(), np.arange(40)[::-1]),
+    "subset of a subset": lambda: Subset(Subset(windows(), range(40)), [(7 * i) % 40 for i in range(40)]),
+}
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return a.dtype == b.dtype and a.stride() == b.stride() and torch.equal(a, b)
+    return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+
+
+@pytest.mark.capability("M2")
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_batch_at_once_is_what_collate_makes_of_the_samples(name: str) -> None:
+    source = SOURCES[name]()
+    at_once = batches_at_once(source, default_collate)
+    assert at_once is not None
+    assert same(at_once(INDICES), default_collate([source[i] for i in INDICES]))
+    assert not same(at_once(INDICES), default_collate([source[i] for i in reversed(INDICES)]))
+
+
+class Noisy(TensorDataset):
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        return tuple(t + torch.rand(()) for t in super().__getitem__(index))
+
+
+class Listed(Dataset[Tensor]):
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor(index)
+
+
+@pytest.mark.capability("M2")
+@pytest.mark.parametrize(
+    "source",
+    [
+        Noisy(torch.zeros(40)),
+        Subset(Noisy(torch.zeros(40)), range(40)),
+        Listed(),
+        TensorDataset(torch.zeros(40, requires_grad=True)),
+        TensorDataset(torch.zeros(40, 2).to_sparse()),
+    ],
+)
+def test_what_might_differ_is_read_sample_by_sample(source: Any) -> None:
+    assert batches_at_once(source, default_collate) is None
+
+
+def test_an_own_collate_function_gets_the_samples() -> None:
+    assert batches_at_once(tensors(), lambda samples: samples) is None
+    reply = UnitReader(tensors(), len, SampleCache(0))[Request(INDICES, 1)]
+    assert reply.batch == len(INDICES)
+
+
+def test_noise_is_still_drawn_by_the_key_of_the_unit() -> None:
+    reader = UnitReader(Noisy(torch.zeros(40)), default_collate, SampleCache(0))
+    first, again, other = (reader[Request(INDICES, key)].batch[0] for key in (1, 1, 2))
+    assert torch.equal(first, again) and not torch.equal(first, other)
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_the_sample_to_blame_is_named(name: str) -> None:
+    reply = UnitReader(SOURCES[name](), default_collate, SampleCache(0))[Request([3, 4000], 1)]
+    assert isinstance(reply.failure, DataError)
+    assert "sample 4000 cannot be read" in str(reply.failure)
+
+
+def test_a_cache_keeps_single_samples() -> None:
+    reader = UnitReader(tensors(), default_collate, SampleCache(1 << 20))
+    assert [reader[Request(INDICES, 1)].hits for _ in range(2)] == [0, len(INDICES)]

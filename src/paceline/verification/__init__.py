@@ -2,6 +2,7 @@
 
 from paceline.verification.job import build_oracle, compare_with_oracle, verify
 from paceline.verification.oracle import Oracle
-from paceline.verification.run import Report, Verifier
+from paceline.verification.report import Report
+from paceline.verification.run import Verifier
 
 __all__ = ["Oracle", "Report", "Verifier", "build_oracle", "compare_with_oracle", "verify"]

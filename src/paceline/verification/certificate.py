@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from paceline.verification.compare import Finding
-from paceline.verification.run import Report
+from paceline.verification.report import Report
 
 
 def certificate(report: Report) -> dict[str, Any]:

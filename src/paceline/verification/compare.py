@@ -87,6 +87,18 @@ def update_bounds(before: Tensors, after: Tensors, multiplier_error: float) -> d
     }
 
 
+def state_bounds(before: Tensors, after: Tensors, buffers: Tensors, error: float) -> dict[str, float]:
+    """Parameters and buffers by what one update changed; optimizer state by its size."""
+    running = {f"model/{name}" for name in buffers}
+    model = {n: t for n, t in after.items() if n.startswith("model/") and n not in running}
+    optimizer = {n: t for n, t in after.items() if n.startswith("optimizer/")}
+    return (
+        update_bounds(before, {n: after[n] for n in sorted(running & after.keys())}, multiplier_error(False))
+        | update_bounds(before, model, error)
+        | relative_bounds(optimizer, error)
+    )
+
+
 def multiplier_error(clipped: bool) -> float:
     """Relative error of the factor by which gradients are divided and clipped."""
     return NORM_ERROR if clipped else _SCALE_ERROR

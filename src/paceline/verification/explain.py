@@ -14,9 +14,10 @@ from paceline.data import Unit, split
 from paceline.verification.diagnose import UNKNOWN, Diagnosis, Evidence, diagnose_gradient
 from paceline.verification.diagnose_tail import TailEvidence, diagnose_tail
 from paceline.verification.oracle import Shard, Tensors
+from paceline.verification.reference import Reference
 
 if TYPE_CHECKING:
-    from paceline.verification.run import Reference, Verifier
+    from paceline.verification.run import Verifier
 
 
 def explain(verifier: Verifier, step: int, update: int, reference: Reference | None) -> Diagnosis:

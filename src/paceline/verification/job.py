@@ -26,7 +26,8 @@ from paceline.training.build import (
 from paceline.training.job import TaskLike, connected, obtain_task
 from paceline.verification.oracle import Oracle
 from paceline.verification.record import recording
-from paceline.verification.run import Report, Verifier
+from paceline.verification.report import Report
+from paceline.verification.run import Verifier
 
 
 def verify(

@@ -10,7 +10,7 @@ explain, and guesses the cause.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,77 +19,26 @@ from torch import Tensor
 from paceline.comm import Net
 from paceline.errors import TaskError
 from paceline.layout.digest import state_sha256
-from paceline.layout.whole import Snapshot, gather_whole
+from paceline.layout.whole import gather_whole
 from paceline.slot import Piece
 from paceline.state import TrainState
-from paceline.sync import Gathered, gradient_scale
+from paceline.sync import Gathered
 from paceline.sync.health import Guarded
 from paceline.training import Session
 from paceline.verification.compare import (
     NORM_ERROR,
-    Finding,
     Kernels,
     compare,
-    first_failure,
     multiplier_error,
     relative_bounds,
-    update_bounds,
+    state_bounds,
 )
-from paceline.verification.diagnose import DIFFERENT_START, Diagnosis
+from paceline.verification.diagnose import DIFFERENT_START
 from paceline.verification.explain import explain
-from paceline.verification.oracle import Oracle, Tensors, Totals, moved
+from paceline.verification.oracle import Oracle, Tensors
 from paceline.verification.record import Record, RecordingTail
-
-
-@dataclass
-class Report:
-    """What a verification found; equal on every rank.
-
-    Args:
-        strategy: as text.
-        world: number of ranks.
-        steps: steps that were compared.
-        worst: by quantity and tensor, the finding whose error is largest relative to its bound.
-        sha256: of the state after the last step, if it has to have the bits of the oracle.
-        failure: the first finding that rounding does not explain; None: all is well.
-        diagnosis: the guessed cause of the failure.
-    """
-
-    strategy: str
-    world: int
-    steps: int = 0
-    worst: dict[tuple[str, str], Finding] = field(default_factory=dict)
-    sha256: str | None = None
-    failure: Finding | None = None
-    diagnosis: Diagnosis | None = None
-
-    @property
-    def ok(self) -> bool:
-        """Whether every error of every step was within its bound."""
-        return self.failure is None
-
-    def add(self, findings: list[Finding]) -> None:
-        """Keep the worst of each tensor, and the first failure."""
-        for f in findings:
-            place = (f.quantity, f.tensor)
-            kept = self.worst.get(place)
-            if kept is None or _badness(f) > _badness(kept):
-                self.worst[place] = f
-        self.failure = self.failure or first_failure(findings)
-
-
-def _badness(f: Finding) -> float:
-    return f.error / f.bound if f.bound else (float("inf") if f.error else 0.0)
-
-
-@dataclass
-class Reference:
-    """The oracle's view of one step, on rank 0."""
-
-    before: Tensors
-    sums: Totals
-    norm: float = 0.0
-    final: Tensors = field(default_factory=dict)
+from paceline.verification.reference import Reference, look_up
+from paceline.verification.report import Report
 
 
 class Verifier:
@@ -143,7 +92,9 @@ class Verifier:
     def _one(self, step: int, rounds: Iterator[Any]) -> bool:
         update = self.session.state.updates
         before = self.session.snapshot()
-        reference = self._reference(step, before) if self.session.is_first else None
+        reference = None
+        if self.session.is_first:
+            reference = look_up(self.oracle, self.oracle_state, self.session, before)
         if next(rounds, None) is None:
             return False
         self.record = record = self._whole_record()
@@ -152,7 +103,7 @@ class Verifier:
             self._compare_sums(step, reference)
         if record.update is not None and record.update.applied:
             if reference is not None:
-                self._expected(reference, update)
+                reference.finish(self.oracle, self.record.sums, update)
             self._compare_update(step, reference)
         else:
             self._compare_skip(step, reference)
@@ -175,23 +126,6 @@ class Verifier:
             for found in (last.sums, last.final)
         )
         return replace(last, sums=sums, final=final)
-
-    def _reference(self, step: int, before_step: Snapshot) -> Reference:
-        """The oracle's sums of this step, from the state that rank 0 is part of."""
-        state = self.session.state
-        tensors = {name: t.detach().clone() for name, t in before_step.tensors().items()}
-        self.oracle_state.load(tensors, before_step.scalars())
-        items = max(1, self.session.task.num_tokens_per_sample)
-        scale = gradient_scale(self.oracle.work, state, items)
-        return Reference(tensors, self.oracle.accumulate(self.oracle.work.units(step), scale))
-
-    def _expected(self, reference: Reference, update: int) -> None:
-        """The oracle divides, clips and updates with the gradients that rank 0 really had."""
-        sums = {name: g.clone() for name, g in self.record.sums.items()}
-        before = self.oracle.buffers()
-        self.oracle.set_buffers(moved(before, reference.sums.buffers))
-        reference.norm = self.oracle.apply(sums, reference.sums.count, update)
-        reference.final = {n: p.grad for n, p in self.oracle.model.named_parameters() if p.grad is not None}
 
     def _compare_sums(self, step: int, reference: Reference | None) -> None:
         record, like = self.record, self._slots()
@@ -222,7 +156,7 @@ class Verifier:
         final, theirs = reference.final, self.oracle_state.tensors()
         bounds = relative_bounds(final, error)
         self._compare(step, "final gradient", self.record.final, final, bounds, like)
-        bounds = _state_bounds(reference.before, theirs, self.oracle.buffers(), error)
+        bounds = state_bounds(reference.before, theirs, self.oracle.buffers(), error)
         self._compare(step, "state", mine, theirs, bounds, mine)
 
     def _compare_skip(self, step: int, reference: Reference | None) -> None:
@@ -274,15 +208,3 @@ class Verifier:
 
 def _scalar(value: float) -> Tensor:
     return torch.tensor([value], dtype=torch.float64)
-
-
-def _state_bounds(before: Tensors, after: Tensors, buffers: Tensors, error: float) -> dict[str, float]:
-    """Parameters and buffers by what one update changed; optimizer state by its size."""
-    running = {f"model/{name}" for name in buffers}
-    model = {n: t for n, t in after.items() if n.startswith("model/") and n not in running}
-    optimizer = {n: t for n, t in after.items() if n.startswith("optimizer/")}
-    return (
-        update_bounds(before, {n: after[n] for n in sorted(running & after.keys())}, multiplier_error(False))
-        | update_bounds(before, model, error)
-        | relative_bounds(optimizer, error)
-    )

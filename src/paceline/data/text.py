@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -229,5 +230,7 @@ class TextWindows:
         places = np.asarray(indices, dtype=np.int64)
         if places.min() < 0 or places.max() >= len(self):
             raise IndexError(f"windows {places.min()} to {places.max()} of {len(self)}")
-        tokens = places[:, None] * self.context + np.arange(self.context + 1)
-        return torch.from_numpy(self.tokens[tokens].astype(np.int64))
+        (stride,) = self.tokens.strides
+        shape, strides = (len(self), self.context + 1), (self.context * stride, stride)
+        windows = as_strided(self.tokens, shape, strides, writeable=False)
+        return torch.from_numpy(windows[places].astype(np.int64))

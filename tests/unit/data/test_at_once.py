@@ -1,5 +1,6 @@
 """Batches that are made at once are those that the default collate function makes of single samples."""
 
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -34,10 +35,19 @@ def windows() -> TextWindows:
     return TextWindows(np.random.default_rng(0).integers(0, 256, 40 * 6 + 3).astype(np.uint8), 6)
 
 
+def mapped() -> TextWindows:
+    """As token files are opened."""
+    with tempfile.NamedTemporaryFile() as file:
+        np.arange(40 * 6 + 3, dtype=np.uint16).tofile(file.name)
+        return TextWindows(np.memmap(file.name, np.uint16, "r"), 6)
+
+
 SOURCES: dict[str, Callable[[], Any]] = {
     "tensors": tensors,
     "one tensor": lambda: TensorDataset(torch.arange(40.0)),
     "windows": windows,
+    "windows of a mapped file": mapped,
+    "windows of every other token": lambda: TextWindows(np.arange(600, dtype=np.uint16)[::2], 7),
     "subset": lambda: Subset(tensors(), np.arange(40)[::-1]),
     "subset of a subset": lambda: Subset(Subset(windows(), range(40)), [(7 * i) % 40 for i in range(40)]),
 }

@@ -21,7 +21,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
         device: where the model is.
     """
     if isinstance(batch, Tensor):
-        there = batch.device == device
+        there = type(batch) is Tensor and batch.device == device
         return batch if there else batch.to(device, non_blocking=device.type == "cuda")
     if isinstance(batch, list | tuple) and not hasattr(batch, "to"):
         moved = [to_device(part, device) for part in batch]

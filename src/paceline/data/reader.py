@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ import torch
 from numpy.random import mtrand
 from torch.utils.data import Dataset
 
-from paceline.data.at_once import batches_at_once
+from paceline.data.at_once import batch_at_once, collates_by_default
 from paceline.data.cache import MISSING, SampleCache
 from paceline.errors import DataError
 from paceline.keys import key
@@ -59,7 +59,7 @@ class UnitReader(Dataset[Reply]):
         self._collate = collate
         self._cache = cache
         self._numpy_bits = np.random.MT19937()
-        self._batch_at_once = None if cache.capacity_bytes else batches_at_once(source, collate)
+        self._at_once = collates_by_default(collate) and not cache.capacity_bytes
 
     def __getitem__(self, request: Request) -> Reply:
         """Called by DataLoader. A failure is returned, not raised, so that it arrives as it was made."""
@@ -71,9 +71,9 @@ class UnitReader(Dataset[Reply]):
         return Reply(batch, self._cache.hits - hits, self._cache.lookups - lookups)
 
     def _read(self, request: Request) -> Any:
-        if self._batch_at_once is not None:
-            with suppress(Exception):  # samples are then read one by one, and the one to blame is named
-                return self._batch_at_once(request.indices)
+        batch = batch_at_once(self._source, request.indices) if self._at_once else None
+        if batch is not None:
+            return batch
         with seeded(key(request.key, "loader"), self._numpy_bits):
             samples = self._samples(request.indices)
             try:

@@ -39,11 +39,13 @@ class Precision:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context of one unit's forward. One a unit: casts are cached inside it, with their graph."""
-        if self.compute == "fp32":
-            return nullcontext()
+        off = self.compute == "fp32"
+        if off and self.caches and not torch.is_autocast_enabled(self.device_type):
+            return nullcontext()  # what is off already costs nothing
         return torch.autocast(
             self.device_type,
             dtype=_TYPES[self.compute],
+            enabled=not off,
             cache_enabled=self.caches,
         )
 

@@ -41,6 +41,10 @@ class KeyedDropout(nn.Module):
             return x
         return (x * keep_mask(self, x)).mul_(1.0 / (1.0 - self.p))
 
+    def take_key(self, unit_key: int) -> None:
+        """Draw the masks of this unit from now on."""
+        self.__dict__["unit_key"] = unit_key  # `Module.__setattr__` costs microseconds, in every unit
+
     def extra_repr(self) -> str:
         return f"p={self.p}"
 
@@ -81,4 +85,4 @@ def set_unit_key(model: nn.Module, unit_key: int) -> None:
     if not all(module.name for module in dropouts):
         name_dropouts(model)
     for module in dropouts:
-        module.unit_key = unit_key
+        module.take_key(unit_key)

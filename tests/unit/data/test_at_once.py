@@ -1,7 +1,7 @@
 """Batches that are made at once are those that the default collate function makes of single samples."""
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,14 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
+from torch.utils.data._utils.collate import default_collate_fn_map
 
-from paceline.data.at_once import batches_at_once
+from paceline.data.at_once import batch_at_once, collates_by_default
 from paceline.data.cache import SampleCache
 from paceline.data.reader import Request, UnitReader
 from paceline.data.text import TextWindows
 from paceline.errors import DataError
 
 INDICES = [7, 0, 3, 3, 39, 12]
+ROW = torch.arange(40.0)
 
 
 def tensors() -> TensorDataset:
@@ -63,10 +65,10 @@ def same(a: Any, b: Any) -> bool:
 @pytest.mark.parametrize("name", SOURCES)
 def test_a_batch_at_once_is_what_collate_makes_of_the_samples(name: str) -> None:
     source = SOURCES[name]()
-    at_once = batches_at_once(source, default_collate)
-    assert at_once is not None
-    assert same(at_once(INDICES), default_collate([source[i] for i in INDICES]))
-    assert not same(at_once(INDICES), default_collate([source[i] for i in reversed(INDICES)]))
+    batch = batch_at_once(source, INDICES)
+    assert batch is not None
+    assert same(batch, default_collate([source[i] for i in INDICES]))
+    assert not same(batch, default_collate([source[i] for i in reversed(INDICES)]))
 
 
 class Noisy(TensorDataset):
@@ -82,23 +84,63 @@ class Listed(Dataset[Tensor]):
         return torch.tensor(index)
 
 
+class Drawn(Sequence[int]):
+    """Indices that are drawn when they are asked for."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: Any) -> Any:
+        return int(torch.randint(40, ()))
+
+
 @pytest.mark.capability("M2")
 @pytest.mark.parametrize(
     "source",
     [
         Noisy(torch.zeros(40)),
         Subset(Noisy(torch.zeros(40)), range(40)),
+        Subset(tensors(), torch.nonzero(torch.ones(40))),  # samples of these have one dimension more
+        Subset(tensors(), torch.arange(40)),
+        Subset(tensors(), [float(i) for i in range(40)]),
+        Subset(tensors(), [True] * 40),
+        Subset(tensors(), np.ones(40, dtype=bool)),
+        Subset(tensors(), np.arange(40)[:, None]),
+        Subset(tensors(), Drawn()),
         Listed(),
         TensorDataset(torch.zeros(40, requires_grad=True)),
         TensorDataset(torch.zeros(40, 2).to_sparse()),
     ],
 )
 def test_what_might_differ_is_read_sample_by_sample(source: Any) -> None:
-    assert batches_at_once(source, default_collate) is None
+    assert batch_at_once(source, INDICES) is None
+
+
+def test_what_a_source_holds_may_be_replaced() -> None:
+    inner = TensorDataset(torch.arange(40))
+    source = Subset(inner, range(40))
+    assert same(batch_at_once(source, INDICES), [torch.tensor(INDICES)])
+    inner.tensors = (torch.arange(40) * 2,)
+    assert same(batch_at_once(source, INDICES), [torch.tensor(INDICES) * 2])
+    inner.tensors = (torch.arange(40.0, requires_grad=True),)
+    assert batch_at_once(source, INDICES) is None
+    source.dataset = TensorDataset(torch.arange(40) * 3)
+    assert same(batch_at_once(source, INDICES), [torch.tensor(INDICES) * 3])
+
+
+def test_the_default_device_is_not_where_samples_are() -> None:
+    with torch.device("meta"):
+        assert same(batch_at_once(TensorDataset(ROW), INDICES), [ROW[INDICES]])
+
+
+def test_tensors_that_are_collated_in_another_way_are_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert collates_by_default(default_collate)
+    monkeypatch.setitem(default_collate_fn_map, Tensor, lambda batch, **_: torch.stack(batch) + 1)
+    assert not collates_by_default(default_collate)
 
 
 def test_an_own_collate_function_gets_the_samples() -> None:
-    assert batches_at_once(tensors(), lambda samples: samples) is None
+    assert not collates_by_default(len)
     reply = UnitReader(tensors(), len, SampleCache(0))[Request(INDICES, 1)]
     assert reply.batch == len(INDICES)
 

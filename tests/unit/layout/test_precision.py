@@ -83,6 +83,19 @@ def test_fp32_is_no_autocast_at_all() -> None:
     assert model.seen == torch.float32
 
 
+def test_fp32_stays_fp32_inside_somebody_elses_autocast() -> None:
+    model = Dtypes(8, 8)
+    with torch.autocast("cpu", torch.bfloat16), Precision("fp32", "cpu").autocast():
+        model(torch.randn(4, 8))
+    assert model.seen == torch.float32
+
+
+@pytest.mark.parametrize("caches", [True, False])
+def test_an_autocast_inside_fp32_caches_as_was_asked(caches: bool) -> None:
+    with Precision("fp32", "cpu", caches=caches).autocast():
+        assert torch.is_autocast_cache_enabled() == caches
+
+
 @pytest.mark.capability("K1", "K3")
 @pytest.mark.parametrize("compute, dtype", [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_the_forward_is_16_bit_and_what_is_reduced_and_updated_is_fp32(

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from paceline.errors import TaskError
+from paceline.layout.seed import seed_unit
 from paceline.models import MLP, KeyedDropout, name_dropouts, set_unit_key
 
 
@@ -118,6 +119,16 @@ def test_a_missing_key_and_an_impossible_rate_are_errors() -> None:
         KeyedDropout(0.5)(torch.ones(2))
     with pytest.raises(TaskError, match="probability"):
         KeyedDropout(1.0)
+
+
+def test_a_module_that_begins_to_drop_inside_a_unit_has_its_key() -> None:
+    model = nn.Sequential(KeyedDropout(0.0))
+    dropouts = name_dropouts(model)
+    seed_unit(7, None, dropouts)
+    dropouts[0].p = 0.5
+    expected = KeyedDropout(0.5)
+    expected.name, expected.unit_key = "0", 7
+    assert torch.equal(mask(dropouts[0]), mask(expected))
 
 
 def test_gradients_flow_through_what_is_kept() -> None:

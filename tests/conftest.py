@@ -80,9 +80,11 @@ Train = Callable[..., Trained]
 
 @pytest.fixture(scope="session", autouse=True)
 def own_share_of_the_cores() -> None:
-    """Tests that run at a time must not wait for each other's intra-op threads."""
+    """Tests that run at a time must not wait for each other's intra-op threads, nor must their commands."""
     at_a_time = int(process_environment().get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    torch.set_num_threads(max(1, torch.get_num_threads() // at_a_time))
+    if at_a_time > 1:
+        torch.set_num_threads(max(1, torch.get_num_threads() // at_a_time))
+        change_environment({"OMP_NUM_THREADS": str(torch.get_num_threads())})
 
 
 @pytest.fixture(scope="session", autouse=True)

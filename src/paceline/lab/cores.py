@@ -8,7 +8,7 @@ same, and the text says by which means.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,10 +28,17 @@ class Share:
     Args:
         cores: that its processes may run on; empty: any.
         quota: how many cores' time it may use; 0: what the others leave.
+        threads: of each of its processes, for the arithmetic of one operator; 0: as many as it has cores.
+            Threads that wait for one that has no core burn the time of the others.
     """
 
     cores: tuple[int, ...]
     quota: float = 0.0
+    threads: int = 0
+
+    def environ(self, inherited: Mapping[str, str]) -> dict[str, str]:
+        """Variables of its processes; a number of threads that somebody has chosen stays."""
+        return ({"OMP_NUM_THREADS": str(self.threads)} if self.threads else {}) | dict(inherited)
 
 
 def plan_shares(num_hosts: int, cores: Sequence[int], wanted: float = 0.0) -> list[Share]:
@@ -44,7 +51,7 @@ def plan_shares(num_hosts: int, cores: Sequence[int], wanted: float = 0.0) -> li
     if len(cores) % num_hosts == 0:
         width = len(cores) // num_hosts
         return [Share(tuple(cores[i * width : (i + 1) * width])) for i in range(num_hosts)]
-    return [Share(()) for _ in range(num_hosts)]
+    return [Share((), threads=1 if num_hosts > len(cores) else 0)] * num_hosts
 
 
 def _around(cores: Sequence[int], start: int, width: int) -> tuple[int, ...]:

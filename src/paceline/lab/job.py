@@ -104,7 +104,7 @@ class Job:
             agent = Agent(
                 lab.spaces[host],
                 argv,
-                self._environ,
+                share.environ(self._environ),
                 self._say,
                 cores=share.cores,
                 cgroups=lab.group(host),

@@ -106,10 +106,17 @@ def test_a_command_of_one_machine_is_spread_over_the_hosts() -> None:
 def test_cores_are_dealt_evenly_or_weighed() -> None:
     assert plan_shares(4, [0, 1]) == [Share((0,)), Share((1,)), Share((0,)), Share((1,))]
     assert plan_shares(2, [0, 1, 2, 3]) == [Share((0, 1)), Share((2, 3))]
-    assert plan_shares(3, [0, 1]) == [Share(())] * 3
+    assert plan_shares(3, [0, 1]) == [Share((), threads=1)] * 3
+    assert plan_shares(3, [0, 1, 2, 3]) == [Share(())] * 3
     assert plan_shares(2, [0, 1], 0.5) == [Share((0,), 0.5), Share((1,), 0.5)]
     assert "2 hosts on each of 2 cores" in describe(plan_shares(4, [0, 1]), 2, False)
     assert "not fairly" in describe(plan_shares(3, [0, 1]), 2, False)
+
+
+def test_processes_that_have_no_core_of_their_own_have_one_thread() -> None:
+    assert Share((), threads=1).environ({"A": "b"}) == {"A": "b", "OMP_NUM_THREADS": "1"}
+    assert Share((), threads=1).environ({"OMP_NUM_THREADS": "4"}) == {"OMP_NUM_THREADS": "4"}
+    assert Share((0, 1)).environ({"A": "b"}) == {"A": "b"}
 
 
 def test_control_groups_of_the_unified_hierarchy(tmp_path) -> None:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint import Files, Shelf, load
+from tests.dist.launch.actors import without_fork_server
 
 NUM_KILLS = 100
 STEPS_PER_KILL = 30
@@ -72,7 +73,7 @@ def write_job(folder: Path, steps: int) -> Path:
 
 def start(log: Path, *arguments: object) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "paceline", "train", *map(str, arguments), "-n", "2"]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environ = {**without_fork_server(), "OMP_NUM_THREADS": "1"}  # its ranks are not the launcher's children
     with log.open("wb") as said:
         return subprocess.Popen(command, stdout=said, stderr=said, cwd=ROOT, env=environ)
 

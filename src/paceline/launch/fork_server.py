@@ -63,7 +63,9 @@ def main(folder: Path, handle: int, modules: list[str]) -> None:
     if connection is None:
         shutil.rmtree(folder, ignore_errors=True)  # who should remove it is gone
         return
-    order = _Service(connection).run(here)
+    order = None
+    with suppress(ConnectionError):  # the launcher died while it was being answered
+        order = _Service(connection).run(here)
     if order is None:
         os._exit(0)  # at once: there is nothing to tidy up
     _become(order)

@@ -106,6 +106,32 @@ def test_signals_are_passed_on(tmp_path: Path) -> None:
     until(lambda: not any(alive(path) for path in tmp_path.glob("[pc]*-1")))
 
 
+LEFT_EARLY = """
+import socket
+from pathlib import Path
+from paceline.launch import messages
+from paceline.launch.forked import FORK_SERVER, fork_server
+with fork_server() as variables:
+    for answered in (False, True):
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(30.0)
+            connection.connect(str(Path(variables[FORK_SERVER]) / "socket"))
+            answered and messages.expect(connection)
+"""
+
+
+def test_a_launcher_that_dies_before_it_is_answered_is_no_error() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LEFT_EARLY],
+        env=without_fork_server(),
+        capture_output=True,  # ends when every process of the server has ended
+        text=True,
+        check=True,
+        timeout=50,
+    )
+    assert done.stderr == ""
+
+
 def test_a_launcher_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
     with driving(tmp_path, "0=child+defy", "1=child+wait", start=FORKED) as launcher:
         numbers = [*tmp_path.glob("pid-*"), *tmp_path.glob("child-*")]

@@ -1,7 +1,8 @@
 """Workers that a fork server starts: in milliseconds, because it has imported for them.
 
-A fork server pays for itself where several jobs follow each other, as in a sweep. It is named by the variable
-PACELINE_FORK_SERVER, so that every command inside of `fork_server()` finds it.
+A fork server pays for itself where several jobs follow each other, as in a sweep, and where a job has as many
+workers as the machine has cores: they would all import, and wait for each other. It is named by the variable
+PACELINE_FORK_SERVER, so that every command inside of `fork_server()` finds it; "none" asks for none.
 
 Invariant: a worker is forked only if it would be the same as one that is started anew; else there is none.
 """
@@ -28,35 +29,39 @@ from paceline.launch.circumstances import circumstances
 from paceline.launch.render import Worker, common_environment
 
 FORK_SERVER = "PACELINE_FORK_SERVER"
+NONE = "none"
 _SOCKET = "socket"
 _MODULE = "paceline.launch.fork_server"
-_FORKABLE = ("paceline", "paceline.launch")
+_COMMAND, _SCRIPT = "paceline", "paceline.launch"
 _ANSWER_SECONDS = 30.0  # it may still be importing, from a cold disk
 
 
 @contextmanager
-def fork_server(modules: Sequence[str] = ()) -> Iterator[dict[str, str]]:
+def fork_server(
+    modules: Sequence[str] = (), environ: Mapping[str, str] | None = None
+) -> Iterator[dict[str, str]]:
     """Keep a fork server, unless there is one; off Linux, and where there are GPUs, there is none.
 
     A process cannot use CUDA if the one that forked it has begun to; that no import does is not proven.
 
     Args:
         modules: what it imports beside what every worker uses.
+        environ: what workers inherit; None: the variables of this process.
     Yields:
         The variables by which `launch` finds it.
     """
-    inherited = process_environment()
+    inherited = process_environment() if environ is None else environ
     if FORK_SERVER in inherited or sys.platform != "linux" or Path("/dev/nvidiactl").exists():
         yield {}
         return
     with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
-        environ = {**common_environment(inherited), "OMP_NUM_THREADS": "1"}
+        variables = {**common_environment(inherited), "OMP_NUM_THREADS": "1"}
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(Path(folder) / _SOCKET))
             listener.listen()
             server = subprocess.Popen(
                 [sys.executable, "-m", _MODULE, folder, str(listener.fileno()), *modules],
-                env=environ,
+                env=variables,
                 stdin=subprocess.PIPE,
                 pass_fds=[listener.fileno()],
                 start_new_session=True,
@@ -66,6 +71,18 @@ def fork_server(modules: Sequence[str] = ()) -> Iterator[dict[str, str]]:
                 yield {FORK_SERVER: folder}
             finally:
                 server.kill()  # it holds nothing; what it has forked ends with the launchers
+
+
+def pays(workers: Sequence[Worker], cores: int) -> bool:
+    """Whether a job is started sooner with a fork server of its own.
+
+    Only for commands of Paceline: a user's script may set variables before it imports PyTorch.
+    """
+    return len(workers) >= max(2, cores) and _module_of(workers[0]) == _COMMAND
+
+
+def _module_of(worker: Worker) -> str:
+    return worker.argv[2] if worker.argv[:2] == (sys.executable, "-m") else ""
 
 
 class Forked:
@@ -118,7 +135,8 @@ class ForkClient:
     """
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        self._folder = environ.get(FORK_SERVER, "") if sys.platform == "linux" else ""
+        named = environ.get(FORK_SERVER, NONE) if sys.platform == "linux" else NONE
+        self._folder = "" if named == NONE else named
         self._connection: socket.socket | None = None
         self._its: dict[str, str] = {}
 
@@ -136,8 +154,7 @@ class ForkClient:
         Args:
             output, errors: open files for its standard output and standard error.
         """
-        module = worker.argv[2] if worker.argv[:2] == (sys.executable, "-m") else ""
-        if not self._folder or module not in _FORKABLE:
+        if not self._folder or _module_of(worker) not in (_COMMAND, _SCRIPT):
             return None
         try:
             connection = self._connection or self._meet()

@@ -14,13 +14,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 from paceline.cluster import process_environment
 from paceline.launch.endpoint import bind_endpoint
 from paceline.launch.follow import Follow
-from paceline.launch.forked import ForkClient
+from paceline.launch.forked import ForkClient, fork_server, pays
 from paceline.launch.job import Job
 from paceline.launch.judge import failed, has_stopped, judge
 from paceline.launch.outcome import Outcome, conclude
@@ -115,14 +115,17 @@ def _started(
     """Start all workers of the node; at the end, however it comes, none of their sessions is left."""
     address, port, listener = bind_endpoint(job)
     running: list[Running] = []
-    with Keeper() as keeper, ForkClient(environ) as forks:
+    with Keeper() as keeper, ExitStack() as forking:
         try:
             fd = None if listener is None else listener.fileno()
             token = job.token or (secrets.token_hex(8) if job.nodes == 1 else job.rendezvous)
             place = Place(address, port, fd, token, folder, _count_cores(), beacon_port)
-            for worker in render_workers(job, place, environ):
-                _clear(worker)
-                running.append(start_worker(worker, keeper, forks))
+            workers = render_workers(job, place, environ)
+            with _server_of(workers, place.cores, environ) as variables:  # what it has forked outlives it
+                forks = forking.enter_context(ForkClient({**environ, **variables}))
+                for worker in workers:
+                    _clear(worker)
+                    running.append(start_worker(worker, keeper, forks))
             if listener is not None:
                 listener.close()  # rank 0 has it; when rank 0 is gone, the port must refuse
             yield running
@@ -132,6 +135,13 @@ def _started(
             for one in running:
                 one.kill(_UNKILLABLE_SECONDS)
                 one.worker.stack_file.unlink(missing_ok=True)
+
+
+def _server_of(
+    workers: Sequence[Worker], cores: int, environ: Mapping[str, str]
+) -> AbstractContextManager[Mapping[str, str]]:
+    """A fork server for one job, if that pays; the variables that name it."""
+    return fork_server((), environ) if pays(workers, cores) else nullcontext({})
 
 
 def _clear(worker: Worker) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from paceline.cluster import process_environment
 from paceline.launch import Job, Outcome, launch, script_command
-from paceline.launch.forked import FORK_SERVER
+from paceline.launch.forked import FORK_SERVER, NONE
 
 ACTOR = str(Path(__file__).with_name("actor.py"))
 DRIVER = str(Path(__file__).with_name("driver.py"))
@@ -49,6 +49,11 @@ def alive(path: Path) -> bool:
 
 def without_fork_server() -> dict[str, str]:
     """The environment of a command whose workers are started anew."""
+    return {**process_environment(), FORK_SERVER: NONE}
+
+
+def as_users_have_it() -> dict[str, str]:
+    """An environment that does not say where forked workers come from."""
     return {name: value for name, value in process_environment().items() if name != FORK_SERVER}
 
 

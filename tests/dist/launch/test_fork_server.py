@@ -17,7 +17,16 @@ import pytest
 
 from paceline.cluster import process_environment
 from paceline.launch.forked import FORK_SERVER
-from tests.dist.launch.actors import ANEW, FORKED, act, alive, driving, until, without_fork_server
+from tests.dist.launch.actors import (
+    ANEW,
+    FORKED,
+    act,
+    alive,
+    as_users_have_it,
+    driving,
+    until,
+    without_fork_server,
+)
 
 pytestmark = [pytest.mark.capability("O1"), pytest.mark.timeout(60)]
 
@@ -123,7 +132,7 @@ with fork_server() as variables:
 def test_a_launcher_that_dies_before_it_is_answered_is_no_error() -> None:
     done = subprocess.run(
         [sys.executable, "-c", LEFT_EARLY],
-        env=without_fork_server(),
+        env=as_users_have_it(),
         capture_output=True,  # ends when every process of the server has ended
         text=True,
         check=True,
@@ -167,7 +176,7 @@ def test_a_server_ends_with_its_owner(tmp_path: Path) -> None:
     )
     with subprocess.Popen(
         [sys.executable, "-c", code],
-        env=without_fork_server(),
+        env=as_users_have_it(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -195,3 +204,13 @@ def children(parent: int) -> list[Path]:
 
 def test_a_command_that_is_not_ours_is_never_forked(tmp_path: Path) -> None:
     assert [one["forked"] for one in described(tmp_path, 1, ANEW)] == [False]
+
+
+def test_a_users_script_is_forked_only_where_that_was_asked_for(tmp_path: Path) -> None:
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, sorted(before)[:2])
+    try:
+        said = described(tmp_path, 2, environ=as_users_have_it())
+    finally:
+        os.sched_setaffinity(0, before)
+    assert not any(one["forked"] for one in said)

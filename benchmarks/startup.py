@@ -1,7 +1,8 @@
 """How long the command line takes to answer, and a job of one step: whole processes, from start to exit.
 
-An empty Python is measured beside them: what it takes is not Paceline's. Jobs are started as ever, and with a
-fork server, as `paceline sweep` does; of the job, one step and an evaluation are work, the rest is its start.
+An empty Python is measured beside them: what it takes is not Paceline's. Jobs are started with each worker
+anew; as ever, which is with a fork server of the job's own where workers are as many as cores; and with a
+server that is there already, as in `paceline sweep`. One step and an evaluation are work, the rest is start.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from benchmarks.measure import Side, take_turns
 from benchmarks.report import Report, Table, present, series_data
 from paceline.cluster import process_environment
 from paceline.launch import fork_server
+from paceline.launch.forked import FORK_SERVER, NONE
 
 _DEADLINE_SECONDS = 30.0
-_WORKERS = (1, 2, 4)
+_WORKERS = (1, 2, 4, 8)
 _RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "sum.toml"
 _PACELINE = str(Path(sys.executable).with_name("paceline"))
 
@@ -43,20 +45,23 @@ def run(command: list[str], environ: Mapping[str, str] | None = None) -> float:
 def jobs_table(repeats: int) -> Table:
     """Jobs of one step, by turns."""
     rows = []
+    plain = process_environment()
     with tempfile.TemporaryDirectory() as folder, fork_server(["paceline.cli.main"]) as variables:
-        forked = {**process_environment(), **variables}
+        ways = {"anew": {**plain, FORK_SERVER: NONE}, "as ever": plain, "server": {**plain, **variables}}
         for workers in _WORKERS:
             job = [_PACELINE, "train", str(_RECIPE), "-n", str(workers)]
             job += ["--set", "steps=1", "--set", f"run_dir={folder}/{workers}", "--set", "checkpoint.keep=1"]
-            sides = [Side("anew", partial(run, job)), Side("forked", partial(run, job, forked))]
-            anew, other = take_turns(sides, repeats=repeats, steps=1, warmup=1)
-            medians = [side.median_seconds for side in (anew, other)]
-            spreads = [f"{min(side.seconds):.2f} .. {max(side.seconds):.2f}" for side in (anew, other)]
-            ratio = f"{medians[1] / medians[0]:.2f}"
-            rows.append(
-                (str(workers), f"{medians[0]:.2f}", spreads[0], f"{medians[1]:.2f}", spreads[1], ratio)
-            )
-    columns = ("workers", "anew: s", "min .. max", "forked: s", "min .. max", "ratio")
+            job += ["--set", "batch.shards=8"]
+            sides = [Side(name, partial(run, job, environ)) for name, environ in ways.items()]
+            found = take_turns(sides, repeats=repeats, steps=1, warmup=1)
+            row = [str(workers)]
+            for side in found:
+                ratio = side.median_seconds / found[0].median_seconds
+                spread = f"{min(side.seconds):.2f} .. {max(side.seconds):.2f}"
+                row += [f"{side.median_seconds:.2f}", spread, f"{ratio:.2f}"][: 2 if side is found[0] else 3]
+            rows.append(tuple(row))
+    columns = ("workers", "anew: s", "min .. max")
+    columns += ("as ever: s", "min .. max", "ratio", "server there: s", "min .. max", "ratio")
     return Table(f"A job of one step, {repeats} runs of each, by turns", columns, rows)
 
 

@@ -22,7 +22,7 @@ from paceline.launch import fork_server
 from paceline.launch.forked import FORK_SERVER, NONE
 
 _DEADLINE_SECONDS = 30.0
-_WORKERS = (1, 2, 4, 8)
+_WORKERS = (1, 2, 4)
 _RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "sum.toml"
 _PACELINE = str(Path(sys.executable).with_name("paceline"))
 
@@ -51,7 +51,6 @@ def jobs_table(repeats: int) -> Table:
         for workers in _WORKERS:
             job = [_PACELINE, "train", str(_RECIPE), "-n", str(workers)]
             job += ["--set", "steps=1", "--set", f"run_dir={folder}/{workers}", "--set", "checkpoint.keep=1"]
-            job += ["--set", "batch.shards=8"]
             sides = [Side(name, partial(run, job, environ)) for name, environ in ways.items()]
             found = take_turns(sides, repeats=repeats, steps=1, warmup=1)
             row = [str(workers)]

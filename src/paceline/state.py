@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import CheckpointError
+from paceline.layout.holding import Holding
 from paceline.slot import Keeper, Piece, Slot, first_names
 
 _SMALLEST_SCALE = 2.0**-24
@@ -59,23 +60,28 @@ class TrainState:
     """The state of one rank.
 
     Args:
-        model: its parameters and persistent buffers are state.
-        optimizer: its per-parameter tensors and group options are state.
+        holding: parameters and persistent buffers of the model, as far as this rank holds them.
+        optimizer: over what the rank updates; its tensors, and what it has changed in its groups, are state.
         scale: of the loss.
         step: number of steps taken, the position in the data.
         updates: number of updates applied, the position in the schedule (skipped steps do not count).
-        trained: what this rank's optimizer updates, where that is not the model's own parameters; a part
-            shares its memory with the parameter that it is a part of.
         keepers: who else holds state, by a word for the first part of its names.
     """
 
-    model: nn.Module
+    holding: Holding
     optimizer: torch.optim.Optimizer
     scale: LossScale = field(default_factory=LossScale)
     step: int = 0
     updates: int = 0
-    trained: Mapping[Slot, nn.Parameter] = field(default_factory=dict)
     keepers: dict[str, Keeper] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._options = [_options(group) for group in self.optimizer.param_groups]
+
+    @property
+    def model(self) -> nn.Module:
+        """The modules; what this rank does not hold is on `meta`."""
+        return self.holding.model
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor by logical name: `model/NAME`, `optimizer/NAME/KEY`. This rank's part, not copied."""
@@ -83,10 +89,7 @@ class TrainState:
 
     def pieces(self) -> list[Piece]:
         """Every tensor with its place in the whole. Not copied."""
-        by_name = {slot.name: slot for slot in self.trained}
-        found = [
-            Piece(_model_slot(name, value, by_name), value) for name, value in self._model_tensors().items()
-        ]
+        found = [self._model_piece(name, value) for name, value in self._model_tensors().items()]
         found += self.optimizer_pieces()
         for word, keeper in self.keepers.items():
             found += [piece.under(word) for piece in keeper.pieces()]
@@ -94,20 +97,31 @@ class TrainState:
 
     def optimizer_pieces(self) -> list[Piece]:
         """The optimizer's tensors: `optimizer/NAME/KEY`."""
-        slots = {p: slot for slot, p in self.trained.items()}
-        found = []
-        for name, p in self._optimized():
-            for key, value in self.optimizer.state.get(p, {}).items():
-                if isinstance(value, Tensor):
-                    found.append(Piece(_moment_slot(f"optimizer/{name}/{key}", value, slots.get(p)), value))
-        return found
+        return [
+            Piece(moment_slot(f"optimizer/{slot.name}/{key}", value, slot), value)
+            for slot, p in self._optimized()
+            for key, value in self._entries_of(slot, p).items()
+            if isinstance(value, Tensor)
+        ]
+
+    def _entries_of(self, slot: Slot, p: nn.Parameter) -> Mapping[str, Any]:
+        """What the optimizer keeps of one parameter, if all of it can be saved."""
+        entries: Mapping[str, Any] = self.optimizer.state.get(p, {})
+        for key, value in entries.items():
+            if not isinstance(value, Tensor | bool | int | float | str | None):
+                raise CheckpointError(
+                    f"{type(self.optimizer).__name__} keeps '{key}' of '{slot.name}' as {type(value).__name__}, and"
+                    " only tensors, numbers and words can be saved",
+                    next_step="choose another optimizer, or one that keeps its state in tensors",
+                )
+        return entries
 
     def scalars(self) -> dict[str, Any]:
         """Everything that is not a tensor, as JSON values."""
         numbers = {
-            f"{name}/{key}": value
-            for name, p in self._optimized()
-            for key, value in self.optimizer.state.get(p, {}).items()
+            f"{slot.name}/{key}": value
+            for slot, p in self._optimized()
+            for key, value in self._entries_of(slot, p).items()
             if isinstance(value, bool | int | float | str)
         }
         return {
@@ -116,9 +130,24 @@ class TrainState:
             "scale": {"value": self.scale.value, "clean_steps": self.scale.clean_steps},
             "optimizer": numbers,
             "optimizer_kind": type(self.optimizer).__name__,
-            "group_steps": [group.get("step") for group in self.optimizer.param_groups],
+            "groups": self._changed_options(),
             "tied": {name: first for name, first in first_names(self._named()).items() if name != first},
         }
+
+    def _changed_options(self) -> list[dict[str, Any]]:
+        """By group, what the optimizer has changed in its options since it was made: counters, estimates."""
+        found = []
+        for group, first in zip(self.optimizer.param_groups, self._options, strict=True):
+            changed = {key: value for key, value in _options(group).items() if value != first.get(key)}
+            for key, value in changed.items():
+                if not isinstance(value, bool | int | float | str | None):
+                    raise CheckpointError(
+                        f"{type(self.optimizer).__name__} keeps '{key}' of a group as {type(value).__name__}, and"
+                        " only numbers and words can be saved there",
+                        next_step="choose another optimizer, or one that keeps its state in state[parameter]",
+                    )
+            found.append(changed)
+        return found
 
     def load(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
         """Take over the values; the inverse of `tensors` and `scalars`. Nothing changes if anything is wrong.
@@ -129,11 +158,11 @@ class TrainState:
         moments = self._check(tensors, scalars)
         with torch.no_grad():
             for name, value in self._model_tensors().items():
-                value.copy_(tensors[f"model/{name}"])
+                piece = self._model_piece(name, value)
+                piece.tensor.copy_(tensors[f"model/{name}"][piece.slot.index])
         self.optimizer.state.clear()
-        for group, step in zip(self.optimizer.param_groups, scalars["group_steps"], strict=True):
-            if step is not None:
-                group["step"] = step
+        for group, changed in zip(self.optimizer.param_groups, scalars["groups"], strict=True):
+            group.update(changed)
             for p in group["params"]:
                 if p in moments:
                     self.optimizer.state[p] = {k: _placed(v, p, group) for k, v in moments[p].items()}
@@ -147,8 +176,8 @@ class TrainState:
         self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]
     ) -> dict[nn.Parameter, dict[str, Any]]:
         """The optimizer's entries by parameter, if all fits."""
-        own = {f"model/{name}": value.shape for name, value in self._model_tensors().items()}
-        given = {name: t.shape for name, t in tensors.items() if name.startswith("model/")}
+        own = {f"model/{name}": shape for name, shape in self._shapes().items()}
+        given = {name: tuple(t.shape) for name, t in tensors.items() if name.startswith("model/")}
         wrong = sorted(name for name in own.keys() | given.keys() if own.get(name) != given.get(name))
         moments = {name: t for name, t in tensors.items() if name.startswith("optimizer/")}
         numbers = {f"optimizer/{name}": value for name, value in scalars["optimizer"].items()}
@@ -164,26 +193,52 @@ class TrainState:
         return entries
 
     def _entries(self, values: Mapping[str, Any], wrong: list[str]) -> dict[nn.Parameter, dict[str, Any]]:
-        """Values by parameter and key; names that fit no parameter go to `wrong`."""
-        parameters, whole = dict(self._optimized()), dict(self.model.named_parameters())
-        rows = {p: slot.rows for slot, p in self.trained.items()}
+        """Values by parameter and key, cut to what this rank updates; names that fit nothing go to `wrong`."""
+        own = {slot.name: (slot, p) for slot, p in self._optimized()}
+        shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
+        shapes |= {slot.name: slot.shape for slot in self.holding.slots}
         found: dict[nn.Parameter, dict[str, Any]] = {}
         for full, value in values.items():
             name, _, key = full.removeprefix("optimizer/").rpartition("/")
-            if name not in whole or not _suits(value, whole[name]):
+            if name not in shapes or not _suits(value, shapes[name]):
                 wrong.append(full)
-            elif name in parameters:
-                p = parameters[name]
-                found.setdefault(p, {})[key] = _part(value, rows.get(p), len(whole[name].shape))
-            elif not self.trained:
+            elif name in own:
+                slot, p = own[name]
+                found.setdefault(p, {})[key] = _part(value, slot)
+            elif not self._elsewhere(name):
                 wrong.append(full)
         return found
 
-    def _model_tensors(self) -> dict[str, Tensor]:
-        """Parameters and persistent buffers; tied tensors once, by their first name."""
+    def _elsewhere(self, name: str) -> bool:
+        """Whether another rank updates all of a parameter."""
+        return name in {slot.name for slot in self.holding.slots} - {slot.name for slot in self.holding.updates}
+
+    def _model_piece(self, name: str, value: Tensor) -> Piece:
+        """A parameter or a buffer, and its place; of one that is gathered for its use only, the own part."""
+        held = self.holding.held.get(name)
+        if held is None:
+            slot = Slot.whole(f"model/{name}", value)
+            return Piece(replace(slot, axes=self.holding.buffers_on), value)
+        if held.kept:
+            return Piece(held.computes, value).under("model")
+        part = held.updates
+        if part is None:  # others hold all of it
+            empty = replace(held.computes, part=tuple((0, 0) for _ in held.computes.shape))
+            return Piece(empty.on("shard"), value.new_empty(empty.sizes)).under("model")
+        return Piece(part, self.holding.updates[part].detach()).under("model")
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of every tensor of the model, whole, also of what other ranks hold; tied ones once."""
         named = self._named()
         first = first_names(named)
-        return {name: value for name, value in named.items() if first[name] == name}
+        shapes = {name: tuple(value.shape) for name, value in named.items() if first[name] == name}
+        return shapes | {slot.name: slot.shape for slot in self.holding.slots}
+
+    def _model_tensors(self) -> dict[str, Tensor]:
+        """Parameters and persistent buffers that this rank holds; tied tensors once, by their first name."""
+        named = self._named()
+        first = first_names(named)
+        return {n: value for n, value in named.items() if first[n] == n and not value.is_meta}
 
     def _named(self) -> dict[str, Tensor]:
         """Parameters and persistent buffers by every name that they have."""
@@ -196,49 +251,49 @@ class TrainState:
                 )
         return found
 
-    def _optimized(self) -> list[tuple[str, nn.Parameter]]:
-        names = {p: name for name, p in self.model.named_parameters()}
-        names |= {p: slot.name for slot, p in self.trained.items()}
-        return [(names[p], p) for group in self.optimizer.param_groups for p in group["params"]]
+    def _optimized(self) -> list[tuple[Slot, nn.Parameter]]:
+        slots = {p: slot for slot, p in self.holding.updates.items()}
+        whole = {p: Slot.whole(name, p) for name, p in self.model.named_parameters() if p not in slots}
+        slots = whole | slots
+        return [(slots[p], p) for group in self.optimizer.param_groups for p in group["params"]]
 
 
-def _model_slot(name: str, value: Tensor, trained: Mapping[str, Slot]) -> Slot:
-    """Whole, unless its rank alone holds the right values of it (a stage of a pipeline)."""
-    slot = Slot.whole(f"model/{name}", value)
-    held = trained.get(name)
-    return replace(slot, axes=held.axes) if held is not None and "pipeline" in held.axes else slot
+def moment_slot(name: str, value: Tensor, of: Slot) -> Slot:
+    """The place of a moment of the part `of`: that part, on each dimension on which it is as long.
 
-
-def _moment_slot(name: str, value: Tensor, of: Slot | None) -> Slot:
-    """The place of a moment: that of its parameter, where the shapes agree.
-
-    One that is whole still has the parameter's axes: ranks that hold nothing of that have to be told.
+    One that is whole still has the axes of the part: ranks that hold nothing of it have to be told.
     """
-    if of is None or value.dim() == 0:
-        return replace(Slot.whole(name, value), axes=frozenset() if of is None else of.axes)
-    if value.dim() == len(of.shape) and value.shape[0] == of.part[0][1] - of.part[0][0]:
-        shape = (of.shape[0], *value.shape[1:])
-        return Slot(name, shape, (of.part[0], *((0, n) for n in value.shape[1:])), of.axes)
-    return replace(Slot.whole(name, value), axes=of.axes)
+    if value.dim() != len(of.shape) or not value.dim():
+        return replace(Slot.whole(name, value), axes=of.axes)
+    fits = [size == held for size, held in zip(value.shape, of.sizes, strict=True)]
+    shape = tuple(whole if fit else n for fit, whole, n in zip(fits, of.shape, value.shape, strict=True))
+    part = tuple(span if fit else (0, n) for fit, span, n in zip(fits, of.part, value.shape, strict=True))
+    return Slot(name, shape, part, of.axes)
 
 
-def _part(value: Any, rows: slice | None, num_dims: int) -> Any:
-    """The rows of a whole moment; what has no rows is whole on every rank."""
-    if rows is None or not isinstance(value, Tensor) or value.dim() < max(1, num_dims):
+def _part(value: Any, of: Slot) -> Any:
+    """A part of a whole moment; what has fewer dimensions is whole on every rank."""
+    if not isinstance(value, Tensor) or value.dim() != len(of.shape) or not value.dim():
         return value
-    return value[rows]
+    sizes = zip(value.shape, of.shape, of.part, strict=True)
+    return value[tuple(slice(*span) if n == whole else slice(None) for n, whole, span in sizes)]
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a parameter group, what is no parameter; the rates are set before every update."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names", "lr", "initial_lr")}
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
 
 
-def _suits(value: Any, p: nn.Parameter) -> bool:
+def _suits(value: Any, of: tuple[int, ...]) -> bool:
     """Moments have the parameter's shape, or one that broadcasts to it (factored moments, counters)."""
     if not isinstance(value, Tensor) or value.dim() == 0:
         return True
-    shape = zip(reversed(value.shape), reversed(p.shape), strict=False)
-    return value.dim() <= p.dim() and all(n in (1, of) for n, of in shape)
+    shape = zip(reversed(value.shape), reversed(of), strict=False)
+    return value.dim() <= len(of) and all(n in (1, whole) for n, whole in shape)
 
 
 def _placed(value: Any, p: nn.Parameter, group: Mapping[str, Any]) -> Any:
@@ -246,4 +301,6 @@ def _placed(value: Any, p: nn.Parameter, group: Mapping[str, Any]) -> Any:
     if not isinstance(value, Tensor):
         return value
     with_parameter = value.dim() > 0 or group.get("fused") or group.get("capturable")
+    if value.shape == p.shape:  # its values must lie as those of the parameter do
+        return torch.empty_like(p, dtype=value.dtype).copy_(value).detach()
     return value.to(p.device, copy=True) if with_parameter else value.clone()

@@ -61,6 +61,8 @@ class Task:
         report: `report(model, evaluation) -> lines`; what to print after training.
         stages: `stages(model) -> modules`, which called one after another are the model's forward: what a
             pipeline cuts. A tuple is passed on as arguments. An `nn.Sequential` needs none.
+        tensor: how large layers are cut under `tensor=N`: "column" or "row" by a pattern of module names, and
+            "split" for a `KeyedDropout` between the two.
         num_tokens_per_sample: for the rate on the progress line, and as a guess of how many items the
             loss counts in a sample; 0 if samples are not text.
     """
@@ -75,6 +77,7 @@ class Task:
     initialize: Callable[[nn.Module, int], None] | None = None
     report: Callable[[nn.Module, Mapping[str, float]], Sequence[str]] | None = None
     stages: Callable[[nn.Module], Iterable[nn.Module]] | None = None
+    tensor: Mapping[str, str] | None = None
     num_tokens_per_sample: int = 0
 
     def __post_init__(self) -> None:

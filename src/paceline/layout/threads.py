@@ -8,7 +8,7 @@ All have ended when `run` returns or raises.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
@@ -17,9 +17,9 @@ from torch import nn
 
 from paceline.errors import CommunicationError, TaskError
 from paceline.layout.buffers import UnitBuffers
+from paceline.layout.holding import Holding
 from paceline.layout.placed import Placed
 from paceline.models.dropout import name_dropouts
-from paceline.slot import Slot
 
 T = TypeVar("T")
 
@@ -68,35 +68,22 @@ class Threads:
 
 
 class LedByFirst:
-    """What a layout of several threads shows: model, parameters and buffers of the first."""
+    """What a layout of several threads shows: what the first holds."""
 
     _first: Placed
     _threads: Threads
-
-    @property
-    def model(self) -> nn.Module:
-        return self._first.model
 
     @property
     def metric_names(self) -> tuple[str, ...]:
         return self._first.metric_names
 
     @property
-    def slots(self) -> Mapping[Slot, nn.Parameter]:
-        return self._first.slots
-
-    @property
-    def parameters(self) -> Sequence[nn.Parameter]:
-        return self._first.parameters
+    def holding(self) -> Holding:
+        return self._first.holding
 
     @property
     def buffers(self) -> UnitBuffers:
         return self._first.buffers
-
-    @property
-    def device(self) -> torch.device:
-        """Where this rank computes."""
-        return self._first.device
 
     def close(self) -> None:
         """End the threads."""
@@ -109,8 +96,14 @@ def around_the_same_parameters(model: nn.Module, why: str) -> nn.Module:
     Args:
         why: a word for what needs the copy.
     Raises:
-        TaskError: the model cannot be copied.
+        TaskError: the model cannot be copied, or its parameters have hooks, which a copy would not call.
     """
+    hooked = [n for n, p in model.named_parameters() if p._backward_hooks or _has_late_hooks(p)]
+    if hooked:
+        raise TaskError(
+            f"'{hooked[0]}' has gradient hooks, and {why} run copies of the model, which would not call them",
+            next_step="choose a strategy without lanes, or change the gradient inside the model",
+        )
     memo = {id(p): nn.Parameter(p.data, p.requires_grad) for p in model.parameters()}
     try:
         twin = copy.deepcopy(model, memo)
@@ -121,6 +114,10 @@ def around_the_same_parameters(model: nn.Module, why: str) -> nn.Module:
         ) from error
     name_dropouts(twin)
     return twin
+
+
+def _has_late_hooks(p: nn.Parameter) -> bool:
+    return bool(getattr(p, "_post_accumulate_grad_hooks", None))
 
 
 class NobodyDraws:

@@ -68,6 +68,7 @@ def build(*, seed: int, base_dir: Path, cache_dir: Path, **options: Any) -> Task
         held_out=held_out,
         loss=next_token_loss,
         stages=gpt_chain,
+        tensor={"blocks.*.feed_forward.expand": "column", "blocks.*.feed_forward.project": "row"},
         initialize=initialize_gpt,
         report=_build_report(chosen, tokenizer, train, held_out, corpus.split, seed),
         num_tokens_per_sample=chosen.context,

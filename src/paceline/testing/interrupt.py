@@ -7,8 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
+from paceline.comm import GradientSink
 from paceline.data import LoadedUnit
-from paceline.layout import GradSink, Placed, Sums
+from paceline.layout import Placed, Sums
+from paceline.slot import Slot
 from paceline.training import Session
 
 
@@ -32,7 +34,7 @@ class InterruptedLayout:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def run(self, units: Iterable[LoadedUnit], num_units: int, sink: GradSink, scale: float) -> Sums:
+    def run(self, units: Iterable[LoadedUnit], num_units: int, sink: GradientSink, scale: float) -> Sums:
         """As the inner layout, but for the one call."""
         fused = _Fuse(sink, self._after) if self.runs == self._at_run else sink
         self.runs += 1
@@ -40,17 +42,17 @@ class InterruptedLayout:
 
 
 class _Fuse:
-    def __init__(self, sink: GradSink, after: int) -> None:
+    def __init__(self, sink: GradientSink, after: int) -> None:
         self._sink, self._left = sink, after
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._sink, name)
 
-    def ready(self, index: int, grad: Tensor | None) -> None:
+    def ready(self, slot: Slot, grad: Tensor | None) -> None:
         if self._left == 0:
             raise Interrupt
         self._left -= 1
-        self._sink.ready(index, grad)
+        self._sink.ready(slot, grad)
 
 
 def train_interrupted(session: Session, at_run: int, after: int) -> list[float]:

@@ -18,20 +18,24 @@ from paceline.cluster import Cluster
 from paceline.comm import Net
 from paceline.data import Feed, Loader, Order, to_device
 from paceline.errors import DataError, DeviceError, StrategyError
+from paceline.layout import Holding
 from paceline.layout.precision import compile_or_explain, recompute_blocks
 from paceline.layout.sums import checked
 from paceline.mesh import Group, Mesh
 from paceline.models.dropout import name_dropouts
 from paceline.observe import Phases
-from paceline.optim import build_optimizer
+from paceline.optim import build_optimizer, require_elementwise
+from paceline.optim.adopt import adopt
 from paceline.recipe import Recipe, Strategy, support
 from paceline.state import LossScale, TrainState
+from paceline.sync import UpdateStep, update_parts
 from paceline.sync.witness import LossEar
 from paceline.task import Source, Task
 from paceline.training.arrange import Material, Pieces, Setting
-from paceline.training.guard import guard_tail
-from paceline.training.layouts import LAYOUTS
+from paceline.training.guard import guard_update
+from paceline.training.layouts import Layout, place
 from paceline.training.numerics import check_numerics
+from paceline.training.reductions import build_norm
 from paceline.training.rules import RULES
 from paceline.training.session import Notes, Session
 
@@ -83,13 +87,16 @@ def build_session(
     recompute_and_compile(recipe, task, model, device, warn)
     ear = LossEar(task.loss)
     material = Material(replace(task, loss=ear), model, names, device)
-    arranged = LAYOUTS[strategy.layout](setting, material)
-    optimizer = arranged.adopt(build_task_optimizer(recipe, task, model))
+    layout = place(setting, material)
+    holding = layout.placed.holding
+    optimizer = build_task_optimizer(recipe, task, holding)
     if recipe.reproducible:
         check_numerics(setting.mesh, setting.net, model, optimizer)
-    state = TrainState(model, optimizer, loss_scale(recipe), trained=arranged.trained)
+    state = TrainState(holding, optimizer, loss_scale(recipe))
     feed, notes = build_feed(setting, task, device), Notes()
-    tail = arranged.tail(setting, state, feed.num_steps)
+    update_step = build_update_step(setting, layout, state, feed.num_steps)
+    guard_update(update_step, setting, layout.placed, ear, notes.add)
+    update_step.parts = pieces.update(update_step.parts)
     return Session(
         recipe=recipe,
         cluster=cluster,
@@ -97,13 +104,27 @@ def build_session(
         net=setting.net,
         task=task,
         state=state,
-        placed=arranged.placed,
+        placed=layout.placed,
         feed=feed,
-        tail=guard_tail(tail, setting, arranged.placed, ear, notes.add),
-        rule=RULES[strategy.sync_word](setting, arranged, state),
+        update_step=update_step,
+        rule=RULES[strategy.sync_word](setting, layout, state),
         notes=notes,
         closers=setting.closers,
     )
+
+
+def build_update_step(setting: Setting, layout: Layout, state: TrainState, num_steps: int) -> UpdateStep:
+    """The update step over what this rank updates."""
+    recipe, holding = setting.recipe, layout.placed.holding
+    num_updates = num_steps * recipe.strategy.updates_per_step
+    parts = update_parts(
+        setting.pieces.schedule(recipe.schedule, num_updates, recipe.batch.size),
+        reduction=recipe.batch.reduction,
+        clip_norm=recipe.optimizer.clip_norm,
+        norm=setting.pieces.norm(build_norm(setting, holding)),
+        gather=layout.gather,
+    )
+    return UpdateStep(state, holding.updates, parts)
 
 
 def build_feed(setting: Setting, task: Task, device: torch.device) -> Feed:
@@ -202,11 +223,20 @@ def recompute_and_compile(
             warn(reason)
 
 
-def build_task_optimizer(recipe: Recipe, task: Task, model: nn.Module) -> torch.optim.Optimizer:
-    """The task's own optimizer, or the recipe's by name."""
-    if task.optimizer is not None:
-        return task.optimizer(model)
-    return build_optimizer(model.named_parameters(), recipe.optimizer, fused_allowed=not recipe.reproducible)
+def build_task_optimizer(recipe: Recipe, task: Task, holding: Holding) -> torch.optim.Optimizer:
+    """The task's own optimizer, or the recipe's by name, over what this rank updates.
+
+    Raises:
+        StrategyError: it looks at more than one value at a time, and this rank would update parts of tensors.
+    """
+    if task.optimizer is None:
+        own = [(slot.name, p) for slot, p in holding.updates.items()]
+        return build_optimizer(own, recipe.optimizer, fused_allowed=not recipe.reproducible)
+    optimizer = task.optimizer(holding.model)
+    if holding.is_cut:
+        require_elementwise(optimizer)
+    adopt(optimizer, holding)
+    return optimizer
 
 
 def loss_scale(recipe: Recipe) -> LossScale:

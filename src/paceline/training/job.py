@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
+from torch import nn
 
 from paceline.cluster import Cluster
 from paceline.observe import JsonLines, Progress, Sink, TextLog
@@ -142,11 +143,12 @@ def _continue(
     used = None if resume is None else run_folder.restore(session, resume, warn)
     stop.setting_up = False
     result = fit(session, run_dir, sinks(session, run_dir, talks, used))
-    session.complete()
+    wanted = session.task.report is not None and result.evaluation is not None
+    whole = session.complete() if wanted else None
     if session.is_first:
         write_page(run_dir, warn)
     if talks is not None:
-        conclude(session, result, run_dir, talks)
+        conclude(session, result, run_dir, talks, whole)
     return result
 
 
@@ -182,13 +184,19 @@ def sinks(
     return found
 
 
-def conclude(session: Session, result: Result, run_dir: Path, console: Console) -> None:
-    """Print what came out, where it is, and how to go on."""
+def conclude(
+    session: Session, result: Result, run_dir: Path, console: Console, whole: nn.Module | None
+) -> None:
+    """Print what came out, where it is, and how to go on.
+
+    Args:
+        whole: the whole model, if the task reports on it.
+    """
     lines: list[str] = []
-    if session.task.report is not None and result.evaluation is not None:
+    if session.task.report is not None and result.evaluation is not None and whole is not None:
         found = result.evaluation
         values = {"loss": found.loss, "count": found.num_items, **found.metrics}
-        lines += session.task.report(session.placed.model, values)
+        lines += session.task.report(whole, values)
     resume = f"paceline train --resume {run_dir} -n {session.cluster.world_size}{_longer(session, result)}"
     if result.sha256 is not None:
         lines.append(f"state sha256: {result.sha256}")

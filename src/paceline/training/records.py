@@ -60,7 +60,7 @@ class RankRecords:
         if not self._rows:
             return
         session = self._session
-        mine = torch.tensor(self._rows, dtype=torch.float64, device=session.placed.device)
+        mine = torch.tensor(self._rows, dtype=torch.float64, device=session.placed.holding.device)
         tables = session.net.gather(mine, session.mesh.world).wait()
         self._rows = []
         for record in rank_records(self._step, [t.tolist() for t in tables]) if tables else ():
@@ -81,7 +81,7 @@ def run_record(session: Session) -> dict[str, Any]:
     """How this process takes part, and the sizes from which closed forms follow."""
     recipe, placed = session.recipe, session.placed
     strategy = resolve(recipe.strategy, processes=session.cluster.world_size, shards=recipe.batch.shards)
-    trained = [p for p in session.state.model.parameters() if p.requires_grad]  # of all stages
+    slots, types = placed.holding.slots, dict(session.state.model.named_parameters())  # of all ranks
     return {
         "schema": SCHEMA,
         "step": session.state.step,
@@ -90,14 +90,14 @@ def run_record(session: Session) -> dict[str, Any]:
         "strategy": str(strategy),
         "ordered": recipe.is_ordered,
         "ranks": session.cluster.world_size,
-        "devices": placed.device.type,
+        "devices": placed.holding.device.type,
         "threads": torch.get_num_threads(),
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "process_start": process_start(os.getpid()),
         "versions": {"paceline": VERSION, "torch": torch.__version__, "python": platform.python_version()},
-        "parameters": sum(p.numel() for p in trained),
-        "gradient_bytes": sum(p.numel() * p.element_size() for p in trained),
-        "tally_bytes": tally_bytes(len(placed.metric_names), len(trained), placed.buffers.num_values),
+        "parameters": sum(slot.numel for slot in slots),
+        "gradient_bytes": sum(slot.numel * types[slot.name].element_size() for slot in slots),
+        "tally_bytes": tally_bytes(len(placed.metric_names), len(slots), placed.buffers.num_values),
         "tokens_per_sample": session.task.num_tokens_per_sample,
     }

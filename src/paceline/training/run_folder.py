@@ -24,7 +24,7 @@ def prepare(session: Session, resume: Path | None) -> Path:
         chosen = str(run_of(resume))
     else:
         chosen = session.recipe.run_dir or str(new_run_dir(session.recipe.task))
-    chosen = share_text(chosen, session.mesh.world, session.net, session.placed.device)
+    chosen = share_text(chosen, session.mesh.world, session.net, session.placed.holding.device)
     run_dir = Path(chosen)
     if session.is_first:
         if resume is not None:

@@ -134,7 +134,7 @@ class Saves:
         """The newest checkpoint, if it is of the present step; collective."""
         session, saver = self._session, self._saver
         found = saver.shelf.newest_at(session.state.step) if saver is not None and session.is_first else None
-        return share_text(found or "", session.mesh.world, session.net, session.placed.device) or None
+        return share_text(found or "", session.mesh.world, session.net, session.placed.holding.device) or None
 
     def _save(self, saver: Saver) -> None:
         saver.finish()

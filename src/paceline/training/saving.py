@@ -15,6 +15,7 @@ from paceline.checkpoint import Files, Keep, Origin, Patience, Saver, Saving, Sh
 from paceline.comm.text import gather_texts, share_text
 from paceline.errors import CheckpointError
 from paceline.recipe import Recipe, to_toml
+from paceline.sync.update import placed_before
 from paceline.training.build import resolved
 from paceline.training.numerics import differences, fingerprint
 from paceline.training.session import Session
@@ -32,7 +33,7 @@ def build_saver(session: Session, run_dir: Path, warn: Callable[[str], None]) ->
     """A saver for this rank; collective. What a crash has left half-written is removed."""
     files = files_of(session.recipe, run_dir)
     shelf = Shelf.look(files).claim() if session.is_first else Shelf(files)
-    run = share_text(shelf.run, session.mesh.world, session.net, session.placed.device)
+    run = share_text(shelf.run, session.mesh.world, session.net, session.placed.holding.device)
     options, strategy = session.recipe.checkpoint, resolved(session.recipe, session.cluster.world_size)
     saving = Saving(
         rank=session.cluster.global_rank,
@@ -51,7 +52,10 @@ def build_saver(session: Session, run_dir: Path, warn: Callable[[str], None]) ->
         world_size=session.cluster.world_size,
         versions={"paceline": VERSION, "python": platform.python_version(), **fingerprint()},
     )
-    return Saver(session.state, shelf, origin, saving, lambda text: _exchange(session, text))
+    saver = Saver(session.state, shelf, origin, saving, lambda text: _exchange(session, text))
+    step = session.update_step
+    step.parts = placed_before(step.parts, "step", "settle", lambda record: saver.settle())
+    return saver
 
 
 def restore(
@@ -99,7 +103,7 @@ def _newest_first(
         found = found[found.index(before) + 1 :] if before in found else found
         for error in shelf.broken.values():
             warn(error.what)
-    text = share_text(json.dumps(found), session.mesh.world, session.net, session.placed.device)
+    text = share_text(json.dumps(found), session.mesh.world, session.net, session.placed.holding.device)
     return [str(name) for name in json.loads(text)]
 
 

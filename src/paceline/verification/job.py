@@ -12,6 +12,7 @@ import torch
 from paceline.cluster import Cluster
 from paceline.errors import StrategyError
 from paceline.layout import Precision
+from paceline.layout.holding import hold_whole
 from paceline.optim import build_schedule
 from paceline.recipe import HealthRecipe, Recipe
 from paceline.task import Task
@@ -25,7 +26,6 @@ from paceline.training.build import (
 )
 from paceline.training.job import TaskLike, connected, obtain_task
 from paceline.verification.oracle import Oracle
-from paceline.verification.record import recording
 from paceline.verification.report import Report
 from paceline.verification.run import Verifier
 
@@ -79,8 +79,7 @@ def compare_with_oracle(
     pieces = pieces or Pieces()
     recipe = recipe.replace(health=HealthRecipe())  # a step that is left out has nothing to compare
     oracle = build_oracle(recipe, replace(task, model=copy.deepcopy(task.model)), device)
-    recorded = replace(pieces, tail=recording(pieces.tail))
-    session = build_session(recipe, task, cluster, device, pieces=recorded)
+    session = build_session(recipe, task, cluster, device, pieces=pieces)
     return Verifier(session, oracle).run(steps, observe)
 
 
@@ -96,7 +95,7 @@ def build_oracle(recipe: Recipe, task: Task, device: torch.device, shards: int |
     return Oracle(
         task,
         order,
-        build_task_optimizer(recipe, task, model),
+        build_task_optimizer(recipe, task, hold_whole(model)),
         build_schedule(recipe.schedule, num_steps, recipe.batch.size),
         shards=shards or recipe.batch.shards,
         seed=recipe.seed,

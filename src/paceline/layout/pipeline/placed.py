@@ -5,33 +5,34 @@ one runs the task's own loss on it. Gradients come back the same way. Random num
 key and the module's name, so they do not depend on the cut; a model with dropout that draws from a stream
 (not `KeyedDropout`) computes another, equally valid, mask on each stage than one process would.
 
-Invariant: gradients are added over the units as autograd does it; they are handed to the sink at the end.
-The whole model is in memory here, and only the parameters of this stage are up to date between steps.
+Invariant: gradients are added over the units as autograd does it, and handed on while the last backward runs.
+In which order a stage runs its forwards and backwards is a table (`schedule`), proven before it runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from paceline.comm import GradientSink
 from paceline.data import LoadedUnit
 from paceline.layout.buffers import UnitBuffers
+from paceline.layout.handing_on import HandingOn
+from paceline.layout.holding import Holding
 from paceline.layout.pipeline.chain import Enter, Stage, as_tuple
 from paceline.layout.pipeline.flight import Flight, Weights
-from paceline.layout.pipeline.schedule import gpipe, validate
+from paceline.layout.pipeline.schedule import Action, MakeSchedule, gpipe, validate
 from paceline.layout.pipeline.stage import Cut
 from paceline.layout.pipeline.view import Answers, Call, asked
 from paceline.layout.pipeline.wire import Neighbours
-from paceline.layout.placed import GradSink
 from paceline.layout.precision import Precision
 from paceline.layout.seed import seed_unit
 from paceline.layout.sums import Sums, checked
 from paceline.models.dropout import name_dropouts
 from paceline.observe import Phases
-from paceline.slot import Slot, trained_parameters
 from paceline.task import Task
 
 _FEW = 8  # messages, each of a description and its tensors
@@ -42,86 +43,95 @@ class Pipeline:
 
     Args:
         task: its loss; the first stage finds out from it what the model is called with.
-        model: the whole model.
+        holding: what this stage holds of the model.
         cut: this rank's stage.
         wire: to the stages before and after it.
+        schedule: makes the order of forwards and backwards.
+        overlap: see `HandingOn`.
         seeds: seed PyTorch's own generators for every unit; not where other threads share them.
+        reports: see `Replicate`.
     """
 
     def __init__(
         self,
         task: Task,
-        model: nn.Module,
+        holding: Holding,
         cut: Cut,
         metric_names: tuple[str, ...],
         *,
         wire: Neighbours,
         precision: Precision,
         phases: Phases,
+        schedule: MakeSchedule = gpipe,
+        overlap: bool = True,
         seeds: bool = True,
+        reports: bool = True,
     ) -> None:
-        self.model, self.metric_names, self.cut = model, metric_names, cut
-        self.slots: dict[Slot, nn.Parameter] = trained_parameters(model)
-        self.parameters = list(self.slots.values())
-        self.used = [False] * len(self.parameters)
-        self.buffers = UnitBuffers(model)
+        self.holding, self.metric_names, self.cut = holding, metric_names, cut
+        self.buffers = UnitBuffers(holding.model)
         self.stage = Stage(cut.links)
+        self.gradients = HandingOn(holding.computes, overlap=overlap)
         self.peak_stored = 0
         self._task, self._precision, self._phases = task, precision, phases
-        self._dropouts, self._wire = name_dropouts(model), wire
-        self._seeded = self.device if seeds else None
+        self._dropouts, self._wire = name_dropouts(holding.model), wire
+        self._seeded = holding.device if seeds else None
+        self._make_schedule, self._orders = schedule, dict[int, Sequence[Action]]()
+        self._reports = reports
 
     @property
-    def device(self) -> torch.device:
-        """Where this rank computes."""
-        return self.parameters[0].device
+    def used(self) -> Collection[str]:
+        """See `Placed`."""
+        return self.gradients.used
 
-    def run(self, units: Iterable[LoadedUnit], num_units: int, sink: GradSink, scale: float) -> Sums:
-        """See `Placed`, in the order of GPipe."""
+    def run(self, units: Iterable[LoadedUnit], num_units: int, sink: GradientSink, scale: float) -> Sums:
+        """See `Placed`, in the order of the schedule."""
         self.begin_step()
         sums, stored = Sums(self.metric_names), dict[int, Flight]()
-        schedule = gpipe(self.cut.num_stages, num_units)
-        validate(schedule, num_units)
+        order = self._order(num_units)
+        left = num_units
         pulled = iter(units)
         self.peak_stored = 0
-        for action in schedule[self.cut.stage]:
+        self.holding.use.begin()
+        for action in order:
             if action.kind == "F":
                 stored[action.micro_batch] = self._next_forward(pulled, sums, scale)
             else:
-                self._next_backward(stored.pop(action.micro_batch), sink, is_last=not stored)
+                left -= 1
+                self._next_backward(stored.pop(action.micro_batch), sink, is_last=not left)
             self.peak_stored = max(self.peak_stored, len(stored))
         self.flush()
-        if not sink.by_unit:
-            self._hand_on(sink)
-        return sums
+        self.holding.use.end()
+        if not (num_units or sink.by_unit):
+            self.gradients.open(sink)
+            self.gradients.close()
+        return sums if self._reports else Sums(self.metric_names)
+
+    def _order(self, num_units: int) -> Sequence[Action]:
+        """This stage's row of the table for so many micro-batches; each table is validated once."""
+        if num_units not in self._orders:
+            table = self._make_schedule(self.cut.num_stages, num_units)
+            validate(table, num_units)
+            self._orders[num_units] = table[self.cut.stage]
+        return self._orders[num_units]
 
     def _next_forward(self, units: Iterator[LoadedUnit], sums: Sums, scale: float) -> Flight:
         with self._phases.during("data"):
             loaded = next(units)
         return self.forward(loaded, sums, scale)
 
-    def _next_backward(self, flight: Flight, sink: GradSink, is_last: bool) -> None:
-        self.backward(flight)
+    def _next_backward(self, flight: Flight, sink: GradientSink, is_last: bool) -> None:
         if sink.by_unit:
             sink.unit(range(flight.shard, flight.shard + 1), is_last)
-            self._hand_on(sink)
-
-    def _hand_on(self, sink: GradSink) -> None:
-        for index, own in reversed(list(enumerate(self.cut.own))):
-            if own:
-                p = self.parameters[index]
-                self.used[index] |= p.grad is not None
-                sink.ready(index, p.grad)
-                p.grad = None if sink.by_unit else p.grad
+        self.gradients.open(sink if is_last or sink.by_unit else None)
+        self.backward(flight)
+        self.gradients.close()
 
     def begin_step(self) -> None:
         """Forget the gradients of the step before, and remember the buffers."""
-        if not self.stage.training or not self.model.training:
-            self.model.train()
+        if not self.stage.training or not self.holding.model.training:
+            self.holding.model.train()
             self.stage.train()
-        for p in self.parameters:
-            p.grad = None
-        self.used = [False] * len(self.parameters)
+        self.gradients.begin()
         self.buffers.begin_step()
 
     def forward(self, loaded: LoadedUnit, sums: Sums, scale: float, weights: Weights | None = None) -> Flight:
@@ -212,21 +222,25 @@ class Pipeline:
 
     def abort(self) -> None:
         """See `Placed`."""
+        self.gradients.stop()
+        self.holding.use.end()
         self._wire.abort()
         self.buffers.abort_step()
 
     def evaluate(self, units: Iterable[LoadedUnit]) -> Sums:
         """See `Placed`; units pass through the stages one after another."""
         sums = Sums(self.metric_names)
-        self.model.eval()
+        self.holding.model.eval()
         self.stage.eval()
+        self.holding.use.begin()
         with torch.no_grad():
             for loaded in units:
                 with self._precision.autocast():
                     self._run_links(loaded, self._arrived(), sums, 1.0, None)
                 self._wire.flush(most=_FEW)  # the first stage must not run far ahead of the last
         self.flush()
-        return sums
+        self.holding.use.end()
+        return sums if self._reports else Sums(self.metric_names)
 
 
 def _differentiable(x: Tensor) -> bool:

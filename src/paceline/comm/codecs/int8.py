@@ -1,35 +1,11 @@
-"""What goes over the wire in place of float values: a codec turns a tensor into bytes and back.
-
-Invariant: encoding is a pure function of the values, the same on every rank and device. A value that is not
-finite stays not finite in its block, so an overflow is seen on the other side.
-"""
+"""Eight bits a value, with a scale for every block."""
 
 from __future__ import annotations
 
 from math import ceil
-from typing import Protocol
 
 import torch
 from torch import Tensor
-
-
-class Codec(Protocol):
-    """Rows of values to rows of bytes, and back.
-
-    Attributes:
-        adds: whether coded values may be summed without decoding.
-    """
-
-    adds: bool
-
-    def num_bytes(self, num_values: int) -> int:
-        """Bytes of one coded row: the closed form that the ledger must show."""
-
-    def encode(self, x: Tensor) -> Tensor:
-        """Code each row alone: float [rows, num_values] to uint8 [rows, num_bytes]."""
-
-    def decode(self, payload: Tensor, num_values: int, dtype: torch.dtype) -> Tensor:
-        """The values of each row: uint8 [rows, num_bytes] to `dtype` [rows, num_values]."""
 
 
 class Int8:
@@ -40,7 +16,6 @@ class Int8:
     section 2 (linear quantisation), with a scale for every block.
     """
 
-    adds = False
     block = 256
 
     def num_bytes(self, num_values: int) -> int:

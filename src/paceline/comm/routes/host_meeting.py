@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from paceline.comm.host_links import HostLinks
+from paceline.comm.routes.host_links import HostLinks
 from paceline.comm.net import Net
 from paceline.comm.text import gather_texts
 from paceline.errors import CommunicationError, DeadlineError

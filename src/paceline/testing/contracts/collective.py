@@ -1,4 +1,4 @@
-"""What every wire (a route, plain or with a codec) keeps."""
+"""What every collective (a route, plain or with a codec) keeps."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from paceline.cluster import Cluster
-from paceline.comm import Net, Wire
+from paceline.comm import Collective, Net
 from paceline.mesh import Group, Mesh
 from paceline.testing.ranks import run_ranks
 
 _SIZES = (1, 7, 1000)
 
 
-class WireContract(ABC):
-    """Sums over a group.
+class CollectiveContract(ABC):
+    """Sums, gathers and broadcasts over a group.
 
     Attributes:
         worlds: numbers of ranks on which sums are taken; tests of one number take the first.
@@ -30,18 +30,18 @@ class WireContract(ABC):
     feeds_back: bool = False
 
     @abstractmethod
-    def wire(self, net: Net, group: Group) -> Wire:
-        """A new wire."""
+    def collective(self, net: Net, group: Group) -> Collective:
+        """A new collective."""
 
-    def start(self, cluster: Cluster) -> tuple[Wire, Group]:
+    def start(self, cluster: Cluster) -> tuple[Collective, Group]:
         group = Mesh.build(cluster, {"replica": cluster.world_size}).replica
-        return self.wire(Net(30.0), group), group
+        return self.collective(Net(30.0), group), group
 
     def test_all_reduce_gives_every_rank_the_same_sum_in_place(self) -> None:
         def run(cluster: Cluster) -> list[Tensor]:
-            wire, group = self.start(cluster)
+            path, group = self.start(cluster)
             xs = [_values(n, group.rank) for n in _SIZES]
-            handles = [wire.all_reduce(x, str(k)) for k, x in enumerate(xs)]
+            handles = [path.all_reduce(x, str(k)) for k, x in enumerate(xs)]
             assert all(handle.wait() is x for handle, x in zip(handles, xs, strict=True))
             return xs
 
@@ -55,9 +55,9 @@ class WireContract(ABC):
 
     def test_reduce_scatter_gives_each_rank_its_row(self) -> None:
         def run(cluster: Cluster) -> Tensor:
-            wire, group = self.start(cluster)
+            path, group = self.start(cluster)
             rows = torch.stack([_values(40, 10 * group.rank + row) for row in range(group.size)])
-            return wire.reduce_scatter(rows, "rows").wait()
+            return path.reduce_scatter(rows, "rows").wait()
 
         for world in self.worlds:
             for row, found in enumerate(run_ranks(run, world)):
@@ -66,21 +66,45 @@ class WireContract(ABC):
                 assert found.shape == (40,)
                 assert float((found - sum(parts)).abs().max()) <= bound
 
+    def test_all_gather_collects_rows_by_rank(self) -> None:
+        def run(cluster: Cluster) -> Tensor:
+            path, group = self.start(cluster)
+            found: Tensor = path.all_gather(_values(13, group.rank), "gathered").wait()
+            return found
+
+        for world in self.worlds:
+            right = torch.stack([_values(13, rank) for rank in range(world)])
+            assert all(torch.equal(found, right) for found in run_ranks(run, world))
+
+    def test_broadcast_copies_any_rank_to_all_in_place(self) -> None:
+        def run(cluster: Cluster) -> list[Tensor]:
+            path, group = self.start(cluster)
+            found = []
+            for source in range(group.size):
+                x = _values(9, 50 + group.rank)
+                assert path.broadcast(x, "copied", source).wait() is x
+                found.append(x)
+            return found
+
+        for world in self.worlds:
+            for found in run_ranks(run, world):
+                assert all(torch.equal(x, _values(9, 50 + source)) for source, x in enumerate(found))
+
     def test_an_aborted_step_changes_nothing(self) -> None:
         """Two steps, or two with an aborted one between them: the same bits."""
 
         def run(cluster: Cluster, aborts: bool) -> Tensor:
-            wire, group = self.start(cluster)
+            path, group = self.start(cluster)
             x = torch.zeros(0)
             for step in range(3):
                 if step == 1 and not aborts:
                     continue
                 x = _values(500, group.rank) / 3
-                wire.all_reduce(x, "0").wait()
+                path.all_reduce(x, "0").wait()
                 if step == 1:
-                    wire.abort()
-                else:
-                    wire.commit()
+                    path.abort()
+                elif path.feedback is not None:
+                    path.feedback.commit()
             return x
 
         plain, disturbed = (run_ranks(run, self.worlds[0], aborts) for aborts in (False, True))
@@ -91,13 +115,14 @@ class WireContract(ABC):
         num_steps = 20
 
         def run(cluster: Cluster) -> tuple[float, float]:
-            wire, group = self.start(cluster)
+            path, group = self.start(cluster)
             right = sum(_values(500, rank) / 7 for rank in range(group.size))
             total, first = torch.zeros(500), 0.0
             for step in range(num_steps):
                 x = _values(500, group.rank) / 7
-                wire.all_reduce(x, "0").wait()
-                wire.commit()
+                path.all_reduce(x, "0").wait()
+                if path.feedback is not None:
+                    path.feedback.commit()
                 total += x
                 first = float((x - right).abs().max()) if step == 0 else first
             return first, float((total / num_steps - right).abs().max())
@@ -110,16 +135,18 @@ class WireContract(ABC):
 
     def test_residuals_survive_being_taken_out_and_put_back(self) -> None:
         def run(cluster: Cluster, moves: bool) -> Tensor:
-            wire, group = self.start(cluster)
+            path, group = self.start(cluster)
             x = torch.zeros(0)
             for step in range(3):
-                if step == 2 and moves:
-                    kept = wire.residuals()
-                    wire, group = self.start(cluster)
-                    wire.set_residuals(kept)
+                if step == 2 and moves and path.feedback is not None:
+                    kept = {side: flat.clone() for side, flat in path.feedback.lost("0", 500).items()}
+                    path, group = self.start(cluster)
+                    assert path.feedback is not None
+                    path.feedback.set_lost("0", kept)
                 x = _values(500, group.rank) / 3
-                wire.all_reduce(x, "0").wait()
-                wire.commit()
+                path.all_reduce(x, "0").wait()
+                if path.feedback is not None:
+                    path.feedback.commit()
             return x
 
         whole, moved = (run_ranks(run, self.worlds[0], moves) for moves in (False, True))

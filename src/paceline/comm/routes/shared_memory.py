@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.comm.host_links import HostLinks, Signal
+from paceline.comm.routes.host_links import HostLinks, Signal
+from paceline.comm.handle import Handle
 from paceline.comm.net import Net
-from paceline.comm.wire import Residual, Waits
 from paceline.errors import CommunicationError
 from paceline.mesh import Group
 
@@ -31,7 +31,7 @@ Calls = Sequence[tuple[str, Group, int]]
 """Operation, group and bytes, of what a sum would cost on a wire."""
 
 
-class SharedMemoryWire:
+class SharedMemoryCollective:
     """Sums over the ranks of one host, in processor memory.
 
     Args:
@@ -43,6 +43,8 @@ class SharedMemoryWire:
     Multi-/Many-cores, IPDPS.
     """
 
+    feedback = None
+
     def __init__(self, net: Net, group: Group, links: HostLinks) -> None:
         self.net, self.group = net, group
         self._links = links
@@ -50,12 +52,12 @@ class SharedMemoryWire:
         self._num_sums = 0
 
     def buffer(self, num_values: int, like: Tensor, key: str) -> Tensor:
-        """See `Wire`; collective. Sums of this very tensor copy nothing."""
+        """See `Collective`; collective. Sums of this very tensor copy nothing."""
         self._parts[key] = self._map(num_values, like.dtype)
         return self._parts[key][self.group.rank]
 
-    def all_reduce(self, x: Tensor, key: str) -> Waits:
-        """See `Wire`; the sum is made in `wait`, by the thread that waits."""
+    def all_reduce(self, x: Tensor, key: str) -> Handle:
+        """See `Collective`; the sum is made in `wait`, by the thread that waits."""
         parts = self._parts_of(x, key)
         mine = parts[self.group.rank]
         in_place = x.data_ptr() == mine.data_ptr()
@@ -68,8 +70,8 @@ class SharedMemoryWire:
         calls = [("all_reduce", self.group, x.numel() * x.element_size())]
         return self._launch(calls, key, add, lambda: x if in_place else x.copy_(mine.view_as(x)))
 
-    def reduce_scatter(self, x: Tensor, key: str) -> Waits:
-        """See `Wire`; the result is a tensor of its own."""
+    def reduce_scatter(self, x: Tensor, key: str) -> Handle:
+        """See `Collective`; the result is a tensor of its own."""
         parts = self._parts_of(x, key)
         parts[self.group.rank].copy_(x.reshape(-1))
         row = torch.empty_like(x[0])
@@ -83,9 +85,32 @@ class SharedMemoryWire:
         calls = [("reduce_scatter", self.group, x.numel() * x.element_size())]
         return self._launch(calls, key, add, lambda: row)
 
+    def all_gather(self, x: Tensor, key: str) -> Handle:
+        """See `Collective`; every rank copies the others' values from where they lie."""
+        parts = self._parts_of(x, key)
+        mine = parts[self.group.rank]
+        if x.data_ptr() != mine.data_ptr():
+            mine.copy_(x.reshape(-1))
+        rows = torch.empty(self.group.size, x.numel(), dtype=x.dtype)
+
+        def collect() -> None:
+            for row, part in zip(rows, parts, strict=True):
+                row.copy_(part)
+
+        calls = [("all_gather", self.group, x.numel() * x.element_size())]
+        return self._launch(calls, key, collect, lambda: rows.view(self.group.size, *x.shape))
+
+    def broadcast(self, x: Tensor, key: str, source: int = 0) -> Handle:
+        """See `Collective`."""
+        parts = self._parts_of(x, key)
+        if self.group.rank == source:
+            parts[source].copy_(x.reshape(-1))
+        calls = [("broadcast", self.group, x.numel() * x.element_size())]
+        return self._launch(calls, key, lambda: x.copy_(parts[source].view_as(x)), lambda: x)
+
     def combine(
         self, keys: Sequence[str], calls: Calls, add: Callable[[Sequence[Sequence[Tensor]]], None]
-    ) -> Waits:
+    ) -> Handle:
         """Let every rank change its share of all ranks' buffers, once all are filled.
 
         Args:
@@ -96,24 +121,14 @@ class SharedMemoryWire:
         parts = [self._parts[key] for key in keys]
         return self._launch(calls, keys[0], lambda: add(parts), lambda: parts[0][self.group.rank])
 
-    def commit(self) -> None:
-        """Nothing is kept between steps."""
-
     def abort(self) -> None:
-        """Nothing is kept between steps."""
-
-    def residuals(self) -> dict[str, Residual]:
-        """None: nothing is lost."""
-        return {}
-
-    def set_residuals(self, found: dict[str, Residual]) -> None:
-        """There are none to keep."""
+        """See `Collective`; nothing is kept between steps."""
 
     def close(self) -> None:
         """Leave the other ranks; buffers stay readable."""
         self._links.close()
 
-    def _launch(self, calls: Calls, key: str, add: Callable[[], None], result: Callable[[], Tensor]) -> Waits:
+    def _launch(self, calls: Calls, key: str, add: Callable[[], None], result: Callable[[], Tensor]) -> Handle:
         ledger = self.net.ledger
         entries = [ledger.launched(op, group.name, num_bytes, group.size) for op, group, num_bytes in calls]
         label = f"buffer '{key}' of {calls[0][2]} bytes"
@@ -121,7 +136,7 @@ class SharedMemoryWire:
         self._num_sums += 1
         self._links.tell(filled)
 
-        def finish() -> Tensor:
+        def finish(deadline_seconds: float | None, exposed: bool) -> Tensor:
             began = time.perf_counter()
             for entry in entries:
                 entry.began()
@@ -136,7 +151,7 @@ class SharedMemoryWire:
                 entries[0].exposed_seconds += time.perf_counter() - began
             return result()
 
-        return _Once(finish)
+        return Handle(finish)
 
     def _parts_of(self, x: Tensor, key: str) -> list[Tensor]:
         parts = self._parts.get(key)
@@ -179,20 +194,6 @@ class SharedMemoryWire:
             )
         path = f"/proc/self/fd/{file}"  # mapped, and not kept open
         return torch.from_file(path, shared=True, size=max(1, num_values), dtype=dtype)[:num_values]
-
-
-class _Once:
-    """A sum under way: the first wait makes it, later ones return it."""
-
-    def __init__(self, finish: Callable[[], Tensor]) -> None:
-        self._finish: Callable[[], Tensor] | None = finish
-        self._result: Any = None
-
-    def wait(self) -> Any:
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            self._result = finish()
-        return self._result
 
 
 def add_slice(parts: Sequence[Tensor], place: int) -> None:

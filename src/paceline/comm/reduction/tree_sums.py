@@ -1,21 +1,22 @@
-"""How the nodes of all ranks become sums in the order of the tree: by messages, or in the memory of one host.
+"""Sums in the order of the tree: nodes of all ranks meet by messages, or in the memory of one host.
 
 The ranks of `data` are replica x shard. Rank (i, s) adds slice i of row s, of which every replica needs all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from paceline.comm.collectives import Feedback
+from paceline.comm.handle import Handle
 from paceline.comm.net import Net
-from paceline.comm.shared_memory import CHUNK_VALUES, SharedMemoryWire
-from paceline.comm.tree import tree_sum
-from paceline.comm.wire import Waits
+from paceline.comm.reduction.tree import tree_sum
+from paceline.comm.routes.shared_memory import CHUNK_VALUES, SharedMemoryCollective
 from paceline.mesh import Group
 
 
@@ -65,61 +66,70 @@ class Dealt:
         return [("all_to_all", self.data, self.num_nodes * num_bytes), ("all_gather", self.replica, own)]
 
 
-class Exchange(Protocol):
-    """Takes a bucket's buffers of this rank, one for each node, and gives back the sum of its own row."""
+class _InTreeOrder:
+    """What both ways have in common; see `Sums`."""
 
-    def zeros(self, num_values: int, like: Tensor, key: str) -> Tensor:
-        """A buffer [n]; collective."""
+    def __init__(self, dealt: Dealt) -> None:
+        self._dealt = dealt
+        self.row, self.multiple = dealt.row, dealt.replica.size
+        self.nodes: Sequence[range] = dealt.covers[dealt.data.rank]
+        self.num_buffers = dealt.num_nodes
+        self.feedback: Mapping[str, Feedback] = {}
 
-    def launch(self, rows: Sequence[Tensor], keys: Sequence[str]) -> Waits:
-        """Begin, with [num_rows, width] for each node; the handle returns a handle of the sum, [width]."""
+    def abort(self) -> None:
+        """Nothing is kept between steps."""
 
 
-class ByMessages:
+class ByMessages(_InTreeOrder):
     """Slices travel to who adds them, and sums to who needs them.
 
-    Wire: `Dealt.calls`.
+    Wire: with n bytes of gradients, P = R x S ranks of data and K nodes on the rank that has most,
+        K (P-1)/P n + (R-1)/R n/S bytes; an all_reduce, 2 (P-1)/P n, where P = R = 2 and K = 1 (`Dealt.calls`).
+    Exactness: bitwise.
     """
 
     def __init__(self, dealt: Dealt, net: Net) -> None:
-        self._dealt, self._net = dealt, net
+        super().__init__(dealt)
+        self._net = net
 
     def zeros(self, num_values: int, like: Tensor, key: str) -> Tensor:
-        """See `Exchange`."""
+        """See `Sums`."""
         return like.new_zeros(num_values)
 
-    def launch(self, rows: Sequence[Tensor], keys: Sequence[str]) -> Waits:
-        """See `Exchange`."""
+    def launch(self, rows: Sequence[Tensor], keys: Sequence[str]) -> Handle:
+        """See `Sums`."""
         dealt = self._dealt
         if dealt.commutes:
-            return _Then(self._net.all_reduce(rows[0], dealt.data), lambda total: _There(total.view(-1)))
+            return self._net.all_reduce(rows[0], dealt.data).then(lambda total: Handle.ready(total.view(-1)))
         by_slice = [r.view(r.shape[0], dealt.replica.size, -1).transpose(0, 1).flatten(0, 1) for r in rows]
         parts = by_slice[0].unsqueeze(1) if len(rows) == 1 else torch.stack(by_slice, 1)
-        return _Then(self._net.all_to_all(list(parts), dealt.data), self._added)
+        return self._net.all_to_all(list(parts), dealt.data).then(self._added)
 
-    def _added(self, arrived: Sequence[Any]) -> Waits:
+    def _added(self, arrived: Sequence[Any]) -> Handle:
         """From what every rank sent, [num_nodes, values] each."""
-        return _Then(self._net.all_gather(self._dealt.add(arrived), self._dealt.replica), torch.cat)
+        return self._net.all_gather(self._dealt.add(arrived), self._dealt.replica).then(torch.cat)
 
 
-class InMemory:
+class InMemory(_InTreeOrder):
     """Every rank reads the slices that it adds where they lie, and writes the sums there.
 
     Wire: nothing; the ledger counts what messages would cost.
+    Exactness: bitwise.
     """
 
-    def __init__(self, dealt: Dealt, wire: SharedMemoryWire) -> None:
-        self._dealt, self._wire = dealt, wire
+    def __init__(self, dealt: Dealt, memory: SharedMemoryCollective) -> None:
+        super().__init__(dealt)
+        self._memory = memory
 
     def zeros(self, num_values: int, like: Tensor, key: str) -> Tensor:
-        """See `Exchange`."""
-        return self._wire.buffer(num_values, like, key)
+        """See `Sums`."""
+        return self._memory.buffer(num_values, like, key)
 
-    def launch(self, rows: Sequence[Tensor], keys: Sequence[str]) -> Waits:
-        """See `Exchange`."""
+    def launch(self, rows: Sequence[Tensor], keys: Sequence[str]) -> Handle:
+        """See `Sums`."""
         calls = self._dealt.calls(rows[0].numel() * rows[0].element_size())
-        done = self._wire.combine(keys, calls, self._add)
-        return _Then(done, lambda _: _There(rows[0][self._dealt.row]))
+        done = self._memory.combine(keys, calls, self._add)
+        return done.then(lambda _: Handle.ready(rows[0][self._dealt.row]))
 
     def _add(self, parts: Sequence[Sequence[Tensor]]) -> None:
         """Add this rank's slice of its row, from buffers by node and rank."""
@@ -134,23 +144,3 @@ class InMemory:
             total = dealt.add(by_rank)
             for home in homes:
                 home[piece].copy_(total)
-
-
-class _Then:
-    """Something under way, and what is made of it."""
-
-    def __init__(self, first: Waits, then: Any) -> None:
-        self._first, self._then = first, then
-
-    def wait(self) -> Any:
-        return self._then(self._first.wait())
-
-
-class _There:
-    """Something that is there."""
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def wait(self) -> Any:
-        return self._value

@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Sequence
 
-from paceline.comm.channel import FRAME_LENGTHS
+from paceline.comm.channel.channel import FRAME_LENGTHS
 from paceline.errors import CommunicationError, DeadlineError
 
 

@@ -1,0 +1,125 @@
+"""From the words of a route and a codec to a collective: two tables of constructors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from paceline.cluster import Cluster
+from paceline.comm import Codec, CodedCollective, Collective, NativeCollective, Net
+from paceline.comm.codecs import Int8, TopK
+from paceline.comm.collectives import Exchanging
+from paceline.comm.routes import HierarchicalCollective, SharedMemoryCollective, TreeCollective, meet_on_host
+from paceline.errors import StrategyError
+from paceline.mesh import Group, Levels, span_nodes, twin_group
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a collective is made.
+
+    Args:
+        world: all ranks.
+        device: where gradients lie.
+        warn: is told of a route that is another one here.
+        closers: what a session calls when it is closed.
+        coded: puts a codec on a path; the path itself where values travel as they are.
+        is_coded: whether it does.
+    """
+
+    cluster: Cluster
+    world: Group
+    net: Net
+    device: torch.device
+    warn: Callable[[str], None]
+    closers: list[Callable[[], None]]
+    coded: Callable[[Exchanging], Collective]
+    is_coded: bool
+
+
+def _native(group: Group, site: Site) -> Collective:
+    return site.coded(NativeCollective(site.net, group))
+
+
+def _shared_memory(group: Group, site: Site) -> Collective:
+    found = _shared_or_native(group, site)
+    if isinstance(found, NativeCollective):
+        why = "this job computes on GPUs" if site.device.type != "cpu" else "its ranks run on several hosts"
+        raise StrategyError(
+            f"route=shared-memory cannot sum over group '{group.name}' {group.ranks}: {why}",
+            next_step="choose route=auto, which takes memory where it can, or route=native",
+        )
+    return found
+
+
+def _shared_or_native(group: Group, site: Site) -> Collective:
+    if site.is_coded:
+        return _native(group, site)
+    links = meet_on_host(group, site.net) if site.device.type == "cpu" else None
+    if links is None:
+        return NativeCollective(site.net, group)
+    found = SharedMemoryCollective(site.net, group, links)
+    site.closers.append(found.close)
+    return found
+
+
+def _hierarchical(group: Group, site: Site) -> Collective:
+    """Collective over the world. A group on one node, or with one rank on each, has one level: native."""
+    _require_processors(site, "hierarchical", "NCCL sums inside nodes first by itself")
+    parts = span_nodes(group.ranks, _nodes(site))
+    if len(parts) in (1, group.size):
+        where = "lies on one node" if len(parts) == 1 else "has one rank on every node"
+        site.warn(
+            f"route=hierarchical: the group '{group.name}' {where}, so its sum has one level, as native"
+        )
+        return _native(group, site)
+    levels = Levels.build(group, parts)
+    found = HierarchicalCollective(site.net, group, levels, _native(levels.between, site))
+    site.closers.append(found.close)
+    return found
+
+
+def _tree(group: Group, site: Site) -> Collective:
+    _require_processors(site, "tree", "NCCL has trees of its own")
+    found = TreeCollective(site.net, twin_group(group, "tree"))
+    site.closers.append(found.close)
+    return site.coded(found)
+
+
+def _require_processors(site: Site, word: str, instead: str) -> None:
+    if site.device.type != "cpu":
+        raise StrategyError(
+            f"route={word} is built for processors, and this rank trains on {site.device.type}",
+            next_step=f"leave it out: {instead}",
+        )
+
+
+def _nodes(site: Site) -> list[int]:
+    """The node of every rank of the job, as the launchers numbered them."""
+    mine = torch.tensor([site.cluster.node_rank])
+    found = site.net.all_gather(mine, site.world, equal=True).wait()
+    return [int(node) for node in found]
+
+
+ROUTES: Mapping[str, Callable[[Group, Site], Collective]] = {
+    "auto": _shared_or_native,
+    "native": _native,
+    "shared-memory": _shared_memory,
+    "hierarchical": _hierarchical,
+    "tree": _tree,
+}
+
+CODECS: Mapping[str, Callable[[str], Codec | None]] = {
+    "fp32": lambda argument: None,
+    "int8": lambda argument: Int8(),
+    "topk": lambda argument: TopK(float(argument)),
+}
+
+
+def coded_by(word: str) -> Callable[[Exchanging], Collective] | None:
+    """Puts the codec of a strategy on a path; None: values travel as they are."""
+    name, _, argument = word.partition(":")
+    codec = CODECS[name](argument)
+    return None if codec is None else lambda path: CodedCollective(path, codec)

@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from paceline.checkpoint import Files, Keep, Origin, Patience, Saver, Saving, Shelf
+from paceline.layout.holding import hold_whole
 from paceline.state import TrainState
 
 BLOCK_BYTES = 8 * 2**20
@@ -44,7 +45,7 @@ class Job:
         layers = [torch.nn.Linear(size.width, size.width) for _ in range(size.layers)]
         self.model = torch.nn.Sequential(*layers)
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
-        self.state = TrainState(self.model, optimizer)
+        self.state = TrainState(hold_whole(self.model), optimizer)
         self._batch = torch.rand(size.batch, size.width)
 
     def step(self) -> None:

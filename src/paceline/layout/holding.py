@@ -24,8 +24,14 @@ class Use(Protocol):
     def begin(self) -> None:
         """A run or an evaluation begins; collective."""
 
+    def next(self) -> None:
+        """A unit comes; collective with ranks whose units come too, or have all been."""
+
     def end(self) -> None:
-        """It is over, well or badly."""
+        """All units have been; collective."""
+
+    def drop(self) -> None:
+        """The run has failed; nothing is waited for."""
 
 
 class NothingToDo:
@@ -34,7 +40,13 @@ class NothingToDo:
     def begin(self) -> None:
         """See `Use`."""
 
+    def next(self) -> None:
+        """See `Use`."""
+
     def end(self) -> None:
+        """See `Use`."""
+
+    def drop(self) -> None:
         """See `Use`."""
 
 

@@ -75,6 +75,7 @@ class Replicate:
             with self._phases.during("data"):
                 loaded = next(pulled)
             is_last = i == num_units - 1
+            self.holding.use.next()
             if sink.by_unit:
                 sink.unit(range(loaded.unit.shard, loaded.unit.shard + 1), is_last)
             self.gradients.open(sink if is_last or sink.by_unit else None)
@@ -99,7 +100,7 @@ class Replicate:
     def abort(self) -> None:
         """See `Placed`."""
         self.gradients.stop()
-        self.holding.use.end()
+        self.holding.use.drop()
         self.buffers.abort_step()
 
     def evaluate(self, units: Iterable[LoadedUnit]) -> Sums:
@@ -109,6 +110,7 @@ class Replicate:
         self.holding.use.begin()
         with torch.no_grad():
             for loaded in units:
+                self.holding.use.next()
                 with self._precision.autocast():
                     sums.add(checked(self._loss(self._model, loaded.batch)))
         self.holding.use.end()

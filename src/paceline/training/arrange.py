@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from paceline.cluster import Cluster
-from paceline.comm import Collective, NativeCollective, Net, Reducer
+from paceline.comm import Codec, CodedCollective, Collective, NativeCollective, Net, Reducer
 from paceline.data import LockstepWork
 from paceline.layout import Precision, Replicate
 from paceline.layout.pipeline import Pipeline
@@ -21,7 +21,7 @@ from paceline.recipe import Recipe
 from paceline.sync import EveryStep, Part
 from paceline.sync.update import Norm
 from paceline.task import Task
-from paceline.training.collectives import ROUTES, Site, coded_by
+from paceline.training.routes import Site
 
 
 def _as_it_is(part: Any) -> Any:
@@ -89,27 +89,28 @@ class Setting:
 
     def collective(self, group: Group) -> Collective:
         """Sums over a group, by the recipe's route and codec; collective."""
-        return self.pieces.collective(self._path(group, self.recipe.strategy.codec))
+        strategy = self.recipe.strategy
+        return self.pieces.collective(self._path(group, strategy.form.load()(strategy.codec.partition(":")[2])))
 
     def exact_collective(self, group: Group) -> Collective:
         """The same path, on which values travel as they are; collective."""
-        return self._path(group, "fp32")
+        return self._path(group, None)
 
-    def _path(self, group: Group, codec: str) -> Collective:
+    def _path(self, group: Group, codec: Codec | None) -> Collective:
         if group.size == 1:
             return NativeCollective(self.net, group)
-        coded = coded_by(codec)
         site = Site(
-            self.cluster,
-            self.mesh.world,
-            self.net,
-            self.device,
-            self.warn,
-            self.closers,
-            coded or _as_it_is,
-            coded is not None,
+            cluster=self.cluster,
+            world=self.mesh.world,
+            net=self.net,
+            device=self.device,
+            warn=self.warn,
+            closers=self.closers,
+            coded=_as_it_is if codec is None else lambda path: CodedCollective(path, codec),
+            is_coded=codec is not None,
         )
-        return ROUTES[self.recipe.strategy.route](group, site)
+        found: Collective = self.recipe.strategy.path.load()(group, site)
+        return found
 
 
 @dataclass(frozen=True)

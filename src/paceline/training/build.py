@@ -17,7 +17,7 @@ from paceline.checkpoint import load_weights
 from paceline.cluster import Cluster
 from paceline.comm import Net
 from paceline.data import Feed, Loader, Order, to_device
-from paceline.errors import DataError, DeviceError, StrategyError
+from paceline.errors import DataError, DeviceError
 from paceline.layout import Holding
 from paceline.layout.precision import compile_or_explain, recompute_blocks
 from paceline.layout.sums import checked
@@ -26,7 +26,7 @@ from paceline.models.dropout import name_dropouts
 from paceline.observe import Phases
 from paceline.optim import build_optimizer, require_elementwise
 from paceline.optim.adopt import adopt
-from paceline.recipe import Recipe, Strategy, support
+from paceline.recipe import Recipe, resolve
 from paceline.state import LossScale, TrainState
 from paceline.sync import UpdateStep, update_parts
 from paceline.sync.witness import LossEar
@@ -36,7 +36,6 @@ from paceline.training.guard import guard_update
 from paceline.training.layouts import Layout, place
 from paceline.training.numerics import check_numerics
 from paceline.training.reductions import build_norm
-from paceline.training.rules import RULES
 from paceline.training.session import Notes, Session
 
 
@@ -67,7 +66,7 @@ def build_session(
         CheckpointError: the first weights cannot be read, or are those of another model.
     """
     pieces = pieces or Pieces()
-    strategy = resolved(recipe, cluster.world_size)
+    strategy = resolve(recipe.strategy, processes=cluster.world_size, shards=recipe.batch.shards)
     setting = Setting(
         recipe=recipe.replace(strategy=strategy),
         cluster=cluster,
@@ -99,6 +98,7 @@ def build_session(
     update_step.parts = pieces.update(update_step.parts)
     return Session(
         recipe=recipe,
+        strategy=strategy,
         cluster=cluster,
         mesh=setting.mesh,
         net=setting.net,
@@ -107,7 +107,7 @@ def build_session(
         placed=layout.placed,
         feed=feed,
         update_step=update_step,
-        rule=RULES[strategy.sync_word](setting, layout, state),
+        rule=strategy.rule.load()(setting, layout, state),
         notes=notes,
         closers=setting.closers,
     )
@@ -136,21 +136,6 @@ def build_feed(setting: Setting, task: Task, device: torch.device) -> Feed:
     loader = build_loader(recipe, task, task.data, device)
     intervals = recipe.evaluate.every_steps, recipe.checkpoint.every_steps, recipe.hash_every
     return Feed(work, loader, num_steps_of(recipe, order.steps_per_epoch), intervals)
-
-
-def resolved(recipe: Recipe, processes: int) -> Strategy:
-    """The recipe's strategy with its replicas filled in.
-
-    Raises:
-        StrategyError: this combination is not supported; names the nearest that is.
-    """
-    answer = support(recipe.strategy, processes=processes, shards=recipe.batch.shards)
-    if not answer.ok:
-        raise StrategyError(
-            f"strategy '{recipe.strategy}' on {processes} processes: {answer.reason}",
-            next_step=f"the nearest that is supported: {answer.nearest}",
-        )
-    return answer.nearest
 
 
 def require_data(task: Task) -> None:

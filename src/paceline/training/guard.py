@@ -22,7 +22,7 @@ def guard_update(step: UpdateStep, setting: Setting, placed: Placed, ear: LossEa
         StrategyError: the strategy cannot do what the health section asks for.
     """
     health, strategy = setting.recipe.health, setting.recipe.strategy
-    group = _who_steps_together(setting.mesh).get(strategy.sync_word)
+    group = _who_steps_together(setting.mesh, strategy)
     _refuse(health, strategy, group is not None)
     if group is None:
         return
@@ -35,14 +35,15 @@ def guard_update(step: UpdateStep, setting: Setting, placed: Placed, ear: LossEa
     step.observers.append(guard.accept)
 
 
-def _who_steps_together(mesh: Mesh) -> dict[str, Group]:
-    """By the word of a rule, the ranks that see the same sums in a step: all, or those of a replica."""
-    return {"every-step": mesh.world, "local": mesh.inside, "diloco": mesh.inside}
+def _who_steps_together(mesh: Mesh, strategy: Strategy) -> Group | None:
+    """The ranks that see the same sums in a step: all, those of a replica, or nobody."""
+    groups = {"world": mesh.world, "replica": mesh.inside}
+    return groups.get(strategy.rule.agrees)
 
 
 def _refuse(health: HealthRecipe, strategy: Strategy, guarded: bool) -> None:
     """Under some rules a part of the ranks would go on with a step that others leave out."""
-    if health.rolls_back and strategy.sync_word != "every-step":
+    if health.rolls_back and strategy.rule.agrees != "world":
         raise StrategyError(
             f'health: "roll-back" needs sync=every-step, and the strategy is {strategy}',
             next_step='choose "stop"' + (' or "skip"' if guarded else ""),

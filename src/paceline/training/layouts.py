@@ -1,12 +1,12 @@
 """From a strategy to a placed model: an ordered list of cuts, then one way to run what is left.
 
-No product of layouts has a name: each cut looks at its own word, and at what the cuts before it have left.
+No product of layouts has a name: each cut knows its own word, and what the cuts before it have left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,16 +15,10 @@ from torch import nn
 from paceline.errors import StrategyError
 from paceline.layout import Holding, Lanes, Placed
 from paceline.layout.holding import hold
-from paceline.layout.pipeline import Cut, StageThreads, StageWire, chain_of, cut_model, gpipe, one_f_one_b
-from paceline.layout.pipeline.schedule import MakeSchedule
-from paceline.layout.placement import Placement, Shard, Stages, Transform
-from paceline.layout.precision import recomputed_blocks
-from paceline.layout.shard import GatherAfterUpdate, GatherOnUse
-from paceline.layout.tensor import PlanEntry, apply_plan, dims_of, plan_of
+from paceline.layout.pipeline import Cut, StageThreads, StageWire
+from paceline.layout.placement import Placement, Transform
 from paceline.slot import trained_parameters
 from paceline.training.arrange import Material, Setting
-
-SCHEDULES: Mapping[str, MakeSchedule] = {"gpipe": gpipe, "1f1b": one_f_one_b}
 
 
 @dataclass(frozen=True)
@@ -40,131 +34,78 @@ class Layout:
     gather: Callable[[], None]
 
 
+def _as_it_is(holding: Holding) -> Holding:
+    return holding
+
+
+def _nothing(holding: Holding) -> Callable[[], None]:
+    return lambda: None
+
+
+@dataclass(frozen=True)
+class Cutting:
+    """One cut of a model, as its word makes it.
+
+    Args:
+        transform: what it leaves to each rank.
+        stage: the stage of this rank, if the cut is into stages.
+        prepare: changes modules, or what is done around their use, once the rank has let go of the rest.
+        gather: makes what is called after every update.
+    """
+
+    transform: Transform
+    stage: Cut | None = None
+    prepare: Callable[[Holding], Holding] = _as_it_is
+    gather: Callable[[Holding], Callable[[], None]] = field(default=_nothing)
+
+
 def place(setting: Setting, material: Material) -> Layout:
     """Cut the model, let go of what other ranks hold, and say how the rest is run; collective.
 
     Raises:
         StrategyError, TaskError: the model cannot be cut so.
     """
-    mesh = setting.mesh
-    cut = _stages(setting, material)
-    plan = _tensor_plan(setting, material)
-    transforms = [*_cut_stages(cut), *_cut_tensors(plan, mesh.axes["tensor"].size), *_cut_shards(setting, material)]
+    cuttings: list[Cutting] = [spec.load()(setting, material) for spec in setting.recipe.strategy.cuts]
     placement = Placement(tuple(trained_parameters(material.model)))
-    for transform in transforms:
-        placement = placement.cut(transform)
-    coordinates = {axis: group.rank for axis, group in mesh.axes.items()}
-    links = cut.links if cut is not None else None
+    for cutting in cuttings:
+        placement = placement.cut(cutting.transform)
+    stage = next((cutting.stage for cutting in cuttings if cutting.stage is not None), None)
+    coordinates = {axis: group.rank for axis, group in setting.mesh.axes.items()}
+    links = stage.links if stage is not None else None
     holding = hold(material.model, placement, coordinates, links=links)
-    if plan:
-        apply_plan(plan, setting.exact_collective(mesh.axes["tensor"]))
-    holding, gather = _gathering(setting, material, holding)
-    return Layout(_run(setting, material, holding, cut), setting.pieces.gather(gather))
+    for cutting in cuttings:
+        holding = cutting.prepare(holding)
+    gathers = [cutting.gather(holding) for cutting in cuttings]
+    return Layout(_run(setting, material, holding, stage), setting.pieces.gather(_one_after_another(gathers)))
 
 
-# -- the cuts, in their order -----------------------------------------------------------------------------
+def _one_after_another(calls: Sequence[Callable[[], None]]) -> Callable[[], None]:
+    def call_all() -> None:
+        for call in calls:
+            call()
+
+    return call_all
 
 
-def _stages(setting: Setting, material: Material) -> Cut | None:
-    """This rank's stage, where stages are ranks."""
-    stages = setting.mesh.axes["pipeline"]
-    if stages.size == 1:
-        return None
-    if setting.recipe.runtime.compile:
-        raise StrategyError(
-            "runtime.compile compiles the whole model, and a stage runs a part of it",
-            next_step="set runtime.compile = false, or choose a strategy without pipeline",
-        )
-    cut = cut_model(material.task, material.model, stages.size, stages.rank)
-    if setting.recipe.is_ordered:
-        _require_one_addition(material, cut)
-    return cut
-
-
-def _require_one_addition(material: Material, cut: Cut) -> None:
-    """Where sums have one order, at most two modules on several stages may use one tensor."""
-    links = chain_of(material.task, material.model)
-    tensors = {slot.name: p for slot, p in trained_parameters(material.model).items()}
-    for name in cut.shared:
-        users = sum(any(p is tensors[name] for p in link.parameters()) for link in links)
-        if users > 2:
-            raise StrategyError(
-                f"{users} modules on several stages share '{name}', and with more than two the order of their sum"
-                " would depend on the stages",
-                next_step="leave out reproducible, or choose a strategy without pipeline",
-            )
-
-
-def _cut_stages(cut: Cut | None) -> list[Transform]:
-    return [] if cut is None else [Stages(cut.holders)]
-
-
-def _tensor_plan(setting: Setting, material: Material) -> list[PlanEntry]:
-    return plan_of(material.task, material.model) if setting.mesh.axes["tensor"].size > 1 else []
-
-
-def _cut_tensors(plan: list[PlanEntry], degree: int) -> list[Transform]:
-    return [dims_of(plan, degree)] if plan else []
-
-
-def _cut_shards(setting: Setting, material: Material) -> list[Transform]:
-    shard = setting.mesh.axes["shard"]
-    if shard.size == 1:
-        return []
-    ordered = setting.recipe.is_ordered  # whose norm is added by rows
-    dims = {} if ordered else _outermost_dims(material.model)
-    return [Shard(shard.size, dims, keeps=setting.recipe.strategy.zero < 3)]
-
-
-def _outermost_dims(model: nn.Module) -> dict[str, int]:
-    """By name, the dimension along which a part of a tensor is one run of memory."""
-    return {
-        slot.name: max(range(p.dim()), key=lambda d: (p.stride(d), -d)) if p.dim() else 0
-        for slot, p in trained_parameters(model).items()
-    }
-
-
-# -- what is done around an update or a use -----------------------------------------------------------------
-
-
-def _nothing() -> None:
-    """Everything is up to date already."""
-
-
-def _gathering(setting: Setting, material: Material, holding: Holding) -> tuple[Holding, Callable[[], None]]:
-    shard, zero = setting.mesh.axes["shard"], setting.recipe.strategy.zero
-    if shard.size == 1:
-        return holding, _nothing
-    collective = setting.exact_collective(shard)
-    if zero < 3:
-        return holding, GatherAfterUpdate(holding, collective)
-    blocks = recomputed_blocks(material.model, material.task.blocks) or [*material.model.children()]
-    use = GatherOnUse(holding.computes, holding.updates, holding.parts, blocks, collective)
-    return replace(holding, use=use), _nothing
-
-
-# -- how it is run ------------------------------------------------------------------------------------------
-
-
-def _run(setting: Setting, material: Material, holding: Holding, cut: Cut | None) -> Placed:
+def _run(setting: Setting, material: Material, holding: Holding, stage: Cut | None) -> Placed:
     strategy = setting.recipe.strategy
     shared: dict[str, Any] = {"precision": setting.precision, "phases": setting.phases}
-    overlap = {"overlap": setting.mesh.data.size > 1, "reports": setting.reports}
-    schedule = SCHEDULES[strategy.schedule]
-    names = material.metric_names
-    if cut is not None:
+    alone = {"overlap": setting.mesh.data.size > 1, "reports": setting.reports}
+    schedule, names = strategy.order.load(), material.metric_names
+    if stage is not None:
         wire = StageWire(setting.mesh.axes["pipeline"], setting.net, material.device)
         return setting.pieces.stage(
-            material.task, holding, cut, names, wire=wire, schedule=schedule, **shared, **overlap
+            material.task, holding, stage, names, wire=wire, schedule=schedule, **shared, **alone
         )
     if strategy.lanes == 1:
-        return setting.pieces.whole(holding, material.task.loss, names, **shared, **overlap)
+        return setting.pieces.whole(holding, material.task.loss, names, **shared, **alone)
     _require_processor(material.device)
     shared["deadline_seconds"] = setting.net.deadline_seconds
     threads: Lanes | StageThreads
     if strategy.pipeline > 1:
+        num_stages = strategy.pipeline
         threads = StageThreads(
-            material.task, holding, names, schedule=schedule, num_stages=strategy.pipeline, **shared
+            material.task, holding, names, schedule=schedule, num_stages=num_stages, **shared
         )
     else:
         threads = Lanes(holding, material.task.loss, names, num_lanes=strategy.lanes, **shared)
@@ -178,3 +119,11 @@ def _require_processor(device: torch.device) -> None:
             f"lanes are threads of the processor, and this rank computes on {device}",
             next_step="leave out lanes: one process for each GPU",
         )
+
+
+def outermost_dims(model: nn.Module) -> dict[str, int]:
+    """By name, the dimension along which a part of a trained tensor is one run of memory."""
+    return {
+        slot.name: max(range(p.dim()), key=lambda d: (p.stride(d), -d)) if p.dim() else 0
+        for slot, p in trained_parameters(model).items()
+    }

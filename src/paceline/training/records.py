@@ -20,7 +20,6 @@ from paceline.observe import PHASES, Sink, Stats
 from paceline.observe.process import peak_bytes, process_start
 from paceline.observe.ranks import rank_records
 from paceline.observe.schema import SCHEMA
-from paceline.recipe import resolve
 from paceline.training.session import Session
 
 _WINDOW_ROUNDS = 20
@@ -80,14 +79,13 @@ class RankRecords:
 def run_record(session: Session) -> dict[str, Any]:
     """How this process takes part, and the sizes from which closed forms follow."""
     recipe, placed = session.recipe, session.placed
-    strategy = resolve(recipe.strategy, processes=session.cluster.world_size, shards=recipe.batch.shards)
     slots, types = placed.holding.slots, dict(session.state.model.named_parameters())  # of all ranks
     return {
         "schema": SCHEMA,
         "step": session.state.step,
         "num_steps": session.num_steps,
         "task": recipe.task,
-        "strategy": str(strategy),
+        "strategy": str(session.strategy),
         "ordered": recipe.is_ordered,
         "ranks": session.cluster.world_size,
         "devices": placed.holding.device.type,

@@ -1,8 +1,8 @@
-"""From a strategy to its rule: when replicas agree. One table from words to constructors."""
+"""The rules: how the rule of a strategy is made, which says when replicas agree."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -42,7 +42,8 @@ def _step(setting: Setting, reducer: Reduction, group: Group) -> EveryStep:
     )
 
 
-def _every_step(setting: Setting, layout: Layout, state: TrainState) -> Rule:
+def every_step(setting: Setting, layout: Layout, state: TrainState) -> Rule:
+    """All replicas average their gradients in every step."""
     reducer = build_reduction(setting, layout.placed.holding)
     _keep_residuals(setting, reducer, layout.placed.holding, state)
     return _step(setting, reducer, setting.mesh.world)
@@ -74,7 +75,13 @@ def _local(setting: Setting, layout: Layout, state: TrainState, outer: Outer) ->
     return rule
 
 
-def _diloco(setting: Setting, layout: Layout, state: TrainState) -> Rule:
+def local(setting: Setting, layout: Layout, state: TrainState) -> Rule:
+    """Replicas train alone, then average."""
+    return _local(setting, layout, state, Outer())
+
+
+def diloco(setting: Setting, layout: Layout, state: TrainState) -> Rule:
+    """Replicas train alone, then an outer optimizer moves them."""
     outer = setting.recipe.outer
     return _local(setting, layout, state, Outer(outer.lr, outer.momentum))
 
@@ -118,16 +125,19 @@ def _channel(setting: Setting) -> Channel:
     return SocketChannel({SERVER: hub}, setting.net.ledger)
 
 
-def _server_async(setting: Setting, layout: Layout, state: TrainState) -> Rule:
+def server_async(setting: Setting, layout: Layout, state: TrainState) -> Rule:
+    """A server applies every push."""
     return _served(setting, layout, state, ApplyEach(setting.mesh.world.size - 1))
 
 
-def _backup(setting: Setting, layout: Layout, state: TrainState) -> Rule:
+def backup(setting: Setting, layout: Layout, state: TrainState) -> Rule:
+    """A server applies the first pushes of a step."""
     num_backups = int(setting.recipe.strategy.sync.partition(":")[2])
     return _served(setting, layout, state, FirstN(setting.mesh.world.size - 1, num_backups))
 
 
-def _pipedream(setting: Setting, layout: Layout, state: TrainState) -> Rule:
+def pipedream(setting: Setting, layout: Layout, state: TrainState) -> Rule:
+    """Stages update as gradients reach them."""
     recipe, placed = setting.recipe, layout.placed
     alone = "each stage updates alone, and this needs all of them at once"
     unfit = {
@@ -152,13 +162,3 @@ def _pipedream(setting: Setting, layout: Layout, state: TrainState) -> Rule:
         items_per_sample=setting.items_per_sample,
         stop_requested=setting.stop_requested,
     )
-
-
-RULES: Mapping[str, Callable[[Setting, Layout, TrainState], Rule]] = {
-    "every-step": _every_step,
-    "local": lambda setting, layout, state: _local(setting, layout, state, Outer()),
-    "diloco": _diloco,
-    "server-async": _server_async,
-    "backup": _backup,
-    "pipedream": _pipedream,
-}

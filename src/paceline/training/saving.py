@@ -16,13 +16,8 @@ from paceline.comm.text import gather_texts, share_text
 from paceline.errors import CheckpointError
 from paceline.recipe import Recipe, to_toml
 from paceline.sync.update import placed_before
-from paceline.training.build import resolved
 from paceline.training.numerics import differences, fingerprint
 from paceline.training.session import Session
-
-_STEADY_RULES = ("every-step", "local", "diloco")
-"""Rules under which nothing but the optimizer changes parameters before the first update of a round."""
-
 
 def files_of(recipe: Recipe, run_dir: Path) -> Files:
     """The folder of a run's checkpoints."""
@@ -34,12 +29,12 @@ def build_saver(session: Session, run_dir: Path, warn: Callable[[str], None]) ->
     files = files_of(session.recipe, run_dir)
     shelf = Shelf.look(files).claim() if session.is_first else Shelf(files)
     run = share_text(shelf.run, session.mesh.world, session.net, session.placed.holding.device)
-    options, strategy = session.recipe.checkpoint, resolved(session.recipe, session.cluster.world_size)
+    options, strategy = session.recipe.checkpoint, session.strategy
     saving = Saving(
         rank=session.cluster.global_rank,
         background=options.mode == "background",
-        shared=strategy.sync_word == "every-step",
-        steady=strategy.sync_word in _STEADY_RULES,
+        shared=strategy.rule.shares_state,
+        steady=strategy.rule.steady,
         keep=Keep(options.keep, options.keep_best),
         deadline_seconds=options.deadline_seconds,
         patience=Patience(options.full_disk_seconds, warn),

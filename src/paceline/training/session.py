@@ -16,7 +16,7 @@ from paceline.layout import Holding, Placed
 from paceline.layout.whole import Snapshot, gather_whole, share_snapshot, take_snapshot, whole_model
 from paceline.mesh import Mesh
 from paceline.observe import Stats
-from paceline.recipe import Recipe
+from paceline.recipe import Recipe, Strategy
 from paceline.state import TrainState
 from paceline.sync import Rule, UpdateStep
 from paceline.task import Task
@@ -47,6 +47,7 @@ class Session:
     """One rank of a training job. Build it with `build_session`.
 
     Args:
+        strategy: the recipe's, with its replicas filled in.
         feed: what it trains on.
         placed: the model as this rank holds it.
         update_step: makes updates.
@@ -56,6 +57,7 @@ class Session:
     """
 
     recipe: Recipe
+    strategy: Strategy
     cluster: Cluster
     mesh: Mesh
     net: Net

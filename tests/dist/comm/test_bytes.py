@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from paceline.comm.buckets import plan_buckets
+from paceline.comm.reduction.part_buffer import plan_buckets
 from paceline.comm.tally import tally_bytes
 from paceline.recipe import BatchRecipe, Recipe, RuntimeRecipe, Strategy
+from paceline.slot import trained_parameters
 from paceline.task import Loss, Task
 from paceline.testing import run_ranks
 from paceline.training import build_session
@@ -69,7 +70,7 @@ def expected_rows(world: int, bucket_bytes: int) -> dict[tuple[str, str], tuple[
     tally = tally_bytes(2, len(parameters), num_values)
     state = [*parameters, *buffers]
     state_bytes = sum(t.numel() * t.element_size() for t in state)
-    calls = NUM_STEPS * len(plan_buckets(parameters, bucket_bytes))
+    calls = NUM_STEPS * len(plan_buckets(trained_parameters(model), bucket_bytes))
     return {
         ("broadcast", "world"): (
             len({t.dtype for t in state}),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from paceline.comm.channel import Message, SocketChannel
-from paceline.comm.hub import accept_all, connect, listen
+from paceline.comm.channel.hub import accept_all, connect, listen
 from paceline.comm.ledger import ByteLedger
 from paceline.errors import DeadlineError
 from paceline.testing.contracts import ChannelContract

@@ -54,9 +54,10 @@ class PartBuffer:
         found: dict[Slot, tuple[int, tuple[int, ...]]] = {}
         start = 0
         for slot in self.slots:
-            part = self._held[slot][row]
+            part, x = self._held[slot][row], tensors[slot]
             if part is not None:
-                found[part] = (start, strides_like(tensors[slot][part.inside(slot)]))
+                shape = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+                found[part] = (start, strides_like(shape[part.inside(slot)]))
                 start += part.numel
         return found
 

@@ -223,7 +223,7 @@ class Pipeline:
     def abort(self) -> None:
         """See `Placed`."""
         self.gradients.stop()
-        self.holding.use.end()
+        self.holding.use.drop()
         self._wire.abort()
         self.buffers.abort_step()
 

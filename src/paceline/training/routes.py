@@ -1,15 +1,14 @@
-"""From the words of a route and a codec to a collective: two tables of constructors."""
+"""The routes: how the collective of a group is made, and where on its path a codec sits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from paceline.cluster import Cluster
-from paceline.comm import Codec, CodedCollective, Collective, NativeCollective, Net
-from paceline.comm.codecs import Int8, TopK
+from paceline.comm import Collective, NativeCollective, Net
 from paceline.comm.collectives import Exchanging
 from paceline.comm.routes import HierarchicalCollective, SharedMemoryCollective, TreeCollective, meet_on_host
 from paceline.errors import StrategyError
@@ -39,12 +38,18 @@ class Site:
     is_coded: bool
 
 
-def _native(group: Group, site: Site) -> Collective:
+def native(group: Group, site: Site) -> Collective:
+    """The collectives of the backend."""
     return site.coded(NativeCollective(site.net, group))
 
 
-def _shared_memory(group: Group, site: Site) -> Collective:
-    found = _shared_or_native(group, site)
+def shared_memory(group: Group, site: Site) -> Collective:
+    """The memory of one host.
+
+    Raises:
+        StrategyError: the group has none in common.
+    """
+    found = shared_or_native(group, site)
     if isinstance(found, NativeCollective):
         why = "this job computes on GPUs" if site.device.type != "cpu" else "its ranks run on several hosts"
         raise StrategyError(
@@ -54,9 +59,10 @@ def _shared_memory(group: Group, site: Site) -> Collective:
     return found
 
 
-def _shared_or_native(group: Group, site: Site) -> Collective:
+def shared_or_native(group: Group, site: Site) -> Collective:
+    """Memory where all ranks of the group are on one host, and nothing is coded."""
     if site.is_coded:
-        return _native(group, site)
+        return native(group, site)
     links = meet_on_host(group, site.net) if site.device.type == "cpu" else None
     if links is None:
         return NativeCollective(site.net, group)
@@ -65,8 +71,8 @@ def _shared_or_native(group: Group, site: Site) -> Collective:
     return found
 
 
-def _hierarchical(group: Group, site: Site) -> Collective:
-    """Collective over the world. A group on one node, or with one rank on each, has one level: native."""
+def hierarchical(group: Group, site: Site) -> Collective:
+    """Inside nodes first; collective over the world. A group on one node, or with one rank on each, has one level: native."""
     _require_processors(site, "hierarchical", "NCCL sums inside nodes first by itself")
     parts = span_nodes(group.ranks, _nodes(site))
     if len(parts) in (1, group.size):
@@ -74,14 +80,15 @@ def _hierarchical(group: Group, site: Site) -> Collective:
         site.warn(
             f"route=hierarchical: the group '{group.name}' {where}, so its sum has one level, as native"
         )
-        return _native(group, site)
+        return native(group, site)
     levels = Levels.build(group, parts)
-    found = HierarchicalCollective(site.net, group, levels, _native(levels.between, site))
+    found = HierarchicalCollective(site.net, group, levels, native(levels.between, site))
     site.closers.append(found.close)
     return found
 
 
-def _tree(group: Group, site: Site) -> Collective:
+def tree(group: Group, site: Site) -> Collective:
+    """A tree of messages."""
     _require_processors(site, "tree", "NCCL has trees of its own")
     found = TreeCollective(site.net, twin_group(group, "tree"))
     site.closers.append(found.close)
@@ -101,25 +108,3 @@ def _nodes(site: Site) -> list[int]:
     mine = torch.tensor([site.cluster.node_rank])
     found = site.net.all_gather(mine, site.world, equal=True).wait()
     return [int(node) for node in found]
-
-
-ROUTES: Mapping[str, Callable[[Group, Site], Collective]] = {
-    "auto": _shared_or_native,
-    "native": _native,
-    "shared-memory": _shared_memory,
-    "hierarchical": _hierarchical,
-    "tree": _tree,
-}
-
-CODECS: Mapping[str, Callable[[str], Codec | None]] = {
-    "fp32": lambda argument: None,
-    "int8": lambda argument: Int8(),
-    "topk": lambda argument: TopK(float(argument)),
-}
-
-
-def coded_by(word: str) -> Callable[[Exchanging], Collective] | None:
-    """Puts the codec of a strategy on a path; None: values travel as they are."""
-    name, _, argument = word.partition(":")
-    codec = CODECS[name](argument)
-    return None if codec is None else lambda path: CodedCollective(path, codec)

@@ -122,10 +122,10 @@ def trained_parameters(model: nn.Module) -> dict[Slot, nn.Parameter]:
 
 def first_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """For each name the first name of the same tensor, which is another one where tensors are tied."""
-    seen: dict[tuple[int, torch.Size], str] = {}
+    seen: dict[tuple[int, int, torch.Size], str] = {}
     return {
-        name: seen.setdefault((value.data_ptr(), value.shape), name)
-        if value.numel() and not value.is_meta
+        name: seen.setdefault((value.untyped_storage()._cdata, value.storage_offset(), value.shape), name)
+        if value.numel()
         else name
         for name, value in tensors.items()
     }

@@ -27,9 +27,10 @@ def make_state(step: int = 3, seed: int = 0) -> TrainState:
     return state
 
 
-def change(state: TrainState) -> None:
-    """One update: parameters, moments, counters and statistics change."""
+def change(state: TrainState, settle: Callable[[], None] = lambda: None) -> None:
+    """One update: parameters, moments, counters and statistics change; `settle` comes before it."""
     state.model(torch.randn(5, 4)).square().sum().backward()
+    settle()
     state.optimizer.step()
 
 

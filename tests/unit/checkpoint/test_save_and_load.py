@@ -181,7 +181,7 @@ def test_a_save_in_the_background_holds_the_state_of_its_step(tmp_path: Path, st
         for step in range(3, 9):
             name = one.save()
             for _ in range(3):
-                change(state)
+                change(state, one.settle)
             one.finish()
             assert holds(tmp_path, name, before)
             state.step, state.updates = step + 1, step
@@ -191,7 +191,7 @@ def test_a_save_in_the_background_holds_the_state_of_its_step(tmp_path: Path, st
 
 
 @pytest.mark.capability("N4")
-def test_the_optimizer_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The twin: without the wait, the checkpoint holds what came later."""
     import threading
 
@@ -212,7 +212,7 @@ def test_the_optimizer_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.Mo
         later = {n: t.clone() for n, t in state.tensors().items()}
         releasing = threading.Timer(0.2, go.set)
         releasing.start()
-        change(state)
+        change(state, one.settle)
         one.finish()
         releasing.join()
         assert all(torch.equal(load(tmp_path, name).tensors[n], t) for n, t in later.items())

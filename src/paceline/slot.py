@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Protocol
+from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from paceline.errors import TaskError
@@ -122,7 +121,7 @@ def trained_parameters(model: nn.Module) -> dict[Slot, nn.Parameter]:
 
 def first_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """For each name the first name of the same tensor, which is another one where tensors are tied."""
-    seen: dict[tuple[int, int, torch.Size], str] = {}
+    seen: dict[tuple[Any, ...], str] = {}
     return {
         name: seen.setdefault((value.untyped_storage()._cdata, value.storage_offset(), value.shape), name)
         if value.numel()

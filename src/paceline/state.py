@@ -110,8 +110,8 @@ class TrainState:
         for key, value in entries.items():
             if not isinstance(value, Tensor | bool | int | float | str | None):
                 raise CheckpointError(
-                    f"{type(self.optimizer).__name__} keeps '{key}' of '{slot.name}' as {type(value).__name__}, and"
-                    " only tensors, numbers and words can be saved",
+                    f"{type(self.optimizer).__name__} keeps '{key}' of '{slot.name}' as"
+                    f" {type(value).__name__}, and only tensors, numbers and words can be saved",
                     next_step="choose another optimizer, or one that keeps its state in tensors",
                 )
         return entries
@@ -142,8 +142,8 @@ class TrainState:
             for key, value in changed.items():
                 if not isinstance(value, bool | int | float | str | None):
                     raise CheckpointError(
-                        f"{type(self.optimizer).__name__} keeps '{key}' of a group as {type(value).__name__}, and"
-                        " only numbers and words can be saved there",
+                        f"{type(self.optimizer).__name__} keeps '{key}' of a group as"
+                        f" {type(value).__name__}, and only numbers and words can be saved there",
                         next_step="choose another optimizer, or one that keeps its state in state[parameter]",
                     )
             found.append(changed)
@@ -193,7 +193,7 @@ class TrainState:
         return entries
 
     def _entries(self, values: Mapping[str, Any], wrong: list[str]) -> dict[nn.Parameter, dict[str, Any]]:
-        """Values by parameter and key, cut to what this rank updates; names that fit nothing go to `wrong`."""
+        """Values by parameter and key, cut to what this rank updates; what fits nothing goes to `wrong`."""
         own = {slot.name: (slot, p) for slot, p in self._optimized()}
         shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
         shapes |= {slot.name: slot.shape for slot in self.holding.slots}
@@ -211,7 +211,9 @@ class TrainState:
 
     def _elsewhere(self, name: str) -> bool:
         """Whether another rank updates all of a parameter."""
-        return name in {slot.name for slot in self.holding.slots} - {slot.name for slot in self.holding.updates}
+        return name in {slot.name for slot in self.holding.slots} - {
+            slot.name for slot in self.holding.updates
+        }
 
     def _model_piece(self, name: str, value: Tensor) -> Piece:
         """A parameter or a buffer, and its place; of one that is gathered for its use only, the own part."""
@@ -281,7 +283,9 @@ def _part(value: Any, of: Slot) -> Any:
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     """Of a parameter group, what is no parameter; the rates are set before every update."""
-    return {key: value for key, value in group.items() if key not in ("params", "param_names", "lr", "initial_lr")}
+    return {
+        key: value for key, value in group.items() if key not in ("params", "param_names", "lr", "initial_lr")
+    }
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

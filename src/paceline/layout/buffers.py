@@ -4,8 +4,8 @@ Every unit of a step starts from the buffers before the step, and the buffers af
 mean change over all units of all ranks. So they depend on the virtual shards, never on the world size,
 and the sum can be taken in any order. Integer buffers (counters) are rounded.
 
-Invariant: between steps, buffers are equal on all ranks that hold them. Non-persistent buffers (masks) are not
-touched. A buffer on `meta` is another rank's: it has a place in the sums, and nothing else.
+Invariant: between steps, buffers are equal on all ranks that hold them. Non-persistent buffers (masks) are
+not touched. A buffer on `meta` is another rank's: it has a place in the sums, and nothing else.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ class UnitBuffers:
 
     def take_sum(self, parts: Sequence[UnitBuffers]) -> None:
         """Note what the parts of the model have changed in the same units, each its own buffers."""
-        self._changes = [sum(unit[1:], start=unit[0]) for unit in zip(*(p.changes for p in parts), strict=True)]
+        self._changes = [
+            sum(unit[1:], start=unit[0]) for unit in zip(*(p.changes for p in parts), strict=True)
+        ]
 
     def end_step(self, change: Tensor, units: float) -> None:
         """Apply the mean change; a value that no unit changed keeps its bits.

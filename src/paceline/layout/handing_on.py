@@ -1,8 +1,9 @@
 """Hands gradients on to a sink during backward, each once it is complete.
 
 A gradient is complete when autograd adds to it for the last time. Mostly that is the first time; a parameter
-inside a block that is recomputed by a backward of its own (reentrant checkpointing) gets several additions. So
-the first backward that reaches a parameter counts, and what grew more than once is handed on after each backward.
+inside a block that is recomputed by a backward of its own (reentrant checkpointing) gets several additions.
+So the first backward that reaches a parameter counts, and what grew more than once is handed on after each
+backward.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ class HandingOn:
             return
         if slot not in self._pending:
             raise TaskError(
-                f"the gradient of '{slot.name}' grew after it was complete: in an earlier backward it was added to"
-                " once",
+                f"the gradient of '{slot.name}' grew after it was complete: in an earlier backward it was"
+                " added to once",
                 next_step="use checkpoint(..., use_reentrant=False), or the same layers in every step",
             )
         del self._pending[slot]

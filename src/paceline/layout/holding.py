@@ -1,7 +1,7 @@
 """What one rank holds of a model: its own parts are in memory, everything else has a name and a shape only.
 
-Invariant: the modules and names are those of the whole model. A tensor that this rank does not hold lies on the
-`meta` device, so that nothing reads an old value by mistake, and nothing pays for it.
+Invariant: the modules and names are those of the whole model. A tensor that this rank does not hold lies on
+the `meta` device, so that nothing reads an old value by mistake, and nothing pays for it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Replicate: all that a rank computes with is whole. Forward and backward of its units, gradients to the sink.
+"""Replicate: all that a rank computes with is whole. Forward and backward of its units, gradients to the
+sink.
 
 Invariant: what a unit computes depends on the parameters, its samples and its key alone. Gradients of
 the units of one rank are added by autograd, and handed on while the backward of the last runs; or, to a sink

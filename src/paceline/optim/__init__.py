@@ -5,4 +5,11 @@ from paceline.optim.build import build_optimizer, fused_is_supported
 from paceline.optim.schedule import Schedule, build_schedule
 from paceline.optim.user import UserOptimizer
 
-__all__ = ["Schedule", "UserOptimizer", "build_optimizer", "build_schedule", "fused_is_supported", "require_elementwise"]
+__all__ = [
+    "Schedule",
+    "UserOptimizer",
+    "build_optimizer",
+    "build_schedule",
+    "fused_is_supported",
+    "require_elementwise",
+]

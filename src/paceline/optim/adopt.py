@@ -14,7 +14,19 @@ from paceline.errors import StrategyError
 if TYPE_CHECKING:
     from paceline.layout import Holding
 
-_KNOWN = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
+_KNOWN = (
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "Adagrad",
+    "Adadelta",
+    "RMSprop",
+    "Rprop",
+    "ASGD",
+)
 _TOLERANCE = 1e-5
 _STEPS = 3
 
@@ -34,8 +46,8 @@ def adopt(optimizer: torch.optim.Optimizer, holding: Holding) -> None:
 def require_elementwise(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer whose update of a value depends on other values of its tensor.
 
-    A class says what it is by `elementwise = True` or `False`; of PyTorch's own it is known; any other is tried on
-    small tensors, whole and in two parts.
+    A class says what it is by `elementwise = True` or `False`; of PyTorch's own it is known; any other is
+    tried on small tensors, whole and in two parts.
 
     Raises:
         StrategyError: a part of a tensor, updated alone, would end elsewhere.
@@ -46,8 +58,8 @@ def require_elementwise(optimizer: torch.optim.Optimizer) -> None:
     if said is True or own or (said is None and _ends_where_its_parts_end(optimizer)):
         return
     raise StrategyError(
-        f"{kind.__name__} looks at a whole tensor to update any value of it, and under this strategy a rank updates"
-        " parts of tensors",
+        f"{kind.__name__} looks at a whole tensor to update any value of it, and under this strategy a rank"
+        " updates parts of tensors",
         next_step="choose an elementwise optimizer (SGD, Adam, ...), or a strategy without shard and tensor",
     )
 
@@ -63,7 +75,7 @@ def _ends_where_its_parts_end(optimizer: torch.optim.Optimizer) -> bool:
             _steps(optimizer, [s[part] for s in starts], [[g[part] for g in step] for step in grads])
             for part in (slice(0, 2), slice(2, None))
         ]
-    except Exception as error:  # noqa: BLE001 - whatever it is, it could not be tried
+    except Exception as error:
         raise StrategyError(
             f"{type(optimizer).__name__} cannot be tried on parts of tensors: {error}",
             next_step="say `elementwise = True` in its class if it updates each value by itself",

@@ -1,9 +1,9 @@
 """What is known of a word of a strategy before anything is built: torch-free descriptions.
 
-From them follow parsing, the support table, refusals, who guards and who saves, the report's closed forms, and what
-constructs the piece. A word is described in one place (`words`), or in another package, which names its description as
-an entry point of the group `paceline.sync`, `paceline.codec`, `paceline.route`, `paceline.schedule` or
-`paceline.layout`: one file and one line of registration.
+From them follow parsing, the support table, refusals, who guards and who saves, the report's closed forms,
+and what constructs the piece. A word is described in one place (`words`), or in another package, which names
+its description as an entry point of the group `paceline.sync`, `paceline.codec`, `paceline.route`,
+`paceline.schedule` or `paceline.layout`: one file and one line of registration.
 """
 
 from __future__ import annotations

@@ -16,9 +16,19 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from paceline.errors import RecipeError, StrategyError
 from paceline.recipe.expect import Words
 from paceline.recipe.problems import found_instead, refused
+from paceline.recipe.specs import (
+    CodecSpec,
+    LayoutSpec,
+    RouteSpec,
+    ScheduleSpec,
+    Spec,
+    SyncSpec,
+    find,
+    known,
+    plugged_in,
+)
 from paceline.recipe.spell import nearest, spell
 from paceline.recipe.strict import Table
-from paceline.recipe.specs import CodecSpec, LayoutSpec, RouteSpec, ScheduleSpec, Spec, SyncSpec, find, known, plugged_in
 
 
 def _check_word(text: str, kind: type[Spec]) -> str:
@@ -148,7 +158,9 @@ class Strategy(Table):
     @property
     def cuts(self) -> list[LayoutSpec]:
         """How a replica is spread over ranks: cuts in their order."""
-        applying = [spec for spec in known(LayoutSpec).values() if spec.applies(self)] if self._is_spread else []
+        applying = (
+            [spec for spec in known(LayoutSpec).values() if spec.applies(self)] if self._is_spread else []
+        )
         return sorted(applying, key=lambda spec: spec.order)
 
     @property

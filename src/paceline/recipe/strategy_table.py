@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from paceline.recipe.specs import CodecSpec, LayoutSpec, RouteSpec, ScheduleSpec, Spec, SyncSpec, known, plugged_in
+from paceline.recipe.specs import (
+    CodecSpec,
+    LayoutSpec,
+    RouteSpec,
+    ScheduleSpec,
+    Spec,
+    SyncSpec,
+    known,
+    plugged_in,
+)
 from paceline.recipe.strategy import PRESETS, Strategy
 from paceline.recipe.support import Support, num_ranks, support
 

@@ -187,7 +187,9 @@ def support(strategy: Strategy, *, processes: int, shards: int) -> Support:
     """
     filled = _fill(strategy, processes)
     reasons = _reasons(filled, _Place(processes, shards))
-    return Support(not reasons, "; ".join(reasons), _nearest(filled, processes, shards) if reasons else filled)
+    return Support(
+        not reasons, "; ".join(reasons), _nearest(filled, processes, shards) if reasons else filled
+    )
 
 
 def _reasons(filled: Strategy, place: _Place) -> list[str]:
@@ -237,7 +239,7 @@ _MOST_CHANGES = 3
 
 
 def _nearest(filled: Strategy, processes: int, shards: int) -> Strategy:
-    """The supported strategy that changes least, on as many processes; plain replicas on fewer if there is none."""
+    """The supported strategy that changes least on as many processes; if none, plain replicas on fewer."""
     place = _Place(processes, shards)
     choices = {field: options for field in _COSTS if (options := _options(filled, field, processes))}
     for changes in range(1, _MOST_CHANGES + 1):
@@ -256,6 +258,7 @@ def _nearest(filled: Strategy, processes: int, shards: int) -> Strategy:
 def _options(strategy: Strategy, field: str, processes: int) -> list[Any]:
     """Other values of a field, the likeliest first."""
     now, default = getattr(strategy, field), Strategy.model_fields[field].default
+    values: list[Any]
     if field == "servers":
         values = [strategy.rule.needs_server]
     elif field == "zero":

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from paceline.recipe.specs import Argument, CodecSpec, LayoutSpec, Refusal, RouteSpec, ScheduleSpec, Spec, SyncSpec
+from paceline.recipe.specs import (
+    Argument,
+    CodecSpec,
+    LayoutSpec,
+    Refusal,
+    RouteSpec,
+    ScheduleSpec,
+    Spec,
+    SyncSpec,
+)
 
 if TYPE_CHECKING:
     from paceline.recipe.strategy import Strategy
@@ -36,7 +45,8 @@ _ONE_PIPELINE = Refusal(
     lambda s: s.pipeline == 1 or s.replicas != 1 or s.shard > 1 or s.tensor > 1,
 )
 _SERVED = Refusal(
-    "a server holds a whole model, and gradients reach it uncoded: leave out shard, tensor, pipeline and codec",
+    "a server holds a whole model, and gradients reach it uncoded: leave out shard, tensor, pipeline and"
+    " codec",
     lambda s: s.ranks_per_replica > 1 or s.codec != "fp32",
 )
 
@@ -123,9 +133,7 @@ SYNCS = (
 CODECS = (
     CodecSpec(word="fp32", summary="values as they are", build="paceline.comm.codecs:no_codec", exact=True),
     CodecSpec(word="bf16"),
-    CodecSpec(
-        word="int8", summary="bytes with a scale for every block", build="paceline.comm.codecs:int8"
-    ),
+    CodecSpec(word="int8", summary="bytes with a scale for every block", build="paceline.comm.codecs:int8"),
     CodecSpec(word="int4"),
     CodecSpec(
         word="topk",

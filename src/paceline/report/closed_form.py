@@ -14,6 +14,7 @@ from paceline.recipe import Strategy
 from paceline.recipe.specs import SyncSpec
 from paceline.report.read import Run
 
+
 @dataclass(frozen=True)
 class Sent:
     """Bytes of one rank, over the steps since the run was started or resumed last.

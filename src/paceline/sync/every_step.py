@@ -68,7 +68,9 @@ class EveryStep:
         """See `Rule`."""
         self.reducer.abort()
 
-    def step(self, work: LockstepWork, stream: Stream, placed: Placed, update_step: UpdateStep) -> tuple[Tally, Update]:
+    def step(
+        self, work: LockstepWork, stream: Stream, placed: Placed, update_step: UpdateStep
+    ) -> tuple[Tally, Update]:
         """One step: units, agreement, update.
 
         Args:

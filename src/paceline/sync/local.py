@@ -115,7 +115,9 @@ class LocalRounds:
                 self._phases.take()
                 end = min(self._round_start(placed, state) + self._num_local_steps, feed.num_steps)
                 while state.step < end:
-                    self._half.taken.append(_counted(*self.inner.step(feed.work, stream, placed, update_step)))
+                    self._half.taken.append(
+                        _counted(*self.inner.step(feed.work, stream, placed, update_step))
+                    )
                     state.step += 1
                 half = self._half
                 with self._phases.during("communication"):

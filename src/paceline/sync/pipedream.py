@@ -102,7 +102,9 @@ class PipeDream:
             self._undo, buffers = _memory_of(state, self._stage), placed.buffers.values()
             sums, update = self._run(first, end, feed, update_step)
             change = placed.buffers.change_since(buffers)
-            tally = self._tally(sums, placed, change).agree(self._net, self._world, placed.holding.device).wait()
+            tally = (
+                self._tally(sums, placed, change).agree(self._net, self._world, placed.holding.device).wait()
+            )
             placed.buffers.reset(buffers)
             placed.buffers.end_step(tally.buffers, 1.0)  # every stage moved its own
             state.step, self._undo = end, _nothing

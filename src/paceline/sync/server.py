@@ -83,7 +83,9 @@ class Server(Served):
         fields = {**asdict(ticket), "version": state.updates, "scale": state.scale.value}
         self.send(rank, "ticket", fields, newest(placed))
 
-    def _take_in(self, message: Message, placed: Placed, update_step: UpdateStep, ages: WorkLedger) -> Update | None:
+    def _take_in(
+        self, message: Message, placed: Placed, update_step: UpdateStep, ages: WorkLedger
+    ) -> Update | None:
         rank = message.sender
         self._idle.add(rank)
         ticket, version = self._out.pop(rank, (None, 0))

@@ -2,15 +2,15 @@
 
     rate, empty, divide, watch, norm, finite, clip, settle, step, gather
 
-Each part reads and writes one record; a part that sets its `update` ends the step. Invariant: parts see sums that
-are equal on all ranks that step together, so all of them take the same decision and make the same update. The
-one place where gradients are divided.
+Each part reads and writes one record; a part that sets its `update` ends the step. Invariant: parts see sums
+that are equal on all ranks that step together, so all of them take the same decision and make the same
+update. The one place where gradients are divided.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -248,7 +248,9 @@ def placed_before(parts: Mapping[str, Part], name: str, new_name: str, part: Par
 
 
 def _not_finite(record: Updating) -> NumericError:
-    bad = (s.name for s, g in record.grads.tensors.items() if g is not None and not bool(torch.isfinite(g).all()))
+    bad = (
+        s.name for s, g in record.grads.tensors.items() if g is not None and not bool(torch.isfinite(g).all())
+    )
     return NumericError(
         f"the gradient of step {record.state.step} is not finite: {next(bad, 'its norm')}",
         next_step="lower optimizer.lr, set optimizer.clip_norm, or look at the samples of this step",

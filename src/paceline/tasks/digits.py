@@ -48,7 +48,9 @@ def build(**options: Any) -> Task:
         held_out=held_out,
         loss=cross_entropy,
         stages=_chain,
-        tensor={"layers.0": "column", "layers.2": "split", "layers.3": "row"} if chosen.model == "mlp" else None,
+        tensor={"layers.0": "column", "layers.2": "split", "layers.3": "row"}
+        if chosen.model == "mlp"
+        else None,
         initialize=lambda model, seed: initialize_by_name(model, seed, fan_in_rule),
     )
 

@@ -11,7 +11,16 @@ from typing import Any
 
 from torch import Tensor
 
-from paceline.comm import Collective, Gradients, GradientSink, Handle, NativeCollective, Reducer, Reduction, Tally
+from paceline.comm import (
+    Collective,
+    Gradients,
+    GradientSink,
+    Handle,
+    NativeCollective,
+    Reducer,
+    Reduction,
+    Tally,
+)
 from paceline.data import LoadedUnit, LockstepWork, Stream, Unit
 from paceline.layout import Holding, Placed, Replicate, Sums, UnitBuffers
 from paceline.optim import Schedule, build_schedule

@@ -22,8 +22,8 @@ class Interrupt(Exception):
 class InterruptedLayout:
     """A layout that raises `Interrupt` once.
 
-    In a stage the rest of the gradients is withheld instead, and it raises at the end: its neighbours wait for what
-    its backward sends.
+    In a stage the rest of the gradients is withheld instead, and it raises at the end: its neighbours wait
+    for what its backward sends.
 
     Args:
         inner: the layout.

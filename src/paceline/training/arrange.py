@@ -90,7 +90,9 @@ class Setting:
     def collective(self, group: Group) -> Collective:
         """Sums over a group, by the recipe's route and codec; collective."""
         strategy = self.recipe.strategy
-        return self.pieces.collective(self._path(group, strategy.form.load()(strategy.codec.partition(":")[2])))
+        return self.pieces.collective(
+            self._path(group, strategy.form.load()(strategy.codec.partition(":")[2]))
+        )
 
     def exact_collective(self, group: Group) -> Collective:
         """The same path, on which values travel as they are; collective."""

@@ -43,8 +43,8 @@ def _require_one_addition(material: Material, cut: Cut) -> None:
         users = sum(any(p is tensors[name] for p in link.parameters()) for link in links)
         if users > 2:
             raise StrategyError(
-                f"{users} modules on several stages share '{name}', and with more than two the order of their sum"
-                " would depend on the stages",
+                f"{users} modules on several stages share '{name}', and with more than two the order of their"
+                " sum would depend on the stages",
                 next_step="leave out reproducible, or choose a strategy without pipeline",
             )
 
@@ -77,17 +77,17 @@ def cut_updates(setting: Setting, material: Material) -> Cutting:
 
 
 def cut_everything(setting: Setting, material: Material) -> Cutting:
-    """What is held at all; whole tensors are gathered while they are used: block by block, in a stage for a run."""
+    """What is held at all; whole tensors are gathered for their use, by block, or in a stage for a run."""
     _refuse_compile(setting, "zero=3")
     group = setting.mesh.axes["shard"]
 
     def prepare(holding: Holding) -> Holding:
-        staged = setting.mesh.axes["pipeline"].size > 1  # whose ranks run forwards and backwards in other orders
+        staged = (
+            setting.mesh.axes["pipeline"].size > 1
+        )  # whose ranks run forwards and backwards in other orders
         blocks = [] if staged else recomputed_blocks(material.model, material.task.blocks)
         collective = setting.exact_collective(group)
-        use = GatherOnUse(
-            holding.computes, holding.updates, holding.parts, blocks, collective, setting.net
-        )
+        use = GatherOnUse(holding.computes, holding.updates, holding.parts, blocks, collective, setting.net)
         return replace(holding, use=use)
 
     return Cutting(Shard(group.size, _dims(setting, material), keeps=False), prepare=prepare)

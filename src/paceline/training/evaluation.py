@@ -59,7 +59,13 @@ def evaluate(session: Session, source: Source | None = None) -> Evaluation | Non
     rows = _run(session, held_out, [blocks[i] for i in mine])
     table[mine.start : mine.start + len(rows)] = rows
     world = session.mesh.world
-    sums = session.net.all_reduce(table.to(session.placed.holding.device), world).wait().cpu().numpy().sum(axis=0)
+    sums = (
+        session.net.all_reduce(table.to(session.placed.holding.device), world)
+        .wait()
+        .cpu()
+        .numpy()
+        .sum(axis=0)
+    )
     count = sums[1] or 1.0
     metrics = {name: float(value / count) for name, value in zip(names, sums[2:], strict=True)}
     return Evaluation(session.state.step, float(sums[0] / count), metrics, num_samples, float(sums[1]))

@@ -1,4 +1,4 @@
-"""From what a rank holds to the reduction of its gradients: slots that are summed over the same ranks go together."""
+"""The reduction of what a rank holds: slots that are summed over the same ranks go together."""
 
 from __future__ import annotations
 
@@ -74,7 +74,9 @@ def _sums(setting: Setting) -> Sums | None:
     blocks = [split(setting.recipe.batch.shards, data.size, rank) for rank in range(data.size)]
     dealt = Dealt([cover(block) for block in blocks], data, mesh.replica)
     path = setting.collective(data)
-    return InMemory(dealt, path) if isinstance(path, SharedMemoryCollective) else ByMessages(dealt, setting.net)
+    return (
+        InMemory(dealt, path) if isinstance(path, SharedMemoryCollective) else ByMessages(dealt, setting.net)
+    )
 
 
 def build_norm(setting: Setting, holding: Holding) -> Norm:

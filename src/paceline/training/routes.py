@@ -72,7 +72,10 @@ def shared_or_native(group: Group, site: Site) -> Collective:
 
 
 def hierarchical(group: Group, site: Site) -> Collective:
-    """Inside nodes first; collective over the world. A group on one node, or with one rank on each, has one level: native."""
+    """Inside nodes first; collective over the world.
+
+    A group on one node, or with one rank on each, has one level: native.
+    """
     _require_processors(site, "hierarchical", "NCCL sums inside nodes first by itself")
     parts = span_nodes(group.ranks, _nodes(site))
     if len(parts) in (1, group.size):

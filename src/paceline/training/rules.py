@@ -143,7 +143,9 @@ def pipedream(setting: Setting, layout: Layout, state: TrainState) -> Rule:
     unfit = {
         "optimizer.clip_norm": alone if recipe.optimizer.clip_norm is not None else "",
         'precision.compute = "fp16"': alone if recipe.precision.compute == "fp16" else "",
-        "weights that two stages share": alone if not isinstance(placed, Pipeline) or placed.cut.shared else "",
+        "weights that two stages share": alone
+        if not isinstance(placed, Pipeline) or placed.cut.shared
+        else "",
         "memory.recompute": "it would compute again with the weights of today, not with those of the forward"
         if recipe.memory.recompute != "none"
         else "",

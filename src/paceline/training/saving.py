@@ -19,6 +19,7 @@ from paceline.sync.update import placed_before
 from paceline.training.numerics import differences, fingerprint
 from paceline.training.session import Session
 
+
 def files_of(recipe: Recipe, run_dir: Path) -> Files:
     """The folder of a run's checkpoints."""
     return Files(recipe.checkpoint.folder or str(run_dir / "checkpoints"))

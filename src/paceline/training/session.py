@@ -129,9 +129,11 @@ class Session:
         self.restore(*shared)
 
     def complete(self) -> nn.Module:
-        """The whole model on this rank; collective. Where a rank holds all of it, that is the model itself."""
+        """The whole model on this rank; collective. If a rank holds all of it, that is the model itself."""
         holding = self.placed.holding
-        if all(one.kept and one.computes.is_whole for one in holding.held.values()) and not _has_gaps(holding):
+        if all(one.kept and one.computes.is_whole for one in holding.held.values()) and not _has_gaps(
+            holding
+        ):
             return holding.model
         pieces = [piece for piece in self.state.pieces() if piece.slot.name.startswith("model/")]
         return whole_model(holding.model, gather_whole(pieces, self.mesh.inside, self.net), holding.device)

@@ -13,7 +13,7 @@ from torch import Tensor
 from paceline.data import Unit, split
 from paceline.verification.diagnose import UNKNOWN, Diagnosis, Evidence, diagnose_gradient
 from paceline.verification.diagnose_tail import TailEvidence, diagnose_tail
-from paceline.verification.oracle import Shard, Tensors
+from paceline.verification.oracle import Shard
 from paceline.verification.reference import Reference
 
 if TYPE_CHECKING:

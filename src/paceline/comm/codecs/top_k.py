@@ -30,7 +30,8 @@ class TopK:
     def __init__(self, share: float) -> None:
         if not 0.0 < share <= 1.0:
             raise StrategyError(
-                f"topk:{share:g} keeps no share of the values", next_step="choose one above 0, as in topk:0.01"
+                f"topk:{share:g} keeps no share of the values",
+                next_step="choose one above 0, as in topk:0.01",
             )
         self._share = share
 
@@ -45,7 +46,9 @@ class TopK:
     def encode(self, x: Tensor) -> Tensor:
         """See `Codec`."""
         sizes = x.abs().nan_to_num(torch.inf, torch.inf)  # what is not finite comes first, and is seen
-        places = torch.sort(sizes, dim=1, descending=True, stable=True).indices[:, : self.num_kept(x.shape[1])]
+        places = torch.sort(sizes, dim=1, descending=True, stable=True).indices[
+            :, : self.num_kept(x.shape[1])
+        ]
         values = x.gather(1, places).to(torch.float32)
         parts = (values, places.to(torch.int32))
         return torch.cat([part.contiguous().view(torch.uint8) for part in parts], 1)

@@ -55,7 +55,7 @@ class Meeting:
         for place in places:
             if self.by_unit:
                 self.inner.unit(place, place == places[-1])
-            for slot in reversed(self._tensors):
+            for slot in reversed([*self._tensors]):
                 self.inner.ready(slot, self._met(slot, place))
         self.inner.close()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -37,9 +37,9 @@ class AnyOrderNorm:
 class CanonicalNorm:
     """In one order of additions, which does not depend on buckets, ranks or threads.
 
-    Each tensor is cut into the rows of its first dimension. A row's sum of squares is taken in float64 from the
-    row alone; all rows of all tensors are added in the order of the model. Ranks that hold other rows fill
-    in theirs, and zeros elsewhere, so that nothing is rounded on the way.
+    Each tensor is cut into the rows of its first dimension. A row's sum of squares is taken in float64 from
+    the row alone; all rows of all tensors are added in the order of the model. Ranks that hold other rows
+    fill in theirs, and zeros elsewhere, so that nothing is rounded on the way.
 
     Args:
         slots: of the whole model, in its order.

@@ -1,7 +1,7 @@
 """Flat buffers with a row for each rank that gets a part: in it lie that rank's parts of some tensors.
 
-Invariant: a part lies in its row in the order in which it lies in the memory of its parameter, so that a kernel
-that walks parameter, gradient and moments side by side meets the same element in all of them.
+Invariant: a part lies in its row in the order in which it lies in the memory of its parameter, so that a
+kernel that walks parameter, gradient and moments side by side meets the same element in all of them.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def plan_buckets(tensors: Mapping[Slot, Tensor], bucket_bytes: int) -> list[list
     """
     found: list[list[Slot]] = []
     filled, last = 0, None
-    for slot, tensor in reversed(tensors.items()):
+    for slot, tensor in reversed([*tensors.items()]):
         alike = last is not None and (last.dtype, last.device) == (tensor.dtype, tensor.device)
         if not alike or filled >= bucket_bytes:
             found.append([])

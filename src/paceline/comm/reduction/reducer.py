@@ -4,8 +4,8 @@ Gradients are copied into flat buckets as they become ready; a full bucket leave
 launched in one order on every rank. A bucket has a row for each rank that gets a part of its tensors, so that
 replicas are the case of one part. Buffers are allocated once, where they are summed best.
 
-Invariant: after `finish` every rank that holds a part has the same sums of it, and a tensor that had no gradient on
-a rank counted as zero there. It sums; dividing is the update step's work.
+Invariant: after `finish` every rank that holds a part has the same sums of it, and a tensor that had no
+gradient on a rank counted as zero there. It sums; dividing is the update step's work.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class Reducer:
         self._place, self._is_last = shards, is_last
 
     def ready(self, slot: Slot, grad: Tensor | None) -> None:
-        """Take a gradient; once it is the last of its slot, fill it in, and launch every full bucket in turn."""
+        """Take a gradient; if it is the last of its slot, fill it in, and launch every full bucket in turn."""
         if self.by_unit:
             self._carries[slot].push(self._place, grad)
             if not self._is_last:
@@ -199,7 +199,7 @@ class Reducer:
         self._launch_full()
 
     def finish(self) -> Gradients:
-        """Wait for the sums of the own parts, in order; the norm of one is taken while others are on the way."""
+        """Wait for the sums of the own parts, in order; norms are taken while others are on the way."""
         arriving = [bucket.handle.wait() for bucket in self._buckets if bucket.handle is not None]
         tensors: dict[Slot, Tensor | None] = {}
         flats: list[Tensor] = []

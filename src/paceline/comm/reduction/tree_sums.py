@@ -84,7 +84,8 @@ class ByMessages(_InTreeOrder):
     """Slices travel to who adds them, and sums to who needs them.
 
     Wire: with n bytes of gradients, P = R x S ranks of data and K nodes on the rank that has most,
-        K (P-1)/P n + (R-1)/R n/S bytes; an all_reduce, 2 (P-1)/P n, where P = R = 2 and K = 1 (`Dealt.calls`).
+        K (P-1)/P n + (R-1)/R n/S bytes; an all_reduce, 2 (P-1)/P n, where P = R = 2 and K = 1
+        (`Dealt.calls`).
     Exactness: bitwise.
     """
 

@@ -1,8 +1,8 @@
 """The hierarchical route: sums inside nodes first, then between nodes, then back.
 
-Every rank of a node carries an equal slice of a buffer over the slow link, plainly or through a codec. Only the
-first part is launched by the caller; a `Line` launches each next part when the one before has ended, so all
-of it goes on beside the backward pass.
+Every rank of a node carries an equal slice of a buffer over the slow link, plainly or through a codec. Only
+the first part is launched by the caller; a `Line` launches each next part when the one before has ended, so
+all of it goes on beside the backward pass.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from paceline.comm.routes.host_links import HostLinks
 from paceline.comm.net import Net
+from paceline.comm.routes.host_links import HostLinks
 from paceline.comm.text import gather_texts
 from paceline.errors import CommunicationError, DeadlineError
 from paceline.mesh import Group

@@ -1,6 +1,7 @@
 """A line: one thread that takes the later hops of collectives while training goes on.
 
-Each hop waits for the one before it, so the caller can launch the first only. Every process group is used by one
+Each hop waits for the one before it, so the caller can launch the first only. Every process group is used by
+one
 thread, and buffers pass through it in the order of their launch: so there is one order on every rank.
 Invariant: after an error, nothing that waits behind it is started before `mend`.
 """

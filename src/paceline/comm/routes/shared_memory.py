@@ -11,14 +11,13 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.comm.routes.host_links import HostLinks, Signal
 from paceline.comm.handle import Handle
 from paceline.comm.net import Net
+from paceline.comm.routes.host_links import HostLinks, Signal
 from paceline.errors import CommunicationError
 from paceline.mesh import Group
 
@@ -128,7 +127,9 @@ class SharedMemoryCollective:
         """Leave the other ranks; buffers stay readable."""
         self._links.close()
 
-    def _launch(self, calls: Calls, key: str, add: Callable[[], None], result: Callable[[], Tensor]) -> Handle:
+    def _launch(
+        self, calls: Calls, key: str, add: Callable[[], object], result: Callable[[], Tensor]
+    ) -> Handle:
         ledger = self.net.ledger
         entries = [ledger.launched(op, group.name, num_bytes, group.size) for op, group, num_bytes in calls]
         label = f"buffer '{key}' of {calls[0][2]} bytes"

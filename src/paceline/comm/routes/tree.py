@@ -1,8 +1,8 @@
 """The tree route: sums go up a binomial tree, and what came out at its root goes down again.
 
-Two times log2 P rounds, in which a rank sends the whole buffer at most log2 P times: fewer rounds than a ring and
-more bytes, so it is for small buffers. Source: Thakur, Rabenseifner, Gropp 2005, Optimization of Collective
-Communication Operations in MPICH, section 4.2 (binomial trees).
+Two times log2 P rounds, in which a rank sends the whole buffer at most log2 P times: fewer rounds than a
+ring and more bytes, so it is for small buffers. Source: Thakur, Rabenseifner, Gropp 2005, Optimization of
+Collective Communication Operations in MPICH, section 4.2 (binomial trees).
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class TreeCollective:
         group: with a process group of its own: its messages must not mix with others.
     Wire: a rank with c children sends n bytes up (but the root) and c n down; all_gather and all_to_all carry
         the rows of all ranks that way.
-    Exactness: that of rounding; sums are added in the order of the tree, equal bits on every rank and in every run.
+    Exactness: that of rounding; sums are added in the order of the tree, equal bits on every rank and in
+    every run.
     """
 
     feedback = None

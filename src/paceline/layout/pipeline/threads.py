@@ -66,7 +66,12 @@ class StageThreads(LedByFirst):
         self._shared = frozenset(cuts[0].shared)
         clocks = [phases, *(Phases() for _ in holdings[1:])]
         self._wires, self._phases = thread_wires(num_stages, deadline_seconds), phases
-        shared: dict[str, Any] = {"precision": precision, "schedule": schedule, "overlap": False, "seeds": False}
+        shared: dict[str, Any] = {
+            "precision": precision,
+            "schedule": schedule,
+            "overlap": False,
+            "seeds": False,
+        }
         self._stages = [
             Pipeline(task, _of_stage(h, cut), cut, metric_names, wire=w, phases=clock, **shared)
             for h, cut, w, clock in zip(holdings, cuts, self._wires, clocks, strict=True)

@@ -29,7 +29,8 @@ class GatherAfterUpdate:
         self._tensors = holding.computes
         parts = holding.parts
         self._buffers = [
-            PartBuffer(slots, self._tensors, parts, _zeros) for slots in plan_buckets(self._tensors, _EVERYTHING)
+            PartBuffer(slots, self._tensors, parts, _zeros)
+            for slots in plan_buckets(self._tensors, _EVERYTHING)
         ]
 
     def __call__(self) -> None:

@@ -1,11 +1,11 @@
 """ZeRO 3: a rank keeps its parts; whole tensors exist while a block computes with them.
 
-Before a block's forward its parameters are gathered, after it their memory is given back; before its backward they
-are gathered again, and given back when the last of their gradients is there. What lies in no block is
-gathered for a whole `run`. A gathered parameter has the bits of the whole one.
+Before a block's forward its parameters are gathered, after it their memory is given back; before its
+backward they are gathered again, and given back when the last of their gradients is there. What lies in no
+block is gathered for a whole `run`. A gathered parameter has the bits of the whole one.
 
-The parameters of the modules keep their shape; only their memory comes and goes, so that autograd finds in backward
-what it saved in forward.
+The parameters of the modules keep their shape; only their memory comes and goes, so that autograd finds in
+backward what it saved in forward.
 Source: Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5.3; Zhao et al. 2023, PyTorch FSDP,
 arXiv:2304.11277, section 3.2.
 """
@@ -28,8 +28,8 @@ from paceline.slot import Slot
 class GatherOnUse:
     """The comings and goings of one rank's parameters.
 
-    Ranks may have different numbers of units. Before each unit the ranks agree whether anyone has one; a rank that has
-    none left gathers what the others gather.
+    Ranks may have different numbers of units. Before each unit the ranks agree whether anyone has one; a
+    rank that has none left gathers what the others gather.
 
     Args:
         computes: whole-shaped parameters; their memory is given back here.

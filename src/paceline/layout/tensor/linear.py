@@ -1,7 +1,7 @@
 """Column and row parallel linear layers: a pair of them costs one sum in forward and one in backward.
 
-The first of a pair is cut by its outputs (columns), the second by its inputs (rows); what lies between them works
-on a part of the features.
+The first of a pair is cut by its outputs (columns), the second by its inputs (rows); what lies between them
+works on a part of the features.
 Source: Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3 (the functions f and g).
 """
 
@@ -48,7 +48,7 @@ def _summed(x: Tensor, collective: Collective, key: str) -> Tensor:
 
 
 def make_column(linear: nn.Linear, collective: Collective, name: str) -> None:
-    """Let a linear layer, whose weight is cut by outputs, take whole inputs and give a part of the outputs."""
+    """Let a linear layer whose weight is cut by outputs give a part of the outputs of whole inputs."""
 
     def forward(self: nn.Linear, x: Tensor) -> Tensor:
         return F.linear(_Enter.apply(x, collective, name), self.weight, self.bias)
@@ -57,7 +57,7 @@ def make_column(linear: nn.Linear, collective: Collective, name: str) -> None:
 
 
 def make_row(linear: nn.Linear, collective: Collective, name: str) -> None:
-    """Let a linear layer, whose weight is cut by inputs, take a part of the inputs and give whole outputs."""
+    """Let a linear layer whose weight is cut by inputs give whole outputs of a part of the inputs."""
 
     def forward(self: nn.Linear, x: Tensor) -> Tensor:
         y = _Leave.apply(F.linear(x, self.weight), collective, name)
@@ -68,4 +68,6 @@ def make_row(linear: nn.Linear, collective: Collective, name: str) -> None:
 
 def _become(linear: nn.Linear, word: str, forward: Any) -> None:
     kind = type(linear)
-    linear.__class__ = type(f"{word}{kind.__name__}", (kind,), {"forward": forward, "__module__": kind.__module__})
+    linear.__class__ = type(
+        f"{word}{kind.__name__}", (kind,), {"forward": forward, "__module__": kind.__module__}
+    )

@@ -187,7 +187,9 @@ def tied_weights_added_stage_by_stage() -> None:
     """Each stage adds its shards, and the sums meet: another order than shard by shard."""
 
     def close(self: Meeting) -> None:
-        totals = {slot: self._net.all_reduce(own_sum(self, slot), self._holders).wait() for slot in self._tensors}
+        totals = {
+            slot: self._net.all_reduce(own_sum(self, slot), self._holders).wait() for slot in self._tensors
+        }
         for place in self._units:
             self.inner.unit(place, is_last=place == self._units[-1])
             for slot, total in totals.items():

@@ -6,7 +6,7 @@ the `meta` device, so that nothing reads an old value by mistake, and nothing pa
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from paceline.errors import TaskError
 from paceline.layout.placement import Held, Placement
+from paceline.models.initialize import replace_parameters
 from paceline.slot import Slot, trained_parameters
 
 
@@ -101,30 +102,39 @@ def hold(
     coordinates: Mapping[str, int],
     *,
     links: Iterable[nn.Module] | None = None,
+    make: Make | None = None,
 ) -> Holding:
-    """Let go of what another rank holds; the model is changed in place.
+    """Let go of what another rank holds, and make what has no memory yet; the model is changed in place.
 
     Args:
-        model: whole, in memory.
+        model: whole, in memory or with a shape only.
         coordinates: of this rank.
         links: the modules that this rank runs; all if None.
+        make: the values of a part of a parameter that has no memory.
     Raises:
         TaskError: a parameter has hooks that would not see the part of it that is left.
     """
-    held = placement.at(coordinates)
+    held, kept = placement.at(coordinates), {id(p) for p in model.parameters()}
     by_name = {slot.name: p for slot, p in trained_parameters(model).items()}
     if links is not None:
         modules = [m for link in links for m in link.modules()]
-        release(model, {id(t) for m in modules for t in (*m._parameters.values(), *m._buffers.values())})
+        kept = {id(t) for m in modules for t in (*m._parameters.values(), *m._buffers.values())}
+        release(model, kept)
+    made: dict[int, nn.Parameter] = {}
     computes: dict[Slot, nn.Parameter] = {}
     updates: dict[Slot, nn.Parameter] = {}
     for name, one in held.items():
-        p = by_name[name]
-        if not one.computes.is_whole:
-            p = _cut(model, name, p, one.computes)
+        values = _values(by_name[name], make)
+        p = _computed(by_name[name], one, values)
+        if p is not by_name[name]:
+            made[id(by_name[name])] = p
         computes[one.computes] = p
         if one.updates is not None:
-            updates[one.updates] = _own_part(p, one)
+            updates[one.updates] = _own_part(p, one, values)
+    for name, p in model.named_parameters():
+        if p.is_meta and not p.requires_grad and make is not None and id(p) in kept:
+            made[id(p)] = nn.Parameter(make(Slot.whole(name, p)), requires_grad=False)
+    replace_parameters(model, made)
     axes = frozenset({"pipeline"}) if links is not None else frozenset[str]()
     return Holding(model, placement.slots, held, computes, updates, axes)
 
@@ -145,26 +155,47 @@ def _on_meta(value: Tensor) -> Tensor:
     return value.to("meta")
 
 
-def _own_part(p: nn.Parameter, held: Held) -> nn.Parameter:
+Make = Callable[[Slot], Tensor]
+"""Makes the values of a part of a parameter."""
+
+
+def _values(p: nn.Parameter, make: Make | None) -> Make:
+    """Where the values of a parameter come from."""
+    if not p.is_meta:
+        return lambda slot: p.detach()[slot.index]
+    if make is None:
+        raise TaskError(
+            "the model was built without memory, and nothing says how its parameters are made",
+            next_step="pass Task(initialize=paceline.models.InitializeByName(...)), or build it as usual",
+        )
+    return make
+
+
+def _computed(p: nn.Parameter, held: Held, values: Make) -> nn.Parameter:
+    """What the rank computes with: the parameter, made if it has no memory, or a part of it."""
+    slot = held.computes
+    if slot.is_whole and not p.is_meta:
+        return p
+    _require_no_hooks(p, slot)
+    if held.kept:
+        return nn.Parameter(values(slot).clone(), p.requires_grad)
+    empty = torch.empty(slot.sizes, dtype=p.dtype)
+    empty.untyped_storage().resize_(0)  # it comes when it is used
+    return nn.Parameter(empty, p.requires_grad)
+
+
+def _own_part(p: nn.Parameter, held: Held, values: Make) -> nn.Parameter:
     """What the optimizer gets: the parameter, a part that shares its memory, or a part of its own."""
     own = held.updates
     assert own is not None
-    if own == held.computes and held.kept:
-        return p
-    part = p.detach()[own.inside(held.computes)]
-    return nn.Parameter(part if held.kept else part.clone())
+    if not held.kept:
+        return nn.Parameter(values(own).clone())
+    return p if own == held.computes else nn.Parameter(p.detach()[own.inside(held.computes)])
 
 
-def _cut(model: nn.Module, name: str, p: nn.Parameter, part: Slot) -> nn.Parameter:
-    """Keep a part of one parameter, wherever modules use it."""
+def _require_no_hooks(p: nn.Parameter, slot: Slot) -> None:
     if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
         raise TaskError(
-            f"'{name}' has gradient hooks, and this rank would hold a part of it only",
+            f"'{slot.name}' has gradient hooks, and this rank would hold a part of it only",
             next_step="leave it out of the tensor plan, or remove the hooks",
         )
-    own = nn.Parameter(p.detach()[part.index].clone(), p.requires_grad)
-    for module in model.modules():
-        for key, value in module._parameters.items():
-            if value is p:
-                module._parameters[key] = own
-    return own

@@ -18,7 +18,7 @@ from paceline.data import LoadedUnit, split
 from paceline.layout.holding import Holding, hold_whole
 from paceline.layout.precision import Precision
 from paceline.layout.replicate import Replicate
-from paceline.layout.sums import Sums
+from paceline.layout.sums import MetricNames, Sums
 from paceline.layout.threads import LedByFirst, NobodyDraws, Threads, around_the_same_parameters
 from paceline.observe import Phases
 from paceline.slot import Slot
@@ -42,7 +42,7 @@ class Lanes(LedByFirst):
         self,
         holding: Holding,
         loss: LossFunction,
-        metric_names: tuple[str, ...],
+        metric_names: MetricNames,
         *,
         precision: Precision,
         phases: Phases,

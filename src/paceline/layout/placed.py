@@ -12,7 +12,7 @@ from paceline.comm import GradientSink
 from paceline.data import LoadedUnit
 from paceline.layout.buffers import UnitBuffers
 from paceline.layout.holding import Holding
-from paceline.layout.sums import Sums
+from paceline.layout.sums import MetricNames, Sums
 
 
 class Placed(Protocol):
@@ -20,7 +20,7 @@ class Placed(Protocol):
 
     Attributes:
         holding: what of the model this rank has in memory.
-        metric_names: sorted names of the metrics that the loss returns.
+        metric_names: of the loss; agreed before training.
         used: names of the parameters that had a gradient here, in a unit of the last `run`.
         buffers: of the whole model; those that this rank does not hold do not move here.
     """
@@ -28,7 +28,7 @@ class Placed(Protocol):
     @property
     def holding(self) -> Holding: ...
     @property
-    def metric_names(self) -> tuple[str, ...]: ...
+    def metric_names(self) -> MetricNames: ...
     @property
     def used(self) -> Collection[str]: ...
     @property

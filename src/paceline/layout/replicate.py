@@ -19,7 +19,7 @@ from paceline.layout.handing_on import HandingOn
 from paceline.layout.holding import Holding
 from paceline.layout.precision import Precision
 from paceline.layout.seed import seed_unit
-from paceline.layout.sums import Sums, checked
+from paceline.layout.sums import MetricNames, Sums, checked
 from paceline.models.dropout import name_dropouts
 from paceline.observe import Phases
 from paceline.task import LossFunction
@@ -31,7 +31,7 @@ class Replicate:
     Args:
         holding: of a model whose forward this rank can run.
         loss: the task's loss.
-        metric_names: sorted names of the metrics that the loss returns.
+        metric_names: of the loss.
         precision: of forward and backward.
         phases: where the seconds go.
         overlap: see `HandingOn`.
@@ -43,7 +43,7 @@ class Replicate:
         self,
         holding: Holding,
         loss: LossFunction,
-        metric_names: tuple[str, ...],
+        metric_names: MetricNames,
         *,
         precision: Precision,
         phases: Phases,

@@ -12,6 +12,33 @@ from paceline.errors import TaskError
 from paceline.task import Loss
 
 
+class MetricNames:
+    """Sorted names of the metrics that a loss returns: learned from its first call, then always the same.
+
+    Args:
+        names: if they are known already.
+    """
+
+    def __init__(self, names: Sequence[str] | None = None) -> None:
+        self.found: tuple[str, ...] | None = None if names is None else tuple(names)
+
+    def check(self, loss: Loss) -> tuple[str, ...]:
+        """The names of this loss.
+
+        Raises:
+            TaskError: earlier it had others.
+        """
+        names = tuple(sorted(loss.metrics))
+        if self.found is None:
+            self.found = names
+        if names != self.found:
+            raise TaskError(
+                f"the loss returned the metrics {list(names)}, earlier {list(self.found)}",
+                next_step="return the same metric names for every batch",
+            )
+        return names
+
+
 class Sums:
     """Running sums of loss, count and metrics, in float64 on the host once read.
 
@@ -21,8 +48,8 @@ class Sums:
         names: the metrics, the same in every unit.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = tuple(names)
+    def __init__(self, names: MetricNames) -> None:
+        self._names = names
         self._rows: list[list[Any]] = []
 
     @property
@@ -32,12 +59,8 @@ class Sums:
 
     def add(self, loss: Loss) -> None:
         """Add one unit."""
-        if tuple(sorted(loss.metrics)) != self._names:
-            raise TaskError(
-                f"the loss returned the metrics {sorted(loss.metrics)}, earlier {list(self._names)}",
-                next_step="return the same metric names for every batch",
-            )
-        row = [loss.total, loss.count, *(loss.metrics[name] for name in self._names)]
+        names = self._names.check(loss)
+        row = [loss.total, loss.count, *(loss.metrics[name] for name in names)]
         self._rows.append([x.detach() if isinstance(x, Tensor) else float(x) for x in row])
 
     def extend(self, other: Sums) -> None:
@@ -47,12 +70,12 @@ class Sums:
     def read(self) -> tuple[float, float, Mapping[str, float]]:
         """Total, count and metrics over all units."""
         columns = self.per_unit().sum(0).tolist()
-        return columns[0], columns[1], dict(zip(self._names, columns[2:], strict=True))
+        return columns[0], columns[1], dict(zip(self._names.found or (), columns[2:], strict=True))
 
     def per_unit(self) -> Tensor:
         """Float64 [units, 2 + num_metrics] on the host: total, count, metrics."""
         if not self._rows:
-            return torch.zeros(0, 2 + len(self._names), dtype=torch.float64)
+            return torch.zeros(0, 2 + len(self._names.found or ()), dtype=torch.float64)
         tensors = [x for row in self._rows for x in row if isinstance(x, Tensor)]
         numbers = iter(_read(tensors))
         rows = [[next(numbers) if isinstance(x, Tensor) else x for x in row] for row in self._rows]

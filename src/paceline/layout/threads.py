@@ -19,6 +19,7 @@ from paceline.errors import CommunicationError, TaskError
 from paceline.layout.buffers import UnitBuffers
 from paceline.layout.holding import Holding
 from paceline.layout.placed import Placed
+from paceline.layout.sums import MetricNames
 from paceline.models.dropout import name_dropouts
 
 T = TypeVar("T")
@@ -74,7 +75,7 @@ class LedByFirst:
     _threads: Threads
 
     @property
-    def metric_names(self) -> tuple[str, ...]:
+    def metric_names(self) -> MetricNames:
         return self._first.metric_names
 
     @property

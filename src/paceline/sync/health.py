@@ -1,8 +1,8 @@
 """Numeric health: a loss or a gradient that is not finite, and a loss that jumps, seen before the update.
 
 A guard is a part of the update step: it looks at the agreed loss, hears of an agreed gradient that is not
-finite, and hands trouble to an answer: stop, leave the step out, or go back to a checkpoint. While all is well
-it looks at numbers that are on the host anyway, and sends nothing.
+finite, and hands trouble to an answer: stop, leave the step out, or go back to a checkpoint. While all is
+well it looks at numbers that are on the host anyway, and sends nothing.
 Invariant: ranks that take a step together see the same sums, so they all find the same trouble and give the
 same answer. Neither parameters nor moments nor buffers ever hold anything of a step that was answered.
 """

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from paceline.errors import MissingExtraError
 from paceline.keys import key
-from paceline.models import MLP, ConvNet, fan_in_rule, initialize_by_name
+from paceline.models import MLP, ConvNet, InitializeByName, fan_in_rule, without_memory
 from paceline.recipe.strict import Table
 from paceline.task import Loss, Task
 from paceline.tasks.options import Widths, read_options
@@ -42,8 +42,10 @@ def build(**options: Any) -> Task:
     """Build the task; see `DigitsOptions`. The held-out images are the same for every seed."""
     chosen = read_options(DigitsOptions, options)
     data, held_out = load_digits()
+    with without_memory():
+        model = _build_model(chosen)
     return Task(
-        model=_build_model(chosen),
+        model=model,
         data=add_shifts(data) if chosen.shifts else data,
         held_out=held_out,
         loss=cross_entropy,
@@ -51,7 +53,7 @@ def build(**options: Any) -> Task:
         tensor={"layers.0": "column", "layers.2": "split", "layers.3": "row"}
         if chosen.model == "mlp"
         else None,
-        initialize=lambda model, seed: initialize_by_name(model, seed, fan_in_rule),
+        initialize=InitializeByName(lambda model: fan_in_rule),
     )
 
 

@@ -7,17 +7,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.cluster import Cluster
 from paceline.comm import Codec, CodedCollective, Collective, NativeCollective, Net, Reducer
 from paceline.data import LockstepWork
 from paceline.layout import Precision, Replicate
 from paceline.layout.pipeline import Pipeline
+from paceline.layout.sums import MetricNames
 from paceline.mesh import Group, Mesh
+from paceline.models import InitializeByName
 from paceline.observe import Phases
 from paceline.optim import build_schedule
 from paceline.recipe import Recipe
+from paceline.slot import Slot
 from paceline.sync import EveryStep, Part
 from paceline.sync.update import Norm
 from paceline.task import Task
@@ -120,11 +123,22 @@ class Material:
     """What a layout places.
 
     Args:
-        model: whole, on its device, equal on every rank.
-        metric_names: sorted names of the metrics that the task's loss returns.
+        model: whole, on its device, equal on every rank; large parameters may have a shape only.
+        metric_names: of the loss; learned when it runs.
+        seed: of what is made without the whole.
     """
 
     task: Task
     model: nn.Module
-    metric_names: tuple[str, ...]
+    metric_names: MetricNames
     device: torch.device
+    seed: int = 0
+
+    @property
+    def make(self) -> Callable[[Slot], Tensor] | None:
+        """Makes a part of a parameter that has no memory; None: the task cannot."""
+        initialize = self.task.initialize
+        if not isinstance(initialize, InitializeByName):
+            return None
+        model, seed, device = self.model, self.seed, self.device
+        return lambda slot: initialize.part(model, seed, slot.name, slot.index).to(device)

@@ -54,7 +54,7 @@ def evaluate(session: Session, source: Source | None = None) -> Evaluation | Non
     num_samples = min(len(held_out), options.max_samples or len(held_out))
     blocks = [range(i, min(i + options.batch, num_samples)) for i in range(0, num_samples, options.batch)]
     mine = split(len(blocks), data.size, data.rank)
-    names = session.placed.metric_names
+    names = session.placed.metric_names.found or ()
     table = torch.zeros(len(blocks), 2 + len(names), dtype=torch.float64)
     rows = _run(session, held_out, [blocks[i] for i in mine])
     table[mine.start : mine.start + len(rows)] = rows

@@ -72,7 +72,7 @@ def place(setting: Setting, material: Material) -> Layout:
     stage = next((cutting.stage for cutting in cuttings if cutting.stage is not None), None)
     coordinates = {axis: group.rank for axis, group in setting.mesh.axes.items()}
     links = stage.links if stage is not None else None
-    holding = hold(material.model, placement, coordinates, links=links)
+    holding = hold(material.model, placement, coordinates, links=links, make=material.make)
     for cutting in cuttings:
         holding = cutting.prepare(holding)
     gathers = [cutting.gather(holding) for cutting in cuttings]

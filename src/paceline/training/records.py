@@ -96,6 +96,8 @@ def run_record(session: Session) -> dict[str, Any]:
         "versions": {"paceline": VERSION, "torch": torch.__version__, "python": platform.python_version()},
         "parameters": sum(slot.numel for slot in slots),
         "gradient_bytes": sum(slot.numel * types[slot.name].element_size() for slot in slots),
-        "tally_bytes": tally_bytes(len(placed.metric_names), len(slots), placed.buffers.num_values),
+        "tally_bytes": tally_bytes(
+            len(placed.metric_names.found or ()), len(slots), placed.buffers.num_values
+        ),
         "tokens_per_sample": session.task.num_tokens_per_sample,
     }

@@ -89,7 +89,7 @@ def build_oracle(recipe: Recipe, task: Task, device: torch.device, shards: int |
     Args:
         shards: virtual shards; the recipe's if None, 1 for the full-batch oracle.
     """
-    model = prepare_model(recipe, task, device)
+    model = prepare_model(recipe, task, device, whole=True)
     order = build_order(recipe, task)
     num_steps = num_steps_of(recipe, order.steps_per_epoch)
     return Oracle(

@@ -23,10 +23,9 @@ STEPS = 24
 
 def save_for_ever(folder: str) -> None:
     """Every tensor of step k holds k: a torn checkpoint would show."""
-    from tests.unit.checkpoint.states import saver
-
     from paceline.layout.holding import hold_whole
     from paceline.state import TrainState
+    from tests.unit.checkpoint.states import saver
 
     torch.set_num_threads(1)
     model = torch.nn.Linear(300, 300)

@@ -12,9 +12,7 @@ def on_nodes(cluster: Cluster, num_nodes: int) -> Cluster:
     """This rank on one of some nodes, as a launcher would place it."""
     here = cluster.world_size // num_nodes
     node, local = divmod(cluster.global_rank, here)
-    return replace(
-        cluster, node_rank=node, num_nodes=num_nodes, local_rank=local, local_world_size=here
-    )
+    return replace(cluster, node_rank=node, num_nodes=num_nodes, local_rank=local, local_world_size=here)
 
 
 def hierarchical_on(

@@ -58,7 +58,9 @@ def gradient(rank: int, step: int, index: int) -> Tensor | None:
 
 def expected(world: int, step: int, index: int) -> Tensor:
     grads = [gradient(rank, step, index) for rank in range(world)]
-    return sum((g for g in grads if g is not None), start=torch.zeros_like(list(parameters().values())[index]))
+    return sum(
+        (g for g in grads if g is not None), start=torch.zeros_like(list(parameters().values())[index])
+    )
 
 
 class SwappedLaunch(Reducer):

@@ -1,4 +1,7 @@
-"""Sums in shared memory: equal to the native ones, in every dtype; a lost, a late and a strange rank; nothing left."""
+"""Sums in shared memory: equal to the native ones, in every dtype.
+
+A lost, a late and a strange rank; nothing left.
+"""
 
 import gc
 import os
@@ -17,6 +20,7 @@ from paceline.comm.routes.shared_memory import add_slice
 from paceline.errors import CommunicationError, DeadlineError
 from paceline.mesh import Group, Mesh
 from paceline.testing import RanksFailed, run_ranks
+
 
 def start(cluster, deadline_seconds: float = 20.0) -> tuple[SharedMemoryCollective, Group, Net]:
     group, net = Mesh.build(cluster, {"replica": cluster.world_size}).replica, Net(deadline_seconds)
@@ -48,7 +52,9 @@ def test_a_sum_is_the_sum_in_the_order_of_the_ranks(world: int) -> None:
         return found
 
     ranks = run_ranks(run, world)
-    right = [sum_in_order([values(n, d, r) for r in range(world)]) for d in dtypes for n in sizes for _ in "ab"]
+    right = [
+        sum_in_order([values(n, d, r) for r in range(world)]) for d in dtypes for n in sizes for _ in "ab"
+    ]
     for found in ranks:
         assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
 

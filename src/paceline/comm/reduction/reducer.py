@@ -165,7 +165,7 @@ class Reducer:
         self._place, self._is_last = shards, is_last
 
     def ready(self, slot: Slot, grad: Tensor | None) -> None:
-        """Take a gradient; if it is the last of its slot, fill it in, and launch every full bucket in turn."""
+        """Take a gradient; the last one of its slot is filled in, and full buckets leave in turn."""
         if self.by_unit:
             self._carries[slot].push(self._place, grad)
             if not self._is_last:

@@ -30,7 +30,7 @@ from paceline.layout.pipeline.view import Answers, Call, asked
 from paceline.layout.pipeline.wire import Neighbours
 from paceline.layout.precision import Precision
 from paceline.layout.seed import seed_unit
-from paceline.layout.sums import Sums, checked
+from paceline.layout.sums import MetricNames, Sums, checked
 from paceline.models.dropout import name_dropouts
 from paceline.observe import Phases
 from paceline.task import Task
@@ -57,7 +57,7 @@ class Pipeline:
         task: Task,
         holding: Holding,
         cut: Cut,
-        metric_names: tuple[str, ...],
+        metric_names: MetricNames,
         *,
         wire: Neighbours,
         precision: Precision,

@@ -26,7 +26,7 @@ from paceline.layout.pipeline.stage import Cut, cut_model
 from paceline.layout.pipeline.wire import ThreadWire, thread_wires
 from paceline.layout.precision import Precision
 from paceline.layout.replicate import Replicate
-from paceline.layout.sums import Sums
+from paceline.layout.sums import MetricNames, Sums
 from paceline.layout.threads import LedByFirst, NobodyDraws, Threads, around_the_same_parameters
 from paceline.observe import Phases
 from paceline.slot import Slot
@@ -52,7 +52,7 @@ class StageThreads(LedByFirst):
         self,
         task: Task,
         holding: Holding,
-        metric_names: tuple[str, ...],
+        metric_names: MetricNames,
         *,
         precision: Precision,
         phases: Phases,

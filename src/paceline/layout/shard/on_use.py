@@ -132,7 +132,8 @@ class _Block:
         self._is_here = True
         self._waited_for: set[Slot] = set()
         for p in tensors.values():
-            p.data = torch.empty_like(p).copy_(p.detach())  # memory of its own, that can be given back
+            if p.untyped_storage().size():
+                p.data = torch.empty_like(p).copy_(p.detach())  # memory of its own, that can be given back
 
     def gather(self) -> None:
         """Bring everything here; collective, unless it is here."""

@@ -43,7 +43,7 @@ def plan_of(task: Task, model: nn.Module) -> list[PlanEntry]:
     if not task.tensor:
         raise StrategyError(
             f"tensor cuts large layers, and nothing says which of {type(model).__name__}'s",
-            next_step='pass Task(tensor={"up": "column", "down": "row"}), or choose a strategy without tensor',
+            next_step='pass Task(tensor={"up": "column", "down": "row"}), or leave out tensor',
         )
     found = []
     for pattern, word in task.tensor.items():

@@ -94,6 +94,37 @@ class Piece:
         return Piece(replace(self.slot, name=f"{word}/{self.slot.name}"), self.tensor)
 
 
+Index = tuple[slice, ...]
+"""Selects a part of a whole tensor; empty: all of it."""
+
+
+class Source(Protocol):
+    """Whole tensors, of which everybody reads the parts that they hold."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """What there is, by name."""
+
+    def read(self, wanted: Mapping[str, Index]) -> Mapping[str, Tensor]:
+        """Parts of some tensors, all at once; they may share memory with the source."""
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """A source of tensors that are here."""
+
+    tensors: Mapping[str, Tensor]
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """See `Source`."""
+        return {name: tuple(value.shape) for name, value in self.tensors.items()}
+
+    def read(self, wanted: Mapping[str, Index]) -> Mapping[str, Tensor]:
+        """See `Source`."""
+        return {name: self.tensors[name][index] for name, index in wanted.items()}
+
+
 class Keeper(Protocol):
     """Who holds state beside model and optimizer: a rule, a codec's residuals."""
 

@@ -7,7 +7,7 @@ If it is not here, it is not state: the order of samples, dropout and the learni
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from paceline.errors import CheckpointError
 from paceline.layout.holding import Holding
-from paceline.slot import Keeper, Piece, Slot, first_names
+from paceline.slot import Index, InMemory, Keeper, Piece, Slot, Source, first_names
 
 _SMALLEST_SCALE = 2.0**-24
 
@@ -150,70 +150,91 @@ class TrainState:
         return found
 
     def load(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
-        """Take over the values; the inverse of `tensors` and `scalars`. Nothing changes if anything is wrong.
+        """Take over the values of whole tensors; the inverse of `pieces` and `scalars`.
+
+        Nothing changes if anything is wrong; see `read_from`.
+        """
+        self.read_from(InMemory(tensors), scalars)()
+
+    def read_from(self, source: Source, scalars: Mapping[str, Any]) -> Callable[[], None]:
+        """Read what this rank holds of a state; nothing changes before the result is called.
 
         Raises:
             CheckpointError: a name, a shape or the kind of optimizer does not fit.
         """
-        moments = self._check(tensors, scalars)
-        with torch.no_grad():
-            for name, value in self._model_tensors().items():
-                piece = self._model_piece(name, value)
-                piece.tensor.copy_(tensors[f"model/{name}"][piece.slot.index])
-        self.optimizer.state.clear()
-        for group, changed in zip(self.optimizer.param_groups, scalars["groups"], strict=True):
-            group.update(changed)
-            for p in group["params"]:
-                if p in moments:
-                    self.optimizer.state[p] = {k: _placed(v, p, group) for k, v in moments[p].items()}
-        for word, keeper in self.keepers.items():
-            keeper.load(_under(f"{word}/", tensors))
-        self.step, self.updates = int(scalars["step"]), int(scalars["updates"])
-        self.scale.value = float(scalars["scale"]["value"])
-        self.scale.clean_steps = int(scalars["scale"]["clean_steps"])
+        self._check(source.shapes, scalars)
+        pieces = {f"model/{n}": self._model_piece(n, value) for n, value in self._model_tensors().items()}
+        own = {slot.name: (slot, p) for slot, p in self._optimized()}
+        kept = [name for name in source.shapes if name.partition("/")[0] in self.keepers]
+        values = source.read(
+            {name: piece.slot.index for name, piece in pieces.items()}
+            | dict(self._moments(source.shapes, own))
+            | dict.fromkeys(kept, ())
+        )
 
-    def _check(
-        self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]
-    ) -> dict[nn.Parameter, dict[str, Any]]:
-        """The optimizer's entries by parameter, if all fits."""
+        def take_over() -> None:
+            with torch.no_grad():
+                for name, piece in pieces.items():
+                    piece.tensor.copy_(values[name])
+            self._take_moments(values, scalars, own)
+            for word, keeper in self.keepers.items():
+                keeper.load({n.removeprefix(f"{word}/"): values[n] for n in kept if n.startswith(f"{word}/")})
+            self.step, self.updates = int(scalars["step"]), int(scalars["updates"])
+            self.scale.value = float(scalars["scale"]["value"])
+            self.scale.clean_steps = int(scalars["scale"]["clean_steps"])
+
+        return take_over
+
+    def _check(self, shapes: Mapping[str, tuple[int, ...]], scalars: Mapping[str, Any]) -> None:
+        """Compare names, shapes and the kind of optimizer."""
         own = {f"model/{name}": shape for name, shape in self._shapes().items()}
-        given = {name: tuple(t.shape) for name, t in tensors.items() if name.startswith("model/")}
+        given = {name: shape for name, shape in shapes.items() if name.startswith("model/")}
         wrong = sorted(name for name in own.keys() | given.keys() if own.get(name) != given.get(name))
-        moments = {name: t for name, t in tensors.items() if name.startswith("optimizer/")}
-        numbers = {f"optimizer/{name}": value for name, value in scalars["optimizer"].items()}
-        entries = self._entries(moments | numbers, wrong)
+        moments: dict[str, tuple[int, ...]] = {n: s for n, s in shapes.items() if n.startswith("optimizer/")}
+        moments |= dict.fromkeys((f"optimizer/{name}" for name in scalars["optimizer"]), ())
+        known = {slot.name: slot.shape for slot in self.holding.slots}
+        known |= {slot.name: slot.shape for slot, _ in self._optimized()}
+        for full, shape in moments.items():
+            name = full.removeprefix("optimizer/").rpartition("/")[0]
+            if name not in known or not _suits(shape, known[name]):
+                wrong.append(full)
         kind = type(self.optimizer).__name__
-        if entries and scalars["optimizer_kind"] != kind:
+        if moments and scalars["optimizer_kind"] != kind:
             wrong.append(f"{scalars['optimizer_kind']} saved it, the optimizer is {kind}")
         if wrong:
             raise CheckpointError(
                 f"the checkpoint does not fit: {len(wrong)} entries differ, the first is '{wrong[0]}'",
                 next_step="resume with the recipe that wrote it; the run folder holds it as recipe.toml",
             )
-        return entries
 
-    def _entries(self, values: Mapping[str, Any], wrong: list[str]) -> dict[nn.Parameter, dict[str, Any]]:
-        """Values by parameter and key, cut to what this rank updates; what fits nothing goes to `wrong`."""
-        own = {slot.name: (slot, p) for slot, p in self._optimized()}
-        shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
-        shapes |= {slot.name: slot.shape for slot in self.holding.slots}
+    def _moments(
+        self, shapes: Mapping[str, tuple[int, ...]], own: Mapping[str, tuple[Slot, nn.Parameter]]
+    ) -> Iterator[tuple[str, Index]]:
+        """The optimizer's tensors of what this rank updates, and which part of them."""
+        for full, shape in shapes.items():
+            name = full.removeprefix("optimizer/").rpartition("/")[0]
+            if full.startswith("optimizer/") and name in own:
+                yield full, _part_of(shape, own[name][0])
+
+    def _take_moments(
+        self,
+        values: Mapping[str, Tensor],
+        scalars: Mapping[str, Any],
+        own: Mapping[str, tuple[Slot, nn.Parameter]],
+    ) -> None:
+        """Give the optimizer its state."""
+        numbers = {f"optimizer/{name}": value for name, value in scalars["optimizer"].items()}
         found: dict[nn.Parameter, dict[str, Any]] = {}
-        for full, value in values.items():
+        for full, value in {**values, **numbers}.items():
             name, _, key = full.removeprefix("optimizer/").rpartition("/")
-            if name not in shapes or not _suits(value, shapes[name]):
-                wrong.append(full)
-            elif name in own:
-                slot, p = own[name]
-                found.setdefault(p, {})[key] = _part(value, slot)
-            elif not self._elsewhere(name):
-                wrong.append(full)
-        return found
-
-    def _elsewhere(self, name: str) -> bool:
-        """Whether another rank updates all of a parameter."""
-        return name in {slot.name for slot in self.holding.slots} - {
-            slot.name for slot in self.holding.updates
-        }
+            if full.startswith("optimizer/") and name in own:
+                found.setdefault(own[name][1], {})[key] = value
+        self.optimizer.state.clear()
+        for group, changed in zip(self.optimizer.param_groups, scalars["groups"], strict=True):
+            group.update(changed)
+            for p in group["params"]:
+                if p in found:
+                    self.optimizer.state[p] = {k: _placed(v, p, group) for k, v in found[p].items()}
 
     def _model_piece(self, name: str, value: Tensor) -> Piece:
         """A parameter or a buffer, and its place; of one that is gathered for its use only, the own part."""
@@ -273,12 +294,12 @@ def moment_slot(name: str, value: Tensor, of: Slot) -> Slot:
     return Slot(name, shape, part, of.axes)
 
 
-def _part(value: Any, of: Slot) -> Any:
-    """A part of a whole moment; what has fewer dimensions is whole on every rank."""
-    if not isinstance(value, Tensor) or value.dim() != len(of.shape) or not value.dim():
-        return value
-    sizes = zip(value.shape, of.shape, of.part, strict=True)
-    return value[tuple(slice(*span) if n == whole else slice(None) for n, whole, span in sizes)]
+def _part_of(shape: tuple[int, ...], of: Slot) -> Index:
+    """The part of a whole moment; what has fewer dimensions is whole on every rank."""
+    if len(shape) != len(of.shape) or not shape:
+        return ()
+    sizes = zip(shape, of.shape, of.part, strict=True)
+    return tuple(slice(*span) if n == whole else slice(None) for n, whole, span in sizes)
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -288,16 +309,10 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
-
-
-def _suits(value: Any, of: tuple[int, ...]) -> bool:
+def _suits(shape: tuple[int, ...], of: tuple[int, ...]) -> bool:
     """Moments have the parameter's shape, or one that broadcasts to it (factored moments, counters)."""
-    if not isinstance(value, Tensor) or value.dim() == 0:
-        return True
-    shape = zip(reversed(value.shape), reversed(of), strict=False)
-    return value.dim() <= len(of) and all(n in (1, whole) for n, whole in shape)
+    pairs = zip(reversed(shape), reversed(of), strict=False)
+    return len(shape) <= len(of) and all(n in (1, whole) for n, whole in pairs)
 
 
 def _placed(value: Any, p: nn.Parameter, group: Mapping[str, Any]) -> Any:

@@ -48,8 +48,8 @@ class Task:
     """Everything that is trained, and nothing about how.
 
     Args:
-        model: the module to train; it is built under a seeded generator and never knows its rank. Built inside
-            `paceline.models.without_memory()`, a rank makes only the parameters that it holds.
+        model: the module to train; it is built under a seeded generator and never knows its rank. Built
+            inside `paceline.models.without_memory()`, a rank makes only the parameters that it holds.
         data: training samples, map-style.
         loss: `loss(model, batch) -> Loss`; the batch is what `collate` returned, on the model's device.
         held_out: samples for evaluation; never trained on.

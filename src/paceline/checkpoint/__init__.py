@@ -8,7 +8,7 @@ from paceline.checkpoint.files import Files
 from paceline.checkpoint.manifest import MANIFEST, Manifest, Origin
 from paceline.checkpoint.part import Patience
 from paceline.checkpoint.publish import Keep
-from paceline.checkpoint.reader import Loaded, ManifestReader, load
+from paceline.checkpoint.reader import Loaded, ManifestReader, Stored, load, stored_at
 from paceline.checkpoint.saver import Saver, Saving
 from paceline.checkpoint.shelf import Shelf, name_of
 from paceline.checkpoint.weights import Exported, export_weights, find_checkpoint, load_weights
@@ -26,9 +26,11 @@ __all__ = [
     "Saver",
     "Saving",
     "Shelf",
+    "Stored",
     "export_weights",
     "find_checkpoint",
     "load",
     "load_weights",
     "name_of",
+    "stored_at",
 ]

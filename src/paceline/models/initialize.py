@@ -53,7 +53,7 @@ class InitializeByName:
 
     @torch.no_grad()
     def part(self, model: nn.Module, seed: int, name: str, part: tuple[slice, ...]) -> Tensor:
-        """Some values of one parameter of a model, [sizes of the part], on the CPU; only their rows are made."""
+        """Some values of one parameter, [sizes of the part], on the CPU; only their rows are made."""
         p = model.get_parameter(name)
         rule = self.make_rule(model)
         if not part:
@@ -102,8 +102,8 @@ def _block(rule: Rule, seed: int, name: str, p: Tensor, rows: slice) -> Tensor:
 def without_memory() -> Iterator[None]:
     """Large parameters of modules that are built inside have a shape and no memory (device `meta`).
 
-    A rank then makes only those that it holds. Buffers and small parameters (up to 4,096 values) are as usual.
-    The task needs an `initialize` that can make parts: `InitializeByName`.
+    A rank then makes only those that it holds. Buffers and small parameters (up to 4,096 values) are as
+    usual. The task needs an `initialize` that can make parts: `InitializeByName`.
     """
 
     def let_go(module: nn.Module, name: str, p: Any) -> Any:

@@ -107,7 +107,8 @@ def _try(session: Session, files: Files, name: str, warn: Callable[[str], None])
     """Load one if every rank can read it; else why not, on every rank."""
     refusal: CheckpointError | None = None
     try:
-        found = checkpoint.load(files, name)
+        found = checkpoint.stored_at(files, name)
+        take_over = session.state.read_from(found, found.scalars)
     except CheckpointError as error:
         refusal = error
     if session.sum(float(refusal is not None)):
@@ -116,10 +117,7 @@ def _try(session: Session, files: Files, name: str, warn: Callable[[str], None])
     differing = differences(found.manifest.origin.versions) if session.recipe.reproducible else ""
     if differing:
         warn(f"{name} was computed otherwise ({differing}): from here on the bits may be others")
-    try:
-        session.restore(found.tensors, found.scalars)
-    except CheckpointError as error:  # equal on every rank: all have read the same names and shapes
-        return error
+    take_over()
     return None
 
 

@@ -41,6 +41,9 @@ class Slot:
     def __hash__(self) -> int:  # it is a key in every gradient's way
         return self._hash
 
+    def __reduce__(self) -> tuple[Any, ...]:  # each process hashes texts in its own way
+        return Slot, (self.name, self.shape, self.part, self.axes)
+
     @classmethod
     def whole(cls, name: str, tensor: Tensor) -> Slot:
         """A slot that is held in full."""

@@ -115,7 +115,7 @@ class HierarchicalCollective:
 
     def _note(self, key: str, *, by_rows: bool) -> None:
         if self.feedback is not None:
-            self.feedback.by_rows[key] = by_rows
+            self.feedback.note(key, by_rows=by_rows)
 
     def _waited(self, op: str, seconds: float) -> None:
         """Count seconds that the caller waited for the nodes."""
@@ -130,13 +130,18 @@ class SliceFeedback:
     Args:
         inner: of the slice.
         levels: say which slice that is.
-    Attributes:
-        by_rows: by buffer, whether its slice is some of its rows, [P, n]; else a run of values.
     """
 
     def __init__(self, inner: Feedback, levels: Levels) -> None:
         self._inner, self._levels = inner, levels
-        self.by_rows: dict[str, bool] = {}
+        self._by_rows: dict[str, bool] = {}
+        self._waiting: dict[str, Mapping[str, Tensor]] = {}
+
+    def note(self, key: str, *, by_rows: bool) -> None:
+        """A buffer is about to be summed: its slice is some of its rows, [P, n], or a run of values."""
+        self._by_rows[key] = by_rows
+        if key in self._waiting:
+            self._place(key, self._waiting.pop(key))
 
     def commit(self) -> None:
         """See `Feedback`."""
@@ -144,6 +149,8 @@ class SliceFeedback:
 
     def lost(self, key: str, num_values: int) -> Mapping[str, Tensor]:
         """See `Feedback`."""
+        if key in self._waiting:
+            return self._waiting[key]
         places = self._places(key, num_values)
         found = {}
         for side, part in self._inner.lost(key, len(places)).items():
@@ -152,7 +159,13 @@ class SliceFeedback:
         return found
 
     def set_lost(self, key: str, flats: Mapping[str, Tensor]) -> None:
-        """See `Feedback`."""
+        """See `Feedback`; it waits until it is known how the buffer is summed."""
+        if key in self._by_rows:
+            self._place(key, flats)
+        else:
+            self._waiting[key] = flats
+
+    def _place(self, key: str, flats: Mapping[str, Tensor]) -> None:
         own = {}
         for side, flat in flats.items():
             places = self._places(key, flat.numel())
@@ -163,12 +176,13 @@ class SliceFeedback:
 
     def clear(self) -> None:
         """See `Feedback`."""
+        self._waiting = {}
         self._inner.clear()
 
     def _places(self, key: str, num_values: int) -> Tensor:
         """Where the values of this rank's slice lie in the buffer; the last ones may be beyond its end."""
         levels, place = self._levels, self._levels.scatter.rank
-        if not self.by_rows.get(key, False):
+        if not self._by_rows.get(key, False):
             width = -(-num_values // levels.scatter.size)
             return torch.arange(place * width, (place + 1) * width)
         rows = levels.order[place * levels.between.size : (place + 1) * levels.between.size]

@@ -65,10 +65,10 @@ class HandingOn:
         self._additions.clear()
 
     def _on_gradient(self, slot: Slot, p: Tensor) -> None:
-        if self._sink is None:
-            return
         if slot not in self._once:
             self._additions[slot] += 1
+            return
+        if self._sink is None:
             return
         if slot not in self._pending:
             raise TaskError(

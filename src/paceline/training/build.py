@@ -95,7 +95,7 @@ def build_session(
     holding = layout.placed.holding
     optimizer = build_task_optimizer(recipe, task, holding)
     if recipe.reproducible:
-        check_numerics(setting.mesh, setting.net, model, optimizer)
+        check_numerics(setting.mesh, setting.net, holding, optimizer)
     state = TrainState(holding, optimizer, loss_scale(recipe))
     feed, notes = build_feed(setting, task, device), Notes()
     update_step = build_update_step(setting, layout, state, feed.num_steps)

@@ -17,6 +17,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from paceline.comm import Net
 from paceline.comm.text import gather_texts
 from paceline.errors import DeviceError, StrategyError, TaskError
+from paceline.layout import Holding
 from paceline.mesh import Mesh
 
 _SMALLEST_NORMAL = 2.0**-126
@@ -54,15 +55,15 @@ def _processor() -> str:
     return next(names, platform.machine())
 
 
-def check_numerics(mesh: Mesh, net: Net, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def check_numerics(mesh: Mesh, net: Net, holding: Holding, optimizer: torch.optim.Optimizer) -> None:
     """Refuse a reproducible run that could not keep its promise; collective.
 
     Raises:
         StrategyError, TaskError: what is asked for here does not keep its bits.
         DeviceError: ranks do not compute alike.
     """
-    check_alone(next(model.parameters()).device, optimizer)
-    check_draws(model, mesh.axes["pipeline"].size)
+    check_alone(holding.device, optimizer)
+    check_draws(holding.model, mesh.axes["pipeline"].size)
     check_same_numerics(mesh, net)
 
 

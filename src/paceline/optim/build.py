@@ -51,9 +51,9 @@ def build_optimizer(
 
 
 def fused_is_supported(name: str, named_parameters: Iterable[NamedParameter]) -> bool:
-    """Say whether torch has a fused kernel of this optimizer for all these tensors."""
+    """Say whether torch has a fused kernel of this optimizer for those of these tensors that are here."""
     return name in _FUSED_OPTIMIZERS and all(
-        p.is_floating_point() and p.device.type in _FUSED_DEVICES for _, p in named_parameters
+        p.is_meta or (p.is_floating_point() and p.device.type in _FUSED_DEVICES) for _, p in named_parameters
     )
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from paceline.errors import MissingExtraError
 from paceline.keys import key
-from paceline.models import MLP, ConvNet, InitializeByName, fan_in_rule, without_memory
+from paceline.models import MLP, ConvNet, InitializeByName, fan_in_rule
 from paceline.recipe.strict import Table
 from paceline.task import Loss, Task
 from paceline.tasks.options import Widths, read_options
@@ -42,10 +42,8 @@ def build(**options: Any) -> Task:
     """Build the task; see `DigitsOptions`. The held-out images are the same for every seed."""
     chosen = read_options(DigitsOptions, options)
     data, held_out = load_digits()
-    with without_memory():
-        model = _build_model(chosen)
     return Task(
-        model=model,
+        model=_build_model(chosen),
         data=add_shifts(data) if chosen.shifts else data,
         held_out=held_out,
         loss=cross_entropy,

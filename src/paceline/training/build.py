@@ -251,12 +251,13 @@ def build_task_optimizer(recipe: Recipe, task: Task, holding: Holding) -> torch.
     Raises:
         StrategyError: it looks at more than one value at a time, and this rank would update parts of tensors.
     """
+    named = holding.model.named_parameters()  # of the whole model, so that all ranks have the same groups
     if task.optimizer is None:
-        own = [(slot.name, p) for slot, p in holding.updates.items()]
-        return build_optimizer(own, recipe.optimizer, fused_allowed=not recipe.reproducible)
-    optimizer = task.optimizer(holding.model)
-    if holding.is_cut:
-        require_elementwise(optimizer)
+        optimizer = build_optimizer(named, recipe.optimizer, fused_allowed=not recipe.reproducible)
+    else:
+        optimizer = task.optimizer(holding.model)
+        if holding.is_cut:
+            require_elementwise(optimizer)
     adopt(optimizer, holding)
     return optimizer
 

@@ -230,7 +230,7 @@ class _Rests(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        time.sleep(0.02)
+        time.sleep(0.01)
         return grads[0]
 
 

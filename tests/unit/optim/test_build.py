@@ -236,15 +236,17 @@ def test_a_rate_of_zero_changes_nothing() -> None:
 
 @pytest.mark.capability("J1")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("fields", [{"momentum": 0.0}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}])
+@pytest.mark.parametrize(
+    "fields", [{"momentum": 0.0}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}]
+)
 def test_sgd_is_the_formula_in_every_type(dtype: torch.dtype, fields: dict[str, float]) -> None:
     """The fused kernel of PyTorch is 0.1 off in half types from 16 values on."""
     generator = torch.Generator().manual_seed(0)
-    start, *grads = (torch.randn(65, generator=generator, dtype=torch.float64).to(dtype) / 4 for _ in range(5))
-    p = nn.Parameter(start.clone())
-    optimizer = build_optimizer(
-        [("p", p)], OptimizerRecipe(name="sgd", lr=0.1, **fields), fused_allowed=True
+    start, *grads = (
+        torch.randn(65, generator=generator, dtype=torch.float64).to(dtype) / 4 for _ in range(5)
     )
+    p = nn.Parameter(start.clone())
+    optimizer = build_optimizer([("p", p)], OptimizerRecipe(name="sgd", lr=0.1, **fields), fused_allowed=True)
     right, memory = start.double(), torch.zeros(65, dtype=torch.float64)
     for grad in grads:
         p.grad = grad.clone()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from tests.zoo.kinds import SIZE, STEPS, Made
+from tests.zoo.kind import SIZE, STEPS, Made
 
 Buffers = dict[str, Tensor]
 

@@ -15,7 +15,8 @@ from paceline.errors import CommunicationError, PacelineError
 from paceline.recipe import Recipe, Strategy
 from paceline.testing.parity import session_of
 from paceline.training import Session
-from tests.zoo.kinds import KINDS, SIZE, STEPS, Kind, Made
+from tests.zoo.kind import SIZE, STEPS, Kind, Made
+from tests.zoo.kinds import KINDS
 from tests.zoo.plain import End, Plan, train
 
 SHARDS = 6

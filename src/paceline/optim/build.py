@@ -56,10 +56,10 @@ def build_optimizer(
 def fused_is_supported(name: str, named_parameters: Iterable[NamedParameter]) -> bool:
     """Say whether torch has a fused kernel of this optimizer for all these tensors, and it is right.
 
-    A kernel takes values, gradients and moments in the order in which they lie in memory, so it would pair the
-    wrong ones where a parameter is not contiguous (`channels_last`, transposed) and its gradient is. And with
-    bfloat16 and float16 the fused SGD of the processor ends elsewhere (PyTorch 2.13: 0.1 off after four steps on
-    16 values or more, where 0.005 is rounding).
+    A kernel takes values, gradients and moments in the order in which they lie in memory, so it would pair
+    the wrong ones where a parameter is not contiguous (`channels_last`, transposed) and its gradient is. And
+    with bfloat16 and float16 the fused SGD of the processor ends elsewhere (PyTorch 2.13: 0.1 off after four
+    steps on 16 values or more, where 0.005 is rounding).
     """
     return name in _FUSED_OPTIMIZERS and all(_suits_kernels(p) for _, p in named_parameters)
 
@@ -72,8 +72,8 @@ def _suits_kernels(p: nn.Parameter) -> bool:
 def _give_all_a_momentum(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """After the first step no parameter is without a momentum: from nothing a gradient adds up to the same.
 
-    PyTorch's fused SGD takes momenta of all parameters or of none, so one whose first gradient comes later (an
-    expert that nobody was sent to) would end the run.
+    PyTorch's fused SGD takes momenta of all parameters or of none, so one whose first gradient comes later
+    (an expert that nobody was sent to) would end the run.
     """
     for group in optimizer.param_groups:
         for p in group["params"]:

@@ -23,7 +23,7 @@ from paceline.layout.sums import checked
 from paceline.mesh import Group, Mesh
 from paceline.models.dropout import name_dropouts
 from paceline.observe import Phases
-from paceline.optim import build_optimizer
+from paceline.optim import build_optimizer, require_one_gradient
 from paceline.recipe import Recipe, Strategy, support
 from paceline.state import LossScale, TrainState
 from paceline.sync.witness import LossEar
@@ -205,7 +205,7 @@ def recompute_and_compile(
 def build_task_optimizer(recipe: Recipe, task: Task, model: nn.Module) -> torch.optim.Optimizer:
     """The task's own optimizer, or the recipe's by name."""
     if task.optimizer is not None:
-        return task.optimizer(model)
+        return require_one_gradient(task.optimizer(model))
     return build_optimizer(model.named_parameters(), recipe.optimizer, fused_allowed=not recipe.reproducible)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import CheckpointError
+from paceline.optim.groups import GroupMemory
 from paceline.slot import Keeper, Piece, Slot, first_names
 
 _SMALLEST_SCALE = 2.0**-24
@@ -77,6 +78,9 @@ class TrainState:
     trained: Mapping[Slot, nn.Parameter] = field(default_factory=dict)
     keepers: dict[str, Keeper] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.groups = GroupMemory(self.optimizer)
+
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor by logical name: `model/NAME`, `optimizer/NAME/KEY`. This rank's part, not copied."""
         return {piece.slot.name: piece.tensor for piece in self.pieces()}
@@ -116,7 +120,7 @@ class TrainState:
             "scale": {"value": self.scale.value, "clean_steps": self.scale.clean_steps},
             "optimizer": numbers,
             "optimizer_kind": type(self.optimizer).__name__,
-            "group_steps": [group.get("step") for group in self.optimizer.param_groups],
+            "groups": self.groups.changed(),
             "tied": {name: first for name, first in first_names(self._named()).items() if name != first},
         }
 
@@ -131,17 +135,16 @@ class TrainState:
             for name, value in self._model_tensors().items():
                 value.copy_(tensors[f"model/{name}"])
         self.optimizer.state.clear()
-        for group, step in zip(self.optimizer.param_groups, scalars["group_steps"], strict=True):
-            if step is not None:
-                group["step"] = step
+        self.groups.restore(scalars["groups"])
+        for group in self.optimizer.param_groups:
             for p in group["params"]:
                 if p in moments:
                     self.optimizer.state[p] = {k: _placed(v, p, group) for k, v in moments[p].items()}
         for word, keeper in self.keepers.items():
-            keeper.load(_under(f"{word}/", tensors))
+            prefix = f"{word}/"
+            keeper.load({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
         self.step, self.updates = int(scalars["step"]), int(scalars["updates"])
-        self.scale.value = float(scalars["scale"]["value"])
-        self.scale.clean_steps = int(scalars["scale"]["clean_steps"])
+        self.scale.value, self.scale.clean_steps = (scalars["scale"][k] for k in ("value", "clean_steps"))
 
     def _check(
         self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]
@@ -197,8 +200,9 @@ class TrainState:
         return found
 
     def _optimized(self) -> list[tuple[str, nn.Parameter]]:
-        names = {p: name for name, p in self.model.named_parameters()}
-        names |= {p: slot.name for slot, p in self.trained.items()}
+        names = {p: n for n, p in self.model.named_parameters()} | {
+            p: s.name for s, p in self.trained.items()
+        }
         return [(names[p], p) for group in self.optimizer.param_groups for p in group["params"]]
 
 
@@ -227,10 +231,6 @@ def _part(value: Any, rows: slice | None, num_dims: int) -> Any:
     if rows is None or not isinstance(value, Tensor) or value.dim() < max(1, num_dims):
         return value
     return value[rows]
-
-
-def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
 
 
 def _suits(value: Any, p: nn.Parameter) -> bool:

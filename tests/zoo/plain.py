@@ -26,6 +26,7 @@ class Plan:
     Args:
         shards: virtual shards of a step.
         momentum: of SGD.
+        size: samples of a step; the last one of an epoch may have fewer.
     """
 
     optimizer: str = "sgd"
@@ -34,6 +35,8 @@ class Plan:
     clip_norm: float | None = None
     shards: int = 6
     seed: int = 0
+    size: int = SIZE
+    steps: int = STEPS
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ def gap(a: Tensor, b: Tensor) -> float:
 def train(made: Made, plan: Plan) -> End:
     """Train to the end."""
     model, optimizer, losses = made.model, optimizer_of(made.model, plan), []
-    for step in range(STEPS):
+    for step in range(plan.steps):
         before, changes, total, count = buffers_of(model), [], 0.0, 0.0
         optimizer.zero_grad()
         for shard, batch in shards_of(made, plan, step):
@@ -105,7 +108,8 @@ def clip(trained: list[nn.Parameter], largest: float) -> None:
 
 def shards_of(made: Made, plan: Plan, step: int) -> Iterator[tuple[int, Any]]:
     """The batch of every virtual shard, as PyTorch's default puts samples together."""
-    samples = made.samples[step * SIZE : (step + 1) * SIZE]
+    first = step % -(-len(made.samples) // plan.size) * plan.size
+    samples = made.samples[first : first + plan.size]
     for shard in range(plan.shards):
         part = samples[len(samples) * shard // plan.shards : len(samples) * (shard + 1) // plan.shards]
         if part:

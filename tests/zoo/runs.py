@@ -15,7 +15,7 @@ from paceline.errors import CommunicationError, PacelineError
 from paceline.recipe import Recipe, Strategy
 from paceline.testing.parity import session_of
 from paceline.training import Session
-from tests.zoo.kind import SIZE, STEPS, Kind, Made
+from tests.zoo.kind import Kind, Made
 from tests.zoo.kinds import KINDS
 from tests.zoo.plain import End, Plan, train
 
@@ -89,16 +89,15 @@ def plan_of(kind: Kind, way: Way) -> Plan:
     return Plan(kind.optimizer, lr=lr, clip_norm=kind.clip_norm, shards=SHARDS)
 
 
-def recipe_of(kind: Kind, way: Way) -> Recipe:
+def recipe_of(plan: Plan, way: Way) -> Recipe:
     """How Paceline trains it: with its own optimizers, fused where it takes that."""
-    plan = plan_of(kind, way)
     momentum = {"momentum": plan.momentum} if plan.optimizer == "sgd" else {}
     clip_norm = {} if plan.clip_norm is None else {"clip_norm": plan.clip_norm}
     settings: dict[str, Any] = {
         "task": "zoo",
-        "steps": STEPS,
+        "steps": plan.steps,
         "seed": plan.seed,
-        "batch": {"size": SIZE, "shards": plan.shards, "shuffle": False},
+        "batch": {"size": plan.size, "shards": plan.shards, "shuffle": False},
         "optimizer": {"name": plan.optimizer, "lr": plan.lr, **momentum, **clip_norm},
         "strategy": Strategy.parse(way.strategy),
     }
@@ -134,7 +133,7 @@ def run_many(cluster: Cluster, kinds: Sequence[str], way: str) -> dict[str, Ran]
 
 def run(cluster: Cluster, kind: str, way: str) -> Ran:
     """Train as one rank; what it raises is an answer too."""
-    made, recipe = KINDS[kind].make(), recipe_of(KINDS[kind], WAYS[way])
+    made, recipe = KINDS[kind].make(), recipe_of(plan_of(KINDS[kind], WAYS[way]), WAYS[way])
     session = None
     try:
         session = session_of(cluster, recipe, lambda: task_of(KINDS[kind], made))

@@ -108,7 +108,8 @@ def draw(number: int, processes: int) -> Drawn:
     )
     way = Way(strategy, processes, SAME_BITS if same_bits else {}, chain="pipeline" in strategy, alone=alone)
     links = tuple(r.choice(list(LINKS)) for _ in range(r.randint(1, 6)))
-    return Drawn(number, r.randint(1, 7), links, whole_epochs * size + tail, plan, way)
+    width = r.randint(3 if "norm" in links else 1, 7)  # the norm of two values is their sign
+    return Drawn(number, width, links, whole_epochs * size + tail, plan, way)
 
 
 def make(drawn: Drawn) -> Made:

@@ -27,7 +27,7 @@ from paceline.mesh import Group, Mesh
 from paceline.models import InitializeByName
 from paceline.models.dropout import name_dropouts
 from paceline.observe import Phases
-from paceline.optim import build_optimizer, require_elementwise
+from paceline.optim import build_optimizer, require_elementwise, require_one_gradient
 from paceline.optim.adopt import adopt
 from paceline.recipe import Recipe, resolve
 from paceline.state import LossScale, TrainState
@@ -255,7 +255,7 @@ def build_task_optimizer(recipe: Recipe, task: Task, holding: Holding) -> torch.
     if task.optimizer is None:
         optimizer = build_optimizer(named, recipe.optimizer, fused_allowed=not recipe.reproducible)
     else:
-        optimizer = task.optimizer(holding.model)
+        optimizer = require_one_gradient(task.optimizer(holding.model))
         if holding.is_cut:
             require_elementwise(optimizer)
     adopt(optimizer, holding)

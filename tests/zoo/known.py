@@ -36,39 +36,18 @@ class Known:
         return fnmatch(kind, self.kinds) and any(fnmatch(way, pattern) for pattern in self.ways)
 
 
-KNOWN = (
-    Known("channels-last-fused", SUMMED, 1),
-    Known("gradient-hook", LANES, 2),
-    Known("lstm-dropout", PIPELINES, 3),
-    Known("gru-dropout", PIPELINES, 3),
-    Known("attention-dropout", PIPELINES, 3),
-    Known("functional-dropout", PIPELINES, 3),
-    Known("dropout-module", ("pipeline-*",), 3),
-    Known(
-        "reentrant-reused",
-        ("small-buckets-*", "same-bits-[23]", "same-bits-native-*", "same-bits-zero1-*"),
-        10,
-    ),
-    Known("one-row", ("zero1-*", "same-bits-zero1-*"), 11, dies=True),
-    Known("complex-*", ORDERED, 13, dies=True),
-    Known("empty-parameter", ORDERED_ALONE, 13, dies=True),
-    Known("loss-closes-over-*", LANES, 14, dies=True),
-    Known("loss-closes-over-a-part", PIPELINES, 14),
-    Known("sparse-embedding", ("*",), 15, dies=True),
-    Known("counts-forwards", ("*",), 16),
-)
+KNOWN = (Known("loss-closes-over-a-part", PIPELINES, 14),)
 
-OTHER_BITS = (  # reproducible, and within rounding, but not to the bit
-    Known("half-weights", ("same-bits-zero1-*",), 0),
-)
+OTHER_BITS: tuple[Known, ...] = ()  # reproducible, and within rounding, but not to the bit
 
 _DRAWS = "draws from PyTorch's own generator"
 REFUSED: tuple[tuple[str, tuple[str, ...], str], ...] = (  # kinds, ways, words of the refusal
     ("*-dropout", THREADS, _DRAWS),
     ("dropout-module", THREADS, _DRAWS),
-    ("dropout-module", ("same-bits-pipeline-*",), "which stages would share"),
     ("loss-closes-over-the-model", (*PIPELINES, "stage-threads-*"), "the loss never called the model"),
     ("layer-reused", ("same-bits-pipeline-*",), "3 modules on several stages share"),
+    ("loss-closes-over-*", LANES, "of a model from around it"),
+    ("half-weights", ("same-bits-zero1-*",), "where it is cut changes its update"),
     ("channels-last-fused", ("same-bits-*",), "a fused optimizer rounds by where a tensor is cut"),
 )
 

@@ -57,8 +57,8 @@ def fused_is_supported(name: str, named_parameters: Iterable[NamedParameter]) ->
     """Say whether torch has a fused kernel of this optimizer for all these tensors, and it is right.
 
     A kernel takes values, gradients and moments in the order in which they lie in memory; ours lie as the
-    parameter does, which must be without gaps. With bfloat16 and float16 the fused SGD of the processor ends elsewhere (PyTorch 2.13: 0.1 off after four
-    steps on 16 values or more, where 0.005 is rounding).
+    parameter does, which must be without gaps. With bfloat16 and float16 the fused SGD of the processor ends
+    elsewhere (PyTorch 2.13: 0.1 off after four steps on 16 values or more, where 0.005 is rounding).
     """
     return name in _FUSED_OPTIMIZERS and all(_suits_kernels(p) for _, p in named_parameters)
 

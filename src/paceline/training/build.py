@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -227,10 +228,22 @@ def learn_metric_names(setting: Setting, task: Task, placed: Placed) -> None:
     """Run the loss once on one sample, in evaluation: a broken contract shows before training; collective."""
     batch = collate_samples(task, [task.data[0]], setting.device)
     unit = Unit(step=0, shard=0, indices=np.zeros(1, dtype=np.int64), key=0)
-    placed.evaluate([LoadedUnit(unit, batch)])
+    with torch.random.fork_rng(), _buffers_kept(placed.holding.model):
+        placed.evaluate([LoadedUnit(unit, batch)])
     told = gather_texts(json.dumps(placed.metric_names.found), setting.mesh.world, setting.net)
     known = next(names for text in told if (names := json.loads(text)) is not None)
     placed.metric_names.found = tuple(known)
+
+
+@contextmanager
+def _buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Put all buffers back, also those that no checkpoint holds: a forward may count itself."""
+    before = [(m, n, b, b.clone()) for m in model.modules() for n, b in m._buffers.items() if b is not None]
+    yield
+    for module, name, buffer, value in before:
+        module._buffers[name] = buffer
+        if not buffer.is_meta:
+            buffer.copy_(value)
 
 
 def recompute_and_compile(

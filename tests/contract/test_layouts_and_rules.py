@@ -104,30 +104,30 @@ class TensorContract(LayoutContract):
         super().test_every_step_is_that_of_the_oracle(model)
 
 
-@pytest.mark.capability("A12", "Z1")
+@pytest.mark.capability("A11", "Z1")
 class TestZero3(LayoutContract):
     strategy, num_ranks = "replicas=1 shard=2 zero=3", 2
 
 
 @pytest.mark.soak
-@pytest.mark.capability("A12", "Z1")
+@pytest.mark.capability("A11", "Z1")
 class TestZero3OnThree(LayoutContract):
     strategy, num_ranks = "replicas=1 shard=3 zero=3", 3
 
 
 @pytest.mark.soak
-@pytest.mark.capability("A12", "Z1")
+@pytest.mark.capability("A11", "Z1")
 class TestReplicasOfZero3(LayoutContract):
     strategy, num_ranks = "replicas=2 shard=2 zero=3", 4
 
 
-@pytest.mark.capability("C1", "Z1")
+@pytest.mark.capability("C3", "C4", "Z1")
 class TestTensor(TensorContract):
     strategy, num_ranks = "replicas=1 tensor=2", 2
 
 
 @pytest.mark.soak
-@pytest.mark.capability("C1", "Z1")
+@pytest.mark.capability("C3", "C4", "Z1")
 class TestUnevenTensor(TensorContract):
     """48 and 32 features, of which five ranks have not the same number."""
 
@@ -135,7 +135,7 @@ class TestUnevenTensor(TensorContract):
 
 
 @pytest.mark.soak
-@pytest.mark.capability("C1", "Z1")
+@pytest.mark.capability("C3", "C4", "Z1")
 class TestReplicasOfTensor(TensorContract):
     strategy, num_ranks = "replicas=2 tensor=2", 4
 
@@ -157,24 +157,24 @@ class TestZero1OfStages(LayoutContract):
     strategy, num_ranks = "replicas=1 shard=2 zero=1 pipeline=2", 4
 
 
-@pytest.mark.capability("A12", "D1", "Z1")
+@pytest.mark.capability("A11", "D4", "Z1")
 class TestZero3OfStages(LayoutContract):
     strategy, num_ranks = "replicas=1 shard=2 zero=3 pipeline=2 schedule=1f1b", 4
 
 
 @pytest.mark.soak
-@pytest.mark.capability("C1", "D1", "Z1")
+@pytest.mark.capability("C4", "D1", "Z1")
 class TestTensorInStages(TensorContract):
     strategy, num_ranks = "replicas=1 tensor=2 pipeline=2", 4
 
 
 @pytest.mark.soak
-@pytest.mark.capability("A11", "C1", "Z1")
+@pytest.mark.capability("A11", "C4", "Z1")
 class TestZero1OfTensor(TensorContract):
     strategy, num_ranks = "replicas=1 shard=2 zero=1 tensor=2", 4
 
 
-@pytest.mark.capability("A12", "C1", "Z1")
+@pytest.mark.capability("A11", "C4", "Z1")
 class TestZero3OfTensor(TensorContract):
     strategy, num_ranks = "replicas=1 shard=2 zero=3 tensor=2", 4
 

@@ -155,7 +155,7 @@ class Pipeline:
         seed_unit(key, self._seeded, self._dropouts, everything=everything)
 
     def _arrived(self) -> tuple[list[Tensor], Tensor | None]:
-        """What the stage before has sent, as leaves if they can have a gradient, and its generator's state."""
+        """What the stage before has sent, leaves if they can have a gradient, and its generator's state."""
         if self.cut.is_first:
             return [], None
         with self._phases.during("communication"):

@@ -36,7 +36,8 @@ def link(
     count = processes or (1 if nodes > 1 else 2)
     if count * nodes < 2:
         raise StrategyError("a link has two ends", next_step="-n 2, or --nodes 2")
-    sys.exit(launch_again(options.Placement(count, nodes, node_rank, rendezvous, token), 1).exit_code)
+    placement = options.Placement(count, nodes, node_rank, rendezvous, token)
+    sys.exit(launch_again(placement, 1, stuck_seconds=deadline).exit_code)
 
 
 def _work(cluster: Cluster, out: Path | None, deadline: float) -> None:

@@ -72,8 +72,10 @@ def _launch(placement: options.Placement, recipe: Recipe, run: Path | None) -> i
     else:
         run_dir = checked_run(run)
         again = ["--resume", str(run)]
-    grace = recipe.checkpoint.grace_seconds
-    outcome = launch_again(placement, recipe.runtime.threads, *again, grace_seconds=grace)
+    runtime, grace = recipe.runtime, recipe.checkpoint.grace_seconds
+    outcome = launch_again(
+        placement, runtime.threads, *again, stuck_seconds=runtime.deadline_seconds, grace_seconds=grace
+    )
     if outcome.failures and placement.node_rank == 0:
         record_failure(run_dir, outcome)
     return outcome.exit_code

@@ -23,6 +23,7 @@ from paceline.report.folder import CERTIFICATE, RECIPE
 
 if TYPE_CHECKING:
     from paceline.recipe import Recipe
+    from paceline.recipe.model import RuntimeRecipe
 
 
 def verify(
@@ -62,18 +63,20 @@ def verify(
     placement = options.Placement(count, nodes, node_rank, rendezvous, token)
     as_it_was = run is not None and not (settings or strategy or plant or certificate)
     kept = run / CERTIFICATE if run is not None and as_it_was else certificate
-    code = _launch(placement, resolved.runtime.threads, kept, as_json)
+    code = _launch(placement, resolved.runtime, kept, as_json)
     if run is not None and as_it_was and node_rank == 0:
         write_report(run)
     sys.exit(code)
 
 
-def _launch(placement: options.Placement, threads: int, kept: Path | None, as_json: bool) -> int:
+def _launch(placement: options.Placement, runtime: RuntimeRecipe, kept: Path | None, as_json: bool) -> int:
     """Start the workers, which leave a certificate, and show it; returns the exit code."""
     with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
         path = kept or Path(folder) / CERTIFICATE
         before = path.stat().st_mtime_ns if path.exists() else None
-        outcome = launch_again(placement, threads, "--certificate", str(path))
+        outcome = launch_again(
+            placement, runtime.threads, "--certificate", str(path), stuck_seconds=runtime.deadline_seconds
+        )
         if outcome.exit_code or not path.exists() or path.stat().st_mtime_ns == before:
             return outcome.exit_code
         return _show(json.loads(path.read_text(encoding="utf-8")), as_json)

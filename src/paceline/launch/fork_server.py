@@ -102,7 +102,7 @@ class _Service:
 
     def run(self, here: dict[str, str]) -> Order | None:
         """Fork what is ordered until the launcher is gone; returns the order in a worker, else None."""
-        messages.send(self._connection, here)
+        messages.send(self._connection, [here, os.getpid()])
         while True:
             for handle, _ in self._poll.poll():
                 if handle in self._workers:

@@ -32,6 +32,9 @@ class Job:
         settle_seconds: after a failure, how long the others may find out and say so themselves.
         kill_seconds: how long they may take to obey SIGTERM after that.
         grace_seconds: how long they may take after Ctrl-C or SIGTERM, for example to finish the step.
+        stuck_seconds: how long a process may be stopped by a signal (SIGSTOP) before the job is ended.
+        announces: the workers say when their first step begins (see `phase`); before that there is nothing
+            to save, and a signal ends the job at once.
     Raises:
         PacelineError: a value is impossible.
     """
@@ -48,6 +51,8 @@ class Job:
     settle_seconds: float = 1.0
     kill_seconds: float = 3.0
     grace_seconds: float = 10.0
+    stuck_seconds: float = float("inf")
+    announces: bool = False
 
     def __post_init__(self) -> None:
         rules = {

@@ -75,6 +75,7 @@ class Running:
         ended_at: seconds since the epoch when it was seen to have ended; None: it runs.
         killed: the launcher killed it.
         told: the launcher had told it to end before it was seen to have ended.
+        overdue: why the launcher gave it up; empty if it did not.
     """
 
     worker: Worker
@@ -83,6 +84,7 @@ class Running:
     ended_at: float | None = None
     killed: bool = False
     told: bool = False
+    overdue: str = ""
 
     @property
     def pid(self) -> int:

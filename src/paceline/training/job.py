@@ -15,6 +15,7 @@ from rich.console import Console
 
 from paceline.cluster import Cluster
 from paceline.observe import JsonLines, Progress, Sink, TextLog
+from paceline.phase import LEAVING, TRAINING
 from paceline.recipe import Recipe
 from paceline.report import write_report
 from paceline.report.folder import LOG, METRICS, REPORT
@@ -69,9 +70,10 @@ def join(
         fresh: see `build_session`.
     """
     with connected(recipe, cluster) as (found, device):
+        built = obtain_together(recipe, task, base_dir, found, warn)
         session = build_session(
             recipe,
-            obtain_task(recipe, task, base_dir),
+            built,
             found,
             device,
             warn=warn,
@@ -80,6 +82,27 @@ def join(
         )
         yield session
         session.close()
+
+
+def obtain_together(
+    recipe: Recipe,
+    task: TaskLike | None,
+    base_dir: Path | None,
+    cluster: Cluster,
+    say: Callable[[str], object] = lambda text: None,
+) -> Task:
+    """`obtain_task` on every rank: who is done waits for the others, however long data takes to prepare.
+
+    Raises:
+        DeadlineError: a rank takes longer than `runtime.setup_deadline_seconds`; names it.
+    """
+    seconds = recipe.runtime.setup_deadline_seconds
+    cluster.enter_phase("building the task", seconds)
+    built = obtain_task(recipe, task, base_dir)
+    cluster.enter_phase("waiting for the other ranks to build the task", seconds)
+    cluster.await_ranks("built the task", seconds, say)
+    cluster.enter_phase("building the session", seconds)
+    return built
 
 
 def obtain_task(recipe: Recipe, task: TaskLike | None, base_dir: Path | None) -> Task:
@@ -115,7 +138,7 @@ def train(
     talks = console if cluster.global_rank == 0 else None
     warn = talks.print if talks is not None else (lambda text: None)
     with (
-        stop_on_signals(StopRequest(setting_up=True)) as stop,
+        stop_on_signals(StopRequest(setting_up=True, has_launcher=cluster.error_dir is not None)) as stop,
         stop_on_notice(recipe.checkpoint.notice, stop),
         join(
             recipe,
@@ -141,7 +164,9 @@ def _continue(
     run_dir = run_folder.prepare(session, resume)
     used = None if resume is None else run_folder.restore(session, resume, warn)
     stop.setting_up = False
+    session.cluster.enter_phase(TRAINING)
     result = fit(session, run_dir, sinks(session, run_dir, talks, used))
+    session.cluster.enter_phase(LEAVING, session.recipe.runtime.setup_deadline_seconds)
     session.complete()
     if session.is_first:
         write_page(run_dir, warn)

@@ -23,12 +23,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.errors import SetupStoppedError
+from paceline.phase import NOTHING_TO_SAVE
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 SAME_SECONDS = 1.0
 INTERRUPTED_EXIT_CODE = 130
 _NOTICE_SECONDS = 2.0
-_NOTHING_TO_SAVE = "stopped before the first step: there was nothing to save"
 
 
 @dataclass
@@ -37,10 +37,12 @@ class StopRequest:
 
     Args:
         setting_up: no step has begun, so a request need not wait for one.
+        has_launcher: it tells the user that there was nothing to save.
     """
 
     requested: bool = False
     setting_up: bool = False
+    has_launcher: bool = False
     _asked_at: float = field(default=0.0, repr=False)
 
     def __call__(self) -> bool:
@@ -59,7 +61,7 @@ class StopRequest:
             SetupStoppedError: there is nothing to save.
         """
         if self.setting_up:
-            raise SetupStoppedError(_NOTHING_TO_SAVE)
+            raise SetupStoppedError(NOTHING_TO_SAVE)
 
 
 @contextmanager
@@ -96,8 +98,9 @@ def _listen(read_end: int, stop: StopRequest, over: threading.Event) -> None:
 
 def _end_setup(stop: StopRequest, over: threading.Event) -> None:
     """Say so, and give the main thread a moment to unwind: it cannot while it waits inside a collective."""
-    sys.stderr.write(f"{_NOTHING_TO_SAVE}\n")
-    sys.stderr.flush()
+    if not stop.has_launcher:
+        sys.stderr.write(f"{NOTHING_TO_SAVE}\n")
+        sys.stderr.flush()
     if not over.wait(SAME_SECONDS) and stop.setting_up:
         os._exit(SetupStoppedError.exit_code)
 

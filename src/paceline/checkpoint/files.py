@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -46,6 +47,7 @@ class Files:
             ) from error
         self.url, self._root = url, root.rstrip("/")
         local = isinstance(self._fs, LocalFileSystem)
+        self._checked: Callable[[str], str] = _regular if local else str
         self._accompany: type[Writeback] = Writeback if local else _Nothing
         self._replace: Callable[[str, bytes], None] = _replace_local if local else self._put
 
@@ -71,8 +73,12 @@ class Files:
         self._replace(path, data)
 
     def read(self, name: str) -> bytes:
-        """All bytes of a file."""
-        return bytes(self._fs.cat_file(self._path(name)))
+        """All bytes of a file.
+
+        Raises:
+            OSError: it is not there, or it is a pipe or a device, which might have no end.
+        """
+        return bytes(self._fs.cat_file(self._checked(self._path(name))))
 
     def size(self, name: str) -> int | None:
         """Bytes of a file; None if it is not there."""
@@ -111,6 +117,14 @@ class _Nothing(Writeback):
 
     def finish(self) -> None:
         """Nothing to do."""
+
+
+def _regular(path: str) -> str:
+    """The same path, if it is a file of this size and no other."""
+    mode = Path(path).stat().st_mode
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, f"it is no regular file ({stat.filemode(mode)[0]})", path)
+    return path
 
 
 def _replace_local(path: str, data: bytes) -> None:

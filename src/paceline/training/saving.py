@@ -116,6 +116,8 @@ def _try(session: Session, files: Files, name: str, warn: Callable[[str], None])
     differing = differences(found.manifest.origin.versions) if session.recipe.reproducible else ""
     if differing:
         warn(f"{name} was computed otherwise ({differing}): from here on the bits may be others")
+    if len(found.scalars["group_steps"]) != len(session.state.optimizer.param_groups):
+        return CheckpointError(f"the checkpoint {name} is of an optimizer with other groups", where=files.url)
     try:
         session.restore(found.tensors, found.scalars)
     except CheckpointError as error:  # equal on every rank: all have read the same names and shapes

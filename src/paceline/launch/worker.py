@@ -69,8 +69,11 @@ class ErrorReport:
 
     @classmethod
     def load(cls, path: Path) -> ErrorReport | None:
-        """Read what a worker saved; None if it saved nothing."""
-        return cls(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+        """Read what a worker saved; None if it saved nothing that can be read."""
+        try:
+            return cls(**json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError, RecursionError):
+            return None
 
 
 def _details(error: BaseException, said: BaseException, trace: str) -> str:

@@ -41,8 +41,11 @@ def enter_phase(folder: Path | None, global_rank: int, what: str, seconds: float
     until = None if seconds is None else time.monotonic() + seconds
     path = _file(folder, global_rank)
     hidden = path.with_suffix(".writing")
-    hidden.write_text(json.dumps(asdict(Phase(what, until))), encoding="utf-8")
-    hidden.rename(path)
+    try:
+        hidden.write_text(json.dumps(asdict(Phase(what, until))), encoding="utf-8")
+        hidden.rename(path)
+    except OSError:  # the disk is full: an old phase would be taken for the present one
+        path.unlink(missing_ok=True)
 
 
 def read_phase(folder: Path, global_rank: int) -> Phase | None:

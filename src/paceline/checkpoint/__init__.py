@@ -4,9 +4,10 @@ A checkpoint is a folder `step-NNNNNNNN`: a file of tensors and a report of each
 written last. See `docs/checkpoints.md`.
 """
 
+from paceline.checkpoint.claim import claim
 from paceline.checkpoint.files import Files
 from paceline.checkpoint.manifest import MANIFEST, Manifest, Origin
-from paceline.checkpoint.part import Patience
+from paceline.checkpoint.part import Patience, insist
 from paceline.checkpoint.publish import Keep
 from paceline.checkpoint.reader import Loaded, ManifestReader, load
 from paceline.checkpoint.saver import Saver, Saving
@@ -26,8 +27,10 @@ __all__ = [
     "Saver",
     "Saving",
     "Shelf",
+    "claim",
     "export_weights",
     "find_checkpoint",
+    "insist",
     "load",
     "load_weights",
     "name_of",

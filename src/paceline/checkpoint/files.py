@@ -93,6 +93,12 @@ class Files:
             found = self._fs.ls(self._root or "/", detail=False)
         except FileNotFoundError:
             return []
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot read the folder of the checkpoints: {error}",
+                where=self.url,
+                next_step="check its rights, or name another run",
+            ) from error
         return sorted({str(path).rstrip("/").rpartition("/")[2] for path in found})
 
     def remove(self, name: str) -> None:
@@ -130,11 +136,14 @@ def _regular(path: str) -> str:
 def _replace_local(path: str, data: bytes) -> None:
     place = Path(path)
     draft = place.with_name(f".{place.name}.{os.getpid()}")
-    with draft.open("wb") as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
-    draft.replace(place)
+    try:
+        with draft.open("wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        draft.replace(place)
+    finally:
+        draft.unlink(missing_ok=True)
     descriptor = os.open(place.parent, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -60,7 +60,10 @@ def publish(
     losses = {str(step): loss for step, loss in shelf.losses.items() if isfinite(loss)}
     manifest = Manifest(step, shelf.next_serial, time.time_ns(), origin, files, scalars, seal, losses)
     insist(lambda: shelf.publish(name, manifest), shelf.files, [f"{name}/{MANIFEST}"], patience)
-    shelf.tidy(keep.newest, keep.best)
+    try:
+        shelf.tidy(keep.newest, keep.best)
+    except OSError as error:
+        patience.warn(f"old checkpoints cannot be removed: {error}")
 
 
 def _decoded(report: bytes, shelf: Shelf, name: str) -> tuple[list[File], Mapping[str, Any]]:

@@ -149,13 +149,19 @@ class Saver:
     def score(self, step: int, loss: float) -> None:
         """Tell the evaluation loss of a step; rank 0 remembers it for what is kept from the next save on."""
         if self._saving.rank == 0:
-            self.shelf.score(step, loss)
+            try:
+                self.shelf.score(step, loss)
+            except OSError as error:  # the next manifest holds it too
+                self._saving.patience.warn(f"the evaluation loss cannot be written: {error}")
 
     def tidy(self) -> None:
         """Remove on rank 0 what need not be kept, with the losses that are known now."""
         self.finish()
         if self._saving.rank == 0:
-            self.shelf.tidy(self._saving.keep.newest, self._saving.keep.best)
+            try:
+                self.shelf.tidy(self._saving.keep.newest, self._saving.keep.best)
+            except OSError as error:
+                self._saving.patience.warn(f"old checkpoints cannot be removed: {error}")
 
     def close(self) -> None:
         """Leave the optimizer alone. A write that is under way is not waited for: call `finish` before."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.cli import options
-from paceline.cli.console import output
+from paceline.cli.console import lasting_output, output
 from paceline.cli.failure import record_failure
 from paceline.cli.resume import changes_of, find_run, recipe_of
 from paceline.cli.start import launch_again, worker_cluster
@@ -85,5 +85,7 @@ def _work(cluster: Cluster, recipe: Recipe, path: Path, resume: Path | None) -> 
     with guard(cluster):
         from paceline.training import train as train_here
 
-        result = train_here(recipe, base_dir=options.task_directory(path), resume=resume, console=output())
+        result = train_here(
+            recipe, base_dir=options.task_directory(path), resume=resume, console=lasting_output()
+        )
     sys.exit(STOPPED_EXIT_CODE if result.stopped else 0)

@@ -65,7 +65,10 @@ def verify(
     kept = run / CERTIFICATE if run is not None and as_it_was else certificate
     code = _launch(placement, resolved.runtime, kept, as_json)
     if run is not None and as_it_was and node_rank == 0:
-        write_report(run)
+        try:
+            write_report(run)
+        except OSError as error:
+            output().print(f"the report cannot be written: {error}", markup=False, highlight=False)
     sys.exit(code)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from paceline.checkpoint import Files
+from paceline.checkpoint import Files, Patience, insist
 from paceline.comm.text import share_text
+from paceline.observe.append import say_on_stderr
 from paceline.recipe import load_recipe, to_toml
 from paceline.recipe.changes import refuse_changes
 from paceline.report.folder import CHECKPOINTS, RECIPE, new_run_dir
@@ -29,9 +30,10 @@ def prepare(session: Session, resume: Path | None) -> Path:
     if session.is_first:
         if resume is not None:
             refuse_changes(load_recipe(run_dir / RECIPE), session.recipe, chosen)
-        run_dir.mkdir(parents=True, exist_ok=True)
         asked = session.recipe.replace(run_dir=None)  # the folder says it; a copy is free to go elsewhere
-        Files(chosen).publish(RECIPE, to_toml(asked).encode())  # a crash must not leave half of it
+        text, files = to_toml(asked).encode(), Files(chosen)
+        patience = Patience(session.recipe.checkpoint.full_disk_seconds, say_on_stderr)
+        insist(lambda: files.publish(RECIPE, text), files, [], patience)  # a crash must not leave half of it
     return run_dir
 
 

@@ -55,6 +55,10 @@ class Files:
         """Where a file is, as a user may name it."""
         return f"{self.url.rstrip('/')}/{name}"
 
+    def local_path(self, name: str) -> Path | None:
+        """Where a file is on this machine; None in a remote store."""
+        return Path(self._path(name)) if isinstance(self._fs, LocalFileSystem) else None
+
     def write(self, name: str, blocks: Iterable[Block]) -> None:
         """Write a file; a half one may be left behind by a crash."""
         path = self._path(name)

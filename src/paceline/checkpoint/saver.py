@@ -20,7 +20,7 @@ from paceline.checkpoint.manifest import MANIFEST, Origin
 from paceline.checkpoint.part import Patience, write_part
 from paceline.checkpoint.plan import entry_of, parse_table, plan_writes, render_table
 from paceline.checkpoint.publish import Keep, publish
-from paceline.checkpoint.shelf import Shelf
+from paceline.checkpoint.shelf import Shelf, refuse_published
 from paceline.checkpoint.staging import Staging
 from paceline.checkpoint.tensor_file import Chunk
 from paceline.errors import DeadlineError
@@ -202,6 +202,7 @@ class Saver:
         def run() -> None:
             self._staging.complete()
             blocks, files = self._staging.blocks, self.shelf.files
+            refuse_published(files, name)
             write_part(files, name, saving.rank, chunks, blocks, scalars, saving.patience, saving.writers)
             self._staging.give_back()
             if saving.rank == 0:

@@ -47,6 +47,26 @@ def open_manifest(files: Files, name: str) -> Manifest:
     return manifest
 
 
+def has_published(files: Files) -> bool:
+    """Whether a folder holds a manifest, whole or damaged."""
+    names = [name for name in files.names() if name.startswith(_PREFIX)]
+    return any(files.size(f"{name}/{MANIFEST}") is not None for name in names)
+
+
+def refuse_published(files: Files, name: str) -> None:
+    """What is published is never written again.
+
+    Raises:
+        CheckpointError: there is a checkpoint of this name.
+    """
+    if files.size(f"{name}/{MANIFEST}") is not None:
+        raise CheckpointError(
+            f"the checkpoint {name} is there already: another job saves into this folder",
+            where=files.place(name),
+            next_step="end one of the two jobs; the checkpoints that are there stay as they are",
+        )
+
+
 def unusable(files: Files, name: str, reason: str) -> CheckpointError:
     """A checkpoint must not be loaded."""
     return CheckpointError(
@@ -117,7 +137,7 @@ class Shelf:
 
     def free_name(self, step: int) -> str:
         """A name for a checkpoint of this step that is not taken: nothing is ever overwritten."""
-        taken = {kept.name for kept in self.whole} | self.broken.keys()
+        taken = {kept.name for kept in self.whole} | self.broken.keys() | {*self.files.names()}
         copy = 0
         while name_of(step, copy) in taken:
             copy += 1
@@ -128,7 +148,12 @@ class Shelf:
         return self.whole[-1].name if self.whole and self.whole[-1].step == step else None
 
     def publish(self, name: str, manifest: Manifest) -> None:
-        """Phase two: from here on it is a checkpoint."""
+        """Phase two: from here on it is a checkpoint.
+
+        Raises:
+            CheckpointError: another job has published one of this name.
+        """
+        refuse_published(self.files, name)
         self.files.publish(f"{name}/{MANIFEST}", manifest.to_json())
         self.whole.append(Kept(name, manifest.step, manifest.serial))
 

@@ -137,6 +137,7 @@ def train(
     cluster = Cluster.from_env()
     talks = console if cluster.global_rank == 0 else None
     warn = talks.print if talks is not None else (lambda text: None)
+    source = run_folder.find_source(recipe, resume, warn)
     with (
         stop_on_signals(StopRequest(setting_up=True, has_launcher=cluster.error_dir is not None)) as stop,
         stop_on_notice(recipe.checkpoint.notice, stop),
@@ -147,22 +148,23 @@ def train(
             cluster=cluster,
             warn=warn,
             stop_requested=stop,
-            fresh=resume is None,
+            fresh=source is None,
         ) as session,
     ):
-        return _continue(session, resume, talks, warn, stop)
+        return _continue(session, resume, source, talks, warn, stop)
 
 
 def _continue(
     session: Session,
     resume: Path | None,
+    source: Path | None,
     talks: Console | None,
     warn: Callable[[str], None],
     stop: StopRequest,
 ) -> Result:
     """Restore if the run is not new, fit, and say what came out."""
     run_dir = run_folder.prepare(session, resume)
-    used = None if resume is None else run_folder.restore(session, resume, warn)
+    used = None if source is None else run_folder.restore(session, source, warn)
     stop.setting_up = False
     session.cluster.enter_phase(TRAINING)
     result = fit(session, run_dir, sinks(session, run_dir, talks, used))

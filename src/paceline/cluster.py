@@ -40,6 +40,11 @@ def change_environment(changes: Mapping[str, str | None]) -> None:
             os.environ[name] = value
 
 
+def token_from_environment() -> str:
+    """The key of the job that the user has put into PACELINE_TOKEN; empty: none."""
+    return os.environ.get("PACELINE_TOKEN", "")
+
+
 @dataclass(frozen=True)
 class Cluster:
     """One process's place in the job.
@@ -50,7 +55,7 @@ class Cluster:
         node_rank, num_nodes: this node and the number of nodes.
         address, port: where the job's store is.
         listen_fd: a listening socket of that port, made by the launcher, for global rank 0; None: bind here.
-        token: names the job, so that a process of another job is turned away; it is no secret.
+        token: the key of the job; it is never sent, and a process with another one is turned away.
         error_dir: where a worker writes what went wrong, for the launcher; None: no launcher reads it.
         agent_store: the store is already served by someone else (torchrun's agent).
         attempt: how often an agent has restarted the job; keeps the keys of each attempt apart.

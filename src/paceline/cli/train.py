@@ -40,7 +40,8 @@ def train(
     nodes: options.Nodes = 1,
     node_rank: options.NodeRank = 0,
     rendezvous: options.Rendezvous = None,
-    token: options.Token = "",
+    token_file: options.TokenFile = "",
+    insecure: options.Insecure = False,
 ) -> None:
     """Train a recipe, and say what came out."""
     run = None if resume is None else find_run(resume)
@@ -54,6 +55,7 @@ def train(
     cluster = worker_cluster()
     if cluster is not None:
         _work(cluster, resolved, path, run)
+    token = options.read_token(token_file, insecure, nodes)
     placement = options.Placement(
         options.processes_for(resolved, processes, nodes), nodes, node_rank, rendezvous, token
     )

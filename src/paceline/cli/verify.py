@@ -44,7 +44,8 @@ def verify(
     nodes: options.Nodes = 1,
     node_rank: options.NodeRank = 0,
     rendezvous: options.Rendezvous = None,
-    token: options.Token = "",
+    token_file: options.TokenFile = "",
+    insecure: options.Insecure = False,
 ) -> None:
     """Run the strategy and the single-process oracle side by side, and compare every tensor of every step."""
     run = checked_run(recipe) if recipe.is_dir() else None
@@ -60,6 +61,7 @@ def verify(
     if run is not None and processes is None and strategy is None:
         processes = read_run(run).ranks // nodes or None
     count = options.processes_for(resolved, processes, nodes)
+    token = options.read_token(token_file, insecure, nodes)
     placement = options.Placement(count, nodes, node_rank, rendezvous, token)
     as_it_was = run is not None and not (settings or strategy or plant or certificate)
     kept = run / CERTIFICATE if run is not None and as_it_was else certificate

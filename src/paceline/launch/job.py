@@ -21,8 +21,8 @@ class Job:
         num_processes: how many on this node; the same on every node.
         nodes, node_rank: number of nodes, and which one this is.
         rendezvous: "HOST:PORT" of node 0; needed with more than one node.
-        token: names the job; the same on every node. Empty: a random one (one node), or one that
-            follows from the rendezvous (several nodes). It keeps jobs apart and is no secret.
+        token: the key of the job; the same on every node. Empty: a random one (one node), or one that
+            follows from the rendezvous (several nodes), which keeps jobs apart and no stranger out.
         threads: intra-op threads of each process. 0: OMP_NUM_THREADS where it is set, else the cores
             divided by the processes.
         log_dir: folder for the output of all processes but the first of this node; None: a folder that

@@ -127,7 +127,7 @@ def _started(
     with Keeper() as keeper, ExitStack() as forking:
         try:
             fd = None if listener is None else listener.fileno()
-            token = job.token or (secrets.token_hex(8) if job.nodes == 1 else job.rendezvous)
+            token = job.token or (secrets.token_hex(32) if job.nodes == 1 else job.rendezvous)
             place = Place(address, port, fd, token, folder, _count_cores(), beacon_port)
             workers = render_workers(job, place, environ)
             with _server_of(workers, place.cores, environ) as variables:  # what it has forked outlives it

@@ -18,11 +18,12 @@ from paceline.observe import JsonLines, Progress, Sink, TextLog
 from paceline.phase import LEAVING, TRAINING
 from paceline.recipe import Recipe
 from paceline.report import write_report
-from paceline.report.folder import LOG, METRICS, REPORT
+from paceline.report.folder import LOG, METRICS
 from paceline.task import Task
 from paceline.tasks import load_task, run_build
 from paceline.training import run_folder
 from paceline.training.build import build_session, choose_device
+from paceline.training.conclusion import conclude
 from paceline.training.loop import Result, fit
 from paceline.training.records import run_record
 from paceline.training.session import Session
@@ -135,8 +136,7 @@ def train(
         The result, equal on every rank.
     """
     cluster = Cluster.from_env()
-    talks = console if cluster.global_rank == 0 else None
-    warn = talks.print if talks is not None else (lambda text: None)
+    talks, warn = _voices(console, cluster)
     source = run_folder.find_source(recipe, resume, warn)
     with (
         stop_on_signals(StopRequest(setting_up=True, has_launcher=cluster.error_dir is not None)) as stop,
@@ -152,6 +152,13 @@ def train(
         ) as session,
     ):
         return _continue(session, resume, source, talks, warn, stop)
+
+
+def _voices(console: Console | None, cluster: Cluster) -> tuple[Console | None, Callable[[str], None]]:
+    """Where this rank reports, and where it warns: rank 0 alone does."""
+    if console is None or cluster.global_rank != 0:
+        return None, lambda text: None
+    return console, console.print
 
 
 def _continue(
@@ -207,34 +214,6 @@ def sinks(
         if resumed_from is not None:
             sink.event("resume", {"step": session.state.step, "checkpoint": resumed_from})
     return found
-
-
-def conclude(session: Session, result: Result, run_dir: Path, console: Console) -> None:
-    """Print what came out, where it is, and how to go on."""
-    lines: list[str] = []
-    if session.task.report is not None and result.evaluation is not None:
-        found = result.evaluation
-        values = {"loss": found.loss, "count": found.num_items, **found.metrics}
-        lines += session.task.report(session.placed.model, values)
-    resume = f"paceline train --resume {run_dir} -n {session.cluster.world_size}{_longer(session, result)}"
-    if result.sha256 is not None:
-        lines.append(f"state sha256: {result.sha256}")
-    lines += [
-        f"checkpoint: {result.checkpoint}",
-        f"metrics:    {run_dir / METRICS}",
-        f"report:     {run_dir / REPORT}",
-        f"resume:     {resume}",
-    ]
-    for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def _longer(session: Session, result: Result) -> str:
-    """A run that has reached its end goes on only if it is made longer."""
-    if result.stopped:
-        return ""
-    epochs = session.recipe.epochs
-    return f" --set epochs={2 * epochs:g}" if epochs is not None else f" --set steps={2 * session.num_steps}"
 
 
 def _num_threads(recipe: Recipe, processes_here: int) -> int:

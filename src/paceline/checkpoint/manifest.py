@@ -15,7 +15,7 @@ from typing import Any
 
 from paceline.checkpoint.strict_json import parse
 from paceline.checkpoint.tensor_file import Chunk
-from paceline.checkpoint.validate import check_cover, check_files, check_record
+from paceline.checkpoint.validate import check_cover, check_part, check_record
 
 MANIFEST = "manifest.json"
 _FORMAT = 2
@@ -147,5 +147,5 @@ def decode_part(data: bytes) -> tuple[list[File], Mapping[str, Any]]:
     record = parse(data)
     if not isinstance(record, dict) or record.pop(_SEAL, None) != _seal(record):
         raise ValueError("the report of a rank is damaged")
-    check_files(record["files"])
+    check_part(record)
     return [_file(**file) for file in record["files"]], record["scalars"]

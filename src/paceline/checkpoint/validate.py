@@ -37,11 +37,17 @@ def check_record(record: Any) -> None:
         if not step.isdecimal():
             raise ValueError(f"losses has the step '{step[:40]}'")
         numeric(loss, "a loss")
-    check_files(found["files"])
+    _check_files(found["files"])
 
 
-def check_files(files: Any) -> None:
-    """The files of a manifest, or of one rank's report."""
+def check_part(record: Any) -> None:
+    """One rank's report, without its seal."""
+    found = fields(record, "the report", frozenset({"files", "scalars"}))
+    _check_scalars(found["scalars"])
+    _check_files(found["files"])
+
+
+def _check_files(files: Any) -> None:
     names: set[str] = set()
     for file in listed(files, "files"):
         found = fields(file, "a file", _FILE)

@@ -187,7 +187,7 @@ class ForkClient:
             connection = self._connection or self._meet()
             if self._its == circumstances(worker.environ):
                 return _order(connection, worker, [output, errors], self._await)
-        except (OSError, EOFError):  # it is gone, or it does not answer
+        except (OSError, EOFError, ValueError, TypeError):  # it is gone, does not answer, or says nonsense
             self._leave()
         return None
 

@@ -10,12 +10,12 @@ Invariant: signals are received by a thread, and the main thread only reads a fl
 
 from __future__ import annotations
 
+import http.client
 import os
 import signal
 import sys
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -137,11 +137,26 @@ def _looker(where: str) -> Callable[[], bool]:
     if not where.startswith(("http://", "https://")):
         return Path(where).exists
 
-    def look() -> bool:
-        try:
-            with urllib.request.urlopen(where, timeout=_NOTICE_SECONDS) as answer:
-                return bool(answer.status == 200)
-        except (urllib.error.URLError, OSError):
-            return False  # 404, or the service is not there: no notice
+    return _Look(where)
 
-    return look
+
+class _Look:
+    """Asks a URL. An answer that trickles in for ever is waited for once, in a thread, and is no notice."""
+
+    def __init__(self, url: str) -> None:
+        self._url, self._answers = url, list[bool]()
+        self._asking: threading.Thread | None = None
+
+    def __call__(self) -> bool:
+        if self._asking is None or not self._asking.is_alive():
+            self._asking = threading.Thread(target=self._ask, name="notice-question", daemon=True)
+            self._asking.start()
+        self._asking.join(2 * _NOTICE_SECONDS)
+        return any(self._answers)
+
+    def _ask(self) -> None:
+        try:
+            with urllib.request.urlopen(self._url, timeout=_NOTICE_SECONDS) as answer:
+                self._answers.append(answer.status == 200)
+        except (OSError, ValueError, http.client.HTTPException):
+            return  # 404, nobody there, or no HTTP: no notice

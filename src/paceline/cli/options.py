@@ -83,6 +83,11 @@ def _read_key(file: str) -> str:
     return text.strip()
 
 
+Trust = Annotated[
+    bool, typer.Option("--trust", help="Run the code that the recipe of another user's run folder names.")
+]
+
+
 class Placement(NamedTuple):
     """How many processes of a job run where."""
 

@@ -11,7 +11,7 @@ import typer
 from paceline.cli import options
 from paceline.cli.console import lasting_output, output
 from paceline.cli.failure import record_failure
-from paceline.cli.resume import changes_of, find_run, recipe_of
+from paceline.cli.resume import changes_of, find_run, recipe_of, refuse_strangers
 from paceline.cli.start import launch_again, worker_cluster
 from paceline.cluster import Cluster
 from paceline.errors import RecipeError
@@ -42,6 +42,7 @@ def train(
     rendezvous: options.Rendezvous = None,
     token_file: options.TokenFile = "",
     insecure: options.Insecure = False,
+    trust: options.Trust = False,
 ) -> None:
     """Train a recipe, and say what came out."""
     run = None if resume is None else find_run(resume)
@@ -55,6 +56,8 @@ def train(
     cluster = worker_cluster()
     if cluster is not None:
         _work(cluster, resolved, path, run)
+    if run is not None:
+        refuse_strangers(run, trust)
     token = options.read_token(token_file, insecure, nodes)
     placement = options.Placement(
         options.processes_for(resolved, processes, nodes), nodes, node_rank, rendezvous, token

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from paceline.cli import options
 from paceline.cli.console import output
+from paceline.cli.resume import refuse_strangers
 from paceline.cli.start import launch_again, worker_cluster
 from paceline.cluster import Cluster
 from paceline.errors import RecipeError
@@ -46,6 +47,7 @@ def verify(
     rendezvous: options.Rendezvous = None,
     token_file: options.TokenFile = "",
     insecure: options.Insecure = False,
+    trust: options.Trust = False,
 ) -> None:
     """Run the strategy and the single-process oracle side by side, and compare every tensor of every step."""
     run = checked_run(recipe) if recipe.is_dir() else None
@@ -61,6 +63,8 @@ def verify(
     if run is not None and processes is None and strategy is None:
         processes = read_run(run).ranks // nodes or None
     count = options.processes_for(resolved, processes, nodes)
+    if run is not None:
+        refuse_strangers(run, trust)
     token = options.read_token(token_file, insecure, nodes)
     placement = options.Placement(count, nodes, node_rank, rendezvous, token)
     as_it_was = run is not None and not (settings or strategy or plant or certificate)

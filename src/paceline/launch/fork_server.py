@@ -1,4 +1,4 @@
-"""`python -m paceline.launch.fork_server FOLDER SOCKET MODULE...`: forks workers, which then need not import.
+"""`python -m paceline.launch.fork_server FOLDER SOCKET PARENT MODULE...` forks workers, which do not import.
 
 It imports what workers use, then serves the listening SOCKET, an open file that it inherits and whose name is
 in FOLDER, until its standard input ends. Every launcher that connects gets a process of its own, which forks
@@ -207,4 +207,5 @@ def _close(*files: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
+    die_with_parent(int(sys.argv[3]))  # at once, also while it imports
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[4:])

@@ -26,6 +26,7 @@ from typing import Self
 from paceline.cluster import process_environment
 from paceline.launch import messages
 from paceline.launch.circumstances import circumstances
+from paceline.launch.litter import PREFIX, own
 from paceline.launch.procfs import is_stopped, status_of_ended
 from paceline.launch.render import Worker, common_environment
 
@@ -59,14 +60,14 @@ def fork_server(
     if FORK_SERVER in inherited or sys.platform != "linux" or Path("/dev/nvidiactl").exists():
         yield {}
         return
-    with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
-        variables = {**common_environment(inherited), "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory(prefix=PREFIX) as folder:
+        own(Path(folder))
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(Path(folder) / _SOCKET))
             listener.listen()
             server = subprocess.Popen(
-                [sys.executable, "-m", _MODULE, folder, str(listener.fileno()), *modules],
-                env=variables,
+                _command(folder, listener, modules),
+                env={**common_environment(inherited), "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.PIPE,
                 pass_fds=[listener.fileno()],
                 start_new_session=True,
@@ -77,6 +78,10 @@ def fork_server(
                 yield {FORK_SERVER: folder}
             finally:
                 server.kill()  # it holds nothing; what it has forked ends with the launchers
+
+
+def _command(folder: str, listener: socket.socket, modules: Sequence[str]) -> list[str]:
+    return [sys.executable, "-m", _MODULE, folder, str(listener.fileno()), str(os.getpid()), *modules]
 
 
 def pays(workers: Sequence[Worker], cores: int) -> bool:

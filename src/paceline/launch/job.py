@@ -86,6 +86,11 @@ class Job:
         return host.strip("[]"), int(port)
 
     @property
+    def meeting(self) -> tuple[str, int]:
+        """Host and port of the rendezvous; empty and 0 on one node."""
+        return self.endpoint if self.rendezvous else ("", 0)
+
+    @property
     def world_size(self) -> int:
         """Number of processes on all nodes."""
         return self.nodes * self.num_processes

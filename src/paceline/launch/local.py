@@ -23,6 +23,7 @@ from paceline.launch.follow import Follow
 from paceline.launch.forked import ForkClient, fork_server, pays
 from paceline.launch.job import Job
 from paceline.launch.judge import failed, has_stopped, judge
+from paceline.launch.litter import PREFIX, clean_litter, own
 from paceline.launch.outcome import Outcome, conclude
 from paceline.launch.peers import Peers
 from paceline.launch.process import Keeper, Running, start_worker, wait_for_end
@@ -66,7 +67,7 @@ def launch(job: Job, *, environ: Mapping[str, str] | None = None, say: Say | Non
     with _open_folder(job) as folder, _signals_to(stop):
         inherited = process_environment() if environ is None else environ
         with (
-            Peers(job.nodes, job.node_rank, Path(folder)) as peers,
+            Peers(job.nodes, job.node_rank, Path(folder), job.meeting) as peers,
             _started(job, Path(folder), inherited, peers.port, stop) as running,
         ):
             follow = Follow([one.worker for one in running], tell) if job.output == "prefixed" else None
@@ -94,7 +95,10 @@ def _conclude(job: Job, running: Sequence[Running], stop: Stop, peers: Peers) ->
 
 def _open_folder(job: Job) -> tempfile.TemporaryDirectory[str] | nullcontext[str]:
     if job.log_dir is None:
-        return tempfile.TemporaryDirectory(prefix="paceline-")
+        clean_litter()
+        folder = tempfile.TemporaryDirectory(prefix=PREFIX)
+        own(Path(folder.name))
+        return folder
     job.log_dir.mkdir(parents=True, exist_ok=True)
     return nullcontext(str(job.log_dir.resolve()))
 
@@ -126,11 +130,13 @@ def _started(
     running: list[Running] = []
     with Keeper() as keeper, ExitStack() as forking:
         try:
+            keeper.remove_at_death(folder if job.log_dir is None else None)
             fd = None if listener is None else listener.fileno()
             token = job.token or (secrets.token_hex(32) if job.nodes == 1 else job.rendezvous)
             place = Place(address, port, fd, token, folder, _count_cores(), beacon_port)
             workers = render_workers(job, place, environ)
             with _server_of(workers, place.cores, environ) as variables:  # what it has forked outlives it
+                keeper.remove_at_death(*map(Path, variables.values()))
                 forks = forking.enter_context(ForkClient({**environ, **variables}, stop.is_asked))
                 running += _start_all(workers, keeper, forks, stop)
             if listener is not None:

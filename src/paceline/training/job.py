@@ -15,6 +15,7 @@ from rich.console import Console
 
 from paceline.cluster import Cluster
 from paceline.observe import JsonLines, Progress, Sink, TextLog
+from paceline.observe.process import cache_folder
 from paceline.phase import LEAVING, TRAINING
 from paceline.recipe import Recipe
 from paceline.report import write_report
@@ -29,7 +30,7 @@ from paceline.training.records import run_record
 from paceline.training.session import Session
 from paceline.training.stopping import StopRequest, stop_on_notice, stop_on_signals
 
-CACHE_DIR = Path.home() / ".cache" / "paceline"
+CACHE_DIR = cache_folder()
 TaskLike = Task | Callable[..., Task]
 
 

@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 from paceline.observe.process import process_start
 from paceline.observe.sinks import full_files
-from paceline.recipe.toml_text import parse_toml
 from paceline.report.folder import CERTIFICATE, METRICS, RECIPE, checked_run
 from paceline.report.sound import is_certificate, is_sound
 
@@ -189,6 +188,8 @@ def _before(found: list[Record], record: Record) -> list[Record]:
 
 
 def _recipe(path: Path) -> Record:
+    from paceline.recipe.toml_text import parse_toml  # the room of recipes imports pydantic
+
     try:
         return parse_toml(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except (OSError, ValueError):

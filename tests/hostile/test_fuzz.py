@@ -95,10 +95,10 @@ def written(name: str, data: bytes) -> Path:
 
 
 def _folder() -> str:
-    return str(_FOLDER[0])
+    return _FOLDER.name
 
 
-_FOLDER: tuple[Path, ...] = (Path(tempfile.mkdtemp(prefix="fuzz-")),)
+_FOLDER = tempfile.TemporaryDirectory(prefix="fuzz-")
 
 
 @refuses(RecipeError)

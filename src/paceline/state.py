@@ -184,6 +184,8 @@ class TrainState:
             name = full.removeprefix("optimizer/").rpartition("/")[0]
             if name not in known or not _suits(shape, known[name]):
                 wrong.append(full)
+        if len(scalars["groups"]) != len(self.optimizer.param_groups):
+            wrong.append("the groups of the optimizer")
         kind = type(self.optimizer).__name__
         if moments and scalars["optimizer_kind"] != kind:
             wrong.append(f"{scalars['optimizer_kind']} saved it, the optimizer is {kind}")

@@ -162,9 +162,7 @@ def test_a_plan_that_forgets_the_dropout_is_found() -> None:
 def test_a_reproducible_product_has_the_bits_of_one_process(strategy: str) -> None:
     def bits(cluster: Cluster, recipe: Recipe) -> list[tuple[str, float]]:
         session = session_of(cluster, recipe)
-        found = [
-            (state_sha256(session.snapshot().tensors()), stats.loss) for stats in session.rounds()
-        ]
+        found = [(state_sha256(session.snapshot().tensors()), stats.loss) for stats in session.rounds()]
         session.close()
         return found
 

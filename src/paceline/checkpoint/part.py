@@ -128,7 +128,7 @@ def insist(write: Callable[[], None], files: Files, names: Sequence[str], patien
             for name in names:
                 files.remove(name)
             if not is_full(error) or time.monotonic() >= expires:
-                raise refused(files.place(names[0]), error) from error
+                raise refused(files.place(names[0]) if names else files.url, error) from error
         if not told:
             patience.warn(f"the disk of {files.url} is full: waiting up to {patience.seconds:g} s for space")
             told = True
@@ -140,5 +140,5 @@ def refused(place: str, error: OSError) -> CheckpointError:
     return CheckpointError(
         f"cannot write a checkpoint: {error}; those saved before are untouched",
         where=place,
-        next_step="free space, set checkpoint.full_disk_seconds, or put checkpoint.folder elsewhere",
+        next_step="free space, set checkpoint.full_disk_seconds, or choose another checkpoint.folder",
     )

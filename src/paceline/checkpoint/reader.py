@@ -37,7 +37,7 @@ from torch.futures import Future
 from paceline.checkpoint.files import Files
 from paceline.checkpoint.manifest import File, Manifest
 from paceline.checkpoint.shelf import open_manifest, unusable
-from paceline.checkpoint.tensor_file import decode, dtype_of
+from paceline.checkpoint.tensor_file import Chunk, decode, dtype_of
 from paceline.errors import CheckpointError
 from paceline.slot import Index
 
@@ -155,12 +155,24 @@ class ManifestReader(StorageReader):
         if found != file.sha256:
             reason = f"{file.name} is damaged: SHA-256 {found[:12]}..., written was {file.sha256[:12]}..."
             raise unusable(self.files, self.name, reason)
-        return decode(data)
+        try:
+            found_tensors = decode(data)
+            for chunk in file.chunks:
+                _check_tensor(chunk, found_tensors.get(chunk.name))
+        except ValueError as error:
+            raise unusable(self.files, self.name, f"{file.name}: {error}") from error
+        return found_tensors
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | PathLike[str]) -> bool:
         """Whether a name could be that of a checkpoint."""
         return bool(str(checkpoint_id))
+
+
+def _check_tensor(chunk: Chunk, found: Tensor | None) -> None:
+    """What the manifest says of a tensor must be what its file holds."""
+    if found is None or found.dtype != dtype_of(chunk.dtype) or tuple(found.shape) != chunk.sizes:
+        raise ValueError(f"'{chunk.name[:80]}' is not what the manifest says")
 
 
 def _fill(item: ReadItem, saved: Tensor, planner: LoadPlanner) -> None:

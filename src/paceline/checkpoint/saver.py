@@ -20,7 +20,7 @@ from paceline.checkpoint.manifest import MANIFEST, Origin
 from paceline.checkpoint.part import Patience, write_part
 from paceline.checkpoint.plan import chunk_of, parse_table, plan_writes, render_table
 from paceline.checkpoint.publish import Keep, publish
-from paceline.checkpoint.shelf import Shelf
+from paceline.checkpoint.shelf import Shelf, refuse_published
 from paceline.checkpoint.staging import Staging
 from paceline.checkpoint.tensor_file import Chunk
 from paceline.errors import DeadlineError
@@ -148,13 +148,19 @@ class Saver:
     def score(self, step: int, loss: float) -> None:
         """Tell the evaluation loss of a step; rank 0 remembers it for what is kept from the next save on."""
         if self._saving.rank == 0:
-            self.shelf.score(step, loss)
+            try:
+                self.shelf.score(step, loss)
+            except OSError as error:  # the next manifest holds it too
+                self._saving.patience.warn(f"the evaluation loss cannot be written: {error}")
 
     def tidy(self) -> None:
         """Remove on rank 0 what need not be kept, with the losses that are known now."""
         self.finish()
         if self._saving.rank == 0:
-            self.shelf.tidy(self._saving.keep.newest, self._saving.keep.best)
+            try:
+                self.shelf.tidy(self._saving.keep.newest, self._saving.keep.best)
+            except OSError as error:
+                self._saving.patience.warn(f"old checkpoints cannot be removed: {error}")
 
     def close(self) -> None:
         """A write that is under way is not waited for: call `finish` before."""
@@ -194,6 +200,7 @@ class Saver:
         def run() -> None:
             self._staging.complete()
             blocks, files = self._staging.blocks, self.shelf.files
+            refuse_published(files, name)
             write_part(files, name, saving.rank, chunks, blocks, scalars, saving.patience, saving.writers)
             self._staging.give_back()
             if saving.rank == 0:

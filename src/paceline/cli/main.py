@@ -7,7 +7,7 @@ import sys
 import typer
 
 from paceline.cli import bench, export, lab, recipe, run, runs, sweep, train, verify
-from paceline.cli.console import fail
+from paceline.cli.console import fail, forget_output
 from paceline.cli.resume import with_value
 from paceline.errors import PacelineError
 
@@ -52,7 +52,24 @@ def main() -> None:
     """Run the command line; an error that a user can meet is printed without its traceback."""
     try:
         words = sys.argv[1:]
-        app(args=with_value(words) if words[:1] == ["train"] else words)
+        try:
+            app(args=with_value(words) if words[:1] == ["train"] else words)
+        finally:
+            sys.stdout.flush()
     except PacelineError as error:
         fail(error)
         sys.exit(error.exit_code)
+    except OSError as error:
+        fail(_refused(error))
+        forget_output()
+        sys.exit(PacelineError.exit_code)
+
+
+def _refused(error: OSError) -> PacelineError:
+    """What the system does not allow, where no other error says more."""
+    where = "" if error.filename is None else str(error.filename)
+    return PacelineError(
+        f"the system refused: {error.strerror or error}",
+        where=where or "a file or a stream of this command, perhaps standard output",
+        next_step="free space, check the rights, or choose another folder (TMPDIR, run_dir, --output)",
+    )

@@ -18,11 +18,23 @@ def worker_cluster() -> Cluster | None:
 
 
 def launch_again(
-    placement: Placement, threads: int, *more: str, grace_seconds: float = Job.grace_seconds
+    placement: Placement,
+    threads: int,
+    *more: str,
+    stuck_seconds: float = Job.stuck_seconds,
+    grace_seconds: float | None = None,
 ) -> Outcome:
-    """Run this command's own arguments, and `more`, in every process of this node."""
+    """Run this command's own arguments, and `more`, in every process of this node.
+
+    Args:
+        stuck_seconds: how long a process may be stopped by a signal.
+        grace_seconds: to save and leave, once a signal has come; None: the command saves nothing.
+    """
     command = (sys.executable, "-m", "paceline", *sys.argv[1:], *more)
-    return launch(replace(job_of(command, placement, threads), grace_seconds=grace_seconds))
+    job = replace(job_of(command, placement, threads), stuck_seconds=stuck_seconds)
+    if grace_seconds is not None:
+        job = replace(job, grace_seconds=grace_seconds, announces=True)
+    return launch(job)
 
 
 def job_of(

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.cli import options
-from paceline.cli.console import output
+from paceline.cli.console import lasting_output, output
 from paceline.cli.failure import record_failure
-from paceline.cli.resume import changes_of, find_run, recipe_of
+from paceline.cli.resume import changes_of, find_run, recipe_of, refuse_strangers
 from paceline.cli.start import launch_again, worker_cluster
 from paceline.cluster import Cluster
 from paceline.errors import RecipeError
@@ -40,7 +40,9 @@ def train(
     nodes: options.Nodes = 1,
     node_rank: options.NodeRank = 0,
     rendezvous: options.Rendezvous = None,
-    token: options.Token = "",
+    token_file: options.TokenFile = "",
+    insecure: options.Insecure = False,
+    trust: options.Trust = False,
 ) -> None:
     """Train a recipe, and say what came out."""
     run = None if resume is None else find_run(resume)
@@ -54,6 +56,9 @@ def train(
     cluster = worker_cluster()
     if cluster is not None:
         _work(cluster, resolved, path, run)
+    if run is not None:
+        refuse_strangers(run, trust)
+    token = options.read_token(token_file, insecure, nodes)
     placement = options.Placement(
         options.processes_for(resolved, processes, nodes), nodes, node_rank, rendezvous, token
     )
@@ -72,8 +77,10 @@ def _launch(placement: options.Placement, recipe: Recipe, run: Path | None) -> i
     else:
         run_dir = checked_run(run)
         again = ["--resume", str(run)]
-    grace = recipe.checkpoint.grace_seconds
-    outcome = launch_again(placement, recipe.runtime.threads, *again, grace_seconds=grace)
+    runtime, grace = recipe.runtime, recipe.checkpoint.grace_seconds
+    outcome = launch_again(
+        placement, runtime.threads, *again, stuck_seconds=runtime.deadline_seconds, grace_seconds=grace
+    )
     if outcome.failures and placement.node_rank == 0:
         record_failure(run_dir, outcome)
     return outcome.exit_code
@@ -83,5 +90,7 @@ def _work(cluster: Cluster, recipe: Recipe, path: Path, resume: Path | None) -> 
     with guard(cluster):
         from paceline.training import train as train_here
 
-        result = train_here(recipe, base_dir=options.task_directory(path), resume=resume, console=output())
+        result = train_here(
+            recipe, base_dir=options.task_directory(path), resume=resume, console=lasting_output()
+        )
     sys.exit(STOPPED_EXIT_CODE if result.stopped else 0)

@@ -12,23 +12,25 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from torch import nn
 
 from paceline.cluster import Cluster
 from paceline.observe import JsonLines, Progress, Sink, TextLog
+from paceline.observe.process import cache_folder
+from paceline.phase import LEAVING, TRAINING
 from paceline.recipe import Recipe
 from paceline.report import write_report
-from paceline.report.folder import LOG, METRICS, REPORT
+from paceline.report.folder import LOG, METRICS
 from paceline.task import Task
 from paceline.tasks import load_task, run_build
 from paceline.training import run_folder
 from paceline.training.build import build_session, choose_device
+from paceline.training.conclusion import conclude
 from paceline.training.loop import Result, fit
 from paceline.training.records import run_record
 from paceline.training.session import Session
 from paceline.training.stopping import StopRequest, stop_on_notice, stop_on_signals
 
-CACHE_DIR = Path.home() / ".cache" / "paceline"
+CACHE_DIR = cache_folder()
 TaskLike = Task | Callable[..., Task]
 
 
@@ -70,9 +72,10 @@ def join(
         fresh: see `build_session`.
     """
     with connected(recipe, cluster) as (found, device):
+        built = obtain_together(recipe, task, base_dir, found, warn)
         session = build_session(
             recipe,
-            obtain_task(recipe, task, base_dir),
+            built,
             found,
             device,
             warn=warn,
@@ -81,6 +84,27 @@ def join(
         )
         yield session
         session.close()
+
+
+def obtain_together(
+    recipe: Recipe,
+    task: TaskLike | None,
+    base_dir: Path | None,
+    cluster: Cluster,
+    say: Callable[[str], object] = lambda text: None,
+) -> Task:
+    """`obtain_task` on every rank: who is done waits for the others, however long data takes to prepare.
+
+    Raises:
+        DeadlineError: a rank takes longer than `runtime.setup_deadline_seconds`; names it.
+    """
+    seconds = recipe.runtime.setup_deadline_seconds
+    cluster.enter_phase("building the task", seconds)
+    built = obtain_task(recipe, task, base_dir)
+    cluster.enter_phase("waiting for the other ranks to build the task", seconds)
+    cluster.await_ranks("built the task", seconds, say)
+    cluster.enter_phase("building the session", seconds)
+    return built
 
 
 def obtain_task(recipe: Recipe, task: TaskLike | None, base_dir: Path | None) -> Task:
@@ -113,10 +137,10 @@ def train(
         The result, equal on every rank.
     """
     cluster = Cluster.from_env()
-    talks = console if cluster.global_rank == 0 else None
-    warn = talks.print if talks is not None else (lambda text: None)
+    talks, warn = _voices(console, cluster)
+    source = run_folder.find_source(recipe, resume, warn)
     with (
-        stop_on_signals(StopRequest(setting_up=True)) as stop,
+        stop_on_signals(StopRequest(setting_up=True, has_launcher=cluster.error_dir is not None)) as stop,
         stop_on_notice(recipe.checkpoint.notice, stop),
         join(
             recipe,
@@ -125,24 +149,34 @@ def train(
             cluster=cluster,
             warn=warn,
             stop_requested=stop,
-            fresh=resume is None,
+            fresh=source is None,
         ) as session,
     ):
-        return _continue(session, resume, talks, warn, stop)
+        return _continue(session, resume, source, talks, warn, stop)
+
+
+def _voices(console: Console | None, cluster: Cluster) -> tuple[Console | None, Callable[[str], None]]:
+    """Where this rank reports, and where it warns: rank 0 alone does."""
+    if console is None or cluster.global_rank != 0:
+        return None, lambda text: None
+    return console, console.print
 
 
 def _continue(
     session: Session,
     resume: Path | None,
+    source: Path | None,
     talks: Console | None,
     warn: Callable[[str], None],
     stop: StopRequest,
 ) -> Result:
     """Restore if the run is not new, fit, and say what came out."""
     run_dir = run_folder.prepare(session, resume)
-    used = None if resume is None else run_folder.restore(session, resume, warn)
+    used = None if source is None else run_folder.restore(session, source, warn)
     stop.setting_up = False
+    session.cluster.enter_phase(TRAINING)
     result = fit(session, run_dir, sinks(session, run_dir, talks, used))
+    session.cluster.enter_phase(LEAVING, session.recipe.runtime.setup_deadline_seconds)
     wanted = session.task.report is not None and result.evaluation is not None
     whole = session.complete() if wanted else None
     if session.is_first:
@@ -182,40 +216,6 @@ def sinks(
         if resumed_from is not None:
             sink.event("resume", {"step": session.state.step, "checkpoint": resumed_from})
     return found
-
-
-def conclude(
-    session: Session, result: Result, run_dir: Path, console: Console, whole: nn.Module | None
-) -> None:
-    """Print what came out, where it is, and how to go on.
-
-    Args:
-        whole: the whole model, if the task reports on it.
-    """
-    lines: list[str] = []
-    if session.task.report is not None and result.evaluation is not None and whole is not None:
-        found = result.evaluation
-        values = {"loss": found.loss, "count": found.num_items, **found.metrics}
-        lines += session.task.report(whole, values)
-    resume = f"paceline train --resume {run_dir} -n {session.cluster.world_size}{_longer(session, result)}"
-    if result.sha256 is not None:
-        lines.append(f"state sha256: {result.sha256}")
-    lines += [
-        f"checkpoint: {result.checkpoint}",
-        f"metrics:    {run_dir / METRICS}",
-        f"report:     {run_dir / REPORT}",
-        f"resume:     {resume}",
-    ]
-    for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def _longer(session: Session, result: Result) -> str:
-    """A run that has reached its end goes on only if it is made longer."""
-    if result.stopped:
-        return ""
-    epochs = session.recipe.epochs
-    return f" --set epochs={2 * epochs:g}" if epochs is not None else f" --set steps={2 * session.num_steps}"
 
 
 def _num_threads(recipe: Recipe, processes_here: int) -> int:

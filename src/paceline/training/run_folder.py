@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from paceline.checkpoint import Files
+from paceline.checkpoint import Files, Lock, Patience, has_published, insist, refused
 from paceline.comm.text import share_text
-from paceline.recipe import load_recipe, to_toml
+from paceline.observe.append import say_on_stderr
+from paceline.recipe import Recipe, load_recipe, to_toml
 from paceline.recipe.changes import refuse_changes
 from paceline.report.folder import CHECKPOINTS, RECIPE, new_run_dir
 from paceline.training import saving
@@ -29,10 +30,30 @@ def prepare(session: Session, resume: Path | None) -> Path:
     if session.is_first:
         if resume is not None:
             refuse_changes(load_recipe(run_dir / RECIPE), session.recipe, chosen)
-        run_dir.mkdir(parents=True, exist_ok=True)
         asked = session.recipe.replace(run_dir=None)  # the folder says it; a copy is free to go elsewhere
-        Files(chosen).publish(RECIPE, to_toml(asked).encode())  # a crash must not leave half of it
+        text, files = to_toml(asked).encode(), Files(chosen)
+        _lock(session, run_dir)
+        patience = Patience(session.recipe.checkpoint.full_disk_seconds, say_on_stderr)
+        insist(lambda: files.publish(RECIPE, text), files, [], patience)  # a crash must not leave half of it
     return run_dir
+
+
+def _lock(session: Session, run_dir: Path) -> None:
+    """Keep other jobs out of the folders of the run and of its checkpoints until the session is closed."""
+    folder = session.recipe.checkpoint.folder
+    for url in (str(run_dir), *([] if folder is None else [folder])):
+        try:
+            session.closers.append(Lock(Files(url), say_on_stderr).release)
+        except OSError as error:
+            raise refused(url, error) from error
+
+
+def find_source(recipe: Recipe, resume: Path | None, warn: Callable[[str], None]) -> Path | None:
+    """What a run that goes on restores: `resume`, unless its folder has no checkpoint yet; that is told."""
+    if resume is None or _is_checkpoint(resume) or has_published(saving.files_of(recipe, run_of(resume))):
+        return resume
+    warn("there is no checkpoint yet: the run begins at step 0")
+    return None
 
 
 def restore(session: Session, resume: Path, warn: Callable[[str], None] = lambda text: None) -> str:

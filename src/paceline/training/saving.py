@@ -11,7 +11,7 @@ import torch
 
 from paceline import checkpoint
 from paceline._version import VERSION
-from paceline.checkpoint import Files, Keep, Origin, Patience, Saver, Saving, Shelf
+from paceline.checkpoint import Files, Keep, Origin, Patience, Saver, Saving, Shelf, claim
 from paceline.comm.text import gather_texts, share_text
 from paceline.errors import CheckpointError
 from paceline.recipe import Recipe, to_toml
@@ -28,9 +28,10 @@ def files_of(recipe: Recipe, run_dir: Path) -> Files:
 def build_saver(session: Session, run_dir: Path, warn: Callable[[str], None]) -> Saver:
     """A saver for this rank; collective. What a crash has left half-written is removed."""
     files = files_of(session.recipe, run_dir)
-    shelf = Shelf.look(files).claim() if session.is_first else Shelf(files)
-    run = share_text(shelf.run, session.mesh.world, session.net, session.placed.holding.device)
     options, strategy = session.recipe.checkpoint, session.strategy
+    patience = Patience(options.full_disk_seconds, warn)
+    shelf = claim(files, patience) if session.is_first else Shelf(files)
+    run = share_text(shelf.run, session.mesh.world, session.net, session.placed.holding.device)
     saving = Saving(
         rank=session.cluster.global_rank,
         background=options.mode == "background",
@@ -38,7 +39,7 @@ def build_saver(session: Session, run_dir: Path, warn: Callable[[str], None]) ->
         steady=strategy.rule.steady,
         keep=Keep(options.keep, options.keep_best),
         deadline_seconds=options.deadline_seconds,
-        patience=Patience(options.full_disk_seconds, warn),
+        patience=patience,
         writers=1 if options.mode == "background" else torch.get_num_threads(),  # the others train on
     )
     origin = Origin(

@@ -14,6 +14,7 @@ from paceline.errors import StrategyError
 from paceline.layout import Precision
 from paceline.layout.holding import hold_whole
 from paceline.optim import build_schedule
+from paceline.phase import TRAINING
 from paceline.recipe import HealthRecipe, Recipe
 from paceline.task import Task
 from paceline.training import Pieces
@@ -24,7 +25,7 @@ from paceline.training.build import (
     num_steps_of,
     prepare_model,
 )
-from paceline.training.job import TaskLike, connected, obtain_task
+from paceline.training.job import TaskLike, connected, obtain_together
 from paceline.verification.oracle import Oracle
 from paceline.verification.report import Report
 from paceline.verification.run import Verifier
@@ -56,7 +57,8 @@ def verify(
         StrategyError: the strategy is approximate by nature.
     """
     with connected(recipe, cluster) as (found, device):
-        built = obtain_task(recipe, task, base_dir)
+        built = obtain_together(recipe, task, base_dir, found)
+        found.enter_phase(TRAINING)
         return compare_with_oracle(recipe, built, found, device, steps, pieces=pieces, observe=observe)
 
 

@@ -256,7 +256,10 @@ def test_resolve_returns_the_strategy_or_raises_with_reason_and_nearest() -> Non
         resolve(Strategy.parse("zero2"), processes=4, shards=2)
     assert "zero=2 is not built yet" in caught.value.what
     assert caught.value.where == 'strategy "replicas=all shard=2 zero=2 sync=every-step" on 4 processes'
-    assert caught.value.next_step == 'the nearest that works is "replicas=1 shard=2 zero=1 tensor=2 sync=every-step" on 4 processes'
+    assert (
+        caught.value.next_step
+        == 'the nearest that works is "replicas=1 shard=2 zero=1 tensor=2 sync=every-step" on 4 processes'
+    )
 
 
 @pytest.mark.capability("B1")

@@ -20,11 +20,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from paceline.comm.channel.frame_header import MOST_HEADER_BYTES, parse_header
 from paceline.comm.ledger import ByteLedger
 from paceline.errors import CommunicationError, DeadlineError
 
 FRAME_LENGTHS = struct.Struct("!QQ")  # bytes of the header, bytes of all tensors
 _CHUNK_BYTES = 1 << 20
+_BELIEVED_BYTES = 1 << 24  # of a length that somebody says
 
 
 @dataclass(frozen=True)
@@ -52,11 +54,16 @@ class Message:
 
     @classmethod
     def decode(cls, header: bytes, body: bytearray, sender: int) -> Message:
-        """The inverse of `encode`."""
-        kind, fields, shapes = json.loads(header)
+        """The inverse of `encode`.
+
+        Raises:
+            ValueError: it is not what `encode` makes.
+        """
+        kind, fields, described = parse_header(header)
+        if sum(prod(shape) * dtype.itemsize for dtype, shape in described) != len(body):
+            raise ValueError("the tensors are not those of the header")
         tensors, start = [], 0
-        for name, shape in shapes:
-            dtype = getattr(torch, name)
+        for dtype, shape in described:
             size = prod(shape) * dtype.itemsize
             raw = (
                 torch.frombuffer(body, dtype=torch.uint8, count=size, offset=start).clone() if size else None
@@ -176,23 +183,42 @@ class _Peer:
             self._head += self._some(self.socket.recv(wanted - len(self._head)))
             if len(self._head) < FRAME_LENGTHS.size or len(self._head) < self._wanted_head():
                 return []
-            self._body, self._filled = bytearray(FRAME_LENGTHS.unpack_from(self._head)[1]), 0
-        if self._filled < len(self._body):
-            view = memoryview(self._body)[self._filled : self._filled + _CHUNK_BYTES]
-            count = self.socket.recv_into(view)
-            self._filled += count
-            if not count:
-                raise self._gone(None)
-        if self._filled < len(self._body):
+            self._body, self._filled = bytearray(), 0
+        wanted = int(FRAME_LENGTHS.unpack_from(self._head)[1])
+        if self._filled < wanted:
+            self._fill(self._body, wanted)
+        if self._filled < wanted:
             return []
-        message = Message.decode(bytes(self._head[FRAME_LENGTHS.size :]), self._body, self.rank)
+        try:
+            message = Message.decode(bytes(self._head[FRAME_LENGTHS.size :]), self._body, self.rank)
+        except ValueError as error:
+            raise self._broken(str(error)) from error
         self._head, self._body = bytearray(), None
         return [message]
+
+    def _fill(self, body: bytearray, wanted: int) -> None:
+        """Receive a part. A length is believed as far as as much has arrived, and for the first megabytes."""
+        if self._filled == len(body):
+            body.extend(bytes(min(wanted - len(body), max(_BELIEVED_BYTES, len(body)))))
+        with memoryview(body) as whole:
+            count = self.socket.recv_into(whole[self._filled : self._filled + _CHUNK_BYTES])
+        self._filled += count
+        if not count:
+            raise self._gone(None)
 
     def _wanted_head(self) -> int:
         if len(self._head) < FRAME_LENGTHS.size:
             return FRAME_LENGTHS.size
-        return FRAME_LENGTHS.size + int(FRAME_LENGTHS.unpack_from(self._head)[0])
+        length = int(FRAME_LENGTHS.unpack_from(self._head)[0])
+        if length > MOST_HEADER_BYTES:
+            raise self._broken(f"a header of {length} bytes")
+        return FRAME_LENGTHS.size + length
+
+    def _broken(self, what: str) -> CommunicationError:
+        return CommunicationError(
+            f"rank {self.rank} sent what is no message: {what}",
+            next_step="run the same version of Paceline on every node; else look at the network",
+        )
 
     def _some(self, data: bytes) -> bytes:
         if not data:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import socket
 import struct
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from paceline.comm.net import Net
@@ -23,6 +25,10 @@ from paceline.mesh import Group
 
 _HELLO = struct.Struct("<Q")
 _CREDENTIALS = struct.Struct("3i")  # process, user and group of the other end
+_BACKLOG = 1024
+_MOST_CALLERS = 4096
+_HELLO_SECONDS = 5.0
+_CALL_AGAIN_SECONDS, _LOOK_SECONDS = 0.01, 0.25
 
 
 def meet_on_host(group: Group, net: Net) -> HostLinks | None:
@@ -36,7 +42,7 @@ def meet_on_host(group: Group, net: Net) -> HostLinks | None:
     Wire: one ragged all_gather of about a hundred bytes a rank.
     """
     host = this_host()
-    listener = _listen(group.size) if host else None
+    listener = _listen() if host else None
     try:
         address = listener.getsockname().hex() if listener else ""
         said = [json.loads(text) for text in gather_texts(json.dumps([host, address]), group, net)]
@@ -57,53 +63,142 @@ def this_host() -> str:
     return f"{kernel.read_text().strip()} {network.stat().st_ino}"
 
 
-def _listen(backlog: int) -> socket.socket:
+def _listen() -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind("")  # the kernel makes up an abstract address
-    listener.listen(backlog)
+    listener.listen(_BACKLOG)
+    listener.setblocking(False)
     return listener
 
 
 def _meet(
     listener: socket.socket, addresses: Sequence[str], group: Group, expires: float
 ) -> dict[int, socket.socket]:
-    """Call those before this rank, wait for the call of those after it."""
-    found: dict[int, socket.socket] = {}
-    try:
-        for place in range(group.rank):
-            found[group.ranks[place]] = _call(bytes.fromhex(addresses[place]), group.rank, expires)
-        while len(found) < group.size - 1:
-            listener.settimeout(max(0.01, expires - time.monotonic()))
-            caller, _ = listener.accept()
-            place = _hello(caller, expires)
-            if group.rank < place < group.size and group.ranks[place] not in found:
-                found[group.ranks[place]] = caller
+    """Call those before this rank, hear those after it, all side by side."""
+    meeting = _Meeting(
+        listener, {place: bytes.fromhex(addresses[place]) for place in range(group.rank)}, group
+    )
+    with ExitStack() as failing:
+        failing.callback(meeting.give_up)
+        try:
+            while meeting.missing:
+                if time.monotonic() > expires:
+                    raise TimeoutError("timed out")
+                meeting.go_on()
+        except OSError as error:
+            late = isinstance(error, TimeoutError)
+            raise (DeadlineError if late else CommunicationError)(
+                f"ranks {meeting.missing} cannot be reached on this host: {error}{meeting.strangers_told()}",
+                where=f"rank {group.ranks[group.rank]}, shared memory of group '{group.name}' {group.ranks}",
+                next_step="look at what these ranks printed, or choose route=native",
+            ) from error
+        failing.pop_all()
+    meeting.hang_up()
+    return meeting.found
+
+
+class _Meeting:
+    """The calls of one rank. An abstract address has no rights: any user may call it, so strangers may come.
+
+    Args:
+        calls: addresses to call, by place in the group.
+    """
+
+    def __init__(self, listener: socket.socket, calls: Mapping[int, bytes], group: Group) -> None:
+        self._listener, self._calls, self._group = listener, dict(calls), group
+        self._callers: dict[socket.socket, float] = {}
+        self.found: dict[int, socket.socket] = {}
+        self.strangers = 0
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks that are not connected."""
+        others = set(self._group.ranks) - {self._group.ranks[self._group.rank]}
+        return sorted(others - self.found.keys())
+
+    def go_on(self) -> None:
+        """Whatever can be done now; wait a moment if that is nothing."""
+        for place in [*self._calls]:
+            self._call(place)
+        poll = select.poll()
+        for one in (self._listener, *self._callers):
+            poll.register(one, select.POLLIN)
+        ready = {
+            file for file, _ in poll.poll(_CALL_AGAIN_SECONDS * 1e3 if self._calls else _LOOK_SECONDS * 1e3)
+        }
+        if self._listener.fileno() in ready:
+            self._accept()
+        now = time.monotonic()
+        for caller, expires in [*self._callers.items()]:
+            if caller.fileno() in ready:
+                self._hear(caller)
+            elif now > expires:
+                self._turn_away(caller)
+
+    def give_up(self) -> None:
+        """Close everything."""
+        self.hang_up()
+        for connection in self.found.values():
+            connection.close()
+
+    def hang_up(self) -> None:
+        """Close what has not said who it is."""
+        for caller in [*self._callers]:
+            self._turn_away(caller)
+
+    def strangers_told(self) -> str:
+        """How many strangers have called, for an error."""
+        return (
+            f"; {self.strangers} callers that are not of this job were turned away" if self.strangers else ""
+        )
+
+    def _call(self, place: int) -> None:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection.setblocking(False)
+        try:
+            connection.connect(self._calls[place])
+            connection.send(_HELLO.pack(self._group.rank))
+        except BlockingIOError:  # strangers crowd it: call again
+            connection.close()
+            return
+        except OSError:
+            connection.close()
+            raise
+        del self._calls[place]
+        self.found[self._group.ranks[place]] = connection
+
+    def _accept(self) -> None:
+        for _ in range(_BACKLOG):
+            try:
+                caller, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            if _user_of(caller) == os.getuid() and len(self._callers) < _MOST_CALLERS:
+                caller.setblocking(False)
+                self._callers[caller] = time.monotonic() + _HELLO_SECONDS
             else:
+                self.strangers += 1
                 caller.close()
-    except OSError as error:
-        late = isinstance(error, TimeoutError)
-        missing = sorted(set(group.ranks) - found.keys() - {group.ranks[group.rank]})
-        raise (DeadlineError if late else CommunicationError)(
-            f"ranks {missing} cannot be reached on this host: {error}",
-            where=f"rank {group.ranks[group.rank]}, shared memory of group '{group.name}' {group.ranks}",
-            next_step="look at what these ranks printed, or choose route=native",
-        ) from error
-    return found
+
+    def _hear(self, caller: socket.socket) -> None:
+        try:
+            said = caller.recv(_HELLO.size + 1)
+        except OSError:
+            said = b""
+        place = int(_HELLO.unpack(said)[0]) if len(said) == _HELLO.size else -1
+        group = self._group
+        if group.rank < place < group.size and group.ranks[place] not in self.found:
+            del self._callers[caller]
+            self.found[group.ranks[place]] = caller
+        else:
+            self._turn_away(caller)
+
+    def _turn_away(self, caller: socket.socket) -> None:
+        self.strangers += 1
+        del self._callers[caller]
+        caller.close()
 
 
-def _call(address: bytes, place: int, expires: float) -> socket.socket:
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection.settimeout(max(0.01, expires - time.monotonic()))
-    connection.connect(address)
-    connection.send(_HELLO.pack(place))
-    return connection
-
-
-def _hello(caller: socket.socket, expires: float) -> int:
-    """The place in the group of who calls; -1 for a process of another user, or that says something else."""
+def _user_of(caller: socket.socket) -> int:
     raw = caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    if _CREDENTIALS.unpack(raw)[1] != os.getuid():
-        return -1
-    caller.settimeout(max(0.01, expires - time.monotonic()))
-    said = caller.recv(_HELLO.size + 1)
-    return int(_HELLO.unpack(said)[0]) if len(said) == _HELLO.size else -1
+    return int(_CREDENTIALS.unpack(raw)[1])

@@ -231,7 +231,8 @@ def test_a_rank_holds_its_part_from_the_build_to_the_last_save(
         for written in life.written:  # parameters and two moments
             assert written <= 1.1 * 3 * life.updates + SMALL_BYTES
     if parts.replicas == 1:
-        updated = sum(life.updates for life in found) - sum(life.shared for life in found[1:]) // parts.shard
+        twice = sum(life.shared for life in found) // 2 // parts.shard  # what two stages hold
+        updated = sum(life.updates for life in found) - twice
         copies = parts.tensor if parts.tensor > 1 else 1
         assert found[0].whole <= updated <= copies * found[0].whole
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from paceline.cluster import Cluster
 from paceline.comm import Gradients
@@ -21,6 +22,7 @@ from paceline.testing import run_ranks
 from paceline.testing.parity import CPU, make_task, session_of
 from paceline.training import Pieces
 from paceline.verification import Report, compare_with_oracle
+from tests.dist.comm.nodes import on_nodes
 
 STEPS = 4
 PRODUCTS = {
@@ -88,6 +90,119 @@ def test_every_step_of_a_gpt_is_that_of_the_oracle(strategy: str) -> None:
     for report in run_ranks(verify, PRODUCTS[strategy], gpt(strategy)):
         assert report.ok, (report.failure, report.diagnosis)
         assert report.steps == STEPS
+
+
+NODES = {
+    "replicas=4 route=hierarchical": 4,
+    "replicas=2 shard=2 zero=3 route=hierarchical": 4,
+    "replicas=2 pipeline=2 route=hierarchical": 4,
+    "replicas=2 tensor=2 route=hierarchical": 4,
+    "replicas=1 shard=4 zero=3 route=hierarchical": 4,
+    "replicas=1 shard=4 zero=1 route=hierarchical": 4,
+    "replicas=1 tensor=4 route=hierarchical": 4,
+    "replicas=3 route=tree": 3,
+    "replicas=1 shard=3 zero=3 route=tree": 3,
+    "replicas=1 tensor=3 route=tree": 3,
+}
+
+
+@pytest.mark.capability("Z1", "Z2")
+@pytest.mark.parametrize(
+    "strategy",
+    [pytest.param(text, marks=[pytest.mark.soak] * ("shard=4 zero=3" not in text)) for text in NODES],
+)
+def test_on_other_routes_it_is_the_same(strategy: str) -> None:
+    """Four ranks as if on two nodes, so that the hierarchical route has two levels."""
+
+    def placed(cluster: Cluster) -> Report:
+        there = on_nodes(cluster, 2) if cluster.world_size == 4 else cluster
+        return verify(there, gpt(strategy))
+
+    for report in run_ranks(placed, NODES[strategy]):
+        assert report.ok, (report.failure, report.diagnosis)
+
+
+CODED = (
+    "replicas=4 route=hierarchical codec=topk:0.3",
+    "replicas=4 route=hierarchical codec=int8",
+    "replicas=2 shard=2 zero=3 route=hierarchical codec=int8",
+    "replicas=2 pipeline=2 route=hierarchical codec=topk:0.3",
+)
+
+
+@pytest.mark.soak
+@pytest.mark.capability("H8", "Z1")
+@pytest.mark.parametrize("strategy", CODED)
+def test_coding_between_nodes_learns_and_goes_on_from_a_snapshot(strategy: str) -> None:
+    recipe = gpt(strategy, steps=30, optimizer={"name": "adamw", "lr": 1e-2})
+
+    def learn(cluster: Cluster, stops: bool) -> tuple[list[float], str]:
+        there = on_nodes(cluster, 2)
+        session = session_of(there, recipe)
+        losses = []
+        for stats in session.rounds():
+            losses.append(stats.loss)
+            if stops and len(losses) == 10:
+                break
+        if stops:
+            found = session.snapshot()
+            kept = {name: t.detach().clone() for name, t in found.tensors().items()}
+            session = session_of(there, recipe)
+            session.restore(kept, found.scalars())
+            losses += [stats.loss for stats in session.rounds()]
+        return losses, state_sha256(session.snapshot().tensors())
+
+    plain, stopped = run_ranks(learn, 4, False), run_ranks(learn, 4, True)
+    losses, _ = plain[0]
+    assert len(losses) == 30 and sum(losses[-5:]) / 5 < 0.85 * losses[0]
+    assert all(found == plain[0] for found in (*plain, *stopped))
+
+
+@pytest.mark.capability("H8", "N2")
+@pytest.mark.parametrize(
+    "strategy", ["replicas=2 pipeline=2 codec=topk:0.3", "replicas=2 tensor=2 codec=int8"]
+)
+def test_what_coding_has_lost_is_all_there_after_a_restore(strategy: str) -> None:
+    """Tensors that are summed over other ranks, or counted by others, have reducers of their own."""
+    recipe = gpt(strategy)
+
+    def changed(cluster: Cluster) -> tuple[list[str], int]:
+        first = session_of(cluster, recipe)
+        for _, _ in zip(range(3), first.rounds(), strict=False):
+            pass
+        found = first.snapshot()
+        kept = {name: t.detach().clone() for name, t in found.tensors().items()}
+        second = session_of(cluster, recipe)
+        second.restore(kept, found.scalars())
+        now = second.snapshot().tensors()
+        differing = [name for name in kept if name not in now or not torch.equal(kept[name], now[name])]
+        return differing, sum(name.startswith("residual/") for name in kept)
+
+    for differing, num_residuals in run_ranks(changed, 4):
+        assert num_residuals and not differing
+
+
+@pytest.mark.capability("A3", "C4")
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "replicas=2 tensor=2 codec=int8",
+        pytest.param("replicas=3 tensor=2 route=native", marks=pytest.mark.soak),
+    ],
+)
+def test_what_tensor_ranks_hold_in_common_has_the_same_bits(strategy: str) -> None:
+    """Equal gradients are summed, and coded, in the same buckets on each of them."""
+    recipe = gpt(strategy, steps=6)
+
+    def in_common(cluster: Cluster) -> dict[str, torch.Tensor]:
+        session = session_of(cluster, recipe)
+        list(session.rounds())
+        held = session.placed.holding.computes.items()
+        return {slot.name: p.detach().clone() for slot, p in held if "tensor" not in slot.axes}
+
+    first, *others = run_ranks(in_common, 2 * (recipe.strategy.replicas or 1))
+    for other in others:
+        assert [name for name, value in first.items() if not torch.equal(value, other[name])] == []
 
 
 def forgotten(gather: Callable[[], None]) -> Callable[[], None]:
@@ -169,5 +284,6 @@ def test_a_reproducible_product_has_the_bits_of_one_process(strategy: str) -> No
     recipe = gpt(strategy, steps=8, reproducible=True)
     (right,) = run_ranks(bits, 1, recipe.replace(strategy=Strategy.parse("replicas=1")))
     assert len({sha256 for sha256, _ in right}) == 8
-    for found in run_ranks(bits, PRODUCTS[strategy], recipe):
+    num_ranks = (recipe.strategy.replicas or 1) * recipe.strategy.ranks_per_replica
+    for found in run_ranks(bits, num_ranks, recipe):
         assert found == right

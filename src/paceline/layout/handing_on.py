@@ -25,10 +25,13 @@ class HandingOn:
     Args:
         parameters: by slot, in the model's order.
         overlap: hand on during backward; pointless, and slower, if nobody communicates.
+        frees: let go of a gradient that was handed on; the sink has a copy.
     """
 
-    def __init__(self, parameters: Mapping[Slot, nn.Parameter], *, overlap: bool) -> None:
-        self._parameters, self._overlap = parameters, overlap
+    def __init__(
+        self, parameters: Mapping[Slot, nn.Parameter], *, overlap: bool, frees: bool = False
+    ) -> None:
+        self._parameters, self._overlap, self._frees = parameters, overlap, frees
         self._sink: GradientSink | None = None
         self._pending: dict[Slot, None] = {}
         self._additions: Counter[Slot] = Counter()  # of those that are not known yet
@@ -86,5 +89,5 @@ class HandingOn:
             if p.grad.is_sparse:
                 p.grad = p.grad.to_dense()  # buckets have a place for every row
         sink.ready(slot, p.grad)
-        if sink.by_unit:
+        if sink.by_unit or self._frees:
             p.grad = None  # the next unit starts anew

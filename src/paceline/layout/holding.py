@@ -86,6 +86,11 @@ class Holding:
         return next((t.device for t in found if not t.is_meta), torch.device("cpu"))
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether another rank that runs samples of its own updates a part of what this one computes with."""
+        return any(len(one.parts) > 1 for one in self.held.values())
+
+    @property
     def is_cut(self) -> bool:
         """Whether this rank updates less than all of a tensor."""
         return any(not slot.is_whole for slot in self.updates) or len(self.updates) < len(self.computes)

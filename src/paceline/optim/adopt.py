@@ -41,6 +41,9 @@ def adopt(optimizer: torch.optim.Optimizer, holding: Holding) -> None:
             names = zip(group["param_names"], now, strict=True)
             group["param_names"] = [name for name, p in names if p is not None]
         group["params"] = [p for p in now if p is not None]
+    updated = {p for group in optimizer.param_groups for p in group["params"]}
+    for p in [p for p in optimizer.state if p not in updated]:  # some make their state at once
+        del optimizer.state[p]
 
 
 def require_elementwise(optimizer: torch.optim.Optimizer) -> None:

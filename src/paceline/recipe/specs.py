@@ -174,7 +174,8 @@ def find(kind: type[S], word: str) -> S | None:
 
 def known(kind: type[S]) -> dict[str, S]:
     """All words of a choice, by word."""
-    return {**own_words(kind), **plugged_in(kind)}
+    own = own_words(kind)
+    return own | {word: spec for word, spec in plugged_in(kind).items() if word not in own}
 
 
 def own_words(kind: type[S]) -> dict[str, S]:

@@ -241,8 +241,9 @@ _MOST_CHANGES = 3
 def _nearest(filled: Strategy, processes: int, shards: int) -> Strategy:
     """The supported strategy that changes least on as many processes; if none, plain replicas on fewer."""
     place = _Place(processes, shards)
+    filled = _built_words(filled)
     choices = {field: options for field in _COSTS if (options := _options(filled, field, processes))}
-    for changes in range(1, _MOST_CHANGES + 1):
+    for changes in range(_MOST_CHANGES + 1):
         found: list[tuple[int, int, Strategy]] = []
         for fields in combinations(choices, changes):
             cost = sum(_COSTS[field] for field in fields)
@@ -253,6 +254,15 @@ def _nearest(filled: Strategy, processes: int, shards: int) -> Strategy:
         if found:
             return min(found)[2]
     return Strategy(replicas=min(processes, shards))
+
+
+def _built_words(strategy: Strategy) -> Strategy:
+    """Without the words of its wire that are not built, which cannot be kept whatever else changes."""
+    described = {"codec": strategy.form, "route": strategy.path, "schedule": strategy.order}
+    defaults = {
+        field: Strategy.model_fields[field].default for field, spec in described.items() if not spec.is_built
+    }
+    return strategy.replace(**defaults)
 
 
 def _options(strategy: Strategy, field: str, processes: int) -> list[Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
 
 from paceline.comm.reduction import (
     AnyOrderNorm,
@@ -23,23 +25,30 @@ from paceline.comm.routes import SharedMemoryCollective
 from paceline.data import split
 from paceline.layout import Holding
 from paceline.layout.placement import Held
+from paceline.slot import Slot
 from paceline.sync.update import Norm
 from paceline.training.arrange import Setting
 
-_Alike = tuple[tuple[str, ...], tuple[int, ...], bool]
-"""What slots that are reduced together agree in: axes of the sum, holders, and whether they count here."""
+_Alike = tuple[tuple[str, ...], tuple[int, ...], tuple[str, ...]]
+"""What slots that are reduced together agree in: axes of the sum, holders, and axes that cut them.
+
+All of it is equal on ranks that hold the same, so that a tensor lies in the same bucket on all of them.
+"""
 
 
 def build_reduction(setting: Setting, holding: Holding) -> Reduction:
     """The reduction of all gradients of this rank; collective."""
     together: dict[_Alike, list[Held]] = {}
     for held in holding.held.values():
-        together.setdefault((held.sums, held.holders, held.counts), []).append(held)
+        alike = held.sums, held.holders, tuple(sorted(held.computes.axes))
+        together.setdefault(alike, []).append(held)
     sums = _sums(setting)
     built: list[tuple[list[Held], Reduction]] = []
     for number, (alike, members) in enumerate(sorted(together.items())):
         name = f"{number}/" if number else ""
         built.append((members, _one(setting, holding, sums, alike, members, name)))
+    if not built:  # all that this rank holds is frozen
+        return _alone(setting, {}, counts=True)
     if len(built) == 1:
         return built[0][1]
     by_slot = {held.computes: one for members, one in built for held in members}
@@ -49,19 +58,24 @@ def build_reduction(setting: Setting, holding: Holding) -> Reduction:
 def _one(
     setting: Setting, holding: Holding, sums: Sums | None, alike: _Alike, members: Sequence[Held], name: str
 ) -> Reduction:
-    _, holders, counts = alike
+    holders, counts = alike[1], members[0].counts
     tensors = {held.computes: holding.computes[held.computes] for held in members}
     inner: Reduction
     if sums is not None:
         parts = {held.computes: held.parts for held in members}
         inner = setting.pieces.reducer(tensors, parts, sums, setting.bucket_bytes, counts=counts, name=name)
-    elif setting.recipe.is_ordered:
-        inner = TreeReducer(tensors, [_whole_tree(setting.recipe.batch.shards)])
     else:
-        inner = LocalReducer(tensors, counts)
+        inner = _alone(setting, tensors, counts)
     if not holders:
         return inner
     return Meeting(inner, tensors, setting.mesh.among("pipeline", holders), setting.net)
+
+
+def _alone(setting: Setting, tensors: Mapping[Slot, Tensor], counts: bool) -> Reduction:
+    """Where no other rank runs samples of its own."""
+    if setting.recipe.is_ordered:
+        return TreeReducer(tensors, [_whole_tree(setting.recipe.batch.shards)])
+    return LocalReducer(tensors, counts)
 
 
 def _sums(setting: Setting) -> Sums | None:

@@ -44,7 +44,9 @@ def allowed(why_no_lab: str) -> None:
 
 @pytest.mark.capability("O9")
 def test_lines_have_their_host_and_the_first_failure_is_the_exit_code() -> None:
-    done = paceline("lab", "run", "--hosts", "a,b", "--", "sh", "-c", "echo I am $(hostname); test $(hostname) = a")
+    done = paceline(
+        "lab", "run", "--hosts", "a,b", "--", "sh", "-c", "echo I am $(hostname); test $(hostname) = a"
+    )
     assert done.returncode == 1
     assert {"[a] I am a", "[b] I am b"} <= set(done.stdout.splitlines())
     table = [line.split()[:2] for line in done.stdout.splitlines() if line.startswith(("a ", "b "))]
@@ -103,7 +105,9 @@ def test_an_exception_ends_a_lab_and_so_does_clean_of_running_ones() -> None:
 
 def test_a_deadline_ends_what_runs_on_and_says_so(lab) -> None:
     made = lab(hosts=2)
-    found = made.run(["sh", "-c", "trap '' TERM; test $(hostname) = h0 || exit 3; sleep 0.2"], deadline_seconds=20)
+    found = made.run(
+        ["sh", "-c", "trap '' TERM; test $(hostname) = h0 || exit 3; sleep 0.2"], deadline_seconds=20
+    )
     assert dict(found.exit_codes) == {"h0": 0, "h1": 3} and found.forced == []
     ended = made.run(["sleep", "600"], deadline_seconds=0.3)
     assert set(ended.exit_codes.values()) == {-signal.SIGTERM} and ended.exit_code == 143
@@ -156,10 +160,17 @@ def test_where_it_is_not_allowed_one_error_says_what_is_missing_and_what_still_w
     forbid = "echo 0 > /proc/sys/user/max_net_namespaces && exec "
     run = f"{sys.executable} -m paceline lab run --hosts 2 -- true"
     done = subprocess.run(
-        ["unshare", "-Ur", "sh", "-c", forbid + run], capture_output=True, text=True, timeout=30, cwd=ROOT, check=False
+        ["unshare", "-Ur", "sh", "-c", forbid + run],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        cwd=ROOT,
+        check=False,
     )
     assert done.returncode == 6 and done.stderr.startswith("error: The system does not let this user")
-    assert "making a net namespace" in done.stderr and "without it still work: processes on the" in done.stderr
+    assert (
+        "making a net namespace" in done.stderr and "without it still work: processes on the" in done.stderr
+    )
 
 
 @pytest.mark.soak

@@ -50,7 +50,10 @@ def test_racks_share_their_uplink_and_neighbours_do_not_use_it(lab) -> None:
         assert min(trips(made, "b", "c")) >= 0.020
     found = made.network.traffic()
     assert found["left"].up.num_bytes > 300_000 < found["right"].down.num_bytes
-    assert ask(made, "b", "import socket; print(socket.gethostname(), socket.gethostbyname('c'))") == "b 10.0.0.3\n"
+    assert (
+        ask(made, "b", "import socket; print(socket.gethostname(), socket.gethostbyname('c'))")
+        == "b 10.0.0.3\n"
+    )
 
 
 def test_lost_frames_follow_from_the_seed(lab) -> None:

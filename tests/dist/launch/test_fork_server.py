@@ -40,9 +40,7 @@ def described(
     return [json.loads((folder / f"said-{rank}").read_text()) for rank in range(num_processes)]
 
 
-def test_a_forked_worker_is_what_a_new_process_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_forked_worker_is_what_a_new_process_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     forked = described(tmp_path, threads=2)

@@ -19,6 +19,7 @@ from tests.dist.launch.actors import ACTOR, act, alive, driving, until
 
 pytestmark = [pytest.mark.capability("O1"), pytest.mark.timeout(30)]
 
+
 def test_every_worker_gets_its_place(tmp_path: Path) -> None:
     assert act(tmp_path, "all=report", threads=2).exit_code == 0
     for rank in range(3):

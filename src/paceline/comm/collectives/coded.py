@@ -129,9 +129,10 @@ class CodedCollective:
             None if owned is None else in_parts(owned, self.group.size)[self.group.rank],
         )
 
-    def clear(self) -> None:
+    def clear(self, key: str) -> None:
         """See `Feedback`."""
-        self._kept, self._pending = {}, {}
+        self._kept.pop(key, None)
+        self._pending.pop(key, None)
 
 
 def _finite(x: Tensor) -> Tensor:

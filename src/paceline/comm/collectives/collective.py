@@ -30,8 +30,8 @@ class Feedback(Protocol):
     def set_lost(self, key: str, flats: Mapping[str, Tensor]) -> None:
         """Go on from these; the inverse of `lost`."""
 
-    def clear(self) -> None:
-        """Nothing was lost."""
+    def clear(self, key: str) -> None:
+        """Nothing was lost of a buffer."""
 
 
 class Collective(Protocol):

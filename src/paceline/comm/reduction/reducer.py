@@ -244,8 +244,9 @@ class Reducer:
         """See `Reduction`."""
         sides = {side for side, _ in found}
         for word, feedback in self._sums.feedback.items():
-            feedback.clear()
             own = [side for side in ("sent", "owned") if f"{word}{side}" in sides]
+            for bucket in self._buckets:
+                feedback.clear(bucket.keys[0])
             for bucket in self._buckets if own else ():
                 buffer, flats = bucket.buffers[0], {}
                 for side in own:

@@ -174,10 +174,10 @@ class SliceFeedback:
             own[side] = padded[places]
         self._inner.set_lost(key, own)
 
-    def clear(self) -> None:
+    def clear(self, key: str) -> None:
         """See `Feedback`."""
-        self._waiting = {}
-        self._inner.clear()
+        self._waiting.pop(key, None)
+        self._inner.clear(key)
 
     def _places(self, key: str, num_values: int) -> Tensor:
         """Where the values of this rank's slice lie in the buffer; the last ones may be beyond its end."""

@@ -20,7 +20,7 @@ from paceline.errors import TaskError
 from paceline.layout.buffers import UnitBuffers
 from paceline.layout.pipeline.view import Answers, Call, asked
 from paceline.models.dropout import name_dropouts
-from paceline.task import Task
+from paceline.task import Loss, LossFunction, Task
 
 
 def chain_of(task: Task, model: nn.Module) -> list[nn.Module]:
@@ -56,7 +56,7 @@ def check_chain(task: Task, model: nn.Module, links: Sequence[nn.Module]) -> Non
         with torch.no_grad(), torch.random.fork_rng():
             right = _try(model, model, given, training=training)
             if not without_memory:
-                task.loss(Answers(partial(_same, right)), batch)
+                _require_own_model(task.loss, right, batch)
             found = wrong or _try(model, partial(_through, links), given, training=training)
         if not wrong and not _equal(right, found):
             wrong = [f"gives another result than the model in {'training' if training else 'evaluation'}"]
@@ -64,6 +64,21 @@ def check_chain(task: Task, model: nn.Module, links: Sequence[nn.Module]) -> Non
         raise TaskError(
             f"the chain of Task(stages=...) {wrong[0]}",
             next_step="return modules that, called one after another, are model.forward",
+        )
+
+
+def _require_own_model(loss: LossFunction, answer: Any, batch: Any) -> None:
+    """The rest of a loss, after a model's answer without a graph, has no gradient to give.
+
+    Raises:
+        TaskError: it has, so it touches parameters by another way than through its argument.
+    """
+    with torch.enable_grad():
+        found = loss(Answers(partial(_same, answer)), batch)
+    if isinstance(found, Loss) and isinstance(found.total, Tensor) and found.total.requires_grad:
+        raise TaskError(
+            "the loss touches parameters of a model from around it, and a stage holds a part of them",
+            next_step="use optimizer.weight_decay or l2 for a penalty, or choose a strategy without pipeline",
         )
 
 

@@ -12,7 +12,7 @@ from paceline.comm.reduction import PartBuffer
 from paceline.comm.reduction.part_buffer import plan_buckets
 from paceline.layout.holding import Holding
 
-_EVERYTHING = 2**62
+_GROUP_BYTES = 2**26  # a buffer is there only while it is filled and read
 
 
 class GatherAfterUpdate:
@@ -21,22 +21,19 @@ class GatherAfterUpdate:
     Args:
         holding: whose updated parts share memory with what they are parts of.
         collective: over the shard group; exact.
-    Wire: (S-1)/S n bytes, in one all_gather for each dtype.
+    Wire: (S-1)/S n bytes, in an all_gather for every 64 MiB of each dtype.
     """
 
     def __init__(self, holding: Holding, collective: Collective) -> None:
         self._collective = collective
-        self._tensors = holding.computes
-        parts = holding.parts
-        self._buffers = [
-            PartBuffer(slots, self._tensors, parts, _zeros)
-            for slots in plan_buckets(self._tensors, _EVERYTHING)
-        ]
+        self._tensors, self._parts = holding.computes, holding.parts
+        self._groups = plan_buckets(self._tensors, _GROUP_BYTES)
 
     def __call__(self) -> None:
         """Fill in this rank's parts, and read everybody's."""
         place = self._collective.group.rank
-        for number, buffer in enumerate(self._buffers):
+        for number, slots in enumerate(self._groups):
+            buffer = PartBuffer(slots, self._tensors, self._parts, _zeros)
             buffer.write_row(place, self._tensors)
             rows = self._collective.all_gather(buffer.rows[place], f"parameters.{number}").wait()
             buffer.rows.copy_(rows)

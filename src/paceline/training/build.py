@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -227,10 +228,21 @@ def learn_metric_names(setting: Setting, task: Task, placed: Placed) -> None:
     """Run the loss once on one sample, in evaluation: a broken contract shows before training; collective."""
     batch = collate_samples(task, [task.data[0]], setting.device)
     unit = Unit(step=0, shard=0, indices=np.zeros(1, dtype=np.int64), key=0)
-    placed.evaluate([LoadedUnit(unit, batch)])
+    with buffers_put_back(placed.holding.model):
+        placed.evaluate([LoadedUnit(unit, batch)])
     told = gather_texts(json.dumps(placed.metric_names.found), setting.mesh.world, setting.net)
     known = next(names for text in told if (names := json.loads(text)) is not None)
     placed.metric_names.found = tuple(known)
+
+
+@contextmanager
+def buffers_put_back(model: nn.Module) -> Iterator[None]:
+    """After the block every buffer is what it was: a forward that counts its calls is not one ahead."""
+    kept = [(m._buffers, n, b, b.clone()) for m in model.modules() for n, b in m._buffers.items() if b is not None]
+    yield
+    with torch.no_grad():
+        for table, name, buffer, value in kept:
+            table[name] = buffer.copy_(value)
 
 
 def recompute_and_compile(

@@ -64,7 +64,7 @@ def _explain_tail(
     v: Verifier, step: int, update: int, reference: Reference, tensors: list[str], observed: list[Tensor]
 ) -> Diagnosis:
     record, schedule = v.record, v.oracle.schedule
-    base = float(v.oracle.optimizer.param_groups[0].get("initial_lr", 0.0))
+    base = v.oracle.base_rates[0]
     names = sorted(reference.final)
     seen, right = _flat(record.final, names, v), _flat(reference.final, names, v)
     ratio = float(seen @ right) / max(float(right @ right), 1e-300)

@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import copy
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from paceline.cluster import Cluster
+from paceline.data import Order
 from paceline.errors import StrategyError
-from paceline.layout import Precision
-from paceline.layout.holding import hold_whole
-from paceline.optim import build_schedule
 from paceline.recipe import HealthRecipe, Recipe
 from paceline.task import Task
 from paceline.training import Pieces
-from paceline.training.build import (
-    build_order,
-    build_session,
-    build_task_optimizer,
-    num_steps_of,
-    prepare_model,
-)
+from paceline.training.build import build_session, prepare_model
 from paceline.training.job import TaskLike, connected, obtain_task
 from paceline.verification.oracle import Oracle
+from paceline.verification.plain_optimizer import plain_optimizer
+from paceline.verification.plain_schedule import PlainSchedule
 from paceline.verification.report import Report
 from paceline.verification.run import Verifier
+from paceline.verification.twin import twin
 
 
 def verify(
@@ -78,7 +74,7 @@ def compare_with_oracle(
         )
     pieces = pieces or Pieces()
     recipe = recipe.replace(health=HealthRecipe())  # a step that is left out has nothing to compare
-    oracle = build_oracle(recipe, replace(task, model=copy.deepcopy(task.model)), device)
+    oracle = build_oracle(recipe, replace(task, model=twin(task.model)), device)
     session = build_session(recipe, task, cluster, device, pieces=pieces)
     return Verifier(session, oracle).run(steps, observe)
 
@@ -89,18 +85,29 @@ def build_oracle(recipe: Recipe, task: Task, device: torch.device, shards: int |
     Args:
         shards: virtual shards; the recipe's if None, 1 for the full-batch oracle.
     """
-    model = prepare_model(recipe, task, device, whole=True)
-    order = build_order(recipe, task)
-    num_steps = num_steps_of(recipe, order.steps_per_epoch)
+    model, batch = prepare_model(recipe, task, device, whole=True), recipe.batch
+    order = Order(len(task.data), batch.size, recipe.seed, shuffle=batch.shuffle, drop_last=batch.drop_last)
+    optimizer = task.optimizer(model) if task.optimizer is not None else None
     return Oracle(
         task,
         order,
-        build_task_optimizer(recipe, task, hold_whole(model)),
-        build_schedule(recipe.schedule, num_steps, recipe.batch.size),
-        shards=shards or recipe.batch.shards,
+        optimizer or plain_optimizer(model, recipe.optimizer, fused_allowed=not recipe.reproducible),
+        PlainSchedule(recipe.schedule, _num_updates(recipe, order), batch.size),
+        shards=shards or batch.shards,
         seed=recipe.seed,
         clip_norm=recipe.optimizer.clip_norm,
-        reduction=recipe.batch.reduction,
-        autocast=Precision(recipe.precision.compute, device.type, caches=not recipe.is_ordered).autocast,
+        reduction=batch.reduction,
+        autocast=_autocast(recipe, device),
         ordered=recipe.reproducible,
     )
+
+
+def _num_updates(recipe: Recipe, order: Order) -> int:
+    return recipe.steps or math.ceil((recipe.epochs or 0) * order.steps_per_epoch)
+
+
+def _autocast(recipe: Recipe, device: torch.device) -> Callable[[], Any]:
+    """Forward in the recipe's type; an ordered run casts a weight at every use, so that no cache has a say."""
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[recipe.precision.compute]
+    on, caches = recipe.precision.compute != "fp32", not recipe.is_ordered
+    return lambda: torch.autocast(device.type, dtype=dtype, enabled=on, cache_enabled=caches)

@@ -18,7 +18,6 @@ from paceline.recipe import OptimizerRecipe
 NamedParameter = tuple[str, nn.Parameter]
 
 _FUSED_OPTIMIZERS = ("adam", "adamw", "sgd")
-_FUSED_DEVICES = ("cpu", "cuda")
 
 
 def build_optimizer(
@@ -51,10 +50,16 @@ def build_optimizer(
 
 
 def fused_is_supported(name: str, named_parameters: Iterable[NamedParameter]) -> bool:
-    """Say whether torch has a fused kernel of this optimizer for those of these tensors that are here."""
-    return name in _FUSED_OPTIMIZERS and all(
-        p.is_meta or (p.is_floating_point() and p.device.type in _FUSED_DEVICES) for _, p in named_parameters
-    )
+    """Say whether torch has a fused kernel of this optimizer for those of these tensors that are here.
+
+    On the processor not for types of two bytes: there fused SGD of torch 2.13 leaves the parameters as they are.
+    """
+    return name in _FUSED_OPTIMIZERS and all(_has_kernel(p) for _, p in named_parameters)
+
+
+def _has_kernel(p: nn.Parameter) -> bool:
+    wide = p.dtype in (torch.float32, torch.float64)
+    return p.is_floating_point() and (p.device.type == "cuda" or wide and (p.is_meta or p.is_cpu))
 
 
 def decays(parameter: nn.Parameter, decay_on: str) -> bool:

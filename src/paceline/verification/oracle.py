@@ -22,19 +22,24 @@ from paceline.verification.halves import halves
 from paceline.verification.plain_norm import norm_by_rows, plain_norm, reals
 from paceline.verification.plain_schedule import PlainSchedule
 from paceline.verification.plain_units import PlainUnits, read, seed_all
+from paceline.verification.tied import apart, magnitudes
 
 Tensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One shard's forward and backward: sums, gradients of the sum, and the buffers it left."""
+    """One shard's forward and backward: sums, gradients of the sum, and the buffers it left.
+
+    Of a tied parameter `uses` has the sum of the magnitudes of the gradients of its uses, which may cancel.
+    """
 
     unit: Unit
     total: float
     count: float
     gradients: Tensors
     buffers: Tensors
+    uses: Tensors
 
 
 class Oracle:
@@ -91,16 +96,25 @@ class Oracle:
         """
         before = self.buffers()
         for unit in units:
-            self.set_buffers(before)
-            self.model.train()
-            self.model.zero_grad()
-            seed_all(self.model, unit.key)
-            with self._autocast():
-                loss: Loss = self.task.loss(self.model, self.load(unit))
-            (loss.total * scale).backward()
+            with apart(self.model) as uses:
+                if uses:
+                    self._forward_backward(unit, before, scale)
+            sizes = magnitudes(uses, scale)
+            loss = self._forward_backward(unit, before, scale)
             gradients = {n: p.grad / scale for n, p in self.model.named_parameters() if p.grad is not None}
-            yield Shard(unit, float(loss.total.detach()), float(loss.count), gradients, self.buffers())
+            yield Shard(unit, float(loss.total.detach()), float(loss.count), gradients, self.buffers(), sizes)
         self.set_buffers(before)
+
+    def _forward_backward(self, unit: Unit, before: Tensors, scale: float) -> Loss:
+        self.set_buffers(before)
+        self.model.train()
+        self.model.zero_grad()
+        batch = self.load(unit)
+        seed_all(self.model, unit.key)
+        with self._autocast():
+            loss: Loss = self.task.loss(self.model, batch)
+        (loss.total * scale).backward()
+        return loss
 
     def accumulate(self, units: tuple[Unit, ...], scale: float = 1.0) -> Totals:
         """What these shards add up to."""
@@ -194,7 +208,7 @@ def accumulate(shards: Iterable[Shard], before: Tensors) -> Totals:
         sums.num_shards += 1
         for name, g in shard.gradients.items():
             sums.gradients[name] = sums.gradients[name] + g if name in sums.gradients else g
-            size = g.abs().to(torch.float64)
+            size = shard.uses[name] if name in shard.uses else g.abs().to(torch.float64)
             sums.magnitudes[name] = sums.magnitudes[name] + size if name in sums.magnitudes else size
         for name, base in before.items():
             a, b = reals(shard.buffers[name]), reals(base)

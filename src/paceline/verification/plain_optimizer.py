@@ -18,7 +18,7 @@ def plain_optimizer(model: nn.Module, recipe: OptimizerRecipe, fused_allowed: bo
     """
     r = recipe
     trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    fused = r.fused and fused_allowed and all(p.is_floating_point() for _, p in trained)
+    fused = r.fused and fused_allowed and all(_may_be_fused(p) for _, p in trained)
     matrices = [(n, p) for n, p in trained if p.dim() > 1 or r.decay_on == "all"]
     others = [(n, p) for n, p in trained if not (p.dim() > 1 or r.decay_on == "all")]
     decay = r.weight_decay if r.name == "adamw" else r.l2
@@ -34,3 +34,7 @@ def plain_optimizer(model: nn.Module, recipe: OptimizerRecipe, fused_allowed: bo
             return torch.optim.AdamW(groups, r.lr, betas=r.betas, eps=r.eps, fused=fused)
         case "rmsprop":
             return torch.optim.RMSprop(groups, r.lr, alpha=r.alpha, eps=r.eps, momentum=r.momentum)
+
+
+def _may_be_fused(p: nn.Parameter) -> bool:
+    return p.is_floating_point() and (p.is_cuda or p.dtype in (torch.float32, torch.float64))

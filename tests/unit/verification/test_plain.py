@@ -103,3 +103,17 @@ def test_the_oracle_imports_only_what_defines_a_run() -> None:
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("paceline."):
                 if not node.module.startswith("paceline.verification"):
                     assert {alias.name for alias in node.names} <= SHARED, (name, node.module)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_parameters_of_two_bytes_are_trained(dtype: torch.dtype) -> None:
+    """Fused SGD of torch 2.13 leaves them as they are on the processor, so it is not taken there."""
+    model = nn.Linear(6, 8).to(dtype)
+    before = model.weight.detach().clone()
+    recipe = OptimizerRecipe(name="sgd", lr=0.1, momentum=0.9)
+    for build in (lambda: build_optimizer(model.named_parameters(), recipe, True), lambda: plain_optimizer(model, recipe, True)):
+        with torch.no_grad():
+            model.weight.copy_(before)
+        model.weight.grad, model.bias.grad = torch.ones_like(model.weight), torch.ones_like(model.bias)
+        build().step()
+        assert torch.allclose(model.weight, before - 0.1, atol=0.01)

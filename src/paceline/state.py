@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from paceline.errors import CheckpointError
 from paceline.layout.holding import Holding
+from paceline.optim.groups import GroupMemory
 from paceline.slot import Index, InMemory, Keeper, Piece, Slot, Source, first_names
 
 _SMALLEST_SCALE = 2.0**-24
@@ -76,7 +77,7 @@ class TrainState:
     keepers: dict[str, Keeper] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._options = [_options(group) for group in self.optimizer.param_groups]
+        self.groups = GroupMemory(self.optimizer)
 
     @property
     def model(self) -> nn.Module:
@@ -130,24 +131,9 @@ class TrainState:
             "scale": {"value": self.scale.value, "clean_steps": self.scale.clean_steps},
             "optimizer": numbers,
             "optimizer_kind": type(self.optimizer).__name__,
-            "groups": self._changed_options(),
+            "groups": self.groups.changed(),
             "tied": {name: first for name, first in first_names(self._named()).items() if name != first},
         }
-
-    def _changed_options(self) -> list[dict[str, Any]]:
-        """By group, what the optimizer has changed in its options since it was made: counters, estimates."""
-        found = []
-        for group, first in zip(self.optimizer.param_groups, self._options, strict=True):
-            changed = {key: value for key, value in _options(group).items() if value != first.get(key)}
-            for key, value in changed.items():
-                if not isinstance(value, bool | int | float | str | None):
-                    raise CheckpointError(
-                        f"{type(self.optimizer).__name__} keeps '{key}' of a group as"
-                        f" {type(value).__name__}, and only numbers and words can be saved there",
-                        next_step="choose another optimizer, or one that keeps its state in state[parameter]",
-                    )
-            found.append(changed)
-        return found
 
     def load(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
         """Take over the values of whole tensors; the inverse of `pieces` and `scalars`.
@@ -230,8 +216,8 @@ class TrainState:
             if full.startswith("optimizer/") and name in own:
                 found.setdefault(own[name][1], {})[key] = value
         self.optimizer.state.clear()
-        for group, changed in zip(self.optimizer.param_groups, scalars["groups"], strict=True):
-            group.update(changed)
+        self.groups.restore(scalars["groups"])
+        for group in self.optimizer.param_groups:
             for p in group["params"]:
                 if p in found:
                     self.optimizer.state[p] = {k: _placed(v, p, group) for k, v in found[p].items()}
@@ -300,13 +286,6 @@ def _part_of(shape: tuple[int, ...], of: Slot) -> Index:
         return ()
     sizes = zip(shape, of.shape, of.part, strict=True)
     return tuple(slice(*span) if n == whole else slice(None) for n, whole, span in sizes)
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a parameter group, what is no parameter; the rates are set before every update."""
-    return {
-        key: value for key, value in group.items() if key not in ("params", "param_names", "lr", "initial_lr")
-    }
 
 
 def _suits(shape: tuple[int, ...], of: tuple[int, ...]) -> bool:

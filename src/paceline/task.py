@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from paceline.errors import TaskError
 
@@ -88,8 +89,20 @@ class Task:
                 next_step="return Task(model=..., data=..., loss=...) or (model, data, loss) from build()",
             )
         for name, source in (("data", self.data), ("held_out", self.held_out)):
-            if source is not None and not isinstance(source, Source):
-                raise TaskError(
-                    f"the task's {name} is {type(source).__name__}, which lacks __len__ or __getitem__",
-                    next_step="pass map-style data: a sequence, a torch Dataset, a Hugging Face dataset",
-                )
+            if source is not None:
+                _require_indexed(name, source)
+
+
+def _require_indexed(name: str, source: Any) -> None:
+    """Raises: TaskError: samples cannot be asked for by index."""
+    if not isinstance(source, Source):
+        raise TaskError(
+            f"the task's {name} is {type(source).__name__}, which lacks __len__ or __getitem__",
+            next_step="pass map-style data: a sequence, a torch Dataset, a Hugging Face dataset",
+        )
+    if isinstance(source, IterableDataset):  # its __getitem__ is there, and only raises
+        raise TaskError(
+            f"the task's {name} is {type(source).__name__}, an IterableDataset: no sample can be asked for by"
+            " index",
+            next_step="give it __getitem__ as a Dataset, or read it once into a list: list(dataset)",
+        )

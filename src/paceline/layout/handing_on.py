@@ -83,6 +83,8 @@ class HandingOn:
         p = self._parameters[slot]
         if p.grad is not None:
             self.used.add(slot.name)
+            if p.grad.is_sparse:
+                p.grad = p.grad.to_dense()  # buckets have a place for every row
         sink.ready(slot, p.grad)
         if sink.by_unit:
             p.grad = None  # the next unit starts anew

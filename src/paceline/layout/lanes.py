@@ -15,6 +15,7 @@ from torch import Tensor
 from paceline.comm import GradientSink
 from paceline.comm.reduction import TreeReducer, cover
 from paceline.data import LoadedUnit, split
+from paceline.errors import TaskError
 from paceline.layout.holding import Holding, hold_whole
 from paceline.layout.precision import Precision
 from paceline.layout.replicate import Replicate
@@ -59,6 +60,7 @@ class Lanes(LedByFirst):
         self._first = self._lanes[0]
         self._phases, self._threads = phases, Threads(num_lanes, "lane", deadline_seconds)
         self.used: Collection[str] = ()
+        self._tried = False
 
     def run(self, units: Iterable[LoadedUnit], num_units: int, sink: GradientSink, scale: float) -> Sums:
         """See `Placed.run`; each lane takes a contiguous share of the units."""
@@ -69,6 +71,8 @@ class Lanes(LedByFirst):
         for lane in self._lanes[1:]:
             lane.buffers.reset(before)
         with NobodyDraws():
+            if loaded and not self._tried:
+                self._try_second_lane(loaded[0], scale)
             pairs = zip(self._lanes, shares, strict=True)
             found = self._threads.run([partial(_run_lane, lane, share, scale) for lane, share in pairs])
         sums = Sums(self.metric_names)
@@ -79,6 +83,27 @@ class Lanes(LedByFirst):
         self.used = {name for lane in self._lanes for name in lane.used}
         self._hand_on([part for parts, _ in found for part in parts], sink)
         return sums
+
+    def _try_second_lane(self, loaded: LoadedUnit, scale: float) -> None:
+        """Run one unit on a copy alone, before threads would write the same gradients at a time.
+
+        Raises:
+            TaskError: the loss used the original.
+        """
+        self._tried = True
+        originals = self._first.holding.computes
+        for p in originals.values():
+            p.grad = None
+        before = self._lanes[1].buffers.values()
+        _run_lane(self._lanes[1], [loaded], scale)
+        self._lanes[1].buffers.reset(before)
+        touched = [slot.name for slot, p in originals.items() if p.grad is not None]
+        if touched:
+            raise TaskError(
+                f"the loss touches '{touched[0]}' of a model from around it, not of the one that it is given,"
+                " and lanes run copies",
+                next_step="use the first argument of loss(model, batch) only, or a strategy without lanes",
+            )
 
     def _hand_on(self, parts: Sequence[_Part], sink: GradientSink) -> None:
         for k, (shards, grads) in enumerate(parts):

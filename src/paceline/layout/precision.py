@@ -29,6 +29,7 @@ class Precision:
     Args:
         compute: "fp32", "bf16" or "fp16".
         device_type: "cpu" or "cuda".
+        seeds_everything: see `seed_unit`.
         caches: cast a weight once a unit. Threads share this cache, and each stage has its own: without it
             the gradient of a weight that is used twice does not depend on them.
     """
@@ -36,6 +37,7 @@ class Precision:
     compute: str
     device_type: str
     caches: bool = True
+    seeds_everything: bool = False
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context of one unit's forward. One a unit: casts are cached inside it, with their graph."""

@@ -19,7 +19,7 @@ from paceline.layout.handing_on import HandingOn
 from paceline.layout.holding import Holding
 from paceline.layout.precision import Precision
 from paceline.layout.seed import seed_unit
-from paceline.layout.sums import MetricNames, Sums, checked
+from paceline.layout.sums import MetricNames, Sums, checked, explained
 from paceline.models.dropout import name_dropouts
 from paceline.observe import Phases
 from paceline.task import LossFunction
@@ -90,8 +90,11 @@ class Replicate:
 
     def _forward_backward(self, loaded: LoadedUnit, sums: Sums, scale: float) -> None:
         with self._phases.during("forward"):
-            seed_unit(loaded.unit.key, self._device if self._seeds else None, self._dropouts)
-            with self._precision.autocast():
+            everything = self._seeds and self._precision.seeds_everything
+            seed_unit(
+                loaded.unit.key, self._device if self._seeds else None, self._dropouts, everything=everything
+            )
+            with self._precision.autocast(), explained(len(loaded.unit.indices)):
                 loss = checked(self._loss(self._model, loaded.batch))
             sums.add(loss)
         with self._phases.during("backward"):

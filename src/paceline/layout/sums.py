@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -89,6 +90,25 @@ def _read(scalars: list[Tensor]) -> list[float]:
     device = scalars[0].device
     found: list[float] = torch.stack([x.to(device, torch.float64).reshape(()) for x in scalars]).tolist()
     return found
+
+
+@contextmanager
+def explained(num_samples: int) -> Iterator[None]:
+    """Say in one sentence what PyTorch's BatchNorm says of too few values.
+
+    Raises:
+        TaskError: a shard of one sample went through a norm over the batch.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        raise TaskError(
+            f"a micro-batch of {num_samples} samples has too few values for a norm over the batch",
+            next_step="choose fewer batch.shards, so that the smallest batch has two samples in each, or"
+            " batch.drop_last = true",
+        ) from error
 
 
 def checked(loss: Any) -> Loss:

@@ -94,18 +94,14 @@ class LedByFirst:
 def around_the_same_parameters(model: nn.Module, why: str) -> nn.Module:
     """A copy of the modules and buffers; parameters have gradients of their own and share their memory.
 
+    Hooks and attributes of a parameter go with it.
+
     Args:
         why: a word for what needs the copy.
     Raises:
-        TaskError: the model cannot be copied, or its parameters have hooks, which a copy would not call.
+        TaskError: the model cannot be copied.
     """
-    hooked = [n for n, p in model.named_parameters() if p._backward_hooks or _has_late_hooks(p)]
-    if hooked:
-        raise TaskError(
-            f"'{hooked[0]}' has gradient hooks, and {why} run copies of the model, which would not call them",
-            next_step="choose a strategy without lanes, or change the gradient inside the model",
-        )
-    memo = {id(p): nn.Parameter(p.data, p.requires_grad) for p in model.parameters()}
+    memo = {id(p): _twin_of(p) for p in model.parameters()}
     try:
         twin = copy.deepcopy(model, memo)
     except (RuntimeError, TypeError) as error:
@@ -117,8 +113,14 @@ def around_the_same_parameters(model: nn.Module, why: str) -> nn.Module:
     return twin
 
 
-def _has_late_hooks(p: nn.Parameter) -> bool:
-    return bool(getattr(p, "_post_accumulate_grad_hooks", None))
+def _twin_of(p: nn.Parameter) -> nn.Parameter:
+    twin = nn.Parameter(p.data, p.requires_grad)
+    twin.__dict__.update(p.__dict__)
+    for hook in (p._backward_hooks or {}).values():
+        twin.register_hook(hook)
+    for hook in (getattr(p, "_post_accumulate_grad_hooks", None) or {}).values():
+        twin.register_post_accumulate_grad_hook(hook)
+    return twin
 
 
 class NobodyDraws:

@@ -2,6 +2,7 @@
 
 from paceline.optim.adopt import require_elementwise
 from paceline.optim.build import build_optimizer, fused_is_supported
+from paceline.optim.fit import require_one_gradient
 from paceline.optim.schedule import Schedule, build_schedule
 from paceline.optim.user import UserOptimizer
 
@@ -12,4 +13,5 @@ __all__ = [
     "build_schedule",
     "fused_is_supported",
     "require_elementwise",
+    "require_one_gradient",
 ]

@@ -83,7 +83,12 @@ class Setting:
     def precision(self) -> Precision:
         """Of forward and backward."""
         recipe = self.recipe
-        return Precision(recipe.precision.compute, self.device.type, caches=not recipe.is_ordered)
+        return Precision(
+            recipe.precision.compute,
+            self.device.type,
+            caches=not recipe.is_ordered,
+            seeds_everything=recipe.reproducible,
+        )
 
     @property
     def reports(self) -> bool:

@@ -28,7 +28,7 @@ from paceline.mesh import Group, Mesh
 from paceline.models import InitializeByName
 from paceline.models.dropout import name_dropouts
 from paceline.observe import Phases
-from paceline.optim import build_optimizer, require_elementwise
+from paceline.optim import build_optimizer, require_elementwise, require_one_gradient
 from paceline.optim.adopt import adopt
 from paceline.recipe import Recipe, resolve
 from paceline.state import LossScale, TrainState
@@ -228,7 +228,7 @@ def learn_metric_names(setting: Setting, task: Task, placed: Placed) -> None:
     """Run the loss once on one sample, in evaluation: a broken contract shows before training; collective."""
     batch = collate_samples(task, [task.data[0]], setting.device)
     unit = Unit(step=0, shard=0, indices=np.zeros(1, dtype=np.int64), key=0)
-    with buffers_put_back(placed.holding.model):
+    with torch.random.fork_rng(), _buffers_kept(placed.holding.model):
         placed.evaluate([LoadedUnit(unit, batch)])
     told = gather_texts(json.dumps(placed.metric_names.found), setting.mesh.world, setting.net)
     known = next(names for text in told if (names := json.loads(text)) is not None)
@@ -236,13 +236,14 @@ def learn_metric_names(setting: Setting, task: Task, placed: Placed) -> None:
 
 
 @contextmanager
-def buffers_put_back(model: nn.Module) -> Iterator[None]:
-    """After the block every buffer is what it was: a forward that counts its calls is not one ahead."""
-    kept = [(m._buffers, n, b, b.clone()) for m in model.modules() for n, b in m._buffers.items() if b is not None]
+def _buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Put all buffers back, also those that no checkpoint holds: a forward may count itself."""
+    before = [(m, n, b, b.clone()) for m in model.modules() for n, b in m._buffers.items() if b is not None]
     yield
-    with torch.no_grad():
-        for table, name, buffer, value in kept:
-            table[name] = buffer.copy_(value)
+    for module, name, buffer, value in before:
+        module._buffers[name] = buffer
+        if not buffer.is_meta:
+            buffer.copy_(value)
 
 
 def recompute_and_compile(
@@ -267,7 +268,7 @@ def build_task_optimizer(recipe: Recipe, task: Task, holding: Holding) -> torch.
     if task.optimizer is None:
         optimizer = build_optimizer(named, recipe.optimizer, fused_allowed=not recipe.reproducible)
     else:
-        optimizer = task.optimizer(holding.model)
+        optimizer = require_one_gradient(task.optimizer(holding.model))
         if holding.is_cut:
             require_elementwise(optimizer)
     adopt(optimizer, holding)

@@ -27,7 +27,10 @@ def plain_optimizer(model: nn.Module, recipe: OptimizerRecipe, fused_allowed: bo
     ]
     match r.name:
         case "sgd":
-            return torch.optim.SGD(groups, r.lr, momentum=r.momentum, nesterov=r.nesterov, fused=fused)
+            sgd = torch.optim.SGD(groups, r.lr, momentum=r.momentum, nesterov=r.nesterov, fused=fused)
+            if fused and r.momentum:
+                sgd.register_step_post_hook(_fill_momenta)
+            return sgd
         case "adam":
             return torch.optim.Adam(groups, r.lr, betas=r.betas, eps=r.eps, fused=fused)
         case "adamw":
@@ -37,4 +40,13 @@ def plain_optimizer(model: nn.Module, recipe: OptimizerRecipe, fused_allowed: bo
 
 
 def _may_be_fused(p: nn.Parameter) -> bool:
-    return p.is_floating_point() and (p.is_cuda or p.dtype in (torch.float32, torch.float64))
+    """Fused kernels are right on values without gaps, and on the processor not in types of two bytes."""
+    dense = torch.ops.aten.is_non_overlapping_and_dense(p)
+    return bool(dense and p.is_floating_point() and (p.is_cuda or p.dtype in (torch.float32, torch.float64)))
+
+
+def _fill_momenta(sgd: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Fused SGD takes momenta of all parameters or of none; zeros are what no gradient has left."""
+    for p in (p for group in sgd.param_groups for p in group["params"]):
+        if sgd.state[p].get("momentum_buffer") is None:
+            sgd.state[p]["momentum_buffer"] = torch.zeros_like(p)

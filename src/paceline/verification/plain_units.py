@@ -75,8 +75,14 @@ def drawn_from(seed: int) -> Iterator[None]:
 
 
 def seed_all(model: nn.Module, unit_key: int) -> None:
-    """Every random number of a unit's forward and backward follows from its key."""
+    """Every random number of a unit's forward and backward follows from its key.
+
+    Python's and NumPy's generators too, which the session seeds in a reproducible run only: elsewhere a model
+    that draws from them has no one right answer.
+    """
     torch.manual_seed(unit_key)
+    random.seed(unit_key)
+    np.random.seed(unit_key % 2**32)
     for name, module in model.named_modules():
         if isinstance(module, KeyedDropout):
             module.name, module.unit_key = name or "dropout", unit_key

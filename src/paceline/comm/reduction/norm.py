@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -75,7 +76,7 @@ def row_squares(x: Tensor) -> Tensor:
     Exactness: the bits of a row's sum depend on that row and on its width alone.
     """
     x = torch.view_as_real(x.detach()) if x.is_complex() else x.detach()
-    rows = x.reshape(x.shape[0], -1) if x.dim() else x.reshape(1, 1)
+    rows = x.reshape(x.shape[0], math.prod(x.shape[1:])) if x.dim() else x.reshape(1, 1)
     if rows.shape[1] == 1:
         return rows[:, 0].to(torch.float64).square()
     return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).square()

@@ -2,8 +2,8 @@
 
 Every stage reads the same units. A stage receives activations, runs its links, sends what comes out; the last
 one runs the task's own loss on it. Gradients come back the same way. Random numbers follow from the unit's
-key and the module's name, so they do not depend on the cut; a model with dropout that draws from a stream
-(not `KeyedDropout`) computes another, equally valid, mask on each stage than one process would.
+key and the module's name, so they do not depend on the cut; what is drawn from PyTorch's own stream goes on
+from stage to stage, since a stage that draws tells the next where its generator stands.
 
 Invariant: gradients are added over the units as autograd does it, and handed on while the last backward runs.
 In which order a stage runs its forwards and backwards is a table (`schedule`), proven before it runs.
@@ -30,7 +30,7 @@ from paceline.layout.pipeline.view import Answers, Call, asked
 from paceline.layout.pipeline.wire import Neighbours
 from paceline.layout.precision import Precision
 from paceline.layout.seed import seed_unit
-from paceline.layout.sums import MetricNames, Sums, checked
+from paceline.layout.sums import MetricNames, Sums, checked, explained
 from paceline.models.dropout import name_dropouts
 from paceline.observe import Phases
 from paceline.task import Task
@@ -141,23 +141,28 @@ class Pipeline:
             sums: takes the loss, on the last stage.
             weights: in place of the stage's parameters, by their names in `stage`.
         """
-        arrived = self._arrived()
+        arrived, stream = self._arrived()
         with self._phases.during("forward"):
-            seed_unit(loaded.unit.key, self._seeded, self._dropouts)
+            self._seed(loaded.unit.key)
             self.buffers.lend()
-            with self._precision.autocast():
-                outputs = self._run_links(loaded, arrived, sums, scale, weights)
+            with self._precision.autocast(), explained(len(loaded.unit.indices)):
+                outputs = self._run_links(loaded, arrived, sums, scale, weights, stream)
             self.buffers.take_back()
         return Flight(loaded.unit.shard, loaded.unit.key, [x for x in arrived if x.requires_grad], outputs)
 
-    def _arrived(self) -> list[Tensor]:
-        """What the stage before has sent, as leaves where they can have a gradient."""
+    def _seed(self, key: int) -> None:
+        everything = self._seeded is not None and self._precision.seeds_everything
+        seed_unit(key, self._seeded, self._dropouts, everything=everything)
+
+    def _arrived(self) -> tuple[list[Tensor], Tensor | None]:
+        """What the stage before has sent, as leaves if they can have a gradient, and its generator's state."""
         if self.cut.is_first:
-            return []
+            return [], None
         with self._phases.during("communication"):
-            received, _ = self._wire.receive(self.cut.stage - 1)
+            received, drawn = self._wire.receive(self.cut.stage - 1)
+        stream = received.pop() if drawn else None
         wanted = torch.is_grad_enabled()
-        return [x.requires_grad_(wanted and _differentiable(x)) for x in received]
+        return [x.requires_grad_(wanted and _differentiable(x)) for x in received], stream
 
     def _run_links(
         self,
@@ -166,9 +171,14 @@ class Pipeline:
         sums: Sums,
         scale: float,
         weights: Weights | None,
+        stream: Tensor | None,
     ) -> list[Tensor]:
+        fresh = torch.default_generator.get_state() if self._seeded is not None else None
+
         def links() -> Any:
             given = self._given(loaded, arrived)
+            if stream is not None:  # what is drawn goes on where the stage before has stopped
+                torch.default_generator.set_state(stream.cpu())
             if weights is None:
                 return self.stage(*given.inputs, **given.named)
             return torch.func.functional_call(self.stage, dict(weights), given.inputs, given.named)
@@ -179,8 +189,16 @@ class Pipeline:
             sums.add(loss)
             return [loss.total if scale == 1.0 else loss.total * scale]
         found = as_tuple(links())
-        self._wire.send(self.cut.stage + 1, found)
+        self._send_on(found, fresh)
         return [x for x in found if _differentiable(x)]
+
+    def _send_on(self, found: Sequence[Tensor], fresh: Tensor | None) -> None:
+        """Send what came out, and, once somebody has drawn, where the generator stands."""
+        now = torch.default_generator.get_state() if fresh is not None else None
+        if now is None or fresh is None or torch.equal(now, fresh):
+            self._wire.send(self.cut.stage + 1, found)
+        else:
+            self._wire.send(self.cut.stage + 1, [*found, now.to(self.holding.device)], note=1.0)
 
     def _given(self, loaded: LoadedUnit, arrived: Sequence[Tensor]) -> Call:
         """The arguments of this stage's first link."""
@@ -203,7 +221,7 @@ class Pipeline:
         arrived, note = self._arrived_gradients(flight, note)
         with self._phases.during("backward"):
             # recomputed activations draw what the forward drew
-            seed_unit(flight.key, self._seeded, self._dropouts)
+            self._seed(flight.key)
             found, back = flight.gradients(arrived, weights)
         if not self.cut.is_first:
             self._wire.send(self.cut.stage - 1, back, note)
@@ -235,8 +253,9 @@ class Pipeline:
         self.holding.use.begin()
         with torch.no_grad():
             for loaded in units:
+                arrived, stream = self._arrived()
                 with self._precision.autocast():
-                    self._run_links(loaded, self._arrived(), sums, 1.0, None)
+                    self._run_links(loaded, arrived, sums, 1.0, None, stream)
                 self._wire.flush(most=_FEW)  # the first stage must not run far ahead of the last
         self.flush()
         self.holding.use.end()

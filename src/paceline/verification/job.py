@@ -13,7 +13,9 @@ import torch
 from paceline.cluster import Cluster
 from paceline.data import Order
 from paceline.errors import StrategyError
-from paceline.recipe import HealthRecipe, Recipe
+from paceline.comm import Net
+from paceline.mesh import Mesh
+from paceline.recipe import HealthRecipe, Recipe, resolve
 from paceline.task import Task
 from paceline.training import Pieces
 from paceline.training.build import build_session, prepare_model
@@ -21,6 +23,7 @@ from paceline.training.job import TaskLike, connected, obtain_task
 from paceline.verification.oracle import Oracle
 from paceline.verification.plain_optimizer import plain_optimizer
 from paceline.verification.plain_schedule import PlainSchedule
+from paceline.verification.preflight import Fault, preflight
 from paceline.verification.report import Report
 from paceline.verification.run import Verifier
 from paceline.verification.twin import twin
@@ -75,8 +78,17 @@ def compare_with_oracle(
     pieces = pieces or Pieces()
     recipe = recipe.replace(health=HealthRecipe())  # a step that is left out has nothing to compare
     oracle = build_oracle(recipe, replace(task, model=twin(task.model)), device)
+    mistake = _look_at_task(recipe, oracle, cluster)
+    if mistake is not None:
+        return Report(str(recipe.strategy), cluster.world_size, failure=mistake[0], diagnosis=mistake[1])
     session = build_session(recipe, task, cluster, device, pieces=pieces)
     return Verifier(session, oracle).run(steps, observe)
+
+
+def _look_at_task(recipe: Recipe, oracle: Oracle, cluster: Cluster) -> Fault | None:
+    strategy = resolve(recipe.strategy, processes=cluster.world_size, shards=recipe.batch.shards)
+    world = Mesh.build(cluster, strategy.degrees).world
+    return preflight(oracle, world, Net(recipe.runtime.deadline_seconds))
 
 
 def build_oracle(recipe: Recipe, task: Task, device: torch.device, shards: int | None = None) -> Oracle:

@@ -232,7 +232,9 @@ def channels_last() -> Task:
     """A convolution whose weights lie in another order."""
 
     def build() -> nn.Module:
-        made = nn.Sequential(nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 4, 2), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(8, 3))
+        made = nn.Sequential(
+            nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 4, 2), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(8, 3)
+        )
         return made.to(memory_format=torch.channels_last)
 
     return Task(seeded(build), samples(), loss)

@@ -34,7 +34,13 @@ def breaks() -> dict[str, tuple[Any, str, Any]]:
         "rows of the norm": (norm, "row_squares", scaled(norm.row_squares, 1 + 1e-9)),
         "schedule": (schedule.Schedule, "factor", scaled(schedule.Schedule.factor, 1 + 1e-6)),
         "cosine": (schedule, "cosine", scaled(schedule.cosine, 0.999)),
-        "dealing": (work, "split", lambda n, parts, part: range(n * part // parts, max(n * part // parts, n * (part + 1) // parts - (part == 1)))),
+        "dealing": (
+            work,
+            "split",
+            lambda n, parts, part: range(
+                n * part // parts, max(n * part // parts, n * (part + 1) // parts - (part == 1))
+            ),
+        ),
         "key of a unit": (work, "key", lambda *words: 17),
         "key of dropout": (KeyedDropout, "take_key", lambda self, key: take_key(self, key + 1)),
         "key of the loader": (reader, "key", lambda *words: read(*words) + 1),

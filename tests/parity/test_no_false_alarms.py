@@ -1,7 +1,6 @@
 """Right code is found right: foreign models that verification once took for wrong."""
 
 import pytest
-from tests.parity.innocent import INNOCENT
 
 from paceline.cluster import Cluster
 from paceline.recipe import Recipe
@@ -9,6 +8,7 @@ from paceline.testing import run_ranks
 from paceline.testing.parity import CPU
 from paceline.verification import Report, compare_with_oracle
 from paceline.verification.certificate import conclusion
+from tests.parity.innocent import INNOCENT
 
 STEPS = 4
 

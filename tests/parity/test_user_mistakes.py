@@ -16,7 +16,7 @@ from paceline.task import Loss, Task
 from paceline.testing import run_ranks
 from paceline.testing.parity import CPU
 from paceline.verification import Report, compare_with_oracle
-from tests.parity.innocent import Augmented, loss, samples, seeded, small
+from tests.parity.innocent import INNOCENT, Augmented, loss, samples, seeded, small
 
 Build = Callable[[Cluster], Task]
 
@@ -97,9 +97,15 @@ class Remembers(Augmented):
 MISTAKES: dict[str, tuple[Build, str]] = {
     "a counter in the loss": (with_loss(counter), "depends on the number of calls"),
     "a generator of its own": (with_loss(own_generator), "depends on the number of calls"),
-    "data that remembers": (lambda c: Task(seeded(small), Remembers(), loss), "depends on the number of calls"),
+    "data that remembers": (
+        lambda c: Task(seeded(small), Remembers(), loss),
+        "depends on the number of calls",
+    ),
     "nobody seeds the loss": (with_loss(unseeded), "the task is not deterministic"),
-    "nobody seeds the data": (lambda c: Task(seeded(small), Unseeded(), loss), "the task is not deterministic"),
+    "nobody seeds the data": (
+        lambda c: Task(seeded(small), Unseeded(), loss),
+        "the task is not deterministic",
+    ),
     "a loss that knows its rank": (with_loss(of_rank), "depends on the rank"),
     "a model that knows its rank": (model_of_rank, "ranks built different models"),
     "data that knows its rank": (data_of_rank, "ranks read different data"),
@@ -126,3 +132,39 @@ def test_mistakes_of_users_are_named() -> None:
 def test_a_model_that_differs_is_named_by_its_tensor() -> None:
     report = run_ranks(check, 2, "a model that knows its rank")[0]
     assert (report.failure.tensor, report.failure.errors) == ("2.bias", (0.0, 1.0))
+
+
+def counts_one(model: nn.Module, batch: Any) -> Loss:
+    return Loss(nn.functional.cross_entropy(model(batch[0]), batch[1]), 1)
+
+
+def mean_as_sum(model: nn.Module, batch: Any) -> Loss:
+    return Loss(nn.functional.cross_entropy(model(batch[0]), batch[1]), len(batch[1]))
+
+
+def squared(model: nn.Module, batch: Any) -> Loss:
+    return Loss(loss(model, batch).total ** 2, len(batch[1]))
+
+
+@pytest.mark.capability("Z2")
+@pytest.mark.parametrize(
+    ("wrong", "cause"),
+    [
+        (counts_one, "the loss counts a batch as one item"),
+        (mean_as_sum, "the loss is a mean"),
+        (squared, "the loss does not add up"),
+    ],
+)
+def test_strict_sees_a_loss_that_does_not_add_up(wrong: Any, cause: str) -> None:
+    recipe = Recipe(task="given", steps=20, batch={"size": 13, "shards": 4})
+    task = Task(seeded(small), samples(), wrong)
+    report = compare_with_oracle(recipe, task, Cluster.single(), CPU, 2, strict=True)
+    assert not report.ok and report.diagnosis.cause == cause
+    assert compare_with_oracle(recipe, task, Cluster.single(), CPU, 2).ok  # both sides share it
+
+
+@pytest.mark.parametrize("name", ["plain", "channels-last", "attention", "bf16-parameters", "scalar-gates"])
+def test_strict_is_quiet_on_right_losses(name: str) -> None:
+    recipe = Recipe(task="given", steps=20, batch={"size": 13, "shards": 4})
+    report = compare_with_oracle(recipe, INNOCENT[name][0](), Cluster.single(), CPU, 2, strict=True)
+    assert report.ok, report.diagnosis

@@ -55,7 +55,9 @@ class Conditioning:
         return {name: t.detach().clone() for name, t in self.state.tensors().items()}
 
     def _start(self, of_state: float, options: list[dict[str, Any]]) -> None:
-        tensors = {name: t * (1.0 + of_state) if _is_moment(name, t) else t for name, t in self.before.items()}
+        tensors = {
+            name: t * (1.0 + of_state) if _is_moment(name, t) else t for name, t in self.before.items()
+        }
         self.state.load(tensors, self.scalars)
         for group, first in zip(self.oracle.optimizer.param_groups, options, strict=True):
             group.update(copy.deepcopy(first))

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from paceline.cluster import Cluster
+from paceline.comm import Net
 from paceline.data import Order
 from paceline.errors import StrategyError
-from paceline.comm import Net
 from paceline.mesh import Mesh
 from paceline.recipe import HealthRecipe, Recipe, resolve
 from paceline.task import Task
@@ -26,6 +26,7 @@ from paceline.verification.plain_schedule import PlainSchedule
 from paceline.verification.preflight import Fault, preflight
 from paceline.verification.report import Report
 from paceline.verification.run import Verifier
+from paceline.verification.strict import look_at_loss
 from paceline.verification.twin import twin
 
 
@@ -38,6 +39,7 @@ def verify(
     cluster: Cluster | None = None,
     pieces: Pieces | None = None,
     observe: Callable[[int], None] = lambda step: None,
+    strict: bool = False,
 ) -> Report:
     """Run the recipe's strategy and the oracle side by side for some steps; collective.
 
@@ -49,6 +51,7 @@ def verify(
         cluster: in place of the one in the environment.
         pieces: exchanged parts of the session (a planted fault); the oracle is not affected.
         observe: called after every step that agreed.
+        strict: look also at what both sides share: whether the loss adds up over samples.
     Returns:
         The report, equal on every rank.
     Raises:
@@ -56,7 +59,9 @@ def verify(
     """
     with connected(recipe, cluster) as (found, device):
         built = obtain_task(recipe, task, base_dir)
-        return compare_with_oracle(recipe, built, found, device, steps, pieces=pieces, observe=observe)
+        return compare_with_oracle(
+            recipe, built, found, device, steps, pieces=pieces, observe=observe, strict=strict
+        )
 
 
 def compare_with_oracle(
@@ -68,6 +73,7 @@ def compare_with_oracle(
     *,
     pieces: Pieces | None = None,
     observe: Callable[[int], None] = lambda step: None,
+    strict: bool = False,
 ) -> Report:
     """`verify` on a cluster that is connected already."""
     if recipe.strategy.is_approximate:
@@ -79,6 +85,8 @@ def compare_with_oracle(
     recipe = recipe.replace(health=HealthRecipe())  # a step that is left out has nothing to compare
     oracle = build_oracle(recipe, replace(task, model=twin(task.model)), device)
     mistake = _look_at_task(recipe, oracle, cluster)
+    if mistake is None and strict:
+        mistake = look_at_loss(oracle, recipe.precision.compute, cluster.world_size)
     if mistake is not None:
         return Report(str(recipe.strategy), cluster.world_size, failure=mistake[0], diagnosis=mistake[1])
     session = build_session(recipe, task, cluster, device, pieces=pieces)

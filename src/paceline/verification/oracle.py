@@ -76,7 +76,7 @@ class Oracle:
         self.work = PlainUnits(order, shards, seed)
         self.clip_norm, self.reduction = clip_norm, reduction
         self.ordered = ordered
-        self._autocast = autocast or (lambda: torch.autocast("cpu", enabled=False))
+        self.autocast = autocast or (lambda: torch.autocast("cpu", enabled=False))
         self._device = next(self.model.parameters()).device
 
     def step(self, step: int, update: int) -> float:
@@ -111,7 +111,7 @@ class Oracle:
         self.model.zero_grad()
         batch = self.load(unit)
         seed_all(self.model, unit.key)
-        with self._autocast():
+        with self.autocast():
             loss: Loss = self.task.loss(self.model, batch)
         (loss.total * scale).backward()
         return loss

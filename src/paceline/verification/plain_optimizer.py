@@ -23,7 +23,9 @@ def plain_optimizer(model: nn.Module, recipe: OptimizerRecipe, fused_allowed: bo
     others = [(n, p) for n, p in trained if not (p.dim() > 1 or r.decay_on == "all")]
     decay = r.weight_decay if r.name == "adamw" else r.l2
     groups: list[dict[str, Any]] = [
-        {"params": members, "weight_decay": rate} for members, rate in ((matrices, decay), (others, 0.0)) if members
+        {"params": members, "weight_decay": rate}
+        for members, rate in ((matrices, decay), (others, 0.0))
+        if members
     ]
     match r.name:
         case "sgd":

@@ -78,7 +78,11 @@ def _different_models(facts: Sequence[Facts]) -> Fault | None:
 def _not_repeated(facts: Sequence[Facts]) -> Fault | None:
     for key, what, name in (
         ("reads alike", "reading the same shard twice gives two batches", "shard 0 of the data"),
-        ("computes alike", "the same shard, run twice from the same weights and seeds, gives two losses", "loss"),
+        (
+            "computes alike",
+            "the same shard, run twice from the same weights and seeds, gives two losses",
+            "loss",
+        ),
     ):
         wrong = [not f[key] for f in facts]
         if any(wrong):
@@ -101,7 +105,9 @@ def _different_data(facts: Sequence[Facts]) -> Fault | None:
     for shard in range(len(facts[0]["data"])):
         wrong = [f["data"][shard] != facts[0]["data"][shard] for f in facts]
         if any(wrong):
-            text = f"shard {shard} of step 0 is another batch on other ranks: data must not depend on the rank"
+            text = (
+                f"shard {shard} of step 0 is another batch on other ranks: data must not depend on the rank"
+            )
             return _found("task", f"shard {shard} of the data", wrong, "ranks read different data", text)
     return None
 

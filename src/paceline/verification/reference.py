@@ -36,9 +36,7 @@ class Reference:
     final: Tensors = field(default_factory=dict)
     moved: dict[str, float] = field(default_factory=dict)
 
-    def finish(
-        self, oracle: Oracle, state: TrainState, sums: Mapping[str, Tensor], update: int
-    ) -> None:
+    def finish(self, oracle: Oracle, state: TrainState, sums: Mapping[str, Tensor], update: int) -> None:
         """Let the oracle divide, clip and update, with the gradients that rank 0 really had.
 
         Args:
@@ -65,4 +63,6 @@ def look_up(oracle: Oracle, oracle_state: TrainState, session: Session, before: 
     tensors = {name: t.detach().clone() for name, t in before.tensors().items()}
     oracle_state.load(tensors, before.scalars())
     scale = gradient_scale(session.work, session.state, max(1, session.task.num_tokens_per_sample))
-    return Reference(tensors, before.scalars(), oracle.accumulate(oracle.work.units(session.state.step), scale))
+    return Reference(
+        tensors, before.scalars(), oracle.accumulate(oracle.work.units(session.state.step), scale)
+    )

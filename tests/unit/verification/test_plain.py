@@ -14,11 +14,11 @@ from paceline.comm.reduction.norm import row_squares
 from paceline.data import LockstepWork, Order
 from paceline.optim import build_optimizer, build_schedule
 from paceline.recipe import OptimizerRecipe, ScheduleRecipe
+from paceline.task import Loss, Task
 from paceline.verification.plain_norm import norm_by_rows, plain_norm
 from paceline.verification.plain_optimizer import plain_optimizer
 from paceline.verification.plain_schedule import PlainSchedule
 from paceline.verification.plain_units import PlainUnits, drawn_from, read
-from paceline.task import Loss, Task
 
 SCHEDULES = [
     {"decay": decay} | shape | warmup | scaling
@@ -32,7 +32,11 @@ SCHEDULES = [
         ("exponential", {"rate": 0.013}),
     )
     for warmup in ({}, {"warmup_steps": 9}, {"warmup_steps": 6, "warmup_from": 0.3})
-    for scaling in ({}, {"batch_scaling": "linear", "base_batch": 12}, {"batch_scaling": "sqrt", "base_batch": 96})
+    for scaling in (
+        {},
+        {"batch_scaling": "linear", "base_batch": 12},
+        {"batch_scaling": "sqrt", "base_batch": 96},
+    )
     if not (scaling and "warmup_from" in warmup)
 ]
 
@@ -71,7 +75,10 @@ def test_two_optimizers_that_were_written_apart_are_alike(name: str, decay_on: s
 def test_shards_that_were_dealt_apart_are_alike(size: int) -> None:
     order = Order(70, size, 5)
     for step in range(order.steps_per_epoch + 2):
-        ours, plain = LockstepWork(order, min(4, size), 5).units(step), PlainUnits(order, min(4, size), 5).units(step)
+        ours, plain = (
+            LockstepWork(order, min(4, size), 5).units(step),
+            PlainUnits(order, min(4, size), 5).units(step),
+        )
         assert [(u.step, u.shard, u.indices.tolist(), u.key) for u in ours] == [
             (u.step, u.shard, u.indices.tolist(), u.key) for u in plain
         ]
@@ -79,7 +86,9 @@ def test_shards_that_were_dealt_apart_are_alike(size: int) -> None:
 
 def test_reading_leaves_every_generator_as_it_was() -> None:
     data = [float(i) for i in range(8)]
-    task = Task(nn.Linear(1, 1), data, lambda m, b: Loss(m(b).sum(), 1), collate=lambda s: [*s, random.random()])
+    task = Task(
+        nn.Linear(1, 1), data, lambda m, b: Loss(m(b).sum(), 1), collate=lambda s: [*s, random.random()]
+    )
     unit = PlainUnits(Order(8, 4, 0), 2, 0).units(0)[0]
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
     assert read(task, unit) == read(task, unit)
@@ -92,7 +101,17 @@ def test_reading_leaves_every_generator_as_it_was() -> None:
 
 
 PLAIN = ("oracle", "halves", "plain_norm", "plain_schedule", "plain_optimizer", "plain_units")
-SHARED = {"Order", "Unit", "to_device", "key", "KeyedDropout", "Loss", "Task", "OptimizerRecipe", "ScheduleRecipe"}
+SHARED = {
+    "Order",
+    "Unit",
+    "to_device",
+    "key",
+    "KeyedDropout",
+    "Loss",
+    "Task",
+    "OptimizerRecipe",
+    "ScheduleRecipe",
+}
 
 
 def test_the_oracle_imports_only_what_defines_a_run() -> None:
@@ -111,7 +130,10 @@ def test_parameters_of_two_bytes_are_trained(dtype: torch.dtype) -> None:
     model = nn.Linear(6, 8).to(dtype)
     before = model.weight.detach().clone()
     recipe = OptimizerRecipe(name="sgd", lr=0.1, momentum=0.9)
-    for build in (lambda: build_optimizer(model.named_parameters(), recipe, True), lambda: plain_optimizer(model, recipe, True)):
+    for build in (
+        lambda: build_optimizer(model.named_parameters(), recipe, True),
+        lambda: plain_optimizer(model, recipe, True),
+    ):
         with torch.no_grad():
             model.weight.copy_(before)
         model.weight.grad, model.bias.grad = torch.ones_like(model.weight), torch.ones_like(model.bias)

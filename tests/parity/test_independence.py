@@ -1,4 +1,4 @@
-"""The oracle takes nothing from the session that it judges: break each part at its source, and verify is red."""
+"""The oracle takes nothing from the session that it judges: a part that is broken turns verify red."""
 
 from __future__ import annotations
 

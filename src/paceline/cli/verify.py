@@ -94,9 +94,7 @@ def _work(
             raise RecipeError(f"no fault is called '{plant}'", next_step=f"one of: {', '.join(FAULTS)}")
         pieces = FAULTS[plant].pieces(cluster.world_size) if plant is not None else None
         return certificate(
-            verify_here(
-                recipe, steps=steps, base_dir=base_dir, cluster=cluster, pieces=pieces, strict=strict
-            )
+            verify_here(recipe, steps=steps, base_dir=base_dir, cluster=cluster, pieces=pieces, strict=strict)
         )
 
 

@@ -1,7 +1,7 @@
 """Hold tensors of every rank against those of the oracle on rank 0, each with a bound.
 
-Bounds follow from what may differ between two right computations. u is the unit roundoff of a tensor's type, or
-of float32 if that is coarser; V is the number of shards.
+Bounds follow from what may differ between two right computations. u is the unit roundoff of a tensor's type,
+or of float32 if that is coarser; V is the number of shards.
 
 Gradients. Two sums of the same V terms in any two orders differ by at most 2 (V - 1) u times the sum of the
 terms' magnitudes (Higham 2002, section 4.2), whatever cancels in the sum. Each term has the same bits on both
@@ -13,10 +13,10 @@ Norm. A float32 sum of n squares is off by about sqrt(n) u, with a factor of 8 n
 Final gradients. One side divides and clips in one multiplication, the other in two: some u. If it is clipped,
 the multiplier has the error of the norm. Below the smallest normal number errors are absolute.
 
-Update. Both sides run the same optimizer on inputs that differ by a relative e. How much that moves its result
-is measured, not guessed: the oracle makes the update again with gradients and state changed by a known
-relative d, once to one side and once to opposite ones, which shows also what cancels in a moment. The larger of
-the two changes, times e / d, is the first order of the error; a factor of 8 covers the rest.
+Update. Both sides run the same optimizer on inputs that differ by a relative e. How much that moves its
+result is measured, not guessed: the oracle makes the update again with gradients and state changed by a known
+relative d, once to one side and once to opposite ones, which shows also what cancels in a moment. The larger
+of the two changes, times e / d, is the first order of the error; a factor of 8 covers the rest.
 Then each value is rounded when it is stored.
 """
 

@@ -18,6 +18,7 @@ from paceline.data import split
 Flat = Tensor
 """Gradients of some tensors, flattened and joined, float64 [N]."""
 FITS = 1e-3
+_LAST_DIGITS = 1e-3  # what float16 leaves of a value, and bfloat16 of most
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,10 @@ def _constant_factor(evidence: Evidence) -> Diagnosis:
     factor = float(seen @ right) / max(float(right @ right), 1e-300)
     if abs(factor) < 1e-6 or _distance(seen, factor * right) > FITS:
         return UNKNOWN
+    lost = _distance(seen, right)
+    if lost < _LAST_DIGITS:
+        text = f"each is off by about {lost:.1e} of the whole: summed or sent in a type of fewer digits"
+        return Diagnosis("digits lost", text, lost)
     return name_factor(factor, evidence.world, len(evidence.shards), sum(evidence.counts))
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from paceline.data import Unit, split
 from paceline.verification.diagnose import UNKNOWN, Diagnosis, Evidence, diagnose_gradient
 from paceline.verification.diagnose_tail import TailEvidence, diagnose_tail
+from paceline.verification.diagnose_update import diagnose_update
 from paceline.verification.oracle import Shard
 from paceline.verification.reference import Reference
 
@@ -41,7 +42,7 @@ def _explain_gradient(
 ) -> Diagnosis:
     if not tensors:
         return replace(UNKNOWN, explanation="the loss differs and no gradient does: look at what it counts")
-    v.oracle_state.load(reference.before, v.session.state.scalars())
+    v.oracle_state.load(reference.before, reference.scalars)
     units = v.oracle.work.units(step)
     shards = list(v.oracle.shards(units))
     rekeyed = [_flat(s.gradients, tensors, v) for s in v.oracle.shards(_keys_of_first(units, v.report.world))]
@@ -98,9 +99,7 @@ def _explain_state(
     tail = _explain_tail(v, step, update, reference, tensors, observed)
     if tail.cause in ("schedule off by one", "wrong learning rate"):
         return tail
-    return Diagnosis(
-        "different update", "gradients agree and the update does not: look at the optimizer's state"
-    )
+    return diagnose_update(v, update, reference)
 
 
 _STAGES: dict[str, Callable[..., Diagnosis]] = {
@@ -124,7 +123,7 @@ def _keys_of_first(units: tuple[Unit, ...], world: int) -> tuple[Unit, ...]:
 
 
 def _local_norms(v: Verifier, step: int, reference: Reference) -> list[float]:
-    v.oracle_state.load(reference.before, v.session.state.scalars())
+    v.oracle_state.load(reference.before, reference.scalars)
     shards: list[Shard] = list(v.oracle.shards(v.oracle.work.units(step)))
     names = sorted(reference.final)
     flats = [_flat(s.gradients, names, v) for s in shards]

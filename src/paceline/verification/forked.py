@@ -13,8 +13,8 @@ _SECONDS = 20.0
 def same_when_forked(probe: Callable[[], str]) -> bool:
     """Whether a copy of this process gets what this process gets, both from the present moment.
 
-    What depends on the number of earlier calls is the same in both; what draws from the clock or the system is
-    not. True if it cannot be said: the copy did not answer in time.
+    What depends on the number of earlier calls is the same in both; what draws from the clock or the system
+    is not. True if it cannot be said: the copy did not answer in time.
     """
     reading, writing = os.pipe()
     child = os.fork()

@@ -81,22 +81,22 @@ def compare_with_oracle(
             f"'{recipe.strategy}' is approximate by nature: no step of it is that of one process",
             next_step="verify the same recipe with sync=every-step codec=fp32, and compare losses over seeds",
         )
-    pieces = pieces or Pieces()
     recipe = recipe.replace(health=HealthRecipe())  # a step that is left out has nothing to compare
     oracle = build_oracle(recipe, replace(task, model=twin(task.model)), device)
-    mistake = _look_at_task(recipe, oracle, cluster)
-    if mistake is None and strict:
-        mistake = look_at_loss(oracle, recipe.precision.compute, cluster.world_size)
+    mistake = _look_at_task(recipe, oracle, cluster, strict)
     if mistake is not None:
         return Report(str(recipe.strategy), cluster.world_size, failure=mistake[0], diagnosis=mistake[1])
     session = build_session(recipe, task, cluster, device, pieces=pieces)
     return Verifier(session, oracle).run(steps, observe)
 
 
-def _look_at_task(recipe: Recipe, oracle: Oracle, cluster: Cluster) -> Fault | None:
+def _look_at_task(recipe: Recipe, oracle: Oracle, cluster: Cluster, strict: bool) -> Fault | None:
     strategy = resolve(recipe.strategy, processes=cluster.world_size, shards=recipe.batch.shards)
     world = Mesh.build(cluster, strategy.degrees).world
-    return preflight(oracle, world, Net(recipe.runtime.deadline_seconds))
+    found = preflight(oracle, world, Net(recipe.runtime.deadline_seconds))
+    if found is None and strict:
+        return look_at_loss(oracle, recipe.precision.compute, cluster.world_size)
+    return found
 
 
 def build_oracle(recipe: Recipe, task: Task, device: torch.device, shards: int | None = None) -> Oracle:
@@ -127,7 +127,7 @@ def _num_updates(recipe: Recipe, order: Order) -> int:
 
 
 def _autocast(recipe: Recipe, device: torch.device) -> Callable[[], Any]:
-    """Forward in the recipe's type; an ordered run casts a weight at every use, so that no cache has a say."""
+    """Forward in the recipe's type; an ordered run casts a weight at every use, so no cache has a say."""
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[recipe.precision.compute]
     on, caches = recipe.precision.compute != "fp32", not recipe.is_ordered
     return lambda: torch.autocast(device.type, dtype=dtype, enabled=on, cache_enabled=caches)

@@ -2,9 +2,10 @@
 
 The sharded oracle runs the virtual shards of a step one after another; with one shard it is the
 full-batch oracle. What it judges it has written apart: dealing and reading of shards, seeds (`plain_units`),
-the learning rate (`plain_schedule`), the norm (`plain_norm`), the optimizer (`plain_optimizer`) and the tree of
-additions (`halves`). It shares with the session what defines the run: the order of samples, the key function
-and its words, the initial weights, the loss scale of fp16, and the user's model, loss and own optimizer.
+the learning rate (`plain_schedule`), the norm (`plain_norm`), the optimizer (`plain_optimizer`) and the tree
+of additions (`halves`). It shares with the session what defines the run: the order of samples, the key
+function and its words, the initial weights, the loss scale of fp16, and the user's model, loss and own
+optimizer.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ def norm_by_rows(tensors: Iterable[Tensor]) -> float:
 
     Args:
         tensors: of every trained parameter; zeros where it has no gradient, which keeps its rows in the sum.
-    Exactness: a row is what the first dimension counts. PyTorch's norm of the row alone, squared; then one sum
-        over all of them. Everything in float64, so the bits depend on PyTorch's kernels and on nothing of ours.
+    Exactness: a row is what the first dimension counts. PyTorch's norm of the row alone, squared; then one
+        sum over all of them. Everything in float64, so bits depend on PyTorch's kernels alone.
     """
     squares = []
     for tensor in tensors:

@@ -1,4 +1,4 @@
-"""Look at the task alone, before anything is trained: do all ranks have the same one, and does it repeat itself?
+"""Look at the task alone, before anything is trained: is it the same on all ranks, and does it repeat itself?
 
 Every rank builds its own oracle and runs the first step's shards on it. What they built, read and computed is
 compared as hashes and numbers: a mistake here is one of the user's code, and no strategy could be right.
@@ -11,8 +11,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten
 
 from paceline.comm import Net
 from paceline.comm.text import gather_texts
@@ -27,6 +29,7 @@ from paceline.verification.plain_units import drawn_from, read
 
 Facts = Mapping[str, Any]
 Fault = tuple[Finding, Diagnosis]
+_PLAIN = (str, bytes, int, float, bool, type(None))
 _NEAR = 1e-3  # hosts of other kinds round otherwise
 
 
@@ -68,8 +71,8 @@ def _different_models(facts: Sequence[Facts]) -> Fault | None:
         wrong = [f["model"].get(name) != facts[0]["model"].get(name) for f in facts]
         if any(wrong):
             text = (
-                f"'{name}' is not the same on every rank as it is built; training starts from rank 0's, so a seed,"
-                " a file or the rank decides what is trained: build from the run's seed alone"
+                f"'{name}' is not the same on every rank as it is built; training starts from rank 0's, so a"
+                " seed, a file or the rank decides what is trained: build from the run's seed alone"
             )
             return _found("initial value", name, wrong, "ranks built different models", text)
     return None
@@ -91,7 +94,7 @@ def _not_repeated(facts: Sequence[Facts]) -> Fault | None:
             advice = (
                 "something that is no buffer remembers earlier calls: a counter, an own generator, a cache"
                 if counts
-                else "something draws from a generator that nobody seeds, from the clock, or races between threads"
+                else "something draws from a generator that nobody seeds or the clock, or threads race"
             )
             return _found("task", name, wrong, cause, f"{what}: {advice}")
     return None
@@ -100,7 +103,7 @@ def _not_repeated(facts: Sequence[Facts]) -> Fault | None:
 def _different_data(facts: Sequence[Facts]) -> Fault | None:
     wrong = [f["length"] != facts[0]["length"] for f in facts]
     if any(wrong):
-        text = "the data has another length on other ranks; Paceline deals samples, so give every rank all of them"
+        text = "the data has another length on other ranks; give every rank all of it"
         return _found("task", "length of the data", wrong, "ranks read different data", text)
     for shard in range(len(facts[0]["data"])):
         wrong = [f["data"][shard] != facts[0]["data"][shard] for f in facts]
@@ -117,7 +120,7 @@ def _by_rank(facts: Sequence[Facts]) -> Fault | None:
     if not any(wrong):
         return None
     text = (
-        "the same shard with the same weights and seeds gives another loss on other ranks: the model or the loss"
+        "the same shard with the same weights and seeds gives another loss on other ranks: the model or loss"
         " looks at the rank, the environment or the host"
     )
     return _found("task", "loss", wrong, "depends on the rank", text)
@@ -149,24 +152,20 @@ def _probe(oracle: Oracle, unit: Unit) -> str:
 
 
 def _sha(value: Any) -> str:
-    digest = hashlib.sha256()
-    _feed(value, digest)
+    """A hash of a batch, whatever containers it is made of."""
+    leaves, shape = tree_flatten(value)
+    digest = hashlib.sha256(str(shape).encode())
+    for leaf in leaves:
+        digest.update(_bytes_of(leaf))
     return digest.hexdigest()[:16]
 
 
-def _feed(value: Any, digest: Any) -> None:
-    if isinstance(value, Tensor):
-        t = value.detach().cpu().contiguous()
-        digest.update(f"{tuple(t.shape)}{t.dtype}".encode())
-        if t.numel() and t.layout == torch.strided:
-            digest.update(t.reshape(-1).view(torch.uint8).numpy().tobytes())
-    elif isinstance(value, Mapping):
-        for key in value:
-            digest.update(repr(key).encode())
-            _feed(value[key], digest)
-    elif isinstance(value, list | tuple):
-        digest.update(b"[")
-        for one in value:
-            _feed(one, digest)
-    elif isinstance(value, str | bytes | int | float | None):
-        digest.update(repr(value).encode())
+def _bytes_of(leaf: Any) -> bytes:
+    """A tensor's or an array's values; how plain Python writes a value; nothing of other objects."""
+    if isinstance(leaf, Tensor):
+        kept = leaf.detach().cpu().contiguous() if leaf.layout == torch.strided else torch.zeros(0)
+        values = kept.reshape(-1).view(torch.uint8).numpy().tobytes() if kept.numel() else b""
+        return f"{tuple(leaf.shape)}{leaf.dtype}".encode() + values
+    if isinstance(leaf, np.ndarray):
+        return leaf.tobytes()
+    return repr(leaf).encode() if type(leaf) in _PLAIN else b""

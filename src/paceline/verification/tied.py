@@ -1,6 +1,7 @@
 """The gradients of each use of a tied parameter, which may cancel in their sum.
 
-Two sides that add up uses and shards in other orders differ by rounding errors of the terms, not of their sum.
+Two sides that add up uses and shards in other orders differ by rounding errors of the terms, not of the
+sum.
 Not seen apart: uses of one module in several places of a forward.
 """
 
@@ -17,27 +18,32 @@ Uses = Mapping[str, Sequence[nn.Parameter]]
 
 @contextmanager
 def apart(model: nn.Module) -> Iterator[Uses]:
-    """In the block every place of a tied parameter has a parameter of its own, of the same memory; by name."""
-    names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
-    places: dict[int, list[tuple[nn.Module, str]]] = {number: [] for number in names}
-    for module in model.modules():
-        for key, p in module._parameters.items():
-            if p is not None and id(p) in places:
-                places[id(p)].append((module, key))
-    tied = {number: found for number, found in places.items() if len(found) > 1}
-    first = {number: found[0][0]._parameters[found[0][1]] for number, found in tied.items()}
+    """In the block every place of a tied parameter has one of its own, of the same memory; by name."""
+    tied = _tied(model)
     uses: dict[str, list[nn.Parameter]] = {}
-    for number, found in tied.items():
-        own = [nn.Parameter(module._parameters[key].detach()) for module, key in found]  # type: ignore[union-attr]
-        uses[names[number]] = own
-        for (module, key), p in zip(found, own, strict=True):
-            module._parameters[key] = p
+    for name, p, places in tied:
+        uses[name] = [nn.Parameter(p.detach()) for _ in places]
+        for (table, key), own in zip(places, uses[name], strict=True):
+            table[key] = own
     try:
         yield uses
     finally:
-        for number, found in tied.items():
-            for module, key in found:
-                module._parameters[key] = first[number]
+        for _, p, places in tied:
+            for table, key in places:
+                table[key] = p
+
+
+_Place = tuple[dict[str, nn.Parameter | None], str]
+
+
+def _tied(model: nn.Module) -> list[tuple[str, nn.Parameter, list[_Place]]]:
+    """Trained parameters that are in several modules, and where."""
+    places: dict[int, list[_Place]] = {}
+    for module in model.modules():
+        for key, p in module._parameters.items():
+            places.setdefault(id(p), []).append((module._parameters, key))
+    named = [(name, p, places[id(p)]) for name, p in model.named_parameters() if p.requires_grad]
+    return [found for found in named if len(found[2]) > 1]
 
 
 def magnitudes(uses: Uses, scale: float) -> dict[str, Tensor]:

@@ -119,9 +119,9 @@ def test_the_oracle_imports_only_what_defines_a_run() -> None:
     folder = Path(paceline.verification.__file__).parent
     for name in PLAIN:
         for node in ast.walk(ast.parse((folder / f"{name}.py").read_text("utf-8"))):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("paceline."):
-                if not node.module.startswith("paceline.verification"):
-                    assert {alias.name for alias in node.names} <= SHARED, (name, node.module)
+            module = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
+            if module.startswith("paceline.") and not module.startswith("paceline.verification"):
+                assert {alias.name for alias in node.names} <= SHARED, (name, module)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -55,6 +55,17 @@ def unseeded(cluster: Cluster) -> Callable[[Tensor], float]:
     return lambda x: 1.0 + os.urandom(1)[0] / 100
 
 
+def late(cluster: Cluster) -> Callable[[Tensor], float]:
+    """Draws in training only, and not before it was called ten times."""
+    calls: list[int] = []
+
+    def factor(x: Tensor) -> float:
+        calls.append(len(x))
+        return 1.0 + (os.urandom(1)[0] / 100 if len(calls) > 10 else 0.0)
+
+    return factor
+
+
 def of_rank(cluster: Cluster) -> Callable[[Tensor], float]:
     return lambda x: 1.0 + 0.1 * cluster.global_rank
 
@@ -102,6 +113,7 @@ MISTAKES: dict[str, tuple[Build, str]] = {
         "depends on the number of calls",
     ),
     "nobody seeds the loss": (with_loss(unseeded), "the task is not deterministic"),
+    "nobody seeds it later": (with_loss(late), "the task is not deterministic"),
     "nobody seeds the data": (
         lambda c: Task(seeded(small), Unseeded(), loss),
         "the task is not deterministic",

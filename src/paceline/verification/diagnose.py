@@ -69,6 +69,12 @@ class Diagnosis:
 
 UNKNOWN = Diagnosis("unknown", "no known mistake has this shape; look at the first tensor and rank", 1.0)
 
+NOT_REPEATED = Diagnosis(
+    "the task is not deterministic",
+    "the oracle, run twice from the same weights and seeds, finds the losses {:.9g} and {:.9g}: the data, the"
+    " model or the loss draws from what nobody seeds, or remembers earlier calls",
+)
+
 DIFFERENT_START = Diagnosis(
     "different start", "initial values differ: weights must be keyed by name, or broadcast", 0.0
 )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.data import Unit, split
-from paceline.verification.diagnose import UNKNOWN, Diagnosis, Evidence, diagnose_gradient
+from paceline.verification.diagnose import NOT_REPEATED, UNKNOWN, Diagnosis, Evidence, diagnose_gradient
 from paceline.verification.diagnose_tail import TailEvidence, diagnose_tail
 from paceline.verification.diagnose_update import diagnose_update
 from paceline.verification.oracle import Shard
@@ -40,11 +40,14 @@ def explain(verifier: Verifier, step: int, update: int, reference: Reference | N
 def _explain_gradient(
     v: Verifier, step: int, update: int, reference: Reference, tensors: list[str], observed: list[Tensor]
 ) -> Diagnosis:
-    if not tensors:
-        return replace(UNKNOWN, explanation="the loss differs and no gradient does: look at what it counts")
     v.oracle_state.load(reference.before, reference.scalars)
     units = v.oracle.work.units(step)
     shards = list(v.oracle.shards(units))
+    again = sum(s.total for s in shards)
+    if abs(again - reference.sums.total) > 1e-5 * sum(abs(s.total) for s in shards):
+        return replace(NOT_REPEATED, explanation=NOT_REPEATED.explanation.format(reference.sums.total, again))
+    if not tensors:
+        return replace(UNKNOWN, explanation="the loss differs and no gradient does: look at what it counts")
     rekeyed = [_flat(s.gradients, tensors, v) for s in v.oracle.shards(_keys_of_first(units, v.report.world))]
     flats = [_flat(s.gradients, tensors, v) for s in shards]
     changed = any(not torch.equal(a, b) for a, b in zip(flats, rekeyed, strict=True))

@@ -40,8 +40,8 @@ def test_every_planted_fault_is_found_within_three_steps_and_named(world: int) -
     missed = [fault for fault, report in reports.items() if report.ok or report.failure.step > 2]
     assert not missed
     named = [f for f, report in reports.items() if report.diagnosis.cause in FAULTS[f].causes]
-    assert len(named) >= 8, {f: r.diagnosis.cause for f, r in reports.items() if f not in named}
-    assert len(FAULTS) >= 10
+    assert len(named) >= 16, {f: r.diagnosis.cause for f, r in reports.items() if f not in named}
+    assert len(FAULTS) >= 20
 
 
 @pytest.mark.capability("Z2")

@@ -39,6 +39,9 @@ def verify(
     certificate: Annotated[
         Path | None, typer.Option("--certificate", help="Write the certificate to this file.")
     ] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Look also at what both sides share: the loss on single samples.")
+    ] = False,
     plant: Annotated[
         str | None, typer.Option("--plant", help="Plant a known mistake, to see that it is found.")
     ] = None,
@@ -55,7 +58,7 @@ def verify(
     resolved = options.read_recipe(path, settings, strategy)
     cluster = worker_cluster()
     if cluster is not None:
-        found = _work(cluster, resolved, options.task_directory(path), steps, plant)
+        found = _work(cluster, resolved, options.task_directory(path), steps, plant, strict)
         if cluster.global_rank == 0 and certificate is not None:
             certificate.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
             sys.exit(0)
@@ -91,7 +94,9 @@ def _launch(placement: options.Placement, runtime: RuntimeRecipe, kept: Path | N
         return _show(json.loads(path.read_text(encoding="utf-8")), as_json)
 
 
-def _work(cluster: Cluster, recipe: Recipe, base_dir: Path, steps: int, plant: str | None) -> dict[str, Any]:
+def _work(
+    cluster: Cluster, recipe: Recipe, base_dir: Path, steps: int, plant: str | None, strict: bool
+) -> dict[str, Any]:
     with guard(cluster):
         from paceline.testing.faults import FAULTS
         from paceline.verification import verify as verify_here
@@ -101,7 +106,7 @@ def _work(cluster: Cluster, recipe: Recipe, base_dir: Path, steps: int, plant: s
             raise RecipeError(f"no fault is called '{plant}'", next_step=f"one of: {', '.join(FAULTS)}")
         pieces = FAULTS[plant].pieces(cluster.world_size) if plant is not None else None
         return certificate(
-            verify_here(recipe, steps=steps, base_dir=base_dir, cluster=cluster, pieces=pieces)
+            verify_here(recipe, steps=steps, base_dir=base_dir, cluster=cluster, pieces=pieces, strict=strict)
         )
 
 

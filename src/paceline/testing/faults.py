@@ -26,6 +26,7 @@ from paceline.layout import Holding, Placed, Replicate, Sums, UnitBuffers
 from paceline.optim import Schedule, build_schedule
 from paceline.slot import Slot
 from paceline.sync import EveryStep, Part, Update, UpdateStep, Updating
+from paceline.testing import faults_of_steps as steps
 from paceline.training import Pieces
 
 Parts = dict[str, Part]
@@ -229,4 +230,17 @@ FAULTS: Mapping[str, Fault] = {
     ),
     "unsynced-buffers": Fault(lambda p: Pieces(whole=UnsyncedBuffers), ("buffers not synchronised",)),
     "schedule-off-by-one": Fault(lambda p: Pieces(schedule=_schedule_off_by_one), ("schedule off by one",)),
+    "no-clip": Fault(lambda p: Pieces(update=steps.no_clip), ("wrong clip norm",)),
+    "norm-without-a-tensor": Fault(lambda p: Pieces(norm=steps.norm_of_some), ("wrong clip norm",)),
+    "not-divided": Fault(lambda p: Pieces(update=steps.not_divided), ("not divided by the count",)),
+    "divided-twice": Fault(lambda p: Pieces(update=steps.divided_twice(p)), ("divided twice",)),
+    "other-schedule": Fault(lambda p: Pieces(schedule=steps.constant_rate), ("wrong learning rate",)),
+    "not-cleared": Fault(lambda p: Pieces(reducer=steps.NotCleared), ("not cleared",)),
+    "bucket-lost": Fault(lambda p: Pieces(reducer=steps.Emptied), ("no gradient",)),
+    "fp16-accumulation": Fault(lambda p: Pieces(reducer=steps.Narrow), ("digits lost",)),
+    "stepped-twice": Fault(lambda p: Pieces(update=steps.step_twice), ("stepped twice",)),
+    "not-updated": Fault(lambda p: Pieces(update=steps.no_step), ("not updated",)),
+    "optimizer-state-lost": Fault(lambda p: Pieces(update=steps.forget_state), ("optimizer state lost",)),
+    "other-weight-decay": Fault(lambda p: Pieces(update=steps.other_options), ("wrong optimizer options",)),
+    "ranks-drift": Fault(lambda p: Pieces(update=steps.drifting), ("ranks drifted apart",)),
 }

@@ -1,12 +1,28 @@
 """Hold tensors of every rank against those of the oracle on rank 0, each with a bound.
 
-Bounds follow from what may differ between two right computations: the order in which V shard gradients
-are added, and what a rounded multiplier (divide, clip) does to an update. u is the unit roundoff.
-Source: Higham 2002, Accuracy and Stability of Numerical Algorithms, section 4.2 (error of summation).
+Bounds follow from what may differ between two right computations. u is the unit roundoff of a tensor's type,
+or of float32 if that is coarser; V is the number of shards.
+
+Gradients. Two sums of the same V terms in any two orders differ by at most 2 (V - 1) u times the sum of the
+terms' magnitudes (Higham 2002, section 4.2), whatever cancels in the sum. Each term has the same bits on both
+sides if both run the same kernels; else its own roundings are added.
+
+Norm. A float32 sum of n squares is off by about sqrt(n) u, with a factor of 8 nearly for sure (Higham & Mary
+2019, A new approach to probabilistic rounding error analysis); its root by half of that.
+
+Final gradients. One side divides and clips in one multiplication, the other in two: some u. If it is clipped,
+the multiplier has the error of the norm. Below the smallest normal number errors are absolute.
+
+Update. Both sides run the same optimizer on inputs that differ by a relative e. How much that moves its
+result is measured, not guessed: the oracle makes the update again with gradients and state changed by a known
+relative d, once to one side and once to opposite ones, which shows also what cancels in a moment. The larger
+of the two changes, times e / d, is the first order of the error; a factor of 8 covers the rest.
+Then each value is rounded when it is stored.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,15 +31,17 @@ from torch import Tensor
 
 from paceline.comm import Net
 from paceline.mesh import Group
+from paceline.verification.plain_norm import reals
 
 Tensors = Mapping[str, Tensor]
 UNIT_ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
 _U = UNIT_ROUNDOFF["fp32"]
 _KERNEL_SLACK = 8  # roundings of one kernel that may split its loop by the alignment of its input
 _OTHER_KERNELS_SLACK = 64  # compiled or fused kernels round between other operations
-NORM_ERROR = 1e-4  # of a float32 norm over millions of values
-_SCALE_ERROR = 1e-6  # of one multiplier without a clip
-_STEP_FACTOR = 8  # how much an optimizer may enlarge a relative error of the gradient
+_MULTIPLIER_SLACK = 16  # roundings of what is divided, clipped and stored
+_PROBABLE = 8  # standard deviations of a sum of rounding errors
+_FIRST_ORDER = 8  # what the second order of an update may add to the first
+_TINY = 2.0**-126  # below it float32 has fewer digits
 
 
 @dataclass(frozen=True)
@@ -65,43 +83,70 @@ class Kernels:
     same: bool
     compute: str
 
-    def gradient_bounds(self, magnitudes: Tensors, num_shards: int, count: float) -> dict[str, float]:
-        """Largest error of each mean gradient: (2 V + slack) u max(sum |G_s|) / count."""
-        inside = _KERNEL_SLACK * _U if self.same else _OTHER_KERNELS_SLACK * UNIT_ROUNDOFF[self.compute]
-        relative = 2 * num_shards * _U + inside
-        return {name: relative * _largest(m) / count for name, m in magnitudes.items()}
+    def gradient_bounds(
+        self, magnitudes: Tensors, units: Mapping[str, float], num_shards: int, count: float
+    ) -> dict[str, float]:
+        """Largest error of each mean gradient: (2 V u + roundings inside a term) max(sum |G_s|) / count.
+
+        Args:
+            magnitudes: sums of |G_s|, by name.
+            units: unit roundoff of each gradient.
+        """
+        found = {}
+        for name, magnitude in magnitudes.items():
+            u = units[name]
+            inside = _KERNEL_SLACK * u
+            if not self.same:
+                inside = _OTHER_KERNELS_SLACK * max(u, UNIT_ROUNDOFF[self.compute])
+            found[name] = (2 * num_shards * u + inside) * largest(magnitude) / count + _TINY
+        return found
 
 
-def relative_bounds(values: Tensors, multiplier_error: float) -> dict[str, float]:
-    """Bounds of what is proportional to the gradient: final gradients and moments."""
-    relative = _KERNEL_SLACK * _U + _STEP_FACTOR * multiplier_error
-    return {name: relative * _largest(value) for name, value in values.items()}
+def unit_of(t: Tensor) -> float:
+    """Unit roundoff of a tensor's type, but not below float32's; of float32 for integers."""
+    inexact = t.dtype.is_floating_point or t.dtype.is_complex
+    return max(_U, torch.finfo(t.dtype).eps / 2) if inexact else _U
 
 
-def update_bounds(before: Tensors, after: Tensors, multiplier_error: float) -> dict[str, float]:
-    """Bounds of parameters: rounding of the value, and of the change that one update made to it."""
+def norm_error(gradients: Tensors) -> float:
+    """Relative error of the norm of all these gradients."""
+    n = sum(g.numel() for g in gradients.values())
+    return _PROBABLE * math.sqrt(n) * _U + _MULTIPLIER_SLACK * _coarsest(gradients)
+
+
+def multiplier_error(gradients: Tensors, clipped: bool) -> float:
+    """Relative error of gradients after they were divided and clipped."""
+    return _MULTIPLIER_SLACK * _coarsest(gradients) + (norm_error(gradients) if clipped else 0.0)
+
+
+def final_bounds(final: Tensors, error: float) -> dict[str, float]:
+    """Bounds of gradients that were divided and clipped."""
+    return {name: error * largest(g) + _TINY for name, g in final.items()}
+
+
+def state_bounds(after: Tensors, moved: Mapping[str, float], error: float) -> dict[str, float]:
+    """Bounds of parameters, optimizer state and buffers.
+
+    Args:
+        after: all of them, after the update.
+        moved: by name, how far an update moves it that starts from relative errors of 1 (first order).
+        error: relative error of the gradients.
+    """
     return {
-        name: _KERNEL_SLACK * _U * _largest(value)
-        + _STEP_FACTOR * multiplier_error * _largest(value - before[name])
+        name: _KERNEL_SLACK * unit_of(value) * largest(value)
+        + _FIRST_ORDER * error * moved.get(name, 0.0)
+        + _TINY
         for name, value in after.items()
     }
 
 
-def state_bounds(before: Tensors, after: Tensors, buffers: Tensors, error: float) -> dict[str, float]:
-    """Parameters and buffers by what one update changed; optimizer state by its size."""
-    running = {f"model/{name}" for name in buffers}
-    model = {n: t for n, t in after.items() if n.startswith("model/") and n not in running}
-    optimizer = {n: t for n, t in after.items() if n.startswith("optimizer/")}
-    return (
-        update_bounds(before, {n: after[n] for n in sorted(running & after.keys())}, multiplier_error(False))
-        | update_bounds(before, model, error)
-        | relative_bounds(optimizer, error)
-    )
+def largest(value: Tensor) -> float:
+    """The largest magnitude; 0 for none."""
+    return float(reals(value).to(torch.float64).abs().max()) if value.numel() else 0.0
 
 
-def multiplier_error(clipped: bool) -> float:
-    """Relative error of the factor by which gradients are divided and clipped."""
-    return NORM_ERROR if clipped else _SCALE_ERROR
+def _coarsest(tensors: Tensors) -> float:
+    return max((unit_of(t) for t in tensors.values()), default=_U)
 
 
 def compare(
@@ -133,7 +178,7 @@ def compare(
     present = [bool(x) for x in head[0]]
     flat = torch.cat([_value(reference, n, like[n], device) for n in names]) if names else torch.zeros(0)
     flat = net.broadcast(flat, group).wait()
-    pieces = flat.split([like[n].numel() for n in names])
+    pieces = flat.split([reals(like[n]).numel() for n in names])
     errors = torch.tensor(
         [_error(mine.get(n), p, there) for n, p, there in zip(names, pieces, present, strict=True)],
         dtype=torch.float64,
@@ -153,8 +198,8 @@ def first_failure(findings: Sequence[Finding]) -> Finding | None:
 
 def _value(reference: Tensors | None, name: str, like: Tensor, device: torch.device) -> Tensor:
     if reference is None or name not in reference:
-        return torch.zeros(like.numel(), dtype=torch.float64, device=device)
-    return reference[name].detach().reshape(-1).to(torch.float64)
+        return torch.zeros(reals(like).numel(), dtype=torch.float64, device=device)
+    return reals(reference[name]).reshape(-1).to(device, torch.float64)
 
 
 def _error(mine: Tensor | None, reference: Tensor, present: bool) -> float:
@@ -162,9 +207,5 @@ def _error(mine: Tensor | None, reference: Tensor, present: bool) -> float:
         return float("inf")
     if mine is None or not mine.numel():
         return 0.0
-    difference = (mine.detach().reshape(-1).to(torch.float64) - reference).abs().max()
+    difference = (reals(mine).reshape(-1).to(torch.float64) - reference).abs().max()
     return float("inf") if torch.isnan(difference) else float(difference)
-
-
-def _largest(value: Tensor) -> float:
-    return float(value.detach().abs().max()) if value.numel() else 0.0

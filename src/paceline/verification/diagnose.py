@@ -18,6 +18,7 @@ from paceline.data import split
 Flat = Tensor
 """Gradients of some tensors, flattened and joined, float64 [N]."""
 FITS = 1e-3
+_LAST_DIGITS = 1e-3  # what float16 leaves of a value, and bfloat16 of most
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,12 @@ class Diagnosis:
 
 UNKNOWN = Diagnosis("unknown", "no known mistake has this shape; look at the first tensor and rank", 1.0)
 
+NOT_REPEATED = Diagnosis(
+    "the task is not deterministic",
+    "the oracle, run twice from the same weights and seeds, finds the losses {:.9g} and {:.9g}: the data, the"
+    " model or the loss draws from what nobody seeds, or remembers earlier calls",
+)
+
 DIFFERENT_START = Diagnosis(
     "different start", "initial values differ: weights must be keyed by name, or broadcast", 0.0
 )
@@ -103,6 +110,10 @@ def _constant_factor(evidence: Evidence) -> Diagnosis:
     factor = float(seen @ right) / max(float(right @ right), 1e-300)
     if abs(factor) < 1e-6 or _distance(seen, factor * right) > FITS:
         return UNKNOWN
+    lost = _distance(seen, right)
+    if lost < _LAST_DIGITS:
+        text = f"each is off by about {lost:.1e} of the whole: summed or sent in a type of fewer digits"
+        return Diagnosis("digits lost", text, lost)
     return name_factor(factor, evidence.world, len(evidence.shards), sum(evidence.counts))
 
 

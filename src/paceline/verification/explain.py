@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from paceline.data import Unit, split
-from paceline.verification.diagnose import UNKNOWN, Diagnosis, Evidence, diagnose_gradient
+from paceline.verification.diagnose import NOT_REPEATED, UNKNOWN, Diagnosis, Evidence, diagnose_gradient
 from paceline.verification.diagnose_tail import TailEvidence, diagnose_tail
+from paceline.verification.diagnose_update import diagnose_update
 from paceline.verification.oracle import Shard
 from paceline.verification.reference import Reference
 
@@ -39,11 +40,14 @@ def explain(verifier: Verifier, step: int, update: int, reference: Reference | N
 def _explain_gradient(
     v: Verifier, step: int, update: int, reference: Reference, tensors: list[str], observed: list[Tensor]
 ) -> Diagnosis:
-    if not tensors:
-        return replace(UNKNOWN, explanation="the loss differs and no gradient does: look at what it counts")
-    v.oracle_state.load(reference.before, v.session.state.scalars())
+    v.oracle_state.load(reference.before, reference.scalars)
     units = v.oracle.work.units(step)
     shards = list(v.oracle.shards(units))
+    again = sum(s.total for s in shards)
+    if abs(again - reference.sums.total) > 1e-5 * sum(abs(s.total) for s in shards):
+        return replace(NOT_REPEATED, explanation=NOT_REPEATED.explanation.format(reference.sums.total, again))
+    if not tensors:
+        return replace(UNKNOWN, explanation="the loss differs and no gradient does: look at what it counts")
     rekeyed = [_flat(s.gradients, tensors, v) for s in v.oracle.shards(_keys_of_first(units, v.report.world))]
     flats = [_flat(s.gradients, tensors, v) for s in shards]
     changed = any(not torch.equal(a, b) for a, b in zip(flats, rekeyed, strict=True))
@@ -64,7 +68,7 @@ def _explain_tail(
     v: Verifier, step: int, update: int, reference: Reference, tensors: list[str], observed: list[Tensor]
 ) -> Diagnosis:
     record, schedule = v.record, v.oracle.schedule
-    base = float(v.oracle.optimizer.param_groups[0].get("initial_lr", 0.0))
+    base = v.oracle.base_rates[0]
     names = sorted(reference.final)
     seen, right = _flat(record.final, names, v), _flat(reference.final, names, v)
     ratio = float(seen @ right) / max(float(right @ right), 1e-300)
@@ -98,9 +102,7 @@ def _explain_state(
     tail = _explain_tail(v, step, update, reference, tensors, observed)
     if tail.cause in ("schedule off by one", "wrong learning rate"):
         return tail
-    return Diagnosis(
-        "different update", "gradients agree and the update does not: look at the optimizer's state"
-    )
+    return diagnose_update(v, update, reference)
 
 
 _STAGES: dict[str, Callable[..., Diagnosis]] = {
@@ -124,7 +126,7 @@ def _keys_of_first(units: tuple[Unit, ...], world: int) -> tuple[Unit, ...]:
 
 
 def _local_norms(v: Verifier, step: int, reference: Reference) -> list[float]:
-    v.oracle_state.load(reference.before, v.session.state.scalars())
+    v.oracle_state.load(reference.before, reference.scalars)
     shards: list[Shard] = list(v.oracle.shards(v.oracle.work.units(step)))
     names = sorted(reference.final)
     flats = [_flat(s.gradients, names, v) for s in shards]

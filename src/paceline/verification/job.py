@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-import copy
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from paceline.cluster import Cluster
+from paceline.comm import Net
+from paceline.data import Order
 from paceline.errors import StrategyError
-from paceline.layout import Precision
-from paceline.layout.holding import hold_whole
-from paceline.optim import build_schedule
+from paceline.mesh import Mesh
 from paceline.phase import TRAINING
-from paceline.recipe import HealthRecipe, Recipe
+from paceline.recipe import HealthRecipe, Recipe, resolve
 from paceline.task import Task
 from paceline.training import Pieces
-from paceline.training.build import (
-    build_order,
-    build_session,
-    build_task_optimizer,
-    num_steps_of,
-    prepare_model,
-)
+from paceline.training.build import build_session, prepare_model
 from paceline.training.job import TaskLike, connected, obtain_together
 from paceline.verification.oracle import Oracle
+from paceline.verification.plain_optimizer import plain_optimizer
+from paceline.verification.plain_schedule import PlainSchedule
+from paceline.verification.preflight import Fault, preflight
 from paceline.verification.report import Report
 from paceline.verification.run import Verifier
+from paceline.verification.strict import look_at_loss
+from paceline.verification.twin import twin
 
 
 def verify(
@@ -40,6 +40,7 @@ def verify(
     cluster: Cluster | None = None,
     pieces: Pieces | None = None,
     observe: Callable[[int], None] = lambda step: None,
+    strict: bool = False,
 ) -> Report:
     """Run the recipe's strategy and the oracle side by side for some steps; collective.
 
@@ -51,6 +52,7 @@ def verify(
         cluster: in place of the one in the environment.
         pieces: exchanged parts of the session (a planted fault); the oracle is not affected.
         observe: called after every step that agreed.
+        strict: look also at what both sides share: whether the loss adds up over samples.
     Returns:
         The report, equal on every rank.
     Raises:
@@ -59,7 +61,9 @@ def verify(
     with connected(recipe, cluster) as (found, device):
         built = obtain_together(recipe, task, base_dir, found)
         found.enter_phase(TRAINING)
-        return compare_with_oracle(recipe, built, found, device, steps, pieces=pieces, observe=observe)
+        return compare_with_oracle(
+            recipe, built, found, device, steps, pieces=pieces, observe=observe, strict=strict
+        )
 
 
 def compare_with_oracle(
@@ -71,6 +75,7 @@ def compare_with_oracle(
     *,
     pieces: Pieces | None = None,
     observe: Callable[[int], None] = lambda step: None,
+    strict: bool = False,
 ) -> Report:
     """`verify` on a cluster that is connected already."""
     if recipe.strategy.is_approximate:
@@ -78,11 +83,22 @@ def compare_with_oracle(
             f"'{recipe.strategy}' is approximate by nature: no step of it is that of one process",
             next_step="verify the same recipe with sync=every-step codec=fp32, and compare losses over seeds",
         )
-    pieces = pieces or Pieces()
     recipe = recipe.replace(health=HealthRecipe())  # a step that is left out has nothing to compare
-    oracle = build_oracle(recipe, replace(task, model=copy.deepcopy(task.model)), device)
+    oracle = build_oracle(recipe, replace(task, model=twin(task.model)), device)
+    mistake = _look_at_task(recipe, oracle, cluster, strict)
+    if mistake is not None:
+        return Report(str(recipe.strategy), cluster.world_size, failure=mistake[0], diagnosis=mistake[1])
     session = build_session(recipe, task, cluster, device, pieces=pieces)
     return Verifier(session, oracle).run(steps, observe)
+
+
+def _look_at_task(recipe: Recipe, oracle: Oracle, cluster: Cluster, strict: bool) -> Fault | None:
+    strategy = resolve(recipe.strategy, processes=cluster.world_size, shards=recipe.batch.shards)
+    world = Mesh.build(cluster, strategy.degrees).world
+    found = preflight(oracle, world, Net(recipe.runtime.deadline_seconds))
+    if found is None and strict:
+        return look_at_loss(oracle, recipe.precision.compute, cluster.world_size)
+    return found
 
 
 def build_oracle(recipe: Recipe, task: Task, device: torch.device, shards: int | None = None) -> Oracle:
@@ -91,18 +107,29 @@ def build_oracle(recipe: Recipe, task: Task, device: torch.device, shards: int |
     Args:
         shards: virtual shards; the recipe's if None, 1 for the full-batch oracle.
     """
-    model = prepare_model(recipe, task, device, whole=True)
-    order = build_order(recipe, task)
-    num_steps = num_steps_of(recipe, order.steps_per_epoch)
+    model, batch = prepare_model(recipe, task, device, whole=True), recipe.batch
+    order = Order(len(task.data), batch.size, recipe.seed, shuffle=batch.shuffle, drop_last=batch.drop_last)
+    optimizer = task.optimizer(model) if task.optimizer is not None else None
     return Oracle(
         task,
         order,
-        build_task_optimizer(recipe, task, hold_whole(model)),
-        build_schedule(recipe.schedule, num_steps, recipe.batch.size),
-        shards=shards or recipe.batch.shards,
+        optimizer or plain_optimizer(model, recipe.optimizer, fused_allowed=not recipe.reproducible),
+        PlainSchedule(recipe.schedule, _num_updates(recipe, order), batch.size),
+        shards=shards or batch.shards,
         seed=recipe.seed,
         clip_norm=recipe.optimizer.clip_norm,
-        reduction=recipe.batch.reduction,
-        autocast=Precision(recipe.precision.compute, device.type, caches=not recipe.is_ordered).autocast,
+        reduction=batch.reduction,
+        autocast=_autocast(recipe, device),
         ordered=recipe.reproducible,
     )
+
+
+def _num_updates(recipe: Recipe, order: Order) -> int:
+    return recipe.steps or math.ceil((recipe.epochs or 0) * order.steps_per_epoch)
+
+
+def _autocast(recipe: Recipe, device: torch.device) -> Callable[[], Any]:
+    """Forward in the recipe's type; an ordered run casts a weight at every use, so no cache has a say."""
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[recipe.precision.compute]
+    on, caches = recipe.precision.compute != "fp32", not recipe.is_ordered
+    return lambda: torch.autocast(device.type, dtype=dtype, enabled=on, cache_enabled=caches)

@@ -1,7 +1,11 @@
 """The oracle: what one process computes, in plain PyTorch. No hooks, no buckets, no wrappers.
 
 The sharded oracle runs the virtual shards of a step one after another; with one shard it is the
-full-batch oracle. It shares with the distributed step only the definition of the order of samples.
+full-batch oracle. What it judges it has written apart: dealing and reading of shards, seeds (`plain_units`),
+the learning rate (`plain_schedule`), the norm (`plain_norm`), the optimizer (`plain_optimizer`) and the tree
+of additions (`halves`). It shares with the session what defines the run: the order of samples, the key
+function and its words, the initial weights, the loss scale of fp16, and the user's model, loss and own
+optimizer.
 """
 
 from __future__ import annotations
@@ -12,27 +16,31 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import default_collate
 
-from paceline.comm.reduction.norm import row_squares
-from paceline.data import LockstepWork, Order, Unit, to_device
-from paceline.models.dropout import name_dropouts, set_unit_key
-from paceline.optim import Schedule
+from paceline.data import Order, Unit, to_device
 from paceline.task import Loss, Task
 from paceline.verification.halves import halves
+from paceline.verification.plain_norm import norm_by_rows, plain_norm, reals
+from paceline.verification.plain_schedule import PlainSchedule
+from paceline.verification.plain_units import PlainUnits, read, seed_all
+from paceline.verification.tied import apart, magnitudes
 
 Tensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One shard's forward and backward: sums, gradients of the sum, and the buffers it left."""
+    """One shard's forward and backward: sums, gradients of the sum, and the buffers it left.
+
+    Of a tied parameter `uses` has the sum of the magnitudes of the gradients of its uses, which may cancel.
+    """
 
     unit: Unit
     total: float
     count: float
     gradients: Tensors
     buffers: Tensors
+    uses: Tensors
 
 
 class Oracle:
@@ -55,7 +63,7 @@ class Oracle:
         task: Task,
         order: Order,
         optimizer: torch.optim.Optimizer,
-        schedule: Schedule,
+        schedule: PlainSchedule,
         *,
         shards: int,
         seed: int,
@@ -65,12 +73,12 @@ class Oracle:
         ordered: bool = False,
     ) -> None:
         self.task, self.model, self.optimizer, self.schedule = task, task.model, optimizer, schedule
-        self.work = LockstepWork(order, shards, seed)
+        self.base_rates = [float(group["lr"]) for group in optimizer.param_groups]
+        self.work = PlainUnits(order, shards, seed)
         self.clip_norm, self.reduction = clip_norm, reduction
         self.ordered = ordered
-        self._autocast = autocast or (lambda: torch.autocast("cpu", enabled=False))
+        self.autocast = autocast or (lambda: torch.autocast("cpu", enabled=False))
         self._device = next(self.model.parameters()).device
-        name_dropouts(self.model)
 
     def step(self, step: int, update: int) -> float:
         """One whole step; returns the mean loss."""
@@ -89,16 +97,25 @@ class Oracle:
         """
         before = self.buffers()
         for unit in units:
-            self.set_buffers(before)
-            self.model.train()
-            self.model.zero_grad()
-            seed_all(self.model, unit.key)
-            with self._autocast():
-                loss: Loss = self.task.loss(self.model, self.load(unit))
-            (loss.total * scale).backward()
+            with apart(self.model) as uses:
+                if uses:
+                    self._forward_backward(unit, before, scale)
+            sizes = magnitudes(uses, scale)
+            loss = self._forward_backward(unit, before, scale)
             gradients = {n: p.grad / scale for n, p in self.model.named_parameters() if p.grad is not None}
-            yield Shard(unit, float(loss.total.detach()), float(loss.count), gradients, self.buffers())
+            yield Shard(unit, float(loss.total.detach()), float(loss.count), gradients, self.buffers(), sizes)
         self.set_buffers(before)
+
+    def _forward_backward(self, unit: Unit, before: Tensors, scale: float) -> Loss:
+        self.set_buffers(before)
+        self.model.train()
+        self.model.zero_grad()
+        batch = self.load(unit)
+        seed_all(self.model, unit.key)
+        with self.autocast():
+            loss: Loss = self.task.loss(self.model, batch)
+        (loss.total * scale).backward()
+        return loss
 
     def accumulate(self, units: tuple[Unit, ...], scale: float = 1.0) -> Totals:
         """What these shards add up to."""
@@ -111,35 +128,34 @@ class Oracle:
 
     def apply(self, sums: Tensors, count: float, update: int) -> float:
         """Divide, clip, update; returns the global norm before the clip."""
+        norm = self.set_gradients(sums, count)
+        self.update(update)
+        return norm
+
+    def set_gradients(self, sums: Tensors, count: float) -> float:
+        """Divide and clip; returns the global norm before the clip."""
         divisor = count if self.reduction == "mean" else 1.0
         if self.ordered:
-            return self._apply_in_order(sums, divisor, update)
-        for name, p in self.model.named_parameters():
-            p.grad = lying_as(p, sums[name] / divisor) if name in sums else None
-        largest = float("inf") if self.clip_norm is None else self.clip_norm
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), largest)
-        self.schedule.apply(self.optimizer, update)
-        self.optimizer.step()
-        return float(norm)
-
-    def _apply_in_order(self, sums: Tensors, divisor: float, update: int) -> float:
-        squares = [row_squares(sums.get(n, torch.zeros_like(p))) for n, p in self._trained()]
-        norm = float(torch.cat(squares).sum().sqrt()) / divisor
-        largest = float("inf") if self.clip_norm is None else self.clip_norm
-        multiplier = (largest / norm if norm > largest else 1.0) / divisor
+            norm = norm_by_rows(sums.get(n, torch.zeros_like(p)) for n, p in self._trained()) / divisor
+        else:
+            norm = plain_norm(sums.values()) / divisor
+        shorter = self.clip_norm / norm if self.clip_norm is not None and norm > self.clip_norm else 1.0
         for name, p in self._trained():
-            p.grad = lying_as(p, sums[name] * multiplier) if name in sums else None
-        self.schedule.apply(self.optimizer, update)
-        self.optimizer.step()
+            p.grad = lying_as(p, sums[name] * (shorter / divisor)) if name in sums else None
         return norm
+
+    def update(self, update: int) -> None:
+        """One step of the optimizer, with the rate of this update."""
+        for group, rate in zip(self.optimizer.param_groups, self.base_rates, strict=True):
+            group["lr"] = rate * self.schedule.factor(update)
+        self.optimizer.step()
 
     def _trained(self) -> list[tuple[str, nn.Parameter]]:
         return [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
 
     def load(self, unit: Unit) -> Any:
         """The batch of one unit, sample by sample."""
-        collate = self.task.collate or default_collate
-        return to_device(collate([self.task.data[int(i)] for i in unit.indices]), self._device)
+        return to_device(read(self.task, unit), self._device)
 
     def buffers(self) -> Tensors:
         """Copies of the persistent buffers."""
@@ -157,12 +173,6 @@ class Oracle:
 def lying_as(p: Tensor, values: Tensor) -> Tensor:
     """The values in memory in the order of the parameter's: fused kernels walk both side by side."""
     return torch.empty_like(p, dtype=values.dtype).copy_(values).detach()
-
-
-def seed_all(model: nn.Module, key: int) -> None:
-    """Every random number of a unit follows from its key."""
-    torch.manual_seed(key)
-    set_unit_key(model, key)
 
 
 @dataclass
@@ -191,20 +201,19 @@ def _by_shard(shards: Iterable[Shard], name: str) -> dict[int, Tensor]:
 
 def accumulate(shards: Iterable[Shard], before: Tensors) -> Totals:
     """Add up shards as they come; `before` holds the buffers they all started from."""
-    sums = Totals(
-        0.0, 0.0, {}, {}, {n: torch.zeros_like(b, dtype=torch.float64) for n, b in before.items()}, 0
-    )
+    still = {n: torch.zeros_like(reals(b), dtype=torch.float64) for n, b in before.items()}
+    sums = Totals(0.0, 0.0, {}, {}, still, 0)
     for shard in shards:
         sums.total += shard.total
         sums.count += shard.count
         sums.num_shards += 1
         for name, g in shard.gradients.items():
             sums.gradients[name] = sums.gradients[name] + g if name in sums.gradients else g
-            sums.magnitudes[name] = sums.magnitudes[name] + g.abs() if name in sums.magnitudes else g.abs()
+            size = shard.uses[name] if name in shard.uses else g.abs().to(torch.float64)
+            sums.magnitudes[name] = sums.magnitudes[name] + size if name in sums.magnitudes else size
         for name, base in before.items():
-            after = shard.buffers[name]
-            changed = after.to(torch.float64) - base.to(torch.float64)
-            sums.buffers[name] += torch.where(after == base, 0.0, changed)
+            a, b = reals(shard.buffers[name]), reals(base)
+            sums.buffers[name] += torch.where(a == b, 0.0, a.to(torch.float64) - b.to(torch.float64))
     for change in sums.buffers.values():
         change /= max(1, sums.num_shards)
     return sums
@@ -212,9 +221,12 @@ def accumulate(shards: Iterable[Shard], before: Tensors) -> Totals:
 
 def moved(before: Tensors, change: Tensors) -> Tensors:
     """Buffers after a step: what no shard changed keeps its bits, counters are rounded."""
-    after = {}
-    for name, base in before.items():
-        value = base.to(torch.float64) + change[name]
-        value = value if base.dtype.is_floating_point else value.round()
-        after[name] = torch.where(change[name] == 0, base, value.to(base.dtype))
-    return after
+    return {name: _moved(base, change[name]) for name, base in before.items()}
+
+
+def _moved(base: Tensor, change: Tensor) -> Tensor:
+    start = reals(base)
+    value = start.to(torch.float64) + change
+    value = value if start.dtype.is_floating_point else value.round()
+    after = torch.where(change == 0, start, value.to(start.dtype))
+    return torch.view_as_complex(after) if base.is_complex() else after

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -11,6 +12,8 @@ from paceline.layout.whole import Snapshot
 from paceline.state import TrainState
 from paceline.sync import gradient_scale
 from paceline.training import Session
+from paceline.verification.compare import largest
+from paceline.verification.conditioning import Conditioning
 from paceline.verification.oracle import Oracle, Tensors, Totals, moved
 
 
@@ -23,22 +26,35 @@ class Reference:
         sums: of loss, count, gradients and buffers over all shards.
         norm: of the mean gradient, before the clip; from `finish` on.
         final: gradients as the optimizer got them; from `finish` on.
+        moved: by name of a tensor, see `compare.state_bounds`; from `finish` on.
     """
 
     before: Tensors
+    scalars: Mapping[str, Any]
     sums: Totals
     norm: float = 0.0
     final: Tensors = field(default_factory=dict)
+    moved: dict[str, float] = field(default_factory=dict)
 
-    def finish(self, oracle: Oracle, sums: Mapping[str, Tensor], update: int) -> None:
+    def finish(self, oracle: Oracle, state: TrainState, sums: Mapping[str, Tensor], update: int) -> None:
         """Let the oracle divide, clip and update, with the gradients that rank 0 really had.
 
         Args:
+            state: the oracle's.
             sums: those gradients, by parameter.
             update: its number, for the schedule.
         """
         oracle.set_buffers(moved(oracle.buffers(), self.sums.buffers))
-        self.norm = oracle.apply({name: g.clone() for name, g in sums.items()}, self.sums.count, update)
+        buffers = oracle.buffers()
+        self.norm = oracle.set_gradients({name: g.clone() for name, g in sums.items()}, self.sums.count)
+        self.final = {n: p.grad.clone() for n, p in oracle.model.named_parameters() if p.grad is not None}
+        if not oracle.ordered:
+            self.moved = Conditioning(oracle, state, self.before, self.scalars, self.final).measure(update)
+            self.moved |= {f"model/{n}": largest(change) for n, change in self.sums.buffers.items()}
+        oracle.set_buffers(buffers)
+        for name, p in oracle.model.named_parameters():
+            p.grad = self.final[name].clone() if name in self.final else None
+        oracle.update(update)
         self.final = {n: p.grad for n, p in oracle.model.named_parameters() if p.grad is not None}
 
 
@@ -46,5 +62,7 @@ def look_up(oracle: Oracle, oracle_state: TrainState, session: Session, before: 
     """The oracle's sums of the step that comes next in the session, from the state before it."""
     tensors = {name: t.detach().clone() for name, t in before.tensors().items()}
     oracle_state.load(tensors, before.scalars())
-    scale = gradient_scale(oracle.work, session.state, max(1, session.task.num_tokens_per_sample))
-    return Reference(tensors, oracle.accumulate(oracle.work.units(session.state.step), scale))
+    scale = gradient_scale(session.work, session.state, max(1, session.task.num_tokens_per_sample))
+    return Reference(
+        tensors, before.scalars(), oracle.accumulate(oracle.work.units(session.state.step), scale)
+    )

@@ -23,12 +23,13 @@ from paceline.slot import Piece
 from paceline.state import TrainState
 from paceline.training import Session
 from paceline.verification.compare import (
-    NORM_ERROR,
     Kernels,
     compare,
+    final_bounds,
     multiplier_error,
-    relative_bounds,
+    norm_error,
     state_bounds,
+    unit_of,
 )
 from paceline.verification.diagnose import DIFFERENT_START
 from paceline.verification.explain import explain
@@ -95,7 +96,7 @@ class Verifier:
             self._compare_sums(step, reference)
         if record.update is not None and record.update.applied:
             if reference is not None:
-                reference.finish(self.oracle, self.record.sums, update)
+                reference.finish(self.oracle, self.oracle_state, self.record.sums, update)
             self._compare_update(step, reference)
         else:
             self._compare_skip(step, reference)
@@ -120,7 +121,8 @@ class Verifier:
         if reference is not None:
             sums = reference.sums
             theirs = {"loss": _scalar(sums.total), "count": _scalar(sums.count)}
-            bounds = self.kernels.gradient_bounds(sums.magnitudes, sums.num_shards, sums.count)
+            units = {n: unit_of(g) for n, g in sums.gradients.items()}
+            bounds = self.kernels.gradient_bounds(sums.magnitudes, units, sums.num_shards, sums.count)
             scalar_bounds = {"loss": 1e-6 * abs(sums.total) + self._loss_slack(sums.total), "count": 0.0}
             mean = {n: g / sums.count for n, g in sums.gradients.items()}
         self._compare(step, "loss", mine, theirs, scalar_bounds, mine)
@@ -137,12 +139,11 @@ class Verifier:
             self._compare(step, "final gradient", self.record.final, None, None, like)
             self._compare(step, "state", mine, None, None, mine)
             return
-        clip = self.oracle.clip_norm
-        error = multiplier_error(clip is not None and reference.norm > clip)
-        final, theirs = reference.final, self.oracle_state.tensors()
-        bounds = relative_bounds(final, error)
-        self._compare(step, "final gradient", self.record.final, final, bounds, like)
-        bounds = state_bounds(reference.before, theirs, self.oracle.buffers(), error)
+        clip, final, theirs = self.oracle.clip_norm, reference.final, self.oracle_state.tensors()
+        clipped = clip is not None and reference.norm * (1.0 + norm_error(final)) > clip
+        error = multiplier_error(final, clipped)
+        self._compare(step, "final gradient", self.record.final, final, final_bounds(final, error), like)
+        bounds = state_bounds(theirs, reference.moved, error)
         self._compare(step, "state", mine, theirs, bounds, mine)
 
     def _compare_skip(self, step: int, reference: Reference | None) -> None:
@@ -165,13 +166,14 @@ class Verifier:
         if reference is not None:
             rate = float(self.oracle.optimizer.param_groups[0]["lr"])
             theirs = {"norm": _scalar(reference.norm), "rate": _scalar(rate)}
-            bounds = {"norm": NORM_ERROR * reference.norm, "rate": 1e-12 * abs(rate)}
+            bounds = {"norm": norm_error(reference.final) * reference.norm, "rate": 1e-12 * abs(rate)}
         self._compare(step, "update", mine, theirs, bounds, mine)
 
     def _slots(self) -> dict[str, Tensor]:
         """Tensors of the shapes of the trained parameters, by name, in the order of the gradients."""
         slots = self.session.placed.holding.slots
-        return {slot.name: torch.empty(slot.shape, device="meta") for slot in slots}
+        types = {n: p.dtype for n, p in self.session.placed.holding.model.named_parameters()}
+        return {s.name: torch.empty(s.shape, dtype=types[s.name], device="meta") for s in slots}
 
     def _parameters(self) -> dict[str, Tensor]:
         """Their values, whole and up to date."""

@@ -1,0 +1,171 @@
+"""Look at the task alone, before anything is trained: is it the same on all ranks, and does it repeat itself?
+
+Every rank builds its own oracle and runs the first step's shards on it. What they built, read and computed is
+compared as hashes and numbers: a mistake here is one of the user's code, and no strategy could be right.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+from paceline.comm import Net
+from paceline.comm.text import gather_texts
+from paceline.data import Unit
+from paceline.mesh import Group
+from paceline.verification.compare import Finding
+from paceline.verification.diagnose import Diagnosis
+from paceline.verification.forked import same_when_forked
+from paceline.verification.oracle import Oracle
+from paceline.verification.plain_norm import plain_norm
+from paceline.verification.plain_units import drawn_from, read
+
+Facts = Mapping[str, Any]
+Fault = tuple[Finding, Diagnosis]
+_PLAIN = (str, bytes, int, float, bool, type(None))
+_NEAR = 1e-3  # hosts of other kinds round otherwise
+
+
+def preflight(oracle: Oracle, group: Group, net: Net) -> Fault | None:
+    """What is wrong with the task, if anything; collective, equal on every rank.
+
+    Wire: one gathering of a few hundred bytes, and some for every tensor and shard.
+    """
+    with drawn_from(0):
+        facts = gather_texts(json.dumps(look(oracle)), group, net)
+    return judge([json.loads(text) for text in facts])
+
+
+def look(oracle: Oracle) -> dict[str, Any]:
+    """What this rank has built, reads and computes, as JSON values."""
+    units = oracle.work.units(0)
+    data, again = ([_sha(read(oracle.task, unit)) for unit in units] for _ in range(2))
+    facts: dict[str, Any] = {
+        "model": {n: _sha(t) for n, t in oracle.model.state_dict().items() if isinstance(t, Tensor)},
+        "length": len(oracle.task.data),
+        "data": data,
+        "reads alike": data == again,
+    }
+    first, second = (_numbers(oracle, units[:1]) for _ in range(2))
+    facts |= {"loss": first, "computes alike": first == second}
+    if not (facts["reads alike"] and facts["computes alike"]):
+        facts["counts calls"] = same_when_forked(lambda: _probe(oracle, units[0]))
+    return facts
+
+
+def judge(facts: Sequence[Facts]) -> Fault | None:
+    """The first mistake that the facts of all ranks show. Pure."""
+    return _different_models(facts) or _not_repeated(facts) or _different_data(facts) or _by_rank(facts)
+
+
+def _different_models(facts: Sequence[Facts]) -> Fault | None:
+    names = list(dict.fromkeys(name for f in facts for name in f["model"]))
+    for name in names:
+        wrong = [f["model"].get(name) != facts[0]["model"].get(name) for f in facts]
+        if any(wrong):
+            text = (
+                f"'{name}' is not the same on every rank as it is built; training starts from rank 0's, so a"
+                " seed, a file or the rank decides what is trained: build from the run's seed alone"
+            )
+            return _found("initial value", name, wrong, "ranks built different models", text)
+    return None
+
+
+def _not_repeated(facts: Sequence[Facts]) -> Fault | None:
+    for key, what, name in (
+        ("reads alike", "reading the same shard twice gives two batches", "shard 0 of the data"),
+        (
+            "computes alike",
+            "the same shard, run twice from the same weights and seeds, gives two losses",
+            "loss",
+        ),
+    ):
+        wrong = [not f[key] for f in facts]
+        if any(wrong):
+            counts = all(f.get("counts calls", True) for f in facts)
+            cause = "depends on the number of calls" if counts else "the task is not deterministic"
+            advice = (
+                "something that is no buffer remembers earlier calls: a counter, an own generator, a cache"
+                if counts
+                else "something draws from a generator that nobody seeds or the clock, or threads race"
+            )
+            return _found("task", name, wrong, cause, f"{what}: {advice}")
+    return None
+
+
+def _different_data(facts: Sequence[Facts]) -> Fault | None:
+    wrong = [f["length"] != facts[0]["length"] for f in facts]
+    if any(wrong):
+        text = "the data has another length on other ranks; give every rank all of it"
+        return _found("task", "length of the data", wrong, "ranks read different data", text)
+    for shard in range(len(facts[0]["data"])):
+        wrong = [f["data"][shard] != facts[0]["data"][shard] for f in facts]
+        if any(wrong):
+            text = (
+                f"shard {shard} of step 0 is another batch on other ranks: data must not depend on the rank"
+            )
+            return _found("task", f"shard {shard} of the data", wrong, "ranks read different data", text)
+    return None
+
+
+def _by_rank(facts: Sequence[Facts]) -> Fault | None:
+    wrong = [not _near(f["loss"], facts[0]["loss"]) for f in facts]
+    if not any(wrong):
+        return None
+    text = (
+        "the same shard with the same weights and seeds gives another loss on other ranks: the model or loss"
+        " looks at the rank, the environment or the host"
+    )
+    return _found("task", "loss", wrong, "depends on the rank", text)
+
+
+def _found(quantity: str, name: str, wrong: Sequence[bool], cause: str, text: str) -> Fault:
+    return Finding(-1, quantity, name, tuple(map(float, wrong)), 0.0), Diagnosis(cause, text)
+
+
+def _near(a: Sequence[float], b: Sequence[float]) -> bool:
+    return all(abs(x - y) <= _NEAR * max(abs(x), abs(y)) or x == y for x, y in zip(a, b, strict=True))
+
+
+def _numbers(oracle: Oracle, units: tuple[Unit, ...]) -> list[float]:
+    """Loss, count and norm of the gradient of the first shard; not numbers as words."""
+    shard = next(iter(list(oracle.shards(units))))
+    found = [shard.total, shard.count, plain_norm(shard.gradients.values())]
+    return [x if x == x else -1.0 for x in found]
+
+
+def _probe(oracle: Oracle, unit: Unit) -> str:
+    """One read and one forward, as a hash."""
+    with torch.no_grad(), drawn_from(unit.key):
+        oracle.model.train()
+        before = oracle.buffers()
+        loss = oracle.task.loss(oracle.model, oracle.load(unit))
+        oracle.set_buffers(before)
+        return f"{_sha(read(oracle.task, unit))} {float(loss.total)!r}"
+
+
+def _sha(value: Any) -> str:
+    """A hash of a batch, whatever containers it is made of."""
+    leaves, shape = tree_flatten(value)
+    digest = hashlib.sha256(str(shape).encode())
+    for leaf in leaves:
+        digest.update(_bytes_of(leaf))
+    return digest.hexdigest()[:16]
+
+
+def _bytes_of(leaf: Any) -> bytes:
+    """A tensor's or an array's values; how plain Python writes a value; nothing of other objects."""
+    if isinstance(leaf, Tensor):
+        kept = leaf.detach().cpu().contiguous() if leaf.layout == torch.strided else torch.zeros(0)
+        values = kept.reshape(-1).view(torch.uint8).numpy().tobytes() if kept.numel() else b""
+        return f"{tuple(leaf.shape)}{leaf.dtype}".encode() + values
+    if isinstance(leaf, np.ndarray):
+        return leaf.tobytes()
+    return repr(leaf).encode() if type(leaf) in _PLAIN else b""

@@ -1,0 +1,71 @@
+"""The oracle takes nothing from the session that it judges: a part that is broken turns verify red."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from paceline.cluster import Cluster
+from paceline.recipe import Recipe
+from paceline.testing import run_ranks
+from paceline.testing.parity import CPU
+from paceline.verification import Report, compare_with_oracle
+from tests.parity.innocent import random_data
+from tests.parity.test_verification import convnet, make_task
+
+
+def scaled(function: Callable[..., Any], factor: float) -> Callable[..., Any]:
+    return lambda *args, **kwargs: function(*args, **kwargs) * factor
+
+
+def breaks() -> dict[str, tuple[Any, str, Any]]:
+    """What is broken: the owner, the name, and what is put there."""
+    from paceline.comm.reduction import norm
+    from paceline.data import reader, work
+    from paceline.models.dropout import KeyedDropout
+    from paceline.optim import build, schedule
+
+    take_key, read = KeyedDropout.take_key, reader.key
+    decays = build.decays
+    return {
+        "rows of the norm": (norm, "row_squares", scaled(norm.row_squares, 1 + 1e-9)),
+        "schedule": (schedule.Schedule, "factor", scaled(schedule.Schedule.factor, 1 + 1e-6)),
+        "cosine": (schedule, "cosine", scaled(schedule.cosine, 0.999)),
+        "dealing": (
+            work,
+            "split",
+            lambda n, parts, part: range(
+                n * part // parts, max(n * part // parts, n * (part + 1) // parts - (part == 1))
+            ),
+        ),
+        "key of a unit": (work, "key", lambda *words: 17),
+        "key of dropout": (KeyedDropout, "take_key", lambda self, key: take_key(self, key + 1)),
+        "key of the loader": (reader, "key", lambda *words: read(*words) + 1),
+        "which decay": (build, "decays", lambda p, on: not decays(p, on)),
+        "optimizer": (build, "_SETTINGS", {"adamw": lambda r: {"eps": 1e-3, "weight_decay": r.weight_decay}}),
+    }
+
+
+NAMES = ("rows of the norm", "schedule", "cosine", "dealing", "key of a unit", "key of dropout",
+         "key of the loader", "which decay", "optimizer")  # fmt: skip
+
+
+def check(cluster: Cluster, name: str) -> Report:
+    settings: dict[str, Any] = {"reproducible": True} if name == "rows of the norm" else {}
+    settings |= {"optimizer": {"name": "adamw", "lr": 3e-3, "clip_norm": 0.5, "weight_decay": 0.1}}
+    recipe: Recipe = convnet(**settings)
+    task = random_data() if name == "key of the loader" else make_task(recipe)
+    owner, attribute, broken = breaks()[name]
+    with patch.object(owner, attribute, broken):
+        return compare_with_oracle(recipe, task, cluster, CPU, 3)
+
+
+@pytest.mark.capability("Z2")
+def test_a_part_that_is_broken_at_its_source_is_found() -> None:
+    def all_of_them(cluster: Cluster) -> list[str]:
+        return [name for name in NAMES if check(cluster, name).ok]
+
+    assert run_ranks(all_of_them, 2, deadline=150)[0] == []

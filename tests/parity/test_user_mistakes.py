@@ -1,0 +1,182 @@
+"""Mistakes in the user's code are named as such, whatever the strategy."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paceline.cluster import Cluster
+from paceline.recipe import Recipe
+from paceline.task import Loss, Task
+from paceline.testing import run_ranks
+from paceline.testing.parity import CPU
+from paceline.verification import Report, compare_with_oracle
+from tests.parity.innocent import INNOCENT, Augmented, loss, samples, seeded, small
+
+Build = Callable[[Cluster], Task]
+
+
+def with_loss(change: Callable[[Cluster], Callable[[Tensor], Any]]) -> Build:
+    """A task whose loss is multiplied with something."""
+
+    def build(cluster: Cluster) -> Task:
+        factor = change(cluster)
+
+        def changed(model: nn.Module, batch: Any) -> Loss:
+            found = loss(model, batch)
+            return Loss(found.total * factor(batch[0]), found.count)
+
+        return Task(seeded(small), samples(), changed)
+
+    return build
+
+
+def counter(cluster: Cluster) -> Callable[[Tensor], float]:
+    calls: list[int] = []
+
+    def factor(x: Tensor) -> float:
+        calls.append(len(x))
+        return 1.0 + 0.01 * len(calls)
+
+    return factor
+
+
+def own_generator(cluster: Cluster) -> Callable[[Tensor], float]:
+    generator = torch.Generator().manual_seed(3)
+    return lambda x: 1.0 + float(torch.rand((), generator=generator))
+
+
+def unseeded(cluster: Cluster) -> Callable[[Tensor], float]:
+    return lambda x: 1.0 + os.urandom(1)[0] / 100
+
+
+def late(cluster: Cluster) -> Callable[[Tensor], float]:
+    """Draws in training only, and not before it was called ten times."""
+    calls: list[int] = []
+
+    def factor(x: Tensor) -> float:
+        calls.append(len(x))
+        return 1.0 + (os.urandom(1)[0] / 100 if len(calls) > 10 else 0.0)
+
+    return factor
+
+
+def of_rank(cluster: Cluster) -> Callable[[Tensor], float]:
+    return lambda x: 1.0 + 0.1 * cluster.global_rank
+
+
+def model_of_rank(cluster: Cluster) -> Task:
+    model = seeded(small)
+    with torch.no_grad():
+        model[2].bias += cluster.global_rank
+    return Task(model, samples(), loss)
+
+
+def data_of_rank(cluster: Cluster) -> Task:
+    shift = float(cluster.global_rank)
+    return Task(seeded(small), [(x + shift, y) for x, y in samples()], loss)
+
+
+def own_part_of_the_data(cluster: Cluster) -> Task:
+    return Task(seeded(small), samples()[: 40 - cluster.global_rank], loss)
+
+
+class Unseeded(Augmented):
+    """Draws from the system."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        x, y = self.samples[index]
+        return x + os.urandom(1)[0] / 100, y
+
+
+class Remembers(Augmented):
+    """Returns another view at every second read."""
+
+    reads = 0
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        self.reads += 1
+        x, y = self.samples[index]
+        return x * (1 + self.reads), y
+
+
+MISTAKES: dict[str, tuple[Build, str]] = {
+    "a counter in the loss": (with_loss(counter), "depends on the number of calls"),
+    "a generator of its own": (with_loss(own_generator), "depends on the number of calls"),
+    "data that remembers": (
+        lambda c: Task(seeded(small), Remembers(), loss),
+        "depends on the number of calls",
+    ),
+    "nobody seeds the loss": (with_loss(unseeded), "the task is not deterministic"),
+    "nobody seeds it later": (with_loss(late), "the task is not deterministic"),
+    "nobody seeds the data": (
+        lambda c: Task(seeded(small), Unseeded(), loss),
+        "the task is not deterministic",
+    ),
+    "a loss that knows its rank": (with_loss(of_rank), "depends on the rank"),
+    "a model that knows its rank": (model_of_rank, "ranks built different models"),
+    "data that knows its rank": (data_of_rank, "ranks read different data"),
+    "data cut by rank": (own_part_of_the_data, "ranks read different data"),
+}
+
+
+def check(cluster: Cluster, name: str) -> Report:
+    recipe = Recipe(task="given", steps=20, batch={"size": 13, "shards": 4})
+    return compare_with_oracle(recipe, MISTAKES[name][0](cluster), cluster, CPU, 3)
+
+
+@pytest.mark.capability("Z2")
+def test_mistakes_of_users_are_named() -> None:
+    def all_of_them(cluster: Cluster) -> dict[str, Report]:
+        return {name: check(cluster, name) for name in MISTAKES}
+
+    for ranks in zip(*(r.items() for r in run_ranks(all_of_them, 2, deadline=100)), strict=True):
+        (name, report), (_, other) = ranks
+        assert not report.ok and report.diagnosis.cause == MISTAKES[name][1], (name, report.diagnosis)
+        assert report == other
+
+
+def test_a_model_that_differs_is_named_by_its_tensor() -> None:
+    report = run_ranks(check, 2, "a model that knows its rank")[0]
+    assert (report.failure.tensor, report.failure.errors) == ("2.bias", (0.0, 1.0))
+
+
+def counts_one(model: nn.Module, batch: Any) -> Loss:
+    return Loss(nn.functional.cross_entropy(model(batch[0]), batch[1]), 1)
+
+
+def mean_as_sum(model: nn.Module, batch: Any) -> Loss:
+    return Loss(nn.functional.cross_entropy(model(batch[0]), batch[1]), len(batch[1]))
+
+
+def squared(model: nn.Module, batch: Any) -> Loss:
+    return Loss(loss(model, batch).total ** 2, len(batch[1]))
+
+
+@pytest.mark.capability("Z2")
+@pytest.mark.parametrize(
+    ("wrong", "cause"),
+    [
+        (counts_one, "the loss counts a batch as one item"),
+        (mean_as_sum, "the loss is a mean"),
+        (squared, "the loss does not add up"),
+    ],
+)
+def test_strict_sees_a_loss_that_does_not_add_up(wrong: Any, cause: str) -> None:
+    recipe = Recipe(task="given", steps=20, batch={"size": 13, "shards": 4})
+    task = Task(seeded(small), samples(), wrong)
+    report = compare_with_oracle(recipe, task, Cluster.single(), CPU, 2, strict=True)
+    assert not report.ok and report.diagnosis.cause == cause
+    assert compare_with_oracle(recipe, task, Cluster.single(), CPU, 2).ok  # both sides share it
+
+
+@pytest.mark.parametrize("name", ["plain", "channels-last", "attention", "bf16-parameters", "scalar-gates"])
+def test_strict_is_quiet_on_right_losses(name: str) -> None:
+    recipe = Recipe(task="given", steps=20, batch={"size": 13, "shards": 4})
+    report = compare_with_oracle(recipe, INNOCENT[name][0](), Cluster.single(), CPU, 2, strict=True)
+    assert report.ok, report.diagnosis

@@ -1,8 +1,10 @@
 """A server whose workers stop reading, leave or hang: the others go on, and every sample is accounted for."""
 
+import json
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +15,18 @@ from paceline.cluster import Cluster
 from paceline.comm.channel import Channel, Message, hub
 from paceline.data import Feed
 from paceline.errors import CommunicationError
+from paceline.observe import JsonLines
+from paceline.observe.schema import mistakes
 from paceline.recipe import Recipe, Strategy
 from paceline.sync.policy import ApplyEach
 from paceline.testing import RanksFailed, run_ranks
-from paceline.testing.parity import session_of
+from paceline.testing.parity import make_task, session_of
 from paceline.training import Session, rules
+from paceline.training.loop import fit
 
 STEPS = 20
 BUFFER_BYTES = 1 << 16
+DEADLINE = 4.0
 ASYNC, BACKUP = "servers=1 sync=server-async", "servers=1 sync=backup:1"
 
 
@@ -273,6 +279,33 @@ def test_under_backup_workers_a_step_goes_on_without_one_that_left() -> None:
     assert server["losses"][-1] < 0.8 * server["losses"][0]
 
 
+@pytest.mark.capability("B3")
+def test_fit_tells_its_sinks_and_trains_to_the_end_where_no_collective_needs_the_one_that_left(
+    tmp_path: Path,
+) -> None:
+    """Without a run folder and held-out samples nothing between two rounds is collective over all ranks."""
+
+    def run(cluster: Cluster) -> int | str:
+        session = without_held_out(cluster)
+        if cluster.global_rank == 2:
+            session.rule.channel = Leaving(session.rule.channel, "ticket")
+        sinks = [JsonLines(tmp_path / "metrics.jsonl")] if session.is_first else []
+        try:
+            return fit(session, None, sinks).steps
+        except Left:
+            return "left"
+
+    assert run_ranks(run, 4) == [STEPS, STEPS, "left", STEPS]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    (event,) = [line for line in lines if line["event"] == "lost"]
+    assert (event["rank"], event["level"], mistakes(event)) == (2, "warning", [])
+
+
+def without_held_out(cluster: Cluster) -> Session:
+    recipe = digits(ASYNC)
+    return session_of(cluster, recipe, lambda: replace(make_task(recipe), held_out=None))
+
+
 @pytest.mark.capability("B3", "I7")
 @pytest.mark.parametrize(
     ("strategy", "leavers", "message"),
@@ -305,21 +338,43 @@ def test_too_few_that_are_left_are_an_error_that_names_the_others(
 class Stuck(Wrapped):
     """Lives and reads, but says nothing for its fourth ticket."""
 
-    tickets = 0
+    def __init__(self, inner: Channel, folder: Path) -> None:
+        super().__init__(inner)
+        self.folder, self.tickets = folder, 0
 
     def receive(self, deadline_seconds: float) -> Message:
         message = self.inner.receive(deadline_seconds)
         self.tickets += message.kind == "ticket"
         if self.tickets == 4:
+            (self.folder / "hung").touch()
             self.inner.receive(60.0)  # until the server hangs up
         return message
 
 
-def with_stuck_worker(cluster: Cluster, recipe: Recipe) -> dict[str, Any] | str:
+class StuckWithWorkOf(Wrapped):
+    """Hangs as soon as it is given what the one that hung before it had worked on."""
+
+    def __init__(self, inner: Channel, folder: Path) -> None:
+        super().__init__(inner)
+        self.hung = folder / "hung"
+
+    def receive(self, deadline_seconds: float) -> Message:
+        message = self.inner.receive(deadline_seconds)
+        late = self.hung.exists() and time.time() - self.hung.stat().st_mtime > 0.75 * DEADLINE
+        if late and message.kind == "ticket":
+            self.inner.receive(60.0)
+        return message
+
+
+def with_stuck_worker(
+    cluster: Cluster, recipe: Recipe, folder: Path, second: int = -1
+) -> dict[str, Any] | str:
     session = long_rounds(session_of(cluster, recipe))
-    session.net.deadline_seconds = 4.0
+    session.net.deadline_seconds = DEADLINE
     if cluster.global_rank == 2:
-        session.rule.channel = Stuck(session.rule.channel)
+        session.rule.channel = Stuck(session.rule.channel, folder)
+    if cluster.global_rank == second:
+        session.rule.channel = StuckWithWorkOf(session.rule.channel, folder)
     try:
         losses = [stats.loss for stats in session.rounds()]
     except CommunicationError as error:
@@ -330,9 +385,9 @@ def with_stuck_worker(cluster: Cluster, recipe: Recipe) -> dict[str, Any] | str:
 @pytest.mark.capability("B3", "I7")
 @pytest.mark.parametrize("strategy", [ASYNC, BACKUP])
 def test_a_worker_that_gives_no_sign_for_the_deadline_is_lost_and_the_others_wait_for_it(
-    strategy: str,
+    strategy: str, tmp_path: Path
 ) -> None:
-    server, first, stuck, third = run_ranks(with_stuck_worker, 4, digits(strategy))
+    server, first, stuck, third = run_ranks(with_stuck_worker, 4, digits(strategy), tmp_path)
     assert "rank 0 is gone" in stuck
     assert_agree([server, first, third])
     assert server["step"] == STEPS
@@ -340,3 +395,13 @@ def test_a_worker_that_gives_no_sign_for_the_deadline_is_lost_and_the_others_wai
     assert server["applied"] == STEPS * (3 if strategy == ASYNC else 2)
     (event,) = server["lost"]
     assert event["rank"] == 2 and "rank 2 has given no sign for 4 s" in event["reason"]
+
+
+@pytest.mark.capability("B3")
+def test_an_idle_worker_waits_for_as_many_as_hang_one_after_another(tmp_path: Path) -> None:
+    """Rank 3 has nothing to do for almost two deadlines: the server tells it that it lives."""
+    server, first, second, third = run_ranks(with_stuck_worker, 4, digits(ASYNC), tmp_path, 1)
+    assert "rank 0 is gone" in first and "rank 0 is gone" in second
+    assert_agree([server, third])
+    assert [event["rank"] for event in server["lost"]] == [2, 1]
+    assert server["taken"] == server["applied"] == 3 * STEPS

@@ -86,9 +86,6 @@ def assert_agree(ranks: list[dict[str, Any]]) -> None:
         assert all(map(torch.equal, other["parameters"], first["parameters"]))
 
 
-# -- one that does not read for a while ---------------------------------------------------------------------
-
-
 def with_small_buffers() -> None:
     """Sockets of this rank's channel take little at once."""
     listen, connect = hub.listen, hub.connect
@@ -186,9 +183,6 @@ def test_a_worker_that_does_not_read_does_not_hold_up_the_others(tmp_path: Path)
 def test_a_server_that_waits_for_each_reader_would_be_noticed(tmp_path: Path) -> None:
     run_ranks(with_deaf_worker, 3, tmp_path, 3.0, True)
     assert (tmp_path / "deaf").exists() and not (tmp_path / "in-time").exists()
-
-
-# -- one that leaves ----------------------------------------------------------------------------------------
 
 
 class Left(Exception):
@@ -330,9 +324,6 @@ def test_too_few_that_are_left_are_an_error_that_names_the_others(
     text = str(caught.value)
     assert message in text
     assert all(f"rank {rank} is gone" in text for rank in leavers)
-
-
-# -- one that hangs -----------------------------------------------------------------------------------------
 
 
 class Stuck(Wrapped):

@@ -33,7 +33,7 @@ class PacelineError(Exception):
         return "\n".join(lines)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild, (type(self), self.what, self.where, self.next_step))
+        return (_rebuild, (type(self), self.what, self.where, self.next_step), vars(self))
 
 
 def _rebuild(kind: type[PacelineError], what: str, where: str, next_step: str) -> PacelineError:
@@ -81,9 +81,14 @@ class CheckpointError(PacelineError):
 
 
 class CommunicationError(PacelineError):
-    """A collective failed: names the rank, the operation, the step; usually another rank is gone."""
+    """A collective failed: names the rank, the operation, the step; usually another rank is gone.
+
+    Attributes:
+        peer: the rank that a channel has lost; None: it is not about one of its peers.
+    """
 
     exit_code = 4
+    peer: int | None = None
 
 
 class DeadlineError(CommunicationError):

@@ -102,6 +102,11 @@ _ROLL_BACK = {
     "left_out": "list: first and last index of the steps that are not taken again",
     "reason": "str: what was wrong, and on which rank",
 }
+_LOST = {
+    "step": "int: index of the step that was open",
+    "reason": "str: how the rank was lost",
+    "workers_left": "int: that go on",
+}
 _ERROR = {
     "text": "str: what happened, one line",
     "kind": "str: error, signal, connection, stopped or left (before the first step)",
@@ -142,6 +147,7 @@ EVENTS: Mapping[str, Event] = MappingProxyType(
         ),
         "skip": Event("warning", True, _SKIP),
         "roll-back": Event("warning", True, _ROLL_BACK),
+        "lost": Event("warning", True, _LOST),
         "warning": Event("warning", True, {"text": "str: what the user should know"}),
         "error": Event("error", True, _ERROR),
         "end": Event(

@@ -85,6 +85,10 @@ class Policy(Protocol):
         """Open no further step."""
 
     @property
+    def num_needed(self) -> int:
+        """With fewer workers than these no step can be completed."""
+
+    @property
     def step(self) -> int:
         """Steps before this one are complete."""
 
@@ -131,6 +135,11 @@ class ApplyEach:
         self._end = min(self._end, -(-opened // self._num_workers) * self._num_workers)
 
     @property
+    def num_needed(self) -> int:
+        """One worker can do all."""
+        return 1
+
+    @property
     def step(self) -> int:
         """See `Policy`."""
         return self._first + self._applied // self._num_workers
@@ -143,7 +152,7 @@ class FirstN:
     """
 
     def __init__(self, num_workers: int, num_backups: int) -> None:
-        self._needed = num_workers - num_backups
+        self.num_needed = num_workers - num_backups
         self._step = self._end = 0
         self._given: set[int] = set()
         self._found: list[Push] = []
@@ -165,14 +174,14 @@ class FirstN:
         if push.ticket.step != self._step:
             return None
         self._found.append(push)
-        if len(self._found) < self._needed:
+        if len(self._found) < self.num_needed:
             return []
         found = sorted(self._found, key=lambda p: p.ticket.part)  # so that arrival does not change a sum
         self._step, self._given, self._found = self._step + 1, set(), []
         return found
 
     def give_back(self, worker: int, ticket: Ticket) -> None:
-        """See `Policy`."""
+        """The worker may take its own part again; nobody else does it."""
         if ticket.step == self._step:
             self._given.discard(worker)
 

@@ -29,13 +29,13 @@ class Served:
         self.ledger = WorkLedger()
 
     def send(self, to: int, kind: str, fields: Mapping[str, Any], tensors: list[Tensor]) -> None:
-        """One message, within the deadline."""
+        """One message; it goes out while this rank receives."""
         self.channel.send(to, Message(kind, fields, tensors), self.net.deadline_seconds)
 
-    def receive(self) -> Message:
-        """One message, within the deadline."""
+    def receive(self, seconds: float | None = None) -> Message:
+        """One message, within so many seconds; None: within the deadline."""
         with self.phases.during("communication"):
-            return self.channel.receive(self.net.deadline_seconds)
+            return self.channel.receive(self.net.deadline_seconds if seconds is None else seconds)
 
     def pieces(self) -> list[Piece]:
         """The ledger, as numbers: taken, applied, dropped, then pairs of age and count."""

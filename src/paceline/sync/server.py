@@ -4,13 +4,19 @@ Rank 0 is the server: it holds the state, hands out tickets with its newest para
 back as its policy says. The others compute. A round is a stretch of steps; at its end the server waits for
 the work that is under way, and gives its parameters to all.
 
+A worker that is gone, or that gives no sign for the deadline, is lost: what it worked on is handed out again,
+and the others go on, as long as they are enough. It does not come back. Collectives over all ranks that
+others call between two rounds (evaluation, records of ranks) are not saved by this: they still need it.
+
 Invariant: every push carries the version that it read; the update step divides by the items of those that
-contributed. Between two rounds all ranks hold the server's parameters and buffers.
+contributed. Between two rounds all ranks that are left hold the server's parameters and buffers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -20,10 +26,12 @@ from torch import Tensor
 from paceline.comm import Gradients, Tally
 from paceline.comm.channel import Message
 from paceline.data import Feed
+from paceline.errors import CommunicationError, DeadlineError
 from paceline.layout import Placed
 from paceline.observe import Stats
 from paceline.slot import Slot
 from paceline.state import TrainState
+from paceline.sync.crew import Crew
 from paceline.sync.local import add_tallies
 from paceline.sync.policy import Policy, Push, Ticket, WorkLedger
 from paceline.sync.rule import step_stats
@@ -37,13 +45,20 @@ class Server(Served):
     Args:
         policy: hands out work and decides what makes an update.
         workers: their ranks; worker k runs as part k of as many.
+        note: is told of every worker that is lost.
     """
 
-    def __init__(self, policy: Policy, workers: tuple[int, ...], *shared: Any) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        workers: tuple[int, ...],
+        note: Callable[[str, Mapping[str, Any]], None],
+        *shared: Any,
+    ) -> None:
         super().__init__(*shared)
-        self._policy, self._workers = policy, workers
-        self._out: dict[int, tuple[Ticket, int]] = {}  # by rank: what it works on, and the version it read
-        self._idle: set[int] = set()
+        self._policy, self._note = policy, note
+        self.crew = Crew(workers)
+        self._next_beat = math.inf
         self._taken: list[Tally] = []
 
     def rounds(self, feed: Feed, placed: Placed, update_step: UpdateStep) -> Iterator[Stats]:
@@ -53,10 +68,14 @@ class Server(Served):
             self.phases.take()
             first = state.step
             self._policy.begin(first, feed.pause_after(first))
+            self.crew.begin(time.monotonic())
+            self._comfort(())
             self._taken, update = [], Update(0.0, 0.0, applied=False)
             ages = WorkLedger()
             while not self._over(placed, state):
-                update = self._take_in(self.receive(), placed, update_step, ages) or update
+                message = self._hear()
+                if message is not None:
+                    update = self._take_in(message, placed, update_step, ages) or update
             tally = add_tallies(self._taken)
             stats = step_stats(
                 range(first, state.step), feed.work.order, state, tally, update, self.phases, self.net
@@ -67,18 +86,62 @@ class Server(Served):
         """Nothing is half done here: a worker that lost its work asks for it again."""
 
     def _over(self, placed: Placed, state: TrainState) -> bool:
-        """Give idle workers what there is; whether all are idle and nothing is left."""
+        """Give idle workers what there is; whether all are idle and nothing is left.
+
+        Raises:
+            CommunicationError: too few workers are left; names those that are lost.
+        """
+        self.crew.require(self._policy.num_needed)
         if self.stop_requested():
             self._policy.stop()
-        for rank in sorted(self._idle):
-            ticket = self._policy.ticket(self._workers.index(rank))
+        for rank in self.crew.idle:
+            ticket = self._policy.ticket(self.crew.number(rank))
             if ticket is not None:
-                self._idle.discard(rank)
                 self._hand_out(rank, ticket, placed, state)
-        return len(self._idle) == len(self._workers)
+        return self.crew.is_at_rest
+
+    def _hear(self) -> Message | None:
+        """What a worker says next; None: nothing in time, or one was lost instead."""
+        now = time.monotonic()
+        if now >= self._next_beat:
+            self._comfort(self.crew.idle)
+        due = self.crew.due(self.channel.last_sign, self.net.deadline_seconds)
+        try:
+            return self.receive(max(0.0, min(self._next_beat, *due.values()) - now))
+        except CommunicationError as error:
+            if error.peer is not None:
+                self._lose(error.peer, error.what)
+            elif isinstance(error, DeadlineError):
+                self._lose_silent()
+            else:
+                raise
+        return None
+
+    def _comfort(self, ranks: Sequence[int]) -> None:
+        """Tell workers that the server lives, so that they do not give up while it waits for others."""
+        for rank in ranks:
+            self.send(rank, "wait", {}, [])
+        self._next_beat = time.monotonic() + self.net.deadline_seconds / 2
+
+    def _lose_silent(self) -> None:
+        """Nothing has arrived in time: those that are late are lost."""
+        deadline, now = self.net.deadline_seconds, time.monotonic()
+        for rank, by in self.crew.due(self.channel.last_sign, deadline).items():
+            if by <= now:
+                self._lose(rank, f"rank {rank} has given no sign for {deadline:g} s")
+
+    def _lose(self, rank: int, why: str) -> None:
+        """Go on without a worker: what it worked on is to be done by others."""
+        ticket = self.crew.lose(rank, why)
+        self.channel.drop(rank)
+        if ticket is not None:
+            self.ledger.taken -= 1
+            self._policy.give_back(self.crew.number(rank), ticket)
+        left = len(self.crew.left)
+        self._note("lost", {"step": self._policy.step, "rank": rank, "reason": why, "workers_left": left})
 
     def _hand_out(self, rank: int, ticket: Ticket, placed: Placed, state: TrainState) -> None:
-        self._out[rank] = (ticket, state.updates)
+        self.crew.give(rank, ticket, state.updates, time.monotonic())
         self.ledger.taken += 1
         fields = {**asdict(ticket), "version": state.updates, "scale": state.scale.value}
         self.send(rank, "ticket", fields, newest(placed))
@@ -86,14 +149,12 @@ class Server(Served):
     def _take_in(
         self, message: Message, placed: Placed, update_step: UpdateStep, ages: WorkLedger
     ) -> Update | None:
-        rank = message.sender
-        self._idle.add(rank)
-        ticket, version = self._out.pop(rank, (None, 0))
+        given = self.crew.answered(message.sender)
         if message.fields.get("stops"):
             self._policy.stop()
-        if ticket is None:
+        if given is None:
             return None
-        worker = self._workers.index(rank)
+        (ticket, version), worker = given, self.crew.number(message.sender)
         if message.kind == "ready":  # it lost what it was doing
             self.ledger.taken -= 1
             self._policy.give_back(worker, ticket)
@@ -125,7 +186,7 @@ class Server(Served):
         return update
 
     def _pause(self, stats: Stats, ages: WorkLedger, placed: Placed, state: TrainState) -> Stats:
-        """Give all workers the newest parameters, and the same record."""
+        """Give all workers the newest parameters and the same record, and see that they have taken them."""
         stale = sum(age * count for age, count in ages.staleness.items()) / max(1, ages.applied)
         metrics = {**stats.metrics, "staleness": stale}
         stops = int(stats.stops) + int(self.stop_requested())
@@ -137,10 +198,24 @@ class Server(Served):
             "updates": state.updates,
             "scale": asdict(state.scale),
         }
-        for rank in self._workers:
+        for rank in self.crew.left:
             self.send(rank, "pause", fields, newest(placed))
-        self._idle.clear()
+        with self.phases.during("communication"):
+            self._flush()
         return stats
+
+    def _flush(self) -> None:
+        """Until every worker that is left has taken all: what comes next may be a collective."""
+        taken = False
+        while not taken:
+            try:
+                taken = self.channel.flush(self.net.deadline_seconds / 2)
+                if not taken:
+                    self._comfort(self.crew.left)
+            except CommunicationError as error:
+                if error.peer is None:
+                    raise
+                self._lose(error.peer, error.what)
 
 
 def read_push(message: Message, placed: Placed) -> tuple[Tally, dict[Slot, Tensor | None]]:

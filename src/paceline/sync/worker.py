@@ -37,7 +37,8 @@ class Worker(Served):
             self.phases.take()
             self.send(SERVER, "ready", {"stops": self.stop_requested()}, [])
             while (message := self.receive()).kind != "pause":
-                self._work(message, feed, placed, state)
+                if message.kind == "ticket":  # else the server only says that it lives
+                    self._work(message, feed, placed, state)
             yield self._take_over(message, placed, state)
 
     def abort(self) -> None:

@@ -22,6 +22,7 @@ from paceline.optim import build_schedule
 from paceline.recipe import Recipe
 from paceline.slot import Slot
 from paceline.sync import EveryStep, Part
+from paceline.sync.health import Note
 from paceline.sync.update import Norm
 from paceline.task import Task
 from paceline.training.routes import Site
@@ -61,7 +62,11 @@ class Pieces:
 
 @dataclass(frozen=True)
 class Setting:
-    """What the constructors are given: equal on every rank but for the place in the mesh."""
+    """What the constructors are given: equal on every rank but for the place in the mesh.
+
+    Args:
+        note: is told of what happens beside the steps; see `Notes`.
+    """
 
     recipe: Recipe
     cluster: Cluster
@@ -73,6 +78,7 @@ class Setting:
     stop_requested: Callable[[], bool]
     device: torch.device
     warn: Callable[[str], None]
+    note: Note
     closers: list[Callable[[], None]] = field(default_factory=list)
 
     @property

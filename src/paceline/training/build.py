@@ -73,6 +73,7 @@ def build_session(
     """
     pieces = pieces or Pieces()
     strategy = resolve(recipe.strategy, processes=cluster.world_size, shards=recipe.batch.shards)
+    notes = Notes()
     setting = Setting(
         recipe=recipe.replace(strategy=strategy),
         cluster=cluster,
@@ -84,6 +85,7 @@ def build_session(
         stop_requested=stop_requested,
         device=device,
         warn=warn,
+        note=notes.add,
     )
     require_data(task)
     model = prepare_model(recipe if fresh else recipe.replace(init_from=None), task, device)
@@ -98,9 +100,9 @@ def build_session(
     if recipe.reproducible:
         check_numerics(setting.mesh, setting.net, holding, optimizer)
     state = TrainState(holding, optimizer, loss_scale(recipe))
-    feed, notes = build_feed(setting, task, device), Notes()
+    feed = build_feed(setting, task, device)
     update_step = build_update_step(setting, layout, state, feed.num_steps)
-    guard_update(update_step, setting, layout.placed, ear, notes.add)
+    guard_update(update_step, setting, layout.placed, ear)
     update_step.parts = pieces.update(update_step.parts)
     return Session(
         recipe=recipe,

@@ -7,17 +7,17 @@ from paceline.layout import Placed
 from paceline.mesh import Group, Mesh
 from paceline.recipe import HealthRecipe, Strategy
 from paceline.sync import UpdateStep
-from paceline.sync.health import ANSWERS, Answers, Guard, Note, Watch, guarded
+from paceline.sync.health import ANSWERS, Answers, Guard, Watch, guarded
 from paceline.sync.witness import LossEar, Witness
 from paceline.training.arrange import Setting
 
 
-def guard_update(step: UpdateStep, setting: Setting, placed: Placed, ear: LossEar, note: Note) -> None:
+def guard_update(step: UpdateStep, setting: Setting, placed: Placed, ear: LossEar) -> None:
     """Let an update step look before it updates, unless no rank sees the sums of a step.
 
     Args:
         step: changed in place.
-        note: is told of every step that is left out.
+        setting: its `note` is told of every step that is left out.
     Raises:
         StrategyError: the strategy cannot do what the health section asks for.
     """
@@ -30,7 +30,7 @@ def guard_update(step: UpdateStep, setting: Setting, placed: Placed, ear: LossEa
     if health.spike_factor is not None and group.size == setting.mesh.world.size:
         step.state.keepers["health"] = watch
     answers = Answers(ANSWERS[health.non_finite], ANSWERS[health.spike], health.max_skips)
-    guard = Guard(watch, Witness(placed, ear, group, setting.net), answers, note)
+    guard = Guard(watch, Witness(placed, ear, group, setting.net), answers, setting.note)
     step.parts = guarded(step.parts, guard)
     step.observers.append(guard.accept)
 

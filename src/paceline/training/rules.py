@@ -103,7 +103,7 @@ def _served(setting: Setting, layout: Layout, state: TrainState, policy: Policy)
     setting.closers.append(channel.close)
     shared = (channel, setting.net, setting.phases, setting.stop_requested)
     rule = (
-        Server(policy, workers, *shared)
+        Server(policy, workers, setting.note, *shared)
         if setting.mesh.world.rank == SERVER
         else Worker(len(workers), setting.items_per_sample, *shared)
     )

@@ -12,18 +12,25 @@ from paceline.errors import CommunicationError, DeadlineError
 from paceline.testing.contracts import ChannelContract
 
 
+def star(num_peers: int, ledger: ByteLedger) -> tuple[SocketChannel, list[SocketChannel]]:
+    ranks = range(1, num_peers + 1)
+    with listen("127.0.0.1") as listener, ThreadPoolExecutor(num_peers) as others:
+        port = listener.getsockname()[1]
+        coming = [others.submit(connect, "127.0.0.1", port, rank, "token", 30.0) for rank in ranks]
+        hub = SocketChannel(accept_all(listener, "token", ranks, 30.0), ledger)
+    return hub, [SocketChannel({0: end.result()}, ByteLedger()) for end in coming]
+
+
 def pair() -> tuple[SocketChannel, SocketChannel, ByteLedger]:
     ledger = ByteLedger()
-    with listen("127.0.0.1") as listener, ThreadPoolExecutor(1) as other:
-        coming = other.submit(connect, "127.0.0.1", listener.getsockname()[1], 1, "token", 30.0)
-        a = SocketChannel(accept_all(listener, "token", [1], 30.0), ledger)
-    return a, SocketChannel({0: coming.result()}, ByteLedger()), ledger
+    a, (b,) = star(1, ledger)
+    return a, b, ledger
 
 
 @pytest.mark.capability("B3")
 class TestSocketChannel(ChannelContract):
-    def pair(self) -> tuple[SocketChannel, SocketChannel]:
-        return pair()[:2]
+    def star(self, num_peers: int) -> tuple[SocketChannel, list[SocketChannel]]:
+        return star(num_peers, ByteLedger())
 
 
 @pytest.mark.capability("B3")
@@ -39,8 +46,9 @@ def test_the_ledger_has_the_bytes_of_the_frame() -> None:
 @pytest.mark.capability("B3")
 def test_a_peer_that_does_not_read_is_an_error_in_time() -> None:
     a, b, _ = pair()
+    a.send(1, Message("big", {}, [torch.zeros(10_000_000)]), 0.1)
     with pytest.raises(DeadlineError, match="rank 1 does not read"):
-        a.send(1, Message("big", {}, [torch.zeros(10_000_000)]), 0.1)
+        a.flush()
     a.close()
     b.close()
 

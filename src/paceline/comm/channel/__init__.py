@@ -1,5 +1,6 @@
 """Messages between two ranks, whenever one of them is ready: no collectives."""
 
-from paceline.comm.channel.channel import FRAME_LENGTHS, Channel, Message, SocketChannel
+from paceline.comm.channel.channel import FRAME_LENGTHS, Channel, Message
+from paceline.comm.channel.sockets import SocketChannel
 
 __all__ = ["FRAME_LENGTHS", "Channel", "Message", "SocketChannel"]

@@ -1,14 +1,14 @@
 """Channels: messages between two ranks, whenever one of them is ready. No collectives, no pickle.
 
 One rank is the hub; it hears all others, and they hear it. Frames are a length, a JSON header and raw tensor
-bytes over TCP. Invariant: the messages of one sender arrive whole and in order; a peer that is gone is
-an error with its rank; every wait has a deadline.
+bytes over TCP. Invariant: the messages of one sender arrive whole and in order, and after them, if it is
+lost, an error with its rank; no peer holds up another; every wait has a deadline.
 """
 
 from __future__ import annotations
 
 import json
-import selectors
+import math
 import socket
 import struct
 import time
@@ -21,12 +21,13 @@ import torch
 from torch import Tensor
 
 from paceline.comm.channel.frame_header import MOST_HEADER_BYTES, parse_header
-from paceline.comm.ledger import ByteLedger
-from paceline.errors import CommunicationError, DeadlineError
+from paceline.comm.channel.outbox import Outbox
+from paceline.errors import CommunicationError
 
 FRAME_LENGTHS = struct.Struct("!QQ")  # bytes of the header, bytes of all tensors
 _CHUNK_BYTES = 1 << 20
 _BELIEVED_BYTES = 1 << 24  # of a length that somebody says
+LOOK_ELSEWHERE = "look at the first rank that ended: it is the cause"
 
 
 @dataclass(frozen=True)
@@ -74,99 +75,46 @@ class Message:
 
 
 class Channel(Protocol):
-    """Point-to-point messages."""
+    """Point-to-point messages. What has been sent goes out during `receive` and `flush`.
+
+    A peer that is gone, or that reads nothing for a deadline while something waits for it, is lost: `receive`
+    or `flush` raises that once, as an error with its rank in `peer`, and the channel goes on without it.
+    """
 
     def send(self, to: int, message: Message, deadline_seconds: float) -> None:
-        """Hand a message over to the wire; it may be read much later."""
+        """Hand a message over, without waiting; its tensors may be changed afterwards.
+
+        Args:
+            deadline_seconds: how long the peer may read nothing before it is lost.
+        Raises:
+            CommunicationError: that the peer is lost was told before.
+        """
 
     def receive(self, deadline_seconds: float) -> Message:
         """The next message of any sender."""
+
+    def flush(self, seconds: float = math.inf) -> bool:
+        """Wait, at most so long, until every peer has taken what it was sent, or is lost. Whether all has."""
+
+    def last_sign(self, rank: int) -> float:
+        """When a peer last took or sent a byte, on the monotonic clock; minus infinity: it is lost."""
+
+    def drop(self, rank: int) -> None:
+        """Close the connection to one peer; nothing more arrives from it."""
 
     def close(self) -> None:
         """Leave; the other end sees that this rank is gone."""
 
 
-class SocketChannel:
-    """A channel over connected TCP sockets, one for each peer.
-
-    Args:
-        peers: connected sockets by rank.
-        ledger: counts what is sent, as `send` over group `channel`.
-    Wire: 16 bytes, the header and the tensors, in one direction.
-    """
-
-    def __init__(self, peers: Mapping[int, socket.socket], ledger: ByteLedger) -> None:
-        self._peers = {rank: _Peer(rank, s) for rank, s in peers.items()}
-        self._ledger = ledger
-        self._selector = selectors.DefaultSelector()
-        for peer in self._peers.values():
-            peer.socket.setblocking(False)
-            peer.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._selector.register(peer.socket, selectors.EVENT_READ, peer)
-        self._arrived: list[Message] = []
-
-    def send(self, to: int, message: Message, deadline_seconds: float) -> None:
-        """See `Channel`.
-
-        Raises:
-            CommunicationError: the peer is gone.
-            DeadlineError: it does not read.
-        """
-        head, bodies = message.encode()
-        expires = time.monotonic() + deadline_seconds
-        for part in (memoryview(head), *bodies):
-            self._peers[to].write(part, expires)
-        self._ledger.launched("send", "channel", len(head) + sum(len(b) for b in bodies), 2)
-
-    def receive(self, deadline_seconds: float) -> Message:
-        """See `Channel`.
-
-        Raises:
-            CommunicationError: a peer is gone; names its rank.
-            DeadlineError: nobody said anything in time.
-        """
-        expires = time.monotonic() + deadline_seconds
-        while not self._arrived:
-            left = expires - time.monotonic()
-            if left <= 0:
-                raise DeadlineError(
-                    f"no message arrived within {deadline_seconds:g} s from ranks {sorted(self._peers)}",
-                    next_step="look for the rank that is stuck, or raise runtime.deadline_seconds",
-                )
-            for key, _ in self._selector.select(left):
-                self._arrived += key.data.read()
-        return self._arrived.pop(0)
-
-    def close(self) -> None:
-        """See `Channel`."""
-        self._selector.close()
-        for peer in self._peers.values():
-            peer.socket.close()
-
-
-class _Peer:
-    """One socket, and the frame that is arriving on it."""
+class Peer:
+    """One socket, the frame that is arriving on it, and what the other end has not taken yet."""
 
     def __init__(self, rank: int, connection: socket.socket) -> None:
         self.rank, self.socket = rank, connection
+        self.outbox, self.heard_at = Outbox(connection), time.monotonic()
         self._head = bytearray()
         self._body: bytearray | None = None
         self._filled = 0
-
-    def write(self, data: memoryview, expires: float) -> None:
-        while data:
-            try:
-                data = data[self.socket.send(data) :]
-            except BlockingIOError:
-                with selectors.DefaultSelector() as ready:
-                    ready.register(self.socket, selectors.EVENT_WRITE)
-                    if not ready.select(max(0.0, expires - time.monotonic())):
-                        raise DeadlineError(
-                            f"rank {self.rank} does not read what it is sent",
-                            next_step="look at what that rank does, or raise runtime.deadline_seconds",
-                        ) from None
-            except OSError as error:
-                raise self._gone(error) from error
 
     def read(self) -> list[Message]:
         """Take what is there; the message, if it is complete."""
@@ -229,7 +177,7 @@ class _Peer:
         why = f": {error}" if error is not None else ""
         return CommunicationError(
             f"rank {self.rank} is gone{why}",
-            next_step="look at the first rank that ended: it is the cause",
+            next_step=LOOK_ELSEWHERE,
         )
 
 

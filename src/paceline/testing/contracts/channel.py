@@ -14,14 +14,20 @@ from paceline.errors import CommunicationError, DeadlineError
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool)
 _SECONDS = 5.0
+_LONG = 30.0
 
 
 class ChannelContract(ABC):
-    """Messages between a hub, rank 0, and one peer, rank 1."""
+    """Messages between a hub, rank 0, and its peers."""
 
     @abstractmethod
+    def star(self, num_peers: int) -> tuple[Channel, list[Channel]]:
+        """The hub's end, and the ends of ranks 1 to `num_peers`, connected."""
+
     def pair(self) -> tuple[Channel, Channel]:
-        """The hub's end and the peer's end, connected."""
+        """The hub's end, and that of rank 1."""
+        hub, (peer,) = self.star(1)
+        return hub, peer
 
     def test_any_dtype_and_shape_arrives_as_it_was(self) -> None:
         hub, peer = self.pair()
@@ -45,11 +51,11 @@ class ChannelContract(ABC):
     def test_large_messages_cross_each_other(self) -> None:
         hub, peer = self.pair()
         large = torch.arange(3_000_000.0)
-        sending = threading.Thread(target=lambda: hub.send(1, Message("down", {}, [large]), _SECONDS))
+        sending = threading.Thread(target=lambda: _deliver(hub, 1, Message("down", {}, [large])))
         sending.start()
         found = peer.receive(_SECONDS)
         sending.join(_SECONDS)
-        answer = threading.Thread(target=lambda: peer.send(0, Message("up", {}, found.tensors), _SECONDS))
+        answer = threading.Thread(target=lambda: _deliver(peer, 0, Message("up", {}, found.tensors)))
         answer.start()
         assert torch.equal(hub.receive(_SECONDS).tensors[0], large)
         answer.join(_SECONDS)
@@ -72,6 +78,92 @@ class ChannelContract(ABC):
             for _ in range(100):
                 hub.send(1, Message("x", {}, [torch.zeros(100_000)]), _SECONDS)
         hub.close()
+
+    def test_a_peer_that_does_not_read_does_not_hold_up_the_others(self) -> None:
+        """Rank 1 reads only when rank 2 has had ten answers."""
+        hub, (deaf, other) = self.star(2)
+        answering = threading.Thread(target=_answer, args=(other, 10))
+        answering.start()
+        hub.send(1, Message("large", {}, [_large()]), _LONG)
+        for k in range(10):
+            hub.send(2, Message("question", {"k": k}), _LONG)
+            found = hub.receive(_LONG)
+            assert (found.sender, found.fields["k"]) == (2, k)
+        answering.join(_SECONDS)
+        flushing = threading.Thread(target=hub.flush)
+        flushing.start()
+        assert torch.equal(deaf.receive(_LONG).tensors[0], _large())
+        flushing.join(_SECONDS)
+        for channel in (hub, deaf, other):
+            channel.close()
+
+    def test_a_peer_that_never_reads_is_lost_by_name_and_the_others_stay(self) -> None:
+        hub, (deaf, other) = self.star(2)
+        hub.send(1, Message("large", {}, [_large()]), 0.1)
+        with pytest.raises(DeadlineError, match="rank 1 does not read") as caught:
+            hub.flush()
+        assert caught.value.peer == 1
+        hub.send(2, Message("small"), _SECONDS)
+        hub.flush()  # it was told once
+        assert other.receive(_SECONDS).kind == "small"
+        with pytest.raises(CommunicationError, match="rank 1 is gone"):
+            hub.send(1, Message("small"), _SECONDS)
+        for channel in (hub, deaf, other):
+            channel.close()
+
+    def test_what_was_sent_is_what_it_was_at_that_time(self) -> None:
+        """A parameter goes on changing while the peer has not taken it yet."""
+        hub, peer = self.pair()
+        x = _large()
+        hub.send(1, Message("x", {}, [x]), _LONG)
+        x.zero_()
+        flushing = threading.Thread(target=hub.flush)
+        flushing.start()
+        assert torch.equal(peer.receive(_LONG).tensors[0], _large())
+        flushing.join(_SECONDS)
+        hub.close()
+        peer.close()
+
+    def test_what_a_peer_said_before_it_was_lost_arrives(self) -> None:
+        hub, (leaving, other) = self.star(2)
+        leaving.send(0, Message("last"), _SECONDS)
+        leaving.flush()
+        leaving.close()
+        assert hub.receive(_SECONDS).kind == "last"
+        with pytest.raises(CommunicationError, match="rank 1 is gone") as caught:
+            hub.receive(_SECONDS)
+        assert caught.value.peer == 1
+        other.send(0, Message("still here"), _SECONDS)
+        assert hub.receive(_SECONDS).sender == 2
+        hub.close()
+        other.close()
+
+    def test_a_peer_that_is_dropped_sees_that_the_hub_is_gone(self) -> None:
+        hub, (dropped, other) = self.star(2)
+        dropped.send(0, Message("too late"), _SECONDS)
+        other.send(0, Message("in time"), _SECONDS)
+        hub.drop(1)
+        assert hub.receive(_SECONDS).sender == 2
+        with pytest.raises(CommunicationError, match="rank 0 is gone"):
+            dropped.receive(_SECONDS)
+        for channel in (hub, dropped, other):
+            channel.close()
+
+
+def _large() -> Tensor:
+    """No socket takes it at once."""
+    return torch.arange(10_000_000.0)
+
+
+def _deliver(channel: Channel, to: int, message: Message) -> None:
+    channel.send(to, message, _SECONDS)
+    channel.flush()
+
+
+def _answer(channel: Channel, times: int) -> None:
+    for _ in range(times):
+        channel.send(0, Message("answer", channel.receive(_LONG).fields), _LONG)
+        channel.flush()
 
 
 def _equal(x: Tensor, y: Tensor) -> bool:

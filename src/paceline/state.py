@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from paceline.errors import CheckpointError
 from paceline.layout.holding import Holding
 from paceline.optim.groups import GroupMemory
+from paceline.optim.moments import moment_part, moment_slot, placed_with, suits
 from paceline.slot import Index, InMemory, Keeper, Piece, Slot, Source, first_names
 
 _SMALLEST_SCALE = 2.0**-24
@@ -182,7 +183,7 @@ class TrainState:
         known |= {slot.name: slot.shape for slot, _ in self._optimized()}
         for full, shape in moments.items():
             name = full.removeprefix("optimizer/").rpartition("/")[0]
-            if name not in known or not _suits(shape, known[name]):
+            if name not in known or not suits(shape, known[name]):
                 wrong.append(full)
         if len(scalars["groups"]) != len(self.optimizer.param_groups):
             wrong.append("the groups of the optimizer")
@@ -202,7 +203,7 @@ class TrainState:
         for full, shape in shapes.items():
             name = full.removeprefix("optimizer/").rpartition("/")[0]
             if full.startswith("optimizer/") and name in own:
-                yield full, _part_of(shape, own[name][0])
+                yield full, moment_part(shape, own[name][0])
 
     def _take_moments(
         self,
@@ -222,7 +223,7 @@ class TrainState:
         for group in self.optimizer.param_groups:
             for p in group["params"]:
                 if p in found:
-                    self.optimizer.state[p] = {k: _placed(v, p, group) for k, v in found[p].items()}
+                    self.optimizer.state[p] = {k: placed_with(v, p, group) for k, v in found[p].items()}
 
     def _model_piece(self, name: str, value: Tensor) -> Piece:
         """A parameter or a buffer, and its place; of one that is gathered for its use only, the own part."""
@@ -267,40 +268,3 @@ class TrainState:
         whole = {p: Slot.whole(name, p) for name, p in self.model.named_parameters() if p not in slots}
         slots = whole | slots
         return [(slots[p], p) for group in self.optimizer.param_groups for p in group["params"]]
-
-
-def moment_slot(name: str, value: Tensor, of: Slot) -> Slot:
-    """The place of a moment of the part `of`: that part, on each dimension on which it is as long.
-
-    One that is whole still has the axes of the part: ranks that hold nothing of it have to be told.
-    """
-    if value.dim() != len(of.shape) or not value.dim():
-        return replace(Slot.whole(name, value), axes=of.axes)
-    fits = [size == held for size, held in zip(value.shape, of.sizes, strict=True)]
-    shape = tuple(whole if fit else n for fit, whole, n in zip(fits, of.shape, value.shape, strict=True))
-    part = tuple(span if fit else (0, n) for fit, span, n in zip(fits, of.part, value.shape, strict=True))
-    return Slot(name, shape, part, of.axes)
-
-
-def _part_of(shape: tuple[int, ...], of: Slot) -> Index:
-    """The part of a whole moment; what has fewer dimensions is whole on every rank."""
-    if len(shape) != len(of.shape) or not shape:
-        return ()
-    sizes = zip(shape, of.shape, of.part, strict=True)
-    return tuple(slice(*span) if n == whole else slice(None) for n, whole, span in sizes)
-
-
-def _suits(shape: tuple[int, ...], of: tuple[int, ...]) -> bool:
-    """Moments have the parameter's shape, or one that broadcasts to it (factored moments, counters)."""
-    pairs = zip(reversed(shape), reversed(of), strict=False)
-    return len(shape) <= len(of) and all(n in (1, whole) for n, whole in pairs)
-
-
-def _placed(value: Any, p: nn.Parameter, group: Mapping[str, Any]) -> Any:
-    """Moments live with their parameter; so do counters of fused optimizers, the others stay on the host."""
-    if not isinstance(value, Tensor):
-        return value
-    with_parameter = value.dim() > 0 or group.get("fused") or group.get("capturable")
-    if value.shape == p.shape:  # its values must lie as those of the parameter do
-        return torch.empty_like(p, dtype=value.dtype).copy_(value).detach()
-    return value.to(p.device, copy=True) if with_parameter else value.clone()

@@ -17,7 +17,8 @@ from paceline.recipe.model import (
     Recipe,
     RuntimeRecipe,
 )
-from paceline.recipe.strategy import PRESETS, Preset, Strategy
+from paceline.recipe.presets import PRESETS, Preset
+from paceline.recipe.strategy import Strategy
 from paceline.recipe.strategy_table import Row, table
 from paceline.recipe.support import Support, resolve, support
 

@@ -7,14 +7,13 @@ This module knows the words; `support` knows which combinations are built.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, NamedTuple, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from paceline.errors import RecipeError, StrategyError
 from paceline.recipe.expect import Words
+from paceline.recipe.presets import PRESETS
 from paceline.recipe.problems import found_instead, refused
 from paceline.recipe.specs import (
     CodecSpec,
@@ -219,39 +218,6 @@ def _described(kind: type[D], text: str) -> D:
     found = find(kind, text.partition(":")[0])
     assert found is not None, text  # it was checked when it was read
     return found
-
-
-class Preset(NamedTuple):
-    """A name that users already know; where a degree has to be given it is the smallest, to be changed."""
-
-    terms: str
-    summary: str
-
-
-PRESETS: Mapping[str, Preset] = MappingProxyType(
-    {
-        "ddp": Preset("replicas=all", "a whole model on every process, gradients averaged each step"),
-        "fsdp": Preset("replicas=1 shard=2 zero=3", "one replica, all state sharded"),
-        "hsdp": Preset("shard=2 zero=3", "several replicas, each sharded inside"),
-        "zero1": Preset("shard=2 zero=1", "optimizer state sharded"),
-        "zero2": Preset("shard=2 zero=2", "optimizer state and gradients sharded"),
-        "zero3": Preset("shard=2 zero=3", "optimizer state, gradients and weights sharded"),
-        "mirrored": Preset("replicas=all", "as ddp, on one machine"),
-        "multi-worker-mirrored": Preset(
-            "replicas=all route=hierarchical", "as ddp, on several machines, inside each first"
-        ),
-        "parameter-server": Preset("servers=1 sync=server", "workers push gradients to a server"),
-        "central-storage": Preset("sync=server route=shared-memory", "one copy of the weights per machine"),
-        "hogwild": Preset("sync=hogwild route=shared-memory", "lock-free updates of shared weights"),
-        "local-sgd": Preset("sync=local:8", "replicas train alone and average every 8 steps"),
-        "diloco": Preset("sync=diloco:50", "local steps with an outer optimizer"),
-        "pipedream": Preset("replicas=1 pipeline=2 sync=pipedream", "stages that never wait for a flush"),
-        "gpipe": Preset("pipeline=2", "stages of layers, all forwards before all backwards"),
-        "1f1b": Preset("pipeline=2 schedule=1f1b", "stages of layers, forwards and backwards in turn"),
-        "3d": Preset("tensor=2 pipeline=2", "replicas x tensor x pipeline"),
-        "auto": Preset("replicas=all", "what fits: today every process is a replica"),
-    }
-)
 
 
 def _terms(text: str) -> dict[str, int | str]:

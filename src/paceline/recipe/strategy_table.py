@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from paceline.recipe.presets import PRESETS
 from paceline.recipe.specs import (
     CodecSpec,
     LayoutSpec,
@@ -15,7 +16,7 @@ from paceline.recipe.specs import (
     known,
     plugged_in,
 )
-from paceline.recipe.strategy import PRESETS, Strategy
+from paceline.recipe.strategy import Strategy
 from paceline.recipe.support import Support, num_ranks, support
 
 _CHOICES: tuple[type[Spec], ...] = (SyncSpec, CodecSpec, RouteSpec, ScheduleSpec)

@@ -7,10 +7,10 @@ reasons of a refusal are all its reasons. What is not built is refused, never re
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import combinations, product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from paceline.errors import StrategyError
+from paceline.recipe.nearest import nearest_supported
 from paceline.recipe.specs import CodecSpec, RouteSpec, ScheduleSpec, Spec, SyncSpec, known
 from paceline.recipe.strategy import Strategy
 
@@ -186,10 +186,12 @@ def support(strategy: Strategy, *, processes: int, shards: int) -> Support:
         shards: virtual shards of the global batch (`batch.shards`), at least 1.
     """
     filled = _fill(strategy, processes)
-    reasons = _reasons(filled, _Place(processes, shards))
-    return Support(
-        not reasons, "; ".join(reasons), _nearest(filled, processes, shards) if reasons else filled
-    )
+    place = _Place(processes, shards)
+    reasons = _reasons(filled, place)
+    if not reasons:
+        return Support(True, "", filled)
+    nearest = nearest_supported(filled, processes, shards, lambda other: not _reasons(other, place))
+    return Support(False, "; ".join(reasons), nearest)
 
 
 def _reasons(filled: Strategy, place: _Place) -> list[str]:
@@ -217,74 +219,3 @@ def _fill(strategy: Strategy, processes: int) -> Strategy:
     if strategy.replicas is not None:
         return strategy
     return strategy.replace(replicas=max(1, (processes - strategy.servers) // strategy.ranks_per_replica))
-
-
-# -- the nearest that works -------------------------------------------------------------------------------
-
-_COSTS = {  # of a change, by field: what a user would give up last costs most
-    "servers": 1,
-    "schedule": 2,
-    "route": 2,
-    "lanes": 2,
-    "cut": 3,
-    "zero": 3,
-    "shard": 3,
-    "codec": 4,
-    "context": 4,
-    "tensor": 4,
-    "pipeline": 5,
-    "sync": 6,
-}
-_MOST_CHANGES = 3
-
-
-def _nearest(filled: Strategy, processes: int, shards: int) -> Strategy:
-    """The supported strategy that changes least on as many processes; if none, plain replicas on fewer."""
-    place = _Place(processes, shards)
-    filled = _built_words(filled)
-    choices = {field: options for field in _COSTS if (options := _options(filled, field, processes))}
-    for changes in range(_MOST_CHANGES + 1):
-        found: list[tuple[int, int, Strategy]] = []
-        for fields in combinations(choices, changes):
-            cost = sum(_COSTS[field] for field in fields)
-            for values in product(*(choices[field] for field in fields)):
-                candidate = _refilled(filled.replace(**dict(zip(fields, values, strict=True))), processes)
-                if not _reasons(candidate, place):
-                    found.append((cost, len(found), candidate))
-        if found:
-            return min(found)[2]
-    return Strategy(replicas=min(processes, shards))
-
-
-def _built_words(strategy: Strategy) -> Strategy:
-    """Without the words of its wire that are not built, which cannot be kept whatever else changes."""
-    described = {"codec": strategy.form, "route": strategy.path, "schedule": strategy.order}
-    defaults = {
-        field: Strategy.model_fields[field].default for field, spec in described.items() if not spec.is_built
-    }
-    return strategy.replace(**defaults)
-
-
-def _options(strategy: Strategy, field: str, processes: int) -> list[Any]:
-    """Other values of a field, the likeliest first."""
-    now, default = getattr(strategy, field), Strategy.model_fields[field].default
-    values: list[Any]
-    if field == "servers":
-        values = [strategy.rule.needs_server]
-    elif field == "zero":
-        values = [1, 3, 0] if strategy.shard > 1 else [0]
-    elif field in ("shard", "tensor", "pipeline"):
-        values = [1, *(n for n in (2, 3, 4, 8) if n <= processes and processes % n == 0)]
-    elif field == "sync":
-        words = (spec for spec in known(SyncSpec).values() if spec.is_built)
-        values = [spec.example for spec in words if spec.needs_server == strategy.servers][:3]
-    elif field == "schedule":
-        values = [spec.word for spec in known(ScheduleSpec).values() if spec.is_built]
-    else:
-        values = [default]
-    return [value for value in values if value != now]
-
-
-def _refilled(candidate: Strategy, processes: int) -> Strategy:
-    """With as many replicas as fill the processes."""
-    return candidate.replace(replicas=max(1, (processes - candidate.servers) // candidate.ranks_per_replica))

@@ -1,10 +1,12 @@
 """From gradients of this rank to sums of what it updates."""
 
 from paceline.comm.reduction.gradients import Gradients, GradientSink, Reduction
+from paceline.comm.reduction.local import LocalReducer, TreeReducer
 from paceline.comm.reduction.meeting import Meeting
 from paceline.comm.reduction.norm import AnyOrderNorm, CanonicalNorm, joint_norm
 from paceline.comm.reduction.part_buffer import PartBuffer
-from paceline.comm.reduction.reducer import InAnyOrder, LocalReducer, Reducer, Reducers, Sums, TreeReducer
+from paceline.comm.reduction.reducer import InAnyOrder, Reducer, Sums
+from paceline.comm.reduction.several import Reducers
 from paceline.comm.reduction.tree import cover
 from paceline.comm.reduction.tree_sums import ByMessages, Dealt, InMemory
 

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from paceline.comm.collectives import Collective, Feedback
 from paceline.comm.handle import Handle
-from paceline.comm.reduction.gradients import Gradients, Reduction
+from paceline.comm.reduction.gradients import Gradients
+from paceline.comm.reduction.local import without_negative_zeros
 from paceline.comm.reduction.part_buffer import PartBuffer, Parts, plan_buckets
 from paceline.comm.reduction.tree import Carry
 from paceline.errors import CommunicationError
@@ -266,152 +267,6 @@ class Reducer:
         return buffer
 
 
-class LocalReducer:
-    """A group of one: the gradients are the sums, and nothing is copied.
-
-    Args:
-        counts: see `Reducer`.
-    """
-
-    by_unit = False
-
-    def __init__(self, tensors: Mapping[Slot, Tensor], counts: bool = True) -> None:
-        self._grads: dict[Slot, Tensor | None] = dict.fromkeys(tensors)
-        self._counts = counts
-
-    def begin(self) -> None:
-        """Forget the last step."""
-        self._grads = dict.fromkeys(self._grads)
-
-    def unit(self, shards: range, is_last: bool) -> None:
-        """Nobody calls it."""
-
-    def ready(self, slot: Slot, grad: Tensor | None) -> None:
-        """Keep a reference."""
-        self._grads[slot] = grad
-
-    def close(self) -> None:
-        """Nothing was launched."""
-
-    def finish(self) -> Gradients:
-        """Return what there is."""
-        flats = [grad for grad in self._grads.values() if grad is not None]
-        return Gradients(self._grads, flats, torch._foreach_norm(flats) if flats and self._counts else [])
-
-    def commit(self) -> None:
-        """Nothing is kept between steps."""
-
-    def abort(self) -> None:
-        """Drop the references."""
-        self.begin()
-
-    def lost(self) -> Sequence[tuple[str, Slot, Tensor]]:
-        """Nothing is coded."""
-        return ()
-
-    def set_lost(self, found: Mapping[tuple[str, str], Tensor]) -> None:
-        """There is no coder to take them."""
-
-
-class TreeReducer(LocalReducer):
-    """A group of one whose shards are added in the order of the tree.
-
-    Args:
-        nodes: of the tree, that this rank holds.
-    Exactness: bitwise.
-    """
-
-    by_unit = True
-
-    def __init__(self, tensors: Mapping[Slot, Tensor], nodes: Sequence[range]) -> None:
-        super().__init__(tensors, counts=False)
-        self._carries = {slot: Carry(nodes) for slot in tensors}
-        self._place = range(0)
-
-    def begin(self) -> None:
-        """Drop partial sums."""
-        super().begin()
-        for carry in self._carries.values():
-            carry.close()
-
-    def unit(self, shards: range, is_last: bool) -> None:
-        """What is ready from now on belongs to these shards."""
-        self._place = shards
-
-    def ready(self, slot: Slot, grad: Tensor | None) -> None:
-        """Add the gradient to the tree; it is kept and changed."""
-        self._carries[slot].push(self._place, grad)
-
-    def take(self) -> dict[Slot, dict[int, Tensor]]:
-        """By slot, the sums by place of their node; those without a gradient are not there."""
-        return {slot: carry.close() for slot, carry in self._carries.items()}
-
-    def finish(self) -> Gradients:
-        """The sums of the only node; a tensor without a gradient is None."""
-        self._grads = {slot: next(iter(sums.values()), None) for slot, sums in self.take().items()}
-        found = super().finish()
-        without_negative_zeros(found.flats)
-        return found
-
-
-class Reducers:
-    """Several reductions as one: slots that are summed over different ranks.
-
-    Args:
-        by_slot: which one takes which slot.
-        all_of_them: in the order in which they finish, equal on every rank.
-    """
-
-    def __init__(self, by_slot: Mapping[Slot, Reduction], all_of_them: Sequence[Reduction]) -> None:
-        self._by_slot, self._all = by_slot, all_of_them
-        self.by_unit = all_of_them[0].by_unit
-
-    def begin(self) -> None:
-        """See `Reduction`."""
-        for one in self._all:
-            one.begin()
-
-    def unit(self, shards: range, is_last: bool) -> None:
-        """See `Reduction`."""
-        for one in self._all:
-            one.unit(shards, is_last)
-
-    def ready(self, slot: Slot, grad: Tensor | None) -> None:
-        """See `Reduction`."""
-        self._by_slot[slot].ready(slot, grad)
-
-    def close(self) -> None:
-        """See `Reduction`."""
-        for one in self._all:
-            one.close()
-
-    def finish(self) -> Gradients:
-        """See `Reduction`."""
-        found = [one.finish() for one in self._all]
-        tensors = {slot: g for one in found for slot, g in one.tensors.items()}
-        flats, norms = [x for one in found for x in one.flats], [x for one in found for x in one.norms]
-        return Gradients(tensors, flats, norms)
-
-    def commit(self) -> None:
-        """See `Reduction`."""
-        for one in self._all:
-            one.commit()
-
-    def abort(self) -> None:
-        """See `Reduction`."""
-        for one in self._all:
-            one.abort()
-
-    def lost(self) -> Sequence[tuple[str, Slot, Tensor]]:
-        """See `Reduction`."""
-        return [found for one in self._all for found in one.lost()]
-
-    def set_lost(self, found: Mapping[tuple[str, str], Tensor]) -> None:
-        """See `Reduction`."""
-        for one in self._all:
-            one.set_lost(found)
-
-
 def drain(handles: Iterable[Handle | None]) -> None:
     """Wait for each with its own deadline; a failure is what an abort is for."""
     for handle in handles:
@@ -420,10 +275,3 @@ def drain(handles: Iterable[Handle | None]) -> None:
                 found = handle.wait()
                 if isinstance(found, Handle):
                     found.wait()
-
-
-def without_negative_zeros(flats: Sequence[Tensor]) -> Sequence[Tensor]:
-    """-0.0 becomes 0.0, in place: whether nothing or a zero was added must not show."""
-    if flats:
-        torch._foreach_add_(list(flats), 0.0)
-    return flats

@@ -75,6 +75,7 @@ _RUN = {
     "ordered": "bool: shards are added in one order, whoever holds them",
     "ranks": "int: processes",
     "devices": "str: type of the device of each rank",
+    "precision": "str: number format of forward and backward: fp32, bf16 or fp16",
     "threads": "int: intra-op threads of each rank",
     "host": "str: of rank 0",
     "pid": "int: process of rank 0",
@@ -111,6 +112,11 @@ _ERROR = {
 EVENTS: Mapping[str, Event] = MappingProxyType(
     {
         "run": Event("info", False, _RUN),
+        "precision": Event(
+            "info",
+            False,
+            {"compute": "str: chosen by the machine", "reason": "str: why, with what was measured"},
+        ),
         "resume": Event("info", True, {"step": "int: goes on from here", "checkpoint": "str: its name"}),
         "step": Event("info", False, _STEP),
         "ranks": Event("info", False, _RANKS),

@@ -27,7 +27,9 @@ _LARGEST_SEED = 2**63 - 1
 class PrecisionRecipe(Table):
     """The number format of forward and backward; parameters and the update stay fp32."""
 
-    compute: Literal["fp32", "bf16", "fp16"] = Field(default="fp32", description="format of the activations")
+    compute: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+        default="auto", description="format of the activations; auto: bf16 where every rank is faster in it"
+    )
     init_scale: float = Field(default=65536.0, gt=0, description="first factor of the loss (fp16)")
     growth_steps: int = Field(
         default=200, ge=1, description="finite updates before the factor doubles (fp16)"

@@ -29,6 +29,7 @@ from paceline.state import LossScale, TrainState
 from paceline.sync.witness import LossEar
 from paceline.task import Source, Task
 from paceline.training.arrange import Material, Pieces, Setting
+from paceline.training.by_machine import choose_by_machine
 from paceline.training.guard import guard_tail
 from paceline.training.layouts import LAYOUTS
 from paceline.training.numerics import check_numerics
@@ -63,7 +64,8 @@ def build_session(
         CheckpointError: the first weights cannot be read, or are those of another model.
     """
     pieces = pieces or Pieces()
-    strategy = resolved(recipe, cluster.world_size)
+    strategy, notes = resolved(recipe, cluster.world_size), Notes()
+    recipe = choose_by_machine(recipe, task, cluster, device, warn=warn, note=notes.add)
     setting = Setting(
         recipe=recipe.replace(strategy=strategy),
         cluster=cluster,
@@ -88,7 +90,7 @@ def build_session(
     if recipe.reproducible:
         check_numerics(setting.mesh, setting.net, model, optimizer)
     state = TrainState(model, optimizer, loss_scale(recipe), trained=arranged.trained)
-    feed, notes = build_feed(setting, task, device), Notes()
+    feed = build_feed(setting, task, device)
     tail = arranged.tail(setting, state, feed.num_steps)
     return Session(
         recipe=recipe,

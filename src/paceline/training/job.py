@@ -5,9 +5,9 @@ Whoever started the processes (Paceline's launcher, torchrun, nobody) does not m
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,6 +22,7 @@ from paceline.task import Task
 from paceline.tasks import load_task, run_build
 from paceline.training import run_folder
 from paceline.training.build import build_session, choose_device
+from paceline.training.by_machine import num_cores
 from paceline.training.loop import Result, fit
 from paceline.training.records import run_record
 from paceline.training.session import Session
@@ -113,7 +114,7 @@ def train(
     """
     cluster = Cluster.from_env()
     talks = console if cluster.global_rank == 0 else None
-    warn = talks.print if talks is not None else (lambda text: None)
+    warn = plain_lines(talks) if talks is not None else (lambda text: None)
     with (
         stop_on_signals(StopRequest(setting_up=True)) as stop,
         stop_on_notice(recipe.checkpoint.notice, stop),
@@ -199,7 +200,12 @@ def conclude(session: Session, result: Result, run_dir: Path, console: Console) 
         f"resume:     {resume}",
     ]
     for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        plain_lines(console)(line)
+
+
+def plain_lines(console: Console) -> Callable[[str], None]:
+    """Prints a text as it is: never wrapped, coloured or read as markup."""
+    return partial(console.print, markup=False, highlight=False, soft_wrap=True)
 
 
 def _longer(session: Session, result: Result) -> str:
@@ -215,8 +221,3 @@ def _num_threads(recipe: Recipe, processes_here: int) -> int:
     if recipe.is_ordered:
         return 1
     return recipe.runtime.threads or max(1, num_cores() // processes_here)
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0))

@@ -91,6 +91,7 @@ def run_record(session: Session) -> dict[str, Any]:
         "ordered": recipe.is_ordered,
         "ranks": session.cluster.world_size,
         "devices": placed.device.type,
+        "precision": recipe.precision.compute,
         "threads": torch.get_num_threads(),
         "host": socket.gethostname(),
         "pid": os.getpid(),

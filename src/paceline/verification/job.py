@@ -23,6 +23,7 @@ from paceline.training.build import (
     num_steps_of,
     prepare_model,
 )
+from paceline.training.by_machine import choose_by_machine
 from paceline.training.job import TaskLike, connected, obtain_task
 from paceline.verification.oracle import Oracle
 from paceline.verification.record import recording
@@ -78,6 +79,7 @@ def compare_with_oracle(
         )
     pieces = pieces or Pieces()
     recipe = recipe.replace(health=HealthRecipe())  # a step that is left out has nothing to compare
+    recipe = choose_by_machine(recipe, task, cluster, device)
     oracle = build_oracle(recipe, replace(task, model=copy.deepcopy(task.model)), device)
     recorded = replace(pieces, tail=recording(pieces.tail))
     session = build_session(recipe, task, cluster, device, pieces=recorded)
@@ -90,6 +92,8 @@ def build_oracle(recipe: Recipe, task: Task, device: torch.device, shards: int |
     Args:
         shards: virtual shards; the recipe's if None, 1 for the full-batch oracle.
     """
+    if recipe.precision.compute == "auto":  # alone; beside a session, what all ranks agreed on stands here
+        recipe = choose_by_machine(recipe, task, Cluster.single(), device)
     model = prepare_model(recipe, task, device)
     order = build_order(recipe, task)
     num_steps = num_steps_of(recipe, order.steps_per_epoch)

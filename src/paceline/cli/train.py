@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +18,8 @@ from paceline.cli.start import launch_again, worker_cluster
 from paceline.cluster import Cluster
 from paceline.errors import RecipeError
 from paceline.launch import STOPPED_EXIT_CODE, guard
-from paceline.report import checked_run, new_run_dir
+from paceline.report import checked_run
+from paceline.report.folder import RUNS, claim_run_dir, refuse_taken
 
 if TYPE_CHECKING:
     from paceline.recipe import Recipe
@@ -37,6 +40,10 @@ def train(
             help="Go on with a run folder or a checkpoint inside one; without RUN: the newest in runs/.",
         ),
     ] = None,
+    name: Annotated[
+        str | None,
+        typer.Option("--name", help="Names the new folder runs/TIME-NAME. Default: the recipe's name."),
+    ] = None,
     nodes: options.Nodes = 1,
     node_rank: options.NodeRank = 0,
     rendezvous: options.Rendezvous = None,
@@ -51,23 +58,49 @@ def train(
             next_step="paceline train recipes/digits.toml",
         )
     resolved = options.read_recipe(path, settings, strategy)
+    called = name or path.stem
     cluster = worker_cluster()
     if cluster is not None:
-        _work(cluster, resolved, path, run)
+        _work(cluster, resolved, path, run, called)
+    _check_name(name, resolved, run)
     placement = options.Placement(
         options.processes_for(resolved, processes, nodes), nodes, node_rank, rendezvous, token
     )
-    sys.exit(_launch(placement, resolved, run))
+    sys.exit(_launch(placement, resolved, run, called))
 
 
-def _launch(placement: options.Placement, recipe: Recipe, run: Path | None) -> int:
+def _check_name(name: str | None, recipe: Recipe, run: Path | None) -> None:
+    """Raises: RecipeError: it is no name of a folder, or the run has a folder already."""
+    if name is None:
+        return
+    taken = f"run_dir = {recipe.run_dir}" if recipe.run_dir is not None else f"--resume {run}" if run else ""
+    if taken:
+        raise RecipeError(
+            f"--name {name} names a new folder, and {taken} names one", next_step="leave one out"
+        )
+    if not re.fullmatch(r"\w[\w.-]*", name):
+        raise RecipeError(
+            f"--name '{name}' is no name of a folder", next_step="letters, digits, dots, _ and - make a name"
+        )
+
+
+def _folder(recipe: Recipe, placement: options.Placement, called: str) -> Path:
+    """The folder of a new run, which is no other run's; the first node makes it."""
+    if recipe.run_dir is not None:
+        if placement.node_rank == 0:
+            refuse_taken(Path(recipe.run_dir))
+        return Path(recipe.run_dir)
+    return claim_run_dir(called) if placement.node_rank == 0 else RUNS / called
+
+
+def _launch(placement: options.Placement, recipe: Recipe, run: Path | None, called: str) -> int:
     """Start the workers and tell them which run it is; what failed is written into its folder."""
     from paceline.recipe.spell import spell
 
     for line in [] if run is None else changes_of(run, recipe):
         output().print(line, markup=False, highlight=False, soft_wrap=True)
     if run is None:
-        run_dir = Path(recipe.run_dir) if recipe.run_dir is not None else new_run_dir(recipe.task)
+        run_dir = _folder(recipe, placement, called)
         again = ["--set", f"run_dir={spell(str(run_dir))}"]
     else:
         run_dir = checked_run(run)
@@ -76,12 +109,16 @@ def _launch(placement: options.Placement, recipe: Recipe, run: Path | None) -> i
     outcome = launch_again(placement, recipe.runtime.threads, *again, grace_seconds=grace)
     if outcome.failures and placement.node_rank == 0:
         record_failure(run_dir, outcome)
+    if run is None and recipe.run_dir is None:
+        with suppress(OSError):  # it is empty: the run never began
+            run_dir.rmdir()
     return outcome.exit_code
 
 
-def _work(cluster: Cluster, recipe: Recipe, path: Path, resume: Path | None) -> None:
+def _work(cluster: Cluster, recipe: Recipe, path: Path, resume: Path | None, called: str) -> None:
     with guard(cluster):
         from paceline.training import train as train_here
 
-        result = train_here(recipe, base_dir=options.task_directory(path), resume=resume, console=output())
+        base = options.task_directory(path)
+        result = train_here(recipe, base_dir=base, resume=resume, console=output(), name=called)
     sys.exit(STOPPED_EXIT_CODE if result.stopped else 0)

@@ -100,6 +100,7 @@ def train(
     base_dir: Path | None = None,
     resume: Path | None = None,
     console: Console | None = None,
+    name: str | None = None,
 ) -> Result:
     """Train on this rank, as one of however many there are.
 
@@ -109,12 +110,12 @@ def train(
         base_dir: see `join`.
         resume: a run folder or a checkpoint inside one; continues it in its own folder.
         console: where rank 0 reports; quiet if None.
+        name: what a new folder under `runs/` is called after, behind its time; the task's function if None.
     Returns:
         The result, equal on every rank.
     """
     cluster = Cluster.from_env()
-    talks = console if cluster.global_rank == 0 else None
-    warn = plain_lines(talks) if talks is not None else (lambda text: None)
+    warn = plain_lines(console if cluster.global_rank == 0 else None)
     with (
         stop_on_signals(StopRequest(setting_up=True)) as stop,
         stop_on_notice(recipe.checkpoint.notice, stop),
@@ -128,18 +129,25 @@ def train(
             fresh=resume is None,
         ) as session,
     ):
-        return _continue(session, resume, talks, warn, stop)
+        return _continue(session, resume, name or _name_of(task), console, warn, stop)
+
+
+def _name_of(task: TaskLike | None) -> str | None:
+    """What a run of this function is called; None if it is the recipe's to say."""
+    return getattr(task, "__name__", None)
 
 
 def _continue(
     session: Session,
     resume: Path | None,
-    talks: Console | None,
+    name: str | None,
+    console: Console | None,
     warn: Callable[[str], None],
     stop: StopRequest,
 ) -> Result:
     """Restore if the run is not new, fit, and say what came out."""
-    run_dir = run_folder.prepare(session, resume)
+    talks = console if session.is_first else None
+    run_dir = run_folder.prepare(session, resume, name)
     used = None if resume is None else run_folder.restore(session, resume, warn)
     stop.setting_up = False
     result = fit(session, run_dir, sinks(session, run_dir, talks, used))
@@ -203,8 +211,10 @@ def conclude(session: Session, result: Result, run_dir: Path, console: Console) 
         plain_lines(console)(line)
 
 
-def plain_lines(console: Console) -> Callable[[str], None]:
-    """Prints a text as it is: never wrapped, coloured or read as markup."""
+def plain_lines(console: Console | None) -> Callable[[str], None]:
+    """Prints a text as it is, never wrapped, coloured or read as markup; nothing without a console."""
+    if console is None:
+        return lambda text: None
     return partial(console.print, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -22,10 +22,10 @@ from paceline.report import read_run, summary
 from paceline.testing.leaks import find_leaks, observe
 from tests.cli.jobs import End, end_of, has_handlers, start, steps_done
 
-# Jobs that fail at the sixth call of the loss on rank 1, in the fifth step
+# Jobs that fail at the seventh call of the loss on rank 1 (two were before the first step), in the fifth step
 
 FAILURES = {
-    "raises": (1, "rank 1 raised ValueError: the 6th call", "task.py"),
+    "raises": (1, "rank 1 raised ValueError: the 7th call", "task.py"),
     "killed": (137, "rank 1 was killed by SIGKILL (out of memory?)", "next:  if the kernel's log"),
     "not-finite": (
         5,

@@ -11,15 +11,13 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import default_collate
 
 from paceline.checkpoint import load_weights
 from paceline.cluster import Cluster
 from paceline.comm import Net
-from paceline.data import Feed, Loader, Order, to_device
+from paceline.data import Feed, Loader, Order
 from paceline.errors import DataError, DeviceError, StrategyError
 from paceline.layout.precision import compile_or_explain, recompute_blocks
-from paceline.layout.sums import checked
 from paceline.mesh import Group, Mesh
 from paceline.models.dropout import name_dropouts
 from paceline.observe import Phases
@@ -30,6 +28,7 @@ from paceline.sync.witness import LossEar
 from paceline.task import Source, Task
 from paceline.training.arrange import Material, Pieces, Setting
 from paceline.training.by_machine import choose_by_machine
+from paceline.training.contract import check_loss, refuse_two_optimizers
 from paceline.training.guard import guard_tail
 from paceline.training.layouts import LAYOUTS
 from paceline.training.numerics import check_numerics
@@ -81,7 +80,7 @@ def build_session(
     require_data(task)
     model = prepare_model(recipe if fresh else recipe.replace(init_from=None), task, device)
     make_equal(model, setting.net, setting.mesh.world)
-    names = metric_names(task, model, device)
+    names = check_loss(task, model, device)
     recompute_and_compile(recipe, task, model, device, warn)
     ear = LossEar(task.loss)
     material = Material(replace(task, loss=ear), model, names, device)
@@ -183,15 +182,6 @@ def make_equal(model: nn.Module, net: Net, group: Group) -> None:
             t.copy_(piece.view_as(t))
 
 
-def metric_names(task: Task, model: nn.Module, device: torch.device) -> tuple[str, ...]:
-    """Run the loss once on one sample, in evaluation mode: a broken contract shows before training."""
-    collate = task.collate or default_collate
-    model.eval()
-    with torch.no_grad():
-        loss = checked(task.loss(model, to_device(collate([task.data[0]]), device)))
-    return tuple(sorted(loss.metrics))
-
-
 def recompute_and_compile(
     recipe: Recipe, task: Task, model: nn.Module, device: torch.device, warn: Callable[[str], None]
 ) -> None:
@@ -207,6 +197,7 @@ def recompute_and_compile(
 def build_task_optimizer(recipe: Recipe, task: Task, model: nn.Module) -> torch.optim.Optimizer:
     """The task's own optimizer, or the recipe's by name."""
     if task.optimizer is not None:
+        refuse_two_optimizers(recipe)
         return task.optimizer(model)
     return build_optimizer(model.named_parameters(), recipe.optimizer, fused_allowed=not recipe.reproducible)
 

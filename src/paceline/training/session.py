@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from paceline.observe import Stats
 from paceline.recipe import Recipe
 from paceline.state import TrainState
 from paceline.sync import Rule, Tail
-from paceline.task import Task
+from paceline.task import Task, finish_metrics
 
 
 class Notes:
@@ -101,9 +101,16 @@ class Session:
         `abort` makes it so.
         """
         for stats in self.rule.rounds(self.feed, self.placed, self.tail):
-            yield stats
+            yield self._finish(stats)
             if stats.stops:
                 return
+
+    def _finish(self, stats: Stats) -> Stats:
+        """With the metrics as they are reported, and the rate of every parameter group."""
+        groups = enumerate(self.state.optimizer.param_groups)
+        rates = {str(group.get("name", i)): float(group["lr"]) for i, group in groups if "lr" in group}
+        metrics = finish_metrics(self.task, stats.loss, stats.num_items, stats.metrics)
+        return replace(stats, metrics=metrics, rates=rates)
 
     def abort(self) -> None:
         """Drop the half step in which an error left `rounds`: calling `rounds` again does that step anew."""

@@ -1,0 +1,108 @@
+"""Does a task keep its contract? Asked once, on a sample and on the same sample twice, before the first step.
+
+Invariant: an error here names a mistake that would have trained something else in silence. What a sample
+cannot show (a loss of zero, a loss that is no sum over samples by nature) is let through.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import default_collate
+
+from paceline.data import to_device
+from paceline.errors import TaskError
+from paceline.layout.sums import checked
+from paceline.recipe import OptimizerRecipe, Recipe
+from paceline.task import Loss, Task
+
+_CLOSE = 1e-3
+_COUNT = "Loss(total, count): count is the number of items in the total, for example len(batch)"
+_LOOKED_AT = 8  # samples, until one has an item
+_STILL_READ = ("clip_norm",)  # of the recipe's optimizer, when the task brings its own
+
+
+def check_loss(task: Task, model: nn.Module, device: torch.device) -> tuple[str, ...]:
+    """Call the loss in evaluation mode; returns the sorted names of its metrics.
+
+    Raises:
+        TaskError: it returns something else, counts nothing, or gives means where sums are needed.
+    """
+    model.eval()
+    with torch.no_grad():
+        for index in range(min(_LOOKED_AT, len(task.data))):
+            once = _call(task, model, device, [task.data[index]])
+            if float(once.count) > 0:
+                break
+        else:
+            raise TaskError(
+                f"the loss counts {float(once.count):g} items in the first {index + 1} samples,"
+                " so nothing would train",
+                next_step=_COUNT,
+            )
+        twice = _call(task, model, device, [task.data[index]] * 2)
+    refuse_means(once, twice)
+    return tuple(sorted(once.metrics))
+
+
+def _call(task: Task, model: nn.Module, device: torch.device, samples: list[Any]) -> Loss:
+    collate = task.collate or default_collate
+    return checked(task.loss(model, to_device(collate(samples), device)))
+
+
+def refuse_means(once: Loss, twice: Loss) -> None:
+    """Raises: TaskError: of a sample and of it twice, what should double stays."""
+    total, count = (
+        _grows(float(getattr(once, name)), float(getattr(twice, name))) for name in ("total", "count")
+    )
+    if total == 1 and count == 2:
+        raise TaskError(
+            "the loss of a sample and of the same sample twice have equal totals and other counts:"
+            " the total is a mean, and would be divided by the count once more",
+            next_step="Loss.mean(value, count) takes a mean; or sum the losses: reduction='sum'",
+        )
+    if count == 1 and total in (1, 2):
+        raise TaskError(
+            f"the loss counts {float(once.count):g} items in a sample and as many in the same sample twice:"
+            " parts of unequal size would have equal weights",
+            next_step=_COUNT,
+        )
+    wrong = [name for name in _means(once.metrics, twice.metrics) if count == 2]
+    if wrong:
+        raise TaskError(
+            f"the metric '{wrong[0]}' is the same for a sample and for it twice: it is a mean, where sums"
+            " are added",
+            next_step=f"return the sum, for example {wrong[0]} * len(batch), or Metric(total, count)",
+        )
+
+
+def _means(once: Mapping[str, Any], twice: Mapping[str, Any]) -> list[str]:
+    return [name for name in once if name in twice and _grows(float(once[name]), float(twice[name])) == 1]
+
+
+def _grows(once: float, twice: float) -> int:
+    """1: it stays; 2: it doubles; 0: neither, or it says nothing."""
+    if not math.isfinite(once) or not math.isfinite(twice) or abs(once) < 1e-12:
+        return 0
+    return next((factor for factor in (1, 2) if math.isclose(twice, factor * once, rel_tol=_CLOSE)), 0)
+
+
+def refuse_two_optimizers(recipe: Recipe) -> None:
+    """Raises: TaskError: the task brings its own optimizer, and the recipe sets options that nobody reads."""
+    usual = OptimizerRecipe()
+    unread = [
+        name
+        for name in OptimizerRecipe.model_fields
+        if name not in _STILL_READ and getattr(recipe.optimizer, name) != getattr(usual, name)
+    ]
+    if unread:
+        keys = ", ".join(f"optimizer.{name}" for name in unread)
+        raise TaskError(
+            f"the task brings its own optimizer, Task(optimizer=...), and the recipe sets {keys},"
+            " which it would not read",
+            next_step="set them in the task's optimizer, by [options]; or leave Task(optimizer=...) out",
+        )

@@ -13,6 +13,7 @@ import paceline
 from paceline.errors import RecipeError, RunFolderError
 from paceline.report.folder import claim_run_dir, name_of_task
 from paceline.task import Loss, Task
+from tests.cli.test_errors import has_namespaces
 
 pytestmark = pytest.mark.capability("N1")
 SUM = str(Path(__file__).parents[2] / "recipes" / "sum.toml")
@@ -107,5 +108,40 @@ def test_a_folder_that_cannot_be_made_says_why(tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").write_text("a file")
     recipe = paceline.Recipe(task="x", steps=2, batch={"size": 4, "shards": 2})
-    with pytest.raises(RunFolderError, match="cannot write into the folder of the run"):
+    with pytest.raises(RunFolderError, match="cannot write the files of the run"):
         paceline.train(recipe, small)
+
+
+FULL = "mkdir -p small && mount -t tmpfs -o size=600k tmpfs small && exec "
+READ_ONLY = "mkdir -p small && mount -t tmpfs -o ro tmpfs small && exec "
+
+
+@pytest.mark.skipif(not has_namespaces(), reason="needs namespaces of its own user")
+@pytest.mark.parametrize(
+    "what, prefix", [("No space left on device", FULL), ("Read-only file system", READ_ONLY)]
+)
+def test_a_disk_that_takes_nothing_is_one_error_with_a_next_step(
+    tmp_path: Path, what: str, prefix: str
+) -> None:
+    """The metrics alone fill the disk: no checkpoint is due before."""
+    settings = ["--set", "run_dir=small/run", "--set", "steps=4000", "--set", "runtime.threads=1"]
+    line = [sys.executable, "-m", "paceline", "train", SUM, "-n", "1", *settings]
+    done = subprocess.run(
+        ["unshare", "-Urm", "sh", "-c", prefix + '"$@"', "sh", *line],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=tmp_path,
+        check=False,
+    )
+    assert done.returncode == 3, done.stderr
+    assert f"cannot write the files of the run: {what}" in done.stderr and "next:" in done.stderr
+    assert "Traceback" not in done.stderr and len(done.stderr.splitlines()) < 8
+
+
+def test_nodes_without_a_place_to_meet_are_refused_and_leave_nothing(tmp_path: Path) -> None:
+    done = command(tmp_path, "train", SUM, "--nodes", 2, "-n", 1, *SHORT)
+    assert done.returncode == 2 and "--rendezvous HOST:PORT" in done.stderr
+    assert not any((tmp_path / "runs").iterdir())
+    none = command(tmp_path, "train", SUM, "-n", 0)
+    assert none.returncode == 2 and "greater than or" in none.stderr

@@ -10,6 +10,7 @@ from paceline.cli import bench, export, lab, recipe, run, runs, sweep, train, ve
 from paceline.cli.console import fail
 from paceline.cli.resume import with_value
 from paceline.errors import PacelineError
+from paceline.observe.disk import unwritable
 
 app = typer.Typer(
     name="paceline",
@@ -56,3 +57,9 @@ def main() -> None:
     except PacelineError as error:
         fail(error)
         sys.exit(error.exit_code)
+    except OSError as error:
+        if error.filename is None or error.errno is None:
+            raise
+        told = unwritable(error)
+        fail(told)
+        sys.exit(told.exit_code)

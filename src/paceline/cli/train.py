@@ -106,12 +106,14 @@ def _launch(placement: options.Placement, recipe: Recipe, run: Path | None, call
         run_dir = checked_run(run)
         again = ["--resume", str(run)]
     grace = recipe.checkpoint.grace_seconds
-    outcome = launch_again(placement, recipe.runtime.threads, *again, grace_seconds=grace)
-    if outcome.failures and placement.node_rank == 0:
-        record_failure(run_dir, outcome)
-    if run is None and recipe.run_dir is None:
-        with suppress(OSError):  # it is empty: the run never began
-            run_dir.rmdir()
+    try:
+        outcome = launch_again(placement, recipe.runtime.threads, *again, grace_seconds=grace)
+        if outcome.failures and placement.node_rank == 0:
+            record_failure(run_dir, outcome)
+    finally:
+        if run is None and recipe.run_dir is None:
+            with suppress(OSError):  # it is empty: the run never began
+                run_dir.rmdir()
     return outcome.exit_code
 
 

@@ -30,10 +30,13 @@ def explained(place: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RunFolderError(
-            f"cannot write into the folder of the run: {error.strerror or error}",
-            where=str(place),
-            next_step=_ADVICE.get(
-                error.errno or 0, "look at that folder, or name another: --set run_dir=FOLDER"
-            ),
-        ) from error
+        raise unwritable(error, place) from error
+
+
+def unwritable(error: OSError, place: Path | None = None) -> RunFolderError:
+    """What a file system refused, where, and what to do."""
+    return RunFolderError(
+        f"cannot write the files of the run: {error.strerror or error}",
+        where=str(place or error.filename),
+        next_step=_ADVICE.get(error.errno or 0, "name another folder: --set run_dir=FOLDER"),
+    )

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+from paceline.observe.disk import explained
 from paceline.observe.schema import level_of, passes
 from paceline.observe.stats import Stats
 
@@ -39,7 +40,8 @@ class JsonLines:
         self, path: Path, *, level: str = "debug", rotate_bytes: int = 0, now: Callable[[], float] = time.time
     ) -> None:
         self._path, self._level, self._rotate_bytes, self._now = path, level, rotate_bytes, now
-        self._file = _continue(path)
+        with explained(path):
+            self._file = _continue(path)
 
     def step(self, stats: Stats) -> None:
         """Write one step."""
@@ -50,16 +52,18 @@ class JsonLines:
         if not passes(name, self._level):
             return
         common = {"event": name, "level": level_of(name), "rank": 0, "time": self._now()}
-        self._file.write(_line({**common, **record}))
-        self._file.flush()
-        if self._rotate_bytes and self._file.tell() >= self._rotate_bytes:
-            self._file.close()
-            self._path.rename(full_name(self._path, len(full_files(self._path)) + 1))
-            self._file = _continue(self._path)
+        with explained(self._path):
+            self._file.write(_line({**common, **record}))
+            self._file.flush()
+            if self._rotate_bytes and self._file.tell() >= self._rotate_bytes:
+                self._file.close()
+                self._path.rename(full_name(self._path, len(full_files(self._path)) + 1))
+                self._file = _continue(self._path)
 
     def close(self) -> None:
         """Flush and close the file."""
-        self._file.close()
+        with explained(self._path):
+            self._file.close()
 
 
 def full_name(path: Path, number: int) -> Path:

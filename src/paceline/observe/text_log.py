@@ -7,18 +7,30 @@ them are in `metrics.jsonl`.
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Mapping
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
 
+from paceline.observe.disk import explained
 from paceline.observe.schema import level_of, spoken
 from paceline.observe.stats import Stats
 
 _STEP_SECONDS = 10.0
 _NUM_OLD_FILES = 3
 _FORMAT = "%(asctime)s.%(msecs)03dZ %(levelname)-7s %(message)s"
+
+
+class _Lines(RotatingFileHandler):
+    """Says what could not be written, where logging would print its own traceback and go on."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Raise what `emit` caught."""
+        error = sys.exc_info()[1]
+        if error is not None:
+            raise error
 
 
 class TextLog:
@@ -40,9 +52,9 @@ class TextLog:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._now, self._next_step, self._every_step = now, now(), level == "debug"
-        self._handler = RotatingFileHandler(
-            path, maxBytes=rotate_bytes, backupCount=_NUM_OLD_FILES, encoding="utf-8"
-        )
+        self._path = path
+        with explained(path):
+            self._handler = _Lines(path, maxBytes=rotate_bytes, backupCount=_NUM_OLD_FILES, encoding="utf-8")
         formatter = logging.Formatter(_FORMAT, datefmt="%Y-%m-%dT%H:%M:%S")
         formatter.converter = time.gmtime
         self._handler.setFormatter(formatter)
@@ -66,12 +78,14 @@ class TextLog:
         """Write a text of any number of lines."""
         number = logging.getLevelName(level.upper())
         if number >= self._handler.level:
-            for line in text.splitlines():
-                self._handler.emit(logging.LogRecord("paceline", number, "", 0, line, None, None))
+            with explained(self._path):
+                for line in text.splitlines():
+                    self._handler.emit(logging.LogRecord("paceline", number, "", 0, line, None, None))
 
     def close(self) -> None:
         """Close the file."""
-        self._handler.close()
+        with explained(self._path):
+            self._handler.close()
 
 
 def _short(value: Any) -> str:

@@ -28,7 +28,12 @@ from paceline.sync.witness import LossEar
 from paceline.task import Source, Task
 from paceline.training.arrange import Material, Pieces, Setting
 from paceline.training.by_machine import choose_by_machine
-from paceline.training.contract import check_loss, refuse_two_optimizers
+from paceline.training.contract import (
+    check_loss,
+    refuse_two_optimizers,
+    require_equal_shapes,
+    tell_large_batch,
+)
 from paceline.training.guard import guard_tail
 from paceline.training.layouts import LAYOUTS
 from paceline.training.numerics import check_numerics
@@ -78,7 +83,9 @@ def build_session(
         warn=warn,
     )
     require_data(task)
+    tell_large_batch(recipe, task, warn)
     model = prepare_model(recipe if fresh else recipe.replace(init_from=None), task, device)
+    require_equal_shapes(model, setting.net, setting.mesh.world)
     make_equal(model, setting.net, setting.mesh.world)
     names = check_loss(task, model, device)
     recompute_and_compile(recipe, task, model, device, warn)

@@ -6,17 +6,22 @@ cannot show (a loss of zero, a loss that is no sum over samples by nature) is le
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from hashlib import blake2b
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import default_collate
 
+from paceline.comm import Net
+from paceline.comm.text import gather_texts
 from paceline.data import to_device
 from paceline.errors import TaskError
 from paceline.layout.sums import checked
+from paceline.mesh import Group
 from paceline.recipe import OptimizerRecipe, Recipe
 from paceline.task import Loss, Task
 
@@ -106,3 +111,36 @@ def refuse_two_optimizers(recipe: Recipe) -> None:
             " which it would not read",
             next_step="set them in the task's optimizer, by [options]; or leave Task(optimizer=...) out",
         )
+
+
+def tell_large_batch(recipe: Recipe, task: Task, warn: Callable[[str], None]) -> None:
+    """Say that a batch is all of the data, which few mean."""
+    size, found = recipe.batch.size, len(task.data)
+    if size > found:
+        warn(f"batch.size = {size} is more than the {found} samples: every step trains on all of them")
+
+
+def require_equal_shapes(model: nn.Module, net: Net, group: Group) -> None:
+    """Compare the tensors of the models that the ranks have built; collective.
+
+    Raises:
+        TaskError: a rank's model has others than rank 0's; names the rank and the first tensor that differs.
+    Wire: one ragged all_gather of a hash; of all names and shapes only where the hashes differ.
+    """
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    mine = {name: f"{tuple(t.shape)} {t.dtype}" for name, t in tensors}
+    text = json.dumps(mine)
+    hashes = gather_texts(blake2b(text.encode(), digest_size=16).hexdigest(), group, net)
+    if len(set(hashes)) == 1:
+        return
+    models = [json.loads(found) for found in gather_texts(text, group, net)]
+    first = models[0]
+    rank = next(rank for rank, found in enumerate(models) if list(found.items()) != list(first.items()))
+    other = models[rank]
+    names = [name for name in [*first, *other] if first.get(name) != other.get(name)]
+    name = names[0] if names else next(a for a, b in zip(first, other, strict=True) if a != b)
+    raise TaskError(
+        f"ranks have built different models: '{name}' is {first.get(name, 'not there')} on rank 0 and"
+        f" {other.get(name, 'not there')} on rank {rank}" + ("" if names else ", in another order"),
+        next_step="build the model alike on every rank: nothing in it may depend on the rank or the machine",
+    )

@@ -21,7 +21,7 @@ from paceline.tasks import scores
 from paceline.testing import run_ranks
 from paceline.testing.parity import CPU, session_of
 from paceline.training import evaluate
-from paceline.training.contract import check_loss, refuse_means, refuse_two_optimizers
+from paceline.training.contract import check_loss, refuse_means, refuse_two_optimizers, tell_large_batch
 
 X = torch.linspace(-1, 1, 48).reshape(12, 4)
 Y = torch.arange(12) % 2
@@ -146,6 +146,28 @@ def test_the_scores_are_those_of_scikit_learn() -> None:
     assert scores.f1(sums)["f1"] == pytest.approx(metrics.f1_score(actual, chance > 0.5))
     assert scores.auc(sums)["auc"] == pytest.approx(metrics.roc_auc_score(actual, chance))
     assert scores.perplexity(sums)["perplexity"] == pytest.approx(math.exp(2))
+
+
+def test_a_batch_beyond_the_data_is_told() -> None:
+    said: list[str] = []
+    tell_large_batch(RECIPE.replace(batch={"size": 13, "shards": 1}), scored(), said.append)
+    tell_large_batch(RECIPE.replace(batch={"size": 97, "shards": 1}), scored(), said.append)
+    assert said == ["batch.size = 97 is more than the 96 samples: every step trains on all of them"]
+
+
+def refused_model(cluster: Cluster) -> str:
+    """Rank 2 has a wider layer."""
+    try:
+        recipe = RECIPE.replace(batch={"size": 4, "shards": 4})
+        session_of(cluster, recipe, lambda: scored(2 + cluster.global_rank // 2))
+    except TaskError as error:
+        return error.what
+    return ""
+
+
+def test_models_that_differ_by_rank_are_named_by_tensor() -> None:
+    for what in run_ranks(refused_model, 3):
+        assert "'weight' is (2, 4) torch.float32 on rank 0 and (3, 4) torch.float32 on rank 2" in what
 
 
 def test_two_optimizers_are_an_error_that_names_both() -> None:

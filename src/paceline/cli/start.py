@@ -18,11 +18,22 @@ def worker_cluster() -> Cluster | None:
 
 
 def launch_again(
-    placement: Placement, threads: int, *more: str, grace_seconds: float = Job.grace_seconds
+    placement: Placement,
+    threads: int,
+    *more: str,
+    grace_seconds: float = Job.grace_seconds,
+    log_dir: Path | None = None,
+    prefixed: bool = False,
 ) -> Outcome:
-    """Run this command's own arguments, and `more`, in every process of this node."""
+    """Run this command's own arguments, and `more`, in every process of this node.
+
+    Args:
+        log_dir: keeps the output of each rank but the first.
+        prefixed: shows it too, each line with its rank in front.
+    """
     command = (sys.executable, "-m", "paceline", *sys.argv[1:], *more)
-    return launch(replace(job_of(command, placement, threads), grace_seconds=grace_seconds))
+    job = job_of(command, placement, threads, log_dir, prefixed=prefixed)
+    return launch(replace(job, grace_seconds=grace_seconds))
 
 
 def job_of(

@@ -18,7 +18,7 @@ from paceline.cli.start import launch_again, worker_cluster
 from paceline.cluster import Cluster
 from paceline.errors import RecipeError
 from paceline.launch import STOPPED_EXIT_CODE, guard
-from paceline.report import checked_run
+from paceline.report import checked_run, read_run
 from paceline.report.folder import RUNS, claim_run_dir, refuse_taken
 
 if TYPE_CHECKING:
@@ -48,6 +48,9 @@ def train(
     node_rank: options.NodeRank = 0,
     rendezvous: options.Rendezvous = None,
     token: options.Token = "",
+    logs: Annotated[
+        Path | None, typer.Option("--logs", help="Keep the output of each rank but the first here.")
+    ] = None,
 ) -> None:
     """Train a recipe, and say what came out."""
     run = None if resume is None else find_run(resume)
@@ -63,10 +66,25 @@ def train(
     if cluster is not None:
         _work(cluster, resolved, path, run, called)
     _check_name(name, resolved, run)
+    processes = _as_before(run, processes, strategy, nodes)
     placement = options.Placement(
         options.processes_for(resolved, processes, nodes), nodes, node_rank, rendezvous, token
     )
-    sys.exit(_launch(placement, resolved, run, called))
+    sys.exit(_launch(placement, resolved, run, called, logs))
+
+
+def _as_before(run: Path | None, asked: int | None, strategy: str | None, nodes: int) -> int | None:
+    """A run goes on with as many processes as it had, unless something else is asked for, which is told."""
+    ranks = 0 if run is None else read_run(checked_run(run)).ranks
+    if asked is None:
+        return ranks // nodes if ranks and not strategy and not ranks % nodes else None
+    if ranks and asked * nodes != ranks:
+        _say(f"from here on {asked * nodes} processes, {ranks} before")
+    return asked
+
+
+def _say(text: str) -> None:
+    output().print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _check_name(name: str | None, recipe: Recipe, run: Path | None) -> None:
@@ -93,12 +111,14 @@ def _folder(recipe: Recipe, placement: options.Placement, called: str) -> Path:
     return claim_run_dir(called) if placement.node_rank == 0 else RUNS / called
 
 
-def _launch(placement: options.Placement, recipe: Recipe, run: Path | None, called: str) -> int:
+def _launch(
+    placement: options.Placement, recipe: Recipe, run: Path | None, called: str, logs: Path | None = None
+) -> int:
     """Start the workers and tell them which run it is; what failed is written into its folder."""
     from paceline.recipe.spell import spell
 
     for line in [] if run is None else changes_of(run, recipe):
-        output().print(line, markup=False, highlight=False, soft_wrap=True)
+        _say(line)
     if run is None:
         run_dir = _folder(recipe, placement, called)
         again = ["--set", f"run_dir={spell(str(run_dir))}"]
@@ -107,7 +127,9 @@ def _launch(placement: options.Placement, recipe: Recipe, run: Path | None, call
         again = ["--resume", str(run)]
     grace = recipe.checkpoint.grace_seconds
     try:
-        outcome = launch_again(placement, recipe.runtime.threads, *again, grace_seconds=grace)
+        outcome = launch_again(
+            placement, recipe.runtime.threads, *again, grace_seconds=grace, log_dir=logs, prefixed=True
+        )
         if outcome.failures and placement.node_rank == 0:
             record_failure(run_dir, outcome)
     finally:

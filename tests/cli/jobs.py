@@ -109,7 +109,7 @@ def start(folder: Path, *arguments: str, prefix: str = "") -> subprocess.Popen[s
 
 
 def end_of(process: subprocess.Popen[str], folder: Path) -> End:
-    out, err = process.communicate(timeout=150)
+    out, err = process.communicate(timeout=600)
     shelf = Shelf.look(Files(str(folder / "run" / "checkpoints")))
     whole = [kept.step for kept in shelf.whole]
     left = [path.name for path in (folder / "tmp").iterdir() if not path.name.startswith("torchinductor")]

@@ -24,7 +24,7 @@ SMALL = [
 ]
 
 
-def paceline(*arguments: object, timeout: float = 90.0) -> subprocess.CompletedProcess[str]:
+def paceline(*arguments: object, timeout: float = 360.0) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "paceline", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=ROOT, check=False)
 
@@ -109,12 +109,12 @@ def test_sigterm_saves_the_step_and_resume_goes_on(tmp_path: Path) -> None:
         [*command, *length], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT
     ) as process:
         metrics = run_dir / "metrics.jsonl"
-        expires = time.monotonic() + 60
+        expires = time.monotonic() + 240
         while not (metrics.exists() and len(metrics.read_text().splitlines()) > 5):
             assert time.monotonic() < expires and process.poll() is None
             time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=30)
+        process.communicate(timeout=120)
     assert process.returncode == 143
     steps = [json.loads(line) for line in metrics.read_text().splitlines()]
     stopped = max(record["step"] for record in steps if record["event"] == "step")
@@ -142,7 +142,7 @@ def test_torchrun_starts_the_same_job(tmp_path: Path) -> None:
     ]
     length = ["--set", "epochs=", "--set", "steps=4", "--set", f"run_dir={tmp_path / 'theirs'}"]
     done = subprocess.run(
-        [*command, DIGITS, *SMALL, *length], capture_output=True, timeout=90, cwd=ROOT, check=False
+        [*command, DIGITS, *SMALL, *length], capture_output=True, timeout=360, cwd=ROOT, check=False
     )
     assert done.returncode == 0, done.stderr
     assert equal(tensors(tmp_path / "ours", 4), tensors(tmp_path / "theirs", 4))
@@ -184,6 +184,6 @@ def test_the_command_line_starts_without_what_only_some_commands_need() -> None:
     heavy = ("torch", "numpy", "pydantic")
     code = f"import sys, paceline.cli.main; print(sorted(m for m in {heavy} if m in sys.modules))"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
     )
     assert done.stdout.strip() == "[]"

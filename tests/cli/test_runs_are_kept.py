@@ -22,7 +22,7 @@ SHORT = ["--set", "steps=2", "--set", "runtime.threads=1"]
 
 def command(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, "-m", "paceline", *map(str, arguments)]
-    return subprocess.run(line, capture_output=True, text=True, timeout=100, cwd=folder, check=False)
+    return subprocess.run(line, capture_output=True, text=True, timeout=400, cwd=folder, check=False)
 
 
 def small(width: int = 3) -> Task:
@@ -130,7 +130,7 @@ def test_a_disk_that_takes_nothing_is_one_error_with_a_next_step(
         ["unshare", "-Urm", "sh", "-c", prefix + '"$@"', "sh", *line],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=400,
         cwd=tmp_path,
         check=False,
     )

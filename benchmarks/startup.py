@@ -46,7 +46,10 @@ def jobs_table(repeats: int) -> Table:
     """Jobs of one step, by turns."""
     rows = []
     plain = process_environment()
-    with tempfile.TemporaryDirectory() as folder, fork_server(["paceline.cli.main"]) as variables:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        fork_server(["paceline.cli.main", "paceline.cli.train"]) as variables,
+    ):
         ways = {"anew": {**plain, FORK_SERVER: NONE}, "as ever": plain, "server": {**plain, **variables}}
         for workers in _WORKERS:
             job = [_PACELINE, "train", str(_RECIPE), "-n", str(workers)]

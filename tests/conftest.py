@@ -97,7 +97,7 @@ def own_share_of_the_cores() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def quick_workers() -> Iterator[None]:
     """The workers of commands are forked, where that makes no difference but in time."""
-    with fork_server(["paceline.cli.main", "sklearn.datasets"]) as variables:
+    with fork_server(["paceline.cli.main", "paceline.cli.train", "sklearn.datasets"]) as variables:
         change_environment(variables)
         yield
         change_environment(dict.fromkeys(variables))

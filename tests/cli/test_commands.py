@@ -5,11 +5,14 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from paceline.checkpoint import Files, load, name_of
+from paceline.cli.main import COMMANDS
+from paceline.cli.main import load as load_command
 from paceline.report import read_run
 
 ROOT = Path(__file__).parents[2]
@@ -79,14 +82,15 @@ def test_what_a_run_prints_and_keeps(tmp_path: Path) -> None:
 def test_the_recipe_of_a_run_is_complete(tmp_path: Path) -> None:
     train(tmp_path / "run", steps=2)
     shown = paceline("recipe", "show", tmp_path / "run" / "recipe.toml")
-    assert shown.returncode == 0 and shown.stdout == (tmp_path / "run" / "recipe.toml").read_text()
+    kept = tomllib.loads((tmp_path / "run" / "recipe.toml").read_text())
+    assert shown.returncode == 0 and tomllib.loads(shown.stdout) == kept
 
 
 @pytest.mark.capability("B1")
 def test_a_strategy_that_cannot_run_is_refused_before_any_process_starts() -> None:
-    refused = paceline("train", DIGITS, "-n", 2, "--strategy", "fsdp", timeout=10)
+    refused = paceline("train", DIGITS, "-n", 2, "--strategy", "fsdp", timeout=120)
     assert refused.returncode == 2 and "not built yet" in refused.stderr and "nearest" in refused.stderr
-    many = paceline("train", DIGITS, "-n", 9, timeout=10)
+    many = paceline("train", DIGITS, "-n", 9, timeout=120)
     assert many.returncode == 2 and "batch.shards" in many.stderr
     listed = json.loads(paceline("strategies", "--json").stdout)
     assert {row["name"] for row in listed} >= {"ddp", "fsdp", "diloco", "gpipe", "hogwild"}
@@ -96,7 +100,7 @@ def test_a_strategy_that_cannot_run_is_refused_before_any_process_starts() -> No
 def test_errors_name_the_key_and_the_line(tmp_path: Path) -> None:
     recipe = tmp_path / "bad.toml"
     recipe.write_text('task = "digits"\nsteps = 3\n\n[optimizer]\nname = "adam"\nlearning = 1e-3\n')
-    found = paceline("train", recipe, timeout=10)
+    found = paceline("train", recipe, timeout=120)
     assert found.returncode == 2
     assert "bad.toml, line 6" in found.stderr and "optimizer.learning" in found.stderr
 
@@ -187,3 +191,31 @@ def test_the_command_line_starts_without_what_only_some_commands_need() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.capability("P1")
+@pytest.mark.parametrize(
+    "words, loaded",
+    [(["--help"], set()), (["runs", "-h"], {"runs"}), (["recipe", "show", "-h"], {"recipe", "options"})],
+)
+def test_a_command_loads_itself_alone(words: list[str], loaded: set[str]) -> None:
+    """Help costs what typer costs: not even rich is there, and no other command."""
+    code = (
+        f"import sys; sys.argv[1:] = {words}\n"
+        "from paceline.cli.main import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "names = [m for m in sys.modules if m.startswith('paceline.cli.') or m in ('rich', 'torch')]\n"
+        "print('LOADED', *names)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    found = {name.removeprefix("paceline.cli.") for name in done.stdout.split("LOADED")[1].split()}
+    assert found - {"main", "console", "rich"} == loaded and ("rich" in found) == bool(loaded)
+
+
+def test_what_help_says_of_a_command_is_what_the_command_says() -> None:
+    for command in COMMANDS:
+        said = (load_command(command).__doc__ or "").partition("\n\n")[0]
+        assert " ".join(said.split()) == command.about

@@ -119,7 +119,9 @@ def train_all(runs: Sequence[Run], say: Callable[[str], None]) -> tuple[Done, di
     """
     with ExitStack() as stack:
         several = sum(not run.complete and run.recipe is not None for run in runs) > 1
-        variables = stack.enter_context(fork_server(["paceline.cli.main"])) if several else {}
+        variables = (
+            stack.enter_context(fork_server(["paceline.cli.main", "paceline.cli.train"])) if several else {}
+        )
         return _train_all(runs, say, {**process_environment(), **variables})
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import CommunicationError, DeviceError
+from paceline.process_group import is_connected, let_go
 from paceline.rendezvous import Member, announcements, check_in, interface_towards, open_store
 from paceline.roster import announce, write_roster
 
@@ -141,7 +142,7 @@ class Cluster:
                 joined, or the port is taken. Only this process fails; the running job does not notice.
         """
         device = _claim_device(device_type, self.local_rank)
-        if self.world_size > 1:
+        if self.world_size > 1 and not is_connected():
             served = self.open_store(deadline_seconds)
             store = check_in(served, self._member(), self.attempt, deadline_seconds)
             self._write_roster(served)
@@ -150,19 +151,9 @@ class Cluster:
         return device
 
     def disconnect(self) -> None:
-        """Destroy the process group. Call it when all ranks are done, not after an error: it would wait.
-
-        Garbage is collected first: a group that outlives its last user aborts about one exit in ten.
-        """
-        if self.world_size == 1:
-            return
-        import gc
-
-        import torch.distributed as dist
-
-        gc.collect()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        """Let go of what a call has made, when all ranks are done; not after an error: it would wait."""
+        if self.world_size > 1:
+            let_go()
 
     def open_store(self, deadline_seconds: float) -> Store:
         """Serve the job's store (global rank 0, or who holds the listening socket), or reach it."""

@@ -49,10 +49,17 @@ def load_recipe(
         changed[("strategy",)] = f'--strategy "{strategy}"'
     problems = _override(values, overrides, changed)
     recipe, wrong = _validate(values, set(changed))
-    problems += wrong
+    problems += [*_no_task(values), *wrong]
     if problems or recipe is None:
         raise recipe_error(problems, _locator(name, text, changed), RecipeError)
     return recipe
+
+
+def _no_task(values: Mapping[str, Any]) -> list[Problem]:
+    """A recipe in Python may be given its task apart; a file has to name it."""
+    if "task" in values:
+        return []
+    return [Problem((("task",),), "expected a string that is not empty, but it is missing")]
 
 
 def _validate(values: dict[str, Any], changed: Set[KeyPath]) -> tuple[Recipe | None, list[Problem]]:

@@ -87,6 +87,7 @@ class Recipe(Table):
     """
 
     task: str = Field(
+        default="",
         min_length=1,
         description='a task by name ("byte-gpt", "digits", "sum"), "file.py:name" or "package:name"',
     )

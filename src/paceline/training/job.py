@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from os import PathLike
 from pathlib import Path
 
 import torch
@@ -23,13 +25,13 @@ from paceline.tasks import load_task, run_build
 from paceline.training import run_folder
 from paceline.training.build import build_session, choose_device
 from paceline.training.by_machine import num_cores
+from paceline.training.given import RecipeLike, TaskLike, given_recipe, given_run, given_task
 from paceline.training.loop import Result, fit
 from paceline.training.records import run_record
 from paceline.training.session import Session
 from paceline.training.stopping import StopRequest, stop_on_notice, stop_on_signals
 
 CACHE_DIR = Path.home() / ".cache" / "paceline"
-TaskLike = Task | Callable[..., Task]
 
 
 @contextmanager
@@ -85,6 +87,7 @@ def join(
 
 def obtain_task(recipe: Recipe, task: TaskLike | None, base_dir: Path | None) -> Task:
     """The given task, what the given function builds, or the task that the recipe names."""
+    task = given_task(task)
     if isinstance(task, Task):
         return task
     options, folder = dict(recipe.options), base_dir or Path.cwd()
@@ -94,28 +97,29 @@ def obtain_task(recipe: Recipe, task: TaskLike | None, base_dir: Path | None) ->
 
 
 def train(
-    recipe: Recipe,
+    recipe: RecipeLike,
     task: TaskLike | None = None,
     *,
     base_dir: Path | None = None,
-    resume: Path | None = None,
+    resume: str | PathLike[str] | None = None,
     console: Console | None = None,
     name: str | None = None,
 ) -> Result:
     """Train on this rank, as one of however many there are.
 
     Args:
-        recipe: what to do.
-        task: in place of the one that the recipe names; see `join`.
-        base_dir: see `join`.
-        resume: a run folder or a checkpoint inside one; continues it in its own folder.
+        recipe: what to do, or the path of its file.
+        task: in place of the one that the recipe names; see `join`. A tuple (model, data, loss) is one too.
+        base_dir: see `join`; with a path as recipe: its folder.
+        resume: a run folder, a checkpoint inside one, or a folder whose newest run is meant ("runs");
+            continues it in its own folder.
         console: where rank 0 reports; quiet if None.
         name: what a new folder under `runs/` is called after, behind its time; the task's function if None.
     Returns:
         The result, equal on every rank.
     """
-    cluster = Cluster.from_env()
-    warn = plain_lines(console if cluster.global_rank == 0 else None)
+    recipe, base_dir = given_recipe(recipe, task, base_dir)
+    run, cluster = given_run(resume), Cluster.from_env()
     with (
         stop_on_signals(StopRequest(setting_up=True)) as stop,
         stop_on_notice(recipe.checkpoint.notice, stop),
@@ -124,12 +128,12 @@ def train(
             task,
             base_dir=base_dir,
             cluster=cluster,
-            warn=warn,
+            warn=plain_lines(console if cluster.global_rank == 0 else None),
             stop_requested=stop,
-            fresh=resume is None,
+            fresh=run is None,
         ) as session,
     ):
-        return _continue(session, resume, name or _name_of(task), console, warn, stop)
+        return _continue(session, run, name or _name_of(task), console, stop)
 
 
 def _name_of(task: TaskLike | None) -> str | None:
@@ -142,16 +146,16 @@ def _continue(
     resume: Path | None,
     name: str | None,
     console: Console | None,
-    warn: Callable[[str], None],
     stop: StopRequest,
 ) -> Result:
     """Restore if the run is not new, fit, and say what came out."""
     talks = console if session.is_first else None
+    warn = plain_lines(talks)
     run_dir = run_folder.prepare(session, resume, name)
     used = None if resume is None else run_folder.restore(session, resume, warn)
     stop.setting_up = False
     result = fit(session, run_dir, sinks(session, run_dir, talks, used))
-    session.complete()
+    result = replace(result, model=session.complete())
     if session.is_first:
         write_page(run_dir, warn)
     if talks is not None:

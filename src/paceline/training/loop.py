@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from paceline.observe import Sink, Stats
 from paceline.sync.health import RollBack
 from paceline.training.evaluation import Evaluation, evaluate
@@ -29,6 +31,8 @@ class Result:
         checkpoint: where the last one is; None: nothing was saved.
         sha256: of the state after the last step, in hex; None unless the run is reproducible.
         stopped: whether a signal ended the run before its last step.
+        run_dir: the folder of the run; None without one.
+        model: with the parameters of the last step, whole on every rank; None until `train` returns.
     """
 
     steps: int
@@ -37,6 +41,8 @@ class Result:
     checkpoint: str | None
     sha256: str | None
     stopped: bool
+    run_dir: Path | None = None
+    model: nn.Module | None = None
 
 
 def fit(session: Session, run_dir: Path | None = None, sinks: Sequence[Sink] = ()) -> Result:
@@ -72,7 +78,7 @@ def fit(session: Session, run_dir: Path | None = None, sinks: Sequence[Sink] = (
         evaluation = None if stopped else _evaluate(session, saves, sinks)
         saved = saves.finish()
         _tell(sinks, "end", {"step": session.state.step, "stopped": stopped})
-    return Result(session.state.step, last, evaluation, saved, sha256, stopped)
+    return Result(session.state.step, last, evaluation, saved, sha256, stopped, run_dir)
 
 
 def _rounds(session: Session, saves: Saves) -> Iterator[Stats]:

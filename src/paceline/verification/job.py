@@ -24,7 +24,8 @@ from paceline.training.build import (
     prepare_model,
 )
 from paceline.training.by_machine import choose_by_machine
-from paceline.training.job import TaskLike, connected, obtain_task
+from paceline.training.given import RecipeLike, TaskLike, given_recipe
+from paceline.training.job import connected, obtain_task
 from paceline.verification.oracle import Oracle
 from paceline.verification.record import recording
 from paceline.verification.report import Report
@@ -32,7 +33,7 @@ from paceline.verification.run import Verifier
 
 
 def verify(
-    recipe: Recipe,
+    recipe: RecipeLike,
     task: TaskLike | None = None,
     *,
     steps: int = 20,
@@ -44,7 +45,7 @@ def verify(
     """Run the recipe's strategy and the oracle side by side for some steps; collective.
 
     Args:
-        recipe: equal on every rank.
+        recipe: equal on every rank; or the path of its file.
         task: in place of the one that the recipe names; see `paceline.join`.
         steps: how many to compare.
         base_dir: where a task `file.py:function` is looked for.
@@ -56,6 +57,7 @@ def verify(
     Raises:
         StrategyError: the strategy is approximate by nature.
     """
+    recipe, base_dir = given_recipe(recipe, task, base_dir)
     with connected(recipe, cluster) as (found, device):
         built = obtain_task(recipe, task, base_dir)
         return compare_with_oracle(recipe, built, found, device, steps, pieces=pieces, observe=observe)

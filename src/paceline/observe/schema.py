@@ -122,6 +122,16 @@ EVENTS: Mapping[str, Event] = MappingProxyType(
         "step": Event("info", False, _STEP),
         "ranks": Event("info", False, _RANKS),
         "evaluation": Event("info", True, _EVALUATION),
+        "early-stop": Event(
+            "info",
+            True,
+            {
+                "step": "int: steps taken before it",
+                "metric": "str: evaluate.metric",
+                "best": "float: its best value",
+                "best_step": "int: steps taken before that",
+            },
+        ),
         "checkpoint": Event("info", True, {"step": "int: saved state", "path": "str: where it is"}),
         "hash": Event(
             "info",

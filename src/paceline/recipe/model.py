@@ -58,6 +58,22 @@ class EvaluateRecipe(Table):
     every_steps: int = Field(default=0, ge=0, description="updates between evaluations; 0: only at the end")
     batch: int = Field(default=64, ge=1, description="samples per forward")
     max_samples: int = Field(default=0, ge=0, description="held-out samples that are used; 0: all")
+    metric: str = Field(
+        default="loss",
+        min_length=1,
+        description="what is best goes by it: loss, or a metric",
+    )
+    better: Literal["lower", "higher"] = Field(default="lower", description="which value of it is better")
+    patience: int = Field(
+        default=0,
+        ge=0,
+        description="evaluations without a better one until the run ends; 0: it goes on",
+    )
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """Patience needs evaluations on the way."""
+        if self.patience and not self.every_steps:
+            yield Conflict(("patience", "every_steps"), "expected only with every_steps, which is not set")
 
 
 class OuterRecipe(Table):

@@ -83,9 +83,12 @@ def fit(session: Session, run_dir: Path | None = None, sinks: Sequence[Sink] = (
 
 def _rounds(session: Session, saves: Saves) -> Iterator[Stats]:
     """The rounds of a session; where health asks for it, on from an earlier checkpoint."""
-    while True:
+    while not saves.best.is_over():
         try:
-            yield from session.rounds()
+            for stats in session.rounds():
+                yield stats
+                if saves.best.is_over():
+                    return
             return
         except RollBack as ask:
             saves.roll_back(ask)
@@ -119,6 +122,8 @@ def _tell(sinks: Sequence[Sink], event: str, record: Mapping[str, Any]) -> None:
 def _at_intervals(session: Session, before: int, saves: Saves, sinks: Sequence[Sink]) -> None:
     if reached(session.recipe.evaluate.every_steps, before, session.state.step):
         _evaluate(session, saves, sinks)
+        if saves.best.is_over():
+            _tell(sinks, "early-stop", saves.best.record(session.state.step))
     saves.at_interval(before)
 
 
@@ -129,6 +134,6 @@ def _done(session: Session) -> bool:
 def _evaluate(session: Session, saves: Saves, sinks: Sequence[Sink]) -> Evaluation | None:
     evaluation = evaluate(session)
     if evaluation is not None:
-        saves.score(evaluation.loss)
+        saves.score(saves.best.add(evaluation))
         _tell(sinks, "evaluation", asdict(evaluation))
     return evaluation

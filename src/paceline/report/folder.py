@@ -58,11 +58,14 @@ def refuse_taken(folder: Path) -> None:
         RecipeError: the folder holds a run.
     """
     if is_run(folder):
+        saved = any((folder / CHECKPOINTS).glob("step-*"))
+        first = (
+            f"go on with it: paceline train --resume {folder}" if saved else "remove it: nothing was saved"
+        )
         raise RecipeError(
             f"'{folder}' holds a run already, and a run never writes over another",
             where="run_dir",
-            next_step=f"go on with it: paceline train --resume {folder}; or name another run_dir,"
-            " or leave it out for a new folder under runs/",
+            next_step=f"{first}; or name another run_dir, or leave it out for a new folder under runs/",
         )
 
 

@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from paceline.checkpoint import Files, Keep, Origin, Patience, Saver, Saving, Shelf
+from paceline.layout.holding import hold_whole
 from paceline.state import TrainState
 
 BLOCK_BYTES = 8 * 2**20
@@ -44,7 +45,7 @@ class Job:
         layers = [torch.nn.Linear(size.width, size.width) for _ in range(size.layers)]
         self.model = torch.nn.Sequential(*layers)
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
-        self.state = TrainState(self.model, optimizer)
+        self.state = TrainState(hold_whole(self.model), optimizer)
         self._batch = torch.rand(size.batch, size.width)
 
     def step(self) -> None:
@@ -131,14 +132,16 @@ class Way:
 
 @contextmanager
 def our_saver(job: Job, folder: Path, background: bool, keep: int = 1) -> Iterator[Saver]:
-    """Paceline's, for one rank."""
+    """Paceline's, for one rank; the job's updates wait for it, as a session's do."""
     shelf = Shelf.look(Files(str(folder))).claim()
     writers = 1 if background else torch.get_num_threads()  # as `build_saver` chooses
     saving = Saving(0, background, True, True, Keep(keep, 0), 600.0, Patience(0.0, print), writers)
     saver = Saver(job.state, shelf, Origin(run=shelf.run, **_ORIGIN), saving, lambda text: [text])
+    hook = job.state.optimizer.register_step_pre_hook(lambda *_: saver.settle())
     try:
         yield saver
     finally:
+        hook.remove()
         saver.finish()
         saver.close()
 

@@ -8,12 +8,14 @@ a launcher may import it. It starts no processes: that is `paceline.launch`.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import CommunicationError, DeviceError
+from paceline.group import await_ranks, make_group
+from paceline.phase import enter_phase
 from paceline.process_group import is_connected, let_go
 from paceline.rendezvous import Member, announcements, check_in, interface_towards, open_store
 from paceline.roster import announce, write_roster
@@ -39,6 +41,11 @@ def change_environment(changes: Mapping[str, str | None]) -> None:
             os.environ[name] = value
 
 
+def token_from_environment() -> str:
+    """The key of the job that the user has put into PACELINE_TOKEN; empty: none."""
+    return os.environ.get("PACELINE_TOKEN", "")
+
+
 @dataclass(frozen=True)
 class Cluster:
     """One process's place in the job.
@@ -49,7 +56,7 @@ class Cluster:
         node_rank, num_nodes: this node and the number of nodes.
         address, port: where the job's store is.
         listen_fd: a listening socket of that port, made by the launcher, for global rank 0; None: bind here.
-        token: names the job, so that a process of another job is turned away; it is no secret.
+        token: the key of the job; it is never sent, and a process with another one is turned away.
         error_dir: where a worker writes what went wrong, for the launcher; None: no launcher reads it.
         agent_store: the store is already served by someone else (torchrun's agent).
         attempt: how often an agent has restarted the job; keeps the keys of each attempt apart.
@@ -143,12 +150,24 @@ class Cluster:
         """
         device = _claim_device(device_type, self.local_rank)
         if self.world_size > 1 and not is_connected():
+            self.enter_phase("reaching the store of the job", deadline_seconds)
             served = self.open_store(deadline_seconds)
+            self.enter_phase("waiting for the other ranks to start", deadline_seconds)
             store = check_in(served, self._member(), self.attempt, deadline_seconds)
             self._write_roster(served)
             _choose_gloo_interface(self.address, self.port)
-            _make_group(store, self, device_type, deadline_seconds)
+            self.enter_phase("connecting to the other ranks", deadline_seconds)
+            make_group(store, self.global_rank, self.world_size, device_type, deadline_seconds)
         return device
+
+    def enter_phase(self, what: str, seconds: float | None = None) -> None:
+        """Tell the launcher what this process does from now on, and how long it may take; see `Phase`."""
+        enter_phase(self.error_dir, self.global_rank, what, seconds)
+
+    def await_ranks(self, what: str, seconds: float, say: Callable[[str], object]) -> None:
+        """Wait until every rank has done `what`; a world of one waits for nobody. See `group.await_ranks`."""
+        if self.world_size > 1:
+            await_ranks(what, self.global_rank, self.world_size, seconds, say)
 
     def disconnect(self) -> None:
         """Let go of what a call has made, when all ranks are done; not after an error: it would wait."""
@@ -185,26 +204,6 @@ def _claim_device(device_type: str, local_rank: int) -> torch.device:
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
-
-
-def _make_group(store: Store, cluster: Cluster, device_type: str, deadline_seconds: float) -> None:
-    from datetime import timedelta
-
-    import torch.distributed as dist
-
-    try:
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
-            store=store,
-            rank=cluster.global_rank,
-            world_size=cluster.world_size,
-            timeout=timedelta(seconds=deadline_seconds),
-        )
-    except RuntimeError as error:
-        raise CommunicationError(
-            f"Rank {cluster.global_rank} of {cluster.world_size} cannot connect to the other ranks: {error}",
-            next_step="check that the nodes reach each other on all ports, or set GLOO_SOCKET_IFNAME",
-        ) from error
 
 
 def _choose_gloo_interface(address: str, port: int) -> None:

@@ -67,6 +67,18 @@ class Mesh:
         """The ranks that hold the same part of the model and train it on different data."""
         return self.axes["replica"]
 
+    def place(self, axis: str) -> int:
+        """This rank's coordinate on an axis."""
+        return self.axes[axis].rank
+
+    def among(self, axis: str, places: Sequence[int]) -> Group:
+        """Some ranks of this rank's group on an axis; collective over these, of which this rank is one."""
+        whole = self.axes[axis]
+        ranks = tuple(whole.ranks[place] for place in places)
+        if ranks == whole.ranks:
+            return whole
+        return _part(f"{axis} {','.join(map(str, places))}", ranks, self.world.ranks[self.world.rank])
+
     @classmethod
     def build(cls, cluster: Cluster, degrees: Mapping[str, int]) -> Mesh:
         """Create the groups of every axis; collective: all ranks call with equal degrees.
@@ -151,7 +163,13 @@ def span_nodes(ranks: Sequence[int], node_of: Sequence[int]) -> list[tuple[int, 
 
 def _part(name: str, ranks: tuple[int, ...], me: int) -> Group:
     """A group that only its members know of."""
-    return Group(name, ranks, ranks.index(me), dist.new_group(list(ranks), use_local_synchronization=True))
+    handle = dist.new_group(list(ranks), use_local_synchronization=True) if len(ranks) > 1 else None
+    return Group(name, ranks, ranks.index(me), handle)
+
+
+def twin_group(group: Group, suffix: str) -> Group:
+    """The same ranks with a process group of their own, for a thread of its own; collective over them."""
+    return _part(f"{group.name}-{suffix}", group.ranks, group.ranks[group.rank])
 
 
 def span_ranks(axes: Sequence[str], sizes: tuple[int, ...]) -> list[tuple[int, ...]]:

@@ -7,7 +7,6 @@ a store is opened. It makes no process groups: that is `paceline.cluster`.
 
 from __future__ import annotations
 
-import hashlib
 import socket
 import threading
 import time
@@ -17,6 +16,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from paceline.errors import CommunicationError, DeadlineError
+from paceline.introduction import Refusals, introduce, is_introduced, tell_refusal
 from paceline.roster import address_towards
 
 if TYPE_CHECKING:
@@ -93,12 +93,11 @@ def check_in(store: Store, member: Member, attempt: int, deadline_seconds: float
 
     expires = time.monotonic() + deadline_seconds
     job = PrefixStore(f"paceline/{attempt}", store)
-    token = hashlib.sha256(member.token.encode()).hexdigest()
     if member.global_rank == 0:
-        job.set("job", f"{token} {member.world_size}")
+        job.set("job", introduce(member.token, member.world_size))
     else:
         _poll(lambda: job.check(["job"]), expires, lambda: f"rank 0 did not start {member.job}")
-        _compare(member, token, job.get("job").decode().split())
+        _compare(member, job)
     if job.add(f"rank/{member.global_rank}", 1) > 1:
         raise CommunicationError(
             f"Rank {member.global_rank} has already joined {member.job}.",
@@ -107,7 +106,8 @@ def check_in(store: Store, member: Member, attempt: int, deadline_seconds: float
     if member.announcement:
         job.set(f"node/{member.global_rank}", member.announcement)
     ranks = {rank: f"rank/{rank}" for rank in range(member.world_size)}
-    _poll(lambda: job.check(list(ranks.values())), expires, lambda: _missing(job, ranks))
+    refused = Refusals(job) if member.global_rank == 0 else None
+    _poll(lambda: _all_there(job, ranks, refused), expires, lambda: _missing(job, ranks))
     return PrefixStore("group", job)
 
 
@@ -122,17 +122,28 @@ def announcements(store: Store, member: Member, attempt: int) -> list[str]:
     return [job.get(f"node/{rank}").decode() for rank in range(member.world_size)]
 
 
-def _compare(member: Member, token: str, job: list[str]) -> None:
-    if job[0] != token:
-        raise CommunicationError(
-            f"Rank {member.global_rank} has another token than {member.job}: it belongs to another job.",
-            next_step="give all nodes of one job the same --token, or choose another --rendezvous port",
+def _compare(member: Member, job: Store) -> None:
+    """Leave if this is another job, and tell rank 0, so that both sides know."""
+    said = job.get("job").decode()
+    world_size = said.rpartition(" ")[2]
+    if not is_introduced(said, member.token):
+        what = f"Rank {member.global_rank} has another token than {member.job}: it belongs to another job."
+        next_step = "give all nodes of one job the same --token-file, or choose another --rendezvous port"
+    elif int(world_size) != member.world_size:
+        what = (
+            f"Rank {member.global_rank} expects {member.world_size} processes, {member.job} has {world_size}."
         )
-    if int(job[1]) != member.world_size:
-        raise CommunicationError(
-            f"Rank {member.global_rank} expects {member.world_size} processes, {member.job} has {job[1]}.",
-            next_step="give all nodes the same --nodes and the same number of processes",
-        )
+        next_step = "give all nodes the same --nodes and the same number of processes"
+    else:
+        return
+    tell_refusal(job, what)
+    raise CommunicationError(what, next_step=next_step)
+
+
+def _all_there(job: Store, ranks: Mapping[int, str], refused: Refusals | None) -> bool:
+    if refused is not None:
+        refused.tell()
+    return bool(job.check(list(ranks.values())))
 
 
 def _missing(job: Store, ranks: Mapping[int, str]) -> str:

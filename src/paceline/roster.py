@@ -56,9 +56,15 @@ def write_roster(folder: Path, announcements: Sequence[str]) -> None:
 
 
 def read_roster(folder: Path) -> list[Node]:
-    """What the workers wrote down; empty if they have not met."""
-    path = folder / _FILE
-    return [Node(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))] if path.exists() else []
+    """What the workers wrote down; empty if they have not met, or it cannot be read."""
+    try:
+        entries = json.loads((folder / _FILE).read_text(encoding="utf-8"))
+        return [
+            Node(int(entry["rank"]), str(entry["host"]), str(entry["address"]), int(entry["port"]))
+            for entry in entries
+        ]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return []
 
 
 def clear_roster(folder: Path) -> None:

@@ -1,42 +1,88 @@
-"""Names and places of tensors: which part of which whole a rank holds."""
+"""Names and places of tensors: which part of which whole a rank holds.
+
+A part is a box: a span of places on each dimension. Nothing here knows rows only.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from paceline.errors import TaskError
 
+Span = tuple[int, int]
+"""First place, and the place after the last one."""
+
 
 @dataclass(frozen=True)
 class Slot:
-    """One trained tensor by its logical name: the key of reduction, comparison and checkpoint.
+    """A tensor by its logical name, and the part of it that somebody holds: the key of everything.
 
     Args:
         name: the parameter's first name in the model; tied weights are one slot.
         shape: of the whole tensor.
-        part: what this rank holds of it: (start, stop) for each dimension.
-        axes: mesh axes that split it; empty if every rank of a replica holds all of it.
+        part: what is held of it: a span for each dimension.
+        axes: mesh axes that cut the state, so that other ranks hold other parts; empty: all hold all.
     """
 
     name: str
     shape: tuple[int, ...]
-    part: tuple[tuple[int, int], ...]
+    part: tuple[Span, ...]
     axes: frozenset[str] = frozenset()
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.name, self.part)))
+
+    def __hash__(self) -> int:  # it is a key in every gradient's way
+        return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:  # each process hashes texts in its own way
+        return Slot, (self.name, self.shape, self.part, self.axes)
 
     @classmethod
     def whole(cls, name: str, tensor: Tensor) -> Slot:
-        """A slot that this rank holds in full."""
+        """A slot that is held in full."""
         return cls(name, tuple(tensor.shape), tuple((0, n) for n in tensor.shape))
 
     @property
-    def rows(self) -> slice:
-        """The rows of the whole tensor (its first dimension) that this rank holds."""
-        return slice(*self.part[0]) if self.part else slice(None)
+    def sizes(self) -> tuple[int, ...]:
+        """The shape of the part."""
+        return tuple(stop - start for start, stop in self.part)
+
+    @property
+    def numel(self) -> int:
+        """How many values the part has."""
+        return prod(self.sizes)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the part is all of it."""
+        return self.sizes == self.shape
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """Selects the part from the whole tensor."""
+        return tuple(slice(*span) for span in self.part)
+
+    def inside(self, outer: Slot) -> tuple[slice, ...]:
+        """Selects this part from the tensor of a part that covers it."""
+        pairs = zip(self.part, outer.part, strict=True)
+        return tuple(slice(a - first, b - first) for (a, b), (first, _) in pairs)
+
+    def narrow(self, dim: int, span: Span, axis: str) -> Slot:
+        """The part between two places of this part on one dimension, cut by a mesh axis."""
+        first = self.part[dim][0]
+        spans = (*self.part[:dim], (first + span[0], first + span[1]), *self.part[dim + 1 :])
+        return replace(self, part=spans, axes=self.axes | {axis})
+
+    def on(self, axis: str) -> Slot:
+        """The same part, held by some ranks of a mesh axis only."""
+        return replace(self, axes=self.axes | {axis})
 
 
 @dataclass(frozen=True)
@@ -49,6 +95,37 @@ class Piece:
     def under(self, word: str) -> Piece:
         """The same, with `word/` before its name."""
         return Piece(replace(self.slot, name=f"{word}/{self.slot.name}"), self.tensor)
+
+
+Index = tuple[slice, ...]
+"""Selects a part of a whole tensor; empty: all of it."""
+
+
+class Source(Protocol):
+    """Whole tensors, of which everybody reads the parts that they hold."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """What there is, by name."""
+
+    def read(self, wanted: Mapping[str, Index]) -> Mapping[str, Tensor]:
+        """Parts of some tensors, all at once; they may share memory with the source."""
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """A source of tensors that are here."""
+
+    tensors: Mapping[str, Tensor]
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """See `Source`."""
+        return {name: tuple(value.shape) for name, value in self.tensors.items()}
+
+    def read(self, wanted: Mapping[str, Index]) -> Mapping[str, Tensor]:
+        """See `Source`."""
+        return {name: self.tensors[name][index] for name, index in wanted.items()}
 
 
 class Keeper(Protocol):
@@ -78,8 +155,10 @@ def trained_parameters(model: nn.Module) -> dict[Slot, nn.Parameter]:
 
 def first_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """For each name the first name of the same tensor, which is another one where tensors are tied."""
-    seen: dict[tuple[int, torch.Size], str] = {}
+    seen: dict[tuple[Any, ...], str] = {}
     return {
-        name: seen.setdefault((value.data_ptr(), value.shape), name) if value.numel() else name
+        name: seen.setdefault((value.untyped_storage()._cdata, value.storage_offset(), value.shape), name)
+        if value.numel()
+        else name
         for name, value in tensors.items()
     }

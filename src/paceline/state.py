@@ -7,7 +7,7 @@ If it is not here, it is not state: the order of samples, dropout and the learni
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import CheckpointError
-from paceline.slot import Keeper, Piece, Slot, first_names
+from paceline.layout.holding import Holding
+from paceline.optim.groups import GroupMemory
+from paceline.slot import Index, InMemory, Keeper, Piece, Slot, Source, first_names
 
 _SMALLEST_SCALE = 2.0**-24
 
@@ -59,23 +61,28 @@ class TrainState:
     """The state of one rank.
 
     Args:
-        model: its parameters and persistent buffers are state.
-        optimizer: its per-parameter tensors and group options are state.
+        holding: parameters and persistent buffers of the model, as far as this rank holds them.
+        optimizer: over what the rank updates; its tensors, and what it has changed in its groups, are state.
         scale: of the loss.
         step: number of steps taken, the position in the data.
         updates: number of updates applied, the position in the schedule (skipped steps do not count).
-        trained: what this rank's optimizer updates, where that is not the model's own parameters; a part
-            shares its memory with the parameter that it is a part of.
         keepers: who else holds state, by a word for the first part of its names.
     """
 
-    model: nn.Module
+    holding: Holding
     optimizer: torch.optim.Optimizer
     scale: LossScale = field(default_factory=LossScale)
     step: int = 0
     updates: int = 0
-    trained: Mapping[Slot, nn.Parameter] = field(default_factory=dict)
     keepers: dict[str, Keeper] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.groups = GroupMemory(self.optimizer)
+
+    @property
+    def model(self) -> nn.Module:
+        """The modules; what this rank does not hold is on `meta`."""
+        return self.holding.model
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor by logical name: `model/NAME`, `optimizer/NAME/KEY`. This rank's part, not copied."""
@@ -83,10 +90,7 @@ class TrainState:
 
     def pieces(self) -> list[Piece]:
         """Every tensor with its place in the whole. Not copied."""
-        by_name = {slot.name: slot for slot in self.trained}
-        found = [
-            Piece(_model_slot(name, value, by_name), value) for name, value in self._model_tensors().items()
-        ]
+        found = [self._model_piece(name, value) for name, value in self._model_tensors().items()]
         found += self.optimizer_pieces()
         for word, keeper in self.keepers.items():
             found += [piece.under(word) for piece in keeper.pieces()]
@@ -94,20 +98,31 @@ class TrainState:
 
     def optimizer_pieces(self) -> list[Piece]:
         """The optimizer's tensors: `optimizer/NAME/KEY`."""
-        slots = {p: slot for slot, p in self.trained.items()}
-        found = []
-        for name, p in self._optimized():
-            for key, value in self.optimizer.state.get(p, {}).items():
-                if isinstance(value, Tensor):
-                    found.append(Piece(_moment_slot(f"optimizer/{name}/{key}", value, slots.get(p)), value))
-        return found
+        return [
+            Piece(moment_slot(f"optimizer/{slot.name}/{key}", value, slot), value)
+            for slot, p in self._optimized()
+            for key, value in self._entries_of(slot, p).items()
+            if isinstance(value, Tensor)
+        ]
+
+    def _entries_of(self, slot: Slot, p: nn.Parameter) -> Mapping[str, Any]:
+        """What the optimizer keeps of one parameter, if all of it can be saved."""
+        entries: Mapping[str, Any] = self.optimizer.state.get(p, {})
+        for key, value in entries.items():
+            if not isinstance(value, Tensor | bool | int | float | str | None):
+                raise CheckpointError(
+                    f"{type(self.optimizer).__name__} keeps '{key}' of '{slot.name}' as"
+                    f" {type(value).__name__}, and only tensors, numbers and words can be saved",
+                    next_step="choose another optimizer, or one that keeps its state in tensors",
+                )
+        return entries
 
     def scalars(self) -> dict[str, Any]:
         """Everything that is not a tensor, as JSON values."""
         numbers = {
-            f"{name}/{key}": value
-            for name, p in self._optimized()
-            for key, value in self.optimizer.state.get(p, {}).items()
+            f"{slot.name}/{key}": value
+            for slot, p in self._optimized()
+            for key, value in self._entries_of(slot, p).items()
             if isinstance(value, bool | int | float | str)
         }
         return {
@@ -116,74 +131,125 @@ class TrainState:
             "scale": {"value": self.scale.value, "clean_steps": self.scale.clean_steps},
             "optimizer": numbers,
             "optimizer_kind": type(self.optimizer).__name__,
-            "group_steps": [group.get("step") for group in self.optimizer.param_groups],
+            "groups": self.groups.changed(),
             "tied": {name: first for name, first in first_names(self._named()).items() if name != first},
         }
 
     def load(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
-        """Take over the values; the inverse of `tensors` and `scalars`. Nothing changes if anything is wrong.
+        """Take over the values of whole tensors; the inverse of `pieces` and `scalars`.
+
+        Nothing changes if anything is wrong; see `read_from`.
+        """
+        self.read_from(InMemory(tensors), scalars)()
+
+    def read_from(self, source: Source, scalars: Mapping[str, Any]) -> Callable[[], None]:
+        """Read what this rank holds of a state; nothing changes before the result is called.
 
         Raises:
             CheckpointError: a name, a shape or the kind of optimizer does not fit.
         """
-        moments = self._check(tensors, scalars)
-        with torch.no_grad():
-            for name, value in self._model_tensors().items():
-                value.copy_(tensors[f"model/{name}"])
-        self.optimizer.state.clear()
-        for group, step in zip(self.optimizer.param_groups, scalars["group_steps"], strict=True):
-            if step is not None:
-                group["step"] = step
-            for p in group["params"]:
-                if p in moments:
-                    self.optimizer.state[p] = {k: _placed(v, p, group) for k, v in moments[p].items()}
-        for word, keeper in self.keepers.items():
-            keeper.load(_under(f"{word}/", tensors))
-        self.step, self.updates = int(scalars["step"]), int(scalars["updates"])
-        self.scale.value = float(scalars["scale"]["value"])
-        self.scale.clean_steps = int(scalars["scale"]["clean_steps"])
+        self._check(source.shapes, scalars)
+        pieces = {f"model/{n}": self._model_piece(n, value) for n, value in self._model_tensors().items()}
+        own = {slot.name: (slot, p) for slot, p in self._optimized()}
+        kept = [name for name in source.shapes if name.partition("/")[0] in self.keepers]
+        values = source.read(
+            {name: piece.slot.index for name, piece in pieces.items()}
+            | dict(self._moments(source.shapes, own))
+            | dict.fromkeys(kept, ())
+        )
 
-    def _check(
-        self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]
-    ) -> dict[nn.Parameter, dict[str, Any]]:
-        """The optimizer's entries by parameter, if all fits."""
-        own = {f"model/{name}": value.shape for name, value in self._model_tensors().items()}
-        given = {name: t.shape for name, t in tensors.items() if name.startswith("model/")}
+        def take_over() -> None:
+            with torch.no_grad():
+                for name, piece in pieces.items():
+                    piece.tensor.copy_(values[name])
+            self._take_moments(values, scalars, own)
+            for word, keeper in self.keepers.items():
+                keeper.load({n.removeprefix(f"{word}/"): values[n] for n in kept if n.startswith(f"{word}/")})
+            self.step, self.updates = int(scalars["step"]), int(scalars["updates"])
+            self.scale.value = float(scalars["scale"]["value"])
+            self.scale.clean_steps = int(scalars["scale"]["clean_steps"])
+
+        return take_over
+
+    def _check(self, shapes: Mapping[str, tuple[int, ...]], scalars: Mapping[str, Any]) -> None:
+        """Compare names, shapes and the kind of optimizer."""
+        own = {f"model/{name}": shape for name, shape in self._shapes().items()}
+        given = {name: shape for name, shape in shapes.items() if name.startswith("model/")}
         wrong = sorted(name for name in own.keys() | given.keys() if own.get(name) != given.get(name))
-        moments = {name: t for name, t in tensors.items() if name.startswith("optimizer/")}
-        numbers = {f"optimizer/{name}": value for name, value in scalars["optimizer"].items()}
-        entries = self._entries(moments | numbers, wrong)
+        moments: dict[str, tuple[int, ...]] = {n: s for n, s in shapes.items() if n.startswith("optimizer/")}
+        moments |= dict.fromkeys((f"optimizer/{name}" for name in scalars["optimizer"]), ())
+        known = {slot.name: slot.shape for slot in self.holding.slots}
+        known |= {slot.name: slot.shape for slot, _ in self._optimized()}
+        for full, shape in moments.items():
+            name = full.removeprefix("optimizer/").rpartition("/")[0]
+            if name not in known or not _suits(shape, known[name]):
+                wrong.append(full)
+        if len(scalars["groups"]) != len(self.optimizer.param_groups):
+            wrong.append("the groups of the optimizer")
         kind = type(self.optimizer).__name__
-        if entries and scalars["optimizer_kind"] != kind:
+        if moments and scalars["optimizer_kind"] != kind:
             wrong.append(f"{scalars['optimizer_kind']} saved it, the optimizer is {kind}")
         if wrong:
             raise CheckpointError(
                 f"the checkpoint does not fit: {len(wrong)} entries differ, the first is '{wrong[0]}'",
                 next_step="resume with the recipe that wrote it; the run folder holds it as recipe.toml",
             )
-        return entries
 
-    def _entries(self, values: Mapping[str, Any], wrong: list[str]) -> dict[nn.Parameter, dict[str, Any]]:
-        """Values by parameter and key; names that fit no parameter go to `wrong`."""
-        parameters, whole = dict(self._optimized()), dict(self.model.named_parameters())
-        rows = {p: slot.rows for slot, p in self.trained.items()}
+    def _moments(
+        self, shapes: Mapping[str, tuple[int, ...]], own: Mapping[str, tuple[Slot, nn.Parameter]]
+    ) -> Iterator[tuple[str, Index]]:
+        """The optimizer's tensors of what this rank updates, and which part of them."""
+        for full, shape in shapes.items():
+            name = full.removeprefix("optimizer/").rpartition("/")[0]
+            if full.startswith("optimizer/") and name in own:
+                yield full, _part_of(shape, own[name][0])
+
+    def _take_moments(
+        self,
+        values: Mapping[str, Tensor],
+        scalars: Mapping[str, Any],
+        own: Mapping[str, tuple[Slot, nn.Parameter]],
+    ) -> None:
+        """Give the optimizer its state."""
+        numbers = {f"optimizer/{name}": value for name, value in scalars["optimizer"].items()}
         found: dict[nn.Parameter, dict[str, Any]] = {}
-        for full, value in values.items():
+        for full, value in {**values, **numbers}.items():
             name, _, key = full.removeprefix("optimizer/").rpartition("/")
-            if name not in whole or not _suits(value, whole[name]):
-                wrong.append(full)
-            elif name in parameters:
-                p = parameters[name]
-                found.setdefault(p, {})[key] = _part(value, rows.get(p), len(whole[name].shape))
-            elif not self.trained:
-                wrong.append(full)
-        return found
+            if full.startswith("optimizer/") and name in own:
+                found.setdefault(own[name][1], {})[key] = value
+        self.optimizer.state.clear()
+        self.groups.restore(scalars["groups"])
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:
+                if p in found:
+                    self.optimizer.state[p] = {k: _placed(v, p, group) for k, v in found[p].items()}
 
-    def _model_tensors(self) -> dict[str, Tensor]:
-        """Parameters and persistent buffers; tied tensors once, by their first name."""
+    def _model_piece(self, name: str, value: Tensor) -> Piece:
+        """A parameter or a buffer, and its place; of one that is gathered for its use only, the own part."""
+        held = self.holding.held.get(name)
+        if held is None:
+            slot = Slot.whole(f"model/{name}", value)
+            return Piece(replace(slot, axes=self.holding.buffers_on), value)
+        if held.kept:
+            return Piece(held.computes, value).under("model")
+        part = held.updates
+        if part is None:  # others hold all of it
+            empty = replace(held.computes, part=tuple((0, 0) for _ in held.computes.shape))
+            return Piece(empty.on("shard"), value.new_empty(empty.sizes)).under("model")
+        return Piece(part, self.holding.updates[part].detach()).under("model")
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of every tensor of the model, whole, also of what other ranks hold; tied ones once."""
         named = self._named()
         first = first_names(named)
-        return {name: value for name, value in named.items() if first[name] == name}
+        shapes = {name: tuple(value.shape) for name, value in named.items() if first[name] == name}
+        return shapes | {slot.name: slot.shape for slot in self.holding.slots}
+
+    def _model_tensors(self) -> dict[str, Tensor]:
+        """Parameters and persistent buffers that this rank holds; tied tensors once, by their first name."""
+        named = self._named()
+        first = first_names(named)
+        return {n: value for n, value in named.items() if first[n] == n and not value.is_meta}
 
     def _named(self) -> dict[str, Tensor]:
         """Parameters and persistent buffers by every name that they have."""
@@ -196,49 +262,38 @@ class TrainState:
                 )
         return found
 
-    def _optimized(self) -> list[tuple[str, nn.Parameter]]:
-        names = {p: name for name, p in self.model.named_parameters()}
-        names |= {p: slot.name for slot, p in self.trained.items()}
-        return [(names[p], p) for group in self.optimizer.param_groups for p in group["params"]]
+    def _optimized(self) -> list[tuple[Slot, nn.Parameter]]:
+        slots = {p: slot for slot, p in self.holding.updates.items()}
+        whole = {p: Slot.whole(name, p) for name, p in self.model.named_parameters() if p not in slots}
+        slots = whole | slots
+        return [(slots[p], p) for group in self.optimizer.param_groups for p in group["params"]]
 
 
-def _model_slot(name: str, value: Tensor, trained: Mapping[str, Slot]) -> Slot:
-    """Whole, unless its rank alone holds the right values of it (a stage of a pipeline)."""
-    slot = Slot.whole(f"model/{name}", value)
-    held = trained.get(name)
-    return replace(slot, axes=held.axes) if held is not None and "pipeline" in held.axes else slot
+def moment_slot(name: str, value: Tensor, of: Slot) -> Slot:
+    """The place of a moment of the part `of`: that part, on each dimension on which it is as long.
 
-
-def _moment_slot(name: str, value: Tensor, of: Slot | None) -> Slot:
-    """The place of a moment: that of its parameter, where the shapes agree.
-
-    One that is whole still has the parameter's axes: ranks that hold nothing of that have to be told.
+    One that is whole still has the axes of the part: ranks that hold nothing of it have to be told.
     """
-    if of is None or value.dim() == 0:
-        return replace(Slot.whole(name, value), axes=frozenset() if of is None else of.axes)
-    if value.dim() == len(of.shape) and value.shape[0] == of.part[0][1] - of.part[0][0]:
-        shape = (of.shape[0], *value.shape[1:])
-        return Slot(name, shape, (of.part[0], *((0, n) for n in value.shape[1:])), of.axes)
-    return replace(Slot.whole(name, value), axes=of.axes)
+    if value.dim() != len(of.shape) or not value.dim():
+        return replace(Slot.whole(name, value), axes=of.axes)
+    fits = [size == held for size, held in zip(value.shape, of.sizes, strict=True)]
+    shape = tuple(whole if fit else n for fit, whole, n in zip(fits, of.shape, value.shape, strict=True))
+    part = tuple(span if fit else (0, n) for fit, span, n in zip(fits, of.part, value.shape, strict=True))
+    return Slot(name, shape, part, of.axes)
 
 
-def _part(value: Any, rows: slice | None, num_dims: int) -> Any:
-    """The rows of a whole moment; what has no rows is whole on every rank."""
-    if rows is None or not isinstance(value, Tensor) or value.dim() < max(1, num_dims):
-        return value
-    return value[rows]
+def _part_of(shape: tuple[int, ...], of: Slot) -> Index:
+    """The part of a whole moment; what has fewer dimensions is whole on every rank."""
+    if len(shape) != len(of.shape) or not shape:
+        return ()
+    sizes = zip(shape, of.shape, of.part, strict=True)
+    return tuple(slice(*span) if n == whole else slice(None) for n, whole, span in sizes)
 
 
-def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
-
-
-def _suits(value: Any, p: nn.Parameter) -> bool:
+def _suits(shape: tuple[int, ...], of: tuple[int, ...]) -> bool:
     """Moments have the parameter's shape, or one that broadcasts to it (factored moments, counters)."""
-    if not isinstance(value, Tensor) or value.dim() == 0:
-        return True
-    shape = zip(reversed(value.shape), reversed(p.shape), strict=False)
-    return value.dim() <= p.dim() and all(n in (1, of) for n, of in shape)
+    pairs = zip(reversed(shape), reversed(of), strict=False)
+    return len(shape) <= len(of) and all(n in (1, whole) for n, whole in pairs)
 
 
 def _placed(value: Any, p: nn.Parameter, group: Mapping[str, Any]) -> Any:
@@ -246,4 +301,6 @@ def _placed(value: Any, p: nn.Parameter, group: Mapping[str, Any]) -> Any:
     if not isinstance(value, Tensor):
         return value
     with_parameter = value.dim() > 0 or group.get("fused") or group.get("capturable")
+    if value.shape == p.shape:  # its values must lie as those of the parameter do
+        return torch.empty_like(p, dtype=value.dtype).copy_(value).detach()
     return value.to(p.device, copy=True) if with_parameter else value.clone()

@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from paceline.errors import TaskError
 
@@ -73,7 +74,8 @@ class Task:
     """Everything that is trained, and nothing about how.
 
     Args:
-        model: the module to train; it is built under a seeded generator and never knows its rank.
+        model: the module to train; it is built under a seeded generator and never knows its rank. Built
+            inside `paceline.models.without_memory()`, a rank makes only the parameters that it holds.
         data: training samples, map-style.
         loss: `loss(model, batch) -> Loss`; the batch is what `collate` returned, on the model's device.
         held_out: samples for evaluation; never trained on.
@@ -88,6 +90,8 @@ class Task:
         report: `report(model, evaluation) -> lines`; what to print after training.
         stages: `stages(model) -> modules`, which called one after another are the model's forward: what a
             pipeline cuts. A tuple is passed on as arguments. An `nn.Sequential` needs none.
+        tensor: how large layers are cut under `tensor=N`: "column" or "row" by a pattern of module names, and
+            "split" for a `KeyedDropout` between the two.
         num_tokens_per_sample: for the rate on the progress line, and as a guess of how many items the
             loss counts in a sample; 0 if samples are not text.
     """
@@ -103,6 +107,7 @@ class Task:
     derive: Callable[[Mapping[str, float]], Mapping[str, float]] | None = None
     report: Callable[[nn.Module, Mapping[str, float]], Sequence[str]] | None = None
     stages: Callable[[nn.Module], Iterable[nn.Module]] | None = None
+    tensor: Mapping[str, str] | None = None
     num_tokens_per_sample: int = 0
 
     def __post_init__(self) -> None:
@@ -112,11 +117,23 @@ class Task:
                 next_step="return Task(model=..., data=..., loss=...) or (model, data, loss) from build()",
             )
         for name, source in (("data", self.data), ("held_out", self.held_out)):
-            if source is not None and not isinstance(source, Source):
-                raise TaskError(
-                    f"the task's {name} is {type(source).__name__}, which lacks __len__ or __getitem__",
-                    next_step="pass map-style data: a sequence, a torch Dataset, a Hugging Face dataset",
-                )
+            if source is not None:
+                _require_indexed(name, source)
+
+
+def _require_indexed(name: str, source: Any) -> None:
+    """Raises: TaskError: samples cannot be asked for by index."""
+    if not isinstance(source, Source):
+        raise TaskError(
+            f"the task's {name} is {type(source).__name__}, which lacks __len__ or __getitem__",
+            next_step="pass map-style data: a sequence, a torch Dataset, a Hugging Face dataset",
+        )
+    if isinstance(source, IterableDataset):  # its __getitem__ is there, and only raises
+        raise TaskError(
+            f"the task's {name} is {type(source).__name__}, an IterableDataset: no sample can be asked for by"
+            " index",
+            next_step="give it __getitem__ as a Dataset, or read it once into a list: list(dataset)",
+        )
 
 
 def finish_metrics(task: Task, loss: float, count: float, means: Mapping[str, float]) -> dict[str, float]:

@@ -62,7 +62,7 @@ def interrupted(folder: Path, phase: str) -> End:
     more = [word.format(folder) for word in PHASES[phase]]
     if phase == "rendezvous":
         with socket.create_server(("127.0.0.1", 0)) as probe:
-            more = ["--nodes", "2", "--rendezvous", f"127.0.0.1:{probe.getsockname()[1]}"]
+            more = ["--insecure", "--nodes", "2", "--rendezvous", f"127.0.0.1:{probe.getsockname()[1]}"]
     with start(folder, "--set", f"options.what={phase}", *more) as process:
         expires = time.monotonic() + 480
         while not is_there(phase, process, folder):

@@ -40,7 +40,7 @@ def start_nodes(
     settings = [*SETTINGS, f"steps={steps}", f"run_dir={run_dir}"]
     command = [sys.executable, "-m", "paceline", "train", str(ROOT / "recipes" / "digits.toml"), "-n", "2"]
     command += [word for setting in settings for word in ("--set", setting)]
-    command += ["--nodes", "2", "--rendezvous", f"127.0.0.1:{port}", "--token", "two-nodes"]
+    command += ["--nodes", "2", "--rendezvous", f"127.0.0.1:{port}", "--insecure"]
     command += ["--strategy", strategy]
     return [
         subprocess.Popen(

@@ -94,3 +94,121 @@ class TestPipeDream(RuleContract):
 @pytest.mark.capability("H8", "Z1")
 class TestCodedStages(RuleContract):
     strategy, num_ranks = "replicas=2 pipeline=2 codec=int8", 4
+
+
+class TensorContract(LayoutContract):
+    """A layout of models that have a tensor plan; the ConvNet has none."""
+
+    @pytest.mark.parametrize("model", ["mlp"])
+    def test_every_step_is_that_of_the_oracle(self, model: str) -> None:
+        super().test_every_step_is_that_of_the_oracle(model)
+
+
+@pytest.mark.capability("A11", "Z1")
+class TestZero3(LayoutContract):
+    strategy, num_ranks = "replicas=1 shard=2 zero=3", 2
+
+
+@pytest.mark.soak
+@pytest.mark.capability("A11", "Z1")
+class TestZero3OnThree(LayoutContract):
+    strategy, num_ranks = "replicas=1 shard=3 zero=3", 3
+
+
+@pytest.mark.soak
+@pytest.mark.capability("A11", "Z1")
+class TestReplicasOfZero3(LayoutContract):
+    strategy, num_ranks = "replicas=2 shard=2 zero=3", 4
+
+
+@pytest.mark.capability("C3", "C4", "Z1")
+class TestTensor(TensorContract):
+    strategy, num_ranks = "replicas=1 tensor=2", 2
+
+
+@pytest.mark.soak
+@pytest.mark.capability("C3", "C4", "Z1")
+class TestUnevenTensor(TensorContract):
+    """48 and 32 features, of which five ranks have not the same number."""
+
+    strategy, num_ranks = "replicas=1 tensor=5", 5
+
+
+@pytest.mark.soak
+@pytest.mark.capability("C3", "C4", "Z1")
+class TestReplicasOfTensor(TensorContract):
+    strategy, num_ranks = "replicas=2 tensor=2", 4
+
+
+@pytest.mark.capability("D4", "Z1")
+class TestOneForwardOneBackward(LayoutContract):
+    strategy, num_ranks = "replicas=1 pipeline=2 schedule=1f1b", 2
+
+
+@pytest.mark.soak
+@pytest.mark.capability("D4", "Z1")
+class TestReplicasOfOneForwardOneBackward(LayoutContract):
+    strategy, num_ranks = "replicas=2 pipeline=2 schedule=1f1b", 4
+
+
+@pytest.mark.soak
+@pytest.mark.capability("A11", "D1", "Z1")
+class TestZero1OfStages(LayoutContract):
+    strategy, num_ranks = "replicas=1 shard=2 zero=1 pipeline=2", 4
+
+
+@pytest.mark.capability("A11", "D4", "Z1")
+class TestZero3OfStages(LayoutContract):
+    strategy, num_ranks = "replicas=1 shard=2 zero=3 pipeline=2 schedule=1f1b", 4
+
+
+@pytest.mark.soak
+@pytest.mark.capability("C4", "D1", "Z1")
+class TestTensorInStages(TensorContract):
+    strategy, num_ranks = "replicas=1 tensor=2 pipeline=2", 4
+
+
+@pytest.mark.soak
+@pytest.mark.capability("A11", "C4", "Z1")
+class TestZero1OfTensor(TensorContract):
+    strategy, num_ranks = "replicas=1 shard=2 zero=1 tensor=2", 4
+
+
+@pytest.mark.capability("A11", "C4", "Z1")
+class TestZero3OfTensor(TensorContract):
+    strategy, num_ranks = "replicas=1 shard=2 zero=3 tensor=2", 4
+
+
+@pytest.mark.capability("H8", "Z1")
+class TestSparseEveryStep(RuleContract):
+    strategy, num_ranks = "replicas=2 codec=topk:0.3", 2
+
+
+@pytest.mark.soak
+@pytest.mark.capability("H8", "Z1")
+class TestSparseStages(RuleContract):
+    strategy, num_ranks = "replicas=2 pipeline=2 codec=topk:0.3", 4
+
+
+@pytest.mark.soak
+@pytest.mark.capability("H8", "Z1")
+class TestSparseZero3(RuleContract):
+    strategy, num_ranks = "replicas=1 shard=2 zero=3 codec=topk:0.3", 2
+
+
+@pytest.mark.soak
+@pytest.mark.capability("H8", "Z1")
+class TestSparseDiLoCo(RuleContract):
+    strategy, num_ranks = "replicas=2 sync=diloco:4 codec=topk:0.3", 2
+
+
+@pytest.mark.soak
+@pytest.mark.capability("Z1")
+class TestTree(LayoutContract):
+    strategy, num_ranks = "replicas=3 route=tree", 3
+
+
+@pytest.mark.soak
+@pytest.mark.capability("H8", "Z1")
+class TestCodedTree(RuleContract):
+    strategy, num_ranks = "replicas=3 route=tree codec=int8", 3

@@ -1,71 +1,122 @@
-"""The wires of routes keep the contract, alone and under the reducers."""
+"""The collectives of routes keep the contract, alone, with a codec and under the reducers."""
 
-from collections.abc import Sequence
 from typing import ClassVar
 
 import pytest
-from torch import nn
 
-from paceline.comm import (
-    AgreedNorm,
-    BucketReducer,
-    HierarchicalWire,
-    Net,
-    PlainWire,
-    Reducer,
-    ShardedReducer,
-    Wire,
-)
-from paceline.layout.zero import cut_rows
-from paceline.mesh import Group, Levels, Mesh, span_nodes
-from paceline.slot import Slot
-from paceline.testing.contracts import ReducerContract, WireContract
+from paceline.comm import Codec, CodedCollective, Collective, NativeCollective, Net
+from paceline.comm.codecs import Int8, TopK
+from paceline.comm.routes import HierarchicalCollective
+from paceline.mesh import Group, Levels, span_nodes
+from paceline.testing.contracts import CollectiveContract, ReducerContract
+
+INT8_ERROR = 1 / 254
+TOP_K_ERROR = 1.0  # what is not kept is lost
 
 
-def two_nodes(net: Net, group: Group) -> HierarchicalWire:
-    """The first half of the ranks on one node, the second half on another."""
+def two_nodes(net: Net, group: Group, codec: Codec | None = None) -> Collective:
+    """The first half of the ranks on one node, the second half on another; a codec works between them."""
+    if group.size == 1:
+        return NativeCollective(net, group)
     half = group.size // 2
     parts = span_nodes(group.ranks, [int(rank >= half) for rank in range(group.size)])
-    return HierarchicalWire(net, group, Levels.build(group, parts))
+    return on_nodes(net, group, parts, codec)
+
+
+def on_nodes(net: Net, group: Group, parts: list[tuple[int, ...]], codec: Codec | None) -> Collective:
+    levels = Levels.build(group, parts)
+    between = NativeCollective(net, levels.between)
+    coded = between if codec is None else CodedCollective(between, codec)
+    return HierarchicalCollective(net, group, levels, coded)
 
 
 @pytest.mark.capability("G8")
-class TestHierarchicalWire(WireContract):
+class TestHierarchicalCollective(CollectiveContract):
     """Two nodes of two, and two of three."""
 
     worlds: ClassVar = (4, 6)
 
-    def wire(self, net: Net, group: Group) -> Wire:
+    def collective(self, net: Net, group: Group) -> Collective:
         return two_nodes(net, group)
 
 
 @pytest.mark.capability("G8")
-class TestHierarchicalWireDealtOut(WireContract):
+class TestHierarchicalCollectiveDealtOut(CollectiveContract):
     """Ranks are dealt to three nodes in turn, as some schedulers place them."""
 
     worlds: ClassVar = (6,)
 
-    def wire(self, net: Net, group: Group) -> Wire:
-        parts = span_nodes(group.ranks, [rank % 3 for rank in range(group.size)])
-        return HierarchicalWire(net, group, Levels.build(group, parts))
+    def collective(self, net: Net, group: Group) -> Collective:
+        return on_nodes(net, group, span_nodes(group.ranks, [rank % 3 for rank in range(group.size)]), None)
+
+
+@pytest.mark.capability("G8", "H8")
+class TestInt8BetweenNodes(CollectiveContract):
+    """Two nodes of two, and two of three."""
+
+    worlds: ClassVar = (4, 6)
+    relative_error = INT8_ERROR
+    feeds_back = True
+
+    def collective(self, net: Net, group: Group) -> Collective:
+        return two_nodes(net, group, Int8())
+
+
+@pytest.mark.capability("G8", "H8")
+class TestInt8BetweenNodesDealtOut(CollectiveContract):
+    """Ranks are dealt to three nodes in turn, as some schedulers place them."""
+
+    worlds: ClassVar = (6,)
+    relative_error = INT8_ERROR
+    feeds_back = True
+
+    def collective(self, net: Net, group: Group) -> Collective:
+        return on_nodes(net, group, span_nodes(group.ranks, [rank % 3 for rank in range(group.size)]), Int8())
+
+
+@pytest.mark.capability("G8", "H8")
+class TestTopKBetweenNodes(CollectiveContract):
+    worlds: ClassVar = (4,)
+    relative_error = TOP_K_ERROR
+    feeds_back = True
+
+    def collective(self, net: Net, group: Group) -> Collective:
+        return two_nodes(net, group, TopK(0.5))
 
 
 @pytest.mark.capability("G8")
-class TestHierarchicalBuckets(ReducerContract):
+class TestHierarchicalReducer(ReducerContract):
     degrees: ClassVar = {"replica": 4}
 
-    def reducer(self, parameters: Sequence[nn.Parameter], mesh: Mesh, net: Net) -> Reducer:
-        return BucketReducer(parameters, two_nodes(net, mesh.replica), 64)
+    def collective(self, net: Net, group: Group) -> Collective:
+        return two_nodes(net, group)
 
 
 @pytest.mark.capability("G8")
-class TestHierarchicalShards(ReducerContract):
+class TestHierarchicalReducerOfShards(ReducerContract):
     """One replica over two nodes."""
 
     degrees: ClassVar = {"shard": 4}
 
-    def reducer(self, parameters: Sequence[nn.Parameter], mesh: Mesh, net: Net) -> Reducer:
-        slots = {Slot.whole(str(i), p): p for i, p in enumerate(parameters)}
-        cuts = cut_rows(slots, 4)
-        wires = two_nodes(net, mesh.axes["shard"]), PlainWire(net, mesh.replica)
-        return AgreedNorm(ShardedReducer(parameters, cuts, *wires, 64), mesh.inside, net)
+    def collective(self, net: Net, group: Group) -> Collective:
+        return two_nodes(net, group)
+
+
+@pytest.mark.capability("G8", "H8")
+class TestReducerCodedBetweenNodes(ReducerContract):
+    degrees: ClassVar = {"replica": 4}
+    relative_error = INT8_ERROR
+
+    def collective(self, net: Net, group: Group) -> Collective:
+        return two_nodes(net, group, Int8())
+
+
+@pytest.mark.capability("G8", "H8")
+class TestReducerOfShardsCodedBetweenNodes(ReducerContract):
+    """One replica over two nodes."""
+
+    degrees: ClassVar = {"shard": 4}
+    relative_error = INT8_ERROR
+
+    def collective(self, net: Net, group: Group) -> Collective:
+        return two_nodes(net, group, Int8())

@@ -14,7 +14,7 @@ import torch
 from paceline.cluster import Cluster
 from paceline.errors import RecipeError, StrategyError
 from paceline.observe import JsonLines
-from paceline.sync.health import Guarded
+from paceline.sync.update import lower_scale_or, raise_error
 from paceline.testing import run_ranks
 from paceline.testing.parity import session_of
 from paceline.training import fit
@@ -100,9 +100,9 @@ def test_the_twin_that_keeps_the_residuals_of_the_step_ends_elsewhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def committing(cluster: Cluster) -> dict[str, torch.Tensor]:
-        from paceline.comm.wire import CodedWire
+        from paceline.comm import CodedCollective
 
-        setattr(CodedWire, "abort", CodedWire.commit)  # noqa: B010
+        setattr(CodedCollective, "abort", CodedCollective.commit)  # noqa: B010
         return coded(cluster, bad, STEPS)
 
     broken, *_ = run_ranks(committing, 2)
@@ -117,12 +117,16 @@ def test_skipping_has_an_end() -> None:
 
 
 def test_while_all_is_well_nothing_is_sent_for_it() -> None:
-    """The ledger of a guarded run is that of a run whose tail is bare."""
+    """The ledger of a guarded run is that of a run that nobody guards."""
 
     def sent(cluster: Cluster, guarded: bool) -> dict[Any, int]:
         session = session_of(cluster, recipe(non_finite="skip", spike_factor=9.0), lambda: build(0.5))
-        assert isinstance(session.tail, Guarded)
-        session.tail = session.tail if guarded else session.tail.inner
+        step = session.update_step
+        assert "watch" in step.parts and step.observers
+        if not guarded:
+            step.parts = {k: part for k, part in step.parts.items() if k != "watch"}
+            step.parts["finite"] = lower_scale_or(raise_error)
+            step.observers.clear()
         list(session.rounds())
         return {key: entry.calls for key, entry in session.net.ledger.rows.items()}
 

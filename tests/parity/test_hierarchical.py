@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from paceline.cluster import Cluster
-from paceline.comm import BucketReducer, HierarchicalWire
+from paceline.comm import Collective, NativeCollective
+from paceline.comm.routes import HierarchicalCollective
 from paceline.recipe import Recipe, Strategy
 from paceline.testing import run_ranks
 from paceline.testing.parity import CPU, make_task, run_oracle, run_strategy, session_of
@@ -55,12 +56,15 @@ def test_every_step_is_that_of_one_process(model: str) -> None:
 
 @pytest.mark.capability("G8", "A8")
 @pytest.mark.parametrize("kind", [ForgetsTheOtherNodes, PadsInFront])
-def test_a_broken_level_is_found_in_the_first_step(kind: type[HierarchicalWire]) -> None:
-    def faulty(parameters: Any, wire: HierarchicalWire, bucket_bytes: int) -> BucketReducer:
-        return BucketReducer(parameters, kind(wire.net, wire.group, wire.levels), bucket_bytes)
+def test_a_broken_level_is_found_in_the_first_step(kind: type[HierarchicalCollective]) -> None:
+    def faulty(path: Collective) -> Collective:
+        if not isinstance(path, HierarchicalCollective):  # of a group of one
+            return path
+        between = NativeCollective(path.net, path.levels.between)
+        return kind(path.net, path.group, path.levels, between)
 
     odd = {"options": {"model": "mlp", "hidden": [31]}}  # buffers that do not divide by two
-    report = verified(recipe(**odd), pieces=Pieces(reducer=faulty))
+    report = verified(recipe(**odd), pieces=Pieces(collective=faulty))
     assert not report.ok and report.failure is not None and report.failure.step == 0
     assert report.failure.quantity == "gradient"
     assert verified(recipe(**odd)).ok
@@ -103,8 +107,8 @@ def test_bytes_between_nodes_are_the_closed_form_over_a_run_and_the_end_is_the_o
     def run(cluster: Cluster) -> tuple[float, int, Any]:
         session = session_of(on_nodes(cluster, 2), found)
         list(session.rounds())
-        num_values = sum(p.numel() for p in session.placed.parameters)
-        end = {name: p.detach().clone() for name, p in session.placed.model.named_parameters()}
+        num_values = sum(p.numel() for p in session.placed.holding.computes.values())
+        end = {name: p.detach().clone() for name, p in session.placed.holding.model.named_parameters()}
         return session.net.ledger.rows["all_reduce", BETWEEN].sent_bytes, num_values, end
 
     right = run_oracle(found, STEPS).parameters

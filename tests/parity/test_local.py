@@ -108,15 +108,15 @@ def test_the_outer_optimizer_is_nesterov_of_the_mean_movement() -> None:
     def one_round(cluster: Cluster) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
         recipe = digits("sync=diloco:3", steps=6, batch={"size": 48, "shards": 4})
         session, alone = session_of(cluster, recipe), session_of(cluster, recipe)
-        start = [p.detach().clone() for p in session.placed.parameters]
+        start = [p.detach().clone() for p in session.placed.holding.computes.values()]
         next(session.rounds())
         with alone.feed.from_step(0) as stream:
             for _ in range(3):
-                alone.rule.inner.step(alone.work, stream, alone.placed, alone.tail)
+                alone.rule.inner.step(alone.work, stream, alone.placed, alone.update_step)
                 alone.state.step += 1
-        moved = [a - p.detach() for a, p in zip(start, alone.placed.parameters, strict=True)]
+        moved = [a - p.detach() for a, p in zip(start, alone.placed.holding.computes.values(), strict=True)]
         mean_moved = [alone.net.all_reduce(m.clone(), alone.mesh.replica).wait() / 2 for m in moved]
-        after = [p.detach().clone() for p in session.placed.parameters]
+        after = [p.detach().clone() for p in session.placed.holding.computes.values()]
         return start, mean_moved, after, moved
 
     start, mean_moved, after, moved = run_ranks(one_round, 2)[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from statistics import mean, stdev
 from typing import Any
 
@@ -13,13 +14,11 @@ from torch import Tensor
 from torch.func import functional_call
 
 from paceline.cluster import Cluster
-from paceline.comm import Gradients, Tally
 from paceline.data import Unit, collate_samples
 from paceline.errors import StrategyError
 from paceline.layout.pipeline import cut_model
 from paceline.recipe import Recipe, Strategy
-from paceline.slot import trained_parameters
-from paceline.sync import Update, UpdateTail
+from paceline.sync import Part, Updating
 from paceline.testing import run_ranks
 from paceline.testing.contracts.layout import whole
 from paceline.testing.interrupt import Interrupt
@@ -52,9 +51,8 @@ def two_rounds(cluster: Cluster, recipe: Recipe) -> Trajectory:
 
 def stages_of(session: Session, num_stages: int) -> dict[str, int]:
     """The stage of every parameter, by name."""
-    slots = trained_parameters(session.state.model)
-    cuts = [cut_model(session.task, session.state.model, slots, num_stages, s) for s in range(num_stages)]
-    return {slot.name: next(c.stage for c in cuts if c.own[i]) for i, slot in enumerate(slots)}
+    cut = cut_model(session.task, session.state.model, num_stages, 0)
+    return {name: stages[0] for name, stages in cut.holders.items()}
 
 
 def delayed(num_stages: int, age: Callable[[int], int]) -> Weights:
@@ -177,16 +175,15 @@ def test_pipedream_learns_about_as_well_as_every_step() -> None:
     assert stale != sync
 
 
-class RaisesOnce(UpdateTail):
-    """Raises instead of the fifth update of a stage."""
+def raises_once(parts: dict[str, Part]) -> dict[str, Part]:
+    """Raise instead of the fifth update of a stage."""
+    calls = count(1)
 
-    calls = 0
-
-    def apply(self, grads: Gradients, tally: Tally) -> Update:
-        self.calls += 1
-        if self.calls == 5:
+    def interrupt(record: Updating) -> None:
+        if next(calls) == 5:
             raise Interrupt
-        return super().apply(grads, tally)
+
+    return {"interrupt": interrupt, **parts}
 
 
 @pytest.mark.capability("D6", "Z1")
@@ -205,6 +202,6 @@ def test_pipedream_goes_back_to_where_it_was_empty() -> None:
         return whole(losses, session)
 
     plain = run_ranks(run, 2, None)
-    disturbed = run_ranks(run, 2, Pieces(tail=RaisesOnce))
+    disturbed = run_ranks(run, 2, Pieces(update=raises_once))
     assert plain[0].losses == disturbed[0].losses
     assert plain[0].distance(disturbed[0]) == 0.0

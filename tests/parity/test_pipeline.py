@@ -9,14 +9,16 @@ import pytest
 from torch import Tensor
 
 from paceline.cluster import Cluster
-from paceline.comm import Gradients
+from paceline.comm import GradientSink
+from paceline.comm.reduction import Meeting
 from paceline.data import LoadedUnit
-from paceline.layout import GradSink, Sums
-from paceline.layout.pipeline import StageReducer
+from paceline.layout import Sums
+from paceline.layout.pipeline import Pipeline
 from paceline.mesh import Group
 from paceline.recipe import Recipe, Strategy, load_recipe
 from paceline.testing import run_ranks
 from paceline.testing.parity import CPU, make_task, session_of
+from paceline.training import Pieces
 from paceline.verification import Report, compare_with_oracle
 
 ROOT = Path(__file__).parents[2]
@@ -46,10 +48,15 @@ def digits(strategy: str, **changes: Any) -> Recipe:
     return Recipe(**(settings | changes))
 
 
-def verify(cluster: Cluster, recipe: Recipe, breaks: Callable[[], None] | None = None) -> Report:
+def verify(
+    cluster: Cluster,
+    recipe: Recipe,
+    breaks: Callable[[], None] | None = None,
+    pieces: Pieces | None = None,
+) -> Report:
     if breaks is not None:
         breaks()
-    return compare_with_oracle(recipe, make_task(recipe), cluster, CPU, 3)
+    return compare_with_oracle(recipe, make_task(recipe), cluster, CPU, 3, pieces=pieces)
 
 
 @pytest.mark.capability("D1", "D2", "D3", "A11")
@@ -77,11 +84,11 @@ class Deaf:
 
 
 def forget_the_tie() -> None:
-    def finish(self: StageReducer) -> Gradients:
+    def close(self: Meeting) -> None:
         self._net = Deaf(self._net)
-        return plain(self)
+        plain(self)
 
-    plain, StageReducer.finish = StageReducer.finish, finish
+    plain, Meeting.close = Meeting.close, close
 
 
 @pytest.mark.capability("D1")
@@ -91,17 +98,11 @@ def test_a_tied_gradient_that_is_not_summed_is_found() -> None:
     assert not report.ok
 
 
-def drop_a_micro_batch() -> None:
-    from paceline.layout.pipeline import Pipeline
+class DropsAMicroBatch(Pipeline):
+    """Runs all units but the first."""
 
-    plain = Pipeline.run
-
-    def run(
-        self: Pipeline, units: Iterable[LoadedUnit], num_units: int, sink: GradSink, scale: float
-    ) -> Sums:
-        return plain(self, list(units)[1:], num_units - 1, sink, scale)
-
-    Pipeline.run = run
+    def run(self, units: Iterable[LoadedUnit], num_units: int, sink: GradientSink, scale: float) -> Sums:
+        return super().run(list(units)[1:], num_units - 1, sink, scale)
 
 
 @pytest.mark.capability("D1")
@@ -116,7 +117,8 @@ def test_recomputed_blocks_are_those_of_the_oracle() -> None:
 @pytest.mark.capability("D2")
 def test_a_micro_batch_that_is_dropped_is_found() -> None:
     """The mutation twin."""
-    report = run_ranks(verify, 2, gpt("replicas=1 pipeline=2"), drop_a_micro_batch)[0]
+    pieces = Pieces(stage=DropsAMicroBatch)
+    report = run_ranks(verify, 2, gpt("replicas=1 pipeline=2"), None, pieces)[0]
     assert not report.ok
 
 

@@ -12,12 +12,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline.cluster import Cluster
-from paceline.layout.pipeline import Cut, StageReducer
+from paceline.comm import Reducer, Reduction
+from paceline.comm.reduction import InAnyOrder, Meeting
+from paceline.layout import Holding
 from paceline.recipe import OptimizerRecipe, Recipe, Strategy
+from paceline.slot import Slot
 from paceline.task import Loss, Task
 from paceline.testing import run_ranks
 from paceline.testing.contracts.layout import whole
 from paceline.testing.parity import CPU, Trajectory, make_task, run_oracle, session_of
+from paceline.training import rules
+from paceline.training.arrange import Setting
 from paceline.verification import Report, compare_with_oracle
 
 TRAINING_IMAGES = 1498
@@ -119,7 +124,7 @@ def tied_weights(cluster: Cluster, codec: str, breaks: Callable[[], None] | None
     recipe = digits(f"replicas=3 pipeline=2 codec={codec}", steps=6, optimizer=adamw)
     session = session_of(cluster, recipe, tied_task)
     list(session.rounds())
-    return session.placed.model[0].weight.detach().flatten().tolist()
+    return session.placed.holding.model[0].weight.detach().flatten().tolist()
 
 
 @pytest.mark.capability("D1", "H8")
@@ -133,15 +138,29 @@ def test_tied_weights_on_two_stages_keep_equal_bits(codec: str) -> None:
         )
         session = session_of(cluster, recipe, tied_task)
         list(session.rounds())
-        return session.placed.model[0].weight.detach().flatten().tolist()
+        return session.placed.holding.model[0].weight.detach().flatten().tolist()
 
     ranks = run_ranks(weights, 6)
     assert all(values == ranks[0] for values in ranks)
 
 
+class AmongOthers(Meeting):
+    """Shared tensors meet, and then lie in one bucket with the others of their stage."""
+
+    def ready(self, slot: Slot, grad: Tensor | None) -> None:
+        (super() if slot in self._tensors else self.inner).ready(slot, grad)
+
+
 def reduce_on_every_stage() -> None:
-    Cut.reduced = property(lambda self: [i for i, own in enumerate(self.own) if own])
-    StageReducer._share = lambda self, tensors: []
+    def build_reduction(setting: Setting, holding: Holding) -> Reduction:
+        mesh = setting.mesh
+        sums = InAnyOrder(setting.collective(mesh.axes["shard"]), setting.collective(mesh.replica))
+        inner = Reducer(holding.computes, holding.parts, sums, setting.bucket_bytes)
+        shared = [held for held in holding.held.values() if held.holders]
+        tensors = {held.computes: holding.computes[held.computes] for held in shared}
+        return AmongOthers(inner, tensors, mesh.among("pipeline", shared[0].holders), setting.net)
+
+    rules.build_reduction = build_reduction
 
 
 @pytest.mark.capability("D1")

@@ -64,7 +64,7 @@ def test_recomputing_keeps_fewer_activations() -> None:
 
         batch = torch.stack([session.task.data[i] for i in range(4)])
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            session.task.loss(session.placed.model.eval(), batch)
+            session.task.loss(session.placed.holding.model.eval(), batch)
         return sum(sizes.values())
 
     plain = saved_bytes(8, "none") - saved_bytes(2, "none")
@@ -94,7 +94,7 @@ def test_fp16_skips_the_same_step_on_all_ranks_and_then_learns() -> None:
         recipe = gpt(precision={"compute": "fp16", "init_scale": 2.0**24, "growth_steps": 50}, steps=20)
         session = session_of(cluster, recipe)
         stats = list(session.rounds())
-        parameters = {n: p.detach().clone() for n, p in session.placed.model.named_parameters()}
+        parameters = {n: p.detach().clone() for n, p in session.placed.holding.model.named_parameters()}
         return [s.applied for s in stats], [s.loss_scale for s in stats], Trajectory([], parameters, {})
 
     results = run_ranks(run, 2)

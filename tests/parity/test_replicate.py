@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from paceline.cluster import Cluster
-from paceline.comm.buckets import BucketReducer
+from paceline.comm import Reducer
 from paceline.recipe import Recipe
 from paceline.task import Loss, Task
 from paceline.testing import run_ranks
@@ -101,7 +101,7 @@ def test_one_all_reduce_a_bucket_however_many_micro_batches() -> None:
         session = session_of(cluster, digits(batch={"size": 46, "shards": shards}))
         num_steps = len(list(session.rounds()))
         found = session.net.ledger.rows["all_reduce", "replica"].calls
-        assert isinstance(session.rule.reducer, BucketReducer)
+        assert isinstance(session.rule.reducer, Reducer)
         assert found == num_steps * session.rule.reducer.num_buckets
         return found
 
@@ -235,7 +235,7 @@ def test_replicas_that_start_apart_are_made_equal() -> None:
 
 def ready_order_differs(cluster: Cluster) -> Trajectory:
     """Tiny buckets: every parameter its own, launched in one order whatever backward does."""
-    pieces = Pieces(reducer=lambda parameters, wire, _: BucketReducer(parameters, wire, 1))
+    pieces = Pieces(reducer=lambda tensors, parts, sums, _, **how: Reducer(tensors, parts, sums, 1, **how))
     recipe = digits(batch={"size": 6, "shards": 3}, optimizer={"name": "sgd", "lr": 0.01})
     return run_strategy(cluster, recipe, odd_task, pieces)
 

@@ -10,17 +10,19 @@ from typing import Any
 import pytest
 import torch
 from _pytest.mark import ParameterSet
+from torch import Tensor
 
 from paceline.cluster import Cluster
-from paceline.comm import AgreedNorm, Gradients, Reducer, build_reducer, exchange
-from paceline.comm.reducer import WrappedReducer
+from paceline.comm import Gradients, Net
+from paceline.comm.reduction import AnyOrderNorm, InAnyOrder, Meeting, Sums, tree_sums
 from paceline.layout import replicate
 from paceline.layout.digest import state_sha256
-from paceline.layout.pipeline import OrderedStageReducer
+from paceline.mesh import Group
 from paceline.recipe import Recipe, Strategy
+from paceline.slot import Slot
 from paceline.testing import run_ranks
 from paceline.testing.parity import make_task, session_of
-from paceline.training import layouts, ordered
+from paceline.training import reductions
 from paceline.training.arrange import Setting
 from paceline.training.build import build_order
 
@@ -158,37 +160,46 @@ def test_more_shards_than_samples_leave_some_empty() -> None:
 
 
 def plain_sums() -> None:
-    def sums(setting: Setting, slots: Any, parameters: Any, cuts: Any) -> Reducer:
-        return build_reducer(parameters, setting.wire(setting.mesh.replica), setting.bucket_bytes)
+    def sums(setting: Setting) -> Sums:
+        mesh = setting.mesh
+        return InAnyOrder(setting.collective(mesh.axes["shard"]), setting.collective(mesh.replica))
 
-    layouts.ordered_sums = sums
+    reductions._sums = sums
 
 
-class WithNorms(WrappedReducer):
-    def finish(self) -> Gradients:
-        grads = self.inner.finish()
-        return replace(grads, norms=torch._foreach_norm(list(grads.flats)))
+class NormOfFlats(AnyOrderNorm):
+    def __init__(self, slots: Any, counted: Any, group: Group, net: Net) -> None:
+        super().__init__(group, net)
+
+    def __call__(self, grads: Gradients) -> float:
+        return super().__call__(replace(grads, norms=torch._foreach_norm(list(grads.flats))))
 
 
 def norm_of_what_each_rank_has() -> None:
-    ordered.CanonicalNorm = lambda inner, slots, counted, group, net: AgreedNorm(WithNorms(inner), group, net)
+    reductions.CanonicalNorm = NormOfFlats
 
 
 def nodes_added_in_the_order_of_ranks() -> None:
-    exchange.tree_sum = lambda places, values: sum(values[1:], start=values[0])
+    tree_sums.tree_sum = lambda places, values: sum(values[1:], start=values[0])
 
 
 def tied_weights_added_stage_by_stage() -> None:
     """Each stage adds its shards, and the sums meet: another order than shard by shard."""
 
-    def sum_tied(self: OrderedStageReducer, index: int) -> None:
-        own = [grad for (i, _), grad in self._grads.items() if i == index and grad is not None]
-        value = self._over_stages(index, torch.stack(own).sum(0) if own else None)
-        for place in self._units if index in self._local else ():
+    def close(self: Meeting) -> None:
+        totals = {
+            slot: self._net.all_reduce(own_sum(self, slot), self._holders).wait() for slot in self._tensors
+        }
+        for place in self._units:
             self.inner.unit(place, is_last=place == self._units[-1])
-            self.inner.ready(self._local[index], value if place == self._units[0] else None)
+            for slot, total in totals.items():
+                self.inner.ready(slot, total if place == self._units[0] else None)
+        self.inner.close()
 
-    OrderedStageReducer._sum_tied = sum_tied
+    def own_sum(self: Meeting, slot: Slot) -> Tensor:
+        return torch.stack([grad.detach() for (one, _), grad in self._held.items() if one == slot]).sum(0)
+
+    Meeting.close = close
 
 
 def dropout_keyed_by_the_rank() -> None:

@@ -134,7 +134,7 @@ def test_verify_sees_one_bit() -> None:
     recipe = recipe_of("replicas=2")
 
     def verified(cluster: Cluster) -> tuple[bool, str]:
-        import paceline.comm.ordered as room
+        import paceline.comm.reduction.reducer as room
 
         plain = room.without_negative_zeros
 

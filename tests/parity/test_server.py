@@ -139,20 +139,20 @@ def test_the_gradient_is_that_of_the_contributors_alone() -> None:
 
         session = session_of(cluster, recipe, build)
         list(session.rounds())
-        return [p.detach().clone() for p in session.placed.parameters]
+        return [p.detach().clone() for p in session.placed.holding.computes.values()]
 
     found = run_ranks(run, 4)[0]
     recipe = digits("replicas=1")
     session = session_of(Cluster.single(), recipe)
     units = [u for u in session.work.units(0) if u.shard < 4]  # shards 0 to 3 of 6 are parts 0 and 1 of 3
-    session.placed.model.train()
+    session.placed.holding.model.train()
     total, count = 0.0, 0
     with session.feed.open(units) as stream:
         for loaded in stream:
-            loss = session.task.loss(session.placed.model, loaded.batch)
+            loss = session.task.loss(session.placed.holding.model, loaded.batch)
             total, count = total + loss.total, count + loss.count
     (total / count).backward()
-    for p, other in zip(session.placed.parameters, found, strict=True):
+    for p, other in zip(session.placed.holding.computes.values(), found, strict=True):
         assert torch.allclose(p.detach() - 0.1 * p.grad, other, atol=1e-6)
 
 

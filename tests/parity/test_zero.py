@@ -7,11 +7,13 @@ import pytest
 import torch
 
 from paceline.cluster import Cluster
-from paceline.comm import AgreedNorm
+from paceline.comm import Gradients
+from paceline.comm.reduction import joint_norm
 from paceline.data import split
 from paceline.recipe import Recipe, Strategy
 from paceline.testing import run_ranks
 from paceline.testing.parity import CPU, make_task, run_oracle, session_of
+from paceline.training import Pieces
 from paceline.verification import Report, compare_with_oracle
 from tests.parity.unhealthy import build, recipe
 
@@ -36,7 +38,7 @@ def test_after_24_steps_of_adam_it_is_where_one_process_is(num_ranks: int) -> No
     def run(cluster: Cluster) -> list[torch.Tensor]:
         session = session_of(cluster, recipe)
         list(session.rounds())
-        return [p.detach().clone() for p in session.placed.parameters]
+        return [p.detach().clone() for p in session.placed.holding.computes.values()]
 
     right = run_oracle(recipe, 24).parameters.values()
     for found in run_ranks(run, num_ranks):
@@ -81,29 +83,30 @@ def test_the_bytes_are_those_of_the_closed_form(replicas: int, shard: int) -> No
             assert found["all_reduce", "replica"] == pytest.approx(2 * (replicas - 1) / replicas * row)
 
 
-def verify(cluster: Cluster, breaks: Any = None) -> Report:
+def verify(cluster: Cluster, pieces: Pieces | None = None) -> Report:
     recipe = digits("replicas=1 shard=2 zero=1")
-    if breaks is not None:
-        breaks()
-    return compare_with_oracle(recipe, make_task(recipe), cluster, CPU, 4)
+    return compare_with_oracle(recipe, make_task(recipe), cluster, CPU, 4, pieces=pieces)
 
 
-def forget_to_share() -> None:
-    from paceline.comm import ParameterGather
-
-    ParameterGather.__call__ = lambda self: None
+def nothing() -> None: ...
 
 
-def use_the_own_norm() -> None:
-    AgreedNorm.finish = lambda self: self.inner.finish()
+def own_norm(grads: Gradients) -> float:
+    return joint_norm(grads.norms)
+
+
+BROKEN = {
+    "forget_to_share": Pieces(gather=lambda gather: nothing),
+    "use_the_own_norm": Pieces(norm=lambda norm: own_norm),
+}
 
 
 @pytest.mark.capability("A11")
-@pytest.mark.parametrize("breaks", [forget_to_share, use_the_own_norm])
-def test_a_broken_exchange_is_found(breaks: Any) -> None:
+@pytest.mark.parametrize("pieces", BROKEN.values(), ids=BROKEN)
+def test_a_broken_exchange_is_found(pieces: Pieces) -> None:
     """The mutation twins."""
     assert run_ranks(verify, 2)[0].ok
-    assert not run_ranks(verify, 2, breaks)[0].ok
+    assert not run_ranks(verify, 2, pieces)[0].ok
 
 
 def taking_over(cluster: Cluster) -> tuple[list[str], list[float]]:

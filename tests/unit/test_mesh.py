@@ -6,7 +6,7 @@ import pytest
 
 from paceline.cluster import Cluster
 from paceline.errors import StrategyError
-from paceline.mesh import AXES, Group, Mesh, span_ranks
+from paceline.mesh import AXES, Group, Mesh, span_ranks, twin_group
 
 SHAPES = [(1, 1, 1, 1, 1), (4, 1, 1, 1, 1), (2, 1, 3, 1, 2), (2, 2, 2, 2, 2), (1, 5, 1, 1, 3)]
 
@@ -55,3 +55,13 @@ def test_one_process_has_a_group_of_one_on_every_axis_and_no_wire() -> None:
 def test_degrees_that_do_not_fit_the_world_are_refused_with_both_numbers() -> None:
     with pytest.raises(StrategyError, match=r"'replica': 3.* holds 6 ranks, but 1 processes run"):
         Mesh.build(Cluster.single(), {"replica": 3, "tensor": 2})
+
+
+def test_a_twin_has_the_same_ranks_and_one_rank_needs_no_process_group() -> None:
+    assert twin_group(Group("replica", (0,), 0), "tree") == Group("replica-tree", (0,), 0)
+
+
+def test_all_of_an_axis_are_the_group_of_the_axis() -> None:
+    mesh = Mesh.build(Cluster.single(), {})
+    assert mesh.among("pipeline", [0]) is mesh.axes["pipeline"]
+    assert mesh.place("pipeline") == 0

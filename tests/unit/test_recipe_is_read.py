@@ -78,6 +78,7 @@ def test_every_field_is_read_outside_the_recipe_room(read: set[tuple[str, str]],
     refused |= {name for name in fields_of(Recipe) if name[0] == "OuterRecipe"}
     # Read where a process starts: by `connected`, by `train`, and by the command that launches.
     elsewhere = {("RuntimeRecipe", "device"), ("RuntimeRecipe", "threads")}
+    elsewhere |= {("RuntimeRecipe", "setup_deadline_seconds")}  # see tests/hostile/test_stuck.py
     elsewhere |= {("CheckpointRecipe", "grace_seconds"), ("CheckpointRecipe", "notice")}
     # Read where a run goes back; see tests/parity/test_roll_back.py.
     elsewhere |= {("HealthRecipe", "max_roll_backs")}

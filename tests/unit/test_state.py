@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import CheckpointError
+from paceline.layout.holding import hold_whole
 from paceline.models import MLP
 from paceline.optim import UserOptimizer
 from paceline.slot import Slot, trained_parameters
@@ -66,7 +67,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 def make_state(optimizer: str = "adam", seed: int = 0) -> TrainState:
     torch.manual_seed(seed)
     model = Sample()
-    return TrainState(model, OPTIMIZERS[optimizer](model), LossScale(1024.0, 4))
+    return TrainState(hold_whole(model), OPTIMIZERS[optimizer](model), LossScale(1024.0, 4))
 
 
 def train(state: TrainState, steps: int) -> TrainState:
@@ -146,7 +147,7 @@ def test_tensors_are_those_of_the_model_and_not_copies() -> None:
 
 def test_empty_parameters_are_not_taken_for_tied_ones() -> None:
     model = nn.ParameterDict({"a": nn.Parameter(torch.zeros(0)), "b": nn.Parameter(torch.zeros(0))})
-    state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    state = TrainState(hold_whole(model), torch.optim.SGD(model.parameters(), lr=0.1))
     assert set(state.tensors()) == {"model/a", "model/b"}
 
 
@@ -159,7 +160,7 @@ def test_a_module_with_extra_state_is_saved_or_refused_by_name() -> None:
             self.calls = state["calls"]
 
     model = Extra(2, 2)
-    state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    state = TrainState(hold_whole(model), torch.optim.SGD(model.parameters(), lr=0.1))
     try:
         state.load(*snapshot(state))
     except CheckpointError as error:
@@ -209,7 +210,7 @@ def test_a_fused_optimizer_goes_on_on_a_gpu() -> None:
     def make(seed: int) -> TrainState:
         torch.manual_seed(seed)
         model = MLP(6, [8], 2).cuda()
-        return TrainState(model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True))
+        return TrainState(hold_whole(model), torch.optim.AdamW(model.parameters(), lr=0.1, fused=True))
 
     def step(state: TrainState) -> None:
         state.model(X.cuda()).square().sum().backward()

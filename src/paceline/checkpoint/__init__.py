@@ -4,21 +4,25 @@ A checkpoint is a folder `step-NNNNNNNN`: a file of tensors and a report of each
 written last. See `docs/checkpoints.md`.
 """
 
+from paceline.checkpoint.claim import claim
 from paceline.checkpoint.files import Files
+from paceline.checkpoint.lock import LOCK, Lock
 from paceline.checkpoint.manifest import MANIFEST, Manifest, Origin
-from paceline.checkpoint.part import Patience
+from paceline.checkpoint.part import Patience, insist, refused
 from paceline.checkpoint.publish import Keep
-from paceline.checkpoint.reader import Loaded, ManifestReader, load
+from paceline.checkpoint.reader import Loaded, ManifestReader, Stored, load, stored_at
 from paceline.checkpoint.saver import Saver, Saving
-from paceline.checkpoint.shelf import Shelf, name_of
+from paceline.checkpoint.shelf import Shelf, has_published, name_of
 from paceline.checkpoint.weights import Exported, export_weights, find_checkpoint, load_weights
 
 __all__ = [
+    "LOCK",
     "MANIFEST",
     "Exported",
     "Files",
     "Keep",
     "Loaded",
+    "Lock",
     "Manifest",
     "ManifestReader",
     "Origin",
@@ -26,9 +30,15 @@ __all__ = [
     "Saver",
     "Saving",
     "Shelf",
+    "Stored",
+    "claim",
     "export_weights",
     "find_checkpoint",
+    "has_published",
+    "insist",
     "load",
     "load_weights",
     "name_of",
+    "refused",
+    "stored_at",
 ]

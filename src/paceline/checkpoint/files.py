@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -46,12 +47,17 @@ class Files:
             ) from error
         self.url, self._root = url, root.rstrip("/")
         local = isinstance(self._fs, LocalFileSystem)
+        self._checked: Callable[[str], str] = _regular if local else str
         self._accompany: type[Writeback] = Writeback if local else _Nothing
         self._replace: Callable[[str, bytes], None] = _replace_local if local else self._put
 
     def place(self, name: str) -> str:
         """Where a file is, as a user may name it."""
         return f"{self.url.rstrip('/')}/{name}"
+
+    def local_path(self, name: str) -> Path | None:
+        """Where a file is on this machine; None in a remote store."""
+        return Path(self._path(name)) if isinstance(self._fs, LocalFileSystem) else None
 
     def write(self, name: str, blocks: Iterable[Block]) -> None:
         """Write a file; a half one may be left behind by a crash."""
@@ -71,8 +77,12 @@ class Files:
         self._replace(path, data)
 
     def read(self, name: str) -> bytes:
-        """All bytes of a file."""
-        return bytes(self._fs.cat_file(self._path(name)))
+        """All bytes of a file.
+
+        Raises:
+            OSError: it is not there, or it is a pipe or a device, which might have no end.
+        """
+        return bytes(self._fs.cat_file(self._checked(self._path(name))))
 
     def size(self, name: str) -> int | None:
         """Bytes of a file; None if it is not there."""
@@ -87,6 +97,12 @@ class Files:
             found = self._fs.ls(self._root or "/", detail=False)
         except FileNotFoundError:
             return []
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot read the folder of the checkpoints: {error}",
+                where=self.url,
+                next_step="check its rights, or name another run",
+            ) from error
         return sorted({str(path).rstrip("/").rpartition("/")[2] for path in found})
 
     def remove(self, name: str) -> None:
@@ -113,14 +129,25 @@ class _Nothing(Writeback):
         """Nothing to do."""
 
 
+def _regular(path: str) -> str:
+    """The same path, if it is a file of this size and no other."""
+    mode = Path(path).stat().st_mode
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, f"it is no regular file ({stat.filemode(mode)[0]})", path)
+    return path
+
+
 def _replace_local(path: str, data: bytes) -> None:
     place = Path(path)
     draft = place.with_name(f".{place.name}.{os.getpid()}")
-    with draft.open("wb") as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
-    draft.replace(place)
+    try:
+        with draft.open("wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        draft.replace(place)
+    finally:
+        draft.unlink(missing_ok=True)
     descriptor = os.open(place.parent, os.O_RDONLY)
     try:
         os.fsync(descriptor)

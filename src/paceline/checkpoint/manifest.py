@@ -9,11 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from math import prod
 from typing import Any
 
+from paceline.checkpoint.strict_json import parse
 from paceline.checkpoint.tensor_file import Chunk
+from paceline.checkpoint.validate import check_cover, check_part, check_record
 
 MANIFEST = "manifest.json"
 _FORMAT = 2
@@ -60,6 +62,7 @@ class Manifest:
         files: by rank; a rank that had nothing to write has none, one that had much has several.
         scalars: what `TrainState.load` takes beside tensors.
         state_sha256: of all that is loaded; equal states, saved by equally many ranks, have equal ones.
+        losses: the evaluation losses that were known, by step as text: what chooses which checkpoints stay.
     """
 
     step: int
@@ -69,6 +72,7 @@ class Manifest:
     files: tuple[File, ...]
     scalars: Mapping[str, Any]
     state_sha256: str
+    losses: Mapping[str, float] = field(default_factory=dict)
 
     def to_json(self) -> bytes:
         """The text of the file."""
@@ -83,15 +87,25 @@ class Manifest:
             ValueError: it is not what was written, or another format; says which.
         """
         try:
-            record = json.loads(data.decode())
+            record = parse(data)
             seal = record.pop(_SEAL)
         except (ValueError, KeyError, AttributeError, TypeError):
             raise ValueError(f"{MANIFEST} is damaged or is not Paceline's") from None
         if seal != _seal(record):
             raise ValueError(f"{MANIFEST} is damaged: its SHA-256 does not fit")
-        if record.pop("format") != _FORMAT:
+        if record.pop("format", None) != _FORMAT:
             raise ValueError(f"{MANIFEST} is of another format than {_FORMAT}")
+        record.setdefault("losses", {})
+        try:
+            return cls._checked(record)
+        except ValueError as error:
+            raise ValueError(f"{MANIFEST} cannot be true: {error}") from error
+
+    @classmethod
+    def _checked(cls, record: dict[str, Any]) -> Manifest:
+        check_record(record)
         files = tuple(_file(**entry) for entry in record.pop("files"))
+        check_cover([chunk for file in files for chunk in file.chunks])
         return cls(origin=Origin(**record.pop("origin")), files=files, **record)
 
 
@@ -130,7 +144,8 @@ def encode_part(files: Sequence[File], scalars: Mapping[str, Any]) -> bytes:
 
 def decode_part(data: bytes) -> tuple[list[File], Mapping[str, Any]]:
     """The inverse of `encode_part`; ValueError if it is not what was written."""
-    record = json.loads(data.decode())
-    if record.pop(_SEAL, None) != _seal(record):
+    record = parse(data)
+    if not isinstance(record, dict) or record.pop(_SEAL, None) != _seal(record):
         raise ValueError("the report of a rank is damaged")
+    check_part(record)
     return [_file(**file) for file in record["files"]], record["scalars"]

@@ -7,7 +7,6 @@ the same plan, and no message is needed to agree on it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from paceline.checkpoint.tensor_file import Chunk, code_of
@@ -15,20 +14,8 @@ from paceline.errors import CheckpointError
 from paceline.slot import Piece
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One line of a rank's table: a chunk that it holds.
-
-    Args:
-        split: mesh axes split the tensor; a rank that holds it whole without being split is out of date.
-    """
-
-    chunk: Chunk
-    split: bool
-
-
-def entry_of(piece: Piece) -> Entry:
-    """The line of one piece.
+def chunk_of(piece: Piece) -> Chunk:
+    """What a piece is called in a file.
 
     Raises:
         CheckpointError: safetensors has no word for its type.
@@ -41,44 +28,40 @@ def entry_of(piece: Piece) -> Entry:
         )
     offsets = tuple(start for start, _ in slot.part)
     sizes = tuple(stop - start for start, stop in slot.part)
-    return Entry(Chunk(slot.name, code, slot.shape, offsets, sizes), bool(slot.axes))
+    return Chunk(slot.name, code, slot.shape, offsets, sizes)
 
 
-def plan_writes(tables: Sequence[Iterable[Entry]], shared: bool = True) -> list[frozenset[str]]:
-    """By rank, the names of the chunks that it writes; the largest go first, to whom has least to write.
+def plan_writes(tables: Sequence[Iterable[Chunk]], shared: bool = True) -> list[frozenset[Chunk]]:
+    """By rank, the chunks that it writes; the largest go first, to whom has least to write.
 
     Args:
-        tables: of all ranks, by rank.
+        tables: what every rank holds, by rank.
         shared: ranks that hold the same chunk hold the same values; else the first of them writes it.
     """
-    tables = [list(table) for table in tables]
-    split = {entry.chunk.name for table in tables for entry in table if entry.split}
     holders: dict[Chunk, list[int]] = {}
     for rank, table in enumerate(tables):
-        for entry in table:
-            if entry.split or entry.chunk.name not in split:
-                holders.setdefault(entry.chunk, []).append(rank)
+        for chunk in table:
+            if all(chunk.sizes) or not all(chunk.shape):  # an empty part of something is nothing
+                holders.setdefault(chunk, []).append(rank)
     load = [0] * len(tables)
-    found: list[set[str]] = [set() for _ in tables]
+    found: list[set[Chunk]] = [set() for _ in tables]
     for chunk in sorted(holders, key=lambda c: (-c.num_bytes, c.name, c.offsets)):
         writer = min(holders[chunk], key=lambda rank: (load[rank] * shared, rank))
         load[writer] += chunk.num_bytes
-        found[writer].add(chunk.name)
-    return [frozenset(names) for names in found]
+        found[writer].add(chunk)
+    return [frozenset(chunks) for chunks in found]
 
 
-def render_table(entries: Iterable[Entry]) -> list[list[object]]:
+def render_table(chunks: Iterable[Chunk]) -> list[list[object]]:
     """A table as JSON values."""
-    return [
-        [e.chunk.name, e.chunk.dtype, e.chunk.shape, e.chunk.offsets, e.chunk.sizes, e.split] for e in entries
-    ]
+    return [[c.name, c.dtype, c.shape, c.offsets, c.sizes] for c in chunks]
 
 
-def parse_table(values: Iterable[Sequence[object]]) -> list[Entry]:
+def parse_table(values: Iterable[Sequence[object]]) -> list[Chunk]:
     """The inverse of `render_table`."""
     return [
-        Entry(Chunk(str(name), str(dtype), _ints(shape), _ints(offsets), _ints(sizes)), bool(split))
-        for name, dtype, shape, offsets, sizes, split in values
+        Chunk(str(name), str(dtype), _ints(shape), _ints(offsets), _ints(sizes))
+        for name, dtype, shape, offsets, sizes in values
     ]
 
 

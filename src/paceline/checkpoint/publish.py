@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isfinite
+from typing import Any
 
 from paceline.checkpoint.files import Files
-from paceline.checkpoint.manifest import MANIFEST, Manifest, Origin, decode_part, hash_state, missing_tensors
+from paceline.checkpoint.manifest import (
+    MANIFEST,
+    File,
+    Manifest,
+    Origin,
+    decode_part,
+    hash_state,
+    missing_tensors,
+)
 from paceline.checkpoint.part import Patience, insist, report_name
 from paceline.checkpoint.plan import merge_scalars
-from paceline.checkpoint.shelf import Shelf
+from paceline.checkpoint.shelf import Shelf, unusable
 from paceline.errors import CheckpointError, DeadlineError
 
 _POLL_SECONDS = 0.02
@@ -35,7 +46,7 @@ def publish(
         CheckpointError: the parts do not fill the state, or the disk refused.
     """
     reports = [_await_report(shelf.files, name, rank, expires) for rank in range(origin.world_size)]
-    parts = [decode_part(report) for report in reports]
+    parts = [_decoded(report, shelf, name) for report in reports]
     files = tuple(file for written, _ in parts for file in written)
     missing = missing_tensors(files)
     if missing:
@@ -46,9 +57,20 @@ def publish(
         )
     scalars = merge_scalars([scalars for _, scalars in parts])
     seal = hash_state(files, scalars)
-    manifest = Manifest(step, shelf.next_serial, time.time_ns(), origin, files, scalars, seal)
+    losses = {str(step): loss for step, loss in shelf.losses.items() if isfinite(loss)}
+    manifest = Manifest(step, shelf.next_serial, time.time_ns(), origin, files, scalars, seal, losses)
     insist(lambda: shelf.publish(name, manifest), shelf.files, [f"{name}/{MANIFEST}"], patience)
-    shelf.tidy(keep.newest, keep.best)
+    try:
+        shelf.tidy(keep.newest, keep.best)
+    except OSError as error:
+        patience.warn(f"old checkpoints cannot be removed: {error}")
+
+
+def _decoded(report: bytes, shelf: Shelf, name: str) -> tuple[list[File], Mapping[str, Any]]:
+    try:
+        return decode_part(report)
+    except ValueError as error:
+        raise unusable(shelf.files, name, str(error)) from error
 
 
 def _await_report(files: Files, name: str, rank: int, expires: float) -> bytes:

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_loader import load as load_with
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
@@ -36,8 +37,43 @@ from torch.futures import Future
 from paceline.checkpoint.files import Files
 from paceline.checkpoint.manifest import File, Manifest
 from paceline.checkpoint.shelf import open_manifest, unusable
-from paceline.checkpoint.tensor_file import decode, dtype_of
+from paceline.checkpoint.tensor_file import Chunk, decode, dtype_of
 from paceline.errors import CheckpointError
+from paceline.slot import Index
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A checkpoint of which nothing has been read yet; see `paceline.slot.Source`."""
+
+    files: Files
+    name: str
+    manifest: Manifest
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Of the whole tensors, by name."""
+        return {chunk.name: chunk.shape for file in self.manifest.files for chunk in file.chunks}
+
+    @property
+    def scalars(self) -> Mapping[str, Any]:
+        """Everything that is not a tensor."""
+        return self.manifest.scalars
+
+    def read(self, wanted: Mapping[str, Index]) -> Mapping[str, Tensor]:
+        """Parts of some tensors, in new memory.
+
+        Raises:
+            CheckpointError: a file is missing, cut short, or its bytes are not those that were written.
+        """
+        reader = ManifestReader(self.files, self.name)
+        types = {chunk.name: dtype_of(chunk.dtype) for file in self.manifest.files for chunk in file.chunks}
+        boxes = {name: _box(self.shapes[name], index) for name, index in wanted.items()}
+        tensors = {name: torch.empty(box.sizes, dtype=types[name]) for name, box in boxes.items()}
+        with warnings.catch_warnings():  # "torch.distributed is disabled": it is not, each rank reads alone
+            warnings.simplefilter("ignore", UserWarning)
+            _load(tensors, boxes, reader)
+        return tensors
 
 
 @dataclass(frozen=True)
@@ -119,12 +155,24 @@ class ManifestReader(StorageReader):
         if found != file.sha256:
             reason = f"{file.name} is damaged: SHA-256 {found[:12]}..., written was {file.sha256[:12]}..."
             raise unusable(self.files, self.name, reason)
-        return decode(data)
+        try:
+            found_tensors = decode(data)
+            for chunk in file.chunks:
+                _check_tensor(chunk, found_tensors.get(chunk.name))
+        except ValueError as error:
+            raise unusable(self.files, self.name, f"{file.name}: {error}") from error
+        return found_tensors
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | PathLike[str]) -> bool:
         """Whether a name could be that of a checkpoint."""
         return bool(str(checkpoint_id))
+
+
+def _check_tensor(chunk: Chunk, found: Tensor | None) -> None:
+    """What the manifest says of a tensor must be what its file holds."""
+    if found is None or found.dtype != dtype_of(chunk.dtype) or tuple(found.shape) != chunk.sizes:
+        raise ValueError(f"'{chunk.name[:80]}' is not what the manifest says")
 
 
 def _fill(item: ReadItem, saved: Tensor, planner: LoadPlanner) -> None:
@@ -142,23 +190,62 @@ def load(files: Files, name: str, prefix: str = "") -> Loaded:
     Raises:
         CheckpointError: missing, cut short, or its bytes are not those that were written.
     """
-    reader = ManifestReader(files, name)
-    tensors = {
-        chunk.name: torch.empty(chunk.shape, dtype=dtype_of(chunk.dtype))
-        for file in reader.manifest.files
-        for chunk in file.chunks
-        if chunk.name.startswith(prefix)
-    }
-    with warnings.catch_warnings():  # "torch.distributed is disabled": it is not, every rank reads by itself
-        warnings.simplefilter("ignore", UserWarning)
-        _load(tensors, reader)
-    return Loaded(name, reader.manifest, tensors)
+    stored = stored_at(files, name)
+    wanted = {name: () for name in stored.shapes if name.startswith(prefix)}
+    return Loaded(name, stored.manifest, stored.read(wanted))
 
 
-def _load(tensors: dict[str, Tensor], reader: ManifestReader) -> None:
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+def stored_at(files: Files, name: str) -> Stored:
+    """A checkpoint, to read parts of.
+
+    Raises:
+        CheckpointError: there is no whole checkpoint of this name.
+    """
+    return Stored(files, name, open_manifest(files, name))
+
+
+class _PartPlanner(DefaultLoadPlanner):
+    """Plans the reading of one box of each tensor.
+
+    Args:
+        boxes: by name; the tensor to fill has the sizes of its box.
+    """
+
+    def __init__(self, boxes: Mapping[str, ChunkStorageMetadata]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._boxes = boxes
+
+    def create_local_plan(self) -> LoadPlan:
+        """What of the saved chunks lies in the boxes."""
+        assert self.metadata is not None
+        known: dict[str, Any] = self.metadata.state_dict_metadata
+        items = [
+            item
+            for name, box in self._boxes.items()
+            for item in create_read_items_for_chunk_list(name, known[name], [box])
+        ]
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        """The tensor that takes a box."""
+        return self.state_dict[index.fqn]
+
+
+def _box(shape: tuple[int, ...], index: Index) -> ChunkStorageMetadata:
+    spans = (
+        [part.indices(n)[:2] for part, n in zip(index, shape, strict=True)]
+        if index
+        else [(0, n) for n in shape]
+    )
+    offsets = torch.Size([start for start, _ in spans])
+    return ChunkStorageMetadata(offsets, torch.Size([max(0, stop - start) for start, stop in spans]))
+
+
+def _load(
+    tensors: dict[str, Tensor], boxes: Mapping[str, ChunkStorageMetadata], reader: ManifestReader
+) -> None:
     try:
-        load_with(tensors, storage_reader=reader, planner=planner, no_dist=True)
+        load_with(tensors, storage_reader=reader, planner=_PartPlanner(boxes), no_dist=True)
     except CheckpointException as error:  # a BaseException that carries what was raised
         own = next((e for e, _ in error.failures.values() if isinstance(e, CheckpointError)), None)
         raise own or unusable(reader.files, reader.name, str(error)) from error

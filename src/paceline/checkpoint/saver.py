@@ -18,9 +18,9 @@ import torch
 
 from paceline.checkpoint.manifest import MANIFEST, Origin
 from paceline.checkpoint.part import Patience, write_part
-from paceline.checkpoint.plan import entry_of, parse_table, plan_writes, render_table
+from paceline.checkpoint.plan import chunk_of, parse_table, plan_writes, render_table
 from paceline.checkpoint.publish import Keep, publish
-from paceline.checkpoint.shelf import Shelf
+from paceline.checkpoint.shelf import Shelf, refuse_published
 from paceline.checkpoint.staging import Staging
 from paceline.checkpoint.tensor_file import Chunk
 from paceline.errors import DeadlineError
@@ -64,7 +64,7 @@ class Saver:
     """Saves one state again and again.
 
     Args:
-        state: what is saved; its optimizer waits where a copy is not complete.
+        state: what is saved; call `settle` before it is updated.
         shelf: where to; claimed on rank 0, only looked at elsewhere.
         origin: what the manifests say of the run.
         saving: see there.
@@ -83,7 +83,6 @@ class Saver:
         self.blocked_seconds = 0.0
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
-        self._hook = state.optimizer.register_step_pre_hook(lambda *_: self.settle())
         self._overdue = DeadlineError(
             f"a checkpoint was not written within {saving.deadline_seconds:g} s",
             where=shelf.files.url,
@@ -113,7 +112,7 @@ class Saver:
         return self._writing is not None and not self._writing.done()
 
     def settle(self) -> None:
-        """Wait until the state may change; the optimizer's own steps do this by themselves."""
+        """Wait until the state may change; whoever updates it calls this before."""
         if not self._staging.ready.is_set():
             with self._blocking():
                 if not self._staging.ready.wait(self._saving.deadline_seconds):
@@ -149,28 +148,33 @@ class Saver:
     def score(self, step: int, loss: float) -> None:
         """Tell the evaluation loss of a step; rank 0 remembers it for what is kept from the next save on."""
         if self._saving.rank == 0:
-            self.shelf.score(step, loss)
+            try:
+                self.shelf.score(step, loss)
+            except OSError as error:  # the next manifest holds it too
+                self._saving.patience.warn(f"the evaluation loss cannot be written: {error}")
 
     def tidy(self) -> None:
         """Remove on rank 0 what need not be kept, with the losses that are known now."""
         self.finish()
         if self._saving.rank == 0:
-            self.shelf.tidy(self._saving.keep.newest, self._saving.keep.best)
+            try:
+                self.shelf.tidy(self._saving.keep.newest, self._saving.keep.best)
+            except OSError as error:
+                self._saving.patience.warn(f"old checkpoints cannot be removed: {error}")
 
     def close(self) -> None:
-        """Leave the optimizer alone. A write that is under way is not waited for: call `finish` before."""
-        self._hook.remove()
+        """A write that is under way is not waited for: call `finish` before."""
         self._pool.shutdown(wait=not self.busy, cancel_futures=True)
 
     def _agree(self) -> tuple[str, list[tuple[Chunk, Piece]]]:
         """The name of the checkpoint, and what this rank writes of it."""
         pieces = self._state.pieces()
-        entries = [entry_of(piece) for piece in pieces]
-        own = {"name": self.shelf.free_name(self._state.step), "table": render_table(entries)}
+        chunks = [chunk_of(piece) for piece in pieces]
+        own = {"name": self.shelf.free_name(self._state.step), "table": render_table(chunks)}
         heard = [json.loads(text) for text in self._exchange(json.dumps(own))]
         plan = plan_writes([parse_table(told["table"]) for told in heard], self._saving.shared)
         mine = plan[self._saving.rank]
-        written = [(e.chunk, p) for e, p in zip(entries, pieces, strict=True) if e.chunk.name in mine]
+        written = [(chunk, piece) for chunk, piece in zip(chunks, pieces, strict=True) if chunk in mine]
         return str(heard[0]["name"]), written
 
     @contextmanager
@@ -196,6 +200,7 @@ class Saver:
         def run() -> None:
             self._staging.complete()
             blocks, files = self._staging.blocks, self.shelf.files
+            refuse_published(files, name)
             write_part(files, name, saving.rank, chunks, blocks, scalars, saving.patience, saving.writers)
             self._staging.give_back()
             if saving.rank == 0:

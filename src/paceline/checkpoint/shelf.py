@@ -6,19 +6,15 @@ that a crash left; so the last good one is never removed. One rank, and one proc
 
 from __future__ import annotations
 
-import json
 import secrets
-from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 from paceline.checkpoint.files import Files
+from paceline.checkpoint.identity import LOSSES, RUN, encode_table, find_losses, find_run
 from paceline.checkpoint.manifest import MANIFEST, Manifest
 from paceline.checkpoint.retention import Kept, choose_kept
 from paceline.errors import CheckpointError
 
-_RUN = "run.json"
-_LOSSES = "losses.json"
 _PREFIX = "step-"
 
 
@@ -41,11 +37,34 @@ def open_manifest(files: Files, name: str) -> Manifest:
     except (ValueError, OSError) as error:
         raise unusable(files, name, str(error)) from error
     for file in manifest.files:
-        size = files.size(f"{name}/{file.name}")
+        try:
+            size = files.size(f"{name}/{file.name}")
+        except OSError as error:
+            raise unusable(files, name, f"{file.name}: {error}") from error
         if size != file.num_bytes:
             found = "is missing" if size is None else f"has {size} bytes, {file.num_bytes} were written"
             raise unusable(files, name, f"{file.name} {found}")
     return manifest
+
+
+def has_published(files: Files) -> bool:
+    """Whether a folder holds a manifest, whole or damaged."""
+    names = [name for name in files.names() if name.startswith(_PREFIX)]
+    return any(files.size(f"{name}/{MANIFEST}") is not None for name in names)
+
+
+def refuse_published(files: Files, name: str) -> None:
+    """What is published is never written again.
+
+    Raises:
+        CheckpointError: there is a checkpoint of this name.
+    """
+    if files.size(f"{name}/{MANIFEST}") is not None:
+        raise CheckpointError(
+            f"the checkpoint {name} is there already: another job saves into this folder",
+            where=files.place(name),
+            next_step="end one of the two jobs; the checkpoints that are there stay as they are",
+        )
 
 
 def unusable(files: Files, name: str, reason: str) -> CheckpointError:
@@ -66,6 +85,7 @@ class Shelf:
         whole: those that can be loaded as far as lengths and manifests tell, oldest first.
         broken: why the others cannot, by name.
         losses: evaluation loss by step.
+        vouched: `run.json` is whole, and names the run.
     """
 
     files: Files
@@ -73,36 +93,42 @@ class Shelf:
     whole: list[Kept] = field(default_factory=list)
     broken: dict[str, CheckpointError] = field(default_factory=dict)
     losses: dict[int, float] = field(default_factory=dict)
+    vouched: bool = False
 
     @classmethod
     def look(cls, files: Files) -> Shelf:
         """Read the folder; changes nothing."""
-        shelf = cls(files, run=str(_read(files, _RUN).get("run", "")))
-        shelf.losses.update({int(step): loss for step, loss in _read(files, _LOSSES).items()})
+        found: dict[str, Manifest] = {}
+        broken: dict[str, CheckpointError] = {}
         for name in files.names():
             if name.startswith(_PREFIX):
                 try:
-                    shelf._add(name, open_manifest(files, name))
+                    found[name] = open_manifest(files, name)
                 except CheckpointError as error:
-                    shelf.broken[name] = error
-        shelf.whole.sort(key=lambda kept: kept.serial)
+                    broken[name] = error
+        manifests = [*found.values()]
+        run, vouched = find_run(files, manifests)
+        shelf = cls(files, run, [], broken, find_losses(files, manifests, run), vouched)
+        for name, manifest in sorted(found.items(), key=lambda item: item[1].serial):
+            shelf._add(name, manifest)
         return shelf
 
     def _add(self, name: str, manifest: Manifest) -> None:
-        if self.run and manifest.origin.run != self.run:
-            raise unusable(self.files, name, "it is foreign: another run wrote it")
-        self.whole.append(Kept(name, manifest.step, manifest.serial))
+        if manifest.origin.run == self.run:
+            self.whole.append(Kept(name, manifest.step, manifest.serial))
+        else:
+            self.broken[name] = unusable(self.files, name, "it is foreign: another run wrote it")
 
     def claim(self) -> Shelf:
         """Make the folder this run's, and remove what a crash has left half-written."""
         run = self.run or secrets.token_hex(8)
-        if not self.run:
-            self.files.publish(_RUN, json.dumps({"run": run}).encode())
+        if not self.vouched:
+            self.files.publish(RUN, encode_table({"run": run}))
         for name in [*self.broken]:
             if self.files.size(f"{name}/{MANIFEST}") is None:
                 self.files.remove(name)
                 del self.broken[name]
-        return Shelf(self.files, run, self.whole, self.broken, self.losses)
+        return Shelf(self.files, run, self.whole, self.broken, self.losses, vouched=True)
 
     @property
     def next_serial(self) -> int:
@@ -111,7 +137,7 @@ class Shelf:
 
     def free_name(self, step: int) -> str:
         """A name for a checkpoint of this step that is not taken: nothing is ever overwritten."""
-        taken = {kept.name for kept in self.whole} | self.broken.keys()
+        taken = {kept.name for kept in self.whole} | self.broken.keys() | {*self.files.names()}
         copy = 0
         while name_of(step, copy) in taken:
             copy += 1
@@ -122,14 +148,19 @@ class Shelf:
         return self.whole[-1].name if self.whole and self.whole[-1].step == step else None
 
     def publish(self, name: str, manifest: Manifest) -> None:
-        """Phase two: from here on it is a checkpoint."""
+        """Phase two: from here on it is a checkpoint.
+
+        Raises:
+            CheckpointError: another job has published one of this name.
+        """
+        refuse_published(self.files, name)
         self.files.publish(f"{name}/{MANIFEST}", manifest.to_json())
         self.whole.append(Kept(name, manifest.step, manifest.serial))
 
     def score(self, step: int, loss: float) -> None:
         """Remember the evaluation loss of a step."""
         self.losses[step] = loss
-        self.files.publish(_LOSSES, json.dumps(self.losses).encode())
+        self.files.publish(LOSSES, encode_table({str(step): loss for step, loss in self.losses.items()}))
 
     def tidy(self, newest: int, best: int) -> None:
         """Remove what need not be kept."""
@@ -148,12 +179,3 @@ class Shelf:
             except CheckpointError as error:
                 self.whole.remove(one)
                 self.broken[one.name] = error
-
-
-def _read(files: Files, name: str) -> dict[str, Any]:
-    """A small table; empty if it is not there or unreadable: what it holds can be done without."""
-    with suppress(FileNotFoundError, ValueError):
-        found = json.loads(files.read(name))
-        if isinstance(found, dict):
-            return found
-    return {}

@@ -17,6 +17,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from paceline.checkpoint.strict_json import parse
+
 _ALIGNMENT = 8
 _CODES = {
     torch.bool: "BOOL",
@@ -67,6 +69,11 @@ def code_of(dtype: torch.dtype) -> str | None:
     return _CODES.get(dtype)
 
 
+def is_code(word: str) -> bool:
+    """Whether the format has such a word."""
+    return word in _TYPES
+
+
 def dtype_of(code: str) -> torch.dtype:
     """The type of a word; KeyError if it is none."""
     return _TYPES[code]
@@ -93,16 +100,25 @@ def decode(data: bytes | bytearray) -> dict[str, Tensor]:
     """The tensors of a file, as read-only views of its bytes.
 
     Raises:
-        ValueError, KeyError: this is no safetensors file.
+        ValueError: this is no safetensors file.
     """
+    try:
+        return _decode(data)
+    except (KeyError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"it is no safetensors file: {type(error).__name__}: {error}") from error
+
+
+def _decode(data: bytes | bytearray) -> dict[str, Tensor]:
     length = int.from_bytes(data[:8], "little")
-    header = json.loads(bytes(data[8 : 8 + length]))
+    header = parse(bytes(data[8 : 8 + length]))
     found = {}
     for name, entry in header.items():
         if name == "__metadata__":
             continue
         dtype, (begin, end) = dtype_of(entry["dtype"]), entry["data_offsets"]
         count = (end - begin) // dtype.itemsize
+        if not 0 <= begin <= end <= len(data) - length - 8:
+            raise ValueError(f"'{name[:80]}' lies outside of the file")
         if count:
             flat = torch.frombuffer(data, dtype=dtype, count=count, offset=8 + length + begin)
         else:

@@ -7,11 +7,12 @@ and what does not have it is not taken over. Neither side starts processes, runs
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from paceline.checkpoint.files import Files
 from paceline.checkpoint.reader import Loaded, load
 from paceline.checkpoint.shelf import Shelf
+from paceline.checkpoint.strict_json import parse, text
 from paceline.errors import CheckpointError
 from paceline.slot import first_names
 
@@ -138,32 +140,43 @@ def load_weights(model: nn.Module, place: str | os.PathLike[str]) -> None:
             holders = {name: file for file in opened for name in file.keys()}  # noqa: SIM118, no mapping
             shapes = {name: file.get_slice(name).get_shape() for name, file in holders.items()}
             _refuse_others(own, shapes, place)
-            found = _digest(_taken(((n, holders[n].get_tensor(n)) for n in sorted(holders)), own))
+            _refuse_damaged(opened, holders, place)
+            with torch.no_grad():
+                for name in sorted(holders):  # all is right: from here on the model changes
+                    own[name].copy_(holders[name].get_tensor(name))
         except (OSError, ValueError, SafetensorError) as error:
             raise _unreadable(place, str(error)) from error
-        for file in opened if len(opened) == 1 else ():
-            written = (file.metadata() or {}).get(_DIGEST, found)
-            if written != found:
-                raise _unreadable(place, f"damaged: SHA-256 {found[:12]}..., written was {written[:12]}...")
+
+
+def _refuse_damaged(opened: Sequence[Any], holders: Mapping[str, Any], place: str | os.PathLike[str]) -> None:
+    """Read all values of a file that says what their SHA-256 is."""
+    written = (opened[0].metadata() or {}).get(_DIGEST) if len(opened) == 1 else None
+    if written is None:
+        return
+    found = _digest((name, holders[name].get_tensor(name)) for name in sorted(holders))
+    if written != found:
+        raise _unreadable(place, f"damaged: SHA-256 {found[:12]}..., written was {written[:12]}...")
 
 
 def _files_of(place: Path) -> list[Path]:
     """The files that belong together; ValueError if an index is none."""
     index = place / _INDEX
     if not index.exists():
-        return [place / _WHOLE if place.is_dir() else place]
-    table = json.loads(index.read_text(encoding="utf-8"))
-    if not isinstance(table, dict) or not isinstance(table.get("weight_map"), dict):
+        return [_regular(place / _WHOLE if place.is_dir() else place)]
+    found = parse(_regular(index).read_bytes())
+    if type(found) is not dict or type(found.get("weight_map")) is not dict:
         raise ValueError(f"{_INDEX} has no weight_map")
-    return [place / name for name in sorted(set(table["weight_map"].values()))]
+    names = [text(name, "a name") for name in found["weight_map"].values()]
+    if not all(name == Path(name).name for name in names):
+        raise ValueError(f"{_INDEX} names what is no file beside it")
+    return [_regular(place / name) for name in sorted(set(names))]
 
 
-def _taken(values: Iterable[tuple[str, Tensor]], own: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Copy each value on its way."""
-    for name, value in values:
-        with torch.no_grad():
-            own[name].copy_(value)
-        yield name, value
+def _regular(path: Path) -> Path:
+    """The same path; OSError if it is a pipe or a device, which might have no end."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return path
 
 
 def _refuse_others(

@@ -22,7 +22,8 @@ def link(
     nodes: options.Nodes = 1,
     node_rank: options.NodeRank = 0,
     rendezvous: options.Rendezvous = None,
-    token: options.Token = "",
+    token_file: options.TokenFile = "",
+    insecure: options.Insecure = False,
     out: Annotated[Path | None, typer.Option("--out", help="Write the link profile to this file.")] = None,
     deadline: Annotated[
         float, typer.Option("--deadline", min=1, help="Seconds that any wait may take.")
@@ -36,7 +37,9 @@ def link(
     count = processes or (1 if nodes > 1 else 2)
     if count * nodes < 2:
         raise StrategyError("a link has two ends", next_step="-n 2, or --nodes 2")
-    sys.exit(launch_again(options.Placement(count, nodes, node_rank, rendezvous, token), 1).exit_code)
+    token = options.read_token(token_file, insecure, nodes)
+    placement = options.Placement(count, nodes, node_rank, rendezvous, token)
+    sys.exit(launch_again(placement, 1, stuck_seconds=deadline).exit_code)
 
 
 def _work(cluster: Cluster, out: Path | None, deadline: float) -> None:

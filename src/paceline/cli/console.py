@@ -2,14 +2,72 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Callable
+from typing import IO, TextIO, cast
+
 from rich.console import Console
 
 from paceline.errors import PacelineError
+from paceline.observe.append import say_on_stderr
 
 
 def output() -> Console:
-    """Standard output."""
+    """Standard output; what comes of a command that only shows something must reach the user."""
     return Console()
+
+
+def lasting_output() -> Console:
+    """Standard output for a job, which goes on when nobody reads it any more, or its disk is full."""
+    return Console(file=cast(IO[str], _Lasting(sys.stdout)))
+
+
+class _Lasting:
+    """Writes to a stream until that fails; says so, and writes nothing from there on."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """As a stream's."""
+        return self._unless_gone(lambda: self._stream.write(text), len(text))
+
+    def flush(self) -> None:
+        """As a stream's."""
+        self._unless_gone(self._flush, 0)
+
+    def isatty(self) -> bool:
+        """As a stream's."""
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        """As a stream's."""
+        return self._stream.fileno()
+
+    @property
+    def encoding(self) -> str:
+        """As a stream's."""
+        return self._stream.encoding
+
+    def _flush(self) -> int:
+        self._stream.flush()
+        return 0
+
+    def _unless_gone(self, act: Callable[[], int], otherwise: int) -> int:
+        try:
+            return act()
+        except OSError as error:
+            say_on_stderr(f"standard output cannot be written: {error.strerror}; the run goes on without it")
+            forget_output()
+            return otherwise
+
+
+def forget_output() -> None:
+    """Let standard output lead nowhere, also for what is still to be written at the end of the process."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 def fail(error: PacelineError) -> None:

@@ -27,7 +27,10 @@ def record_failure(run_dir: Path, outcome: Outcome) -> None:
 
 
 def _write(run_dir: Path, outcome: Outcome) -> None:
-    metrics, log = JsonLines(run_dir / METRICS), TextLog(run_dir / LOG)
+    def say(text: str) -> None:
+        output().print(f"the failure cannot be recorded in {run_dir}: {text}", markup=False, highlight=False)
+
+    metrics, log = JsonLines(run_dir / METRICS, say=say), TextLog(run_dir / LOG, say=say)
     for failure in outcome.failures:
         text = f"rank {failure.global_rank} {failure.headline}"
         record = {"text": text, "kind": failure.kind, "exit_code": failure.exit_code}

@@ -169,19 +169,35 @@ def main() -> None:
             from paceline.cli.resume import with_value
 
             words = with_value(words)
-        build_app(words)(args=words, prog_name="paceline")
+        try:
+            build_app(words)(args=words, prog_name="paceline")
+        finally:
+            sys.stdout.flush()
     except PacelineError as error:
-        _end(error)
+        _tell(error)
+        sys.exit(error.exit_code)
     except OSError as error:
-        if error.filename is None or error.errno is None:
-            raise
-        from paceline.observe.disk import unwritable
+        from paceline.cli.console import forget_output
 
-        _end(unwritable(error))
+        _tell(_refused(error))
+        forget_output()
+        sys.exit(_refused(error).exit_code)
 
 
-def _end(error: PacelineError) -> None:
+def _tell(error: PacelineError) -> None:
     from paceline.cli.console import fail
 
     fail(error)
-    sys.exit(error.exit_code)
+
+
+def _refused(error: OSError) -> PacelineError:
+    """What the system does not allow, where no other error says more."""
+    if error.filename is not None and error.errno is not None:
+        from paceline.observe.disk import unwritable
+
+        return unwritable(error)
+    return PacelineError(
+        f"the system refused: {error.strerror or error}",
+        where="a file or a stream of this command, perhaps standard output",
+        next_step="free space, check the rights, or choose another folder (TMPDIR, run_dir, --output)",
+    )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from paceline.errors import StrategyError
+from paceline.cluster import token_from_environment
+from paceline.errors import RecipeError, StrategyError
 
 if TYPE_CHECKING:
     from paceline.recipe import Recipe
@@ -28,8 +30,61 @@ NodeRank = Annotated[int, typer.Option("--node-rank", min=0, help="Which node th
 Rendezvous = Annotated[
     str | None, typer.Option("--rendezvous", help="HOST:PORT of node 0, where the nodes meet.")
 ]
-Token = Annotated[
-    str, typer.Option("--token", help="Names the job; nodes with another token are turned away.")
+TokenFile = Annotated[
+    str,
+    typer.Option(
+        "--token-file",
+        metavar="FILE",
+        help="Holds the key of a job of several nodes; - is standard input. Or PACELINE_TOKEN.",
+    ),
+]
+Insecure = Annotated[
+    bool,
+    typer.Option("--insecure", help="Let nodes meet without a key, in a network without enemies."),
+]
+
+
+_MOST_KEY_BYTES = 4096
+
+
+def read_token(file: str, insecure: bool, nodes: int) -> str:
+    """The key of the job: of the file, or of the environment; never an argument, which others can read.
+
+    Raises:
+        RecipeError: several nodes have no key, and the user has not said that this is meant.
+    """
+    try:
+        token = _read_key(file) if file else token_from_environment()
+    except (OSError, ValueError) as error:
+        raise RecipeError(
+            f"the key of the job cannot be read: {error}",
+            where=f"--token-file {file}",
+            next_step="put one line of text into it, for example of `openssl rand -hex 32`",
+        ) from error
+    if nodes > 1 and not token and not insecure:
+        raise RecipeError(
+            f"{nodes} nodes need a key: whoever reaches the rendezvous could join the job",
+            next_step="the same --token-file or PACELINE_TOKEN on every node; "
+            "or --insecure in a network without enemies",
+        )
+    return token
+
+
+def _read_key(file: str) -> str:
+    if file == "-":
+        text = sys.stdin.readline(_MOST_KEY_BYTES)
+    else:
+        if not Path(file).is_file():
+            raise ValueError("there is no such file")
+        with Path(file).open(encoding="utf-8") as stream:
+            text = stream.readline(_MOST_KEY_BYTES)
+    if not text.strip():
+        raise ValueError("it is empty")
+    return text.strip()
+
+
+Trust = Annotated[
+    bool, typer.Option("--trust", help="Run the code that the recipe of another user's run folder names.")
 ]
 
 

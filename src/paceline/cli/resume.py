@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,6 +41,23 @@ def find_run(asked: str, runs: Path = RUNS) -> Path:
             f"there is no run in '{runs}/' to go on with", next_step="name a run folder: --resume RUN"
         )
     return max(found, key=lambda run: ((run / RECIPE).stat().st_mtime_ns, run.name))
+
+
+def refuse_strangers(run: Path, trust: bool) -> None:
+    """A run folder is code: going on with it runs what its recipe names, with the rights of who does so.
+
+    Raises:
+        RecipeError: the folder or its recipe is another user's, and `trust` is not said.
+    """
+    recipe = recipe_of(run)
+    owners = {recipe.stat().st_uid, recipe.parent.stat().st_uid} - {os.getuid()}
+    if owners and not trust:
+        raise RecipeError(
+            f"the run belongs to another user ({', '.join(map(str, sorted(owners)))}): "
+            "to go on with it runs the task that its recipe names",
+            where=str(recipe),
+            next_step="look at `task` in that file and at the code it names; then --trust",
+        )
 
 
 def recipe_of(run: Path) -> Path:

@@ -20,13 +20,15 @@ def run(
     nodes: options.Nodes = 1,
     node_rank: options.NodeRank = 0,
     rendezvous: options.Rendezvous = None,
-    token: options.Token = "",
+    token_file: options.TokenFile = "",
+    insecure: options.Insecure = False,
     logs: Annotated[Path | None, typer.Option("--logs", help="Keep the output of each rank here.")] = None,
     threads: Annotated[
         int, typer.Option("--threads", min=0, help="Threads a process; 0: share the cores.")
     ] = 0,
 ) -> None:
     """Run SCRIPT with its arguments on every process, as torchrun would."""
+    token = options.read_token(token_file, insecure, nodes)
     placement = options.Placement(processes or 1, nodes, node_rank, rendezvous, token)
     job = job_of(script_command(script, *context.args), placement, threads, logs, prefixed=True)
     sys.exit(launch(job).exit_code)

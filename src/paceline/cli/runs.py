@@ -11,9 +11,10 @@ from typing import Annotated, Any
 import typer
 
 from paceline.cli.console import output
+from paceline.errors import DataError
 from paceline.report import Facts, Run, facts, find_runs, read_run, render, summary, write_report
 from paceline.report.facts import spell, spell_seconds
-from paceline.report.folder import RUNS
+from paceline.report.folder import REPORT, RUNS
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -54,19 +55,32 @@ def report(
 ) -> None:
     """Write one page about a run, or about several side by side, and say in words what is on it."""
     found = [read_run(path) for path in run]
-    if to is None and len(found) == 1:
-        path = write_report(found[0].folder)
+    path, refusal = _written(found, to)
+    if as_json:
+        page = None if refusal else str(path)
+        output().print_json(json.dumps({"page": page, "runs": [_record(one) for one in found]}))
     else:
-        path = to or Path("report.html")
+        for one in found:
+            for line in ([f"{one.name}:"] if len(found) > 1 else []) + summary(one):
+                output().print(line, markup=False, highlight=False, soft_wrap=True)
+    if refusal is not None:
+        raise refusal
+    if not as_json:
+        output().print(f"page: {path}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _written(found: list[Run], to: Path | None) -> tuple[Path, DataError | None]:
+    """Where the page goes, and why it cannot be written there."""
+    path = to or (found[0].folder / REPORT if len(found) == 1 else Path(REPORT))
+    try:
+        if to is None and len(found) == 1:
+            return write_report(found[0].folder), None
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(render(found), encoding="utf-8")
-    if as_json:
-        output().print_json(json.dumps({"page": str(path), "runs": [_record(one) for one in found]}))
-        return
-    for one in found:
-        for line in ([f"{one.name}:"] if len(found) > 1 else []) + summary(one):
-            output().print(line, markup=False, highlight=False, soft_wrap=True)
-    output().print(f"page: {path}", markup=False, highlight=False, soft_wrap=True)
+    except OSError as error:
+        what = f"the page cannot be written: {error.strerror or error}"
+        return path, DataError(what, where=str(path), next_step="choose another place: -o FILE")
+    return path, None
 
 
 def _record(run: Run) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,13 +12,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.cli import options
-from paceline.cli.console import output
+from paceline.cli.console import lasting_output, output
 from paceline.cli.failure import record_failure
-from paceline.cli.resume import changes_of, find_run, recipe_of
+from paceline.cli.resume import changes_of, find_run, recipe_of, refuse_strangers
 from paceline.cli.start import launch_again, worker_cluster
 from paceline.cluster import Cluster
 from paceline.errors import RecipeError
-from paceline.launch import STOPPED_EXIT_CODE, guard
+from paceline.launch import STOPPED_EXIT_CODE, Outcome, guard
+from paceline.phase import LEAVING
 from paceline.report import checked_run, read_run
 from paceline.report.folder import RUNS, claim_run_dir, refuse_taken
 
@@ -47,7 +49,9 @@ def train(
     nodes: options.Nodes = 1,
     node_rank: options.NodeRank = 0,
     rendezvous: options.Rendezvous = None,
-    token: options.Token = "",
+    token_file: options.TokenFile = "",
+    insecure: options.Insecure = False,
+    trust: options.Trust = False,
     logs: Annotated[
         Path | None, typer.Option("--logs", help="Keep the output of each rank but the first here.")
     ] = None,
@@ -65,8 +69,11 @@ def train(
     cluster = worker_cluster()
     if cluster is not None:
         _work(cluster, resolved, path, run, called)
+    if run is not None:
+        refuse_strangers(run, trust)
     _check_name(name, resolved, run)
     processes = _as_before(run, processes, strategy, nodes)
+    token = options.read_token(token_file, insecure, nodes)
     placement = options.Placement(
         options.processes_for(resolved, processes, nodes), nodes, node_rank, rendezvous, token
     )
@@ -125,11 +132,8 @@ def _launch(
     else:
         run_dir = checked_run(run)
         again = ["--resume", str(run)]
-    grace = recipe.checkpoint.grace_seconds
     try:
-        outcome = launch_again(
-            placement, recipe.runtime.threads, *again, grace_seconds=grace, log_dir=logs, prefixed=True
-        )
+        outcome = _launch_again(placement, recipe, again, logs)
         if outcome.failures and placement.node_rank == 0:
             record_failure(run_dir, outcome)
     finally:
@@ -139,10 +143,25 @@ def _launch(
     return outcome.exit_code
 
 
+def _launch_again(
+    placement: options.Placement, recipe: Recipe, again: Sequence[str], logs: Path | None
+) -> Outcome:
+    return launch_again(
+        placement,
+        recipe.runtime.threads,
+        *again,
+        stuck_seconds=recipe.runtime.deadline_seconds,
+        grace_seconds=recipe.checkpoint.grace_seconds,
+        log_dir=logs,
+        prefixed=True,
+    )
+
+
 def _work(cluster: Cluster, recipe: Recipe, path: Path, resume: Path | None, called: str) -> None:
     with guard(cluster):
         from paceline.training import train as train_here
 
-        base = options.task_directory(path)
-        result = train_here(recipe, base_dir=base, resume=resume, console=output(), name=called)
+        base, console = options.task_directory(path), lasting_output()
+        result = train_here(recipe, base_dir=base, resume=resume, console=console, name=called)
+        cluster.enter_phase(LEAVING, recipe.runtime.setup_deadline_seconds)
     sys.exit(STOPPED_EXIT_CODE if result.stopped else 0)

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from paceline.cli import options
 from paceline.cli.console import output
+from paceline.cli.resume import refuse_strangers
 from paceline.cli.start import launch_again, worker_cluster
 from paceline.cluster import Cluster
 from paceline.errors import RecipeError
@@ -23,6 +24,7 @@ from paceline.report.folder import CERTIFICATE, RECIPE
 
 if TYPE_CHECKING:
     from paceline.recipe import Recipe
+    from paceline.recipe.model import RuntimeRecipe
 
 
 def verify(
@@ -43,7 +45,9 @@ def verify(
     nodes: options.Nodes = 1,
     node_rank: options.NodeRank = 0,
     rendezvous: options.Rendezvous = None,
-    token: options.Token = "",
+    token_file: options.TokenFile = "",
+    insecure: options.Insecure = False,
+    trust: options.Trust = False,
 ) -> None:
     """Run the strategy and the single-process oracle side by side, and compare every tensor of every step."""
     run = checked_run(recipe) if recipe.is_dir() else None
@@ -59,21 +63,29 @@ def verify(
     if run is not None and processes is None and strategy is None:
         processes = read_run(run).ranks // nodes or None
     count = options.processes_for(resolved, processes, nodes)
+    if run is not None:
+        refuse_strangers(run, trust)
+    token = options.read_token(token_file, insecure, nodes)
     placement = options.Placement(count, nodes, node_rank, rendezvous, token)
     as_it_was = run is not None and not (settings or strategy or plant or certificate)
     kept = run / CERTIFICATE if run is not None and as_it_was else certificate
-    code = _launch(placement, resolved.runtime.threads, kept, as_json)
+    code = _launch(placement, resolved.runtime, kept, as_json)
     if run is not None and as_it_was and node_rank == 0:
-        write_report(run)
+        try:
+            write_report(run)
+        except OSError as error:
+            output().print(f"the report cannot be written: {error}", markup=False, highlight=False)
     sys.exit(code)
 
 
-def _launch(placement: options.Placement, threads: int, kept: Path | None, as_json: bool) -> int:
+def _launch(placement: options.Placement, runtime: RuntimeRecipe, kept: Path | None, as_json: bool) -> int:
     """Start the workers, which leave a certificate, and show it; returns the exit code."""
     with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
         path = kept or Path(folder) / CERTIFICATE
         before = path.stat().st_mtime_ns if path.exists() else None
-        outcome = launch_again(placement, threads, "--certificate", str(path))
+        outcome = launch_again(
+            placement, runtime.threads, "--certificate", str(path), stuck_seconds=runtime.deadline_seconds
+        )
         if outcome.exit_code or not path.exists() or path.stat().st_mtime_ns == before:
             return outcome.exit_code
         return _show(json.loads(path.read_text(encoding="utf-8")), as_json)

@@ -1,49 +1,37 @@
-"""What moves between ranks, and what it costs."""
+"""What moves between ranks, and what it costs.
 
-from paceline.comm.buckets import BucketReducer, build_reducer
-from paceline.comm.codec import Codec, Int8
+`collectives` sum over a group; `routes` say along which path and `codecs` in which form; `reduction` turns
+gradients into sums; `channel` carries messages.
+"""
+
+from paceline.comm.codecs import Codec
+from paceline.comm.collectives import CodedCollective, Collective
 from paceline.comm.cost import Cost, cost, hierarchical_cost
 from paceline.comm.handle import Handle
-from paceline.comm.hierarchical import HierarchicalWire
-from paceline.comm.host_meeting import meet_on_host
 from paceline.comm.ledger import ByteLedger, Entry
 from paceline.comm.net import Net
-from paceline.comm.norm import CanonicalNorm
-from paceline.comm.ordered import OrderedReducer, SpreadReducer
-from paceline.comm.reducer import Gradients, LocalReducer, Reducer
+from paceline.comm.reduction import Gradients, GradientSink, LocalReducer, Reducer, Reduction
+from paceline.comm.routes import NativeCollective
 from paceline.comm.shard_tally import ShardTally
-from paceline.comm.sharded import AgreedNorm, ParameterGather, ShardedReducer
-from paceline.comm.shared_memory import SharedMemoryWire
 from paceline.comm.tally import Tally
-from paceline.comm.wire import CodedWire, PlainWire, Wire
 
 __all__ = [
-    "AgreedNorm",
-    "BucketReducer",
     "ByteLedger",
-    "CanonicalNorm",
     "Codec",
-    "CodedWire",
+    "CodedCollective",
+    "Collective",
     "Cost",
     "Entry",
+    "GradientSink",
     "Gradients",
     "Handle",
-    "HierarchicalWire",
-    "Int8",
     "LocalReducer",
+    "NativeCollective",
     "Net",
-    "OrderedReducer",
-    "ParameterGather",
-    "PlainWire",
     "Reducer",
+    "Reduction",
     "ShardTally",
-    "ShardedReducer",
-    "SharedMemoryWire",
-    "SpreadReducer",
     "Tally",
-    "Wire",
-    "build_reducer",
     "cost",
     "hierarchical_cost",
-    "meet_on_host",
 ]

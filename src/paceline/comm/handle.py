@@ -1,11 +1,11 @@
-"""A collective under way: waiting for it has a deadline, and its failure names rank, operation and step."""
+"""Something under way: waiting for it has a deadline, and its failure names rank, operation and step."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.comm.ledger import Entry
 from paceline.errors import CommunicationError, DeadlineError
@@ -15,20 +15,32 @@ if TYPE_CHECKING:
     from paceline.comm.net import Net
 
 
-class Handle:
-    """A collective under way.
+class Resolve(Protocol):
+    """Makes the result, once; blocks."""
 
-    Do not touch its tensors between launch and `wait`.
+    def __call__(self, deadline_seconds: float | None, exposed: bool) -> Any: ...
+
+
+class Handle:
+    """The only future there is: a collective under way, and what is made of its result.
+
+    Do not touch the tensors of a collective between launch and `wait`. The result is made by the first wait,
+    on the thread that waits, and kept; a failure is raised again by every further wait.
     """
 
-    def __init__(
-        self, op: str, group: Group, net: Net, work: Any, entry: Entry | None, finish: Callable[[], Any]
-    ) -> None:
-        self._op, self._group, self._net, self._entry = op, group, net, entry
-        self._work, self._finish = work, finish
-        if work is not None and entry is not None and net.times_calls:
-            entry.began()
-            work.get_future().add_done_callback(_end_of(entry))
+    __slots__ = ("_error", "_resolve", "_result")
+
+    def __init__(self, resolve: Resolve) -> None:
+        self._resolve: Resolve | None = resolve
+        self._result: Any = None
+        self._error: Exception | None = None
+
+    @classmethod
+    def ready(cls, result: Any) -> Handle:
+        """A result that is there already."""
+        handle = cls.__new__(cls)
+        handle._resolve, handle._result, handle._error = None, result, None
+        return handle
 
     def wait(self, deadline_seconds: float | None = None, *, exposed: bool = True) -> Any:
         """Block until the result is there, and return it.
@@ -40,19 +52,54 @@ class Handle:
             DeadlineError: it took longer.
             CommunicationError: a peer is gone or the call failed; names the rank, operation and step.
         """
-        if self._work is None:
-            return self._finish()
-        limit = self._net.deadline_seconds if deadline_seconds is None else deadline_seconds
+        if self._error is not None:
+            raise self._error
+        if self._resolve is not None:
+            resolve, self._resolve = self._resolve, None
+            try:
+                self._result = resolve(deadline_seconds, exposed)
+            except Exception as error:
+                self._error = error
+                raise
+        return self._result
+
+    def then(self, function: Callable[[Any], Any]) -> Handle:
+        """What a function makes of the result; it runs on the thread that waits."""
+
+        def resolve(deadline_seconds: float | None, exposed: bool) -> Any:
+            return function(self.wait(deadline_seconds, exposed=exposed))
+
+        return Handle(resolve)
+
+
+def launched(
+    op: str, group: Group, net: Net, work: Any, entry: Entry | None, finish: Callable[[], Any]
+) -> Handle:
+    """The handle of a call of the backend.
+
+    Args:
+        work: what the backend returned.
+        entry: the ledger's row that gets the seconds; None: nobody counts.
+        finish: makes the result once the call is complete.
+    """
+    if entry is not None and net.times_calls:
+        entry.began()
+        work.get_future().add_done_callback(_end_of(entry))
+
+    def resolve(deadline_seconds: float | None, exposed: bool) -> Any:
+        limit = net.deadline_seconds if deadline_seconds is None else deadline_seconds
         began = time.perf_counter()
         try:
-            self._work.wait(timedelta(seconds=limit))
+            work.wait(timedelta(seconds=limit))
         except RuntimeError as error:
             late = time.perf_counter() - began >= limit
-            raise failure(self._op, self._group, self._net, error, limit, late=late) from error
+            raise failure(op, group, net, error, limit, late=late) from error
         finally:
-            if self._entry is not None and exposed:
-                self._entry.exposed_seconds += time.perf_counter() - began
-        return self._finish()
+            if entry is not None and exposed:
+                entry.exposed_seconds += time.perf_counter() - began
+        return finish()
+
+    return Handle(resolve)
 
 
 def failure(

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.handle import Handle, failure
+from paceline.comm.handle import Handle, failure, launched
 from paceline.comm.ledger import ByteLedger, Entry
 from paceline.errors import CommunicationError
 from paceline.mesh import Group
@@ -79,7 +79,7 @@ class Net:
         Wire: (P-1) times the largest tensor; unless shapes are `equal`, one more small all_gather.
         """
         if group.handle is None:
-            return self._done("all_gather", group, [x.clone()])
+            return Handle.ready([x.clone()])
         lengths = [len(x)] * group.size if equal else self._lengths(x, group)
         padded = _padded(x, max(lengths))
         out = padded.new_empty((group.size, *padded.shape))
@@ -97,7 +97,7 @@ class Net:
                 return [part.reshape(()) for part in parts]
             return [part.reshape(n, *shape) for part, n in zip(parts, lengths, strict=True)]
 
-        return Handle("all_gather", group, self, work, entry, unpack)
+        return launched("all_gather", group, self, work, entry, unpack)
 
     def reduce_scatter(self, x: Tensor, group: Group, reduction: str = "sum") -> Handle:
         """Reduce, and keep part `group.rank`; the first dimension must be a multiple of the group's size.
@@ -113,7 +113,7 @@ class Net:
                 next_step="pad the first dimension to a multiple of the group's size",
             )
         if group.handle is None:
-            return self._done("reduce_scatter", group, x.clone())
+            return Handle.ready(x.clone())
         source = _carried(x)
         entry = self._launch("reduce_scatter", source, group)
         parts = torch.empty_like(source).view(group.size, x.shape[0] // group.size, *x.shape[1:])
@@ -122,14 +122,14 @@ class Net:
             group,
             lambda: dist.all_to_all_single(parts.view_as(source), source, group=group.handle, async_op=True),
         )
-        return Handle(
+        return launched(
             "reduce_scatter", group, self, work, entry, lambda: _REDUCE[reduction](parts).to(x.dtype)
         )
 
     def all_to_all(self, parts: Sequence[Tensor], group: Group) -> Handle:
         """Send `parts[i]` to rank i; the handle returns what each rank sent here. All parts are alike."""
         if group.handle is None:
-            return self._done("all_to_all", group, [part.clone() for part in parts])
+            return Handle.ready([part.clone() for part in parts])
         source = _carried(torch.stack(list(parts)))
         out = torch.empty_like(source)
         entry = self._launch("all_to_all", source, group)
@@ -138,14 +138,14 @@ class Net:
             group,
             lambda: dist.all_to_all_single(out, source, group=group.handle, async_op=True),
         )
-        return Handle("all_to_all", group, self, work, entry, lambda: list(out.to(parts[0].dtype)))
+        return launched("all_to_all", group, self, work, entry, lambda: list(out.to(parts[0].dtype)))
 
     # -- one rank has, or gets, all ---------------------------------------------------------------------
 
     def gather(self, x: Tensor, group: Group, destination: int = 0) -> Handle:
         """The handle returns a list of every rank's tensor on `destination`, an empty list elsewhere."""
         if group.handle is None:
-            return self._done("gather", group, [x.clone()])
+            return Handle.ready([x.clone()])
         source = _carried(x)
         root = group.ranks[destination]
         out = [torch.empty_like(source) for _ in group.ranks] if group.rank == destination else None
@@ -153,12 +153,12 @@ class Net:
         work = self._call(
             "gather", group, lambda: dist.gather(source, out, root, group.handle, async_op=True)
         )
-        return Handle("gather", group, self, work, entry, lambda: [part.to(x.dtype) for part in out or ()])
+        return launched("gather", group, self, work, entry, lambda: [part.to(x.dtype) for part in out or ()])
 
     def scatter(self, parts: Sequence[Tensor] | None, like: Tensor, group: Group, source: int = 0) -> Handle:
         """Give `parts[i]` of rank `source` to rank i; `like` tells the others shape and type."""
         if group.handle is None:
-            return self._done("scatter", group, (parts or [like])[0].clone())
+            return Handle.ready((parts or [like])[0].clone())
         out = torch.empty_like(_carried(like))
         sent = [_carried(part) for part in parts] if parts is not None and group.rank == source else None
         root = group.ranks[source]
@@ -166,7 +166,7 @@ class Net:
         work = self._call(
             "scatter", group, lambda: dist.scatter(out, sent, root, group.handle, async_op=True)
         )
-        return Handle("scatter", group, self, work, entry, lambda: out.to(like.dtype))
+        return launched("scatter", group, self, work, entry, lambda: out.to(like.dtype))
 
     # -- one rank to another ----------------------------------------------------------------------------
 
@@ -174,12 +174,12 @@ class Net:
         """Send a contiguous tensor to the group's rank `to`; do not change it before `wait`."""
         self._launch("send", x, group)
         work = self._call("send", group, lambda: dist.isend(_carried(x), group.ranks[to], group.handle, tag))
-        return Handle("send", group, self, work, None, lambda: x)  # Gloo does not tell when it ends
+        return launched("send", group, self, work, None, lambda: x)  # Gloo does not tell when it ends
 
     def receive(self, x: Tensor, group: Group, source: int, tag: int = 0) -> Handle:
         """Receive into a contiguous tensor from the group's rank `source`; the handle returns it."""
         work = self._call("receive", group, lambda: dist.irecv(x, group.ranks[source], group.handle, tag))
-        return Handle("receive", group, self, work, None, lambda: x)
+        return launched("receive", group, self, work, None, lambda: x)
 
     def barrier(self, group: Group) -> None:
         """Wait until all ranks of the group are here."""
@@ -192,7 +192,7 @@ class Net:
 
     def _in_place(self, op: str, x: Tensor, group: Group, call: Callable[[Tensor, Any], Any]) -> Handle:
         if group.handle is None or (x.numel() == 0):
-            return self._done(op, group, x)
+            return Handle.ready(x)
         carried = _carried(x)
         entry = self._launch(op, carried, group)
         work = self._call(op, group, lambda: call(carried, group.handle))
@@ -200,7 +200,7 @@ class Net:
         def copy_back() -> Tensor:
             return x if carried is x else x.copy_(carried)
 
-        return Handle(op, group, self, work, entry, copy_back)
+        return launched(op, group, self, work, entry, copy_back)
 
     def _call(self, op: str, group: Group, call: Callable[[], Any]) -> Any:
         try:
@@ -211,9 +211,6 @@ class Net:
     def _launch(self, op: str, x: Tensor, group: Group, times: int = 1) -> Entry:
         return self.ledger.launched(op, group.name, times * x.numel() * x.element_size(), group.size)
 
-    def _done(self, op: str, group: Group, result: Any) -> Handle:
-        return Handle(op, group, self, None, None, lambda: result)
-
     def _lengths(self, x: Tensor, group: Group) -> list[int]:
         mine = torch.tensor([x.shape[0] if x.dim() else 1], device=x.device)
         out = mine.new_empty(group.size)
@@ -221,7 +218,7 @@ class Net:
         work = self._call(
             "all_gather", group, lambda: _all_gather_single(out, mine, group.handle, async_op=True)
         )
-        Handle("all_gather", group, self, work, None, lambda: out).wait()
+        launched("all_gather", group, self, work, None, lambda: out).wait()
         return [int(n) for n in out]
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from paceline.comm.handle import Handle
 from paceline.comm.net import Net
 from paceline.mesh import Group
+from paceline.slot import Slot
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Tally:
         count: number of items in that sum.
         metrics: further sums, by name; every rank has the same names.
         stops: number of ranks that were asked to stop.
-        used: by parameter index, number of ranks that have a gradient.
+        used: by trained parameter of the whole model, number of ranks that have a gradient.
         buffers: change of the model's buffers, summed over units, float64 [num_buffer_values].
     """
 
@@ -40,6 +41,10 @@ class Tally:
     stops: float
     used: Sequence[float]
     buffers: Tensor
+
+    def used_names(self, slots: Sequence[Slot]) -> set[str]:
+        """Names of the parameters that any rank has a gradient of."""
+        return {slot.name for slot, ranks in zip(slots, self.used, strict=True) if ranks > 0}
 
     def agree(self, net: Net, group: Group, device: torch.device) -> AgreedTally:
         """Launch the sum over the group; `.wait()` returns the sum."""

@@ -7,6 +7,7 @@ from paceline.data.device import to_device
 from paceline.data.feed import Feed
 from paceline.data.loader import LoadedUnit, Loader, Stream
 from paceline.data.order import Order, Permutation
+from paceline.data.reader import seeded
 from paceline.data.samples import collate_samples
 from paceline.data.work import LockstepWork, Unit, split
 
@@ -20,6 +21,7 @@ __all__ = [
     "Stream",
     "Unit",
     "collate_samples",
+    "seeded",
     "split",
     "to_device",
 ]

@@ -1,8 +1,9 @@
 """A cache of samples that are costly to read: least recently used, bounded in bytes.
 
 Invariant: the samples held never count for more than `capacity_bytes`. A sample that comes out is the very
-object that went in, so collate functions must not modify samples in place. Do not cache a source that draws
-random numbers: its first draw would be repeated for ever.
+object that went in, so collate functions must not modify samples in place. A source that draws random numbers
+is not cached: its first draw would be repeated for ever, and which draw that is would depend on who read it
+first (the reader refuses it).
 """
 
 from __future__ import annotations

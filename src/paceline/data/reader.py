@@ -86,10 +86,24 @@ class UnitReader(Dataset[Reply]):
             return list(self._fetch(indices))
         found = {index: self._cache.get(index) for index in indices}
         missing = [index for index in indices if found[index] is MISSING]
-        for index, sample in zip(missing, self._fetch(missing), strict=True):
+        before = self._streams() if missing else ()
+        samples = self._fetch(missing)
+        if missing and self._streams() != before:
+            raise DataError(
+                f"samples {_spell(missing)} draw random numbers, and loader.cache_bytes would keep the first",
+                where=type(self._source).__name__,
+                next_step="draw in the collate function or in the loss, or set loader.cache_bytes = 0",
+            )
+        for index, sample in zip(missing, samples, strict=True):
             self._cache.put(index, sample)
             found[index] = sample
         return [found[index] for index in indices]
+
+    def _streams(self) -> tuple[Any, ...]:
+        """Where the global generators stand: they differ once somebody has drawn."""
+        words: Any = self._numpy_bits.state["state"]
+        torch_bytes = torch.default_generator.get_state().numpy().tobytes()
+        return random.getstate(), words["pos"], words["key"].tobytes(), torch_bytes
 
     def _fetch(self, indices: list[int]) -> Sequence[Any]:
         fetch_many = getattr(self._source, "__getitems__", None)

@@ -1,8 +1,9 @@
 """Text files, tokenised once to one flat file that every process maps into memory.
 
-Invariant: a token file that exists under its final name is whole. Its name is a hash of all that it was made
-from (the content of the files in order, the tokenizer, the layout), so it is never stale and never rewritten.
-Writing takes constant memory. This module does not choose files (see `text.py`).
+Invariant: tokens are used only after every byte of their file was found to be what was written; a file that
+is damaged is made anew. Its name is a hash of all that it was made from (the content of the files in order,
+the tokenizer, the layout), so it is never stale. Writing takes constant memory. This module does not choose
+files (see `text.py`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data.tokens import Tokenizer
+from paceline.data.vouched import is_vouched_for, vouch_for
 from paceline.errors import DataError
 
 _LAYOUT = "1"  # part of the name: raise it when the bytes of a token file change their meaning
@@ -70,8 +72,9 @@ def map_tokens(
 ) -> NDArray[Any]:
     """The tokens of `files`, each file followed by the tokenizer's separator, mapped read-only.
 
-    The first process that asks writes them under a lock; others wait, and later ones find them. The tokens of
-    a list of files are the tokens of its parts, one after another, so files may be dealt to nodes.
+    The first process that asks writes them under a lock; others wait, and later ones find and check them.
+    The tokens of a list of files are the tokens of its parts, one after another, so files may be dealt to
+    nodes.
 
     Args:
         files: in the order in which their tokens come.
@@ -85,13 +88,24 @@ def map_tokens(
     """
     kind = token_type(tokenizer.vocab_size)
     path = cache_dir / f"{tokens_digest(files, tokenizer)}.{kind.name}"
-    if not path.exists():
+    if not _is_whole(path):
         with _locked(cache_dir, deadline_seconds):
-            if not path.exists():
+            if not _is_whole(path):  # nobody has made it in the meantime; what is damaged is replaced
                 _publish(files, tokenizer, kind, path)
     if not path.stat().st_size:  # no files: an empty file cannot be mapped
         return np.empty(0, kind)
     return np.asarray(np.memmap(path, kind, "r"))
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        return is_vouched_for(path)
+    except OSError as error:
+        raise DataError(
+            f"cannot read the tokens: {error}",
+            where=str(path),
+            next_step="remove the file, or set another cache",
+        ) from error
 
 
 def _publish(files: Sequence[TextFile], tokenizer: Tokenizer, kind: np.dtype[Any], path: Path) -> None:
@@ -104,6 +118,7 @@ def _publish(files: Sequence[TextFile], tokenizer: Tokenizer, kind: np.dtype[Any
                 _write_tokens(file, tokenizer, kind, out)
             out.flush()
             os.fsync(out.fileno())
+        vouch_for(partial, path)
         partial.replace(path)
     except OSError as error:
         raise DataError(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.data.tokenizer_file import read_checked
 from paceline.errors import DataError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -123,16 +124,24 @@ def load_tokenizer(path: str | Path) -> BpeTokenizer:
     """
     library = _library()
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_checked(Path(path))
     except OSError as error:
         raise DataError(f"cannot read the tokenizer: {error}", next_step="check the path") from error
+    except ValueError as error:
+        raise _no_tokenizer(error, path) from error
     try:
-        tokenizer = library.Tokenizer.from_str(text)
-    except Exception as error:  # the library raises plain Exception
-        raise DataError(
-            f"this is not a tokenizer.json: {error}", where=str(path), next_step="export it again"
-        ) from error
-    return BpeTokenizer(tokenizer, str(path))
+        return BpeTokenizer(library.Tokenizer.from_str(text), str(path))
+    except DataError:
+        raise
+    except BaseException as error:  # the library raises plain Exception, and PanicException beside it
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise _no_tokenizer(error, path) from error
+        raise
+
+
+def _no_tokenizer(error: BaseException, path: str | Path) -> DataError:
+    what = f"this is not a tokenizer.json: {str(error)[:200]}"
+    return DataError(what, where=str(path), next_step="export it again")
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, path: str | Path) -> BpeTokenizer:

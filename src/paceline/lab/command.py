@@ -18,13 +18,12 @@ _JOBS = {("train",): False, ("verify",): False, ("run",): True, ("bench", "link"
 _PROCESSES = ("-n", "--processes")
 
 
-def spread(command: Sequence[str], addresses: Sequence[str], token: str) -> list[list[str]]:
+def spread(command: Sequence[str], addresses: Sequence[str]) -> list[list[str]]:
     """The argument vector of each host, in the order of the addresses.
 
     Args:
         command: as a user types it on one machine.
         addresses: of the hosts; the job meets at the first.
-        token: names the job.
     Raises:
         RecipeError: the processes cannot be shared out evenly, or the command is empty.
     """
@@ -40,7 +39,7 @@ def spread(command: Sequence[str], addresses: Sequence[str], token: str) -> list
     if name is None:
         return [[*base, *words] for _ in addresses]
     own = _share_processes(words[len(name) :], len(addresses), script=_JOBS[name])
-    meeting = ["--nodes", str(len(addresses)), "--rendezvous", f"{addresses[0]}:{_PORT}", "--token", token]
+    meeting = ["--nodes", str(len(addresses)), "--rendezvous", f"{addresses[0]}:{_PORT}"]
     return [[*base, *name, *meeting, "--node-rank", str(i), *own] for i in range(len(addresses))]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 import signal
 import threading
 import time
@@ -57,11 +58,11 @@ class Job:
         self._forced: list[str] = []
         self._injector = self._prepare(faults or FaultPlan())
         self._environ = dict(process_environment() if environ is None else environ)
-        self._environ |= {"GLOO_SOCKET_IFNAME": HOST_DEVICE}
+        self._environ |= {"GLOO_SOCKET_IFNAME": HOST_DEVICE, "PACELINE_TOKEN": secrets.token_hex(32)}
         if self._injector.plan.faults:
             self._environ[_FAULTS] = str(self._injector.folder)
         addresses = [host.address for host in lab.topology.hosts]
-        self._commands = spread(command, addresses, lab.record.name)
+        self._commands = spread(command, addresses)
         lab.record.command = " ".join(command)
 
     def _prepare(self, plan: FaultPlan) -> Injector:

@@ -1,4 +1,4 @@
-"""`python -m paceline.launch.fork_server FOLDER SOCKET MODULE...`: forks workers, which then need not import.
+"""`python -m paceline.launch.fork_server FOLDER SOCKET PARENT MODULE...` forks workers, which do not import.
 
 It imports what workers use, then serves the listening SOCKET, an open file that it inherits and whose name is
 in FOLDER, until its standard input ends. Every launcher that connects gets a process of its own, which forks
@@ -16,12 +16,14 @@ import select
 import shutil
 import signal
 import socket
+import struct
 import sys
 import tempfile
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from paceline.cluster import change_environment, process_environment
 from paceline.launch import messages
@@ -30,6 +32,7 @@ from paceline.launch.preload import preload
 from paceline.launch.process import die_with_parent
 
 _NAME_BYTES = 15
+_CREDENTIALS = struct.Struct("3i")  # process, user and group of the other end
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,16 @@ class Order:
     errors: int
     report: int
     listener: int | None = None
+
+    @classmethod
+    def read(cls, value: Any, files: list[int]) -> Order | None:
+        """What a message orders; None if it is no order."""
+        match value:
+            case [[str(), *_] as argv, dict() as environ, str(directory)] if len(files) in (3, 4):
+                texts = [*argv, *environ, *environ.values(), directory]
+                if all(isinstance(text, str) and "\0" not in text for text in texts):
+                    return cls(argv, environ, directory, *files)
+        return None
 
 
 def main(folder: Path, handle: int, modules: list[str]) -> None:
@@ -80,11 +93,20 @@ def _accept(listener: socket.socket) -> socket.socket | None:
     poll.register(0, select.POLLIN)
     while not any(handle == 0 for handle, _ in poll.poll()):
         connection, _ = listener.accept()
-        if _fork() == 0:
+        if not _is_ours(connection):
+            connection.close()
+        elif _fork() == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             return connection
         connection.close()
     return None
+
+
+def _is_ours(connection: socket.socket) -> bool:
+    """Whether a process of the same user is at the other end."""
+    size = _CREDENTIALS.size
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    return bool(_CREDENTIALS.unpack(raw)[1] == os.getuid())
 
 
 class _Service:
@@ -102,7 +124,7 @@ class _Service:
 
     def run(self, here: dict[str, str]) -> Order | None:
         """Fork what is ordered until the launcher is gone; returns the order in a worker, else None."""
-        messages.send(self._connection, here)
+        messages.send(self._connection, [here, os.getpid()])
         while True:
             for handle, _ in self._poll.poll():
                 if handle in self._workers:
@@ -111,7 +133,9 @@ class _Service:
                 message = messages.receive(self._connection)
                 if message is None:
                     return None
-                order = Order(*message[0], *message[1])
+                order = Order.read(*message)
+                if order is None:
+                    return None
                 if self._fork(order):
                     return order
 
@@ -183,4 +207,5 @@ def _close(*files: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
+    die_with_parent(int(sys.argv[3]))  # at once, also while it imports
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[4:])

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +26,8 @@ from typing import Self
 from paceline.cluster import process_environment
 from paceline.launch import messages
 from paceline.launch.circumstances import circumstances
+from paceline.launch.litter import PREFIX, own
+from paceline.launch.procfs import is_stopped, status_of_ended
 from paceline.launch.render import Worker, common_environment
 
 FORK_SERVER = "PACELINE_FORK_SERVER"
@@ -33,7 +35,11 @@ NONE = "none"
 _SOCKET = "socket"
 _MODULE = "paceline.launch.fork_server"
 _COMMAND, _SCRIPT = "paceline", "paceline.launch"
+_SERVER = "pid"
 _ANSWER_SECONDS = 30.0  # it may still be importing, from a cold disk
+_MESSAGE_SECONDS = 5.0  # once it has begun to speak
+_LOOK_SECONDS = 0.1
+_REPORT_SECONDS = 1.0  # from a worker's end until the server must have reported it
 
 
 @contextmanager
@@ -54,23 +60,28 @@ def fork_server(
     if FORK_SERVER in inherited or sys.platform != "linux" or Path("/dev/nvidiactl").exists():
         yield {}
         return
-    with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
-        variables = {**common_environment(inherited), "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory(prefix=PREFIX) as folder:
+        own(Path(folder))
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(Path(folder) / _SOCKET))
             listener.listen()
             server = subprocess.Popen(
-                [sys.executable, "-m", _MODULE, folder, str(listener.fileno()), *modules],
-                env=variables,
+                _command(folder, listener, modules),
+                env={**common_environment(inherited), "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.PIPE,
                 pass_fds=[listener.fileno()],
                 start_new_session=True,
             )
+        (Path(folder) / _SERVER).write_text(str(server.pid))
         with server:
             try:
                 yield {FORK_SERVER: folder}
             finally:
                 server.kill()  # it holds nothing; what it has forked ends with the launchers
+
+
+def _command(folder: str, listener: socket.socket, modules: Sequence[str]) -> list[str]:
+    return [sys.executable, "-m", _MODULE, folder, str(listener.fileno()), str(os.getpid()), *modules]
 
 
 def pays(workers: Sequence[Worker], cores: int) -> bool:
@@ -85,26 +96,45 @@ def _module_of(worker: Worker) -> str:
     return worker.argv[2] if worker.argv[:2] == (sys.executable, "-m") else ""
 
 
+Await = Callable[[socket.socket], None]
+
+
 class Forked:
     """A worker that a fork server has started; it is used as a `subprocess.Popen` is.
 
     Args:
         pid: its number.
-        report: the open file at which the server reports its end.
+        report: the open file at which the server reports its end. A server that is stopped reports nothing;
+            then the system is asked.
     """
 
     def __init__(self, pid: int, report: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
         self.report = report
+        self._ended_at: float | None = None
 
     def poll(self) -> int | None:
         """The exit code; None while it runs."""
-        if self.returncode is None and select.select([self.report], [], [], 0)[0]:
+        if self.returncode is not None:
+            return self.returncode
+        if select.select([self.report], [], [], 0)[0]:
             said = os.read(self.report, 16)
             os.close(self.report)
             self.returncode = int(said) if said else -signal.SIGKILL  # the server died, and it with that
+        else:
+            self._ask_system()
         return self.returncode
+
+    def _ask_system(self) -> None:
+        """Take the exit code of a process that ended a while ago, and that nobody has waited for."""
+        status = status_of_ended(self.pid)
+        if status is None:
+            return
+        self._ended_at = self._ended_at or time.monotonic()
+        if time.monotonic() > self._ended_at + _REPORT_SECONDS:
+            os.close(self.report)
+            self.returncode = os.waitstatus_to_exitcode(status)
 
     def wait(self, timeout: float) -> int:
         """Wait for its end.
@@ -117,7 +147,7 @@ class Forked:
             left = expires - time.monotonic()
             if left <= 0:
                 raise subprocess.TimeoutExpired("a worker", timeout)
-            select.select([self.report], [], [], left)
+            select.select([self.report], [], [], min(left, _LOOK_SECONDS))
         return self.returncode or 0
 
     def send_signal(self, number: int) -> None:
@@ -132,13 +162,15 @@ class ForkClient:
 
     Args:
         environ: the variables that workers inherit; they name the server, if there is one.
+        is_asked: whether the launcher is to stop; then nobody waits for the server any more.
     """
 
-    def __init__(self, environ: Mapping[str, str]) -> None:
+    def __init__(self, environ: Mapping[str, str], is_asked: Callable[[], bool] = lambda: False) -> None:
         named = environ.get(FORK_SERVER, NONE) if sys.platform == "linux" else NONE
         self._folder = "" if named == NONE else named
         self._connection: socket.socket | None = None
         self._its: dict[str, str] = {}
+        self._is_asked, self._service = is_asked, 0
 
     def __enter__(self) -> Self:
         return self
@@ -159,25 +191,41 @@ class ForkClient:
         try:
             connection = self._connection or self._meet()
             if self._its == circumstances(worker.environ):
-                return _order(connection, worker, [output, errors])
-        except (OSError, EOFError):  # it is gone, or it does not answer
+                return _order(connection, worker, [output, errors], self._await)
+        except (OSError, EOFError, ValueError, TypeError):  # it is gone, does not answer, or says nonsense
             self._leave()
         return None
 
     def _meet(self) -> socket.socket:
         self._connection = connection = socket.socket(socket.AF_UNIX)
-        connection.settimeout(_ANSWER_SECONDS)
+        connection.settimeout(_MESSAGE_SECONDS)
         connection.connect(str(Path(self._folder) / _SOCKET))
-        self._its, _ = messages.expect(connection)
+        self._service = int((Path(self._folder) / _SERVER).read_text())  # until its child answers
+        self._await(connection)
+        (self._its, self._service), _ = messages.expect(connection)
         return connection
+
+    def _await(self, connection: socket.socket) -> None:
+        """Wait until the server says something.
+
+        Raises:
+            OSError: it is stopped, it takes too long, or nobody wants to know any more.
+        """
+        expires = time.monotonic() + _ANSWER_SECONDS
+        while not select.select([connection], [], [], _LOOK_SECONDS)[0]:
+            if is_stopped(self._service) or self._is_asked() or time.monotonic() > expires:
+                raise TimeoutError("the fork server does not answer")
 
     def _leave(self) -> None:
         self._folder = ""
         if self._connection is not None:
             self._connection.close()
+            if self._its and is_stopped(self._service):  # it would never notice
+                with suppress(ProcessLookupError):
+                    os.kill(self._service, signal.SIGKILL)
 
 
-def _order(connection: socket.socket, worker: Worker, output: Sequence[int]) -> Forked:
+def _order(connection: socket.socket, worker: Worker, output: Sequence[int], await_answer: Await) -> Forked:
     """Have a worker forked, and take the end of the pipe at which its end is reported."""
     with ExitStack() as opened:
         report, far_end = os.pipe()
@@ -187,6 +235,7 @@ def _order(connection: socket.socket, worker: Worker, output: Sequence[int]) -> 
             messages.send(connection, [worker.argv[2:], dict(worker.environ), str(Path.cwd())], files)
         finally:
             os.close(far_end)
+        await_answer(connection)
         pid, _ = messages.expect(connection)
         opened.pop_all()
     return Forked(pid, report)

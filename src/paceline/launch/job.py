@@ -23,8 +23,8 @@ class Job:
         num_processes: how many on this node; the same on every node.
         nodes, node_rank: number of nodes, and which one this is.
         rendezvous: "HOST:PORT" of node 0; needed with more than one node.
-        token: names the job; the same on every node. Empty: a random one (one node), or one that
-            follows from the rendezvous (several nodes). It keeps jobs apart and is no secret.
+        token: the key of the job; the same on every node. Empty: a random one (one node), or one that
+            follows from the rendezvous (several nodes), which keeps jobs apart and no stranger out.
         threads: intra-op threads of each process. 0: OMP_NUM_THREADS where it is set, else the cores
             divided by the processes.
         log_dir: folder for the output of all processes but the first of this node; None: a folder that
@@ -34,6 +34,9 @@ class Job:
         settle_seconds: after a failure, how long the others may find out and say so themselves.
         kill_seconds: how long they may take to obey SIGTERM after that.
         grace_seconds: how long they may take after Ctrl-C or SIGTERM, for example to finish the step.
+        stuck_seconds: how long a process may be stopped by a signal (SIGSTOP) before the job is ended.
+        announces: the workers say when their first step begins (see `phase`); before that there is nothing
+            to save, and a signal ends the job at once.
     Raises:
         PacelineError: a value is impossible.
     """
@@ -50,6 +53,8 @@ class Job:
     settle_seconds: float = 1.0
     kill_seconds: float = 3.0
     grace_seconds: float = 10.0
+    stuck_seconds: float = float("inf")
+    announces: bool = False
 
     def __post_init__(self) -> None:
         rules = {
@@ -79,6 +84,11 @@ class Job:
                 next_step="for example --rendezvous 10.0.0.1:29500, an address of node 0",
             )
         return host.strip("[]"), int(port)
+
+    @property
+    def meeting(self) -> tuple[str, int]:
+        """Host and port of the rendezvous; empty and 0 on one node."""
+        return self.endpoint if self.rendezvous else ("", 0)
 
     @property
     def world_size(self) -> int:

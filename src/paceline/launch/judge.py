@@ -9,6 +9,7 @@ import signal
 import time
 from pathlib import Path
 
+from paceline.errors import DeadlineError
 from paceline.launch.advice import advise_after_signal
 from paceline.launch.outcome import STOPPED_EXIT_CODE, Failure, Kind, signal_headline
 from paceline.launch.process import Running
@@ -17,6 +18,7 @@ from paceline.launch.stop import Stop
 from paceline.launch.worker import ErrorReport
 
 _LOG_LINES = 30
+_GO_ON = "next:  look at what that process waits for; --resume RUN goes on from the last checkpoint"
 _OBEYED = (-signal.SIGTERM, 128 + signal.SIGTERM, 128 + signal.SIGINT)
 
 
@@ -27,18 +29,25 @@ def failed(one: Running, stop: Stop) -> bool:
 
 def has_stopped(one: Running) -> bool:
     """Was it asked to stop, and did it save and leave?"""
-    return one.process.returncode == STOPPED_EXIT_CODE and not one.killed
+    return one.process.returncode == STOPPED_EXIT_CODE and not one.killed and not one.told
 
 
 def judge(one: Running, stop: Stop) -> Failure | None:
     """Describe how a worker failed; None if it did not."""
     code = one.process.returncode
     report = ErrorReport.load(one.worker.error_file)
-    if report is not None:
+    if one.overdue:
+        return _failure(one, "error", f"{one.overdue}, and was killed", DeadlineError.exit_code, _GO_ON)
+    if report is not None and not _obeyed(one, report, stop):
         return raised(one.worker.global_rank, report)
     if code is None or one.killed or (one.told and code in _OBEYED):
         return _stopped(one, stop)
     return None if code == 0 or has_stopped(one) else _died(one, code)
+
+
+def _obeyed(one: Running, report: ErrorReport, stop: Stop) -> bool:
+    """Did it leave because this launcher told it to after a failure? Then nobody asked for a stop."""
+    return report.exit_code == STOPPED_EXIT_CODE and one.told and stop.signal is None
 
 
 def raised(global_rank: int, report: ErrorReport) -> Failure:

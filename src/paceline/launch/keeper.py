@@ -1,14 +1,16 @@
 """Ends what is left of a job when its launcher is gone, however it went.
 
-Run as a script by the launcher, on the standard library alone. It reads lines from standard input, "+PID"
-for a session that began and "-PID" for one that is over, and kills the sessions that are left when the
-input ends; the input ends when the launcher does. Invariant: it outlives its launcher, never by much.
+Run as a script by the launcher, on the standard library alone. It reads lines from standard input: "+PID"
+for a session that began and "-PID" for one that is over, "=FOLDER" for a folder of the launcher's and "="
+for none. When the input ends, as it does with the launcher, it kills the sessions and removes the folders
+that are left. Invariant: it outlives its launcher, never by much.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Iterable
@@ -44,7 +46,11 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     sessions: set[int] = set()
+    folders: set[str] = set()
     for line in sys.stdin:
+        if line.startswith("="):
+            folders = folders | {line[1:-1]} if line[1:-1] else set()
+            continue
         pid = int(line[1:])
         if line.startswith("+"):
             sessions.add(pid)
@@ -52,6 +58,8 @@ def main() -> None:
             sessions.discard(pid)
     for session in sessions:
         kill_session(session)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -23,17 +23,21 @@ from paceline.launch.follow import Follow
 from paceline.launch.forked import ForkClient, fork_server, pays
 from paceline.launch.job import Job
 from paceline.launch.judge import failed, has_stopped, judge
+from paceline.launch.litter import PREFIX, clean_litter, own
 from paceline.launch.outcome import Outcome, conclude
 from paceline.launch.peers import Peers
 from paceline.launch.process import Keeper, Running, start_worker, wait_for_end
 from paceline.launch.render import Place, Worker, render_workers
 from paceline.launch.stacks import request_stack
 from paceline.launch.stop import Action, Stop
+from paceline.launch.watch import Watch
+from paceline.phase import NOTHING_TO_SAVE, clear_phase
 from paceline.roster import clear_roster
 
 _TICK_SECONDS = 0.1
 _UNKILLABLE_SECONDS = 5.0  # a process in an uninterruptible call (a lost disk, a lost GPU) cannot be killed
 _STACK_SECONDS = 0.05
+_ASKED = (128 + signal.SIGTERM, 128 + signal.SIGINT, 128 + signal.SIGHUP)
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 Say = Callable[[str], object]
@@ -59,33 +63,42 @@ def launch(job: Job, *, environ: Mapping[str, str] | None = None, say: Say | Non
         PacelineError: the command cannot be started.
     """
     tell: Say = sys.stderr.write if say is None else say
-    stop = Stop(job.settle_seconds, job.kill_seconds, job.grace_seconds)
+    stop = Stop(job.settle_seconds, job.kill_seconds, job.grace_seconds, begun=not job.announces)
     with _open_folder(job) as folder, _signals_to(stop):
         inherited = process_environment() if environ is None else environ
         with (
-            Peers(job.nodes, job.node_rank, Path(folder)) as peers,
-            _started(job, Path(folder), inherited, peers.port) as running,
+            Peers(job.nodes, job.node_rank, Path(folder), job.meeting) as peers,
+            _started(job, Path(folder), inherited, peers.port, stop) as running,
         ):
             follow = Follow([one.worker for one in running], tell) if job.output == "prefixed" else None
-            _supervise(running, stop, follow, peers)
-            failures = [failure for one in running if (failure := judge(one, stop)) is not None]
-            stopped = any(has_stopped(one) for one in running)
-            outcome = conclude(
-                failures,
-                stop_signal=stop.signal,
-                stopped=stopped,
-                nodes=job.nodes,
-                logs=str(job.log_dir or ""),
-                lost=peers.lost(),
-            )
+            watch = Watch(running, job.stuck_seconds, time.monotonic())
+            _supervise(running, stop, watch, follow, peers)
+            outcome = _conclude(job, running, stop, peers)
     if outcome.report:
         tell(outcome.report)
+    elif not stop.begun and outcome.exit_code in _ASKED:
+        tell(f"{NOTHING_TO_SAVE}\n")
     return outcome
+
+
+def _conclude(job: Job, running: Sequence[Running], stop: Stop, peers: Peers) -> Outcome:
+    failures = [failure for one in running if (failure := judge(one, stop)) is not None]
+    return conclude(
+        failures,
+        stop_signal=stop.signal,
+        stopped=any(has_stopped(one) for one in running),
+        nodes=job.nodes,
+        logs=str(job.log_dir or ""),
+        lost=peers.lost(),
+    )
 
 
 def _open_folder(job: Job) -> tempfile.TemporaryDirectory[str] | nullcontext[str]:
     if job.log_dir is None:
-        return tempfile.TemporaryDirectory(prefix="paceline-")
+        clean_litter()
+        folder = tempfile.TemporaryDirectory(prefix=PREFIX)
+        own(Path(folder.name))
+        return folder
     job.log_dir.mkdir(parents=True, exist_ok=True)
     return nullcontext(str(job.log_dir.resolve()))
 
@@ -110,22 +123,22 @@ def _signals_to(stop: Stop) -> Iterator[None]:
 
 @contextmanager
 def _started(
-    job: Job, folder: Path, environ: Mapping[str, str], beacon_port: int
+    job: Job, folder: Path, environ: Mapping[str, str], beacon_port: int, stop: Stop
 ) -> Iterator[Sequence[Running]]:
     """Start all workers of the node; at the end, however it comes, none of their sessions is left."""
     address, port, listener = bind_endpoint(job)
     running: list[Running] = []
     with Keeper() as keeper, ExitStack() as forking:
         try:
+            keeper.remove_at_death(folder if job.log_dir is None else None)
             fd = None if listener is None else listener.fileno()
-            token = job.token or (secrets.token_hex(8) if job.nodes == 1 else job.rendezvous)
+            token = job.token or (secrets.token_hex(32) if job.nodes == 1 else job.rendezvous)
             place = Place(address, port, fd, token, folder, _count_cores(), beacon_port)
             workers = render_workers(job, place, environ)
             with _server_of(workers, place.cores, environ) as variables:  # what it has forked outlives it
-                forks = forking.enter_context(ForkClient({**environ, **variables}))
-                for worker in workers:
-                    _clear(worker)
-                    running.append(start_worker(worker, keeper, forks))
+                keeper.remove_at_death(*map(Path, variables.values()))
+                forks = forking.enter_context(ForkClient({**environ, **variables}, stop.is_asked))
+                running += _start_all(workers, keeper, forks, stop)
             if listener is not None:
                 listener.close()  # rank 0 has it; when rank 0 is gone, the port must refuse
             yield running
@@ -135,6 +148,14 @@ def _started(
             for one in running:
                 one.kill(_UNKILLABLE_SECONDS)
                 one.worker.stack_file.unlink(missing_ok=True)
+
+
+def _start_all(workers: Sequence[Worker], keeper: Keeper, forks: ForkClient, stop: Stop) -> Iterator[Running]:
+    """Start one after the other, until a signal says that nobody wants them any more."""
+    for worker in workers:
+        _clear(worker)
+        if not stop.is_asked():
+            yield start_worker(worker, keeper, forks)
 
 
 def _server_of(
@@ -148,6 +169,7 @@ def _clear(worker: Worker) -> None:
     """Remove what an earlier job left in the same log folder."""
     worker.error_file.unlink(missing_ok=True)
     worker.stack_file.unlink(missing_ok=True)
+    clear_phase(worker.error_file.parent, worker.global_rank)
     clear_roster(worker.error_file.parent)
 
 
@@ -155,7 +177,9 @@ def _count_cores() -> int:
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
-def _supervise(running: Sequence[Running], stop: Stop, follow: Follow | None, peers: Peers) -> None:
+def _supervise(
+    running: Sequence[Running], stop: Stop, watch: Watch, follow: Follow | None, peers: Peers
+) -> None:
     """Wait until every worker has ended, and make them end when it is time."""
     while any(one.ended_at is None for one in running):
         wait_for_end(running, _TICK_SECONDS)
@@ -163,12 +187,22 @@ def _supervise(running: Sequence[Running], stop: Stop, follow: Follow | None, pe
         for one in running:
             if one.poll():
                 _note_end(one, stop, now, peers)
+        _give_up(watch.late(now), stop, now)
+        if not stop.begun and watch.begun():
+            stop.on_begin(now)
         if follow is not None:
             follow.show()
         if _act(running, stop, now) == "kill":
             break
     if follow is not None:
         follow.show()
+
+
+def _give_up(late: Sequence[Running], stop: Stop, now: float) -> None:
+    """End those that will not go on by themselves; that ends the job."""
+    for one in late:
+        one.kill(_UNKILLABLE_SECONDS)
+        stop.on_failure(now)
 
 
 def _note_end(one: Running, stop: Stop, now: float, peers: Peers) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 _LENGTH_BYTES = 8
 _MOST_FILES = 8
+_MOST_BYTES = 2**24
 
 
 def send(connection: socket.socket, value: Any, files: Sequence[int] = ()) -> None:
@@ -23,18 +24,22 @@ def send(connection: socket.socket, value: Any, files: Sequence[int] = ()) -> No
 
 
 def receive(connection: socket.socket) -> tuple[Any, list[int]] | None:
-    """Wait for a message; None if the other side is gone.
+    """Wait for a message; None if the other side is gone, or says what is none.
 
     Raises:
         TimeoutError: the socket has a time-out, and it has passed.
     """
     head, files, *_ = socket.recv_fds(connection, _LENGTH_BYTES, _MOST_FILES)
-    text = _read(connection, int.from_bytes(head, "big")) if len(head) == _LENGTH_BYTES else b""
-    if not text:
-        for file in files:
-            os.close(file)
-        return None
-    return json.loads(text), files
+    length = int.from_bytes(head, "big") if len(head) == _LENGTH_BYTES else 0
+    try:
+        text = _read(connection, length) if length <= _MOST_BYTES else b""
+        if text:
+            return json.loads(text), files
+    except (ValueError, RecursionError):
+        pass  # what it says is no message: it is gone as a partner
+    for file in files:
+        os.close(file)
+    return None
 
 
 def expect(connection: socket.socket) -> tuple[Any, list[int]]:

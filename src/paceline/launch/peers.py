@@ -18,10 +18,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from paceline.roster import Node, read_roster
+from paceline.roster import Node, address_towards, read_roster
 
 _ANSWER_SECONDS = 1.0
 _LINGER_SECONDS = 2.5
+_BACKLOG = 1024
 
 
 def ask(node: Node) -> str:
@@ -34,6 +35,11 @@ def ask(node: Node) -> str:
     except OSError:
         return f"{name} does not answer: it, or the network to it, is down"
     return ""
+
+
+def _listen(towards: tuple[str, int]) -> socket.socket:
+    """A port of the address by which the other nodes know this one; of all addresses if that has no IPv4."""
+    return socket.create_server((address_towards(*towards), 0), backlog=_BACKLOG)
 
 
 @dataclass
@@ -49,11 +55,12 @@ class Peers:
     Args:
         nodes, node_rank: of the job; with one node this does nothing.
         folder: where this node's workers write the roster.
+        towards: host and port of the rendezvous; only the address from which it is reached is listened on.
     """
 
-    def __init__(self, nodes: int, node_rank: int, folder: Path) -> None:
+    def __init__(self, nodes: int, node_rank: int, folder: Path, towards: tuple[str, int]) -> None:
         self._node_rank, self._folder = node_rank, folder
-        self._listener = socket.create_server(("", 0), backlog=128) if nodes > 1 else None
+        self._listener = _listen(towards) if nodes > 1 else None
         self._question: _Question | None = None
 
     @property

@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
@@ -47,6 +48,8 @@ class Keeper:
     def __exit__(
         self, kind: type[BaseException] | None, error: object, traceback: TracebackType | None
     ) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._send("=\n")  # this launcher removes its folders itself
         stdin = self._process.stdin
         if stdin is not None:
             stdin.close()
@@ -54,7 +57,15 @@ class Keeper:
 
     def watch(self, pid: int) -> None:
         """Kill session `pid` when the launcher dies."""
-        self._send(f"+{pid}\n")
+        with contextlib.suppress(BrokenPipeError):  # the keeper was killed: workers die with this process too
+            self._send(f"+{pid}\n")
+
+    def remove_at_death(self, *folders: Path | None) -> None:
+        """Remove folders when the launcher dies."""
+        for folder in folders:
+            if folder is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    self._send(f"={folder}\n")
 
     def forget(self, pid: int) -> None:
         """Session `pid` is over."""
@@ -75,6 +86,7 @@ class Running:
         ended_at: seconds since the epoch when it was seen to have ended; None: it runs.
         killed: the launcher killed it.
         told: the launcher had told it to end before it was seen to have ended.
+        overdue: why the launcher gave it up; empty if it did not.
     """
 
     worker: Worker
@@ -83,6 +95,7 @@ class Running:
     ended_at: float | None = None
     killed: bool = False
     told: bool = False
+    overdue: str = ""
 
     @property
     def pid(self) -> int:

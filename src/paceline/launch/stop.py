@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+SETUP_GRACE_SECONDS = 1.5
 Action = Literal["wait", "terminate", "kill"]
 
 
@@ -19,24 +20,39 @@ class Stop:
         settle_seconds: after a failure, until SIGTERM.
         kill_seconds: after that, until SIGKILL.
         grace_seconds: after a forwarded signal, or the first worker that left, until SIGKILL.
+        begun: there may be something to save; else a forwarded signal has `SETUP_GRACE_SECONDS`.
     """
 
     settle_seconds: float
     kill_seconds: float
     grace_seconds: float
+    begun: bool = True
     signal: int | None = None
     terminate_at: float = float("inf")
     kill_at: float = float("inf")
     terminated: bool = False
+    _before_kill: float = float("inf")
 
     def on_signal(self, number: int, now: float) -> None:
         """The launcher was told to stop: the first time pass it on, the second time kill."""
         if self.signal is None:
             self.signal = number
             self.terminate_at = min(self.terminate_at, now)
-            self.kill_at = min(self.kill_at, now + self.grace_seconds)
+            self._before_kill = self.kill_at
+            grace = self.grace_seconds if self.begun else SETUP_GRACE_SECONDS
+            self.kill_at = min(self.kill_at, now + grace)
         else:
             self.kill_at = now
+
+    def is_asked(self) -> bool:
+        """Whether a signal has asked this launcher to stop."""
+        return self.signal is not None
+
+    def on_begin(self, now: float) -> None:
+        """The first step begins: if a signal has come a moment before, it can still be saved."""
+        if not self.begun and self.signal is not None and now < self.kill_at:
+            self.kill_at = min(self._before_kill, now + self.grace_seconds)
+        self.begun = True
 
     def on_failure(self, now: float) -> None:
         """A worker failed: let the others find out, then end them. Later failures change nothing."""

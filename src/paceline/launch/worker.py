@@ -11,6 +11,7 @@ import os
 import sys
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent
@@ -71,8 +72,11 @@ class ErrorReport:
 
     @classmethod
     def load(cls, path: Path) -> ErrorReport | None:
-        """Read what a worker saved; None if it saved nothing."""
-        return cls(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+        """Read what a worker saved; None if it saved nothing that can be read."""
+        try:
+            return cls(**json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError, RecursionError):
+            return None
 
 
 def _details(error: BaseException, said: BaseException, trace: str) -> str:
@@ -134,7 +138,8 @@ class guard:
             return
         report = ErrorReport.of(error)
         if cluster.error_dir is not None:
-            report.save(error_file(cluster.error_dir, cluster.global_rank))
+            with suppress(OSError):  # no space: the exit code still says what it was
+                report.save(error_file(cluster.error_dir, cluster.global_rank))
         if cluster.error_dir is None or cluster.local_rank != 0:  # the launcher shows the first rank's itself
             sys.stderr.write(report.traceback)
         sys.stdout.flush()

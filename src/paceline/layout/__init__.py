@@ -1,10 +1,11 @@
 """Where state lives. A layout turns units into gradients and knows nothing of the optimizer."""
 
 from paceline.layout.buffers import UnitBuffers
+from paceline.layout.holding import Holding
 from paceline.layout.lanes import Lanes
-from paceline.layout.placed import GradSink, Placed
+from paceline.layout.placed import Placed
 from paceline.layout.precision import Precision
 from paceline.layout.replicate import Replicate
 from paceline.layout.sums import Sums
 
-__all__ = ["GradSink", "Lanes", "Placed", "Precision", "Replicate", "Sums", "UnitBuffers"]
+__all__ = ["Holding", "Lanes", "Placed", "Precision", "Replicate", "Sums", "UnitBuffers"]

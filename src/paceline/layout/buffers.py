@@ -4,10 +4,13 @@ Every unit of a step starts from the buffers before the step, and the buffers af
 mean change over all units of all ranks. So they depend on the virtual shards, never on the world size,
 and the sum can be taken in any order. Integer buffers (counters) are rounded.
 
-Invariant: between steps, buffers are equal on all ranks. Non-persistent buffers (masks) are not touched.
+Invariant: between steps, buffers are equal on all ranks that hold them. Non-persistent buffers (masks) are
+not touched. A buffer on `meta` is another rank's: it has a place in the sums, and nothing else.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -75,9 +78,11 @@ class UnitBuffers:
         """Note what the units of a copy have changed."""
         self._changes += others.changes
 
-    def add_changes(self, others: UnitBuffers) -> None:
-        """Add what another part of the model has changed in the same units."""
-        self._changes = [own + other for own, other in zip(self._changes, others.changes, strict=True)]
+    def take_sum(self, parts: Sequence[UnitBuffers]) -> None:
+        """Note what the parts of the model have changed in the same units, each its own buffers."""
+        self._changes = [
+            sum(unit[1:], start=unit[0]) for unit in zip(*(p.changes for p in parts), strict=True)
+        ]
 
     def end_step(self, change: Tensor, units: float) -> None:
         """Apply the mean change; a value that no unit changed keeps its bits.
@@ -90,7 +95,8 @@ class UnitBuffers:
             return
         pieces = (change / units).split([_real(base).numel() for base in self._base])
         for now, base, piece in zip(self._now(), self._base, pieces, strict=True):
-            _move(_real(now), _real(base), piece.to(now.device))
+            if not now.is_meta:
+                _move(_real(now), _real(base), piece.to(now.device))
 
     def values(self) -> list[Tensor]:
         """Copies of the buffers as they are."""
@@ -99,7 +105,8 @@ class UnitBuffers:
     def change_since(self, before: list[Tensor]) -> Tensor:
         """What became of earlier `values`, float64 [num_values]."""
         changes = [_difference(now, base) for now, base in zip(self._now(), before, strict=True)]
-        return torch.cat(changes) if changes else self._no_change()
+        device = self._no_change().device
+        return torch.cat([change.to(device) for change in changes]) if changes else self._no_change()
 
     def reset(self, before: list[Tensor]) -> None:
         """Put earlier `values` back, as those before the step."""
@@ -115,7 +122,7 @@ class UnitBuffers:
         return [b.detach().clone() for b in self._now()]
 
     def _no_change(self) -> Tensor:
-        device = self._base[0].device if self._base else None
+        device = next((base.device for base in self._base if not base.is_meta), None)
         return torch.zeros(self.num_values, dtype=torch.float64, device=device)
 
     def _restore(self) -> None:
@@ -137,6 +144,8 @@ def _real(b: Tensor) -> Tensor:
 def _difference(now: Tensor, base: Tensor) -> Tensor:
     """now - base in float64 [numel]; 0 where they are equal, also for infinities and large integers."""
     a, b = _real(now.detach()), _real(base)
+    if a.is_meta:
+        return torch.zeros(a.numel(), dtype=torch.float64)
     return torch.where(a == b, 0.0, a.to(torch.float64) - b.to(torch.float64)).reshape(-1)
 
 

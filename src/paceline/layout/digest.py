@@ -62,12 +62,10 @@ def find_divergence(state: TrainState, mesh: Mesh, net: Net) -> Divergence | Non
     """
     mine = [_hashed(piece) for piece in state.pieces() if "replica" not in piece.slot.axes]
     tables = [json.loads(text) for text in gather_texts(json.dumps(mine), mesh.world, net)]
-    spread = {name for table in tables for name, _, axes, _ in table if axes}
     held: dict[tuple[str, str], dict[int, str]] = {}
     for rank, table in enumerate(tables):
-        for name, part, axes, sha in table:
-            if axes or name not in spread:  # else whole here, but not up to date
-                held.setdefault((name, part), {})[rank] = sha
+        for name, part, sha in table:
+            held.setdefault((name, part), {})[rank] = sha
     for (name, _), found in held.items():
         wrong = _odd(found)
         if wrong:
@@ -75,9 +73,8 @@ def find_divergence(state: TrainState, mesh: Mesh, net: Net) -> Divergence | Non
     return None
 
 
-def _hashed(piece: Piece) -> tuple[str, str, list[str], str]:
-    slot = piece.slot
-    return slot.name, str(slot.part), sorted(slot.axes), tensor_sha256(piece.tensor)
+def _hashed(piece: Piece) -> tuple[str, str, str]:
+    return piece.slot.name, str(piece.slot.part), tensor_sha256(piece.tensor)
 
 
 def _odd(found: Mapping[int, str]) -> list[int]:

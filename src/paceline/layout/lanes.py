@@ -6,21 +6,23 @@ sink. Invariant: the bits are those of one lane.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from itertools import islice
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from paceline.comm.ordered import OrderedReducer
-from paceline.comm.tree import cover
+from paceline.comm import GradientSink
+from paceline.comm.reduction import TreeReducer, cover
 from paceline.data import LoadedUnit, split
-from paceline.layout.placed import GradSink
+from paceline.errors import TaskError
+from paceline.layout.holding import Holding, hold_whole
 from paceline.layout.precision import Precision
 from paceline.layout.replicate import Replicate
-from paceline.layout.sums import Sums
+from paceline.layout.sums import MetricNames, Sums
 from paceline.layout.threads import LedByFirst, NobodyDraws, Threads, around_the_same_parameters
 from paceline.observe import Phases
+from paceline.slot import Slot
 from paceline.task import LossFunction
 
 
@@ -28,7 +30,7 @@ class Lanes(LedByFirst):
     """One whole model, and further copies of its modules around the same parameters.
 
     Args:
-        model: on the processor.
+        holding: of a whole model on the processor.
         loss, metric_names, precision: as for `Replicate`.
         phases: of the first lane; the others run meanwhile.
         num_lanes: threads.
@@ -39,26 +41,28 @@ class Lanes(LedByFirst):
 
     def __init__(
         self,
-        model: nn.Module,
+        holding: Holding,
         loss: LossFunction,
-        metric_names: tuple[str, ...],
+        metric_names: MetricNames,
         *,
         precision: Precision,
         phases: Phases,
         num_lanes: int,
         deadline_seconds: float,
     ) -> None:
-        models = [model, *(around_the_same_parameters(model, "lanes") for _ in range(num_lanes - 1))]
-        clocks = [phases, *(Phases() for _ in models[1:])]
+        twins = (around_the_same_parameters(holding.model, "lanes") for _ in range(num_lanes - 1))
+        holdings = [holding, *map(hold_whole, twins)]
+        clocks = [phases, *(Phases() for _ in holdings[1:])]
         self._lanes = [
-            Replicate(m, loss, metric_names, precision=precision, phases=clock, overlap=False, seeds=False)
-            for m, clock in zip(models, clocks, strict=True)
+            Replicate(h, loss, metric_names, precision=precision, phases=clock, overlap=False, seeds=False)
+            for h, clock in zip(holdings, clocks, strict=True)
         ]
         self._first = self._lanes[0]
         self._phases, self._threads = phases, Threads(num_lanes, "lane", deadline_seconds)
-        self.used: Sequence[bool] = ()
+        self.used: Collection[str] = ()
+        self._tried = False
 
-    def run(self, units: Iterable[LoadedUnit], num_units: int, sink: GradSink, scale: float) -> Sums:
+    def run(self, units: Iterable[LoadedUnit], num_units: int, sink: GradientSink, scale: float) -> Sums:
         """See `Placed.run`; each lane takes a contiguous share of the units."""
         with self._phases.during("data"):
             loaded = list(islice(units, num_units))
@@ -67,6 +71,8 @@ class Lanes(LedByFirst):
         for lane in self._lanes[1:]:
             lane.buffers.reset(before)
         with NobodyDraws():
+            if loaded and not self._tried:
+                self._try_second_lane(loaded[0], scale)
             pairs = zip(self._lanes, shares, strict=True)
             found = self._threads.run([partial(_run_lane, lane, share, scale) for lane, share in pairs])
         sums = Sums(self.metric_names)
@@ -74,15 +80,36 @@ class Lanes(LedByFirst):
             sums.extend(own)
             if lane is not self._first:
                 self.buffers.take_changes(lane.buffers)
-        self.used = [any(lane.used[i] for lane in self._lanes) for i in range(len(self.parameters))]
+        self.used = {name for lane in self._lanes for name in lane.used}
         self._hand_on([part for parts, _ in found for part in parts], sink)
         return sums
 
-    def _hand_on(self, parts: Sequence[_Part], sink: GradSink) -> None:
+    def _try_second_lane(self, loaded: LoadedUnit, scale: float) -> None:
+        """Run one unit on a copy alone, before threads would write the same gradients at a time.
+
+        Raises:
+            TaskError: the loss used the original.
+        """
+        self._tried = True
+        originals = self._first.holding.computes
+        for p in originals.values():
+            p.grad = None
+        before = self._lanes[1].buffers.values()
+        _run_lane(self._lanes[1], [loaded], scale)
+        self._lanes[1].buffers.reset(before)
+        touched = [slot.name for slot, p in originals.items() if p.grad is not None]
+        if touched:
+            raise TaskError(
+                f"the loss touches '{touched[0]}' of a model from around it, not of the one that it is given,"
+                " and lanes run copies",
+                next_step="use the first argument of loss(model, batch) only, or a strategy without lanes",
+            )
+
+    def _hand_on(self, parts: Sequence[_Part], sink: GradientSink) -> None:
         for k, (shards, grads) in enumerate(parts):
             sink.unit(shards, k == len(parts) - 1)
-            for index in reversed(range(len(grads))):
-                sink.ready(index, grads[index])
+            for slot in reversed(grads):
+                sink.ready(slot, grads[slot])
 
     def abort(self) -> None:
         """See `Placed`."""
@@ -94,18 +121,18 @@ class Lanes(LedByFirst):
         return self._first.evaluate(units)
 
 
-_Part = tuple[range, list[Tensor | None]]
-"""A node of the tree of additions, and the sums over it by parameter."""
+_Part = tuple[range, dict[Slot, Tensor | None]]
+"""A node of the tree of additions, and the sums over it."""
 
 
 def _run_lane(lane: Replicate, share: list[LoadedUnit], scale: float) -> tuple[list[_Part], Sums]:
     """Forward and backward of one lane's share; its sums by node."""
     first, last = (share[0].unit.shard, share[-1].unit.shard) if share else (0, -1)
     nodes = cover(range(first, last + 1))
-    sink = OrderedReducer(lane.parameters, nodes)
+    sink = TreeReducer(lane.holding.computes, nodes)
     sums = lane.run(share, len(share), sink, scale)
-    by_index = sink.take()
-    return [(node, [found.get(k) for found in by_index]) for k, node in enumerate(nodes)], sums
+    by_slot = sink.take()
+    return [(node, {s: found.get(k) for s, found in by_slot.items()}) for k, node in enumerate(nodes)], sums
 
 
 def _share(loaded: list[LoadedUnit], num_lanes: int, lane: int) -> list[LoadedUnit]:

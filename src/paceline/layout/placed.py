@@ -1,61 +1,40 @@
 """What a layout gives to a rule: the model as one rank holds it, and forward and backward of some units.
 
-Gradients are named by the place of their parameter among all trained parameters of the model, in the model's
-order, on every rank and under every layout. A rank calls `ready` for the parameters that it computes.
+Gradients are named by the slot that the rank computes with. A rank calls `ready` for the slots that it holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable
 from typing import Protocol
 
-import torch
-from torch import Tensor, nn
-
+from paceline.comm import GradientSink
 from paceline.data import LoadedUnit
 from paceline.layout.buffers import UnitBuffers
-from paceline.layout.sums import Sums
-from paceline.slot import Slot
-
-
-class GradSink(Protocol):
-    """Supplied by the rule: takes each gradient as soon as it is complete on this rank (`comm.Reducer`)."""
-
-    @property
-    def by_unit(self) -> bool: ...
-    def unit(self, shards: range, is_last: bool) -> None: ...
-    def ready(self, index: int, grad: Tensor | None) -> None: ...
+from paceline.layout.holding import Holding
+from paceline.layout.sums import MetricNames, Sums
 
 
 class Placed(Protocol):
     """One rank's share of a replica.
 
     Attributes:
-        model: the whole module; which of its parameters are up to date here, the layout knows.
-        metric_names: sorted names of the metrics that the loss returns.
-        slots: all trained parameters of the model, in its order.
-        parameters: the same, by index.
-        used: by parameter index, whether a unit of the last `run` had a gradient here.
-        buffers: of the whole model; those that no module of this rank changes do not move here.
+        holding: what of the model this rank has in memory.
+        metric_names: of the loss; agreed before training.
+        used: names of the parameters that had a gradient here, in a unit of the last `run`.
+        buffers: of the whole model; those that this rank does not hold do not move here.
     """
 
     @property
-    def model(self) -> nn.Module: ...
+    def holding(self) -> Holding: ...
     @property
-    def metric_names(self) -> tuple[str, ...]: ...
+    def metric_names(self) -> MetricNames: ...
     @property
-    def slots(self) -> Mapping[Slot, nn.Parameter]: ...
-    @property
-    def parameters(self) -> Sequence[nn.Parameter]: ...
-    @property
-    def used(self) -> Sequence[bool]: ...
+    def used(self) -> Collection[str]: ...
     @property
     def buffers(self) -> UnitBuffers: ...
-    @property
-    def device(self) -> torch.device:
-        """Where this rank computes."""
 
-    def run(self, units: Iterable[LoadedUnit], num_units: int, sink: GradSink, scale: float) -> Sums:
+    def run(self, units: Iterable[LoadedUnit], num_units: int, sink: GradientSink, scale: float) -> Sums:
         """Forward and backward of some units of one step; every gradient goes to the sink once.
 
         Args:

@@ -29,6 +29,7 @@ class Precision:
     Args:
         compute: "fp32", "bf16" or "fp16".
         device_type: "cpu" or "cuda".
+        seeds_everything: see `seed_unit`.
         caches: cast a weight once a unit. Threads share this cache, and each stage has its own: without it
             the gradient of a weight that is used twice does not depend on them.
     """
@@ -36,6 +37,7 @@ class Precision:
     compute: str
     device_type: str
     caches: bool = True
+    seeds_everything: bool = False
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context of one unit's forward. One a unit: casts are cached inside it, with their graph."""
@@ -61,7 +63,7 @@ def recompute_blocks(model: nn.Module, choose: Callable[[nn.Module], Iterable[nn
     Exactness: bitwise; keyed dropout draws the same masks, PyTorch's own has its state restored.
     Source: Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost, arXiv:1604.06174.
     """
-    blocks = list(dict.fromkeys((choose or _module_lists)(model)))
+    blocks = recomputed_blocks(model, choose)
     if not blocks:
         raise TaskError(
             'memory.recompute = "blocks", but the model has no nn.ModuleList and the task names no blocks',
@@ -70,6 +72,13 @@ def recompute_blocks(model: nn.Module, choose: Callable[[nn.Module], Iterable[nn
     for block in blocks:
         block.__class__ = _recomputing(type(block))
     return len(blocks)
+
+
+def recomputed_blocks(
+    model: nn.Module, choose: Callable[[nn.Module], Iterable[nn.Module]] | None
+) -> list[nn.Module]:
+    """The blocks of a model: those that are chosen, or the entries of every `nn.ModuleList`."""
+    return list(dict.fromkeys((choose or _module_lists)(model)))
 
 
 def _recomputing(kind: type[nn.Module]) -> type[nn.Module]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,6 +11,33 @@ from torch import Tensor
 
 from paceline.errors import TaskError
 from paceline.task import Loss
+
+
+class MetricNames:
+    """Sorted names of the metrics that a loss returns: learned from its first call, then always the same.
+
+    Args:
+        names: if they are known already.
+    """
+
+    def __init__(self, names: Sequence[str] | None = None) -> None:
+        self.found: tuple[str, ...] | None = None if names is None else tuple(names)
+
+    def check(self, loss: Loss) -> tuple[str, ...]:
+        """The names of this loss.
+
+        Raises:
+            TaskError: earlier it had others.
+        """
+        names = tuple(sorted(loss.metrics))
+        if self.found is None:
+            self.found = names
+        if names != self.found:
+            raise TaskError(
+                f"the loss returned the metrics {list(names)}, earlier {list(self.found)}",
+                next_step="return the same metric names for every batch",
+            )
+        return names
 
 
 class Sums:
@@ -21,8 +49,8 @@ class Sums:
         names: the metrics, the same in every unit.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = tuple(names)
+    def __init__(self, names: MetricNames) -> None:
+        self._names = names
         self._rows: list[list[Any]] = []
 
     @property
@@ -32,12 +60,8 @@ class Sums:
 
     def add(self, loss: Loss) -> None:
         """Add one unit."""
-        if tuple(sorted(loss.metrics)) != self._names:
-            raise TaskError(
-                f"the loss returned the metrics {sorted(loss.metrics)}, earlier {list(self._names)}",
-                next_step="return the same metric names for every batch",
-            )
-        row = [loss.total, loss.count, *(loss.metrics[name] for name in self._names)]
+        names = self._names.check(loss)
+        row = [loss.total, loss.count, *(loss.metrics[name] for name in names)]
         self._rows.append([x.detach() if isinstance(x, Tensor) else float(x) for x in row])
 
     def extend(self, other: Sums) -> None:
@@ -47,12 +71,12 @@ class Sums:
     def read(self) -> tuple[float, float, Mapping[str, float]]:
         """Total, count and metrics over all units."""
         columns = self.per_unit().sum(0).tolist()
-        return columns[0], columns[1], dict(zip(self._names, columns[2:], strict=True))
+        return columns[0], columns[1], dict(zip(self._names.found or (), columns[2:], strict=True))
 
     def per_unit(self) -> Tensor:
         """Float64 [units, 2 + num_metrics] on the host: total, count, metrics."""
         if not self._rows:
-            return torch.zeros(0, 2 + len(self._names), dtype=torch.float64)
+            return torch.zeros(0, 2 + len(self._names.found or ()), dtype=torch.float64)
         tensors = [x for row in self._rows for x in row if isinstance(x, Tensor)]
         numbers = iter(_read(tensors))
         rows = [[next(numbers) if isinstance(x, Tensor) else x for x in row] for row in self._rows]
@@ -66,6 +90,25 @@ def _read(scalars: list[Tensor]) -> list[float]:
     device = scalars[0].device
     found: list[float] = torch.stack([x.to(device, torch.float64).reshape(()) for x in scalars]).tolist()
     return found
+
+
+@contextmanager
+def explained(num_samples: int) -> Iterator[None]:
+    """Say in one sentence what PyTorch's BatchNorm says of too few values.
+
+    Raises:
+        TaskError: a shard of one sample went through a norm over the batch.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        raise TaskError(
+            f"a micro-batch of {num_samples} samples has too few values for a norm over the batch",
+            next_step="choose fewer batch.shards, so that the smallest batch has two samples in each, or"
+            " batch.drop_last = true",
+        ) from error
 
 
 def checked(loss: Any) -> Loss:

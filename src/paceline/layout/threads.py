@@ -8,7 +8,7 @@ All have ended when `run` returns or raises.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
@@ -17,9 +17,10 @@ from torch import nn
 
 from paceline.errors import CommunicationError, TaskError
 from paceline.layout.buffers import UnitBuffers
+from paceline.layout.holding import Holding
 from paceline.layout.placed import Placed
+from paceline.layout.sums import MetricNames
 from paceline.models.dropout import name_dropouts
-from paceline.slot import Slot
 
 T = TypeVar("T")
 
@@ -68,35 +69,22 @@ class Threads:
 
 
 class LedByFirst:
-    """What a layout of several threads shows: model, parameters and buffers of the first."""
+    """What a layout of several threads shows: what the first holds."""
 
     _first: Placed
     _threads: Threads
 
     @property
-    def model(self) -> nn.Module:
-        return self._first.model
-
-    @property
-    def metric_names(self) -> tuple[str, ...]:
+    def metric_names(self) -> MetricNames:
         return self._first.metric_names
 
     @property
-    def slots(self) -> Mapping[Slot, nn.Parameter]:
-        return self._first.slots
-
-    @property
-    def parameters(self) -> Sequence[nn.Parameter]:
-        return self._first.parameters
+    def holding(self) -> Holding:
+        return self._first.holding
 
     @property
     def buffers(self) -> UnitBuffers:
         return self._first.buffers
-
-    @property
-    def device(self) -> torch.device:
-        """Where this rank computes."""
-        return self._first.device
 
     def close(self) -> None:
         """End the threads."""
@@ -106,12 +94,14 @@ class LedByFirst:
 def around_the_same_parameters(model: nn.Module, why: str) -> nn.Module:
     """A copy of the modules and buffers; parameters have gradients of their own and share their memory.
 
+    Hooks and attributes of a parameter go with it.
+
     Args:
         why: a word for what needs the copy.
     Raises:
         TaskError: the model cannot be copied.
     """
-    memo = {id(p): nn.Parameter(p.data, p.requires_grad) for p in model.parameters()}
+    memo = {id(p): _twin_of(p) for p in model.parameters()}
     try:
         twin = copy.deepcopy(model, memo)
     except (RuntimeError, TypeError) as error:
@@ -120,6 +110,16 @@ def around_the_same_parameters(model: nn.Module, why: str) -> nn.Module:
             next_step="let copy.deepcopy(model) work, or choose a strategy without lanes",
         ) from error
     name_dropouts(twin)
+    return twin
+
+
+def _twin_of(p: nn.Parameter) -> nn.Parameter:
+    twin = nn.Parameter(p.data, p.requires_grad)
+    twin.__dict__.update(p.__dict__)
+    for hook in (p._backward_hooks or {}).values():
+        twin.register_hook(hook)
+    for hook in (getattr(p, "_post_accumulate_grad_hooks", None) or {}).values():
+        twin.register_post_accumulate_grad_hook(hook)
     return twin
 
 

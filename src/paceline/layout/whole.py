@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.comm import Net
 from paceline.comm.text import gather_texts, share_text
@@ -89,8 +90,6 @@ def gather_whole(pieces: Sequence[Piece], group: Group, net: Net) -> dict[str, T
     found = {piece.slot.name: piece.tensor for piece in pieces if not piece.slot.axes}
     split = [piece for piece in pieces if piece.slot.axes]
     tables = [json.loads(text) for text in gather_texts(json.dumps([_entry(p) for p in split]), group, net)]
-    for name in {entry[0] for table in tables for entry in table}:
-        found.pop(name, None)  # whole here, but not up to date
     dtypes = sorted({entry[3] for table in tables for entry in table})
     for dtype in dtypes:
         mine = [p.tensor.detach().reshape(-1) for p in split if str(p.tensor.dtype) == dtype]
@@ -113,3 +112,34 @@ def _place(entries: Sequence[_Entry], values: Tensor, found: dict[str, Tensor]) 
         whole = found.setdefault(name, values.new_zeros(shape))
         place = tuple(slice(start, stop) for start, stop in part)
         whole[place] = piece.view([stop - start for start, stop in part])
+
+
+def whole_model(model: nn.Module, tensors: Mapping[str, Tensor], device: torch.device) -> nn.Module:
+    """A copy of a model of which a rank holds a part, with whole tensors by `model/NAME` in it.
+
+    The modules are those that the rank runs: what a layout has put into them works on whole tensors too.
+    """
+    twin = copy.deepcopy(model)
+    first = {id(value): name for name, value in reversed([*_named(twin)])}
+    filled: dict[int, Tensor] = {}
+    for module in twin.modules():
+        for table in (module._parameters, module._buffers):
+            for key, value in table.items():
+                if value is None:
+                    continue
+                whole = tensors.get(f"model/{first[id(value)]}")
+                if whole is not None:
+                    made = filled.setdefault(id(value), _like(value, whole.to(device)))
+                    table[key] = made  # type: ignore[assignment]
+    return twin
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _like(value: Tensor, whole: Tensor) -> Tensor:
+    if isinstance(value, nn.Parameter):
+        return nn.Parameter(whole.detach().clone(), value.requires_grad)
+    return whole.clone()

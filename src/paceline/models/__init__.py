@@ -3,7 +3,7 @@
 from paceline.models.convnet import ConvNet
 from paceline.models.dropout import KeyedDropout, name_dropouts, set_unit_key
 from paceline.models.gpt import GPT, GPTConfig, gpt_chain, initialize_gpt
-from paceline.models.initialize import fan_in_rule, initialize_by_name
+from paceline.models.initialize import InitializeByName, fan_in_rule, initialize_by_name, without_memory
 from paceline.models.mlp import MLP
 from paceline.models.sample import generate
 
@@ -12,6 +12,7 @@ __all__ = [
     "MLP",
     "ConvNet",
     "GPTConfig",
+    "InitializeByName",
     "KeyedDropout",
     "fan_in_rule",
     "generate",
@@ -20,4 +21,5 @@ __all__ = [
     "initialize_gpt",
     "name_dropouts",
     "set_unit_key",
+    "without_memory",
 ]

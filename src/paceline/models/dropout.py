@@ -34,6 +34,12 @@ class KeyedDropout(nn.Module):
         self.p = p
         self.name = ""
         self.unit_key: int | None = None
+        self._part: tuple[int, int] | None = None
+        self._width = 0
+
+    def take_part(self, span: tuple[int, int], width: int) -> None:
+        """See a span of the features only; the mask is that part of the mask of all `width` features."""
+        self._part, self._width = span, width
 
     def forward(self, x: Tensor) -> Tensor:
         """Drop values of x, of any shape; the result has its shape and dtype."""
@@ -62,7 +68,10 @@ def keep_mask(module: KeyedDropout, x: Tensor) -> Tensor:
             next_step="call set_unit_key(model, key) before a training forward; Paceline's step does",
         )
     generator = torch.Generator(x.device).manual_seed(key(module.unit_key, "dropout", module.name))
-    return torch.rand(x.shape, generator=generator, device=x.device) >= module.p
+    if module._part is None:
+        return torch.rand(x.shape, generator=generator, device=x.device) >= module.p
+    whole = torch.rand(*x.shape[:-1], module._width, generator=generator, device=x.device)
+    return whole[..., slice(*module._part)] >= module.p
 
 
 def name_dropouts(model: nn.Module) -> tuple[KeyedDropout, ...]:

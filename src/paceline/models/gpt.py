@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from paceline.errors import TaskError
 from paceline.models.dropout import KeyedDropout
-from paceline.models.initialize import initialize_by_name
+from paceline.models.initialize import InitializeByName, Rule
 
 
 @dataclass(frozen=True)
@@ -184,8 +184,8 @@ def gpt_chain(model: nn.Module) -> list[nn.Module]:
     return [Embedded(model), *model.blocks, nn.Sequential(model.norm, model.head)]
 
 
-def initialize_gpt(model: nn.Module, seed: int) -> None:
-    """Set the weights of a GPT by name: normal of deviation 0.02, branches scaled by 1 / sqrt(2 layers).
+def gpt_rule(model: nn.Module) -> Rule:
+    """How the weights of a GPT are set: normal of deviation 0.02, branches scaled by 1 / sqrt(2 layers).
 
     Source: Radford et al. 2019, section 2.3.
     """
@@ -198,4 +198,8 @@ def initialize_gpt(model: nn.Module, seed: int) -> None:
             scale = math.sqrt(num_branches) if name.endswith("project.weight") else 1.0
             values.normal_(0.0, 0.02 / scale, generator=generator)
 
-    initialize_by_name(model, seed, rule)
+    return rule
+
+
+initialize_gpt = InitializeByName(gpt_rule)
+"""Sets the weights of a GPT by name."""

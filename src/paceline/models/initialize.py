@@ -1,36 +1,129 @@
-"""Initial weights that are keyed by (seed, parameter name), never drawn from a stream.
+"""Initial weights that are keyed by (seed, parameter name, block of rows), never drawn from a stream.
 
 Invariant: the value of a parameter depends on the seed, its name, its shape and its dtype only, so that
-adding a layer, splitting the model or changing the device leaves all other weights as they are.
+adding a layer, splitting the model or changing the device leaves all other weights as they are; and some rows
+of it can be made without the others.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from paceline.errors import TaskError
 from paceline.keys import key
 
 Rule = Callable[[str, Tensor, torch.Generator], object]
 """`rule(name, values, generator)` fills the values in place, or leaves them as the constructor did."""
 
+_BLOCK_VALUES = 2**20
+_SMALL_VALUES = 2**12
 
-@torch.no_grad()
-def initialize_by_name(model: nn.Module, seed: int, rule: Rule) -> None:
-    """Let the rule set every parameter, each with a generator of its own.
+
+@dataclass(frozen=True)
+class InitializeByName:
+    """Lets a rule set every parameter, each block of its rows with a generator of its own.
 
     Args:
-        model: changed in place; a tied parameter is set once, under its first name.
-        seed: the seed of the run.
-        rule: works on CPU tensors, so that every device starts from the same bits.
+        make_rule: from a model, of which it may look at modules and names, the rule. It works on CPU tensors,
+            so that every device starts from the same bits, and on some rows of a parameter as on all of it.
     """
-    for name, parameter in model.named_parameters():
-        values = parameter.detach().cpu().clone()
-        rule(name, values, torch.Generator().manual_seed(key(seed, "initialize", name)))
-        parameter.copy_(values)
+
+    make_rule: Callable[[nn.Module], Rule]
+
+    @torch.no_grad()
+    def __call__(self, model: nn.Module, seed: int) -> None:
+        """Set all parameters; one without memory gets it. A tied parameter is set under its first name."""
+        rule = self.make_rule(model)
+        made: dict[int, nn.Parameter] = {}
+        for name, p in list(model.named_parameters()):
+            values = _rows(rule, seed, name, p, 0, len(p) if p.dim() else 1)
+            if p.is_meta:
+                made[id(p)] = nn.Parameter(values, p.requires_grad)
+            else:
+                p.copy_(values)
+        replace_parameters(model, made)
+
+    @torch.no_grad()
+    def part(self, model: nn.Module, seed: int, name: str, part: tuple[slice, ...]) -> Tensor:
+        """Some values of one parameter, [sizes of the part], on the CPU; only their rows are made."""
+        p = model.get_parameter(name)
+        rule = self.make_rule(model)
+        if not part:
+            return _rows(rule, seed, name, p, 0, 1)
+        rows = _rows(rule, seed, name, p, part[0].start, part[0].stop)
+        return rows[(slice(None), *part[1:])].clone()
+
+
+def initialize_by_name(model: nn.Module, seed: int, rule: Rule) -> None:
+    """Let a rule set every parameter; see `InitializeByName`."""
+    InitializeByName(lambda _: rule)(model, seed)
+
+
+def _rows(rule: Rule, seed: int, name: str, p: Tensor, start: int, stop: int) -> Tensor:
+    """Rows of a parameter, as the rule makes them block by block; a scalar is one row."""
+    height = max(1, _BLOCK_VALUES // max(1, p.numel() // max(1, len(p)))) if p.dim() else 1
+    if p.numel() <= _BLOCK_VALUES:
+        whole = _block(rule, key(seed, "initialize", name), name, p, slice(None))
+        return whole[start:stop] if p.dim() else whole
+    found = torch.empty(stop - start, *p.shape[1:], dtype=p.dtype)
+    for block in range(start // height, -(-stop // height)):
+        first, last = block * height, min((block + 1) * height, len(p))
+        values = _block(rule, key(seed, "initialize", name, block), name, p, slice(first, last))
+        a, b = max(start, first), min(stop, last)
+        found[a - start : b - start] = values[a - first : b - first]
+    return found
+
+
+def _block(rule: Rule, seed: int, name: str, p: Tensor, rows: slice) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    if not p.is_meta:
+        values = (p.detach()[rows] if p.dim() else p.detach()).cpu().clone()
+        rule(name, values, generator)
+        return values
+    values = torch.full((p[rows] if p.dim() else p).shape, torch.nan, dtype=p.dtype)
+    rule(name, values, generator)
+    if bool(torch.isnan(values).any()):
+        raise TaskError(
+            f"the model was built without memory, and '{name}' is left as its constructor made it",
+            next_step="let the rule set it, or build the model as usual",
+        )
+    return values
+
+
+@contextmanager
+def without_memory() -> Iterator[None]:
+    """Large parameters of modules that are built inside have a shape and no memory (device `meta`).
+
+    A rank then makes only those that it holds. Buffers and small parameters (up to 4,096 values) are as
+    usual. The task needs an `initialize` that can make parts: `InitializeByName`.
+    """
+
+    def let_go(module: nn.Module, name: str, p: Any) -> Any:
+        if isinstance(p, nn.Parameter) and not p.is_meta and p.numel() > _SMALL_VALUES:
+            return nn.Parameter(p.detach().to("meta"), p.requires_grad)
+        return None
+
+    hook = register_module_parameter_registration_hook(let_go)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def replace_parameters(model: nn.Module, made: dict[int, nn.Parameter]) -> None:
+    """Put other parameters in the place of some, by `id`, wherever modules use them."""
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None and id(p) in made:
+                module._parameters[name] = made[id(p)]
 
 
 def fan_in_rule(name: str, values: Tensor, generator: torch.Generator) -> None:

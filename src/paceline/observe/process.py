@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
+import tempfile
 from pathlib import Path
 
 
@@ -17,6 +19,14 @@ def process_start(pid: int) -> int:
     except OSError:
         return 0
     return 0 if fields[0] == "Z" else int(fields[19])
+
+
+def cache_folder() -> Path:
+    """Where this user keeps what can be made again; a user without a home has a folder of temporary files."""
+    try:
+        return Path.home() / ".cache" / "paceline"
+    except RuntimeError:  # no HOME, and no entry of the user's number in passwd
+        return Path(tempfile.gettempdir()) / f"paceline-cache-{os.getuid()}"
 
 
 def peak_bytes() -> float:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
-from paceline.observe.disk import explained
+from paceline.observe.append import Appender, Say, say_on_stderr
 from paceline.observe.schema import level_of, passes
 from paceline.observe.stats import Stats
 
@@ -34,14 +33,20 @@ class JsonLines:
         level: the lowest level that is written.
         rotate_bytes: size at which a new file begins; 0: never.
         now: seconds since the epoch.
+        say: is told if the file cannot be written; the run goes on, see `Appender`.
     """
 
     def __init__(
-        self, path: Path, *, level: str = "debug", rotate_bytes: int = 0, now: Callable[[], float] = time.time
+        self,
+        path: Path,
+        *,
+        level: str = "debug",
+        rotate_bytes: int = 0,
+        now: Callable[[], float] = time.time,
+        say: Say = say_on_stderr,
     ) -> None:
-        self._path, self._level, self._rotate_bytes, self._now = path, level, rotate_bytes, now
-        with explained(path):
-            self._file = _continue(path)
+        self._level, self._now = level, now
+        self._lines = Appender(path, _put_aside, rotate_bytes, say)
 
     def step(self, stats: Stats) -> None:
         """Write one step."""
@@ -52,18 +57,11 @@ class JsonLines:
         if not passes(name, self._level):
             return
         common = {"event": name, "level": level_of(name), "rank": 0, "time": self._now()}
-        with explained(self._path):
-            self._file.write(_line({**common, **record}))
-            self._file.flush()
-            if self._rotate_bytes and self._file.tell() >= self._rotate_bytes:
-                self._file.close()
-                self._path.rename(full_name(self._path, len(full_files(self._path)) + 1))
-                self._file = _continue(self._path)
+        self._lines.append(_line({**common, **record}))
 
     def close(self) -> None:
-        """Flush and close the file."""
-        with explained(self._path):
-            self._file.close()
+        """Close the file."""
+        self._lines.close()
 
 
 def full_name(path: Path, number: int) -> Path:
@@ -76,14 +74,8 @@ def full_files(path: Path) -> list[Path]:
     return sorted(path.parent.glob(f"{path.stem}.[0-9][0-9][0-9][0-9]{path.suffix}"))
 
 
-def _continue(path: Path) -> IO[str]:
-    """Open to append; a line that a crash cut short is ended, so that it spoils no other."""
-    with path.open("ab+") as file:
-        if file.tell() > 0:
-            file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"\n":
-                file.write(b"\n")
-    return path.open("a", encoding="utf-8")
+def _put_aside(path: Path) -> None:
+    path.rename(full_name(path, len(full_files(path)) + 1))
 
 
 def _line(record: Mapping[str, Any]) -> str:

@@ -6,31 +6,17 @@ them are in `metrics.jsonl`.
 
 from __future__ import annotations
 
-import logging
-import sys
 import time
 from collections.abc import Callable, Mapping
-from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
 
-from paceline.observe.disk import explained
-from paceline.observe.schema import level_of, spoken
+from paceline.observe.append import Appender, Say, say_on_stderr
+from paceline.observe.schema import LEVELS, level_of, spoken
 from paceline.observe.stats import Stats
 
 _STEP_SECONDS = 10.0
 _NUM_OLD_FILES = 3
-_FORMAT = "%(asctime)s.%(msecs)03dZ %(levelname)-7s %(message)s"
-
-
-class _Lines(RotatingFileHandler):
-    """Says what could not be written, where logging would print its own traceback and go on."""
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        """Raise what `emit` caught."""
-        error = sys.exc_info()[1]
-        if error is not None:
-            raise error
 
 
 class TextLog:
@@ -41,6 +27,7 @@ class TextLog:
         level: the lowest level that is written; with "debug" every step has its line.
         rotate_bytes: size at which `log.txt` becomes `log.txt.1`, of which three are kept; 0: never.
         now: seconds on a clock that never goes back.
+        say: is told if the file cannot be written; the run goes on, see `Appender`.
     """
 
     def __init__(
@@ -50,15 +37,11 @@ class TextLog:
         level: str = "info",
         rotate_bytes: int = 0,
         now: Callable[[], float] = time.monotonic,
+        say: Say = say_on_stderr,
     ) -> None:
         self._now, self._next_step, self._every_step = now, now(), level == "debug"
-        self._path = path
-        with explained(path):
-            self._handler = _Lines(path, maxBytes=rotate_bytes, backupCount=_NUM_OLD_FILES, encoding="utf-8")
-        formatter = logging.Formatter(_FORMAT, datefmt="%Y-%m-%dT%H:%M:%S")
-        formatter.converter = time.gmtime
-        self._handler.setFormatter(formatter)
-        self._handler.setLevel(level.upper())
+        self._lines = Appender(path, _put_aside, rotate_bytes, say)
+        self._level = LEVELS.index(level)
 
     def step(self, stats: Stats) -> None:
         """Write a step if the last one is some seconds ago."""
@@ -76,16 +59,24 @@ class TextLog:
 
     def write(self, level: str, text: str) -> None:
         """Write a text of any number of lines."""
-        number = logging.getLevelName(level.upper())
-        if number >= self._handler.level:
-            with explained(self._path):
-                for line in text.splitlines():
-                    self._handler.emit(logging.LogRecord("paceline", number, "", 0, line, None, None))
+        if LEVELS.index(level) >= self._level:
+            moment = time.time()
+            clock = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(moment))
+            for line in text.splitlines():
+                self._lines.append(f"{clock}.{int(moment % 1 * 1000):03d}Z {level.upper():<7} {line}\n")
 
     def close(self) -> None:
         """Close the file."""
-        with explained(self._path):
-            self._handler.close()
+        self._lines.close()
+
+
+def _put_aside(path: Path) -> None:
+    """`log.txt` becomes `log.txt.1`, that `log.txt.2`, and so on; the oldest goes."""
+    for number in range(_NUM_OLD_FILES - 1, 0, -1):
+        old = path.with_name(f"{path.name}.{number}")
+        if old.exists():
+            old.replace(path.with_name(f"{path.name}.{number + 1}"))
+    path.replace(path.with_name(f"{path.name}.1"))
 
 
 def _short(value: Any) -> str:

@@ -18,7 +18,7 @@ from paceline.recipe import OptimizerRecipe
 NamedParameter = tuple[str, nn.Parameter]
 
 _FUSED_OPTIMIZERS = ("adam", "adamw", "sgd")
-_FUSED_DEVICES = ("cpu", "cuda")
+_EXACT = (torch.float32, torch.float64)
 
 
 def build_optimizer(
@@ -47,14 +47,42 @@ def build_optimizer(
     if recipe.name in _FUSED_OPTIMIZERS:
         settings["fused"] = recipe.fused and fused_allowed and fused_is_supported(recipe.name, trained)
     groups = _group(trained, recipe.decay_on, settings.pop("weight_decay"))
-    return _KINDS[recipe.name](groups, lr=recipe.lr, **settings)
+    optimizer = _KINDS[recipe.name](groups, lr=recipe.lr, **settings)
+    if recipe.name == "sgd" and settings["fused"] and settings["momentum"]:
+        optimizer.register_step_post_hook(_give_all_a_momentum)
+    return optimizer
 
 
 def fused_is_supported(name: str, named_parameters: Iterable[NamedParameter]) -> bool:
-    """Say whether torch has a fused kernel of this optimizer for all these tensors."""
-    return name in _FUSED_OPTIMIZERS and all(
-        p.is_floating_point() and p.device.type in _FUSED_DEVICES for _, p in named_parameters
-    )
+    """Say whether torch has a fused kernel of this optimizer for all these tensors, and it is right.
+
+    A kernel takes values, gradients and moments in the order in which they lie in memory; ours lie as the
+    parameter does, which must be without gaps. With bfloat16 and float16 the fused SGD of the processor ends
+    elsewhere (PyTorch 2.13: 0.1 off after four steps on 16 values or more, where 0.005 is rounding).
+    """
+    return name in _FUSED_OPTIMIZERS and all(_suits_kernels(p) for _, p in named_parameters)
+
+
+def _suits_kernels(p: nn.Parameter) -> bool:
+    on_device = p.device.type == "cuda" or (p.device.type in ("cpu", "meta") and p.dtype in _EXACT)
+    return p.is_floating_point() and _is_dense(p) and on_device
+
+
+def _is_dense(p: nn.Parameter) -> bool:
+    """Whether its values fill a run of memory, in whatever order."""
+    return torch.ops.aten.is_non_overlapping_and_dense(p)
+
+
+def _give_all_a_momentum(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """After the first step no parameter is without a momentum: from nothing a gradient adds up to the same.
+
+    PyTorch's fused SGD takes momenta of all parameters or of none, so one whose first gradient comes later
+    (an expert that nobody was sent to) would end the run.
+    """
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if optimizer.state[p].get("momentum_buffer") is None:
+                optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
 
 
 def decays(parameter: nn.Parameter, decay_on: str) -> bool:

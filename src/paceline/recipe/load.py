@@ -6,6 +6,7 @@ expected and what was found; all that can be found at once is in one message.
 
 from __future__ import annotations
 
+import errno
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -23,6 +24,9 @@ from paceline.recipe.overrides import apply_override
 from paceline.recipe.problems import Locate, Problem, problems_of, recipe_error
 from paceline.recipe.spell import KeyPath, nearest
 from paceline.recipe.strategy import Strategy
+from paceline.recipe.toml_text import parse_toml
+
+_MOST_BYTES = 2**22
 
 _RIVALS: Mapping[KeyPath, str] = {("steps",): "epochs", ("epochs",): "steps"}
 """Of these a recipe has one: the one that was typed last."""
@@ -115,6 +119,10 @@ def _override(values: dict[str, Any], overrides: Sequence[str], changed: dict[Ke
 
 def _read(path: Path) -> str:
     try:
+        if path.exists() and not path.is_file():  # a pipe or a device may have no end
+            raise OSError(errno.EINVAL, "it is no file")
+        if path.stat().st_size > _MOST_BYTES:
+            raise OSError(errno.EFBIG, f"it has more than {_MOST_BYTES} bytes")
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise RecipeError("the recipe is not UTF-8 text", where=f"{path}, byte {error.start}") from None
@@ -128,7 +136,7 @@ def _read(path: Path) -> str:
 
 def _parse(text: str, name: str) -> dict[str, Any]:
     try:
-        return tomllib.loads(text)
+        return parse_toml(text)
     except tomllib.TOMLDecodeError as error:
         raise _syntax_error(str(error), text, name) from None
 

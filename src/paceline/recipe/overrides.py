@@ -15,6 +15,7 @@ from paceline.recipe.expect import known_keys
 from paceline.recipe.model import Recipe
 from paceline.recipe.problems import Problem, refused
 from paceline.recipe.spell import KeyPath, nearest, spell, spell_found, spell_path
+from paceline.recipe.toml_text import parse_toml
 
 _DEFAULT = "nothing after the equals sign, for the default"
 _MEANT = {"True": "true", "False": "false", "None": _DEFAULT, "null": _DEFAULT}
@@ -44,14 +45,14 @@ def apply_override(values: dict[str, Any], text: str) -> tuple[KeyPath, Problem 
 def _path(key: str) -> tuple[str, ...]:
     """The parts of a key; text that is no key is one part, which no table knows."""
     try:
-        table: Any = tomllib.loads(f"{key} = 0")
+        table: Any = parse_toml(f"{key} = 0")
     except tomllib.TOMLDecodeError:
         return (key,)
     path: list[str] = []
-    while isinstance(table, dict):
+    while isinstance(table, dict) and table:
         part, table = next(iter(table.items()))
         path.append(part)
-    return tuple(path)
+    return tuple(path) or (key,)
 
 
 def _read(value: str) -> tuple[Any, ...]:
@@ -59,7 +60,7 @@ def _read(value: str) -> tuple[Any, ...]:
     if not value:
         return ()
     try:
-        table = tomllib.loads(f"value = {value}")
+        table = parse_toml(f"value = {value}")
     except tomllib.TOMLDecodeError:
         if value in _MEANT:
             raise refused(f"expected a TOML value, found {value}; write {_MEANT[value]}") from None

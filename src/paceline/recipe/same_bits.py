@@ -16,11 +16,17 @@ def same_bits_conflicts(strategy: Strategy, threads: int, *, compiles: bool) -> 
             f"expected sync=every-step and codec=fp32 with reproducible, found '{strategy}':"
             " its result depends on who trains when, or on what coding loses",
         )
-    if strategy.route == "hierarchical":
+    if strategy.path.any_order:
         yield Conflict(
             ("strategy", "reproducible"),
-            "expected another route with reproducible, found route=hierarchical: its sums have an order of"
-            " their own",
+            f"expected another route with reproducible, found route={strategy.route}: its sums have an order"
+            " of their own",
+        )
+    if strategy.tensor > 1:
+        yield Conflict(
+            ("strategy", "reproducible"),
+            f"expected tensor=1 with reproducible, found tensor={strategy.tensor}: a product that is cut adds"
+            " up in another order",
         )
     if threads > 1:
         yield Conflict(

@@ -9,47 +9,63 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, NamedTuple, Self, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from paceline.errors import RecipeError, StrategyError
 from paceline.recipe.expect import Words
 from paceline.recipe.problems import found_instead, refused
+from paceline.recipe.specs import (
+    CodecSpec,
+    LayoutSpec,
+    RouteSpec,
+    ScheduleSpec,
+    Spec,
+    SyncSpec,
+    find,
+    known,
+    plugged_in,
+)
 from paceline.recipe.spell import nearest, spell
 from paceline.recipe.strict import Table
-from paceline.recipe.words import CODECS, ROUTES, SCHEDULES, SYNCS
 
 
-def _check_word(text: str, words: Mapping[str, str]) -> str:
+def _check_word(text: str, kind: type[Spec]) -> str:
     word, colon, argument = text.partition(":")
-    if word not in words:
-        raise refused(found_instead("one of " + ", ".join(words), text, tuple(words)))
-    if ":" not in words[word] and colon:
+    spec = find(kind, word)
+    if spec is None:
+        words = tuple(known(kind))
+        raise refused(found_instead("one of " + ", ".join(words), text, words))
+    if spec.argument is None and colon:
         raise refused(found_instead(f'"{word}" without an argument', text))
-    if ":" in words[word] and (not argument or re.search(r"\s", argument)):
-        raise refused(found_instead(f'an argument, as in "{words[word]}"', text))
+    if spec.argument is not None and not (argument and spec.argument.fits(argument)):
+        raise refused(found_instead(f'{spec.argument.says}, as in "{spec.example}"', text))
     return text
 
 
 def _check_sync(text: str) -> str:
-    word, _, argument = _check_word(text, SYNCS).partition(":")
-    smallest = 0 if word == "backup" else 1
-    if argument and not (argument.isdecimal() and int(argument) >= smallest):
-        raise refused(found_instead(f'an integer >= {smallest}, as in "{SYNCS[word]}"', text))
-    return text
+    return _check_word(text, SyncSpec)
 
 
 def _check_codec(text: str) -> str:
-    return "+".join(_check_word(link, CODECS) for link in text.split("+"))
+    return "+".join(_check_word(link, CodecSpec) for link in text.split("+"))
 
 
 def _check_route(text: str) -> str:
-    return _check_word(text, ROUTES)
+    return _check_word(text, RouteSpec)
 
 
 def _check_schedule(text: str) -> str:
-    return _check_word(text, SCHEDULES)
+    return _check_word(text, ScheduleSpec)
+
+
+def _check_cut(text: str) -> str:
+    words = tuple(plugged_in(LayoutSpec))
+    if text and text not in words:
+        installed = f"one of {', '.join(words)}" if words else "nothing, as no installed package brings a cut"
+        raise refused(found_instead(installed, text, words))
+    return text
 
 
 def _all_is_none(value: Any) -> Any:
@@ -82,6 +98,9 @@ class Strategy(Table):
         default="gpipe", description="the order in which a stage runs its micro-batches"
     )
     context: int = Field(default=1, ge=1, description="ranks that split the positions of a sequence")
+    cut: Annotated[str, AfterValidator(_check_cut)] = Field(
+        default="", description="a further cut of the model, that an installed package brings"
+    )
     lanes: int = Field(
         default=1, ge=1, description="threads of a process that run shards, or the stages, side by side"
     )
@@ -133,21 +152,50 @@ class Strategy(Table):
 
     @property
     def layout(self) -> str:
-        """The word of the layout: the one split over ranks that a replica has, or several joined by `+`."""
-        degrees = self.degrees
-        splits = [f"zero-{self.zero}"] if self.zero else []
-        splits += [axis for axis in ("tensor", "pipeline", "context") if degrees[axis] > 1]
-        return "+".join(splits) or "replicate"
+        """The words of its cuts, in their order, joined by `+`."""
+        return "+".join(spec.word for spec in self.cuts) or "replicate"
+
+    @property
+    def cuts(self) -> list[LayoutSpec]:
+        """How a replica is spread over ranks: cuts in their order."""
+        applying = (
+            [spec for spec in known(LayoutSpec).values() if spec.applies(self)] if self._is_spread else []
+        )
+        return sorted(applying, key=lambda spec: spec.order)
+
+    @property
+    def _is_spread(self) -> bool:
+        return self.ranks_per_replica > 1 or bool(self.cut)
+
+    @property
+    def rule(self) -> SyncSpec:
+        """What its rule is."""
+        return _described(SyncSpec, self.sync)
+
+    @property
+    def path(self) -> RouteSpec:
+        """What its route is."""
+        return _described(RouteSpec, self.route)
+
+    @property
+    def form(self) -> CodecSpec:
+        """What its codec is; of a chain the first."""
+        return _described(CodecSpec, self.codec.partition("+")[0])
+
+    @property
+    def order(self) -> ScheduleSpec:
+        """What its schedule is."""
+        return _described(ScheduleSpec, self.schedule)
 
     @property
     def is_approximate(self) -> bool:
         """Whether its result differs by nature, not by rounding, from that of one process."""
-        return self.sync_word != "every-step" or self.codec != "fp32"
+        return not (self.rule.exact and self.form.exact)
 
     @property
     def updates_per_step(self) -> int:
-        """Updates that one global batch makes: an asynchronous server makes one of every worker's share."""
-        return (self.replicas or 1) if self.sync_word == "server-async" else 1
+        """Updates that one global batch makes."""
+        return self.rule.updates_per_step(self.replicas or 1)
 
     @property
     def sync_word(self) -> str:
@@ -162,6 +210,15 @@ class Strategy(Table):
             if name in ("replicas", "sync") or value != field.default:
                 terms.append(f"{name}={'all' if value is None else value}")
         return " ".join(terms)
+
+
+D = TypeVar("D", bound=Spec)
+
+
+def _described(kind: type[D], text: str) -> D:
+    found = find(kind, text.partition(":")[0])
+    assert found is not None, text  # it was checked when it was read
+    return found
 
 
 class Preset(NamedTuple):

@@ -5,9 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from paceline.recipe.specs import (
+    CodecSpec,
+    LayoutSpec,
+    RouteSpec,
+    ScheduleSpec,
+    Spec,
+    SyncSpec,
+    known,
+    plugged_in,
+)
 from paceline.recipe.strategy import PRESETS, Strategy
 from paceline.recipe.support import Support, num_ranks, support
-from paceline.recipe.words import CODECS, ROUTES, SCHEDULES, SYNCS
+
+_CHOICES: tuple[type[Spec], ...] = (SyncSpec, CodecSpec, RouteSpec, ScheduleSpec)
 
 
 class Row(NamedTuple):
@@ -20,25 +31,18 @@ class Row(NamedTuple):
 
 
 def table(*, shards: int = 8) -> tuple[Row, ...]:
-    """Every preset and every word of the four choices, each with its answer."""
+    """Every preset and every word of the choices, each with its answer."""
     return tuple(_row(name, shards) for name in _names())
 
 
 def _names() -> Iterator[str]:
     yield from PRESETS
     yield from ("tensor=2", "context=2", "lanes=2")
-    for choice, words in (("sync", SYNCS), ("codec", CODECS), ("route", ROUTES), ("schedule", SCHEDULES)):
-        for word, example in words.items():
-            yield f"{_NEEDED.get(word, '')}{choice}={example}"
-
-
-_NEEDED = {  # what a word cannot do without
-    "backup": "servers=1 ",
-    "server-async": "servers=1 ",
-    "pipedream": "replicas=1 pipeline=2 ",
-    "hierarchical": "replicas=4 ",
-    **dict.fromkeys(SCHEDULES, "pipeline=2 "),
-}
+    for kind in _CHOICES:
+        for spec in known(kind).values():
+            yield f"{spec.with_terms} {kind.choice}={spec.example}".strip()
+    for spec in plugged_in(LayoutSpec).values():
+        yield f"{spec.with_terms} cut={spec.word}".strip()
 
 
 def _row(name: str, shards: int) -> Row:

@@ -6,10 +6,12 @@ reasons of a refusal are all its reasons. What is not built is refused, never re
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from itertools import combinations, product
+from typing import Any, NamedTuple
 
 from paceline.errors import StrategyError
+from paceline.recipe.specs import CodecSpec, RouteSpec, ScheduleSpec, Spec, SyncSpec, known
 from paceline.recipe.strategy import Strategy
 
 
@@ -39,87 +41,69 @@ class _Rule(NamedTuple):
     reason: Callable[[Strategy, _Place], str]
 
 
-_BUILT: dict[str, tuple[frozenset[int | str], str]] = {  # choice: the words that are built, what they mean
-    "zero": (frozenset({0, 1}), "optimizer state is whole, or cut among the shard ranks"),
-    "tensor": (frozenset({1}), "tensors are whole"),
+_DEGREES: dict[str, tuple[frozenset[int], str]] = {  # the degrees that are built, and what they mean
+    "zero": (frozenset({0, 1, 3}), "optimizer state is whole or cut, or all state is cut"),
     "context": (frozenset({1}), "sequences are whole"),
-    "sync": (
-        frozenset({"every-step", "local", "diloco", "server-async", "backup", "pipedream"}),
-        "see `paceline strategies`",
-    ),
-    "codec": (frozenset({"fp32", "int8"}), "values, or bytes with a scale for every block"),
-    "route": (
-        frozenset({"auto", "native", "shared-memory", "hierarchical"}),
-        "the collectives of torch.distributed, the memory of one host, or inside nodes first",
-    ),
-    "schedule": (frozenset({"gpipe"}), "all forwards, then all backwards"),
 }
 
 
-def _not_built(field: str, built: frozenset[int | str], meaning: str) -> _Rule:
+def _degree_not_built(field: str, built: frozenset[int], meaning: str) -> _Rule:
     return _Rule(
-        lambda strategy, place: _word(strategy, field) not in built,
-        lambda strategy, place: (
-            f"{field}={getattr(strategy, field)} is not built yet, only {field}="
-            f"{' or '.join(sorted(str(word) for word in built))} ({meaning})"
-        ),
+        lambda strategy, place: getattr(strategy, field) not in built,
+        lambda strategy, place: _not_built(strategy, field, sorted(map(str, built)), meaning),
     )
 
 
-def _word(strategy: Strategy, field: str) -> int | str:
-    value: int | str = getattr(strategy, field)
-    return value.partition(":")[0] if isinstance(value, str) else value
+def _word_not_built(kind: type[Spec], described: Callable[[Strategy], Spec], meaning: str) -> _Rule:
+    def reason(strategy: Strategy, place: _Place) -> str:
+        words = sorted(spec.word for spec in known(kind).values() if spec.is_built)
+        return _not_built(strategy, kind.choice, words, meaning)
+
+    return _Rule(lambda strategy, place: not described(strategy).is_built, reason)
+
+
+def _not_built(strategy: Strategy, field: str, built: Sequence[str], meaning: str) -> str:
+    return (
+        f"{field}={getattr(strategy, field)} is not built yet, only {field}={' or '.join(built)} ({meaning})"
+    )
 
 
 def _because(reason: str, broken: Callable[[Strategy], bool]) -> _Rule:
     return _Rule(lambda strategy, place: broken(strategy), lambda strategy, place: reason)
 
 
-_ALONE = ("local", "diloco")
-_SERVED = ("server", "server-async", "backup")
-_CHOSEN = ("shared-memory", "hierarchical")  # routes that nobody takes by default
+def _refusals(strategy: Strategy) -> list[str]:
+    """What the words themselves do not go with."""
+    specs: list[Spec] = [strategy.rule, strategy.form, strategy.path, strategy.order, *strategy.cuts]
+    return [refusal.reason for spec in specs for refusal in spec.refusals if refusal.holds(strategy)]
+
+
 _COMBINATIONS = (
     _because("shard without zero shares nothing: add zero=1", lambda s: s.shard > 1 and not s.zero),
     _because("zero shares state among shard ranks: add shard=2", lambda s: s.zero > 0 and s.shard == 1),
     _because(
-        "replicas that train alone must be whole on one rank: leave out shard and pipeline",
-        lambda s: s.sync_word in _ALONE and s.ranks_per_replica > 1,
+        "codecs in a chain are not built yet: choose one",
+        lambda s: "+" in s.codec,
     ),
     _because(
-        "zero inside a stage is not built yet: choose shard or pipeline",
-        lambda s: s.shard > 1 and s.stage_ranks > 1,
-    ),
-    _because(
-        "pipedream has one replica, so there is nothing to code: leave out codec",
-        lambda s: s.codec != "fp32" and s.sync_word == "pipedream",
+        "replicas that train alone must be whole on one rank: leave out shard, tensor and pipeline",
+        lambda s: s.rule.whole_replicas and s.ranks_per_replica > 1,
     ),
     _because(
         "this rule sums nothing over replicas, so there is nothing to route: leave out route",
-        lambda s: s.route in _CHOSEN and s.sync_word in (*_SERVED, "pipedream"),
+        lambda s: not s.path.by_default and not s.rule.sums,
     ),
     _because(
-        "coded sums have a path of their own: leave out codec or route",
-        lambda s: s.route in _CHOSEN and s.codec != "fp32",
+        "on this route nothing is sent that a codec could make smaller: leave out codec or route",
+        lambda s: not s.path.codable and s.codec != "fp32",
     ),
     _because(
         "a server is what this rule needs: add servers=1",
-        lambda s: s.sync_word in _SERVED and s.servers != 1,
+        lambda s: s.servers != s.rule.needs_server > 0,
     ),
     _because(
         "nobody would talk to a server under this rule: leave out servers",
-        lambda s: s.sync_word not in _SERVED and s.servers > 0,
-    ),
-    _because(
-        "a server holds a whole model, and gradients reach it uncoded: leave out shard, pipeline and codec",
-        lambda s: s.sync_word in _SERVED and (s.ranks_per_replica > 1 or s.codec != "fp32"),
-    ),
-    _because(
-        "pipedream is a rule of one pipeline: replicas=1 and pipeline=2 or more",
-        lambda s: s.sync_word == "pipedream" and (s.pipeline == 1 or s.replicas != 1),
-    ),
-    _because(
-        "backup:B leaves out the last B of the replicas, and one must be left: add replicas",
-        lambda s: s.sync_word == "backup" and int(s.sync.partition(":")[2]) >= (s.replicas or 1),
+        lambda s: s.servers > s.rule.needs_server == 0,
     ),
     _because(
         "lanes make one update, of all shards and as they are: leave out lanes, or the other sync or codec",
@@ -131,7 +115,11 @@ _COMBINATIONS = (
     ),
     _because(
         "with lanes sums have one order, and this route another: leave out lanes or route",
-        lambda s: s.lanes > 1 and s.route == "hierarchical",
+        lambda s: s.lanes > 1 and s.path.any_order,
+    ),
+    _because(
+        "lanes run copies of the modules around whole parameters: leave out lanes, or tensor and zero=3",
+        lambda s: s.lanes > 1 and (s.tensor > 1 or s.zero == 3),
     ),
     _because(
         "schedule orders the stages of a pipeline: add pipeline=2",
@@ -170,7 +158,11 @@ def _explain_ranks(strategy: Strategy, place: _Place) -> str:
 
 
 _RULES = (
-    *(_not_built(field, built, meaning) for field, (built, meaning) in _BUILT.items()),
+    *(_degree_not_built(field, built, meaning) for field, (built, meaning) in _DEGREES.items()),
+    _word_not_built(SyncSpec, lambda s: s.rule, "see `paceline strategies`"),
+    _word_not_built(CodecSpec, lambda s: s.form, "the form of what travels"),
+    _word_not_built(RouteSpec, lambda s: s.path, "the path on which it travels"),
+    _word_not_built(ScheduleSpec, lambda s: s.order, "the order of a stage's micro-batches"),
     *_COMBINATIONS,
     _Rule(lambda strategy, place: num_ranks(strategy) != place.processes, _explain_ranks),
     _Rule(
@@ -193,11 +185,16 @@ def support(strategy: Strategy, *, processes: int, shards: int) -> Support:
         processes: the world size, at least 1.
         shards: virtual shards of the global batch (`batch.shards`), at least 1.
     """
-    place = _Place(processes, shards)
     filled = _fill(strategy, processes)
-    reasons = [rule.reason(filled, place) for rule in _RULES if rule.broken(filled, place)]
-    nearest = Strategy(replicas=min(processes, shards)) if reasons else filled
-    return Support(not reasons, "; ".join(reasons), nearest)
+    reasons = _reasons(filled, _Place(processes, shards))
+    return Support(
+        not reasons, "; ".join(reasons), _nearest(filled, processes, shards) if reasons else filled
+    )
+
+
+def _reasons(filled: Strategy, place: _Place) -> list[str]:
+    found = [rule.reason(filled, place) for rule in _RULES if rule.broken(filled, place)]
+    return found + [reason for reason in _refusals(filled) if reason not in found]
 
 
 def resolve(strategy: Strategy, *, processes: int, shards: int) -> Strategy:
@@ -220,3 +217,64 @@ def _fill(strategy: Strategy, processes: int) -> Strategy:
     if strategy.replicas is not None:
         return strategy
     return strategy.replace(replicas=max(1, (processes - strategy.servers) // strategy.ranks_per_replica))
+
+
+# -- the nearest that works -------------------------------------------------------------------------------
+
+_COSTS = {  # of a change, by field: what a user would give up last costs most
+    "servers": 1,
+    "schedule": 2,
+    "route": 2,
+    "lanes": 2,
+    "cut": 3,
+    "zero": 3,
+    "shard": 3,
+    "codec": 4,
+    "context": 4,
+    "tensor": 4,
+    "pipeline": 5,
+    "sync": 6,
+}
+_MOST_CHANGES = 3
+
+
+def _nearest(filled: Strategy, processes: int, shards: int) -> Strategy:
+    """The supported strategy that changes least on as many processes; if none, plain replicas on fewer."""
+    place = _Place(processes, shards)
+    choices = {field: options for field in _COSTS if (options := _options(filled, field, processes))}
+    for changes in range(1, _MOST_CHANGES + 1):
+        found: list[tuple[int, int, Strategy]] = []
+        for fields in combinations(choices, changes):
+            cost = sum(_COSTS[field] for field in fields)
+            for values in product(*(choices[field] for field in fields)):
+                candidate = _refilled(filled.replace(**dict(zip(fields, values, strict=True))), processes)
+                if not _reasons(candidate, place):
+                    found.append((cost, len(found), candidate))
+        if found:
+            return min(found)[2]
+    return Strategy(replicas=min(processes, shards))
+
+
+def _options(strategy: Strategy, field: str, processes: int) -> list[Any]:
+    """Other values of a field, the likeliest first."""
+    now, default = getattr(strategy, field), Strategy.model_fields[field].default
+    values: list[Any]
+    if field == "servers":
+        values = [strategy.rule.needs_server]
+    elif field == "zero":
+        values = [1, 3, 0] if strategy.shard > 1 else [0]
+    elif field in ("shard", "tensor", "pipeline"):
+        values = [1, *(n for n in (2, 3, 4, 8) if n <= processes and processes % n == 0)]
+    elif field == "sync":
+        words = (spec for spec in known(SyncSpec).values() if spec.is_built)
+        values = [spec.example for spec in words if spec.needs_server == strategy.servers][:3]
+    elif field == "schedule":
+        values = [spec.word for spec in known(ScheduleSpec).values() if spec.is_built]
+    else:
+        values = [default]
+    return [value for value in values if value != now]
+
+
+def _refilled(candidate: Strategy, processes: int) -> Strategy:
+    """With as many replicas as fill the processes."""
+    return candidate.replace(replicas=max(1, (processes - candidate.servers) // candidate.ranks_per_replica))

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from paceline.errors import StrategyError
+from paceline.recipe import Strategy
+from paceline.recipe.specs import SyncSpec
 from paceline.report.read import Run
-
-_MORE_BYTES = {"every-step": 0, "local": 8, "diloco": 8}
-"""Rules whose replicas send one gradient, or one movement of the same size, and one tally in a round; and by
-how much that tally is larger: replicas that train alone count the steps that all of them have left out."""
-_ONE_LEVEL = ("auto", "native", "shared-memory")
 
 
 @dataclass(frozen=True)
@@ -57,9 +55,9 @@ def sent(run: Run) -> list[Sent]:
     if not counted or not run.start:
         return []
     dense = all_reduced(run, "gradient_bytes", "tally_bytes")
-    terms = _terms(str(run.start["strategy"]))
-    known = is_plain(str(run.start["strategy"])) and not run.start["ordered"]
-    each = dense + _ring(run.ranks) * _MORE_BYTES[_rule(terms)] if known else 0.0
+    strategy = str(run.start["strategy"])
+    known = is_plain(strategy) and not run.start["ordered"]
+    each = dense + _ring(run.ranks) * (_rule(strategy).more_tally_bytes or 0) if known else 0.0
     return [
         Sent(rank, rounds, steps, num_bytes, rounds * each if known else None, steps * dense)
         for rank, (rounds, num_bytes) in sorted(counted.items())
@@ -68,9 +66,11 @@ def sent(run: Run) -> list[Sent]:
 
 def is_plain(strategy: str) -> bool:
     """Whether replicas add up whole fp32 tensors and a tally once a round, and send nothing else."""
-    terms = _terms(strategy)
-    known = set(terms) <= {"replicas", "sync", "route"} and terms.get("route", "auto") in _ONE_LEVEL
-    return known and _rule(terms) in _MORE_BYTES
+    found = _parsed(strategy)
+    if found is None:
+        return False
+    whole = found.layout == "replicate" and found.lanes == 1 and not found.servers and found.form.exact
+    return whole and found.path.ring_bytes and found.rule.more_tally_bytes is not None
 
 
 def all_reduced(run: Run, *sizes: str) -> float:
@@ -86,9 +86,15 @@ def _ring(ranks: int) -> float:
     return 2.0 * (max(1, ranks) - 1) / max(1, ranks)
 
 
-def _terms(strategy: str) -> dict[str, str]:
-    return dict(term.partition("=")[::2] for term in strategy.split())
+def _parsed(strategy: str) -> Strategy | None:
+    """What a record says; None: a word that is not known here."""
+    try:
+        return Strategy.parse(strategy)
+    except StrategyError:
+        return None
 
 
-def _rule(terms: dict[str, str]) -> str:
-    return terms.get("sync", "").partition(":")[0]
+def _rule(strategy: str) -> SyncSpec:
+    found = _parsed(strategy)
+    assert found is not None
+    return found.rule

@@ -5,6 +5,7 @@ metrics.jsonl    one record a line, see docs/reference/metrics.md; full ones are
 log.txt          the same for people
 checkpoints/     saved states
 certificate.json what `paceline verify RUN` found
+lock             which process writes here, while it does
 report.html      the run as one page
 """
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import socket
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +17,7 @@ from typing import Any, Literal
 from paceline.observe.process import process_start
 from paceline.observe.sinks import full_files
 from paceline.report.folder import CERTIFICATE, METRICS, RECIPE, checked_run
+from paceline.report.sound import is_certificate, is_sound
 
 Record = Mapping[str, Any]
 _STEP = (
@@ -150,7 +150,7 @@ def _records(path: Path) -> tuple[list[Record], int]:
     found: list[Record] = []
     unreadable = 0
     for file in [*full_files(path), path]:
-        lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.exists() else []
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []
         for line in filter(None, lines):
             record = _parse(line)
             if record is None:
@@ -163,9 +163,9 @@ def _records(path: Path) -> tuple[list[Record], int]:
 def _parse(line: str) -> Record | None:
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    if not isinstance(record, dict) or "event" not in record:
+    if not isinstance(record, dict) or not is_sound(record):
         return None
     return {key: record[key] for key in _STEP if key in record} if record["event"] == "step" else record
 
@@ -188,18 +188,20 @@ def _before(found: list[Record], record: Record) -> list[Record]:
 
 
 def _recipe(path: Path) -> Record:
+    from paceline.recipe.toml_text import parse_toml  # the room of recipes imports pydantic
+
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return parse_toml(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except (OSError, ValueError):
         return {}
 
 
 def _certificate(path: Path) -> Record | None:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    except (OSError, ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return found if isinstance(found, dict) and is_certificate(found) else None
 
 
 def _running(start: Record) -> bool | None:

@@ -3,19 +3,19 @@
 from paceline.sync.every_step import EveryStep, gradient_scale
 from paceline.sync.local import InnerMoments, LocalRounds, Outer
 from paceline.sync.rule import Rule, step_stats
-from paceline.sync.tail import Gathered, Tail, Update, UpdateTail, global_norm
+from paceline.sync.update import Part, Update, UpdateStep, Updating, update_parts
 
 __all__ = [
     "EveryStep",
-    "Gathered",
     "InnerMoments",
     "LocalRounds",
     "Outer",
+    "Part",
     "Rule",
-    "Tail",
     "Update",
-    "UpdateTail",
-    "global_norm",
+    "UpdateStep",
+    "Updating",
     "gradient_scale",
     "step_stats",
+    "update_parts",
 ]

@@ -1,21 +1,21 @@
 """Every-step: all replicas average their gradients in every step, and make the same update.
 
 This is *the* training step. A step is: run this rank's units, agree on the tally, take the summed
-gradients, apply the tail. Invariant: after each step all replicas hold equal parameters and buffers.
+gradients, update. Invariant: after each step all replicas hold equal parameters and buffers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from paceline.comm import Net, Reducer, ShardTally, Tally
+from paceline.comm import Net, Reduction, ShardTally, Tally
 from paceline.data import Feed, LockstepWork, Stream
 from paceline.layout import Placed, Sums
 from paceline.mesh import Group
 from paceline.observe import Phases, Stats
 from paceline.state import TrainState
 from paceline.sync.rule import step_stats
-from paceline.sync.tail import Tail, Update
+from paceline.sync.update import Update, UpdateStep
 
 
 class EveryStep:
@@ -28,7 +28,7 @@ class EveryStep:
         phases: where the seconds go.
         items_per_sample: about how many items the loss counts in a sample. The loss is divided by the
             power of two below a step's items before backward, which is exact, so that most of the
-            division costs nothing; the tail divides by the rest.
+            division costs nothing; the update step divides by the rest.
         stop_requested: whether this rank was asked to stop; all ranks learn of it in the same step.
         by_shard: add up losses and buffers in the order of the shards, whoever ran them.
     Wire: one all_reduce a bucket and one for the tally.
@@ -39,7 +39,7 @@ class EveryStep:
         self,
         group: Group,
         net: Net,
-        reducer: Reducer,
+        reducer: Reduction,
         *,
         phases: Phases,
         items_per_sample: int = 1,
@@ -51,14 +51,14 @@ class EveryStep:
         self._items_per_sample = items_per_sample
         self._stop_requested, self._by_shard = stop_requested, by_shard
 
-    def rounds(self, feed: Feed, placed: Placed, tail: Tail) -> Iterator[Stats]:
+    def rounds(self, feed: Feed, placed: Placed, update_step: UpdateStep) -> Iterator[Stats]:
         """See `Rule`: a round is a step."""
-        state = tail.state
+        state = update_step.state
         with feed.from_step(state.step) as stream:
             while state.step < feed.num_steps:
                 self._phases.take()
                 step = state.step
-                tally, update = self.step(feed.work, stream, placed, tail)
+                tally, update = self.step(feed.work, stream, placed, update_step)
                 state.step += 1
                 yield step_stats(
                     range(step, step + 1), feed.work.order, state, tally, update, self._phases, self._net
@@ -68,28 +68,32 @@ class EveryStep:
         """See `Rule`."""
         self.reducer.abort()
 
-    def step(self, work: LockstepWork, stream: Stream, placed: Placed, tail: Tail) -> tuple[Tally, Update]:
+    def step(
+        self, work: LockstepWork, stream: Stream, placed: Placed, update_step: UpdateStep
+    ) -> tuple[Tally, Update]:
         """One step: units, agreement, update.
 
         Args:
             work: which units this rank runs in a step.
             stream: loads exactly those units, in order.
             placed: this rank's part of the model.
-            tail: applies the update to the state.
+            update_step: applies the update to the state.
         """
-        self._net.step = tail.state.step
+        self._net.step = update_step.state.step
         self.reducer.begin()
-        scale = gradient_scale(work, tail.state, self._items_per_sample)
-        sums = placed.run(stream, work.num_units(tail.state.step), self.reducer, scale)
-        agreement = self._tally(sums, placed, work, tail.state.step).agree(
-            self._net, self._group, placed.device
+        scale = gradient_scale(work, update_step.state, self._items_per_sample)
+        sums = placed.run(stream, work.num_units(update_step.state.step), self.reducer, scale)
+        with self._phases.during("communication"):
+            self.reducer.close()
+        agreement = self._tally(sums, placed, work, update_step.state.step).agree(
+            self._net, self._group, placed.holding.device
         )
         with self._phases.during("communication"):
             grads = self.reducer.finish()
             tally = agreement.wait()
         with self._phases.during("optimizer"):
             placed.buffers.end_step(tally.buffers, tally.units)
-            update = tail.apply(grads.agreed([u > 0 for u in tally.used], scale), tally)
+            update = update_step.apply(grads.agreed(tally.used_names(placed.holding.slots), scale), tally)
             (self.reducer.commit if update.applied else self.reducer.abort)()
         return tally, update
 
@@ -101,7 +105,7 @@ class EveryStep:
             count=count,
             metrics=metrics,
             stops=float(self._stop_requested()),
-            used=[float(used) for used in placed.used],
+            used=[float(slot.name in placed.used) for slot in placed.holding.slots],
             buffers=placed.buffers.change,
         )
         if not self._by_shard:

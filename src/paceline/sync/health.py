@@ -1,8 +1,8 @@
 """Numeric health: a loss or a gradient that is not finite, and a loss that jumps, seen before the update.
 
-A guarded tail looks at the agreed loss, lets the tail inside look at the agreed gradient, and hands trouble
-to an answer: stop, leave the step out, or go back to a checkpoint. While all is well it looks at numbers that
-are on the host anyway, and sends nothing.
+A guard is a part of the update step: it looks at the agreed loss, hears of an agreed gradient that is not
+finite, and hands trouble to an answer: stop, leave the step out, or go back to a checkpoint. While all is
+well it looks at numbers that are on the host anyway, and sends nothing.
 Invariant: ranks that take a step together see the same sums, so they all find the same trouble and give the
 same answer. Neither parameters nor moments nor buffers ever hold anything of a step that was answered.
 """
@@ -18,12 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.comm import Gradients, Tally
 from paceline.errors import NumericError
 from paceline.slot import Piece, Slot
-from paceline.state import TrainState
-from paceline.sync.tail import Tail, Update
+from paceline.sync.update import Part, Update, Updating, lower_scale_or, placed_before
 from paceline.sync.witness import Witness
+from paceline.task import Loss
 
 Note = Callable[[str, Mapping[str, Any]], None]
 """Takes an event by name, and what there is to know about it."""
@@ -90,47 +89,46 @@ class Answers:
     max_skips: int
 
 
-class Guarded:
-    """A tail that looks before it updates.
+class Guard:
+    """Looks before an update is made.
 
     Args:
-        inner: makes the update; raises NumericError at a gradient that is not finite.
         watch: the last losses.
         witness: names rank and tensor.
         note: is told of every step that is left out.
     """
 
-    def __init__(self, inner: Tail, watch: Watch, witness: Witness, answers: Answers, note: Note) -> None:
-        self.inner, self.watch, self.note = inner, watch, note
+    def __init__(self, watch: Watch, witness: Witness, answers: Answers, note: Note) -> None:
+        self.watch, self.note = watch, note
         self._witness, self._answers = witness, answers
+        self._heard: list[Loss] = []
         self._skipped = 0
 
-    @property
-    def state(self) -> TrainState:
-        """The state that the inner tail updates."""
-        return self.inner.state
-
-    def apply(self, grads: Gradients, tally: Tally) -> Update:
-        """Update, unless something is wrong; collective only then."""
-        heard, step = self._witness.ear.take(), self.state.step
-        loss = tally.total / tally.count if tally.count else 0.0
+    def loss(self, record: Updating) -> None:
+        """The part `watch`: the agreed loss; collective only if something is wrong."""
+        self._heard, step = self._witness.ear.take(), record.state.step
+        loss = _mean_loss(record)
         if not math.isfinite(loss):
-            error = self._witness.non_finite(f"the loss is {loss}", step, heard, grads)
-            return self._answers.non_finite(self, error)
-        if self.watch.is_spike(loss):
+            error = self._witness.non_finite(f"the loss is {loss}", step, self._heard, record.grads)
+            self._answers.non_finite(self, record, error)
+        elif self.watch.is_spike(loss):
             what = f"the loss of step {step} is {loss:.6g}, and {self.watch}"
-            return self._answers.spike(self, self._witness.spike(what, step, heard, grads))
-        try:
-            update = self.inner.apply(grads, tally)
-        except NumericError:
-            error = self._witness.non_finite("the gradient is not finite", step, heard, grads)
-            return self._answers.non_finite(self, error)
-        if tally.count:
-            self._skipped = 0
-            self.watch.accept(loss)
-        return update
+            error = self._witness.spike(what, step, self._heard, record.grads)
+            self._answers.spike(self, record, error)
 
-    def leave_out(self, why: NumericError) -> Update:
+    def gradient(self, record: Updating, error: NumericError) -> None:
+        """The answer to a gradient that is not finite; collective."""
+        what = "the gradient is not finite"
+        error = self._witness.non_finite(what, record.state.step, self._heard, record.grads)
+        self._answers.non_finite(self, record, error)
+
+    def accept(self, record: Updating) -> None:
+        """An observer: nothing was wrong with the step."""
+        if record.tally.count and not record.refused:
+            self._skipped = 0
+            self.watch.accept(_mean_loss(record))
+
+    def leave_out(self, record: Updating, why: NumericError) -> None:
         """As if the step had not been taken: not even buffers move.
 
         Raises:
@@ -144,25 +142,37 @@ class Guarded:
             )
         self._skipped += 1
         self._witness.placed.buffers.abort_step()
-        self.note("skip", {"step": self.state.step, "reason": why.what})
-        return Update(math.nan, float(self.state.optimizer.param_groups[0]["lr"]), applied=False)
+        self.note("skip", {"step": record.state.step, "reason": why.what})
+        record.refused = True
+        record.update = Update(math.nan, record.lr, applied=False)
 
 
-Answer = Callable[[Guarded, NumericError], Update]
+def guarded(parts: Mapping[str, Part], guard: Guard) -> dict[str, Part]:
+    """The parts of an update step with a guard among them."""
+    watched = placed_before(parts, "norm", "watch", guard.loss)
+    return {**watched, "finite": lower_scale_or(guard.gradient)}
+
+
+def _mean_loss(record: Updating) -> float:
+    tally = record.tally
+    return tally.total / tally.count if tally.count else 0.0
+
+
+Answer = Callable[[Guard, Updating, NumericError], None]
 """What is done about a trouble."""
 
 
-def stop(guard: Guarded, error: NumericError) -> Update:
+def stop(guard: Guard, record: Updating, error: NumericError) -> None:
     """End the run."""
     raise error
 
 
-def skip(guard: Guarded, error: NumericError) -> Update:
+def skip(guard: Guard, record: Updating, error: NumericError) -> None:
     """Leave the step out, and go on."""
-    return guard.leave_out(error)
+    guard.leave_out(record, error)
 
 
-def roll_back(guard: Guarded, error: NumericError) -> Update:
+def roll_back(guard: Guard, record: Updating, error: NumericError) -> None:
     """Go back to a checkpoint, and leave out the steps from there to this one.
 
     Done anew they would lead to the same place.

@@ -13,13 +13,13 @@ arXiv:2311.08105, Algorithm 1 (inner AdamW, outer Nesterov).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
-from paceline.comm import Net, Reducer, Tally
+from paceline.comm import Net, Reduction, Tally
 from paceline.data import Feed
 from paceline.layout import Placed
 from paceline.mesh import Group
@@ -28,7 +28,7 @@ from paceline.slot import Piece, Slot
 from paceline.state import LossScale, TrainState
 from paceline.sync.every_step import EveryStep
 from paceline.sync.rule import step_stats
-from paceline.sync.tail import Tail, Update, UpdateTail
+from paceline.sync.update import Update, UpdateStep, update_parts
 
 
 class ConstantRate:
@@ -51,7 +51,7 @@ class Outer:
     lr: float = 1.0
     momentum: float = 0.0
 
-    def optimizer(self, anchors: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    def optimizer(self, anchors: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """SGD over the parameters that the replicas started a round from."""
         return torch.optim.SGD(
             anchors, lr=self.lr, momentum=self.momentum, nesterov=self.momentum > 0, foreach=True
@@ -92,7 +92,7 @@ class LocalRounds:
         inner: EveryStep,
         num_local_steps: int,
         outer: Outer,
-        reducer: Callable[[Sequence[nn.Parameter]], Reducer],
+        reducer: Callable[[Mapping[Slot, Tensor]], Reduction],
         placed: Placed,
         *,
         world: Group,
@@ -101,22 +101,23 @@ class LocalRounds:
     ) -> None:
         self.inner, self._num_local_steps = inner, num_local_steps
         self._world, self._net, self._phases = world, net, phases
-        self.anchors = [nn.Parameter(p.detach().clone()) for p in placed.parameters]
+        self.anchors = {s: nn.Parameter(p.detach().clone()) for s, p in placed.holding.computes.items()}
         self.reducer = reducer(self.anchors)
-        state = TrainState(placed.model, outer.optimizer(self.anchors), LossScale())
-        self._outer = UpdateTail(state, self.anchors, ConstantRate())
+        state = TrainState(placed.holding, outer.optimizer(self.anchors.values()), LossScale())
+        self._outer = UpdateStep(state, self.anchors, update_parts(ConstantRate()))
         self._half = _Half()
-        self.names = [slot.name for slot in placed.slots]
 
-    def rounds(self, feed: Feed, placed: Placed, tail: Tail) -> Iterator[Stats]:
+    def rounds(self, feed: Feed, placed: Placed, update_step: UpdateStep) -> Iterator[Stats]:
         """See `Rule`: a round is H steps."""
-        state = tail.state
+        state = update_step.state
         with feed.from_step(state.step) as stream:
             while state.step < feed.num_steps:
                 self._phases.take()
                 end = min(self._round_start(placed, state) + self._num_local_steps, feed.num_steps)
                 while state.step < end:
-                    self._half.taken.append(_counted(*self.inner.step(feed.work, stream, placed, tail)))
+                    self._half.taken.append(
+                        _counted(*self.inner.step(feed.work, stream, placed, update_step))
+                    )
                     state.step += 1
                 half = self._half
                 with self._phases.during("communication"):
@@ -138,7 +139,7 @@ class LocalRounds:
         if self._half.first < 0:
             self._half = _Half(state.step, placed.buffers.values())
             with torch.no_grad():
-                torch._foreach_copy_([*self.anchors], [*placed.parameters])
+                torch._foreach_copy_([*self.anchors.values()], [*placed.holding.computes.values()])
         return self._half.first
 
     def _agree(self, half: _Half, placed: Placed) -> Tally:
@@ -147,16 +148,18 @@ class LocalRounds:
         change = placed.buffers.change_since(half.buffers)
         metrics = {**mine.metrics, _SKIPPED: float(sum(not update.applied for _, update in half.taken))}
         mine = replace(mine, units=1.0, buffers=change, metrics=metrics)
-        agreement = mine.agree(self._net, self._world, placed.device)
         self.reducer.begin()
-        for i in reversed(range(len(self.anchors))):
+        for slot in reversed(self.anchors):
             with torch.no_grad():
-                self.reducer.ready(i, (self.anchors[i] - placed.parameters[i]) * mine.count)
+                moved = self.anchors[slot] - placed.holding.computes[slot]
+                self.reducer.ready(slot, moved * mine.count)
+        self.reducer.close()
+        agreement = mine.agree(self._net, self._world, placed.holding.device)
         grads, tally = self.reducer.finish(), agreement.wait()
         self._outer.apply(grads, tally)
         self.reducer.commit()
         with torch.no_grad():
-            torch._foreach_copy_([*placed.parameters], [*self.anchors])
+            torch._foreach_copy_([*placed.holding.computes.values()], [*self.anchors.values()])
         placed.buffers.reset(half.buffers)
         placed.buffers.end_step(tally.buffers, tally.units)
         return tally
@@ -165,8 +168,8 @@ class LocalRounds:
         """Momentum of the outer optimizer, by parameter."""
         states = self._outer.state.optimizer.state
         return [
-            Piece(Slot.whole(f"momentum/{name}", buffer), buffer)
-            for name, anchor in zip(self.names, self.anchors, strict=True)
+            Piece(Slot.whole(f"momentum/{slot.name}", buffer), buffer)
+            for slot, anchor in self.anchors.items()
             if (buffer := states.get(anchor, {}).get("momentum_buffer")) is not None
         ]
 
@@ -175,9 +178,10 @@ class LocalRounds:
         self._half = _Half()
         states = self._outer.state.optimizer.state
         states.clear()
-        for name, anchor in zip(self.names, self.anchors, strict=True):
-            if f"momentum/{name}" in tensors:
-                states[anchor] = {"momentum_buffer": tensors[f"momentum/{name}"].to(anchor.device, copy=True)}
+        for slot, anchor in self.anchors.items():
+            if f"momentum/{slot.name}" in tensors:
+                buffer = torch.empty_like(anchor).copy_(tensors[f"momentum/{slot.name}"])
+                states[anchor] = {"momentum_buffer": buffer.detach()}
 
 
 _SKIPPED = "skipped"

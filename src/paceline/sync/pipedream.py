@@ -23,13 +23,13 @@ from torch import Tensor
 from paceline.comm import Gradients, Net, Tally
 from paceline.data import Feed, LoadedUnit
 from paceline.layout import Placed, Sums
-from paceline.layout.pipeline import Flight, Pipeline, pipedream, validate
+from paceline.layout.pipeline import Flight, Pipeline, one_f_one_b, validate
 from paceline.mesh import Group
 from paceline.observe import Phases, Stats
 from paceline.state import TrainState
 from paceline.sync.every_step import gradient_scale
 from paceline.sync.rule import step_stats
-from paceline.sync.tail import Tail, Update
+from paceline.sync.update import Update, UpdateStep
 
 
 @dataclass(frozen=True)
@@ -93,16 +93,18 @@ class PipeDream:
         self._undo: Callable[[], None] = _nothing
         self.versions: list[Versions] = []
 
-    def rounds(self, feed: Feed, placed: Placed, tail: Tail) -> Iterator[Stats]:
+    def rounds(self, feed: Feed, placed: Placed, update_step: UpdateStep) -> Iterator[Stats]:
         """See `Rule`: a round ends where the feed wants a pause; then the pipeline runs empty."""
-        state = tail.state
+        state = update_step.state
         while state.step < feed.num_steps:
             self._phases.take()
             first, end = state.step, feed.pause_after(state.step)
             self._undo, buffers = _memory_of(state, self._stage), placed.buffers.values()
-            sums, update = self._run(first, end, feed, tail)
+            sums, update = self._run(first, end, feed, update_step)
             change = placed.buffers.change_since(buffers)
-            tally = self._tally(sums, placed, change).agree(self._net, self._world, placed.device).wait()
+            tally = (
+                self._tally(sums, placed, change).agree(self._net, self._world, placed.holding.device).wait()
+            )
             placed.buffers.reset(buffers)
             placed.buffers.end_step(tally.buffers, 1.0)  # every stage moved its own
             state.step, self._undo = end, _nothing
@@ -117,22 +119,22 @@ class PipeDream:
         self._undo()
         self._flying, self._undo = {}, _nothing
 
-    def _run(self, first: int, end: int, feed: Feed, tail: Tail) -> tuple[Sums, Update]:
+    def _run(self, first: int, end: int, feed: Feed, update_step: UpdateStep) -> tuple[Sums, Update]:
         """Fill the pipeline, keep it full, and run it empty."""
         cut = self._stage.cut
-        schedule = pipedream(cut.num_stages, end - first)
+        schedule = one_f_one_b(cut.num_stages, end - first)
         validate(schedule, end - first)
         sums, update = Sums(self._stage.metric_names), Update(0.0, 0.0, applied=False)
         self.versions = []
         with feed.from_step(first) as stream:
             for action in schedule[cut.stage]:
-                step = self._net.step = tail.state.step = first + action.micro_batch
+                step = self._net.step = update_step.state.step = first + action.micro_batch
                 if action.kind == "F":
                     units = [next(stream) for _ in range(feed.work.num_units(step))]
-                    scale = gradient_scale(feed.work, tail.state, self._items_per_sample)
-                    self._flying[step] = self._forward(units, sums, scale, tail.state.updates)
+                    scale = gradient_scale(feed.work, update_step.state, self._items_per_sample)
+                    self._flying[step] = self._forward(units, sums, scale, update_step.state.updates)
                 else:
-                    update = self._backward(step, self._flying.pop(step), tail)
+                    update = self._backward(step, self._flying.pop(step), update_step)
         self._stage.flush()
         return sums, update
 
@@ -148,7 +150,7 @@ class PipeDream:
         sums.extend(own)
         return InFlight(version, weights, flights, own.read()[1], scale)
 
-    def _backward(self, step: int, flown: InFlight, tail: Tail) -> Update:
+    def _backward(self, step: int, flown: InFlight, update_step: UpdateStep) -> Update:
         """Run a step backward with the weights of its forward, and update the stage."""
         stage, total, count = self._stage, dict[str, Tensor](), flown.count
         names = [name for name, w in flown.weights.items() if w.requires_grad]
@@ -158,16 +160,16 @@ class PipeDream:
             for name, g in zip(names, grads, strict=True):
                 if g is not None:
                     total[name] = total[name] + g if name in total else g
-        state = tail.state
+        state = update_step.state
         self.versions.append(Versions(step, flown.version, _version_of(flown), state.updates))
         with self._phases.during("optimizer"):
-            return tail.apply(self._gradients(total, flown.scale), _counted(count, stage))
+            return update_step.apply(self._gradients(total, flown.scale), _counted(count, stage))
 
     def _gradients(self, total: Mapping[str, Tensor], scale: float) -> Gradients:
-        """By parameter index of the whole model."""
+        """By what this stage updates."""
         own = {p: total[name] for name, p in self._stage.stage.named_parameters() if name in total}
-        grads = [own.get(p) for p in self._stage.parameters]
-        flats = [g for g in grads if g is not None]
+        grads = {slot: own.get(p) for slot, p in self._stage.holding.updates.items()}
+        flats = [g for g in grads.values() if g is not None]
         return Gradients(grads, flats, torch._foreach_norm(flats) if flats else [], scale)
 
     def _tally(self, sums: Sums, placed: Placed, change: Tensor) -> Tally:
@@ -181,7 +183,7 @@ class PipeDream:
             count=count,
             metrics={**metrics, **stale},
             stops=float(self._stop_requested()),
-            used=[0.0] * len(placed.parameters),
+            used=[0.0] * len(placed.holding.slots),
             buffers=change,
         )
 
@@ -200,9 +202,9 @@ def _version_of(flown: InFlight) -> int:
 
 
 def _counted(count: float, stage: Pipeline) -> Tally:
-    """What the tail divides by."""
+    """What the update step divides by."""
     none = torch.zeros(0, dtype=torch.float64)
-    return Tally(0.0, 0.0, count, {}, 0.0, [0.0] * len(stage.parameters), none)
+    return Tally(0.0, 0.0, count, {}, 0.0, [0.0] * len(stage.holding.slots), none)
 
 
 def _memory_of(state: TrainState, stage: Pipeline) -> Callable[[], None]:

@@ -10,13 +10,13 @@ from paceline.data import Feed, Order
 from paceline.layout import Placed
 from paceline.observe import Phases, Stats
 from paceline.state import TrainState
-from paceline.sync.tail import Tail, Update
+from paceline.sync.update import Update, UpdateStep
 
 
 class Rule(Protocol):
     """When replicas agree."""
 
-    def rounds(self, feed: Feed, placed: Placed, tail: Tail) -> Iterator[Stats]:
+    def rounds(self, feed: Feed, placed: Placed, update_step: UpdateStep) -> Iterator[Stats]:
         """Rounds from the state's own position to the end of the run; collective.
 
         A round is one step or more. Between two rounds the state is consistent: every rank holds the same
@@ -25,7 +25,7 @@ class Rule(Protocol):
         Args:
             feed: units and their loader.
             placed: this rank's part of the model.
-            tail: applies updates to the state.
+            update_step: applies updates to the state.
         """
 
     def abort(self) -> None:

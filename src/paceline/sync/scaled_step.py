@@ -26,7 +26,7 @@ def scaled_step(optimizer: torch.optim.Optimizer, flats: Sequence[Tensor], multi
     Exactness: within two roundings of float32, whether the kernel multiplies or not.
     Source: `grad_scale` of torch's fused optimizers, made for `torch.amp.GradScaler`.
     """
-    if multiplier == 1.0 or not flats:
+    if multiplier == 1.0 or not flats or not any(group["params"] for group in optimizer.param_groups):
         optimizer.step()
     elif 1.0 / _LARGEST <= multiplier <= _LARGEST and folds(optimizer):
         _folded_step(optimizer, 1.0 / multiplier)

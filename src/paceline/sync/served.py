@@ -54,14 +54,14 @@ class Served:
 
 def newest(placed: Placed) -> list[Tensor]:
     """Parameters and persistent buffers, as a message carries them."""
-    return [*(p.detach() for p in placed.parameters), *placed.buffers.values()]
+    return [*(p.detach() for p in placed.holding.computes.values()), *placed.buffers.values()]
 
 
 def load_newest(tensors: Any, placed: Placed) -> None:
     """The inverse of `newest`, in place."""
-    num_parameters = len(placed.parameters)
+    parameters = placed.holding.computes.values()
     with torch.no_grad():
-        for p, value in zip(placed.parameters, tensors[:num_parameters], strict=True):
+        for p, value in zip(parameters, tensors[: len(parameters)], strict=True):
             p.copy_(value)
-    device = placed.device
-    placed.buffers.reset([value.to(device) for value in tensors[num_parameters:]])
+    device = placed.holding.device
+    placed.buffers.reset([value.to(device) for value in tensors[len(parameters) :]])

@@ -4,7 +4,7 @@ Rank 0 is the server: it holds the state, hands out tickets with its newest para
 back as its policy says. The others compute. A round is a stretch of steps; at its end the server waits for
 the work that is under way, and gives its parameters to all.
 
-Invariant: every push carries the version that it read; the tail divides by the items of those that
+Invariant: every push carries the version that it read; the update step divides by the items of those that
 contributed. Between two rounds all ranks hold the server's parameters and buffers.
 """
 
@@ -22,12 +22,13 @@ from paceline.comm.channel import Message
 from paceline.data import Feed
 from paceline.layout import Placed
 from paceline.observe import Stats
+from paceline.slot import Slot
 from paceline.state import TrainState
 from paceline.sync.local import add_tallies
 from paceline.sync.policy import Policy, Push, Ticket, WorkLedger
 from paceline.sync.rule import step_stats
 from paceline.sync.served import Served, newest
-from paceline.sync.tail import Tail, Update
+from paceline.sync.update import Update, UpdateStep
 
 
 class Server(Served):
@@ -45,9 +46,9 @@ class Server(Served):
         self._idle: set[int] = set()
         self._taken: list[Tally] = []
 
-    def rounds(self, feed: Feed, placed: Placed, tail: Tail) -> Iterator[Stats]:
+    def rounds(self, feed: Feed, placed: Placed, update_step: UpdateStep) -> Iterator[Stats]:
         """See `Rule`: a round ends where the feed wants a pause, or a rank was asked to stop."""
-        state = tail.state
+        state = update_step.state
         while state.step < feed.num_steps:
             self.phases.take()
             first = state.step
@@ -55,7 +56,7 @@ class Server(Served):
             self._taken, update = [], Update(0.0, 0.0, applied=False)
             ages = WorkLedger()
             while not self._over(placed, state):
-                update = self._take_in(self.receive(), placed, tail, ages) or update
+                update = self._take_in(self.receive(), placed, update_step, ages) or update
             tally = add_tallies(self._taken)
             stats = step_stats(
                 range(first, state.step), feed.work.order, state, tally, update, self.phases, self.net
@@ -82,7 +83,9 @@ class Server(Served):
         fields = {**asdict(ticket), "version": state.updates, "scale": state.scale.value}
         self.send(rank, "ticket", fields, newest(placed))
 
-    def _take_in(self, message: Message, placed: Placed, tail: Tail, ages: WorkLedger) -> Update | None:
+    def _take_in(
+        self, message: Message, placed: Placed, update_step: UpdateStep, ages: WorkLedger
+    ) -> Update | None:
         rank = message.sender
         self._idle.add(rank)
         ticket, version = self._out.pop(rank, (None, 0))
@@ -98,11 +101,11 @@ class Server(Served):
         pushes = self._policy.push(worker, Push(ticket, version, message))
         if pushes is None:
             self.ledger.dropped += 1
-        return self._apply(pushes, placed, tail, ages) if pushes else None
+        return self._apply(pushes, placed, update_step, ages) if pushes else None
 
-    def _apply(self, pushes: Any, placed: Placed, tail: Tail, ages: WorkLedger) -> Update:
+    def _apply(self, pushes: Any, placed: Placed, update_step: UpdateStep, ages: WorkLedger) -> Update:
         """Sum the contributions, and make one update of them."""
-        state = tail.state
+        state = update_step.state
         for push in pushes:
             for ledger in (self.ledger, ages):
                 ledger.applied += 1
@@ -110,13 +113,13 @@ class Server(Served):
         found = [read_push(push.message, placed) for push in pushes]
         tally = add_tallies([tally for tally, _ in found])
         tally = replace(tally, buffers=torch.stack([t.buffers for t, _ in found]).sum(0))
-        grads = [_sum([g[i] for _, g in found]) for i in range(len(placed.parameters))]
-        flats = [g for g in grads if g is not None]
+        grads = {slot: _sum([g[slot] for _, g in found]) for slot in placed.holding.updates}
+        flats = [g for g in grads.values() if g is not None]
         with self.phases.during("optimizer"):
             placed.buffers.begin_step()
             placed.buffers.end_step(tally.buffers, tally.units)
             norms = torch._foreach_norm(flats) if flats else []
-            update = tail.apply(Gradients(grads, flats, norms), tally)
+            update = update_step.apply(Gradients(grads, flats, norms), tally)
         state.step = self._policy.step
         self._taken.append(tally)
         return update
@@ -140,12 +143,13 @@ class Server(Served):
         return stats
 
 
-def read_push(message: Message, placed: Placed) -> tuple[Tally, list[Tensor | None]]:
-    """Sums and unscaled gradients of one push, by parameter index."""
+def read_push(message: Message, placed: Placed) -> tuple[Tally, dict[Slot, Tensor | None]]:
+    """Sums and unscaled gradients of one push."""
     fields = message.fields
-    change, *given = (t.to(placed.device) for t in message.tensors)
+    change, *given = (t.to(placed.holding.device) for t in message.tensors)
     rest = iter(given)
-    grads = [next(rest) / fields["scale"] if used else None for used in fields["used"]]
+    used = zip(placed.holding.updates.items(), fields["used"], strict=True)
+    grads = {s: _lying_as(p, next(rest) / fields["scale"]) if there else None for (s, p), there in used}
     tally = Tally(
         units=fields["units"],
         total=fields["total"],
@@ -158,6 +162,11 @@ def read_push(message: Message, placed: Placed) -> tuple[Tally, list[Tensor | No
     return tally, grads
 
 
+def _lying_as(p: Tensor, values: Tensor) -> Tensor:
+    """In memory in the order of the parameter, as kernels expect it."""
+    return values if values.stride() == p.stride() else torch.empty_like(p).copy_(values).detach()
+
+
 def _sum(parts: list[Tensor | None]) -> Tensor | None:
     there = [part for part in parts if part is not None]
-    return torch.stack(there).sum(0) if there else None
+    return sum(there[1:], start=there[0]) if there else None

@@ -142,9 +142,9 @@ class Witness:
         loss = sum(float(loss.total) for loss in heard) / count if count else None
         norms: dict[str, float] = {}
         bad: list[tuple[str, int, int]] = []
-        grads = [p.grad for p in self.placed.parameters]
-        own = any(grad is not None for grad in grads)
-        for slot, grad in zip(self.placed.slots, grads if own else sums.tensors, strict=True):
+        grads = {slot: p.grad for slot, p in self.placed.holding.computes.items()}
+        own = any(grad is not None for grad in grads.values())
+        for slot, grad in (grads if own else sums.tensors).items():
             if grad is None:
                 continue
             num_bad = grad.numel() - int(torch.isfinite(grad).sum())

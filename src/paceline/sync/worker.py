@@ -15,7 +15,7 @@ from paceline.state import TrainState
 from paceline.sync.every_step import gradient_scale
 from paceline.sync.policy import WorkLedger
 from paceline.sync.served import SERVER, Served, load_newest
-from paceline.sync.tail import Tail
+from paceline.sync.update import UpdateStep
 
 
 class Worker(Served):
@@ -30,9 +30,9 @@ class Worker(Served):
         super().__init__(*shared)
         self._num_workers, self._items_per_sample = num_workers, items_per_sample
 
-    def rounds(self, feed: Feed, placed: Placed, tail: Tail) -> Iterator[Stats]:
+    def rounds(self, feed: Feed, placed: Placed, update_step: UpdateStep) -> Iterator[Stats]:
         """See `Rule`."""
-        state = tail.state
+        state = update_step.state
         while state.step < feed.num_steps:
             self.phases.take()
             self.send(SERVER, "ready", {"stops": self.stop_requested()}, [])
@@ -50,13 +50,13 @@ class Worker(Served):
         self.net.step = state.step = step
         state.scale.value = message.fields["scale"]
         work: LockstepWork = replace(feed.work, replica_rank=part, num_replicas=self._num_workers)
-        units, sink = work.units(step), LocalReducer(list(placed.parameters))
+        units, sink = work.units(step), LocalReducer(placed.holding.computes)
         scale = gradient_scale(work, state, self._items_per_sample)
         sink.begin()
         with feed.open(units) as stream:
             sums = placed.run(stream, len(units), sink, scale)
         total, count, metrics = sums.read()
-        grads = sink.finish().tensors
+        grads = sink.finish().tensors.values()
         fields = {
             "units": sums.units,
             "total": total,

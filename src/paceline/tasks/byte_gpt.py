@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from paceline.data.text import TextWindows, open_corpus
 from paceline.data.tokens import ByteTokenizer, Tokenizer, load_tokenizer
 from paceline.keys import key
-from paceline.models import GPT, GPTConfig, generate, gpt_chain, initialize_gpt
+from paceline.models import GPT, GPTConfig, generate, gpt_chain, initialize_gpt, without_memory
 from paceline.recipe.strict import Table
 from paceline.task import Loss, Task
 from paceline.tasks.baselines import Bytes, measure_baselines
@@ -62,12 +62,15 @@ def build(*, seed: int, base_dir: Path, cache_dir: Path, **options: Any) -> Task
     corpus = open_corpus(chosen.text, tokenizer, cache_dir, held_out=chosen.held_out, base_dir=base_dir)
     train = TextWindows(_first(corpus.train, chosen.train_tokens), chosen.context)
     held_out = TextWindows(_first(corpus.held_out, chosen.held_out_tokens), chosen.context)
+    with without_memory():
+        model = GPT(_model_config(chosen, tokenizer.vocab_size))
     return Task(
-        model=GPT(_model_config(chosen, tokenizer.vocab_size)),
+        model=model,
         data=train,
         held_out=held_out,
         loss=next_token_loss,
         stages=gpt_chain,
+        tensor={"blocks.*.feed_forward.expand": "column", "blocks.*.feed_forward.project": "row"},
         initialize=initialize_gpt,
         report=_build_report(chosen, tokenizer, train, held_out, corpus.split, seed),
         num_tokens_per_sample=chosen.context,

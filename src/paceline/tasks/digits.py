@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from paceline.errors import MissingExtraError
 from paceline.keys import key
-from paceline.models import MLP, ConvNet, fan_in_rule, initialize_by_name
+from paceline.models import MLP, ConvNet, InitializeByName, fan_in_rule
 from paceline.recipe.strict import Table
 from paceline.task import Loss, Task
 from paceline.tasks.options import Widths, read_options
@@ -48,7 +48,10 @@ def build(**options: Any) -> Task:
         held_out=held_out,
         loss=cross_entropy,
         stages=_chain,
-        initialize=lambda model, seed: initialize_by_name(model, seed, fan_in_rule),
+        tensor={"layers.0": "column", "layers.2": "split", "layers.3": "row"}
+        if chosen.model == "mlp"
+        else None,
+        initialize=InitializeByName(lambda model: fan_in_rule),
     )
 
 

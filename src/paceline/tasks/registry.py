@@ -16,8 +16,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 
+from paceline.data import seeded
 from paceline.errors import TaskError
 from paceline.keys import key
 from paceline.recipe.spell import nearest
@@ -61,11 +63,14 @@ def run_build(
     base_dir: str | Path,
     cache_dir: str | Path,
 ) -> Task:
-    """Call a build function under the run's own random state, and check what it returned; see `load_task`."""
+    """Call a build function under the run's own random state, and check what it returned; see `load_task`.
+
+    What it draws with torch, `random` or `numpy.random` follows from the seed, so it is equal on every rank.
+    """
     given = {"seed": seed, "base_dir": Path(base_dir).resolve(), "cache_dir": Path(cache_dir)}
     arguments = fit_arguments(build, spec, options, given)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(key(seed, "build"))
+    with seeded(key(seed, "build"), np.random.MT19937()):
+        torch.manual_seed(key(seed, "build"))  # those of other devices too
         made = build(**arguments)
     return check_task(made, spec)
 

@@ -5,82 +5,117 @@ Every fault is a `Pieces` with one constructor exchanged; nothing else of the se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from paceline.comm import BucketReducer, Gradients, PlainWire, Reducer, Tally
-from paceline.comm.reducer import WrappedReducer
-from paceline.comm.wire import Waits
+from paceline.comm import (
+    Collective,
+    Gradients,
+    GradientSink,
+    Handle,
+    NativeCollective,
+    Reducer,
+    Reduction,
+    Tally,
+)
 from paceline.data import LoadedUnit, LockstepWork, Stream, Unit
-from paceline.layout import GradSink, Placed, Replicate, Sums, UnitBuffers
+from paceline.layout import Holding, Placed, Replicate, Sums, UnitBuffers
 from paceline.optim import Schedule, build_schedule
-from paceline.sync import EveryStep, Tail, Update, UpdateTail
+from paceline.slot import Slot
+from paceline.sync import EveryStep, Part, Update, UpdateStep, Updating
 from paceline.training import Pieces
 
+Parts = dict[str, Part]
 
-class SumInsteadOfMean(UpdateTail):
-    """Divides by the count of one rank, so P replicas add up."""
 
-    num_replicas = 2
+def sum_instead_of_mean(num_replicas: int) -> Callable[[Parts], Parts]:
+    """Divide by the count of one rank, so that replicas add up."""
 
-    def apply(self, grads: Gradients, tally: Tally) -> Update:
-        """Pretend that the global count is the local one."""
-        return super().apply(grads, replace(tally, count=tally.count / self.num_replicas))
+    def edit(parts: Parts) -> Parts:
+        right = parts["divide"]
+
+        def divide(record: Updating) -> None:
+            right(record)
+            record.divisor /= num_replicas
+            record.multiplier *= num_replicas
+
+        return {**parts, "divide": divide}
+
+    return edit
+
+
+def wrong_clip_norm(parts: Parts) -> Parts:
+    """Clip with the norm before the division by the count."""
+    right = parts["clip"]
+
+    def clip(record: Updating) -> None:
+        norm = record.norm
+        record.norm *= record.tally.count
+        right(record)
+        record.norm = norm
+
+    return {**parts, "clip": clip}
 
 
 class MeanOfMeans(EveryStep):
     """Weights every rank alike, whatever its number of samples."""
 
-    def step(self, work: LockstepWork, stream: Stream, placed: Placed, tail: Tail) -> tuple[Tally, Update]:
+    def step(
+        self, work: LockstepWork, stream: Stream, placed: Placed, update_step: UpdateStep
+    ) -> tuple[Tally, Update]:
         """Scale this rank's gradient by (mean share / own share)."""
-        step = tail.state.step
+        step = update_step.state.step
         own = sum(len(u.indices) for u in work.units(step))
         fair = work.order.batch_size(step) / work.num_replicas
-        kept, self.reducer = self.reducer, _RescaledReducer(self.reducer, fair / own if own else 1.0)
+        kept, self.reducer = self.reducer, _Rescaled(self.reducer, fair / own if own else 1.0)
         try:
-            return super().step(work, stream, placed, tail)
+            return super().step(work, stream, placed, update_step)
         finally:
             self.reducer = kept
 
 
-class _RescaledReducer(WrappedReducer):
-    def __init__(self, inner: Reducer, factor: float) -> None:
-        super().__init__(inner)
-        self.factor = factor
+class _Rescaled:
+    """A reduction of gradients times a factor."""
 
-    def ready(self, index: int, grad: Tensor | None) -> None:
-        self.inner.ready(index, None if grad is None else grad * self.factor)
+    def __init__(self, inner: Reduction, factor: float) -> None:
+        self._inner, self._factor = inner, factor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def ready(self, slot: Slot, grad: Tensor | None) -> None:
+        self._inner.ready(slot, None if grad is None else grad * self._factor)
 
 
-class _DeafWire(PlainWire):
+class DeafCollective(NativeCollective):
     """Sums every buffer but the first."""
 
-    def all_reduce(self, x: Tensor, key: str) -> Waits:
-        alone = replace(self.group, ranks=self.group.ranks[:1], rank=0, handle=None)
-        return self.net.all_reduce(x, alone if key == "0" else self.group)
+    def all_reduce(self, x: Tensor, key: str) -> Handle:
+        """Leave the first buffer alone."""
+        return Handle.ready(x) if key == "0.0" else super().all_reduce(x, key)
 
 
-class OneBucketNotReduced(BucketReducer):
-    """Forgets the all_reduce of the first bucket."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter], wire: PlainWire, bucket_bytes: int) -> None:
-        super().__init__(parameters, _DeafWire(wire.net, wire.group), bucket_bytes)
+def deaf(collective: Collective) -> Collective:
+    """Forget the all_reduce of the first bucket."""
+    return DeafCollective(collective.net, collective.group) if _has_net(collective) else collective  # type: ignore[attr-defined]
 
 
-class StaleBucket(BucketReducer):
+def _has_net(collective: Collective) -> bool:
+    return hasattr(collective, "net")
+
+
+class StaleBucket(Reducer):
     """Hands out the first bucket of the step before."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._kept: Tensor | None = None
+    _kept: Tensor | None = None
 
     def finish(self) -> Gradients:
         """Swap the fresh sums for those of the last step."""
         grads = super().finish()
-        flat = self._buckets[0].flat
+        flat = grads.flats[0]
         fresh = flat.clone()
         if self._kept is not None:
             flat.copy_(self._kept)
@@ -117,39 +152,28 @@ class SharedDropoutSeed(LockstepWork):
         return tuple(replace(u, key=k) for u, k in zip(super().units(step), keys, strict=True))
 
 
-class WrongClipNorm(UpdateTail):
-    """Clips with the norm before the division by the count."""
-
-    def apply(self, grads: Gradients, tally: Tally) -> Update:
-        """Remember the count, for the wrong norm."""
-        self._count = tally.count
-        return super().apply(grads, tally)
-
-    def _clip(self, norm: float) -> float:
-        return super()._clip(norm * self._count)
-
-
 class OffByOneAccumulation(Replicate):
     """Announces the gradients before the last micro-batch has added to them."""
 
     def _forward_backward(self, loaded: LoadedUnit, sums: Sums, scale: float) -> None:
-        before = [None if p.grad is None else p.grad.clone() for p in self.parameters]
-        sink, self._sink = self._sink, None
+        parameters = self.holding.computes.values()
+        before = [None if p.grad is None else p.grad.clone() for p in parameters]
+        sink, self.gradients._sink = self.gradients._sink, None
         super()._forward_backward(loaded, sums, scale)
         if sink is not None and sums.units > 1:
-            for p, grad in zip(self.parameters, before, strict=True):
+            for p, grad in zip(parameters, before, strict=True):
                 p.grad = grad
-        self._sink = sink
+        self.gradients._sink = sink
 
 
 class UnsyncedBuffers(Replicate):
     """Keeps the running statistics of its own units."""
 
-    def __init__(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
-        super().__init__(model, *args, **kwargs)
-        self.buffers = _OwnBuffers(model)
+    def __init__(self, holding: Holding, *args: Any, **kwargs: Any) -> None:
+        super().__init__(holding, *args, **kwargs)
+        self.buffers = _OwnBuffers(holding.model)
 
-    def run(self, units: Iterable[LoadedUnit], num_units: int, sink: GradSink, scale: float) -> Sums:
+    def run(self, units: Iterable[LoadedUnit], num_units: int, sink: GradientSink, scale: float) -> Sums:
         """Remember how many units are this rank's own."""
         self.buffers.own_units = num_units  # type: ignore[attr-defined]
         return super().run(units, num_units, sink, scale)
@@ -179,10 +203,6 @@ def _schedule_off_by_one(*args: Any) -> Any:
     return _EarlySchedule(build_schedule(*args))
 
 
-def _tail_for(world: int) -> type[UpdateTail]:
-    return type("SumInsteadOfMean", (SumInsteadOfMean,), {"num_replicas": world})
-
-
 @dataclass(frozen=True)
 class Fault:
     """A known mistake.
@@ -197,16 +217,16 @@ class Fault:
 
 
 FAULTS: Mapping[str, Fault] = {
-    "sum-instead-of-mean": Fault(lambda p: Pieces(tail=_tail_for(p)), ("sum instead of mean",)),
+    "sum-instead-of-mean": Fault(lambda p: Pieces(update=sum_instead_of_mean(p)), ("sum instead of mean",)),
     "mean-of-means": Fault(lambda p: Pieces(rule=MeanOfMeans), ("mean of means",)),
-    "bucket-not-reduced": Fault(lambda p: Pieces(reducer=OneBucketNotReduced), ("not reduced",)),
+    "bucket-not-reduced": Fault(lambda p: Pieces(collective=deaf), ("not reduced",)),
     "same-data": Fault(lambda p: Pieces(work=SameData), ("same data on every rank",)),
     "shared-dropout-seed": Fault(lambda p: Pieces(work=SharedDropoutSeed), ("shared dropout seed",)),
-    "wrong-clip-norm": Fault(lambda p: Pieces(tail=WrongClipNorm), ("wrong clip norm",)),
+    "wrong-clip-norm": Fault(lambda p: Pieces(update=wrong_clip_norm), ("wrong clip norm",)),
     "stale-buffer": Fault(lambda p: Pieces(reducer=StaleBucket), ("stale buffer",)),
     "off-by-one-accumulation": Fault(
-        lambda p: Pieces(placed=OffByOneAccumulation), ("off-by-one accumulation",)
+        lambda p: Pieces(whole=OffByOneAccumulation), ("off-by-one accumulation",)
     ),
-    "unsynced-buffers": Fault(lambda p: Pieces(placed=UnsyncedBuffers), ("buffers not synchronised",)),
+    "unsynced-buffers": Fault(lambda p: Pieces(whole=UnsyncedBuffers), ("buffers not synchronised",)),
     "schedule-off-by-one": Fault(lambda p: Pieces(schedule=_schedule_off_by_one), ("schedule off by one",)),
 }

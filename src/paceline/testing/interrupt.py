@@ -7,8 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
+from paceline.comm import GradientSink
 from paceline.data import LoadedUnit
-from paceline.layout import GradSink, Placed, Sums
+from paceline.layout import Placed, Sums
+from paceline.layout.pipeline import Pipeline
+from paceline.slot import Slot
 from paceline.training import Session
 
 
@@ -18,6 +21,9 @@ class Interrupt(Exception):
 
 class InterruptedLayout:
     """A layout that raises `Interrupt` once.
+
+    In a stage the rest of the gradients is withheld instead, and it raises at the end: its neighbours wait
+    for what its backward sends.
 
     Args:
         inner: the layout.
@@ -32,25 +38,32 @@ class InterruptedLayout:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def run(self, units: Iterable[LoadedUnit], num_units: int, sink: GradSink, scale: float) -> Sums:
+    def run(self, units: Iterable[LoadedUnit], num_units: int, sink: GradientSink, scale: float) -> Sums:
         """As the inner layout, but for the one call."""
-        fused = _Fuse(sink, self._after) if self.runs == self._at_run else sink
+        interrupts = self.runs == self._at_run
         self.runs += 1
-        return self._inner.run(units, num_units, fused, scale)
+        waits = isinstance(self._inner, Pipeline)
+        fused = _Fuse(sink, self._after, withholds=waits) if interrupts else sink
+        sums = self._inner.run(units, num_units, fused, scale)
+        if interrupts and waits:
+            raise Interrupt
+        return sums
 
 
 class _Fuse:
-    def __init__(self, sink: GradSink, after: int) -> None:
-        self._sink, self._left = sink, after
+    def __init__(self, sink: GradientSink, after: int, *, withholds: bool) -> None:
+        self._sink, self._left, self._withholds = sink, after, withholds
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._sink, name)
 
-    def ready(self, index: int, grad: Tensor | None) -> None:
+    def ready(self, slot: Slot, grad: Tensor | None) -> None:
         if self._left == 0:
+            if self._withholds:
+                return
             raise Interrupt
         self._left -= 1
-        self._sink.ready(index, grad)
+        self._sink.ready(slot, grad)
 
 
 def train_interrupted(session: Session, at_run: int, after: int) -> list[float]:

@@ -1,52 +1,60 @@
-"""From a strategy to its parts: where state lives, what goes over the wire, when replicas agree.
-
-Each choice is a table from its word to a constructor; nothing else in the project looks at the words.
-"""
+"""What the constructors of a session's parts are given, and the parts that may be exchanged."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.cluster import Cluster
-from paceline.comm import (
-    Codec,
-    CodedWire,
-    Int8,
-    Net,
-    PlainWire,
-    Reducer,
-    Wire,
-    build_reducer,
-)
+from paceline.comm import Codec, CodedCollective, Collective, NativeCollective, Net, Reducer
 from paceline.data import LockstepWork
-from paceline.layout import Placed, Precision, Replicate
-from paceline.layout.zero import adopt
+from paceline.layout import Precision, Replicate
+from paceline.layout.pipeline import Pipeline
+from paceline.layout.sums import MetricNames
 from paceline.mesh import Group, Mesh
+from paceline.models import InitializeByName
 from paceline.observe import Phases
 from paceline.optim import build_schedule
 from paceline.recipe import Recipe
 from paceline.slot import Slot
-from paceline.state import TrainState
-from paceline.sync import EveryStep, Gathered, Tail, UpdateTail
+from paceline.sync import EveryStep, Part
+from paceline.sync.update import Norm
 from paceline.task import Task
-from paceline.training.routes import ROUTES, Site
+from paceline.training.routes import Site
 
-CODECS: Mapping[str, Callable[[], Codec | None]] = {"fp32": lambda: None, "int8": Int8}
+
+def _as_it_is(part: Any) -> Any:
+    return part
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """Constructors of the parts that may be exchanged."""
+    """Constructors of the parts that may be exchanged, under every strategy that has them.
+
+    Args:
+        work: deals units.
+        whole, stage: forward and backward of a whole model, or of one stage.
+        reducer: sums gradients over ranks.
+        collective: sees every collective that sums gradients.
+        norm: sees the norm of the whole gradient.
+        gather: sees what brings parameters up to date after an update.
+        update: sees the parts of the update step.
+        rule: every-step.
+        schedule: of the learning rate.
+    """
 
     work: Callable[..., LockstepWork] = LockstepWork
-    placed: Callable[..., Replicate] = Replicate
-    reducer: Callable[..., Reducer] = build_reducer
-    tail: Callable[..., Tail] = UpdateTail
+    whole: Callable[..., Replicate] = Replicate
+    stage: Callable[..., Pipeline] = Pipeline
+    reducer: Callable[..., Reducer] = Reducer
+    collective: Callable[[Collective], Collective] = _as_it_is
+    norm: Callable[[Norm], Norm] = _as_it_is
+    gather: Callable[[Callable[[], None]], Callable[[], None]] = _as_it_is
+    update: Callable[[dict[str, Part]], dict[str, Part]] = _as_it_is
     rule: Callable[..., EveryStep] = EveryStep
     schedule: Callable[..., Any] = build_schedule
 
@@ -71,70 +79,48 @@ class Setting:
     def bucket_bytes(self) -> int:
         return self.recipe.runtime.bucket_bytes
 
-    def precision(self, device: torch.device) -> Precision:
+    @property
+    def precision(self) -> Precision:
         """Of forward and backward."""
         recipe = self.recipe
-        return Precision(recipe.precision.compute, device.type, caches=not recipe.is_ordered)
-
-    def wire(self, group: Group) -> Wire:
-        """Sums over a group, by the recipe's codec and route where there is a wire at all; collective."""
-        if group.size == 1:
-            return PlainWire(self.net, group)
-        codec = CODECS[self.recipe.strategy.codec]()
-        if codec is not None:
-            return CodedWire(self.net, group, codec)
-        site = Site(self.cluster, self.mesh.world, self.net, self.device, self.warn, self.closers)
-        return ROUTES[self.recipe.strategy.route](group, site)
-
-
-def _nothing() -> None:
-    """The parameters are whole already."""
-
-
-@dataclass(frozen=True)
-class Arrangement:
-    """A layout's share of a session.
-
-    Args:
-        placed: forward and backward.
-        reducer: gives this rank the sums of what it updates.
-        trained: what its optimizer updates, if that is not the model's own parameters.
-        share: after an update, brings every rank's parameters up to date.
-    """
-
-    placed: Placed
-    reducer: Reducer
-    trained: Mapping[Slot, nn.Parameter] = field(default_factory=dict)
-    share: Callable[[], None] = _nothing
-
-    def adopt(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Hand this rank's parts to an optimizer that was built over the whole model."""
-        if self.trained:
-            parts = {slot.name: p for slot, p in self.trained.items()}
-            whole = self.placed.slots.items()
-            adopt(optimizer, {p: parts[slot.name] for slot, p in whole if slot.name in parts})
-        return optimizer
-
-    def tail(self, setting: Setting, state: TrainState, num_steps: int) -> Tail:
-        """The tail over what this rank updates."""
-        recipe = setting.recipe
-        inner = setting.pieces.tail(
-            state,
-            self.updated(),
-            setting.pieces.schedule(
-                recipe.schedule, num_steps * recipe.strategy.updates_per_step, recipe.batch.size
-            ),
-            clip_norm=recipe.optimizer.clip_norm,
-            reduction=recipe.batch.reduction,
+        return Precision(
+            recipe.precision.compute,
+            self.device.type,
+            caches=not recipe.is_ordered,
+            seeds_everything=recipe.reproducible,
         )
-        return Gathered(inner, self.share) if self.trained else inner
 
-    def updated(self) -> Sequence[nn.Parameter | None]:
-        """By parameter index, what this rank updates of it."""
-        if not self.trained:
-            return self.placed.parameters
-        parts = {slot.name: p for slot, p in self.trained.items()}
-        return [parts.get(slot.name) for slot in self.placed.slots]
+    @property
+    def reports(self) -> bool:
+        """Whether this rank tells the sums of its units; its tensor peers compute the same."""
+        return self.mesh.place("tensor") == 0
+
+    def collective(self, group: Group) -> Collective:
+        """Sums over a group, by the recipe's route and codec; collective."""
+        strategy = self.recipe.strategy
+        return self.pieces.collective(
+            self._path(group, strategy.form.load()(strategy.codec.partition(":")[2]))
+        )
+
+    def exact_collective(self, group: Group) -> Collective:
+        """The same path, on which values travel as they are; collective."""
+        return self._path(group, None)
+
+    def _path(self, group: Group, codec: Codec | None) -> Collective:
+        if group.size == 1:
+            return NativeCollective(self.net, group)
+        site = Site(
+            cluster=self.cluster,
+            world=self.mesh.world,
+            net=self.net,
+            device=self.device,
+            warn=self.warn,
+            closers=self.closers,
+            coded=_as_it_is if codec is None else lambda path: CodedCollective(path, codec),
+            is_coded=codec is not None,
+        )
+        found: Collective = self.recipe.strategy.path.load()(group, site)
+        return found
 
 
 @dataclass(frozen=True)
@@ -142,11 +128,22 @@ class Material:
     """What a layout places.
 
     Args:
-        model: whole, on its device, equal on every rank.
-        metric_names: sorted names of the metrics that the task's loss returns.
+        model: whole, on its device, equal on every rank; large parameters may have a shape only.
+        metric_names: of the loss; learned when it runs.
+        seed: of what is made without the whole.
     """
 
     task: Task
     model: nn.Module
-    metric_names: tuple[str, ...]
+    metric_names: MetricNames
     device: torch.device
+    seed: int = 0
+
+    @property
+    def make(self) -> Callable[[Slot], Tensor] | None:
+        """Makes a part of a parameter that has no memory; None: the task cannot."""
+        initialize = self.task.initialize
+        if not isinstance(initialize, InitializeByName):
+            return None
+        model, seed, device = self.model, self.seed, self.device
+        return lambda slot: initialize.part(model, seed, slot.name, slot.index).to(device)

@@ -6,7 +6,7 @@ The pieces are arguments, so that a test, a fault or a later strategy replaces o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -16,14 +16,19 @@ from paceline.checkpoint import load_weights
 from paceline.cluster import Cluster
 from paceline.comm import Net
 from paceline.data import Feed, Loader, Order
-from paceline.errors import DataError, DeviceError, StrategyError
+from paceline.errors import DataError, DeviceError
+from paceline.layout import Holding
 from paceline.layout.precision import compile_or_explain, recompute_blocks
+from paceline.layout.sums import MetricNames
 from paceline.mesh import Group, Mesh
+from paceline.models import InitializeByName
 from paceline.models.dropout import name_dropouts
 from paceline.observe import Phases
-from paceline.optim import build_optimizer
-from paceline.recipe import Recipe, Strategy, support
+from paceline.optim import build_optimizer, require_elementwise, require_one_gradient
+from paceline.optim.adopt import adopt
+from paceline.recipe import Recipe, resolve
 from paceline.state import LossScale, TrainState
+from paceline.sync import UpdateStep, update_parts
 from paceline.sync.witness import LossEar
 from paceline.task import Source, Task
 from paceline.training.arrange import Material, Pieces, Setting
@@ -34,11 +39,13 @@ from paceline.training.contract import (
     require_equal_shapes,
     tell_large_batch,
 )
-from paceline.training.guard import guard_tail
-from paceline.training.layouts import LAYOUTS
+from paceline.training.guard import guard_update
+from paceline.training.layouts import Layout, place
 from paceline.training.numerics import check_numerics
-from paceline.training.rules import RULES
+from paceline.training.reductions import build_norm
 from paceline.training.session import Notes, Session
+
+_RUN_BYTES = 2**24
 
 
 def build_session(
@@ -68,7 +75,8 @@ def build_session(
         CheckpointError: the first weights cannot be read, or are those of another model.
     """
     pieces = pieces or Pieces()
-    strategy, notes = resolved(recipe, cluster.world_size), Notes()
+    strategy = resolve(recipe.strategy, processes=cluster.world_size, shards=recipe.batch.shards)
+    notes = Notes()
     recipe = choose_by_machine(recipe, task, cluster, device, warn=warn, note=notes.add)
     setting = Setting(
         recipe=recipe.replace(strategy=strategy),
@@ -87,31 +95,49 @@ def build_session(
     model = prepare_model(recipe if fresh else recipe.replace(init_from=None), task, device)
     require_equal_shapes(model, setting.net, setting.mesh.world)
     make_equal(model, setting.net, setting.mesh.world)
-    names = check_loss(task, model, device)
     recompute_and_compile(recipe, task, model, device, warn)
     ear = LossEar(task.loss)
-    material = Material(replace(task, loss=ear), model, names, device)
-    arranged = LAYOUTS[strategy.layout](setting, material)
-    optimizer = arranged.adopt(build_task_optimizer(recipe, task, model))
+    material = Material(replace(task, loss=ear), model, MetricNames(), device, recipe.seed)
+    layout = place(setting, material)
+    check_loss(task, layout.placed, setting.net, setting.mesh.world)
+    holding = layout.placed.holding
+    optimizer = build_task_optimizer(recipe, task, holding)
     if recipe.reproducible:
-        check_numerics(setting.mesh, setting.net, model, optimizer)
-    state = TrainState(model, optimizer, loss_scale(recipe), trained=arranged.trained)
+        check_numerics(setting.mesh, setting.net, holding, optimizer)
+    state = TrainState(holding, optimizer, loss_scale(recipe))
     feed = build_feed(setting, task, device)
-    tail = arranged.tail(setting, state, feed.num_steps)
+    update_step = build_update_step(setting, layout, state, feed.num_steps)
+    guard_update(update_step, setting, layout.placed, ear, notes.add)
+    update_step.parts = pieces.update(update_step.parts)
     return Session(
         recipe=recipe,
+        strategy=strategy,
         cluster=cluster,
         mesh=setting.mesh,
         net=setting.net,
         task=task,
         state=state,
-        placed=arranged.placed,
+        placed=layout.placed,
         feed=feed,
-        tail=guard_tail(tail, setting, arranged.placed, ear, notes.add),
-        rule=RULES[strategy.sync_word](setting, arranged, state),
+        update_step=update_step,
+        rule=strategy.rule.load()(setting, layout, state),
         notes=notes,
         closers=setting.closers,
     )
+
+
+def build_update_step(setting: Setting, layout: Layout, state: TrainState, num_steps: int) -> UpdateStep:
+    """The update step over what this rank updates."""
+    recipe, holding = setting.recipe, layout.placed.holding
+    num_updates = num_steps * recipe.strategy.updates_per_step
+    parts = update_parts(
+        setting.pieces.schedule(recipe.schedule, num_updates, recipe.batch.size),
+        reduction=recipe.batch.reduction,
+        clip_norm=recipe.optimizer.clip_norm,
+        norm=setting.pieces.norm(build_norm(setting, holding)),
+        gather=layout.gather,
+    )
+    return UpdateStep(state, holding.updates, parts)
 
 
 def build_feed(setting: Setting, task: Task, device: torch.device) -> Feed:
@@ -123,21 +149,6 @@ def build_feed(setting: Setting, task: Task, device: torch.device) -> Feed:
     loader = build_loader(recipe, task, task.data, device)
     intervals = recipe.evaluate.every_steps, recipe.checkpoint.every_steps, recipe.hash_every
     return Feed(work, loader, num_steps_of(recipe, order.steps_per_epoch), intervals)
-
-
-def resolved(recipe: Recipe, processes: int) -> Strategy:
-    """The recipe's strategy with its replicas filled in.
-
-    Raises:
-        StrategyError: this combination is not supported; names the nearest that is.
-    """
-    answer = support(recipe.strategy, processes=processes, shards=recipe.batch.shards)
-    if not answer.ok:
-        raise StrategyError(
-            f"strategy '{recipe.strategy}' on {processes} processes: {answer.reason}",
-            next_step=f"the nearest that is supported: {answer.nearest}",
-        )
-    return answer.nearest
 
 
 def require_data(task: Task) -> None:
@@ -164,29 +175,60 @@ def num_steps_of(recipe: Recipe, steps_per_epoch: int) -> int:
     return recipe.steps or math.ceil((recipe.epochs or 0) * steps_per_epoch)
 
 
-def prepare_model(recipe: Recipe, task: Task, device: torch.device) -> nn.Module:
-    """The task's model on its device: weights from a file, or set by name where the task knows how."""
-    if task.initialize is not None:
+def prepare_model(recipe: Recipe, task: Task, device: torch.device, *, whole: bool = False) -> nn.Module:
+    """The task's model on its device: weights from a file, or set by name where the task knows how.
+
+    Args:
+        whole: give memory to all parameters of a model that was built without; else they wait until it is
+            known which of them this rank holds. Weights from a file are read whole.
+    """
+    waits = any(p.is_meta for p in task.model.parameters()) and recipe.init_from is None and not whole
+    if task.initialize is not None and not waits:
         task.initialize(task.model, recipe.seed)
     if recipe.init_from is not None:
         load_weights(task.model, recipe.init_from)
     name_dropouts(task.model)
-    return task.model.to(device)
+    if not waits:
+        return task.model.to(device)
+    if isinstance(task.initialize, InitializeByName):
+        set_small(task.model, recipe.seed, task.initialize)
+    return task.model._apply(lambda t: t if t.is_meta else t.to(device))
+
+
+def set_small(model: nn.Module, seed: int, initialize: InitializeByName) -> None:
+    """Set the parameters of a model that have memory, though it was built without."""
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if not p.is_meta:
+                p.copy_(initialize.part(model, seed, name, tuple(slice(0, n) for n in p.shape)))
 
 
 def make_equal(model: nn.Module, net: Net, group: Group) -> None:
-    """Give every rank the parameters and buffers of rank 0, in one broadcast a dtype.
+    """Give every rank the parameters and buffers of rank 0; what has no memory is made alike on every rank.
 
-    Wire: n bytes received by each rank but the first.
+    Wire: n bytes received by each rank but the first, in broadcasts of some megabytes.
     """
     if group.size == 1:
         return
     tensors: list[Tensor] = [p.detach() for p in model.parameters()] + list(model.buffers())
-    for dtype in sorted({t.dtype for t in tensors}, key=str):
-        alike = [t for t in tensors if t.dtype == dtype]
+    for alike in _in_runs([t for t in tensors if not t.is_meta]):
         flat = net.broadcast(torch.cat([t.reshape(-1) for t in alike]), group).wait()
         for t, piece in zip(alike, flat.split([t.numel() for t in alike]), strict=True):
             t.copy_(piece.view_as(t))
+
+
+def _in_runs(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Tensors of one type together, as many as make up some megabytes."""
+    found: list[list[Tensor]] = []
+    for dtype in sorted({t.dtype for t in tensors}, key=str):
+        filled = _RUN_BYTES
+        for t in (t for t in tensors if t.dtype == dtype):
+            if filled >= _RUN_BYTES:
+                found.append([])
+                filled = 0
+            found[-1].append(t)
+            filled += t.numel() * t.element_size()
+    return found
 
 
 def recompute_and_compile(
@@ -201,12 +243,23 @@ def recompute_and_compile(
             warn(reason)
 
 
-def build_task_optimizer(recipe: Recipe, task: Task, model: nn.Module) -> torch.optim.Optimizer:
-    """The task's own optimizer, or the recipe's by name."""
-    if task.optimizer is not None:
+def build_task_optimizer(recipe: Recipe, task: Task, holding: Holding) -> torch.optim.Optimizer:
+    """The task's own optimizer, or the recipe's by name, over what this rank updates.
+
+    Raises:
+        StrategyError: it looks at more than one value at a time, and this rank would update parts of tensors.
+        TaskError: the task brings its own, and the recipe sets options of one.
+    """
+    named = holding.model.named_parameters()  # of the whole model, so that all ranks have the same groups
+    if task.optimizer is None:
+        optimizer = build_optimizer(named, recipe.optimizer, fused_allowed=not recipe.reproducible)
+    else:
         refuse_two_optimizers(recipe)
-        return task.optimizer(model)
-    return build_optimizer(model.named_parameters(), recipe.optimizer, fused_allowed=not recipe.reproducible)
+        optimizer = require_one_gradient(task.optimizer(holding.model))
+        if holding.is_cut:
+            require_elementwise(optimizer)
+    adopt(optimizer, holding)
+    return optimizer
 
 
 def loss_scale(recipe: Recipe) -> LossScale:

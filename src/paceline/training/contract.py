@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import default_collate
 
 from paceline.comm import Net
 from paceline.comm.text import gather_texts
-from paceline.data import to_device
+from paceline.data import LoadedUnit, Unit, collate_samples
 from paceline.errors import TaskError
-from paceline.layout.sums import checked
+from paceline.layout import Placed
 from paceline.mesh import Group
 from paceline.recipe import OptimizerRecipe, Recipe
 from paceline.task import Loss, Task
@@ -31,32 +32,57 @@ _LOOKED_AT = 8  # samples, until one has an item
 _STILL_READ = ("clip_norm",)  # of the recipe's optimizer, when the task brings its own
 
 
-def check_loss(task: Task, model: nn.Module, device: torch.device) -> tuple[str, ...]:
-    """Call the loss in evaluation mode; returns the sorted names of its metrics.
+def check_loss(task: Task, placed: Placed, net: Net, world: Group) -> None:
+    """Call the loss in evaluation, on a sample and on it twice; learns the names of its metrics; collective.
+
+    The layout runs it, as a rank may hold a part of the model: those that see the loss tell the others.
 
     Raises:
         TaskError: it returns something else, counts nothing, or gives means where sums are needed.
+    Wire: a forward of three samples, and one ragged all_gather of some bytes.
     """
-    model.eval()
-    with torch.no_grad():
-        for index in range(min(_LOOKED_AT, len(task.data))):
-            once = _call(task, model, device, [task.data[index]])
-            if float(once.count) > 0:
-                break
-        else:
-            raise TaskError(
-                f"the loss counts {float(once.count):g} items in the first {index + 1} samples,"
-                " so nothing would train",
-                next_step=_COUNT,
-            )
-        twice = _call(task, model, device, [task.data[index]] * 2)
-    refuse_means(once, twice)
-    return tuple(sorted(once.metrics))
+    num_looked_at = min(_LOOKED_AT, len(task.data))
+    for index in range(num_looked_at):
+        with torch.random.fork_rng(), _buffers_kept(placed.holding.model):
+            once, twice = _call_twice(task, placed, index, net, world)
+        if float(once.count) > 0:
+            return refuse_means(once, twice)
+    raise TaskError(
+        f"the loss counts {float(once.count):g} items in the first {num_looked_at} samples,"
+        " so nothing would train",
+        next_step=_COUNT,
+    )
 
 
-def _call(task: Task, model: nn.Module, device: torch.device, samples: list[Any]) -> Loss:
-    collate = task.collate or default_collate
-    return checked(task.loss(model, to_device(collate(samples), device)))
+def _call_twice(task: Task, placed: Placed, index: int, net: Net, world: Group) -> tuple[Loss, Loss]:
+    """The losses of a sample and of it twice, as the first rank that sees them has them."""
+    sample = task.data[index]
+    units = (_unit(task, [sample] * count, placed.holding.device) for count in (1, 2))
+    rows = placed.evaluate(units).per_unit().tolist()
+    mine = json.dumps([placed.metric_names.found, rows]) if rows else ""
+    names, rows = json.loads(next(text for text in gather_texts(mine, world, net) if text))
+    placed.metric_names.found = tuple(names)
+    once, twice = (
+        Loss(torch.tensor(total), count, dict(zip(names, metrics, strict=True)))
+        for total, count, *metrics in rows
+    )
+    return once, twice
+
+
+def _unit(task: Task, samples: list[Any], device: torch.device) -> LoadedUnit:
+    unit = Unit(step=0, shard=0, indices=np.zeros(len(samples), dtype=np.int64), key=0)
+    return LoadedUnit(unit, collate_samples(task, samples, device))
+
+
+@contextmanager
+def _buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Put all buffers back, also those that no checkpoint holds: a forward may count itself."""
+    before = [(m, n, b, b.clone()) for m in model.modules() for n, b in m._buffers.items() if b is not None]
+    yield
+    for module, name, buffer, value in before:
+        module._buffers[name] = buffer
+        if not buffer.is_meta:
+            buffer.copy_(value)
 
 
 def refuse_means(once: Loss, twice: Loss) -> None:

@@ -54,12 +54,18 @@ def evaluate(session: Session, source: Source | None = None) -> Evaluation | Non
     num_samples = min(len(held_out), options.max_samples or len(held_out))
     blocks = [range(i, min(i + options.batch, num_samples)) for i in range(0, num_samples, options.batch)]
     mine = split(len(blocks), data.size, data.rank)
-    names = session.placed.metric_names
+    names = session.placed.metric_names.found or ()
     table = torch.zeros(len(blocks), 2 + len(names), dtype=torch.float64)
     rows = _run(session, held_out, [blocks[i] for i in mine])
     table[mine.start : mine.start + len(rows)] = rows
     world = session.mesh.world
-    sums = session.net.all_reduce(table.to(session.placed.device), world).wait().cpu().numpy().sum(axis=0)
+    sums = (
+        session.net.all_reduce(table.to(session.placed.holding.device), world)
+        .wait()
+        .cpu()
+        .numpy()
+        .sum(axis=0)
+    )
     count = sums[1] or 1.0
     means = {name: float(value / count) for name, value in zip(names, sums[2:], strict=True)}
     loss, num_items = float(sums[0] / count), float(sums[1])
@@ -68,7 +74,7 @@ def evaluate(session: Session, source: Source | None = None) -> Evaluation | Non
 
 
 def _run(session: Session, source: Source, blocks: list[range]) -> torch.Tensor:
-    loader = build_loader(session.recipe, session.task, source, session.placed.device)
+    loader = build_loader(session.recipe, session.task, source, session.placed.holding.device)
     units = (Unit(step=0, shard=0, indices=np.arange(b.start, b.stop), key=0) for b in blocks)
     stream = loader.open(units)
     try:

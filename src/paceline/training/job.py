@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from os import PathLike
 from pathlib import Path
 
@@ -17,21 +16,24 @@ from rich.console import Console
 
 from paceline.cluster import Cluster
 from paceline.observe import JsonLines, Progress, Sink, TextLog
+from paceline.observe.process import cache_folder
+from paceline.phase import LEAVING, TRAINING
 from paceline.recipe import Recipe
 from paceline.report import write_report
-from paceline.report.folder import LOG, METRICS, REPORT
+from paceline.report.folder import LOG, METRICS
 from paceline.task import Task
 from paceline.tasks import load_task, run_build
 from paceline.training import run_folder
 from paceline.training.build import build_session, choose_device
 from paceline.training.by_machine import num_cores
+from paceline.training.conclusion import conclude, plain_lines
 from paceline.training.given import RecipeLike, TaskLike, given_recipe, given_run, given_task
 from paceline.training.loop import Result, fit
 from paceline.training.records import run_record
 from paceline.training.session import Session
 from paceline.training.stopping import StopRequest, stop_on_notice, stop_on_signals
 
-CACHE_DIR = Path.home() / ".cache" / "paceline"
+CACHE_DIR = cache_folder()
 
 
 @contextmanager
@@ -72,9 +74,10 @@ def join(
         fresh: see `build_session`.
     """
     with connected(recipe, cluster) as (found, device):
+        built = obtain_together(recipe, task, base_dir, found, warn)
         session = build_session(
             recipe,
-            obtain_task(recipe, task, base_dir),
+            built,
             found,
             device,
             warn=warn,
@@ -83,6 +86,27 @@ def join(
         )
         yield session
         session.close()
+
+
+def obtain_together(
+    recipe: Recipe,
+    task: TaskLike | None,
+    base_dir: Path | None,
+    cluster: Cluster,
+    say: Callable[[str], object] = lambda text: None,
+) -> Task:
+    """`obtain_task` on every rank: who is done waits for the others, however long data takes to prepare.
+
+    Raises:
+        DeadlineError: a rank takes longer than `runtime.setup_deadline_seconds`; names it.
+    """
+    seconds = recipe.runtime.setup_deadline_seconds
+    cluster.enter_phase("building the task", seconds)
+    built = obtain_task(recipe, task, base_dir)
+    cluster.enter_phase("waiting for the other ranks to build the task", seconds)
+    cluster.await_ranks("built the task", seconds, say)
+    cluster.enter_phase("building the session", seconds)
+    return built
 
 
 def obtain_task(recipe: Recipe, task: TaskLike | None, base_dir: Path | None) -> Task:
@@ -120,20 +144,24 @@ def train(
     """
     recipe, base_dir = given_recipe(recipe, task, base_dir)
     run, cluster = given_run(resume), Cluster.from_env()
+    talks = console if cluster.global_rank == 0 else None
+    source = run_folder.find_source(recipe, run, plain_lines(talks))
     with (
-        stop_on_signals(StopRequest(setting_up=True)) as stop,
+        stop_on_signals(StopRequest(setting_up=True, has_launcher=cluster.error_dir is not None)) as stop,
         stop_on_notice(recipe.checkpoint.notice, stop),
         join(
             recipe,
             task,
             base_dir=base_dir,
             cluster=cluster,
-            warn=plain_lines(console if cluster.global_rank == 0 else None),
+            warn=plain_lines(talks),
             stop_requested=stop,
-            fresh=run is None,
+            fresh=source is None,
         ) as session,
     ):
-        return _continue(session, run, name or _name_of(task), console, stop)
+        result = _continue(session, run, source, name or _name_of(task), talks, stop)
+    cluster.enter_phase(LEAVING)  # a script may go on for as long as it likes
+    return result
 
 
 def _name_of(task: TaskLike | None) -> str | None:
@@ -144,22 +172,33 @@ def _name_of(task: TaskLike | None) -> str | None:
 def _continue(
     session: Session,
     resume: Path | None,
+    source: Path | None,
     name: str | None,
-    console: Console | None,
+    talks: Console | None,
     stop: StopRequest,
 ) -> Result:
-    """Restore if the run is not new, fit, and say what came out."""
-    talks = console if session.is_first else None
+    """Restore if the run is not new, fit, and say what came out.
+
+    Args:
+        resume: the run that goes on.
+        source: what of it is restored.
+        name: of a new run.
+        talks: where this rank reports.
+    """
     warn = plain_lines(talks)
     run_dir = run_folder.prepare(session, resume, name)
-    used = None if resume is None else run_folder.restore(session, resume, warn)
+    used = None if source is None else run_folder.restore(session, source, warn)
     stop.setting_up = False
+    session.cluster.enter_phase(TRAINING)
     result = fit(session, run_dir, sinks(session, run_dir, talks, used))
-    result = replace(result, model=session.complete())
+    session.cluster.enter_phase(LEAVING, session.recipe.runtime.setup_deadline_seconds)
+    wanted = session.task.report is not None and result.evaluation is not None
+    whole = session.complete() if wanted else None
+    result = replace(result, model=session.holding_all())
     if session.is_first:
         write_page(run_dir, warn)
     if talks is not None:
-        conclude(session, result, run_dir, talks)
+        conclude(session, result, run_dir, talks, whole)
     return result
 
 
@@ -193,41 +232,6 @@ def sinks(
         if resumed_from is not None:
             sink.event("resume", {"step": session.state.step, "checkpoint": resumed_from})
     return found
-
-
-def conclude(session: Session, result: Result, run_dir: Path, console: Console) -> None:
-    """Print what came out, where it is, and how to go on."""
-    lines: list[str] = []
-    if session.task.report is not None and result.evaluation is not None:
-        found = result.evaluation
-        values = {"loss": found.loss, "count": found.num_items, **found.metrics}
-        lines += session.task.report(session.placed.model, values)
-    resume = f"paceline train --resume {run_dir} -n {session.cluster.world_size}{_longer(session, result)}"
-    if result.sha256 is not None:
-        lines.append(f"state sha256: {result.sha256}")
-    lines += [
-        f"checkpoint: {result.checkpoint}",
-        f"metrics:    {run_dir / METRICS}",
-        f"report:     {run_dir / REPORT}",
-        f"resume:     {resume}",
-    ]
-    for line in lines:
-        plain_lines(console)(line)
-
-
-def plain_lines(console: Console | None) -> Callable[[str], None]:
-    """Prints a text as it is, never wrapped, coloured or read as markup; nothing without a console."""
-    if console is None:
-        return lambda text: None
-    return partial(console.print, markup=False, highlight=False, soft_wrap=True)
-
-
-def _longer(session: Session, result: Result) -> str:
-    """A run that has reached its end goes on only if it is made longer."""
-    if result.stopped:
-        return ""
-    epochs = session.recipe.epochs
-    return f" --set epochs={2 * epochs:g}" if epochs is not None else f" --set steps={2 * session.num_steps}"
 
 
 def _num_threads(recipe: Recipe, processes_here: int) -> int:

@@ -1,117 +1,129 @@
-"""From a strategy to its layout: where state lives. One table from words to constructors."""
+"""From a strategy to a placed model: an ordered list of cuts, then one way to run what is left.
+
+No product of layouts has a name: each cut knows its own word, and what the cuts before it have left.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
-from paceline.comm import (
-    AgreedNorm,
-    ParameterGather,
-    Reducer,
-    ShardedReducer,
-)
 from paceline.errors import StrategyError
-from paceline.layout import Lanes, Placed, Replicate
-from paceline.layout.pipeline import Pipeline, StageReducer, StageThreads, StageWire, cut_model
-from paceline.layout.zero import cut_rows, own_parts
-from paceline.slot import Slot, trained_parameters
-from paceline.training.arrange import Arrangement, Material, Setting
-from paceline.training.ordered import ordered_stage, ordered_sums
+from paceline.layout import Holding, Lanes, Placed
+from paceline.layout.holding import hold
+from paceline.layout.pipeline import Cut, StageThreads, StageWire
+from paceline.layout.placement import Placement, Transform
+from paceline.slot import trained_parameters
+from paceline.training.arrange import Material, Setting
 
 
-def _whole(setting: Setting, material: Material) -> Replicate | Lanes | StageThreads:
-    task, strategy = material.task, setting.recipe.strategy
-    shared: dict[str, Any] = {"precision": setting.precision(material.device), "phases": setting.phases}
+@dataclass(frozen=True)
+class Layout:
+    """A model in its place.
+
+    Args:
+        placed: forward and backward.
+        gather: brings what this rank computes with up to date after an update; collective.
+    """
+
+    placed: Placed
+    gather: Callable[[], None]
+
+
+def _as_it_is(holding: Holding) -> Holding:
+    return holding
+
+
+def _nothing(holding: Holding) -> Callable[[], None]:
+    return lambda: None
+
+
+@dataclass(frozen=True)
+class Cutting:
+    """One cut of a model, as its word makes it.
+
+    Args:
+        transform: what it leaves to each rank.
+        stage: the stage of this rank, if the cut is into stages.
+        prepare: changes modules, or what is done around their use, once the rank has let go of the rest.
+        gather: makes what is called after every update.
+    """
+
+    transform: Transform
+    stage: Cut | None = None
+    prepare: Callable[[Holding], Holding] = _as_it_is
+    gather: Callable[[Holding], Callable[[], None]] = field(default=_nothing)
+
+
+def place(setting: Setting, material: Material) -> Layout:
+    """Cut the model, let go of what other ranks hold, and say how the rest is run; collective.
+
+    Raises:
+        StrategyError, TaskError: the model cannot be cut so.
+    """
+    cuttings: list[Cutting] = [spec.load()(setting, material) for spec in setting.recipe.strategy.cuts]
+    placement = Placement(tuple(trained_parameters(material.model)))
+    for cutting in cuttings:
+        placement = placement.cut(cutting.transform)
+    stage = next((cutting.stage for cutting in cuttings if cutting.stage is not None), None)
+    coordinates = {axis: group.rank for axis, group in setting.mesh.axes.items()}
+    links = stage.links if stage is not None else None
+    holding = hold(material.model, placement, coordinates, links=links, make=material.make)
+    for cutting in cuttings:
+        holding = cutting.prepare(holding)
+    gathers = [cutting.gather(holding) for cutting in cuttings]
+    return Layout(_run(setting, material, holding, stage), setting.pieces.gather(_one_after_another(gathers)))
+
+
+def _one_after_another(calls: Sequence[Callable[[], None]]) -> Callable[[], None]:
+    def call_all() -> None:
+        for call in calls:
+            call()
+
+    return call_all
+
+
+def _run(setting: Setting, material: Material, holding: Holding, stage: Cut | None) -> Placed:
+    strategy = setting.recipe.strategy
+    shared: dict[str, Any] = {"precision": setting.precision, "phases": setting.phases}
+    alone = {"overlap": setting.mesh.data.size > 1, "reports": setting.reports}
+    schedule, names = strategy.order.load(), material.metric_names
+    if stage is not None:
+        wire = StageWire(setting.mesh.axes["pipeline"], setting.net, material.device)
+        return setting.pieces.stage(
+            material.task, holding, stage, names, wire=wire, schedule=schedule, **shared, **alone
+        )
     if strategy.lanes == 1:
-        alone = setting.mesh.data.size == 1
-        return setting.pieces.placed(
-            material.model, task.loss, material.metric_names, **shared, overlap=not alone
-        )
-    if material.device.type != "cpu":
-        raise StrategyError(
-            f"lanes are threads of the processor, and this rank computes on {material.device}",
-            next_step="leave out lanes: one process for each GPU",
-        )
+        return setting.pieces.whole(holding, material.task.loss, names, **shared, **alone)
+    _require_processor(material.device)
     shared["deadline_seconds"] = setting.net.deadline_seconds
-    model, names = material.model, material.metric_names
     threads: Lanes | StageThreads
     if strategy.pipeline > 1:
-        threads = StageThreads(task, model, names, num_stages=strategy.pipeline, **shared)
+        num_stages = strategy.pipeline
+        threads = StageThreads(
+            material.task, holding, names, schedule=schedule, num_stages=num_stages, **shared
+        )
     else:
-        threads = Lanes(model, task.loss, names, num_lanes=strategy.lanes, **shared)
+        threads = Lanes(holding, material.task.loss, names, num_lanes=strategy.lanes, **shared)
     setting.closers.append(threads.close)
     return threads
 
 
-def _known(placed: Placed) -> tuple[list[Slot], list[nn.Parameter]]:
-    return list(placed.slots), list(placed.parameters)
-
-
-def _replicate(setting: Setting, material: Material) -> Arrangement:
-    placed = _whole(setting, material)
-    if setting.recipe.is_ordered:
-        return Arrangement(placed, ordered_sums(setting, *_known(placed), cut_rows(placed.slots, 1)))
-    wire = setting.wire(setting.mesh.replica)
-    return Arrangement(placed, setting.pieces.reducer(placed.parameters, wire, setting.bucket_bytes))
-
-
-def _zero_1(setting: Setting, material: Material) -> Arrangement:
-    placed = _whole(setting, material)
-    mesh, shard = setting.mesh, setting.mesh.axes["shard"]
-    cuts = cut_rows(placed.slots, shard.size)
-    wires = setting.wire(shard), setting.wire(mesh.replica)
-    reducer: Reducer
-    if setting.recipe.is_ordered:
-        reducer = ordered_sums(setting, *_known(placed), cuts)
-    else:
-        reducer = ShardedReducer(placed.parameters, cuts, *wires, setting.bucket_bytes)
-        reducer = AgreedNorm(reducer, mesh.inside, setting.net)
-    return Arrangement(
-        placed,
-        reducer,
-        own_parts(placed.slots, cuts, shard.rank),
-        ParameterGather(placed.parameters, cuts, shard, setting.net),
-    )
-
-
-def _pipeline(setting: Setting, material: Material) -> Arrangement:
-    if setting.recipe.runtime.compile:
+def _require_processor(device: torch.device) -> None:
+    if device.type != "cpu":
         raise StrategyError(
-            "runtime.compile compiles the whole model, and a stage runs a part of it",
-            next_step="set runtime.compile = false, or choose a strategy without pipeline",
+            f"lanes are threads of the processor, and this rank computes on {device}",
+            next_step="leave out lanes: one process for each GPU",
         )
-    stages, model = setting.mesh.axes["pipeline"], material.model
-    cut = cut_model(material.task, model, trained_parameters(model), stages.size, stages.rank)
-    placed = Pipeline(
-        material.task,
-        model,
-        cut,
-        material.metric_names,
-        wire=StageWire(stages, setting.net, material.device),
-        precision=setting.precision(material.device),
-        phases=setting.phases,
-    )
-    own = [(slot, p) for (slot, p), mine in zip(placed.slots.items(), cut.own, strict=True) if mine]
-    trained = {replace(slot, axes=frozenset({"pipeline"})): p for slot, p in own}
-    if setting.recipe.is_ordered:
-        return Arrangement(placed, ordered_stage(setting, material, placed), trained)
-    return Arrangement(placed, _stage_sums(setting, placed), trained)
 
 
-def _stage_sums(setting: Setting, placed: Pipeline) -> Reducer:
-    mesh, cut = setting.mesh, placed.cut
-    reduced = [placed.parameters[i] for i in cut.reduced]
-    inner = setting.pieces.reducer(reduced, setting.wire(mesh.replica), setting.bucket_bytes)
-    reducer = StageReducer(inner, cut, placed.parameters, mesh.axes["pipeline"], setting.net)
-    return AgreedNorm(reducer, mesh.inside, setting.net)
-
-
-LAYOUTS: Mapping[str, Callable[[Setting, Material], Arrangement]] = {
-    "replicate": _replicate,
-    "zero-1": _zero_1,
-    "pipeline": _pipeline,
-}
+def outermost_dims(model: nn.Module) -> dict[str, int]:
+    """By name, the dimension along which a part of a trained tensor is one run of memory."""
+    return {
+        slot.name: max(range(p.dim()), key=lambda d: (p.stride(d), -d)) if p.dim() else 0
+        for slot, p in trained_parameters(model).items()
+    }

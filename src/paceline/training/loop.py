@@ -22,7 +22,7 @@ from paceline.training.session import Session
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended, equal on every rank.
+    """How a run ended, equal on every rank but for `model`.
 
     Args:
         steps: steps taken since the beginning of the run, also before a resume.
@@ -32,7 +32,8 @@ class Result:
         sha256: of the state after the last step, in hex; None unless the run is reproducible.
         stopped: whether a signal ended the run before its last step.
         run_dir: the folder of the run; None without one.
-        model: with the parameters of the last step, whole on every rank; None until `train` returns.
+        model: with the parameters of the last step; None where this rank holds only a part of it
+            (`paceline export` takes it whole from the checkpoint), and until `train` returns.
     """
 
     steps: int

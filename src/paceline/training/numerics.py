@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from paceline.comm import Net
 from paceline.comm.text import gather_texts
-from paceline.errors import DeviceError, StrategyError, TaskError
+from paceline.errors import DeviceError, StrategyError
+from paceline.layout import Holding
 from paceline.mesh import Mesh
 
 _SMALLEST_NORMAL = 2.0**-126
@@ -54,15 +53,15 @@ def _processor() -> str:
     return next(names, platform.machine())
 
 
-def check_numerics(mesh: Mesh, net: Net, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def check_numerics(mesh: Mesh, net: Net, holding: Holding, optimizer: torch.optim.Optimizer) -> None:
     """Refuse a reproducible run that could not keep its promise; collective.
 
     Raises:
         StrategyError, TaskError: what is asked for here does not keep its bits.
         DeviceError: ranks do not compute alike.
     """
-    check_alone(next(model.parameters()).device, optimizer)
-    check_draws(model, mesh.axes["pipeline"].size)
+    check_alone(holding.device, optimizer)
+    check_types(holding, mesh.axes["shard"].size)
     check_same_numerics(mesh, net)
 
 
@@ -108,21 +107,16 @@ def check_alone(device: torch.device, optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def drawing_modules(model: nn.Module) -> list[str]:
-    """Names of modules that draw from PyTorch's own generator in training."""
-    found: Iterable[tuple[str, nn.Module]] = model.named_modules()
-    return [name for name, m in found if isinstance(m, _DropoutNd) and m.p > 0]
-
-
-def check_draws(model: nn.Module, num_stages: int) -> None:
-    """A stream of random numbers cannot be cut between stages.
+def check_types(holding: Holding, num_shards: int) -> None:
+    """A kernel rounds half types otherwise at the end of a run of memory than inside it.
 
     Raises:
-        TaskError: a module draws from one.
+        StrategyError: a parameter of a half type would be updated in parts.
     """
-    names = drawing_modules(model)
-    if names and num_stages > 1:
-        raise TaskError(
-            f"reproducible = true, and '{names[0]}' draws from PyTorch's generator, which stages would share",
-            next_step="use paceline.models.KeyedDropout for nn.Dropout, or a strategy without pipeline",
+    half = [slot.name for slot, p in holding.computes.items() if p.dtype in (torch.bfloat16, torch.float16)]
+    if half and num_shards > 1:
+        raise StrategyError(
+            f"reproducible = true, and '{half[0]}' is of a half type: where it is cut changes its update",
+            next_step="keep parameters in float32 (precision.compute sets the type of the arithmetic), or"
+            " leave out shard",
         )

@@ -20,7 +20,6 @@ from paceline.observe import PHASES, Sink, Stats
 from paceline.observe.process import peak_bytes, process_start
 from paceline.observe.ranks import rank_records
 from paceline.observe.schema import SCHEMA
-from paceline.recipe import resolve
 from paceline.training.session import Session
 
 _WINDOW_ROUNDS = 20
@@ -60,7 +59,7 @@ class RankRecords:
         if not self._rows:
             return
         session = self._session
-        mine = torch.tensor(self._rows, dtype=torch.float64, device=session.placed.device)
+        mine = torch.tensor(self._rows, dtype=torch.float64, device=session.placed.holding.device)
         tables = session.net.gather(mine, session.mesh.world).wait()
         self._rows = []
         for record in rank_records(self._step, [t.tolist() for t in tables]) if tables else ():
@@ -80,25 +79,26 @@ class RankRecords:
 def run_record(session: Session) -> dict[str, Any]:
     """How this process takes part, and the sizes from which closed forms follow."""
     recipe, placed = session.recipe, session.placed
-    strategy = resolve(recipe.strategy, processes=session.cluster.world_size, shards=recipe.batch.shards)
-    trained = [p for p in session.state.model.parameters() if p.requires_grad]  # of all stages
+    slots, types = placed.holding.slots, dict(session.state.model.named_parameters())  # of all ranks
     return {
         "schema": SCHEMA,
         "step": session.state.step,
         "num_steps": session.num_steps,
         "task": recipe.task,
-        "strategy": str(strategy),
+        "strategy": str(session.strategy),
         "ordered": recipe.is_ordered,
         "ranks": session.cluster.world_size,
-        "devices": placed.device.type,
+        "devices": placed.holding.device.type,
         "precision": recipe.precision.compute,
         "threads": torch.get_num_threads(),
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "process_start": process_start(os.getpid()),
         "versions": {"paceline": VERSION, "torch": torch.__version__, "python": platform.python_version()},
-        "parameters": sum(p.numel() for p in trained),
-        "gradient_bytes": sum(p.numel() * p.element_size() for p in trained),
-        "tally_bytes": tally_bytes(len(placed.metric_names), len(trained), placed.buffers.num_values),
+        "parameters": sum(slot.numel for slot in slots),
+        "gradient_bytes": sum(slot.numel * types[slot.name].element_size() for slot in slots),
+        "tally_bytes": tally_bytes(
+            len(placed.metric_names.found or ()), len(slots), placed.buffers.num_values
+        ),
         "tokens_per_sample": session.task.num_tokens_per_sample,
     }

@@ -1,27 +1,31 @@
-"""From the word of a route to a wire, the path of uncoded sums: one table of collective constructors."""
+"""The routes: how the collective of a group is made, and where on its path a codec sits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from paceline.cluster import Cluster
-from paceline.comm import HierarchicalWire, Net, PlainWire, SharedMemoryWire, Wire, meet_on_host
+from paceline.comm import Collective, NativeCollective, Net
+from paceline.comm.collectives import Exchanging
+from paceline.comm.routes import HierarchicalCollective, SharedMemoryCollective, TreeCollective, meet_on_host
 from paceline.errors import StrategyError
-from paceline.mesh import Group, Levels, span_nodes
+from paceline.mesh import Group, Levels, span_nodes, twin_group
 
 
 @dataclass(frozen=True)
 class Site:
-    """Where a wire is laid.
+    """Where a collective is made.
 
     Args:
         world: all ranks.
         device: where gradients lie.
         warn: is told of a route that is another one here.
         closers: what a session calls when it is closed.
+        coded: puts a codec on a path; the path itself where values travel as they are.
+        is_coded: whether it does.
     """
 
     cluster: Cluster
@@ -30,49 +34,76 @@ class Site:
     device: torch.device
     warn: Callable[[str], None]
     closers: list[Callable[[], None]]
+    coded: Callable[[Exchanging], Collective]
+    is_coded: bool
 
 
-def _native(group: Group, site: Site) -> Wire:
-    return PlainWire(site.net, group)
+def native(group: Group, site: Site) -> Collective:
+    """The collectives of the backend."""
+    return site.coded(NativeCollective(site.net, group))
 
 
-def _shared_memory(group: Group, site: Site) -> Wire:
-    wire = _shared_or_native(group, site)
-    if isinstance(wire, PlainWire):
+def shared_memory(group: Group, site: Site) -> Collective:
+    """The memory of one host.
+
+    Raises:
+        StrategyError: the group has none in common.
+    """
+    found = shared_or_native(group, site)
+    if isinstance(found, NativeCollective):
         why = "this job computes on GPUs" if site.device.type != "cpu" else "its ranks run on several hosts"
         raise StrategyError(
             f"route=shared-memory cannot sum over group '{group.name}' {group.ranks}: {why}",
             next_step="choose route=auto, which takes memory where it can, or route=native",
         )
-    return wire
+    return found
 
 
-def _shared_or_native(group: Group, site: Site) -> Wire:
+def shared_or_native(group: Group, site: Site) -> Collective:
+    """Memory where all ranks of the group are on one host, and nothing is coded."""
+    if site.is_coded:
+        return native(group, site)
     links = meet_on_host(group, site.net) if site.device.type == "cpu" else None
     if links is None:
-        return PlainWire(site.net, group)
-    wire = SharedMemoryWire(site.net, group, links)
-    site.closers.append(wire.close)
-    return wire
+        return NativeCollective(site.net, group)
+    found = SharedMemoryCollective(site.net, group, links)
+    site.closers.append(found.close)
+    return found
 
 
-def _hierarchical(group: Group, site: Site) -> Wire:
-    """Collective over the world. A group on one node, or with one rank on each, has one level: native."""
-    if site.device.type != "cpu":
-        raise StrategyError(
-            f"route=hierarchical is built for processors, and this rank trains on {site.device.type}",
-            next_step="leave it out: NCCL sums inside nodes first by itself",
-        )
+def hierarchical(group: Group, site: Site) -> Collective:
+    """Inside nodes first; collective over the world.
+
+    A group on one node, or with one rank on each, has one level: native.
+    """
+    _require_processors(site, "hierarchical", "NCCL sums inside nodes first by itself")
     parts = span_nodes(group.ranks, _nodes(site))
     if len(parts) in (1, group.size):
         where = "lies on one node" if len(parts) == 1 else "has one rank on every node"
         site.warn(
             f"route=hierarchical: the group '{group.name}' {where}, so its sum has one level, as native"
         )
-        return PlainWire(site.net, group)
-    wire = HierarchicalWire(site.net, group, Levels.build(group, parts))
-    site.closers.append(wire.close)
-    return wire
+        return native(group, site)
+    levels = Levels.build(group, parts)
+    found = HierarchicalCollective(site.net, group, levels, native(levels.between, site))
+    site.closers.append(found.close)
+    return found
+
+
+def tree(group: Group, site: Site) -> Collective:
+    """A tree of messages."""
+    _require_processors(site, "tree", "NCCL has trees of its own")
+    found = TreeCollective(site.net, twin_group(group, "tree"))
+    site.closers.append(found.close)
+    return site.coded(found)
+
+
+def _require_processors(site: Site, word: str, instead: str) -> None:
+    if site.device.type != "cpu":
+        raise StrategyError(
+            f"route={word} is built for processors, and this rank trains on {site.device.type}",
+            next_step=f"leave it out: {instead}",
+        )
 
 
 def _nodes(site: Site) -> list[int]:
@@ -80,11 +111,3 @@ def _nodes(site: Site) -> list[int]:
     mine = torch.tensor([site.cluster.node_rank])
     found = site.net.all_gather(mine, site.world, equal=True).wait()
     return [int(node) for node in found]
-
-
-ROUTES: Mapping[str, Callable[[Group, Site], Wire]] = {
-    "auto": _shared_or_native,
-    "native": _native,
-    "shared-memory": _shared_memory,
-    "hierarchical": _hierarchical,
-}

@@ -1,24 +1,22 @@
-"""From a strategy to its rule: when replicas agree. One table from words to constructors."""
+"""The rules: how the rule of a strategy is made, which says when replicas agree."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 
-from paceline.comm import (
-    PlainWire,
-    Reducer,
-    build_reducer,
-)
+from paceline.comm import LocalReducer, Reduction
 from paceline.comm.channel import Channel, SocketChannel
-from paceline.comm.hub import accept_all, connect, listen
+from paceline.comm.channel.hub import accept_all, connect, listen
+from paceline.comm.reduction import InAnyOrder, Reducer
 from paceline.comm.text import share_text
 from paceline.errors import StrategyError
-from paceline.layout import Placed
+from paceline.layout import Holding
 from paceline.layout.pipeline import Pipeline
 from paceline.mesh import Group
+from paceline.slot import Slot
 from paceline.state import TrainState
 from paceline.sync import EveryStep, InnerMoments, LocalRounds, Outer, Rule
 from paceline.sync.pipedream import PipeDream
@@ -27,10 +25,12 @@ from paceline.sync.residuals import Residuals
 from paceline.sync.served import SERVER
 from paceline.sync.server import Server
 from paceline.sync.worker import Worker
-from paceline.training.arrange import Arrangement, Setting
+from paceline.training.arrange import Setting
+from paceline.training.layouts import Layout
+from paceline.training.reductions import build_reduction
 
 
-def _step(setting: Setting, reducer: Reducer, group: Group) -> EveryStep:
+def _step(setting: Setting, reducer: Reduction, group: Group) -> EveryStep:
     return setting.pieces.rule(
         group,
         setting.net,
@@ -42,42 +42,56 @@ def _step(setting: Setting, reducer: Reducer, group: Group) -> EveryStep:
     )
 
 
-def _every_step(setting: Setting, arranged: Arrangement, state: TrainState) -> Rule:
-    _keep_residuals(setting, arranged.reducer, arranged.placed, state)
-    return _step(setting, arranged.reducer, setting.mesh.world)
+def every_step(setting: Setting, layout: Layout, state: TrainState) -> Rule:
+    """All replicas average their gradients in every step."""
+    reducer = build_reduction(setting, layout.placed.holding)
+    _keep_residuals(setting, reducer, layout.placed.holding, state)
+    return _step(setting, reducer, setting.mesh.world)
 
 
-def _local(setting: Setting, arranged: Arrangement, state: TrainState, outer: Outer) -> Rule:
+def _local(setting: Setting, layout: Layout, state: TrainState, outer: Outer) -> Rule:
     mesh = setting.mesh
-    alone = replace(mesh.replica, ranks=mesh.world.ranks[mesh.world.rank :][:1], rank=0, handle=None)
-    own = setting.pieces.reducer(arranged.placed.parameters, PlainWire(setting.net, alone), 1)
+    holding = layout.placed.holding
+
+    def sums(anchors: Mapping[Slot, Tensor]) -> Reduction:
+        if mesh.replica.size == 1:
+            return LocalReducer(anchors)
+        path = InAnyOrder(setting.collective(mesh.axes["shard"]), setting.collective(mesh.replica))
+        return Reducer(anchors, holding.parts, path, setting.bucket_bytes)
+
     rule = LocalRounds(
-        _step(setting, own, mesh.inside),
+        _step(setting, LocalReducer(holding.computes), mesh.inside),
         int(setting.recipe.strategy.sync.partition(":")[2]),
         outer,
-        lambda anchors: build_reducer(anchors, setting.wire(mesh.replica), setting.bucket_bytes),
-        arranged.placed,
+        sums,
+        layout.placed,
         world=mesh.world,
         net=setting.net,
         phases=setting.phases,
     )
-    _keep_residuals(setting, rule.reducer, arranged.placed, state)
+    _keep_residuals(setting, rule.reducer, holding, state)
     state.keepers["outer"] = rule
     state.keepers["inner"] = InnerMoments(state, mesh.replica)
     return rule
 
 
-def _diloco(setting: Setting, arranged: Arrangement, state: TrainState) -> Rule:
+def local(setting: Setting, layout: Layout, state: TrainState) -> Rule:
+    """Replicas train alone, then average."""
+    return _local(setting, layout, state, Outer())
+
+
+def diloco(setting: Setting, layout: Layout, state: TrainState) -> Rule:
+    """Replicas train alone, then an outer optimizer moves them."""
     outer = setting.recipe.outer
-    return _local(setting, arranged, state, Outer(outer.lr, outer.momentum))
+    return _local(setting, layout, state, Outer(outer.lr, outer.momentum))
 
 
-def _keep_residuals(setting: Setting, reducer: Reducer, placed: Placed, state: TrainState) -> None:
+def _keep_residuals(setting: Setting, reducer: Reduction, holding: Holding, state: TrainState) -> None:
     if setting.recipe.strategy.codec != "fp32":
-        state.keepers["residual"] = Residuals(reducer, list(placed.slots), setting.mesh.data)
+        state.keepers["residual"] = Residuals(reducer, holding.computes, setting.mesh.data)
 
 
-def _served(setting: Setting, arranged: Arrangement, state: TrainState, policy: Policy) -> Rule:
+def _served(setting: Setting, layout: Layout, state: TrainState, policy: Policy) -> Rule:
     """Rank 0 serves, all others work."""
     workers = setting.mesh.world.ranks[1:]
     if setting.recipe.loader.workers:
@@ -111,22 +125,27 @@ def _channel(setting: Setting) -> Channel:
     return SocketChannel({SERVER: hub}, setting.net.ledger)
 
 
-def _server_async(setting: Setting, arranged: Arrangement, state: TrainState) -> Rule:
-    return _served(setting, arranged, state, ApplyEach(setting.mesh.world.size - 1))
+def server_async(setting: Setting, layout: Layout, state: TrainState) -> Rule:
+    """A server applies every push."""
+    return _served(setting, layout, state, ApplyEach(setting.mesh.world.size - 1))
 
 
-def _backup(setting: Setting, arranged: Arrangement, state: TrainState) -> Rule:
+def backup(setting: Setting, layout: Layout, state: TrainState) -> Rule:
+    """A server applies the first pushes of a step."""
     num_backups = int(setting.recipe.strategy.sync.partition(":")[2])
-    return _served(setting, arranged, state, FirstN(setting.mesh.world.size - 1, num_backups))
+    return _served(setting, layout, state, FirstN(setting.mesh.world.size - 1, num_backups))
 
 
-def _pipedream(setting: Setting, arranged: Arrangement, state: TrainState) -> Rule:
-    recipe, placed = setting.recipe, arranged.placed
+def pipedream(setting: Setting, layout: Layout, state: TrainState) -> Rule:
+    """Stages update as gradients reach them."""
+    recipe, placed = setting.recipe, layout.placed
     alone = "each stage updates alone, and this needs all of them at once"
     unfit = {
         "optimizer.clip_norm": alone if recipe.optimizer.clip_norm is not None else "",
         'precision.compute = "fp16"': alone if recipe.precision.compute == "fp16" else "",
-        "weights that two stages share": alone if not isinstance(placed, Pipeline) or placed.cut.tied else "",
+        "weights that two stages share": alone
+        if not isinstance(placed, Pipeline) or placed.cut.shared
+        else "",
         "memory.recompute": "it would compute again with the weights of today, not with those of the forward"
         if recipe.memory.recompute != "none"
         else "",
@@ -145,13 +164,3 @@ def _pipedream(setting: Setting, arranged: Arrangement, state: TrainState) -> Ru
         items_per_sample=setting.items_per_sample,
         stop_requested=setting.stop_requested,
     )
-
-
-RULES: Mapping[str, Callable[[Setting, Arrangement, TrainState], Rule]] = {
-    "every-step": _every_step,
-    "local": lambda setting, arranged, state: _local(setting, arranged, state, Outer()),
-    "diloco": _diloco,
-    "server-async": _server_async,
-    "backup": _backup,
-    "pipedream": _pipedream,
-}

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from paceline.checkpoint import Files, Shelf
+from paceline.checkpoint import Files, Lock, Patience, Shelf, has_published, insist, refused
 from paceline.comm.text import share_text
-from paceline.errors import RecipeError
-from paceline.observe.disk import explained
+from paceline.errors import RecipeError, RunFolderError
+from paceline.observe.append import say_on_stderr
+from paceline.observe.disk import explained, unwritable
 from paceline.recipe import Recipe, load_recipe, to_toml
 from paceline.recipe.changes import refuse_changes
 from paceline.report.folder import CHECKPOINTS, RECIPE, claim_run_dir, name_of_task, refuse_taken
@@ -28,14 +29,13 @@ def prepare(session: Session, resume: Path | None, name: str | None = None) -> P
     chosen = ""
     if session.is_first:
         chosen = str(_claim(session, name) if resume is None else run_of(resume))
-    chosen = share_text(chosen, session.mesh.world, session.net, session.placed.device)
+    chosen = share_text(chosen, session.mesh.world, session.net, session.placed.holding.device)
     run_dir = Path(chosen)
     if session.is_first:
         if resume is not None:
             refuse_changes(load_recipe(run_dir / RECIPE), session.recipe, chosen)
-        asked = session.recipe.replace(run_dir=None)  # the folder says it; a copy is free to go elsewhere
-        with explained(run_dir):
-            Files(chosen).publish(RECIPE, to_toml(asked).encode())  # a crash must not leave half of it
+            _lock(session, run_dir)
+        _write_recipe(session.recipe, run_dir)
     return run_dir
 
 
@@ -47,15 +47,12 @@ def _claim(session: Session, name: str | None) -> Path:
     recipe, again = session.recipe, session.cluster.attempt > 0
     if not again:
         _refuse_used(recipe)
-    if recipe.run_dir is None:
-        return claim_run_dir(name or name_of_task(recipe.task))
-    folder = Path(recipe.run_dir)
-    with explained(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            (folder / RECIPE).touch(exist_ok=again)
-        except FileExistsError:  # another run has begun in this very moment
-            refuse_taken(folder)
+    folder = (
+        claim_run_dir(name or name_of_task(recipe.task)) if recipe.run_dir is None else Path(recipe.run_dir)
+    )
+    _lock(session, folder)
+    if not again:
+        refuse_taken(folder)  # another run had it until this very moment
     return folder
 
 
@@ -73,6 +70,39 @@ def _refuse_used(recipe: Recipe) -> None:
             where=files.url,
             next_step="name another checkpoint.folder; `paceline train --resume RUN` goes on with a run",
         )
+
+
+def _lock(session: Session, run_dir: Path) -> None:
+    """Keep other jobs out of the folders of the run and of its checkpoints until the session is closed."""
+    with explained(run_dir):
+        session.closers.append(Lock(Files(str(run_dir)), say_on_stderr).release)
+    folder = session.recipe.checkpoint.folder
+    if folder is None:
+        return
+    try:
+        session.closers.append(Lock(Files(folder), say_on_stderr).release)
+    except OSError as error:
+        raise refused(folder, error) from error
+
+
+def _write_recipe(recipe: Recipe, run_dir: Path) -> None:
+    """What was asked for; the folder says where, so that a copy is free to go elsewhere."""
+    text, files = to_toml(recipe.replace(run_dir=None)).encode(), Files(str(run_dir))
+    patience = Patience(recipe.checkpoint.full_disk_seconds, say_on_stderr)
+
+    def refuse(place: str, error: OSError) -> RunFolderError:
+        return unwritable(error, run_dir)
+
+    # a crash must not leave half of it
+    insist(lambda: files.publish(RECIPE, text), files, [], patience, refuse=refuse)
+
+
+def find_source(recipe: Recipe, resume: Path | None, warn: Callable[[str], None]) -> Path | None:
+    """What a run that goes on restores: `resume`, unless its folder has no checkpoint yet; that is told."""
+    if resume is None or _is_checkpoint(resume) or has_published(saving.files_of(recipe, run_of(resume))):
+        return resume
+    warn("there is no checkpoint yet: the run begins at step 0")
+    return None
 
 
 def restore(session: Session, resume: Path, warn: Callable[[str], None] = lambda text: None) -> str:

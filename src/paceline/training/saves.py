@@ -125,7 +125,7 @@ class Saves:
         if saver is None or session.state.step == 0:
             return {}
         mine = json.dumps(saver.shelf.losses if session.is_first else {})
-        text = share_text(mine, session.mesh.world, session.net, session.placed.device)
+        text = share_text(mine, session.mesh.world, session.net, session.placed.holding.device)
         found = {int(step): float(score) for step, score in json.loads(text).items()}
         return {step: score for step, score in found.items() if step <= session.state.step}
 
@@ -150,7 +150,7 @@ class Saves:
         """The newest checkpoint, if it is of the present step; collective."""
         session, saver = self._session, self._saver
         found = saver.shelf.newest_at(session.state.step) if saver is not None and session.is_first else None
-        return share_text(found or "", session.mesh.world, session.net, session.placed.device) or None
+        return share_text(found or "", session.mesh.world, session.net, session.placed.holding.device) or None
 
     def _save(self, saver: Saver) -> None:
         saver.finish()

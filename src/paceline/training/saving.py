@@ -11,16 +11,13 @@ import torch
 
 from paceline import checkpoint
 from paceline._version import VERSION
-from paceline.checkpoint import Files, Keep, Origin, Patience, Saver, Saving, Shelf
+from paceline.checkpoint import Files, Keep, Origin, Patience, Saver, Saving, Shelf, claim
 from paceline.comm.text import gather_texts, share_text
 from paceline.errors import CheckpointError
 from paceline.recipe import Recipe, to_toml
-from paceline.training.build import resolved
+from paceline.sync.update import placed_before
 from paceline.training.numerics import differences, fingerprint
 from paceline.training.session import Session
-
-_STEADY_RULES = ("every-step", "local", "diloco")
-"""Rules under which nothing but the optimizer changes parameters before the first update of a round."""
 
 
 def files_of(recipe: Recipe, run_dir: Path) -> Files:
@@ -31,17 +28,18 @@ def files_of(recipe: Recipe, run_dir: Path) -> Files:
 def build_saver(session: Session, run_dir: Path, warn: Callable[[str], None]) -> Saver:
     """A saver for this rank; collective. What a crash has left half-written is removed."""
     files = files_of(session.recipe, run_dir)
-    shelf = Shelf.look(files).claim() if session.is_first else Shelf(files)
-    run = share_text(shelf.run, session.mesh.world, session.net, session.placed.device)
-    options, strategy = session.recipe.checkpoint, resolved(session.recipe, session.cluster.world_size)
+    options, strategy = session.recipe.checkpoint, session.strategy
+    patience = Patience(options.full_disk_seconds, warn)
+    shelf = claim(files, patience) if session.is_first else Shelf(files)
+    run = share_text(shelf.run, session.mesh.world, session.net, session.placed.holding.device)
     saving = Saving(
         rank=session.cluster.global_rank,
         background=options.mode == "background",
-        shared=strategy.sync_word == "every-step",
-        steady=strategy.sync_word in _STEADY_RULES,
+        shared=strategy.rule.shares_state,
+        steady=strategy.rule.steady,
         keep=Keep(options.keep, options.keep_best),
         deadline_seconds=options.deadline_seconds,
-        patience=Patience(options.full_disk_seconds, warn),
+        patience=patience,
         writers=1 if options.mode == "background" else torch.get_num_threads(),  # the others train on
     )
     origin = Origin(
@@ -51,7 +49,10 @@ def build_saver(session: Session, run_dir: Path, warn: Callable[[str], None]) ->
         world_size=session.cluster.world_size,
         versions=_versions(session),
     )
-    return Saver(session.state, shelf, origin, saving, lambda text: _exchange(session, text))
+    saver = Saver(session.state, shelf, origin, saving, lambda text: _exchange(session, text))
+    step = session.update_step
+    step.parts = placed_before(step.parts, "step", "settle", lambda record: saver.settle())
+    return saver
 
 
 def _versions(session: Session) -> dict[str, str]:
@@ -110,7 +111,7 @@ def _newest_first(
         found = found[found.index(before) + 1 :] if before in found else found
         for error in shelf.broken.values():
             warn(error.what)
-    text = share_text(json.dumps(found), session.mesh.world, session.net, session.placed.device)
+    text = share_text(json.dumps(found), session.mesh.world, session.net, session.placed.holding.device)
     return [str(name) for name in json.loads(text)]
 
 
@@ -118,7 +119,8 @@ def _try(session: Session, files: Files, name: str, warn: Callable[[str], None])
     """Load one if every rank can read it; else why not, on every rank."""
     refusal: CheckpointError | None = None
     try:
-        found = checkpoint.load(files, name)
+        found = checkpoint.stored_at(files, name)
+        take_over = session.state.read_from(found, found.scalars)
     except CheckpointError as error:
         refusal = error
     if session.sum(float(refusal is not None)):
@@ -127,10 +129,7 @@ def _try(session: Session, files: Files, name: str, warn: Callable[[str], None])
     differing = differences(found.manifest.origin.versions) if session.recipe.reproducible else ""
     if differing:
         warn(f"{name} was computed otherwise ({differing}): from here on the bits may be others")
-    try:
-        session.restore(found.tensors, found.scalars)
-    except CheckpointError as error:  # equal on every rank: all have read the same names and shapes
-        return error
+    take_over()
     return None
 
 

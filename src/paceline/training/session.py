@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from paceline.cluster import Cluster
 from paceline.comm import Net
 from paceline.data import Feed, Loader, LockstepWork, Unit
-from paceline.layout import Placed
-from paceline.layout.whole import Snapshot, share_snapshot, take_snapshot
+from paceline.layout import Holding, Placed
+from paceline.layout.whole import Snapshot, gather_whole, share_snapshot, take_snapshot, whole_model
 from paceline.mesh import Mesh
 from paceline.observe import Stats
-from paceline.recipe import Recipe
+from paceline.recipe import Recipe, Strategy
 from paceline.state import TrainState
-from paceline.sync import Rule, Tail
+from paceline.sync import Rule, UpdateStep
 from paceline.task import Task, finish_metrics
 
 
@@ -38,20 +38,26 @@ class Notes:
         return events
 
 
+def _has_gaps(holding: Holding) -> bool:
+    return any(t.is_meta for t in (*holding.model.parameters(), *holding.model.buffers()))
+
+
 @dataclass
 class Session:
     """One rank of a training job. Build it with `build_session`.
 
     Args:
+        strategy: the recipe's, with its replicas filled in.
         feed: what it trains on.
         placed: the model as this rank holds it.
-        tail: makes updates.
+        update_step: makes updates.
         rule: owns the loop.
         notes: steps that were left out, and why; `fit` hands them to the sinks.
         closers: what `close` calls.
     """
 
     recipe: Recipe
+    strategy: Strategy
     cluster: Cluster
     mesh: Mesh
     net: Net
@@ -59,7 +65,7 @@ class Session:
     state: TrainState
     placed: Placed
     feed: Feed
-    tail: Tail
+    update_step: UpdateStep
     rule: Rule
     notes: Notes = field(default_factory=Notes)
     closers: list[Callable[[], None]] = field(default_factory=list)
@@ -85,11 +91,6 @@ class Session:
         return self.feed.loader
 
     @property
-    def num_replicas(self) -> int:
-        """Replicas that train; the global batch is shared among them."""
-        return self.mesh.replica.size
-
-    @property
     def is_first(self) -> bool:
         """Whether this rank writes files and talks to the user."""
         return self.cluster.global_rank == 0
@@ -100,7 +101,7 @@ class Session:
         Between two rounds the state is consistent: it may be saved, evaluated or left there. After an error
         `abort` makes it so.
         """
-        for stats in self.rule.rounds(self.feed, self.placed, self.tail):
+        for stats in self.rule.rounds(self.feed, self.placed, self.update_step):
             yield self._finish(stats)
             if stats.stops:
                 return
@@ -131,22 +132,26 @@ class Session:
         Args:
             snapshot: of the session that stopped, on rank 0; other ranks may be new and have none.
         """
-        shared = share_snapshot(snapshot, self.mesh.world, self.net, self.placed.device)
+        shared = share_snapshot(snapshot, self.mesh.world, self.net, self.placed.holding.device)
         self.restore(*shared)
 
+    def holding_all(self) -> nn.Module | None:
+        """The model, if this rank holds all of it."""
+        holding = self.placed.holding
+        whole = all(one.kept and one.computes.is_whole for one in holding.held.values())
+        return holding.model if whole and not _has_gaps(holding) else None
+
     def complete(self) -> nn.Module:
-        """The model with all its parameters up to date on this rank; collective."""
-        whole = self.snapshot().tensors()
-        own = self.state.model.state_dict()
-        with torch.no_grad():
-            for name, value in own.items():
-                if f"model/{name}" in whole:
-                    value.copy_(whole[f"model/{name}"])
-        return self.state.model
+        """The whole model on this rank; collective. If a rank holds all of it, that is the model itself."""
+        found, holding = self.holding_all(), self.placed.holding
+        if found is not None:
+            return found
+        pieces = [piece for piece in self.state.pieces() if piece.slot.name.startswith("model/")]
+        return whole_model(holding.model, gather_whole(pieces, self.mesh.inside, self.net), holding.device)
 
     def sum(self, value: float) -> float:
         """Add up a number of every rank; collective, equal on all. Wire: one all_reduce of 8 bytes."""
-        mine = torch.tensor(value, dtype=torch.float64, device=self.placed.device)
+        mine = torch.tensor(value, dtype=torch.float64, device=self.placed.holding.device)
         return float(self.net.all_reduce(mine, self.mesh.world).wait())
 
     def units(self) -> Iterator[Unit]:

@@ -10,12 +10,12 @@ Invariant: signals are received by a thread, and the main thread only reads a fl
 
 from __future__ import annotations
 
+import http.client
 import os
 import signal
 import sys
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,12 +23,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.errors import SetupStoppedError
+from paceline.phase import NOTHING_TO_SAVE
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 SAME_SECONDS = 1.0
 INTERRUPTED_EXIT_CODE = 130
 _NOTICE_SECONDS = 2.0
-_NOTHING_TO_SAVE = "stopped before the first step: there was nothing to save"
 
 
 @dataclass
@@ -37,10 +37,12 @@ class StopRequest:
 
     Args:
         setting_up: no step has begun, so a request need not wait for one.
+        has_launcher: it tells the user that there was nothing to save.
     """
 
     requested: bool = False
     setting_up: bool = False
+    has_launcher: bool = False
     _asked_at: float = field(default=0.0, repr=False)
 
     def __call__(self) -> bool:
@@ -59,7 +61,7 @@ class StopRequest:
             SetupStoppedError: there is nothing to save.
         """
         if self.setting_up:
-            raise SetupStoppedError(_NOTHING_TO_SAVE)
+            raise SetupStoppedError(NOTHING_TO_SAVE)
 
 
 @contextmanager
@@ -96,8 +98,9 @@ def _listen(read_end: int, stop: StopRequest, over: threading.Event) -> None:
 
 def _end_setup(stop: StopRequest, over: threading.Event) -> None:
     """Say so, and give the main thread a moment to unwind: it cannot while it waits inside a collective."""
-    sys.stderr.write(f"{_NOTHING_TO_SAVE}\n")
-    sys.stderr.flush()
+    if not stop.has_launcher:
+        sys.stderr.write(f"{NOTHING_TO_SAVE}\n")
+        sys.stderr.flush()
     if not over.wait(SAME_SECONDS) and stop.setting_up:
         os._exit(SetupStoppedError.exit_code)
 
@@ -134,11 +137,26 @@ def _looker(where: str) -> Callable[[], bool]:
     if not where.startswith(("http://", "https://")):
         return Path(where).exists
 
-    def look() -> bool:
-        try:
-            with urllib.request.urlopen(where, timeout=_NOTICE_SECONDS) as answer:
-                return bool(answer.status == 200)
-        except (urllib.error.URLError, OSError):
-            return False  # 404, or the service is not there: no notice
+    return _Look(where)
 
-    return look
+
+class _Look:
+    """Asks a URL. An answer that trickles in for ever is waited for once, in a thread, and is no notice."""
+
+    def __init__(self, url: str) -> None:
+        self._url, self._answers = url, list[bool]()
+        self._asking: threading.Thread | None = None
+
+    def __call__(self) -> bool:
+        if self._asking is None or not self._asking.is_alive():
+            self._asking = threading.Thread(target=self._ask, name="notice-question", daemon=True)
+            self._asking.start()
+        self._asking.join(2 * _NOTICE_SECONDS)
+        return any(self._answers)
+
+    def _ask(self) -> None:
+        try:
+            with urllib.request.urlopen(self._url, timeout=_NOTICE_SECONDS) as answer:
+                self._answers.append(answer.status == 200)
+        except (OSError, ValueError, http.client.HTTPException):
+            return  # 404, nobody there, or no HTTP: no notice

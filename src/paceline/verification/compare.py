@@ -113,6 +113,7 @@ def compare(
     like: Tensors,
     net: Net,
     group: Group,
+    device: torch.device,
 ) -> list[Finding]:
     """Compare this rank's tensors with rank 0's reference; collective, equal result on every rank.
 
@@ -120,6 +121,7 @@ def compare(
         mine: this rank's tensors.
         reference, bounds: the oracle's, on rank 0; None on other ranks.
         like: every name that can occur, with a tensor of its shape; equal on every rank.
+        device: where the values travel from.
     Wire: one broadcast of all values, one of presence and bounds, one all_gather of errors.
     """
     names = list(like)
@@ -127,15 +129,15 @@ def compare(
     if reference is not None and bounds is not None:
         head[0] = torch.tensor([float(n in reference) for n in names])
         head[1] = torch.tensor([bounds.get(n, 0.0) for n in names])
-    head = net.broadcast(head.to(_device(like)), group).wait().cpu()
+    head = net.broadcast(head.to(device), group).wait().cpu()
     present = [bool(x) for x in head[0]]
-    flat = torch.cat([_value(reference, n, like[n]) for n in names]) if names else torch.zeros(0)
+    flat = torch.cat([_value(reference, n, like[n], device) for n in names]) if names else torch.zeros(0)
     flat = net.broadcast(flat, group).wait()
     pieces = flat.split([like[n].numel() for n in names])
     errors = torch.tensor(
         [_error(mine.get(n), p, there) for n, p, there in zip(names, pieces, present, strict=True)],
         dtype=torch.float64,
-        device=_device(like),
+        device=device,
     )
     table = torch.stack(net.all_gather(errors, group).wait()).T.tolist()
     return [
@@ -149,9 +151,9 @@ def first_failure(findings: Sequence[Finding]) -> Finding | None:
     return next((f for f in findings if not f.ok), None)
 
 
-def _value(reference: Tensors | None, name: str, like: Tensor) -> Tensor:
+def _value(reference: Tensors | None, name: str, like: Tensor, device: torch.device) -> Tensor:
     if reference is None or name not in reference:
-        return torch.zeros(like.numel(), dtype=torch.float64, device=like.device)
+        return torch.zeros(like.numel(), dtype=torch.float64, device=device)
     return reference[name].detach().reshape(-1).to(torch.float64)
 
 
@@ -166,7 +168,3 @@ def _error(mine: Tensor | None, reference: Tensor, present: bool) -> float:
 
 def _largest(value: Tensor) -> float:
     return float(value.detach().abs().max()) if value.numel() else 0.0
-
-
-def _device(like: Tensors) -> torch.device:
-    return next((t.device for t in like.values()), torch.device("cpu"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from paceline.data import Unit, split
 from paceline.verification.diagnose import UNKNOWN, Diagnosis, Evidence, diagnose_gradient
 from paceline.verification.diagnose_tail import TailEvidence, diagnose_tail
-from paceline.verification.oracle import Shard, Tensors
+from paceline.verification.oracle import Shard
 from paceline.verification.reference import Reference
 
 if TYPE_CHECKING:
@@ -139,9 +139,9 @@ def _local_norms(v: Verifier, step: int, reference: Reference) -> list[float]:
     return norms
 
 
-def _flat(gradients: Tensors, names: list[str], v: Verifier) -> Tensor:
-    parameters = dict(v.session.placed.model.named_parameters())
-    zero = {n: torch.zeros_like(parameters[n]) for n in names if n not in gradients}
+def _flat(gradients: Mapping[str, Tensor], names: list[str], v: Verifier) -> Tensor:
+    shapes = {slot.name: slot.shape for slot in v.session.placed.holding.slots}
+    zero = {n: torch.zeros(shapes[n]) for n in names if n not in gradients}
     parts = [gradients.get(n, zero.get(n)) for n in names]
     return torch.cat([p.detach().reshape(-1).to(torch.float64) for p in parts if p is not None])
 
@@ -158,6 +158,6 @@ def _share(v: Verifier, found: Diagnosis) -> Diagnosis:
     text = json.dumps([found.cause, found.explanation, found.residual]).encode()
     data = torch.zeros(4096, dtype=torch.uint8)
     data[: len(text)] = torch.tensor(list(text[:4096]), dtype=torch.uint8)
-    data = v.net.broadcast(data.to(v.session.placed.device), v.session.mesh.world).wait().cpu()
+    data = v.net.broadcast(data.to(v.session.placed.holding.device), v.session.mesh.world).wait().cpu()
     cause, explanation, residual = json.loads(bytes(data.tolist()).rstrip(b"\0"))
     return Diagnosis(cause, explanation, residual)

@@ -12,7 +12,9 @@ import torch
 from paceline.cluster import Cluster
 from paceline.errors import StrategyError
 from paceline.layout import Precision
+from paceline.layout.holding import hold_whole
 from paceline.optim import build_schedule
+from paceline.phase import TRAINING
 from paceline.recipe import HealthRecipe, Recipe
 from paceline.task import Task
 from paceline.training import Pieces
@@ -25,9 +27,8 @@ from paceline.training.build import (
 )
 from paceline.training.by_machine import choose_by_machine
 from paceline.training.given import RecipeLike, TaskLike, given_recipe
-from paceline.training.job import connected, obtain_task
+from paceline.training.job import connected, obtain_together
 from paceline.verification.oracle import Oracle
-from paceline.verification.record import recording
 from paceline.verification.report import Report
 from paceline.verification.run import Verifier
 
@@ -59,7 +60,8 @@ def verify(
     """
     recipe, base_dir = given_recipe(recipe, task, base_dir)
     with connected(recipe, cluster) as (found, device):
-        built = obtain_task(recipe, task, base_dir)
+        built = obtain_together(recipe, task, base_dir, found)
+        found.enter_phase(TRAINING)
         return compare_with_oracle(recipe, built, found, device, steps, pieces=pieces, observe=observe)
 
 
@@ -83,8 +85,7 @@ def compare_with_oracle(
     recipe = recipe.replace(health=HealthRecipe())  # a step that is left out has nothing to compare
     recipe = choose_by_machine(recipe, task, cluster, device)
     oracle = build_oracle(recipe, replace(task, model=copy.deepcopy(task.model)), device)
-    recorded = replace(pieces, tail=recording(pieces.tail))
-    session = build_session(recipe, task, cluster, device, pieces=recorded)
+    session = build_session(recipe, task, cluster, device, pieces=pieces)
     return Verifier(session, oracle).run(steps, observe)
 
 
@@ -96,13 +97,13 @@ def build_oracle(recipe: Recipe, task: Task, device: torch.device, shards: int |
     """
     if recipe.precision.compute == "auto":  # alone; beside a session, what all ranks agreed on stands here
         recipe = choose_by_machine(recipe, task, Cluster.single(), device)
-    model = prepare_model(recipe, task, device)
+    model = prepare_model(recipe, task, device, whole=True)
     order = build_order(recipe, task)
     num_steps = num_steps_of(recipe, order.steps_per_epoch)
     return Oracle(
         task,
         order,
-        build_task_optimizer(recipe, task, model),
+        build_task_optimizer(recipe, task, hold_whole(model)),
         build_schedule(recipe.schedule, num_steps, recipe.batch.size),
         shards=shards or recipe.batch.shards,
         seed=recipe.seed,

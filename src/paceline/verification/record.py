@@ -1,17 +1,16 @@
-"""A tail that remembers what went in and what came out, so that a step can be held against the oracle."""
+"""Remembers what went into an update step and what came out, so that it can be held against the oracle."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from paceline.comm import Gradients, Tally
-from paceline.state import TrainState
-from paceline.sync import Tail, Update
+from paceline.slot import Slot
+from paceline.sync import Update, UpdateStep, Updating
 
-Tensors = dict[str, Tensor]
+Parts = Mapping[Slot, Tensor]
 
 
 @dataclass(frozen=True)
@@ -20,50 +19,42 @@ class Record:
 
     Args:
         total, count: agreed sums of the loss.
-        sums: gradients as they reached the tail, their scale taken out, by parameter name: this rank's parts.
+        sums: gradients as they reached the update step, their scale taken out: this rank's parts.
         final: gradients as the optimizer saw them.
-        update: what the tail said it did.
+        update: what the update step said it did.
     """
 
     total: float = 0.0
     count: float = 0.0
-    sums: Tensors = field(default_factory=dict)
-    final: Tensors = field(default_factory=dict)
+    sums: Parts = field(default_factory=dict)
+    final: Parts = field(default_factory=dict)
     update: Update | None = None
 
 
-class RecordingTail:
-    """Wraps a tail; `last` is the record of the latest step."""
+@dataclass(frozen=True)
+class WholeRecord:
+    """One step, put together from the records of the ranks of a replica; tensors are whole, by name."""
 
-    def __init__(self, inner: Tail, parameters: Sequence[nn.Parameter | None]) -> None:
-        self.inner = inner
+    total: float = 0.0
+    count: float = 0.0
+    sums: Mapping[str, Tensor] = field(default_factory=dict)
+    final: Mapping[str, Tensor] = field(default_factory=dict)
+    update: Update | None = None
+
+
+class Recorder:
+    """Listens to an update step; `last` is the record of the latest one."""
+
+    def __init__(self, step: UpdateStep) -> None:
         self.last = Record()
-        names = [name for name, p in inner.state.model.named_parameters() if p.requires_grad]
-        self._parameters = dict(zip(names, parameters, strict=True))
+        self._sums: Parts = {}
+        step.parts = {"record": self._enter, **step.parts}
+        step.observers.append(self._leave)
 
-    @property
-    def state(self) -> TrainState:
-        """The state that the inner tail updates."""
-        return self.inner.state
+    def _enter(self, record: Updating) -> None:
+        grads = record.grads
+        self._sums = {slot: g / grads.scale for slot, g in grads.tensors.items() if g is not None}
 
-    def apply(self, grads: Gradients, tally: Tally) -> Update:
-        """Copy what comes in, let the inner tail work, copy what the optimizer saw."""
-        given = zip(self._parameters, grads.tensors, strict=True)
-        sums = {n: g / grads.scale for n, g in given if g is not None}
-        update = self.inner.apply(grads, tally)
-        final = {
-            n: p.grad.clone() for n, p in self._parameters.items() if p is not None and p.grad is not None
-        }
-        self.last = Record(tally.total, tally.count, sums, final, update)
-        return update
-
-
-def recording(make_tail: Callable[..., Tail]) -> Callable[..., RecordingTail]:
-    """A constructor of recording tails from a constructor of tails."""
-
-    def make(
-        state: TrainState, parameters: Sequence[nn.Parameter | None], *args: object, **kwargs: object
-    ) -> RecordingTail:
-        return RecordingTail(make_tail(state, parameters, *args, **kwargs), parameters)
-
-    return make
+    def _leave(self, record: Updating) -> None:
+        final = {slot: p.grad.clone() for slot, p in record.updates.items() if p.grad is not None}
+        self.last = Record(record.tally.total, record.tally.count, self._sums, final, record.update)

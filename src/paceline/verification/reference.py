@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from torch import Tensor
 
 from paceline.layout.whole import Snapshot
 from paceline.state import TrainState
@@ -27,7 +30,7 @@ class Reference:
     norm: float = 0.0
     final: Tensors = field(default_factory=dict)
 
-    def finish(self, oracle: Oracle, sums: Tensors, update: int) -> None:
+    def finish(self, oracle: Oracle, sums: Mapping[str, Tensor], update: int) -> None:
         """Let the oracle divide, clip and update, with the gradients that rank 0 really had.
 
         Args:

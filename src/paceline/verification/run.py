@@ -10,20 +10,17 @@ explain, and guesses the cause.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline.comm import Net
-from paceline.errors import TaskError
 from paceline.layout.digest import state_sha256
+from paceline.layout.holding import hold_whole
 from paceline.layout.whole import gather_whole
 from paceline.slot import Piece
 from paceline.state import TrainState
-from paceline.sync import Gathered
-from paceline.sync.health import Guarded
 from paceline.training import Session
 from paceline.verification.compare import (
     NORM_ERROR,
@@ -36,7 +33,7 @@ from paceline.verification.compare import (
 from paceline.verification.diagnose import DIFFERENT_START
 from paceline.verification.explain import explain
 from paceline.verification.oracle import Oracle, Tensors
-from paceline.verification.record import Record, RecordingTail
+from paceline.verification.record import Recorder, WholeRecord
 from paceline.verification.reference import Reference, look_up
 from paceline.verification.report import Report
 
@@ -45,26 +42,21 @@ class Verifier:
     """Compares a session with the oracle, step by step; collective.
 
     Args:
-        session: built with `recording` tails.
+        session: whose update step is listened to.
         oracle: its own model and optimizer of the same task, on every rank (only rank 0 computes).
     """
 
     def __init__(self, session: Session, oracle: Oracle) -> None:
-        tail = session.tail
-        while isinstance(tail, Guarded | Gathered):
-            tail = tail.inner
-        if not isinstance(tail, RecordingTail):
-            raise TaskError("verify needs a session with a recording tail", next_step="use verify.build_pair")
         self.session, self.oracle = session, oracle
-        self.recorder = tail
+        self.recorder = Recorder(session.update_step)
         self.net = Net(session.net.deadline_seconds)
-        self.oracle_state = TrainState(oracle.model, oracle.optimizer)
+        self.oracle_state = TrainState(hold_whole(oracle.model), oracle.optimizer)
         self.report = Report(str(session.recipe.strategy), session.cluster.world_size)
         recipe = session.recipe
-        same = not recipe.runtime.compile and session.placed.device.type == "cpu"
+        same = not recipe.runtime.compile and session.placed.holding.device.type == "cpu"
         self.kernels = Kernels(same, recipe.precision.compute)
         self.previous: Tensors | None = None
-        self.record = Record()
+        self.record = WholeRecord()
         self.now: Mapping[str, Tensor] = {}
 
     def run(self, steps: int, observe: Callable[[int], None] = lambda step: None) -> Report:
@@ -112,20 +104,14 @@ class Verifier:
         self.previous = reference.sums.gradients if reference is not None else None
         return True
 
-    def _whole_record(self) -> Record:
+    def _whole_record(self) -> WholeRecord:
         """What the ranks of a replica recorded, put together."""
-        last, slots = self.recorder.last, {slot.name: slot for slot in self.session.state.trained}
-        if not slots:
-            return last
+        last = self.recorder.last
         sums, final = (
-            gather_whole(
-                [Piece(slots[name], g) for name, g in found.items() if name in slots],
-                self.session.mesh.inside,
-                self.net,
-            )
+            gather_whole([Piece(slot, g) for slot, g in found.items()], self.session.mesh.inside, self.net)
             for found in (last.sums, last.final)
         )
-        return replace(last, sums=sums, final=final)
+        return WholeRecord(last.total, last.count, sums, final, last.update)
 
     def _compare_sums(self, step: int, reference: Reference | None) -> None:
         record, like = self.record, self._slots()
@@ -183,9 +169,9 @@ class Verifier:
         self._compare(step, "update", mine, theirs, bounds, mine)
 
     def _slots(self) -> dict[str, Tensor]:
-        """The trained parameters by name, in the order of the gradients."""
-        placed = self.session.placed
-        return {slot.name: p for slot, p in placed.slots.items()}
+        """Tensors of the shapes of the trained parameters, by name, in the order of the gradients."""
+        slots = self.session.placed.holding.slots
+        return {slot.name: torch.empty(slot.shape, device="meta") for slot in slots}
 
     def _parameters(self) -> dict[str, Tensor]:
         """Their values, whole and up to date."""
@@ -203,7 +189,9 @@ class Verifier:
         if self.session.recipe.reproducible and bounds is not None:
             bounds = dict.fromkeys(bounds, 0.0)
         given = (theirs, bounds) if self.session.is_first else (None, None)
-        self.report.add(compare(step, quantity, mine, *given, like, self.net, self.session.mesh.world))
+        device = self.session.placed.holding.device
+        world = self.session.mesh.world
+        self.report.add(compare(step, quantity, mine, *given, like, self.net, world, device))
 
 
 def _scalar(value: float) -> Tensor:

@@ -23,13 +23,13 @@ STEPS = 24
 
 def save_for_ever(folder: str) -> None:
     """Every tensor of step k holds k: a torn checkpoint would show."""
-    from tests.unit.checkpoint.states import saver
-
+    from paceline.layout.holding import hold_whole
     from paceline.state import TrainState
+    from tests.unit.checkpoint.states import saver
 
     torch.set_num_threads(1)
     model = torch.nn.Linear(300, 300)
-    state = TrainState(model, torch.optim.Adam(model.parameters(), lr=0.0))
+    state = TrainState(hold_whole(model), torch.optim.Adam(model.parameters(), lr=0.0))
     model(torch.zeros(300)).sum().backward()
     with saver(folder, state, newest=2) as one:
         state.step = one.shelf.whole[-1].step if one.shelf.whole else 0

@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 from paceline.cluster import Cluster
-from paceline.comm import HierarchicalWire, Net
+from paceline.comm import NativeCollective, Net
+from paceline.comm.routes import HierarchicalCollective
 from paceline.mesh import Levels, Mesh, span_nodes
 
 
@@ -11,14 +12,15 @@ def on_nodes(cluster: Cluster, num_nodes: int) -> Cluster:
     """This rank on one of some nodes, as a launcher would place it."""
     here = cluster.world_size // num_nodes
     node, local = divmod(cluster.global_rank, here)
-    return replace(
-        cluster, node_rank=node, num_nodes=num_nodes, local_rank=local, local_world_size=here
-    )
+    return replace(cluster, node_rank=node, num_nodes=num_nodes, local_rank=local, local_world_size=here)
 
 
-def wire_on(cluster: Cluster, num_nodes: int, net: Net, kind: type = HierarchicalWire) -> HierarchicalWire:
-    """A hierarchical wire over all ranks."""
+def hierarchical_on(
+    cluster: Cluster, num_nodes: int, net: Net, kind: type = HierarchicalCollective
+) -> HierarchicalCollective:
+    """The hierarchical route over all ranks."""
     group = Mesh.build(cluster, {"replica": cluster.world_size}).replica
     here = cluster.world_size // num_nodes
     parts = span_nodes(group.ranks, [rank // here for rank in range(group.size)])
-    return kind(net, group, Levels.build(group, parts))
+    levels = Levels.build(group, parts)
+    return kind(net, group, levels, NativeCollective(net, levels.between))

@@ -1,5 +1,6 @@
 """Bytes of real training steps: every call in the ledger, and all of them as the closed form says."""
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,14 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from paceline.comm.buckets import plan_buckets
+from paceline.comm.reduction.part_buffer import plan_buckets
 from paceline.comm.tally import tally_bytes
 from paceline.recipe import BatchRecipe, Recipe, RuntimeRecipe, Strategy
+from paceline.slot import trained_parameters
 from paceline.task import Loss, Task
 from paceline.testing import run_ranks
 from paceline.training import build_session
 
 NUM_STEPS, BUCKET_BYTES = 3, 512
+METRICS = ("absolute", "items")
 
 
 def make_model() -> nn.Module:
@@ -69,13 +72,15 @@ def expected_rows(world: int, bucket_bytes: int) -> dict[tuple[str, str], tuple[
     tally = tally_bytes(2, len(parameters), num_values)
     state = [*parameters, *buffers]
     state_bytes = sum(t.numel() * t.element_size() for t in state)
-    calls = NUM_STEPS * len(plan_buckets(parameters, bucket_bytes))
+    told = 8 + len(json.dumps(METRICS))  # at the start: how long the text is, and which metrics the loss has
+    calls = NUM_STEPS * len(plan_buckets(trained_parameters(model), bucket_bytes))
     return {
         ("broadcast", "world"): (
             len({t.dtype for t in state}),
             state_bytes,
             (world - 1) / world * state_bytes,
         ),
+        ("all_gather", "world"): (2, told, (world - 1) * told),
         ("all_reduce", "replica"): (
             calls,
             NUM_STEPS * gradients,
@@ -99,8 +104,8 @@ def test_training_steps_cost_gradients_and_a_tally_and_nothing_else(world: int, 
         for row, (calls, payload_bytes, sent_bytes) in expected.items():
             assert found["rows"][row][:2] == (calls, payload_bytes), row
             assert found["rows"][row][2] == pytest.approx(sent_bytes, rel=1e-12), row
-        start, *parts = (expected[row][2] for row in expected)
-        steps = sum(parts)
+        model, metrics, *parts = (expected[row][2] for row in expected)
+        start, steps = model + metrics, sum(parts)
         assert found["sent"] == pytest.approx([start + steps * (i + 1) / NUM_STEPS for i in range(NUM_STEPS)])
         assert all(seconds > 0.0 for seconds in found["waits"])
 

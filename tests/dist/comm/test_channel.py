@@ -1,21 +1,23 @@
 """Messages arrive whole and in order, from whoever is ready, and a peer that is gone has a name."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
 from paceline.comm.channel import Message, SocketChannel
-from paceline.comm.hub import accept_all, connect, listen
+from paceline.comm.channel.hub import accept_all, connect, listen
 from paceline.comm.ledger import ByteLedger
-from paceline.errors import DeadlineError
+from paceline.errors import CommunicationError, DeadlineError
 from paceline.testing.contracts import ChannelContract
 
 
 def pair() -> tuple[SocketChannel, SocketChannel, ByteLedger]:
     ledger = ByteLedger()
-    with listen("127.0.0.1") as listener:
-        b = connect("127.0.0.1", listener.getsockname()[1], 1, "token", 5.0)
-        a = SocketChannel(accept_all(listener, "token", [1], 5.0), ledger)
-    return a, SocketChannel({0: b}, ByteLedger()), ledger
+    with listen("127.0.0.1") as listener, ThreadPoolExecutor(1) as other:
+        coming = other.submit(connect, "127.0.0.1", listener.getsockname()[1], 1, "token", 30.0)
+        a = SocketChannel(accept_all(listener, "token", [1], 30.0), ledger)
+    return a, SocketChannel({0: coming.result()}, ByteLedger()), ledger
 
 
 @pytest.mark.capability("B3")
@@ -45,12 +47,14 @@ def test_a_peer_that_does_not_read_is_an_error_in_time() -> None:
 
 @pytest.mark.capability("B3")
 def test_a_stranger_is_turned_away_and_a_missing_rank_is_named() -> None:
-    with listen("127.0.0.1") as listener:
+    said: list[str] = []
+    with listen("127.0.0.1") as listener, ThreadPoolExecutor(2) as others:
         port = listener.getsockname()[1]
-        stranger = connect("127.0.0.1", port, 1, "wrong", 5.0)
-        friend = connect("127.0.0.1", port, 1, "right", 5.0)
+        stranger = others.submit(connect, "127.0.0.1", port, 1, "wrong", 30.0)
+        friend = others.submit(connect, "127.0.0.1", port, 1, "right", 30.0)
         with pytest.raises(DeadlineError, match=r"ranks \[2\] did not connect"):
-            accept_all(listener, "right", [1, 2], 0.3)
-        assert stranger.recv(1) == b""
-        stranger.close()
-        friend.close()
+            accept_all(listener, "right", [1, 2], 2.0, said.append)
+        with pytest.raises(CommunicationError, match="rank 1 has another key than the server"):
+            stranger.result()
+        friend.result().close()
+    assert said == ["the server has turned away 1 callers that are not of this job"]

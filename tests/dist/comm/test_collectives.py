@@ -1,7 +1,7 @@
 """Every collective on real ranks, for every type and shape, and a broken twin of each that must be found."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ class BrokenNet(Net):
         return super().reduce(x, group, (destination + 1) % group.size, reduction)
 
     def all_gather(self, x: Tensor, group: Group) -> Handle:
-        return Later(super().all_gather(x, group), lambda parts: parts[::-1])
+        return super().all_gather(x, group).then(lambda parts: parts[::-1])
 
     def reduce_scatter(self, x: Tensor, group: Group, reduction: str = "sum") -> Handle:
         return super().reduce_scatter(x.roll(x.shape[0] // group.size, 0), group, reduction)
@@ -39,23 +39,13 @@ class BrokenNet(Net):
         return super().all_to_all(parts[::-1], group)
 
     def gather(self, x: Tensor, group: Group, destination: int = 0) -> Handle:
-        return Later(super().gather(x, group, destination), lambda parts: parts[::-1])
+        return super().gather(x, group, destination).then(lambda parts: parts[::-1])
 
     def scatter(self, parts: Sequence[Tensor] | None, like: Tensor, group: Group, source: int = 0) -> Handle:
         return super().scatter(parts and parts[::-1], like, group, source)
 
     def barrier(self, group: Group) -> None:
         return None
-
-
-class Later(Handle):
-    """A handle whose result is changed."""
-
-    def __init__(self, inner: Handle, change: Callable[[Any], Any]) -> None:
-        self.inner, self.change = inner, change
-
-    def wait(self, deadline_seconds: float | None = None) -> Any:
-        return self.change(self.inner.wait(deadline_seconds))
 
 
 def run_checks(cluster, kind: type[Net], folder: Path) -> dict[str, list[str]]:

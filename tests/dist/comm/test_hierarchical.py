@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from paceline.cluster import Cluster
-from paceline.comm import HierarchicalWire, Net, PlainWire, cost, hierarchical_cost
-from paceline.comm.wire import in_parts
+from paceline.comm import NativeCollective, Net, cost, hierarchical_cost
+from paceline.comm.collectives import in_parts
+from paceline.comm.routes import HierarchicalCollective
 from paceline.errors import CommunicationError, DeadlineError, StrategyError
 from paceline.mesh import Levels, Mesh, span_nodes
 from paceline.testing import run_ranks
-from paceline.training.routes import ROUTES
-from tests.dist.comm.nodes import wire_on
+from paceline.training.routes import hierarchical, tree
+from tests.dist.comm.nodes import hierarchical_on
 
 INSIDE, BETWEEN = "replica-inside-nodes", "replica-between-nodes"
 SIZES = (1, 7, 12, 1000)
@@ -24,15 +25,15 @@ def values(n: int, rank: int) -> Tensor:
     return torch.arange(n) % 13 + 100.0 * rank
 
 
-class ForgetsTheOtherNodes(HierarchicalWire):
+class ForgetsTheOtherNodes(HierarchicalCollective):
     """The mutation twin: a node's sum is taken for that of all."""
 
-    def between(self, own: Tensor) -> Tensor:
-        super().between(own.clone())
+    def between(self, own: Tensor, key: str) -> Tensor:
+        super().between(own.clone(), key)
         return own
 
 
-class PadsInFront(HierarchicalWire):
+class PadsInFront(HierarchicalCollective):
     """The mutation twin: a buffer that does not divide is filled up at the wrong end."""
 
     def scatter(self, x: Tensor):
@@ -46,8 +47,8 @@ def wrong_sizes(kind: type, world: int, num_nodes: int = 2) -> list[int]:
     """The sizes whose sum is wrong on some rank."""
 
     def run(cluster: Cluster) -> list[Tensor]:
-        wire = wire_on(cluster, num_nodes, Net(20.0), kind)
-        handles = [wire.all_reduce(values(n, cluster.global_rank), str(n)) for n in SIZES]
+        path = hierarchical_on(cluster, num_nodes, Net(20.0), kind)
+        handles = [path.all_reduce(values(n, cluster.global_rank), str(n)) for n in SIZES]
         return [handle.wait() for handle in handles]
 
     ranks = run_ranks(run, world)
@@ -57,7 +58,7 @@ def wrong_sizes(kind: type, world: int, num_nodes: int = 2) -> list[int]:
 
 @pytest.mark.capability("G8")
 def test_broken_levels_give_wrong_sums() -> None:
-    assert wrong_sizes(HierarchicalWire, 4) == []
+    assert wrong_sizes(HierarchicalCollective, 4) == []
     assert wrong_sizes(ForgetsTheOtherNodes, 4) == list(SIZES)
     assert wrong_sizes(PadsInFront, 4) == [1, 7], "those that do not divide by two"
 
@@ -69,8 +70,8 @@ def test_bytes_inside_and_between_nodes_are_the_closed_form(num_nodes: int, here
 
     def rows(cluster: Cluster, native: bool) -> dict[tuple[str, str], float]:
         net = Net(20.0)
-        wire = wire_on(cluster, num_nodes, net)
-        chosen = PlainWire(net, wire.group) if native else wire
+        path = hierarchical_on(cluster, num_nodes, net)
+        chosen = NativeCollective(net, path.group) if native else path
         chosen.all_reduce(values(n, cluster.global_rank), "0").wait()
         return {row: entry.sent_bytes for row, entry in net.ledger.rows.items()}
 
@@ -92,7 +93,7 @@ def test_bytes_inside_and_between_nodes_are_the_closed_form(num_nodes: int, here
 def test_a_buffer_that_does_not_divide_is_filled_up_and_counted() -> None:
     def between(cluster: Cluster) -> float:
         net = Net(20.0)
-        wire_on(cluster, 2, net).all_reduce(values(7, 0), "0").wait()
+        hierarchical_on(cluster, 2, net).all_reduce(values(7, 0), "0").wait()
         return net.ledger.rows["all_reduce", BETWEEN].sent_bytes
 
     assert run_ranks(between, 4) == [hierarchical_cost(4 * 8, 2, 2)[1].sent_bytes] * 4
@@ -104,8 +105,8 @@ def test_all_levels_go_on_while_the_caller_does_something_else() -> None:
 
     def run(cluster: Cluster) -> list[float]:
         net = Net(20.0)
-        wire = wire_on(cluster, 2, net)
-        handles = [wire.all_reduce(values(n, cluster.global_rank), str(n)) for n in SIZES]
+        path = hierarchical_on(cluster, 2, net)
+        handles = [path.all_reduce(values(n, cluster.global_rank), str(n)) for n in SIZES]
         expires = time.monotonic() + 80
         while len(SIZES) > calls(net, ("all_gather", INSIDE)) and time.monotonic() < expires:
             time.sleep(0.001)
@@ -126,11 +127,11 @@ def calls(net: Net, row: tuple[str, str]) -> int:
 def test_a_rank_that_does_not_come_is_a_deadline_and_what_waits_behind_ends_with_it() -> None:
     def run(cluster: Cluster) -> list[str]:
         net = Net(1.0)
-        wire = wire_on(cluster, 2, net)
+        path = hierarchical_on(cluster, 2, net)
         if cluster.global_rank == 3:
             time.sleep(3.0)
             return []
-        handles = [wire.all_reduce(values(n, 0), str(n)) for n in (8, 8, 8, 8)]
+        handles = [path.all_reduce(values(n, 0), str(n)) for n in (8, 8, 8, 8)]
         said = []
         for handle in handles:
             with pytest.raises(CommunicationError) as caught:
@@ -160,9 +161,10 @@ def test_uneven_nodes_are_refused_with_their_numbers() -> None:
 
 
 @pytest.mark.capability("G8")
-def test_another_device_is_refused_with_what_to_do() -> None:
+@pytest.mark.parametrize("route", [hierarchical, tree])
+def test_another_device_is_refused_with_what_to_do(route) -> None:
     with pytest.raises(StrategyError, match="trains on cuda") as caught:
-        ROUTES["hierarchical"](None, SimpleNamespace(device=torch.device("cuda")))
+        route(None, SimpleNamespace(device=torch.device("cuda")))
     assert "leave it out" in caught.value.next_step
 
 

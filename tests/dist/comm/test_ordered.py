@@ -2,24 +2,15 @@
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline.cluster import Cluster
-from paceline.comm import (
-    Net,
-    OrderedReducer,
-    SharedMemoryWire,
-    ShardTally,
-    SpreadReducer,
-    Tally,
-    meet_on_host,
-)
-from paceline.comm.exchange import ByMessages, Dealt, InMemory
-from paceline.comm.rows import rows_of
+from paceline.comm import Net, Reducer, Reduction, ShardTally, Tally
+from paceline.comm.reduction import ByMessages, Dealt, InMemory, TreeReducer, cover
+from paceline.comm.routes import SharedMemoryCollective, meet_on_host
 from paceline.comm.shard_tally import shard_tally_bytes
-from paceline.comm.tree import cover
 from paceline.data import split
-from paceline.layout.zero import cut_rows
+from paceline.layout.placement import Held, Placement, Shard
 from paceline.mesh import Mesh
 from paceline.slot import Slot
 from paceline.testing import run_ranks
@@ -37,20 +28,32 @@ def grad(index: int, shard: int) -> Tensor:
     return torch.randn(SHAPES[index], generator=draw) * 10.0 ** (shard % 5 - 2)
 
 
-def one_step(reducer: OrderedReducer, block: range) -> list[Tensor | None]:
+def tensors() -> dict[Slot, Tensor]:
+    found = [torch.zeros(shape) for shape in SHAPES]
+    return {Slot.whole(f"p{i}", tensor): tensor for i, tensor in enumerate(found)}
+
+
+def held_by(place: int, shards: int) -> list[Held]:
+    """What an owner of rows holds, by index."""
+    return list(Placement(tuple(tensors())).cut(Shard(shards, {})).at({"shard": place}).values())
+
+
+def one_step(reducer: Reduction, block: range) -> list[Tensor | None]:
+    slots = list(tensors())
     reducer.begin()
     for shard in block:
         reducer.unit(range(shard, shard + 1), shard == block[-1])
         for index in reversed(range(len(SHAPES))):
-            reducer.ready(index, grad(index, shard))
-    found = [None if part is None else part.clone() for part in reducer.finish().tensors]
+            reducer.ready(slots[index], grad(index, shard))
+    reducer.close()
+    by_name = {slot.name: part for slot, part in reducer.finish().tensors.items()}
+    found = [None if (part := by_name[slot.name]) is None else part.clone() for slot in slots]
     reducer.commit()
     return found
 
 
 def alone() -> list[Tensor | None]:
-    parameters = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
-    return one_step(OrderedReducer(parameters, [range(NUM_SHARDS)]), range(NUM_SHARDS))
+    return one_step(TreeReducer(tensors(), [range(NUM_SHARDS)]), range(NUM_SHARDS))
 
 
 def spread(
@@ -58,16 +61,15 @@ def spread(
 ) -> tuple[list[Tensor], dict[tuple[str, str], float], int]:
     """This rank's rows, what the ledger says was sent, and this rank's place among the owners of rows."""
     mesh, net = Mesh.build(cluster, {"replica": replicas, "shard": shards}), Net(30.0)
-    parameters = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
-    slots = [Slot.whole(f"p{i}", p) for i, p in enumerate(parameters)]
     blocks = [split(NUM_SHARDS, mesh.data.size, rank) for rank in range(mesh.data.size)]
     dealt = Dealt([cover(block) for block in blocks], mesh.data, mesh.replica)
-    exchange = ByMessages(dealt, net)
+    sums = ByMessages(dealt, net)
     if in_memory:
         links = meet_on_host(mesh.data, net)
-        exchange = InMemory(dealt, SharedMemoryWire(net, mesh.data, links))
-    cuts = cut_rows(slots, shards)
-    reducer = SpreadReducer(parameters, cuts, dealt, exchange, 256)
+        sums = InMemory(dealt, SharedMemoryCollective(net, mesh.data, links))
+    place = mesh.axes["shard"].rank
+    parts = {held.computes: held.parts for held in held_by(place, shards)}
+    reducer = Reducer(tensors(), parts, sums, 256)
     before = {row: entry.sent_bytes for row, entry in net.ledger.rows.items()}
     one_step(reducer, blocks[mesh.data.rank])
     sent = {
@@ -78,10 +80,10 @@ def spread(
     reducer.begin()
     for index in range(len(SHAPES) // 2):  # a step that is aborted leaves nothing behind
         reducer.unit(range(blocks[mesh.data.rank].start, blocks[mesh.data.rank].start + 1), True)
-        reducer.ready(index, torch.full(SHAPES[index], 1e9))
+        reducer.ready(list(parts)[index], torch.full(SHAPES[index], 1e9))
     reducer.abort()
     found = one_step(reducer, blocks[mesh.data.rank])
-    return found, sent, mesh.axes["shard"].rank
+    return found, sent, place
 
 
 @pytest.mark.capability("G14")
@@ -91,12 +93,11 @@ def test_sums_have_the_bits_of_one_rank_and_cost_what_the_closed_form_says(
     replicas: int, shards: int, in_memory: bool
 ) -> None:
     right, num_ranks = alone(), replicas * shards
-    cuts = cut_rows([Slot.whole("p", nn.Parameter(torch.zeros(shape))) for shape in SHAPES], shards)
     num_bytes = sum(4 * torch.Size(shape).numel() for shape in SHAPES)
     nodes = max(len(cover(split(NUM_SHARDS, num_ranks, rank))) for rank in range(num_ranks))
     for found, sent, place in run_ranks(spread, num_ranks, replicas, shards, in_memory):
-        for index, whole in enumerate(right):
-            assert torch.equal(found[index], rows_of(whole, cuts[index][place]))
+        for index, (whole, held) in enumerate(zip(right, held_by(place, shards), strict=True)):
+            assert torch.equal(found[index], whole[held.updates.index])
         if (replicas, shards) == (2, 1):
             assert sent == {("all_reduce", "data"): num_bytes} or sent == {("all_reduce", "world"): num_bytes}
         else:

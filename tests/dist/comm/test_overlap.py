@@ -16,9 +16,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.comm import BucketReducer, Gradients, Net, PlainWire
+from paceline.comm import NativeCollective, Net, Reducer
+from paceline.comm.reduction import InAnyOrder
 from paceline.data import LoadedUnit, Unit
 from paceline.layout import Precision, Replicate
+from paceline.layout.holding import hold_whole
 from paceline.mesh import Group, Mesh
 from paceline.observe import Phases
 from paceline.task import Loss
@@ -88,48 +90,51 @@ class Layers(nn.Module):
         return x
 
 
-class AtTheEnd(BucketReducer):
+class AtTheEnd(Reducer):
     """The twin: the same buckets, launched after the backward pass."""
 
     def _launch_full(self) -> None:
         return None
 
-    def finish(self) -> Gradients:
+    def close(self) -> None:
+        super().close()
         super()._launch_full()
-        return super().finish()
 
 
 def step_often(
-    cluster, kind: type[BucketReducer], bucket_bytes: int, latency_seconds: float = LATENCY_SECONDS
+    cluster, kind: type[Reducer], bucket_bytes: int, latency_seconds: float = LATENCY_SECONDS
 ) -> dict[str, Any]:
     """Backward passes of one unit on each rank; what the ledger says, and the gradients of the last step."""
-    group, net = Mesh.build(cluster, {"replica": 2}).replica, SlowNet(20.0)
+    mesh, net = Mesh.build(cluster, {"replica": 2}), SlowNet(20.0)
     net.latency_seconds = latency_seconds
     placed = Replicate(
-        Layers(),
+        hold_whole(Layers()),
         lambda model, x: Loss(model(x).square().sum(), len(x)),
         (),
         precision=Precision("fp32", "cpu"),
         phases=Phases(),
     )
-    reducer = kind(placed.parameters, PlainWire(net, group), bucket_bytes)
-    x = torch.full((4, WIDTH), 1.0 + group.rank, requires_grad=True)
+    holding = placed.holding
+    sums = InAnyOrder(NativeCollective(net, mesh.axes["shard"]), NativeCollective(net, mesh.replica))
+    reducer = kind(holding.computes, holding.parts, sums, bucket_bytes)
+    x = torch.full((4, WIDTH), 1.0 + mesh.replica.rank, requires_grad=True)
     for step in range(NUM_STEPS):
         reducer.begin()
         placed.run([LoadedUnit(Unit(step, 0, np.arange(4), key=step), x)], 1, reducer, 1.0)
+        reducer.close()
         grads = reducer.finish()
     entry = net.ledger.rows["all_reduce", "replica"]
     return {
         "hidden": entry.hidden_fraction,
         "busy": entry.busy_seconds,
         "calls": entry.calls,
-        "grads": [g.clone() for g in grads.tensors if g is not None],
+        "grads": [g.clone() for slot in holding.slots if (g := grads.tensors[slot]) is not None],
     }
 
 
 @pytest.mark.capability("G10")
 def test_most_of_the_communication_is_hidden_and_the_result_is_the_same() -> None:
-    overlapped = run_ranks(step_often, 2, BucketReducer, LAYER_BYTES)
+    overlapped = run_ranks(step_often, 2, Reducer, LAYER_BYTES)
     at_the_end = run_ranks(step_often, 2, AtTheEnd, LAYER_BYTES)
     for found, twin in zip(overlapped, at_the_end, strict=True):
         assert found["calls"] == twin["calls"] == NUM_STEPS * NUM_LAYERS
@@ -148,8 +153,8 @@ def test_communication_that_only_begins_after_backward_is_not_called_hidden() ->
 @pytest.mark.capability("G10")
 @pytest.mark.parametrize("layers_per_bucket, launches", [(2, 4), (NUM_LAYERS, 1)])
 def test_larger_buckets_are_fewer_and_give_the_same_sums(layers_per_bucket: int, launches: int) -> None:
-    small, _ = run_ranks(step_often, 2, BucketReducer, LAYER_BYTES)
-    large, _ = run_ranks(step_often, 2, BucketReducer, layers_per_bucket * LAYER_BYTES)
+    small, _ = run_ranks(step_often, 2, Reducer, LAYER_BYTES)
+    large, _ = run_ranks(step_often, 2, Reducer, layers_per_bucket * LAYER_BYTES)
     assert (small["calls"], large["calls"]) == (NUM_STEPS * NUM_LAYERS, NUM_STEPS * launches)
     for a, b in zip(small["grads"], large["grads"], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)

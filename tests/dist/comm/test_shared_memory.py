@@ -1,4 +1,7 @@
-"""Sums in shared memory: equal to the native ones, in every dtype; a lost, a late and a strange rank; nothing left."""
+"""Sums in shared memory: equal to the native ones, in every dtype.
+
+A lost, a late and a strange rank; nothing left.
+"""
 
 import gc
 import os
@@ -11,17 +14,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.comm import Net, PlainWire, SharedMemoryWire, meet_on_host
-from paceline.comm.shared_memory import add_slice
+from paceline.comm import NativeCollective, Net
+from paceline.comm.routes import SharedMemoryCollective, meet_on_host
+from paceline.comm.routes.shared_memory import add_slice
 from paceline.errors import CommunicationError, DeadlineError
 from paceline.mesh import Group, Mesh
 from paceline.testing import RanksFailed, run_ranks
 
-def start(cluster, deadline_seconds: float = 20.0) -> tuple[SharedMemoryWire, Group, Net]:
+
+def start(cluster, deadline_seconds: float = 20.0) -> tuple[SharedMemoryCollective, Group, Net]:
     group, net = Mesh.build(cluster, {"replica": cluster.world_size}).replica, Net(deadline_seconds)
     links = meet_on_host(group, net)
     assert links is not None
-    return SharedMemoryWire(net, group, links), group, net
+    return SharedMemoryCollective(net, group, links), group, net
 
 
 def values(n: int, dtype: torch.dtype, rank: int) -> Tensor:
@@ -35,19 +40,21 @@ def test_a_sum_is_the_sum_in_the_order_of_the_ranks(world: int) -> None:
     sizes, dtypes = (0, 1, 3, 1000, 200_001), (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
     def run(cluster) -> list[Tensor]:
-        wire, group, _ = start(cluster)
+        memory, group, _ = start(cluster)
         found = []
         for dtype in dtypes:
             for n in sizes:
                 key = f"{dtype} {n}"
-                own = wire.buffer(n, torch.zeros(0, dtype=dtype), key).copy_(values(n, dtype, group.rank))
+                own = memory.buffer(n, torch.zeros(0, dtype=dtype), key).copy_(values(n, dtype, group.rank))
                 spread = torch.stack([values(n, dtype, group.rank)] * 2, 1)[:, 0]
-                handles = wire.all_reduce(own, key), wire.all_reduce(spread, key + " elsewhere")
+                handles = memory.all_reduce(own, key), memory.all_reduce(spread, key + " elsewhere")
                 found += [handle.wait().clone() for handle in handles]
         return found
 
     ranks = run_ranks(run, world)
-    right = [sum_in_order([values(n, d, r) for r in range(world)]) for d in dtypes for n in sizes for _ in "ab"]
+    right = [
+        sum_in_order([values(n, d, r) for r in range(world)]) for d in dtypes for n in sizes for _ in "ab"
+    ]
     for found in ranks:
         assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
 
@@ -71,9 +78,9 @@ def test_slices_cover_every_value_once() -> None:
 @pytest.mark.capability("G14")
 def test_the_ledger_counts_a_sum_in_memory_as_one_on_a_wire() -> None:
     def run(cluster) -> list[dict]:
-        wire, group, net = start(cluster)
+        memory, group, net = start(cluster)
         plain_net = Net(20.0)
-        for each in (wire, PlainWire(plain_net, group)):
+        for each in (memory, NativeCollective(plain_net, group)):
             each.all_reduce(torch.ones(1000), "a").wait()
             each.reduce_scatter(torch.ones(3, 40), "b").wait()
         rows = [
@@ -101,12 +108,12 @@ def test_a_rank_that_is_killed_ends_the_wait_of_the_others_at_once(said: bool) -
     """Before it has filled its buffer, or when the others wait for its slice."""
 
     def run(cluster) -> None:
-        wire, group, net = start(cluster, 60.0)
+        memory, group, net = start(cluster, 60.0)
         net.step = 7
-        x = wire.buffer(1000, torch.zeros(0), "0")
+        x = memory.buffer(1000, torch.zeros(0), "0")
         if group.rank == 1 and not said:
             os.kill(os.getpid(), signal.SIGKILL)
-        handle = wire.all_reduce(x, "0")
+        handle = memory.all_reduce(x, "0")
         if group.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         handle.wait()
@@ -122,12 +129,12 @@ def test_a_rank_that_is_killed_ends_the_wait_of_the_others_at_once(said: bool) -
 @pytest.mark.parametrize("op", ["all_reduce", "buffer"])
 def test_a_rank_that_does_not_join_is_missed_at_the_deadline(op: str) -> None:
     def run(cluster) -> None:
-        wire, group, _ = start(cluster, 0.5)
+        memory, group, _ = start(cluster, 0.5)
         if group.rank == 1:
             time.sleep(60.0)
         if op == "buffer":
-            wire.buffer(1000, torch.zeros(0), "0")
-        wire.all_reduce(torch.ones(1000), "0").wait()
+            memory.buffer(1000, torch.zeros(0), "0")
+        memory.all_reduce(torch.ones(1000), "0").wait()
 
     text = failing(run, 2).of(0).details
     assert DeadlineError.__name__ in text and "ranks [1] did not join in a sum within 0.5 s" in text
@@ -138,12 +145,12 @@ def test_ranks_out_of_step_are_an_error(sizes: tuple[int, int]) -> None:
     """Buffers in another order, also if they are equally large: never a wrong sum."""
 
     def run(cluster) -> None:
-        wire, group, _ = start(cluster, 10.0)
+        memory, group, _ = start(cluster, 10.0)
         xs = {key: torch.ones(n) for key, n in zip("ab", sizes, strict=True)}
         for key, x in xs.items():
-            wire.all_reduce(x, key).wait()
+            memory.all_reduce(x, key).wait()
         for key in ("a", "b") if group.rank else ("b", "a"):
-            wire.all_reduce(xs[key], key).wait()
+            memory.all_reduce(xs[key], key).wait()
 
     text = failing(run, 2).of(0).details
     assert CommunicationError.__name__ in text and "same buffers in the same order" in text
@@ -153,8 +160,8 @@ def test_many_sums_may_be_under_way() -> None:
     """More than the sockets hold: who tells, also listens."""
 
     def run(cluster) -> list[float]:
-        wire, group, _ = start(cluster)
-        handles = [wire.all_reduce(torch.full((2,), float(k)), "x" + str(k % 700)) for k in range(700)]
+        memory, group, _ = start(cluster)
+        handles = [memory.all_reduce(torch.full((2,), float(k)), "x" + str(k % 700)) for k in range(700)]
         if group.rank == 1:
             time.sleep(0.5)
         return [float(handle.wait()[0]) for handle in handles]
@@ -163,22 +170,22 @@ def test_many_sums_may_be_under_way() -> None:
         assert found == [2.0 * k for k in range(700)]
 
 
-def test_nothing_is_left_of_a_wire() -> None:
+def test_nothing_is_left_of_a_collective() -> None:
     def count() -> tuple[int, int]:
         gc.collect()
         maps = Path("/proc/self/maps").read_text().count("paceline-sums")
         return maps, len(list(Path("/proc/self/fd").iterdir()))
 
     def run(cluster) -> list[tuple[int, int]]:
-        wire, _, _ = start(cluster)
+        memory, _, _ = start(cluster)
         for key in "abc":
-            wire.all_reduce(wire.buffer(5000, torch.zeros(0), key), key).wait()
+            memory.all_reduce(memory.buffer(5000, torch.zeros(0), key), key).wait()
         held = count()
-        wire.close()
-        del wire
+        memory.close()
+        del memory
         left = count()
-        wire, _, _ = start(cluster)
-        wire.close()
+        memory, _, _ = start(cluster)
+        memory.close()
         return [held, left, count()]
 
     for held, left, again in run_ranks(run, 3):

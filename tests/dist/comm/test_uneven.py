@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from paceline.comm import Gradients, Tally
 from paceline.data import LockstepWork, Unit
 from paceline.recipe import BatchRecipe, OptimizerRecipe, Recipe, RuntimeRecipe
-from paceline.sync import Update, UpdateTail
+from paceline.sync import Part, Updating
 from paceline.task import Loss, Task
 from paceline.testing import run_ranks
 from paceline.training import Pieces, build_session
@@ -62,11 +61,16 @@ def squared_error(model: nn.Module, batch: Sequence[Tensor]) -> Loss:
     return Loss(error.square().sum(), len(x))
 
 
-class Diluted(UpdateTail):
+def diluted(parts: dict[str, Part]) -> dict[str, Part]:
     """The twin: divides as if the rank that ran out had contributed a batch of zeros."""
+    right = parts["divide"]
 
-    def apply(self, grads: Gradients, tally: Tally) -> Update:
-        return super().apply(grads, replace(tally, count=2.0 * BATCH))
+    def divide(record: Updating) -> None:
+        agreed, record.tally = record.tally, replace(record.tally, count=2.0 * BATCH)
+        right(record)
+        record.tally = agreed
+
+    return {**parts, "divide": divide}
 
 
 def train(cluster, pieces: Pieces, num_samples: int, steps: int, shards: int, size: int) -> dict[str, Any]:
@@ -110,7 +114,7 @@ def test_seven_and_ten_batches_end_together_and_average_who_contributed() -> Non
 
 @pytest.mark.capability("A12")
 def test_the_comparison_sees_an_average_over_a_rank_that_had_nothing() -> None:
-    ranks = run_ranks(train, 2, Pieces(work=FirstRunsOut, tail=Diluted), *UNEVEN)
+    ranks = run_ranks(train, 2, Pieces(work=FirstRunsOut, update=diluted), *UNEVEN)
     (oracle,) = run_ranks(train, 1, Pieces(work=Both), *UNEVEN)
     assert ranks[0]["items"] == oracle["items"]
     with pytest.raises(AssertionError):

@@ -11,6 +11,7 @@ from torch import nn
 
 from paceline import checkpoint
 from paceline.checkpoint import Files, Keep, Loaded, Origin, Patience, Saver, Saving, Shelf
+from paceline.layout.holding import hold_whole
 from paceline.state import LossScale, TrainState
 
 ORIGIN = {"recipe": 'task = "x"\n', "strategy": "replicas=1", "world_size": 1, "versions": {"torch": "2"}}
@@ -20,15 +21,16 @@ def make_state(step: int = 3, seed: int = 0) -> TrainState:
     """A model with BatchNorm, Adam moments, a counter and an fp16 scale."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
-    state = TrainState(model, torch.optim.Adam(model.parameters(), lr=0.1), LossScale(512.0, 8))
+    state = TrainState(hold_whole(model), torch.optim.Adam(model.parameters(), lr=0.1), LossScale(512.0, 8))
     change(state)
     state.step, state.updates = step, step - 1
     return state
 
 
-def change(state: TrainState) -> None:
-    """One update: parameters, moments, counters and statistics change."""
+def change(state: TrainState, settle: Callable[[], None] = lambda: None) -> None:
+    """One update: parameters, moments, counters and statistics change; `settle` comes before it."""
     state.model(torch.randn(5, 4)).square().sum().backward()
+    settle()
     state.optimizer.step()
 
 

@@ -1,45 +1,69 @@
 """Every part of the state is written once, by a rank that holds it."""
 
 import pytest
+import torch
+from torch import nn
 
-from paceline.checkpoint.plan import Entry, merge_scalars, parse_table, plan_writes, render_table
+from paceline.checkpoint.plan import chunk_of, merge_scalars, parse_table, plan_writes, render_table
 from paceline.checkpoint.tensor_file import Chunk
+from paceline.layout.holding import hold
+from paceline.layout.placement import Placement, Stages
+from paceline.slot import trained_parameters
+from paceline.state import TrainState
 
 pytestmark = pytest.mark.capability("N3")
 
 
-def entry(name: str, rows: int, begin: int = 0, end: int | None = None, split: bool = False) -> Entry:
-    return Entry(Chunk(name, "F32", (rows, 4), (begin, 0), ((end or rows) - begin, 4)), split)
+def chunk(name: str, rows: int, begin: int = 0, end: int | None = None) -> Chunk:
+    return Chunk(name, "F32", (rows, 4), (begin, 0), ((end or rows) - begin, 4))
+
+
+def names(plan: list[frozenset[Chunk]]) -> list[set[str]]:
+    return [{one.name for one in chunks} for chunks in plan]
 
 
 def test_equal_replicas_share_the_work_by_bytes() -> None:
-    table = [entry("a", 8), entry("b", 5), entry("c", 4), entry("d", 1)]
+    table = [chunk("a", 8), chunk("b", 5), chunk("c", 4), chunk("d", 1)]
     plan = plan_writes([table, table])
-    assert plan == [{"a", "d"}, {"b", "c"}]
-    assert plan_writes([table]) == [{"a", "b", "c", "d"}]
+    assert names(plan) == [{"a", "d"}, {"b", "c"}]
+    assert plan_writes([table]) == [set(table)]
 
 
 def test_where_replicas_differ_the_first_speaks() -> None:
-    table = [entry("a", 8), entry("b", 5)]
-    assert plan_writes([table, table], shared=False) == [{"a", "b"}, frozenset()]
+    table = [chunk("a", 8), chunk("b", 5)]
+    assert plan_writes([table, table], shared=False) == [set(table), frozenset()]
 
 
 def test_a_split_tensor_is_written_where_its_parts_are() -> None:
-    tables = [[entry("w", 8, 0, 3, True)], [entry("w", 8, 3, 8, True)], [entry("w", 8, 0, 3, True)]]
-    assert plan_writes(tables) in ([{"w"}, {"w"}, frozenset()], [frozenset(), {"w"}, {"w"}])
+    upper, lower = chunk("w", 8, 0, 3), chunk("w", 8, 3, 8)
+    found = plan_writes([[upper], [lower], [upper]])
+    assert found in ([{upper}, {lower}, frozenset()], [frozenset(), {lower}, {upper}])
 
 
-def test_a_whole_copy_that_is_out_of_date_is_not_written() -> None:
-    """A stage of a pipeline holds all names, and only its own are right."""
-    tables = [
-        [entry("first", 4, split=True), entry("second", 4)],
-        [entry("first", 4), entry("second", 4, split=True)],
-    ]
-    assert plan_writes(tables) == [{"first"}, {"second"}]
+def test_what_a_rank_does_not_hold_is_not_written_by_it() -> None:
+    """A stage of a pipeline has modules for all names, and values for its own only."""
+    tables = []
+    for stage in range(2):
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        slots = tuple(trained_parameters(model))
+        placement = Placement(slots).cut(Stages({slot.name: (int(slot.name[0]),) for slot in slots}))
+        holding = hold(model, placement, {"pipeline": stage}, links=[model[stage]])
+        state = TrainState(holding, torch.optim.SGD(holding.updates.values(), lr=0.1, momentum=0.9))
+        for p in holding.updates.values():
+            p.grad = torch.ones_like(p)
+        state.optimizer.step()
+        tables.append([chunk_of(piece) for piece in state.pieces()])
+    linear = {f"0.{kind}" for kind in ("weight", "bias")}
+    norm = {f"1.{kind}" for kind in ("weight", "bias")}
+    moments = [{f"optimizer/{name}/momentum_buffer" for name in own} for own in (linear, norm)]
+    statistics = {f"model/1.{kind}" for kind in ("running_mean", "running_var", "num_batches_tracked")}
+    first, second = names(plan_writes(tables))
+    assert first == {f"model/{name}" for name in linear} | moments[0]
+    assert second == {f"model/{name}" for name in norm} | moments[1] | statistics
 
 
 def test_a_table_travels_as_json() -> None:
-    table = [entry("a", 8), entry("w", 8, 3, 8, True)]
+    table = [chunk("a", 8), chunk("w", 8, 3, 8)]
     assert parse_table(render_table(table)) == table
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from paceline.checkpoint import Files, ManifestReader, Shelf, part
 from paceline.checkpoint.tensor_file import Chunk
 from paceline.errors import CheckpointError
+from paceline.layout.holding import hold_whole
 from paceline.state import TrainState
 from tests.unit.checkpoint.states import change, holds, load, make_state, raising, save, saver, whole
 
@@ -68,7 +69,7 @@ def odd_model() -> nn.Module:
 
 def test_every_type_and_shape_survives(place: str) -> None:
     model = odd_model()
-    state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    state = TrainState(hold_whole(model), torch.optim.SGD(model.parameters(), lr=0.1))
     assert holds(place, save(place, state), state)
 
 
@@ -76,7 +77,7 @@ def test_a_type_that_has_no_word_is_refused_by_name(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     model.register_buffer("odd", torch.zeros(2, dtype=torch.complex128))
     with pytest.raises(CheckpointError, match=r"'model/odd' is torch\.complex128"):
-        save(tmp_path, TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1)))
+        save(tmp_path, TrainState(hold_whole(model), torch.optim.SGD(model.parameters(), lr=0.1)))
 
 
 @pytest.mark.capability("N3")
@@ -180,7 +181,7 @@ def test_a_save_in_the_background_holds_the_state_of_its_step(tmp_path: Path, st
         for step in range(3, 9):
             name = one.save()
             for _ in range(3):
-                change(state)
+                change(state, one.settle)
             one.finish()
             assert holds(tmp_path, name, before)
             state.step, state.updates = step + 1, step
@@ -190,7 +191,7 @@ def test_a_save_in_the_background_holds_the_state_of_its_step(tmp_path: Path, st
 
 
 @pytest.mark.capability("N4")
-def test_the_optimizer_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The twin: without the wait, the checkpoint holds what came later."""
     import threading
 
@@ -211,7 +212,7 @@ def test_the_optimizer_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.Mo
         later = {n: t.clone() for n, t in state.tensors().items()}
         releasing = threading.Timer(0.2, go.set)
         releasing.start()
-        change(state)
+        change(state, one.settle)
         one.finish()
         releasing.join()
         assert all(torch.equal(load(tmp_path, name).tensors[n], t) for n, t in later.items())

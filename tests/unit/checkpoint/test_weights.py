@@ -12,6 +12,7 @@ from torch import nn
 
 from paceline.checkpoint import Files, export_weights, find_checkpoint, load_weights
 from paceline.errors import CheckpointError
+from paceline.layout.holding import hold_whole
 from paceline.recipe import Recipe
 from paceline.state import TrainState
 from paceline.testing.parity import make_task
@@ -34,7 +35,7 @@ class Tied(nn.Module):
 
 
 def exported(folder: Path, model: nn.Module) -> Path:
-    state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1), step=7)
+    state = TrainState(hold_whole(model), torch.optim.SGD(model.parameters(), lr=0.1), step=7)
     save(folder / "checkpoints", state)
     path = folder / "model.safetensors"
     done = export_weights(find_checkpoint(Files(str(folder / "checkpoints")), print), path)

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.comm import Entry, Handle, Net
+from paceline.comm import Entry, Net
+from paceline.comm.handle import launched
 from paceline.errors import CommunicationError, DeadlineError
 from paceline.mesh import Group
 
@@ -81,7 +82,7 @@ def test_a_failure_names_operation_rank_group_and_step(message: str, kind: type[
     work = StuckWork(message)
     entry = Entry()
     with pytest.raises(CommunicationError) as caught:
-        Handle("all_to_all", PAIR, net, work, entry, lambda: None).wait()
+        launched("all_to_all", PAIR, net, work, entry, lambda: None).wait()
     assert type(caught.value) is kind
     assert "rank 6, all_to_all over group 'replica' (4, 6), step 23" in str(caught.value)
     assert message in str(caught.value)
@@ -93,5 +94,5 @@ def test_a_failure_names_operation_rank_group_and_step(message: str, kind: type[
 def test_a_wait_of_its_own_length_is_what_the_error_says() -> None:
     work = StuckWork("Wait timed out")
     with pytest.raises(DeadlineError, match=r"within 0\.5 s"):
-        Handle("all_reduce", PAIR, Net(deadline_seconds=60.0), work, None, lambda: None).wait(0.5)
+        launched("all_reduce", PAIR, Net(deadline_seconds=60.0), work, None, lambda: None).wait(0.5)
     assert work.limit == timedelta(seconds=0.5)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.comm.norm import row_squares
-from paceline.comm.tree import Carry, cover, meeting_level, tree_sum
+from paceline.comm.reduction.norm import row_squares
+from paceline.comm.reduction.tree import Carry, cover, meeting_level, tree_sum
 from paceline.verification.halves import halves
 
 pytestmark = pytest.mark.capability("I10")

@@ -188,3 +188,45 @@ def test_bpe_refuses_a_file_that_is_not_text(tmp_path: Path, cache: Path) -> Non
         map_tokens([examine(tmp_path / "bad")], tokenizer, cache)
     assert caught.value.where.endswith("bad")
     assert "byte tokenizer" in caught.value.next_step
+
+
+DAMAGES = {
+    "a bit": lambda data: data[:40] + bytes([data[40] ^ 4]) + data[41:],
+    "cut short": lambda data: data[:-7],
+    "empty": lambda data: b"",
+    "longer": lambda data: data + b"more",
+    "nothing but zeros": lambda data: bytes(len(data)),
+}
+
+
+@pytest.mark.capability("N13", "M1")
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("what", ["tokens", "seal"])
+def test_a_token_file_that_is_damaged_is_made_anew(
+    what: str, damage: str, files: list[TextFile], cache: Path
+) -> None:
+    written = map_tokens(files, BYTES, cache).tobytes()
+    (place,) = (path for path in cache.iterdir() if path.suffix == ".uint8")
+    harmed = place if what == "tokens" else place.with_name(f"{place.name}.seal")
+    harmed.write_bytes(DAMAGES[damage](harmed.read_bytes()))
+    assert map_tokens(files, BYTES, cache).tobytes() == written
+    assert place.read_bytes() == written
+
+
+@pytest.mark.capability("N13")
+def test_tokens_without_a_seal_are_not_believed(files: list[TextFile], cache: Path) -> None:
+    """As an older version has left them, or a power cut between two writes."""
+    written = map_tokens(files, BYTES, cache).tobytes()
+    (place,) = (path for path in cache.iterdir() if path.suffix == ".uint8")
+    place.with_name(f"{place.name}.seal").unlink()
+    place.write_bytes(bytes(len(written)))
+    assert map_tokens(files, BYTES, cache).tobytes() == written
+
+
+def test_what_is_in_use_is_not_changed_when_it_is_made_anew(files: list[TextFile], cache: Path) -> None:
+    tokens = map_tokens(files, BYTES, cache)
+    written = tokens.tobytes()
+    (place,) = (path for path in cache.iterdir() if path.suffix == ".uint8")
+    place.with_name(f"{place.name}.seal").unlink()
+    map_tokens(files, BYTES, cache)
+    assert tokens.tobytes() == written

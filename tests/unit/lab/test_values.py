@@ -86,21 +86,19 @@ def test_what_tc_is_told() -> None:
 
 
 def test_a_command_of_one_machine_is_spread_over_the_hosts() -> None:
-    found = spread(
-        ["paceline", "train", "r.toml", "-n", "4", "--set", "seed=1"], ["10.0.0.1", "10.0.0.2"], "t"
-    )
+    found = spread(["paceline", "train", "r.toml", "-n", "4", "--set", "seed=1"], ["10.0.0.1", "10.0.0.2"])
     assert found[1][:4] == [sys.executable, "-m", "paceline", "train"]
-    meeting = "--nodes 2 --rendezvous 10.0.0.1:29500 --token t --node-rank 1 r.toml -n 2 --set seed=1"
+    meeting = "--nodes 2 --rendezvous 10.0.0.1:29500 --node-rank 1 r.toml -n 2 --set seed=1"
     assert " ".join(found[1][4:]) == meeting
-    script = spread(["paceline", "run", "--logs", "l", "-n", "2", "s.py", "-n", "9"], ["a", "b"], "t")
+    script = spread(["paceline", "run", "--logs", "l", "-n", "2", "s.py", "-n", "9"], ["a", "b"])
     assert " ".join(script[0][-7:]) == "--logs l -n 1 s.py -n 9"
-    plain = spread(["paceline", "run", "s.py", "-n", "9"], ["a", "b"], "t")
+    plain = spread(["paceline", "run", "s.py", "-n", "9"], ["a", "b"])
     assert " ".join(plain[0][-4:]) == "0 s.py -n 9"
-    assert spread(["paceline", "bench", "link"], ["a", "b"], "t")[1][-2:] == ["--node-rank", "1"]
-    assert spread(["hostname"], ["a", "b"], "t") == [["hostname"], ["hostname"]]
+    assert spread(["paceline", "bench", "link"], ["a", "b"])[1][-2:] == ["--node-rank", "1"]
+    assert spread(["hostname"], ["a", "b"]) == [["hostname"], ["hostname"]]
     for wrong in (["paceline", "train", "r.toml", "-n", "3"], []):
         with pytest.raises(RecipeError):
-            spread(wrong, ["a", "b"], "t")
+            spread(wrong, ["a", "b"])
 
 
 def test_cores_are_dealt_evenly_or_weighed() -> None:

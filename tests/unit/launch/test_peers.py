@@ -14,7 +14,7 @@ def closed_port() -> int:
 
 
 def test_a_launcher_that_lives_answers_and_one_that_is_gone_is_named(tmp_path) -> None:
-    with Peers(2, 1, tmp_path) as peers:
+    with Peers(2, 1, tmp_path, ("127.0.0.1", 9)) as peers:
         assert ask(Node(1, "b", "127.0.0.1", peers.port)) == ""
     gone = ask(Node(0, "a", "127.0.0.1", closed_port()))
     assert gone == "node 0 (a, 127.0.0.1) is gone: its launcher no longer runs"
@@ -24,14 +24,14 @@ def test_all_others_are_asked_once_and_only_when_there_are_several_nodes(tmp_pat
     said = [announce(0, closed_port(), "127.0.0.1", 1), announce(1, 5, "127.0.0.1", 1)]
     write_roster(tmp_path, [*said, said[0]])
     assert [node.rank for node in read_roster(tmp_path)] == [0, 1]
-    with Peers(2, 1, tmp_path) as peers:
+    with Peers(2, 1, tmp_path, ("127.0.0.1", 9)) as peers:
         assert peers.lost() == ()
         began = time.monotonic()
         peers.ask()
         peers.ask()
         assert [line.partition(" (")[0] for line in peers.lost()] == ["node 0"]
     assert time.monotonic() - began >= 2, "who has seen a failure stays, so that others may ask"
-    with Peers(1, 0, tmp_path) as alone:
+    with Peers(1, 0, tmp_path, ("", 0)) as alone:
         alone.ask()
         assert alone.port == 0 and alone.lost() == ()
 

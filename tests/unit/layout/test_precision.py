@@ -7,12 +7,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.reducer import TakesSums
 from paceline.data import LoadedUnit, Unit
 from paceline.layout import Precision, Replicate
+from paceline.layout.holding import hold_whole
 from paceline.layout.precision import compile_or_explain
 from paceline.models import MLP
 from paceline.observe import Phases
+from paceline.slot import Slot
 from paceline.task import Loss
 
 NUM_UPDATES = 10_000
@@ -36,16 +37,20 @@ def climb(model: nn.Module, batch: Sequence[Tensor]) -> Loss:
 
 def forward_backward(model: nn.Module, compute: str, x: Tensor) -> list[Tensor]:
     """The gradients that a layout hands on, in one precision."""
-    handed: dict[int, Tensor] = {}
+    handed: dict[Slot, Tensor] = {}
 
-    class Sink(TakesSums):
-        def ready(self, index: int, grad: Tensor | None) -> None:
-            handed[index] = grad
+    class Sink:
+        by_unit = False
 
-    placed = Replicate(model, climb, (), precision=Precision(compute, "cpu"), phases=Phases())
+        def unit(self, shards: range, is_last: bool) -> None: ...
+
+        def ready(self, slot: Slot, grad: Tensor | None) -> None:
+            handed[slot] = grad
+
+    placed = Replicate(hold_whole(model), climb, (), precision=Precision(compute, "cpu"), phases=Phases())
     unit = Unit(0, 0, torch.arange(len(x)).numpy(), key=1)
     placed.run([LoadedUnit(unit, [x])], 1, Sink(), 1.0)
-    return [handed[i] for i in range(len(placed.parameters))]
+    return [handed[slot] for slot in placed.holding.slots]
 
 
 @pytest.mark.capability("K2")

@@ -1,5 +1,6 @@
 """Replicate: what the sink is told, and when; accumulation, unused and tied weights, evaluation, keys."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -7,25 +8,31 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.reducer import TakesSums
 from paceline.data import LoadedUnit, Unit
 from paceline.errors import TaskError
 from paceline.layout import Precision, Replicate
+from paceline.layout.holding import hold_whole
 from paceline.models import KeyedDropout
 from paceline.observe import Phases
+from paceline.slot import Slot
 from paceline.task import Loss
 
 
-class Recorder(TakesSums):
+class Recorder:
     """A sink that notes what it gets, and whether the backward pass of the last unit was still on."""
 
-    def __init__(self) -> None:
-        self.order: list[int] = []
-        self.grads: dict[int, Tensor | None] = {}
+    by_unit = False
 
-    def ready(self, index: int, grad: Tensor | None) -> None:
-        self.order.append(index)
-        self.grads[index] = None if grad is None else grad.clone()
+    def __init__(self) -> None:
+        self.order: list[Slot] = []
+        self.grads: dict[Slot, Tensor | None] = {}
+
+    def unit(self, shards: range, is_last: bool) -> None:
+        raise AssertionError("units are not taken apart")
+
+    def ready(self, slot: Slot, grad: Tensor | None) -> None:
+        self.order.append(slot)
+        self.grads[slot] = None if grad is None else grad.clone()
 
 
 class Branches(nn.Module):
@@ -51,7 +58,8 @@ def loss(model: nn.Module, batch: tuple[Tensor, bool]) -> Loss:
 
 
 def place(model: nn.Module, loss_function=loss, names: tuple[str, ...] = ("positive",)) -> Replicate:
-    return Replicate(model, loss_function, names, precision=Precision("fp32", "cpu"), phases=Phases())
+    precision = Precision("fp32", "cpu")
+    return Replicate(hold_whole(model), loss_function, names, precision=precision, phases=Phases())
 
 
 def units(seconds: Sequence[bool]) -> list[LoadedUnit]:
@@ -62,21 +70,17 @@ def units(seconds: Sequence[bool]) -> list[LoadedUnit]:
     ]
 
 
-def names_of(placed: Replicate, indices: Sequence[int]) -> list[str]:
-    names = [slot.name for slot in placed.slots]
-    return [names[i] for i in indices]
-
-
 @pytest.mark.capability("A10")
 def test_the_sum_over_units_is_the_gradient_of_all_samples_at_once() -> None:
     model, sink = Branches().double(), Recorder()
     loaded = [LoadedUnit(u.unit, (u.batch[0].double(), u.batch[1])) for u in units([True] * 5)]
-    place(model).run(loaded, 5, sink, 1.0)
+    placed = place(model)
+    placed.run(loaded, 5, sink, 1.0)
     reference = Branches().double()
     loss(reference, (torch.cat([u.batch[0] for u in loaded]), True)).total.backward()
     expected = [p.grad for p in reference.parameters() if p.requires_grad]
-    for index, grad in enumerate(expected):
-        found = sink.grads[index]
+    for slot, grad in zip(placed.holding.slots, expected, strict=True):
+        found = sink.grads[slot]
         assert (found is None) == (grad is None)
         if grad is not None:
             torch.testing.assert_close(found, grad, rtol=1e-12, atol=1e-12)
@@ -87,8 +91,8 @@ def test_the_sum_over_units_is_the_gradient_of_all_samples_at_once() -> None:
 def test_every_parameter_is_announced_once_whatever_the_units_used(seconds: list[bool]) -> None:
     placed, sink = place(Branches()), Recorder()
     placed.run(units(seconds), len(seconds), sink, 1.0)
-    assert sorted(sink.order) == list(range(len(placed.parameters)))
-    missing = {names_of(placed, [i])[0] for i, g in sink.grads.items() if g is None}
+    assert Counter(sink.order) == Counter(placed.holding.slots)
+    missing = {slot.name for slot, g in sink.grads.items() if g is None}
     assert missing == {"never.weight", "never.bias"} | (
         set() if any(seconds) else {"second.weight", "second.bias"}
     )
@@ -96,7 +100,7 @@ def test_every_parameter_is_announced_once_whatever_the_units_used(seconds: list
 
 def test_frozen_parameters_have_no_slot_and_tied_ones_share_one() -> None:
     placed = place(Branches())
-    assert [slot.name for slot in placed.slots] == [
+    assert [slot.name for slot in placed.holding.slots] == [
         "first.weight",
         "first.bias",
         "second.weight",
@@ -117,13 +121,15 @@ def test_gradients_are_announced_during_the_last_backward_in_its_order() -> None
         h.register_hook(lambda _: announced_before_first_layer.append(len(sink.order)))
         return Loss(m[2](m[1](h)).sum(), 1)
 
-    placed = place(model, observed, ())
+    placed, right = place(model, observed, ()), ["2", "2", "1", "1", "0", "0"]
     placed.run(units([True, True]), 2, sink, 1.0)
-    assert [name[0] for name in names_of(placed, sink.order)] == ["2", "2", "1", "1", "0", "0"]
-    assert announced_before_first_layer == [
-        0,
-        4,
-    ]  # none in the first unit; two layers while the last one runs
+    assert [slot.name[0] for slot in sink.order] == right
+    assert announced_before_first_layer == [0, 0]  # how often a gradient grows is known after one backward
+    sink.order.clear()
+    placed.run(units([True, True]), 2, sink, 1.0)
+    assert [slot.name[0] for slot in sink.order] == right
+    # none in the first unit; two layers while the last one runs
+    assert announced_before_first_layer[2:] == [0, 4]
 
 
 def test_a_rank_without_units_announces_every_parameter_without_a_gradient() -> None:
@@ -135,7 +141,7 @@ def test_a_rank_without_units_announces_every_parameter_without_a_gradient() -> 
     assert sums.units == 0
     assert sums.read() == (0.0, 0.0, {"positive": 0.0})
     assert set(sink.grads.values()) == {None}
-    assert len(sink.order) == len(placed.parameters)
+    assert len(sink.order) == len(placed.holding.computes)
 
 
 def test_the_loss_scale_multiplies_gradients_and_not_what_is_reported() -> None:
@@ -143,8 +149,8 @@ def test_the_loss_scale_multiplies_gradients_and_not_what_is_reported() -> None:
     first = place(Branches()).run(units([True]), 1, plain, 1.0)
     second = place(Branches()).run(units([True]), 1, scaled, 1024.0)
     assert first.read() == second.read()
-    for index, grad in plain.grads.items():
-        assert grad is None or torch.equal(scaled.grads[index], grad * 1024.0)
+    for slot, grad in plain.grads.items():
+        assert grad is None or torch.equal(scaled.grads[slot], grad * 1024.0)
 
 
 def test_only_as_many_units_are_pulled_as_the_step_has() -> None:
@@ -161,7 +167,7 @@ def test_what_is_random_in_a_unit_depends_on_its_key_alone(dropout) -> None:
         torch.manual_seed(seed)
         placed = place(nn.Sequential(nn.Linear(4, 64), dropout()), lambda m, b: Loss(m(b[0]).sum(), 1), ())
         with torch.no_grad():
-            for p in placed.parameters:
+            for p in placed.holding.computes.values():
                 p.copy_(torch.linspace(0.1, 1.0, p.numel()).view_as(p))
         x = torch.ones(2, 4)
         loaded = [LoadedUnit(Unit(0, i, np.arange(2), key=k), (x, True)) for i, k in enumerate(keys)]

@@ -3,7 +3,7 @@
 import pytest
 
 from paceline.errors import StrategyError
-from paceline.layout.pipeline import Action, gpipe, pipedream, validate
+from paceline.layout.pipeline import Action, gpipe, one_f_one_b, validate
 from paceline.layout.pipeline.stage import cut_evenly
 
 GRID = [(p, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 3, 7, 16)]
@@ -24,13 +24,13 @@ def test_gpipe_runs_all_forwards_and_then_all_backwards(p: int, m: int) -> None:
 
 @pytest.mark.capability("D6")
 @pytest.mark.parametrize("p, m", GRID)
-def test_pipedream_stores_no_more_than_there_are_stages(p: int, m: int) -> None:
-    assert validate(pipedream(p, m), m) == min(p, m)
+def test_1f1b_stores_no_more_than_there_are_stages(p: int, m: int) -> None:
+    assert validate(one_f_one_b(p, m), m) == min(p, m)
 
 
 @pytest.mark.capability("D6")
-def test_pipedream_alternates_once_it_is_full() -> None:
-    first, last = pipedream(2, 4)
+def test_1f1b_alternates_once_it_is_full() -> None:
+    first, last = one_f_one_b(2, 4)
     assert text(first) == "F0 F1 B0 F2 B1 F3 B2 B3"
     assert text(last) == "F0 B0 F1 B1 F2 B2 F3 B3"
 

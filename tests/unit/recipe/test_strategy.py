@@ -10,7 +10,11 @@ import pytest
 
 from paceline.errors import StrategyError
 from paceline.recipe import PRESETS, Recipe, Strategy
-from paceline.recipe.strategy import CODECS, ROUTES, SYNCS
+from paceline.recipe.specs import CodecSpec, RouteSpec, ScheduleSpec, Spec, SyncSpec, known
+
+
+def examples(kind: type[Spec]) -> list[str]:
+    return [spec.example for spec in known(kind).values()]
 
 
 def draw(rng: random.Random) -> Strategy:
@@ -24,9 +28,10 @@ def draw(rng: random.Random) -> Strategy:
         context=rng.randint(1, 4),
         lanes=rng.randint(1, 4),
         servers=rng.randint(0, 3),
-        sync=rng.choice(list(SYNCS.values())),
-        codec="+".join(rng.sample(list(CODECS.values()), rng.randint(1, 3))),
-        route=rng.choice(list(ROUTES.values())),
+        sync=rng.choice(examples(SyncSpec)),
+        codec="+".join(rng.sample(examples(CodecSpec), rng.randint(1, 3))),
+        route=rng.choice(examples(RouteSpec)),
+        schedule=rng.choice(examples(ScheduleSpec)),
     )
 
 
@@ -100,12 +105,18 @@ def test_terms_after_a_preset_change_it() -> None:
         ("servers=-1", "servers: expected an integer >= 0, found -1"),
         (
             "sync=evry-step",
-            f'sync: expected one of {", ".join(SYNCS)}, found "evry-step"; did you mean "every-step"?',
+            f"sync: expected one of {', '.join(known(SyncSpec))},"
+            ' found "evry-step"; did you mean "every-step"?',
         ),
         ("sync=every-step:2", 'sync: expected "every-step" without an argument, found "every-step:2"'),
-        ("sync=diloco", 'sync: expected an argument, as in "diloco:50", found "diloco"'),
-        ("sync=diloco:", 'sync: expected an argument, as in "diloco:50", found "diloco:"'),
-        ("codec=int8+topk", 'codec: expected an argument, as in "topk:0.01", found "topk"'),
+        ("sync=diloco", 'sync: expected an integer >= 1, as in "diloco:50", found "diloco"'),
+        ("sync=diloco:", 'sync: expected an integer >= 1, as in "diloco:50", found "diloco:"'),
+        ("codec=int8+topk", 'codec: expected a share above 0 and at most 1, as in "topk:0.01", found "topk"'),
+        ("sync=local:0", 'sync: expected an integer >= 1, as in "local:8", found "local:0"'),
+        ("sync=backup:-1", 'sync: expected an integer >= 0, as in "backup:1", found "backup:-1"'),
+        ("codec=topk:0", 'codec: expected a share above 0 and at most 1, as in "topk:0.01", found "topk:0"'),
+        ("codec=topk:2", 'codec: expected a share above 0 and at most 1, as in "topk:0.01", found "topk:2"'),
+        ("cut=rows", 'cut: expected nothing, as no installed package brings a cut, found "rows"'),
         ("route=3", "route: expected a string, found 3"),
     ],
 )

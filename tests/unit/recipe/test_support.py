@@ -9,27 +9,34 @@ import pytest
 
 from paceline.errors import StrategyError
 from paceline.recipe import PRESETS, Strategy, resolve, support, table
-from paceline.recipe.words import CODECS, ROUTES, SCHEDULES, SYNCS
+from paceline.recipe.specs import CodecSpec, RouteSpec, ScheduleSpec, SyncSpec, known
+from paceline.recipe.support import Support, num_ranks
+from tests.unit.recipe.test_strategy import draw
 
 NOT_BUILT: dict[str, Any] = {
     "zero": 2,
-    "tensor": 2,
     "context": 2,
     "sync": "hogwild",
     "codec": "bf16",
     "route": "ring",
-    "schedule": "1f1b",
+    "schedule": "interleaved:2",
 }
 WORKS = {
     "ddp",
+    "fsdp",
+    "hsdp",
     "zero1",
+    "zero3",
     "mirrored",
     "multi-worker-mirrored",
     "local-sgd",
     "diloco",
     "pipedream",
     "gpipe",
+    "1f1b",
+    "3d",
     "auto",
+    "tensor=2",
     "lanes=2",
     "sync=every-step",
     "sync=local:8",
@@ -38,10 +45,13 @@ WORKS = {
     "servers=1 sync=backup:1",
     "replicas=1 pipeline=2 sync=pipedream",
     "pipeline=2 schedule=gpipe",
+    "pipeline=2 schedule=1f1b",
     "codec=fp32",
     "codec=int8",
+    "codec=topk:0.01",
     "route=auto",
     "route=native",
+    "route=tree",
     "replicas=4 route=hierarchical",
     "route=shared-memory",
 }
@@ -62,7 +72,27 @@ COMBINATIONS = {  # what runs on as many processes, or the reason why not
     "replicas=1 pipeline=3 sync=pipedream": (3, ""),
     "replicas=2 pipeline=2 sync=pipedream": (4, "a rule of one pipeline"),
     "pipeline=2 codec=int8": (2, ""),
-    "pipeline=2 shard=2 zero=1": (4, "choose shard or pipeline"),
+    "pipeline=2 shard=2 zero=1": (4, ""),
+    "pipeline=2 shard=2 zero=3": (8, ""),
+    "shard=2 zero=3": (4, ""),
+    "replicas=1 shard=2 zero=3 lanes=2": (2, "leave out lanes, or tensor and zero=3"),
+    "tensor=2": (4, ""),
+    "tensor=2 pipeline=2 schedule=1f1b": (8, ""),
+    "tensor=2 shard=2 zero=1": (4, ""),
+    "tensor=2 shard=2 zero=3 pipeline=2": (8, ""),
+    "tensor=2 lanes=2": (4, "leave out lanes, or tensor and zero=3"),
+    "tensor=2 sync=local:2": (4, "train alone must be whole"),
+    "servers=1 sync=server-async tensor=2": (5, "a server holds a whole model"),
+    "replicas=1 pipeline=2 tensor=2 sync=pipedream": (4, "without shard or tensor"),
+    "replicas=1 pipeline=2 sync=pipedream schedule=1f1b": (2, "leave out schedule"),
+    "pipeline=2 lanes=2 schedule=1f1b": (2, ""),
+    "codec=topk:0.3": (2, ""),
+    "sync=diloco:4 codec=topk:0.3": (2, ""),
+    "codec=int8+topk:0.1": (2, "codecs in a chain are not built yet"),
+    "route=tree": (3, ""),
+    "route=tree codec=topk:0.3": (3, ""),
+    "lanes=2 route=tree": (4, "leave out lanes or route"),
+    "servers=1 sync=backup:1 route=tree": (4, "leave out route"),
     "route=shared-memory codec=int8": (2, "leave out codec or route"),
     "servers=1 sync=backup:1 route=shared-memory": (3, "leave out route"),
     "schedule=1f1b": (2, "add pipeline=2"),
@@ -82,7 +112,8 @@ COMBINATIONS = {  # what runs on as many processes, or the reason why not
     "replicas=1 shard=4 zero=1 route=hierarchical": (4, ""),
     "replicas=4 pipeline=2 route=hierarchical": (8, ""),
     "sync=local:2 route=hierarchical": (4, ""),
-    "codec=int8 route=hierarchical": (4, "leave out codec or route"),
+    "codec=int8 route=hierarchical": (4, ""),
+    "codec=topk:0.3 route=hierarchical": (4, ""),
     "servers=1 sync=backup:1 route=hierarchical": (4, "leave out route"),
     "replicas=1 pipeline=2 sync=pipedream route=hierarchical": (2, "leave out route"),
 }
@@ -157,9 +188,65 @@ def test_every_reason_is_given_and_the_nearest_always_runs(seed: int) -> None:
     assert answer.ok == (answer.reason == "")
     for name, value in changed.items():
         assert f"{name}={value} is not built yet" in answer.reason
-    needed = answer.nearest.replicas
-    assert needed is not None
-    assert support(answer.nearest, processes=needed, shards=shards) == (True, "", answer.nearest)
+    assert runs(answer, shards)
+
+
+def runs(answer: Support, shards: int) -> bool:
+    """Whether the nearest is filled in, and works as it stands on as many processes as it says."""
+    nearest = answer.nearest
+    return support(nearest, processes=num_ranks(nearest), shards=shards) == (True, "", nearest)
+
+
+@pytest.mark.capability("B1")
+@pytest.mark.parametrize("seed", range(100))
+def test_the_nearest_of_any_strategy_runs_on_these_processes_or_on_fewer(seed: int) -> None:
+    rng = random.Random(seed)
+    processes, shards = rng.randint(1, 16), rng.randint(1, 16)
+    answer = support(draw(rng), processes=processes, shards=shards)
+    assert runs(answer, shards)
+    assert num_ranks(answer.nearest) <= processes
+    assert support(answer.nearest, processes=processes, shards=shards).ok == (
+        num_ranks(answer.nearest) == processes
+    )
+
+
+# What is not built is given up, and not much else: 16 processes, of which 8 can have shards of their own.
+ASKED = {
+    "zero=2 schedule=interleaved:2 codec=bf16": ("schedule", "shard", "tensor", "sync"),
+    "shard=2 zero=2 pipeline=2 schedule=interleaved:2 codec=bf16": ("shard", "pipeline", "tensor", "sync"),
+}
+
+
+@pytest.mark.capability("B1")
+@pytest.mark.parametrize("text", ASKED)
+def test_the_nearest_keeps_the_processes_and_what_is_asked_for(text: str) -> None:
+    asked = Strategy.parse(text)
+    answer = support(asked, processes=16, shards=8)
+    for word in ("zero=2", "schedule=interleaved:2", "codec=bf16"):
+        assert f"{word} is not built yet" in answer.reason
+    assert num_ranks(answer.nearest) == 16 and runs(answer, 8)
+    assert answer.nearest.pipeline > 1  # an order of stages was asked for
+    if asked.shard > 1:
+        assert answer.nearest == asked.replace(replicas=4, zero=1, schedule="gpipe", codec="fp32")
+
+
+@pytest.mark.capability("B1")
+@pytest.mark.parametrize(
+    ("text", "processes", "nearest"),
+    [
+        ("shard=2 zero=2", 4, "replicas=2 shard=2 zero=1"),
+        ("pipeline=2 schedule=interleaved:2", 4, "replicas=2 pipeline=2"),
+        ("replicas=4 codec=bf16 route=tree", 4, "replicas=4 route=tree"),
+        ("tensor=2 codec=low-rank:4", 4, "replicas=2 tensor=2"),
+        ("shard=2 zero=3 lanes=2", 4, "replicas=2 shard=2 zero=3"),
+        ("servers=1 sync=backup:1 route=tree", 4, "replicas=3 servers=1 sync=backup:1"),
+        ("replicas=2 sync=diloco:4", 3, "replicas=3 sync=diloco:4"),
+        ("replicas=2 shard=2 zero=1", 6, "replicas=3 shard=2 zero=1"),
+    ],
+)
+def test_the_nearest_gives_up_what_does_not_go(text: str, processes: int, nearest: str) -> None:
+    answer = support(Strategy.parse(text), processes=processes, shards=8)
+    assert not answer.ok and answer.nearest == Strategy.parse(nearest)
 
 
 @pytest.mark.capability("B1")
@@ -169,15 +256,18 @@ def test_resolve_returns_the_strategy_or_raises_with_reason_and_nearest() -> Non
         resolve(Strategy.parse("zero2"), processes=4, shards=2)
     assert "zero=2 is not built yet" in caught.value.what
     assert caught.value.where == 'strategy "replicas=all shard=2 zero=2 sync=every-step" on 4 processes'
-    assert caught.value.next_step == 'the nearest that works is "replicas=2 sync=every-step" on 2 processes'
+    assert (
+        caught.value.next_step
+        == 'the nearest that works is "replicas=1 shard=2 zero=1 tensor=2 sync=every-step" on 4 processes'
+    )
 
 
 @pytest.mark.capability("B1")
 def test_the_table_answers_for_every_word_that_can_be_written() -> None:
     rows = {row.name: row for row in table()}
-    for words, choice in ((SYNCS, "sync"), (CODECS, "codec"), (ROUTES, "route"), (SCHEDULES, "schedule")):
-        written = {term for name in rows for term in name.split()}
-        assert {f"{choice}={example}" for example in words.values()} <= written
+    written = {term for name in rows for term in name.split()}
+    for kind in (SyncSpec, CodecSpec, RouteSpec, ScheduleSpec):
+        assert {f"{kind.choice}={spec.example}" for spec in known(kind).values()} <= written
     assert set(PRESETS) <= set(rows)
     works = {name for name, row in rows.items() if row.support.ok}
     assert works == WORKS
@@ -186,6 +276,4 @@ def test_the_table_answers_for_every_word_that_can_be_written() -> None:
         assert row.strategy == Strategy.parse(row.name)
     assert (rows["3d"].processes, rows["fsdp"].processes, rows["parameter-server"].processes) == (8, 2, 3)
     alone = {row.name for row in table(shards=1) if row.support.ok}
-    assert alone == {name for name in works if rows[name].strategy.pipeline > 1 and name != "gpipe"} - {
-        "pipeline=2 schedule=gpipe"
-    }
+    assert alone == {"pipedream", "replicas=1 pipeline=2 sync=pipedream"}  # of the rest replicas are two

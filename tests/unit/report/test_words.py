@@ -57,9 +57,21 @@ def test_a_byte_more_than_the_closed_form_is_seen_and_said(tmp_path: Path) -> No
 
 def test_no_closed_form_is_claimed_for_strategies_that_have_none_here(tmp_path: Path) -> None:
     assert is_plain("replicas=2 sync=every-step") and is_plain("replicas=2 sync=local:8")
-    assert not any(
-        map(is_plain, ("replicas=2 sync=server-async", "replicas=2 sync=local:8 codec=int8", "", "zero=1"))
+    others = (
+        "replicas=2 sync=server-async",
+        "replicas=2 sync=local:8 codec=int8",
+        "",
+        "shard=2 zero=1",
+        "shard=2 zero=3",
+        "tensor=2",
+        "pipeline=2",
+        "lanes=2",
+        "codec=topk:0.3",
+        "route=tree",
+        "replicas=4 route=hierarchical",
+        "replicas=2 sync=a-word-that-is-not-installed-here",
     )
+    assert not any(map(is_plain, others))
     ordered = write(tmp_path / "ordered", ("run", start(ordered=True)), ("ranks", rank_record(0)))
     assert sent(ordered)[0].agrees is None
     run = write(

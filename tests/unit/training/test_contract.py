@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,13 +16,13 @@ from torch.nn import functional as F
 import paceline
 from paceline.cluster import Cluster
 from paceline.errors import TaskError
-from paceline.recipe import Recipe
+from paceline.recipe import Recipe, Strategy
 from paceline.task import Loss, LossFunction, Metric, Task, finish_metrics
 from paceline.tasks import scores
 from paceline.testing import run_ranks
-from paceline.testing.parity import CPU, session_of
+from paceline.testing.parity import session_of
 from paceline.training import evaluate
-from paceline.training.contract import check_loss, refuse_means, refuse_two_optimizers, tell_large_batch
+from paceline.training.contract import refuse_means, refuse_two_optimizers, tell_large_batch
 
 X = torch.linspace(-1, 1, 48).reshape(12, 4)
 Y = torch.arange(12) % 2
@@ -59,6 +60,31 @@ def test_a_mistake_in_the_loss_is_named_before_the_first_step(mistake: str) -> N
         session_of(Cluster.single(), RECIPE, lambda: task)
 
 
+CUT_LAYOUTS = ["replicas=1 pipeline=2", "replicas=1 shard=2 zero=3", "replicas=1 tensor=2"]
+
+
+def refused_loss(cluster: Cluster, strategy: str) -> str:
+    """A total that is a mean, where no rank holds the whole model."""
+
+    def build() -> Task:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+        task = task_of(lambda model, batch: Loss(F.cross_entropy(model(batch[0]), batch[1]), len(batch[1])))
+        return replace(task, model=model, tensor={"0": "column", "2": "row"})
+
+    try:
+        session_of(cluster, RECIPE.replace(strategy=Strategy.parse(strategy)), build)
+    except TaskError as error:
+        return error.what
+    return ""
+
+
+@pytest.mark.parametrize("strategy", CUT_LAYOUTS)
+def test_a_mistake_is_named_on_every_rank_though_none_holds_the_whole_model(strategy: str) -> None:
+    for what in run_ranks(partial(refused_loss, strategy=strategy), 2):
+        assert "the total is a mean" in what
+
+
 def test_what_is_right_or_cannot_be_told_is_let_through() -> None:
     def masked(model: nn.Module, batch: list[Tensor]) -> Loss:
         """The first sample has no items."""
@@ -71,8 +97,7 @@ def test_what_is_right_or_cannot_be_told_is_let_through() -> None:
         return Loss(F.cross_entropy(out @ out.T, torch.arange(len(out)), reduction="sum") + 1e-3, len(out))
 
     for loss in (masked, contrast):
-        task = task_of(loss)
-        assert check_loss(task, task.model, CPU) == ()
+        assert session_of(Cluster.single(), RECIPE, partial(task_of, loss)).placed.metric_names.found == ()
     nothing = Loss(torch.tensor(0.0), 1)
     refuse_means(nothing, replace(nothing, count=2))
 

@@ -2,36 +2,37 @@
 
 Every stage reads the same units. A stage receives activations, runs its links, sends what comes out; the last
 one runs the task's own loss on it. Gradients come back the same way. Random numbers follow from the unit's
-key and the module's name, so they do not depend on the cut; a model with dropout that draws from a stream
-(not `KeyedDropout`) computes another, equally valid, mask on each stage than one process would.
+key and the module's name, so they do not depend on the cut; what is drawn from PyTorch's own stream goes on
+from stage to stage, since a stage that draws tells the next where its generator stands.
 
-Invariant: gradients are added over the units as autograd does it; they are handed to the sink at the end.
-The whole model is in memory here, and only the parameters of this stage are up to date between steps.
+Invariant: gradients are added over the units as autograd does it, and handed on while the last backward runs.
+In which order a stage runs its forwards and backwards is a table (`schedule`), proven before it runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from paceline.comm import GradientSink
 from paceline.data import LoadedUnit
 from paceline.layout.buffers import UnitBuffers
+from paceline.layout.handing_on import HandingOn
+from paceline.layout.holding import Holding
 from paceline.layout.pipeline.chain import Enter, Stage, as_tuple
 from paceline.layout.pipeline.flight import Flight, Weights
-from paceline.layout.pipeline.schedule import gpipe, validate
+from paceline.layout.pipeline.schedule import Action, MakeSchedule, gpipe, validate
 from paceline.layout.pipeline.stage import Cut
 from paceline.layout.pipeline.view import Answers, Call, asked
 from paceline.layout.pipeline.wire import Neighbours
-from paceline.layout.placed import GradSink
 from paceline.layout.precision import Precision
 from paceline.layout.seed import seed_unit
-from paceline.layout.sums import Sums, checked
+from paceline.layout.sums import MetricNames, Sums, checked, explained
 from paceline.models.dropout import name_dropouts
 from paceline.observe import Phases
-from paceline.slot import Slot, trained_parameters
 from paceline.task import Task
 
 _FEW = 8  # messages, each of a description and its tensors
@@ -42,86 +43,95 @@ class Pipeline:
 
     Args:
         task: its loss; the first stage finds out from it what the model is called with.
-        model: the whole model.
+        holding: what this stage holds of the model.
         cut: this rank's stage.
         wire: to the stages before and after it.
+        schedule: makes the order of forwards and backwards.
+        overlap: see `HandingOn`.
         seeds: seed PyTorch's own generators for every unit; not where other threads share them.
+        reports: see `Replicate`.
     """
 
     def __init__(
         self,
         task: Task,
-        model: nn.Module,
+        holding: Holding,
         cut: Cut,
-        metric_names: tuple[str, ...],
+        metric_names: MetricNames,
         *,
         wire: Neighbours,
         precision: Precision,
         phases: Phases,
+        schedule: MakeSchedule = gpipe,
+        overlap: bool = True,
         seeds: bool = True,
+        reports: bool = True,
     ) -> None:
-        self.model, self.metric_names, self.cut = model, metric_names, cut
-        self.slots: dict[Slot, nn.Parameter] = trained_parameters(model)
-        self.parameters = list(self.slots.values())
-        self.used = [False] * len(self.parameters)
-        self.buffers = UnitBuffers(model)
+        self.holding, self.metric_names, self.cut = holding, metric_names, cut
+        self.buffers = UnitBuffers(holding.model)
         self.stage = Stage(cut.links)
+        self.gradients = HandingOn(holding.computes, overlap=overlap)
         self.peak_stored = 0
         self._task, self._precision, self._phases = task, precision, phases
-        self._dropouts, self._wire = name_dropouts(model), wire
-        self._seeded = self.device if seeds else None
+        self._dropouts, self._wire = name_dropouts(holding.model), wire
+        self._seeded = holding.device if seeds else None
+        self._make_schedule, self._orders = schedule, dict[int, Sequence[Action]]()
+        self._reports = reports
 
     @property
-    def device(self) -> torch.device:
-        """Where this rank computes."""
-        return self.parameters[0].device
+    def used(self) -> Collection[str]:
+        """See `Placed`."""
+        return self.gradients.used
 
-    def run(self, units: Iterable[LoadedUnit], num_units: int, sink: GradSink, scale: float) -> Sums:
-        """See `Placed`, in the order of GPipe."""
+    def run(self, units: Iterable[LoadedUnit], num_units: int, sink: GradientSink, scale: float) -> Sums:
+        """See `Placed`, in the order of the schedule."""
         self.begin_step()
         sums, stored = Sums(self.metric_names), dict[int, Flight]()
-        schedule = gpipe(self.cut.num_stages, num_units)
-        validate(schedule, num_units)
+        order = self._order(num_units)
+        left = num_units
         pulled = iter(units)
         self.peak_stored = 0
-        for action in schedule[self.cut.stage]:
+        self.holding.use.begin()
+        for action in order:
             if action.kind == "F":
                 stored[action.micro_batch] = self._next_forward(pulled, sums, scale)
             else:
-                self._next_backward(stored.pop(action.micro_batch), sink, is_last=not stored)
+                left -= 1
+                self._next_backward(stored.pop(action.micro_batch), sink, is_last=not left)
             self.peak_stored = max(self.peak_stored, len(stored))
         self.flush()
-        if not sink.by_unit:
-            self._hand_on(sink)
-        return sums
+        self.holding.use.end()
+        if not (num_units or sink.by_unit):
+            self.gradients.open(sink)
+            self.gradients.close()
+        return sums if self._reports else Sums(self.metric_names)
+
+    def _order(self, num_units: int) -> Sequence[Action]:
+        """This stage's row of the table for so many micro-batches; each table is validated once."""
+        if num_units not in self._orders:
+            table = self._make_schedule(self.cut.num_stages, num_units)
+            validate(table, num_units)
+            self._orders[num_units] = table[self.cut.stage]
+        return self._orders[num_units]
 
     def _next_forward(self, units: Iterator[LoadedUnit], sums: Sums, scale: float) -> Flight:
         with self._phases.during("data"):
             loaded = next(units)
         return self.forward(loaded, sums, scale)
 
-    def _next_backward(self, flight: Flight, sink: GradSink, is_last: bool) -> None:
-        self.backward(flight)
+    def _next_backward(self, flight: Flight, sink: GradientSink, is_last: bool) -> None:
         if sink.by_unit:
             sink.unit(range(flight.shard, flight.shard + 1), is_last)
-            self._hand_on(sink)
-
-    def _hand_on(self, sink: GradSink) -> None:
-        for index, own in reversed(list(enumerate(self.cut.own))):
-            if own:
-                p = self.parameters[index]
-                self.used[index] |= p.grad is not None
-                sink.ready(index, p.grad)
-                p.grad = None if sink.by_unit else p.grad
+        self.gradients.open(sink if is_last or sink.by_unit else None)
+        self.backward(flight)
+        self.gradients.close()
 
     def begin_step(self) -> None:
         """Forget the gradients of the step before, and remember the buffers."""
-        if not self.stage.training or not self.model.training:
-            self.model.train()
+        if not self.stage.training or not self.holding.model.training:
+            self.holding.model.train()
             self.stage.train()
-        for p in self.parameters:
-            p.grad = None
-        self.used = [False] * len(self.parameters)
+        self.gradients.begin()
         self.buffers.begin_step()
 
     def forward(self, loaded: LoadedUnit, sums: Sums, scale: float, weights: Weights | None = None) -> Flight:
@@ -131,23 +141,28 @@ class Pipeline:
             sums: takes the loss, on the last stage.
             weights: in place of the stage's parameters, by their names in `stage`.
         """
-        arrived = self._arrived()
+        arrived, stream = self._arrived()
         with self._phases.during("forward"):
-            seed_unit(loaded.unit.key, self._seeded, self._dropouts)
+            self._seed(loaded.unit.key)
             self.buffers.lend()
-            with self._precision.autocast():
-                outputs = self._run_links(loaded, arrived, sums, scale, weights)
+            with self._precision.autocast(), explained(len(loaded.unit.indices)):
+                outputs = self._run_links(loaded, arrived, sums, scale, weights, stream)
             self.buffers.take_back()
         return Flight(loaded.unit.shard, loaded.unit.key, [x for x in arrived if x.requires_grad], outputs)
 
-    def _arrived(self) -> list[Tensor]:
-        """What the stage before has sent, as leaves where they can have a gradient."""
+    def _seed(self, key: int) -> None:
+        everything = self._seeded is not None and self._precision.seeds_everything
+        seed_unit(key, self._seeded, self._dropouts, everything=everything)
+
+    def _arrived(self) -> tuple[list[Tensor], Tensor | None]:
+        """What the stage before has sent, leaves if they can have a gradient, and its generator's state."""
         if self.cut.is_first:
-            return []
+            return [], None
         with self._phases.during("communication"):
-            received, _ = self._wire.receive(self.cut.stage - 1)
+            received, drawn = self._wire.receive(self.cut.stage - 1)
+        stream = received.pop() if drawn else None
         wanted = torch.is_grad_enabled()
-        return [x.requires_grad_(wanted and _differentiable(x)) for x in received]
+        return [x.requires_grad_(wanted and _differentiable(x)) for x in received], stream
 
     def _run_links(
         self,
@@ -156,9 +171,14 @@ class Pipeline:
         sums: Sums,
         scale: float,
         weights: Weights | None,
+        stream: Tensor | None,
     ) -> list[Tensor]:
+        fresh = torch.default_generator.get_state() if self._seeded is not None else None
+
         def links() -> Any:
             given = self._given(loaded, arrived)
+            if stream is not None:  # what is drawn goes on where the stage before has stopped
+                torch.default_generator.set_state(stream.cpu())
             if weights is None:
                 return self.stage(*given.inputs, **given.named)
             return torch.func.functional_call(self.stage, dict(weights), given.inputs, given.named)
@@ -169,8 +189,16 @@ class Pipeline:
             sums.add(loss)
             return [loss.total if scale == 1.0 else loss.total * scale]
         found = as_tuple(links())
-        self._wire.send(self.cut.stage + 1, found)
+        self._send_on(found, fresh)
         return [x for x in found if _differentiable(x)]
+
+    def _send_on(self, found: Sequence[Tensor], fresh: Tensor | None) -> None:
+        """Send what came out, and, once somebody has drawn, where the generator stands."""
+        now = torch.default_generator.get_state() if fresh is not None else None
+        if now is None or fresh is None or torch.equal(now, fresh):
+            self._wire.send(self.cut.stage + 1, found)
+        else:
+            self._wire.send(self.cut.stage + 1, [*found, now.to(self.holding.device)], note=1.0)
 
     def _given(self, loaded: LoadedUnit, arrived: Sequence[Tensor]) -> Call:
         """The arguments of this stage's first link."""
@@ -193,7 +221,7 @@ class Pipeline:
         arrived, note = self._arrived_gradients(flight, note)
         with self._phases.during("backward"):
             # recomputed activations draw what the forward drew
-            seed_unit(flight.key, self._seeded, self._dropouts)
+            self._seed(flight.key)
             found, back = flight.gradients(arrived, weights)
         if not self.cut.is_first:
             self._wire.send(self.cut.stage - 1, back, note)
@@ -212,21 +240,26 @@ class Pipeline:
 
     def abort(self) -> None:
         """See `Placed`."""
+        self.gradients.stop()
+        self.holding.use.drop()
         self._wire.abort()
         self.buffers.abort_step()
 
     def evaluate(self, units: Iterable[LoadedUnit]) -> Sums:
         """See `Placed`; units pass through the stages one after another."""
         sums = Sums(self.metric_names)
-        self.model.eval()
+        self.holding.model.eval()
         self.stage.eval()
+        self.holding.use.begin()
         with torch.no_grad():
             for loaded in units:
+                arrived, stream = self._arrived()
                 with self._precision.autocast():
-                    self._run_links(loaded, self._arrived(), sums, 1.0, None)
+                    self._run_links(loaded, arrived, sums, 1.0, None, stream)
                 self._wire.flush(most=_FEW)  # the first stage must not run far ahead of the last
         self.flush()
-        return sums
+        self.holding.use.end()
+        return sums if self._reports else Sums(self.metric_names)
 
 
 def _differentiable(x: Tensor) -> bool:

@@ -6,7 +6,7 @@ backward, and no stage waits for something that its neighbour sends later than i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from paceline.errors import StrategyError
@@ -22,6 +22,9 @@ class Action(NamedTuple):
 Schedule = Sequence[Sequence[Action]]
 """By stage."""
 
+MakeSchedule = Callable[[int, int], Schedule]
+"""From numbers of stages and of micro-batches."""
+
 
 def gpipe(num_stages: int, num_micro_batches: int) -> Schedule:
     """All forwards, then all backwards in the opposite order.
@@ -34,10 +37,13 @@ def gpipe(num_stages: int, num_micro_batches: int) -> Schedule:
     return [forwards + backwards for _ in range(num_stages)]
 
 
-def pipedream(num_stages: int, num_items: int) -> Schedule:
-    """One forward, one backward in turn, without a flush between items: stage s runs p-s-1 forwards ahead.
+def one_f_one_b(num_stages: int, num_items: int) -> Schedule:
+    """One forward, one backward in turn: stage s runs p-s-1 forwards ahead.
 
-    Source: Narayanan et al. 2019, PipeDream, section 3.2 and figure 8 (1F1B).
+    A stage stores the activations of at most p-s items, however many there are. PipeDream runs it over steps,
+    without a flush between them; a synchronous pipeline over the micro-batches of one step.
+    Source: Narayanan et al. 2019, PipeDream, section 3.2 and figure 8 (1F1B); Narayanan et al. 2021,
+    Memory-Efficient Pipeline-Parallel DNN Training, arXiv:2006.09503, section 2.2 (with a flush).
     """
     table = []
     for stage in range(num_stages):

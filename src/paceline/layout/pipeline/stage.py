@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from paceline.errors import StrategyError
 from paceline.layout.pipeline.chain import chain_of, check_chain
-from paceline.slot import Slot
+from paceline.slot import trained_parameters
 from paceline.task import Task
 
 
@@ -21,20 +21,18 @@ class Cut:
         stage: its index.
         num_stages: how many there are.
         links: the modules that it runs, in order.
-        own: by parameter index of the whole model, whether this stage trains it.
-        tied: indices of parameters that several stages hold, with the first stage that does.
+        holders: by name of every trained parameter, the stages that use it, ascending.
     """
 
     stage: int
     num_stages: int
     links: Sequence[nn.Module]
-    own: Sequence[bool]
-    tied: dict[int, int]
+    holders: Mapping[str, tuple[int, ...]]
 
     @property
-    def reduced(self) -> list[int]:
-        """Indices of what it sums over the replicas: its own without what an earlier stage holds too."""
-        return [i for i, own in enumerate(self.own) if own and self.tied.get(i, self.stage) == self.stage]
+    def shared(self) -> list[str]:
+        """Names of what several stages use."""
+        return [name for name, stages in self.holders.items() if len(stages) > 1]
 
     @property
     def is_first(self) -> bool:
@@ -45,9 +43,7 @@ class Cut:
         return self.stage == self.num_stages - 1
 
 
-def cut_model(
-    task: Task, model: nn.Module, slots: dict[Slot, nn.Parameter], num_stages: int, stage: int
-) -> Cut:
+def cut_model(task: Task, model: nn.Module, num_stages: int, stage: int) -> Cut:
     """The links of one stage; stages have about equal numbers of parameters.
 
     Raises:
@@ -58,13 +54,12 @@ def cut_model(
     check_chain(task, model, links)
     weights = [sum(p.numel() for p in link.parameters()) for link in links]
     places = cut_evenly(weights, num_stages)
-    holders = [_held_by([links[i] for i in place], slots) for place in places]
-    tied = {
-        index: min(s for s, held in enumerate(holders) if held[index])
-        for index in range(len(slots))
-        if sum(held[index] for held in holders) > 1
+    used = [{p for i in place for p in links[i].parameters()} for place in places]
+    holders = {
+        slot.name: tuple(k for k in range(num_stages) if p in used[k])
+        for slot, p in trained_parameters(model).items()
     }
-    return Cut(stage, num_stages, [links[i] for i in places[stage]], holders[stage], tied)
+    return Cut(stage, num_stages, [links[i] for i in places[stage]], holders)
 
 
 def cut_evenly(weights: Sequence[int], num_parts: int) -> list[range]:
@@ -100,8 +95,3 @@ def _extended(
 ) -> tuple[int, int, list[range]]:
     weight = sums[part.stop] - sums[part.start]
     return max(before[0], weight), before[1] + weight**2, [*before[2], part]
-
-
-def _held_by(links: Sequence[nn.Module], slots: dict[Slot, nn.Parameter]) -> list[bool]:
-    held = {p for link in links for p in link.parameters()}
-    return [p in held for p in slots.values()]

@@ -8,25 +8,28 @@ forward, in whatever order the threads are run; the bits are those of one thread
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice
+from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from paceline.comm.ordered import OrderedReducer
-from paceline.comm.tree import cover
+from paceline.comm import GradientSink
+from paceline.comm.reduction import TreeReducer, cover
 from paceline.data import LoadedUnit
+from paceline.layout.holding import Holding, hold_whole
 from paceline.layout.pipeline.placed import Pipeline
-from paceline.layout.pipeline.stage import cut_model
+from paceline.layout.pipeline.schedule import MakeSchedule
+from paceline.layout.pipeline.stage import Cut, cut_model
 from paceline.layout.pipeline.wire import ThreadWire, thread_wires
-from paceline.layout.placed import GradSink
 from paceline.layout.precision import Precision
 from paceline.layout.replicate import Replicate
-from paceline.layout.sums import Sums
+from paceline.layout.sums import MetricNames, Sums
 from paceline.layout.threads import LedByFirst, NobodyDraws, Threads, around_the_same_parameters
 from paceline.observe import Phases
-from paceline.slot import trained_parameters
+from paceline.slot import Slot
 from paceline.task import Task
 
 
@@ -35,7 +38,8 @@ class StageThreads(LedByFirst):
 
     Args:
         task: see `Pipeline`.
-        model: on the processor.
+        holding: of a whole model on the processor.
+        schedule: see `Pipeline`.
         phases: of the first stage; the others run meanwhile.
         num_stages: and threads.
         deadline_seconds: the longest that a stage waits for another.
@@ -47,37 +51,47 @@ class StageThreads(LedByFirst):
     def __init__(
         self,
         task: Task,
-        model: nn.Module,
-        metric_names: tuple[str, ...],
+        holding: Holding,
+        metric_names: MetricNames,
         *,
         precision: Precision,
         phases: Phases,
+        schedule: MakeSchedule,
         num_stages: int,
         deadline_seconds: float,
     ) -> None:
-        models = [model, *(around_the_same_parameters(model, "stages") for _ in range(num_stages - 1))]
-        cuts = [cut_model(task, m, trained_parameters(m), num_stages, k) for k, m in enumerate(models)]
-        clocks = [phases, *(Phases() for _ in models[1:])]
+        twins = (around_the_same_parameters(holding.model, "stages") for _ in range(num_stages - 1))
+        holdings = [holding, *map(hold_whole, twins)]
+        cuts = [cut_model(task, h.model, num_stages, k) for k, h in enumerate(holdings)]
+        self._shared = frozenset(cuts[0].shared)
+        clocks = [phases, *(Phases() for _ in holdings[1:])]
         self._wires, self._phases = thread_wires(num_stages, deadline_seconds), phases
+        shared: dict[str, Any] = {
+            "precision": precision,
+            "schedule": schedule,
+            "overlap": False,
+            "seeds": False,
+        }
         self._stages = [
-            Pipeline(task, m, cut, metric_names, wire=w, precision=precision, phases=clock, seeds=False)
-            for m, cut, w, clock in zip(models, cuts, self._wires, clocks, strict=True)
+            Pipeline(task, _of_stage(h, cut), cut, metric_names, wire=w, phases=clock, **shared)
+            for h, cut, w, clock in zip(holdings, cuts, self._wires, clocks, strict=True)
         ]
-        self._first, self._threads = self._stages[0], Threads(num_stages, "stage", deadline_seconds)
-        self._whole = Replicate(
-            model, task.loss, metric_names, precision=precision, phases=phases, overlap=False, seeds=False
+        self._threads = Threads(num_stages, "stage", deadline_seconds)
+        self._first = self._whole = Replicate(
+            holding, task.loss, metric_names, precision=precision, phases=phases, overlap=False, seeds=False
         )
-        self.used: Sequence[bool] = ()
+        self.used: Collection[str] = ()
 
-    def run(self, units: Iterable[LoadedUnit], num_units: int, sink: GradSink, scale: float) -> Sums:
+    def run(self, units: Iterable[LoadedUnit], num_units: int, sink: GradientSink, scale: float) -> Sums:
         """See `Placed.run`; each unit is a micro-batch, in the order of GPipe."""
         with self._phases.during("data"):
             loaded = list(islice(units, num_units))
         before = self.buffers.values()
-        for stage in self._stages[1:]:
+        self.buffers.begin_step()
+        for stage in self._stages:
             stage.buffers.reset(before)
         self._wires[0].abort()  # what stages said when they ended
-        kept = [_Kept(stage, loaded) for stage in self._stages]
+        kept = [_Kept(stage, self._shared, loaded) for stage in self._stages]
         with NobodyDraws():
             sums = self._threads.run(
                 [
@@ -85,16 +99,31 @@ class StageThreads(LedByFirst):
                     for stage, wire, own in zip(self._stages, self._wires, kept, strict=True)
                 ]
             )
-        for stage in self._stages[1:]:
-            self.buffers.add_changes(stage.buffers)
-        self.used = [any(stage.used[i] for stage in self._stages) for i in range(len(self.parameters))]
-        _hand_on(kept, self._stages[0].cut.tied, sink)
+        self.buffers.take_sum([stage.buffers for stage in self._stages])
+        self.used = {name for stage in self._stages for name in stage.used}
+        self._hand_on(kept, sink)
         return sums[-1]
+
+    def _hand_on(self, kept: Sequence[_Kept], sink: GradientSink) -> None:
+        """Every gradient once: shared ones meet inside their shard, as in the backward of one thread."""
+        slots = [*self.holding.computes]
+        places = sorted({place for one in kept for _, place in one.shared}, key=lambda place: place.start)
+        for place in places:
+            sink.unit(place, place == places[-1])
+            for slot in (s for s in reversed(slots) if s.name in self._shared):
+                sink.ready(slot, _added([one.shared.get((slot, place)) for one in kept]))
+        sums = [one.take() for one in kept]
+        nodes = kept[0].nodes
+        for k, node in enumerate(nodes):
+            sink.unit(node, k == len(nodes) - 1)
+            for slot in (s for s in reversed(slots) if s.name not in self._shared):
+                sink.ready(slot, _added([found.get(slot, {}).get(k) for found in sums]))
 
     def abort(self) -> None:
         """See `Placed`."""
         for stage in self._stages:
             stage.abort()
+        self.buffers.abort_step()
 
     def evaluate(self, units: Iterable[LoadedUnit]) -> Sums:
         """See `Placed`; on this thread."""
@@ -102,31 +131,37 @@ class StageThreads(LedByFirst):
 
 
 class _Kept:
-    """What one stage knows of its gradients: sums by node of the tree of additions, tied ones by shard."""
+    """What one stage knows of its gradients: sums by node of the tree of additions, shared ones by shard."""
 
     by_unit = True
 
-    def __init__(self, stage: Pipeline, loaded: Sequence[LoadedUnit]) -> None:
-        self.own, self._tied = stage.cut.own, stage.cut.tied
+    def __init__(self, stage: Pipeline, shared: Collection[str], loaded: Sequence[LoadedUnit]) -> None:
+        self._shared = shared
         shards = [one.unit.shard for one in loaded]
         self.nodes = cover(range(shards[0], shards[-1] + 1)) if shards else []
-        self._sums = OrderedReducer(stage.parameters, self.nodes)
+        self._sums = TreeReducer(stage.holding.computes, self.nodes)
         self._place = range(0)
-        self.tied: dict[tuple[int, range], Tensor | None] = {}
+        self.shared: dict[tuple[Slot, range], Tensor | None] = {}
 
     def unit(self, shards: range, is_last: bool) -> None:
         self._place = shards
         self._sums.unit(shards, is_last)
 
-    def ready(self, index: int, grad: Tensor | None) -> None:
-        if index in self._tied:
-            self.tied[index, self._place] = grad
+    def ready(self, slot: Slot, grad: Tensor | None) -> None:
+        if slot.name in self._shared:
+            self.shared[slot, self._place] = grad
         else:
-            self._sums.ready(index, grad)
+            self._sums.ready(slot, grad)
 
-    def take(self) -> list[dict[int, Tensor]]:
-        """By parameter, the sums by place of their node."""
+    def take(self) -> dict[Slot, dict[int, Tensor]]:
+        """By slot, the sums by place of their node."""
         return self._sums.take()
+
+
+def _of_stage(holding: Holding, cut: Cut) -> Holding:
+    """What one stage computes with; the rest stays in memory, for the other threads."""
+    own = {s: p for s, p in holding.computes.items() if cut.stage in cut.holders[s.name]}
+    return replace(holding, computes=own)
 
 
 def _run_stage(
@@ -136,22 +171,6 @@ def _run_stage(
         return stage.run(loaded, len(loaded), kept, scale)
     finally:
         wire.leave()
-
-
-def _hand_on(kept: Sequence[_Kept], tied: Mapping[int, int], sink: GradSink) -> None:
-    """Every gradient once: tied ones meet inside their shard, as in the backward of one thread."""
-    places = sorted({place for one in kept for _, place in one.tied}, key=lambda place: place.start)
-    for place in places:
-        sink.unit(place, place == places[-1])
-        for index in sorted(tied, reverse=True):
-            sink.ready(index, _added([one.tied.get((index, place)) for one in kept]))
-    sums = [one.take() for one in kept]
-    nodes = kept[0].nodes
-    for k, node in enumerate(nodes):
-        sink.unit(node, k == len(nodes) - 1)
-        for index in reversed(range(len(sums[0]))):
-            if index not in tied:
-                sink.ready(index, _added([found[index].get(k) for found in sums]))
 
 
 def _added(parts: Sequence[Tensor | None]) -> Tensor | None:

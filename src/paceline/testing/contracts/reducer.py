@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline.cluster import Cluster
-from paceline.comm import Gradients, Net, Reducer
+from paceline.comm import Collective, Gradients, Net, Reduction
+from paceline.comm.reduction import AnyOrderNorm, InAnyOrder, Reducer
 from paceline.errors import CommunicationError
-from paceline.mesh import Mesh
+from paceline.layout.placement import Placement, Shard
+from paceline.mesh import Group, Mesh
+from paceline.slot import Slot
 from paceline.testing.ranks import run_ranks
 
 _SHAPES = ((5, 3), (7,), (2, 2, 2), (), (11, 4))
@@ -30,15 +33,25 @@ class ReducerContract(ABC):
     relative_error: float = 0.0
 
     @abstractmethod
-    def reducer(self, parameters: Sequence[nn.Parameter], mesh: Mesh, net: Net) -> Reducer:
-        """A new reducer."""
+    def collective(self, net: Net, group: Group) -> Collective:
+        """A new collective, of the shard group or of the replicas."""
+
+    def reduction(self, mesh: Mesh, net: Net) -> Reduction:
+        """A new reduction."""
+        shard, replica = mesh.axes["shard"], mesh.replica
+        placement = Placement(tuple(_tensors()))
+        if shard.size > 1:
+            placement = placement.cut(Shard(shard.size, {}))
+        held = placement.at({"shard": shard.rank})
+        parts = {one.computes: one.parts for one in held.values()}
+        sums = InAnyOrder(self.collective(net, shard), self.collective(net, replica))
+        return Reducer(_tensors(), parts, sums, 64)
 
     def num_ranks(self) -> int:
         return int(torch.tensor(list(self.degrees.values())).prod())
 
-    def start(self, cluster: Cluster) -> Reducer:
-        mesh = Mesh.build(cluster, self.degrees)
-        return self.reducer(_parameters(), mesh, Net(30.0))
+    def start(self, cluster: Cluster) -> Reduction:
+        return self.reduction(Mesh.build(cluster, self.degrees), Net(30.0))
 
     def test_the_parts_of_all_ranks_are_the_sums(self) -> None:
         """Every value of every sum is on a rank at least, in rows of the parameter, and right."""
@@ -58,8 +71,9 @@ class ReducerContract(ABC):
 
     def test_the_norms_are_those_of_the_whole_sum(self) -> None:
         def run(cluster: Cluster) -> float:
-            grads = _step(self.start(cluster), cluster.global_rank)
-            return float(torch.linalg.vector_norm(torch.stack(list(grads.norms))))
+            mesh, net = Mesh.build(cluster, self.degrees), Net(30.0)
+            grads = _step(self.reduction(mesh, net), cluster.global_rank)
+            return AnyOrderNorm(mesh.inside, net)(grads)
 
         num_ranks = self.num_ranks()
         sums = [torch.stack([_grad(i, r) for r in range(num_ranks)]).sum(0) for i in range(len(_SHAPES))]
@@ -73,7 +87,8 @@ class ReducerContract(ABC):
             _step(reducer, rank)  # leaves values in the buffers
             reducer.begin()
             for i in reversed(range(len(_SHAPES))):
-                reducer.ready(i, _grad(i, rank) if rank == 0 else None)
+                reducer.ready(_SLOTS[i], _grad(i, rank) if rank == 0 else None)
+            reducer.close()
             return _copies(reducer.finish())
 
         for found in run_ranks(run, self.num_ranks()):
@@ -88,15 +103,15 @@ class ReducerContract(ABC):
             reducer = self.start(cluster)
             reducer.begin()
             for i in reversed(range(1, len(_SHAPES))):
-                reducer.ready(i, _grad(i, cluster.global_rank))
+                reducer.ready(_SLOTS[i], _grad(i, cluster.global_rank))
             try:
-                reducer.finish()
+                reducer.close()
             except CommunicationError as error:
                 reducer.abort()
                 return str(error)
             return ""
 
-        assert all("[0]" in text for text in run_ranks(run, self.num_ranks()))
+        assert all("['0']" in text for text in run_ranks(run, self.num_ranks()))
 
     def test_an_aborted_step_changes_nothing(self) -> None:
         def run(cluster: Cluster, aborts: bool) -> list[Tensor | None]:
@@ -105,7 +120,7 @@ class ReducerContract(ABC):
             if aborts:
                 reducer.begin()
                 for i in reversed(range(2, len(_SHAPES))):
-                    reducer.ready(i, _grad(i, rank + 5))
+                    reducer.ready(_SLOTS[i], _grad(i, rank + 5))
                 reducer.abort()
             return _copies(_step(reducer, rank))
 
@@ -118,9 +133,9 @@ class ReducerContract(ABC):
             reducer, rank = self.start(cluster), cluster.global_rank
             _step(reducer, rank)
             if moves:
-                kept = {(side, i): value.clone() for side, i, value in reducer.residuals()}
+                kept = {(side, slot.name): value.clone() for side, slot, value in reducer.lost()}
                 reducer = self.start(cluster)
-                reducer.set_residuals(kept)
+                reducer.set_lost(kept)
             return _copies(_step(reducer, rank))
 
         plain, moved = (run_ranks(run, self.num_ranks(), moves) for moves in (False, True))
@@ -128,8 +143,11 @@ class ReducerContract(ABC):
             assert all(x is None if y is None else torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def _parameters() -> list[nn.Parameter]:
-    return [nn.Parameter(torch.zeros(shape)) for shape in _SHAPES]
+_SLOTS = tuple(Slot.whole(str(i), torch.zeros(shape)) for i, shape in enumerate(_SHAPES))
+
+
+def _tensors() -> dict[Slot, Tensor]:
+    return {slot: torch.zeros(slot.shape) for slot in _SLOTS}
 
 
 def _grad(index: int, rank: int) -> Tensor:
@@ -137,17 +155,19 @@ def _grad(index: int, rank: int) -> Tensor:
     return torch.randint(-100, 100, _SHAPES[index], generator=g).float()
 
 
-def _step(reducer: Reducer, rank: int) -> Gradients:
+def _step(reducer: Reduction, rank: int) -> Gradients:
     reducer.begin()
     for i in reversed(range(len(_SHAPES))):
-        reducer.ready(i, _grad(i, rank))
+        reducer.ready(_SLOTS[i], _grad(i, rank))
+    reducer.close()
     grads = reducer.finish()
     reducer.commit()
     return grads
 
 
 def _copies(grads: Gradients) -> list[Tensor | None]:
-    return [None if g is None else g.clone() for g in grads.tensors]
+    by_name = {slot.name: g for slot, g in grads.tensors.items()}
+    return [None if (g := by_name.get(slot.name)) is None else g.clone() for slot in _SLOTS]
 
 
 def _is_some_rows(part: Tensor, whole: Tensor, bound: float) -> bool:

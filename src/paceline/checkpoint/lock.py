@@ -1,0 +1,201 @@
+"""One job at a time writes to a folder: a lock with the name of its owner, which a dead owner does not hold.
+
+On a file system the lock is the kernel's (flock), which ends with the process that holds it, and which NFS 4
+carries from host to host. A store without locks, and a host whose locks others do not see, is watched: an
+owner writes a new number every few seconds, so one whose number stands still is dead. Invariant: nobody is
+robbed whose process is known to live. What is *not* promised: two jobs that come to an object store in the
+same second may both see it empty; the one that finds the other's name there later says so.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+from paceline.checkpoint.files import Files
+from paceline.checkpoint.strict_json import parse
+from paceline.errors import CheckpointError
+from paceline.observe.process import process_start
+
+LOCK = "lock"
+_BEAT_SECONDS = 5.0
+_WATCH_SECONDS = 20.0
+_POLL_SECONDS = 0.5
+_MOST_BYTES = 4096
+
+Say = Callable[[str], object]
+
+
+class Lock:
+    """A folder that is this process's until `release`.
+
+    Args:
+        files: the folder.
+        say: is told while another owner is watched.
+    Raises:
+        CheckpointError: another process that lives has it, or the folder cannot be written.
+    """
+
+    def __init__(
+        self,
+        files: Files,
+        say: Say,
+        *,
+        watch_seconds: float = _WATCH_SECONDS,
+        beat_seconds: float = _BEAT_SECONDS,
+    ) -> None:
+        self._files, self._say, self._beat_seconds = files, say, beat_seconds
+        self._record = {**_self(), "owner": secrets.token_hex(8)}
+        self._beat = 0
+        self._handle = self._lock_locally()
+        self._refuse_living(watch_seconds)
+        with suppress(OSError) if self._handle is not None else nullcontext():  # no space for a name
+            self._write()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="run-folder-lock", daemon=True)
+        self._thread.start()
+
+    def release(self) -> None:
+        """Let others have the folder."""
+        self._over.set()
+        self._thread.join()
+        with suppress(OSError):  # else the number stands still from here on, which says the same
+            self._files.remove(LOCK)
+        if self._handle is not None:
+            os.close(self._handle)
+
+    def _lock_locally(self) -> int | None:
+        """The open file that holds the kernel's lock; None: the folder has no such locks."""
+        path = self._files.local_path(LOCK)
+        if path is None:
+            return None
+        path.parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+            if (locked := self._locked(handle)) is None:
+                return None
+            if locked and _is_file(handle, path):  # its last owner has not removed it in between
+                return handle
+            os.close(handle)
+
+    def _locked(self, handle: int) -> bool | None:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            raise self._taken(self._read()) from None
+        except OSError:  # the file system has none
+            os.close(handle)
+            return None
+        return True
+
+    def _refuse_living(self, watch_seconds: float) -> None:
+        there = self._read()
+        if not there or (self._handle is not None and there.get("boot") == self._record["boot"]):
+            return  # nobody, or a process of this kernel that has lost its lock by its end
+        known = _is_known(there, self._record)
+        if known and process_start(_whole(there.get("pid"))) == _whole(there.get("start")) != 0:
+            raise self._taken(there)
+        expires = time.monotonic() + (0 if known else watch_seconds)
+        if not known:
+            self._say(
+                f"watching for {watch_seconds:g} s whether {_name(there)} still writes to {self._files.url}"
+            )
+        while time.monotonic() < expires:
+            time.sleep(min(_POLL_SECONDS, watch_seconds))
+            if (now := self._read()) != there:
+                if not now:
+                    return  # it has left
+                raise self._taken(now)
+
+    def _keep(self) -> None:
+        while not self._over.wait(self._beat_seconds):
+            try:
+                other = {} if self._handle is not None else self._read()
+                if other.get("owner", self._record["owner"]) != self._record["owner"]:
+                    self._say(f"{self._taken(other)}")
+                    return
+                self._write()
+            except OSError:
+                continue  # a full disk says nothing of who lives; the next number may get through
+
+    def _write(self) -> None:
+        self._beat += 1
+        self._put(json.dumps({**self._record, "beat": self._beat}).encode())
+
+    def _put(self, data: bytes) -> None:
+        if self._handle is None:
+            self._files.publish(LOCK, data)
+            return
+        os.pwrite(self._handle, data.ljust(_MOST_BYTES // 4), 0)  # in place: the lock is of this very file
+
+    def _read(self) -> Mapping[str, Any]:
+        try:
+            data = self._files.read(LOCK)
+            found = parse(data[:_MOST_BYTES]) if data.strip() else {}
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def _taken(self, by: Mapping[str, Any]) -> CheckpointError:
+        return CheckpointError(
+            f"another job is writing to this folder: {_name(by)}",
+            where=self._files.url,
+            next_step="wait for its end or stop it, or choose another run_dir or checkpoint.folder",
+        )
+
+
+def _is_file(handle: int, path: Path) -> bool:
+    """Whether an open file is the one that has this name now."""
+    try:
+        return os.path.samestat(os.fstat(handle), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _self() -> dict[str, Any]:
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "start": process_start(os.getpid()),
+        "boot": _text_of("/proc/sys/kernel/random/boot_id"),
+        "processes": _link_of("/proc/self/ns/pid"),
+    }
+
+
+def _is_known(there: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
+    """Whether the processes of that owner can be seen from here."""
+    return bool(here["boot"]) and all(there.get(key) == here[key] for key in ("boot", "processes"))
+
+
+def _name(owner: Mapping[str, Any]) -> str:
+    if not owner:
+        return "a process that has not said its name"
+    return f"process {_whole(owner.get('pid'))} on {str(owner.get('host'))[:80]}"
+
+
+def _whole(value: Any) -> int:
+    return value if type(value) is int else 0
+
+
+def _text_of(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
+def _link_of(path: str) -> str:
+    try:
+        return str(Path(path).readlink())
+    except OSError:
+        return ""

@@ -1,0 +1,146 @@
+"""Callers at a listening socket that have not shown yet who they are, all heard side by side.
+
+Invariant: a caller has `HELLO_SECONDS` for its whole greeting and is given fixed room for it; whoever is
+slow, says anything else, or has no key, is closed and counted, and keeps nobody waiting.
+"""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import time
+from collections.abc import Callable, Sequence
+
+from paceline.handshake import (
+    CHALLENGE_BYTES,
+    HELLO_BYTES,
+    PROOF_BYTES,
+    REFUSED,
+    WELCOME,
+    decode_hello,
+    is_proof,
+    nonce,
+    prove,
+)
+
+HELLO_SECONDS = 5.0
+_MOST = 128
+CALLER, CALLED = b"caller", b"called"
+
+
+class _Guest:
+    def __init__(self, connection: socket.socket, now: float) -> None:
+        self.connection, self.expires = connection, now + HELLO_SECONDS
+        self.said = b""
+        self.rank = -1
+        self.theirs = self.ours = b""
+
+    def hear(self) -> bool:
+        """Take what is there; False if it is gone."""
+        wanted = PROOF_BYTES if self.ours else HELLO_BYTES
+        part = self.connection.recv(wanted - len(self.said))
+        self.said += part
+        return bool(part)
+
+    def answer(self, token: str) -> None:
+        """Answer a whole hello by a challenge."""
+        self.rank, self.theirs = decode_hello(self.said)
+        self.ours, self.said = nonce(), b""
+        proof = prove(token, CALLED, self.rank, self.theirs, self.ours)
+        if self.connection.send(self.ours + proof) != CHALLENGE_BYTES:
+            raise OSError("the caller does not read")
+
+    def proves(self, token: str) -> bool:
+        """Whether a whole answer is right."""
+        return is_proof(self.said, token, CALLER, self.rank, self.theirs, self.ours)
+
+
+class Guests:
+    """Those at one listener.
+
+    Args:
+        listener: is made non-blocking.
+        token: the key of the job.
+        wanted: ranks that may come, each once.
+    """
+
+    def __init__(self, listener: socket.socket, token: str, wanted: Sequence[int]) -> None:
+        self._listener, self._token, self._wanted = listener, token, frozenset(wanted)
+        self._guests: dict[socket.socket, _Guest] = {}
+        self._selector = selectors.DefaultSelector()
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ)
+        self.found: dict[int, socket.socket] = {}
+        self.strangers = 0
+        self.wrong_keys: set[int] = set()
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks that have not come."""
+        return sorted(self._wanted - self.found.keys())
+
+    def hear(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """Whatever callers say within so many seconds, or until one has said something."""
+        for key, _ in self._selector.select(min(seconds, HELLO_SECONDS / 4)):
+            if key.fileobj is self._listener:
+                self._accept(clock())
+            elif isinstance(key.fileobj, socket.socket):
+                self._take(self._guests[key.fileobj])
+        for guest in [one for one in self._guests.values() if clock() > one.expires]:
+            self._turn_away(guest)
+
+    def give_up(self) -> None:
+        """Hang up on the ranks that were found."""
+        for connection in self.found.values():
+            connection.close()
+
+    def close(self) -> None:
+        """Turn away who is still there; the ranks that were found stay."""
+        for guest in [*self._guests.values()]:
+            self._turn_away(guest)
+        self._selector.close()
+
+    def _accept(self, now: float) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            return  # it has hung up already
+        connection.setblocking(False)
+        if len(self._guests) >= _MOST:
+            self._turn_away(next(iter(self._guests.values())))  # who has said nothing for longest
+        self._guests[connection] = _Guest(connection, now)
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    def _take(self, guest: _Guest) -> None:
+        try:
+            if not guest.hear():
+                self._turn_away(guest)
+            elif not guest.ours and len(guest.said) == HELLO_BYTES:
+                guest.answer(self._token)
+            elif guest.ours and len(guest.said) == PROOF_BYTES:
+                self._decide(guest)
+        except BlockingIOError:
+            return
+        except (OSError, ValueError):
+            self._turn_away(guest)
+
+    def _decide(self, guest: _Guest) -> None:
+        right = guest.proves(self._token)
+        welcome = right and guest.rank in self.missing
+        guest.connection.send(WELCOME if welcome else REFUSED)
+        if not welcome:
+            if not right and guest.rank in self._wanted:
+                self.wrong_keys.add(guest.rank)
+            self._turn_away(guest)
+            return
+        self._forget(guest)
+        self.found[guest.rank] = guest.connection
+
+    def _turn_away(self, guest: _Guest) -> None:
+        self.strangers += 1
+        self._forget(guest)
+        guest.connection.close()
+
+    def _forget(self, guest: _Guest) -> None:
+        self._selector.unregister(guest.connection)
+        del self._guests[guest.connection]

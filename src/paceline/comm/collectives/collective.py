@@ -1,0 +1,79 @@
+"""What a collective is: a group, the path on which values travel in it, and the form in which they do.
+
+A route makes one (`comm.routes`); where a route can, a codec (`comm.codecs`) changes what it sends.
+Invariant: what `wait` returns is equal on every rank that gets it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from torch import Tensor
+
+from paceline.comm.handle import Handle
+from paceline.mesh import Group
+
+
+class Feedback(Protocol):
+    """What coding has lost, by buffer, to be sent with the next values of the same buffer.
+
+    A side is a place where values are coded: `sent` by their rank, `owned` by who adds them up.
+    """
+
+    def commit(self) -> None:
+        """The present step has been applied: keep what it has lost."""
+
+    def lost(self, key: str, num_values: int) -> Mapping[str, Tensor]:
+        """By side, what is lost of a buffer, as long as the buffer; zeros where another rank codes."""
+
+    def set_lost(self, key: str, flats: Mapping[str, Tensor]) -> None:
+        """Go on from these; the inverse of `lost`."""
+
+    def clear(self) -> None:
+        """Nothing was lost."""
+
+
+class Collective(Protocol):
+    """Collectives of one group; `key` names the buffer, the same in every step."""
+
+    @property
+    def group(self) -> Group:
+        """Who takes part."""
+
+    @property
+    def feedback(self) -> Feedback | None:
+        """What coding has lost; None: nothing is coded."""
+
+    def buffer(self, num_values: int, like: Tensor, key: str) -> Tensor:
+        """Zeros [n] of the dtype and on the device of `like`, where sums of `key` cost least; collective."""
+
+    def all_reduce(self, x: Tensor, key: str) -> Handle:
+        """Sum `x` [n] over the group, in place; the handle returns it."""
+
+    def reduce_scatter(self, x: Tensor, key: str) -> Handle:
+        """Sum `x` [P, n]; the handle returns row `group.rank` of the sum, [n], in memory of its own."""
+
+    def all_gather(self, x: Tensor, key: str) -> Handle:
+        """Collect `x` [n] of every rank; the handle returns [P, n]. Exact, whatever the codec."""
+
+    def broadcast(self, x: Tensor, key: str, source: int = 0) -> Handle:
+        """Copy `x` of the group's rank `source` to all, in place; the handle returns `x`. Exact."""
+
+    def abort(self) -> None:
+        """Forget the present step, whose handles have all ended; also what its coding has lost."""
+
+
+class Exchanging(Collective, Protocol):
+    """A collective that also carries messages of equal size, which a codec needs."""
+
+    def all_to_all(self, x: Tensor, key: str) -> Handle:
+        """Send row i of `x` [P, n] to rank i; the handle returns what each rank sent here, [P, n]."""
+
+
+def in_parts(x: Tensor, num_parts: int) -> Tensor:
+    """[n] as [P, ceil(n / P)], the end filled with zeros."""
+    width = -(-x.numel() // num_parts)
+    out = x.new_zeros(num_parts * width)
+    out[: x.numel()] = x
+    return out.view(num_parts, width)

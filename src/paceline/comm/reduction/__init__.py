@@ -1,0 +1,30 @@
+"""From gradients of this rank to sums of what it updates."""
+
+from paceline.comm.reduction.gradients import Gradients, GradientSink, Reduction
+from paceline.comm.reduction.meeting import Meeting
+from paceline.comm.reduction.norm import AnyOrderNorm, CanonicalNorm, joint_norm
+from paceline.comm.reduction.part_buffer import PartBuffer
+from paceline.comm.reduction.reducer import InAnyOrder, LocalReducer, Reducer, Reducers, Sums, TreeReducer
+from paceline.comm.reduction.tree import cover
+from paceline.comm.reduction.tree_sums import ByMessages, Dealt, InMemory
+
+__all__ = [
+    "AnyOrderNorm",
+    "ByMessages",
+    "CanonicalNorm",
+    "Dealt",
+    "GradientSink",
+    "Gradients",
+    "InAnyOrder",
+    "InMemory",
+    "LocalReducer",
+    "Meeting",
+    "PartBuffer",
+    "Reducer",
+    "Reducers",
+    "Reduction",
+    "Sums",
+    "TreeReducer",
+    "cover",
+    "joint_norm",
+]

@@ -1,0 +1,76 @@
+"""Gradients by slot: as a layout hands them on, and as they come out of a reduction."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from paceline.slot import Slot
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Summed gradients of one step.
+
+    Args:
+        tensors: by the part that this rank updates, in its shape and strides; None where nobody has one.
+        flats: the storage that `tensors` are views of: a scale over these covers everything.
+        norms: Euclidean norms, 0-d, that together are this rank's share of the norm of the whole: every
+            value of the whole gradient is in the norms of one rank of a replica.
+        scale: what the sums were multiplied with before backward.
+    """
+
+    tensors: Mapping[Slot, Tensor | None]
+    flats: Sequence[Tensor]
+    norms: Sequence[Tensor]
+    scale: float = 1.0
+
+    def agreed(self, used: Collection[str], scale: float) -> Gradients:
+        """Without those that no rank used (their storage holds zeros), and with their scale."""
+        kept = {slot: g if slot.name in used else None for slot, g in self.tensors.items()}
+        return Gradients(kept, self.flats, self.norms, scale)
+
+
+class GradientSink(Protocol):
+    """What a layout feeds during backward: it takes each gradient as soon as it is complete on this rank."""
+
+    @property
+    def by_unit(self) -> bool:
+        """Whether it takes every unit's gradients apart; if not, their sum over this rank's units."""
+
+    def unit(self, shards: range, is_last: bool) -> None:
+        """By unit only: what is ready from now on is the sum over these shards; no more follow the last."""
+
+    def ready(self, slot: Slot, grad: Tensor | None) -> None:
+        """The gradient of what this rank computes with is complete here; may launch communication."""
+
+
+class Reduction(GradientSink, Protocol):
+    """What a rule empties after backward."""
+
+    def begin(self) -> None:
+        """Open a step: nothing is ready."""
+
+    def close(self) -> None:
+        """All units of this rank have run: launch what is not on its way yet.
+
+        Whatever is communicated after it comes in the same order on every rank, also on one without a unit.
+        """
+
+    def finish(self) -> Gradients:
+        """Wait for the sums."""
+
+    def commit(self) -> None:
+        """The sums have been applied: the step cannot be aborted any more."""
+
+    def abort(self) -> None:
+        """Drop a step that is not committed: afterwards all is as it was before `begin`."""
+
+    def lost(self) -> Sequence[tuple[str, Slot, Tensor]]:
+        """What coding has lost: (which side's, slot, values in its shape)."""
+
+    def set_lost(self, found: Mapping[tuple[str, str], Tensor]) -> None:
+        """Go on from these, by (side, name of the slot); what is missing is zero."""

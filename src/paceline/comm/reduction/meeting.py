@@ -1,0 +1,87 @@
+"""Gradients of tensors that several stages hold meet first, then each holder sums over its replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.comm.net import Net
+from paceline.comm.reduction.gradients import Gradients, Reduction
+from paceline.mesh import Group
+from paceline.slot import Slot
+
+
+class Meeting:
+    """Sums over the holders of some slots before another reduction takes them.
+
+    Parts meet once a step, or, where sums have one order, inside each shard, as they do in the backward of a
+    process that holds them all. Holders give equal sums to equal reductions, so their copies stay equal.
+
+    Args:
+        inner: of these slots alone; alike on every holder.
+        tensors: of the slots.
+        holders: the ranks that hold them, one of every stage that does.
+    Wire: for each slot an all_reduce over the holders, or one for every shard of this rank.
+    Exactness: that of `inner`; bitwise while two modules use a tensor: then there is one addition.
+    """
+
+    def __init__(self, inner: Reduction, tensors: Mapping[Slot, Tensor], holders: Group, net: Net) -> None:
+        self.inner, self._tensors, self._holders, self._net = inner, tensors, holders, net
+        self.by_unit = inner.by_unit
+        self._place = range(0)
+        self._units: list[range] = []
+        self._held: dict[tuple[Slot, range], Tensor] = {}
+
+    def begin(self) -> None:
+        """See `Reduction`."""
+        self._place, self._units, self._held = range(0), [], {}
+        self.inner.begin()
+
+    def unit(self, shards: range, is_last: bool) -> None:
+        """See `Reduction`."""
+        self._place = shards
+        self._units.append(shards)
+
+    def ready(self, slot: Slot, grad: Tensor | None) -> None:
+        """Keep it."""
+        if grad is not None:
+            self._held[slot, self._place] = grad
+
+    def close(self) -> None:
+        """Let the parts meet, and hand on their sums."""
+        places = self._units if self.by_unit else [range(0)]
+        for place in places:
+            if self.by_unit:
+                self.inner.unit(place, place == places[-1])
+            for slot in reversed([*self._tensors]):
+                self.inner.ready(slot, self._met(slot, place))
+        self.inner.close()
+
+    def _met(self, slot: Slot, place: range) -> Tensor:
+        mine = self._held.get((slot, place))
+        value = torch.zeros_like(self._tensors[slot]) if mine is None else mine.clone()
+        total: Tensor = self._net.all_reduce(value.detach(), self._holders).wait()
+        return total
+
+    def finish(self) -> Gradients:
+        """See `Reduction`."""
+        return self.inner.finish()
+
+    def commit(self) -> None:
+        """See `Reduction`."""
+        self.inner.commit()
+
+    def abort(self) -> None:
+        """See `Reduction`."""
+        self._held = {}
+        self.inner.abort()
+
+    def lost(self) -> Sequence[tuple[str, Slot, Tensor]]:
+        """See `Reduction`."""
+        return self.inner.lost()
+
+    def set_lost(self, found: Mapping[tuple[str, str], Tensor]) -> None:
+        """See `Reduction`."""
+        self.inner.set_lost(found)

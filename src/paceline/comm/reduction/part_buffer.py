@@ -1,0 +1,124 @@
+"""Flat buffers with a row for each rank that gets a part: in it lie that rank's parts of some tensors.
+
+Invariant: a part lies in its row in the order in which it lies in the memory of its parameter, so that a
+kernel that walks parameter, gradient and moments side by side meets the same element in all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.slot import Slot
+
+Parts = Mapping[Slot, Sequence[Slot | None]]
+"""By slot, the part of it that each rank gets; None: nothing."""
+Zeros = Callable[[int, Tensor], Tensor]
+"""Makes a buffer of so many values, like a tensor."""
+
+
+class PartBuffer:
+    """Some tensors, cut into one row for each rank.
+
+    Args:
+        slots: which, in the order in which they lie here.
+        tensors: of these slots.
+        parts: what each row holds of them.
+        zeros: makes the memory.
+        multiple: the width of a row is a multiple of it.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        tensors: Mapping[Slot, Tensor],
+        parts: Parts,
+        zeros: Zeros,
+        multiple: int = 1,
+    ) -> None:
+        self.slots = slots
+        self._held = {slot: parts[slot] for slot in slots}
+        num_rows = len(parts[slots[0]])
+        sizes = [sum(part.numel for s in slots if (part := parts[s][row])) for row in range(num_rows)]
+        width = multiple * -(-max(1, *sizes) // multiple)
+        self.flat = zeros(num_rows * width, tensors[slots[0]].detach())
+        self.rows = self.flat.view(num_rows, width)
+        self._places = [self._layout(row, tensors) for row in range(num_rows)]
+        self._views = [self.views(self.rows[row], row) for row in range(num_rows)]
+        self._index = {s: [part.inside(s) if part else () for part in parts[s]] for s in slots}
+
+    def _layout(self, row: int, tensors: Mapping[Slot, Tensor]) -> dict[Slot, tuple[int, tuple[int, ...]]]:
+        """By part, where it begins in the row, and its strides."""
+        found: dict[Slot, tuple[int, tuple[int, ...]]] = {}
+        start = 0
+        for slot in self.slots:
+            part, x = self._held[slot][row], tensors[slot]
+            if part is not None:
+                shape = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+                found[part] = (start, strides_like(shape[part.inside(slot)]))
+                start += part.numel
+        return found
+
+    def views(self, flat: Tensor, row: int) -> dict[Slot, Tensor]:
+        """The parts of one row [width], in their shapes and strides."""
+        offset = flat.storage_offset()
+        return {
+            part: flat.as_strided(part.sizes, strides, offset + start)
+            for part, (start, strides) in self._places[row].items()
+        }
+
+    def own(self, flat: Tensor, row: int) -> dict[Slot, Tensor]:
+        """As `views`, made once for a row of this very buffer."""
+        mine = self.rows[row]
+        return self._views[row] if flat.data_ptr() == mine.data_ptr() else self.views(flat, row)
+
+    def write(self, slot: Slot, value: Tensor | None) -> None:
+        """Cut one tensor into the rows; None counts as zeros."""
+        for row, part in enumerate(self._held[slot]):
+            if part is None:
+                continue
+            if value is None:
+                self._views[row][part].zero_()
+            else:
+                self._views[row][part].copy_(value[self._index[slot][row]] if part is not slot else value)
+
+    def write_row(self, row: int, tensors: Mapping[Slot, Tensor]) -> None:
+        """Fill in one row from the parts themselves, or from what they are parts of."""
+        with torch.no_grad():
+            for slot in self.slots:
+                part = self._held[slot][row]
+                if part is not None:
+                    value = tensors[part] if part in tensors else tensors[slot][part.inside(slot)]
+                    self._views[row][part].copy_(value)
+
+    def read(self, slot: Slot, out: Tensor) -> Tensor:
+        """Put one tensor together again, in place."""
+        for row, part in enumerate(self._held[slot]):
+            if part is not None:
+                out[self._index[slot][row]].copy_(self._views[row][part])
+        return out
+
+
+def strides_like(x: Tensor) -> tuple[int, ...]:
+    """Strides of a dense tensor whose values lie in the order of those of `x`."""
+    return tuple(torch.empty_like(x, device="meta").stride())
+
+
+def plan_buckets(tensors: Mapping[Slot, Tensor], bucket_bytes: int) -> list[list[Slot]]:
+    """Slots by bucket, the last one first (the order in which backward reaches them); pure.
+
+    A bucket holds one dtype on one device, at least one tensor, and is closed when it has reached
+    `bucket_bytes`.
+    """
+    found: list[list[Slot]] = []
+    filled, last = 0, None
+    for slot, tensor in reversed([*tensors.items()]):
+        alike = last is not None and (last.dtype, last.device) == (tensor.dtype, tensor.device)
+        if not alike or filled >= bucket_bytes:
+            found.append([])
+            filled = 0
+        found[-1].append(slot)
+        filled, last = filled + tensor.numel() * tensor.element_size(), tensor
+    return found

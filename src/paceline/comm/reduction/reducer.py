@@ -1,0 +1,428 @@
+"""The reducer: gradients of this rank in, sums of the parts that it updates out, while backward goes on.
+
+Gradients are copied into flat buckets as they become ready; a full bucket leaves at once, and buckets are
+launched in one order on every rank. A bucket has a row for each rank that gets a part of its tensors, so that
+replicas are the case of one part. Buffers are allocated once, where they are summed best.
+
+Invariant: after `finish` every rank that holds a part has the same sums of it, and a tensor that had no
+gradient on a rank counted as zero there. It sums; dividing is the update step's work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from paceline.comm.collectives import Collective, Feedback
+from paceline.comm.handle import Handle
+from paceline.comm.reduction.gradients import Gradients, Reduction
+from paceline.comm.reduction.part_buffer import PartBuffer, Parts, plan_buckets
+from paceline.comm.reduction.tree import Carry
+from paceline.errors import CommunicationError
+from paceline.slot import Slot
+
+
+class Sums(Protocol):
+    """How a full bucket becomes the sum of the row that this rank gets."""
+
+    @property
+    def row(self) -> int:
+        """Which one that is."""
+
+    @property
+    def nodes(self) -> Sequence[range] | None:
+        """The nodes of the tree of additions that this rank holds; None: sums may have any order."""
+
+    @property
+    def num_buffers(self) -> int:
+        """How many buffers a bucket has: one, or as many as the rank with most nodes holds of them."""
+
+    @property
+    def multiple(self) -> int:
+        """The width of a row is a multiple of it."""
+
+    @property
+    def feedback(self) -> Mapping[str, Feedback]:
+        """What coding loses, by a word before its sides: of whole buckets (empty word), and of rows."""
+
+    def zeros(self, num_values: int, like: Tensor, key: str) -> Tensor:
+        """A buffer [n]; collective."""
+
+    def launch(self, rows: Sequence[Tensor], keys: Sequence[str]) -> Handle:
+        """Begin, with [num_rows, width] for each node; the handle returns a handle of the sum, [width]."""
+
+    def abort(self) -> None:
+        """Forget the present step; all handles have ended."""
+
+
+class InAnyOrder:
+    """Scatter the rows over the shard group, then sum the own row over the replicas.
+
+    Wire: (S-1)/S n + 2 (R-1)/R n/S bytes for n bytes of gradients, S shard ranks and R replicas.
+    Source: Li et al. 2020, PyTorch Distributed, arXiv:2006.15704, section 3.2 (bucketing and overlap);
+    Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, sections 5.1 and 7.1.
+    """
+
+    nodes = None
+    num_buffers = multiple = 1
+
+    def __init__(self, shard: Collective, replica: Collective) -> None:
+        self._shard, self._replica = shard, replica
+        self.row = shard.group.rank
+        coded = {"": shard, "replica-": replica} if shard.group.size > 1 else {"": replica}
+        self.feedback: dict[str, Feedback] = {
+            word: found for word, one in coded.items() if (found := one.feedback) is not None
+        }
+
+    def zeros(self, num_values: int, like: Tensor, key: str) -> Tensor:
+        """See `Sums`."""
+        first = self._shard if self._shard.group.size > 1 else self._replica
+        return first.buffer(num_values, like, key)
+
+    def launch(self, rows: Sequence[Tensor], keys: Sequence[str]) -> Handle:
+        """See `Sums`."""
+        x, key = rows[0], keys[0]
+        if self._shard.group.size == 1:
+            return Handle.ready(self._replica.all_reduce(x.view(-1), key))
+        return self._shard.reduce_scatter(x, key).then(lambda own: self._replica.all_reduce(own, key))
+
+    def abort(self) -> None:
+        """See `Sums`."""
+        self._shard.abort()
+        self._replica.abort()
+
+
+class _Bucket:
+    """Some slots, with a buffer for each node of this rank; one where sums have any order."""
+
+    def __init__(self, buffers: Sequence[PartBuffer], keys: Sequence[str]) -> None:
+        self.buffers, self.keys = buffers, keys
+        self.missing = set(buffers[0].slots)
+        self.handle: Handle | None = None
+
+    def begin(self) -> None:
+        self.missing, self.handle = set(self.buffers[0].slots), None
+
+
+class Reducer:
+    """Sums in buckets, overlapped with backward.
+
+    Args:
+        tensors: what this rank computes with, by slot, in the model's order; equal on every rank of the sums.
+        parts: the part of each that every rank of the shard group gets.
+        sums: over which ranks, how.
+        bucket_bytes: a bucket is closed once it holds this many bytes; one tensor is never split.
+        counts: whether this rank counts what it gets in the norm of the whole; another rank of its replica
+            may hold the same.
+        name: in front of the keys of its buffers, where several reducers share the sums.
+    Exactness: that of `sums`; equal bits on every rank that gets a part.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[Slot, Tensor],
+        parts: Parts,
+        sums: Sums,
+        bucket_bytes: int,
+        *,
+        counts: bool = True,
+        name: str = "",
+    ) -> None:
+        self._tensors, self._sums, self._counts = tensors, sums, counts
+        self.by_unit = sums.nodes is not None
+        self._carries = {slot: Carry(sums.nodes) for slot in tensors} if sums.nodes is not None else {}
+        self._place, self._is_last = range(0), False
+        self._buckets = []
+        for number, slots in enumerate(plan_buckets(tensors, bucket_bytes)):
+            keys = [f"{name}{number}.{k}" for k in range(sums.num_buffers)]
+            buffers = [
+                PartBuffer(slots, tensors, parts, partial(sums.zeros, key=key), sums.multiple) for key in keys
+            ]
+            self._buckets.append(_Bucket(buffers, keys))
+        self._home = {slot: bucket for bucket in self._buckets for slot in bucket.missing}
+        self._next = 0
+
+    @property
+    def num_buckets(self) -> int:
+        """How many launches a step costs."""
+        return len(self._buckets)
+
+    def begin(self) -> None:
+        """Open a step."""
+        self._next = 0
+        for bucket in self._buckets:
+            bucket.begin()
+        for carry in self._carries.values():
+            carry.close()
+
+    def unit(self, shards: range, is_last: bool) -> None:
+        """What is ready from now on belongs to these shards."""
+        self._place, self._is_last = shards, is_last
+
+    def ready(self, slot: Slot, grad: Tensor | None) -> None:
+        """Take a gradient; the last one of its slot is filled in, and full buckets leave in turn."""
+        if self.by_unit:
+            self._carries[slot].push(self._place, grad)
+            if not self._is_last:
+                return
+        self._complete(slot, grad)
+        self._launch_full()
+
+    def _complete(self, slot: Slot, grad: Tensor | None) -> None:
+        bucket = self._home[slot]
+        found = self._carries[slot].close() if self.by_unit else {0: grad}
+        for k, buffer in enumerate(bucket.buffers):
+            buffer.write(slot, found.get(k))
+        bucket.missing.discard(slot)
+
+    def _launch_full(self) -> None:
+        while self._next < len(self._buckets) and not self._buckets[self._next].missing:
+            bucket = self._buckets[self._next]
+            bucket.handle = self._sums.launch([buffer.rows for buffer in bucket.buffers], bucket.keys)
+            self._next += 1
+
+    def close(self) -> None:
+        """All units have run: what is missing was nowhere used. A rank without a unit has zeros only."""
+        missing = [slot for bucket in self._buckets[self._next :] for slot in bucket.missing]
+        if missing and not self.by_unit:
+            raise CommunicationError(
+                f"{sorted(slot.name for slot in missing)} were never called ready",
+                next_step="the layout announces every slot once a step, None without a gradient",
+            )
+        for slot in missing:
+            self._complete(slot, None)
+        self._launch_full()
+
+    def finish(self) -> Gradients:
+        """Wait for the sums of the own parts, in order; norms are taken while others are on the way."""
+        arriving = [bucket.handle.wait() for bucket in self._buckets if bucket.handle is not None]
+        tensors: dict[Slot, Tensor | None] = {}
+        flats: list[Tensor] = []
+        norms: list[Tensor] = []
+        for bucket, handle in zip(self._buckets, arriving, strict=True):
+            flat = handle.wait().view(-1)
+            bucket.handle = None
+            if self.by_unit:
+                without_negative_zeros([flat])
+            elif self._counts:
+                norms += torch._foreach_norm([flat])
+            flats.append(flat)
+            tensors.update(bucket.buffers[0].own(flat, self._sums.row))
+        return Gradients(tensors, flats, norms)
+
+    def commit(self) -> None:
+        """Keep what coding has lost."""
+        for feedback in self._sums.feedback.values():
+            feedback.commit()
+
+    def abort(self) -> None:
+        """Let what was launched end, well or badly; forget it."""
+        drain(bucket.handle for bucket in self._buckets)
+        self._sums.abort()
+        self.begin()
+
+    def lost(self) -> Sequence[tuple[str, Slot, Tensor]]:
+        """See `Reduction`; of whole buckets, and (`replica-...`) of the own row."""
+        found: list[tuple[str, Slot, Tensor]] = []
+        for word, feedback in self._sums.feedback.items():
+            for bucket in self._buckets:
+                buffer = bucket.buffers[0]
+                for side, flat in feedback.lost(bucket.keys[0], self._span(buffer, word).numel()).items():
+                    values = self._filled(buffer, word, flat)
+                    found += [
+                        (f"{word}{side}", slot, values.read(slot, torch.zeros_like(self._tensors[slot])))
+                        for slot in buffer.slots
+                    ]
+        return found
+
+    def set_lost(self, found: Mapping[tuple[str, str], Tensor]) -> None:
+        """See `Reduction`."""
+        sides = {side for side, _ in found}
+        for word, feedback in self._sums.feedback.items():
+            feedback.clear()
+            own = [side for side in ("sent", "owned") if f"{word}{side}" in sides]
+            for bucket in self._buckets if own else ():
+                buffer, flats = bucket.buffers[0], {}
+                for side in own:
+                    for slot in buffer.slots:
+                        buffer.write(slot, found.get((f"{word}{side}", slot.name)))
+                    flats[side] = self._span(buffer, word).reshape(-1).clone()
+                feedback.set_lost(bucket.keys[0], flats)
+
+    def _span(self, buffer: PartBuffer, word: str) -> Tensor:
+        """What is coded of a buffer: all of it, or the own row."""
+        return buffer.rows[self._sums.row] if word else buffer.flat
+
+    def _filled(self, buffer: PartBuffer, word: str, flat: Tensor) -> PartBuffer:
+        """The buffer with these values; nothing is under way between steps."""
+        buffer.flat.zero_()
+        self._span(buffer, word).copy_(flat)
+        return buffer
+
+
+class LocalReducer:
+    """A group of one: the gradients are the sums, and nothing is copied.
+
+    Args:
+        counts: see `Reducer`.
+    """
+
+    by_unit = False
+
+    def __init__(self, tensors: Mapping[Slot, Tensor], counts: bool = True) -> None:
+        self._grads: dict[Slot, Tensor | None] = dict.fromkeys(tensors)
+        self._counts = counts
+
+    def begin(self) -> None:
+        """Forget the last step."""
+        self._grads = dict.fromkeys(self._grads)
+
+    def unit(self, shards: range, is_last: bool) -> None:
+        """Nobody calls it."""
+
+    def ready(self, slot: Slot, grad: Tensor | None) -> None:
+        """Keep a reference."""
+        self._grads[slot] = grad
+
+    def close(self) -> None:
+        """Nothing was launched."""
+
+    def finish(self) -> Gradients:
+        """Return what there is."""
+        flats = [grad for grad in self._grads.values() if grad is not None]
+        return Gradients(self._grads, flats, torch._foreach_norm(flats) if flats and self._counts else [])
+
+    def commit(self) -> None:
+        """Nothing is kept between steps."""
+
+    def abort(self) -> None:
+        """Drop the references."""
+        self.begin()
+
+    def lost(self) -> Sequence[tuple[str, Slot, Tensor]]:
+        """Nothing is coded."""
+        return ()
+
+    def set_lost(self, found: Mapping[tuple[str, str], Tensor]) -> None:
+        """There is no coder to take them."""
+
+
+class TreeReducer(LocalReducer):
+    """A group of one whose shards are added in the order of the tree.
+
+    Args:
+        nodes: of the tree, that this rank holds.
+    Exactness: bitwise.
+    """
+
+    by_unit = True
+
+    def __init__(self, tensors: Mapping[Slot, Tensor], nodes: Sequence[range]) -> None:
+        super().__init__(tensors, counts=False)
+        self._carries = {slot: Carry(nodes) for slot in tensors}
+        self._place = range(0)
+
+    def begin(self) -> None:
+        """Drop partial sums."""
+        super().begin()
+        for carry in self._carries.values():
+            carry.close()
+
+    def unit(self, shards: range, is_last: bool) -> None:
+        """What is ready from now on belongs to these shards."""
+        self._place = shards
+
+    def ready(self, slot: Slot, grad: Tensor | None) -> None:
+        """Add the gradient to the tree; it is kept and changed."""
+        self._carries[slot].push(self._place, grad)
+
+    def take(self) -> dict[Slot, dict[int, Tensor]]:
+        """By slot, the sums by place of their node; those without a gradient are not there."""
+        return {slot: carry.close() for slot, carry in self._carries.items()}
+
+    def finish(self) -> Gradients:
+        """The sums of the only node; a tensor without a gradient is None."""
+        self._grads = {slot: next(iter(sums.values()), None) for slot, sums in self.take().items()}
+        found = super().finish()
+        without_negative_zeros(found.flats)
+        return found
+
+
+class Reducers:
+    """Several reductions as one: slots that are summed over different ranks.
+
+    Args:
+        by_slot: which one takes which slot.
+        all_of_them: in the order in which they finish, equal on every rank.
+    """
+
+    def __init__(self, by_slot: Mapping[Slot, Reduction], all_of_them: Sequence[Reduction]) -> None:
+        self._by_slot, self._all = by_slot, all_of_them
+        self.by_unit = all_of_them[0].by_unit
+
+    def begin(self) -> None:
+        """See `Reduction`."""
+        for one in self._all:
+            one.begin()
+
+    def unit(self, shards: range, is_last: bool) -> None:
+        """See `Reduction`."""
+        for one in self._all:
+            one.unit(shards, is_last)
+
+    def ready(self, slot: Slot, grad: Tensor | None) -> None:
+        """See `Reduction`."""
+        self._by_slot[slot].ready(slot, grad)
+
+    def close(self) -> None:
+        """See `Reduction`."""
+        for one in self._all:
+            one.close()
+
+    def finish(self) -> Gradients:
+        """See `Reduction`."""
+        found = [one.finish() for one in self._all]
+        tensors = {slot: g for one in found for slot, g in one.tensors.items()}
+        flats, norms = [x for one in found for x in one.flats], [x for one in found for x in one.norms]
+        return Gradients(tensors, flats, norms)
+
+    def commit(self) -> None:
+        """See `Reduction`."""
+        for one in self._all:
+            one.commit()
+
+    def abort(self) -> None:
+        """See `Reduction`."""
+        for one in self._all:
+            one.abort()
+
+    def lost(self) -> Sequence[tuple[str, Slot, Tensor]]:
+        """See `Reduction`."""
+        return [found for one in self._all for found in one.lost()]
+
+    def set_lost(self, found: Mapping[tuple[str, str], Tensor]) -> None:
+        """See `Reduction`."""
+        for one in self._all:
+            one.set_lost(found)
+
+
+def drain(handles: Iterable[Handle | None]) -> None:
+    """Wait for each with its own deadline; a failure is what an abort is for."""
+    for handle in handles:
+        if handle is not None:
+            with suppress(CommunicationError):
+                found = handle.wait()
+                if isinstance(found, Handle):
+                    found.wait()
+
+
+def without_negative_zeros(flats: Sequence[Tensor]) -> Sequence[Tensor]:
+    """-0.0 becomes 0.0, in place: whether nothing or a zero was added must not show."""
+    if flats:
+        torch._foreach_add_(list(flats), 0.0)
+    return flats

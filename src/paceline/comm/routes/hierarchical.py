@@ -1,0 +1,197 @@
+"""The hierarchical route: sums inside nodes first, then between nodes, then back.
+
+Every rank of a node carries an equal slice of a buffer over the slow link, plainly or through a codec. Only
+the first part is launched by the caller; a `Line` launches each next part when the one before has ended, so
+all of it goes on beside the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from paceline.comm.collectives import Collective, Feedback, in_parts
+from paceline.comm.handle import Handle
+from paceline.comm.net import Net
+from paceline.comm.routes.line import Line
+from paceline.mesh import Group, Levels
+
+
+class HierarchicalCollective:
+    """Sums in two levels.
+
+    Args:
+        group: on several nodes, with several ranks on each.
+        levels: of that group.
+        between: sums over one rank of every node; its codec is what this route codes.
+    Wire: n bytes on N nodes of L ranks, filled up to a multiple of L values. all_reduce: 2 (L-1)/L n inside
+        a node (reduce_scatter, all_gather) and 2 (N-1)/N n/L between nodes. reduce_scatter: (L-1)/L n inside
+        and (N-1)/N n/L between. all_gather of n bytes of a rank: (N-1) n between, (L-1) N n inside. By rank;
+        `paceline.comm.cost.hierarchical_cost`.
+    Exactness: that of rounding, sums of nodes are added up, and of `between`; equal bits on every rank.
+    Source: Mikami et al. 2018, Massively Distributed SGD, arXiv:1811.05233 (2D-torus all-reduce).
+    """
+
+    def __init__(self, net: Net, group: Group, levels: Levels, between: Collective) -> None:
+        self.net, self.group, self.levels, self._between = net, group, levels, between
+        self._line = Line(f"{group.name}-between-nodes", self._waited)
+        inner = between.feedback
+        self.feedback: SliceFeedback | None = None if inner is None else SliceFeedback(inner, levels)
+
+    def buffer(self, num_values: int, like: Tensor, key: str) -> Tensor:
+        """See `Collective`."""
+        return like.new_zeros(num_values)
+
+    def all_reduce(self, x: Tensor, key: str) -> Handle:
+        """See `Collective`."""
+        if x.numel() == 0:
+            return Handle.ready(x)
+        self._note(key, by_rows=False)
+        scattered = self.scatter(x)
+
+        def rest() -> Handle:
+            total = self.between(scattered.wait(exposed=False).view(-1), key)
+            return self.net.all_gather(total, self.levels.gather, equal=True)
+
+        last = self._line.submit("all_reduce", rest)
+        return last.then(lambda gathered: _join(gathered.wait(), x))
+
+    def reduce_scatter(self, x: Tensor, key: str) -> Handle:
+        """See `Collective`."""
+        self._note(key, by_rows=True)
+        inside, between = self.levels.scatter, self.levels.between
+        homes = torch.tensor(self.levels.order, device=x.device)
+        rows = x.index_select(0, homes).view(inside.size, -1)
+        scattered = self.net.reduce_scatter(rows, inside)
+
+        def rest() -> Tensor:
+            own = scattered.wait(exposed=False).view(between.size, -1)
+            found: Tensor = self._between.reduce_scatter(own, key).wait(exposed=False)
+            return found
+
+        return self._line.submit("reduce_scatter", rest).then(lambda row: row.view(-1))
+
+    def all_gather(self, x: Tensor, key: str) -> Handle:
+        """See `Collective`; between nodes first, so that a value crosses the slow link once a node."""
+        homes = torch.tensor(self.levels.order, device=x.device)
+
+        def rest() -> Handle:
+            across = self._between.all_gather(x, key).wait(exposed=False)  # [N, n]
+            return self.net.all_gather(across, self.levels.gather, equal=True)
+
+        def place(gathered: Handle) -> Tensor:
+            found = torch.stack(gathered.wait()).view(self.group.size, *x.shape)  # [L N, n], by `order`
+            return torch.empty_like(found).index_copy_(0, homes, found)
+
+        return self._line.submit("all_gather", rest).then(place)
+
+    def broadcast(self, x: Tensor, key: str, source: int = 0) -> Handle:
+        """See `Collective`; as the backend does it."""
+        return self.net.broadcast(x, self.group, source)
+
+    def scatter(self, x: Tensor) -> Handle:
+        """Launch the sum inside the node; the handle returns this rank's slice of it, [1, ceil(n / L)]."""
+        num_slices = self.levels.scatter.size
+        even = x.numel() % num_slices == 0
+        return self.net.reduce_scatter(
+            x.view(num_slices, -1) if even else in_parts(x, num_slices), self.levels.scatter
+        )
+
+    def between(self, own: Tensor, key: str) -> Tensor:
+        """Sum a slice over the nodes, in place; blocks the thread of the line."""
+        total: Tensor = self._between.all_reduce(own, key).wait(exposed=False)
+        return total
+
+    def abort(self) -> None:
+        """See `Collective`."""
+        self._line.mend()
+        self._between.abort()
+
+    def close(self) -> None:
+        """End the thread; what was launched has been waited for."""
+        self._line.close()
+
+    def _note(self, key: str, *, by_rows: bool) -> None:
+        if self.feedback is not None:
+            self.feedback.note(key, by_rows=by_rows)
+
+    def _waited(self, op: str, seconds: float) -> None:
+        """Count seconds that the caller waited for the nodes."""
+        row = self.net.ledger.rows.get((op, self.levels.between.name))
+        if row is not None:
+            row.exposed_seconds += seconds
+
+
+class SliceFeedback:
+    """What coding between nodes has lost, at the places of the whole buffer: this rank codes its slice.
+
+    Args:
+        inner: of the slice.
+        levels: say which slice that is.
+    """
+
+    def __init__(self, inner: Feedback, levels: Levels) -> None:
+        self._inner, self._levels = inner, levels
+        self._by_rows: dict[str, bool] = {}
+        self._waiting: dict[str, Mapping[str, Tensor]] = {}
+
+    def note(self, key: str, *, by_rows: bool) -> None:
+        """A buffer is about to be summed: its slice is some of its rows, [P, n], or a run of values."""
+        self._by_rows[key] = by_rows
+        if key in self._waiting:
+            self._place(key, self._waiting.pop(key))
+
+    def commit(self) -> None:
+        """See `Feedback`."""
+        self._inner.commit()
+
+    def lost(self, key: str, num_values: int) -> Mapping[str, Tensor]:
+        """See `Feedback`."""
+        if key in self._waiting:
+            return self._waiting[key]
+        places = self._places(key, num_values)
+        found = {}
+        for side, part in self._inner.lost(key, len(places)).items():
+            whole = part.new_zeros(max(num_values, int(places.max()) + 1))
+            found[side] = whole.index_copy_(0, places, part)[:num_values]
+        return found
+
+    def set_lost(self, key: str, flats: Mapping[str, Tensor]) -> None:
+        """See `Feedback`; it waits until it is known how the buffer is summed."""
+        if key in self._by_rows:
+            self._place(key, flats)
+        else:
+            self._waiting[key] = flats
+
+    def _place(self, key: str, flats: Mapping[str, Tensor]) -> None:
+        own = {}
+        for side, flat in flats.items():
+            places = self._places(key, flat.numel())
+            padded = flat.new_zeros(max(flat.numel(), int(places.max()) + 1))
+            padded[: flat.numel()] = flat
+            own[side] = padded[places]
+        self._inner.set_lost(key, own)
+
+    def clear(self) -> None:
+        """See `Feedback`."""
+        self._waiting = {}
+        self._inner.clear()
+
+    def _places(self, key: str, num_values: int) -> Tensor:
+        """Where the values of this rank's slice lie in the buffer; the last ones may be beyond its end."""
+        levels, place = self._levels, self._levels.scatter.rank
+        if not self._by_rows.get(key, False):
+            width = -(-num_values // levels.scatter.size)
+            return torch.arange(place * width, (place + 1) * width)
+        rows = levels.order[place * levels.between.size : (place + 1) * levels.between.size]
+        width = num_values // len(levels.order)
+        return torch.cat([torch.arange(row * width, (row + 1) * width) for row in rows])
+
+
+def _join(slices: list[Tensor], x: Tensor) -> Tensor:
+    """Write the slices over `x`; the last ones may be filled up, or hold nothing of it."""
+    for piece, part in zip(x.split(slices[0].numel()), slices, strict=False):
+        piece.copy_(part[: piece.numel()])
+    return x

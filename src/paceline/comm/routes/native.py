@@ -1,0 +1,49 @@
+"""The native route: the collectives of the backend, NCCL or Gloo."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paceline.comm.handle import Handle
+from paceline.comm.net import Net
+from paceline.mesh import Group
+
+
+class NativeCollective:
+    """Values travel as they are.
+
+    Wire: all_reduce 2 (P-1)/P n bytes, reduce_scatter (P-1)/P n, all_gather (P-1) n for n bytes of a rank.
+    """
+
+    feedback = None
+
+    def __init__(self, net: Net, group: Group) -> None:
+        self.net, self.group = net, group
+
+    def buffer(self, num_values: int, like: Tensor, key: str) -> Tensor:
+        """See `Collective`."""
+        return like.new_zeros(num_values)
+
+    def all_reduce(self, x: Tensor, key: str) -> Handle:
+        """See `Collective`."""
+        return self.net.all_reduce(x, self.group)
+
+    def reduce_scatter(self, x: Tensor, key: str) -> Handle:
+        """See `Collective`."""
+        return self.net.reduce_scatter(x, self.group).then(lambda row: row.view(-1))
+
+    def all_gather(self, x: Tensor, key: str) -> Handle:
+        """See `Collective`."""
+        return self.net.all_gather(x, self.group, equal=True).then(torch.stack)
+
+    def broadcast(self, x: Tensor, key: str, source: int = 0) -> Handle:
+        """See `Collective`."""
+        return self.net.broadcast(x, self.group, source)
+
+    def all_to_all(self, x: Tensor, key: str) -> Handle:
+        """See `Exchanging`."""
+        return self.net.all_to_all(list(x), self.group).then(torch.stack)
+
+    def abort(self) -> None:
+        """See `Collective`; nothing is kept between steps."""

@@ -1,0 +1,68 @@
+"""Workers that will not go on by themselves: a signal has stopped them, or their phase has taken too long.
+
+A process that is stopped, or that is stuck in a C call, cannot keep its own deadline, and the others may have
+ended already. Invariant: time in which the launcher itself was stopped does not count.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from paceline.launch.process import Running
+from paceline.launch.procfs import is_stopped
+from paceline.launch.stacks import read_position, request_stack
+from paceline.phase import LEAVING, TRAINING, read_phase
+
+_LOOK_SECONDS = 0.25
+_SLACK_SECONDS = 5.0  # the worker keeps its deadline itself where it can, and its error says more
+_STACK_SECONDS = 0.05
+_BEGUN = (TRAINING, LEAVING)
+
+
+class Watch:
+    """Looks at the workers of a node from time to time.
+
+    Args:
+        running: all of them.
+        stuck_seconds: how long a worker may be stopped; infinity: for ever.
+        now: on the monotonic clock.
+    """
+
+    def __init__(self, running: Sequence[Running], stuck_seconds: float, now: float) -> None:
+        self._running, self._stuck_seconds = running, stuck_seconds
+        self._stopped_seconds = [0.0] * len(running)
+        self._looked_at = now
+
+    def begun(self) -> bool:
+        """Whether a worker has said that it trains."""
+        phases = (read_phase(one.worker.error_file.parent, one.worker.global_rank) for one in self._running)
+        return any(phase is not None and phase.what in _BEGUN for phase in phases)
+
+    def late(self, now: float) -> list[Running]:
+        """Those that have to be ended; each knows why, in `overdue`."""
+        passed = now - self._looked_at
+        if passed < _LOOK_SECONDS:
+            return []
+        self._looked_at = now
+        found = []
+        for i, one in enumerate(self._running):
+            if one.ended_at is not None or one.killed:
+                continue
+            still = self._stopped_seconds[i] + min(passed, 2 * _LOOK_SECONDS) if is_stopped(one.pid) else 0.0
+            self._stopped_seconds[i] = still
+            one.overdue = self._why(one, still, now)
+            found += [one] if one.overdue else []
+        return found
+
+    def _why(self, one: Running, stopped_seconds: float, now: float) -> str:
+        phase = read_phase(one.worker.error_file.parent, one.worker.global_rank)
+        doing = f" while {phase.what}" if phase is not None else ""
+        if stopped_seconds > self._stuck_seconds:
+            return f"was stopped by a signal (SIGSTOP?) for more than {self._stuck_seconds:g} s{doing}"
+        if phase is None or phase.until is None or now <= phase.until + _SLACK_SECONDS or stopped_seconds:
+            return ""
+        request_stack(one.pid, one.worker.stack_file)
+        time.sleep(_STACK_SECONDS)
+        where = read_position(one.worker.stack_file)
+        return f"did not come to an end{doing}" + (f"; it was in {where}" if where else "")

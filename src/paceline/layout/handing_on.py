@@ -1,0 +1,90 @@
+"""Hands gradients on to a sink during backward, each once it is complete.
+
+A gradient is complete when autograd adds to it for the last time. Mostly that is the first time; a parameter
+inside a block that is recomputed by a backward of its own (reentrant checkpointing) gets several additions.
+So the first backward that reaches a parameter counts, and what grew more than once is handed on after each
+backward.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from functools import partial
+
+from torch import Tensor, nn
+
+from paceline.comm import GradientSink
+from paceline.errors import TaskError
+from paceline.slot import Slot
+
+
+class HandingOn:
+    """The gradients of one rank's parameters.
+
+    Args:
+        parameters: by slot, in the model's order.
+        overlap: hand on during backward; pointless, and slower, if nobody communicates.
+    """
+
+    def __init__(self, parameters: Mapping[Slot, nn.Parameter], *, overlap: bool) -> None:
+        self._parameters, self._overlap = parameters, overlap
+        self._sink: GradientSink | None = None
+        self._pending: dict[Slot, None] = {}
+        self._additions: Counter[Slot] = Counter()  # of those that are not known yet
+        self._once: set[Slot] = set()
+        self._late: set[Slot] = set()
+        self.used: set[str] = set()
+        for slot, p in parameters.items() if overlap else ():
+            p.register_post_accumulate_grad_hook(partial(self._on_gradient, slot))
+
+    def begin(self) -> None:
+        """Forget the gradients of the step before."""
+        for p in self._parameters.values():
+            p.grad = None
+        self.used = set()
+
+    def open(self, sink: GradientSink | None) -> None:
+        """What becomes complete from now on goes to the sink; None: gradients only add up."""
+        self._sink = sink
+        self._pending = dict.fromkeys(self._parameters)
+
+    def close(self) -> None:
+        """Backward has ended: hand on the rest."""
+        if self._sink is not None:
+            sink, self._sink = self._sink, None
+            for slot in reversed(list(self._pending)):
+                self._hand_on(slot, sink)
+        for slot, count in self._additions.items():
+            (self._once if count == 1 and slot not in self._late else self._late).add(slot)
+        self._additions.clear()
+
+    def stop(self) -> None:
+        """Hand on nothing more of this step."""
+        self._sink = None
+        self._additions.clear()
+
+    def _on_gradient(self, slot: Slot, p: Tensor) -> None:
+        if slot not in self._once:
+            self._additions[slot] += 1
+            return
+        if self._sink is None:
+            return
+        if slot not in self._pending:
+            raise TaskError(
+                f"the gradient of '{slot.name}' grew after it was complete: in an earlier backward it was"
+                " added to once",
+                next_step="use checkpoint(..., use_reentrant=False), or the same layers in every step",
+            )
+        del self._pending[slot]
+        self._hand_on(slot, self._sink)
+
+    def _hand_on(self, slot: Slot, sink: GradientSink) -> None:
+        p = self._parameters[slot]
+        if p.grad is not None:
+            self.used.add(slot.name)
+            if p.grad.is_sparse:
+                p.grad = p.grad.to_dense()  # buckets have a place for every row
+        sink.ready(slot, p.grad)
+        if sink.by_unit:
+            p.grad = None  # the next unit starts anew

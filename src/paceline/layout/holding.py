@@ -1,0 +1,201 @@
+"""What one rank holds of a model: its own parts are in memory, everything else has a name and a shape only.
+
+Invariant: the modules and names are those of the whole model. A tensor that this rank does not hold lies on
+the `meta` device, so that nothing reads an old value by mistake, and nothing pays for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import TaskError
+from paceline.layout.placement import Held, Placement
+from paceline.models.initialize import replace_parameters
+from paceline.slot import Slot, trained_parameters
+
+
+class Use(Protocol):
+    """What has to be done around the use of a model that is not all in memory."""
+
+    def begin(self) -> None:
+        """A run or an evaluation begins; collective."""
+
+    def next(self) -> None:
+        """A unit comes; collective with ranks whose units come too, or have all been."""
+
+    def end(self) -> None:
+        """All units have been; collective."""
+
+    def drop(self) -> None:
+        """The run has failed; nothing is waited for."""
+
+
+class NothingToDo:
+    """The use of a model that is in memory."""
+
+    def begin(self) -> None:
+        """See `Use`."""
+
+    def next(self) -> None:
+        """See `Use`."""
+
+    def end(self) -> None:
+        """See `Use`."""
+
+    def drop(self) -> None:
+        """See `Use`."""
+
+
+@dataclass(frozen=True)
+class Holding:
+    """One rank's part of a model.
+
+    Args:
+        model: the modules; names are those of the whole.
+        slots: all trained tensors of the model, whole, in its order, whoever holds them.
+        held: what this rank holds of them, by name.
+        computes: what it computes with.
+        updates: what its optimizer updates; a part shares its memory with what it is a part of, unless the
+            rank keeps its part only.
+        buffers_on: axes by which buffers are cut: only some ranks hold one.
+        use: what is done around every use.
+    """
+
+    model: nn.Module
+    slots: tuple[Slot, ...]
+    held: Mapping[str, Held]
+    computes: Mapping[Slot, nn.Parameter]
+    updates: Mapping[Slot, nn.Parameter]
+    buffers_on: frozenset[str] = field(default_factory=frozenset)
+    use: Use = field(default_factory=NothingToDo)
+
+    @property
+    def parts(self) -> dict[Slot, tuple[Slot | None, ...]]:
+        """By what is computed with, the part of every rank of the shard axis."""
+        return {one.computes: one.parts for one in self.held.values()}
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        found: Iterable[Tensor] = (*self.computes.values(), *self.model.parameters(), *self.model.buffers())
+        return next((t.device for t in found if not t.is_meta), torch.device("cpu"))
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether this rank updates less than all of a tensor."""
+        return any(not slot.is_whole for slot in self.updates) or len(self.updates) < len(self.computes)
+
+
+def hold_whole(model: nn.Module) -> Holding:
+    """A model of which this rank holds, and updates, everything."""
+    return hold(model, Placement(tuple(trained_parameters(model))), {})
+
+
+def hold(
+    model: nn.Module,
+    placement: Placement,
+    coordinates: Mapping[str, int],
+    *,
+    links: Iterable[nn.Module] | None = None,
+    make: Make | None = None,
+) -> Holding:
+    """Let go of what another rank holds, and make what has no memory yet; the model is changed in place.
+
+    Args:
+        model: whole, in memory or with a shape only.
+        coordinates: of this rank.
+        links: the modules that this rank runs; all if None.
+        make: the values of a part of a parameter that has no memory.
+    Raises:
+        TaskError: a parameter has hooks that would not see the part of it that is left.
+    """
+    held, kept = placement.at(coordinates), {id(p) for p in model.parameters()}
+    by_name = {slot.name: p for slot, p in trained_parameters(model).items()}
+    if links is not None:
+        modules = [m for link in links for m in link.modules()]
+        kept = {id(t) for m in modules for t in (*m._parameters.values(), *m._buffers.values())}
+        release(model, kept)
+    made: dict[int, nn.Parameter] = {}
+    computes: dict[Slot, nn.Parameter] = {}
+    updates: dict[Slot, nn.Parameter] = {}
+    for name, one in held.items():
+        values = _values(by_name[name], make)
+        p = _computed(by_name[name], one, values)
+        if p is not by_name[name]:
+            made[id(by_name[name])] = p
+        computes[one.computes] = p
+        if one.updates is not None:
+            updates[one.updates] = _own_part(p, one, values)
+    for name, p in model.named_parameters():
+        if p.is_meta and not p.requires_grad and make is not None and id(p) in kept:
+            made[id(p)] = nn.Parameter(make(Slot.whole(name, p)), requires_grad=False)
+    replace_parameters(model, made)
+    axes = frozenset({"pipeline"}) if links is not None else frozenset[str]()
+    return Holding(model, placement.slots, held, computes, updates, axes)
+
+
+def release(model: nn.Module, kept: Collection[int]) -> None:
+    """Put every parameter and buffer on `meta` but those whose `id` is kept; tied ones stay tied."""
+    empty: dict[int, Tensor] = {}
+    for module in model.modules():
+        for table in (module._parameters, module._buffers):
+            for name, value in table.items():
+                if value is not None and id(value) not in kept:
+                    table[name] = empty.setdefault(id(value), _on_meta(value))  # type: ignore[assignment]
+
+
+def _on_meta(value: Tensor) -> Tensor:
+    if isinstance(value, nn.Parameter):
+        return nn.Parameter(value.detach().to("meta"), value.requires_grad)
+    return value.to("meta")
+
+
+Make = Callable[[Slot], Tensor]
+"""Makes the values of a part of a parameter."""
+
+
+def _values(p: nn.Parameter, make: Make | None) -> Make:
+    """Where the values of a parameter come from."""
+    if not p.is_meta:
+        return lambda slot: p.detach()[slot.index]
+    if make is None:
+        raise TaskError(
+            "the model was built without memory, and nothing says how its parameters are made",
+            next_step="pass Task(initialize=paceline.models.InitializeByName(...)), or build it as usual",
+        )
+    return make
+
+
+def _computed(p: nn.Parameter, held: Held, values: Make) -> nn.Parameter:
+    """What the rank computes with: the parameter, made if it has no memory, or a part of it."""
+    slot = held.computes
+    if slot.is_whole and not p.is_meta:
+        return p
+    _require_no_hooks(p, slot)
+    if held.kept:
+        return nn.Parameter(values(slot).clone(), p.requires_grad)
+    empty = torch.empty(slot.sizes, dtype=p.dtype)
+    empty.untyped_storage().resize_(0)  # it comes when it is used
+    return nn.Parameter(empty, p.requires_grad)
+
+
+def _own_part(p: nn.Parameter, held: Held, values: Make) -> nn.Parameter:
+    """What the optimizer gets: the parameter, a part that shares its memory, or a part of its own."""
+    own = held.updates
+    assert own is not None
+    if not held.kept:
+        return nn.Parameter(values(own).clone())
+    return p if own == held.computes else nn.Parameter(p.detach()[own.inside(held.computes)])
+
+
+def _require_no_hooks(p: nn.Parameter, slot: Slot) -> None:
+    if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+        raise TaskError(
+            f"'{slot.name}' has gradient hooks, and this rank would hold a part of it only",
+            next_step="leave it out of the tensor plan, or remove the hooks",
+        )

@@ -1,0 +1,177 @@
+"""Where the parts of a model lie: an ordered list of transforms of a placement. Pure: no tensor, no group.
+
+A placement begins with every tensor whole on every rank, its gradient to be summed over all ranks that run
+samples of their own. Each transform cuts what the ones before it have left: stages keep a tensor or not, a
+tensor plan keeps a span of one dimension, a shard updates a part of what is computed with. No product of
+transforms has a name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from paceline.mesh import DATA_AXES
+from paceline.slot import Slot
+
+
+@dataclass(frozen=True)
+class Held:
+    """One tensor as one rank holds it.
+
+    Args:
+        computes: what the rank computes with.
+        parts: of that, what each rank of the shard axis updates; None: nothing.
+        place: this rank's place among them.
+        sums: axes over which its gradient is still to be summed once this rank has computed it.
+        holders: if several stages hold it, which.
+        counts: whether this rank counts what it updates in the norm of the whole.
+        kept: whether the rank keeps in memory what it computes with; else its own part only.
+    """
+
+    computes: Slot
+    parts: tuple[Slot | None, ...]
+    place: int = 0
+    sums: tuple[str, ...] = DATA_AXES
+    holders: tuple[int, ...] = ()
+    counts: bool = True
+    kept: bool = True
+
+    @classmethod
+    def whole(cls, slot: Slot) -> Held:
+        """On every rank in full."""
+        return cls(slot, (slot,))
+
+    @property
+    def updates(self) -> Slot | None:
+        """What this rank updates of it."""
+        return self.parts[self.place]
+
+
+class Transform(Protocol):
+    """Cuts what a rank holds, by its coordinate on one axis."""
+
+    @property
+    def axis(self) -> str:
+        """The mesh axis along which ranks come to hold different parts."""
+
+    def cut(self, held: Held, coordinate: int) -> Held | None:
+        """What is left of a tensor; None: the rank holds nothing of it."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What every rank holds of a model.
+
+    Args:
+        slots: the trained tensors, whole, in the model's order.
+        transforms: in the order in which they cut.
+    """
+
+    slots: tuple[Slot, ...]
+    transforms: tuple[Transform, ...] = ()
+
+    def cut(self, transform: Transform) -> Placement:
+        """The placement after one more transform."""
+        return replace(self, transforms=(*self.transforms, transform))
+
+    def at(self, coordinates: Mapping[str, int]) -> dict[str, Held]:
+        """What the rank at some coordinates holds, by name, in the model's order."""
+        found: dict[str, Held] = {}
+        for slot in self.slots:
+            held: Held | None = Held.whole(slot)
+            for transform in self.transforms:
+                if held is not None:
+                    held = transform.cut(held, coordinates.get(transform.axis, 0))
+            if held is not None:
+                found[slot.name] = held
+        return found
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Consecutive layers on consecutive ranks.
+
+    Args:
+        holders: by name, the stages that use a tensor, ascending.
+    Source: Huang et al. 2019, GPipe, arXiv:1811.06965, section 2.1.
+    """
+
+    holders: Mapping[str, tuple[int, ...]]
+    axis = "pipeline"
+
+    def cut(self, held: Held, coordinate: int) -> Held | None:
+        """A stage holds what its layers use; what several use meets before it is summed over replicas."""
+        stages = self.holders[held.computes.name]
+        if coordinate not in stages:
+            return None
+        shared = stages if len(stages) > 1 else ()
+        return replace(
+            held,
+            computes=held.computes.on(self.axis),
+            parts=tuple(part.on(self.axis) if part else None for part in held.parts),
+            sums=(self.axis, *held.sums) if shared else held.sums,
+            holders=shared,
+            counts=held.counts and coordinate == stages[0],
+        )
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """Large tensors, each cut along one dimension among the ranks of the tensor axis.
+
+    Args:
+        dims: by name, the dimension; what is not named is whole on all, with equal gradients.
+        degree: how many ranks.
+    Source: Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3.
+    """
+
+    dims: Mapping[str, int]
+    degree: int
+    axis = "tensor"
+
+    def cut(self, held: Held, coordinate: int) -> Held | None:
+        """A span of the planned dimension; sizes differ by one at most."""
+        dim = self.dims.get(held.computes.name)
+        if dim is None:
+            return replace(held, counts=held.counts and coordinate == 0)
+        span = even_span(held.computes.sizes[dim], self.degree, coordinate)
+        part = held.computes.narrow(dim, span, self.axis)
+        return replace(held, computes=part, parts=(part,))
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What is updated, cut among the ranks of the shard axis; each of these runs samples of its own.
+
+    Args:
+        degree: how many ranks.
+        dims: by name, the dimension that is cut; the first where none is named.
+        keeps: whether a rank keeps whole what it computes with (ZeRO 1 and 2), or its part only (ZeRO 3).
+    Source: Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5.
+    """
+
+    degree: int
+    dims: Mapping[str, int]
+    keeps: bool = True
+    axis = "shard"
+
+    def cut(self, held: Held, coordinate: int) -> Held | None:
+        """Every rank of the axis computes with the same and updates a part of it."""
+        slot = held.computes
+        parts = tuple(self._part(slot, place) for place in range(self.degree))
+        return replace(held, parts=parts, place=coordinate, kept=self.keeps)
+
+    def _part(self, slot: Slot, place: int) -> Slot | None:
+        if not slot.shape:  # one number: one of the ranks has it
+            return slot.on(self.axis) if even_span(1, self.degree, place) == (0, 1) else None
+        dim = self.dims.get(slot.name, 0)
+        span = even_span(slot.sizes[dim], self.degree, place)
+        part = slot.narrow(dim, span, self.axis)
+        return part if part.numel else None
+
+
+def even_span(num_items: int, num_parts: int, part: int) -> tuple[int, int]:
+    """The contiguous share of one part; sizes differ by one at most; pure."""
+    return num_items * part // num_parts, num_items * (part + 1) // num_parts

@@ -1,0 +1,6 @@
+"""ZeRO: what is updated, or held at all, is cut among ranks that each run samples of their own."""
+
+from paceline.layout.shard.after_update import GatherAfterUpdate
+from paceline.layout.shard.on_use import GatherOnUse
+
+__all__ = ["GatherAfterUpdate", "GatherOnUse"]

@@ -1,0 +1,194 @@
+"""What is known of a word of a strategy before anything is built: torch-free descriptions.
+
+From them follow parsing, the support table, refusals, who guards and who saves, the report's closed forms,
+and what constructs the piece. A word is described in one place (`words`), or in another package, which names
+its description as an entry point of the group `paceline.sync`, `paceline.codec`, `paceline.route`,
+`paceline.schedule` or `paceline.layout`: one file and one line of registration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
+
+if TYPE_CHECKING:
+    from paceline.recipe.strategy import Strategy
+
+
+class Argument(NamedTuple):
+    """What stands behind the colon of a word.
+
+    Args:
+        example: one that is right.
+        says: what is expected, in words.
+        fits: whether a text is right.
+    """
+
+    example: str
+    says: str
+    fits: Callable[[str], bool]
+
+
+class Refusal(NamedTuple):
+    """Why a strategy cannot be, in one line, and whether that holds of one."""
+
+    reason: str
+    holds: Callable[[Strategy], bool]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """A word.
+
+    Args:
+        word: as users write it.
+        summary: what it does, in a few words.
+        argument: behind a colon; None: there is none.
+        build: `module:name` of what constructs it; empty: not built yet.
+        with_terms: further terms of the smallest strategy that shows it.
+        refusals: what it does not go with.
+    """
+
+    choice: ClassVar[str]
+
+    word: str
+    summary: str = ""
+    argument: Argument | None = None
+    build: str = ""
+    with_terms: str = ""
+    refusals: tuple[Refusal, ...] = ()
+
+    @property
+    def example(self) -> str:
+        """The word as it is written."""
+        return self.word if self.argument is None else f"{self.word}:{self.argument.example}"
+
+    @property
+    def is_built(self) -> bool:
+        """Whether it can run."""
+        return bool(self.build)
+
+    def load(self) -> Any:
+        """What constructs it; imports its module."""
+        module, _, name = self.build.partition(":")
+        return getattr(import_module(module), name)
+
+
+Agrees = Literal["world", "replica", "nobody"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncSpec(Spec):
+    """When replicas agree. `build(setting, layout, state) -> Rule`.
+
+    Args:
+        exact: whether the result is that of one process but for rounding.
+        agrees: which ranks see the same sums in a step.
+        shares_state: all ranks that hold a part of the state hold the same, so any of them may save it.
+        steady: nothing but the optimizer changes parameters before the first update of a round.
+        needs_server: how many servers it has.
+        whole_replicas: a replica must be whole on one rank.
+        sums: it sums over replicas by collectives, which have a route and a codec.
+        updates_per_step: how many updates a global batch makes, by the number of replicas.
+        more_tally_bytes: how much longer its tally is than every-step's; None: no closed form is known.
+    """
+
+    choice = "sync"
+
+    exact: bool = False
+    agrees: Agrees = "nobody"
+    shares_state: bool = False
+    steady: bool = False
+    needs_server: int = 0
+    whole_replicas: bool = False
+    sums: bool = True
+    updates_per_step: Callable[[int], int] = lambda replicas: 1
+    more_tally_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodecSpec(Spec):
+    """The form of what travels. `build(argument) -> Codec | None`.
+
+    Args:
+        exact: nothing is lost.
+    """
+
+    choice = "codec"
+
+    exact: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouteSpec(Spec):
+    """The path on which it travels. `build(group, site) -> Collective`.
+
+    Args:
+        codable: a codec may change what it sends.
+        any_order: it sums in an order of its own, so a reproducible run, or lanes, cannot have it.
+        by_default: what a user gets who says nothing, or what costs nothing to name anyway.
+        ring_bytes: an all_reduce sends 2 (P-1)/P n bytes of a rank.
+    """
+
+    choice = "route"
+
+    codable: bool = True
+    any_order: bool = False
+    by_default: bool = False
+    ring_bytes: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleSpec(Spec):
+    """The order of forwards and backwards of a stage. `build(num_stages, num_micro_batches) -> Schedule`."""
+
+    choice = "schedule"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutSpec(Spec):
+    """One cut of a model. `build(setting, material) -> Cutting`.
+
+    Args:
+        order: cuts are made from the lowest to the highest.
+        applies: whether a strategy asks for it.
+    """
+
+    choice = "layout"
+
+    order: int = 0
+    applies: Callable[[Strategy], bool] = lambda strategy: False
+
+
+S = TypeVar("S", bound=Spec)
+
+
+def find(kind: type[S], word: str) -> S | None:
+    """The description of a word; None: nobody knows it."""
+    return own_words(kind).get(word) or plugged_in(kind).get(word)
+
+
+def known(kind: type[S]) -> dict[str, S]:
+    """All words of a choice, by word."""
+    return {**own_words(kind), **plugged_in(kind)}
+
+
+def own_words(kind: type[S]) -> dict[str, S]:
+    """Those that come with this package."""
+    from paceline.recipe.words import WORDS
+
+    return {spec.word: spec for spec in WORDS if isinstance(spec, kind)}
+
+
+@cache
+def _plugged_in(choice: str) -> tuple[Spec, ...]:
+    return tuple(entry.load() for entry in entry_points(group=f"paceline.{choice}"))
+
+
+def plugged_in(kind: type[S]) -> dict[str, S]:
+    """Those of other packages that are installed; looked up once."""
+    return {spec.word: spec for spec in _plugged_in(kind.choice) if isinstance(spec, kind)}

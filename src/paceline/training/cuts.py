@@ -1,0 +1,106 @@
+"""The cuts of a model: what each word of a layout does, and nothing of what the others do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from paceline.errors import StrategyError
+from paceline.layout import Holding
+from paceline.layout.pipeline import Cut, chain_of, cut_model
+from paceline.layout.placement import Shard, Stages
+from paceline.layout.precision import recomputed_blocks
+from paceline.layout.shard import GatherAfterUpdate, GatherOnUse
+from paceline.layout.tensor import apply_plan, dims_of, plan_of
+from paceline.slot import trained_parameters
+from paceline.training.arrange import Material, Setting
+from paceline.training.layouts import Cutting, outermost_dims
+
+
+def cut_into_stages(setting: Setting, material: Material) -> Cutting:
+    """Consecutive layers on consecutive ranks.
+
+    Raises:
+        StrategyError: the model is compiled whole, has too few layers, or shares a weight too often.
+        TaskError: it is no chain.
+    """
+    if setting.recipe.runtime.compile:
+        raise StrategyError(
+            "runtime.compile compiles the whole model, and a stage runs a part of it",
+            next_step="set runtime.compile = false, or choose a strategy without pipeline",
+        )
+    stages = setting.mesh.axes["pipeline"]
+    cut = cut_model(material.task, material.model, stages.size, stages.rank)
+    if setting.recipe.is_ordered:
+        _require_one_addition(material, cut)
+    return Cutting(Stages(cut.holders), stage=cut)
+
+
+def _require_one_addition(material: Material, cut: Cut) -> None:
+    """Where sums have one order, at most two modules on several stages may use one tensor."""
+    links = chain_of(material.task, material.model)
+    tensors = {slot.name: p for slot, p in trained_parameters(material.model).items()}
+    for name in cut.shared:
+        users = sum(any(p is tensors[name] for p in link.parameters()) for link in links)
+        if users > 2:
+            raise StrategyError(
+                f"{users} modules on several stages share '{name}', and with more than two the order of their"
+                " sum would depend on the stages",
+                next_step="leave out reproducible, or choose a strategy without pipeline",
+            )
+
+
+def cut_tensors(setting: Setting, material: Material) -> Cutting:
+    """Large layers, by the task's plan.
+
+    Raises:
+        StrategyError: the task has no plan, or the model is compiled.
+        TaskError: the plan does not fit the model.
+    """
+    _refuse_compile(setting, "tensor")
+    group = setting.mesh.axes["tensor"]
+    plan = plan_of(material.task, material.model)
+
+    def prepare(holding: Holding) -> Holding:
+        apply_plan(plan, setting.exact_collective(group))
+        return holding
+
+    return Cutting(dims_of(plan, group.size), prepare=prepare)
+
+
+def cut_updates(setting: Setting, material: Material) -> Cutting:
+    """What is updated; everybody computes with whole tensors, which are gathered after an update."""
+    group = setting.mesh.axes["shard"]
+    return Cutting(
+        Shard(group.size, _dims(setting, material)),
+        gather=lambda holding: GatherAfterUpdate(holding, setting.exact_collective(group)),
+    )
+
+
+def cut_everything(setting: Setting, material: Material) -> Cutting:
+    """What is held at all; whole tensors are gathered for their use, by block, or in a stage for a run."""
+    _refuse_compile(setting, "zero=3")
+    group = setting.mesh.axes["shard"]
+
+    def prepare(holding: Holding) -> Holding:
+        staged = (
+            setting.mesh.axes["pipeline"].size > 1
+        )  # whose ranks run forwards and backwards in other orders
+        blocks = [] if staged else recomputed_blocks(material.model, material.task.blocks)
+        collective = setting.exact_collective(group)
+        use = GatherOnUse(holding.computes, holding.updates, holding.parts, blocks, collective, setting.net)
+        return replace(holding, use=use)
+
+    return Cutting(Shard(group.size, _dims(setting, material), keeps=False), prepare=prepare)
+
+
+def _dims(setting: Setting, material: Material) -> dict[str, int]:
+    """Along which dimension tensors are cut; where sums have one order, the norm is added by rows."""
+    return {} if setting.recipe.is_ordered else outermost_dims(material.model)
+
+
+def _refuse_compile(setting: Setting, word: str) -> None:
+    if setting.recipe.runtime.compile:
+        raise StrategyError(
+            f"runtime.compile traces the model once, and {word} changes how its modules run",
+            next_step=f"set runtime.compile = false, or choose a strategy without {word}",
+        )

@@ -1,0 +1,178 @@
+"""Codecs, collectives and reducers keep their contracts."""
+
+from typing import ClassVar
+
+import pytest
+
+from paceline.comm import Codec, CodedCollective, Collective, NativeCollective, Net
+from paceline.comm.codecs import Int8, TopK
+from paceline.comm.routes import SharedMemoryCollective, TreeCollective, meet_on_host
+from paceline.mesh import Group, twin_group
+from paceline.testing.contracts import CodecContract, CollectiveContract, ReducerContract
+
+INT8_ERROR = 1 / 254
+TOP_K_ERROR = 1.0  # what is not kept is lost
+SHARE = 0.5
+
+
+@pytest.mark.capability("H8")
+class TestInt8(CodecContract):
+    relative_error = INT8_ERROR
+
+    def codec(self) -> Codec:
+        return Int8()
+
+
+@pytest.mark.capability("H8")
+class TestTopK(CodecContract):
+    relative_error = TOP_K_ERROR
+
+    def codec(self) -> Codec:
+        return TopK(SHARE)
+
+
+@pytest.mark.capability("H8")
+class TestTopKThatKeepsAll(CodecContract):
+    relative_error = 2.0**-24  # of float32
+
+    def codec(self) -> Codec:
+        return TopK(1.0)
+
+
+# The native route
+
+
+@pytest.mark.capability("G14")
+class TestNativeCollective(CollectiveContract):
+    def collective(self, net: Net, group: Group) -> Collective:
+        return NativeCollective(net, group)
+
+
+@pytest.mark.capability("H8")
+class TestInt8Collective(CollectiveContract):
+    relative_error = INT8_ERROR
+    feeds_back = True
+
+    def collective(self, net: Net, group: Group) -> Collective:
+        return CodedCollective(NativeCollective(net, group), Int8())
+
+
+@pytest.mark.capability("H8")
+class TestTopKCollective(CollectiveContract):
+    relative_error = TOP_K_ERROR
+    feeds_back = True
+
+    def collective(self, net: Net, group: Group) -> Collective:
+        return CodedCollective(NativeCollective(net, group), TopK(SHARE))
+
+
+class TestReducer(ReducerContract):
+    degrees: ClassVar = {"replica": 3}
+
+    def collective(self, net: Net, group: Group) -> Collective:
+        return NativeCollective(net, group)
+
+
+@pytest.mark.capability("H8")
+class TestCodedReducer(ReducerContract):
+    relative_error = INT8_ERROR
+
+    def collective(self, net: Net, group: Group) -> Collective:
+        return CodedCollective(NativeCollective(net, group), Int8())
+
+
+@pytest.mark.capability("A11")
+class TestReducerOfShards(ReducerContract):
+    degrees: ClassVar = {"replica": 2, "shard": 2}
+
+    def collective(self, net: Net, group: Group) -> Collective:
+        return NativeCollective(net, group)
+
+
+@pytest.mark.capability("H8")
+class TestCodedReducerOfShards(ReducerContract):
+    degrees: ClassVar = {"replica": 2, "shard": 2}
+    relative_error = 2 * INT8_ERROR
+
+    def collective(self, net: Net, group: Group) -> Collective:
+        return CodedCollective(NativeCollective(net, group), Int8())
+
+
+# Through memory
+
+
+def shared(net: Net, group: Group) -> Collective:
+    if group.size == 1:
+        return NativeCollective(net, group)
+    links = meet_on_host(group, net)
+    assert links is not None
+    return SharedMemoryCollective(net, group, links)
+
+
+@pytest.mark.capability("G1", "G14")
+class TestSharedMemoryCollective(CollectiveContract):
+    def collective(self, net: Net, group: Group) -> Collective:
+        return shared(net, group)
+
+
+class TestSharedMemoryReducer(ReducerContract):
+    degrees: ClassVar = {"replica": 3}
+
+    def collective(self, net: Net, group: Group) -> Collective:
+        return shared(net, group)
+
+
+@pytest.mark.capability("A11")
+class TestSharedMemoryReducerOfShards(ReducerContract):
+    degrees: ClassVar = {"replica": 2, "shard": 2}
+
+    def collective(self, net: Net, group: Group) -> Collective:
+        return shared(net, group)
+
+
+# Along a tree
+
+
+def tree(net: Net, group: Group) -> TreeCollective:
+    return TreeCollective(net, twin_group(group, "tree"))
+
+
+class TestTreeCollective(CollectiveContract):
+    worlds: ClassVar = (2, 3, 5)
+
+    def collective(self, net: Net, group: Group) -> Collective:
+        return tree(net, group)
+
+
+@pytest.mark.capability("H8")
+class TestInt8Tree(CollectiveContract):
+    worlds: ClassVar = (3, 2)
+    relative_error = INT8_ERROR
+    feeds_back = True
+
+    def collective(self, net: Net, group: Group) -> Collective:
+        return CodedCollective(tree(net, group), Int8())
+
+
+class TestTreeReducer(ReducerContract):
+    degrees: ClassVar = {"replica": 3}
+
+    def collective(self, net: Net, group: Group) -> Collective:
+        return tree(net, group)
+
+
+@pytest.mark.capability("A11")
+class TestTreeReducerOfShards(ReducerContract):
+    degrees: ClassVar = {"replica": 2, "shard": 2}
+
+    def collective(self, net: Net, group: Group) -> Collective:
+        return tree(net, group)
+
+
+@pytest.mark.capability("H8")
+class TestCodedTreeReducerOfShards(ReducerContract):
+    degrees: ClassVar = {"replica": 2, "shard": 2}
+    relative_error = 2 * INT8_ERROR
+
+    def collective(self, net: Net, group: Group) -> Collective:
+        return CodedCollective(tree(net, group), Int8())

@@ -1,0 +1,258 @@
+"""A rank of a cut model has its part in memory, and nothing of what others hold, from its build on.
+
+Bytes are those of every tensor that Python can reach, by storage; what travels natively has no memory of its
+own then. P: bytes of a whole model's parameters, S: shard ranks.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
+
+from paceline import Loss, Task
+from paceline.cluster import Cluster
+from paceline.layout import Replicate
+from paceline.layout.pipeline import Pipeline
+from paceline.models import GPT, GPTConfig, gpt_chain, initialize_gpt, without_memory
+from paceline.recipe import Recipe, Strategy
+from paceline.testing import run_ranks
+from paceline.testing.parity import session_of
+from paceline.training import Pieces, Session
+from paceline.training.saving import build_saver
+
+SMALL_BYTES = 2**17  # data, buffers, one batch, numbers
+Sizes = dict[str, int]
+
+
+def light_gpt() -> Task:
+    """A GPT that is built without memory; its embedding is the output layer too."""
+    with without_memory():
+        model = GPT(GPTConfig(vocab=1024, context=16, layers=4, heads=4, width=128))
+
+    def loss(model: nn.Module, tokens: Tensor) -> Loss:
+        targets = tokens[:, 1:].flatten()
+        logits = model(tokens[:, :-1]).flatten(0, 1)
+        return Loss(F.cross_entropy(logits, targets, reduction="sum"), targets.numel())
+
+    return Task(
+        model,
+        list(torch.arange(64 * 17).remainder(1024).view(64, 17)),
+        loss,
+        stages=gpt_chain,
+        initialize=initialize_gpt,
+        tensor={"blocks.*.feed_forward.expand": "column", "blocks.*.feed_forward.project": "row"},
+    )
+
+
+def eager_chain() -> Task:
+    """A model that somebody has built as usual, whole."""
+    layers = [layer for _ in range(4) for layer in (nn.Linear(256, 256), nn.ReLU())]
+    plan = {"0": "column", "2": "row", "4": "column", "6": "row"}
+    return Task(
+        nn.Sequential(*layers, nn.Linear(256, 1)),
+        list(torch.rand(64, 256)),
+        lambda model, x: Loss(model(x).square().sum(), len(x)),
+        tensor=plan,
+    )
+
+
+MODELS = {"light": light_gpt, "eager": eager_chain}
+
+
+def bytes_now() -> int:
+    """Of all storages that a tensor uses; gradients belong to nobody in Python, so they are asked for."""
+    gc.collect()
+    found: dict[int, int] = {}
+    for one in gc.get_objects():
+        if not issubclass(type(one), Tensor):
+            continue
+        for t in (one, one.grad if one.is_leaf else None):
+            if t is not None and t.device.type == "cpu":
+                found[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
+    return sum(found.values())
+
+
+def settled_bytes(before: int) -> int:
+    """The thread that times calls lets go of the last one a moment later."""
+    sizes = []
+    for _ in range(4):
+        sizes.append(bytes_now() - before)
+        time.sleep(0.01)
+    return min(sizes)
+
+
+@dataclass
+class Life:
+    """Sizes in bytes, of one rank.
+
+    Args:
+        whole: of all parameters; computes, updates, shared: of those that this rank computes with, updates,
+            and holds with another stage; largest: of one parameter.
+        placed: when the model is placed; built: when the session is; placing: the most up to there.
+        steps: after each step, the last two after a save.
+        written: by this rank, of every save.
+    """
+
+    whole: int = 0
+    computes: int = 0
+    updates: int = 0
+    shared: int = 0
+    largest: int = 0
+    placed: int = 0
+    built: int = 0
+    placing: int = 0
+    steps: list[int] = field(default_factory=list)
+    saved: list[int] = field(default_factory=list)
+    written: list[int] = field(default_factory=list)
+
+
+def most_allocated(record: profile) -> int:
+    """The most bytes that were in use at a time, above those at the beginning."""
+    assert record.profiler is not None
+    events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
+    total = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        total += event.nbytes()
+        most = max(most, total)
+    return most
+
+
+def live(cluster: Cluster, strategy: str, model: str, folder: str) -> Life:
+    """Build, train five steps, save twice."""
+    recipe = Recipe(
+        task="sum",
+        steps=5,
+        batch={"size": 8, "shards": 4},
+        optimizer={"name": "adamw", "lr": 1e-3},
+        strategy=Strategy.parse(strategy),
+    )
+    before, life = bytes_now(), Life()
+    record = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+
+    def when_placed(kind: Callable[..., Any]) -> Callable[..., Any]:
+        def build(*args: Any, **kwargs: Any) -> Any:
+            life.placed = bytes_now() - before
+            record.stop()
+            return kind(*args, **kwargs)
+
+        return build
+
+    record.start()
+    pieces = Pieces(whole=when_placed(Replicate), stage=when_placed(Pipeline))
+    session = session_of(cluster, recipe, MODELS[model], pieces)
+    life.placing = most_allocated(record)
+    note_sizes(life, session)
+    life.built = settled_bytes(before)
+    saver = build_saver(session, Path(folder), print)
+    for _ in session.rounds():
+        life.steps.append(settled_bytes(before))
+        if session.state.step in (2, 4):
+            name = saver.save()
+            saver.finish()
+            life.saved.append(settled_bytes(before))
+            files = (Path(folder) / "checkpoints" / name).glob(f"rank-{cluster.global_rank:05d}*safetensors")
+            life.written.append(sum(path.stat().st_size for path in files))
+            saver.wait_published(name)
+    saver.close()
+    session.close()
+    return life
+
+
+def note_sizes(life: Life, session: Session) -> None:
+    holding = session.placed.holding
+    life.whole = 4 * sum(slot.numel for slot in holding.slots)
+    life.computes = 4 * sum(slot.numel for slot in holding.computes)
+    life.updates = 4 * sum(slot.numel for slot in holding.updates)
+    life.shared = 4 * sum(one.computes.numel for one in holding.held.values() if one.holders)
+    life.largest = 4 * max(slot.numel for slot in holding.slots)
+
+
+LAYOUTS = {
+    "replicas=2 route=native": 2,
+    "replicas=1 pipeline=2 route=native": 2,
+    "replicas=1 tensor=2 route=native": 2,
+    "replicas=1 shard=2 zero=1 route=native": 2,
+    "replicas=1 shard=2 zero=3 route=native": 2,
+    "replicas=1 shard=4 zero=3 route=native": 4,
+    "replicas=1 shard=2 zero=3 pipeline=2 route=native": 4,
+}
+SHORT = tuple(LAYOUTS)[1:5]
+
+
+def lives(strategy: str, model: str, folder: Path) -> list[Life]:
+    return run_ranks(live, LAYOUTS[strategy], strategy, model, str(folder))
+
+
+def in_steps(strategy: str, life: Life) -> int:
+    """The closed form between two steps: parameters, two moments, the sums of gradients, what moves them.
+
+    One replica on one rank sums nothing, so that its gradients are the sums. With zero=1 there is a buffer
+    through which updated parameters are gathered. Gradients of the modules stay until the next step where
+    they are not the sums themselves.
+    """
+    parts = Strategy.parse(strategy)
+    moments, gradients = 2 * life.updates, life.computes
+    if parts.shard > 1:
+        buckets, own_sums = life.computes, life.updates
+        parameters = life.updates if parts.zero == 3 else life.computes + life.computes
+        return parameters + moments + gradients + buckets + own_sums + life.shared
+    return life.computes + moments + gradients + life.shared
+
+
+@pytest.mark.capability("A11", "D1")
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "strategy", [pytest.param(text, marks=[pytest.mark.soak] * (text not in SHORT)) for text in LAYOUTS]
+)
+def test_a_rank_holds_its_part_from_the_build_to_the_last_save(
+    strategy: str, model: str, tmp_path: Path
+) -> None:
+    parts = Strategy.parse(strategy)
+    found = lives(strategy, model, tmp_path)
+    for life in found:
+        at_rest = life.updates if parts.zero == 3 else life.computes
+        gathered = life.computes if parts.zero == 1 else 0
+        buckets = life.computes if parts.shard > 1 or parts.replicas == 2 else 0
+        assert 0.95 * at_rest <= life.placed <= 1.05 * (at_rest + gathered) + SMALL_BYTES
+        assert life.built <= 1.05 * (at_rest + gathered + buckets) + SMALL_BYTES
+        for size in (*life.steps, *life.saved):
+            assert size <= 1.05 * in_steps(strategy, life) + SMALL_BYTES
+        assert life.steps[-1] <= 1.05 * life.steps[1] + SMALL_BYTES  # nothing piles up
+        for written in life.written:  # parameters and two moments
+            assert written <= 1.1 * 3 * life.updates + SMALL_BYTES
+    if parts.replicas == 1:
+        updated = sum(life.updates for life in found) - sum(life.shared for life in found[1:]) // parts.shard
+        copies = parts.tensor if parts.tensor > 1 else 1
+        assert found[0].whole <= updated <= copies * found[0].whole
+
+
+@pytest.mark.capability("A11")
+@pytest.mark.parametrize("strategy", LAYOUTS)
+def test_a_model_without_memory_is_never_whole_where_it_is_cut(strategy: str, tmp_path: Path) -> None:
+    """While it is placed, a rank has its part, and of what it makes at most two tensors."""
+    for life in lives(strategy, "light", tmp_path):
+        cut = Strategy.parse(strategy).ranks_per_replica > 1 and "zero=1" not in strategy
+        at_rest = life.updates if "zero=3" in strategy else life.computes
+        gathered = life.computes if "zero=1" in strategy else 0
+        assert 0.9 * at_rest <= life.placing <= at_rest + gathered + 2 * life.largest + SMALL_BYTES
+        if cut:
+            assert life.placing < life.whole
+
+
+@pytest.mark.capability("A11")
+@pytest.mark.parametrize("zero", [1, 3])
+def test_a_shard_of_the_state_is_smaller_than_the_whole(zero: int, tmp_path: Path) -> None:
+    """What sharding is for: a rank that shares its state holds less between steps than one that does not."""
+    alone = lives("replicas=2 route=native", "light", tmp_path / "replica")[0]
+    for life in lives(f"replicas=1 shard=2 zero={zero} route=native", "light", tmp_path / "shard"):
+        assert max(life.steps) < 0.95 * max(alone.steps)

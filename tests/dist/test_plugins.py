@@ -1,0 +1,262 @@
+"""A route, a codec, a rule and a layout from another package: one file and one line of registration each."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import StrategyError
+from paceline.recipe import Strategy
+from tests.dist.launch.actors import as_users_have_it
+
+ROOT = Path(__file__).parents[2]
+
+ROUTE = '''
+"""Everybody gathers everything, and adds in the order of the ranks."""
+
+from pathlib import Path
+
+from paceline.comm import NativeCollective
+from paceline.recipe.specs import RouteSpec
+
+SPEC = RouteSpec(word="gathered", summary="gather, then add", build="gathered_route:gathered")
+
+
+class Gathered(NativeCollective):
+    def all_reduce(self, x, key):
+        Path(f"used-gathered-{self.group.rank}").touch()
+        return self.all_gather(x, key).then(lambda rows: x.copy_(rows.sum(0)))
+
+
+def gathered(group, site):
+    return site.coded(Gathered(site.net, group))
+'''
+CODEC = '''
+"""Two bytes a value."""
+
+from pathlib import Path
+
+import torch
+
+from paceline.recipe.specs import CodecSpec
+
+SPEC = CodecSpec(word="half", summary="16-bit floats", build="half_codec:half")
+
+
+class Half:
+    def num_bytes(self, num_values):
+        return 2 * num_values
+
+    def encode(self, x):
+        Path(f"used-half-{torch.distributed.get_rank()}").touch()
+        return x.to(torch.float16).contiguous().view(torch.uint8)
+
+    def decode(self, payload, num_values, dtype):
+        return payload.clone().view(torch.float16)[:, :num_values].to(dtype)
+
+
+def half(argument):
+    assert argument == ""
+    return Half()
+'''
+RULE = '''
+"""Replicas agree in every step, and one may say how often it is noted."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from paceline.recipe.specs import Argument, SyncSpec
+from paceline.sync import EveryStep
+from paceline.training.rules import every_step
+
+SPEC = SyncSpec(
+    word="noted",
+    summary="every-step, noted every N steps",
+    argument=Argument("10", "an integer", str.isdecimal),
+    build="noted_rule:noted",
+    exact=True,
+    agrees="world",
+    shares_state=True,
+    steady=True,
+)
+
+
+def noted(setting, layout, state):
+    every = int(setting.recipe.strategy.sync.partition(":")[2])
+
+    class Noted(EveryStep):
+        def step(self, work, stream, placed, update_step):
+            if state.step % every == 0:
+                with Path(f"used-noted-{setting.mesh.world.rank}").open("a") as notes:
+                    notes.write(f"{state.step} ")
+            return super().step(work, stream, placed, update_step)
+
+    return every_step(replace(setting, pieces=replace(setting.pieces, rule=Noted)), layout, state)
+'''
+LAYOUT = '''
+"""ZeRO-1 by whole tensors: each is updated by one rank, in turn."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from paceline.recipe.specs import LayoutSpec
+from paceline.training.layouts import Cutting
+
+SPEC = LayoutSpec(
+    word="by-tensor",
+    summary="a rank updates whole tensors",
+    build="tensor_layout:by_tensor",
+    with_terms="replicas=1 shard=2 zero=1",
+    order=40,
+    applies=lambda strategy: strategy.cut == "by-tensor",
+)
+
+
+@dataclass(frozen=True)
+class Owners:
+    owners: dict
+    degree: int
+    axis = "shard"
+
+    def cut(self, held, coordinate):
+        slot = held.computes
+        mine = self.owners[slot.name]
+        parts = tuple(slot.on(self.axis) if place == mine else None for place in range(self.degree))
+        return replace(held, parts=parts)
+
+
+def by_tensor(setting, material):
+    group = setting.mesh.axes["shard"]
+    names = [name for name, p in material.model.named_parameters()]
+
+    def prepare(holding):
+        updated = " ".join(slot.name for slot in holding.updates)
+        Path(f"used-by-tensor-{group.rank}").write_text(updated)
+        return holding
+
+    return Cutting(Owners({name: i % group.size for i, name in enumerate(names)}, group.size), prepare=prepare)
+'''
+MODULES = {
+    "gathered_route": ("paceline.route", "gathered", ROUTE),
+    "half_codec": ("paceline.codec", "half", CODEC),
+    "noted_rule": ("paceline.sync", "noted", RULE),
+    "tensor_layout": ("paceline.layout", "by-tensor", LAYOUT),
+}
+STRATEGIES = {
+    "gathered": "replicas=2 route=gathered",
+    "half": "replicas=2 codec=half",
+    "noted": "replicas=2 sync=noted:20",
+    "by-tensor": "replicas=1 shard=2 zero=1 cut=by-tensor",
+}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as a package installer would fill it: modules, and one line each that registers them."""
+    site = tmp_path_factory.mktemp("plugins") / "site"
+    about = site / "something-1.0.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: something\nVersion: 1.0\n")
+    lines = []
+    for module, (group, word, text) in MODULES.items():
+        (site / f"{module}.py").write_text(text)
+        lines.append(f"[{group}]\n{word} = {module}:SPEC\n")
+    (about / "entry_points.txt").write_text("\n".join(lines))
+    return site
+
+
+@pytest.fixture(scope="module")
+def plain(site: Path) -> list[float]:
+    """The losses of two replicas."""
+    return train(site, "replicas=2", "plain")
+
+
+def run(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=site.parent,
+        env={**as_users_have_it(), "PYTHONPATH": os.pathsep.join([str(site), str(ROOT / "src")])},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def train(site: Path, strategy: str, name: str) -> list[float]:
+    """The losses of a run on two ranks; its evaluation comes last."""
+    recipe = str(ROOT / "recipes" / "digits.toml")
+    settings = ["steps=40", "options.hidden=[32]", "epochs=", f"run_dir={name}", "evaluate.every_steps=40"]
+    more = [word for setting in settings for word in ("--set", setting)]
+    done = run(site, "-m", "paceline", "train", recipe, "-n", "2", "--strategy", strategy, *more)
+    assert done.returncode == 0, done.stderr[-2000:]
+    folder = site.parent / name
+    assert (folder / "checkpoints" / "step-00000040").is_dir()
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    found = [row for row in rows if row["event"] in ("step", "evaluation")]
+    assert found[-1]["event"] == "evaluation"
+    return [row["loss"] for row in found]
+
+
+@pytest.mark.capability("Z1")
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("word", STRATEGIES)
+def test_a_piece_from_another_package_trains_by_its_word(word: str, site: Path, plain: list[float]) -> None:
+    found = train(site, STRATEGIES[word], word)
+    notes = [(site.parent / f"used-{word}-{rank}").read_text() for rank in range(2)]
+    assert len(found) == 41 and found[-1] < 2.2 < found[0]
+    assert found == pytest.approx(plain, rel=0.05 if word == "half" else 1e-4)
+    if word == "half":
+        assert found[-1] != plain[-1]
+    if word == "noted":
+        assert notes == ["0 20 "] * 2
+    if word == "by-tensor":
+        assert notes == ["layers.0.weight layers.3.weight", "layers.0.bias layers.3.bias"]
+
+
+REFUSED = {
+    "route=gatherd": 'did you mean "gathered"?',
+    "codec=haff": 'did you mean "half"?',
+    "sync=noted": 'expected an integer, as in "noted:10"',
+    "cut=by-tensors": 'expected one of by-tensor, found "by-tensors"',
+}
+ASK = """
+import sys
+from paceline.errors import StrategyError
+from paceline.recipe import Strategy
+for text in sys.argv[1:]:
+    try:
+        Strategy.parse(text)
+    except StrategyError as error:
+        print(error.what)
+    else:
+        print("it is known")
+"""
+
+
+@pytest.mark.capability("B1")
+@pytest.mark.timeout(240)
+def test_words_of_other_packages_are_listed_and_others_are_refused(site: Path) -> None:
+    done = run(site, "-m", "paceline", "strategies", "--json")
+    assert done.returncode == 0, done.stderr
+    rows = {row["name"]: row for row in json.loads(done.stdout)}
+    for name in ("route=gathered", "codec=half", "sync=noted:10", "replicas=1 shard=2 zero=1 cut=by-tensor"):
+        assert rows[name]["supported"], rows[name]["reason"]
+    answers = run(site, "-c", ASK, *REFUSED).stdout.splitlines()
+    assert len(answers) == len(REFUSED)
+    for answer, said in zip(answers, REFUSED.values(), strict=True):
+        assert said in answer
+    recipe = str(ROOT / "recipes" / "digits.toml")
+    refused = run(site, "-m", "paceline", "train", recipe, "-n", "2", "--strategy", "route=gatherd")
+    assert refused.returncode == 2 and "gathered" in refused.stderr
+
+
+@pytest.mark.parametrize("word", STRATEGIES)
+def test_without_the_package_its_words_are_unknown(word: str) -> None:
+    with pytest.raises(StrategyError, match="expected"):
+        Strategy.parse(STRATEGIES[word])

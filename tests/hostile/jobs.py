@@ -1,0 +1,102 @@
+"""Jobs that are disturbed where their options say, each in a folder of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.cluster import process_environment
+
+TASK = """
+import atexit, os, signal, time
+from pathlib import Path
+import torch
+from torch import nn
+from paceline import Cluster, Loss, Task
+
+HERE = Path(__file__).parent
+RANK = Cluster.from_env().global_rank
+
+def reached(what):
+    try:
+        (HERE / f"{what}-{RANK}").write_text(str(os.getpid()))
+    except OSError:
+        pass  # the folder is read-only
+
+def freeze():
+    reached("frozen")
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+def build(rank=-1, what="", seconds=0.0, pause=0.0):
+    reached("building")
+    if what == "build" and rank == RANK:
+        time.sleep(seconds)
+    if what == "freeze" and rank == RANK:
+        freeze()
+    if what == "freeze-at-end" and rank == RANK:
+        atexit.register(freeze)
+    def loss(model, batch):
+        time.sleep(pause)
+        return Loss((model(batch) ** 2).sum(), len(batch))
+    return Task(nn.Linear(4, 1), torch.rand(64, 4), loss)
+"""
+RECIPE = """
+task = "task.py:build"
+steps = 6
+run_dir = "run"
+[batch]
+size = 8
+shards = 2
+[checkpoint]
+every_steps = 2
+mode = "blocking"
+[runtime]
+threads = 1
+"""
+
+
+@dataclass(frozen=True)
+class End:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+def prepare(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tmp").mkdir(exist_ok=True)
+    (folder / "task.py").write_text(TASK)
+    (folder / "recipe.toml").write_text(RECIPE)
+
+
+def start(folder: Path, *words: str, **environ: str) -> subprocess.Popen[str]:
+    """`paceline WORDS` in a prepared folder."""
+    variables = {**process_environment(), "TMPDIR": str(folder / "tmp"), **environ}
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-m", "paceline", *words]
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=folder, env=variables)
+
+
+def train(folder: Path, **options: object) -> subprocess.Popen[str]:
+    """A job of two processes; options are keys of the recipe, "__" for the dot."""
+    prepare(folder)
+    changes = [f"{key.replace('__', '.')}={value}" for key, value in options.items()]
+    return start(folder, "train", "recipe.toml", "-n", "2", *(w for c in changes for w in ("--set", c)))
+
+
+def end_of(process: subprocess.Popen[str]) -> End:
+    out, err = process.communicate(timeout=120)
+    return End(process.returncode, out, err)
+
+
+def until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    expires = time.monotonic() + 90
+    while not condition():
+        assert process.poll() is None and time.monotonic() < expires, process.communicate()
+        time.sleep(0.02)

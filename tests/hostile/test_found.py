@@ -1,0 +1,100 @@
+"""Inputs that were found once, by name: each is an error with a next step, and takes no time or memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import DataError, PacelineError, RecipeError
+from paceline.recipe import load_recipe
+from tests.hostile.formats import RECIPE, right_tokenizer
+
+pytestmark = [pytest.mark.capability("N10"), pytest.mark.timeout(60)]
+
+DEEP = [
+    "a = " + "[" * 3000 + "]" * 3000,
+    "a = " + "{b = " * 500 + "1" + "}" * 500,
+    "a" + ".a" * 3000 + " = 1",
+    "[" + "a." * 3000 + "a]",
+    "steps = " + "9" * 5000,
+    "seed = 0x" + "f" * 5000,
+    "lr = 1" + "0" * 400,
+    "[options]\na = 1" + "0" * 400,
+    "a = 1979-99-99",
+]
+
+
+@pytest.mark.parametrize("text", DEEP, ids=range(len(DEEP)))
+def test_recipes_that_were_found_once(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "recipe.toml"
+    path.write_text(text)
+    with pytest.raises(RecipeError):
+        load_recipe(path)
+    path.write_bytes(RECIPE)
+    with pytest.raises(PacelineError):
+        load_recipe(path, [text.replace(" = ", "=", 1)])
+
+
+@pytest.mark.parametrize("ids", [4_000_000_000, 2**40, -1])
+def test_tokenizers_that_were_found_once(ids: int, tmp_path: Path) -> None:
+    record = right_tokenizer()
+    record["model"]["vocab"]["x"] = ids
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(record))
+    from paceline.data.tokens import load_tokenizer
+
+    with pytest.raises(DataError, match=r"no token's|this is not"):
+        load_tokenizer(path)
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(DataError, match=r"this is not a tokenizer\.json"):
+        load_tokenizer(path)
+
+
+def test_weights_that_are_damaged_leave_the_model_untouched(tmp_path: Path) -> None:
+    """One bit of the last tensor: the first ones are not taken over either."""
+    import torch
+    from torch import nn
+
+    from paceline.checkpoint import export_weights, find_checkpoint, load_weights
+    from paceline.checkpoint.files import Files
+    from paceline.errors import CheckpointError
+    from tests.unit.checkpoint.states import make_state, save
+
+    state = make_state(2)
+    save(tmp_path / "run", state)
+    place = tmp_path / "w.safetensors"
+    export_weights(find_checkpoint(Files(str(tmp_path / "run")), print), place)
+    data = bytearray(place.read_bytes())
+    data[-1] ^= 1
+    place.write_bytes(data)
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match="damaged"):
+        load_weights(model, place)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_notice_url_that_answers_drop_by_drop_or_nonsense_hangs_nothing() -> None:
+    import socket
+    import threading
+
+    from paceline.training.stopping import _looker
+
+    for url in ("http://[", "http://\x00/", "http://127.0.0.1:99999/", "http://a b/", "http://"):
+        assert _looker(url)() is False
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        over = threading.Event()
+
+        def drip() -> None:
+            line, _ = server.accept()
+            with line:
+                while not over.wait(0.1):
+                    line.send(b"x")
+
+        dripping = threading.Thread(target=drip)
+        dripping.start()
+        assert _looker(f"http://127.0.0.1:{server.getsockname()[1]}/")() is False
+        over.set()
+        dripping.join()

@@ -1,0 +1,245 @@
+"""Strangers at every door of a job: they cost it nothing, learn nothing, and are counted."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from paceline.comm import guests
+from paceline.comm.channel.hub import accept_all, connect, listen
+from paceline.comm.routes.host_meeting import _listen, _meet
+from paceline.errors import CommunicationError
+from paceline.handshake import CHALLENGE_BYTES, encode_hello, is_proof, nonce, prove
+from paceline.mesh import Group
+from tests.dist.launch.actors import until
+
+pytestmark = [pytest.mark.capability("O2"), pytest.mark.timeout(120)]
+KEY = "the key of the job"
+
+GREETINGS = {
+    "nothing": b"",
+    "a bit": b"PC",
+    "an older hello": struct.pack("!QQ", 12, 0) + json.dumps([1, KEY]).encode(),
+    "a huge length": struct.pack("!QQ", 2**63, 2**63),
+    "nested JSON": struct.pack("!QQ", 4096, 0) + b"[" * 4096,
+    "not a text": bytes(range(256)),
+    "http": b"GET / HTTP/1.1\r\n\r\n",
+    "a hello, and no proof": encode_hello(1, nonce()),
+    "a hello of no rank": encode_hello(77, nonce()),
+    "a hello and a wrong proof": encode_hello(1, nonce()) + bytes(32),
+}
+
+
+@contextmanager
+def crowd(port: int, count: int, greeting: bytes) -> Iterator[list[socket.socket]]:
+    """Strangers that say something and then keep the line."""
+    strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(count)]
+    try:
+        for one in strangers:
+            one.sendall(greeting)
+        yield strangers
+    finally:
+        for one in strangers:
+            one.close()
+
+
+@pytest.mark.parametrize("greeting", GREETINGS)
+def test_a_stranger_does_not_keep_the_ranks_from_meeting(greeting: str) -> None:
+    """The deadline is longer than the test may take: nobody waits for a stranger."""
+    said: list[str] = []
+    with listen("127.0.0.1") as listener, ThreadPoolExecutor(2) as ranks:
+        port = listener.getsockname()[1]
+        with crowd(port, 20, GREETINGS[greeting]):
+            coming = [ranks.submit(connect, "127.0.0.1", port, rank, KEY, 600.0) for rank in (1, 2)]
+            found = accept_all(listener, KEY, [1, 2], 600.0, said.append)
+            assert sorted(found) == [1, 2]
+            for one in (*found.values(), *(future.result() for future in coming)):
+                one.close()
+    assert said == ["the server has turned away 20 callers that are not of this job"]
+
+
+def test_more_strangers_than_there_is_room_for_do_not_either() -> None:
+    with listen("127.0.0.1") as listener, ThreadPoolExecutor(1) as ranks:
+        port = listener.getsockname()[1]
+        with crowd(port, 3 * guests._MOST, b""):
+            coming = ranks.submit(connect, "127.0.0.1", port, 1, KEY, 600.0)
+            found = accept_all(listener, KEY, [1], 600.0, lambda text: None)
+            found[1].close()
+            coming.result().close()
+
+
+def test_nothing_that_is_said_is_the_key_or_can_be_said_again() -> None:
+    """Who has heard a whole meeting cannot take part in the next one."""
+    heard: list[bytes] = []
+    with listen("127.0.0.1") as listener, ThreadPoolExecutor(1) as ranks:
+        port = listener.getsockname()[1]
+
+        def replayed() -> bytes:
+            ours = nonce()
+            with socket.create_connection(("127.0.0.1", port)) as line:
+                line.sendall(encode_hello(1, ours))
+                challenge = line.recv(CHALLENGE_BYTES, socket.MSG_WAITALL)
+                heard.append(challenge)
+                line.sendall(challenge[32:])  # the server's own proof, said back to it
+                answer = line.recv(1)
+            assert answer != guests.WELCOME
+            return challenge
+
+        replay = ranks.submit(replayed)
+        friend = threading.Thread(target=lambda: (replay.result(), connect("127.0.0.1", port, 1, KEY, 600.0)))
+        friend.start()
+        found = accept_all(listener, KEY, [1], 600.0, lambda text: None)
+        friend.join()
+        found[1].close()
+    assert KEY.encode() not in heard[0]
+    ours, theirs = nonce(), nonce()
+    proof = prove(KEY, b"caller", 1, ours, theirs)
+    assert is_proof(proof, KEY, b"caller", 1, ours, theirs)
+    for other in (
+        (KEY, b"called", 1, ours, theirs),
+        (KEY, b"caller", 2, ours, theirs),
+        (KEY, b"caller", 1, theirs, ours),
+        (KEY + "x", b"caller", 1, ours, theirs),
+        (KEY, b"caller", 1, nonce(), theirs),
+    ):
+        assert not is_proof(proof, *other)
+
+
+def test_a_server_with_another_key_is_left_at_once() -> None:
+    with listen("127.0.0.1") as listener, ThreadPoolExecutor(1) as ranks:
+        coming = ranks.submit(connect, "127.0.0.1", listener.getsockname()[1], 1, "other", 600.0)
+        seen = guests.Guests(listener, KEY, [1])
+        while not coming.done():
+            seen.hear(0.1)
+        seen.close()
+        with pytest.raises(CommunicationError, match="rank 1 has another key"):
+            coming.result()
+        assert not seen.found and seen.strangers == 1
+
+
+# The meeting on one host
+
+FLOOD = """
+import os, socket, sys
+os.setuid(65534)
+address, count = bytes.fromhex(sys.argv[1]), int(sys.argv[2])
+lines = []
+for _ in range(count):
+    line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    line.setblocking(False)
+    try:
+        line.connect(address)
+        lines.append(line)
+    except BlockingIOError:
+        break
+print(len(lines), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="becomes another user")
+def test_the_backlog_that_another_user_fills_does_not_keep_ranks_from_meeting() -> None:
+    listeners = [_listen(), _listen()]
+    addresses = [one.getsockname().hex() for one in listeners]
+    words = [sys.executable, "-c", FLOOD, addresses[0], "2000"]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as flood:
+        assert flood.stdout is not None
+        assert int(flood.stdout.readline()) > 1000, "the backlog is not full"
+        with ThreadPoolExecutor(2) as ranks:
+            expires = float("inf")
+            groups = [Group("world", (0, 1), rank, None) for rank in (0, 1)]
+            met = [ranks.submit(_meet, listeners[r], addresses, groups[r], expires) for r in (1, 0)]
+            found = [one.result() for one in met]
+        assert [sorted(one) for one in found] == [[0], [1]]
+        flood.communicate("")
+    for one in (*listeners, *found[0].values(), *found[1].values()):
+        one.close()
+
+
+@pytest.mark.parametrize("said", [b"", b"x", bytes(8), struct.pack("<Q", 2**63), bytes(4000)])
+def test_a_caller_of_the_same_user_that_says_something_else_is_hung_up(said: bytes) -> None:
+    listeners = [_listen(), _listen()]
+    addresses = [one.getsockname().hex() for one in listeners]
+    odd = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    odd.connect(bytes.fromhex(addresses[0]))
+    if said:
+        odd.send(said)
+    with ThreadPoolExecutor(2) as ranks:
+        groups = [Group("world", (0, 1), rank, None) for rank in (0, 1)]
+        met = [ranks.submit(_meet, listeners[r], addresses, groups[r], float("inf")) for r in (0, 1)]
+        found = [one.result() for one in met]
+    assert [sorted(one) for one in found] == [[1], [0]]
+    for one in (odd, *listeners, *found[0].values(), *found[1].values()):
+        one.close()
+
+
+# The key of a job of several nodes
+
+
+def paceline(*words: str, stdin: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "paceline", *words]
+    return subprocess.run(
+        command, env={**os.environ, **environ}, input=stdin, capture_output=True, text=True, check=False
+    )
+
+
+NODES = ("run", "--nodes", "2", "--rendezvous", "192.0.2.77:29500")
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ((), "2 nodes need a key"),
+        (("--token-file", "missing"), "the key of the job cannot be read: there is no such file"),
+        (("--token-file", "/dev/zero"), "the key of the job cannot be read: there is no such file"),
+        (("--token-file", "-"), "the key of the job cannot be read: it is empty"),
+    ],
+)
+def test_several_nodes_without_a_key_are_refused(words: tuple[str, ...], text: str) -> None:
+    done = paceline(*NODES, *words, "x.py")
+    assert done.returncode == 2 and text in done.stderr and "next:" in done.stderr
+
+
+def test_a_key_comes_by_file_or_standard_input_or_environment(tmp_path: Path) -> None:
+    """With one, the job gets as far as binding an address that is not this machine's."""
+    (tmp_path / "key").write_text("secret\n")
+    for words, stdin, environ in (
+        (("--token-file", str(tmp_path / "key")), "", {}),
+        (("--token-file", "-"), "secret\n", {}),
+        ((), "", {"PACELINE_TOKEN": "secret"}),
+        (("--insecure",), "", {}),
+    ):
+        done = paceline(*NODES, *words, "x.py", stdin=stdin, **environ)
+        assert done.returncode == 4 and "cannot listen on 192.0.2.77" in done.stderr, done.stderr
+
+
+def test_no_command_takes_a_key_as_an_argument() -> None:
+    done = paceline(*NODES, "--token", "secret", "x.py")
+    assert done.returncode == 2
+
+
+def test_a_node_with_another_key_is_named_on_both_sides(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    (tmp_path / "x.py").write_text("from paceline import Cluster\nCluster.from_env().connect('cpu', 60.0)\n")
+    meet = ("run", "--nodes", "2", "--rendezvous", f"127.0.0.1:{port}", "--node-rank")
+    command = [sys.executable, "-m", "paceline", *meet, "0", str(tmp_path / "x.py")]
+    with (tmp_path / "said").open("w") as said:
+        first = subprocess.Popen(command, env={**os.environ, "PACELINE_TOKEN": "a"}, stderr=said)
+    wrong = paceline(*meet, "1", str(tmp_path / "x.py"), PACELINE_TOKEN="b")
+    assert wrong.returncode == 4 and "Rank 1 has another token than the job" in wrong.stderr
+    until(lambda: "turned away, and still waiting" in (tmp_path / "said").read_text())
+    assert "Rank 1 has another token" in (tmp_path / "said").read_text()
+    right = paceline(*meet, "1", str(tmp_path / "x.py"), PACELINE_TOKEN="a")
+    assert (right.returncode, first.wait()) == (0, 0), right.stderr

@@ -1,0 +1,121 @@
+"""Processes that are slow, stopped or frozen: the job ends at its deadlines, and the right rank is named."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from paceline.cluster import process_environment
+from paceline.launch import fork_server
+from paceline.launch.forked import FORK_SERVER
+from paceline.launch.judge import has_stopped, judge
+from paceline.launch.outcome import conclude
+from paceline.launch.stop import SETUP_GRACE_SECONDS, Stop
+from tests.hostile.jobs import end_of, prepare, start, train, until
+from tests.unit.launch.workers import ended
+
+pytestmark = [pytest.mark.capability("N10"), pytest.mark.timeout(150)]
+
+
+def test_a_task_may_take_longer_to_build_than_the_deadline_of_a_wait(tmp_path: Path) -> None:
+    with train(
+        tmp_path, options__what="build", options__rank=1, options__seconds=7, runtime__deadline_seconds=4
+    ) as process:
+        end = end_of(process)
+    assert end.code == 0, end.err
+
+
+def test_a_task_that_is_not_built_in_time_is_named_with_its_rank(tmp_path: Path) -> None:
+    with train(
+        tmp_path,
+        options__what="build",
+        options__rank=1,
+        options__seconds=60,
+        runtime__setup_deadline_seconds=2,
+    ) as process:
+        end = end_of(process)
+    assert end.code == 4, end.err
+    assert "rank 0 raised DeadlineError: rank 1 has not built the task within 2 s" in end.err
+    assert "rank 1 was ended because of that; it was in build (task.py" in end.err
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_stopped_in_the_set_up_is_named(rank: int, tmp_path: Path) -> None:
+    with train(tmp_path, options__what="freeze", options__rank=rank, runtime__deadline_seconds=3) as process:
+        end = end_of(process)
+    assert end.code == 4, end.err
+    text = f"rank {rank} was stopped by a signal (SIGSTOP?) for more than 3 s while building the task"
+    assert end.err.startswith(text), end.err
+
+
+def test_a_rank_that_is_stopped_after_the_others_have_ended_is_named(tmp_path: Path) -> None:
+    with train(
+        tmp_path, options__what="freeze-at-end", options__rank=1, runtime__deadline_seconds=3
+    ) as process:
+        end = end_of(process)
+    assert end.code == 4, end.err
+    assert end.err.startswith("rank 1 was stopped by a signal (SIGSTOP?) for more than 3 s while leaving")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_request_to_stop_ends_a_set_up_although_a_rank_is_stopped(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    with train(tmp_path, options__what="freeze", options__rank=0) as process:
+        until((tmp_path / "frozen-0").exists, process)
+        process.send_signal(number)
+        end = end_of(process)
+    assert end.code == {signal.SIGTERM: 143, signal.SIGINT: 130}[number], end.err
+    assert "stopped before the first step" in end.err or "did not end in time" in end.err
+
+
+def test_before_the_first_step_a_request_to_stop_has_two_seconds_and_later_the_grace_time() -> None:
+    stop = Stop(1.0, 3.0, 30.0, begun=False)
+    stop.on_signal(signal.SIGTERM, 100.0)
+    assert SETUP_GRACE_SECONDS < 2
+    assert (stop.due(100.0), stop.due(101.0), stop.due(102.0)) == ("terminate", "wait", "kill")
+    late = Stop(1.0, 3.0, 30.0, begun=False)
+    late.on_signal(signal.SIGTERM, 100.0)
+    late.on_begin(100.5)
+    assert (late.due(100.5), late.due(129.0), late.due(130.5)) == ("terminate", "wait", "kill")
+
+
+@pytest.mark.capability("O1", "N7")
+def test_a_rank_that_the_launcher_ended_in_its_set_up_has_not_left_on_request(tmp_path: Path) -> None:
+    """The rank that says SetupStoppedError does so because the other one has failed."""
+    stop = Stop(1.0, 3.0, 30.0)
+    stop.on_failure(0.0)
+    lost = ended(tmp_path, 0, 4, "CommunicationError", "rank 1 is gone", connection=True)
+    told = ended(tmp_path, 1, 143, "SetupStoppedError", "stopped before the first step", told=True)
+    failures = [failure for one in (lost, told) if (failure := judge(one, stop)) is not None]
+    outcome = conclude(failures, stopped=any(map(has_stopped, (lost, told))))
+    assert outcome.exit_code == 4
+    assert outcome.report.startswith("rank 0 raised CommunicationError: rank 1 is gone")
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.parametrize("when", ["before", "later"])
+def test_a_fork_server_that_is_stopped_costs_a_start_and_nothing_else(when: str, tmp_path: Path) -> None:
+    """Stopped before, workers start anew; stopped later, their ends are seen all the same."""
+    inherited = {name: value for name, value in process_environment().items() if name != FORK_SERVER}
+    with fork_server(environ=inherited) as variables:
+        server = int((Path(variables[FORK_SERVER]) / "pid").read_text())
+        if when == "before":
+            os.kill(server, signal.SIGSTOP)
+        prepare(tmp_path)
+        words = ("train", "recipe.toml", "-n", "2", "--set", "options.pause=0.05")
+        with start(tmp_path, *words, **variables) as process:
+            if when == "later":
+                until((tmp_path / "building-1").exists, process)
+                (service,) = children_of(server)
+                os.kill(service, signal.SIGSTOP)
+            end = end_of(process)
+    assert end.code == 0, end.err
+    assert not [path for path in (tmp_path / "tmp").iterdir() if path.name.startswith("paceline-")]
+    assert when == "before" or not Path(f"/proc/{service}").exists()

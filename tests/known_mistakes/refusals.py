@@ -1,0 +1,209 @@
+"""Mistakes that cannot be made: the run is refused, in one sentence with a next step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline import Task
+from paceline.models import KeyedDropout
+from tests.known_mistakes.mistake import Story
+from tests.known_mistakes.pieces import (
+    Functional,
+    Noisy,
+    Stream,
+    counted_mean,
+    frozen,
+    mean_loss,
+    model,
+    odd_metrics,
+    same_metrics,
+    sgd,
+    task,
+)
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A mistake that is refused.
+
+    Args:
+        says: what the error says.
+        wrong, mended: build the task.
+        recipe, mended_recipe: settings.
+        processes: that it takes.
+    """
+
+    story: Story
+    says: str
+    wrong: Callable[[], Task]
+    mended: Callable[[], Task]
+    recipe: Mapping[str, Any]
+    mended_recipe: Mapping[str, Any]
+    processes: int = 1
+
+
+PLAIN: Mapping[str, Any] = {}
+CACHED = {"loader": {"cache_bytes": 1 << 20}}
+LANES, PIPELINE = {"strategy": "replicas=1 lanes=2"}, {"strategy": "replicas=1 pipeline=2"}
+SAME_BITS = {"reproducible": True}
+
+
+REFUSALS: Mapping[str, Refused] = {
+    "a mean as the loss": Refused(
+        Story(
+            "the loss is a mean, and nobody says over how many",
+            "every loop that hands cross_entropy's default to a library of data parallelism",
+            "unequal ranks and micro-batches weigh the same",
+            "from means alone the mean of all cannot be had",
+            "return F.cross_entropy(model(x), y)",
+            "return Loss.mean(F.cross_entropy(model(x), y), len(y))",
+        ),
+        "not paceline.Loss",
+        lambda: task(loss=mean_loss),
+        lambda: task(loss=counted_mean),
+        PLAIN,
+        PLAIN,
+    ),
+    "metrics of some batches": Refused(
+        Story(
+            "some batches have a metric that others lack",
+            "self.log under a condition in Lightning with sync_dist=True",
+            "the job hangs at the first step in which ranks disagree",
+            "ranks reduce different numbers of values: one waits for a call that never comes",
+            "if positive.any(): metrics['positive'] = ...",
+            "metrics['positive'] = positive.sum()",
+        ),
+        "the loss returned the metrics",
+        lambda: task(loss=odd_metrics),
+        lambda: task(loss=same_metrics),
+        PLAIN,
+        PLAIN,
+    ),
+    "nothing to train": Refused(
+        Story(
+            "nothing requires a gradient",
+            "fine-tuning that freezes the base, and finds no adapter by its name",
+            "the loss stays where it is; an empty list of gradients is applied without an error",
+            "requires_grad is off everywhere",
+            "model.requires_grad_(False)",
+            "model.requires_grad_(False); model[-1].requires_grad_(True)",
+        ),
+        "no parameter that",
+        frozen,
+        task,
+        PLAIN,
+        PLAIN,
+    ),
+    "more ranks than shards": Refused(
+        Story(
+            "some ranks would have nothing to do",
+            "a global batch smaller than the number of devices; pipelines of more stages than layers",
+            "ranks stall in a collective, or train on padding",
+            "one shard cannot be dealt to two replicas",
+            "batch.shards = 1  # and 2 processes",
+            "batch.shards = 2",
+        ),
+        "more than batch.shards=1",
+        task,
+        task,
+        {"batch": {"size": 6, "shards": 1}},
+        {"batch": {"size": 6, "shards": 2}},
+        2,
+    ),
+    "dropout on threads": Refused(
+        Story(
+            "threads draw from one generator",
+            "data parallelism by threads of one process",
+            "two runs of one seed differ",
+            "who draws first depends on the scheduler",
+            "nn.Dropout(0.1)",
+            "paceline.models.KeyedDropout(0.1)",
+        ),
+        "draws from PyTorch's own generator",
+        lambda: task(model=model(nn.Dropout(0.1))),
+        lambda: task(model=model(KeyedDropout(0.1))),
+        LANES,
+        LANES,
+    ),
+    "children as a chain": Refused(
+        Story(
+            "a pipeline is cut from list(model.children())",
+            "every tutorial of splitting a model by hand",
+            "the pipeline computes something else than the model: no activation, no reshape",
+            "what forward does between its modules is in none of them",
+            "stages=lambda m: list(m.children())",
+            "stages=lambda m: [m.a, nn.ReLU(), m.b]",
+        ),
+        "another result than the model",
+        lambda: task(model=Functional(), stages=lambda m: list(m.children())),
+        lambda: task(model=Functional(), stages=lambda m: [m.a, nn.ReLU(), m.b]),
+        PIPELINE,
+        PIPELINE,
+        2,
+    ),
+    "LBFGS": Refused(
+        Story(
+            "the optimizer asks for the loss several times in a step",
+            "LBFGS and SAM under DDP, with a closure that each rank evaluates alone",
+            "ranks stop their line search after different numbers of calls, and hang",
+            "each evaluation would be a step of its own for all ranks",
+            "torch.optim.LBFGS(model.parameters())",
+            "torch.optim.AdamW(model.parameters())",
+        ),
+        "computes the loss again within a step",
+        lambda: task(optimizer=lambda m: torch.optim.LBFGS(m.parameters())),
+        lambda: task(optimizer=sgd()),
+        PLAIN,
+        PLAIN,
+    ),
+    "a stream as a data set": Refused(
+        Story(
+            "a stream is given where samples are asked for by index",
+            "IterableDataset under several workers or ranks: each reads all of it",
+            "samples are trained once a worker and rank",
+            "a stream knows nothing of who else reads it",
+            "data = MyIterableDataset()",
+            "data = list(MyIterableDataset())",
+        ),
+        "an IterableDataset",
+        lambda: task(data=Stream()),
+        lambda: task(data=list(Stream())),
+        PLAIN,
+        PLAIN,
+    ),
+    "a cache of random samples": Refused(
+        Story(
+            "augmented samples are cached",
+            "data.cache() after data.map(augment) in tf.data; caches in data sets",
+            "augmentation stops after the first epoch, and depends on who read a sample first",
+            "the cache keeps the first draw",
+            "loader.cache_bytes = 1000000  # and random.random() in __getitem__",
+            "loader.cache_bytes = 0, or draw in collate",
+        ),
+        "draw random numbers",
+        lambda: task(data=Noisy()),
+        lambda: task(data=Noisy()),
+        CACHED,
+        PLAIN,
+    ),
+    "fused and reproducible": Refused(
+        Story(
+            "kernels that round by the place of a value are asked for equal bits",
+            "runs that are called deterministic, with fused optimizers and sharded state",
+            "hashes differ by the number of ranks",
+            "a vector loop and its tail round differently, and sharding moves the tail",
+            "torch.optim.SGD(parameters, lr, fused=True)",
+            "torch.optim.SGD(parameters, lr, fused=False)",
+        ),
+        "a fused optimizer rounds",
+        lambda: task(optimizer=sgd(fused=True)),
+        lambda: task(optimizer=sgd(fused=False)),
+        SAME_BITS,
+        SAME_BITS,
+    ),
+}

@@ -1,0 +1,118 @@
+"""The handle: its result is made once, by the first wait; a failure is raised by every wait."""
+
+import threading
+from typing import Any
+
+import pytest
+
+from paceline.comm import Handle
+from paceline.errors import CommunicationError
+
+
+class Counted:
+    """Makes a result, and notes how it was asked for one."""
+
+    def __init__(self, result: Any = None, error: Exception | None = None) -> None:
+        self.result, self.error = result, error
+        self.asked: list[tuple[float | None, bool]] = []
+        self.thread: int | None = None
+
+    def __call__(self, deadline_seconds: float | None, exposed: bool) -> Any:
+        self.asked.append((deadline_seconds, exposed))
+        self.thread = threading.get_ident()
+        if self.error is not None:
+            raise self.error
+        return self.result
+
+
+def test_nothing_is_made_before_the_first_wait_and_nothing_after_it() -> None:
+    made = Counted(object())
+    handle = Handle(made)
+    assert made.asked == []
+    assert [handle.wait() for _ in range(3)] == [made.result] * 3
+    assert made.asked == [(None, True)]
+
+
+def test_none_is_a_result_too() -> None:
+    made = Counted(None)
+    handle = Handle(made)
+    assert (handle.wait(), handle.wait()) == (None, None)
+    assert len(made.asked) == 1
+
+
+@pytest.mark.parametrize("error", [CommunicationError("a peer is gone", next_step="look"), KeyError("x")])
+def test_a_failure_is_raised_again_and_not_looked_for_again(error: Exception) -> None:
+    made = Counted(error=error)
+    handle = Handle(made)
+    for _ in range(3):
+        with pytest.raises(type(error)) as caught:
+            handle.wait()
+        assert caught.value is error
+    assert len(made.asked) == 1
+
+
+def test_what_is_ready_needs_no_wait() -> None:
+    result = object()
+    handle = Handle.ready(result)
+    assert handle.wait(0.0) is result
+    assert handle.then(lambda found: (found, 1)).wait() == (result, 1)
+
+
+def test_the_deadline_and_who_waits_reach_whoever_makes_the_result() -> None:
+    made = Counted(3)
+    following = Handle(made).then(lambda n: n + 1).then(lambda n: 10 * n)
+    assert following.wait(0.25, exposed=False) == 40
+    assert made.asked == [(0.25, False)]
+
+
+def test_what_follows_is_made_once_and_leaves_the_first_result_alone() -> None:
+    made, calls = Counted([1]), []
+    first = Handle(made)
+    following = first.then(lambda found: calls.append(found) or [*found, 2])
+    assert calls == []
+    assert following.wait() is following.wait()
+    assert (following.wait(), first.wait(), len(calls), len(made.asked)) == ([1, 2], [1], 1, 1)
+
+
+def test_two_that_follow_share_one_result() -> None:
+    made = Counted(5)
+    handle = Handle(made)
+    one, other = handle.then(lambda n: n + 1), handle.then(lambda n: n - 1)
+    assert (one.wait(), other.wait()) == (6, 4)
+    assert len(made.asked) == 1
+
+
+def test_a_failure_reaches_what_follows_and_its_function_is_not_called() -> None:
+    error, calls = CommunicationError("a peer is gone", next_step="look"), []
+    handle = Handle(Counted(error=error))
+    following = handle.then(calls.append)
+    for each in (following, following, handle):
+        with pytest.raises(CommunicationError) as caught:
+            each.wait()
+        assert caught.value is error
+    assert calls == []
+
+
+def test_a_function_that_fails_is_called_once_and_the_first_result_is_kept() -> None:
+    made, calls = Counted(1), []
+
+    def fail(n: int) -> None:
+        calls.append(n)
+        raise ValueError("no")
+
+    first = Handle(made)
+    following = first.then(fail)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no"):
+            following.wait()
+    assert (calls, first.wait(), len(made.asked)) == ([1], 1, 1)
+
+
+def test_the_result_is_made_on_the_thread_that_waits() -> None:
+    made, seen = Counted(1), []
+    following = Handle(made).then(lambda n: seen.append(threading.get_ident()))
+    waiting = threading.Thread(target=following.wait)
+    waiting.start()
+    waiting.join()
+    assert seen == [made.thread]
+    assert made.thread != threading.get_ident()

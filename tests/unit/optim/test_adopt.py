@@ -1,0 +1,238 @@
+"""Which optimizers may update a part of a tensor alone, and how one comes to hold parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paceline import Loss, Task
+from paceline.cluster import Cluster
+from paceline.errors import StrategyError
+from paceline.layout.holding import hold, hold_whole
+from paceline.layout.placement import Placement, Shard
+from paceline.optim import UserOptimizer, require_elementwise
+from paceline.optim.adopt import adopt
+from paceline.recipe import Recipe, Strategy
+from paceline.slot import trained_parameters
+from paceline.testing import run_ranks
+from paceline.testing.parity import session_of
+
+Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+class Lars(torch.optim.Optimizer):
+    """The rate of a tensor is its norm by that of its gradient: You et al. 2017, arXiv:1708.03888."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p -= group["lr"] * self.direction(p)
+
+    def direction(self, p: Tensor) -> Tensor:
+        assert p.grad is not None
+        return p.grad * p.norm() / (p.grad.norm() + 1e-9)
+
+
+class Lamb(Lars):
+    """Adam's direction in place of the gradient's: You et al. 2020, arXiv:1904.00962."""
+
+    def direction(self, p: Tensor) -> Tensor:
+        assert p.grad is not None
+        state = self.state[p]
+        mean = state.setdefault("mean", torch.zeros_like(p)).lerp_(p.grad, 0.1)
+        square = state.setdefault("square", torch.zeros_like(p)).lerp_(p.grad**2, 0.1)
+        way = mean / (square.sqrt() + 1e-6)
+        return way * p.norm() / (way.norm() + 1e-9)
+
+
+class Signs(Lars):
+    """Elementwise, and nobody says so."""
+
+    def direction(self, p: Tensor) -> Tensor:
+        assert p.grad is not None
+        return self.state[p].setdefault("mean", torch.zeros_like(p)).lerp_(p.grad, 0.1).sign()
+
+
+class Late(Signs):
+    """Looks at the whole tensor from its third step on."""
+
+    def direction(self, p: Tensor) -> Tensor:
+        num_steps = self.state[p]["steps"] = self.state[p].get("steps", 0) + 1
+        way = super().direction(p)
+        return way if num_steps < 3 else way * p.abs().max()
+
+
+class Believed(Lars):
+    elementwise = True
+
+
+class Denied(Signs):
+    elementwise = False
+
+
+class Clumsy(Lars):
+    def direction(self, p: Tensor) -> Tensor:
+        raise ValueError("only on Sundays")
+
+
+class Plain(UserOptimizer):
+    def update(self, params: Any, grads: Any, step: int) -> None:
+        for p, grad in zip(params, grads, strict=True):
+            p -= self.group["lr"] * grad
+
+
+KNOWN = (
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "Adagrad",
+    "Adadelta",
+    "RMSprop",
+    "Rprop",
+    "ASGD",
+)
+ACCEPTED: dict[str, Make] = {
+    **{name: lambda ps, name=name: getattr(torch.optim, name)(ps, lr=0.1) for name in KNOWN},
+    "SGD with momentum": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, nesterov=True),
+    "an elementwise one": Signs,
+    "one that says so": Believed,
+    "a user's": lambda ps: Plain(ps, lr=0.1),
+}
+REFUSED: dict[str, Make] = {
+    "Lars": Lars,
+    "Lamb": Lamb,
+    "Late": Late,
+    "Denied": Denied,
+    "Adafactor": lambda ps: torch.optim.Adafactor(ps, lr=0.1),
+    "Muon": lambda ps: torch.optim.Muon([p for p in ps if p.dim() == 2], lr=0.1),
+}
+
+
+def parameters() -> list[nn.Parameter]:
+    torch.manual_seed(2)
+    return [nn.Parameter(torch.randn(8, 6)), nn.Parameter(torch.randn(8))]
+
+
+@pytest.mark.capability("A11", "J13")
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_an_elementwise_optimizer_may_update_parts(name: str) -> None:
+    given = parameters()
+    before = [p.detach().clone() for p in given]
+    optimizer = ACCEPTED[name](given)
+    require_elementwise(optimizer)
+    assert all(torch.equal(p, was) for p, was in zip(given, before, strict=True))
+    assert not optimizer.state, "a trial leaves no state behind"
+
+
+@pytest.mark.capability("A11", "J13")
+@pytest.mark.parametrize("name", REFUSED)
+def test_one_that_looks_at_whole_tensors_is_refused(name: str) -> None:
+    if not hasattr(torch.optim, name) and name in ("Adafactor", "Muon"):
+        pytest.skip(f"this torch has no {name}")
+    optimizer = REFUSED[name](parameters())
+    with pytest.raises(StrategyError) as caught:
+        require_elementwise(optimizer)
+    text = f"{caught.value.what} {caught.value.next_step}"
+    assert type(optimizer).__name__ in text
+    assert "elementwise" in text
+    assert not optimizer.state
+
+
+def test_one_that_cannot_be_tried_says_why_and_what_to_do() -> None:
+    with pytest.raises(StrategyError, match="only on Sundays") as caught:
+        require_elementwise(Clumsy(parameters()))
+    assert "elementwise = True" in str(caught.value.next_step)
+
+
+def test_the_trial_uses_the_options_of_the_optimizer() -> None:
+    """With another rate it would come to the same; here the rate decides."""
+
+    class Sometimes(Signs):
+        def direction(self, p: Tensor) -> Tensor:
+            way = super().direction(p)
+            return way if self.param_groups[0]["lr"] < 1 else way * p.norm()
+
+    require_elementwise(Sometimes(parameters(), lr=0.1))
+    with pytest.raises(StrategyError):
+        require_elementwise(Sometimes(parameters(), lr=2.0))
+
+
+def task_with(make: Make) -> Callable[[], Task]:
+    def build() -> Task:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+        data = list(torch.rand(32, 6, generator=torch.Generator().manual_seed(4)))
+
+        def loss(model: nn.Module, x: Tensor) -> Loss:
+            return Loss((model(x).view(-1) - x.sum(1)).square().sum(), len(x))
+
+        return Task(model, data, loss, optimizer=lambda model: make(list(model.parameters())))
+
+    return build
+
+
+def recipe_of(strategy: str) -> Recipe:
+    return Recipe(
+        task="sum",
+        steps=3,
+        batch={"size": 8, "shards": 4},
+        strategy=Strategy.parse(strategy),
+    )
+
+
+@pytest.mark.capability("A11", "J13")
+def test_it_is_asked_where_a_rank_updates_parts_and_only_there() -> None:
+    def said(cluster: Cluster, strategy: str, make: Make) -> str:
+        try:
+            session = session_of(cluster, recipe_of(strategy), task_with(make))
+            list(session.rounds())
+        except StrategyError as error:
+            return error.what
+        return ""
+
+    assert run_ranks(said, 2, "replicas=2", Lars) == ["", ""]
+    assert run_ranks(said, 2, "replicas=1 shard=2 zero=1", Signs) == ["", ""]
+    for strategy in ("replicas=1 shard=2 zero=1", "replicas=1 shard=2 zero=3"):
+        for text in run_ranks(said, 2, strategy, Lars):
+            assert text.startswith("Lars looks at a whole tensor")
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_an_optimizer_of_a_whole_model_comes_to_hold_the_parts(place: int) -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
+    model[0].bias.requires_grad_(False)
+    slots = tuple(trained_parameters(model))
+    holding = hold(model, Placement(slots).cut(Shard(2, {})), {"shard": place})
+    groups = [
+        {"params": [("a", model[0].weight)], "lr": 0.5},
+        {"params": [("b", model[1].weight), ("c", model[1].bias)]},
+    ]
+    optimizer = torch.optim.Adam(groups, lr=0.1)
+    adopt(optimizer, holding)
+    found = [
+        [(p.shape[0], name) for p, name in zip(g["params"], g["param_names"], strict=True)]
+        for g in optimizer.param_groups
+    ]
+    assert found == [[(3, "a")], [(1 + place, "b"), (1 + place, "c")]]
+    assert [g["lr"] for g in optimizer.param_groups] == [0.5, 0.1]
+    own = {id(p) for p in holding.updates.values()}
+    assert {id(p) for g in optimizer.param_groups for p in g["params"]} == own
+
+
+def test_whole_parameters_stay_what_they_are() -> None:
+    model = nn.Linear(4, 6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    adopt(optimizer, hold_whole(model))
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(model.weight), id(model.bias)]

@@ -1,0 +1,95 @@
+"""Optimizers that the training step cannot drive are refused in one sentence, before anything is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
+
+from paceline.cluster import Cluster
+from paceline.errors import TaskError
+from paceline.optim import require_one_gradient
+from paceline.recipe import Recipe
+from paceline.task import Loss, Source, Task
+from paceline.testing.parity import session_of
+
+DRIVEN = [
+    *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon"),
+    *("NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
+]
+
+
+def loss(model: nn.Module, batch: Tensor) -> Loss:
+    return Loss(model(batch).square().sum(), len(batch))
+
+
+def train(optimizer: Callable[[nn.Module], torch.optim.Optimizer], data: Source | None = None) -> Tensor:
+    task = Task(nn.Linear(3, 2, bias=False), data or torch.ones(6, 3), loss, optimizer=optimizer)
+    recipe = Recipe(task="own", steps=2, batch={"size": 3, "shards": 1})
+    list(session_of(Cluster.single(), recipe, lambda: task).rounds())
+    return task.model.weight.detach()
+
+
+class Sharpness(torch.optim.Optimizer):
+    """Needs the loss at two points, as SAM does."""
+
+    def step(self, closure: Callable[[], Any]) -> Any:
+        return closure()
+
+
+@pytest.mark.capability("J13")
+@pytest.mark.parametrize(
+    "optimizer",
+    [lambda m: torch.optim.LBFGS(m.parameters()), lambda m: Sharpness(m.parameters(), {})],
+    ids=["LBFGS", "SAM"],
+)
+def test_one_that_computes_the_loss_again_is_refused(optimizer: Any) -> None:
+    with pytest.raises(TaskError, match="computes the loss again within a step") as found:
+        train(optimizer)
+    assert "AdamW" in str(found.value)
+
+
+@pytest.mark.capability("J13")
+def test_one_of_sparse_gradients_is_refused() -> None:
+    """The reason is true: PyTorch's own takes no dense gradient."""
+    with pytest.raises(TaskError, match="takes sparse gradients only"):
+        train(lambda m: torch.optim.SparseAdam(m.parameters()))
+    p = nn.Parameter(torch.ones(2))
+    p.grad = torch.ones(2)
+    with pytest.raises(RuntimeError, match="does not support dense gradients"):
+        torch.optim.SparseAdam([p]).step()
+
+
+@pytest.mark.capability("J13")
+@pytest.mark.parametrize("name", DRIVEN)
+def test_all_others_of_pytorch_train(name: str) -> None:
+    kind = getattr(torch.optim, name)
+    optimizer = kind([nn.Parameter(torch.ones(2, 2))])
+    assert require_one_gradient(optimizer) is optimizer
+    torch.manual_seed(0)
+    start = nn.Linear(3, 2, bias=False).weight.detach()
+    torch.manual_seed(0)
+    assert not torch.equal(train(lambda m: kind(m.parameters())), start)
+
+
+class Stream(IterableDataset[Tensor]):
+    """Has a length, and PyTorch's base class has a __getitem__ that only raises."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.ones(6, 3))
+
+    def __len__(self) -> int:
+        return 6
+
+
+@pytest.mark.capability("M1")
+def test_an_iterable_dataset_with_a_length_is_refused_in_one_sentence() -> None:
+    assert isinstance(Stream(), Source) and issubclass(Stream, Dataset)
+    with pytest.raises(TaskError, match="Stream, an IterableDataset") as found:
+        train(lambda m: torch.optim.SGD(m.parameters(), lr=0.1), Stream())
+    assert "list(dataset)" in str(found.value)
+    train(lambda m: torch.optim.SGD(m.parameters(), lr=0.1), list(Stream()))

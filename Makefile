@@ -48,9 +48,10 @@ format: $(VENV)/.dev ## format the code and fix what ruff can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(VENV)/.dev ## write docs/capabilities.md and docs/reference/metrics.md
+docs: $(VENV)/.dev ## write docs/capabilities.md and the pages of docs/reference
 	$(BIN)/python tools/capabilities.py
 	$(BIN)/python tools/metrics_page.py
+	$(BIN)/python tools/reference_pages.py
 
 constraints: ## resolve the newest versions in a fresh environment and write constraints.txt
 	$(PYTHON) tools/constraints.py --torch $(TORCH)

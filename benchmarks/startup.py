@@ -35,10 +35,12 @@ COMMANDS: dict[str, tuple[list[str], float | None]] = {
 """By name: the command, and the seconds it may take."""
 
 
-def run(command: list[str], environ: Mapping[str, str] | None = None) -> float:
-    """Run a command to its end."""
+def run(command: list[str], environ: Mapping[str, str] | None = None, folder: str | None = None) -> float:
+    """Run a command to its end, in a folder where it may leave something."""
     # With a pipe to read, its end is noticed at once; waiting with a deadline alone looks every 50 ms.
-    subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=_DEADLINE_SECONDS, env=environ)
+    subprocess.run(
+        command, check=True, stdout=subprocess.PIPE, timeout=_DEADLINE_SECONDS, env=environ, cwd=folder
+    )
     return 0.0
 
 
@@ -46,12 +48,15 @@ def jobs_table(repeats: int) -> Table:
     """Jobs of one step, by turns."""
     rows = []
     plain = process_environment()
-    with tempfile.TemporaryDirectory() as folder, fork_server(["paceline.cli.main"]) as variables:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        fork_server(["paceline.cli.main", "paceline.cli.train"]) as variables,
+    ):
         ways = {"anew": {**plain, FORK_SERVER: NONE}, "as ever": plain, "server": {**plain, **variables}}
         for workers in _WORKERS:
             job = [_PACELINE, "train", str(_RECIPE), "-n", str(workers)]
-            job += ["--set", "steps=1", "--set", f"run_dir={folder}/{workers}", "--set", "checkpoint.keep=1"]
-            sides = [Side(name, partial(run, job, environ)) for name, environ in ways.items()]
+            job += ["--set", "steps=1", "--set", "checkpoint.keep=1"]
+            sides = [Side(name, partial(run, job, environ, folder)) for name, environ in ways.items()]
             found = take_turns(sides, repeats=repeats, steps=1, warmup=1)
             row = [str(workers)]
             for side in found:

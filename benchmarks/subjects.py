@@ -17,7 +17,15 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from paceline.models import MLP
-from paceline.recipe import BatchRecipe, OptimizerRecipe, Recipe, RuntimeRecipe, ScheduleRecipe, load_recipe
+from paceline.recipe import (
+    BatchRecipe,
+    OptimizerRecipe,
+    PrecisionRecipe,
+    Recipe,
+    RuntimeRecipe,
+    ScheduleRecipe,
+    load_recipe,
+)
 from paceline.task import Loss, Task
 from paceline.tasks import load_task
 from paceline.training.job import CACHE_DIR
@@ -94,6 +102,7 @@ def mlp(hidden: tuple[int, ...], *, batch_size: int, shards: int, inputs: int = 
         batch=BatchRecipe(size=batch_size, shards=shards),
         optimizer=OptimizerRecipe(lr=1e-4, weight_decay=0.1, clip_norm=1.0),
         schedule=ScheduleRecipe(decay="cosine", warmup_steps=10),
+        precision=PrecisionRecipe(compute="fp32"),
         runtime=RuntimeRecipe(device="cpu"),
     )
     return Subject(recipe, Task(model, TensorDataset(x, y), _class_loss), _mean_class_loss)

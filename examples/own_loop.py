@@ -7,7 +7,7 @@ from own_model import build
 
 import paceline
 
-recipe = paceline.Recipe(task="own_model.py:build", steps=120, batch={"size": 64}, optimizer={"lr": 1e-2})
+recipe = paceline.Recipe(steps=120, batch={"size": 64}, optimizer={"lr": 1e-2})
 
 with paceline.join(recipe, build) as session:
     for stats in session.rounds():

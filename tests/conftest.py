@@ -1,6 +1,7 @@
 """What many tests use: quick workers, and runs that are trained once, by the command line."""
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -78,6 +79,12 @@ class Trained:
 Train = Callable[..., Trained]
 
 
+def pytest_configure() -> None:
+    """A suite that `nohup` starts ignores Ctrl-C, and so would its processes, which are tested with it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def own_share_of_the_cores() -> None:
     """Tests that run at a time must not wait for each other's intra-op threads, nor must their commands."""
@@ -90,7 +97,7 @@ def own_share_of_the_cores() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def quick_workers() -> Iterator[None]:
     """The workers of commands are forked, where that makes no difference but in time."""
-    with fork_server(["paceline.cli.main", "sklearn.datasets"]) as variables:
+    with fork_server(["paceline.cli.main", "paceline.cli.train", "sklearn.datasets"]) as variables:
         change_environment(variables)
         yield
         change_environment(dict.fromkeys(variables))
@@ -106,7 +113,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
         (place / "recipe.toml").write_text(RECIPE)
         command = [sys.executable, "-m", "paceline", "train", "recipe.toml", "-n", str(processes)]
         done = subprocess.run(
-            [*command, *arguments], cwd=place, capture_output=True, text=True, timeout=90, check=False
+            [*command, *arguments], cwd=place, capture_output=True, text=True, timeout=360, check=False
         )
         assert done.returncode == 0, done.stderr
         (folder,) = (place / "runs").iterdir()

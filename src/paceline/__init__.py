@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from paceline.recipe import load_recipe as load_recipe
     from paceline.recipe import support as support
     from paceline.task import Loss as Loss
+    from paceline.task import Metric as Metric
     from paceline.task import Task as Task
     from paceline.training import Result as Result
     from paceline.training import Session as Session
@@ -31,6 +32,7 @@ __version__ = VERSION
 _HOMES = {
     "Cluster": "cluster",
     "Loss": "task",
+    "Metric": "task",
     "PacelineError": "errors",
     "Recipe": "recipe",
     "Result": "training",
@@ -48,6 +50,7 @@ _HOMES = {
 __all__ = [
     "Cluster",
     "Loss",
+    "Metric",
     "PacelineError",
     "Recipe",
     "Result",

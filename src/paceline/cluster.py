@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.errors import CommunicationError, DeviceError
 from paceline.group import await_ranks, make_group
 from paceline.phase import enter_phase
+from paceline.process_group import is_connected, let_go
 from paceline.rendezvous import Member, announcements, check_in, interface_towards, open_store
 from paceline.roster import announce, write_roster
 
@@ -148,7 +149,7 @@ class Cluster:
                 joined, or the port is taken. Only this process fails; the running job does not notice.
         """
         device = _claim_device(device_type, self.local_rank)
-        if self.world_size > 1:
+        if self.world_size > 1 and not is_connected():
             self.enter_phase("reaching the store of the job", deadline_seconds)
             served = self.open_store(deadline_seconds)
             self.enter_phase("waiting for the other ranks to start", deadline_seconds)
@@ -169,19 +170,9 @@ class Cluster:
             await_ranks(what, self.global_rank, self.world_size, seconds, say)
 
     def disconnect(self) -> None:
-        """Destroy the process group. Call it when all ranks are done, not after an error: it would wait.
-
-        Garbage is collected first: a group that outlives its last user aborts about one exit in ten.
-        """
-        if self.world_size == 1:
-            return
-        import gc
-
-        import torch.distributed as dist
-
-        gc.collect()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        """Let go of what a call has made, when all ranks are done; not after an error: it would wait."""
+        if self.world_size > 1:
+            let_go()
 
     def open_store(self, deadline_seconds: float) -> Store:
         """Serve the job's store (global rank 0, or who holds the listening socket), or reach it."""

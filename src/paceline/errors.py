@@ -80,6 +80,12 @@ class CheckpointError(PacelineError):
     exit_code = 3
 
 
+class RunFolderError(PacelineError):
+    """The folder of a run cannot be made or written: the disk is full, or it is not ours to write."""
+
+    exit_code = 3
+
+
 class CommunicationError(PacelineError):
     """A collective failed: names the rank, the operation, the step; usually another rank is gone.
 

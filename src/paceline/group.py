@@ -54,7 +54,7 @@ def await_ranks(
     """Wait until every rank of the default group has come here.
 
     Args:
-        what: what each of them has done then, as in "built the task"; every `what` is used once in a job.
+        what: what each of them has done then, as in "built the task"; all ranks do it equally often.
         seconds: how long to wait at most.
         say: is told every few seconds who is missing.
     Raises:
@@ -62,7 +62,9 @@ def await_ranks(
     """
     from torch.distributed.distributed_c10d import _get_default_store
 
-    store, keys = _get_default_store(), [f"paceline/{what}/{rank}" for rank in range(world_size)]
+    store = _get_default_store()
+    turn = store.add(f"paceline/{what}/times/{global_rank}", 1)
+    keys = [f"paceline/{what}/{turn}/{rank}" for rank in range(world_size)]
     store.set(keys[global_rank], "1")
     began = told = time.monotonic()
     while not store.check(keys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -12,6 +13,21 @@ from torch.utils.data import IterableDataset
 
 from paceline.errors import TaskError
 
+_COUNT_OF = "#count of "
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A sum over items of its own, and how many those were: what is reported is their mean.
+
+    Args:
+        total: for example how many of the masked words were right.
+        count: for example how many words were masked.
+    """
+
+    total: Tensor | float
+    count: Tensor | float
+
 
 @dataclass(frozen=True)
 class Loss:
@@ -20,15 +36,24 @@ class Loss:
     Args:
         total: the sum of the losses of `count` items, a scalar tensor that carries gradients.
         count: number of items in the sum (samples, unmasked tokens, ...), a number or a scalar tensor.
-        metrics: further sums over the same items, by name (for example how many were right).
+        metrics: further sums by name: over the same items, or a `Metric` with a count of its own. One whose
+            name begins with "_" is not reported: it is for `Task.derive`.
     """
 
     total: Tensor
     count: Tensor | float
-    metrics: Mapping[str, Tensor | float] = field(default_factory=dict)
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """A metric with its own count travels as two sums; `finish_metrics` puts them together again."""
+        own = {name: value for name, value in self.metrics.items() if isinstance(value, Metric)}
+        if own:
+            sums: dict[str, Any] = {**self.metrics, **{name: value.total for name, value in own.items()}}
+            sums |= {_COUNT_OF + name: value.count for name, value in own.items()}
+            object.__setattr__(self, "metrics", sums)
 
     @classmethod
-    def mean(cls, value: Tensor, count: Tensor | float, **metrics: Tensor | float) -> Loss:
+    def mean(cls, value: Tensor, count: Tensor | float, **metrics: Tensor | float | Metric) -> Loss:
         """Build from a mean over `count` items; `metrics` are sums."""
         return cls(value * count, count, metrics)
 
@@ -60,6 +85,8 @@ class Task:
             entries of every `nn.ModuleList`.
         initialize: `initialize(model, seed)`, sets weights by (seed, parameter name); None keeps what
             the constructor made under the seeded generator.
+        derive: `derive(sums) -> metrics`: what follows from sums over all items, "loss", "count" and the
+            metrics by name: a perplexity, an F1, an AUC, which are no means (`paceline.tasks.scores`).
         report: `report(model, evaluation) -> lines`; what to print after training.
         stages: `stages(model) -> modules`, which called one after another are the model's forward: what a
             pipeline cuts. A tuple is passed on as arguments. An `nn.Sequential` needs none.
@@ -77,6 +104,7 @@ class Task:
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
     blocks: Callable[[nn.Module], Iterable[nn.Module]] | None = None
     initialize: Callable[[nn.Module, int], None] | None = None
+    derive: Callable[[Mapping[str, float]], Mapping[str, float]] | None = None
     report: Callable[[nn.Module, Mapping[str, float]], Sequence[str]] | None = None
     stages: Callable[[nn.Module], Iterable[nn.Module]] | None = None
     tensor: Mapping[str, str] | None = None
@@ -106,3 +134,23 @@ def _require_indexed(name: str, source: Any) -> None:
             " index",
             next_step="give it __getitem__ as a Dataset, or read it once into a list: list(dataset)",
         )
+
+
+def finish_metrics(task: Task, loss: float, count: float, means: Mapping[str, float]) -> dict[str, float]:
+    """What is reported of the metrics.
+
+    Args:
+        loss, means: over the `count` items of the loss.
+    Returns:
+        Means over each metric's own items (NaN if there were none), what the task derives from the sums, and
+        nothing whose name begins with "_".
+    """
+    found = {name: value for name, value in means.items() if not name.startswith(_COUNT_OF)}
+    sums = {"loss": loss * count, "count": count, **{name: value * count for name, value in found.items()}}
+    for name in found:
+        if _COUNT_OF + name in means:
+            own = means[_COUNT_OF + name]
+            found[name] = found[name] / own if own else math.nan
+    if task.derive is not None:
+        found |= task.derive(sums)
+    return {name: value for name, value in found.items() if not name.startswith("_")}

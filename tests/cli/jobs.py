@@ -40,7 +40,7 @@ fsspec.register_implementation("slow", Slow)
 
 def fail(how):
     if how == "raises":
-        raise ValueError("the 6th call")
+        raise ValueError("the 7th call")
     if how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "not-finite":
@@ -61,7 +61,7 @@ def build(what="", pause=0.0):
     def loss(model, batch):
         calls.append(1)
         time.sleep(pause)
-        factor = fail(what) if RANK == 1 and len(calls) == 6 else 1.0
+        factor = fail(what) if RANK == 1 and len(calls) == 7 else 1.0
         return Loss((model(batch) ** 2).sum() * factor, len(batch))
     data = torch.rand(64, 40000 if what == "shared" else 4)
     held_out = HeldOut(data) if what == "evaluation" else None
@@ -109,7 +109,7 @@ def start(folder: Path, *arguments: str, prefix: str = "") -> subprocess.Popen[s
 
 
 def end_of(process: subprocess.Popen[str], folder: Path) -> End:
-    out, err = process.communicate(timeout=150)
+    out, err = process.communicate(timeout=600)
     shelf = Shelf.look(Files(str(folder / "run" / "checkpoints")))
     whole = [kept.step for kept in shelf.whole]
     left = [path.name for path in (folder / "tmp").iterdir() if not path.name.startswith("torchinductor")]

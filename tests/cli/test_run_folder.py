@@ -26,7 +26,7 @@ TALLY = 8 * (4 + 1 + 4)  # loss, count, units, stops; one metric; four tensors; 
 
 def paceline(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "paceline", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=cwd, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=cwd, check=False)
 
 
 @pytest.mark.capability("P2")

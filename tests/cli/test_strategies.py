@@ -36,7 +36,7 @@ def test_the_same_recipe_trains_under_every_strategy(strategy: str, tmp_path: Pa
     command += ["-n", str(STRATEGIES[strategy]), "--strategy", strategy]
     for setting in settings:
         command += ["--set", setting]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=100, cwd=tmp_path)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=400, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     scores = [row for row in rows if row["event"] == "evaluation"]

@@ -121,7 +121,7 @@ def test_a_run_folder_that_cannot_be_written_is_an_error_with_a_next_step(
     (tmp_path / "run").mkdir()
     done = in_namespace(tmp_path, f"cd {tmp_path} && {before} && cd {tmp_path}", *words)
     assert done.returncode == code, done.stderr
-    assert "CheckpointError: cannot write" in done.stderr and "next:" in done.stderr
+    assert "RunFolderError: cannot write the files of the run" in done.stderr and "next:" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -36,17 +36,24 @@ def hold(url: str) -> subprocess.Popen[str]:
     return process
 
 
-@pytest.mark.parametrize("words", [("train", "--resume", "run"), ("train", "recipe.toml")])
-def test_a_second_job_is_refused_with_host_and_process(words: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "code"), [(("train", "--resume", "run"), 3), (("train", "recipe.toml"), 2)]
+)
+def test_a_second_job_is_refused_and_who_resumes_is_told_host_and_process(
+    words: tuple[str, ...], code: int, tmp_path: Path
+) -> None:
     with train(tmp_path, options__pause=0.02, steps=100000) as first:
         until((tmp_path / "run" / "checkpoints" / "step-00000002" / "manifest.json").exists, first)
         recipe = (tmp_path / "run" / "recipe.toml").read_bytes()
         with start(tmp_path, *words, "--set", "steps=4") as second:
             end = end_of(second)
-        assert end.code == 3, end.err
+        assert end.code == code, end.err
         owner = json.loads((tmp_path / "run" / LOCK).read_text())
-        text = f"another job is writing to this folder: process {owner['pid']} on {socket.gethostname()}"
-        assert text in end.err and "next:  wait for its end" in end.err
+        owned = f"another job is writing to this folder: process {owner['pid']} on {socket.gethostname()}"
+        text, step = (
+            (owned, "wait for its end") if code == 3 else ("'run' holds a run already", "go on with it")
+        )
+        assert text in end.err and f"next:  {step}" in end.err
         assert (tmp_path / "run" / "recipe.toml").read_bytes() == recipe
         first.send_signal(signal.SIGTERM)
         assert end_of(first).code == 143

@@ -122,7 +122,7 @@ def test_compiled_and_plain_training_agree() -> None:
         task="digits", options={"model": "mlp", "hidden": [16]}, steps=10, batch={"size": 16, "shards": 2}
     )
     plain, compiled = (
-        run_ranks(run_strategy, 1, recipe.replace(runtime={"compile": on}), deadline=100)[0]
+        run_ranks(run_strategy, 1, recipe.replace(runtime={"compile": on}), deadline=400)[0]
         for on in (False, True)
     )
     assert compiled.distance(plain) <= 1e-5
@@ -135,7 +135,7 @@ def test_without_a_compiler_it_says_so_and_trains(monkeypatch: pytest.MonkeyPatc
     recipe = Recipe(task="digits", steps=2, runtime={"compile": True})
     session = build_session(recipe, make_task(recipe), Cluster.single(), CPU, warn=said.append)
     assert len(list(session.rounds())) == 2
-    assert said and "g++" in said[0]
+    assert "g++" in said[-1]
 
 
 class Decaying(UserOptimizer):
@@ -203,7 +203,7 @@ def test_the_sum_is_learned_on_two_ranks() -> None:
             pass
         return evaluate(session).loss
 
-    assert max(run_ranks(error, 2, deadline=90)) < 1e-3
+    assert max(run_ranks(error, 2, deadline=360)) < 1e-3
 
 
 @pytest.mark.capability("V2", "A1")
@@ -217,7 +217,7 @@ def test_digits_reach_97_percent_on_two_ranks() -> None:
             pass
         return evaluate(session).metrics["accuracy"]
 
-    assert min(run_ranks(accuracy, 2, deadline=90)) >= 0.97
+    assert min(run_ranks(accuracy, 2, deadline=360)) >= 0.97
 
 
 class Foreign(nn.Module):

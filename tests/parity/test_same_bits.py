@@ -105,7 +105,7 @@ def bits_of(cluster: Cluster, recipe: Recipe) -> Bits:
 
 def run(recipe: Recipe) -> list[Bits]:
     strategy = recipe.strategy
-    return run_ranks(bits_of, (strategy.replicas or 1) * strategy.ranks_per_replica, recipe, deadline=180.0)
+    return run_ranks(bits_of, (strategy.replicas or 1) * strategy.ranks_per_replica, recipe, deadline=720.0)
 
 
 @cache
@@ -115,7 +115,7 @@ def alone(model: str) -> Bits:
 
 
 @pytest.mark.capability("I10", "A2", "A7", "A9", "J10", "J11")
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(960)
 @pytest.mark.parametrize(("model", "strategy"), list(matrix()))
 def test_fifty_steps_of_adamw_have_the_hashes_of_one_process(model: str, strategy: str) -> None:
     right = alone(model)
@@ -125,7 +125,7 @@ def test_fifty_steps_of_adamw_have_the_hashes_of_one_process(model: str, strateg
 
 
 @pytest.mark.capability("I10", "K2", "K5")
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(960)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -232,5 +232,5 @@ def test_without_one_mechanism_the_hashes_differ(
 ) -> None:
     """Twins: each mechanism is needed, and the matrix above would see that it is gone."""
     recipe = recipe_of(model, strategy)
-    found = run_ranks(broken_bits, 3, recipe, break_it, deadline=180.0)[0]
+    found = run_ranks(broken_bits, 3, recipe, break_it, deadline=720.0)[0]
     assert found.first_difference(alone(model)) is not None

@@ -36,7 +36,7 @@ def test_every_planted_fault_is_found_within_three_steps_and_named(world: int) -
     def all_faults(cluster: Cluster) -> dict[str, Report]:
         return {fault: check(cluster, convnet(), 4, fault) for fault in FAULTS}
 
-    reports = run_ranks(all_faults, world, deadline=100)[0]
+    reports = run_ranks(all_faults, world, deadline=400)[0]
     missed = [fault for fault, report in reports.items() if report.ok or report.failure.step > 2]
     assert not missed
     named = [f for f, report in reports.items() if report.diagnosis.cause in FAULTS[f].causes]
@@ -62,7 +62,7 @@ def test_no_false_alarm(changes: dict[str, object]) -> None:
     def four(cluster: Cluster) -> list[Report]:
         return [check(cluster, convnet(seed=seed, **changes), 4) for seed in range(4)]
 
-    for report in run_ranks(four, 2, deadline=100)[0]:
+    for report in run_ranks(four, 2, deadline=400)[0]:
         assert report.ok, conclusion(report)
         assert report.steps == 4
 

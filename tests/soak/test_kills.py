@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -143,6 +144,8 @@ def kill_again_and_again(folder: Path, num_kills: int) -> Counter[str]:
     run = killed.parent / "run"
     for _ in range(num_kills):
         begun = bool(whole(run / "checkpoints"))
+        if not begun:  # it left nothing to go on from, and a run never writes over another
+            shutil.rmtree(run, ignore_errors=True)
         moment = chance.choice(["start", "step", "save"]) if begun else "step"
         job = start(folder / "said.txt", *(("--resume", run) if begun else (killed,)))
         hit[kill(job, run / "checkpoints", moment, chance)] += 1

@@ -81,6 +81,6 @@ def test_every_configuration_has_the_hash_of_one_process(first: int) -> None:
         text = random_strategy(rng, settings["batch"]["shards"])
         strategy = Strategy.parse(text)
         num_ranks = (strategy.replicas or 1) * strategy.ranks_per_replica
-        right = run_ranks(final_hash, 1, Recipe(**settings), deadline=120.0)[0]
-        found = run_ranks(final_hash, num_ranks, Recipe(**settings, strategy=strategy), deadline=120.0)
+        right = run_ranks(final_hash, 1, Recipe(**settings), deadline=480.0)[0]
+        found = run_ranks(final_hash, num_ranks, Recipe(**settings, strategy=strategy), deadline=480.0)
         assert set(found) == {right}, f"configuration {number}: {text}, {settings}"

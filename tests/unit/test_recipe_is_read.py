@@ -66,8 +66,8 @@ def read(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
 
 
 def test_every_field_is_read_outside_the_recipe_room(read: set[tuple[str, str]], tmp_path: Path) -> None:
-    for changes in RUNS:
-        recipe = Recipe(**(DIGITS | {"batch": SMALL, "run_dir": str(tmp_path)} | changes))
+    for i, changes in enumerate(RUNS):
+        recipe = Recipe(**(DIGITS | {"batch": SMALL, "run_dir": str(tmp_path / str(i))} | changes))
         processes_for(recipe, None, 1)
         session = session_of(Cluster.single(), recipe)
         run_dir = run_folder.prepare(session, None)

@@ -16,7 +16,7 @@ from typing import Any
 from paceline.checkpoint.files import Block, Files, is_full
 from paceline.checkpoint.manifest import File, encode_part
 from paceline.checkpoint.tensor_file import Chunk, encode_header
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, PacelineError
 
 _RETRY_SECONDS = 1.0
 _LEAST_BYTES = 64 * 2**20  # a smaller file is not worth a thread
@@ -117,7 +117,23 @@ def _write_tensors(files: Files, folder: str, cut: _Cut, blocks: Blocks) -> File
     return File(cut.name, len(header) + cut.end - cut.begin, digest.hexdigest(), cut.chunks)
 
 
-def insist(write: Callable[[], None], files: Files, names: Sequence[str], patience: Patience) -> None:
+def refused(place: str, error: OSError) -> CheckpointError:
+    """The disk or the store said no."""
+    return CheckpointError(
+        f"cannot write a checkpoint: {error}; those saved before are untouched",
+        where=place,
+        next_step="free space, set checkpoint.full_disk_seconds, or choose another checkpoint.folder",
+    )
+
+
+def insist(
+    write: Callable[[], None],
+    files: Files,
+    names: Sequence[str],
+    patience: Patience,
+    *,
+    refuse: Callable[[str, OSError], PacelineError] = refused,
+) -> None:
     """Write; while the disk is full and there is patience, remove the half files and try again."""
     expires = time.monotonic() + patience.seconds
     told = False
@@ -128,17 +144,8 @@ def insist(write: Callable[[], None], files: Files, names: Sequence[str], patien
             for name in names:
                 files.remove(name)
             if not is_full(error) or time.monotonic() >= expires:
-                raise refused(files.place(names[0]) if names else files.url, error) from error
+                raise refuse(files.place(names[0]) if names else files.url, error) from error
         if not told:
             patience.warn(f"the disk of {files.url} is full: waiting up to {patience.seconds:g} s for space")
             told = True
         time.sleep(min(_RETRY_SECONDS, patience.seconds))
-
-
-def refused(place: str, error: OSError) -> CheckpointError:
-    """The disk or the store said no."""
-    return CheckpointError(
-        f"cannot write a checkpoint: {error}; those saved before are untouched",
-        where=place,
-        next_step="free space, set checkpoint.full_disk_seconds, or choose another checkpoint.folder",
-    )

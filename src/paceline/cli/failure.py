@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from paceline.cli.console import output
+from paceline.errors import RunFolderError
 from paceline.launch import Outcome
 from paceline.observe import JsonLines, TextLog
 from paceline.report import write_report
@@ -21,7 +22,7 @@ def record_failure(run_dir: Path, outcome: Outcome) -> None:
         return
     try:
         _write(run_dir, outcome)
-    except OSError as error:
+    except (OSError, RunFolderError) as error:
         output().print(f"the failure cannot be recorded in {run_dir}: {error}", markup=False, highlight=False)
 
 

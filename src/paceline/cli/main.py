@@ -1,75 +1,203 @@
-"""`paceline`: train, verify, and look before you do. Each command lives in a module of its own."""
+"""`paceline`: train, verify, and look before you do. Each command lives in a module of its own.
+
+Invariant: only the command that is called is imported, so that help and short commands cost little more than
+typer itself. What each says of itself stands here too; a test holds it against the commands.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from paceline.cli import bench, export, lab, recipe, run, runs, sweep, train, verify
-from paceline.cli.console import fail, forget_output
-from paceline.cli.resume import with_value
+from paceline._version import VERSION
 from paceline.errors import PacelineError
 
-app = typer.Typer(
-    name="paceline",
-    help="Train one PyTorch model on many processes, devices and machines, and verify the answer.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-app.command("train")(train.train)
-app.command("verify")(verify.verify)
-app.command("export")(export.export)
-app.command("sweep")(sweep.sweep)
-app.command(
-    "run",
-    context_settings={
-        "allow_extra_args": True,
-        "ignore_unknown_options": True,
-        "allow_interspersed_args": False,
-    },
-)(run.run)
-app.command("runs")(runs.runs)
-app.command("report")(runs.report)
-app.command("strategies")(recipe.strategies)
-recipes = typer.Typer(help="Look at recipes.", no_args_is_help=True)
-recipes.command("show")(recipe.show)
-app.add_typer(recipes, name="recipe")
-labs = typer.Typer(help="A cluster on this machine: hosts, links and faults.", no_args_is_help=True)
 _REST = {"allow_extra_args": True, "ignore_unknown_options": False, "allow_interspersed_args": False}
-labs.command("run", context_settings=_REST)(lab.run)
-labs.command("shell", context_settings={"allow_extra_args": True})(lab.shell)
-labs.command("ps")(lab.ps)
-labs.command("clean")(lab.remove)
-app.add_typer(labs, name="lab")
-benches = typer.Typer(help="Measure what planning needs.", no_args_is_help=True, callback=lambda: None)
-benches.command("link")(bench.link)
-app.add_typer(benches, name="bench")
+_ANY = {**_REST, "ignore_unknown_options": True}
+
+
+class Command(NamedTuple):
+    """A command before it is loaded.
+
+    Args:
+        words: how it is called.
+        home: "module:function" in `paceline.cli`.
+        settings: of click's context.
+    """
+
+    words: str
+    home: str
+    about: str
+    settings: dict[str, Any] | None = None
+
+
+COMMANDS = (
+    Command("train", "train:train", "Train a recipe, and say what came out."),
+    Command(
+        "verify",
+        "verify:verify",
+        "Run the strategy and the single-process oracle side by side, and compare every tensor of every"
+        " step.",
+    ),
+    Command(
+        "export",
+        "export:export",
+        "Write parameters and buffers of the newest valid checkpoint, or of the one that is named.",
+    ),
+    Command(
+        "sweep",
+        "sweep:sweep",
+        "Train RECIPE for every combination of the axes; a table, a plot and results.json say what came out.",
+    ),
+    Command("run", "run:run", "Run SCRIPT with its arguments on every process, as torchrun would.", _ANY),
+    Command("runs", "runs:runs", "List runs, the oldest first."),
+    Command(
+        "report",
+        "runs:report",
+        "Write one page about a run, or about several side by side, and say in words what is on it.",
+    ),
+    Command(
+        "strategies",
+        "recipe:strategies",
+        "Print the strategies that are supported, and what each stands for.",
+    ),
+    Command(
+        "recipe show",
+        "recipe:show",
+        "Print the resolved recipe: every key, set or not, with its value and what it means.",
+    ),
+    Command(
+        "recipe schema",
+        "recipe:schema",
+        "Print a JSON schema of recipes, by which editors check and complete them.",
+    ),
+    Command(
+        "lab run",
+        "lab:run",
+        "Run COMMAND (after --) on a cluster on this machine; `paceline` jobs spread their -n over the"
+        " hosts.",
+        _REST,
+    ),
+    Command(
+        "lab shell",
+        "lab:shell",
+        "Open a shell in a host of a running lab, or run the command after -- there.",
+        {"allow_extra_args": True},
+    ),
+    Command("lab ps", "lab:ps", "List the labs of this user, their hosts and how many processes run there."),
+    Command(
+        "lab clean", "lab:remove", "Remove what earlier labs have left: processes, control groups, files."
+    ),
+    Command(
+        "bench link",
+        "bench:link",
+        "Measure latency and bandwidth of every pair of ranks, and of the all-reduce of all (CPU, Gloo).",
+    ),
+)
+GROUPS = {
+    "recipe": "Look at recipes.",
+    "lab": "A cluster on this machine: hosts, links and faults.",
+    "bench": "Measure what planning needs.",
+}
+
+
+def _print_version(asked: bool) -> None:
+    """The version of Paceline, of the installed PyTorch (which is not loaded), and of Python."""
+    if asked:
+        import platform
+        from importlib import metadata
+
+        torch = metadata.version("torch")
+        typer.echo(f"paceline {VERSION} (torch {torch}, Python {platform.python_version()})")
+        raise typer.Exit
+
+
+_Version = typer.Option(
+    "--version", help="Print the versions, and leave.", callback=_print_version, is_eager=True
+)
+
+
+def _about(version: Annotated[bool, _Version] = False) -> None:
+    """Train one PyTorch model on many processes, devices and machines, and verify the answer."""
+
+
+def build_app(words: Sequence[str] | None = None) -> typer.Typer:
+    """The command line, with the command that `words` call loaded; with None, all of them."""
+    app = typer.Typer(
+        name="paceline",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_about)
+    groups = {name: _group(app, name, about) for name, about in GROUPS.items()}
+    for command in COMMANDS:
+        group, _, name = command.words.rpartition(" ")
+        called = words is None or command.words.split() == list(words[: 1 + bool(group)])
+        place, function = groups[group] if group else app, load(command) if called else _unloaded
+        place.command(name, short_help=command.about, context_settings=command.settings)(function)
+    return app
+
+
+def load(command: Command) -> Callable[..., None]:
+    """Import a command."""
+    module, _, function = command.home.partition(":")
+    loaded: Callable[..., None] = getattr(import_module(f"paceline.cli.{module}"), function)
+    return loaded
+
+
+def _unloaded() -> None:
+    """Stands for a command that is listed and not called."""
+
+
+def _group(app: typer.Typer, name: str, about: str) -> typer.Typer:
+    group = typer.Typer(help=about, no_args_is_help=True, callback=lambda: None, rich_markup_mode=None)
+    app.add_typer(group, name=name)
+    return group
 
 
 def main() -> None:
     """Run the command line; an error that a user can meet is printed without its traceback."""
+    words = sys.argv[1:]
     try:
-        words = sys.argv[1:]
+        if words[:1] == ["train"]:
+            from paceline.cli.resume import with_value
+
+            words = with_value(words)
         try:
-            app(args=with_value(words) if words[:1] == ["train"] else words)
+            build_app(words)(args=words, prog_name="paceline")
         finally:
             sys.stdout.flush()
     except PacelineError as error:
-        fail(error)
+        _tell(error)
         sys.exit(error.exit_code)
     except OSError as error:
-        fail(_refused(error))
+        from paceline.cli.console import forget_output
+
+        _tell(_refused(error))
         forget_output()
-        sys.exit(PacelineError.exit_code)
+        sys.exit(_refused(error).exit_code)
+
+
+def _tell(error: PacelineError) -> None:
+    from paceline.cli.console import fail
+
+    fail(error)
 
 
 def _refused(error: OSError) -> PacelineError:
     """What the system does not allow, where no other error says more."""
-    where = "" if error.filename is None else str(error.filename)
+    if error.filename is not None and error.errno is not None:
+        from paceline.observe.disk import unwritable
+
+        return unwritable(error)
     return PacelineError(
         f"the system refused: {error.strerror or error}",
-        where=where or "a file or a stream of this command, perhaps standard output",
+        where="a file or a stream of this command, perhaps standard output",
         next_step="free space, check the rights, or choose another folder (TMPDIR, run_dir, --output)",
     )

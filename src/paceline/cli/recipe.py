@@ -3,45 +3,61 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from paceline.cli import options
 from paceline.cli.console import output
+
+if TYPE_CHECKING:
+    from paceline.recipe.strategy_table import Row
 
 
 def show(
     recipe: options.RecipeArgument, strategy: options.StrategyOption = None, settings: options.Settings = None
 ) -> None:
-    """Print the resolved recipe: every key with its value."""
-    from paceline.recipe import to_toml
+    """Print the resolved recipe: every key, set or not, with its value and what it means."""
+    from paceline.recipe.explain import describe
 
     resolved = options.read_recipe(recipe, settings, strategy)
-    output().print(to_toml(resolved), markup=False, highlight=False, soft_wrap=True, end="")
+    output().print(describe(resolved), markup=False, highlight=False, soft_wrap=True, end="")
+
+
+def schema() -> None:
+    """Print a JSON schema of recipes, by which editors check and complete them."""
+    from paceline.recipe.explain import json_schema
+
+    output().print(json.dumps(json_schema(), indent=1), markup=False, highlight=False, soft_wrap=True)
 
 
 def strategies(
     as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON.")] = False,
+    every: Annotated[
+        bool, typer.Option("--all", help="Also what is not supported, with the reasons.")
+    ] = False,
 ) -> None:
-    """Print every preset, what it stands for, and whether it is supported."""
+    """Print the strategies that are supported, and what each stands for."""
     from paceline.recipe import table
 
     rows = table()
     if as_json:
-        records = [
-            {
-                "name": r.name,
-                "strategy": str(r.strategy),
-                "supported": r.support.ok,
-                "reason": r.support.reason,
-            }
-            for r in rows
-        ]
-        output().print_json(json.dumps(records))
+        output().print_json(json.dumps([_record(row) for row in rows]))
         return
-    shown = Table("preset", "strategy", "supported", "reason")
-    for row in rows:
-        shown.add_row(row.name, str(row.strategy), "yes" if row.support.ok else "no", row.support.reason)
-    output().print(shown)
+    shown = rows if every else [row for row in rows if row.support.ok]
+    width = max(len(row.name) for row in shown)
+    for row in shown:
+        _say(f"{row.name:{width}}  {row.strategy}")
+        if not row.support.ok:
+            _say(f"{'':{width}}  not supported: {row.support.reason}")
+    if len(shown) < len(rows):
+        _say(f"{len(rows) - len(shown)} others are not supported yet: --all says why")
+
+
+def _record(row: Row) -> dict[str, Any]:
+    ok, reason = row.support.ok, row.support.reason
+    return {"name": row.name, "strategy": str(row.strategy), "supported": ok, "reason": reason}
+
+
+def _say(text: str) -> None:
+    output().print(text, markup=False, highlight=False, soft_wrap=True)

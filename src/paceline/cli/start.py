@@ -23,15 +23,20 @@ def launch_again(
     *more: str,
     stuck_seconds: float = Job.stuck_seconds,
     grace_seconds: float | None = None,
+    log_dir: Path | None = None,
+    prefixed: bool = False,
 ) -> Outcome:
     """Run this command's own arguments, and `more`, in every process of this node.
 
     Args:
         stuck_seconds: how long a process may be stopped by a signal.
         grace_seconds: to save and leave, once a signal has come; None: the command saves nothing.
+        log_dir: keeps the output of each rank but the first.
+        prefixed: shows it too, each line with its rank in front.
     """
     command = (sys.executable, "-m", "paceline", *sys.argv[1:], *more)
-    job = replace(job_of(command, placement, threads), stuck_seconds=stuck_seconds)
+    job = job_of(command, placement, threads, log_dir, prefixed=prefixed)
+    job = replace(job, stuck_seconds=stuck_seconds)
     if grace_seconds is not None:
         job = replace(job, grace_seconds=grace_seconds, announces=True)
     return launch(job)

@@ -13,13 +13,15 @@ from paceline.cli import options
 from paceline.cluster import process_environment
 from paceline.errors import RecipeError
 from paceline.launch import Job, fork_server, launch
+from paceline.report.folder import METRICS, RECIPE
 from paceline.studies import Cell, Measured, read_run
 
 if TYPE_CHECKING:
     from paceline.recipe import Recipe
 
 _COMPLETE = "complete"
-_RECIPE = "recipe.toml"
+_ASKED = "asked.toml"
+"""What a cell is, as the sweep resolved it; the run's own recipe also has what its machine has chosen."""
 _STOPPED = (129, 130, 143)
 _EVALUATE_EVERY = 20
 """Steps of the recipe's own batch between evaluations, for recipes that say nothing."""
@@ -93,8 +95,8 @@ def _often_enough(recipe: Recipe, usual: int) -> Recipe:
 
 def _refuse_others(runs: Sequence[Run]) -> None:
     for run in runs:
-        there = run.folder / _RECIPE
-        asked = None if run.recipe is None else _text(run.recipe.replace(run_dir=None))  # as a run keeps it
+        there = run.folder / _ASKED
+        asked = None if run.recipe is None else _text(run.recipe.replace(run_dir=None))
         if asked is not None and there.exists() and there.read_text("utf-8") != asked:
             raise RecipeError(
                 "the folder holds a run of another recipe",
@@ -117,7 +119,9 @@ def train_all(runs: Sequence[Run], say: Callable[[str], None]) -> tuple[Done, di
     """
     with ExitStack() as stack:
         several = sum(not run.complete and run.recipe is not None for run in runs) > 1
-        variables = stack.enter_context(fork_server(["paceline.cli.main"])) if several else {}
+        variables = (
+            stack.enter_context(fork_server(["paceline.cli.main", "paceline.cli.train"])) if several else {}
+        )
         return _train_all(runs, say, {**process_environment(), **variables})
 
 
@@ -148,13 +152,13 @@ def _train(run: Run, environ: Mapping[str, str]) -> tuple[str, int]:
     run.folder.mkdir(parents=True, exist_ok=True)
     again = any((run.folder / "checkpoints").glob("step-*/manifest.json"))
     if not again:  # what a try without a checkpoint has measured is measured again
-        (run.folder / "metrics.jsonl").unlink(missing_ok=True)
-    path = run.folder / _RECIPE
-    path.write_text(_text(run.recipe), encoding="utf-8")
-    command = (sys.executable, "-m", "paceline", "train", str(path))
+        for name in (METRICS, RECIPE):
+            (run.folder / name).unlink(missing_ok=True)
+    path = run.folder / _ASKED
+    path.write_text(_text(run.recipe.replace(run_dir=None)), encoding="utf-8")
     said: list[str] = []
     job = Job(
-        command + (("--resume", str(run.folder)) if again else ()),
+        (sys.executable, "-m", "paceline", "train", str(path), *_place(run, again)),
         options.processes_for(run.recipe, None, 1),
         threads=run.recipe.runtime.threads,
         log_dir=run.folder / "logs",
@@ -166,6 +170,15 @@ def _train(run: Run, environ: Mapping[str, str]) -> tuple[str, int]:
         return "".join(said).partition("\n")[0] or f"exit code {code}", code
     (run.folder / _COMPLETE).touch()
     return "", 0
+
+
+def _place(run: Run, again: bool) -> tuple[str, str]:
+    """Where the run goes, or goes on."""
+    from paceline.recipe.spell import spell
+
+    return (
+        ("--resume", str(run.folder)) if again else ("--set", f"run_dir={spell(str(run.folder.resolve()))}")
+    )
 
 
 def _brief(run: Measured) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,8 +18,10 @@ from paceline.cli.resume import changes_of, find_run, recipe_of, refuse_stranger
 from paceline.cli.start import launch_again, worker_cluster
 from paceline.cluster import Cluster
 from paceline.errors import RecipeError
-from paceline.launch import STOPPED_EXIT_CODE, guard
-from paceline.report import checked_run, new_run_dir
+from paceline.launch import STOPPED_EXIT_CODE, Outcome, guard
+from paceline.phase import LEAVING
+from paceline.report import checked_run, read_run
+from paceline.report.folder import RUNS, claim_run_dir, refuse_taken
 
 if TYPE_CHECKING:
     from paceline.recipe import Recipe
@@ -37,12 +42,19 @@ def train(
             help="Go on with a run folder or a checkpoint inside one; without RUN: the newest in runs/.",
         ),
     ] = None,
+    name: Annotated[
+        str | None,
+        typer.Option("--name", help="Names the new folder runs/TIME-NAME. Default: the recipe's name."),
+    ] = None,
     nodes: options.Nodes = 1,
     node_rank: options.NodeRank = 0,
     rendezvous: options.Rendezvous = None,
     token_file: options.TokenFile = "",
     insecure: options.Insecure = False,
     trust: options.Trust = False,
+    logs: Annotated[
+        Path | None, typer.Option("--logs", help="Keep the output of each rank but the first here.")
+    ] = None,
 ) -> None:
     """Train a recipe, and say what came out."""
     run = None if resume is None else find_run(resume)
@@ -53,44 +65,103 @@ def train(
             next_step="paceline train recipes/digits.toml",
         )
     resolved = options.read_recipe(path, settings, strategy)
+    called = name or path.stem
     cluster = worker_cluster()
     if cluster is not None:
-        _work(cluster, resolved, path, run)
+        _work(cluster, resolved, path, run, called)
     if run is not None:
         refuse_strangers(run, trust)
+    _check_name(name, resolved, run)
+    processes = _as_before(run, processes, strategy, nodes)
     token = options.read_token(token_file, insecure, nodes)
     placement = options.Placement(
         options.processes_for(resolved, processes, nodes), nodes, node_rank, rendezvous, token
     )
-    sys.exit(_launch(placement, resolved, run))
+    sys.exit(_launch(placement, resolved, run, called, logs))
 
 
-def _launch(placement: options.Placement, recipe: Recipe, run: Path | None) -> int:
+def _as_before(run: Path | None, asked: int | None, strategy: str | None, nodes: int) -> int | None:
+    """A run goes on with as many processes as it had, unless something else is asked for, which is told."""
+    ranks = 0 if run is None else read_run(checked_run(run)).ranks
+    if asked is None:
+        return ranks // nodes if ranks and not strategy and not ranks % nodes else None
+    if ranks and asked * nodes != ranks:
+        _say(f"from here on {asked * nodes} processes, {ranks} before")
+    return asked
+
+
+def _say(text: str) -> None:
+    output().print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _check_name(name: str | None, recipe: Recipe, run: Path | None) -> None:
+    """Raises: RecipeError: it is no name of a folder, or the run has a folder already."""
+    if name is None:
+        return
+    taken = f"run_dir = {recipe.run_dir}" if recipe.run_dir is not None else f"--resume {run}" if run else ""
+    if taken:
+        raise RecipeError(
+            f"--name {name} names a new folder, and {taken} names one", next_step="leave one out"
+        )
+    if not re.fullmatch(r"\w[\w.-]*", name):
+        raise RecipeError(
+            f"--name '{name}' is no name of a folder", next_step="letters, digits, dots, _ and - make a name"
+        )
+
+
+def _folder(recipe: Recipe, placement: options.Placement, called: str) -> Path:
+    """The folder of a new run, which is no other run's; the first node makes it."""
+    if recipe.run_dir is not None:
+        if placement.node_rank == 0:
+            refuse_taken(Path(recipe.run_dir))
+        return Path(recipe.run_dir)
+    return claim_run_dir(called) if placement.node_rank == 0 else RUNS / called
+
+
+def _launch(
+    placement: options.Placement, recipe: Recipe, run: Path | None, called: str, logs: Path | None = None
+) -> int:
     """Start the workers and tell them which run it is; what failed is written into its folder."""
     from paceline.recipe.spell import spell
 
     for line in [] if run is None else changes_of(run, recipe):
-        output().print(line, markup=False, highlight=False, soft_wrap=True)
+        _say(line)
     if run is None:
-        run_dir = Path(recipe.run_dir) if recipe.run_dir is not None else new_run_dir(recipe.task)
+        run_dir = _folder(recipe, placement, called)
         again = ["--set", f"run_dir={spell(str(run_dir))}"]
     else:
         run_dir = checked_run(run)
         again = ["--resume", str(run)]
-    runtime, grace = recipe.runtime, recipe.checkpoint.grace_seconds
-    outcome = launch_again(
-        placement, runtime.threads, *again, stuck_seconds=runtime.deadline_seconds, grace_seconds=grace
-    )
-    if outcome.failures and placement.node_rank == 0:
-        record_failure(run_dir, outcome)
+    try:
+        outcome = _launch_again(placement, recipe, again, logs)
+        if outcome.failures and placement.node_rank == 0:
+            record_failure(run_dir, outcome)
+    finally:
+        if run is None and recipe.run_dir is None:
+            with suppress(OSError):  # it is empty: the run never began
+                run_dir.rmdir()
     return outcome.exit_code
 
 
-def _work(cluster: Cluster, recipe: Recipe, path: Path, resume: Path | None) -> None:
+def _launch_again(
+    placement: options.Placement, recipe: Recipe, again: Sequence[str], logs: Path | None
+) -> Outcome:
+    return launch_again(
+        placement,
+        recipe.runtime.threads,
+        *again,
+        stuck_seconds=recipe.runtime.deadline_seconds,
+        grace_seconds=recipe.checkpoint.grace_seconds,
+        log_dir=logs,
+        prefixed=True,
+    )
+
+
+def _work(cluster: Cluster, recipe: Recipe, path: Path, resume: Path | None, called: str) -> None:
     with guard(cluster):
         from paceline.training import train as train_here
 
-        result = train_here(
-            recipe, base_dir=options.task_directory(path), resume=resume, console=lasting_output()
-        )
+        base, console = options.task_directory(path), lasting_output()
+        result = train_here(recipe, base_dir=base, resume=resume, console=console, name=called)
+        cluster.enter_phase(LEAVING, recipe.runtime.setup_deadline_seconds)
     sys.exit(STOPPED_EXIT_CODE if result.stopped else 0)

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from paceline.errors import PacelineError
+from paceline.errors import RecipeError
+
+_ADVICE = "one node: leave --nodes out; several: --rendezvous HOST:PORT, an address of node 0, on every node"
 
 
 @dataclass(frozen=True)
@@ -67,9 +69,7 @@ class Job:
         }
         for problem, holds in rules.items():
             if not holds:
-                raise PacelineError(
-                    problem, where="the launch options", next_step="see --help for the options"
-                )
+                raise RecipeError(problem, where="the launch options", next_step=_ADVICE)
         if self.rendezvous:
             _ = self.endpoint
 
@@ -78,7 +78,7 @@ class Job:
         """Host and port of the rendezvous."""
         host, colon, port = self.rendezvous.rpartition(":")
         if not (colon and host and port.isdigit() and 0 < int(port) < 65536):
-            raise PacelineError(
+            raise RecipeError(
                 f"The rendezvous is {self.rendezvous!r}, expected HOST:PORT.",
                 where="the launch options",
                 next_step="for example --rendezvous 10.0.0.1:29500, an address of node 0",

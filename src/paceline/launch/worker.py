@@ -21,6 +21,7 @@ from typing import IO, Self
 from paceline.cluster import Cluster
 from paceline.errors import PacelineError
 from paceline.launch.advice import explain_memory
+from paceline.launch.frames import render_trace
 from paceline.launch.render import error_file, stack_file
 from paceline.launch.stacks import prepare_stack
 
@@ -52,12 +53,13 @@ class ErrorReport:
         """Describe an exception."""
         said = explain_memory(error) or error
         trace = "".join(traceback.format_exception(error))
+        shown = render_trace(error)
         return cls(
             when=time.time(),
             type=type(said).__name__,
             message=str(said),
             traceback=trace,
-            details=_details(error, said, trace),
+            details=_details(error, said, shown),
             exit_code=_exit_code(said),
             connection=is_connection_error(error),
         )

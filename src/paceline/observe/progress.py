@@ -78,14 +78,24 @@ class Progress:
             if seconds
         )
         return (
-            f"step {last.step + 1}/{self._last}  loss {last.loss:.4f}  {_rate(rate)} {unit}  "
-            f"{_clock(left)} left  | {shares}"
+            f"step {last.step + 1}/{self._last}{_epoch(last.epoch)}  loss {_loss(last.loss)}  "
+            f"{_rate(rate)} {unit}  {_clock(left)} left  | {shares}"
         )
 
 
 def _bar(done: int, whole: int) -> str:
     filled = round(_BAR_WIDTH * done / max(1, whole))
     return "━" * filled + "╌" * (_BAR_WIDTH - filled)
+
+
+def _epoch(index: int) -> str:
+    """The number of the epoch, once the data has been seen more than once."""
+    return f"  epoch {index + 1}" if index else ""
+
+
+def _loss(value: float) -> str:
+    """Four digits behind the point, or of its own where these would be zeros."""
+    return f"{value:.3e}" if 0 < abs(value) < 1e-3 else f"{value:.4f}"
 
 
 def _rate(value: float) -> str:

@@ -45,7 +45,8 @@ _STEP = {
     "num_samples": "int: samples of the round, all replicas",
     "num_items": "float: what the loss counts (samples, tokens), all replicas",
     "grad_norm": "float: global norm of the mean gradient before the clip",
-    "lr": "float: learning rate of the update",
+    "lr": "float: learning rate of the update, of the first parameter group",
+    "rates": "table: learning rate of every parameter group, by its name or number",
     "applied": "bool: false if the update was skipped: an overflow in fp16, or a step that health left out",
     "loss_scale": "float: factor of the loss, 1 unless fp16",
     "stops": "int: ranks that were asked to stop",
@@ -75,6 +76,7 @@ _RUN = {
     "ordered": "bool: shards are added in one order, whoever holds them",
     "ranks": "int: processes",
     "devices": "str: type of the device of each rank",
+    "precision": "str: number format of forward and backward: fp32, bf16 or fp16",
     "threads": "int: intra-op threads of each rank",
     "host": "str: of rank 0",
     "pid": "int: process of rank 0",
@@ -116,10 +118,25 @@ _ERROR = {
 EVENTS: Mapping[str, Event] = MappingProxyType(
     {
         "run": Event("info", False, _RUN),
+        "precision": Event(
+            "info",
+            False,
+            {"compute": "str: chosen by the machine", "reason": "str: why, with what was measured"},
+        ),
         "resume": Event("info", True, {"step": "int: goes on from here", "checkpoint": "str: its name"}),
         "step": Event("info", False, _STEP),
         "ranks": Event("info", False, _RANKS),
         "evaluation": Event("info", True, _EVALUATION),
+        "early-stop": Event(
+            "info",
+            True,
+            {
+                "step": "int: steps taken before it",
+                "metric": "str: evaluate.metric",
+                "best": "float: its best value",
+                "best_step": "int: steps taken before that",
+            },
+        ),
         "checkpoint": Event("info", True, {"step": "int: saved state", "path": "str: where it is"}),
         "hash": Event(
             "info",

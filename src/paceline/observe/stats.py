@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -26,6 +26,7 @@ class Stats:
         seconds: wall time of the step on this rank.
         phases: seconds by phase.
         sent_bytes: bytes this rank put on the wire since the start of the run, by the closed form.
+        rates: learning rate of every parameter group, by its name or number.
     """
 
     step: int
@@ -42,6 +43,7 @@ class Stats:
     seconds: float
     phases: Mapping[str, float]
     sent_bytes: float
+    rates: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def samples_per_second(self) -> float:

@@ -18,7 +18,9 @@ class CheckpointRecipe(Table):
     every_minutes: float = Field(default=0.0, ge=0, description="minutes between checkpoints; 0: steps count")
     keep: int = Field(default=2, ge=1, description="newest checkpoints that are kept")
     keep_best: int = Field(
-        default=0, ge=0, description="checkpoints of the lowest evaluation loss that are kept besides"
+        default=0,
+        ge=0,
+        description="checkpoints of the best evaluate.metric that are kept besides",
     )
     folder: str | None = Field(
         default=None,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from os import PathLike
 from pathlib import Path
@@ -27,6 +27,9 @@ from paceline.recipe.strategy import Strategy
 from paceline.recipe.toml_text import parse_toml
 
 _MOST_BYTES = 2**22
+
+_RIVALS: Mapping[KeyPath, str] = {("steps",): "epochs", ("epochs",): "steps"}
+"""Of these a recipe has one: the one that was typed last."""
 
 
 def load_recipe(
@@ -49,13 +52,52 @@ def load_recipe(
         values["strategy"] = strategy
         changed[("strategy",)] = f'--strategy "{strategy}"'
     problems = _override(values, overrides, changed)
-    try:
-        recipe = Recipe.model_validate(values)
-    except ValidationError as error:
-        problems += problems_of(error, Recipe)
-    if problems:
+    recipe, wrong = _validate(values, set(changed))
+    problems += [*_no_task(values), *wrong]
+    if problems or recipe is None:
         raise recipe_error(problems, _locator(name, text, changed), RecipeError)
     return recipe
+
+
+def _no_task(values: Mapping[str, Any]) -> list[Problem]:
+    """A recipe in Python may be given its task apart; a file has to name it."""
+    if "task" in values:
+        return []
+    return [Problem((("task",),), "expected a string that is not empty, but it is missing")]
+
+
+def _validate(values: dict[str, Any], changed: Set[KeyPath]) -> tuple[Recipe | None, list[Problem]]:
+    """The recipe, or what is wrong with it.
+
+    What was typed replaces what the file says and cannot go with it: a key of the file that is in conflict
+    with one that was changed is left out, as if the file did not have it.
+    """
+    first: list[Problem] = []
+    while True:
+        try:
+            return Recipe.model_validate(values), []
+        except ValidationError as error:
+            problems = list(problems_of(error, Recipe))
+        first = first or problems
+        found = [path for problem in problems for path in _excluded(problem, changed)]
+        dropped = {path for path in found if _drop(values, path)}
+        if not dropped:
+            return None, first
+        changed |= dropped
+
+
+def _excluded(problem: Problem, changed: Set[KeyPath]) -> list[KeyPath]:
+    """The keys of a conflict that were not changed, if another one was."""
+    if not any(path in changed for path in problem.paths):
+        return []
+    return [path for path in problem.paths if path not in changed]
+
+
+def _drop(values: Any, path: KeyPath) -> bool:
+    """Remove a key; false if it is not there."""
+    for part in path[:-1]:
+        values = values.get(part) if isinstance(values, dict) else None
+    return isinstance(values, dict) and values.pop(path[-1], None) is not None
 
 
 def _override(values: dict[str, Any], overrides: Sequence[str], changed: dict[KeyPath, str]) -> list[Problem]:
@@ -66,6 +108,9 @@ def _override(values: dict[str, Any], overrides: Sequence[str], changed: dict[Ke
     problems = []
     for text in overrides:
         path, problem = apply_override(values, text)
+        rival = _RIVALS.get(path)
+        if rival is not None and values.get(str(path[0])) is not None:
+            values.pop(rival, None)
         changed[path] = f"--set {text}"
         if problem:
             problems.append(problem)

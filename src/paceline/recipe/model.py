@@ -27,7 +27,9 @@ _LARGEST_SEED = 2**63 - 1
 class PrecisionRecipe(Table):
     """The number format of forward and backward; parameters and the update stay fp32."""
 
-    compute: Literal["fp32", "bf16", "fp16"] = Field(default="fp32", description="format of the activations")
+    compute: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+        default="auto", description="format of the activations; auto: bf16 where every rank is faster in it"
+    )
     init_scale: float = Field(default=65536.0, gt=0, description="first factor of the loss (fp16)")
     growth_steps: int = Field(
         default=200, ge=1, description="finite updates before the factor doubles (fp16)"
@@ -56,6 +58,22 @@ class EvaluateRecipe(Table):
     every_steps: int = Field(default=0, ge=0, description="updates between evaluations; 0: only at the end")
     batch: int = Field(default=64, ge=1, description="samples per forward")
     max_samples: int = Field(default=0, ge=0, description="held-out samples that are used; 0: all")
+    metric: str = Field(
+        default="loss",
+        min_length=1,
+        description="what is best goes by it: loss, or a metric",
+    )
+    better: Literal["lower", "higher"] = Field(default="lower", description="which value of it is better")
+    patience: int = Field(
+        default=0,
+        ge=0,
+        description="evaluations without a better one until the run ends; 0: it goes on",
+    )
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """Patience needs evaluations on the way."""
+        if self.patience and not self.every_steps:
+            yield Conflict(("patience", "every_steps"), "expected only with every_steps, which is not set")
 
 
 class OuterRecipe(Table):
@@ -88,6 +106,7 @@ class Recipe(Table):
     """
 
     task: str = Field(
+        default="",
         min_length=1,
         description='a task by name ("byte-gpt", "digits", "sum"), "file.py:name" or "package:name"',
     )

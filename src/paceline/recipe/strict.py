@@ -61,7 +61,8 @@ class Table(BaseModel):
 
     def replace(self, **changes: Any) -> Self:
         """A copy with some fields changed, validated like a new one."""
-        return type(self)(**{**dict(self), **changes})
+        kept = {name: getattr(self, name) for name in self.model_fields_set}
+        return type(self)(**{**kept, **changes})
 
     def conflicts(self) -> Iterator[Conflict]:
         """The fields of this table that do not agree; called when each of them is valid alone."""

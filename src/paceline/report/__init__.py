@@ -1,7 +1,7 @@
 """The folder of a run, read: what happened in it as numbers, as words and as a page. Imports no torch."""
 
 from paceline.report.facts import Facts, facts
-from paceline.report.folder import checked_run, find_runs, new_run_dir
+from paceline.report.folder import checked_run, find_runs
 from paceline.report.page import render, write_report
 from paceline.report.read import Run, read_run
 from paceline.report.summary import summary
@@ -12,7 +12,6 @@ __all__ = [
     "checked_run",
     "facts",
     "find_runs",
-    "new_run_dir",
     "read_run",
     "render",
     "summary",

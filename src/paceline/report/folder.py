@@ -11,12 +11,15 @@ report.html      the run as one page
 
 from __future__ import annotations
 
-import os
+import re
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import datetime
+from itertools import count
 from pathlib import Path
 
-from paceline.errors import DataError
+from paceline.errors import DataError, RecipeError
+from paceline.observe.disk import explained
 
 RECIPE = "recipe.toml"
 METRICS = "metrics.jsonl"
@@ -27,10 +30,44 @@ REPORT = "report.html"
 RUNS = Path("runs")
 
 
-def new_run_dir(task: str) -> Path:
-    """A name under `runs/` that no other process takes: time, task, number of this process."""
-    name = Path(task.partition(":")[0]).stem
-    return RUNS / f"{datetime.now():%Y%m%d-%H%M%S}-{name}-{os.getpid()}"
+def claim_run_dir(name: str, runs: Path = RUNS) -> Path:
+    """Make a new folder `runs/TIME-NAME`; where there is one of this second, `-2`, `-3` and so on follow.
+
+    Raises:
+        RunFolderError: the folder cannot be made.
+    """
+    begin = runs / f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
+    with explained(runs):
+        runs.mkdir(parents=True, exist_ok=True)
+        for number in count(1):
+            folder = Path(f"{begin}-{number}" if number > 1 else begin)
+            with suppress(FileExistsError):
+                folder.mkdir()
+                break
+    return folder
+
+
+def name_of_task(task: str) -> str:
+    """What to call a run of a task: its function, or its own name; never its file."""
+    return re.sub(r"[^\w.-]+", "-", task.rpartition(":")[2]).strip("-.") or "run"
+
+
+def refuse_taken(folder: Path) -> None:
+    """A run never writes over another one.
+
+    Raises:
+        RecipeError: the folder holds a run.
+    """
+    if is_run(folder):
+        saved = any((folder / CHECKPOINTS).glob("step-*"))
+        first = (
+            f"go on with it: paceline train --resume {folder}" if saved else "remove it: nothing was saved"
+        )
+        raise RecipeError(
+            f"'{folder}' holds a run already, and a run never writes over another",
+            where="run_dir",
+            next_step=f"{first}; or name another run_dir, or leave it out for a new folder under runs/",
+        )
 
 
 def is_run(folder: Path) -> bool:

@@ -41,7 +41,7 @@ def run_ranks(
     function: Callable[..., Any],
     n: int,
     *args: Any,
-    deadline: float = 60.0,
+    deadline: float = 240.0,
     group_deadline: float | None = None,
 ) -> list[Any]:
     """Call `function(cluster, *args)` on n connected ranks.

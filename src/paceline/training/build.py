@@ -5,23 +5,19 @@ The pieces are arguments, so that a test, a fault or a later strategy replaces o
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from paceline.checkpoint import load_weights
 from paceline.cluster import Cluster
 from paceline.comm import Net
-from paceline.comm.text import gather_texts
-from paceline.data import Feed, LoadedUnit, Loader, Order, Unit, collate_samples
+from paceline.data import Feed, Loader, Order
 from paceline.errors import DataError, DeviceError
-from paceline.layout import Holding, Placed
+from paceline.layout import Holding
 from paceline.layout.precision import compile_or_explain, recompute_blocks
 from paceline.layout.sums import MetricNames
 from paceline.mesh import Group, Mesh
@@ -36,6 +32,13 @@ from paceline.sync import UpdateStep, update_parts
 from paceline.sync.witness import LossEar
 from paceline.task import Source, Task
 from paceline.training.arrange import Material, Pieces, Setting
+from paceline.training.by_machine import choose_by_machine
+from paceline.training.contract import (
+    check_loss,
+    refuse_two_optimizers,
+    require_equal_shapes,
+    tell_large_batch,
+)
 from paceline.training.guard import guard_update
 from paceline.training.layouts import Layout, place
 from paceline.training.numerics import check_numerics
@@ -74,6 +77,7 @@ def build_session(
     pieces = pieces or Pieces()
     strategy = resolve(recipe.strategy, processes=cluster.world_size, shards=recipe.batch.shards)
     notes = Notes()
+    recipe = choose_by_machine(recipe, task, cluster, device, warn=warn, note=notes.add)
     setting = Setting(
         recipe=recipe.replace(strategy=strategy),
         cluster=cluster,
@@ -88,13 +92,15 @@ def build_session(
         note=notes.add,
     )
     require_data(task)
+    tell_large_batch(recipe, task, warn)
     model = prepare_model(recipe if fresh else recipe.replace(init_from=None), task, device)
+    require_equal_shapes(model, setting.net, setting.mesh.world)
     make_equal(model, setting.net, setting.mesh.world)
     recompute_and_compile(recipe, task, model, device, warn)
     ear = LossEar(task.loss)
     material = Material(replace(task, loss=ear), model, MetricNames(), device, recipe.seed)
     layout = place(setting, material)
-    learn_metric_names(setting, material.task, layout.placed)
+    check_loss(task, layout.placed, setting.net, setting.mesh.world)
     holding = layout.placed.holding
     optimizer = build_task_optimizer(recipe, task, holding)
     if recipe.reproducible:
@@ -226,28 +232,6 @@ def _in_runs(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     return found
 
 
-def learn_metric_names(setting: Setting, task: Task, placed: Placed) -> None:
-    """Run the loss once on one sample, in evaluation: a broken contract shows before training; collective."""
-    batch = collate_samples(task, [task.data[0]], setting.device)
-    unit = Unit(step=0, shard=0, indices=np.zeros(1, dtype=np.int64), key=0)
-    with torch.random.fork_rng(), _buffers_kept(placed.holding.model):
-        placed.evaluate([LoadedUnit(unit, batch)])
-    told = gather_texts(json.dumps(placed.metric_names.found), setting.mesh.world, setting.net)
-    known = next(names for text in told if (names := json.loads(text)) is not None)
-    placed.metric_names.found = tuple(known)
-
-
-@contextmanager
-def _buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Put all buffers back, also those that no checkpoint holds: a forward may count itself."""
-    before = [(m, n, b, b.clone()) for m in model.modules() for n, b in m._buffers.items() if b is not None]
-    yield
-    for module, name, buffer, value in before:
-        module._buffers[name] = buffer
-        if not buffer.is_meta:
-            buffer.copy_(value)
-
-
 def recompute_and_compile(
     recipe: Recipe, task: Task, model: nn.Module, device: torch.device, warn: Callable[[str], None]
 ) -> None:
@@ -265,11 +249,13 @@ def build_task_optimizer(recipe: Recipe, task: Task, holding: Holding) -> torch.
 
     Raises:
         StrategyError: it looks at more than one value at a time, and this rank would update parts of tensors.
+        TaskError: the task brings its own, and the recipe sets options of one.
     """
     named = holding.model.named_parameters()  # of the whole model, so that all ranks have the same groups
     if task.optimizer is None:
         optimizer = build_optimizer(named, recipe.optimizer, fused_allowed=not recipe.reproducible)
     else:
+        refuse_two_optimizers(recipe)
         optimizer = require_one_gradient(task.optimizer(holding.model))
         if holding.is_cut:
             require_elementwise(optimizer)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -35,7 +37,14 @@ def conclude(
         f"resume:     {resume}",
     ]
     for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        plain_lines(console)(line)
+
+
+def plain_lines(console: Console | None) -> Callable[[str], None]:
+    """Prints a text as it is, never wrapped, coloured or read as markup; nothing without a console."""
+    if console is None:
+        return lambda text: None
+    return partial(console.print, markup=False, highlight=False, soft_wrap=True)
 
 
 def _longer(session: Session, result: Result) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from paceline.data import Unit, split
-from paceline.task import Source
+from paceline.task import Source, finish_metrics
 from paceline.training.build import build_loader
 from paceline.training.session import Session
 
@@ -67,8 +67,10 @@ def evaluate(session: Session, source: Source | None = None) -> Evaluation | Non
         .sum(axis=0)
     )
     count = sums[1] or 1.0
-    metrics = {name: float(value / count) for name, value in zip(names, sums[2:], strict=True)}
-    return Evaluation(session.state.step, float(sums[0] / count), metrics, num_samples, float(sums[1]))
+    means = {name: float(value / count) for name, value in zip(names, sums[2:], strict=True)}
+    loss, num_items = float(sums[0] / count), float(sums[1])
+    metrics = finish_metrics(session.task, loss, num_items, means)
+    return Evaluation(session.state.step, loss, metrics, num_samples, num_items)
 
 
 def _run(session: Session, source: Source, blocks: list[range]) -> torch.Tensor:

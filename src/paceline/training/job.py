@@ -5,9 +5,10 @@ Whoever started the processes (Paceline's launcher, torchrun, nobody) does not m
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from os import PathLike
 from pathlib import Path
 
 import torch
@@ -24,14 +25,15 @@ from paceline.task import Task
 from paceline.tasks import load_task, run_build
 from paceline.training import run_folder
 from paceline.training.build import build_session, choose_device
-from paceline.training.conclusion import conclude
+from paceline.training.by_machine import num_cores
+from paceline.training.conclusion import conclude, plain_lines
+from paceline.training.given import RecipeLike, TaskLike, given_recipe, given_run, given_task
 from paceline.training.loop import Result, fit
 from paceline.training.records import run_record
 from paceline.training.session import Session
 from paceline.training.stopping import StopRequest, stop_on_notice, stop_on_signals
 
 CACHE_DIR = cache_folder()
-TaskLike = Task | Callable[..., Task]
 
 
 @contextmanager
@@ -109,6 +111,7 @@ def obtain_together(
 
 def obtain_task(recipe: Recipe, task: TaskLike | None, base_dir: Path | None) -> Task:
     """The given task, what the given function builds, or the task that the recipe names."""
+    task = given_task(task)
     if isinstance(task, Task):
         return task
     options, folder = dict(recipe.options), base_dir or Path.cwd()
@@ -118,27 +121,31 @@ def obtain_task(recipe: Recipe, task: TaskLike | None, base_dir: Path | None) ->
 
 
 def train(
-    recipe: Recipe,
+    recipe: RecipeLike,
     task: TaskLike | None = None,
     *,
     base_dir: Path | None = None,
-    resume: Path | None = None,
+    resume: str | PathLike[str] | None = None,
     console: Console | None = None,
+    name: str | None = None,
 ) -> Result:
     """Train on this rank, as one of however many there are.
 
     Args:
-        recipe: what to do.
-        task: in place of the one that the recipe names; see `join`.
-        base_dir: see `join`.
-        resume: a run folder or a checkpoint inside one; continues it in its own folder.
+        recipe: what to do, or the path of its file.
+        task: in place of the one that the recipe names; see `join`. A tuple (model, data, loss) is one too.
+        base_dir: see `join`; with a path as recipe: its folder.
+        resume: a run folder, a checkpoint inside one, or a folder whose newest run is meant ("runs");
+            continues it in its own folder.
         console: where rank 0 reports; quiet if None.
+        name: what a new folder under `runs/` is called after, behind its time; the task's function if None.
     Returns:
         The result, equal on every rank.
     """
-    cluster = Cluster.from_env()
-    talks, warn = _voices(console, cluster)
-    source = run_folder.find_source(recipe, resume, warn)
+    recipe, base_dir = given_recipe(recipe, task, base_dir)
+    run, cluster = given_run(resume), Cluster.from_env()
+    talks = console if cluster.global_rank == 0 else None
+    source = run_folder.find_source(recipe, run, plain_lines(talks))
     with (
         stop_on_signals(StopRequest(setting_up=True, has_launcher=cluster.error_dir is not None)) as stop,
         stop_on_notice(recipe.checkpoint.notice, stop),
@@ -147,31 +154,39 @@ def train(
             task,
             base_dir=base_dir,
             cluster=cluster,
-            warn=warn,
+            warn=plain_lines(talks),
             stop_requested=stop,
             fresh=source is None,
         ) as session,
     ):
-        return _continue(session, resume, source, talks, warn, stop)
+        result = _continue(session, run, source, name or _name_of(task), talks, stop)
+    cluster.enter_phase(LEAVING)  # a script may go on for as long as it likes
+    return result
 
 
-def _voices(console: Console | None, cluster: Cluster) -> tuple[Console | None, Callable[[str], None]]:
-    """Where this rank reports, and where it warns: rank 0 alone does."""
-    if console is None or cluster.global_rank != 0:
-        return None, lambda text: None
-    return console, console.print
+def _name_of(task: TaskLike | None) -> str | None:
+    """What a run of this function is called; None if it is the recipe's to say."""
+    return getattr(task, "__name__", None)
 
 
 def _continue(
     session: Session,
     resume: Path | None,
     source: Path | None,
+    name: str | None,
     talks: Console | None,
-    warn: Callable[[str], None],
     stop: StopRequest,
 ) -> Result:
-    """Restore if the run is not new, fit, and say what came out."""
-    run_dir = run_folder.prepare(session, resume)
+    """Restore if the run is not new, fit, and say what came out.
+
+    Args:
+        resume: the run that goes on.
+        source: what of it is restored.
+        name: of a new run.
+        talks: where this rank reports.
+    """
+    warn = plain_lines(talks)
+    run_dir = run_folder.prepare(session, resume, name)
     used = None if source is None else run_folder.restore(session, source, warn)
     stop.setting_up = False
     session.cluster.enter_phase(TRAINING)
@@ -179,6 +194,7 @@ def _continue(
     session.cluster.enter_phase(LEAVING, session.recipe.runtime.setup_deadline_seconds)
     wanted = session.task.report is not None and result.evaluation is not None
     whole = session.complete() if wanted else None
+    result = replace(result, model=session.holding_all())
     if session.is_first:
         write_page(run_dir, warn)
     if talks is not None:
@@ -223,8 +239,3 @@ def _num_threads(recipe: Recipe, processes_here: int) -> int:
     if recipe.is_ordered:
         return 1
     return recipe.runtime.threads or max(1, num_cores() // processes_here)
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0))

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from paceline.observe import Sink, Stats
 from paceline.sync.health import RollBack
 from paceline.training.evaluation import Evaluation, evaluate
@@ -20,7 +22,7 @@ from paceline.training.session import Session
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended, equal on every rank.
+    """How a run ended, equal on every rank but for `model`.
 
     Args:
         steps: steps taken since the beginning of the run, also before a resume.
@@ -29,6 +31,9 @@ class Result:
         checkpoint: where the last one is; None: nothing was saved.
         sha256: of the state after the last step, in hex; None unless the run is reproducible.
         stopped: whether a signal ended the run before its last step.
+        run_dir: the folder of the run; None without one.
+        model: with the parameters of the last step; None where this rank holds only a part of it
+            (`paceline export` takes it whole from the checkpoint), and until `train` returns.
     """
 
     steps: int
@@ -37,6 +42,8 @@ class Result:
     checkpoint: str | None
     sha256: str | None
     stopped: bool
+    run_dir: Path | None = None
+    model: nn.Module | None = None
 
 
 def fit(session: Session, run_dir: Path | None = None, sinks: Sequence[Sink] = ()) -> Result:
@@ -72,14 +79,17 @@ def fit(session: Session, run_dir: Path | None = None, sinks: Sequence[Sink] = (
         evaluation = None if stopped else _evaluate(session, saves, sinks)
         saved = saves.finish()
         _tell(sinks, "end", {"step": session.state.step, "stopped": stopped})
-    return Result(session.state.step, last, evaluation, saved, sha256, stopped)
+    return Result(session.state.step, last, evaluation, saved, sha256, stopped, run_dir)
 
 
 def _rounds(session: Session, saves: Saves) -> Iterator[Stats]:
     """The rounds of a session; where health asks for it, on from an earlier checkpoint."""
-    while True:
+    while not saves.best.is_over():
         try:
-            yield from session.rounds()
+            for stats in session.rounds():
+                yield stats
+                if saves.best.is_over():
+                    return
             return
         except RollBack as ask:
             saves.roll_back(ask)
@@ -113,6 +123,8 @@ def _tell(sinks: Sequence[Sink], event: str, record: Mapping[str, Any]) -> None:
 def _at_intervals(session: Session, before: int, saves: Saves, sinks: Sequence[Sink]) -> None:
     if reached(session.recipe.evaluate.every_steps, before, session.state.step):
         _evaluate(session, saves, sinks)
+        if saves.best.is_over():
+            _tell(sinks, "early-stop", saves.best.record(session.state.step))
     saves.at_interval(before)
 
 
@@ -123,6 +135,6 @@ def _done(session: Session) -> bool:
 def _evaluate(session: Session, saves: Saves, sinks: Sequence[Sink]) -> Evaluation | None:
     evaluation = evaluate(session)
     if evaluation is not None:
-        saves.score(evaluation.loss)
+        saves.score(saves.best.add(evaluation))
         _tell(sinks, "evaluation", asdict(evaluation))
     return evaluation

@@ -89,6 +89,7 @@ def run_record(session: Session) -> dict[str, Any]:
         "ordered": recipe.is_ordered,
         "ranks": session.cluster.world_size,
         "devices": placed.holding.device.type,
+        "precision": recipe.precision.compute,
         "threads": torch.get_num_threads(),
         "host": socket.gethostname(),
         "pid": os.getpid(),

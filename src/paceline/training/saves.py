@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ from paceline.comm.text import share_text
 from paceline.errors import CheckpointError, NumericError
 from paceline.observe import Sink
 from paceline.sync.health import RollBack
+from paceline.training.early import BestSoFar
 from paceline.training.intervals import EveryMinutes, reached
 from paceline.training.saving import build_saver, restore
 from paceline.training.session import Session
@@ -27,6 +29,7 @@ def open_saves(session: Session, run_dir: Path | None, sinks: Sequence[Sink]) ->
     saver = None if run_dir is None else build_saver(session, run_dir, warn)
     try:
         saves = Saves(session, saver, sinks, warn)
+        saves.best = BestSoFar(session.recipe.evaluate, saves.scores())
         saves.begin()
         yield saves
     finally:
@@ -41,12 +44,15 @@ class Saves:
         saver: None: it is never time.
         sinks: are told of every checkpoint when it is there.
         warn: is told what cannot be used.
+    Attributes:
+        best: the evaluations so far, by which the run may end early.
     """
 
     def __init__(
         self, session: Session, saver: Saver | None, sinks: Sequence[Sink], warn: Callable[[str], None]
     ) -> None:
         self._session, self._saver, self._sinks, self._warn = session, saver, sinks, warn
+        self.best = BestSoFar(session.recipe.evaluate, {})
         self._first = session.state.step
         self._name: str | None = None
         self._roll_backs = 0
@@ -108,10 +114,20 @@ class Saves:
             )
         return self._saver
 
-    def score(self, loss: float) -> None:
-        """The evaluation loss of the present step."""
+    def score(self, score: float) -> None:
+        """Of the evaluation at the present step; lower is better."""
         if self._saver is not None:
-            self._saver.score(self._session.state.step, loss)
+            self._saver.score(self._session.state.step, score)
+
+    def scores(self) -> dict[int, float]:
+        """The scores up to the present step, by step; collective."""
+        session, saver = self._session, self._saver
+        if saver is None or session.state.step == 0:
+            return {}
+        mine = json.dumps(saver.shelf.losses if session.is_first else {})
+        text = share_text(mine, session.mesh.world, session.net, session.placed.holding.device)
+        found = {int(step): float(score) for step, score in json.loads(text).items()}
+        return {step: score for step, score in found.items() if step <= session.state.step}
 
     def begin_last(self) -> None:
         """Begin to save the end of the fit, if that is not where a checkpoint is already; collective."""

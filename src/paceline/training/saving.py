@@ -47,12 +47,23 @@ def build_saver(session: Session, run_dir: Path, warn: Callable[[str], None]) ->
         recipe=to_toml(session.recipe.replace(run_dir=None)),  # as the run folder keeps it
         strategy=str(strategy),
         world_size=session.cluster.world_size,
-        versions={"paceline": VERSION, "python": platform.python_version(), **fingerprint()},
+        versions=_versions(session),
     )
     saver = Saver(session.state, shelf, origin, saving, lambda text: _exchange(session, text))
     step = session.update_step
     step.parts = placed_before(step.parts, "step", "settle", lambda record: saver.settle())
     return saver
+
+
+def _versions(session: Session) -> dict[str, str]:
+    """What the bits of a run depend on beside what was asked for."""
+    precision = session.recipe.precision.compute
+    return {
+        "paceline": VERSION,
+        "python": platform.python_version(),
+        "precision": precision,
+        **fingerprint(),
+    }
 
 
 def restore(

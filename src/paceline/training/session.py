@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from paceline.observe import Stats
 from paceline.recipe import Recipe, Strategy
 from paceline.state import TrainState
 from paceline.sync import Rule, UpdateStep
-from paceline.task import Task
+from paceline.task import Task, finish_metrics
 
 
 class Notes:
@@ -102,9 +102,16 @@ class Session:
         `abort` makes it so.
         """
         for stats in self.rule.rounds(self.feed, self.placed, self.update_step):
-            yield stats
+            yield self._finish(stats)
             if stats.stops:
                 return
+
+    def _finish(self, stats: Stats) -> Stats:
+        """With the metrics as they are reported, and the rate of every parameter group."""
+        groups = enumerate(self.state.optimizer.param_groups)
+        rates = {str(group.get("name", i)): float(group["lr"]) for i, group in groups if "lr" in group}
+        metrics = finish_metrics(self.task, stats.loss, stats.num_items, stats.metrics)
+        return replace(stats, metrics=metrics, rates=rates)
 
     def abort(self) -> None:
         """Drop the half step in which an error left `rounds`: calling `rounds` again does that step anew."""
@@ -128,13 +135,17 @@ class Session:
         shared = share_snapshot(snapshot, self.mesh.world, self.net, self.placed.holding.device)
         self.restore(*shared)
 
+    def holding_all(self) -> nn.Module | None:
+        """The model, if this rank holds all of it."""
+        holding = self.placed.holding
+        whole = all(one.kept and one.computes.is_whole for one in holding.held.values())
+        return holding.model if whole and not _has_gaps(holding) else None
+
     def complete(self) -> nn.Module:
         """The whole model on this rank; collective. If a rank holds all of it, that is the model itself."""
-        holding = self.placed.holding
-        if all(one.kept and one.computes.is_whole for one in holding.held.values()) and not _has_gaps(
-            holding
-        ):
-            return holding.model
+        found, holding = self.holding_all(), self.placed.holding
+        if found is not None:
+            return found
         pieces = [piece for piece in self.state.pieces() if piece.slot.name.startswith("model/")]
         return whole_model(holding.model, gather_whole(pieces, self.mesh.inside, self.net), holding.device)
 

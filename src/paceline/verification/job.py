@@ -20,7 +20,9 @@ from paceline.recipe import HealthRecipe, Recipe, resolve
 from paceline.task import Task
 from paceline.training import Pieces
 from paceline.training.build import build_session, prepare_model
-from paceline.training.job import TaskLike, connected, obtain_together
+from paceline.training.by_machine import choose_by_machine
+from paceline.training.given import RecipeLike, TaskLike, given_recipe
+from paceline.training.job import connected, obtain_together
 from paceline.verification.oracle import Oracle
 from paceline.verification.plain_optimizer import plain_optimizer
 from paceline.verification.plain_schedule import PlainSchedule
@@ -32,7 +34,7 @@ from paceline.verification.twin import twin
 
 
 def verify(
-    recipe: Recipe,
+    recipe: RecipeLike,
     task: TaskLike | None = None,
     *,
     steps: int = 20,
@@ -45,7 +47,7 @@ def verify(
     """Run the recipe's strategy and the oracle side by side for some steps; collective.
 
     Args:
-        recipe: equal on every rank.
+        recipe: equal on every rank; or the path of its file.
         task: in place of the one that the recipe names; see `paceline.join`.
         steps: how many to compare.
         base_dir: where a task `file.py:function` is looked for.
@@ -58,6 +60,7 @@ def verify(
     Raises:
         StrategyError: the strategy is approximate by nature.
     """
+    recipe, base_dir = given_recipe(recipe, task, base_dir)
     with connected(recipe, cluster) as (found, device):
         built = obtain_together(recipe, task, base_dir, found)
         found.enter_phase(TRAINING)
@@ -84,6 +87,7 @@ def compare_with_oracle(
             next_step="verify the same recipe with sync=every-step codec=fp32, and compare losses over seeds",
         )
     recipe = recipe.replace(health=HealthRecipe())  # a step that is left out has nothing to compare
+    recipe = choose_by_machine(recipe, task, cluster, device)
     oracle = build_oracle(recipe, replace(task, model=twin(task.model)), device)
     mistake = _look_at_task(recipe, oracle, cluster, strict)
     if mistake is not None:
@@ -107,6 +111,8 @@ def build_oracle(recipe: Recipe, task: Task, device: torch.device, shards: int |
     Args:
         shards: virtual shards; the recipe's if None, 1 for the full-batch oracle.
     """
+    if recipe.precision.compute == "auto":  # alone; beside a session, what all ranks agreed on stands here
+        recipe = choose_by_machine(recipe, task, Cluster.single(), device)
     model, batch = prepare_model(recipe, task, device, whole=True), recipe.batch
     order = Order(len(task.data), batch.size, recipe.seed, shuffle=batch.shuffle, drop_last=batch.drop_last)
     optimizer = task.optimizer(model) if task.optimizer is not None else None

@@ -89,7 +89,7 @@ def test_what_was_exported_evaluates_to_the_same_bits(
 
 def paceline(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "paceline", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
 
 
 def test_the_command_and_what_the_file_says_of_itself(

@@ -53,7 +53,7 @@ def test_killed_at_random_there_is_always_a_whole_one(tmp_path: Path) -> None:
         process = context.Process(target=save_for_ever, args=(str(tmp_path),))
         process.start()
         before = len(list(tmp_path.glob("step-*"))) and last
-        expires = time.monotonic() + 30
+        expires = time.monotonic() + 120
         while (newest_step(tmp_path) or 0) <= before and time.monotonic() < expires:
             time.sleep(0.01)
         time.sleep(moments.uniform(0.0, 0.2))
@@ -141,7 +141,7 @@ def finish(process: subprocess.Popen[str], seconds: float = 60) -> None:
 
 def kill_after(process: subprocess.Popen[str], run: Path, step: int, pause: float) -> None:
     """kill -9 of the launcher when a checkpoint of `step` is there; its workers die with it."""
-    expires = time.monotonic() + 60
+    expires = time.monotonic() + 240
     while (newest_step(run / "checkpoints") or 0) < step:
         assert process.poll() is None and time.monotonic() < expires
         time.sleep(0.01)

@@ -25,7 +25,7 @@ def namespace_command() -> list[str]:
 def counted() -> dict[str, list[dict[str, tuple[int, float]]]]:
     """By world: what every rank found. One process, for all tests."""
     command = [*namespace_command(), sys.executable, loopback.__file__]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=360, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

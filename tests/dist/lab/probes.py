@@ -44,7 +44,7 @@ with socket.create_server(("", 9)) as listener:
 """
 PUSH = """
 import socket, sys, time
-with socket.create_connection((sys.argv[1], 9), timeout=20) as s:
+with socket.create_connection((sys.argv[1], 9), timeout=80) as s:
     began = time.perf_counter()
     s.sendall(bytes(int(sys.argv[2])))
     s.shutdown(socket.SHUT_WR)
@@ -56,7 +56,7 @@ with socket.create_connection((sys.argv[1], 9), timeout=20) as s:
 def ask(lab, host: str, program: str, *arguments: object) -> str:
     """Run a program in a host to its end; what it printed."""
     command = lab.command(host, [sys.executable, "-I", "-S", "-c", program, *map(str, arguments)])
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=240).stdout
 
 
 @contextmanager

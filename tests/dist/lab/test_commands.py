@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[3]
 SLEEP = ["sh", "-c", "echo $(hostname) sleeps; exec sleep 600"]
 
 
-def paceline(*arguments: object, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
+def paceline(*arguments: object, timeout: float = 240.0) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "paceline", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=ROOT, check=False)
 
@@ -64,7 +64,7 @@ def test_a_lab_in_use_is_listed_entered_and_spared_and_ctrl_c_ends_it() -> None:
     assert paceline("lab", "shell", "h9", "--lab", record.name).returncode == 6
     assert record.name in clean().running and process.poll() is None
     process.send_signal(signal.SIGINT)
-    printed, _ = process.communicate(timeout=30)
+    printed, _ = process.communicate(timeout=120)
     assert process.returncode == 143 and "lab: 2 hosts" in printed
     assert footprint.remains() == []
 
@@ -75,7 +75,7 @@ def test_what_a_killed_lab_leaves_is_gone_after_clean() -> None:
     record = own(process)
     footprint = Footprint.of(record)
     process.kill()
-    process.communicate(timeout=30)
+    process.communicate(timeout=120)
     assert record.folder.exists(), "a kill cannot be caught, so something is left"
     listed = paceline("lab", "ps").stdout
     assert "its process is gone" in listed
@@ -99,7 +99,7 @@ def test_an_exception_ends_a_lab_and_so_does_clean_of_running_ones() -> None:
         process.kill()
         pytest.skip("other labs of this user are in use")
     clean(running=True)
-    process.communicate(timeout=30)
+    process.communicate(timeout=120)
     assert footprint.remains() == []
 
 
@@ -163,7 +163,7 @@ def test_where_it_is_not_allowed_one_error_says_what_is_missing_and_what_still_w
         ["unshare", "-Ur", "sh", "-c", forbid + run],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,
         cwd=ROOT,
         check=False,
     )
@@ -183,7 +183,7 @@ def test_twenty_of_each_end_leave_nothing_behind() -> None:
             process.kill()
         else:
             process.send_signal(signal.SIGINT)
-        process.communicate(timeout=30)
+        process.communicate(timeout=120)
         clean()
         assert footprint.remains() == []
     for _ in range(20):

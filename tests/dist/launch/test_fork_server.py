@@ -28,7 +28,7 @@ from tests.dist.launch.actors import (
     without_fork_server,
 )
 
-pytestmark = [pytest.mark.capability("O1"), pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.capability("O1"), pytest.mark.timeout(240)]
 
 
 def described(
@@ -134,7 +134,7 @@ def test_a_launcher_that_dies_before_it_is_answered_is_no_error() -> None:
         capture_output=True,  # ends when every process of the server has ended
         text=True,
         check=True,
-        timeout=50,
+        timeout=200,
     )
     assert done.stderr == ""
 

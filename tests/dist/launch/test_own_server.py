@@ -27,7 +27,7 @@ CORES = sorted(os.sched_getaffinity(0))[:2]
 
 
 @pytest.mark.capability("O1")
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("num_processes", "environ", "forked"),
     [

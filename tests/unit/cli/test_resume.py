@@ -65,9 +65,12 @@ def test_changes_are_those_to_the_runs_own_recipe(tmp_path: Path) -> None:
 
 
 @pytest.mark.capability("N7")
-def test_the_grace_time_of_the_recipe_reaches_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_grace_time_of_the_recipe_reaches_the_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     jobs = []
     monkeypatch.setattr(start, "launch", lambda job: jobs.append(job) or Outcome(0, (), ""))
     recipe = Recipe(task="digits", steps=1, checkpoint={"grace_seconds": 77.0})
-    train._launch(options.Placement(2, 1, 0, None, ""), recipe, None)
+    train._launch(options.Placement(2, 1, 0, None, ""), recipe, None, "a")
     assert [(job.num_processes, job.grace_seconds) for job in jobs] == [(2, 77.0)]

@@ -92,7 +92,7 @@ def test_workers_read_at_the_same_time() -> None:
 
     class Meeting(Numbers):
         def __getitem__(self, index: int) -> int:
-            meeting.wait(timeout=20)
+            meeting.wait(timeout=80)
             return os.getpid()
 
     readers = read(Meeting(), 2, units(2, size=2))
@@ -128,7 +128,7 @@ def test_reading_overlaps_with_computing_and_is_bounded(workers: int, prefetch: 
     with Loader(Counting(), list, recipe(workers, prefetch), CPU).open(feed()) as stream:
         for num_taken in range(1, 6):
             next(stream)
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 80
             while num_read.value < num_taken + workers * prefetch and time.monotonic() < deadline:
                 time.sleep(0.01)  # "computing"
             assert num_read.value == num_taken + workers * prefetch
@@ -276,7 +276,7 @@ def test_a_worker_that_dies_is_an_error_not_a_hang() -> None:
 
     class Deadly(Numbers):
         def __getitem__(self, index: int) -> int:
-            if doom.wait(timeout=20):
+            if doom.wait(timeout=80):
                 os.kill(os.getpid(), signal.SIGKILL)
             return index
 
@@ -337,7 +337,7 @@ def test_workers_of_a_killed_parent_leave_even_when_stuck() -> None:
         worker = int(parent.stdout.readline())
         parent.kill()
         try:
-            parent.communicate(timeout=20)  # the pipe closes when the last process that holds it is gone
+            parent.communicate(timeout=80)  # the pipe closes when the last process that holds it is gone
         except subprocess.TimeoutExpired:
             os.kill(worker, signal.SIGKILL)
             raise

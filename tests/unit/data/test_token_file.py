@@ -91,7 +91,7 @@ def test_tokens_are_written_once_and_found_again(files: list[TextFile], cache: P
 
 
 def _map(files: list[TextFile], cache: Path, log: Path, barrier: Any, results: Any) -> None:
-    barrier.wait(timeout=30)
+    barrier.wait(timeout=120)
     results.put(map_tokens(files, Logging(log), cache).tobytes())
 
 
@@ -101,7 +101,7 @@ def test_many_processes_at_once_write_once(files: list[TextFile], cache: Path, t
     processes = [context.Process(target=_map, args=(files, cache, log, barrier, results)) for _ in range(4)]
     for process in processes:
         process.start()
-    contents = {results.get(timeout=30) for _ in processes}
+    contents = {results.get(timeout=120) for _ in processes}
     for process in processes:
         process.join(30)
     assert contents == {map_tokens(files, BYTES, cache).tobytes()}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from paceline.cli.main import app
+from paceline.cli.main import build_app
 from paceline.lab.faults import KINDS, FaultPlan
 
 GUIDE = (Path(__file__).parents[3] / "docs" / "howto" / "lab.md").read_text(encoding="utf-8")
@@ -19,6 +19,6 @@ def test_every_fault_of_the_guide_can_be_parsed_and_none_is_missing() -> None:
 
 def test_every_option_of_the_guide_exists() -> None:
     named = set(re.findall(r"`(--[a-z]+)", GUIDE)) - {"--nodes"}
-    shown = CliRunner().invoke(app, ["lab", "run", "--help"], env={"COLUMNS": "200"}).output
+    shown = CliRunner().invoke(build_app(), ["lab", "run", "--help"], env={"COLUMNS": "200"}).output
     assert named >= {"--rate", "--events", "--disk"}
     assert named - set(re.findall(r"--[a-z]+", shown)) == set()

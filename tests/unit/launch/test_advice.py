@@ -2,6 +2,7 @@
 
 import errno
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -73,3 +74,47 @@ def test_signals_that_mean_memory_have_a_next_step() -> None:
     assert "dmesg" in advise_after_signal(signal.SIGKILL)
     assert "/dev/shm" in advise_after_signal(signal.SIGBUS)
     assert advise_after_signal(signal.SIGTERM) == ""
+
+
+def test_the_users_frames_are_shown_and_ours_are_folded(tmp_path: Path) -> None:
+    """A task that raises deep inside the data loader's and PyTorch's frames."""
+    import runpy
+
+    script = tmp_path / "task.py"
+    script.write_text(
+        "import torch\n"
+        "class Net(torch.nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        return self.deeper(x)\n"
+        "    def deeper(self, x):\n"
+        "        raise ValueError('the shape is odd')\n"
+        "def call():\n"
+        "    try:\n"
+        "        return Net()(torch.ones(1))\n"
+        "    except ValueError as error:\n"
+        "        raise KeyError('no batch') from error\n"
+    )
+    call = runpy.run_path(str(script))["call"]
+    try:
+        call()
+    except KeyError as error:
+        shown = ErrorReport.of(error).details
+    assert "return self.deeper(x)" in shown and "raise ValueError('the shape is odd')" in shown
+    assert "_call_impl" not in shown and "frames of Paceline and of libraries are folded" in shown
+    assert (
+        shown.index("ValueError: the shape is odd")
+        < shown.index("The above led to:")
+        < shown.index("KeyError")
+    )
+
+
+def test_a_mistake_of_ours_is_shown_with_all_frames() -> None:
+    from paceline.data.work import split
+
+    try:
+        split(1, 0, 0)
+    except ZeroDivisionError as error:
+        shown = ErrorReport.of(error).details
+        assert "work.py" in shown and "folded" not in shown
+    else:
+        raise AssertionError("it should be an error")

@@ -169,3 +169,53 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, write: Write) -> None:
     binary = tmp_path / "binary.toml"
     binary.write_bytes(b"task = '\xff'")
     assert refuse(binary).where == f"{binary}, byte 8"
+
+
+@pytest.mark.parametrize(
+    "text, overrides, expected",
+    [
+        ("epochs = 3", ["steps=20"], {"steps": 20, "epochs": None}),
+        ("steps = 3", ["epochs=2"], {"steps": None, "epochs": 2.0}),
+        ("steps = 3", ["epochs=2", "steps=7"], {"steps": 7, "epochs": None}),
+        ("epochs = 3", ["epochs=", "steps=7"], {"steps": 7, "epochs": None}),
+        (
+            "steps = 3\n[optimizer]\nbetas = [0.8, 0.9]",
+            ["optimizer.name=sgd"],
+            {"optimizer": {"name": "sgd"}},
+        ),
+        (
+            'steps = 3\n[schedule]\ndecay = "cosine"\nfinal = 0.1\ncycle_steps = 2\ncycle_factor = 2',
+            ["schedule.decay=constant"],
+            {"schedule": {}},
+        ),
+        (
+            'steps = 3\n[schedule]\ndecay = "exponential"\nrate = 0.1',
+            ["schedule.decay=linear", "schedule.final=0.5"],
+            {"schedule": {"decay": "linear", "final": 0.5}},
+        ),
+        (
+            "steps = 3\n[health]\nspike_factor = 3.0\nspike_window = 4",
+            ["health.spike_factor="],
+            {"health": {}},
+        ),
+    ],
+)
+def test_what_is_typed_replaces_what_it_excludes(
+    tmp_path: Path, text: str, overrides: list[str], expected: dict[str, object]
+) -> None:
+    path = tmp_path / "a.toml"
+    path.write_text(f'task = "digits"\n{text}\n')
+    base = {"task": "digits", "steps": 3}
+    assert load_recipe(path, overrides) == Recipe(**(base | expected))
+
+
+def test_what_is_typed_and_cannot_go_together_is_still_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "a.toml"
+    path.write_text('task = "digits"\nsteps = 3\n[batch]\nshards = 6\n')
+    with pytest.raises(RecipeError, match="not an option of"):
+        load_recipe(path, ["optimizer.name=sgd", "optimizer.betas=[0.8, 0.9]"])
+    with pytest.raises(RecipeError, match=r"at most batch\.size"):
+        load_recipe(path, ["batch.size=4", "batch.shards=6"])
+    path.write_text('task = "digits"\nsteps = 3\nepochs = 4\n')
+    with pytest.raises(RecipeError, match="found both"):
+        load_recipe(path)

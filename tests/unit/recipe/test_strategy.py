@@ -105,8 +105,8 @@ def test_terms_after_a_preset_change_it() -> None:
         ("servers=-1", "servers: expected an integer >= 0, found -1"),
         (
             "sync=evry-step",
-            f'sync: expected one of {", ".join(known(SyncSpec))}, found "evry-step";'
-            ' did you mean "every-step"?',
+            f"sync: expected one of {', '.join(known(SyncSpec))},"
+            ' found "evry-step"; did you mean "every-step"?',
         ),
         ("sync=every-step:2", 'sync: expected "every-step" without an argument, found "every-step:2"'),
         ("sync=diloco", 'sync: expected an integer >= 1, as in "diloco:50", found "diloco"'),

@@ -1,0 +1,172 @@
+"""Does a task keep its contract? Asked once, on a sample and on the same sample twice, before the first step.
+
+Invariant: an error here names a mistake that would have trained something else in silence. What a sample
+cannot show (a loss of zero, a loss that is no sum over samples by nature) is let through.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from paceline.comm import Net
+from paceline.comm.text import gather_texts
+from paceline.data import LoadedUnit, Unit, collate_samples
+from paceline.errors import TaskError
+from paceline.layout import Placed
+from paceline.mesh import Group
+from paceline.recipe import OptimizerRecipe, Recipe
+from paceline.task import Loss, Task
+
+_CLOSE = 1e-3
+_COUNT = "Loss(total, count): count is the number of items in the total, for example len(batch)"
+_LOOKED_AT = 8  # samples, until one has an item
+_STILL_READ = ("clip_norm",)  # of the recipe's optimizer, when the task brings its own
+
+
+def check_loss(task: Task, placed: Placed, net: Net, world: Group) -> None:
+    """Call the loss in evaluation, on a sample and on it twice; learns the names of its metrics; collective.
+
+    The layout runs it, as a rank may hold a part of the model: those that see the loss tell the others.
+
+    Raises:
+        TaskError: it returns something else, counts nothing, or gives means where sums are needed.
+    Wire: a forward of three samples, and one ragged all_gather of some bytes.
+    """
+    num_looked_at = min(_LOOKED_AT, len(task.data))
+    for index in range(num_looked_at):
+        with torch.random.fork_rng(), _buffers_kept(placed.holding.model):
+            once, twice = _call_twice(task, placed, index, net, world)
+        if float(once.count) > 0:
+            return refuse_means(once, twice)
+    raise TaskError(
+        f"the loss counts {float(once.count):g} items in the first {num_looked_at} samples,"
+        " so nothing would train",
+        next_step=_COUNT,
+    )
+
+
+def _call_twice(task: Task, placed: Placed, index: int, net: Net, world: Group) -> tuple[Loss, Loss]:
+    """The losses of a sample and of it twice, as the first rank that sees them has them."""
+    sample = task.data[index]
+    units = (_unit(task, [sample] * count, placed.holding.device) for count in (1, 2))
+    rows = placed.evaluate(units).per_unit().tolist()
+    mine = json.dumps([placed.metric_names.found, rows]) if rows else ""
+    names, rows = json.loads(next(text for text in gather_texts(mine, world, net) if text))
+    placed.metric_names.found = tuple(names)
+    once, twice = (
+        Loss(torch.tensor(total), count, dict(zip(names, metrics, strict=True)))
+        for total, count, *metrics in rows
+    )
+    return once, twice
+
+
+def _unit(task: Task, samples: list[Any], device: torch.device) -> LoadedUnit:
+    unit = Unit(step=0, shard=0, indices=np.zeros(len(samples), dtype=np.int64), key=0)
+    return LoadedUnit(unit, collate_samples(task, samples, device))
+
+
+@contextmanager
+def _buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Put all buffers back, also those that no checkpoint holds: a forward may count itself."""
+    before = [(m, n, b, b.clone()) for m in model.modules() for n, b in m._buffers.items() if b is not None]
+    yield
+    for module, name, buffer, value in before:
+        module._buffers[name] = buffer
+        if not buffer.is_meta:
+            buffer.copy_(value)
+
+
+def refuse_means(once: Loss, twice: Loss) -> None:
+    """Raises: TaskError: of a sample and of it twice, what should double stays."""
+    total, count = (
+        _grows(float(getattr(once, name)), float(getattr(twice, name))) for name in ("total", "count")
+    )
+    if total == 1 and count == 2:
+        raise TaskError(
+            "the loss of a sample and of the same sample twice have equal totals and other counts:"
+            " the total is a mean, and would be divided by the count once more",
+            next_step="Loss.mean(value, count) takes a mean; or sum the losses: reduction='sum'",
+        )
+    if count == 1 and total in (1, 2):
+        raise TaskError(
+            f"the loss counts {float(once.count):g} items in a sample and as many in the same sample twice:"
+            " parts of unequal size would have equal weights",
+            next_step=_COUNT,
+        )
+    wrong = [name for name in _means(once.metrics, twice.metrics) if count == 2]
+    if wrong:
+        raise TaskError(
+            f"the metric '{wrong[0]}' is the same for a sample and for it twice: it is a mean, where sums"
+            " are added",
+            next_step=f"return the sum, for example {wrong[0]} * len(batch), or Metric(total, count)",
+        )
+
+
+def _means(once: Mapping[str, Any], twice: Mapping[str, Any]) -> list[str]:
+    return [name for name in once if name in twice and _grows(float(once[name]), float(twice[name])) == 1]
+
+
+def _grows(once: float, twice: float) -> int:
+    """1: it stays; 2: it doubles; 0: neither, or it says nothing."""
+    if not math.isfinite(once) or not math.isfinite(twice) or abs(once) < 1e-12:
+        return 0
+    return next((factor for factor in (1, 2) if math.isclose(twice, factor * once, rel_tol=_CLOSE)), 0)
+
+
+def refuse_two_optimizers(recipe: Recipe) -> None:
+    """Raises: TaskError: the task brings its own optimizer, and the recipe sets options that nobody reads."""
+    usual = OptimizerRecipe()
+    unread = [
+        name
+        for name in OptimizerRecipe.model_fields
+        if name not in _STILL_READ and getattr(recipe.optimizer, name) != getattr(usual, name)
+    ]
+    if unread:
+        keys = ", ".join(f"optimizer.{name}" for name in unread)
+        raise TaskError(
+            f"the task brings its own optimizer, Task(optimizer=...), and the recipe sets {keys},"
+            " which it would not read",
+            next_step="set them in the task's optimizer, by [options]; or leave Task(optimizer=...) out",
+        )
+
+
+def tell_large_batch(recipe: Recipe, task: Task, warn: Callable[[str], None]) -> None:
+    """Say that a batch is all of the data, which few mean."""
+    size, found = recipe.batch.size, len(task.data)
+    if size > found:
+        warn(f"batch.size = {size} is more than the {found} samples: every step trains on all of them")
+
+
+def require_equal_shapes(model: nn.Module, net: Net, group: Group) -> None:
+    """Compare the tensors of the models that the ranks have built; collective.
+
+    Raises:
+        TaskError: a rank's model has others than rank 0's; names the rank and the first tensor that differs.
+    Wire: one ragged all_gather of a hash; of all names and shapes only where the hashes differ.
+    """
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    mine = {name: f"{tuple(t.shape)} {t.dtype}" for name, t in tensors}
+    text = json.dumps(mine)
+    hashes = gather_texts(blake2b(text.encode(), digest_size=16).hexdigest(), group, net)
+    if len(set(hashes)) == 1:
+        return
+    models = [json.loads(found) for found in gather_texts(text, group, net)]
+    first = models[0]
+    rank = next(rank for rank, found in enumerate(models) if list(found.items()) != list(first.items()))
+    other = models[rank]
+    names = [name for name in [*first, *other] if first.get(name) != other.get(name)]
+    name = names[0] if names else next(a for a, b in zip(first, other, strict=True) if a != b)
+    raise TaskError(
+        f"ranks have built different models: '{name}' is {first.get(name, 'not there')} on rank 0 and"
+        f" {other.get(name, 'not there')} on rank {rank}" + ("" if names else ", in another order"),
+        next_step="build the model alike on every rank: nothing in it may depend on the rank or the machine",
+    )

@@ -1,0 +1,116 @@
+"""Early stopping and the best checkpoint by any metric, alike on any number of ranks and after a resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from paceline.checkpoint import Files, Shelf
+from paceline.cluster import Cluster
+from paceline.errors import RecipeError
+from paceline.recipe import EvaluateRecipe, Recipe
+from paceline.task import Loss, Task
+from paceline.testing import run_ranks
+from paceline.testing.parity import session_of
+from paceline.training import fit, run_folder
+from paceline.training.early import BestSoFar
+from paceline.training.evaluation import Evaluation
+
+EVERY = {"every_steps": 5, "metric": "accuracy", "better": "higher", "patience": 3}
+
+
+def separable() -> Task:
+    """The accuracy on held-out points rises, then stays."""
+
+    def loss(model: nn.Module, batch: list[Tensor]) -> Loss:
+        x, y = batch
+        out = model(x)
+        return Loss(
+            F.cross_entropy(out, y, reduction="sum"), len(y), {"accuracy": (out.argmax(1) == y).sum()}
+        )
+
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 4, generator=generator)
+    data = list(zip(x, (x[:, 0] > 0).long(), strict=True))
+    torch.manual_seed(0)
+    return Task(nn.Linear(4, 2), data[:48], loss, held_out=data[48:])
+
+
+def recipe_of(folder: Path, steps: int = 400, **evaluate: Any) -> Recipe:
+    return Recipe(
+        steps=steps,
+        task="own",
+        batch={"size": 8, "shards": 2},
+        optimizer={"name": "sgd", "lr": 0.3},
+        evaluate=EVERY | evaluate,
+        checkpoint={"every_steps": 5, "keep": 1, "keep_best": 1},
+        run_dir=str(folder),
+    )
+
+
+class Heard:
+    """A sink that remembers events."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, Any]] = []
+
+    def step(self, stats: Any) -> None:
+        return
+
+    def event(self, name: str, record: Any) -> None:
+        self.events.append((name, dict(record)))
+
+    def close(self) -> None:
+        return
+
+
+def run(cluster: Cluster, recipe: Recipe, resume: bool = False) -> tuple[int, list[tuple[str, Any]]]:
+    session, heard = session_of(cluster, recipe, separable), Heard()
+    folder = Path(str(recipe.run_dir))
+    if resume:
+        run_folder.restore(session, folder)
+    result = fit(session, folder, [heard] if session.is_first else [])
+    told = [e for e in heard.events if e[0] in ("evaluation", "early-stop")]
+    return result.steps, told
+
+
+@pytest.mark.capability("N1")
+def test_a_run_ends_after_its_patience_on_any_number_of_ranks_and_after_a_resume(
+    tmp_path: Path,
+) -> None:
+    steps, told = run(Cluster.single(), recipe_of(tmp_path / "one"))
+    values = {e["step"]: e["metrics"]["accuracy"] for name, e in told if name == "evaluation"}
+    ((_, end),) = [one for one in told if one[0] == "early-stop"]
+    assert steps < 400 and end["step"] == steps == end["best_step"] + 15
+    assert end["best"] == max(values.values()) == values[end["best_step"]]
+    two = run_ranks(run, 2, recipe_of(tmp_path / "two"))
+    assert [found[0] for found in two] == [steps, steps]
+    half, _ = run(Cluster.single(), recipe_of(tmp_path / "half", steps=steps - 7))
+    assert half == steps - 7
+    assert run(Cluster.single(), recipe_of(tmp_path / "half"), resume=True)[0] <= steps
+    shelf = Shelf.look(Files(str(tmp_path / "one" / "checkpoints")))
+    assert max(values[kept.step] for kept in shelf.whole) == end["best"]
+
+
+def test_patience_counts_evaluations_since_the_best() -> None:
+    def at(step: int, value: float) -> Evaluation:
+        return Evaluation(step, value, {"f1": value}, 1, 1.0)
+
+    lower = BestSoFar(EvaluateRecipe(every_steps=1, patience=2), {})
+    over = [
+        (lower.add(at(step, v)), lower.is_over())[1] for step, v in enumerate([3.0, 2.0, 2.5, 1.0, 1.0, 1.5])
+    ]
+    assert over == [False, False, False, False, False, True]
+    higher = BestSoFar(EvaluateRecipe(every_steps=1, patience=1, metric="f1", better="higher"), {0: -0.5})
+    assert higher.add(at(1, 0.7)) == -0.7 and not higher.is_over()
+    higher.add(at(2, 0.6))
+    assert higher.is_over() and higher.record(2)["best"] == 0.7
+    with pytest.raises(RecipeError, match="no metric 'auc', but loss, f1"):
+        BestSoFar(EvaluateRecipe(metric="auc"), {}).add(at(1, 1.0))
+    with pytest.raises(RecipeError, match="expected only with every_steps"):
+        EvaluateRecipe(patience=3)

@@ -1,0 +1,223 @@
+"""What breaks the contract of a task is named before the first step; metrics have counts of their own."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import paceline
+from paceline.cluster import Cluster
+from paceline.errors import TaskError
+from paceline.recipe import Recipe, Strategy
+from paceline.task import Loss, LossFunction, Metric, Task, finish_metrics
+from paceline.tasks import scores
+from paceline.testing import run_ranks
+from paceline.testing.parity import session_of
+from paceline.training import evaluate
+from paceline.training.contract import refuse_means, refuse_two_optimizers, tell_large_batch
+
+X = torch.linspace(-1, 1, 48).reshape(12, 4)
+Y = torch.arange(12) % 2
+RECIPE = Recipe(task="own", steps=3, batch={"size": 4, "shards": 2}, optimizer={"name": "sgd", "lr": 0.1})
+
+
+def task_of(loss: LossFunction) -> Task:
+    torch.manual_seed(0)
+    data = list(zip(X, Y, strict=True))
+    return Task(nn.Linear(4, 2), data, loss, held_out=data[:7])
+
+
+def summed(out: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(out, y, reduction="sum")
+
+
+MISTAKES = {
+    "mean as total": (lambda out, y: Loss(F.cross_entropy(out, y), len(y)), "the total is a mean"),
+    "no items": (lambda out, y: Loss(summed(out, y), 0), "counts 0 items in the first 8 samples"),
+    "one item": (lambda out, y: Loss(summed(out, y), 1), "as many in the same sample twice"),
+    "mean of one": (lambda out, y: Loss(F.cross_entropy(out, y), 1), "as many in the same sample twice"),
+    "mean metric": (
+        lambda out, y: Loss(summed(out, y), len(y), {"size": out.abs().mean()}),
+        "the metric 'size' is the same",
+    ),
+}
+
+
+@pytest.mark.capability("A6")
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_the_loss_is_named_before_the_first_step(mistake: str) -> None:
+    make, why = MISTAKES[mistake]
+    task = task_of(lambda model, batch: make(model(batch[0]), batch[1]))
+    with pytest.raises(TaskError, match=why):
+        session_of(Cluster.single(), RECIPE, lambda: task)
+
+
+CUT_LAYOUTS = ["replicas=1 pipeline=2", "replicas=1 shard=2 zero=3", "replicas=1 tensor=2"]
+
+
+def refused_loss(cluster: Cluster, strategy: str) -> str:
+    """A total that is a mean, where no rank holds the whole model."""
+
+    def build() -> Task:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+        task = task_of(lambda model, batch: Loss(F.cross_entropy(model(batch[0]), batch[1]), len(batch[1])))
+        return replace(task, model=model, tensor={"0": "column", "2": "row"})
+
+    try:
+        session_of(cluster, RECIPE.replace(strategy=Strategy.parse(strategy)), build)
+    except TaskError as error:
+        return error.what
+    return ""
+
+
+@pytest.mark.parametrize("strategy", CUT_LAYOUTS)
+def test_a_mistake_is_named_on_every_rank_though_none_holds_the_whole_model(strategy: str) -> None:
+    for what in run_ranks(partial(refused_loss, strategy=strategy), 2):
+        assert "the total is a mean" in what
+
+
+def test_what_is_right_or_cannot_be_told_is_let_through() -> None:
+    def masked(model: nn.Module, batch: list[Tensor]) -> Loss:
+        """The first sample has no items."""
+        x, y = batch
+        return Loss((F.cross_entropy(model(x), y, reduction="none") * (y > 0)).sum(), (y > 0).sum())
+
+    def contrast(model: nn.Module, batch: list[Tensor]) -> Loss:
+        """No sum over samples: each is held against the others of its micro-batch."""
+        out = model(batch[0])
+        return Loss(F.cross_entropy(out @ out.T, torch.arange(len(out)), reduction="sum") + 1e-3, len(out))
+
+    for loss in (masked, contrast):
+        assert session_of(Cluster.single(), RECIPE, partial(task_of, loss)).placed.metric_names.found == ()
+    nothing = Loss(torch.tensor(0.0), 1)
+    refuse_means(nothing, replace(nothing, count=2))
+
+
+def test_a_metric_has_a_count_of_its_own() -> None:
+    task = task_of(lambda model, batch: Loss(model(batch[0]).sum(), 1))
+    one = Loss(torch.tensor(1.0), 4, {"right": 3, "of masked": Metric(2.0, 5)})
+    assert {name: float(value) / 4 for name, value in one.metrics.items()}["right"] == 0.75
+    means = {name: float(value) / 4 for name, value in one.metrics.items()}
+    assert finish_metrics(task, 0.25, 4, means) == {"right": 0.75, "of masked": pytest.approx(0.4)}
+    none = Loss(torch.tensor(1.0), 4, {"of masked": Metric(0.0, 0)})
+    assert math.isnan(finish_metrics(task, 0.25, 4, dict(none.metrics))["of masked"])
+
+
+def scored(width: int = 2) -> Task:
+    """Perplexity, F1 and AUC of two classes, and a mean over the ones alone."""
+
+    def loss(model: nn.Module, batch: list[Tensor]) -> Loss:
+        x, y = batch
+        out = model(x)
+        chance = out.softmax(1)[:, 1]
+        metrics = {
+            "recall of ones": Metric(((out.argmax(1) == y) & (y == 1)).sum(), (y == 1).sum()),
+            **scores.f1_sums(out.argmax(1), y),
+            **scores.auc_sums(chance, y, bins=16),
+        }
+        return Loss(summed(out, y), len(y), metrics)
+
+    def derive(sums: dict[str, float]) -> dict[str, float]:
+        return scores.perplexity(sums) | scores.f1(sums) | scores.auc(sums)
+
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(96, 4, generator=generator)
+    y = (x[:, 0] + 0.5 * torch.randn(96, generator=generator) > 0).long()
+    data = list(zip(x, y, strict=True))
+    torch.manual_seed(0)
+    model = nn.Linear(4, width)
+    return replace(Task(model, data, loss, held_out=data), derive=derive)
+
+
+def scores_of(cluster: Cluster) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+    session = session_of(cluster, RECIPE, scored)
+    *_, last = session.rounds()
+    found = evaluate(session)
+    assert found is not None
+    return dict(last.metrics), dict(found.metrics), dict(last.rates)
+
+
+def test_scores_follow_from_sums_on_any_number_of_ranks() -> None:
+    (_, alone, rates), (stepped, two, _) = scores_of(Cluster.single()), run_ranks(scores_of, 2)[0]
+    assert two == pytest.approx(alone, rel=1e-5)
+    assert alone.keys() == {"recall of ones", "perplexity", "precision", "recall", "f1", "auc"}
+    assert alone["recall of ones"] == pytest.approx(alone["recall"])
+    assert stepped.keys() == alone.keys() and rates == {"0": pytest.approx(0.1), "1": pytest.approx(0.1)}
+
+
+def test_the_scores_are_those_of_scikit_learn() -> None:
+    from sklearn import metrics
+
+    generator = torch.Generator().manual_seed(1)
+    chance = torch.rand(400, generator=generator)
+    chance = (chance * 64).floor() / 64 + 1 / 128  # in the middle of its bin: no rounding
+    actual = torch.rand(400, generator=generator) < chance
+    sums: dict[str, float] = {"loss": 8.0, "count": 4.0}
+    for part in (slice(0, 130), slice(130, 400)):
+        for name, value in {
+            **scores.f1_sums(chance[part] > 0.5, actual[part]),
+            **scores.auc_sums(chance[part], actual[part]),
+        }.items():
+            sums[name] = sums.get(name, 0.0) + float(value)
+    assert scores.f1(sums)["f1"] == pytest.approx(metrics.f1_score(actual, chance > 0.5))
+    assert scores.auc(sums)["auc"] == pytest.approx(metrics.roc_auc_score(actual, chance))
+    assert scores.perplexity(sums)["perplexity"] == pytest.approx(math.exp(2))
+
+
+def test_a_batch_beyond_the_data_is_told() -> None:
+    said: list[str] = []
+    tell_large_batch(RECIPE.replace(batch={"size": 13, "shards": 1}), scored(), said.append)
+    tell_large_batch(RECIPE.replace(batch={"size": 97, "shards": 1}), scored(), said.append)
+    assert said == ["batch.size = 97 is more than the 96 samples: every step trains on all of them"]
+
+
+def refused_model(cluster: Cluster) -> str:
+    """Rank 2 has a wider layer."""
+    try:
+        recipe = RECIPE.replace(batch={"size": 4, "shards": 4})
+        session_of(cluster, recipe, lambda: scored(2 + cluster.global_rank // 2))
+    except TaskError as error:
+        return error.what
+    return ""
+
+
+def test_models_that_differ_by_rank_are_named_by_tensor() -> None:
+    for what in run_ranks(refused_model, 3):
+        assert "'weight' is (2, 4) torch.float32 on rank 0 and (3, 4) torch.float32 on rank 2" in what
+
+
+def test_two_optimizers_are_an_error_that_names_both() -> None:
+    recipe = RECIPE.replace(optimizer=RECIPE.optimizer.replace(lr=0.5, clip_norm=1.0))
+    with pytest.raises(TaskError, match=r"Task\(optimizer=\.\.\.\).*optimizer\.name, optimizer\.lr"):
+        refuse_two_optimizers(recipe)
+    refuse_two_optimizers(Recipe(task="own", steps=1, optimizer={"clip_norm": 1.0}))
+    own = replace(scored(), optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(TaskError, match="brings its own optimizer"):
+        session_of(Cluster.single(), RECIPE, lambda: own)
+
+
+def test_the_rate_of_every_group_is_written(tmp_path: Path) -> None:
+    def build() -> Task:
+        def groups(model: nn.Module) -> torch.optim.Optimizer:
+            named = [
+                {"params": [model.weight], "lr": 0.5, "name": "slow"},
+                {"params": [model.bias], "lr": 1.0},
+            ]
+            return torch.optim.SGD(named)
+
+        return replace(scored(), optimizer=groups)
+
+    recipe = Recipe(task="own", steps=2, batch={"size": 4, "shards": 2}, run_dir=str(tmp_path / "run"))
+    paceline.train(recipe, build)
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line) for line in lines if '"event": "step"' in line]
+    assert [step["rates"] for step in steps] == [{"slow": 0.5, "1": 1.0}] * 2

@@ -21,6 +21,7 @@ from paceline.comm import (
     Reduction,
     Tally,
 )
+from paceline.comm.routes import SharedMemoryCollective
 from paceline.data import LoadedUnit, LockstepWork, Stream, Unit
 from paceline.layout import Holding, Placed, Replicate, Sums, UnitBuffers
 from paceline.optim import Schedule, build_schedule
@@ -101,11 +102,9 @@ class DeafCollective(NativeCollective):
 
 def deaf(collective: Collective) -> Collective:
     """Forget the all_reduce of the first bucket."""
-    return DeafCollective(collective.net, collective.group) if _has_net(collective) else collective  # type: ignore[attr-defined]
-
-
-def _has_net(collective: Collective) -> bool:
-    return hasattr(collective, "net")
+    if isinstance(collective, NativeCollective | SharedMemoryCollective):
+        return DeafCollective(collective.net, collective.group)
+    return collective
 
 
 class StaleBucket(Reducer):

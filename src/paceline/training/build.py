@@ -6,13 +6,12 @@ The pieces are arguments, so that a test, a fault or a later strategy replaces o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from paceline.checkpoint import load_weights
 from paceline.cluster import Cluster
 from paceline.comm import Net
 from paceline.data import Feed, Loader, Order
@@ -20,9 +19,7 @@ from paceline.errors import DataError, DeviceError
 from paceline.layout import Holding
 from paceline.layout.precision import compile_or_explain, recompute_blocks
 from paceline.layout.sums import MetricNames
-from paceline.mesh import Group, Mesh
-from paceline.models import InitializeByName
-from paceline.models.dropout import name_dropouts
+from paceline.mesh import Mesh
 from paceline.observe import Phases
 from paceline.optim import build_optimizer, require_elementwise, require_one_gradient
 from paceline.optim.adopt import adopt
@@ -42,10 +39,9 @@ from paceline.training.contract import (
 from paceline.training.guard import guard_update
 from paceline.training.layouts import Layout, place
 from paceline.training.numerics import check_numerics
+from paceline.training.prepare import make_equal, prepare_model
 from paceline.training.reductions import build_norm
 from paceline.training.session import Notes, Session
-
-_RUN_BYTES = 2**24
 
 
 def build_session(
@@ -94,8 +90,7 @@ def build_session(
     require_data(task)
     tell_large_batch(recipe, task, warn)
     model = prepare_model(recipe if fresh else recipe.replace(init_from=None), task, device)
-    require_equal_shapes(model, setting.net, setting.mesh.world)
-    make_equal(model, setting.net, setting.mesh.world)
+    agree_on_model(model, setting)
     recompute_and_compile(recipe, task, model, device, warn)
     ear = LossEar(task.loss)
     material = Material(replace(task, loss=ear), model, MetricNames(), device, recipe.seed)
@@ -125,6 +120,16 @@ def build_session(
         notes=notes,
         closers=setting.closers,
     )
+
+
+def agree_on_model(model: nn.Module, setting: Setting) -> None:
+    """All ranks go on with the parameters of rank 0.
+
+    Raises:
+        TaskError: they have built different models.
+    """
+    require_equal_shapes(model, setting.net, setting.mesh.world)
+    make_equal(model, setting.net, setting.mesh.world)
 
 
 def build_update_step(setting: Setting, layout: Layout, state: TrainState, num_steps: int) -> UpdateStep:
@@ -174,62 +179,6 @@ def build_loader(recipe: Recipe, task: Task, source: Source, device: torch.devic
 def num_steps_of(recipe: Recipe, steps_per_epoch: int) -> int:
     """Length of the run in steps."""
     return recipe.steps or math.ceil((recipe.epochs or 0) * steps_per_epoch)
-
-
-def prepare_model(recipe: Recipe, task: Task, device: torch.device, *, whole: bool = False) -> nn.Module:
-    """The task's model on its device: weights from a file, or set by name where the task knows how.
-
-    Args:
-        whole: give memory to all parameters of a model that was built without; else they wait until it is
-            known which of them this rank holds. Weights from a file are read whole.
-    """
-    waits = any(p.is_meta for p in task.model.parameters()) and recipe.init_from is None and not whole
-    if task.initialize is not None and not waits:
-        task.initialize(task.model, recipe.seed)
-    if recipe.init_from is not None:
-        load_weights(task.model, recipe.init_from)
-    name_dropouts(task.model)
-    if not waits:
-        return task.model.to(device)
-    if isinstance(task.initialize, InitializeByName):
-        set_small(task.model, recipe.seed, task.initialize)
-    return task.model._apply(lambda t: t if t.is_meta else t.to(device))
-
-
-def set_small(model: nn.Module, seed: int, initialize: InitializeByName) -> None:
-    """Set the parameters of a model that have memory, though it was built without."""
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if not p.is_meta:
-                p.copy_(initialize.part(model, seed, name, tuple(slice(0, n) for n in p.shape)))
-
-
-def make_equal(model: nn.Module, net: Net, group: Group) -> None:
-    """Give every rank the parameters and buffers of rank 0; what has no memory is made alike on every rank.
-
-    Wire: n bytes received by each rank but the first, in broadcasts of some megabytes.
-    """
-    if group.size == 1:
-        return
-    tensors: list[Tensor] = [p.detach() for p in model.parameters()] + list(model.buffers())
-    for alike in _in_runs([t for t in tensors if not t.is_meta]):
-        flat = net.broadcast(torch.cat([t.reshape(-1) for t in alike]), group).wait()
-        for t, piece in zip(alike, flat.split([t.numel() for t in alike]), strict=True):
-            t.copy_(piece.view_as(t))
-
-
-def _in_runs(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Tensors of one type together, as many as make up some megabytes."""
-    found: list[list[Tensor]] = []
-    for dtype in sorted({t.dtype for t in tensors}, key=str):
-        filled = _RUN_BYTES
-        for t in (t for t in tensors if t.dtype == dtype):
-            if filled >= _RUN_BYTES:
-                found.append([])
-                filled = 0
-            found[-1].append(t)
-            filled += t.numel() * t.element_size()
-    return found
 
 
 def recompute_and_compile(

@@ -19,10 +19,11 @@ from paceline.phase import TRAINING
 from paceline.recipe import HealthRecipe, Recipe, resolve
 from paceline.task import Task
 from paceline.training import Pieces
-from paceline.training.build import build_session, prepare_model
+from paceline.training.build import build_session
 from paceline.training.by_machine import choose_by_machine
 from paceline.training.given import RecipeLike, TaskLike, given_recipe
 from paceline.training.job import connected, obtain_together
+from paceline.training.prepare import prepare_model
 from paceline.verification.oracle import Oracle
 from paceline.verification.plain_optimizer import plain_optimizer
 from paceline.verification.plain_schedule import PlainSchedule

@@ -8,7 +8,7 @@ from paceline.comm import Net
 from paceline.errors import StrategyError
 from paceline.mesh import Mesh
 from paceline.testing import run_ranks
-from paceline.training.build import make_equal
+from paceline.training.prepare import make_equal
 
 DEGREES = {"replica": 2, "tensor": 2}  # replicas are ranks (0, 2) and (1, 3); tensor peers (0, 1) and (2, 3)
 

@@ -1,0 +1,74 @@
+"""A task's model, made ready to be placed: its weights, and the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from paceline.checkpoint import load_weights
+from paceline.comm import Net
+from paceline.mesh import Group
+from paceline.models import InitializeByName
+from paceline.models.dropout import name_dropouts
+from paceline.recipe import Recipe
+from paceline.task import Task
+
+_RUN_BYTES = 2**24
+
+
+def prepare_model(recipe: Recipe, task: Task, device: torch.device, *, whole: bool = False) -> nn.Module:
+    """The task's model on its device: weights from a file, or set by name where the task knows how.
+
+    Args:
+        whole: give memory to all parameters of a model that was built without; else they wait until it is
+            known which of them this rank holds. Weights from a file are read whole.
+    """
+    waits = any(p.is_meta for p in task.model.parameters()) and recipe.init_from is None and not whole
+    if task.initialize is not None and not waits:
+        task.initialize(task.model, recipe.seed)
+    if recipe.init_from is not None:
+        load_weights(task.model, recipe.init_from)
+    name_dropouts(task.model)
+    if not waits:
+        return task.model.to(device)
+    if isinstance(task.initialize, InitializeByName):
+        set_small(task.model, recipe.seed, task.initialize)
+    return task.model._apply(lambda t: t if t.is_meta else t.to(device))
+
+
+def set_small(model: nn.Module, seed: int, initialize: InitializeByName) -> None:
+    """Set the parameters of a model that have memory, though it was built without."""
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if not p.is_meta:
+                p.copy_(initialize.part(model, seed, name, tuple(slice(0, n) for n in p.shape)))
+
+
+def make_equal(model: nn.Module, net: Net, group: Group) -> None:
+    """Give every rank the parameters and buffers of rank 0; what has no memory is made alike on every rank.
+
+    Wire: n bytes received by each rank but the first, in broadcasts of some megabytes.
+    """
+    if group.size == 1:
+        return
+    tensors: list[Tensor] = [p.detach() for p in model.parameters()] + list(model.buffers())
+    for alike in _in_runs([t for t in tensors if not t.is_meta]):
+        flat = net.broadcast(torch.cat([t.reshape(-1) for t in alike]), group).wait()
+        for t, piece in zip(alike, flat.split([t.numel() for t in alike]), strict=True):
+            t.copy_(piece.view_as(t))
+
+
+def _in_runs(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Tensors of one type together, as many as make up some megabytes."""
+    found: list[list[Tensor]] = []
+    for dtype in sorted({t.dtype for t in tensors}, key=str):
+        filled = _RUN_BYTES
+        for t in (t for t in tensors if t.dtype == dtype):
+            if filled >= _RUN_BYTES:
+                found.append([])
+                filled = 0
+            found[-1].append(t)
+            filled += t.numel() * t.element_size()
+    return found

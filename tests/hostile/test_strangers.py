@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.comm import guests
+from paceline.comm.channel import guests
 from paceline.comm.channel.hub import accept_all, connect, listen
 from paceline.comm.routes.host_meeting import _listen, _meet
 from paceline.errors import CommunicationError
@@ -232,7 +232,10 @@ def test_no_command_takes_a_key_as_an_argument() -> None:
 def test_a_node_with_another_key_is_named_on_both_sides(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    (tmp_path / "x.py").write_text("from paceline import Cluster\nCluster.from_env().connect('cpu', 60.0)\n")
+    (tmp_path / "x.py").write_text(
+        "import torch.distributed as dist\nfrom paceline import Cluster\n"
+        "Cluster.from_env().connect('cpu', 60.0)\ndist.barrier()\n"
+    )
     meet = ("run", "--nodes", "2", "--rendezvous", f"127.0.0.1:{port}", "--node-rank")
     command = [sys.executable, "-m", "paceline", *meet, "0", str(tmp_path / "x.py")]
     with (tmp_path / "said").open("w") as said:

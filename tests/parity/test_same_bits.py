@@ -205,8 +205,8 @@ def tied_weights_added_stage_by_stage() -> None:
 def dropout_keyed_by_the_rank() -> None:
     plain = replicate.seed_unit
 
-    def seed_unit(key: int, *args: Any) -> None:
-        plain(key + torch.distributed.get_rank(), *args)
+    def seed_unit(key: int, *args: Any, **kwargs: Any) -> None:
+        plain(key + torch.distributed.get_rank(), *args, **kwargs)
 
     replicate.seed_unit = seed_unit
 

@@ -118,21 +118,33 @@ def dropping(kind: type[nn.Module]) -> Task:
 
 
 @pytest.mark.capability("J10", "A9")
-@pytest.mark.parametrize("strategy", ["replicas=1 lanes=2", "replicas=1 pipeline=2"])
-def test_random_numbers_that_would_be_shared_are_an_error(strategy: str) -> None:
+def test_random_numbers_that_would_be_shared_are_an_error() -> None:
     def trained(cluster: Cluster, kind: type[nn.Module]) -> str:
         try:
-            session = session_of(cluster, recipe_of(strategy, steps=2), lambda: dropping(kind))
+            recipe = recipe_of("replicas=1 lanes=2", steps=2)
+            session = session_of(cluster, recipe, lambda: dropping(kind))
             list(session.rounds())
         except TaskError as error:
             return str(error)
         return state_sha256(session.snapshot().tensors())
 
-    num_ranks = 2 if "pipeline" in strategy else 1
-    for said in run_ranks(trained, num_ranks, nn.Dropout):
+    for said in run_ranks(trained, 1, nn.Dropout):
         assert "draws from PyTorch's" in said and "KeyedDropout" in said
-    for sha256 in run_ranks(trained, num_ranks, KeyedDropout):
+    for sha256 in run_ranks(trained, 1, KeyedDropout):
         assert len(sha256) == 64
+
+
+@pytest.mark.capability("J10")
+def test_random_numbers_go_on_from_stage_to_stage() -> None:
+    """What a stage draws from PyTorch's own stream, the next goes on with: the bits of one process."""
+
+    def trained(cluster: Cluster, strategy: str) -> str:
+        session = session_of(cluster, recipe_of(strategy, steps=2), lambda: dropping(nn.Dropout))
+        list(session.rounds())
+        return state_sha256(session.snapshot().tensors())
+
+    alone = trained(Cluster.single(), "replicas=1")
+    assert run_ranks(trained, 2, "replicas=1 pipeline=2") == [alone, alone]
 
 
 @pytest.mark.capability("A7", "A9")

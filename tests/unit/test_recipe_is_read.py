@@ -79,6 +79,8 @@ def test_every_field_is_read_outside_the_recipe_room(read: set[tuple[str, str]],
     # Read where a process starts: by `connected`, by `train`, and by the command that launches.
     elsewhere = {("RuntimeRecipe", "device"), ("RuntimeRecipe", "threads")}
     elsewhere |= {("RuntimeRecipe", "setup_deadline_seconds")}  # see tests/hostile/test_stuck.py
+    # Read where several processes sum; see tests/dist/comm/test_overlap.py.
+    elsewhere |= {("RuntimeRecipe", "bucket_bytes")}
     elsewhere |= {("CheckpointRecipe", "grace_seconds"), ("CheckpointRecipe", "notice")}
     # Read where a run goes back; see tests/parity/test_roll_back.py.
     elsewhere |= {("HealthRecipe", "max_roll_backs")}

@@ -86,9 +86,9 @@ class Holding:
         return next((t.device for t in found if not t.is_meta), torch.device("cpu"))
 
     @property
-    def is_sharded(self) -> bool:
-        """Whether another rank that runs samples of its own updates a part of what this one computes with."""
-        return any(len(one.parts) > 1 for one in self.held.values())
+    def is_gathered(self) -> bool:
+        """Whether what the rank computes with is here only while it is used."""
+        return any(not one.kept for one in self.held.values())
 
     @property
     def is_cut(self) -> bool:

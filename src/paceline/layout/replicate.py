@@ -53,7 +53,7 @@ class Replicate:
     ) -> None:
         self.holding, self.metric_names = holding, metric_names
         self.buffers = UnitBuffers(holding.model)
-        self.gradients = HandingOn(holding.computes, overlap=overlap, frees=holding.is_sharded)
+        self.gradients = HandingOn(holding.computes, overlap=overlap, frees=holding.is_gathered)
         self._model, self._device = holding.model, holding.device
         self._loss, self._precision, self._phases = loss, precision, phases
         self._dropouts, self._seeds, self._reports = name_dropouts(holding.model), seeds, reports

@@ -33,16 +33,19 @@ class Conditioning:
 
     def measure(self, update: int) -> dict[str, float]:
         """By name of a tensor of the state: its largest change, over the relative change of the inputs."""
+        own = _own_attributes(self.oracle.optimizer)
         options = [_options(group) for group in self.oracle.optimizer.param_groups]
         nothing = self._after(update, 0.0, 0.0, options)
         delta = max([2.0**-12, *(8 * unit_of(g) for g in self.gradients.values())])
         found = dict.fromkeys(nothing, 0.0)
         for of_state in (delta, -delta):
+            vars(self.oracle.optimizer).update(copy.deepcopy(own))
             changed = self._after(update, delta, of_state, options)
             for name, value in nothing.items():
                 change = reals(changed[name]).to(torch.float64) - reals(value).to(torch.float64)
                 found[name] = max(found[name], largest(change) / delta)
         self._start(0.0, options)
+        vars(self.oracle.optimizer).update(own)
         return found
 
     def _after(
@@ -67,6 +70,13 @@ def _is_moment(name: str, t: Tensor) -> bool:
     """Whether it is made of gradients: not a parameter, and not a counter."""
     inexact = t.dtype.is_floating_point or t.dtype.is_complex
     return name.startswith("optimizer/") and inexact and not name.endswith("/step")
+
+
+def _own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What an optimizer keeps beside its state and groups: a generator, a counter."""
+    known = ("state", "param_groups", "defaults")
+    found = {name: value for name, value in vars(optimizer).items() if name not in known}
+    return copy.deepcopy({name: value for name, value in found.items() if not name.startswith("_")})
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from paceline.layout.sums import MetricNames
 from paceline.comm import NativeCollective, Net, Reducer
 from paceline.comm.reduction import InAnyOrder
 from paceline.data import LoadedUnit, Unit
@@ -110,7 +111,7 @@ def step_often(
     placed = Replicate(
         hold_whole(Layers()),
         lambda model, x: Loss(model(x).square().sum(), len(x)),
-        (),
+        MetricNames(()),
         precision=Precision("fp32", "cpu"),
         phases=Phases(),
     )

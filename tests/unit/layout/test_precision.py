@@ -11,6 +11,7 @@ from paceline.data import LoadedUnit, Unit
 from paceline.layout import Precision, Replicate
 from paceline.layout.holding import hold_whole
 from paceline.layout.precision import compile_or_explain
+from paceline.layout.sums import MetricNames
 from paceline.models import MLP
 from paceline.observe import Phases
 from paceline.slot import Slot
@@ -47,7 +48,9 @@ def forward_backward(model: nn.Module, compute: str, x: Tensor) -> list[Tensor]:
         def ready(self, slot: Slot, grad: Tensor | None) -> None:
             handed[slot] = grad
 
-    placed = Replicate(hold_whole(model), climb, (), precision=Precision(compute, "cpu"), phases=Phases())
+    placed = Replicate(
+        hold_whole(model), climb, MetricNames(()), precision=Precision(compute, "cpu"), phases=Phases()
+    )
     unit = Unit(0, 0, torch.arange(len(x)).numpy(), key=1)
     placed.run([LoadedUnit(unit, [x])], 1, Sink(), 1.0)
     return [handed[slot] for slot in placed.holding.slots]

@@ -12,6 +12,7 @@ from paceline.data import LoadedUnit, Unit
 from paceline.errors import TaskError
 from paceline.layout import Precision, Replicate
 from paceline.layout.holding import hold_whole
+from paceline.layout.sums import MetricNames
 from paceline.models import KeyedDropout
 from paceline.observe import Phases
 from paceline.slot import Slot
@@ -59,7 +60,9 @@ def loss(model: nn.Module, batch: tuple[Tensor, bool]) -> Loss:
 
 def place(model: nn.Module, loss_function=loss, names: tuple[str, ...] = ("positive",)) -> Replicate:
     precision = Precision("fp32", "cpu")
-    return Replicate(hold_whole(model), loss_function, names, precision=precision, phases=Phases())
+    return Replicate(
+        hold_whole(model), loss_function, MetricNames(names), precision=precision, phases=Phases()
+    )
 
 
 def units(seconds: Sequence[bool]) -> list[LoadedUnit]:
@@ -124,7 +127,7 @@ def test_gradients_are_announced_during_the_last_backward_in_its_order() -> None
     placed, right = place(model, observed, ()), ["2", "2", "1", "1", "0", "0"]
     placed.run(units([True, True]), 2, sink, 1.0)
     assert [slot.name[0] for slot in sink.order] == right
-    assert announced_before_first_layer == [0, 0]  # how often a gradient grows is known after one backward
+    assert announced_before_first_layer == [0, 4]  # in the first unit it is counted how often each grows
     sink.order.clear()
     placed.run(units([True, True]), 2, sink, 1.0)
     assert [slot.name[0] for slot in sink.order] == right

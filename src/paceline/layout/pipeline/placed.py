@@ -70,7 +70,7 @@ class Pipeline:
         self.holding, self.metric_names, self.cut = holding, metric_names, cut
         self.buffers = UnitBuffers(holding.model)
         self.stage = Stage(cut.links)
-        self.gradients = HandingOn(holding.computes, overlap=overlap, frees=holding.is_sharded)
+        self.gradients = HandingOn(holding.computes, overlap=overlap, frees=holding.is_gathered)
         self.peak_stored = 0
         self._task, self._precision, self._phases = task, precision, phases
         self._dropouts, self._wire = name_dropouts(holding.model), wire

@@ -149,7 +149,7 @@ class Cluster:
                 joined, or the port is taken. Only this process fails; the running job does not notice.
         """
         device = _claim_device(device_type, self.local_rank)
-        if self.world_size > 1 and not is_connected():
+        if self.world_size > 1 and not is_connected(self.global_rank, self.world_size):
             self.enter_phase("reaching the store of the job", deadline_seconds)
             served = self.open_store(deadline_seconds)
             self.enter_phase("waiting for the other ranks to start", deadline_seconds)

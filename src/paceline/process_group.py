@@ -13,16 +13,20 @@ from typing import Any
 _FREE, _TAKEN = "paceline: between two calls", "paceline: in use"
 
 
-def is_connected() -> bool:
-    """Whether an earlier call has met the other ranks and let go; then the group is this call's.
+def is_connected(rank: int, world_size: int) -> bool:
+    """Whether an earlier call has met these ranks and let go; then the group is this call's.
 
-    A group that is in use is nobody else's: a second connection beside it is made, or refused, anew.
+    A group that is in use is nobody else's: a second connection beside it is made, or refused, anew. One of
+    another number of ranks is destroyed: the job has changed its size.
     """
     import torch.distributed as dist
 
     if not dist.is_initialized() or _world().group_desc != _FREE:
         return False
     atexit.unregister(leave)
+    if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
+        leave()
+        return False
     _world()._set_group_desc(_TAKEN)
     return True
 

@@ -19,7 +19,7 @@ from paceline.testing.parity import session_of
 from paceline.training import fit, saving
 from tests.unit.checkpoint.states import load, make_state, save, whole
 
-pytestmark = [pytest.mark.capability("N13"), pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.capability("N13"), pytest.mark.timeout(240)]
 
 
 def flips(data: bytes) -> list[bytes]:

@@ -11,7 +11,7 @@ from paceline.errors import DataError, PacelineError, RecipeError
 from paceline.recipe import load_recipe
 from tests.hostile.formats import RECIPE, right_tokenizer
 
-pytestmark = [pytest.mark.capability("N10"), pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.capability("N10"), pytest.mark.timeout(240)]
 
 DEEP = [
     "a = " + "[" * 3000 + "]" * 3000,

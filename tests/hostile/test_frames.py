@@ -12,7 +12,7 @@ from paceline.comm.channel import FRAME_LENGTHS, Message, SocketChannel
 from paceline.comm.ledger import ByteLedger
 from paceline.errors import CommunicationError
 
-pytestmark = [pytest.mark.capability("B3"), pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.capability("B3"), pytest.mark.timeout(240)]
 
 
 def exchange(frame: bytes) -> object:

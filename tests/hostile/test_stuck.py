@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cluster import process_environment
-from paceline.launch import fork_server
-from paceline.launch.forked import FORK_SERVER
+from paceline.launch.forked import FORK_SERVER, fork_server
 from paceline.launch.judge import has_stopped, judge
 from paceline.launch.outcome import conclude
 from paceline.launch.stop import SETUP_GRACE_SECONDS, Stop

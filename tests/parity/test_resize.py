@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from paceline.cluster import Cluster
+from paceline.process_group import leave
 from paceline.recipe import Recipe, Strategy
 from paceline.testing import run_ranks
 from paceline.testing.contracts.layout import whole
@@ -67,6 +68,7 @@ def resized(
 ) -> Trajectory | None:
     """Run the phases one after another; the state moves from one job to the next in memory."""
     cluster.disconnect()
+    leave()  # the group too: the jobs that follow have other ranks
     snapshot, losses, end = None, [], None
     for text, last, port in zip(phases, ENDS, ports, strict=True):
         num_ranks = ranks_of(text)
@@ -85,6 +87,7 @@ def resized(
         snapshot = replace(found, whole={n: t.detach().clone() for n, t in found.tensors().items()})
         end = whole(losses, session)
         job.disconnect()
+        leave()
     return end
 
 

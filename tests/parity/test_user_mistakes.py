@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.cluster import Cluster
+from paceline.errors import TaskError
 from paceline.recipe import Recipe
 from paceline.task import Loss, Task
 from paceline.testing import run_ranks
@@ -162,8 +163,6 @@ def squared(model: nn.Module, batch: Any) -> Loss:
 @pytest.mark.parametrize(
     ("wrong", "cause"),
     [
-        (counts_one, "the loss counts a batch as one item"),
-        (mean_as_sum, "the loss is a mean"),
         (squared, "the loss does not add up"),
     ],
 )
@@ -173,6 +172,23 @@ def test_strict_sees_a_loss_that_does_not_add_up(wrong: Any, cause: str) -> None
     report = compare_with_oracle(recipe, task, Cluster.single(), CPU, 2, strict=True)
     assert not report.ok and report.diagnosis.cause == cause
     assert compare_with_oracle(recipe, task, Cluster.single(), CPU, 2).ok  # both sides share it
+
+
+@pytest.mark.capability("Z2")
+@pytest.mark.parametrize(
+    ("wrong", "cause", "said"),
+    [
+        (counts_one, "the loss counts a batch as one item", "counts 1 items in a sample and as many"),
+        (mean_as_sum, "the loss is a mean", "the total is a mean"),
+    ],
+)
+def test_what_strict_sees_of_a_mean_every_session_refuses_too(wrong: Any, cause: str, said: str) -> None:
+    recipe = Recipe(task="given", steps=20, batch={"size": 13, "shards": 4})
+    task = Task(seeded(small), samples(), wrong)
+    report = compare_with_oracle(recipe, task, Cluster.single(), CPU, 2, strict=True)
+    assert not report.ok and report.diagnosis.cause == cause
+    with pytest.raises(TaskError, match=said):
+        compare_with_oracle(recipe, task, Cluster.single(), CPU, 2)
 
 
 @pytest.mark.parametrize("name", ["plain", "channels-last", "attention", "bf16-parameters", "scalar-gates"])

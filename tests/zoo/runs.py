@@ -89,16 +89,17 @@ def plan_of(kind: Kind, way: Way) -> Plan:
     return Plan(kind.optimizer, lr=lr, clip_norm=kind.clip_norm, shards=SHARDS)
 
 
-def recipe_of(plan: Plan, way: Way) -> Recipe:
+def recipe_of(plan: Plan, way: Way, *, own_optimizer: bool = False) -> Recipe:
     """How Paceline trains it: with its own optimizers, fused where it takes that."""
     momentum = {"momentum": plan.momentum} if plan.optimizer == "sgd" else {}
+    named = {"name": plan.optimizer, "lr": plan.lr, **momentum}
     clip_norm = {} if plan.clip_norm is None else {"clip_norm": plan.clip_norm}
     settings: dict[str, Any] = {
         "task": "zoo",
         "steps": plan.steps,
         "seed": plan.seed,
         "batch": {"size": plan.size, "shards": plan.shards, "shuffle": False},
-        "optimizer": {"name": plan.optimizer, "lr": plan.lr, **momentum, **clip_norm},
+        "optimizer": clip_norm if own_optimizer else {**named, **clip_norm},
         "strategy": Strategy.parse(way.strategy),
     }
     return Recipe(**(settings | way.changes))
@@ -133,7 +134,8 @@ def run_many(cluster: Cluster, kinds: Sequence[str], way: str) -> dict[str, Ran]
 
 def run(cluster: Cluster, kind: str, way: str) -> Ran:
     """Train as one rank; what it raises is an answer too."""
-    made, recipe = KINDS[kind].make(), recipe_of(plan_of(KINDS[kind], WAYS[way]), WAYS[way])
+    made, plan = KINDS[kind].make(), plan_of(KINDS[kind], WAYS[way])
+    recipe = recipe_of(plan, WAYS[way], own_optimizer=KINDS[kind].fused)
     session = None
     try:
         session = session_of(cluster, recipe, lambda: task_of(KINDS[kind], made))

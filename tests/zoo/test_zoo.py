@@ -71,7 +71,7 @@ def test_every_kind_ends_where_a_plain_loop_does(way: str) -> None:
 @pytest.mark.parametrize("kind, way", deadly())
 def test_a_cell_that_ended_a_process_is_still_wrong(kind: str, way: str) -> None:
     try:
-        by_rank = run_ranks(run_many, WAYS[way].processes, [kind], way, deadline=60, group_deadline=4)
+        by_rank = run_ranks(run_many, WAYS[way].processes, [kind], way, deadline=120, group_deadline=60)
     except RanksFailed:
         return
     said = verdict(kind, way, [ran[kind] for ran in by_rank])

@@ -101,5 +101,5 @@ def fabric(subject: Subject) -> Wrapping:
 
 
 def _ddp_options(subject: Subject) -> dict[str, Any]:
-    units_per_rank = subject.recipe.batch.shards // 2
-    return {"gradient_as_bucket_view": True, "static_graph": units_per_rank == 1}
+    micro_batches_per_rank = subject.recipe.batch.shards // 2
+    return {"gradient_as_bucket_view": True, "static_graph": micro_batches_per_rank == 1}

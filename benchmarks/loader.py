@@ -81,7 +81,9 @@ def paceline_batches(data: Packed, workers: int) -> Iterator[Tensor]:
     """Through Paceline's loader."""
     loader = Loader(data, None, LoaderRecipe(workers=workers, prefetch=_PREFETCH), _CPU)
     work = work_of(data)
-    with loader.open(unit for step in range(10**9) for unit in work.units(step)) as stream:
+    with loader.open(
+        micro_batch for step in range(10**9) for micro_batch in work.micro_batches(step)
+    ) as stream:
         for loaded in stream:
             yield loaded.batch
 
@@ -94,7 +96,7 @@ class _Batches:
 
     def __iter__(self) -> Iterator[list[int]]:
         for step in range(10**9):
-            yield self._work.units(step)[0].indices.tolist()
+            yield self._work.micro_batches(step)[0].indices.tolist()
 
 
 def torch_batches(data: Packed, workers: int) -> Iterator[Tensor]:

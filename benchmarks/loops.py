@@ -114,22 +114,25 @@ class HandLoop:
         work = LockstepWork(
             order, batch.shards, self.subject.recipe.seed, self.replica_rank, self.num_replicas
         )
-        self.plan = [[unit.indices.tolist() for unit in work.units(step)] for step in range(_PLANNED_STEPS)]
+        self.plan = [
+            [micro_batch.indices.tolist() for micro_batch in work.micro_batches(step)]
+            for step in range(_PLANNED_STEPS)
+        ]
 
     def step(self) -> float:
         """One update; returns this rank's mean loss."""
         w, data, recipe = self.wrapping, self.subject.task.data, self.subject.recipe
         collate = self.subject.task.collate or default_collate
-        units = self.plan[self.taken]
+        micro_batches = self.plan[self.taken]
         set_rate(w.optimizer, recipe, self.taken)
         w.optimizer.zero_grad(set_to_none=True)
         whole = torch.zeros(())
-        for i, indices in enumerate(units):
+        for i, indices in enumerate(micro_batches):
             batch = collate([data[j] for j in indices])
-            with w.quiet() if i < len(units) - 1 else nullcontext():
+            with w.quiet() if i < len(micro_batches) - 1 else nullcontext():
                 with w.autocast():
                     loss = self.subject.mean_loss(w.model, batch)
-                loss = loss / len(units) if len(units) > 1 else loss
+                loss = loss / len(micro_batches) if len(micro_batches) > 1 else loss
                 w.backward(loss)
             whole += loss.detach()
         w.clip(recipe.optimizer.clip_norm or math.inf)

@@ -2,7 +2,7 @@
 
 Both train copies of one model on the same samples in the same micro-batches, with the same optimizer, clip,
 schedule, precision and threads, and take turns in one process. The last table has a model so small that
-its step is all overhead: what Paceline costs a step and a unit, in microseconds.
+its step is all overhead: what Paceline costs a step and a micro-batch, in microseconds.
 """
 
 from __future__ import annotations

@@ -14,6 +14,6 @@ with paceline.join(recipe, build) as session:
         if session.is_first and stats.step % 40 == 39:
             print(f"step {stats.step + 1}  loss {stats.loss:.4f}  accuracy {stats.metrics['accuracy']:.3f}")
     found = paceline.evaluate(session)
-    samples = session.sum(sum(len(unit.indices) for unit in session.work.units(0)))
+    samples = session.sum(sum(len(micro_batch.indices) for micro_batch in session.work.micro_batches(0)))
     if session.is_first:
         print(f"held out: accuracy {found.metrics['accuracy']:.3f}; {samples:.0f} samples a step")

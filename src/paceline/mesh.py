@@ -53,7 +53,7 @@ class Mesh:
     Args:
         world: all ranks.
         axes: by axis.
-        data: ranks that share the samples of a step, each running units of its own: replica x shard.
+        data: ranks that share the samples of a step, each running micro-batches of its own: replica x shard.
         inside: ranks that together are one replica: every axis but `replica`.
     """
 

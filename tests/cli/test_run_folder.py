@@ -21,7 +21,7 @@ from paceline.report.shares import rank_times
 from tests.conftest import EVERY, STEPS, Train, Trained
 
 PARAMETERS = 2 * 64 + 64 + 64 * 2 + 2
-TALLY = 8 * (4 + 1 + 4)  # loss, count, units, stops; one metric; four tensors; no buffers
+TALLY = 8 * (4 + 1 + 4)  # loss, count, micro-batches, stops; one metric; four tensors; no buffers
 
 
 def paceline(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:

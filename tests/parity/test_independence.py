@@ -41,7 +41,7 @@ def breaks() -> dict[str, tuple[Any, str, Any]]:
                 n * part // parts, max(n * part // parts, n * (part + 1) // parts - (part == 1))
             ),
         ),
-        "key of a unit": (work, "key", lambda *words: 17),
+        "key of a micro-batch": (work, "key", lambda *words: 17),
         "key of dropout": (KeyedDropout, "take_key", lambda self, key: take_key(self, key + 1)),
         "key of the loader": (reader, "key", lambda *words: read(*words) + 1),
         "which decay": (build, "decays", lambda p, on: not decays(p, on)),
@@ -49,7 +49,7 @@ def breaks() -> dict[str, tuple[Any, str, Any]]:
     }
 
 
-NAMES = ("rows of the norm", "schedule", "cosine", "dealing", "key of a unit", "key of dropout",
+NAMES = ("rows of the norm", "schedule", "cosine", "dealing", "key of a micro-batch", "key of dropout",
          "key of the loader", "which decay", "optimizer")  # fmt: skip
 
 

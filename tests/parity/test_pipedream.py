@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from paceline.cluster import Cluster
-from paceline.data import Unit, collate_samples
+from paceline.data import MicroBatch, collate_samples
 from paceline.errors import StrategyError
 from paceline.layout.pipeline import cut_model
 from paceline.recipe import Recipe, Strategy
@@ -65,8 +65,8 @@ def delayed(num_stages: int, age: Callable[[int], int]) -> Weights:
         start = step - step % ROUND
         used = {n: history[max(start, step - age(stage[n]))][n].requires_grad_() for n in parameters}
         total, count = Tensor([0.0]), 0.0
-        for unit in session.work.units(step):
-            loss, items = loss_of(session, unit, used)
+        for micro_batch in session.work.micro_batches(step):
+            loss, items = loss_of(session, micro_batch, used)
             total, count = total + loss, count + items
         grads = torch.autograd.grad(total, list(used.values()))
         for p, grad in zip(parameters.values(), grads, strict=True):
@@ -75,8 +75,8 @@ def delayed(num_stages: int, age: Callable[[int], int]) -> Weights:
     return {n: p.detach() for n, p in parameters.items()}
 
 
-def loss_of(session: Session, unit: Unit, weights: Weights) -> tuple[Tensor, float]:
-    batch = collate_samples(session.task, [session.task.data[int(i)] for i in unit.indices], CPU)
+def loss_of(session: Session, micro_batch: MicroBatch, weights: Weights) -> tuple[Tensor, float]:
+    batch = collate_samples(session.task, [session.task.data[int(i)] for i in micro_batch.indices], CPU)
     found = session.task.loss(lambda x: functional_call(session.state.model, weights, (x,)), batch)
     return found.total, float(found.count)
 

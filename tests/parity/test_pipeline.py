@@ -11,7 +11,7 @@ from torch import Tensor
 from paceline.cluster import Cluster
 from paceline.comm import GradientSink
 from paceline.comm.reduction import Meeting
-from paceline.data import LoadedUnit
+from paceline.data import LoadedBatch
 from paceline.layout import Sums
 from paceline.layout.pipeline import Pipeline
 from paceline.mesh import Group
@@ -99,10 +99,10 @@ def test_a_tied_gradient_that_is_not_summed_is_found() -> None:
 
 
 class DropsAMicroBatch(Pipeline):
-    """Runs all units but the first."""
+    """Runs all micro-batches but the first."""
 
-    def run(self, units: Iterable[LoadedUnit], num_units: int, sink: GradientSink, scale: float) -> Sums:
-        return super().run(list(units)[1:], num_units - 1, sink, scale)
+    def run(self, micro_batches: Iterable[LoadedBatch], count: int, sink: GradientSink, scale: float) -> Sums:
+        return super().run(list(micro_batches)[1:], count - 1, sink, scale)
 
 
 @pytest.mark.capability("D1")

@@ -206,8 +206,8 @@ def test_stages_send_the_bytes_of_activations_and_a_description_of_each() -> Non
         entry = session.net.ledger.rows["send", "pipeline"]
         return entry.calls - calls, entry.payload_bytes - payload
 
-    num_units, values = (
+    num_micro_batches, values = (
         4 * 4,
         4 * 46 * 48,
     )  # 4 steps of 4 micro-batches; 46 images of 48 features in each step
-    assert run_ranks(sent, 2) == [(2 * num_units, 512 * num_units + 4 * values)] * 2
+    assert run_ranks(sent, 2) == [(2 * num_micro_batches, 512 * num_micro_batches + 4 * values)] * 2

@@ -187,7 +187,7 @@ def test_an_epoch_that_does_not_divide_uses_every_sample_once(world: int) -> Non
         session = session_of(
             cluster, digits(steps=None, epochs=1, batch={"size": 12, "shards": 3}), padded_task
         )
-        mine = [int(i) for unit in session.units() for i in unit.indices]
+        mine = [int(i) for micro_batch in session.micro_batches() for i in micro_batch.indices]
         total = sum(stats.num_samples for stats in session.rounds())
         assert total == 97
         return mine

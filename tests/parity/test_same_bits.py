@@ -190,10 +190,10 @@ def tied_weights_added_stage_by_stage() -> None:
         totals = {
             slot: self._net.all_reduce(own_sum(self, slot), self._holders).wait() for slot in self._tensors
         }
-        for place in self._units:
-            self.inner.unit(place, is_last=place == self._units[-1])
+        for place in self._micro_batches:
+            self.inner.micro_batch(place, is_last=place == self._micro_batches[-1])
             for slot, total in totals.items():
-                self.inner.ready(slot, total if place == self._units[0] else None)
+                self.inner.ready(slot, total if place == self._micro_batches[0] else None)
         self.inner.close()
 
     def own_sum(self: Meeting, slot: Slot) -> Tensor:
@@ -203,12 +203,12 @@ def tied_weights_added_stage_by_stage() -> None:
 
 
 def dropout_keyed_by_the_rank() -> None:
-    plain = replicate.seed_unit
+    plain = replicate.seed_micro_batch
 
-    def seed_unit(key: int, *args: Any, **kwargs: Any) -> None:
+    def seed_micro_batch(key: int, *args: Any, **kwargs: Any) -> None:
         plain(key + torch.distributed.get_rank(), *args, **kwargs)
 
-    replicate.seed_unit = seed_unit
+    replicate.seed_micro_batch = seed_micro_batch
 
 
 BROKEN = [

@@ -144,10 +144,12 @@ def test_the_gradient_is_that_of_the_contributors_alone() -> None:
     found = run_ranks(run, 4)[0]
     recipe = digits("replicas=1")
     session = session_of(Cluster.single(), recipe)
-    units = [u for u in session.work.units(0) if u.shard < 4]  # shards 0 to 3 of 6 are parts 0 and 1 of 3
+    micro_batches = [
+        u for u in session.work.micro_batches(0) if u.shard < 4
+    ]  # shards 0 to 3 of 6 are parts 0 and 1 of 3
     session.placed.holding.model.train()
     total, count = 0.0, 0
-    with session.feed.open(units) as stream:
+    with session.feed.open(micro_batches) as stream:
         for loaded in stream:
             loss = session.task.loss(session.placed.holding.model, loaded.batch)
             total, count = total + loss.total, count + loss.count

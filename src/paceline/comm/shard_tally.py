@@ -26,9 +26,11 @@ class ShardTally:
         head: of this rank; its sums of loss, count, metrics and buffers are not used.
         num_shards: of the step, over all ranks.
         shards: of this rank, one for each row of what follows.
-        sums: loss, count and metrics, float64 [units, 2 + num_metrics]; no row on ranks that see no loss.
-        changes: of the buffers, by unit, float64 [num_values] each.
-    Wire: 8 (units, stops, one for each parameter, and for each shard 2 + num_metrics + num_values) bytes.
+        sums: loss, count and metrics, float64 [micro-batches, 2 + num_metrics]; no row on ranks that see no
+            loss.
+        changes: of the buffers, by micro-batch, float64 [num_values] each.
+    Wire: 8 (micro-batches, stops, one for each parameter, and for each shard 2 + num_metrics + num_values)
+    bytes.
     """
 
     head: Tally
@@ -45,7 +47,9 @@ class ShardTally:
             rows[shard, :width] = sums
         for shard, change in zip(self.shards, self.changes, strict=False):
             rows[shard, width:] = change
-        numbers = torch.tensor([self.head.units, self.head.stops, *self.head.used], dtype=torch.float64)
+        numbers = torch.tensor(
+            [self.head.micro_batches, self.head.stops, *self.head.used], dtype=torch.float64
+        )
         packed = torch.cat([numbers, rows.view(-1)]).to(device)
         return AgreedShardTally(self, net.all_reduce(packed, group))
 
@@ -69,7 +73,7 @@ class AgreedShardTally:
         sums = total[: 2 + len(names)].tolist()
         return replace(
             head,
-            units=numbers[0],
+            micro_batches=numbers[0],
             stops=numbers[1],
             used=numbers[2:],
             total=sums[0],

@@ -22,19 +22,19 @@ from paceline.slot import Slot
 
 @dataclass(frozen=True)
 class Tally:
-    """Sums over units, of one rank before the agreement and of all ranks after it.
+    """Sums over micro-batches, of one rank before the agreement and of all ranks after it.
 
     Args:
-        units: number of shards that were run.
+        micro_batches: number of shards that were run.
         total: sum of the loss.
         count: number of items in that sum.
         metrics: further sums, by name; every rank has the same names.
         stops: number of ranks that were asked to stop.
         used: by trained parameter of the whole model, number of ranks that have a gradient.
-        buffers: change of the model's buffers, summed over units, float64 [num_buffer_values].
+        buffers: change of the model's buffers, summed over micro-batches, float64 [num_buffer_values].
     """
 
-    units: float
+    micro_batches: float
     total: float
     count: float
     metrics: Mapping[str, float]
@@ -48,7 +48,7 @@ class Tally:
 
     def agree(self, net: Net, group: Group, device: torch.device) -> AgreedTally:
         """Launch the sum over the group; `.wait()` returns the sum."""
-        head = [self.units, self.total, self.count, self.stops, *self.metrics.values(), *self.used]
+        head = [self.micro_batches, self.total, self.count, self.stops, *self.metrics.values(), *self.used]
         packed = torch.cat([torch.tensor(head, dtype=torch.float64), self.buffers.cpu()]).to(device)
         return AgreedTally(self, net.all_reduce(packed, group))
 
@@ -67,7 +67,7 @@ class AgreedTally:
         num_head = 4 + len(names) + len(self.mine.used)
         head = packed[:num_head].tolist()
         return Tally(
-            units=head[0],
+            micro_batches=head[0],
             total=head[1],
             count=head[2],
             stops=head[3],

@@ -5,21 +5,21 @@
 
 from paceline.data.device import to_device
 from paceline.data.feed import Feed
-from paceline.data.loader import LoadedUnit, Loader, Stream
+from paceline.data.loader import LoadedBatch, Loader, Stream
 from paceline.data.order import Order, Permutation
 from paceline.data.reader import seeded
 from paceline.data.samples import collate_samples
-from paceline.data.work import LockstepWork, Unit, split
+from paceline.data.work import LockstepWork, MicroBatch, split
 
 __all__ = [
     "Feed",
-    "LoadedUnit",
+    "LoadedBatch",
     "Loader",
     "LockstepWork",
+    "MicroBatch",
     "Order",
     "Permutation",
     "Stream",
-    "Unit",
     "collate_samples",
     "seeded",
     "split",

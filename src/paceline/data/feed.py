@@ -1,4 +1,4 @@
-"""The feed: which units there are, and how a rule reads them."""
+"""The feed: which micro-batches there are, and how a rule reads them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from paceline.data.loader import Loader, Stream
-from paceline.data.work import LockstepWork, Unit
+from paceline.data.work import LockstepWork, MicroBatch
 
 _FEWEST_PAUSES = 20
 
@@ -16,7 +16,7 @@ class Feed:
     """What a rule trains on.
 
     Args:
-        work: this replica's units of any step.
+        work: this replica's micro-batches of any step.
         loader: reads them.
         num_steps: the length of the run.
         intervals: every so many steps the state is wanted, to be saved or evaluated.
@@ -32,14 +32,14 @@ class Feed:
         seen = max(1, self.num_steps // _FEWEST_PAUSES)  # so that progress shows and a run can be stopped
         return min(self.num_steps, *((step // n + 1) * n for n in (*self.intervals, seen) if n > 0))
 
-    def open(self, units: Iterable[Unit]) -> Stream:
-        """Start reading some units; whoever opens a stream closes it."""
-        return self.loader.open(units)
+    def open(self, micro_batches: Iterable[MicroBatch]) -> Stream:
+        """Start reading some micro-batches; whoever opens a stream closes it."""
+        return self.loader.open(micro_batches)
 
     def from_step(self, step: int) -> Stream:
-        """This replica's units from a step to the end of the run."""
-        return self.open(self._units(step))
+        """This replica's micro-batches from a step to the end of the run."""
+        return self.open(self._micro_batches(step))
 
-    def _units(self, step: int) -> Iterator[Unit]:
+    def _micro_batches(self, step: int) -> Iterator[MicroBatch]:
         for k in range(step, self.num_steps):
-            yield from self.work.units(k)
+            yield from self.work.micro_batches(k)

@@ -1,9 +1,9 @@
-"""Turns a stream of units into a stream of batches, on time and in the given order.
+"""Turns a stream of micro-batches into a stream of batches, on time and in the given order.
 
 Invariant: the batches, their order and the random numbers drawn for them do not depend on the number of
-workers. Units are pulled lazily, never more than `prefetch * workers` ahead. No worker process is left after
-`Stream.close()`, after the last batch or after an error. Built on `torch.utils.data.DataLoader`; which
-samples form a unit is decided elsewhere (`order.py`, `work.py`).
+workers. Micro-batches are pulled lazily, never more than `prefetch * workers` ahead. No worker process is
+left after `Stream.close()`, after the last batch or after an error. Built on `torch.utils.data.DataLoader`;
+which samples form a micro-batch is decided elsewhere (`order.py`, `work.py`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from paceline.data.cache import SampleCache
 from paceline.data.device import to_device
-from paceline.data.reader import Collate, Reply, Request, UnitReader
-from paceline.data.work import Unit
+from paceline.data.reader import Collate, MicroBatchReader, Reply, Request
+from paceline.data.work import MicroBatch
 from paceline.errors import DataError
 from paceline.task import Source
 
@@ -38,22 +38,23 @@ _PARENT_POLL_SECONDS = 0.5
 
 
 @dataclass(frozen=True, eq=False)
-class LoadedUnit:
-    """A unit and its batch, on the device of the loader."""
+class LoadedBatch:
+    """A micro-batch and its batch, on the device of the loader."""
 
-    unit: Unit
+    micro_batch: MicroBatch
     batch: Any
 
 
 class Loader:
-    """Reads units of one source; opens streams, which own the worker processes.
+    """Reads micro-batches of one source; opens streams, which own the worker processes.
 
     Args:
         source: map-style data; `__getitems__` (Hugging Face datasets, torch subsets) is used where it exists.
         collate: list of samples to batch; PyTorch's default if None.
-        recipe: `workers` processes (0: read inline), `prefetch` units read ahead by each, `cache_bytes` of
-            samples kept in all, divided among the workers. Workers and their caches live as long as the
-            stream, so open one stream for many epochs; inline the cache lives as long as the loader.
+        recipe: `workers` processes (0: read inline), `prefetch` micro-batches read ahead by each,
+            `cache_bytes` of samples kept in all, divided among the workers. Workers and their caches live as
+            long as the stream, so open one stream for many epochs; inline the cache lives as long as the
+            loader.
         device: where batches go; pinned memory and copies that do not wait if it is a GPU.
         deadline_seconds: the longest wait for one batch from the workers.
     """
@@ -77,15 +78,15 @@ class Loader:
         self.cache_hits = 0
         self.cache_lookups = 0
 
-    def open(self, units: Iterable[Unit]) -> Stream:
-        """Start reading `units`, finite or endless; close the stream when done (or use it in a `with`)."""
+    def open(self, micro_batches: Iterable[MicroBatch]) -> Stream:
+        """Start reading, finitely or endlessly. Close the stream when done, or use it in a `with`."""
         cache = SampleCache(self._cache.capacity_bytes) if self.num_workers else self._cache
-        feed, reader = _UnitFeed(units), UnitReader(self._source, self._collate, cache)
+        feed, reader = _MicroBatchFeed(micro_batches), MicroBatchReader(self._source, self._collate, cache)
         if not self.num_workers and self._device.type != "cuda":
             return Stream(self, feed, map(reader.__getitem__, feed))
         return Stream(self, feed, self._data_loader(reader, feed))
 
-    def _data_loader(self, reader: UnitReader, feed: _UnitFeed) -> DataLoader[Reply]:
+    def _data_loader(self, reader: MicroBatchReader, feed: _MicroBatchFeed) -> DataLoader[Reply]:
         return DataLoader(
             reader,
             sampler=feed,
@@ -100,26 +101,26 @@ class Loader:
             generator=torch.Generator(),  # else DataLoader would draw from the global one
         )
 
-    def _deliver(self, unit: Unit, reply: Reply) -> LoadedUnit:
+    def _deliver(self, micro_batch: MicroBatch, reply: Reply) -> LoadedBatch:
         self.cache_hits += reply.hits
         self.cache_lookups += reply.lookups
-        return LoadedUnit(unit, to_device(reply.batch, self._device))
+        return LoadedBatch(micro_batch, to_device(reply.batch, self._device))
 
 
-class Stream(Iterator[LoadedUnit]):
-    """The loaded units in the order of their units. Not for use by several threads at once.
+class Stream(Iterator[LoadedBatch]):
+    """The loaded micro-batches in the order of their micro-batches. Not for use by several threads at once.
 
     Raises, from `next`:
         DataError: a sample cannot be read or collated (names its index), a worker process died, or no batch
             came within the deadline. The stream is closed by then.
     """
 
-    def __init__(self, loader: Loader, feed: _UnitFeed, batches: Iterable[Reply]) -> None:
+    def __init__(self, loader: Loader, feed: _MicroBatchFeed, batches: Iterable[Reply]) -> None:
         self._loader = loader
         self._feed = feed
         self._batches: Iterator[Reply] | None = iter(batches)  # starts the workers
 
-    def __next__(self) -> LoadedUnit:
+    def __next__(self) -> LoadedBatch:
         if self._batches is None:
             raise StopIteration
         try:
@@ -128,16 +129,16 @@ class Stream(Iterator[LoadedUnit]):
             failure = self._failure(error)
             self.close()
             raise failure from error
-        except BaseException:  # the end of the units (StopIteration), or an interrupt
+        except BaseException:  # the end of the micro-batches (StopIteration), or an interrupt
             self.close()
             raise
-        unit = self._feed.ahead.popleft()
+        micro_batch = self._feed.ahead.popleft()
         if reply.failure is not None:
             self.close()
             if reply.failure.__cause__ is None:
                 reply.failure.add_note(reply.trace)
             raise reply.failure
-        return self._loader._deliver(unit, reply)
+        return self._loader._deliver(micro_batch, reply)
 
     def __enter__(self) -> Stream:
         return self
@@ -157,7 +158,7 @@ class Stream(Iterator[LoadedUnit]):
                 worker.join()
 
     def _failure(self, error: RuntimeError) -> DataError:
-        waited_for = f"step {self._feed.ahead[0].step}" if self._feed.ahead else "the first unit"
+        waited_for = f"step {self._feed.ahead[0].step}" if self._feed.ahead else "the first micro-batch"
         return DataError(
             f"the loader failed: {error}",
             where=f"waiting for {waited_for}, with {self._loader.num_workers} workers",
@@ -166,17 +167,17 @@ class Stream(Iterator[LoadedUnit]):
         )
 
 
-class _UnitFeed:
-    """Hands requests to the DataLoader and remembers, in order, the units they stand for."""
+class _MicroBatchFeed:
+    """Hands requests to the DataLoader and remembers, in order, the micro-batches they stand for."""
 
-    def __init__(self, units: Iterable[Unit]) -> None:
-        self._units = units
-        self.ahead: deque[Unit] = deque()
+    def __init__(self, micro_batches: Iterable[MicroBatch]) -> None:
+        self._micro_batches = micro_batches
+        self.ahead: deque[MicroBatch] = deque()
 
     def __iter__(self) -> Iterator[Request]:
-        for unit in self._units:
-            self.ahead.append(unit)
-            yield Request(unit.indices.tolist(), unit.key)
+        for micro_batch in self._micro_batches:
+            self.ahead.append(micro_batch)
+            yield Request(micro_batch.indices.tolist(), micro_batch.key)
 
 
 def _as_it_is(reply: Any) -> Any:
@@ -195,7 +196,7 @@ def _start_worker(worker_index: int) -> None:
 
 
 def _leave_with_parent() -> None:
-    """End this worker when its parent was killed, even if the source blocks: PyTorch looks between units."""
+    """End this worker when its parent was killed, even if the source blocks (PyTorch would not)."""
     parent = multiprocessing.parent_process()
     while parent is not None and os.getppid() == parent.pid:
         time.sleep(_PARENT_POLL_SECONDS)

@@ -1,8 +1,10 @@
-"""Reads the samples of one unit and collates them: the part of the loader that runs in a worker process.
+"""Reads the samples of one micro-batch and collates them: the part of the loader that runs in a worker
+process.
 
-Invariant: what a unit reads depends on its indices and its key alone. Random numbers that the source draws
-(augmentation with `random`, `numpy.random` or torch's global generator) are seeded by the key of the unit and
-leave the streams of the process as they were, so no number of workers or replicas changes them.
+Invariant: what a micro-batch reads depends on its indices and its key alone. Random numbers that the source
+draws (augmentation with `random`, `numpy.random` or torch's global generator) are seeded by the key of the
+micro-batch and leave the streams of the process as they were, so no number of workers or replicas changes
+them.
 """
 
 from __future__ import annotations
@@ -44,8 +46,8 @@ class Reply(NamedTuple):
     trace: str = ""  # of the failure, as text: a traceback does not survive the way out of a worker
 
 
-class UnitReader(Dataset[Reply]):
-    """Source, cache and collate in one; a map-style data set of units to PyTorch's DataLoader.
+class MicroBatchReader(Dataset[Reply]):
+    """Source, cache and collate in one; a map-style data set of micro-batches to PyTorch's DataLoader.
 
     Args:
         source: map-style data; read a batch at once where that is known to be the same (`at_once.py`), else
@@ -143,8 +145,8 @@ def seeded(seed: int, numpy_bits: np.random.MT19937) -> Iterator[None]:
     """Seed the global generators (random, numpy, torch on CPU) in the block, and restore them after it.
 
     `numpy_bits` stands in for NumPy's generator meanwhile: to save its state and set it back would cost 50
-    microseconds for each unit, the exchange costs one. A normal number that NumPy's legacy generator drew in
-    advance is dropped by it.
+    microseconds for each micro-batch, the exchange costs one. A normal number that NumPy's legacy generator
+    drew in advance is dropped by it.
     """
     state = random.getstate()
     numpy_state = mtrand.get_bit_generator()

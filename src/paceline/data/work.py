@@ -1,7 +1,7 @@
 """Who does what: the global batch of a step, cut into virtual shards, and the shards dealt to replicas.
 
-Invariant: the units of a step (their samples and their keys) do not depend on the number of replicas; only
-who runs them does. Over all replicas every sample of the batch is in exactly one unit.
+Invariant: the micro-batches of a step (their samples and their keys) do not depend on the number of replicas;
+only who runs them does. Over all replicas every sample of the batch is in exactly one micro-batch.
 This module moves no data; it is the whole of what a lockstep rule knows about data position.
 """
 
@@ -15,14 +15,14 @@ from paceline.keys import key
 
 
 @dataclass(frozen=True, eq=False)
-class Unit:
+class MicroBatch:
     """One virtual shard of one step: one forward and one backward pass.
 
     Args:
         step: global step.
         shard: virtual shard, in range(shards).
         indices: sample indices, int64 [N], N >= 1; read-only.
-        key: seeds whatever is random in this unit; equal wherever the unit runs.
+        key: seeds whatever is random in this micro-batch; equal wherever the micro-batch runs.
     """
 
     step: int
@@ -43,12 +43,12 @@ def split(num_items: int, parts: int, part: int) -> range:
 
 @dataclass(frozen=True)
 class LockstepWork:
-    """The units of one replica when all replicas take part in every step.
+    """The micro-batches of one replica when all replicas take part in every step.
 
     Args:
         order: the global batches.
         shards: virtual shards per step, independent of the number of replicas.
-        seed: the seed of the run; keys of units derive from it.
+        seed: the seed of the run; keys of micro-batches derive from it.
         replica_rank: this replica, in range(num_replicas).
         num_replicas: at most `shards`.
     Raises:
@@ -69,16 +69,16 @@ class LockstepWork:
                 next_step=f"set batch.shards to {self.num_replicas} or more, or use {self.shards} replicas",
             )
 
-    def num_units(self, step: int) -> int:
-        """How many units this replica has in `step`; no order is computed for it."""
+    def num_micro_batches(self, step: int) -> int:
+        """How many micro-batches this replica has in `step`; no order is computed for it."""
         return len(self._places(step))
 
     def shards_of(self, step: int) -> list[int]:
-        """The shards of this replica's units in `step`, in their order."""
+        """The shards of this replica's micro-batches in `step`, in their order."""
         return [shard for shard, _ in self._places(step)]
 
-    def units(self, step: int) -> tuple[Unit, ...]:
-        """This replica's units of `step`, by shard; empty shards (in a small tail batch) are no units."""
+    def micro_batches(self, step: int) -> tuple[MicroBatch, ...]:
+        """This replica's micro-batches of `step`, by shard; none for an empty shard of a tail batch."""
         places = self._places(step)
         if not places:
             return ()
@@ -86,7 +86,9 @@ class LockstepWork:
         indices = self.order.batch(step, range(first, last))
         indices.flags.writeable = False
         return tuple(
-            Unit(step, shard, indices[p.start - first : p.stop - first], key(self.seed, "unit", step, shard))
+            MicroBatch(
+                step, shard, indices[p.start - first : p.stop - first], key(self.seed, "unit", step, shard)
+            )
             for shard, p in places
         )
 

@@ -1,6 +1,6 @@
-"""Where state lives. A layout turns units into gradients and knows nothing of the optimizer."""
+"""Where state lives. A layout turns micro-batches into gradients and knows nothing of the optimizer."""
 
-from paceline.layout.buffers import UnitBuffers
+from paceline.layout.buffers import MicroBatchBuffers
 from paceline.layout.holding import Holding
 from paceline.layout.lanes import Lanes
 from paceline.layout.placed import Placed
@@ -8,4 +8,4 @@ from paceline.layout.precision import Precision
 from paceline.layout.replicate import Replicate
 from paceline.layout.sums import Sums
 
-__all__ = ["Holding", "Lanes", "Placed", "Precision", "Replicate", "Sums", "UnitBuffers"]
+__all__ = ["Holding", "Lanes", "MicroBatchBuffers", "Placed", "Precision", "Replicate", "Sums"]

@@ -1,8 +1,8 @@
 """Buffers that the forward pass changes, such as the running statistics of BatchNorm.
 
-Every unit of a step starts from the buffers before the step, and the buffers after it are those plus the
-mean change over all units of all ranks. So they depend on the virtual shards, never on the world size,
-and the sum can be taken in any order. Integer buffers (counters) are rounded.
+Every micro-batch of a step starts from the buffers before the step, and the buffers after it are those plus
+the mean change over all micro-batches of all ranks. So they depend on the virtual shards, never on the world
+size, and the sum can be taken in any order. Integer buffers (counters) are rounded.
 
 Invariant: between steps, buffers are equal on all ranks that hold them. Non-persistent buffers (masks) are
 not touched. A buffer on `meta` is another rank's: it has a place in the sums, and nothing else.
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 
-class UnitBuffers:
-    """The persistent buffers of one model, around the units of a step."""
+class MicroBatchBuffers:
+    """The persistent buffers of one model, around the micro-batches of a step."""
 
     def __init__(self, model: nn.Module) -> None:
         state = set(model.state_dict().keys())
@@ -38,8 +38,8 @@ class UnitBuffers:
             self._base = self._copies()
             self._changes = []
 
-    def end_unit(self) -> None:
-        """Note this unit's change, and put the values before the step back."""
+    def end_micro_batch(self) -> None:
+        """Note this micro-batch's change, and put the values before the step back."""
         if self._places:
             self._changes.append(self.change_since(self._base))
             self._restore()
@@ -58,7 +58,7 @@ class UnitBuffers:
             module._buffers[name] = own.clone()
 
     def take_back(self) -> None:
-        """Note what this unit changed, and put the own buffers back."""
+        """Note what this micro-batch changed, and put the own buffers back."""
         if self._places:
             self._changes.append(self.change_since(self._base))
         for (module, name), own in zip(self._places, self._lent, strict=True):
@@ -66,34 +66,35 @@ class UnitBuffers:
 
     @property
     def change(self) -> Tensor:
-        """Sum of the changes of this rank's units, float64 [num_values]."""
+        """Sum of the changes of this rank's micro-batches, float64 [num_values]."""
         return sum(self._changes, start=self._no_change())
 
     @property
     def changes(self) -> list[Tensor]:
-        """The changes of this rank's units, one after another, float64 [num_values] each."""
+        """The changes of this rank's micro-batches, one after another, float64 [num_values] each."""
         return self._changes
 
-    def take_changes(self, others: UnitBuffers) -> None:
-        """Note what the units of a copy have changed."""
+    def take_changes(self, others: MicroBatchBuffers) -> None:
+        """Note what the micro-batches of a copy have changed."""
         self._changes += others.changes
 
-    def take_sum(self, parts: Sequence[UnitBuffers]) -> None:
-        """Note what the parts of the model have changed in the same units, each its own buffers."""
+    def take_sum(self, parts: Sequence[MicroBatchBuffers]) -> None:
+        """Note what the parts of the model have changed in the same micro-batches, each its own buffers."""
         self._changes = [
-            sum(unit[1:], start=unit[0]) for unit in zip(*(p.changes for p in parts), strict=True)
+            sum(micro_batch[1:], start=micro_batch[0])
+            for micro_batch in zip(*(p.changes for p in parts), strict=True)
         ]
 
-    def end_step(self, change: Tensor, units: float) -> None:
-        """Apply the mean change; a value that no unit changed keeps its bits.
+    def end_step(self, change: Tensor, micro_batches: float) -> None:
+        """Apply the mean change; a value that no micro-batch changed keeps its bits.
 
         Args:
-            change: summed over all units of all ranks, float64 [num_values].
-            units: how many units that is.
+            change: summed over all micro-batches of all ranks, float64 [num_values].
+            micro_batches: how many micro-batches that is.
         """
-        if not (self._places and units):
+        if not (self._places and micro_batches):
             return
-        pieces = (change / units).split([_real(base).numel() for base in self._base])
+        pieces = (change / micro_batches).split([_real(base).numel() for base in self._base])
         for now, base, piece in zip(self._now(), self._base, pieces, strict=True):
             if not now.is_meta:
                 _move(_real(now), _real(base), piece.to(now.device))

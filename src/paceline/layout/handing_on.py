@@ -89,5 +89,5 @@ class HandingOn:
             if p.grad.is_sparse:
                 p.grad = p.grad.to_dense()  # buckets have a place for every row
         sink.ready(slot, p.grad)
-        if sink.by_unit or self._frees:
-            p.grad = None  # the next unit starts anew
+        if sink.by_micro_batch or self._frees:
+            p.grad = None  # the next micro-batch starts anew

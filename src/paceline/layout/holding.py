@@ -26,10 +26,10 @@ class Use(Protocol):
         """A run or an evaluation begins; collective."""
 
     def next(self) -> None:
-        """A unit comes; collective with ranks whose units come too, or have all been."""
+        """A micro-batch comes; collective with ranks whose micro-batches come too, or have all been."""
 
     def end(self) -> None:
-        """All units have been; collective."""
+        """All micro-batches have been; collective."""
 
     def drop(self) -> None:
         """The run has failed; nothing is waited for."""

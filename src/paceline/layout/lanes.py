@@ -14,7 +14,7 @@ from torch import Tensor
 
 from paceline.comm import GradientSink
 from paceline.comm.reduction import TreeReducer, cover
-from paceline.data import LoadedUnit, split
+from paceline.data import LoadedBatch, split
 from paceline.errors import TaskError
 from paceline.layout.holding import Holding, hold_whole
 from paceline.layout.precision import Precision
@@ -62,10 +62,10 @@ class Lanes(LedByFirst):
         self.used: Collection[str] = ()
         self._tried = False
 
-    def run(self, units: Iterable[LoadedUnit], num_units: int, sink: GradientSink, scale: float) -> Sums:
-        """See `Placed.run`; each lane takes a contiguous share of the units."""
+    def run(self, micro_batches: Iterable[LoadedBatch], count: int, sink: GradientSink, scale: float) -> Sums:
+        """See `Placed.run`; each lane takes a contiguous share of the micro-batches."""
         with self._phases.during("data"):
-            loaded = list(islice(units, num_units))
+            loaded = list(islice(micro_batches, count))
         shares = [_share(loaded, len(self._lanes), k) for k in range(len(self._lanes))]
         before = self.buffers.values()
         for lane in self._lanes[1:]:
@@ -84,8 +84,8 @@ class Lanes(LedByFirst):
         self._hand_on([part for parts, _ in found for part in parts], sink)
         return sums
 
-    def _try_second_lane(self, loaded: LoadedUnit, scale: float) -> None:
-        """Run one unit on a copy alone, before threads would write the same gradients at a time.
+    def _try_second_lane(self, loaded: LoadedBatch, scale: float) -> None:
+        """Run one micro-batch on a copy alone, before threads would write the same gradients at a time.
 
         Raises:
             TaskError: the loss used the original.
@@ -107,7 +107,7 @@ class Lanes(LedByFirst):
 
     def _hand_on(self, parts: Sequence[_Part], sink: GradientSink) -> None:
         for k, (shards, grads) in enumerate(parts):
-            sink.unit(shards, k == len(parts) - 1)
+            sink.micro_batch(shards, k == len(parts) - 1)
             for slot in reversed(grads):
                 sink.ready(slot, grads[slot])
 
@@ -116,18 +116,18 @@ class Lanes(LedByFirst):
         for lane in self._lanes:
             lane.abort()
 
-    def evaluate(self, units: Iterable[LoadedUnit]) -> Sums:
+    def evaluate(self, micro_batches: Iterable[LoadedBatch]) -> Sums:
         """See `Placed`; on one lane."""
-        return self._first.evaluate(units)
+        return self._first.evaluate(micro_batches)
 
 
 _Part = tuple[range, dict[Slot, Tensor | None]]
 """A node of the tree of additions, and the sums over it."""
 
 
-def _run_lane(lane: Replicate, share: list[LoadedUnit], scale: float) -> tuple[list[_Part], Sums]:
+def _run_lane(lane: Replicate, share: list[LoadedBatch], scale: float) -> tuple[list[_Part], Sums]:
     """Forward and backward of one lane's share; its sums by node."""
-    first, last = (share[0].unit.shard, share[-1].unit.shard) if share else (0, -1)
+    first, last = (share[0].micro_batch.shard, share[-1].micro_batch.shard) if share else (0, -1)
     nodes = cover(range(first, last + 1))
     sink = TreeReducer(lane.holding.computes, nodes)
     sums = lane.run(share, len(share), sink, scale)
@@ -135,6 +135,6 @@ def _run_lane(lane: Replicate, share: list[LoadedUnit], scale: float) -> tuple[l
     return [(node, {s: found.get(k) for s, found in by_slot.items()}) for k, node in enumerate(nodes)], sums
 
 
-def _share(loaded: list[LoadedUnit], num_lanes: int, lane: int) -> list[LoadedUnit]:
+def _share(loaded: list[LoadedBatch], num_lanes: int, lane: int) -> list[LoadedBatch]:
     part = split(len(loaded), num_lanes, lane)
     return loaded[part.start : part.stop]

@@ -29,9 +29,9 @@ class Precision:
     Args:
         compute: "fp32", "bf16" or "fp16".
         device_type: "cpu" or "cuda".
-        seeds_everything: see `seed_unit`.
-        caches: cast a weight once a unit. Threads share this cache, and each stage has its own: without it
-            the gradient of a weight that is used twice does not depend on them.
+        seeds_everything: see `seed_micro_batch`.
+        caches: cast a weight once a micro-batch. Threads share this cache, and each stage has its own:
+            without it the gradient of a weight that is used twice does not depend on them.
     """
 
     compute: str
@@ -40,7 +40,7 @@ class Precision:
     seeds_everything: bool = False
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The context of one unit's forward. One a unit: casts are cached inside it, with their graph."""
+        """Around one micro-batch's forward, anew for each: casts are cached inside it, with their graph."""
         off = self.compute == "fp32"
         if off and self.caches and not torch.is_autocast_enabled(self.device_type):
             return nullcontext()  # what is off already costs nothing

@@ -1,9 +1,9 @@
-"""Replicate: all that a rank computes with is whole. Forward and backward of its units, gradients to the
-sink.
+"""Replicate: all that a rank computes with is whole. Forward and backward of its micro-batches, gradients to
+the sink.
 
-Invariant: what a unit computes depends on the parameters, its samples and its key alone. Gradients of
-the units of one rank are added by autograd, and handed on while the backward of the last runs; or, to a sink
-that takes them apart, handed on unit by unit.
+Invariant: what a micro-batch computes depends on the parameters, its samples and its key alone. Gradients of
+the micro-batches of one rank are added by autograd, and handed on while the backward of the last runs; or, to
+a sink that takes them apart, handed on micro-batch by micro-batch.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Collection, Iterable, Iterator
 import torch
 
 from paceline.comm import GradientSink
-from paceline.data import LoadedUnit
-from paceline.layout.buffers import UnitBuffers
+from paceline.data import LoadedBatch
+from paceline.layout.buffers import MicroBatchBuffers
 from paceline.layout.handing_on import HandingOn
 from paceline.layout.holding import Holding
 from paceline.layout.precision import Precision
-from paceline.layout.seed import seed_unit
+from paceline.layout.seed import seed_micro_batch
 from paceline.layout.sums import MetricNames, Sums, checked, explained
 from paceline.models.dropout import name_dropouts
 from paceline.observe import Phases
@@ -26,7 +26,7 @@ from paceline.task import LossFunction
 
 
 class Replicate:
-    """One whole forward and backward a unit.
+    """One whole forward and backward a micro-batch.
 
     Args:
         holding: of a model whose forward this rank can run.
@@ -35,8 +35,9 @@ class Replicate:
         precision: of forward and backward.
         phases: where the seconds go.
         overlap: see `HandingOn`.
-        seeds: seed PyTorch's own generators for every unit; not where other threads share them.
-        reports: whether this rank tells the sums of its units; else a peer that computes the same does.
+        seeds: seed PyTorch's own generators for every micro-batch; not where other threads share them.
+        reports: whether this rank tells the sums of its micro-batches; else a peer that computes the same
+            does.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Replicate:
         reports: bool = True,
     ) -> None:
         self.holding, self.metric_names = holding, metric_names
-        self.buffers = UnitBuffers(holding.model)
+        self.buffers = MicroBatchBuffers(holding.model)
         self.gradients = HandingOn(holding.computes, overlap=overlap, frees=holding.is_gathered)
         self._model, self._device = holding.model, holding.device
         self._loss, self._precision, self._phases = loss, precision, phases
@@ -63,7 +64,7 @@ class Replicate:
         """See `Placed`."""
         return self.gradients.used
 
-    def run(self, units: Iterable[LoadedUnit], num_units: int, sink: GradientSink, scale: float) -> Sums:
+    def run(self, micro_batches: Iterable[LoadedBatch], count: int, sink: GradientSink, scale: float) -> Sums:
         """See `Placed.run`; a gradient is handed on, during backward, as soon as it is complete."""
         sums = Sums(self.metric_names)
         if not self._model.training:
@@ -71,35 +72,38 @@ class Replicate:
         self.gradients.begin()
         self.buffers.begin_step()
         self.holding.use.begin()
-        pulled: Iterator[LoadedUnit] = iter(units)
-        for i in range(num_units):
+        pulled: Iterator[LoadedBatch] = iter(micro_batches)
+        for i in range(count):
             with self._phases.during("data"):
                 loaded = next(pulled)
-            is_last = i == num_units - 1
+            is_last = i == count - 1
             self.holding.use.next()
-            if sink.by_unit:
-                sink.unit(range(loaded.unit.shard, loaded.unit.shard + 1), is_last)
-            self.gradients.open(sink if is_last or sink.by_unit else None)
+            if sink.by_micro_batch:
+                sink.micro_batch(range(loaded.micro_batch.shard, loaded.micro_batch.shard + 1), is_last)
+            self.gradients.open(sink if is_last or sink.by_micro_batch else None)
             self._forward_backward(loaded, sums, scale)
             self.gradients.close()
-        if not (num_units or sink.by_unit):
+        if not (count or sink.by_micro_batch):
             self.gradients.open(sink)
             self.gradients.close()
         self.holding.use.end()
         return sums if self._reports else Sums(self.metric_names)
 
-    def _forward_backward(self, loaded: LoadedUnit, sums: Sums, scale: float) -> None:
+    def _forward_backward(self, loaded: LoadedBatch, sums: Sums, scale: float) -> None:
         with self._phases.during("forward"):
             everything = self._seeds and self._precision.seeds_everything
-            seed_unit(
-                loaded.unit.key, self._device if self._seeds else None, self._dropouts, everything=everything
+            seed_micro_batch(
+                loaded.micro_batch.key,
+                self._device if self._seeds else None,
+                self._dropouts,
+                everything=everything,
             )
-            with self._precision.autocast(), explained(len(loaded.unit.indices)):
+            with self._precision.autocast(), explained(len(loaded.micro_batch.indices)):
                 loss = checked(self._loss(self._model, loaded.batch))
             sums.add(loss)
         with self._phases.during("backward"):
             (loss.total if scale == 1.0 else loss.total * scale).backward()
-            self.buffers.end_unit()
+            self.buffers.end_micro_batch()
 
     def abort(self) -> None:
         """See `Placed`."""
@@ -107,13 +111,13 @@ class Replicate:
         self.holding.use.drop()
         self.buffers.abort_step()
 
-    def evaluate(self, units: Iterable[LoadedUnit]) -> Sums:
-        """Loss, count and metrics of held-out units, without gradients or dropout."""
+    def evaluate(self, micro_batches: Iterable[LoadedBatch]) -> Sums:
+        """Loss, count and metrics of held-out micro-batches, without gradients or dropout."""
         sums = Sums(self.metric_names)
         self._model.eval()
         self.holding.use.begin()
         with torch.no_grad():
-            for loaded in units:
+            for loaded in micro_batches:
                 self.holding.use.next()
                 with self._precision.autocast():
                     sums.add(checked(self._loss(self._model, loaded.batch)))

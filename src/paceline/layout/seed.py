@@ -1,4 +1,4 @@
-"""Everything random in a unit follows from its key."""
+"""Everything random in a micro-batch follows from its key."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from paceline.models import KeyedDropout
 
 
-def seed_unit(
+def seed_micro_batch(
     key: int, device: torch.device | None, dropouts: Iterable[KeyedDropout], *, everything: bool = False
 ) -> None:
     """Seed PyTorch's own generators (not without a device), and give keyed dropout its key.

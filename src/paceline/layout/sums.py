@@ -1,4 +1,4 @@
-"""What the units of one rank add up to."""
+"""What the micro-batches of one rank add up to."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Sums:
     Losses stay on the device until `read`, so adding never waits for it.
 
     Args:
-        names: the metrics, the same in every unit.
+        names: the metrics, the same in every micro-batch.
     """
 
     def __init__(self, names: MetricNames) -> None:
@@ -54,27 +54,27 @@ class Sums:
         self._rows: list[list[Any]] = []
 
     @property
-    def units(self) -> int:
-        """How many units were added."""
+    def micro_batches(self) -> int:
+        """How many micro-batches were added."""
         return len(self._rows)
 
     def add(self, loss: Loss) -> None:
-        """Add one unit."""
+        """Add one micro-batch."""
         names = self._names.check(loss)
         row = [loss.total, loss.count, *(loss.metrics[name] for name in names)]
         self._rows.append([x.detach() if isinstance(x, Tensor) else float(x) for x in row])
 
     def extend(self, other: Sums) -> None:
-        """Add the units of another step."""
+        """Add the micro-batches of another step."""
         self._rows += other._rows
 
     def read(self) -> tuple[float, float, Mapping[str, float]]:
-        """Total, count and metrics over all units."""
-        columns = self.per_unit().sum(0).tolist()
+        """Total, count and metrics over all micro-batches."""
+        columns = self.per_micro_batch().sum(0).tolist()
         return columns[0], columns[1], dict(zip(self._names.found or (), columns[2:], strict=True))
 
-    def per_unit(self) -> Tensor:
-        """Float64 [units, 2 + num_metrics] on the host: total, count, metrics."""
+    def per_micro_batch(self) -> Tensor:
+        """Float64 [micro-batches, 2 + num_metrics] on the host: total, count, metrics."""
         if not self._rows:
             return torch.zeros(0, 2 + len(self._names.found or ()), dtype=torch.float64)
         tensors = [x for row in self._rows for x in row if isinstance(x, Tensor)]

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from paceline.errors import CommunicationError, TaskError
-from paceline.layout.buffers import UnitBuffers
+from paceline.layout.buffers import MicroBatchBuffers
 from paceline.layout.holding import Holding
 from paceline.layout.placed import Placed
 from paceline.layout.sums import MetricNames
@@ -83,7 +83,7 @@ class LedByFirst:
         return self._first.holding
 
     @property
-    def buffers(self) -> UnitBuffers:
+    def buffers(self) -> MicroBatchBuffers:
         return self._first.buffers
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """Small reference models: plain `nn.Module`s that never know how they are distributed."""
 
 from paceline.models.convnet import ConvNet
-from paceline.models.dropout import KeyedDropout, name_dropouts, set_unit_key
+from paceline.models.dropout import KeyedDropout, name_dropouts, set_micro_batch_key
 from paceline.models.gpt import GPT, GPTConfig, gpt_chain, initialize_gpt
 from paceline.models.initialize import InitializeByName, fan_in_rule, initialize_by_name, without_memory
 from paceline.models.mlp import MLP
@@ -20,6 +20,6 @@ __all__ = [
     "initialize_by_name",
     "initialize_gpt",
     "name_dropouts",
-    "set_unit_key",
+    "set_micro_batch_key",
     "without_memory",
 ]

@@ -1,8 +1,8 @@
-"""Dropout whose mask is a pure function of the unit of work and the module's name.
+"""Dropout whose mask is a pure function of the micro-batch of work and the module's name.
 
-Invariant: with the same unit key, name, shape and kind of device a mask has the same bits, whoever draws
-it and however often: another rank, a clone on another thread, a recomputed forward. No generator is shared,
-so nothing depends on what was drawn before.
+Invariant: with the same micro-batch key, name, shape and kind of device a mask has the same bits, whoever
+draws it and however often: another rank, a clone on another thread, a recomputed forward. No generator is
+shared, so nothing depends on what was drawn before.
 
 The price: a module that is called twice in one forward draws the same mask twice. Give every place a
 `KeyedDropout` of its own.
@@ -24,7 +24,7 @@ class KeyedDropout(nn.Module):
 
     Args:
         p: probability that a value is dropped, in [0, 1).
-    Source: Srivastava et al. 2014, Dropout, JMLR 15; keyed by (unit, name) in place of a stream.
+    Source: Srivastava et al. 2014, Dropout, JMLR 15; keyed by (micro-batch, name) in place of a stream.
     """
 
     def __init__(self, p: float) -> None:
@@ -33,7 +33,7 @@ class KeyedDropout(nn.Module):
             raise TaskError(f"dropout of {p} is not a probability below 1", next_step="choose 0 <= p < 1")
         self.p = p
         self.name = ""
-        self.unit_key: int | None = None
+        self.micro_batch_key: int | None = None
         self._part: tuple[int, int] | None = None
         self._width = 0
 
@@ -47,27 +47,29 @@ class KeyedDropout(nn.Module):
             return x
         return (x * keep_mask(self, x)).mul_(1.0 / (1.0 - self.p))
 
-    def take_key(self, unit_key: int) -> None:
-        """Draw the masks of this unit from now on."""
-        self.__dict__["unit_key"] = unit_key  # `Module.__setattr__` costs microseconds, in every unit
+    def take_key(self, micro_batch_key: int) -> None:
+        """Draw the masks of this micro-batch from now on."""
+        self.__dict__["micro_batch_key"] = (
+            micro_batch_key  # `Module.__setattr__` costs microseconds, in every micro-batch
+        )
 
     def extra_repr(self) -> str:
         return f"p={self.p}"
 
 
-@torch.compiler.disable  # a compiled graph would be built again for every unit key
+@torch.compiler.disable  # a compiled graph would be built again for every micro-batch key
 def keep_mask(module: KeyedDropout, x: Tensor) -> Tensor:
-    """Draw which values of x the module keeps in the present unit: bool, the shape and device of x.
+    """Draw which values of x the module keeps in the present micro-batch: bool, the shape and device of x.
 
     Raises:
-        TaskError: no unit key was set, so the mask would not be reproducible.
+        TaskError: no micro-batch key was set, so the mask would not be reproducible.
     """
-    if module.unit_key is None:
+    if module.micro_batch_key is None:
         raise TaskError(
-            f"KeyedDropout {module.name!r} has no unit key",
-            next_step="call set_unit_key(model, key) before a training forward; Paceline's step does",
+            f"KeyedDropout {module.name!r} has no micro-batch key",
+            next_step="call set_micro_batch_key(model, key) before a training forward; Paceline's step does",
         )
-    generator = torch.Generator(x.device).manual_seed(key(module.unit_key, "dropout", module.name))
+    generator = torch.Generator(x.device).manual_seed(key(module.micro_batch_key, "dropout", module.name))
     if module._part is None:
         return torch.rand(x.shape, generator=generator, device=x.device) >= module.p
     whole = torch.rand(*x.shape[:-1], module._width, generator=generator, device=x.device)
@@ -85,8 +87,8 @@ def name_dropouts(model: nn.Module) -> tuple[KeyedDropout, ...]:
     return tuple(dropouts.values())
 
 
-def set_unit_key(model: nn.Module, unit_key: int) -> None:
-    """Set the key of the unit (one shard of one step) whose masks are drawn from now on.
+def set_micro_batch_key(model: nn.Module, micro_batch_key: int) -> None:
+    """Set the key of the micro-batch (one shard of one step) whose masks are drawn from now on.
 
     Modules that have no name yet are named as `name_dropouts` does.
     """
@@ -94,4 +96,4 @@ def set_unit_key(model: nn.Module, unit_key: int) -> None:
     if not all(module.name for module in dropouts):
         name_dropouts(model)
     for module in dropouts:
-        module.take_key(unit_key)
+        module.take_key(micro_batch_key)

@@ -31,7 +31,7 @@ class Phases:
 
 
 class _Span:
-    """The seconds of one phase; made once, since a step opens it for every unit."""
+    """The seconds of one phase; made once, since a step opens it for every micro-batch."""
 
     __slots__ = ("_began", "_seconds")
 

@@ -48,8 +48,12 @@ class LoaderRecipe(Table):
     """How samples are fetched; nothing here changes which, or in what order."""
 
     workers: int = Field(default=0, ge=0, description="loader processes per rank; 0: in the training process")
-    prefetch: int = Field(default=2, ge=1, description="units that are loaded ahead of the one in use")
-    cache_bytes: int = Field(default=0, ge=0, description="bytes of collated units kept in memory per rank")
+    prefetch: int = Field(
+        default=2, ge=1, description="micro-batches that are loaded ahead of the one in use"
+    )
+    cache_bytes: int = Field(
+        default=0, ge=0, description="bytes of collated micro-batches kept in memory per rank"
+    )
 
 
 class EvaluateRecipe(Table):

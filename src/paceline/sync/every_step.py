@@ -1,6 +1,6 @@
 """Every-step: all replicas average their gradients in every step, and make the same update.
 
-This is *the* training step. A step is: run this rank's units, agree on the tally, take the summed
+This is *the* training step. A step is: run this rank's micro-batches, agree on the tally, take the summed
 gradients, update. Invariant: after each step all replicas hold equal parameters and buffers.
 """
 
@@ -71,18 +71,18 @@ class EveryStep:
     def step(
         self, work: LockstepWork, stream: Stream, placed: Placed, update_step: UpdateStep
     ) -> tuple[Tally, Update]:
-        """One step: units, agreement, update.
+        """One step: micro-batches, agreement, update.
 
         Args:
-            work: which units this rank runs in a step.
-            stream: loads exactly those units, in order.
+            work: which micro-batches this rank runs in a step.
+            stream: loads exactly those micro-batches, in order.
             placed: this rank's part of the model.
             update_step: applies the update to the state.
         """
         self._net.step = update_step.state.step
         self.reducer.begin()
         scale = gradient_scale(work, update_step.state, self._items_per_sample)
-        sums = placed.run(stream, work.num_units(update_step.state.step), self.reducer, scale)
+        sums = placed.run(stream, work.num_micro_batches(update_step.state.step), self.reducer, scale)
         with self._phases.during("communication"):
             self.reducer.close()
         agreement = self._tally(sums, placed, work, update_step.state.step).agree(
@@ -92,7 +92,7 @@ class EveryStep:
             grads = self.reducer.finish()
             tally = agreement.wait()
         with self._phases.during("optimizer"):
-            placed.buffers.end_step(tally.buffers, tally.units)
+            placed.buffers.end_step(tally.buffers, tally.micro_batches)
             update = update_step.apply(grads.agreed(tally.used_names(placed.holding.slots), scale), tally)
             (self.reducer.commit if update.applied else self.reducer.abort)()
         return tally, update
@@ -100,7 +100,7 @@ class EveryStep:
     def _tally(self, sums: Sums, placed: Placed, work: LockstepWork, step: int) -> Tally | ShardTally:
         total, count, metrics = sums.read()
         tally = Tally(
-            units=sums.units,
+            micro_batches=sums.micro_batches,
             total=total,
             count=count,
             metrics=metrics,
@@ -111,7 +111,7 @@ class EveryStep:
         if not self._by_shard:
             return tally
         shards = work.shards_of(step)
-        return ShardTally(tally, work.shards, shards, sums.per_unit(), placed.buffers.changes)
+        return ShardTally(tally, work.shards, shards, sums.per_micro_batch(), placed.buffers.changes)
 
 
 def gradient_scale(work: LockstepWork, state: TrainState, items_per_sample: int) -> float:

@@ -147,7 +147,7 @@ class LocalRounds:
         mine = add_tallies([tally for tally, _ in half.taken])
         change = placed.buffers.change_since(half.buffers)
         metrics = {**mine.metrics, _SKIPPED: float(sum(not update.applied for _, update in half.taken))}
-        mine = replace(mine, units=1.0, buffers=change, metrics=metrics)
+        mine = replace(mine, micro_batches=1.0, buffers=change, metrics=metrics)
         self.reducer.begin()
         for slot in reversed(self.anchors):
             with torch.no_grad():
@@ -161,7 +161,7 @@ class LocalRounds:
         with torch.no_grad():
             torch._foreach_copy_([*placed.holding.computes.values()], [*self.anchors.values()])
         placed.buffers.reset(half.buffers)
-        placed.buffers.end_step(tally.buffers, tally.units)
+        placed.buffers.end_step(tally.buffers, tally.micro_batches)
         return tally
 
     def pieces(self) -> list[Piece]:
@@ -198,7 +198,7 @@ def add_tallies(tallies: Sequence[Tally]) -> Tally:
     """The sum over steps; the change of the buffers is left to the caller."""
     first = tallies[0]
     return Tally(
-        units=sum(t.units for t in tallies),
+        micro_batches=sum(t.micro_batches for t in tallies),
         total=sum(t.total for t in tallies),
         count=sum(t.count for t in tallies),
         metrics={name: sum(t.metrics[name] for t in tallies) for name in first.metrics},

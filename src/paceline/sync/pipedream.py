@@ -1,8 +1,8 @@
 """PipeDream: a pipeline that is never flushed. Stages update as gradients reach them.
 
-What flows is a step: all its units forward, later all of them backward, then one update of the stage. Stage s
-of p is p-s-1 steps ahead with its forwards, so its gradient is as many updates old. The weights of a forward
-are kept (stashed) for its own backward.
+What flows is a step: all its micro-batches forward, later all of them backward, then one update of the stage.
+Stage s of p is p-s-1 steps ahead with its forwards, so its gradient is as many updates old. The weights of a
+forward are kept (stashed) for its own backward.
 
 Buffers such as running statistics move at the end of a step's forward, in the order of the steps.
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm import Gradients, Net, Tally
-from paceline.data import Feed, LoadedUnit
+from paceline.data import Feed, LoadedBatch
 from paceline.layout import Placed, Sums
 from paceline.layout.pipeline import Flight, Pipeline, one_f_one_b, validate
 from paceline.mesh import Group
@@ -39,14 +39,14 @@ class InFlight:
     Args:
         version: updates in the weights of its forward.
         weights: these weights, by their names in the stage.
-        units: what their backwards need.
+        micro_batches: what their backwards need.
         count: items of the step; known on the last stage, and told with the gradients.
         scale: of the loss.
     """
 
     version: int
     weights: Mapping[str, Tensor]
-    units: list[Flight]
+    micro_batches: list[Flight]
     count: float
     scale: float
 
@@ -130,22 +130,22 @@ class PipeDream:
             for action in schedule[cut.stage]:
                 step = self._net.step = update_step.state.step = first + action.micro_batch
                 if action.kind == "F":
-                    units = [next(stream) for _ in range(feed.work.num_units(step))]
+                    micro_batches = [next(stream) for _ in range(feed.work.num_micro_batches(step))]
                     scale = gradient_scale(feed.work, update_step.state, self._items_per_sample)
-                    self._flying[step] = self._forward(units, sums, scale, update_step.state.updates)
+                    self._flying[step] = self._forward(micro_batches, sums, scale, update_step.state.updates)
                 else:
                     update = self._backward(step, self._flying.pop(step), update_step)
         self._stage.flush()
         return sums, update
 
-    def _forward(self, units: list[LoadedUnit], sums: Sums, scale: float, version: int) -> InFlight:
+    def _forward(self, micro_batches: list[LoadedBatch], sums: Sums, scale: float, version: int) -> InFlight:
         """Run a step forward with the weights as they are now, and keep those."""
         stage, own = self._stage, Sums(self._stage.metric_names)
         weights = {
             n: p.detach().clone().requires_grad_(p.requires_grad) for n, p in stage.stage.named_parameters()
         }
         stage.begin_step()
-        flights = [stage.forward(unit, own, scale, weights) for unit in units]
+        flights = [stage.forward(micro_batch, own, scale, weights) for micro_batch in micro_batches]
         stage.buffers.end_step(stage.buffers.change, len(flights))
         sums.extend(own)
         return InFlight(version, weights, flights, own.read()[1], scale)
@@ -154,7 +154,7 @@ class PipeDream:
         """Run a step backward with the weights of its forward, and update the stage."""
         stage, total, count = self._stage, dict[str, Tensor](), flown.count
         names = [name for name, w in flown.weights.items() if w.requires_grad]
-        for flight in reversed(flown.units):
+        for flight in reversed(flown.micro_batches):
             grads, told = stage.backward(flight, flown.weights, note=flown.count)
             count = flown.count if stage.cut.is_last else told
             for name, g in zip(names, grads, strict=True):
@@ -178,7 +178,7 @@ class PipeDream:
         ages = sum(v.applied - v.forward for v in self.versions)
         stale[f"{_STALENESS}{self._stage.cut.stage}"] = float(ages)
         return Tally(
-            units=float(sums.units),
+            micro_batches=float(sums.micro_batches),
             total=total,
             count=count,
             metrics={**metrics, **stale},

@@ -23,7 +23,7 @@ class Rule(Protocol):
         parameters, and it may be saved, evaluated or resized.
 
         Args:
-            feed: units and their loader.
+            feed: micro-batches and their loader.
             placed: this rank's part of the model.
             update_step: applies updates to the state.
         """

@@ -178,7 +178,7 @@ class Server(Served):
         flats = [g for g in grads.values() if g is not None]
         with self.phases.during("optimizer"):
             placed.buffers.begin_step()
-            placed.buffers.end_step(tally.buffers, tally.units)
+            placed.buffers.end_step(tally.buffers, tally.micro_batches)
             norms = torch._foreach_norm(flats) if flats else []
             update = update_step.apply(Gradients(grads, flats, norms), tally)
         state.step = self._policy.step
@@ -226,7 +226,7 @@ def read_push(message: Message, placed: Placed) -> tuple[Tally, dict[Slot, Tenso
     used = zip(placed.holding.updates.items(), fields["used"], strict=True)
     grads = {s: _lying_as(p, next(rest) / fields["scale"]) if there else None for (s, p), there in used}
     tally = Tally(
-        units=fields["units"],
+        micro_batches=fields["micro_batches"],
         total=fields["total"],
         count=fields["count"],
         metrics=fields["metrics"],

@@ -47,7 +47,7 @@ class Updating:
     Args:
         state: holds the optimizer, the loss scale and the update counter; changed in place.
         updates: what this rank updates.
-        grads: summed over every unit of the step, times `grads.scale`; changed in place.
+        grads: summed over every micro-batch of the step, times `grads.scale`; changed in place.
         tally: agreed sums.
         lr: of the first parameter group; set by `rate`.
         divisor: of the sums; set by `divide`.

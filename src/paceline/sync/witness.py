@@ -22,7 +22,7 @@ from paceline.layout import Placed
 from paceline.mesh import Group
 from paceline.task import Loss, LossFunction
 
-_MOST_UNITS = 1024
+_MOST_MICRO_BATCHES = 1024
 _NEXT_STEP = "lower optimizer.lr, set optimizer.clip_norm, look at the samples of this step, or see [health]"
 
 
@@ -31,7 +31,7 @@ class LossEar:
 
     def __init__(self, loss: LossFunction) -> None:
         self._loss = loss
-        self._heard: deque[Loss] = deque(maxlen=_MOST_UNITS)
+        self._heard: deque[Loss] = deque(maxlen=_MOST_MICRO_BATCHES)
 
     def __call__(self, model: Any, batch: Any) -> Loss:
         """The loss itself."""
@@ -93,7 +93,7 @@ class Witness:
 
     Args:
         placed: this rank's parameters, with their own gradients still in place; where sums are taken in one
-            order, units have no gradient that lasts, and the sums must do.
+            order, micro-batches have no gradient that lasts, and the sums must do.
         ear: this rank's losses.
         group: the ranks that take a step together.
     """

@@ -51,15 +51,15 @@ class Worker(Served):
         self.net.step = state.step = step
         state.scale.value = message.fields["scale"]
         work: LockstepWork = replace(feed.work, replica_rank=part, num_replicas=self._num_workers)
-        units, sink = work.units(step), LocalReducer(placed.holding.computes)
+        micro_batches, sink = work.micro_batches(step), LocalReducer(placed.holding.computes)
         scale = gradient_scale(work, state, self._items_per_sample)
         sink.begin()
-        with feed.open(units) as stream:
-            sums = placed.run(stream, len(units), sink, scale)
+        with feed.open(micro_batches) as stream:
+            sums = placed.run(stream, len(micro_batches), sink, scale)
         total, count, metrics = sums.read()
         grads = sink.finish().tensors.values()
         fields = {
-            "units": sums.units,
+            "micro_batches": sums.micro_batches,
             "total": total,
             "count": count,
             "metrics": dict(metrics),

@@ -22,8 +22,8 @@ from paceline.comm import (
     Tally,
 )
 from paceline.comm.routes import SharedMemoryCollective
-from paceline.data import LoadedUnit, LockstepWork, Stream, Unit
-from paceline.layout import Holding, Placed, Replicate, Sums, UnitBuffers
+from paceline.data import LoadedBatch, LockstepWork, MicroBatch, Stream
+from paceline.layout import Holding, MicroBatchBuffers, Placed, Replicate, Sums
 from paceline.optim import Schedule, build_schedule
 from paceline.slot import Slot
 from paceline.sync import EveryStep, Part, Update, UpdateStep, Updating
@@ -70,7 +70,7 @@ class MeanOfMeans(EveryStep):
     ) -> tuple[Tally, Update]:
         """Scale this rank's gradient by (mean share / own share)."""
         step = update_step.state.step
-        own = sum(len(u.indices) for u in work.units(step))
+        own = sum(len(u.indices) for u in work.micro_batches(step))
         fair = work.order.batch_size(step) / work.num_replicas
         kept, self.reducer = self.reducer, _Rescaled(self.reducer, fair / own if own else 1.0)
         try:
@@ -125,15 +125,15 @@ class StaleBucket(Reducer):
 
 @dataclass(frozen=True)
 class SameData(LockstepWork):
-    """Every rank takes the units of rank 0."""
+    """Every rank takes the micro-batches of rank 0."""
 
-    def units(self, step: int) -> tuple[Unit, ...]:
-        """The units of the first replica."""
-        return self.first.units(step)
+    def micro_batches(self, step: int) -> tuple[MicroBatch, ...]:
+        """The micro-batches of the first replica."""
+        return self.first.micro_batches(step)
 
-    def num_units(self, step: int) -> int:
+    def num_micro_batches(self, step: int) -> int:
         """As many as the first replica has."""
-        return self.first.num_units(step)
+        return self.first.num_micro_batches(step)
 
     @property
     def first(self) -> LockstepWork:
@@ -143,47 +143,47 @@ class SameData(LockstepWork):
 
 @dataclass(frozen=True)
 class SharedDropoutSeed(LockstepWork):
-    """The keys of a rank's units are those of rank 0."""
+    """The keys of a rank's micro-batches are those of rank 0."""
 
-    def units(self, step: int) -> tuple[Unit, ...]:
+    def micro_batches(self, step: int) -> tuple[MicroBatch, ...]:
         """Own samples, keys of the first replica at the same place (its last one where it has fewer)."""
-        first = LockstepWork(self.order, self.shards, self.seed, 0, self.num_replicas).units(step)
-        keys = [first[min(place, len(first) - 1)].key for place in range(self.num_units(step))]
-        return tuple(replace(u, key=k) for u, k in zip(super().units(step), keys, strict=True))
+        first = LockstepWork(self.order, self.shards, self.seed, 0, self.num_replicas).micro_batches(step)
+        keys = [first[min(place, len(first) - 1)].key for place in range(self.num_micro_batches(step))]
+        return tuple(replace(u, key=k) for u, k in zip(super().micro_batches(step), keys, strict=True))
 
 
 class OffByOneAccumulation(Replicate):
     """Announces the gradients before the last micro-batch has added to them."""
 
-    def _forward_backward(self, loaded: LoadedUnit, sums: Sums, scale: float) -> None:
+    def _forward_backward(self, loaded: LoadedBatch, sums: Sums, scale: float) -> None:
         parameters = self.holding.computes.values()
         before = [None if p.grad is None else p.grad.clone() for p in parameters]
         sink, self.gradients._sink = self.gradients._sink, None
         super()._forward_backward(loaded, sums, scale)
-        if sink is not None and sums.units > 1:
+        if sink is not None and sums.micro_batches > 1:
             for p, grad in zip(parameters, before, strict=True):
                 p.grad = grad
         self.gradients._sink = sink
 
 
 class UnsyncedBuffers(Replicate):
-    """Keeps the running statistics of its own units."""
+    """Keeps the running statistics of its own micro-batches."""
 
     def __init__(self, holding: Holding, *args: Any, **kwargs: Any) -> None:
         super().__init__(holding, *args, **kwargs)
         self.buffers = _OwnBuffers(holding.model)
 
-    def run(self, units: Iterable[LoadedUnit], num_units: int, sink: GradientSink, scale: float) -> Sums:
-        """Remember how many units are this rank's own."""
-        self.buffers.own_units = num_units  # type: ignore[attr-defined]
-        return super().run(units, num_units, sink, scale)
+    def run(self, micro_batches: Iterable[LoadedBatch], count: int, sink: GradientSink, scale: float) -> Sums:
+        """Remember how many micro-batches are this rank's own."""
+        self.buffers.own_micro_batches = count  # type: ignore[attr-defined]
+        return super().run(micro_batches, count, sink, scale)
 
 
-class _OwnBuffers(UnitBuffers):
-    own_units = 0
+class _OwnBuffers(MicroBatchBuffers):
+    own_micro_batches = 0
 
-    def end_step(self, change: Tensor, units: float) -> None:
-        super().end_step(self.change, self.own_units)
+    def end_step(self, change: Tensor, micro_batches: float) -> None:
+        super().end_step(self.change, self.own_micro_batches)
 
 
 class _EarlySchedule:

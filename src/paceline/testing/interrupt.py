@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from paceline.comm import GradientSink
-from paceline.data import LoadedUnit
+from paceline.data import LoadedBatch
 from paceline.layout import Placed, Sums
 from paceline.layout.pipeline import Pipeline
 from paceline.slot import Slot
@@ -38,13 +38,13 @@ class InterruptedLayout:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def run(self, units: Iterable[LoadedUnit], num_units: int, sink: GradientSink, scale: float) -> Sums:
+    def run(self, micro_batches: Iterable[LoadedBatch], count: int, sink: GradientSink, scale: float) -> Sums:
         """As the inner layout, but for the one call."""
         interrupts = self.runs == self._at_run
         self.runs += 1
         waits = isinstance(self._inner, Pipeline)
         fused = _Fuse(sink, self._after, withholds=waits) if interrupts else sink
-        sums = self._inner.run(units, num_units, fused, scale)
+        sums = self._inner.run(micro_batches, count, fused, scale)
         if interrupts and waits:
             raise Interrupt
         return sums
@@ -70,7 +70,7 @@ def train_interrupted(session: Session, at_run: int, after: int) -> list[float]:
     """Train to the end; abort where it is interrupted, and go on. Returns the loss of every round.
 
     Raises:
-        AssertionError: nothing was interrupted, though this rank does run units.
+        AssertionError: nothing was interrupted, though this rank does run micro-batches.
     """
     session.placed = layout = InterruptedLayout(session.placed, at_run, after)
     losses: list[float] = []

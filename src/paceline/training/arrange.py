@@ -37,7 +37,7 @@ class Pieces:
     """Constructors of the parts that may be exchanged, under every strategy that has them.
 
     Args:
-        work: deals units.
+        work: deals micro-batches.
         whole, stage: forward and backward of a whole model, or of one stage.
         reducer: sums gradients over ranks.
         collective: sees every collective that sums gradients.
@@ -98,7 +98,7 @@ class Setting:
 
     @property
     def reports(self) -> bool:
-        """Whether this rank tells the sums of its units; its tensor peers compute the same."""
+        """Whether this rank tells the sums of its micro-batches; its tensor peers compute the same."""
         return self.mesh.place("tensor") == 0
 
     def collective(self, group: Group) -> Collective:

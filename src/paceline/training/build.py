@@ -147,7 +147,7 @@ def build_update_step(setting: Setting, layout: Layout, state: TrainState, num_s
 
 
 def build_feed(setting: Setting, task: Task, device: torch.device) -> Feed:
-    """The units of this rank's replica, and their loader."""
+    """The micro-batches of this rank's replica, and their loader."""
     recipe, data, servers = setting.recipe, setting.mesh.data, setting.recipe.strategy.servers
     order = build_order(recipe, task)
     place = max(0, data.rank - servers), data.size - servers  # servers come first, and train nothing

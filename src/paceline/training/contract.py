@@ -19,7 +19,7 @@ from torch import nn
 
 from paceline.comm import Net
 from paceline.comm.text import gather_texts
-from paceline.data import LoadedUnit, Unit, collate_samples
+from paceline.data import LoadedBatch, MicroBatch, collate_samples
 from paceline.errors import TaskError
 from paceline.layout import Placed
 from paceline.mesh import Group
@@ -57,8 +57,8 @@ def check_loss(task: Task, placed: Placed, net: Net, world: Group) -> None:
 def _call_twice(task: Task, placed: Placed, index: int, net: Net, world: Group) -> tuple[Loss, Loss]:
     """The losses of a sample and of it twice, as the first rank that sees them has them."""
     sample = task.data[index]
-    units = (_unit(task, [sample] * count, placed.holding.device) for count in (1, 2))
-    rows = placed.evaluate(units).per_unit().tolist()
+    micro_batches = (_micro_batch(task, [sample] * count, placed.holding.device) for count in (1, 2))
+    rows = placed.evaluate(micro_batches).per_micro_batch().tolist()
     mine = json.dumps([placed.metric_names.found, rows]) if rows else ""
     names, rows = json.loads(next(text for text in gather_texts(mine, world, net) if text))
     placed.metric_names.found = tuple(names)
@@ -69,9 +69,9 @@ def _call_twice(task: Task, placed: Placed, index: int, net: Net, world: Group) 
     return once, twice
 
 
-def _unit(task: Task, samples: list[Any], device: torch.device) -> LoadedUnit:
-    unit = Unit(step=0, shard=0, indices=np.zeros(len(samples), dtype=np.int64), key=0)
-    return LoadedUnit(unit, collate_samples(task, samples, device))
+def _micro_batch(task: Task, samples: list[Any], device: torch.device) -> LoadedBatch:
+    micro_batch = MicroBatch(step=0, shard=0, indices=np.zeros(len(samples), dtype=np.int64), key=0)
+    return LoadedBatch(micro_batch, collate_samples(task, samples, device))
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from paceline.data import Unit, split
+from paceline.data import MicroBatch, split
 from paceline.task import Source, finish_metrics
 from paceline.training.build import build_loader
 from paceline.training.session import Session
@@ -75,9 +75,9 @@ def evaluate(session: Session, source: Source | None = None) -> Evaluation | Non
 
 def _run(session: Session, source: Source, blocks: list[range]) -> torch.Tensor:
     loader = build_loader(session.recipe, session.task, source, session.placed.holding.device)
-    units = (Unit(step=0, shard=0, indices=np.arange(b.start, b.stop), key=0) for b in blocks)
-    stream = loader.open(units)
+    micro_batches = (MicroBatch(step=0, shard=0, indices=np.arange(b.start, b.stop), key=0) for b in blocks)
+    stream = loader.open(micro_batches)
     try:
-        return session.placed.evaluate(stream).per_unit()
+        return session.placed.evaluate(stream).per_micro_batch()
     finally:
         stream.close()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from paceline.cluster import Cluster
 from paceline.comm import Net
-from paceline.data import Feed, Loader, LockstepWork, Unit
+from paceline.data import Feed, Loader, LockstepWork, MicroBatch
 from paceline.layout import Holding, Placed
 from paceline.layout.whole import Snapshot, gather_whole, share_snapshot, take_snapshot, whole_model
 from paceline.mesh import Mesh
@@ -82,7 +82,7 @@ class Session:
 
     @property
     def work(self) -> LockstepWork:
-        """The units of this rank."""
+        """The micro-batches of this rank."""
         return self.feed.work
 
     @property
@@ -154,7 +154,7 @@ class Session:
         mine = torch.tensor(value, dtype=torch.float64, device=self.placed.holding.device)
         return float(self.net.all_reduce(mine, self.mesh.world).wait())
 
-    def units(self) -> Iterator[Unit]:
-        """This rank's units from the state's step to the end of the run."""
+    def micro_batches(self) -> Iterator[MicroBatch]:
+        """This rank's micro-batches from the state's step to the end of the run."""
         for step in range(self.state.step, self.num_steps):
-            yield from self.work.units(step)
+            yield from self.work.micro_batches(step)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from paceline.data import Unit, split
+from paceline.data import MicroBatch, split
 from paceline.verification.diagnose import NOT_REPEATED, UNKNOWN, Diagnosis, Evidence, diagnose_gradient
 from paceline.verification.diagnose_tail import TailEvidence, diagnose_tail
 from paceline.verification.diagnose_update import diagnose_update
@@ -41,21 +41,23 @@ def _explain_gradient(
     v: Verifier, step: int, update: int, reference: Reference, tensors: list[str], observed: list[Tensor]
 ) -> Diagnosis:
     v.oracle_state.load(reference.before, reference.scalars)
-    units = v.oracle.work.units(step)
-    shards = list(v.oracle.shards(units))
+    micro_batches = v.oracle.work.micro_batches(step)
+    shards = list(v.oracle.shards(micro_batches))
     again = sum(s.total for s in shards)
     if abs(again - reference.sums.total) > 1e-5 * sum(abs(s.total) for s in shards):
         return replace(NOT_REPEATED, explanation=NOT_REPEATED.explanation.format(reference.sums.total, again))
     if not tensors:
         return replace(UNKNOWN, explanation="the loss differs and no gradient does: look at what it counts")
-    rekeyed = [_flat(s.gradients, tensors, v) for s in v.oracle.shards(_keys_of_first(units, v.report.world))]
+    rekeyed = [
+        _flat(s.gradients, tensors, v) for s in v.oracle.shards(_keys_of_first(micro_batches, v.report.world))
+    ]
     flats = [_flat(s.gradients, tensors, v) for s in shards]
     changed = any(not torch.equal(a, b) for a, b in zip(flats, rekeyed, strict=True))
     return diagnose_gradient(
         Evidence(
             world=v.report.world,
             shards=flats,
-            samples=[len(s.unit.indices) for s in shards],
+            samples=[len(s.micro_batch.indices) for s in shards],
             counts=[s.count for s in shards],
             observed=observed,
             previous=None if v.previous is None else _flat(v.previous, tensors, v),
@@ -114,20 +116,20 @@ _STAGES: dict[str, Callable[..., Diagnosis]] = {
 }
 
 
-def _keys_of_first(units: tuple[Unit, ...], world: int) -> tuple[Unit, ...]:
-    """The same units, each with the key that the first rank uses at the same place."""
-    first = split(len(units), world, 0)
+def _keys_of_first(micro_batches: tuple[MicroBatch, ...], world: int) -> tuple[MicroBatch, ...]:
+    """The same micro-batches, each with the key that the first rank uses at the same place."""
+    first = split(len(micro_batches), world, 0)
     keys = {
-        i: units[first[min(place, len(first) - 1)]].key
+        i: micro_batches[first[min(place, len(first) - 1)]].key
         for rank in range(world)
-        for place, i in enumerate(split(len(units), world, rank))
+        for place, i in enumerate(split(len(micro_batches), world, rank))
     }
-    return tuple(replace(u, key=keys[i]) for i, u in enumerate(units))
+    return tuple(replace(u, key=keys[i]) for i, u in enumerate(micro_batches))
 
 
 def _local_norms(v: Verifier, step: int, reference: Reference) -> list[float]:
     v.oracle_state.load(reference.before, reference.scalars)
-    shards: list[Shard] = list(v.oracle.shards(v.oracle.work.units(step)))
+    shards: list[Shard] = list(v.oracle.shards(v.oracle.work.micro_batches(step)))
     names = sorted(reference.final)
     flats = [_flat(s.gradients, names, v) for s in shards]
     norms = []

@@ -1,11 +1,11 @@
 """The oracle: what one process computes, in plain PyTorch. No hooks, no buckets, no wrappers.
 
 The sharded oracle runs the virtual shards of a step one after another; with one shard it is the
-full-batch oracle. What it judges it has written apart: dealing and reading of shards, seeds (`plain_units`),
-the learning rate (`plain_schedule`), the norm (`plain_norm`), the optimizer (`plain_optimizer`) and the tree
-of additions (`halves`). It shares with the session what defines the run: the order of samples, the key
-function and its words, the initial weights, the loss scale of fp16, and the user's model, loss and own
-optimizer.
+full-batch oracle. What it judges it has written apart: dealing and reading of shards, seeds
+(`plain_micro_batches`), the learning rate (`plain_schedule`), the norm (`plain_norm`), the optimizer
+(`plain_optimizer`) and the tree of additions (`halves`). It shares with the session what defines the run: the
+order of samples, the key function and its words, the initial weights, the loss scale of fp16, and the user's
+model, loss and own optimizer.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.data import Order, Unit, to_device
+from paceline.data import MicroBatch, Order, to_device
 from paceline.task import Loss, Task
 from paceline.verification.halves import halves
+from paceline.verification.plain_micro_batches import PlainMicroBatches, read, seed_all
 from paceline.verification.plain_norm import norm_by_rows, plain_norm, reals
 from paceline.verification.plain_schedule import PlainSchedule
-from paceline.verification.plain_units import PlainUnits, read, seed_all
 from paceline.verification.tied import apart, magnitudes
 
 Tensors = dict[str, Tensor]
@@ -35,7 +35,7 @@ class Shard:
     Of a tied parameter `uses` has the sum of the magnitudes of the gradients of its uses, which may cancel.
     """
 
-    unit: Unit
+    micro_batch: MicroBatch
     total: float
     count: float
     gradients: Tensors
@@ -74,7 +74,7 @@ class Oracle:
     ) -> None:
         self.task, self.model, self.optimizer, self.schedule = task, task.model, optimizer, schedule
         self.base_rates = [float(group["lr"]) for group in optimizer.param_groups]
-        self.work = PlainUnits(order, shards, seed)
+        self.work = PlainMicroBatches(order, shards, seed)
         self.clip_norm, self.reduction = clip_norm, reduction
         self.ordered = ordered
         self.autocast = autocast or (lambda: torch.autocast("cpu", enabled=False))
@@ -83,44 +83,48 @@ class Oracle:
     def step(self, step: int, update: int) -> float:
         """One whole step; returns the mean loss."""
         before = self.buffers()
-        sums = self.accumulate(self.work.units(step))
+        sums = self.accumulate(self.work.micro_batches(step))
         self.set_buffers(moved(before, sums.buffers))
         self.apply(sums.gradients, sums.count, update)
         return sums.total / sums.count
 
-    def shards(self, units: tuple[Unit, ...], scale: float = 1.0) -> Iterator[Shard]:
+    def shards(self, micro_batches: tuple[MicroBatch, ...], scale: float = 1.0) -> Iterator[Shard]:
         """Forward and backward of each shard, all from the same parameters and buffers.
 
         Args:
-            units: the shards, in order.
+            micro_batches: the shards, in order.
             scale: of the loss in backward (fp16); gradients are returned without it.
         """
         before = self.buffers()
-        for unit in units:
+        for micro_batch in micro_batches:
             with apart(self.model) as uses:
                 if uses:
-                    self._forward_backward(unit, before, scale)
+                    self._forward_backward(micro_batch, before, scale)
             sizes = magnitudes(uses, scale)
-            loss = self._forward_backward(unit, before, scale)
+            loss = self._forward_backward(micro_batch, before, scale)
             gradients = {n: p.grad / scale for n, p in self.model.named_parameters() if p.grad is not None}
-            yield Shard(unit, float(loss.total.detach()), float(loss.count), gradients, self.buffers(), sizes)
+            yield Shard(
+                micro_batch, float(loss.total.detach()), float(loss.count), gradients, self.buffers(), sizes
+            )
         self.set_buffers(before)
 
-    def _forward_backward(self, unit: Unit, before: Tensors, scale: float) -> Loss:
+    def _forward_backward(self, micro_batch: MicroBatch, before: Tensors, scale: float) -> Loss:
         self.set_buffers(before)
         self.model.train()
         self.model.zero_grad()
-        batch = self.load(unit)
-        seed_all(self.model, unit.key)
+        batch = self.load(micro_batch)
+        seed_all(self.model, micro_batch.key)
         with self.autocast():
             loss: Loss = self.task.loss(self.model, batch)
         (loss.total * scale).backward()
         return loss
 
-    def accumulate(self, units: tuple[Unit, ...], scale: float = 1.0) -> Totals:
+    def accumulate(self, micro_batches: tuple[MicroBatch, ...], scale: float = 1.0) -> Totals:
         """What these shards add up to."""
         before = self.buffers()
-        shards = list(self.shards(units, scale)) if self.ordered else self.shards(units, scale)
+        shards = (
+            list(self.shards(micro_batches, scale)) if self.ordered else self.shards(micro_batches, scale)
+        )
         sums = accumulate(shards, before)
         if self.ordered:
             sums.gradients = {n: halves(_by_shard(shards, n)) for n in sums.gradients}
@@ -153,9 +157,9 @@ class Oracle:
     def _trained(self) -> list[tuple[str, nn.Parameter]]:
         return [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
 
-    def load(self, unit: Unit) -> Any:
-        """The batch of one unit, sample by sample."""
-        return to_device(read(self.task, unit), self._device)
+    def load(self, micro_batch: MicroBatch) -> Any:
+        """The batch of one micro-batch, sample by sample."""
+        return to_device(read(self.task, micro_batch), self._device)
 
     def buffers(self) -> Tensors:
         """Copies of the persistent buffers."""
@@ -196,7 +200,7 @@ class Totals:
 
 
 def _by_shard(shards: Iterable[Shard], name: str) -> dict[int, Tensor]:
-    return {s.unit.shard: s.gradients[name] for s in shards if name in s.gradients}
+    return {s.micro_batch.shard: s.gradients[name] for s in shards if name in s.gradients}
 
 
 def accumulate(shards: Iterable[Shard], before: Tensors) -> Totals:

@@ -18,14 +18,14 @@ from torch.utils._pytree import tree_flatten
 
 from paceline.comm import Net
 from paceline.comm.text import gather_texts
-from paceline.data import Unit
+from paceline.data import MicroBatch
 from paceline.mesh import Group
 from paceline.verification.compare import Finding
 from paceline.verification.diagnose import Diagnosis
 from paceline.verification.forked import same_when_forked
 from paceline.verification.oracle import Oracle
+from paceline.verification.plain_micro_batches import drawn_from, read
 from paceline.verification.plain_norm import plain_norm
-from paceline.verification.plain_units import drawn_from, read
 
 Facts = Mapping[str, Any]
 Fault = tuple[Finding, Diagnosis]
@@ -45,18 +45,18 @@ def preflight(oracle: Oracle, group: Group, net: Net) -> Fault | None:
 
 def look(oracle: Oracle) -> dict[str, Any]:
     """What this rank has built, reads and computes, as JSON values."""
-    units = oracle.work.units(0)
-    data, again = ([_sha(read(oracle.task, unit)) for unit in units] for _ in range(2))
+    micro_batches = oracle.work.micro_batches(0)
+    data, again = ([_sha(read(oracle.task, micro_batch)) for micro_batch in micro_batches] for _ in range(2))
     facts: dict[str, Any] = {
         "model": {n: _sha(t) for n, t in oracle.model.state_dict().items() if isinstance(t, Tensor)},
         "length": len(oracle.task.data),
         "data": data,
         "reads alike": data == again,
     }
-    first, second = (_numbers(oracle, units[:1]) for _ in range(2))
+    first, second = (_numbers(oracle, micro_batches[:1]) for _ in range(2))
     facts |= {"loss": first, "computes alike": first == second}
     if not (facts["reads alike"] and facts["computes alike"]):
-        facts["counts calls"] = same_when_forked(lambda: _probe(oracle, units[0]))
+        facts["counts calls"] = same_when_forked(lambda: _probe(oracle, micro_batches[0]))
     return facts
 
 
@@ -134,21 +134,21 @@ def _near(a: Sequence[float], b: Sequence[float]) -> bool:
     return all(abs(x - y) <= _NEAR * max(abs(x), abs(y)) or x == y for x, y in zip(a, b, strict=True))
 
 
-def _numbers(oracle: Oracle, units: tuple[Unit, ...]) -> list[float]:
+def _numbers(oracle: Oracle, micro_batches: tuple[MicroBatch, ...]) -> list[float]:
     """Loss, count and norm of the gradient of the first shard; not numbers as words."""
-    shard = next(iter(list(oracle.shards(units))))
+    shard = next(iter(list(oracle.shards(micro_batches))))
     found = [shard.total, shard.count, plain_norm(shard.gradients.values())]
     return [x if x == x else -1.0 for x in found]
 
 
-def _probe(oracle: Oracle, unit: Unit) -> str:
+def _probe(oracle: Oracle, micro_batch: MicroBatch) -> str:
     """One read and one forward, as a hash."""
-    with torch.no_grad(), drawn_from(unit.key):
+    with torch.no_grad(), drawn_from(micro_batch.key):
         oracle.model.train()
         before = oracle.buffers()
-        loss = oracle.task.loss(oracle.model, oracle.load(unit))
+        loss = oracle.task.loss(oracle.model, oracle.load(micro_batch))
         oracle.set_buffers(before)
-        return f"{_sha(read(oracle.task, unit))} {float(loss.total)!r}"
+        return f"{_sha(read(oracle.task, micro_batch))} {float(loss.total)!r}"
 
 
 def _sha(value: Any) -> str:

@@ -64,5 +64,5 @@ def look_up(oracle: Oracle, oracle_state: TrainState, session: Session, before: 
     oracle_state.load(tensors, before.scalars())
     scale = gradient_scale(session.work, session.state, max(1, session.task.num_tokens_per_sample))
     return Reference(
-        tensors, before.scalars(), oracle.accumulate(oracle.work.units(session.state.step), scale)
+        tensors, before.scalars(), oracle.accumulate(oracle.work.micro_batches(session.state.step), scale)
     )

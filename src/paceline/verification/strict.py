@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from paceline.data import Unit
+from paceline.data import MicroBatch
 from paceline.verification.compare import UNIT_ROUNDOFF, Finding
 from paceline.verification.diagnose import Diagnosis
 from paceline.verification.oracle import Oracle
@@ -69,7 +69,7 @@ def _fault(
 
 def _loss(oracle: Oracle, samples: list[int]) -> tuple[float, float]:
     """Total and count of some samples, in evaluation."""
-    batch: Any = oracle.load(Unit(0, 0, np.array(samples, dtype=np.int64), key=0))
+    batch: Any = oracle.load(MicroBatch(0, 0, np.array(samples, dtype=np.int64), key=0))
     before = oracle.buffers()
     oracle.model.eval()
     with torch.no_grad(), oracle.autocast():

@@ -25,7 +25,7 @@ def save_for_ever(folder: str) -> None:
     """Every tensor of step k holds k: a torn checkpoint would show."""
     from paceline.layout.holding import hold_whole
     from paceline.state import TrainState
-    from tests.unit.checkpoint.states import saver
+    from tests.micro_batch.checkpoint.states import saver
 
     torch.set_num_threads(1)
     model = torch.nn.Linear(300, 300)
@@ -189,4 +189,4 @@ def test_a_job_that_is_killed_goes_on_with_the_same_samples(tmp_path: Path) -> N
 def samples_from(step: int) -> list[str]:
     """What one process loads from a step to the end, by the order alone."""
     work = LockstepWork(Order(60, 8, 1, shuffle=True, drop_last=False), 4, 1, 0, 1)
-    return [str(i) for k in range(step, STEPS) for unit in work.units(k) for i in unit.indices]
+    return [str(i) for k in range(step, STEPS) for micro_batch in work.micro_batches(k) for i in micro_batch.indices]

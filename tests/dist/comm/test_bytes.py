@@ -119,7 +119,7 @@ def test_sums_in_memory_are_counted_as_sums_on_a_wire() -> None:
 
 
 @pytest.mark.capability("A10", "G14")
-def test_accumulation_costs_no_more_than_one_unit_per_rank() -> None:
+def test_accumulation_costs_no_more_than_one_micro_batch_per_rank() -> None:
     many, one = (run_ranks(train, 2, shards, BUCKET_BYTES)[0]["rows"] for shards in (16, 2))
     assert many == one
 

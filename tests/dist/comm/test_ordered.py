@@ -42,7 +42,7 @@ def one_step(reducer: Reduction, block: range) -> list[Tensor | None]:
     slots = list(tensors())
     reducer.begin()
     for shard in block:
-        reducer.unit(range(shard, shard + 1), shard == block[-1])
+        reducer.micro_batch(range(shard, shard + 1), shard == block[-1])
         for index in reversed(range(len(SHAPES))):
             reducer.ready(slots[index], grad(index, shard))
     reducer.close()
@@ -79,7 +79,7 @@ def spread(
     }
     reducer.begin()
     for index in range(len(SHAPES) // 2):  # a step that is aborted leaves nothing behind
-        reducer.unit(range(blocks[mesh.data.rank].start, blocks[mesh.data.rank].start + 1), True)
+        reducer.micro_batch(range(blocks[mesh.data.rank].start, blocks[mesh.data.rank].start + 1), True)
         reducer.ready(list(parts)[index], torch.full(SHAPES[index], 1e9))
     reducer.abort()
     found = one_step(reducer, blocks[mesh.data.rank])

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from paceline.layout.sums import MetricNames
 from paceline.comm import NativeCollective, Net, Reducer
 from paceline.comm.reduction import InAnyOrder
-from paceline.data import LoadedUnit, Unit
+from paceline.data import LoadedBatch, MicroBatch
 from paceline.layout import Precision, Replicate
 from paceline.layout.holding import hold_whole
 from paceline.mesh import Group, Mesh
@@ -105,7 +105,7 @@ class AtTheEnd(Reducer):
 def step_often(
     cluster, kind: type[Reducer], bucket_bytes: int, latency_seconds: float = LATENCY_SECONDS
 ) -> dict[str, Any]:
-    """Backward passes of one unit on each rank; what the ledger says, and the gradients of the last step."""
+    """Backward passes of one micro-batch on each rank; what the ledger says, and the gradients of the last step."""
     mesh, net = Mesh.build(cluster, {"replica": 2}), SlowNet(20.0)
     net.latency_seconds = latency_seconds
     placed = Replicate(
@@ -121,7 +121,7 @@ def step_often(
     x = torch.full((4, WIDTH), 1.0 + mesh.replica.rank, requires_grad=True)
     for step in range(NUM_STEPS):
         reducer.begin()
-        placed.run([LoadedUnit(Unit(step, 0, np.arange(4), key=step), x)], 1, reducer, 1.0)
+        placed.run([LoadedBatch(MicroBatch(step, 0, np.arange(4), key=step), x)], 1, reducer, 1.0)
         reducer.close()
         grads = reducer.finish()
     entry = net.ledger.rows["all_reduce", "replica"]

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from paceline.data import LockstepWork, Unit
+from paceline.data import LockstepWork, MicroBatch
 from paceline.recipe import BatchRecipe, OptimizerRecipe, Recipe, RuntimeRecipe
 from paceline.sync import Part, Updating
 from paceline.task import Loss, Task
 from paceline.testing import run_ranks
 from paceline.training import Pieces, build_session
 
-BATCH = 4  # samples in a unit
+BATCH = 4  # samples in a micro-batch
 NUM_BATCHES = (7, 10)  # of the two ranks
 UNEVEN = (2 * BATCH * max(NUM_BATCHES), max(NUM_BATCHES), 2, 2 * BATCH)  # samples, steps, shards, batch
 
@@ -25,22 +25,22 @@ UNEVEN = (2 * BATCH * max(NUM_BATCHES), max(NUM_BATCHES), 2, 2 * BATCH)  # sampl
 class FirstRunsOut(LockstepWork):
     """Replica 0 has nothing left after its last batch, as if its data had ended."""
 
-    def units(self, step: int) -> tuple[Unit, ...]:
-        return super().units(step) if step < NUM_BATCHES[self.replica_rank] else ()
+    def micro_batches(self, step: int) -> tuple[MicroBatch, ...]:
+        return super().micro_batches(step) if step < NUM_BATCHES[self.replica_rank] else ()
 
-    def num_units(self, step: int) -> int:
-        return len(self.units(step))
+    def num_micro_batches(self, step: int) -> int:
+        return len(self.micro_batches(step))
 
 
 @dataclass(frozen=True)
 class Both(LockstepWork):
     """The oracle: one process that runs what the two ranks run."""
 
-    def units(self, step: int) -> tuple[Unit, ...]:
-        return tuple(u for u in super().units(step) if step < NUM_BATCHES[u.shard])
+    def micro_batches(self, step: int) -> tuple[MicroBatch, ...]:
+        return tuple(u for u in super().micro_batches(step) if step < NUM_BATCHES[u.shard])
 
-    def num_units(self, step: int) -> int:
-        return len(self.units(step))
+    def num_micro_batches(self, step: int) -> int:
+        return len(self.micro_batches(step))
 
 
 def make_task(num_samples: int) -> Task:
@@ -82,7 +82,7 @@ def train(cluster, pieces: Pieces, num_samples: int, steps: int, shards: int, si
         runtime=RuntimeRecipe(device="cpu", deadline_seconds=20.0),
     )
     session = build_session(recipe, make_task(num_samples), cluster, torch.device("cpu"), pieces=pieces)
-    used = [i for step in range(steps) for u in session.work.units(step) for i in u.indices.tolist()]
+    used = [i for step in range(steps) for u in session.work.micro_batches(step) for i in u.indices.tolist()]
     stats = list(session.rounds())
     return {
         "used": used,
@@ -123,7 +123,7 @@ def test_the_comparison_sees_an_average_over_a_rank_that_had_nothing() -> None:
 
 @pytest.mark.capability("A12", "A4")
 @pytest.mark.parametrize("num_samples", [9, 10, 15, 19])
-def test_a_tail_with_fewer_samples_than_ranks_leaves_some_without_a_unit(num_samples: int) -> None:
+def test_a_tail_with_fewer_samples_than_ranks_leaves_some_without_a_micro_batch(num_samples: int) -> None:
     setting = (num_samples, 2 * -(-num_samples // 8), 4, 8)  # two epochs; a tail of 1, 2, 7 or 3 samples
     ranks = run_ranks(train, 4, Pieces(), *setting, deadline=120.0)
     (oracle,) = run_ranks(train, 1, Pieces(), *setting)

@@ -23,7 +23,7 @@ class DoublingNet(Net):
 
 def make_tally(**changes) -> Tally:
     values = {
-        "units": 3.0,
+        "micro_batches": 3.0,
         "total": 12.5,
         "count": 2.0**52 + 1,  # a float32 would lose the last item
         "metrics": {"correct": 5.0, "tokens": 7.0},
@@ -38,7 +38,7 @@ def make_tally(**changes) -> Tally:
 def test_every_field_is_summed_on_its_own(net: Net, factor: float) -> None:
     mine = make_tally()
     agreed = mine.agree(net, ALONE, CPU).wait()
-    for field in ("units", "total", "count", "stops"):
+    for field in ("micro_batches", "total", "count", "stops"):
         assert getattr(agreed, field) == factor * getattr(mine, field), field
     assert agreed.metrics == {"correct": factor * 5.0, "tokens": factor * 7.0}
     assert agreed.used == [factor, 0.0, factor]
@@ -49,7 +49,7 @@ def test_own_sums_are_not_changed_by_the_agreement() -> None:
     mine = make_tally()
     mine.agree(DoublingNet(), ALONE, CPU).wait()
     assert mine.buffers.tolist() == [0.25, -4.0]
-    assert mine.units == 3.0
+    assert mine.micro_batches == 3.0
 
 
 @pytest.mark.capability("G14")

@@ -13,7 +13,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from paceline.data.at_once import batch_at_once, collates_by_default
 from paceline.data.cache import SampleCache
-from paceline.data.reader import Request, UnitReader
+from paceline.data.reader import MicroBatchReader, Request
 from paceline.data.text import TextWindows
 from paceline.errors import DataError
 
@@ -141,23 +141,23 @@ def test_tensors_that_are_collated_in_another_way_are_left_to_it(monkeypatch: py
 
 def test_an_own_collate_function_gets_the_samples() -> None:
     assert not collates_by_default(len)
-    reply = UnitReader(tensors(), len, SampleCache(0))[Request(INDICES, 1)]
+    reply = MicroBatchReader(tensors(), len, SampleCache(0))[Request(INDICES, 1)]
     assert reply.batch == len(INDICES)
 
 
-def test_noise_is_still_drawn_by_the_key_of_the_unit() -> None:
-    reader = UnitReader(Noisy(torch.zeros(40)), default_collate, SampleCache(0))
+def test_noise_is_still_drawn_by_the_key_of_the_micro_batch() -> None:
+    reader = MicroBatchReader(Noisy(torch.zeros(40)), default_collate, SampleCache(0))
     first, again, other = (reader[Request(INDICES, key)].batch[0] for key in (1, 1, 2))
     assert torch.equal(first, again) and not torch.equal(first, other)
 
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_the_sample_to_blame_is_named(name: str) -> None:
-    reply = UnitReader(SOURCES[name](), default_collate, SampleCache(0))[Request([3, 4000], 1)]
+    reply = MicroBatchReader(SOURCES[name](), default_collate, SampleCache(0))[Request([3, 4000], 1)]
     assert isinstance(reply.failure, DataError)
     assert "sample 4000 cannot be read" in str(reply.failure)
 
 
 def test_a_cache_keeps_single_samples() -> None:
-    reader = UnitReader(tensors(), default_collate, SampleCache(1 << 20))
+    reader = MicroBatchReader(tensors(), default_collate, SampleCache(1 << 20))
     assert [reader[Request(INDICES, 1)].hits for _ in range(2)] == [0, len(INDICES)]

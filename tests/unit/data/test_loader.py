@@ -22,7 +22,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from paceline.data.loader import Loader
 from paceline.data.order import Order
-from paceline.data.work import LockstepWork, Unit
+from paceline.data.work import LockstepWork, MicroBatch
 from paceline.errors import DataError
 from paceline.recipe import LoaderRecipe
 
@@ -60,12 +60,12 @@ def recipe(workers: int = 0, prefetch: int = 2, cache_bytes: int = 0) -> LoaderR
     return LoaderRecipe(workers=workers, prefetch=prefetch, cache_bytes=cache_bytes)
 
 
-def units(num_steps: int, num_samples: int = 100, size: int = 8, shards: int = 2) -> list[Unit]:
+def micro_batches(num_steps: int, num_samples: int = 100, size: int = 8, shards: int = 2) -> list[MicroBatch]:
     work = LockstepWork(Order(num_samples, size, 1), shards, 1)
-    return [unit for step in range(num_steps) for unit in work.units(step)]
+    return [micro_batch for step in range(num_steps) for micro_batch in work.micro_batches(step)]
 
 
-def read(source: Any, workers: int, wanted: list[Unit], **settings: int) -> list[list[Any]]:
+def read(source: Any, workers: int, wanted: list[MicroBatch], **settings: int) -> list[list[Any]]:
     with Loader(source, list, recipe(workers, **settings), CPU).open(iter(wanted)) as stream:
         return [loaded.batch for loaded in stream]
 
@@ -78,11 +78,11 @@ def test_the_order_does_not_depend_on_workers(workers: int) -> None:
             time.sleep(0.01 if index % 7 == 0 else 0)
             return index
 
-    wanted = units(15)
+    wanted = micro_batches(15)
     with Loader(Uneven(), list, recipe(workers), CPU).open(wanted) as stream:
         loaded = list(stream)
-    assert [item.unit for item in loaded] == wanted
-    assert [item.batch for item in loaded] == [unit.indices.tolist() for unit in wanted]
+    assert [item.micro_batch for item in loaded] == wanted
+    assert [item.batch for item in loaded] == [micro_batch.indices.tolist() for micro_batch in wanted]
 
 
 @pytest.mark.capability("M2")
@@ -95,12 +95,12 @@ def test_workers_read_at_the_same_time() -> None:
             meeting.wait(timeout=80)
             return os.getpid()
 
-    readers = read(Meeting(), 2, units(2, size=2))
+    readers = read(Meeting(), 2, micro_batches(2, size=2))
     assert len({pid for batch in readers for pid in batch}) == 2
     lonely = threading.Timer(0.2, meeting.abort)
     lonely.start()
     with pytest.raises(DataError, match="BrokenBarrierError"):
-        read(Meeting(), 1, units(1, size=2))
+        read(Meeting(), 1, micro_batches(1, size=2))
     lonely.join()
 
 
@@ -116,14 +116,14 @@ def test_reading_overlaps_with_computing_and_is_bounded(workers: int, prefetch: 
                 num_read.value += 1
             return index
 
-    endless, pulled = itertools.cycle(units(12, size=2)), itertools.count(1)
+    endless, pulled = itertools.cycle(micro_batches(12, size=2)), itertools.count(1)
     latest = 0
 
-    def feed() -> Iterator[Unit]:
+    def feed() -> Iterator[MicroBatch]:
         nonlocal latest
-        for unit in endless:
+        for micro_batch in endless:
             latest = next(pulled)
-            yield unit
+            yield micro_batch
 
     with Loader(Counting(), list, recipe(workers, prefetch), CPU).open(feed()) as stream:
         for num_taken in range(1, 6):
@@ -135,13 +135,13 @@ def test_reading_overlaps_with_computing_and_is_bounded(workers: int, prefetch: 
             assert latest == num_taken + workers * prefetch
 
 
-def test_inline_reading_pulls_one_unit_at_a_time() -> None:
-    pulled: list[Unit] = []
+def test_inline_reading_pulls_one_micro_batch_at_a_time() -> None:
+    pulled: list[MicroBatch] = []
 
-    def feed() -> Iterator[Unit]:
-        for unit in itertools.cycle(units(3)):
-            pulled.append(unit)
-            yield unit
+    def feed() -> Iterator[MicroBatch]:
+        for micro_batch in itertools.cycle(micro_batches(3)):
+            pulled.append(micro_batch)
+            yield micro_batch
 
     stream = Loader(Numbers(), list, recipe(), CPU).open(feed())
     for number in range(1, 10):
@@ -159,9 +159,9 @@ class Noisy(Numbers):
 
 @pytest.mark.capability("M2")
 def test_random_augmentation_does_not_depend_on_workers() -> None:
-    alone = read(Noisy(), 0, units(6))
-    assert read(Noisy(), 1, units(6)) == alone
-    assert read(Noisy(), 2, units(6)) == alone
+    alone = read(Noisy(), 0, micro_batches(6))
+    assert read(Noisy(), 1, micro_batches(6)) == alone
+    assert read(Noisy(), 2, micro_batches(6)) == alone
     assert len({sample for batch in alone for sample in batch}) == 48  # and it does vary
 
 
@@ -177,7 +177,7 @@ def test_reading_leaves_the_global_generators_alone(workers: int) -> None:
     expected = [draw() for _ in range(3)]
     seed()
     seen = [draw()]
-    with Loader(Noisy(), list, recipe(workers), CPU).open(units(3)) as stream:
+    with Loader(Noisy(), list, recipe(workers), CPU).open(micro_batches(3)) as stream:
         seen.append(draw())
         next(stream)
         seen.append(draw())
@@ -187,11 +187,11 @@ def test_reading_leaves_the_global_generators_alone(workers: int) -> None:
 @WORKERS
 def test_default_collate_makes_tensors(workers: int) -> None:
     source = TensorDataset(torch.arange(40.0).reshape(20, 2), torch.arange(20))
-    wanted = units(2, num_samples=20)
+    wanted = micro_batches(2, num_samples=20)
     with Loader(source, None, recipe(workers), CPU).open(wanted) as stream:
         for loaded in stream:
             x, y = loaded.batch
-            assert torch.equal(y, torch.from_numpy(loaded.unit.indices.copy()))
+            assert torch.equal(y, torch.from_numpy(loaded.micro_batch.indices.copy()))
             assert torch.equal(x[:, 0], 2.0 * y)
 
 
@@ -207,10 +207,10 @@ def test_batched_reading_is_used_where_the_source_has_it(workers: int) -> None:
             assert all(type(index) is int for index in indices)
             return [{"row": index} for index in indices]
 
-    wanted = units(3)
-    assert read(Table(), workers, wanted) == [[{"row": i} for i in unit.indices.tolist()] for unit in wanted]
+    wanted = micro_batches(3)
+    assert read(Table(), workers, wanted) == [[{"row": i} for i in w.indices.tolist()] for w in wanted]
     assert read(Subset(Numbers(), list(range(500, 600))), workers, wanted) == [
-        [500 + i for i in unit.indices.tolist()] for unit in wanted
+        [500 + i for i in micro_batch.indices.tolist()] for micro_batch in wanted
     ]
 
 
@@ -233,10 +233,10 @@ class RottenTable(Rotten):
 @WORKERS
 @pytest.mark.parametrize("kind", [Rotten, RottenTable])
 def test_a_bad_sample_is_named_when_its_turn_comes(kind: type[Rotten], workers: int) -> None:
-    wanted = units(6)
+    wanted = micro_batches(6)
     bad = int(wanted[7].indices[2])
     stream = Loader(kind(bad), list, recipe(workers), CPU).open(wanted)
-    assert [next(stream).unit for _ in range(7)] == wanted[:7]
+    assert [next(stream).micro_batch for _ in range(7)] == wanted[:7]
     with pytest.raises(DataError, match=f"sample {bad} cannot be read: ValueError: mouldy") as caught:
         next(stream)
     assert "test_loader.py" in caught.value.where
@@ -253,7 +253,7 @@ def test_samples_that_do_not_collate_are_named(workers: int) -> None:
         def __getitem__(self, index: int) -> torch.Tensor:
             return torch.zeros(index + 1)
 
-    wanted = units(1)
+    wanted = micro_batches(1)
     with (
         Loader(Ragged(), None, recipe(workers), CPU).open(wanted) as stream,
         pytest.raises(DataError, match="cannot be collated: RuntimeError") as caught,
@@ -268,7 +268,7 @@ def test_a_source_that_returns_too_few_samples_is_refused() -> None:
             return indices[1:]
 
     with pytest.raises(DataError, match="returned 3 samples for 4 indices"):
-        read(Short(), 0, units(1))
+        read(Short(), 0, micro_batches(1))
 
 
 def test_a_worker_that_dies_is_an_error_not_a_hang() -> None:
@@ -281,7 +281,7 @@ def test_a_worker_that_dies_is_an_error_not_a_hang() -> None:
             return index
 
     timer = threading.Timer(0.3, doom.set)  # by then the test waits in `next`
-    with Loader(Deadly(), list, recipe(1), CPU).open(units(4)) as stream:
+    with Loader(Deadly(), list, recipe(1), CPU).open(micro_batches(4)) as stream:
         timer.start()
         with pytest.raises(DataError, match=r"the loader failed: DataLoader worker .*") as caught:
             next(stream)
@@ -298,12 +298,12 @@ def test_a_worker_that_is_stuck_meets_the_deadline(impatient: None) -> None:
 
     loader = Loader(Stuck(), list, recipe(2), CPU, deadline_seconds=0.5)
     with pytest.raises(DataError, match=r"timed out after 0\.5 seconds") as caught:
-        next(loader.open(units(4)))
+        next(loader.open(micro_batches(4)))
     assert "runtime.deadline_seconds" in caught.value.next_step
 
 
 def test_close_in_the_middle_ends_the_workers_and_may_be_repeated() -> None:
-    stream = Loader(Numbers(), list, recipe(2), CPU).open(itertools.cycle(units(5)))
+    stream = Loader(Numbers(), list, recipe(2), CPU).open(itertools.cycle(micro_batches(5)))
     next(stream)
     assert len(multiprocessing.active_children()) == 2
     stream.close()
@@ -328,8 +328,8 @@ def test_workers_of_a_killed_parent_leave_even_when_stuck() -> None:
                 print(os.getpid(), flush=True)
                 time.sleep(600)
 
-        units = LockstepWork(Order(10, 2, 1), 1, 1).units(0)
-        next(Loader(Stuck(), None, LoaderRecipe(workers=1), torch.device("cpu")).open(units))
+        micro_batches = LockstepWork(Order(10, 2, 1), 1, 1).micro_batches(0)
+        next(Loader(Stuck(), None, LoaderRecipe(workers=1), torch.device("cpu")).open(micro_batches))
     """
     command = [sys.executable, "-c", textwrap.dedent(program)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
@@ -356,17 +356,17 @@ def test_the_cache_is_hit_in_the_second_epoch(workers: int) -> None:
             return torch.full((10,), index)
 
     loader = Loader(Counting(), None, recipe(min(workers, 1), cache_bytes=1 << 20), CPU)
-    wanted = units(20, num_samples=40)  # four epochs of five steps
+    wanted = micro_batches(20, num_samples=40)  # four epochs of five steps
     with loader.open(wanted) as stream:
         for loaded in stream:
-            assert loaded.batch[:, 0].tolist() == loaded.unit.indices.tolist()
+            assert loaded.batch[:, 0].tolist() == loaded.micro_batch.indices.tolist()
     assert num_read.value == 40
     assert (loader.cache_hits, loader.cache_lookups) == (120, 160)
 
 
 def test_without_cache_bytes_nothing_is_kept_or_counted() -> None:
     loader = Loader(Numbers(), list, recipe(), CPU)
-    with loader.open(units(10, num_samples=8)) as stream:
+    with loader.open(micro_batches(10, num_samples=8)) as stream:
         assert len(list(stream)) == 20
     assert (loader.cache_hits, loader.cache_lookups) == (0, 0)
 
@@ -376,7 +376,7 @@ def test_cache_bytes_are_divided_among_the_workers() -> None:
         def __getitem__(self, index: int) -> torch.Tensor:
             return torch.zeros(1000, dtype=torch.uint8)
 
-    wanted = [unit for _ in range(4) for unit in units(2, num_samples=2, size=2, shards=1)[:1]]
+    wanted = [first for _ in range(4) for first in micro_batches(2, num_samples=2, size=2, shards=1)[:1]]
     hits = {}
     for capacity_bytes in (2_000, 20_000):
         loader = Loader(Wide(), None, recipe(2, cache_bytes=capacity_bytes), CPU)
@@ -392,8 +392,8 @@ def test_cache_bytes_are_divided_among_the_workers() -> None:
 @WORKERS
 def test_batches_reach_the_gpu(workers: int) -> None:
     source = TensorDataset(torch.arange(100))
-    with Loader(source, None, recipe(workers), torch.device("cuda")).open(units(3)) as stream:
+    with Loader(source, None, recipe(workers), torch.device("cuda")).open(micro_batches(3)) as stream:
         for loaded in stream:
             (y,) = loaded.batch
             assert y.device.type == "cuda"
-            assert y.tolist() == loaded.unit.indices.tolist()
+            assert y.tolist() == loaded.micro_batch.indices.tolist()

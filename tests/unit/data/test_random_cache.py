@@ -42,7 +42,7 @@ class Noisy:
 def read(source: Source, workers: int = 0, cache_bytes: int = 1 << 20) -> list[torch.Tensor]:
     loader = LoaderRecipe(workers=workers, cache_bytes=cache_bytes)
     work = LockstepWork(Order(len(source), 6, seed=0), shards=2, seed=0)
-    wanted = [unit for step in range(8) for unit in work.units(step)]
+    wanted = [micro_batch for step in range(8) for micro_batch in work.micro_batches(step)]
     with Loader(source, None, loader, torch.device("cpu")).open(wanted) as stream:
         return [loaded.batch for loaded in stream]
 

@@ -203,11 +203,11 @@ def test_windows_of_a_mapped_corpus_pass_through_the_loader(
     windows = TextWindows(corpus.train, 16)
     assert np.shares_memory(windows.tokens, corpus.train)
     assert isinstance(corpus.train.base, np.memmap)
-    units = LockstepWork(Order(len(windows), 8, 1), 2, 1).units(0)
+    micro_batches = LockstepWork(Order(len(windows), 8, 1), 2, 1).micro_batches(0)
     loader = Loader(windows, None, LoaderRecipe(workers=workers), torch.device("cpu"))
-    with loader.open(units) as stream:
+    with loader.open(micro_batches) as stream:
         for loaded in stream:
-            expected = torch.stack([windows[int(i)] for i in loaded.unit.indices])
+            expected = torch.stack([windows[int(i)] for i in loaded.micro_batch.indices])
             assert torch.equal(loaded.batch, expected)
             assert loaded.batch.shape == (4, 17)
 

@@ -1,4 +1,4 @@
-"""Units: disjoint, complete, balanced, and the same whatever the world size."""
+"""Micro-batches: disjoint, complete, balanced, and the same whatever the world size."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from paceline.data.order import Order
-from paceline.data.work import LockstepWork, Unit, split
+from paceline.data.work import LockstepWork, MicroBatch, split
 from paceline.errors import StrategyError
 from paceline.keys import key
 
 
-def all_units(order: Order, shards: int, num_replicas: int, step: int) -> list[Unit]:
+def all_micro_batches(order: Order, shards: int, num_replicas: int, step: int) -> list[MicroBatch]:
     works = [LockstepWork(order, shards, 9, rank, num_replicas) for rank in range(num_replicas)]
-    return [unit for work in works for unit in work.units(step)]
+    return [micro_batch for work in works for micro_batch in work.micro_batches(step)]
 
 
 @pytest.mark.capability("A4", "M1")
@@ -31,22 +31,24 @@ def test_split_is_complete_disjoint_and_balanced() -> None:
 def test_shards_of_a_batch_are_its_parts(size: int, shards: int) -> None:
     order = Order(100, size, 1)
     for step in range(2 * order.steps_per_epoch):
-        units = all_units(order, shards, 1, step)
-        assert np.array_equal(np.concatenate([unit.indices for unit in units]), order.batch(step))
-        sizes = [len(unit.indices) for unit in units]
+        micro_batches = all_micro_batches(order, shards, 1, step)
+        assert np.array_equal(
+            np.concatenate([micro_batch.indices for micro_batch in micro_batches]), order.batch(step)
+        )
+        sizes = [len(micro_batch.indices) for micro_batch in micro_batches]
         assert min(sizes) >= 1
         if order.batch_size(step) >= shards:
-            assert len(units) == shards
+            assert len(micro_batches) == shards
             assert max(sizes) - min(sizes) <= 1
 
 
 @pytest.mark.capability("A4", "A5")
 @pytest.mark.parametrize("num_replicas", [2, 3, 4, 5, 7, 8])
-def test_units_do_not_depend_on_the_number_of_replicas(num_replicas: int) -> None:
+def test_micro_batches_do_not_depend_on_the_number_of_replicas(num_replicas: int) -> None:
     order = Order(203, 32, 1)
     for step in range(order.steps_per_epoch + 3):
-        alone = all_units(order, 8, 1, step)
-        together = all_units(order, 8, num_replicas, step)
+        alone = all_micro_batches(order, 8, 1, step)
+        together = all_micro_batches(order, 8, num_replicas, step)
         assert [(u.step, u.shard, u.key, u.indices.tolist()) for u in together] == [
             (u.step, u.shard, u.key, u.indices.tolist()) for u in alone
         ]
@@ -55,7 +57,9 @@ def test_units_do_not_depend_on_the_number_of_replicas(num_replicas: int) -> Non
 @pytest.mark.parametrize("num_replicas", [1, 2, 3, 5, 8])
 def test_replicas_run_blocks_of_nearly_equal_length(num_replicas: int) -> None:
     order = Order(64, 64, 1)
-    counts = [len(LockstepWork(order, 8, 1, rank, num_replicas).units(0)) for rank in range(num_replicas)]
+    counts = [
+        len(LockstepWork(order, 8, 1, rank, num_replicas).micro_batches(0)) for rank in range(num_replicas)
+    ]
     assert sum(counts) == 8
     assert max(counts) - min(counts) <= 1
 
@@ -72,7 +76,12 @@ def test_ragged_epochs_use_every_sample_exactly_once(num_samples: int, num_repli
         for rank in range(num_replicas):
             work = LockstepWork(order, 8, 1, rank, num_replicas)
             steps = range(epoch * order.steps_per_epoch, (epoch + 1) * order.steps_per_epoch)
-            seen[rank] = [i for step in steps for unit in work.units(step) for i in unit.indices.tolist()]
+            seen[rank] = [
+                i
+                for step in steps
+                for micro_batch in work.micro_batches(step)
+                for i in micro_batch.indices.tolist()
+            ]
             steps_taken.add(len(steps))
         assert sorted(i for part in seen for i in part) == list(range(num_samples))
         assert len(steps_taken) == 1  # nobody runs out of steps first, so nobody waits for ever
@@ -81,27 +90,31 @@ def test_ragged_epochs_use_every_sample_exactly_once(num_samples: int, num_repli
 @pytest.mark.capability("A12")
 def test_a_tail_batch_is_spread_over_the_replicas() -> None:
     order = Order(36, 32, 1)
-    sizes = [sum(len(u.indices) for u in LockstepWork(order, 8, 1, rank, 4).units(1)) for rank in range(4)]
+    sizes = [
+        sum(len(u.indices) for u in LockstepWork(order, 8, 1, rank, 4).micro_batches(1)) for rank in range(4)
+    ]
     assert sizes == [1, 1, 1, 1]
 
 
-def test_seven_samples_on_eight_replicas_leave_one_without_a_unit() -> None:
+def test_seven_samples_on_eight_replicas_leave_one_without_a_micro_batch() -> None:
     order = Order(7, 16, 1)
     works = [LockstepWork(order, 8, 1, rank, 8) for rank in range(8)]
-    counts = [len(work.units(0)) for work in works]
+    counts = [len(work.micro_batches(0)) for work in works]
     assert sorted(counts) == [0, 1, 1, 1, 1, 1, 1, 1]
-    assert counts == [work.num_units(0) for work in works]
+    assert counts == [work.num_micro_batches(0) for work in works]
 
 
-def test_unit_keys_name_seed_step_and_shard() -> None:
-    units = LockstepWork(Order(64, 32, 1), 4, 9).units(1)
-    assert [unit.key for unit in units] == [key(9, "unit", 1, shard) for shard in range(4)]
+def test_micro_batch_keys_name_seed_step_and_shard() -> None:
+    micro_batches = LockstepWork(Order(64, 32, 1), 4, 9).micro_batches(1)
+    assert [micro_batch.key for micro_batch in micro_batches] == [
+        key(9, "unit", 1, shard) for shard in range(4)
+    ]
 
 
 def test_indices_are_read_only() -> None:
-    (unit, *_) = LockstepWork(Order(64, 32, 1), 4, 9).units(0)
+    (micro_batch, *_) = LockstepWork(Order(64, 32, 1), 4, 9).micro_batches(0)
     with pytest.raises(ValueError, match="read-only"):
-        unit.indices[0] = 1
+        micro_batch.indices[0] = 1
 
 
 def test_more_replicas_than_shards_is_refused_with_what_would_work() -> None:

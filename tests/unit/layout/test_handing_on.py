@@ -17,13 +17,13 @@ from paceline.slot import Slot, trained_parameters
 class Sink:
     """Notes what comes, and whether backward was still under way."""
 
-    def __init__(self, by_unit: bool = False) -> None:
-        self.by_unit = by_unit
+    def __init__(self, by_micro_batch: bool = False) -> None:
+        self.by_micro_batch = by_micro_batch
         self.seen: list[tuple[str, Tensor | None]] = []
         self.early: set[str] = set()
         self.in_backward = False
 
-    def unit(self, shards: range, is_last: bool) -> None: ...
+    def micro_batch(self, shards: range, is_last: bool) -> None: ...
 
     def ready(self, slot: Slot, grad: Tensor | None) -> None:
         self.seen.append((slot.name, None if grad is None else grad.clone()))
@@ -73,21 +73,21 @@ MODELS: dict[str, Callable[[], Recurrent]] = {
 X = torch.linspace(-1, 1, 8).view(2, 4)
 
 
-def backward(model: nn.Module, handing: HandingOn, sink: Sink, num_units: int = 1) -> None:
-    """One step of some units."""
+def backward(model: nn.Module, handing: HandingOn, sink: Sink, num_micro_batches: int = 1) -> None:
+    """One step of some micro-batches."""
     handing.begin()
-    for unit in range(num_units):
-        is_last = unit == num_units - 1
-        handing.open(sink if is_last or sink.by_unit else None)
-        loss = model(X * (unit + 1)).square().sum()
+    for micro_batch in range(num_micro_batches):
+        is_last = micro_batch == num_micro_batches - 1
+        handing.open(sink if is_last or sink.by_micro_batch else None)
+        loss = model(X * (micro_batch + 1)).square().sum()
         sink.in_backward = is_last
         loss.backward()
         sink.in_backward = False
         handing.close()
 
 
-def right(model: nn.Module, num_units: int = 1) -> dict[str, Tensor]:
-    losses = [model(X * (unit + 1)).square().sum() for unit in range(num_units)]
+def right(model: nn.Module, num_micro_batches: int = 1) -> dict[str, Tensor]:
+    losses = [model(X * (micro_batch + 1)).square().sum() for micro_batch in range(num_micro_batches)]
     names = [name for name, _ in model.named_parameters()]
     grads = torch.autograd.grad(sum(losses), list(model.parameters()), allow_unused=True)
     return {name: g for name, g in zip(names, grads, strict=True) if g is not None}
@@ -95,17 +95,17 @@ def right(model: nn.Module, num_units: int = 1) -> dict[str, Tensor]:
 
 @pytest.mark.capability("A2", "L1")
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("num_units", [1, 2])
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
 @pytest.mark.parametrize("kind", MODELS)
-def test_every_gradient_comes_once_and_complete(kind: str, num_units: int, overlap: bool) -> None:
+def test_every_gradient_comes_once_and_complete(kind: str, num_micro_batches: int, overlap: bool) -> None:
     model = MODELS[kind]()
     handing = HandingOn(trained_parameters(model), overlap=overlap)
     plain = Recurrent()
     plain.load_state_dict(model.state_dict())
-    expected = right(plain, num_units)
+    expected = right(plain, num_micro_batches)
     for step in range(4):
         sink = Sink()
-        backward(model, handing, sink, num_units)
+        backward(model, handing, sink, num_micro_batches)
         assert sorted(name for name, _ in sink.seen) == sorted(expected)
         for name, grad in sink.seen:
             assert grad is not None
@@ -126,7 +126,7 @@ def test_the_first_backward_hands_on_nothing_early() -> None:
     assert not sink.early and len(sink.seen) == 6
 
 
-def test_what_no_unit_used_is_handed_on_as_nothing() -> None:
+def test_what_no_micro_batch_used_is_handed_on_as_nothing() -> None:
     model = Recurrent()
     model.skips = True
     handing = HandingOn(trained_parameters(model), overlap=True)
@@ -139,12 +139,12 @@ def test_what_no_unit_used_is_handed_on_as_nothing() -> None:
         assert handing.used == set(found) - {"last.weight", "last.bias"}
 
 
-def test_by_unit_each_starts_anew() -> None:
+def test_by_micro_batch_each_starts_anew() -> None:
     model = Recurrent()
     handing = HandingOn(trained_parameters(model), overlap=True)
     for _ in range(2):
-        sink = Sink(by_unit=True)
-        backward(model, handing, sink, num_units=2)
+        sink = Sink(by_micro_batch=True)
+        backward(model, handing, sink, num_micro_batches=2)
         assert len(sink.seen) == 12
         total = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
         for name, grad in sink.seen:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.data import LoadedUnit, Unit
+from paceline.data import LoadedBatch, MicroBatch
 from paceline.layout import Precision, Replicate
 from paceline.layout.holding import hold_whole
 from paceline.layout.precision import compile_or_explain
@@ -41,9 +41,9 @@ def forward_backward(model: nn.Module, compute: str, x: Tensor) -> list[Tensor]:
     handed: dict[Slot, Tensor] = {}
 
     class Sink:
-        by_unit = False
+        by_micro_batch = False
 
-        def unit(self, shards: range, is_last: bool) -> None: ...
+        def micro_batch(self, shards: range, is_last: bool) -> None: ...
 
         def ready(self, slot: Slot, grad: Tensor | None) -> None:
             handed[slot] = grad
@@ -51,8 +51,8 @@ def forward_backward(model: nn.Module, compute: str, x: Tensor) -> list[Tensor]:
     placed = Replicate(
         hold_whole(model), climb, MetricNames(()), precision=Precision(compute, "cpu"), phases=Phases()
     )
-    unit = Unit(0, 0, torch.arange(len(x)).numpy(), key=1)
-    placed.run([LoadedUnit(unit, [x])], 1, Sink(), 1.0)
+    micro_batch = MicroBatch(0, 0, torch.arange(len(x)).numpy(), key=1)
+    placed.run([LoadedBatch(micro_batch, [x])], 1, Sink(), 1.0)
     return [handed[slot] for slot in placed.holding.slots]
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from paceline.errors import TaskError
 from paceline.layout.precision import recompute_blocks
-from paceline.models import KeyedDropout, set_unit_key
+from paceline.models import KeyedDropout, set_micro_batch_key
 
 NUM_BLOCKS, WIDTH = 6, 32
 
@@ -56,7 +56,7 @@ def pair(kind: str) -> tuple[Stack, Stack]:
 
 
 def gradients(model: nn.Module, x: Tensor) -> tuple[list[Tensor], int]:
-    """Gradients of one unit, and how many bytes autograd kept between forward and backward."""
+    """Gradients of one micro-batch, and how many bytes autograd kept between forward and backward."""
     kept: dict[int, int] = {}
 
     def pack(t: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ def gradients(model: nn.Module, x: Tensor) -> tuple[list[Tensor], int]:
         return t
 
     torch.manual_seed(11)
-    set_unit_key(model, 11)
+    set_micro_batch_key(model, 11)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         loss = model(x).square().sum()
     torch.rand(7)  # somebody draws numbers between forward and backward

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.data import LoadedUnit, Unit
+from paceline.data import LoadedBatch, MicroBatch
 from paceline.errors import TaskError
 from paceline.layout import Precision, Replicate
 from paceline.layout.holding import hold_whole
@@ -20,16 +20,16 @@ from paceline.task import Loss
 
 
 class Recorder:
-    """A sink that notes what it gets, and whether the backward pass of the last unit was still on."""
+    """A sink that notes what it gets, and whether the backward pass of the last micro-batch was still on."""
 
-    by_unit = False
+    by_micro_batch = False
 
     def __init__(self) -> None:
         self.order: list[Slot] = []
         self.grads: dict[Slot, Tensor | None] = {}
 
-    def unit(self, shards: range, is_last: bool) -> None:
-        raise AssertionError("units are not taken apart")
+    def micro_batch(self, shards: range, is_last: bool) -> None:
+        raise AssertionError("micro-batches are not taken apart")
 
     def ready(self, slot: Slot, grad: Tensor | None) -> None:
         self.order.append(slot)
@@ -65,18 +65,22 @@ def place(model: nn.Module, loss_function=loss, names: tuple[str, ...] = ("posit
     )
 
 
-def units(seconds: Sequence[bool]) -> list[LoadedUnit]:
+def micro_batches(seconds: Sequence[bool]) -> list[LoadedBatch]:
     draw = torch.Generator().manual_seed(7)
     return [
-        LoadedUnit(Unit(0, i, np.arange(3), key=100 + i), (torch.randn(3 + i, 4, generator=draw), second))
+        LoadedBatch(
+            MicroBatch(0, i, np.arange(3), key=100 + i), (torch.randn(3 + i, 4, generator=draw), second)
+        )
         for i, second in enumerate(seconds)
     ]
 
 
 @pytest.mark.capability("A10")
-def test_the_sum_over_units_is_the_gradient_of_all_samples_at_once() -> None:
+def test_the_sum_over_micro_batches_is_the_gradient_of_all_samples_at_once() -> None:
     model, sink = Branches().double(), Recorder()
-    loaded = [LoadedUnit(u.unit, (u.batch[0].double(), u.batch[1])) for u in units([True] * 5)]
+    loaded = [
+        LoadedBatch(u.micro_batch, (u.batch[0].double(), u.batch[1])) for u in micro_batches([True] * 5)
+    ]
     placed = place(model)
     placed.run(loaded, 5, sink, 1.0)
     reference = Branches().double()
@@ -91,9 +95,9 @@ def test_the_sum_over_units_is_the_gradient_of_all_samples_at_once() -> None:
 
 @pytest.mark.capability("A10")
 @pytest.mark.parametrize("seconds", [[True], [True, True], [False, True], [True, False], [False, False]])
-def test_every_parameter_is_announced_once_whatever_the_units_used(seconds: list[bool]) -> None:
+def test_every_parameter_is_announced_once_whatever_the_micro_batches_used(seconds: list[bool]) -> None:
     placed, sink = place(Branches()), Recorder()
-    placed.run(units(seconds), len(seconds), sink, 1.0)
+    placed.run(micro_batches(seconds), len(seconds), sink, 1.0)
     assert Counter(sink.order) == Counter(placed.holding.slots)
     missing = {slot.name for slot, g in sink.grads.items() if g is None}
     assert missing == {"never.weight", "never.bias"} | (
@@ -125,23 +129,26 @@ def test_gradients_are_announced_during_the_last_backward_in_its_order() -> None
         return Loss(m[2](m[1](h)).sum(), 1)
 
     placed, right = place(model, observed, ()), ["2", "2", "1", "1", "0", "0"]
-    placed.run(units([True, True]), 2, sink, 1.0)
+    placed.run(micro_batches([True, True]), 2, sink, 1.0)
     assert [slot.name[0] for slot in sink.order] == right
-    assert announced_before_first_layer == [0, 4]  # in the first unit it is counted how often each grows
+    assert announced_before_first_layer == [
+        0,
+        4,
+    ]  # in the first micro-batch it is counted how often each grows
     sink.order.clear()
-    placed.run(units([True, True]), 2, sink, 1.0)
+    placed.run(micro_batches([True, True]), 2, sink, 1.0)
     assert [slot.name[0] for slot in sink.order] == right
-    # none in the first unit; two layers while the last one runs
+    # none in the first micro-batch; two layers while the last one runs
     assert announced_before_first_layer[2:] == [0, 4]
 
 
-def test_a_rank_without_units_announces_every_parameter_without_a_gradient() -> None:
+def test_a_rank_without_micro_batches_announces_every_parameter_without_a_gradient() -> None:
     model = Branches()
     for p in model.parameters():
         p.grad = torch.ones_like(p)  # of the step before
     placed, sink = place(model), Recorder()
     sums = placed.run(iter(()), 0, sink, 1.0)
-    assert sums.units == 0
+    assert sums.micro_batches == 0
     assert sums.read() == (0.0, 0.0, {"positive": 0.0})
     assert set(sink.grads.values()) == {None}
     assert len(sink.order) == len(placed.holding.computes)
@@ -149,23 +156,23 @@ def test_a_rank_without_units_announces_every_parameter_without_a_gradient() -> 
 
 def test_the_loss_scale_multiplies_gradients_and_not_what_is_reported() -> None:
     plain, scaled = Recorder(), Recorder()
-    first = place(Branches()).run(units([True]), 1, plain, 1.0)
-    second = place(Branches()).run(units([True]), 1, scaled, 1024.0)
+    first = place(Branches()).run(micro_batches([True]), 1, plain, 1.0)
+    second = place(Branches()).run(micro_batches([True]), 1, scaled, 1024.0)
     assert first.read() == second.read()
     for slot, grad in plain.grads.items():
         assert grad is None or torch.equal(scaled.grads[slot], grad * 1024.0)
 
 
-def test_only_as_many_units_are_pulled_as_the_step_has() -> None:
-    stream = iter(units([True] * 5))
+def test_only_as_many_micro_batches_are_pulled_as_the_step_has() -> None:
+    stream = iter(micro_batches([True] * 5))
     place(Branches()).run(stream, 2, Recorder(), 1.0)
-    assert next(stream).unit.shard == 2
+    assert next(stream).micro_batch.shard == 2
 
 
 @pytest.mark.parametrize(
     "dropout", [lambda: nn.Dropout(0.5), lambda: KeyedDropout(0.5)], ids=["torch", "keyed"]
 )
-def test_what_is_random_in_a_unit_depends_on_its_key_alone(dropout) -> None:
+def test_what_is_random_in_a_micro_batch_depends_on_its_key_alone(dropout) -> None:
     def results(keys: Sequence[int], seed: int) -> list[float]:
         torch.manual_seed(seed)
         placed = place(nn.Sequential(nn.Linear(4, 64), dropout()), lambda m, b: Loss(m(b[0]).sum(), 1), ())
@@ -173,8 +180,8 @@ def test_what_is_random_in_a_unit_depends_on_its_key_alone(dropout) -> None:
             for p in placed.holding.computes.values():
                 p.copy_(torch.linspace(0.1, 1.0, p.numel()).view_as(p))
         x = torch.ones(2, 4)
-        loaded = [LoadedUnit(Unit(0, i, np.arange(2), key=k), (x, True)) for i, k in enumerate(keys)]
-        return placed.run(loaded, len(keys), Recorder(), 1.0).per_unit()[:, 0].tolist()
+        loaded = [LoadedBatch(MicroBatch(0, i, np.arange(2), key=k), (x, True)) for i, k in enumerate(keys)]
+        return placed.run(loaded, len(keys), Recorder(), 1.0).per_micro_batch()[:, 0].tolist()
 
     first, second, third = results([31, 32, 33], seed=1)
     assert len({first, second, third}) == 3
@@ -184,12 +191,12 @@ def test_what_is_random_in_a_unit_depends_on_its_key_alone(dropout) -> None:
 def test_evaluation_keeps_no_graph_drops_nothing_and_leaves_gradients_alone() -> None:
     model = nn.Sequential(nn.Linear(4, 8), KeyedDropout(0.9))
     placed = place(model, lambda m, b: Loss(m(b[0]).sum(), len(b[0])), ())
-    placed.run(units([True]), 1, Recorder(), 1.0)
+    placed.run(micro_batches([True]), 1, Recorder(), 1.0)
     before = [p.grad.clone() for p in model.parameters()]
-    sums = placed.evaluate(units([True, True]))
+    sums = placed.evaluate(micro_batches([True, True]))
     with torch.no_grad():
-        expected = [model[0](u.batch[0]).sum().item() for u in units([True, True])]
-    assert sums.per_unit()[:, 0].tolist() == pytest.approx(expected)
+        expected = [model[0](u.batch[0]).sum().item() for u in micro_batches([True, True])]
+    assert sums.per_micro_batch()[:, 0].tolist() == pytest.approx(expected)
     assert all(torch.equal(p.grad, old) for p, old in zip(model.parameters(), before, strict=True))
 
 
@@ -201,6 +208,6 @@ def test_a_model_with_nothing_to_train_is_refused() -> None:
 def test_a_loss_that_returns_a_tensor_is_refused_in_training_and_in_evaluation() -> None:
     placed = place(nn.Linear(4, 1), lambda m, b: m(b[0]).sum(), ())
     with pytest.raises(TaskError, match="returned Tensor"):
-        placed.run(units([True]), 1, Recorder(), 1.0)
+        placed.run(micro_batches([True]), 1, Recorder(), 1.0)
     with pytest.raises(TaskError, match="returned Tensor"):
-        placed.evaluate(units([True]))
+        placed.evaluate(micro_batches([True]))

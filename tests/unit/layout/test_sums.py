@@ -15,9 +15,9 @@ def test_totals_counts_and_metrics_are_summed_each_for_itself() -> None:
     sums = Sums(MetricNames(("correct", "tokens")))
     sums.add(Loss(torch.tensor(2.5), 3, {"tokens": 10, "correct": torch.tensor(1)}))
     sums.add(Loss(torch.tensor([4.0]), torch.tensor(5), {"correct": 2.0, "tokens": torch.tensor([20.0])}))
-    assert sums.units == 2
+    assert sums.micro_batches == 2
     assert sums.read() == (6.5, 8.0, {"correct": 3.0, "tokens": 30.0})
-    assert sums.per_unit().tolist() == [[2.5, 3.0, 1.0, 10.0], [4.0, 5.0, 2.0, 20.0]]
+    assert sums.per_micro_batch().tolist() == [[2.5, 3.0, 1.0, 10.0], [4.0, 5.0, 2.0, 20.0]]
 
 
 def test_the_sum_is_float64_whatever_the_losses_are() -> None:
@@ -27,21 +27,21 @@ def test_the_sum_is_float64_whatever_the_losses_are() -> None:
     assert sums.read()[0] == 2.0**24 + 2.0
     half = Sums(MetricNames(()))
     half.add(Loss(torch.tensor(1.5, dtype=torch.bfloat16), 1))
-    assert half.per_unit().dtype == torch.float64
+    assert half.per_micro_batch().dtype == torch.float64
 
 
 def test_no_graph_is_kept_and_the_mean_is_taken_back_to_a_sum() -> None:
     x = torch.ones(3, requires_grad=True)
     sums = Sums(MetricNames(()))
     sums.add(Loss.mean(x.mean() * 2.0, 3))
-    assert not sums.per_unit().requires_grad
+    assert not sums.per_micro_batch().requires_grad
     assert sums.read()[:2] == (6.0, 3.0)
 
 
-def test_without_units_all_sums_are_zero() -> None:
+def test_without_micro_batches_all_sums_are_zero() -> None:
     sums = Sums(MetricNames(("correct",)))
     assert sums.read() == (0.0, 0.0, {"correct": 0.0})
-    assert sums.per_unit().shape == (0, 3)
+    assert sums.per_micro_batch().shape == (0, 3)
 
 
 def test_a_loss_that_is_not_a_number_is_not_hidden() -> None:
@@ -55,7 +55,7 @@ def test_other_metrics_than_before_are_an_error_that_shows_both() -> None:
     sums = Sums(MetricNames(("correct",)))
     with pytest.raises(TaskError, match=r"\['wrong'\], earlier \['correct'\]"):
         sums.add(Loss(torch.tensor(1.0), 1, {"wrong": 1.0}))
-    assert sums.units == 0
+    assert sums.micro_batches == 0
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from paceline.errors import TaskError
-from paceline.models import GPT, GPTConfig, generate, initialize_gpt, set_unit_key
+from paceline.models import GPT, GPTConfig, generate, initialize_gpt, set_micro_batch_key
 from paceline.models.gpt import Rotary
 from paceline.models.sample import pick
 
@@ -69,18 +69,18 @@ def test_the_number_of_parameters_is_the_closed_form() -> None:
 def test_dropout_is_keyed_everywhere() -> None:
     model = small(dropout=0.3)
     tokens = torch.randint(64, (2, 16))
-    set_unit_key(model, 1)
+    set_micro_batch_key(model, 1)
     first = model(tokens)
     torch.manual_seed(3)
     assert torch.equal(model(tokens), first)
-    set_unit_key(model, 2)
+    set_micro_batch_key(model, 2)
     assert not torch.equal(model(tokens), first)
-    assert len({m.name for m in model.modules() if hasattr(m, "unit_key")}) == 5
+    assert len({m.name for m in model.modules() if hasattr(m, "micro_batch_key")}) == 5
 
 
 def test_recomputing_every_block_gives_the_same_bits_and_saves_less() -> None:
     model = small(dropout=0.3)
-    set_unit_key(model, 1)
+    set_micro_batch_key(model, 1)
     tokens = torch.randint(64, (4, 16))
 
     def gradients(recompute: bool) -> tuple[list[torch.Tensor], int]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.models import MLP, ConvNet, set_unit_key
+from paceline.models import MLP, ConvNet, set_micro_batch_key
 
 
 def test_mlp_is_linear_layers_with_activations_between() -> None:
@@ -26,7 +26,7 @@ def test_mlp_without_hidden_layers_is_linear() -> None:
 
 def test_convnet_has_batch_statistics_and_dropout_in_training_only() -> None:
     model = ConvNet(4, dropout=0.5)
-    set_unit_key(model, 1)
+    set_micro_batch_key(model, 1)
     x = torch.rand(6, 64)
     assert model(x).shape == (6, 10)
     assert model.features[1].num_batches_tracked == 1

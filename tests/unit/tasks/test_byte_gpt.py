@@ -1,4 +1,4 @@
-"""The task `byte-gpt`: what is scored, in which unit, and the report."""
+"""The task `byte-gpt`: what is scored, in which micro-batch, and the report."""
 
 import math
 from pathlib import Path

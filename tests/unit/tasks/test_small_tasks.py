@@ -7,7 +7,7 @@ import torch
 
 from paceline.errors import RecipeError
 from paceline.keys import key
-from paceline.models import set_unit_key
+from paceline.models import set_micro_batch_key
 from paceline.optim import build_optimizer, build_schedule
 from paceline.recipe import Recipe, load_recipe
 from paceline.task import Loss, Task
@@ -29,7 +29,7 @@ def train(recipe: Recipe, tmp_path: Path) -> Loss:
     schedule = build_schedule(recipe.schedule, steps, recipe.batch.size)
     for step in range(steps):
         schedule.apply(optimizer, step)
-        set_unit_key(task.model, key(recipe.seed, step))
+        set_micro_batch_key(task.model, key(recipe.seed, step))
         loss = task.loss(task.model, pick(task, recipe, step, steps_per_epoch))
         optimizer.zero_grad()
         (loss.total / loss.count).backward()

@@ -15,10 +15,10 @@ from paceline.data import LockstepWork, Order
 from paceline.optim import build_optimizer, build_schedule
 from paceline.recipe import OptimizerRecipe, ScheduleRecipe
 from paceline.task import Loss, Task
+from paceline.verification.plain_micro_batches import PlainMicroBatches, drawn_from, read
 from paceline.verification.plain_norm import norm_by_rows, plain_norm
 from paceline.verification.plain_optimizer import plain_optimizer
 from paceline.verification.plain_schedule import PlainSchedule
-from paceline.verification.plain_units import PlainUnits, drawn_from, read
 
 SCHEDULES = [
     {"decay": decay} | shape | warmup | scaling
@@ -76,8 +76,8 @@ def test_shards_that_were_dealt_apart_are_alike(size: int) -> None:
     order = Order(70, size, 5)
     for step in range(order.steps_per_epoch + 2):
         ours, plain = (
-            LockstepWork(order, min(4, size), 5).units(step),
-            PlainUnits(order, min(4, size), 5).units(step),
+            LockstepWork(order, min(4, size), 5).micro_batches(step),
+            PlainMicroBatches(order, min(4, size), 5).micro_batches(step),
         )
         assert [(u.step, u.shard, u.indices.tolist(), u.key) for u in ours] == [
             (u.step, u.shard, u.indices.tolist(), u.key) for u in plain
@@ -89,9 +89,9 @@ def test_reading_leaves_every_generator_as_it_was() -> None:
     task = Task(
         nn.Linear(1, 1), data, lambda m, b: Loss(m(b).sum(), 1), collate=lambda s: [*s, random.random()]
     )
-    unit = PlainUnits(Order(8, 4, 0), 2, 0).units(0)[0]
+    micro_batch = PlainMicroBatches(Order(8, 4, 0), 2, 0).micro_batches(0)[0]
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
-    assert read(task, unit) == read(task, unit)
+    assert read(task, micro_batch) == read(task, micro_batch)
     assert random.getstate() == before[0] and np.random.get_state()[1].tolist() == before[1]
     assert torch.equal(torch.get_rng_state(), before[2])
     with drawn_from(3):
@@ -100,10 +100,10 @@ def test_reading_leaves_every_generator_as_it_was() -> None:
         assert first == (random.random(), np.random.rand(), float(torch.rand(())))
 
 
-PLAIN = ("oracle", "halves", "plain_norm", "plain_schedule", "plain_optimizer", "plain_units")
+PLAIN = ("oracle", "halves", "plain_norm", "plain_schedule", "plain_optimizer", "plain_micro_batches")
 SHARED = {
     "Order",
-    "Unit",
+    "MicroBatch",
     "to_device",
     "key",
     "KeyedDropout",

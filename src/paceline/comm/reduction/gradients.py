@@ -38,11 +38,11 @@ class GradientSink(Protocol):
     """What a layout feeds during backward: it takes each gradient as soon as it is complete on this rank."""
 
     @property
-    def by_unit(self) -> bool:
-        """Whether it takes every unit's gradients apart; if not, their sum over this rank's units."""
+    def by_micro_batch(self) -> bool:
+        """Whether it takes each micro-batch's gradients apart; if not, their sum over those of this rank."""
 
-    def unit(self, shards: range, is_last: bool) -> None:
-        """By unit only: what is ready from now on is the sum over these shards; no more follow the last."""
+    def micro_batch(self, shards: range, is_last: bool) -> None:
+        """By micro-batch only: what is ready from here on is the sum over these shards, the last or not."""
 
     def ready(self, slot: Slot, grad: Tensor | None) -> None:
         """The gradient of what this rank computes with is complete here; may launch communication."""
@@ -55,9 +55,10 @@ class Reduction(GradientSink, Protocol):
         """Open a step: nothing is ready."""
 
     def close(self) -> None:
-        """All units of this rank have run: launch what is not on its way yet.
+        """All micro-batches of this rank have run: launch what is not on its way yet.
 
-        Whatever is communicated after it comes in the same order on every rank, also on one without a unit.
+        Whatever is communicated after it comes in the same order on every rank, also on one without a
+        micro-batch.
         """
 
     def finish(self) -> Gradients:

@@ -19,7 +19,7 @@ class LocalReducer:
         counts: see `Reducer`.
     """
 
-    by_unit = False
+    by_micro_batch = False
 
     def __init__(self, tensors: Mapping[Slot, Tensor], counts: bool = True) -> None:
         self._grads: dict[Slot, Tensor | None] = dict.fromkeys(tensors)
@@ -29,7 +29,7 @@ class LocalReducer:
         """Forget the last step."""
         self._grads = dict.fromkeys(self._grads)
 
-    def unit(self, shards: range, is_last: bool) -> None:
+    def micro_batch(self, shards: range, is_last: bool) -> None:
         """Nobody calls it."""
 
     def ready(self, slot: Slot, grad: Tensor | None) -> None:
@@ -67,7 +67,7 @@ class TreeReducer(LocalReducer):
     Exactness: bitwise.
     """
 
-    by_unit = True
+    by_micro_batch = True
 
     def __init__(self, tensors: Mapping[Slot, Tensor], nodes: Sequence[range]) -> None:
         super().__init__(tensors, counts=False)
@@ -80,7 +80,7 @@ class TreeReducer(LocalReducer):
         for carry in self._carries.values():
             carry.close()
 
-    def unit(self, shards: range, is_last: bool) -> None:
+    def micro_batch(self, shards: range, is_last: bool) -> None:
         """What is ready from now on belongs to these shards."""
         self._place = shards
 

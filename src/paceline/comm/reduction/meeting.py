@@ -29,20 +29,20 @@ class Meeting:
 
     def __init__(self, inner: Reduction, tensors: Mapping[Slot, Tensor], holders: Group, net: Net) -> None:
         self.inner, self._tensors, self._holders, self._net = inner, tensors, holders, net
-        self.by_unit = inner.by_unit
+        self.by_micro_batch = inner.by_micro_batch
         self._place = range(0)
-        self._units: list[range] = []
+        self._micro_batches: list[range] = []
         self._held: dict[tuple[Slot, range], Tensor] = {}
 
     def begin(self) -> None:
         """See `Reduction`."""
-        self._place, self._units, self._held = range(0), [], {}
+        self._place, self._micro_batches, self._held = range(0), [], {}
         self.inner.begin()
 
-    def unit(self, shards: range, is_last: bool) -> None:
+    def micro_batch(self, shards: range, is_last: bool) -> None:
         """See `Reduction`."""
         self._place = shards
-        self._units.append(shards)
+        self._micro_batches.append(shards)
 
     def ready(self, slot: Slot, grad: Tensor | None) -> None:
         """Keep it."""
@@ -51,10 +51,10 @@ class Meeting:
 
     def close(self) -> None:
         """Let the parts meet, and hand on their sums."""
-        places = self._units if self.by_unit else [range(0)]
+        places = self._micro_batches if self.by_micro_batch else [range(0)]
         for place in places:
-            if self.by_unit:
-                self.inner.unit(place, place == places[-1])
+            if self.by_micro_batch:
+                self.inner.micro_batch(place, place == places[-1])
             for slot in reversed([*self._tensors]):
                 self.inner.ready(slot, self._met(slot, place))
         self.inner.close()

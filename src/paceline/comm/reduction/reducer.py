@@ -135,7 +135,7 @@ class Reducer:
         name: str = "",
     ) -> None:
         self._tensors, self._sums, self._counts = tensors, sums, counts
-        self.by_unit = sums.nodes is not None
+        self.by_micro_batch = sums.nodes is not None
         self._carries = {slot: Carry(sums.nodes) for slot in tensors} if sums.nodes is not None else {}
         self._place, self._is_last = range(0), False
         self._buckets = []
@@ -161,13 +161,13 @@ class Reducer:
         for carry in self._carries.values():
             carry.close()
 
-    def unit(self, shards: range, is_last: bool) -> None:
+    def micro_batch(self, shards: range, is_last: bool) -> None:
         """What is ready from now on belongs to these shards."""
         self._place, self._is_last = shards, is_last
 
     def ready(self, slot: Slot, grad: Tensor | None) -> None:
         """Take a gradient; the last one of its slot is filled in, and full buckets leave in turn."""
-        if self.by_unit:
+        if self.by_micro_batch:
             self._carries[slot].push(self._place, grad)
             if not self._is_last:
                 return
@@ -176,7 +176,7 @@ class Reducer:
 
     def _complete(self, slot: Slot, grad: Tensor | None) -> None:
         bucket = self._home[slot]
-        found = self._carries[slot].close() if self.by_unit else {0: grad}
+        found = self._carries[slot].close() if self.by_micro_batch else {0: grad}
         for k, buffer in enumerate(bucket.buffers):
             buffer.write(slot, found.get(k))
         bucket.missing.discard(slot)
@@ -188,9 +188,9 @@ class Reducer:
             self._next += 1
 
     def close(self) -> None:
-        """All units have run: what is missing was nowhere used. A rank without a unit has zeros only."""
+        """All micro-batches have run: what is missing was nowhere used. A rank without one has zeros only."""
         missing = [slot for bucket in self._buckets[self._next :] for slot in bucket.missing]
-        if missing and not self.by_unit:
+        if missing and not self.by_micro_batch:
             raise CommunicationError(
                 f"{sorted(slot.name for slot in missing)} were never called ready",
                 next_step="the layout announces every slot once a step, None without a gradient",
@@ -208,7 +208,7 @@ class Reducer:
         for bucket, handle in zip(self._buckets, arriving, strict=True):
             flat = handle.wait().view(-1)
             bucket.handle = None
-            if self.by_unit:
+            if self.by_micro_batch:
                 without_negative_zeros([flat])
             elif self._counts:
                 norms += torch._foreach_norm([flat])

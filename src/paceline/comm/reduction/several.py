@@ -20,17 +20,17 @@ class Reducers:
 
     def __init__(self, by_slot: Mapping[Slot, Reduction], all_of_them: Sequence[Reduction]) -> None:
         self._by_slot, self._all = by_slot, all_of_them
-        self.by_unit = all_of_them[0].by_unit
+        self.by_micro_batch = all_of_them[0].by_micro_batch
 
     def begin(self) -> None:
         """See `Reduction`."""
         for one in self._all:
             one.begin()
 
-    def unit(self, shards: range, is_last: bool) -> None:
+    def micro_batch(self, shards: range, is_last: bool) -> None:
         """See `Reduction`."""
         for one in self._all:
-            one.unit(shards, is_last)
+            one.micro_batch(shards, is_last)
 
     def ready(self, slot: Slot, grad: Tensor | None) -> None:
         """See `Reduction`."""

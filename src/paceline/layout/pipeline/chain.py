@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from paceline.data import collate_samples
 from paceline.errors import TaskError
-from paceline.layout.buffers import UnitBuffers
+from paceline.layout.buffers import MicroBatchBuffers
 from paceline.layout.pipeline.view import Answers, Call, asked
 from paceline.models.dropout import name_dropouts
 from paceline.task import Loss, LossFunction, Task
@@ -86,9 +86,9 @@ def _try(model: nn.Module, module: Callable[..., Any], given: Call, *, training:
     """Call a module with keyed random numbers; the model's buffers stay as they are."""
     model.train(training)
     torch.manual_seed(0)
-    dropouts, buffers = name_dropouts(model), UnitBuffers(model)
+    dropouts, buffers = name_dropouts(model), MicroBatchBuffers(model)
     for dropout in dropouts:
-        dropout.unit_key = 0
+        dropout.micro_batch_key = 0
     buffers.begin_step()
     buffers.lend()
     try:
@@ -96,7 +96,7 @@ def _try(model: nn.Module, module: Callable[..., Any], given: Call, *, training:
     finally:
         buffers.abort_step()
         for dropout in dropouts:
-            dropout.unit_key = None
+            dropout.micro_batch_key = None
 
 
 def _through(links: Sequence[nn.Module], *inputs: Any, **named: Any) -> Any:

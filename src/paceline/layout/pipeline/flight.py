@@ -1,4 +1,4 @@
-"""A unit on its way through one stage: what its backward needs."""
+"""A micro-batch on its way through one stage: what its backward needs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Weights = Mapping[str, Tensor]
 
 @dataclass
 class Flight:
-    """A unit between its forward and its backward.
+    """A micro-batch between its forward and its backward.
 
     Args:
         shard: which of the step it is.

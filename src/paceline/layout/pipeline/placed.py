@@ -1,12 +1,13 @@
-"""One stage of a pipeline as a layout: units are the micro-batches.
+"""One stage of a pipeline as a layout.
 
-Every stage reads the same units. A stage receives activations, runs its links, sends what comes out; the last
-one runs the task's own loss on it. Gradients come back the same way. Random numbers follow from the unit's
-key and the module's name, so they do not depend on the cut; what is drawn from PyTorch's own stream goes on
-from stage to stage, since a stage that draws tells the next where its generator stands.
+Every stage reads the same micro-batches. A stage receives activations, runs its links, sends what comes out;
+the last one runs the task's own loss on it. Gradients come back the same way. Random numbers follow from the
+micro-batch's key and the module's name, so they do not depend on the cut; what is drawn from PyTorch's own
+stream goes on from stage to stage, since a stage that draws tells the next where its generator stands.
 
-Invariant: gradients are added over the units as autograd does it, and handed on while the last backward runs.
-In which order a stage runs its forwards and backwards is a table (`schedule`), proven before it runs.
+Invariant: gradients are added over the micro-batches as autograd does it, and handed on while the last
+backward runs. In which order a stage runs its forwards and backwards is a table (`schedule`), proven before
+it runs.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import torch
 from torch import Tensor
 
 from paceline.comm import GradientSink
-from paceline.data import LoadedUnit
-from paceline.layout.buffers import UnitBuffers
+from paceline.data import LoadedBatch
+from paceline.layout.buffers import MicroBatchBuffers
 from paceline.layout.handing_on import HandingOn
 from paceline.layout.holding import Holding
 from paceline.layout.pipeline.chain import Enter, Stage, as_tuple
@@ -29,7 +30,7 @@ from paceline.layout.pipeline.stage import Cut
 from paceline.layout.pipeline.view import Answers, Call, asked
 from paceline.layout.pipeline.wire import Neighbours
 from paceline.layout.precision import Precision
-from paceline.layout.seed import seed_unit
+from paceline.layout.seed import seed_micro_batch
 from paceline.layout.sums import MetricNames, Sums, checked, explained
 from paceline.models.dropout import name_dropouts
 from paceline.observe import Phases
@@ -48,7 +49,7 @@ class Pipeline:
         wire: to the stages before and after it.
         schedule: makes the order of forwards and backwards.
         overlap: see `HandingOn`.
-        seeds: seed PyTorch's own generators for every unit; not where other threads share them.
+        seeds: seed PyTorch's own generators for every micro-batch; not where other threads share them.
         reports: see `Replicate`.
     """
 
@@ -68,7 +69,7 @@ class Pipeline:
         reports: bool = True,
     ) -> None:
         self.holding, self.metric_names, self.cut = holding, metric_names, cut
-        self.buffers = UnitBuffers(holding.model)
+        self.buffers = MicroBatchBuffers(holding.model)
         self.stage = Stage(cut.links)
         self.gradients = HandingOn(holding.computes, overlap=overlap, frees=holding.is_gathered)
         self.peak_stored = 0
@@ -83,13 +84,13 @@ class Pipeline:
         """See `Placed`."""
         return self.gradients.used
 
-    def run(self, units: Iterable[LoadedUnit], num_units: int, sink: GradientSink, scale: float) -> Sums:
+    def run(self, micro_batches: Iterable[LoadedBatch], count: int, sink: GradientSink, scale: float) -> Sums:
         """See `Placed`, in the order of the schedule."""
         self.begin_step()
         sums, stored = Sums(self.metric_names), dict[int, Flight]()
-        order = self._order(num_units)
-        left = num_units
-        pulled = iter(units)
+        order = self._order(count)
+        left = count
+        pulled = iter(micro_batches)
         self.peak_stored = 0
         self.holding.use.begin()
         for action in order:
@@ -101,28 +102,28 @@ class Pipeline:
             self.peak_stored = max(self.peak_stored, len(stored))
         self.flush()
         self.holding.use.end()
-        if not (num_units or sink.by_unit):
+        if not (count or sink.by_micro_batch):
             self.gradients.open(sink)
             self.gradients.close()
         return sums if self._reports else Sums(self.metric_names)
 
-    def _order(self, num_units: int) -> Sequence[Action]:
+    def _order(self, count: int) -> Sequence[Action]:
         """This stage's row of the table for so many micro-batches; each table is validated once."""
-        if num_units not in self._orders:
-            table = self._make_schedule(self.cut.num_stages, num_units)
-            validate(table, num_units)
-            self._orders[num_units] = table[self.cut.stage]
-        return self._orders[num_units]
+        if count not in self._orders:
+            table = self._make_schedule(self.cut.num_stages, count)
+            validate(table, count)
+            self._orders[count] = table[self.cut.stage]
+        return self._orders[count]
 
-    def _next_forward(self, units: Iterator[LoadedUnit], sums: Sums, scale: float) -> Flight:
+    def _next_forward(self, micro_batches: Iterator[LoadedBatch], sums: Sums, scale: float) -> Flight:
         with self._phases.during("data"):
-            loaded = next(units)
+            loaded = next(micro_batches)
         return self.forward(loaded, sums, scale)
 
     def _next_backward(self, flight: Flight, sink: GradientSink, is_last: bool) -> None:
-        if sink.by_unit:
-            sink.unit(range(flight.shard, flight.shard + 1), is_last)
-        self.gradients.open(sink if is_last or sink.by_unit else None)
+        if sink.by_micro_batch:
+            sink.micro_batch(range(flight.shard, flight.shard + 1), is_last)
+        self.gradients.open(sink if is_last or sink.by_micro_batch else None)
         self.backward(flight)
         self.gradients.close()
 
@@ -134,8 +135,10 @@ class Pipeline:
         self.gradients.begin()
         self.buffers.begin_step()
 
-    def forward(self, loaded: LoadedUnit, sums: Sums, scale: float, weights: Weights | None = None) -> Flight:
-        """Run one unit through this stage, and send on what comes out.
+    def forward(
+        self, loaded: LoadedBatch, sums: Sums, scale: float, weights: Weights | None = None
+    ) -> Flight:
+        """Run one micro-batch through this stage, and send on what comes out.
 
         Args:
             sums: takes the loss, on the last stage.
@@ -143,16 +146,18 @@ class Pipeline:
         """
         arrived, stream = self._arrived()
         with self._phases.during("forward"):
-            self._seed(loaded.unit.key)
+            self._seed(loaded.micro_batch.key)
             self.buffers.lend()
-            with self._precision.autocast(), explained(len(loaded.unit.indices)):
+            with self._precision.autocast(), explained(len(loaded.micro_batch.indices)):
                 outputs = self._run_links(loaded, arrived, sums, scale, weights, stream)
             self.buffers.take_back()
-        return Flight(loaded.unit.shard, loaded.unit.key, [x for x in arrived if x.requires_grad], outputs)
+        return Flight(
+            loaded.micro_batch.shard, loaded.micro_batch.key, [x for x in arrived if x.requires_grad], outputs
+        )
 
     def _seed(self, key: int) -> None:
         everything = self._seeded is not None and self._precision.seeds_everything
-        seed_unit(key, self._seeded, self._dropouts, everything=everything)
+        seed_micro_batch(key, self._seeded, self._dropouts, everything=everything)
 
     def _arrived(self) -> tuple[list[Tensor], Tensor | None]:
         """What the stage before has sent, leaves if they can have a gradient, and its generator's state."""
@@ -166,7 +171,7 @@ class Pipeline:
 
     def _run_links(
         self,
-        loaded: LoadedUnit,
+        loaded: LoadedBatch,
         arrived: Sequence[Tensor],
         sums: Sums,
         scale: float,
@@ -188,19 +193,18 @@ class Pipeline:
             loss = checked(self._task.loss(view, loaded.batch))
             sums.add(loss)
             return [loss.total if scale == 1.0 else loss.total * scale]
-        found = as_tuple(links())
-        self._send_on(found, fresh)
-        return [x for x in found if _differentiable(x)]
+        return self._send_on(as_tuple(links()), fresh)
 
-    def _send_on(self, found: Sequence[Tensor], fresh: Tensor | None) -> None:
+    def _send_on(self, found: Sequence[Tensor], fresh: Tensor | None) -> list[Tensor]:
         """Send what came out, and, once somebody has drawn, where the generator stands."""
         now = torch.default_generator.get_state() if fresh is not None else None
         if now is None or fresh is None or torch.equal(now, fresh):
             self._wire.send(self.cut.stage + 1, found)
         else:
             self._wire.send(self.cut.stage + 1, [*found, now.to(self.holding.device)], note=1.0)
+        return [x for x in found if _differentiable(x)]
 
-    def _given(self, loaded: LoadedUnit, arrived: Sequence[Tensor]) -> Call:
+    def _given(self, loaded: LoadedBatch, arrived: Sequence[Tensor]) -> Call:
         """The arguments of this stage's first link."""
         if self.cut.is_first:
             return asked(self._task.loss, loaded.batch, training=self.stage.training)
@@ -209,7 +213,7 @@ class Pipeline:
     def backward(
         self, flight: Flight, weights: Weights | None = None, note: float = 0.0
     ) -> tuple[list[Tensor | None], float]:
-        """Run one unit backward, and send the gradients of what came in.
+        """Run one micro-batch backward, and send the gradients of what came in.
 
         Args:
             weights: those of the forward, if they were not the stage's parameters.
@@ -245,14 +249,14 @@ class Pipeline:
         self._wire.abort()
         self.buffers.abort_step()
 
-    def evaluate(self, units: Iterable[LoadedUnit]) -> Sums:
-        """See `Placed`; units pass through the stages one after another."""
+    def evaluate(self, micro_batches: Iterable[LoadedBatch]) -> Sums:
+        """See `Placed`; micro-batches pass through the stages one after another."""
         sums = Sums(self.metric_names)
         self.holding.model.eval()
         self.stage.eval()
         self.holding.use.begin()
         with torch.no_grad():
-            for loaded in units:
+            for loaded in micro_batches:
                 arrived, stream = self._arrived()
                 with self._precision.autocast():
                     self._run_links(loaded, arrived, sums, 1.0, None, stream)

@@ -1,9 +1,9 @@
 """All stages of a pipeline as threads of one process: stage k computes while its neighbours do.
 
 Each stage runs its links on a copy of the modules, hands activations and their gradients to its neighbours,
-and keeps the gradients of its own parameters until all stages have ended; then all go to the sink, unit by
-unit. Invariant: nobody writes a parameter while a stage runs, so every backward uses the parameters of its
-forward, in whatever order the threads are run; the bits are those of one thread.
+and keeps the gradients of its own parameters until all stages have ended; then all go to the sink,
+micro-batch by micro-batch. Invariant: nobody writes a parameter while a stage runs, so every backward uses
+the parameters of its forward, in whatever order the threads are run; the bits are those of one thread.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from paceline.comm import GradientSink
 from paceline.comm.reduction import TreeReducer, cover
-from paceline.data import LoadedUnit
+from paceline.data import LoadedBatch
 from paceline.layout.holding import Holding, hold_whole
 from paceline.layout.pipeline.placed import Pipeline
 from paceline.layout.pipeline.schedule import MakeSchedule
@@ -82,10 +82,10 @@ class StageThreads(LedByFirst):
         )
         self.used: Collection[str] = ()
 
-    def run(self, units: Iterable[LoadedUnit], num_units: int, sink: GradientSink, scale: float) -> Sums:
-        """See `Placed.run`; each unit is a micro-batch, in the order of GPipe."""
+    def run(self, micro_batches: Iterable[LoadedBatch], count: int, sink: GradientSink, scale: float) -> Sums:
+        """See `Placed.run`; micro-batches in the order of GPipe."""
         with self._phases.during("data"):
-            loaded = list(islice(units, num_units))
+            loaded = list(islice(micro_batches, count))
         before = self.buffers.values()
         self.buffers.begin_step()
         for stage in self._stages:
@@ -109,13 +109,13 @@ class StageThreads(LedByFirst):
         slots = [*self.holding.computes]
         places = sorted({place for one in kept for _, place in one.shared}, key=lambda place: place.start)
         for place in places:
-            sink.unit(place, place == places[-1])
+            sink.micro_batch(place, place == places[-1])
             for slot in (s for s in reversed(slots) if s.name in self._shared):
                 sink.ready(slot, _added([one.shared.get((slot, place)) for one in kept]))
         sums = [one.take() for one in kept]
         nodes = kept[0].nodes
         for k, node in enumerate(nodes):
-            sink.unit(node, k == len(nodes) - 1)
+            sink.micro_batch(node, k == len(nodes) - 1)
             for slot in (s for s in reversed(slots) if s.name not in self._shared):
                 sink.ready(slot, _added([found.get(slot, {}).get(k) for found in sums]))
 
@@ -125,27 +125,27 @@ class StageThreads(LedByFirst):
             stage.abort()
         self.buffers.abort_step()
 
-    def evaluate(self, units: Iterable[LoadedUnit]) -> Sums:
+    def evaluate(self, micro_batches: Iterable[LoadedBatch]) -> Sums:
         """See `Placed`; on this thread."""
-        return self._whole.evaluate(units)
+        return self._whole.evaluate(micro_batches)
 
 
 class _Kept:
     """What one stage knows of its gradients: sums by node of the tree of additions, shared ones by shard."""
 
-    by_unit = True
+    by_micro_batch = True
 
-    def __init__(self, stage: Pipeline, shared: Collection[str], loaded: Sequence[LoadedUnit]) -> None:
+    def __init__(self, stage: Pipeline, shared: Collection[str], loaded: Sequence[LoadedBatch]) -> None:
         self._shared = shared
-        shards = [one.unit.shard for one in loaded]
+        shards = [one.micro_batch.shard for one in loaded]
         self.nodes = cover(range(shards[0], shards[-1] + 1)) if shards else []
         self._sums = TreeReducer(stage.holding.computes, self.nodes)
         self._place = range(0)
         self.shared: dict[tuple[Slot, range], Tensor | None] = {}
 
-    def unit(self, shards: range, is_last: bool) -> None:
+    def micro_batch(self, shards: range, is_last: bool) -> None:
         self._place = shards
-        self._sums.unit(shards, is_last)
+        self._sums.micro_batch(shards, is_last)
 
     def ready(self, slot: Slot, grad: Tensor | None) -> None:
         if slot.name in self._shared:
@@ -165,7 +165,7 @@ def _of_stage(holding: Holding, cut: Cut) -> Holding:
 
 
 def _run_stage(
-    stage: Pipeline, wire: ThreadWire, loaded: Sequence[LoadedUnit], kept: _Kept, scale: float
+    stage: Pipeline, wire: ThreadWire, loaded: Sequence[LoadedBatch], kept: _Kept, scale: float
 ) -> Sums:
     try:
         return stage.run(loaded, len(loaded), kept, scale)

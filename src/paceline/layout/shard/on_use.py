@@ -28,18 +28,19 @@ from paceline.slot import Slot
 class GatherOnUse:
     """The comings and goings of one rank's parameters.
 
-    Ranks may have different numbers of units. Before each unit the ranks agree whether anyone has one; a
-    rank that has none left gathers what the others gather.
+    Ranks may have different numbers of micro-batches. Before each micro-batch the ranks agree whether anyone
+    has one; a rank that has none left gathers what the others gather.
 
     Args:
         computes: whole-shaped parameters; their memory is given back here.
         updates: this rank's parts.
         parts: of every rank of the shard group.
-        blocks: modules that are gathered by themselves, each computing once a unit, in this order; none:
-            everything is gathered for a whole run.
+        blocks: modules that are gathered by themselves, each computing once a micro-batch, in this order;
+            none: everything is gathered for a whole run.
         collective: over the shard group; exact.
         net: carries the agreement.
-    Wire: for every unit two gathers of (S-1)/S n bytes, one in evaluation, and an all_reduce of 8 bytes.
+    Wire: for every micro-batch two gathers of (S-1)/S n bytes, one in evaluation, and an all_reduce of 8
+    bytes.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class GatherOnUse:
             block.release()
 
     def _agree(self, mine: float) -> bool:
-        """Whether any rank has a unit left."""
+        """Whether any rank has a micro-batch left."""
         flag = torch.tensor([mine], dtype=torch.float64)
         return bool(self._net.all_reduce(flag, self._group).wait() > 0)
 

@@ -19,13 +19,13 @@ import torch
 from torch import nn
 from torch.utils.data import default_collate
 
-from paceline.data import Order, Unit
+from paceline.data import MicroBatch, Order
 from paceline.keys import key
 from paceline.models import KeyedDropout
 from paceline.task import Task
 
 
-class PlainUnits:
+class PlainMicroBatches:
     """All shards of a step.
 
     Args:
@@ -37,24 +37,24 @@ class PlainUnits:
     def __init__(self, order: Order, shards: int, seed: int) -> None:
         self.order, self.num_shards, self.seed = order, shards, seed
 
-    def units(self, step: int) -> tuple[Unit, ...]:
+    def micro_batches(self, step: int) -> tuple[MicroBatch, ...]:
         """The shards of a step, in their order."""
         size = self.order.batch_size(step)
         whole = self.order.batch(step, range(size))
         ends = [size * number // self.num_shards for number in range(self.num_shards + 1)]
         return tuple(
-            Unit(step, shard, whole[ends[shard] : ends[shard + 1]], key(self.seed, "unit", step, shard))
+            MicroBatch(step, shard, whole[ends[shard] : ends[shard + 1]], key(self.seed, "unit", step, shard))
             for shard in range(self.num_shards)
             if ends[shard] < ends[shard + 1]
         )
 
 
-def read(task: Task, unit: Unit) -> Any:
-    """The batch of one unit; what the data or the collate function draw follows from the unit's key."""
+def read(task: Task, micro_batch: MicroBatch) -> Any:
+    """Its samples, collated; what the data or the collate function draw follows from its key."""
     collate = task.collate or default_collate
-    indices = [int(i) for i in unit.indices]
+    indices = [int(i) for i in micro_batch.indices]
     fetch_many = getattr(task.data, "__getitems__", None)
-    with drawn_from(key(unit.key, "loader")):
+    with drawn_from(key(micro_batch.key, "loader")):
         samples = fetch_many(indices) if callable(fetch_many) else [task.data[i] for i in indices]
         return collate(list(samples))
 
@@ -74,15 +74,15 @@ def drawn_from(seed: int) -> Iterator[None]:
         torch.set_rng_state(kept[2])
 
 
-def seed_all(model: nn.Module, unit_key: int) -> None:
-    """Every random number of a unit's forward and backward follows from its key.
+def seed_all(model: nn.Module, micro_batch_key: int) -> None:
+    """Every random number of a micro-batch's forward and backward follows from its key.
 
     Python's and NumPy's generators too, which the session seeds in a reproducible run only: elsewhere a model
     that draws from them has no one right answer.
     """
-    torch.manual_seed(unit_key)
-    random.seed(unit_key)
-    np.random.seed(unit_key % 2**32)
+    torch.manual_seed(micro_batch_key)
+    random.seed(micro_batch_key)
+    np.random.seed(micro_batch_key % 2**32)
     for name, module in model.named_modules():
         if isinstance(module, KeyedDropout):
-            module.name, module.unit_key = name or "dropout", unit_key
+            module.name, module.micro_batch_key = name or "dropout", micro_batch_key

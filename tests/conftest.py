@@ -94,6 +94,14 @@ def own_share_of_the_cores() -> None:
         change_environment({"OMP_NUM_THREADS": str(torch.get_num_threads())})
 
 
+@pytest.fixture(autouse=True)
+def threads_as_before() -> Iterator[None]:
+    """A test that sets the number of intra-op threads changes no test after it."""
+    num_threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(num_threads)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def quick_workers() -> Iterator[None]:
     """The workers of commands are forked, where that makes no difference but in time."""

@@ -94,15 +94,11 @@ def test_device_and_threads_are_read_where_a_process_starts(read: set[tuple[str,
 
     from paceline.training.job import connected
 
-    before = torch.get_num_threads()
-    try:
-        with connected(Recipe(**DIGITS, runtime={"threads": 1, "device": "cpu"}), Cluster.single()) as (
-            _,
-            device,
-        ):
-            assert torch.get_num_threads() == 1 and device.type == "cpu"
-    finally:
-        torch.set_num_threads(before)
+    torch.set_num_threads(2)
+    recipe = Recipe(**DIGITS, runtime={"threads": 1, "device": "cpu"})
+    with connected(recipe, Cluster.single()) as (_, device):
+        assert torch.get_num_threads() == 1 and device.type == "cpu"
+    assert torch.get_num_threads() == 2  # the user's own, as before
     assert {("RuntimeRecipe", "device"), ("RuntimeRecipe", "threads")} <= read
 
 

@@ -57,7 +57,7 @@ class Manifest:
 
     Args:
         step: steps taken.
-        serial: the how-manyeth checkpoint of its run; a higher one was saved later.
+        serial: counts the checkpoints of a run; a higher one was saved later.
         saved_ns: nanoseconds since the epoch.
         files: by rank; a rank that had nothing to write has none, one that had much has several.
         scalars: what `TrainState.load` takes beside tensors.

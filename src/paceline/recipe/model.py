@@ -37,7 +37,7 @@ class PrecisionRecipe(Table):
 
 
 class MemoryRecipe(Table):
-    """What is given for less memory."""
+    """What saves memory at the price of time."""
 
     recompute: Literal["none", "blocks"] = Field(
         default="none", description="activations that backward computes again: none, or those inside blocks"

@@ -1,6 +1,6 @@
 """Whether a strategy works here, and if not, why not and what does: asked before any process starts.
 
-Invariant: one pure function over one table of rules. A rule that is not broken says nothing, so the
+Invariant: one pure function over one table of rules. A rule that is kept adds no text, so the
 reasons of a refusal are all its reasons. What is not built is refused, never replaced by something near.
 """
 

@@ -40,13 +40,18 @@ CACHE_DIR = cache_folder()
 def connected(recipe: Recipe, cluster: Cluster | None = None) -> Iterator[tuple[Cluster, torch.device]]:
     """Set up threads and the device, meet the other ranks, and leave at the end of the block.
 
-    After an error it does not say goodbye: the others may be gone, and the process is about to end.
+    After an error it closes no connection: the other ranks may be gone, and the process is about to end.
+    The number of intra-op threads is afterwards what it was.
     """
     cluster = cluster or Cluster.from_env()
     device = choose_device(recipe.runtime.device, cluster.local_rank, cluster.local_world_size)
+    num_threads = torch.get_num_threads()
     torch.set_num_threads(_num_threads(recipe, cluster.local_world_size))
-    cluster.connect(device.type, recipe.runtime.deadline_seconds)
-    yield cluster, device
+    try:
+        cluster.connect(device.type, recipe.runtime.deadline_seconds)
+        yield cluster, device
+    finally:
+        torch.set_num_threads(num_threads)
     cluster.disconnect()
 
 

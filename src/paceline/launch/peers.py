@@ -1,9 +1,9 @@
 """Which other nodes can still be reached: asked once, when a rank of this node has lost a connection.
 
-Every launcher of a job of several nodes listens on a port where nobody answers but the
-kernel, as long as the launcher lives. Workers tell each other these addresses when they join, and write them down for their
-launcher. Invariant: asking takes at most `_ANSWER_SECONDS`, and a launcher that saw a failure can be asked
-for `_LINGER_SECONDS`, so nodes that end because of the same failure do not accuse each other.
+Every launcher of a job of several nodes listens on a port where nobody answers but the kernel, as long as
+the launcher lives. Workers tell each other these addresses when they join, and note them for their launcher.
+Invariant: asking takes at most `_ANSWER_SECONDS`, and a launcher that saw a failure can be asked for
+`_LINGER_SECONDS`, so nodes that end because of the same failure do not accuse each other.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def next_token_loss(model: nn.Module, tokens_BT: Tensor) -> Loss:
 
 
 def bits_per_byte(nats_per_token: float, num_tokens: int, num_bytes: int) -> float:
-    """Convert a mean loss: the micro-batch that does not depend on the tokenizer."""
+    """Convert a mean loss: the unit that does not depend on the tokenizer."""
     return nats_per_token * num_tokens / num_bytes / math.log(2)
 
 

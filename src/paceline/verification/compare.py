@@ -84,17 +84,17 @@ class Kernels:
     compute: str
 
     def gradient_bounds(
-        self, magnitudes: Tensors, micro_batches: Mapping[str, float], num_shards: int, count: float
+        self, magnitudes: Tensors, roundoffs: Mapping[str, float], num_shards: int, count: float
     ) -> dict[str, float]:
         """Largest error of each mean gradient: (2 V u + roundings inside a term) max(sum |G_s|) / count.
 
         Args:
             magnitudes: sums of |G_s|, by name.
-            micro_batches: unit roundoff of each gradient.
+            roundoffs: unit roundoff of each gradient.
         """
         found = {}
         for name, magnitude in magnitudes.items():
-            u = micro_batches[name]
+            u = roundoffs[name]
             inside = _KERNEL_SLACK * u
             if not self.same:
                 inside = _OTHER_KERNELS_SLACK * max(u, UNIT_ROUNDOFF[self.compute])

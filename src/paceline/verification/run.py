@@ -121,8 +121,8 @@ class Verifier:
         if reference is not None:
             sums = reference.sums
             theirs = {"loss": _scalar(sums.total), "count": _scalar(sums.count)}
-            micro_batches = {n: unit_of(g) for n, g in sums.gradients.items()}
-            bounds = self.kernels.gradient_bounds(sums.magnitudes, micro_batches, sums.num_shards, sums.count)
+            roundoffs = {n: unit_of(g) for n, g in sums.gradients.items()}
+            bounds = self.kernels.gradient_bounds(sums.magnitudes, roundoffs, sums.num_shards, sums.count)
             scalar_bounds = {"loss": 1e-6 * abs(sums.total) + self._loss_slack(sums.total), "count": 0.0}
             mean = {n: g / sums.count for n, g in sums.gradients.items()}
         self._compare(step, "loss", mine, theirs, scalar_bounds, mine)

@@ -33,7 +33,7 @@ from benchmarks.checkpoint_ways import (
     timed,
     write_plainly,
 )
-from benchmarks.report import Report, Table, present
+from benchmarks.report import Options, Report, Table, present
 from paceline.checkpoint import Saver
 
 _MIB = 2**20
@@ -123,9 +123,9 @@ def save_by_dcp(job: Job, folder: Path) -> None:
     dcp.save(job.state.tensors(), storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
 
 
-def measure(quick: bool) -> Report:
+def measure(options: Options) -> Report:
     """Both tables."""
-    size = QUICK if quick else FULL
+    size = QUICK if options.quick else FULL
     job = Job(size)
     job.step()
     with ExitStack() as stack:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.report import Report, Table, present
+from benchmarks.report import Options, Report, Table, present
 from paceline.lab import Lab, Links
 
 _PROBE = [sys.executable, "-I", "-S", str(Path(__file__).with_name("lab_probe.py"))]
@@ -110,12 +110,12 @@ def latencies(count: int) -> tuple[Table, list[dict[str, object]]]:
     return Table(f"Latencies: {count} round trips of 64 bytes, one after the other", columns, rows), data
 
 
-def measure(quick: bool) -> Report:
+def measure(options: Options) -> Report:
     """Rates, then latencies."""
     with Lab(hosts=2, links=Links(latency="1ms")) as lab:
         means = lab.remarks()
-    rate_table, rate_data = rates(1, 1) if quick else rates(3, 3)
-    latency_table, latency_data = latencies(20 if quick else 300)
+    rate_table, rate_data = rates(1, 1) if options.quick else rates(3, 3)
+    latency_table, latency_data = latencies(20 if options.quick else 300)
     return Report(
         "Links of the lab against what was asked for. " + "; ".join(means) + ".",
         [rate_table, latency_table],

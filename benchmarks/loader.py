@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.allocator import keep_freed_memory
 from benchmarks.measure import Series, Side, take_turns
-from benchmarks.report import Report, Table, comparison_table, present, rate_table, series_data
+from benchmarks.report import Options, Report, Table, comparison_table, present, rate_table, series_data
 from benchmarks.subjects import Subject, byte_gpt
 from paceline.cluster import Cluster
 from paceline.data import Loader, LockstepWork, Order
@@ -171,10 +171,10 @@ def share_table(title: str, found: Sequence[Series], sessions: Sequence[Waiting]
     return Table(f"{title}: share of a step that waits for data", columns, rows)
 
 
-def measure(quick: bool) -> Report:
+def measure(options: Options) -> Report:
     """Throughput, then waiting."""
     keep_freed_memory()
-    read_series = read(quick)
+    read_series = read(options.quick)
     cores = len(os.sched_getaffinity(0))
     tables = [
         rate_table(
@@ -188,10 +188,10 @@ def measure(quick: bool) -> Report:
         pair = [series for series in read_series if series.name.endswith(f" {workers}")]
         tables.append(comparison_table(f"the same, {workers} workers, {cores} cores", pair, pair[1].name))
     data: dict[str, Any] = {"reading": series_data(read_series)}
-    gpt = byte_gpt(quick=quick)
+    gpt = byte_gpt(quick=options.quick, precision=options.precision)
     costly = replace(gpt, task=replace(gpt.task, data=Costly(gpt.task.data, Packed(16), 1)))
     for title, subject in {"byte-gpt, 1 thread": gpt, "byte-gpt with costly samples": costly}.items():
-        series, sessions = train(subject, quick)
+        series, sessions = train(subject, options.quick)
         tables.append(share_table(title, series, sessions))
         data[title] = {"series": series_data(series), "shares": [w.shares for w in sessions]}
     return Report("Reading with loader processes.", tables, data)

@@ -7,6 +7,12 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import torch
+
+from paceline.training.by_machine import Product, choose, find_gain
+
+_GPT_PRODUCT = Product(rows=2048, inner=192, columns=768)
+"""Eight windows of 256 bytes through the wide layer of recipes/byte-gpt.toml."""
 _PACKAGES = ("paceline", "torch", "accelerate", "lightning", "numpy")
 
 
@@ -19,6 +25,18 @@ def describe_machine() -> dict[str, str]:
         "versions": ", ".join(["python " + python_version(), *_versions()]),
         "load average at the start (1, 5, 15 min)": load,
     }
+
+
+def number_format(asked: str) -> tuple[str, str]:
+    """The format in which the GPT computes, and why: what was asked for, or what one product says is fast.
+
+    Args:
+        asked: "bf16", "fp32" or "auto".
+    """
+    if asked != "auto":
+        return asked, f"{asked}, as asked for"
+    choice = choose([find_gain(_GPT_PRODUCT, torch.device("cpu"))])
+    return choice.compute, f"{choice.compute}, as {choice.reason}"
 
 
 def processor_model() -> str:

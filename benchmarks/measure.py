@@ -16,6 +16,8 @@ from dataclasses import dataclass
 EQUAL_BAND = 0.03
 """Ratios within 1 +- this count as equal."""
 COMPARED_STEPS = 5
+FEWEST_BLOCKS = 3
+"""Less says nothing of the spread, however slow the machine."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +45,14 @@ class Series:
         seconds: wall seconds a step, one entry a block.
         cpu_seconds: seconds of all threads of this process a step, one entry a block.
         losses: one entry a step, with the warm-up.
+        steps: of a block.
     """
 
     name: str
     seconds: tuple[float, ...]
     cpu_seconds: tuple[float, ...]
     losses: tuple[float, ...]
+    steps: int = 0
 
     @property
     def median_seconds(self) -> float:
@@ -79,50 +83,69 @@ def take_turns(
     steps: int,
     warmup: int,
     ready: Callable[[], object] = lambda: None,
+    budget_seconds: float = math.inf,
+    slowest: Callable[[float], float] = lambda seconds: seconds,
 ) -> list[Series]:
-    """Measure all sides.
+    """Measure all sides; on a machine that is too slow for it, in shorter and fewer blocks.
 
     Args:
         repeats: blocks of each side.
-        steps: steps of each block.
-        warmup: steps of each side before the first block.
+        steps: steps of each block, where a side does not say.
+        warmup: steps of each side before the first block; the last of them says how long a block takes.
         ready: called before each block, outside the time: a barrier, where several processes measure.
+        budget_seconds: how long all blocks may take together.
+        slowest: the largest of a number over the processes that measure.
     """
-    clocks = [_Clock(side) for side in sides]
+    clocks = [_Clock(side, side.steps or steps) for side in sides]
     for clock in clocks:
         ready()
-        clock.run(warmup)
-    for i in range(repeats):
+        clock.warm_up(warmup)
+    seconds = slowest(sum(clock.last_step * clock.steps for clock in clocks))
+    share = budget_seconds / (seconds * repeats) if seconds else 1.0
+    for clock in clocks:
+        clock.steps = max(1, int(clock.steps * min(1.0, share)))
+    seconds = slowest(sum(clock.last_step * clock.steps for clock in clocks))
+    affordable = int(min(repeats, budget_seconds / seconds)) if seconds else repeats
+    for i in range(max(min(repeats, FEWEST_BLOCKS), affordable)):
         for clock in clocks if i % 2 == 0 else reversed(clocks):
             ready()
-            clock.time(clock.side.steps or steps)
+            clock.time_block()
     return [clock.series() for clock in clocks]
 
 
 class _Clock:
-    """Runs the blocks of one side."""
+    """Runs the blocks of one side.
 
-    def __init__(self, side: Side) -> None:
+    Attributes:
+        steps: of a block.
+        last_step: seconds of the last step of the warm-up.
+    """
+
+    def __init__(self, side: Side, steps: int) -> None:
         self.side = side
+        self.steps = steps
+        self.last_step = 0.0
         self._wall: list[float] = []
         self._cpu: list[float] = []
         self._losses: list[float] = []
 
-    def run(self, steps: int) -> None:
+    def warm_up(self, steps: int) -> None:
         self.side.begin()
         for _ in range(steps):
+            begin = time.perf_counter()
             self._losses.append(self.side.step())
+            self.last_step = time.perf_counter() - begin
 
-    def time(self, steps: int) -> None:
+    def time_block(self) -> None:
         self.side.begin()
         wall, cpu = time.perf_counter(), time.process_time()
-        for _ in range(steps):
+        for _ in range(self.steps):
             self._losses.append(self.side.step())
-        self._wall.append((time.perf_counter() - wall) / steps)
-        self._cpu.append((time.process_time() - cpu) / steps)
+        self._wall.append((time.perf_counter() - wall) / self.steps)
+        self._cpu.append((time.process_time() - cpu) / self.steps)
 
     def series(self) -> Series:
-        return Series(self.side.name, tuple(self._wall), tuple(self._cpu), tuple(self._losses))
+        return Series(self.side.name, tuple(self._wall), tuple(self._cpu), tuple(self._losses), self.steps)
 
 
 @dataclass(frozen=True)
@@ -181,6 +204,7 @@ def _chain(parts: Sequence[Series]) -> Series:
         tuple(block for part in parts for block in part.seconds),
         tuple(block for part in parts for block in part.cpu_seconds),
         parts[0].losses,
+        parts[0].steps,
     )
 
 
@@ -191,4 +215,5 @@ def _merge(same: Sequence[Series]) -> Series:
         tuple(max(block) for block in zip(*(s.seconds for s in same), strict=True)),
         tuple(sum(block) for block in zip(*(s.cpu_seconds for s in same), strict=True)),
         tuple(statistics.fmean(step) for step in zip(*(s.losses for s in same), strict=True)),
+        same[0].steps,
     )

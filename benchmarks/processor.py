@@ -14,7 +14,7 @@ from functools import partial
 from benchmarks.loops import paceline_side
 from benchmarks.measure import Side
 from benchmarks.pair import measure_pair
-from benchmarks.report import Report, Table, present, rate_table, series_data
+from benchmarks.report import Options, Report, Table, blocks, present, rate_table, series_data
 from benchmarks.subjects import Subject, byte_gpt, mlp
 from paceline.cluster import Cluster
 
@@ -107,17 +107,19 @@ def _side(setting: Setting, subject: Subject, cluster: Cluster) -> Side:
     return paceline_side(setting.name, changed, place, setting.threads)
 
 
-def measure(quick: bool) -> Report:
+def measure(options: Options) -> Report:
     """Run all groups."""
     tables: list[Table] = []
     data = {}
     for group in GROUPS:
-        repeats, steps = (2, 2) if quick else (group.repeats, group.steps)
-        found = measure_pair(partial(build_sides, group, quick), repeats=repeats, steps=steps, warmup=3)
-        subject = build_subject(group.subject, "bf16", quick)
+        repeats, steps = (2, 2) if options.quick else (group.repeats, group.steps)
+        found = measure_pair(
+            partial(build_sides, group, options.quick), repeats=repeats, steps=steps, warmup=3
+        )
+        subject = build_subject(group.subject, "bf16", options.quick)
         tokens = subject.recipe.batch.size * (subject.task.num_tokens_per_sample or 1)
         items = "tokens" if subject.task.num_tokens_per_sample else "samples"
-        tables.append(rate_table(f"{group.title} ({repeats} blocks of {steps} steps)", found, tokens, items))
+        tables.append(rate_table(f"{group.title} ({blocks(found)})", found, tokens, items))
         data[group.title] = series_data(found)
     return Report(
         "What of processes, threads, bf16, compilation and sizes pays here.", tables, {"groups": data}

@@ -7,7 +7,7 @@ processes and on the same process group, and take turns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,7 +15,7 @@ from benchmarks.libraries import Library, accelerate, announce, ddp, fabric
 from benchmarks.loops import HandLoop, paceline_side
 from benchmarks.measure import Series, Side
 from benchmarks.pair import measure_pair
-from benchmarks.report import Report, Table, comparison_table, present, series_data
+from benchmarks.report import Options, Report, Table, blocks, comparison_table, present, series_data
 from benchmarks.subjects import Subject, byte_gpt, mlp
 from paceline.cluster import Cluster
 
@@ -32,7 +32,7 @@ class Case:
     """What two processes train, and how long.
 
     Args:
-        subject: name in `SUBJECTS`; each rank builds its own.
+        subject: "gpt" or "mlp"; each rank builds its own.
         libraries: names in `LIBRARIES`.
     """
 
@@ -44,24 +44,28 @@ class Case:
     repeats: int = 11
 
 
-SUBJECTS: dict[str, Callable[[], Subject]] = {
-    "gpt": partial(byte_gpt, wide=True),
-    "mlp": partial(mlp, (2048, 2048, 1024), batch_size=32, shards=2),
-    "quick gpt": partial(byte_gpt, quick=True),
-    "quick mlp": partial(mlp, (64, 64), batch_size=32, shards=2),
-}
+def build_subject(case: Case, options: Options) -> Subject:
+    """The job of a case."""
+    if case.subject == "gpt":
+        return byte_gpt(quick=options.quick, precision=options.precision, wide=not options.quick)
+    return mlp((64, 64) if options.quick else (2048, 2048, 1024), batch_size=32, shards=2)
 
 
-def cases(quick: bool) -> list[Case]:
+def cases(options: Options) -> list[Case]:
     """What is measured."""
-    if quick:
+    if options.quick:
         return [
-            Case("GPT, quick", "quick gpt", 2, 2, repeats=3),
-            Case("MLP, quick", "quick mlp", 2, 2, tuple(LIBRARIES), repeats=3),
-            Case("GPT, quick, accumulation", "quick gpt", 8, 2, repeats=3),
+            Case("GPT, quick", "gpt", 2, 2, repeats=3),
+            Case("MLP, quick", "mlp", 2, 2, tuple(LIBRARIES), repeats=3),
+            Case("GPT, quick, accumulation", "gpt", 8, 2, repeats=3),
         ]
     return [
-        Case("compute-bound: GPT, batch 16 x 256 bytes, bf16, 1 micro-batch a rank", "gpt", 2, 4),
+        Case(
+            f"compute-bound: GPT, batch 16 x 256 bytes, {options.precision}, 1 micro-batch a rank",
+            "gpt",
+            2,
+            4,
+        ),
         Case(
             "communication-bound: MLP 1024-2048-2048-1024-10, fp32, batch 32", "mlp", 2, 10, tuple(LIBRARIES)
         ),
@@ -69,10 +73,10 @@ def cases(quick: bool) -> list[Case]:
     ]
 
 
-def build_sides(case: Case, cluster: Cluster) -> Sequence[Side]:
+def build_sides(case: Case, options: Options, cluster: Cluster) -> Sequence[Side]:
     """Paceline by memory and by Gloo, and every library, each with its own copy of the model."""
     announce(cluster)
-    subject: Subject = SUBJECTS[case.subject]().with_shards(case.shards)
+    subject = build_subject(case, options).with_shards(case.shards)
     loops = [
         HandLoop(subject, LIBRARIES[name](subject), cluster.global_rank, cluster.world_size)
         for name in case.libraries
@@ -85,20 +89,21 @@ def build_sides(case: Case, cluster: Cluster) -> Sequence[Side]:
     ]
 
 
-def run(case: Case) -> list[Series]:
+def run(case: Case, options: Options) -> list[Series]:
     """Measure one case."""
-    return measure_pair(partial(build_sides, case), repeats=case.repeats, steps=case.steps, warmup=3)
+    build = partial(build_sides, case, options)
+    return measure_pair(build, repeats=case.repeats, steps=case.steps, warmup=3)
 
 
-def measure(quick: bool) -> Report:
+def measure(options: Options) -> Report:
     """Run all cases."""
     tables: list[Table] = []
     data = {}
-    for case in cases(quick):
-        found = run(case)
+    for case in cases(options):
+        found = run(case, options)
         fastest = min(found[2:], key=lambda series: series.median_seconds)
-        size = SUBJECTS[case.subject]().num_parameters / 1e6
-        title = f"{case.title} ({size:.2f} M parameters, {case.repeats} blocks of {case.steps} steps)"
+        size = build_subject(case, options).num_parameters / 1e6
+        title = f"{case.title} ({size:.2f} M parameters, {blocks(found)})"
         tables.append(comparison_table(title, found, fastest.name))
         data[case.title] = series_data(found)
     question = (

@@ -12,10 +12,23 @@ from rich import box
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from benchmarks.machine import describe_machine
+from benchmarks.machine import describe_machine, number_format
 from benchmarks.measure import Series, compare
 
 _WIDTH = 140
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a benchmark runs.
+
+    Args:
+        quick: tiny models, few repeats: does it run at all.
+        precision: number format of the GPT, "bf16" or "fp32".
+    """
+
+    quick: bool = False
+    precision: str = "bf16"
 
 
 @dataclass(frozen=True)
@@ -97,16 +110,28 @@ def series_data(found: Sequence[Series]) -> list[dict[str, Any]]:
     return [asdict(series) for series in found]
 
 
+def blocks(found: Sequence[Series]) -> str:
+    """How many blocks were measured, and of how many steps."""
+    return f"{len(found[0].seconds)} blocks of {found[0].steps} steps"
+
+
 def present(
-    measure: Callable[[bool], Report], description: str, arguments: Sequence[str] | None = None
+    measure: Callable[[Options], Report], description: str, arguments: Sequence[str] | None = None
 ) -> None:
     """The main of a benchmark: measure, then print text or JSON."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="tiny models, few repeats: does it run at all")
     parser.add_argument("--json", action="store_true", help="print numbers, with every block")
+    parser.add_argument(
+        "--precision",
+        choices=["auto", "bf16", "fp32"],
+        default="auto",
+        help="of the GPT; auto: what is fast here",
+    )
     chosen = parser.parse_args(arguments)
     machine = describe_machine()
-    report = measure(chosen.quick)
+    precision, machine["number format"] = number_format(chosen.precision)
+    report = measure(Options(chosen.quick, precision))
     if chosen.json:
         print(json.dumps({"question": report.question, "machine": machine, **report.data}, indent=1))
     else:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import Series
-from benchmarks.report import Report, Table, comparison_table, present, series_data
+from benchmarks.report import Options, Report, Table, blocks, comparison_table, present, series_data
 from benchmarks.route_job import MARK, ROUTES
 from paceline.comm import cost, hierarchical_cost
 from paceline.lab import Lab, Links
@@ -38,25 +38,25 @@ class Case:
     repeats: int = 7
 
 
-def cases(quick: bool) -> list[Case]:
+def cases(options: Options) -> list[Case]:
     """What is measured."""
-    if quick:
+    if options.quick:
         return [Case("quick MLP, 100 Mbit/s", "quick", "100mbit", 2, 3)]
     return [
         Case("MLP 1024-1024-512-10, fp32, batch 64, 100 Mbit/s", "mlp", "100mbit", 2),
-        Case("byte-gpt, bf16, batch 8 x 256 bytes, 100 Mbit/s", "gpt", "100mbit", 2),
+        Case(f"byte-gpt, {options.precision}, batch 8 x 256 bytes, 100 Mbit/s", "gpt", "100mbit", 2),
         Case("the MLP, 1 Gbit/s", "mlp", "1gbit", 5),
         Case("the MLP, links as fast as the machine makes them", "mlp", "", 5),
     ]
 
 
-def run(case: Case) -> dict[str, Any]:
+def run(case: Case, precision: str) -> dict[str, Any]:
     """Measure one case in a lab of its own."""
     links = Links(rate=case.rate) if case.rate else Links()
     command = ["paceline", "run", "-n", str(_HOSTS * _LOCAL), "-m", "benchmarks.route_job"]
     with Lab(hosts=_HOSTS, links=links) as lab:
         outcome = lab.run(
-            [*command, case.subject, str(case.repeats), str(case.steps)],
+            [*command, case.subject, str(case.repeats), str(case.steps), precision],
             directory=_ROOT,
             deadline_seconds=200.0,
         )
@@ -86,17 +86,18 @@ def bytes_table(case: Case, found: dict[str, Any]) -> Table:
     return Table(f"{case.title}: what a host sends in a step", columns, rows)
 
 
-def measure(quick: bool) -> Report:
+def measure(options: Options) -> Report:
     """Run all cases."""
     tables: list[Table] = []
     data = {}
-    for case in cases(quick):
-        found = run(case)
+    for case in cases(options):
+        found = run(case, options.precision)
         series = [
-            Series(**{k: tuple(v) if k != "name" else v for k, v in s.items()}) for s in found["series"]
+            Series(**{k: tuple(v) if isinstance(v, list) else v for k, v in s.items()})
+            for s in found["series"]
         ]
         size = found["parameters"] / 1e6
-        title = f"{case.title} ({size:.2f} M parameters, {case.repeats} blocks of {case.steps} steps)"
+        title = f"{case.title} ({size:.2f} M parameters, {blocks(series)})"
         tables += [comparison_table(title, series, "native"), bytes_table(case, found)]
         data[case.title] = {"series": series_data(series), "sent": found["sent"]}
     question = f"{_HOSTS} hosts of {_LOCAL} ranks in the lab: the hierarchical route against the native one."

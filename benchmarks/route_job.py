@@ -11,7 +11,6 @@ import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from benchmarks.allocator import keep_freed_memory
 from benchmarks.loops import paceline_side
 from benchmarks.measure import Series, Side, merge_ranks, take_turns
+from benchmarks.pair import slowest
 from benchmarks.subjects import Subject, byte_gpt, mlp
 from paceline.cluster import Cluster
 from paceline.recipe import Strategy
@@ -27,10 +27,10 @@ from paceline.recipe import Strategy
 ROUTES = ("native", "hierarchical")
 SMALL_BUCKETS = 1 << 20
 MARK = "series: "
-SUBJECTS: dict[str, Callable[[], Subject]] = {
-    "mlp": partial(mlp, (1024, 512), batch_size=64, shards=4),
-    "gpt": byte_gpt,
-    "quick": partial(mlp, (64,), batch_size=8, shards=4),
+SUBJECTS: dict[str, Callable[[str], Subject]] = {
+    "mlp": lambda _: mlp((1024, 512), batch_size=64, shards=4),
+    "gpt": lambda precision: byte_gpt(precision=precision),
+    "quick": lambda _: mlp((64,), batch_size=8, shards=4),
 }
 
 
@@ -64,12 +64,12 @@ def side_of(name: str, route: str, subject: Subject, bucket_bytes: int, cluster:
     return paceline_side(name, changed, cluster, 1)
 
 
-def main(subject_name: str, repeats: int, steps: int) -> None:
+def main(subject_name: str, repeats: int, steps: int, precision: str) -> None:
     """Measure both routes."""
     cluster = Cluster.from_env()
     keep_freed_memory()
     cluster.connect("cpu", 120.0)
-    subject = SUBJECTS[subject_name]()
+    subject = SUBJECTS[subject_name](precision)
     sides = [
         Counted(side_of(name, route, subject, bucket_bytes, cluster))
         for route in ROUTES
@@ -79,7 +79,15 @@ def main(subject_name: str, repeats: int, steps: int) -> None:
         }.items()
     ]
     turns = [Side(counted.side.name, counted.step, counted.side.begin) for counted in sides]
-    mine = take_turns(turns, repeats=repeats, steps=steps, warmup=2, ready=dist.barrier)
+    mine = take_turns(
+        turns,
+        repeats=repeats,
+        steps=steps,
+        warmup=2,
+        ready=dist.barrier,
+        budget_seconds=100.0,
+        slowest=slowest,
+    )
     ranks: list[list[Series]] = [[] for _ in range(cluster.world_size)]
     dist.all_gather_object(ranks, mine)
     if cluster.global_rank == 0:
@@ -94,4 +102,4 @@ def main(subject_name: str, repeats: int, steps: int) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.measure import Side, take_turns
-from benchmarks.report import Report, Table, present, series_data
+from benchmarks.report import Options, Report, Table, present, series_data
 from paceline.cluster import process_environment
 from paceline.launch import fork_server
 from paceline.launch.forked import FORK_SERVER, NONE
@@ -69,10 +69,10 @@ def jobs_table(repeats: int) -> Table:
     return Table(f"A job of one step, {repeats} runs of each, by turns", columns, rows)
 
 
-def measure(quick: bool) -> Report:
+def measure(options: Options) -> Report:
     """Run every command, by turns."""
     sides = [Side(name, partial(run, command)) for name, (command, _) in COMMANDS.items()]
-    found = take_turns(sides, repeats=3 if quick else 21, steps=1, warmup=1)
+    found = take_turns(sides, repeats=3 if options.quick else 21, steps=1, warmup=1)
     rows = []
     for series in found:
         limit = COMMANDS[series.name][1]
@@ -90,7 +90,7 @@ def measure(quick: bool) -> Report:
         )
     columns = ("command", "median s", "quartiles", "min .. max", "wanted", "verdict")
     title = f"{len(found[0].seconds)} runs of each, by turns"
-    tables = [Table(title, columns, rows), jobs_table(1 if quick else 7)]
+    tables = [Table(title, columns, rows), jobs_table(1 if options.quick else 7)]
     return Report("Whole-process time of commands and jobs.", tables, {"series": series_data(found)})
 
 

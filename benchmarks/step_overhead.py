@@ -15,11 +15,12 @@ import torch
 from benchmarks.allocator import keep_freed_memory
 from benchmarks.loops import HandLoop, bare, paceline_side
 from benchmarks.measure import Series, take_turns
-from benchmarks.report import Report, Table, comparison_table, present, series_data
+from benchmarks.report import Options, Report, Table, blocks, comparison_table, present, series_data
 from benchmarks.subjects import Subject, byte_gpt, mlp
 from paceline.cluster import Cluster
 
 _REFERENCE = "bare PyTorch"
+_BUDGET_SECONDS = 30.0  # for the blocks of a case
 
 
 @dataclass(frozen=True)
@@ -34,16 +35,21 @@ class Case:
     threads: int = 0  # 0: all cores
 
 
-def cases(quick: bool) -> list[Case]:
+def cases(options: Options) -> list[Case]:
     """What is measured."""
-    gpt, gpt_fp32 = byte_gpt(quick=quick), byte_gpt(quick=quick, precision="fp32")
+    quick = options.quick
+    gpt, gpt_fp32 = (byte_gpt(quick=quick, precision=name) for name in (options.precision, "fp32"))
     shards = gpt.recipe.batch.shards
     wide = mlp((64,) if quick else (1024, 1024), batch_size=256, shards=1)
     found = [
-        Case(f"recipes/byte-gpt.toml as it is: bf16, {shards} micro-batches", gpt, 6),
+        Case(f"recipes/byte-gpt.toml as it is: {options.precision}, {shards} micro-batches", gpt, 6),
         Case("the same, 1 micro-batch", gpt.with_shards(1), 6),
         Case("the same, 8 micro-batches", gpt.with_shards(8), 6),
-        Case(f"the same, fp32, {shards} micro-batches", gpt_fp32, 4),
+        *(
+            [Case(f"the same, fp32, {shards} micro-batches", gpt_fp32, 4)]
+            if options.precision != "fp32"
+            else []
+        ),
         Case("MLP 1024-1024-1024-10, fp32, batch 256, 1 micro-batch", wide, 40),
         Case("the same, 8 micro-batches", wide.with_shards(8), 20),
     ]
@@ -67,19 +73,25 @@ def run(case: Case, threads: int) -> list[Series]:
         HandLoop(case.subject, bare(case.subject, _REFERENCE)).side(),
         paceline_side("Paceline", case.subject, Cluster.single(), threads),
     ]
-    return take_turns(sides, repeats=case.repeats, steps=case.steps, warmup=max(2, case.steps // 4))
+    return take_turns(
+        sides,
+        repeats=case.repeats,
+        steps=case.steps,
+        warmup=max(2, case.steps // 4),
+        budget_seconds=_BUDGET_SECONDS,
+    )
 
 
-def measure(quick: bool) -> Report:
+def measure(options: Options) -> Report:
     """Run all cases."""
     keep_freed_memory()
     tables: list[Table] = []
     data = {}
-    for case in [*cases(quick), *overhead_cases(quick)]:
+    for case in [*cases(options), *overhead_cases(options.quick)]:
         threads = case.threads or len(os.sched_getaffinity(0))
         found = run(case, threads)
         size = f"{case.subject.num_parameters / 1e6:.2f} M parameters, {threads} thread(s)"
-        title = f"{case.title} ({size}, {case.repeats} blocks of {case.steps} steps)"
+        title = f"{case.title} ({size}, {blocks(found)})"
         tables.append(comparison_table(title, found, _REFERENCE, case.unit))
         data[case.title] = series_data(found)
     return Report("One process: Paceline's step against the bare PyTorch loop.", tables, {"cases": data})

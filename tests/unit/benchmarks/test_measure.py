@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from benchmarks.loops import HandLoop, bare, paceline_side
-from benchmarks.measure import Series, Side, compare, merge_ranks, take_turns
+from benchmarks.machine import number_format
+from benchmarks.measure import FEWEST_BLOCKS, Series, Side, compare, merge_ranks, take_turns
 from benchmarks.subjects import Subject, mlp
 from paceline.cluster import Cluster
 
@@ -35,6 +36,21 @@ def test_sides_take_turns_in_alternating_order() -> None:
     assert "".join(ran) == "ab" + "aabb" + "bbaa" + "aabb"
     assert [len(series.seconds) for series in found] == [3, 3]
     assert [len(series.losses) for series in found] == [7, 7]
+
+
+@pytest.mark.parametrize(("budget", "blocks", "steps"), [(60.0, 5, 4), (30.0, 3, 2), (1.0, FEWEST_BLOCKS, 1)])
+def test_a_slow_machine_measures_shorter_and_fewer_blocks(budget: float, blocks: int, steps: int) -> None:
+    sides = [Side(name, lambda: 0.0) for name in "ab"]
+    found = take_turns(
+        sides, repeats=5, steps=4, warmup=1, budget_seconds=budget, slowest=lambda seconds: 10.0
+    )
+    assert [(len(s.seconds), s.steps) for s in found] == [(blocks, steps)] * 2
+
+
+def test_the_number_format_is_what_was_asked_for_or_has_a_reason() -> None:
+    assert number_format("fp32") == ("fp32", "fp32, as asked for")
+    chosen, reason = number_format("auto")
+    assert chosen in ("bf16", "fp32") and reason.startswith(f"{chosen}, as ")
 
 
 @pytest.mark.parametrize(

@@ -50,12 +50,13 @@ def recipe_page() -> str:
             table = key.table
             lines += ["", f"## `[{table}]`: {Recipe.model_fields[table].description}", "", *_head()]
         default = f"`{key.default}`" if key.default else ""
-        lines.append(f"| `{key.name}` | {key.expects} | {default} | {key.meaning} |".replace("||", "| |"))
+        cells = f"`{key.name}`", key.expects, default, key.meaning, key.acts
+        lines.append(f"| {' | '.join(cells)} |".replace("|  |", "| |"))
     return "\n".join(lines) + "\n"
 
 
 def _head() -> list[str]:
-    return ["| key | value | default | meaning |", "|---|---|---|---|"]
+    return ["| key | value | default | meaning | acts only |", "|---|---|---|---|---|"]
 
 
 def api_page() -> str:

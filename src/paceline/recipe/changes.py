@@ -7,6 +7,7 @@ other samples in a step, other random numbers, other tensors. Everything else ma
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from paceline.errors import RecipeError
@@ -23,10 +24,10 @@ _REFUSED: Mapping[KeyPath, str] = {
     ("batch", "drop_last"): "a step would mean other samples",
     ("optimizer", "name"): "the moments are those of the other one",
     ("checkpoint", "folder"): "that is where the checkpoints are",
+    ("init_from",): "the weights are those of the checkpoint",
 }
 _FREE = (
     "run_dir",
-    "init_from",
     "hash_every",
     "on_divergence",
     "evaluate",
@@ -77,12 +78,16 @@ def refuse_changes(before: Recipe, after: Recipe, run: str) -> list[str]:
     """Lines that say what changes from here on.
 
     Args:
-        run: the run folder, for the message.
+        run: the run folder, or a checkpoint inside it.
     Raises:
         RecipeError: something differs that must not; names all of it, and what may change.
     """
     changes = compare_recipes(before, after)
     wrong = [change for change in changes if change.refusal]
+    if after.run_dir is not None and not _lies_in(after.run_dir, run):
+        wrong.append(
+            Change("run_dir", spell(run), spell(after.run_dir), "a run goes on in its folder", False)
+        )
     if wrong:
         lines = "".join(f"\n  {change} ({change.refusal})" for change in wrong)
         raise RecipeError(
@@ -92,6 +97,11 @@ def refuse_changes(before: Recipe, after: Recipe, run: str) -> list[str]:
             " precision, and how it saves, evaluates and loads may change",
         )
     return [f"from here on {change}" for change in changes if change.matters]
+
+
+def _lies_in(folder: str, path: str) -> bool:
+    """Whether a path is this folder, or inside it."""
+    return Path(path).resolve().is_relative_to(Path(folder).resolve())
 
 
 def _differences(before: Any, after: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any, Any]]:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
+from paceline.recipe.acting import when_it_acts
 from paceline.recipe.expect import expected
 from paceline.recipe.model import Recipe
 from paceline.recipe.spell import spell, spell_key
@@ -23,6 +24,7 @@ class Key(NamedTuple):
     Args:
         table: "" for the keys that stand in none.
         default: as TOML; "" if it is left out, or has to be given.
+        acts: when it acts, in a few words; "": always.
     """
 
     table: str
@@ -30,6 +32,12 @@ class Key(NamedTuple):
     expects: str
     default: str
     meaning: str
+    acts: str
+
+    @property
+    def explained(self) -> str:
+        """What it means, and when it acts."""
+        return f"{self.meaning}; only {self.acts}" if self.acts else self.meaning
 
 
 def keys() -> Iterator[Key]:
@@ -58,8 +66,8 @@ def describe(recipe: Recipe) -> str:
 
 def _line(key: Key, value: Any) -> str:
     if value is None or value == {}:
-        return f"{f'# {key.name} is not set':{_WIDTH}}  # {key.meaning}"
-    return f"{f'{spell_key(key.name)} = {spell(value)}':{_WIDTH}}  # {key.meaning}"
+        return f"{f'# {key.name} is not set':{_WIDTH}}  # {key.explained}"
+    return f"{f'{spell_key(key.name)} = {spell(value)}':{_WIDTH}}  # {key.explained}"
 
 
 def _options_last(lines: list[str], recipe: Recipe) -> list[str]:
@@ -87,7 +95,8 @@ def _key(table: str, name: str, field: Any) -> Key:
     default = field.get_default(call_default_factory=True)
     unset = field.is_required() or default is None or default == {}
     shown = "" if unset else spell(default)
-    return Key(table, name, expected(field.annotation, field.metadata), shown, field.description or "")
+    says, acts = field.description or "", when_it_acts(Recipe, f"{table}.{name}" if table else name)
+    return Key(table, name, expected(field.annotation, field.metadata), shown, says, acts)
 
 
 def _is_table(annotation: Any) -> bool:

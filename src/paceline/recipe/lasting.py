@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Literal
+from collections.abc import Mapping
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from paceline.recipe.problems import Conflict
+from paceline.recipe.acting import Need
 from paceline.recipe.strict import Table
 
 
@@ -46,8 +46,29 @@ class CheckpointRecipe(Table):
     )
 
 
+def _answered(answer: str) -> Need:
+    return Need(
+        ("non_finite",),
+        lambda table: answer in (table.non_finite, table.spike),
+        f'with "{answer}"',
+        "which is not set",
+    )
+
+
+_WATCHED = Need(
+    ("spike_factor",), lambda table: table.spike_factor is not None, "with spike_factor", "which is not set"
+)
+
+
 class HealthRecipe(Table):
     """What is done when a loss or a gradient is not finite, or when the loss jumps."""
+
+    needs: ClassVar[Mapping[str, Need]] = {
+        "spike": _WATCHED,
+        "spike_window": _WATCHED,
+        "max_skips": _answered("skip"),
+        "max_roll_backs": _answered("roll-back"),
+    }
 
     non_finite: Literal["stop", "skip", "roll-back"] = Field(
         default="stop",
@@ -66,16 +87,6 @@ class HealthRecipe(Table):
         default=10, ge=1, description="steps that may be left out one after another before the run ends"
     )
     max_roll_backs: int = Field(default=3, ge=1, description="times that a run may go back before it ends")
-
-    def conflicts(self) -> Iterator[Conflict]:
-        """Options that would be ignored."""
-        for name in ("spike", "spike_window") if self.spike_factor is None else ():
-            if getattr(self, name) != type(self).model_fields[name].default:
-                yield Conflict((name, "spike_factor"), "expected only with spike_factor, which is not set")
-        for name, answer in (("max_skips", "skip"), ("max_roll_backs", "roll-back")):
-            chosen = answer in (self.non_finite, self.spike)
-            if not chosen and getattr(self, name) != type(self).model_fields[name].default:
-                yield Conflict((name, "non_finite"), f'expected only with "{answer}", which is not set')
 
     @property
     def rolls_back(self) -> bool:

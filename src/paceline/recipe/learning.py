@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from paceline.recipe.acting import Need
 from paceline.recipe.problems import Conflict
 from paceline.recipe.strict import Table
 
@@ -39,11 +40,32 @@ _OPTIMIZER_READS = {  # which options an optimizer reads beside those that all r
     "sgd": ("momentum", "nesterov", "l2"),
     "rmsprop": ("alpha", "eps", "momentum", "l2"),
 }
-_ALL_READ = ("name", "lr", "decay_on", "clip_norm", "fused")
+
+
+def _reads(option: str) -> Need:
+    readers = [name for name, options in _OPTIMIZER_READS.items() if option in options]
+    return Need(
+        ("name",), lambda table: table.name in readers, f"with {' or '.join(readers)}", 'found "{t.name}"'
+    )
+
+
+def _read_options() -> dict[str, Need]:
+    options = dict.fromkeys(option for options in _OPTIMIZER_READS.values() for option in options)
+    return {option: _reads(option) for option in options}
 
 
 class OptimizerRecipe(Table):
     """The optimizer by name; a task may bring its own instead."""
+
+    needs: ClassVar[Mapping[str, Need]] = {
+        **_read_options(),
+        "decay_on": Need(
+            ("weight_decay",),
+            lambda table: table.weight_decay or table.l2,
+            "with weight_decay or l2",
+            "and both are 0",
+        ),
+    }
 
     name: Literal["adamw", "adam", "sgd", "rmsprop"] = Field(default="adamw", description="the update rule")
     lr: float = Field(default=1e-3, ge=0, description="learning rate before the schedule")
@@ -65,20 +87,41 @@ class OptimizerRecipe(Table):
     fused: bool = Field(default=True, description="use fused kernels where they exist and keep the result")
 
     def conflicts(self) -> Iterator[Conflict]:
-        """Options that an optimizer of this name would ignore."""
-        reads = (*_ALL_READ, *_OPTIMIZER_READS[self.name])
-        for name, field in type(self).model_fields.items():
-            if name not in reads and getattr(self, name) != field.default:
-                readers = ", ".join(other for other, options in _OPTIMIZER_READS.items() if name in options)
-                yield Conflict(
-                    (name, "name"), f'not an option of "{self.name}", expected only with {readers}'
-                )
+        """PyTorch's own condition."""
         if self.nesterov and self.name == "sgd" and not self.momentum:
             yield Conflict(("nesterov", "momentum"), "expected momentum > 0 with nesterov, found 0")
 
 
+_UNSET = "which is not set"
+
+
+def _shaped(*shapes: str) -> Need:
+    return Need(
+        ("decay",),
+        lambda table: table.decay in shapes,
+        f"with decay {' or '.join(shapes)}",
+        'not "{t.decay}"',
+    )
+
+
 class ScheduleRecipe(Table):
     """The learning rate as a function of the update, as a factor of `optimizer.lr`."""
+
+    needs: ClassVar[Mapping[str, Need]] = {
+        "final": _shaped("cosine", "linear"),
+        "rate": _shaped("exponential"),
+        "cycle_steps": _shaped("cosine"),
+        "cycle_factor": Need(("cycle_steps",), lambda table: table.cycle_steps, "with cycle_steps", _UNSET),
+        "warmup_from": Need(
+            ("warmup_steps",), lambda table: table.warmup_steps, "with warmup_steps", "found 0"
+        ),
+        "base_batch": Need(
+            ("batch_scaling",),
+            lambda table: table.batch_scaling != "none",
+            "with batch_scaling linear or sqrt",
+            'found "none"',
+        ),
+    }
 
     decay: Literal["constant", "cosine", "exponential", "linear"] = Field(
         default="constant", description="the shape after the warm-up"
@@ -97,25 +140,11 @@ class ScheduleRecipe(Table):
     base_batch: int | None = Field(default=None, ge=1, description="samples per update that lr was tuned for")
 
     def conflicts(self) -> Iterator[Conflict]:
-        """Options that a schedule of this shape would ignore, or that it lacks."""
-        if self.final and self.decay not in ("cosine", "linear"):
-            yield Conflict(("final", "decay"), f'expected only with cosine or linear, not "{self.decay}"')
-        if (self.rate > 0) != (self.decay == "exponential"):
-            found = f'{self.rate} with decay = "{self.decay}"'
-            yield Conflict(
-                ("rate", "decay"), f"expected above 0 with exponential and 0 otherwise, found {found}"
-            )
-        if self.cycle_steps and self.decay != "cosine":
-            yield Conflict(("cycle_steps", "decay"), f'expected only with cosine, not "{self.decay}"')
-        if self.cycle_factor > 1 and not self.cycle_steps:
-            yield Conflict(
-                ("cycle_factor", "cycle_steps"), "expected only with cycle_steps, which is not set"
-            )
-        if self.warmup_from and not self.warmup_steps:
-            yield Conflict(("warmup_from", "warmup_steps"), "expected only with warmup_steps > 0, found 0")
-        if (self.base_batch is None) != (self.batch_scaling == "none"):
-            found = f'{self.base_batch} with batch_scaling = "{self.batch_scaling}"'
+        """What a schedule of this shape lacks."""
+        if self.decay == "exponential" and not self.rate:
+            yield Conflict(("rate", "decay"), 'expected above 0 with decay = "exponential", found 0')
+        if self.batch_scaling != "none" and self.base_batch is None:
             yield Conflict(
                 ("base_batch", "batch_scaling"),
-                f'expected together with batch_scaling "linear" or "sqrt", found {found}',
+                f'expected with batch_scaling = "{self.batch_scaling}", and it is not set',
             )

@@ -69,8 +69,8 @@ def _no_task(values: Mapping[str, Any]) -> list[Problem]:
 def _validate(values: dict[str, Any], changed: Set[KeyPath]) -> tuple[Recipe | None, list[Problem]]:
     """The recipe, or what is wrong with it.
 
-    What was typed replaces what the file says and cannot go with it: a key of the file that is in conflict
-    with one that was changed is left out, as if the file did not have it.
+    What was typed replaces what the file says and can no longer act: a key of the file that is idle because
+    of one that was changed is left out, as if the file did not have it.
     """
     first: list[Problem] = []
     while True:
@@ -87,10 +87,15 @@ def _validate(values: dict[str, Any], changed: Set[KeyPath]) -> tuple[Recipe | N
 
 
 def _excluded(problem: Problem, changed: Set[KeyPath]) -> list[KeyPath]:
-    """The keys of a conflict that were not changed, if another one was."""
-    if not any(path in changed for path in problem.paths):
-        return []
-    return [path for path in problem.paths if path not in changed]
+    """The key that is idle, if it was not changed and one that decides was."""
+    idle, *deciding = problem.paths
+    leaves = problem.idle and not _is_changed(idle, changed)
+    return [idle] if leaves and any(_is_changed(path, changed) for path in deciding) else []
+
+
+def _is_changed(path: KeyPath, changed: Set[KeyPath]) -> bool:
+    """Whether this key was changed, or a table that it is in."""
+    return any(path[:depth] in changed for depth in range(1, len(path) + 1))
 
 
 def _drop(values: Any, path: KeyPath) -> bool:

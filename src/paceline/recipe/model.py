@@ -7,11 +7,12 @@ world size) is decided later.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from paceline.recipe.acting import Need
 from paceline.recipe.lasting import CheckpointRecipe, HealthRecipe
 from paceline.recipe.learning import BatchRecipe, OptimizerRecipe, ScheduleRecipe
 from paceline.recipe.log import LogRecipe
@@ -24,8 +25,15 @@ from paceline.recipe.strict import Table
 _LARGEST_SEED = 2**63 - 1
 
 
+_SCALED = Need(
+    ("compute",), lambda table: table.compute == "fp16", 'with compute = "fp16"', 'found "{t.compute}"'
+)
+
+
 class PrecisionRecipe(Table):
     """The number format of forward and backward; parameters and the update stay fp32."""
+
+    needs: ClassVar[Mapping[str, Need]] = {"init_scale": _SCALED, "growth_steps": _SCALED}
 
     compute: Literal["auto", "fp32", "bf16", "fp16"] = Field(
         default="auto", description="format of the activations; auto: bf16 where every rank is faster in it"
@@ -47,6 +55,10 @@ class MemoryRecipe(Table):
 class LoaderRecipe(Table):
     """How samples are fetched; nothing here changes which, or in what order."""
 
+    needs: ClassVar[Mapping[str, Need]] = {
+        "prefetch": Need(("workers",), lambda table: table.workers, "with workers", "found 0"),
+    }
+
     workers: int = Field(default=0, ge=0, description="loader processes per rank; 0: in the training process")
     prefetch: int = Field(
         default=2, ge=1, description="micro-batches that are loaded ahead of the one in use"
@@ -58,6 +70,12 @@ class LoaderRecipe(Table):
 
 class EvaluateRecipe(Table):
     """The evaluation on held-out samples."""
+
+    needs: ClassVar[Mapping[str, Need]] = {
+        "patience": Need(
+            ("every_steps",), lambda table: table.every_steps, "with every_steps", "which is not set"
+        ),
+    }
 
     every_steps: int = Field(default=0, ge=0, description="updates between evaluations; 0: only at the end")
     batch: int = Field(default=64, ge=1, description="samples per forward")
@@ -73,11 +91,6 @@ class EvaluateRecipe(Table):
         ge=0,
         description="evaluations without a better one until the run ends; 0: it goes on",
     )
-
-    def conflicts(self) -> Iterator[Conflict]:
-        """Patience needs evaluations on the way."""
-        if self.patience and not self.every_steps:
-            yield Conflict(("patience", "every_steps"), "expected only with every_steps, which is not set")
 
 
 class OuterRecipe(Table):
@@ -102,12 +115,59 @@ class RuntimeRecipe(Table):
     bucket_bytes: int = Field(default=16 * 2**20, ge=1, description="bytes of gradients sent together")
 
 
+_NO_BEST = Need(
+    ("evaluate.patience", "checkpoint.keep_best"),
+    lambda recipe: recipe.evaluate.patience or recipe.checkpoint.keep_best,
+    "with evaluate.patience or checkpoint.keep_best",
+    "and neither is set",
+)
+_OUTER = Need(
+    ("strategy.sync",),
+    lambda recipe: "outer" in recipe.strategy.rule.reads,
+    "with sync=diloco:H",
+    "found sync={t.strategy.sync}",
+)
+_SEEN_WHOLE = Need(
+    ("strategy.sync",),
+    lambda recipe: recipe.strategy.rule.agrees != "nobody",
+    "with sync=every-step, local or diloco",
+    "found sync={t.strategy.sync}, under which no rank sees all of a step",
+)
+
+
 class Recipe(Table):
     """Everything that decides a run.
 
     Raises:
         RecipeError: see `Table`.
     """
+
+    needs: ClassVar[Mapping[str, Need]] = {
+        "on_divergence": Need(
+            ("hash_every", "reproducible"),
+            lambda recipe: recipe.hash_every or recipe.reproducible,
+            "with hash_every or reproducible",
+            "and neither is set",
+        ),
+        "evaluate.metric": _NO_BEST,
+        "evaluate.better": _NO_BEST,
+        "checkpoint.keep_best": Need(
+            ("evaluate.every_steps",),
+            lambda recipe: recipe.evaluate.every_steps,
+            "with evaluate.every_steps",
+            "which is not set",
+        ),
+        "health.non_finite": _SEEN_WHOLE,
+        "health.spike_factor": _SEEN_WHOLE,
+        "outer.lr": _OUTER,
+        "outer.momentum": _OUTER,
+        "runtime.bucket_bytes": Need(
+            ("strategy.sync",),
+            lambda recipe: recipe.strategy.rule.sums,
+            "where gradients are summed",
+            "and sync={t.strategy.sync} sends them to a server or sums none",
+        ),
+    }
 
     task: str = Field(
         default="",

@@ -23,17 +23,24 @@ class Problem(NamedTuple):
     Args:
         paths: the keys that are involved, the one to change first.
         message: what was expected and what was found.
+        idle: the first key is right, but cannot act.
     """
 
     paths: tuple[KeyPath, ...]
     message: str
+    idle: bool = False
 
 
 class Conflict(NamedTuple):
-    """Fields of one table that are right alone and wrong together; the one to change comes first."""
+    """Keys, dotted from one table on, that are right alone and wrong together; the one to change first.
+
+    Args:
+        idle: nothing is wrong but that the first cannot act.
+    """
 
     fields: tuple[str, ...]
     message: str
+    idle: bool = False
 
 
 Locate = Callable[[Sequence[KeyPath]], str]  # keys -> where the first of them was written
@@ -118,8 +125,8 @@ def _refused(item: ErrorDetails, model: type[BaseModel]) -> Iterator[Problem]:
 
 
 def _conflicts(item: ErrorDetails, model: type[BaseModel]) -> Iterator[Problem]:
-    for fields, message in item["ctx"]["conflicts"]:
-        yield Problem(tuple((*item["loc"], field) for field in fields), message)
+    for fields, message, idle in item["ctx"]["conflicts"]:
+        yield Problem(tuple((*item["loc"], *field.split(".")) for field in fields), message, idle)
 
 
 _READERS = {

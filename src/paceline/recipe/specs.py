@@ -93,6 +93,7 @@ class SyncSpec(Spec):
         needs_server: how many servers it has.
         whole_replicas: a replica must be whole on one rank.
         sums: it sums over replicas by collectives, which have a route and a codec.
+        reads: tables of the recipe that it alone reads.
         updates_per_step: how many updates a global batch makes, by the number of replicas.
         more_tally_bytes: how much longer its tally is than every-step's; None: no closed form is known.
     """
@@ -106,6 +107,7 @@ class SyncSpec(Spec):
     needs_server: int = 0
     whole_replicas: bool = False
     sums: bool = True
+    reads: tuple[str, ...] = ()
     updates_per_step: Callable[[int], int] = lambda replicas: 1
     more_tally_bytes: int | None = None
 

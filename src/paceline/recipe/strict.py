@@ -6,12 +6,13 @@ only lists become tuples and integers become floats, because TOML and Python wri
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from paceline.errors import RecipeError
+from paceline.recipe.acting import Need, find_idle
 from paceline.recipe.problems import Conflict, Locate, in_conflict, problems_of, recipe_error
 from paceline.recipe.spell import KeyPath
 
@@ -33,6 +34,7 @@ class Table(BaseModel):
     )
     error_class: ClassVar[type[RecipeError]] = RecipeError
     expects: ClassVar[str] = "a table"
+    needs: ClassVar[Mapping[str, Need]] = {}
 
     def __init__(self, /, **values: Any) -> None:
         try:
@@ -70,7 +72,7 @@ class Table(BaseModel):
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
-        found = tuple(self.conflicts())
+        found = (*find_idle(self), *self.conflicts())
         if found:
             raise in_conflict(found)
         return self

@@ -108,6 +108,7 @@ SYNCS = (
         agrees="replica",
         steady=True,
         whole_replicas=True,
+        reads=("outer",),
         more_tally_bytes=8,
     ),
     SyncSpec(

@@ -37,6 +37,7 @@ from paceline.training.contract import (
     tell_large_batch,
 )
 from paceline.training.guard import guard_update
+from paceline.training.idle import idle_keys
 from paceline.training.layouts import Layout, place
 from paceline.training.numerics import check_numerics
 from paceline.training.prepare import make_equal, prepare_model
@@ -89,6 +90,8 @@ def build_session(
     )
     require_data(task)
     tell_large_batch(recipe, task, warn)
+    for text in idle_keys(setting.recipe, task, setting.mesh):
+        warn(text)
     model = prepare_model(recipe if fresh else recipe.replace(init_from=None), task, device)
     agree_on_model(model, setting)
     recompute_and_compile(recipe, task, model, device, warn)

@@ -23,7 +23,7 @@ def guard_update(step: UpdateStep, setting: Setting, placed: Placed, ear: LossEa
     """
     health, strategy = setting.recipe.health, setting.recipe.strategy
     group = _who_steps_together(setting.mesh, strategy)
-    _refuse(health, strategy, group is not None)
+    _refuse(health, strategy)
     if group is None:
         return
     watch = Watch(health.spike_factor, health.spike_window)
@@ -41,16 +41,10 @@ def _who_steps_together(mesh: Mesh, strategy: Strategy) -> Group | None:
     return groups.get(strategy.rule.agrees)
 
 
-def _refuse(health: HealthRecipe, strategy: Strategy, guarded: bool) -> None:
+def _refuse(health: HealthRecipe, strategy: Strategy) -> None:
     """Under some rules a part of the ranks would go on with a step that others leave out."""
     if health.rolls_back and strategy.rule.agrees != "world":
         raise StrategyError(
             f'health: "roll-back" needs sync=every-step, and the strategy is {strategy}',
-            next_step='choose "stop"' + (' or "skip"' if guarded else ""),
-        )
-    if not guarded and health != HealthRecipe():
-        raise StrategyError(
-            f"health: under {strategy} no rank sees all of a step, so nothing can be asked for but that a"
-            " gradient that is not finite ends the run",
-            next_step="leave the health section out, or choose sync=every-step, local or diloco",
+            next_step='choose "stop" or "skip"',
         )

@@ -27,6 +27,8 @@ def changed(**changes: object) -> Recipe:
         ({"batch": {"drop_last": True}}, "batch.drop_last: false -> true"),
         ({"optimizer": {"name": "sgd"}}, 'optimizer.name: "adamw" -> "sgd"'),
         ({"checkpoint": {"folder": "s3://b/c"}}, 'checkpoint.folder: left out -> "s3://b/c"'),
+        ({"init_from": "w.safetensors"}, 'init_from: left out -> "w.safetensors" (the weights are those'),
+        ({"run_dir": "runs/b"}, 'run_dir: "runs/a" -> "runs/b" (a run goes on in its folder)'),
     ],
 )
 def test_what_must_stay_is_refused_with_the_difference(changes: dict[str, object], line: str) -> None:
@@ -52,7 +54,7 @@ def test_what_matters_from_here_on_is_told_and_the_rest_is_free() -> None:
         run_dir=None,
         evaluate={"every_steps": 3},
         checkpoint={"keep": 7},
-        loader={"prefetch": 4},
+        loader={"workers": 4},
         runtime={"threads": 1},
     )
     told = refuse_changes(BEFORE, after, "runs/a")
@@ -63,6 +65,11 @@ def test_what_matters_from_here_on_is_told_and_the_rest_is_free() -> None:
         "strategy.zero:",
     }
     assert refuse_changes(BEFORE, BEFORE, "runs/a") == []
+
+
+@pytest.mark.parametrize("asked", ["runs/a", "runs/a/", "runs/../runs/a"])
+def test_the_folder_of_the_run_may_be_named_again(asked: str) -> None:
+    assert refuse_changes(BEFORE, changed(run_dir=asked), "runs/a/checkpoints/step-5") == []
 
 
 def test_every_part_of_a_recipe_has_an_answer() -> None:

@@ -27,7 +27,7 @@ def test_every_key_is_shown_set_or_not_with_what_it_means() -> None:
     text = describe(Recipe(task="digits", steps=3))
     for key in keys():
         assert key.meaning and any(
-            line.startswith((f"{key.name} = ", f"# {key.name} is not set")) and line.endswith(key.meaning)
+            line.startswith((f"{key.name} = ", f"# {key.name} is not set")) and line.endswith(key.explained)
             for line in text.splitlines()
         ), key
     assert "# epochs is not set" in text and "# clip_norm is not set" in text

@@ -97,7 +97,7 @@ def test_all_errors_of_all_tables_come_in_one_message() -> None:
         "  Recipe(...): epochs: expected steps or epochs, found neither",
         "  Recipe(...): batch.size: expected an integer >= 1, found 0",
         "  Recipe(...): batch.shard: unknown key, found 2; did you mean batch.shards?",
-        '  Recipe(...): optimizer.nesterov: not an option of "adamw", expected only with sgd',
+        '  Recipe(...): optimizer.nesterov: expected only with sgd, found "adamw"',
     ]
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from paceline.task import Loss as Loss
     from paceline.task import Metric as Metric
     from paceline.task import Task as Task
+    from paceline.training import Callback as Callback
     from paceline.training import Result as Result
     from paceline.training import Session as Session
     from paceline.training import evaluate as evaluate
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 __version__ = VERSION
 _HOMES = {
+    "Callback": "training",
     "Cluster": "cluster",
     "Loss": "task",
     "Metric": "task",
@@ -48,6 +50,7 @@ _HOMES = {
     "verify": "verification",
 }
 __all__ = [
+    "Callback",
     "Cluster",
     "Loss",
     "Metric",

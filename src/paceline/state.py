@@ -19,6 +19,7 @@ from paceline.layout.holding import Holding
 from paceline.optim.groups import GroupMemory
 from paceline.optim.moments import moment_part, moment_slot, placed_with, suits
 from paceline.slot import Index, InMemory, Keeper, Piece, Slot, Source, first_names
+from paceline.stateful import Stateful, plain_state, restored_state
 
 _SMALLEST_SCALE = 2.0**-24
 
@@ -68,6 +69,7 @@ class TrainState:
         step: number of steps taken, the position in the data.
         updates: number of updates applied, the position in the schedule (skipped steps do not count).
         keepers: who else holds state, by a word for the first part of its names.
+        others: who holds state that is no tensor, and alike on all ranks: callbacks, schedulers, by name.
     """
 
     holding: Holding
@@ -76,6 +78,7 @@ class TrainState:
     step: int = 0
     updates: int = 0
     keepers: dict[str, Keeper] = field(default_factory=dict)
+    others: dict[str, Stateful] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.groups = GroupMemory(self.optimizer)
@@ -133,6 +136,7 @@ class TrainState:
             "optimizer": numbers,
             "optimizer_kind": type(self.optimizer).__name__,
             "groups": self.groups.changed(),
+            "others": {name: plain_state(name, one.state_dict()) for name, one in self.others.items()},
             "tied": {name: first for name, first in first_names(self._named()).items() if name != first},
         }
 
@@ -167,8 +171,9 @@ class TrainState:
             for word, keeper in self.keepers.items():
                 keeper.load({n.removeprefix(f"{word}/"): values[n] for n in kept if n.startswith(f"{word}/")})
             self.step, self.updates = int(scalars["step"]), int(scalars["updates"])
-            self.scale.value = float(scalars["scale"]["value"])
-            self.scale.clean_steps = int(scalars["scale"]["clean_steps"])
+            self.scale = replace(self.scale, **scalars["scale"])
+            for name in self.others.keys() & scalars.get("others", {}).keys():
+                self.others[name].load_state_dict(restored_state(scalars["others"][name]))
 
         return take_over
 

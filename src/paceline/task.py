@@ -92,6 +92,7 @@ class Task:
             pipeline cuts. A tuple is passed on as arguments. An `nn.Sequential` needs none.
         tensor: how large layers are cut under `tensor=N`: "column" or "row" by a pattern of module names, and
             "split" for a `KeyedDropout` between the two.
+        callbacks: see `paceline.Callback`; every rank builds its own.
         num_tokens_per_sample: for the rate on the progress line, and as a guess of how many items the
             loss counts in a sample; 0 if samples are not text.
     """
@@ -108,6 +109,7 @@ class Task:
     report: Callable[[nn.Module, Mapping[str, float]], Sequence[str]] | None = None
     stages: Callable[[nn.Module], Iterable[nn.Module]] | None = None
     tensor: Mapping[str, str] | None = None
+    callbacks: Sequence[Any] = ()
     num_tokens_per_sample: int = 0
 
     def __post_init__(self) -> None:

@@ -92,7 +92,7 @@ def test_every_field_is_read_outside_the_recipe_room(read: set[tuple[str, str]],
 def test_device_and_threads_are_read_where_a_process_starts(read: set[tuple[str, str]]) -> None:
     import torch
 
-    from paceline.training.job import connected
+    from paceline.training.joining import connected
 
     torch.set_num_threads(2)
     recipe = Recipe(**DIGITS, runtime={"threads": 1, "device": "cpu"})

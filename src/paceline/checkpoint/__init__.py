@@ -12,12 +12,14 @@ from paceline.checkpoint.part import Patience, insist, refused
 from paceline.checkpoint.publish import Keep
 from paceline.checkpoint.reader import Loaded, ManifestReader, Stored, load, stored_at
 from paceline.checkpoint.saver import Saver, Saving
-from paceline.checkpoint.shelf import Shelf, has_published, name_of
+from paceline.checkpoint.shelf import BEST, NEWEST, Shelf, has_published, name_of
 from paceline.checkpoint.weights import Exported, export_weights, find_checkpoint, load_weights
 
 __all__ = [
+    "BEST",
     "LOCK",
     "MANIFEST",
+    "NEWEST",
     "Exported",
     "Files",
     "Keep",

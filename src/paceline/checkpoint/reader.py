@@ -182,11 +182,11 @@ def _fill(item: ReadItem, saved: Tensor, planner: LoadPlanner) -> None:
     planner.commit_tensor(item, target)
 
 
-def load(files: Files, name: str, prefix: str = "") -> Loaded:
+def load(files: Files, name: str, prefix: str | tuple[str, ...] = "") -> Loaded:
     """Read one checkpoint into new, whole tensors, on this rank alone.
 
     Args:
-        prefix: of the names of the tensors that are wanted; "model/" leaves the moments out.
+        prefix: of the names of the tensors that are wanted, or several; "model/" leaves the moments out.
     Raises:
         CheckpointError: missing, cut short, or its bytes are not those that were written.
     """

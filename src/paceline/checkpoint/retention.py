@@ -31,6 +31,10 @@ def choose_kept(whole: Sequence[Kept], newest: int, best: int, losses: Mapping[i
         losses: evaluation loss by step.
     """
     by_age = sorted(whole, key=lambda kept: kept.serial)
-    scored = [kept for kept in by_age if kept.step in losses]
-    by_loss = sorted(scored, key=lambda kept: (losses[kept.step], -kept.serial))
-    return frozenset(kept.name for kept in [*by_age[-max(1, newest) :], *by_loss[:best]])
+    return frozenset(kept.name for kept in [*by_age[-max(1, newest) :], *by_loss(whole, losses)[:best]])
+
+
+def by_loss(whole: Sequence[Kept], losses: Mapping[int, float]) -> list[Kept]:
+    """Those that were evaluated, the best first; of equal ones the later."""
+    scored = [kept for kept in whole if kept.step in losses]
+    return sorted(scored, key=lambda kept: (losses[kept.step], -kept.serial))

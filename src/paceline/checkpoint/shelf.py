@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from paceline.checkpoint.files import Files
 from paceline.checkpoint.identity import LOSSES, RUN, encode_table, find_losses, find_run
 from paceline.checkpoint.manifest import MANIFEST, Manifest
-from paceline.checkpoint.retention import Kept, choose_kept
+from paceline.checkpoint.retention import Kept, by_loss, choose_kept
 from paceline.errors import CheckpointError
 
 _PREFIX = "step-"
+NEWEST, BEST = "newest", "best"
 
 
 def name_of(step: int, copy: int = 0) -> str:
@@ -146,6 +147,23 @@ class Shelf:
     def newest_at(self, step: int) -> str | None:
         """The newest checkpoint, if it is of this step."""
         return self.whole[-1].name if self.whole and self.whole[-1].step == step else None
+
+    def named(self, name: str) -> str:
+        """A name as it is; "newest" and "best" (by evaluation) stand for one that can be loaded.
+
+        Raises:
+            CheckpointError: none was evaluated, or there is none.
+        """
+        if name not in (NEWEST, BEST):
+            return name
+        scored = self.whole if name == NEWEST else [kept for kept in self.whole if kept.step in self.losses]
+        if not scored:
+            raise CheckpointError(
+                "no checkpoint of the run was evaluated" if self.whole else "there is no valid checkpoint",
+                where=self.files.url,
+                next_step="set evaluate.every_steps and checkpoint.keep_best, or name a checkpoint",
+            )
+        return scored[-1].name if name == NEWEST else by_loss(scored, self.losses)[0].name
 
     def publish(self, name: str, manifest: Manifest) -> None:
         """Phase two: from here on it is a checkpoint.

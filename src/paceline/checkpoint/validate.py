@@ -19,7 +19,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _FILE = frozenset({"name", "num_bytes", "sha256", "chunks"})
 _CHUNK = frozenset({"name", "dtype", "shape", "offsets", "sizes"})
 _ORIGIN = frozenset({"run", "recipe", "strategy", "world_size", "versions"})
-_SCALARS = frozenset({"step", "updates", "scale", "optimizer", "optimizer_kind", "groups", "tied"})
+_SCALARS = frozenset({"step", "updates", "scale", "optimizer", "optimizer_kind", "groups", "others", "tied"})
 _RECORD = frozenset({"step", "serial", "saved_ns", "origin", "files", "scalars", "state_sha256", "losses"})
 _MOST_AXES = 64
 _LENGTH_BYTES = 8
@@ -118,7 +118,9 @@ def _check_origin(value: Any) -> None:
 
 
 def _check_scalars(value: Any) -> None:
-    found: Mapping[str, Any] = fields(value, "the scalars", _SCALARS)
+    given = table(value, "the scalars")
+    found: Mapping[str, Any] = fields({"others": {}, **given}, "the scalars", _SCALARS)  # older ones lack it
+    table(found["others"], "others")
     scale = fields(found["scale"], "scale", frozenset({"value", "clean_steps"}))
     for name in ("step", "updates"):
         count(found[name], name)

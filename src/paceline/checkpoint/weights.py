@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -30,8 +30,10 @@ from paceline.checkpoint.strict_json import parse, text
 from paceline.errors import CheckpointError
 from paceline.slot import first_names
 
-_MODEL = "model/"
+_MODEL, _AVERAGE = "model/", "average/values/"
+_WANTED = (_MODEL, _AVERAGE)
 _DIGEST = "values_sha256"
+Weights = Literal["last", "average"]
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -55,19 +57,19 @@ def find_checkpoint(files: Files, warn: Callable[[str], None], name: str | None 
     """The model's part of a checkpoint.
 
     Args:
-        name: which one; None: the newest that is valid.
+        name: which one; "best": by evaluation; None: the newest that is valid.
         warn: is told which ones cannot be used and why.
     Raises:
         CheckpointError: the named one is damaged, or there is no valid one.
     """
     if name is not None:
-        return load(files, name, _MODEL)
+        return load(files, Shelf.look(files).named(name), _WANTED)
     shelf = Shelf.look(files)
     for error in shelf.broken.values():
         warn(error.what)
     for kept in reversed(shelf.whole):
         try:
-            return load(files, kept.name, _MODEL)
+            return load(files, kept.name, _WANTED)
         except CheckpointError as error:
             warn(f"{error.what}; the one before it is used")
     raise CheckpointError(
@@ -75,9 +77,35 @@ def find_checkpoint(files: Files, warn: Callable[[str], None], name: str | None 
     )
 
 
-def export_weights(found: Loaded, path: Path) -> Exported:
+def weights_of(found: Loaded, which: Weights | None = None) -> dict[str, Tensor]:
+    """Parameters and persistent buffers, by name, tied ones once; the average in place of what it is of.
+
+    Args:
+        which: "last" leaves an average out; None: the average, if the checkpoint has one.
+    Raises:
+        CheckpointError: an average is wanted, and there is none.
+    """
+    own = _under(_MODEL, found.tensors)
+    average = _under(_AVERAGE, found.tensors)
+    if which == "average" and not average:
+        raise CheckpointError(
+            f"the checkpoint {found.name} holds no average of the weights",
+            next_step="set average.decay in the recipe before training, or take the last weights",
+        )
+    if which == "last":
+        return own
+    return own | {name: value.to(own[name].dtype) for name, value in average.items()}
+
+
+def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {n.removeprefix(prefix): value for n, value in tensors.items() if n.startswith(prefix)}
+
+
+def export_weights(found: Loaded, path: Path, which: Weights | None = None) -> Exported:
     """Write parameters and persistent buffers under the names of the model's state dict.
 
+    Args:
+        which: see `weights_of`.
     Raises:
         CheckpointError: the file cannot be written; one that was there before is untouched.
     """
@@ -86,7 +114,7 @@ def export_weights(found: Loaded, path: Path) -> Exported:
             f"cannot export to '{path}': its name does not end in .safetensors",
             next_step=f"--to {path.with_suffix('.safetensors')}",
         )
-    own = {name.removeprefix(_MODEL): value for name, value in found.tensors.items()}
+    own = weights_of(found, which)
     tied: Mapping[str, str] = found.scalars["tied"]
     named = own | {name: own[first].clone() for name, first in tied.items()}
     draft = path.with_name(f".{path.name}.{os.getpid()}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -16,8 +16,15 @@ def export(
         Path, typer.Argument(help="A run folder, or a checkpoint inside one.", show_default=False)
     ],
     to: Annotated[Path, typer.Option("--to", help="The file to write, *.safetensors.", show_default=False)],
+    weights: Annotated[
+        Literal["average", "last"] | None,
+        typer.Option(help="Of a run with an average: which. Default: the average.", show_default=False),
+    ] = None,
 ) -> None:
-    """Write parameters and buffers of the newest valid checkpoint, or of the one that is named."""
+    """Write parameters and buffers of the newest valid checkpoint, or of the one that is named.
+
+    RUN/checkpoints/best names the best one by evaluation.
+    """
     from paceline.checkpoint import export_weights, find_checkpoint
     from paceline.recipe import load_recipe
     from paceline.training.saving import files_of
@@ -29,6 +36,6 @@ def export(
 
     name = None if run.resolve() == folder.resolve() else run.name
     files = files_of(load_recipe(folder / "recipe.toml"), folder)
-    done = export_weights(find_checkpoint(files, say, name), to)
+    done = export_weights(find_checkpoint(files, say, name), to, weights)
     say(f"{done.path}: {done.num_tensors} tensors, {done.num_values:,} values, step {done.step}")
     say(f"go on from them: paceline train RECIPE --set init_from={done.path}")

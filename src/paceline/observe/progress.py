@@ -27,12 +27,21 @@ class Progress:
         console: where to; plain lines every few seconds if it is no terminal.
         first_step, last_step: range of the run, for the time left.
         tokens_per_sample: shows tokens/s if positive, samples/s otherwise.
+        steps_per_epoch: shows which epoch of how many it is, where there are several; 0: not known.
     """
 
-    def __init__(self, console: Console, first_step: int, last_step: int, tokens_per_sample: int) -> None:
+    def __init__(
+        self,
+        console: Console,
+        first_step: int,
+        last_step: int,
+        tokens_per_sample: int,
+        steps_per_epoch: int = 0,
+    ) -> None:
         self._console = console
         self._first, self._last = first_step, last_step
         self._tokens = tokens_per_sample
+        self._epochs = -(-last_step // steps_per_epoch) if steps_per_epoch else 0
         self._recent: deque[Stats] = deque(maxlen=_WINDOW_STEPS)
         self._live = Live(console=console, refresh_per_second=8, transient=False)
         self._next_plain = 0.0
@@ -78,7 +87,7 @@ class Progress:
             if seconds
         )
         return (
-            f"step {last.step + 1}/{self._last}{_epoch(last.epoch)}  loss {_loss(last.loss)}  "
+            f"step {last.step + 1}/{self._last}{_epoch(last.epoch, self._epochs)}  loss {_loss(last.loss)}  "
             f"{_rate(rate)} {unit}  {_clock(left)} left  | {shares}"
         )
 
@@ -88,9 +97,9 @@ def _bar(done: int, whole: int) -> str:
     return "━" * filled + "╌" * (_BAR_WIDTH - filled)
 
 
-def _epoch(index: int) -> str:
-    """The number of the epoch, once the data has been seen more than once."""
-    return f"  epoch {index + 1}" if index else ""
+def _epoch(index: int, epochs: int) -> str:
+    """The number of the epoch, of how many, where the data is seen more than once."""
+    return f"  epoch {index + 1}/{epochs}" if epochs > 1 else ""
 
 
 def _loss(value: float) -> str:

@@ -137,6 +137,11 @@ EVENTS: Mapping[str, Event] = MappingProxyType(
                 "best_step": "int: steps taken before that",
             },
         ),
+        "stop": Event(
+            "info",
+            True,
+            {"step": "int: steps taken before it", "reason": "str: what the callback that asked said"},
+        ),
         "checkpoint": Event("info", True, {"step": "int: saved state", "path": "str: where it is"}),
         "hash": Event(
             "info",

@@ -60,6 +60,17 @@ _WATCHED = Need(
 )
 
 
+class AverageRecipe(Table):
+    """A moving average of the weights, which is what is evaluated and exported where there is one."""
+
+    decay: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="share of the average that stays at an update, for example 0.999; left out: no average",
+    )
+
+
 class HealthRecipe(Table):
     """What is done when a loss or a gradient is not finite, or when the loss jumps."""
 

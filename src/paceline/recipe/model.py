@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from paceline.recipe.acting import Need
-from paceline.recipe.lasting import CheckpointRecipe, HealthRecipe
+from paceline.recipe.lasting import AverageRecipe, CheckpointRecipe, HealthRecipe
 from paceline.recipe.learning import BatchRecipe, OptimizerRecipe, ScheduleRecipe
 from paceline.recipe.log import LogRecipe
 from paceline.recipe.plain import plain
@@ -207,6 +207,9 @@ class Recipe(Table):
     loader: LoaderRecipe = Field(default_factory=LoaderRecipe, description="how samples are fetched")
     evaluate: EvaluateRecipe = Field(default_factory=EvaluateRecipe, description="held-out evaluation")
     checkpoint: CheckpointRecipe = Field(default_factory=CheckpointRecipe, description="when state is saved")
+    average: AverageRecipe = Field(
+        default_factory=AverageRecipe, description="a moving average of the weights"
+    )
     health: HealthRecipe = Field(default_factory=HealthRecipe, description="what is done about bad numbers")
     log: LogRecipe = Field(default_factory=LogRecipe, description="what is written down")
     strategy: Strategy = Field(default_factory=Strategy, description="how the work is distributed")

@@ -16,7 +16,7 @@ from paceline.cluster import Cluster
 from paceline.recipe import Recipe
 from paceline.task import Task
 from paceline.training import Pieces, Session, build_session
-from paceline.training.job import obtain_task
+from paceline.training.joining import obtain_task
 from paceline.verification import Oracle, build_oracle
 
 CPU = torch.device("cpu")

@@ -2,9 +2,22 @@
 
 from paceline.training.arrange import Pieces
 from paceline.training.build import build_session
+from paceline.training.callback import Callback
 from paceline.training.evaluation import Evaluation, evaluate
-from paceline.training.job import join, train
+from paceline.training.job import train
+from paceline.training.joining import join
 from paceline.training.loop import Result, fit
 from paceline.training.session import Session
 
-__all__ = ["Evaluation", "Pieces", "Result", "Session", "build_session", "evaluate", "fit", "join", "train"]
+__all__ = [
+    "Callback",
+    "Evaluation",
+    "Pieces",
+    "Result",
+    "Session",
+    "build_session",
+    "evaluate",
+    "fit",
+    "join",
+    "train",
+]

@@ -29,6 +29,7 @@ from paceline.sync import UpdateStep, update_parts
 from paceline.sync.witness import LossEar
 from paceline.task import Source, Task
 from paceline.training.arrange import Material, Pieces, Setting
+from paceline.training.averaging import build_average, by_rounds
 from paceline.training.by_machine import choose_by_machine
 from paceline.training.contract import (
     check_loss,
@@ -108,7 +109,7 @@ def build_session(
     update_step = build_update_step(setting, layout, state, feed.num_steps)
     guard_update(update_step, setting, layout.placed, ear)
     update_step.parts = pieces.update(update_step.parts)
-    return Session(
+    session = Session(
         recipe=recipe,
         strategy=strategy,
         cluster=cluster,
@@ -122,7 +123,11 @@ def build_session(
         rule=strategy.rule.load()(setting, layout, state),
         notes=notes,
         closers=setting.closers,
+        average=build_average(setting, layout, state, update_step),
+        averages_rounds=by_rounds(setting),
     )
+    session.listen(task.callbacks)
+    return session
 
 
 def agree_on_model(model: nn.Module, setting: Setting) -> None:

@@ -51,6 +51,10 @@ class BestSoFar:
         value = score if self._options.better == "lower" else -score
         return {"step": step, "metric": self._options.metric, "best": float(value), "best_step": best}
 
+    def is_best(self, step: int) -> bool:
+        """Whether the evaluation at a step is the best so far."""
+        return step in self._scores and self._scores[step] == self._scores[self._best_step()]
+
     def _best_step(self) -> int:
         return min(self._scores, key=lambda step: self._scores[step])
 

@@ -39,7 +39,7 @@ class Evaluation:
 
 
 def evaluate(session: Session, source: Source | None = None) -> Evaluation | None:
-    """Evaluate on the task's held-out data; collective.
+    """Evaluate on the task's held-out data, with the average of the weights if there is one; collective.
 
     Args:
         source: other samples than the task's held-out ones.
@@ -56,16 +56,12 @@ def evaluate(session: Session, source: Source | None = None) -> Evaluation | Non
     mine = split(len(blocks), data.size, data.rank)
     names = session.placed.metric_names.found or ()
     table = torch.zeros(len(blocks), 2 + len(names), dtype=torch.float64)
-    rows = _run(session, held_out, [blocks[i] for i in mine])
+    with session.averaged():
+        rows = _run(session, held_out, [blocks[i] for i in mine])
     table[mine.start : mine.start + len(rows)] = rows
     world = session.mesh.world
-    sums = (
-        session.net.all_reduce(table.to(session.placed.holding.device), world)
-        .wait()
-        .cpu()
-        .numpy()
-        .sum(axis=0)
-    )
+    agreed = session.net.all_reduce(table.to(session.placed.holding.device), world).wait()
+    sums = agreed.cpu().numpy().sum(axis=0)
     count = sums[1] or 1.0
     means = {name: float(value / count) for name, value in zip(names, sums[2:], strict=True)}
     loss, num_items = float(sums[0] / count), float(sums[1])

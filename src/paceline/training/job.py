@@ -5,124 +5,27 @@ Whoever started the processes (Paceline's launcher, torchrun, nobody) does not m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 
-import torch
 from rich.console import Console
 
 from paceline.cluster import Cluster
 from paceline.observe import JsonLines, Progress, Sink, TextLog
-from paceline.observe.process import cache_folder
 from paceline.phase import LEAVING, TRAINING
-from paceline.recipe import Recipe
 from paceline.report import write_report
 from paceline.report.folder import LOG, METRICS
-from paceline.task import Task
-from paceline.tasks import load_task, run_build
 from paceline.training import run_folder
-from paceline.training.build import build_session, choose_device
-from paceline.training.by_machine import num_cores
+from paceline.training.callback import Callback
 from paceline.training.conclusion import conclude, plain_lines
-from paceline.training.given import RecipeLike, TaskLike, given_recipe, given_run, given_task
+from paceline.training.given import RecipeLike, TaskLike, given_recipe, given_run
+from paceline.training.joining import join
 from paceline.training.loop import Result, fit
 from paceline.training.records import run_record
 from paceline.training.session import Session
 from paceline.training.stopping import StopRequest, stop_on_notice, stop_on_signals
-
-CACHE_DIR = cache_folder()
-
-
-@contextmanager
-def connected(recipe: Recipe, cluster: Cluster | None = None) -> Iterator[tuple[Cluster, torch.device]]:
-    """Set up threads and the device, meet the other ranks, and leave at the end of the block.
-
-    After an error it closes no connection: the other ranks may be gone, and the process is about to end.
-    The number of intra-op threads is afterwards what it was.
-    """
-    cluster = cluster or Cluster.from_env()
-    device = choose_device(recipe.runtime.device, cluster.local_rank, cluster.local_world_size)
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(_num_threads(recipe, cluster.local_world_size))
-    try:
-        cluster.connect(device.type, recipe.runtime.deadline_seconds)
-        yield cluster, device
-    finally:
-        torch.set_num_threads(num_threads)
-    cluster.disconnect()
-
-
-@contextmanager
-def join(
-    recipe: Recipe,
-    task: TaskLike | None = None,
-    *,
-    base_dir: Path | None = None,
-    cluster: Cluster | None = None,
-    warn: Callable[[str], None] = lambda text: None,
-    stop_requested: Callable[[], bool] = lambda: False,
-    fresh: bool = True,
-) -> Iterator[Session]:
-    """Connect to the other ranks, build this rank's session, and leave at the end of the block.
-
-    Args:
-        recipe: equal on every rank.
-        task: in place of the one that the recipe names: a task, or the function that builds it. A
-            function is better: it runs under the run's own seed, so that weights follow from the recipe.
-        base_dir: where a task `file.py:function` is looked for; the working directory if None.
-        cluster: in place of the one in the environment.
-        warn: see `build_session`.
-        stop_requested: see `EveryStep`.
-        fresh: see `build_session`.
-    """
-    with connected(recipe, cluster) as (found, device):
-        built = obtain_together(recipe, task, base_dir, found, warn)
-        session = build_session(
-            recipe,
-            built,
-            found,
-            device,
-            warn=warn,
-            stop_requested=stop_requested,
-            fresh=fresh,
-        )
-        yield session
-        session.close()
-
-
-def obtain_together(
-    recipe: Recipe,
-    task: TaskLike | None,
-    base_dir: Path | None,
-    cluster: Cluster,
-    say: Callable[[str], object] = lambda text: None,
-) -> Task:
-    """`obtain_task` on every rank: who is done waits for the others, however long data takes to prepare.
-
-    Raises:
-        DeadlineError: a rank takes longer than `runtime.setup_deadline_seconds`; names it.
-    """
-    seconds = recipe.runtime.setup_deadline_seconds
-    cluster.enter_phase("building the task", seconds)
-    built = obtain_task(recipe, task, base_dir)
-    cluster.enter_phase("waiting for the other ranks to build the task", seconds)
-    cluster.await_ranks("built the task", seconds, say)
-    cluster.enter_phase("building the session", seconds)
-    return built
-
-
-def obtain_task(recipe: Recipe, task: TaskLike | None, base_dir: Path | None) -> Task:
-    """The given task, what the given function builds, or the task that the recipe names."""
-    task = given_task(task)
-    if isinstance(task, Task):
-        return task
-    options, folder = dict(recipe.options), base_dir or Path.cwd()
-    if task is None:
-        return load_task(recipe.task, options, recipe.seed, folder, CACHE_DIR)
-    return run_build(task, task.__name__, options, recipe.seed, folder, CACHE_DIR)
 
 
 def train(
@@ -133,6 +36,7 @@ def train(
     resume: str | PathLike[str] | None = None,
     console: Console | None = None,
     name: str | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> Result:
     """Train on this rank, as one of however many there are.
 
@@ -144,6 +48,7 @@ def train(
             continues it in its own folder.
         console: where rank 0 reports; quiet if None.
         name: what a new folder under `runs/` is called after, behind its time; the task's function if None.
+        callbacks: beside those of the task.
     Returns:
         The result, equal on every rank.
     """
@@ -162,6 +67,7 @@ def train(
             warn=plain_lines(talks),
             stop_requested=stop,
             fresh=source is None,
+            callbacks=callbacks,
         ) as session,
     ):
         result = _continue(session, run, source, name or _name_of(task), talks, stop)
@@ -197,6 +103,8 @@ def _continue(
     session.cluster.enter_phase(TRAINING)
     result = fit(session, run_dir, sinks(session, run_dir, talks, used))
     session.cluster.enter_phase(LEAVING, session.recipe.runtime.setup_deadline_seconds)
+    if session.average is not None:
+        session.average.put()
     wanted = session.task.report is not None and result.evaluation is not None
     whole = session.complete() if wanted else None
     result = replace(result, model=session.holding_all())
@@ -231,16 +139,10 @@ def sinks(
     ]
     if console is not None:
         tokens = session.task.num_tokens_per_sample
-        found.append(Progress(console, session.state.step, session.num_steps, tokens))
+        in_epoch = session.work.order.steps_per_epoch
+        found.append(Progress(console, session.state.step, session.num_steps, tokens, in_epoch))
     for sink in found:
         sink.event("run", run_record(session))
         if resumed_from is not None:
             sink.event("resume", {"step": session.state.step, "checkpoint": resumed_from})
     return found
-
-
-def _num_threads(recipe: Recipe, processes_here: int) -> int:
-    """Intra-op threads: their number is in the bits, so ordered sums have one."""
-    if recipe.is_ordered:
-        return 1
-    return recipe.runtime.threads or max(1, num_cores() // processes_here)

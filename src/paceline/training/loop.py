@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
 from paceline.observe import Sink, Stats
-from paceline.sync.health import RollBack
-from paceline.training.evaluation import Evaluation, evaluate
-from paceline.training.hashes import hash_at_interval, tell_hash
-from paceline.training.intervals import reached
+from paceline.training.course import Course
+from paceline.training.evaluation import Evaluation
+from paceline.training.hashes import tell_hash
 from paceline.training.records import RankRecords
-from paceline.training.saves import Saves, open_saves
+from paceline.training.saves import open_saves
 from paceline.training.session import Session
 
 
@@ -32,8 +30,13 @@ class Result:
         sha256: of the state after the last step, in hex; None unless the run is reproducible.
         stopped: whether a signal ended the run before its last step.
         run_dir: the folder of the run; None without one.
-        model: with the parameters of the last step; None where this rank holds only a part of it
-            (`paceline export` takes it whole from the checkpoint), and until `train` returns.
+        reason: why it ended before its last step: a signal, patience, or what a callback said; empty: it
+            did not.
+        best: where the checkpoint of the best evaluation is; None: `checkpoint.keep_best` is not set, or
+            nothing was evaluated.
+        model: with the parameters of the last step, or with their average where the recipe asks for one;
+            None where this rank holds only a part of it (`paceline export` takes it whole from the
+            checkpoint), and until `train` returns.
     """
 
     steps: int
@@ -43,6 +46,8 @@ class Result:
     sha256: str | None
     stopped: bool
     run_dir: Path | None = None
+    reason: str = ""
+    best: str | None = None
     model: nn.Module | None = None
 
 
@@ -57,84 +62,49 @@ def fit(session: Session, run_dir: Path | None = None, sinks: Sequence[Sink] = (
         The result; a stop signal on any rank ends all ranks after the same step, which is saved.
     """
     last: Stats | None = None
-    stopped = False
     with ExitStack() as stack:
         for sink in sinks:
             stack.callback(sink.close)
         saves = stack.enter_context(open_saves(session, run_dir, sinks))
+        course = Course(session, saves, sinks)
         ranks = RankRecords(session, sinks, written=run_dir is not None)
+        for callback in session.callbacks:
+            callback.on_begin(session)
         before = session.state.step
-        for last in _rounds(session, saves):
-            _observe(session, last, sinks, ranks)
-            stopped = last.stops > 0 and not _done(session)
-            hash_at_interval(session, before, sinks)
-            if not _done(session) and not stopped:
-                _at_intervals(session, before, saves, sinks)
+        for last in course.rounds():
+            ranks.step(last)
+            course.after_round(last, before)
             before = session.state.step
             ranks.begin()
         saves.begin_last()
         ranks.flush()
-        _account(session, sinks)
+        _account(session, course)
         sha256 = tell_hash(session, sinks) if session.recipe.reproducible else None
-        evaluation = None if stopped else _evaluate(session, saves, sinks)
+        evaluation = None if course.stopped else course.evaluate()
         saved = saves.finish()
-        _tell(sinks, "end", {"step": session.state.step, "stopped": stopped})
-    return Result(session.state.step, last, evaluation, saved, sha256, stopped, run_dir)
+        course.tell("end", {"step": session.state.step, "stopped": course.stopped})
+        result = Result(
+            session.state.step,
+            last,
+            evaluation,
+            saved,
+            sha256,
+            course.stopped,
+            run_dir,
+            course.reason,
+            saves.best_place(),
+        )
+        for callback in session.callbacks:
+            callback.on_end(session, result)
+    return result
 
 
-def _rounds(session: Session, saves: Saves) -> Iterator[Stats]:
-    """The rounds of a session; where health asks for it, on from an earlier checkpoint."""
-    while not saves.best.is_over():
-        try:
-            for stats in session.rounds():
-                yield stats
-                if saves.best.is_over():
-                    return
-            return
-        except RollBack as ask:
-            saves.roll_back(ask)
-
-
-def _observe(session: Session, stats: Stats, sinks: Sequence[Sink], ranks: RankRecords) -> None:
-    for sink in sinks:
-        sink.step(stats)
-    for name, record in session.notes.take():
-        for sink in sinks:
-            sink.event(name, record)
-    ranks.step(stats)
-
-
-def _account(session: Session, sinks: Sequence[Sink]) -> None:
+def _account(session: Session, course: Course) -> None:
     """What went over the wires, how much of its time was hidden, and what the sample cache saved."""
     rows = {
         f"{op} {group}": {**asdict(entry), "hidden_fraction": entry.hidden_fraction}
         for (op, group), entry in session.net.ledger.rows.items()
     }
     loader = session.loader
-    _tell(sinks, "communication", {"rows": rows})
-    _tell(sinks, "cache", {"hits": loader.cache_hits, "lookups": loader.cache_lookups})
-
-
-def _tell(sinks: Sequence[Sink], event: str, record: Mapping[str, Any]) -> None:
-    for sink in sinks:
-        sink.event(event, record)
-
-
-def _at_intervals(session: Session, before: int, saves: Saves, sinks: Sequence[Sink]) -> None:
-    if reached(session.recipe.evaluate.every_steps, before, session.state.step):
-        _evaluate(session, saves, sinks)
-        if saves.best.is_over():
-            _tell(sinks, "early-stop", saves.best.record(session.state.step))
-    saves.at_interval(before)
-
-
-def _done(session: Session) -> bool:
-    return session.state.step >= session.num_steps
-
-
-def _evaluate(session: Session, saves: Saves, sinks: Sequence[Sink]) -> Evaluation | None:
-    evaluation = evaluate(session)
-    if evaluation is not None:
-        saves.score(saves.best.add(evaluation))
-        _tell(sinks, "evaluation", asdict(evaluation))
-    return evaluation
+    course.tell("communication", {"rows": rows})
+    course.tell("cache", {"hits": loader.cache_hits, "lookups": loader.cache_lookups})

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from paceline.checkpoint import Saver
+from paceline.checkpoint import BEST, Saver
 from paceline.comm.text import share_text
 from paceline.errors import CheckpointError, NumericError
 from paceline.observe import Sink
@@ -61,15 +61,20 @@ class Saves:
         minutes = session.recipe.checkpoint.every_minutes if saver is not None else 0.0
         self._clock = EveryMinutes(minutes, session.is_first, session.sum)
 
-    def at_interval(self, before: int) -> None:
-        """Save if a round from step `before` to now has made it due; collective."""
+    def at_interval(self, before: int, *, is_best: bool = False) -> None:
+        """Save if a round from step `before` to now has made it due; collective.
+
+        Args:
+            is_best: the state has just been evaluated, and none was better; the same on every rank.
+        """
         if self._saver is None:
             return
         if not self._saver.busy:
             self._tell()
         step = self._session.state.step
         by_time = self._clock.due(step - before)
-        if by_time or reached(self._session.recipe.checkpoint.every_steps, before, step):
+        options = self._session.recipe.checkpoint
+        if by_time or (is_best and options.keep_best) or reached(options.every_steps, before, step):
             self._save(self._saver)
 
     def begin(self) -> None:
@@ -145,6 +150,17 @@ class Saves:
         self._tell()
         self._saver.tidy()
         return self._saver.shelf.files.place(self._name)
+
+    def best_place(self) -> str | None:
+        """Where the checkpoint of the best evaluation is, if such are kept; collective."""
+        session, saver = self._session, self._saver
+        if saver is None or not session.recipe.checkpoint.keep_best:
+            return None
+        shelf, name = saver.shelf, ""
+        if session.is_first and any(kept.step in shelf.losses for kept in shelf.whole):
+            name = shelf.named(BEST)
+        name = share_text(name, session.mesh.world, session.net, session.placed.holding.device)
+        return shelf.files.place(name) if name else None
 
     def _here(self) -> str | None:
         """The newest checkpoint, if it is of the present step; collective."""

@@ -42,17 +42,22 @@ def build_saver(session: Session, run_dir: Path, warn: Callable[[str], None]) ->
         patience=patience,
         writers=1 if options.mode == "background" else torch.get_num_threads(),  # the others train on
     )
-    origin = Origin(
+    saver = Saver(session.state, shelf, _origin(session, run), saving, lambda text: _exchange(session, text))
+    step = session.update_step
+    step.parts = placed_before(step.parts, "step", "settle", lambda record: saver.settle())
+    if session.average is not None:
+        session.average.settle = saver.settle
+    return saver
+
+
+def _origin(session: Session, run: str) -> Origin:
+    return Origin(
         run=run,
         recipe=to_toml(session.recipe.replace(run_dir=None)),  # as the run folder keeps it
-        strategy=str(strategy),
+        strategy=str(session.strategy),
         world_size=session.cluster.world_size,
         versions=_versions(session),
     )
-    saver = Saver(session.state, shelf, origin, saving, lambda text: _exchange(session, text))
-    step = session.update_step
-    step.parts = placed_before(step.parts, "step", "settle", lambda record: saver.settle())
-    return saver
 
 
 def _versions(session: Session) -> dict[str, str]:
@@ -77,7 +82,7 @@ def restore(
     """Go on from a checkpoint; collective. Every rank reads and checks all of it.
 
     Args:
-        name: which one; None: the newest that is valid.
+        name: which one; "best": by evaluation; None: the newest that is valid.
         warn: is told, on rank 0, which ones cannot be used and why.
         before: only those that were saved before this one.
     Returns:
@@ -86,6 +91,7 @@ def restore(
         CheckpointError: the named one is damaged or does not fit, or there is no valid one.
     """
     refusal: CheckpointError | None = None
+    name = None if name is None else _named(files, name)
     for candidate in [name] if name else _newest_first(session, files, before, warn):
         refusal = _try(session, files, candidate, warn)
         if refusal is None:
@@ -98,6 +104,11 @@ def restore(
         where=files.url,
         next_step="name a run folder with a checkpoint in it, or start the run again",
     )
+
+
+def _named(files: Files, name: str) -> str:
+    """What "best" and "newest" stand for; every rank looks, as nobody writes now."""
+    return Shelf.look(files).named(name)
 
 
 def _newest_first(

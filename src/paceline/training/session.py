@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,7 +20,9 @@ from paceline.observe import Stats
 from paceline.recipe import Recipe, Strategy
 from paceline.state import TrainState
 from paceline.sync import Rule, UpdateStep
+from paceline.sync.average import Average
 from paceline.task import Task, finish_metrics
+from paceline.training.callback import Callback
 
 
 class Notes:
@@ -54,6 +57,10 @@ class Session:
         rule: owns the loop.
         notes: steps that were left out, and why; `fit` hands them to the sinks.
         closers: what `close` calls.
+        average: of the weights; None: the recipe asks for none.
+        averages_rounds: it follows rounds, not updates.
+        callbacks: what `fit` calls; see `listen`.
+        stop_reason: why a callback wants the run to end; empty: it does not.
     """
 
     recipe: Recipe
@@ -69,6 +76,20 @@ class Session:
     rule: Rule
     notes: Notes = field(default_factory=Notes)
     closers: list[Callable[[], None]] = field(default_factory=list)
+    average: Average | None = None
+    averages_rounds: bool = False
+    callbacks: list[Callback] = field(default_factory=list)
+    stop_reason: str = ""
+
+    def listen(self, callbacks: Sequence[Callback]) -> None:
+        """Have callbacks called by `fit`, and their state in checkpoints; before anything is restored."""
+        for callback in callbacks:
+            self.state.others[f"{type(callback).__name__}.{len(self.callbacks)}"] = callback
+            self.callbacks.append(callback)
+
+    def stop(self, reason: str) -> None:
+        """End the run after the present round, on all ranks; for callbacks."""
+        self.stop_reason = reason
 
     def close(self) -> None:
         """Let go of what the strategy holds beside the process groups; train no more."""
@@ -101,7 +122,11 @@ class Session:
         Between two rounds the state is consistent: it may be saved, evaluated or left there. After an error
         `abort` makes it so.
         """
+        before = self.state.step
         for stats in self.rule.rounds(self.feed, self.placed, self.update_step):
+            if self.average is not None and self.averages_rounds:
+                self.average.follow(self.state.step - before)
+            before = self.state.step
             yield self._finish(stats)
             if stats.stops:
                 return
@@ -148,6 +173,10 @@ class Session:
             return found
         pieces = [piece for piece in self.state.pieces() if piece.slot.name.startswith("model/")]
         return whole_model(holding.model, gather_whole(pieces, self.mesh.inside, self.net), holding.device)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Inside of the block ranks compute with the average of the weights, if there is one; collective."""
+        return nullcontext() if self.average is None else self.average.in_place()
 
     def sum(self, value: float) -> float:
         """Add up a number of every rank; collective, equal on all. Wire: one all_reduce of 8 bytes."""

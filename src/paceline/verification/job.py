@@ -22,7 +22,7 @@ from paceline.training import Pieces
 from paceline.training.build import build_session
 from paceline.training.by_machine import choose_by_machine
 from paceline.training.given import RecipeLike, TaskLike, given_recipe
-from paceline.training.job import connected, obtain_together
+from paceline.training.joining import connected, obtain_together
 from paceline.training.prepare import prepare_model
 from paceline.verification.oracle import Oracle
 from paceline.verification.plain_optimizer import plain_optimizer

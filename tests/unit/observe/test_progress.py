@@ -136,14 +136,20 @@ def test_closing_twice_is_closing_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "epoch, loss, begin",
+    "epoch, epochs, loss, begin",
     [
-        (0, 2.0, "step 1/9  loss 2.0000  "),
-        (2, 2.0, "step 1/9  epoch 3  loss 2.0000  "),
-        (0, 3.21e-7, "step 1/9  loss 3.210e-07  "),
-        (0, 0.0, "step 1/9  loss 0.0000  "),
-        (0, float("nan"), "step 1/9  loss nan  "),
+        (0, 0, 2.0, "step 1/9  loss 2.0000  "),
+        (0, 1, 2.0, "step 1/9  loss 2.0000  "),
+        (0, 3, 2.0, "step 1/9  epoch 1/3  loss 2.0000  "),
+        (2, 3, 2.0, "step 1/9  epoch 3/3  loss 2.0000  "),
+        (0, 0, 3.21e-7, "step 1/9  loss 3.210e-07  "),
+        (0, 0, 0.0, "step 1/9  loss 0.0000  "),
+        (0, 0, float("nan"), "step 1/9  loss nan  "),
     ],
 )
-def test_epochs_are_counted_and_tiny_losses_have_digits(epoch: int, loss: float, begin: str) -> None:
-    assert lines_for([make_stats(0, epoch=epoch, loss=loss)], last_step=9).startswith(begin)
+def test_epochs_are_counted_and_tiny_losses_have_digits(
+    epoch: int, epochs: int, loss: float, begin: str
+) -> None:
+    progress = Progress(plain_console()[0], 0, 9, 0, -(-9 // epochs) if epochs else 0)
+    progress.step(make_stats(0, epoch=epoch, loss=loss))
+    assert progress.line().startswith(begin)

@@ -16,7 +16,7 @@ from paceline.recipe import Recipe
 from paceline.task import Loss, Task
 from paceline.tasks import run_build
 from paceline.testing import run_ranks
-from paceline.training.job import obtain_task
+from paceline.training.joining import obtain_task
 
 DRAWS: dict[str, Callable[[], float]] = {
     "random": random.random,

@@ -1,0 +1,53 @@
+"""State that is no tensor, as JSON values: what callbacks and learning-rate schedulers keep.
+
+Invariant: what `restored_state` gives is equal to what `plain_state` was given, also keys that are no text.
+What JSON cannot hold is refused when it is saved, by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from paceline.errors import CheckpointError
+
+_PAIRS = "#pairs"
+
+
+class Stateful(Protocol):
+    """Has a state that is saved and loaded, as modules and schedulers have."""
+
+    def state_dict(self) -> Mapping[str, Any]: ...
+    def load_state_dict(self, state_dict: Any, /) -> Any: ...
+
+
+def plain_state(name: str, value: Any) -> Any:
+    """As JSON values.
+
+    Raises:
+        CheckpointError: it holds something else than numbers, words, lists and tables.
+    """
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) for key in value) and _PAIRS not in value:
+            return {key: plain_state(f"{name}.{key}", one) for key, one in value.items()}
+        items = value.items()
+        return {_PAIRS: [[plain_state(name, k), plain_state(f"{name}.{k}", one)] for k, one in items]}
+    if type(value) in (list, tuple):
+        return [plain_state(f"{name}[{i}]", one) for i, one in enumerate(value)]
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    raise CheckpointError(
+        f"'{name}' is {type(value).__name__}, and a checkpoint holds numbers, words, lists and tables",
+        next_step="return what it needs as such values from state_dict",
+    )
+
+
+def restored_state(value: Any) -> Any:
+    """The inverse of `plain_state`; tuples come back as lists."""
+    if isinstance(value, list):
+        return [restored_state(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {_PAIRS}:
+        return {restored_state(key): restored_state(one) for key, one in value[_PAIRS]}
+    return {key: restored_state(one) for key, one in value.items()}

@@ -1,0 +1,115 @@
+"""The course of one fit: rounds, and what is due between two of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from paceline.comm.text import gather_texts
+from paceline.observe import Sink, Stats
+from paceline.sync.health import RollBack
+from paceline.training.evaluation import Evaluation, evaluate
+from paceline.training.hashes import hash_at_interval
+from paceline.training.intervals import reached
+from paceline.training.saves import Saves
+from paceline.training.session import Session
+
+
+class Course:
+    """Takes a session through its rounds.
+
+    Args:
+        saves: when to save, and which evaluation was the best.
+        sinks: receive every step and event; only rank 0 has any.
+    Attributes:
+        reason: why the run ends before its last step; empty: it goes on.
+        stopped: a signal ended it.
+    """
+
+    def __init__(self, session: Session, saves: Saves, sinks: Sequence[Sink]) -> None:
+        self._session, self._saves, self._sinks = session, saves, sinks
+        self.reason, self.stopped = "", False
+        self._evaluation: Evaluation | None = None
+
+    def rounds(self) -> Iterator[Stats]:
+        """The rounds of the session; where health asks for it, on from an earlier checkpoint."""
+        session = self._session
+        if self._saves.best.is_over():
+            self.reason = self._patience()
+        while not self.is_over():
+            try:
+                for stats in session.rounds():
+                    yield stats
+                    if self.is_over():
+                        return
+                return
+            except RollBack as ask:
+                self._saves.roll_back(ask)
+
+    def is_over(self) -> bool:
+        """Whether no round comes any more."""
+        return self.done or bool(self.reason)
+
+    @property
+    def done(self) -> bool:
+        """Whether the last step was taken."""
+        return self._session.state.step >= self._session.num_steps
+
+    def after_round(self, stats: Stats, before: int) -> None:
+        """Tell of a round that began at step `before`, and do what is due; collective."""
+        session = self._session
+        for sink in self._sinks:
+            sink.step(stats)
+        for name, record in session.notes.take():
+            self.tell(name, record)
+        for callback in session.callbacks:
+            callback.on_step(session, stats)
+        hash_at_interval(session, before, self._sinks)
+        self.stopped = stats.stops > 0 and not self.done
+        if self.stopped:
+            self.reason = "asked by a signal"
+        elif not self.done:
+            self._at_intervals(before)
+            self._heed_callbacks()
+
+    def evaluate(self) -> Evaluation | None:
+        """Evaluate, unless the present state has been; collective."""
+        found, session = self._evaluation, self._session
+        if found is not None and found.step == session.state.step:
+            return found
+        self._evaluation = found = evaluate(session)
+        if found is not None:
+            self._saves.score(self._saves.best.add(found))
+            self.tell("evaluation", asdict(found))
+            for callback in session.callbacks:
+                callback.on_evaluation(session, found)
+        return found
+
+    def tell(self, event: str, record: Mapping[str, Any]) -> None:
+        """Tell all sinks."""
+        for sink in self._sinks:
+            sink.event(event, record)
+
+    def _at_intervals(self, before: int) -> None:
+        session, best = self._session, self._saves.best
+        evaluated = None
+        if reached(session.recipe.evaluate.every_steps, before, session.state.step):
+            evaluated = self.evaluate()
+            if best.is_over():
+                self.reason = self._patience()
+                self.tell("early-stop", best.record(session.state.step))
+        self._saves.at_interval(before, is_best=evaluated is not None and best.is_best(evaluated.step))
+
+    def _patience(self) -> str:
+        recipe = self._session.recipe.evaluate
+        return f"{recipe.patience} evaluations without a better {recipe.metric}"
+
+    def _heed_callbacks(self) -> None:
+        """End on all ranks if a callback of any has asked for it; 8 bytes a round if there are callbacks."""
+        session = self._session
+        if self.reason or not session.callbacks or not session.sum(float(bool(session.stop_reason))):
+            return
+        texts = gather_texts(session.stop_reason, session.mesh.world, session.net)
+        self.reason = next(text for text in texts if text)
+        self.tell("stop", {"step": session.state.step, "reason": self.reason})

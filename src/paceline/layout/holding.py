@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -82,7 +83,7 @@ class Holding:
     @property
     def device(self) -> torch.device:
         """Where this rank computes."""
-        found: Iterable[Tensor] = (*self.computes.values(), *self.model.parameters(), *self.model.buffers())
+        found = chain(self.computes.values(), self.model.parameters(), self.model.buffers())
         return next((t.device for t in found if not t.is_meta), torch.device("cpu"))
 
     @property

@@ -14,7 +14,7 @@ from paceline.errors import StrategyError
 from paceline.recipe import Recipe, Strategy
 from paceline.testing import run_ranks
 from paceline.testing.parity import session_of
-from tests.micro_batch.optim.test_adopt import ACCEPTED, KNOWN, Lars, Make, Signs
+from tests.unit.optim.test_adopt import ACCEPTED, KNOWN, Lars, Make, Signs
 
 
 def task_with(make: Make) -> Callable[[], Task]:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from paceline.cluster import change_environment, process_environment
 
-_SETTLE_SECONDS = 2.0
+_SETTLE_SECONDS = 30.0  # what ends by itself, also on a busy machine
 _SHARED_MEMORY = Path("/dev/shm")
 _IGNORED_VARIABLES = ("PYTEST_", "KMP_", "TORCHINDUCTOR_")  # pytest's own, and what imports set for good
 _SERVERS = (
@@ -65,7 +65,7 @@ def observe() -> Observation:
 
 
 def find_leaks(before: Observation) -> list[str]:
-    """Compare with now; what may be on its way out gets two seconds to go.
+    """Compare with now; what may be on its way out gets half a minute to go.
 
     Returns:
         One line for each leak; empty if there is none.

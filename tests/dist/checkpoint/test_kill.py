@@ -25,7 +25,7 @@ def save_for_ever(folder: str) -> None:
     """Every tensor of step k holds k: a torn checkpoint would show."""
     from paceline.layout.holding import hold_whole
     from paceline.state import TrainState
-    from tests.micro_batch.checkpoint.states import saver
+    from tests.unit.checkpoint.states import saver
 
     torch.set_num_threads(1)
     model = torch.nn.Linear(300, 300)

@@ -17,6 +17,7 @@ NAMES = (
     "startup",
     "step_overhead",
     "replicas",
+    "sharding",
     "processor",
     "reproducible",
     "heap",

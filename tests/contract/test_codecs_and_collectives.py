@@ -1,13 +1,18 @@
 """Codecs, collectives and reducers keep their contracts."""
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 import pytest
+from torch import Tensor
 
-from paceline.comm import Codec, CodedCollective, Collective, NativeCollective, Net
+from paceline.comm import Codec, CodedCollective, Collective, NativeCollective, Net, Reduction
 from paceline.comm.codecs import Int8, TopK
+from paceline.comm.reduction import Scatterer, Ways
+from paceline.comm.reduction.part_buffer import Parts
 from paceline.comm.routes import SharedMemoryCollective, TreeCollective, meet_on_host
-from paceline.mesh import Group, twin_group
+from paceline.mesh import Group, Mesh, twin_group
+from paceline.slot import Slot
 from paceline.testing.contracts import CodecContract, CollectiveContract, ReducerContract
 
 INT8_ERROR = 1 / 254
@@ -117,6 +122,29 @@ class TestSharedMemoryCollective(CollectiveContract):
 
 class TestSharedMemoryReducer(ReducerContract):
     degrees: ClassVar = {"replica": 3}
+
+    def collective(self, net: Net, group: Group) -> Collective:
+        return shared(net, group)
+
+
+@pytest.mark.capability("A11")
+class TestScatterer(ReducerContract):
+    """Gradients that leave with every micro-batch, over messages, with replicas."""
+
+    degrees: ClassVar = {"replica": 2, "shard": 2}
+
+    def collective(self, net: Net, group: Group) -> Collective:
+        return NativeCollective(net, group)
+
+    def reducer(self, tensors: Mapping[Slot, Tensor], parts: Parts, mesh: Mesh, net: Net) -> Reduction:
+        shard = mesh.axes["shard"]
+        apart = self.collective(net, twin_group(shard, "scatter"))
+        return Scatterer(tensors, parts, Ways(apart, self.collective(net, mesh.replica), shard, net), 64)
+
+
+@pytest.mark.capability("A11")
+class TestSharedMemoryScatterer(TestScatterer):
+    degrees: ClassVar = {"shard": 3}
 
     def collective(self, net: Net, group: Group) -> Collective:
         return shared(net, group)

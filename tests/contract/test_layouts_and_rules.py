@@ -96,6 +96,31 @@ class TestCodedStages(RuleContract):
     strategy, num_ranks = "replicas=2 pipeline=2 codec=int8", 4
 
 
+@pytest.mark.capability("A11", "Z1")
+class TestZero2(LayoutContract):
+    strategy, num_ranks = "replicas=1 shard=2 zero=2", 2
+
+
+@pytest.mark.soak
+@pytest.mark.capability("A11", "Z1")
+class TestReplicasOfZero2(LayoutContract):
+    strategy, num_ranks = "replicas=2 shard=2 zero=2 route=native", 4
+
+
+@pytest.mark.soak
+@pytest.mark.capability("A11", "D4", "Z1")
+class TestZero2OfStages(LayoutContract):
+    strategy, num_ranks = "replicas=1 shard=2 zero=2 pipeline=2 schedule=1f1b", 4
+
+
+@pytest.mark.soak
+@pytest.mark.capability("A11", "Z1")
+class TestZero3ByMessages(LayoutContract):
+    """Nothing lies in common: the next block is gathered while one computes."""
+
+    strategy, num_ranks = "replicas=1 shard=3 zero=3 route=native", 3
+
+
 class TensorContract(LayoutContract):
     """A layout of models that have a tensor plan; the ConvNet has none."""
 

@@ -31,6 +31,7 @@ from paceline.training import Pieces, Session
 from paceline.training.saving import build_saver
 
 SMALL_BYTES = 2**17  # data, buffers, one batch, numbers
+BUCKET_BYTES = 2**17
 Sizes = dict[str, int]
 
 
@@ -135,6 +136,7 @@ def live(cluster: Cluster, strategy: str, model: str, folder: str) -> Life:
         batch={"size": 8, "shards": 4},
         optimizer={"name": "adamw", "lr": 1e-3},
         strategy=Strategy.parse(strategy),
+        runtime={"bucket_bytes": BUCKET_BYTES},
     )
     before, life = bytes_now(), Life()
     record = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
@@ -182,11 +184,12 @@ LAYOUTS = {
     "replicas=1 pipeline=2 route=native": 2,
     "replicas=1 tensor=2 route=native": 2,
     "replicas=1 shard=2 zero=1 route=native": 2,
+    "replicas=1 shard=2 zero=2 route=native": 2,
     "replicas=1 shard=2 zero=3 route=native": 2,
     "replicas=1 shard=4 zero=3 route=native": 4,
     "replicas=1 shard=2 zero=3 pipeline=2 route=native": 4,
 }
-SHORT = tuple(LAYOUTS)[1:5]
+SHORT = tuple(LAYOUTS)[1:6]
 
 
 def lives(strategy: str, model: str, folder: Path) -> list[Life]:
@@ -198,13 +201,18 @@ def in_steps(strategy: str, life: Life) -> int:
 
     One replica on one rank sums nothing, so that its gradients are the sums. With zero=1 there is a buffer
     through which updated parameters are gathered. Gradients of the modules stay until the next step where
-    they are not the sums themselves.
+    they are not the sums themselves; with zero=2 and zero=3 there are none, and three buckets through which
+    they leave.
     """
     parts = Strategy.parse(strategy)
     moments, gradients = 2 * life.updates, life.computes
+    if parts.zero >= 2:
+        parameters = life.updates if parts.zero == 3 else life.computes
+        own_sums, buckets = life.updates, min(3 * (life.largest + BUCKET_BYTES), 3 * life.computes)
+        return parameters + moments + own_sums + buckets + 2 * life.shared
     if parts.shard > 1:
         buckets, own_sums = life.computes, life.updates
-        parameters = life.updates if parts.zero == 3 else life.computes + life.computes
+        parameters = life.computes + life.computes
         return parameters + moments + gradients + buckets + own_sums + life.shared
     return life.computes + moments + gradients + life.shared
 
@@ -221,7 +229,7 @@ def test_a_rank_holds_its_part_from_the_build_to_the_last_save(
     found = lives(strategy, model, tmp_path)
     for life in found:
         at_rest = life.updates if parts.zero == 3 else life.computes
-        gathered = life.computes if parts.zero == 1 else 0
+        gathered = life.computes if parts.zero in (1, 2) else 0
         buckets = life.computes if parts.shard > 1 or parts.replicas == 2 else 0
         assert 0.95 * at_rest <= life.placed <= 1.05 * (at_rest + gathered) + SMALL_BYTES
         assert life.built <= 1.05 * (at_rest + gathered + buckets) + SMALL_BYTES
@@ -242,9 +250,9 @@ def test_a_rank_holds_its_part_from_the_build_to_the_last_save(
 def test_a_model_without_memory_is_never_whole_where_it_is_cut(strategy: str, tmp_path: Path) -> None:
     """While it is placed, a rank has its part, and of what it makes at most two tensors."""
     for life in lives(strategy, "light", tmp_path):
-        cut = Strategy.parse(strategy).ranks_per_replica > 1 and "zero=1" not in strategy
+        cut = Strategy.parse(strategy).ranks_per_replica > 1 and Strategy.parse(strategy).zero not in (1, 2)
         at_rest = life.updates if "zero=3" in strategy else life.computes
-        gathered = life.computes if "zero=1" in strategy else 0
+        gathered = life.computes if Strategy.parse(strategy).zero in (1, 2) else 0
         assert 0.9 * at_rest <= life.placing <= at_rest + gathered + 2 * life.largest + SMALL_BYTES
         if cut:
             assert life.placing < life.whole
@@ -256,3 +264,31 @@ def test_a_shard_of_the_state_is_smaller_than_the_whole(tmp_path: Path) -> None:
     alone = lives("replicas=2 route=native", "light", tmp_path / "replica")[0]
     for life in lives("replicas=1 shard=2 zero=3 route=native", "light", tmp_path / "shard"):
         assert max(life.steps) < 0.95 * max(alone.steps)
+
+
+def files_of(cluster: Cluster, strategy: str) -> list[tuple[int, int]]:
+    """Number and place of the file in which each parameter lies, as the kernel maps it; after two steps."""
+    recipe = Recipe(
+        task="sum", steps=2, batch={"size": 8, "shards": 4}, strategy=Strategy.parse(strategy)
+    )
+    session = session_of(cluster, recipe, light_gpt)
+    list(session.rounds())
+    found = []
+    for p in session.placed.holding.computes.values():
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            span, _, offset, _, inode, *_ = line.split()
+            first, last = (int(end, 16) for end in span.split("-"))
+            if first <= p.data_ptr() < last:
+                found.append((int(inode), int(offset, 16) + p.data_ptr() - first))
+    session.close()
+    return found
+
+
+@pytest.mark.capability("A11")
+def test_on_one_host_parameters_lie_once_for_all_ranks() -> None:
+    """The same bytes of the same file on every rank: a host holds them once, a rank its share."""
+    first, second = run_ranks(files_of, 2, "replicas=1 shard=2 zero=3")
+    assert first == second
+    assert all(inode for inode, _ in first) and len(set(first)) == len(first)
+    first, second = run_ranks(files_of, 2, "replicas=1 shard=2 zero=2")
+    assert not any(inode for inode, _ in (*first, *second))

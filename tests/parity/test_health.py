@@ -58,6 +58,16 @@ def test_a_gradient_is_named_where_every_loss_is_finite(num_ranks: int) -> None:
         assert "gradient of 'norm.weight' is not finite (4 of 4 values)" in said
 
 
+@pytest.mark.parametrize("zero", [2, 3])
+def test_a_gradient_that_was_let_go_of_names_its_rank_all_the_same(zero: int) -> None:
+    def sharded(cluster: Cluster) -> str:
+        return train(cluster, recipe(f"replicas=1 shard=2 zero={zero}"), bad_slope).said
+
+    for said in run_ranks(sharded, 2):
+        assert "on rank 1 the loss is " in said and "the loss is nan" not in said
+        assert "the gradient of 'norm.weight' is not finite (some of 4 values)" in said
+
+
 def test_where_sums_are_taken_in_one_order_they_must_do() -> None:
     """Nobody keeps the gradient of a rank then; a loss that is not finite still names its rank."""
     for said in run_ranks(slope, 2, True):

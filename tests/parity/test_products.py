@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from paceline.cluster import Cluster
-from paceline.comm import Gradients
-from paceline.comm.reduction import joint_norm
+from paceline.comm import Gradients, Handle
+from paceline.comm.reduction import Scatterer, joint_norm
 from paceline.layout.digest import state_sha256
+from paceline.layout.shard import on_use
 from paceline.recipe import Recipe, Strategy
 from paceline.sync.update import Norm
 from paceline.testing import run_ranks
@@ -26,11 +27,18 @@ from tests.dist.comm.nodes import on_nodes
 
 STEPS = 4
 PRODUCTS = {
+    "replicas=1 shard=2 zero=2": 2,
     "replicas=1 shard=2 zero=3": 2,
+    "replicas=1 shard=2 zero=3 route=native": 2,
+    "replicas=1 shard=3 zero=2 route=native": 3,
     "replicas=1 tensor=2": 2,
     "replicas=1 pipeline=2 schedule=1f1b": 2,
     "replicas=1 shard=2 zero=1 pipeline=2": 4,
     "replicas=1 shard=2 zero=3 pipeline=2 schedule=1f1b": 4,
+    "replicas=1 shard=2 zero=2 pipeline=2 schedule=1f1b": 4,
+    "replicas=1 shard=2 zero=3 pipeline=2 route=native": 4,
+    "replicas=1 shard=2 zero=2 tensor=2": 4,
+    "replicas=2 shard=2 zero=2": 4,
     "replicas=1 tensor=2 pipeline=2": 4,
     "replicas=1 shard=2 zero=1 tensor=2": 4,
     "replicas=1 shard=2 zero=3 tensor=2": 4,
@@ -39,7 +47,9 @@ PRODUCTS = {
     "replicas=1 shard=2 zero=3 tensor=2 pipeline=2": 8,
 }
 SHORT = (
+    "replicas=1 shard=2 zero=2",
     "replicas=1 shard=2 zero=3",
+    "replicas=1 shard=2 zero=3 route=native",
     "replicas=1 tensor=2",
     "replicas=1 pipeline=2 schedule=1f1b",
     "replicas=1 shard=2 zero=1 pipeline=2",
@@ -222,7 +232,27 @@ def counted_on_every_holder(norm: Norm) -> Norm:
     return broken
 
 
+class Forgetful(Scatterer):
+    """Of several micro-batches it keeps the last."""
+
+    def _settle(self) -> None:
+        for bucket in self._buckets:
+            bucket.is_fresh = True
+        super()._settle()
+
+
+class Padded(Scatterer):
+    """What lies behind a short part is counted."""
+
+    def _over_replicas(self, bucket: Any) -> Handle:
+        bucket.total[bucket.own_values :] = 1.0
+        return self._ways.replica.all_reduce(bucket.total, f"{bucket.number}.own")
+
+
 TWINS = {
+    "zero=2, not gathered": ("replicas=1 shard=2 zero=2", Pieces(gather=forgotten)),
+    "zero=2, the last micro-batch only": ("replicas=1 shard=2 zero=2", Pieces(scatterer=Forgetful)),
+    "zero=2, padding counted": ("replicas=1 shard=3 zero=2 route=native", Pieces(scatterer=Padded)),
     "zero=3, the own norm": ("replicas=1 shard=2 zero=3", Pieces(norm=own_norm)),
     "tensor, counted twice": ("replicas=1 tensor=2", Pieces(norm=counted_on_every_holder)),
     "1f1b, counted twice": (
@@ -253,6 +283,24 @@ def test_a_broken_product_is_found(twin: str) -> None:
         assert not report.ok
 
 
+@pytest.mark.capability("A11", "Z2")
+def test_parameters_of_the_step_before_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that stay here over an update."""
+
+    def stale(cluster: Cluster) -> Report:
+        release = on_use._Block.release
+
+        def stay(block: Any) -> None:
+            if not all(p.untyped_storage().size() for p in block.tensors.values()):
+                release(block)
+
+        monkeypatch.setattr(on_use._Block, "release", stay)
+        return verify(cluster, gpt("replicas=1 shard=2 zero=3 route=native"))
+
+    for report in run_ranks(stale, 2):
+        assert not report.ok
+
+
 @pytest.mark.capability("Z1", "Z2")
 def test_a_plan_that_forgets_the_dropout_is_found() -> None:
     whole = {"layers.0": "column", "layers.2": "split", "layers.3": "row"}
@@ -266,8 +314,12 @@ def test_a_plan_that_forgets_the_dropout_is_found() -> None:
 @pytest.mark.parametrize(
     "strategy",
     [
+        "replicas=1 shard=2 zero=2",
         "replicas=1 shard=2 zero=3",
         "replicas=1 shard=2 zero=1 pipeline=2",
+        pytest.param("replicas=1 shard=2 zero=3 route=native", marks=pytest.mark.soak),
+        pytest.param("replicas=2 shard=2 zero=2", marks=pytest.mark.soak),
+        pytest.param("replicas=1 shard=2 zero=2 pipeline=2", marks=pytest.mark.soak),
         pytest.param("replicas=1 shard=2 zero=3 pipeline=2", marks=pytest.mark.soak),
         pytest.param("replicas=1 shard=2 zero=3 pipeline=2 schedule=1f1b", marks=pytest.mark.soak),
         pytest.param("replicas=2 shard=2 zero=3", marks=pytest.mark.soak),

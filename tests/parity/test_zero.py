@@ -83,6 +83,39 @@ def test_the_bytes_are_those_of_the_closed_form(replicas: int, shard: int) -> No
             assert found["all_reduce", "replica"] == pytest.approx(2 * (replicas - 1) / replicas * row)
 
 
+def rows_of(cluster: Cluster, recipe: Recipe) -> dict[tuple[str, str], float]:
+    session = session_of(cluster, recipe)
+    list(session.rounds())
+    session.close()
+    return {row: entry.sent_bytes for row, entry in session.net.ledger.rows.items()}
+
+
+@pytest.mark.capability("A11")
+@pytest.mark.parametrize("zero, replicas", [(2, 1), (2, 2), (3, 1)])
+def test_the_bytes_of_scattered_gradients_are_those_of_the_closed_form(zero: int, replicas: int) -> None:
+    """Each of K micro-batches is scattered; zero=2 gathers once a step, zero=3 twice for each of them."""
+    num_steps, shard, width, blocks = 3, 2, 64, 2
+    options = {"layers": blocks, "width": width, "heads": 2, "context": 16, "sample_tokens": 0}
+    recipe = Recipe(
+        task="byte-gpt",
+        options={**options, "train_tokens": 20_000, "held_out_tokens": 200},
+        steps=num_steps,
+        batch={"size": 16, "shards": 8},
+        strategy=Strategy.parse(f"replicas={replicas} shard={shard} zero={zero} route=native"),
+    )
+    n_blocks = 4 * blocks * (12 * width**2 + 2 * width)
+    n = n_blocks + 4 * (256 * width + width)
+    own, rounds = n / shard, num_steps * (8 // (shard * replicas))
+    for found in run_ranks(rows_of, replicas * shard, recipe):
+        assert found["reduce_scatter", "shard"] == pytest.approx(rounds * own)
+        gathered = num_steps * own
+        if zero == 3:  # the start looks at two batches in one evaluation
+            gathered = (2 * rounds + 2) * n_blocks / shard + (num_steps + 1) * (n - n_blocks) / shard
+        assert found["all_gather", "shard"] == pytest.approx(gathered, rel=0.01)
+        if replicas > 1:
+            assert found["all_reduce", "replica"] == pytest.approx(num_steps * own)
+
+
 def verify(cluster: Cluster, pieces: Pieces | None = None) -> Report:
     recipe = digits("replicas=1 shard=2 zero=1")
     return compare_with_oracle(recipe, make_task(recipe), cluster, CPU, 4, pieces=pieces)

@@ -28,10 +28,11 @@ class Handle:
     on the thread that waits, and kept; a failure is raised again by every further wait.
     """
 
-    __slots__ = ("_error", "_resolve", "_result")
+    __slots__ = ("_error", "_poll", "_resolve", "_result")
 
-    def __init__(self, resolve: Resolve) -> None:
+    def __init__(self, resolve: Resolve, poll: Callable[[], bool] = lambda: False) -> None:
         self._resolve: Resolve | None = resolve
+        self._poll = poll
         self._result: Any = None
         self._error: Exception | None = None
 
@@ -40,6 +41,7 @@ class Handle:
         """A result that is there already."""
         handle = cls.__new__(cls)
         handle._resolve, handle._result, handle._error = None, result, None
+        handle._poll = lambda: True
         return handle
 
     def wait(self, deadline_seconds: float | None = None, *, exposed: bool = True) -> Any:
@@ -69,7 +71,11 @@ class Handle:
         def resolve(deadline_seconds: float | None, exposed: bool) -> Any:
             return function(self.wait(deadline_seconds, exposed=exposed))
 
-        return Handle(resolve)
+        return Handle(resolve, self.is_complete)
+
+    def is_complete(self) -> bool:
+        """Whether `wait` would return at once, as far as that is known; a result that `wait` makes is not."""
+        return self._resolve is None or self._poll()
 
 
 def launched(
@@ -99,7 +105,7 @@ def launched(
                 entry.exposed_seconds += time.perf_counter() - began
         return finish()
 
-    return Handle(resolve)
+    return Handle(resolve, lambda: bool(work.is_completed()))
 
 
 def failure(

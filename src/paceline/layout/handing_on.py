@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from paceline.comm import GradientSink
@@ -25,7 +26,8 @@ class HandingOn:
     Args:
         parameters: by slot, in the model's order.
         overlap: hand on during backward; pointless, and slower, if nobody communicates.
-        frees: let go of a gradient that was handed on; the sink has a copy.
+        frees: let go of a gradient that was handed on; the sink has a copy. Its norm is kept, unread, until
+            the next step.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class HandingOn:
         self._once: set[Slot] = set()
         self._late: set[Slot] = set()
         self.used: set[str] = set()
+        self.norms: dict[Slot, list[Tensor]] = {}
         for slot, p in parameters.items() if overlap else ():
             p.register_post_accumulate_grad_hook(partial(self._on_gradient, slot))
 
@@ -45,7 +48,7 @@ class HandingOn:
         """Forget the gradients of the step before."""
         for p in self._parameters.values():
             p.grad = None
-        self.used = set()
+        self.used, self.norms = set(), {}
 
     def open(self, sink: GradientSink | None) -> None:
         """What becomes complete from now on goes to the sink; None: gradients only add up."""
@@ -88,6 +91,8 @@ class HandingOn:
             self.used.add(slot.name)
             if p.grad.is_sparse:
                 p.grad = p.grad.to_dense()  # buckets have a place for every row
+            if self._frees:
+                self.norms.setdefault(slot, []).append(torch.linalg.vector_norm(p.grad))
         sink.ready(slot, p.grad)
         if sink.by_micro_batch or self._frees:
             p.grad = None  # the next micro-batch starts anew

@@ -21,7 +21,14 @@ from paceline.slot import Slot, trained_parameters
 
 
 class Use(Protocol):
-    """What has to be done around the use of a model that is not all in memory."""
+    """What has to be done around the use of a model that is not all in memory.
+
+    Attributes:
+        in_backward: whether ranks wait for each other during backward.
+    """
+
+    @property
+    def in_backward(self) -> bool: ...
 
     def begin(self) -> None:
         """A run or an evaluation begins; collective."""
@@ -38,6 +45,8 @@ class Use(Protocol):
 
 class NothingToDo:
     """The use of a model that is in memory."""
+
+    in_backward = False
 
     def begin(self) -> None:
         """See `Use`."""
@@ -87,9 +96,9 @@ class Holding:
         return next((t.device for t in found if not t.is_meta), torch.device("cpu"))
 
     @property
-    def is_gathered(self) -> bool:
-        """Whether what the rank computes with is here only while it is used."""
-        return any(not one.kept for one in self.held.values())
+    def frees(self) -> bool:
+        """Whether a gradient is let go of once it was handed on."""
+        return any(one.frees for one in self.held.values())
 
     @property
     def is_cut(self) -> bool:

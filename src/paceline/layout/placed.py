@@ -6,14 +6,17 @@ Gradients are named by the slot that the rank computes with. A rank calls `ready
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
+
+from torch import Tensor
 
 from paceline.comm import GradientSink
 from paceline.data import LoadedBatch
 from paceline.layout.buffers import MicroBatchBuffers
 from paceline.layout.holding import Holding
 from paceline.layout.sums import MetricNames, Sums
+from paceline.slot import Slot
 
 
 class Placed(Protocol):
@@ -23,6 +26,7 @@ class Placed(Protocol):
         holding: what of the model this rank has in memory.
         metric_names: of the loss; agreed before training.
         used: names of the parameters that had a gradient here, in a micro-batch of the last `run`.
+        norms: of gradients that were let go of in the last `run`, one for each micro-batch; unread.
         buffers: of the whole model; those that this rank does not hold do not move here.
     """
 
@@ -32,6 +36,8 @@ class Placed(Protocol):
     def metric_names(self) -> MetricNames: ...
     @property
     def used(self) -> Collection[str]: ...
+    @property
+    def norms(self) -> Mapping[Slot, Sequence[Tensor]]: ...
     @property
     def buffers(self) -> MicroBatchBuffers: ...
 

@@ -28,6 +28,7 @@ class Held:
         holders: if several stages hold it, which.
         counts: whether this rank counts what it updates in the norm of the whole.
         kept: whether the rank keeps in memory what it computes with; else its own part only.
+        frees: whether it keeps no gradient of what it computes with, but of its own part.
     """
 
     computes: Slot
@@ -37,6 +38,7 @@ class Held:
     holders: tuple[int, ...] = ()
     counts: bool = True
     kept: bool = True
+    frees: bool = False
 
     @classmethod
     def whole(cls, slot: Slot) -> Held:
@@ -149,19 +151,21 @@ class Shard:
         degree: how many ranks.
         dims: by name, the dimension that is cut; the first where none is named.
         keeps: whether a rank keeps whole what it computes with (ZeRO 1 and 2), or its part only (ZeRO 3).
+        frees: whether it keeps the gradient of its part only (ZeRO 2 and 3).
     Source: Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5.
     """
 
     degree: int
     dims: Mapping[str, int]
     keeps: bool = True
+    frees: bool = False
     axis = "shard"
 
     def cut(self, held: Held, coordinate: int) -> Held | None:
         """Every rank of the axis computes with the same and updates a part of it."""
         slot = held.computes
         parts = tuple(self._part(slot, place) for place in range(self.degree))
-        return replace(held, parts=parts, place=coordinate, kept=self.keeps)
+        return replace(held, parts=parts, place=coordinate, kept=self.keeps, frees=self.frees)
 
     def _part(self, slot: Slot, place: int) -> Slot | None:
         if not slot.shape:  # one number: one of the ranks has it

@@ -8,9 +8,10 @@ a sink that takes them apart, handed on micro-batch by micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from paceline.comm import GradientSink
 from paceline.data import LoadedBatch
@@ -22,6 +23,7 @@ from paceline.layout.seed import seed_micro_batch
 from paceline.layout.sums import MetricNames, Sums, checked, explained
 from paceline.models.dropout import name_dropouts
 from paceline.observe import Phases
+from paceline.slot import Slot
 from paceline.task import LossFunction
 
 
@@ -54,7 +56,7 @@ class Replicate:
     ) -> None:
         self.holding, self.metric_names = holding, metric_names
         self.buffers = MicroBatchBuffers(holding.model)
-        self.gradients = HandingOn(holding.computes, overlap=overlap, frees=holding.is_gathered)
+        self.gradients = HandingOn(holding.computes, overlap=overlap, frees=holding.frees)
         self._model, self._device = holding.model, holding.device
         self._loss, self._precision, self._phases = loss, precision, phases
         self._dropouts, self._seeds, self._reports = name_dropouts(holding.model), seeds, reports
@@ -63,6 +65,11 @@ class Replicate:
     def used(self) -> Collection[str]:
         """See `Placed`."""
         return self.gradients.used
+
+    @property
+    def norms(self) -> Mapping[Slot, Sequence[Tensor]]:
+        """See `Placed`."""
+        return self.gradients.norms
 
     def run(self, micro_batches: Iterable[LoadedBatch], count: int, sink: GradientSink, scale: float) -> Sums:
         """See `Placed.run`; a gradient is handed on, during backward, as soon as it is complete."""

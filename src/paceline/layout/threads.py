@@ -8,12 +8,12 @@ All have ended when `run` returns or raises.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.errors import CommunicationError, TaskError
 from paceline.layout.buffers import MicroBatchBuffers
@@ -21,6 +21,7 @@ from paceline.layout.holding import Holding
 from paceline.layout.placed import Placed
 from paceline.layout.sums import MetricNames
 from paceline.models.dropout import name_dropouts
+from paceline.slot import Slot
 
 T = TypeVar("T")
 
@@ -81,6 +82,11 @@ class LedByFirst:
     @property
     def holding(self) -> Holding:
         return self._first.holding
+
+    @property
+    def norms(self) -> Mapping[Slot, Sequence[Tensor]]:
+        """Gradients of shards are added where they lie, and kept."""
+        return {}
 
     @property
     def buffers(self) -> MicroBatchBuffers:

@@ -64,7 +64,7 @@ def _options(strategy: Strategy, field: str, processes: int) -> list[Any]:
     if field == "servers":
         values = [strategy.rule.needs_server]
     elif field == "zero":
-        values = [1, 3, 0] if strategy.shard > 1 else [0]
+        values = [1, 2, 3, 0] if strategy.shard > 1 else [0]
     elif field in ("shard", "tensor", "pipeline"):
         values = [1, *(n for n in (2, 3, 4, 8) if n <= processes and processes % n == 0)]
     elif field == "sync":

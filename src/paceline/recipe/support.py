@@ -42,7 +42,6 @@ class _Rule(NamedTuple):
 
 
 _DEGREES: dict[str, tuple[frozenset[int], str]] = {  # the degrees that are built, and what they mean
-    "zero": (frozenset({0, 1, 3}), "optimizer state is whole or cut, or all state is cut"),
     "context": (frozenset({1}), "sequences are whole"),
 }
 

@@ -228,6 +228,13 @@ LAYOUTS = (
         applies=lambda s: s.shard > 1 and s.zero == 1,
     ),
     LayoutSpec(
+        word="zero-2",
+        summary="optimizer state and gradients cut among the shard ranks",
+        build="paceline.training.cuts:cut_gradients",
+        order=30,
+        applies=lambda s: s.shard > 1 and s.zero == 2,
+    ),
+    LayoutSpec(
         word="zero-3",
         summary="all state cut among the shard ranks, gathered for its use",
         build="paceline.training.cuts:cut_everything",

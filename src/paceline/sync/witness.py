@@ -55,7 +55,8 @@ class Testimony:
         rank: in the world.
         loss: mean over its items; None where no loss was computed.
         tensor: its gradient that is not finite, the one nearest the loss; if all are finite, the largest.
-        num_bad, num_values: values of that gradient that are not finite, and all of them.
+        num_bad, num_values: values of that gradient that are not finite, and all of them; 0 where the
+            gradient was let go of, and only its norm is known.
         num_tensors: how many gradients are not finite.
         own: whether the gradients are this rank's; else they are sums over ranks.
     """
@@ -75,16 +76,20 @@ class Testimony:
 
     def __str__(self) -> str:
         parts = [] if self.loss is None else [f"the loss is {self.loss:.6g}"]
-        return f"on rank {self.rank} " + " and ".join([*parts, *([self.gradient] if self.num_bad else [])])
+        return f"on rank {self.rank} " + " and ".join([*parts, *([self.gradient] if self.is_bad else [])])
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether a gradient is not finite."""
+        return self.num_tensors > 0
 
     @property
     def gradient(self) -> str:
         """What is known of the gradient that is not finite."""
         what = "gradient" if self.own else "sum over ranks of the gradient"
         more = f", and so are {self.num_tensors - 1} others" if self.num_tensors > 1 else ""
-        return (
-            f"the {what} of '{self.tensor}' is not finite ({self.num_bad} of {self.num_values} values{more})"
-        )
+        how_many = self.num_bad or "some"
+        return f"the {what} of '{self.tensor}' is not finite ({how_many} of {self.num_values} values{more})"
 
 
 @dataclass(frozen=True)
@@ -92,8 +97,8 @@ class Witness:
     """Finds the rank and the tensor behind a trouble.
 
     Args:
-        placed: this rank's parameters, with their own gradients still in place; where sums are taken in one
-            order, micro-batches have no gradient that lasts, and the sums must do.
+        placed: this rank's parameters, with their own gradients still in place, or their norms where they
+            were let go of; where sums are taken in one order neither lasts, and the sums must do.
         ear: this rank's losses.
         group: the ranks that take a step together.
     """
@@ -110,7 +115,7 @@ class Witness:
             heard: this rank's losses of the step.
             sums: over ranks, as far as this rank has them.
         """
-        wrong = [one for one in self._ask_all(heard, sums) if one.num_bad or one.loss_is_bad]
+        wrong = [one for one in self._ask_all(heard, sums) if one.is_bad or one.loss_is_bad]
         if not wrong:
             text = f"{what} in step {step}: what each rank has is finite, and the sum over ranks is not"
             return NumericError(text, where=f"step {step}", next_step=_NEXT_STEP)
@@ -144,6 +149,8 @@ class Witness:
         bad: list[tuple[str, int, int]] = []
         grads = {slot: p.grad for slot, p in self.placed.holding.computes.items()}
         own = any(grad is not None for grad in grads.values())
+        if self.placed.norms and not own:
+            return self._by_norms(rank, loss)
         for slot, grad in (grads if own else sums.tensors).items():
             if grad is None:
                 continue
@@ -153,3 +160,13 @@ class Witness:
         if bad:
             return Testimony(rank, loss, *bad[-1], num_tensors=len(bad), own=own)
         return Testimony(rank, loss, max(norms, key=lambda name: norms[name], default=""), own=own)
+
+    def _by_norms(self, rank: int, loss: float | None) -> Testimony:
+        """From the norms of gradients that were let go of."""
+        order = [slot for slot in self.placed.holding.computes if slot in self.placed.norms]
+        norms = {slot: max(float(norm) for norm in self.placed.norms[slot]) for slot in order}
+        bad = [s for s in order if not all(math.isfinite(float(norm)) for norm in self.placed.norms[s])]
+        if bad:
+            return Testimony(rank, loss, bad[-1].name, num_values=bad[-1].numel, num_tensors=len(bad))
+        largest = max(order, key=lambda slot: norms[slot])
+        return Testimony(rank, loss, largest.name)

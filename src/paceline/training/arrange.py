@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from paceline.cluster import Cluster
 from paceline.comm import Codec, CodedCollective, Collective, NativeCollective, Net, Reducer
+from paceline.comm.reduction import Scatterer
 from paceline.data import LockstepWork
 from paceline.layout import Precision, Replicate
 from paceline.layout.pipeline import Pipeline
@@ -39,7 +40,8 @@ class Pieces:
     Args:
         work: deals micro-batches.
         whole, stage: forward and backward of a whole model, or of one stage.
-        reducer: sums gradients over ranks.
+        reducer: sums gradients over ranks, once a step.
+        scatterer: sums them with every micro-batch.
         collective: sees every collective that sums gradients.
         norm: sees the norm of the whole gradient.
         gather: sees what brings parameters up to date after an update.
@@ -52,6 +54,7 @@ class Pieces:
     whole: Callable[..., Replicate] = Replicate
     stage: Callable[..., Pipeline] = Pipeline
     reducer: Callable[..., Reducer] = Reducer
+    scatterer: Callable[..., Scatterer] = Scatterer
     collective: Callable[[Collective], Collective] = _as_it_is
     norm: Callable[[Norm], Norm] = _as_it_is
     gather: Callable[[Callable[[], None]], Callable[[], None]] = _as_it_is

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from paceline.comm.routes import SharedMemoryCollective
 from paceline.errors import StrategyError
 from paceline.layout import Holding
 from paceline.layout.pipeline import Cut, chain_of, cut_model
 from paceline.layout.placement import Shard, Stages
 from paceline.layout.precision import recomputed_blocks
-from paceline.layout.shard import GatherAfterUpdate, GatherOnUse
+from paceline.layout.shard import GatherAfterUpdate, GatherOnUse, lay_in_common
 from paceline.layout.tensor import apply_plan, dims_of, plan_of
 from paceline.slot import trained_parameters
 from paceline.training.arrange import Material, Setting
@@ -67,17 +68,22 @@ def cut_tensors(setting: Setting, material: Material) -> Cutting:
     return Cutting(dims_of(plan, group.size), prepare=prepare)
 
 
-def cut_updates(setting: Setting, material: Material) -> Cutting:
+def cut_updates(setting: Setting, material: Material, *, frees: bool = False) -> Cutting:
     """What is updated; everybody computes with whole tensors, which are gathered after an update."""
     group = setting.mesh.axes["shard"]
     return Cutting(
-        Shard(group.size, _dims(setting, material)),
+        Shard(group.size, _dims(setting, material), frees=frees),
         gather=lambda holding: GatherAfterUpdate(holding, setting.exact_collective(group)),
     )
 
 
+def cut_gradients(setting: Setting, material: Material) -> Cutting:
+    """What is updated, and the gradients, which are scattered as soon as they are there."""
+    return cut_updates(setting, material, frees=True)
+
+
 def cut_everything(setting: Setting, material: Material) -> Cutting:
-    """What is held at all; whole tensors are gathered for their use, by block, or in a stage for a run."""
+    """What is held at all; tensors lie once on a host, or are gathered by block, in a stage for a run."""
     _refuse_compile(setting, "zero=3")
     group = setting.mesh.axes["shard"]
 
@@ -87,10 +93,12 @@ def cut_everything(setting: Setting, material: Material) -> Cutting:
         )  # whose ranks run forwards and backwards in other orders
         blocks = [] if staged else recomputed_blocks(material.model, material.task.blocks)
         collective = setting.exact_collective(group)
+        if isinstance(collective, SharedMemoryCollective):
+            return lay_in_common(holding, collective)
         use = GatherOnUse(holding.computes, holding.updates, holding.parts, blocks, collective, setting.net)
         return replace(holding, use=use)
 
-    return Cutting(Shard(group.size, _dims(setting, material), keeps=False), prepare=prepare)
+    return Cutting(Shard(group.size, _dims(setting, material), keeps=False, frees=True), prepare=prepare)
 
 
 def _dims(setting: Setting, material: Material) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -19,12 +20,14 @@ from paceline.comm.reduction import (
     Reduction,
     Sums,
     TreeReducer,
+    Ways,
     cover,
 )
 from paceline.comm.routes import SharedMemoryCollective
 from paceline.data import split
 from paceline.layout import Holding
 from paceline.layout.placement import Held
+from paceline.mesh import twin_group
 from paceline.slot import Slot
 from paceline.sync.update import Norm
 from paceline.training.arrange import Setting
@@ -60,15 +63,20 @@ def _one(
 ) -> Reduction:
     holders, counts = alike[1], members[0].counts
     tensors = {held.computes: holding.computes[held.computes] for held in members}
+    parts = {held.computes: held.parts for held in members}
+    leaves_often = _leaves_often(setting, holding)
     inner: Reduction
-    if sums is not None:
-        parts = {held.computes: held.parts for held in members}
+    if leaves_often and not holders:
+        ways = _ways(setting, holding)
+        inner = setting.pieces.scatterer(tensors, parts, ways, setting.bucket_bytes, counts=counts, name=name)
+    elif sums is not None:
         inner = setting.pieces.reducer(tensors, parts, sums, setting.bucket_bytes, counts=counts, name=name)
     else:
         inner = _alone(setting, tensors, counts)
     if not holders:
         return inner
-    return Meeting(inner, tensors, setting.mesh.among("pipeline", holders), setting.net)
+    stages = setting.mesh.among("pipeline", holders)
+    return Meeting(inner, tensors, stages, setting.net, by_micro_batch=leaves_often)
 
 
 def _alone(setting: Setting, tensors: Mapping[Slot, Tensor], counts: bool) -> Reduction:
@@ -90,6 +98,27 @@ def _sums(setting: Setting) -> Sums | None:
     path = setting.collective(data)
     return (
         InMemory(dealt, path) if isinstance(path, SharedMemoryCollective) else ByMessages(dealt, setting.net)
+    )
+
+
+def _leaves_often(setting: Setting, holding: Holding) -> bool:
+    """Whether gradients leave with every micro-batch.
+
+    Where sums have one order, or coding loses something, a rank needs the whole gradient of a step.
+    """
+    recipe = setting.recipe
+    return holding.frees and not recipe.is_ordered and recipe.strategy.form.exact
+
+
+def _ways(setting: Setting, holding: Holding) -> Ways:
+    """On a process group of its own: a rank fills up with zeros for one group of slots after another."""
+    shard = setting.mesh.axes["shard"]
+    return Ways(
+        setting.collective(replace(twin_group(shard, "scatter"), name=shard.name)),
+        setting.collective(setting.mesh.replica),
+        shard,
+        setting.net,
+        waits=not holding.use.in_backward,
     )
 
 

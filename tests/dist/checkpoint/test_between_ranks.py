@@ -23,6 +23,8 @@ STRATEGIES = [
     ("replicas=1 shard=2 zero=1", 2, "replicas=all", 1),
     ("replicas=1 shard=3 zero=1", 3, "replicas=1 shard=2 zero=1", 2),
     ("replicas=all", 1, "replicas=1 shard=2 zero=1", 2),
+    ("replicas=1 shard=3 zero=2", 3, "replicas=1 shard=2 zero=3", 2),
+    ("replicas=1 shard=2 zero=3 route=native", 2, "replicas=1 shard=3 zero=2", 3),
     ("replicas=2 sync=local:2", 2, "replicas=2 sync=local:2", 2),
     ("replicas=2 sync=diloco:2", 2, "replicas=2 sync=diloco:2", 2),
     ("replicas=2 codec=int8", 2, "replicas=2 codec=int8", 2),

@@ -14,7 +14,6 @@ from paceline.recipe.support import Support, num_ranks
 from tests.unit.recipe.test_strategy import draw
 
 NOT_BUILT: dict[str, Any] = {
-    "zero": 2,
     "context": 2,
     "sync": "hogwild",
     "codec": "bf16",
@@ -26,6 +25,7 @@ WORKS = {
     "fsdp",
     "hsdp",
     "zero1",
+    "zero2",
     "zero3",
     "mirrored",
     "multi-worker-mirrored",
@@ -57,6 +57,11 @@ WORKS = {
 }
 COMBINATIONS = {  # what runs on as many processes, or the reason why not
     "shard=2 zero=1": (4, ""),
+    "shard=2 zero=2": (4, ""),
+    "pipeline=2 shard=2 zero=2": (4, ""),
+    "tensor=2 shard=2 zero=2": (4, ""),
+    "shard=2 zero=2 lanes=2": (4, ""),
+    "shard=2 zero=2 sync=diloco:4": (2, "train alone must be whole"),
     "replicas=1 shard=3 zero=1 codec=int8": (3, ""),
     "sync=diloco:4 codec=int8": (2, ""),
     "sync=local:2": (3, ""),
@@ -222,19 +227,19 @@ ASKED = {
 def test_the_nearest_keeps_the_processes_and_what_is_asked_for(text: str) -> None:
     asked = Strategy.parse(text)
     answer = support(asked, processes=16, shards=8)
-    for word in ("zero=2", "schedule=interleaved:2", "codec=bf16"):
+    for word in ("schedule=interleaved:2", "codec=bf16"):
         assert f"{word} is not built yet" in answer.reason
     assert num_ranks(answer.nearest) == 16 and runs(answer, 8)
     assert answer.nearest.pipeline > 1  # an order of stages was asked for
     if asked.shard > 1:
-        assert answer.nearest == asked.replace(replicas=4, zero=1, schedule="gpipe", codec="fp32")
+        assert answer.nearest == asked.replace(replicas=4, schedule="gpipe", codec="fp32")
 
 
 @pytest.mark.capability("B1")
 @pytest.mark.parametrize(
     ("text", "processes", "nearest"),
     [
-        ("shard=2 zero=2", 4, "replicas=2 shard=2 zero=1"),
+        ("shard=2 zero=2 context=2", 4, "replicas=2 shard=2 zero=2"),
         ("pipeline=2 schedule=interleaved:2", 4, "replicas=2 pipeline=2"),
         ("replicas=4 codec=bf16 route=tree", 4, "replicas=4 route=tree"),
         ("tensor=2 codec=low-rank:4", 4, "replicas=2 tensor=2"),
@@ -253,12 +258,15 @@ def test_the_nearest_gives_up_what_does_not_go(text: str, processes: int, neares
 def test_resolve_returns_the_strategy_or_raises_with_reason_and_nearest() -> None:
     assert resolve(Strategy.parse("ddp"), processes=2, shards=8) == Strategy(replicas=2)
     with pytest.raises(StrategyError) as caught:
-        resolve(Strategy.parse("zero2"), processes=4, shards=2)
-    assert "zero=2 is not built yet" in caught.value.what
-    assert caught.value.where == 'strategy "replicas=all shard=2 zero=2 sync=every-step" on 4 processes'
+        resolve(Strategy.parse("zero2 context=2"), processes=4, shards=2)
+    assert "context=2 is not built yet" in caught.value.what
+    assert (
+        caught.value.where
+        == 'strategy "replicas=all shard=2 zero=2 context=2 sync=every-step" on 4 processes'
+    )
     assert (
         caught.value.next_step
-        == 'the nearest that works is "replicas=1 shard=2 zero=1 tensor=2 sync=every-step" on 4 processes'
+        == 'the nearest that works is "replicas=1 shard=2 zero=2 tensor=2 sync=every-step" on 4 processes'
     )
 
 

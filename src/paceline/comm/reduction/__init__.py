@@ -6,6 +6,7 @@ from paceline.comm.reduction.meeting import Meeting
 from paceline.comm.reduction.norm import AnyOrderNorm, CanonicalNorm, joint_norm
 from paceline.comm.reduction.part_buffer import PartBuffer
 from paceline.comm.reduction.reducer import InAnyOrder, Reducer, Sums
+from paceline.comm.reduction.scatterer import Scatterer, Ways
 from paceline.comm.reduction.several import Reducers
 from paceline.comm.reduction.tree import cover
 from paceline.comm.reduction.tree_sums import ByMessages, Dealt, InMemory
@@ -25,8 +26,10 @@ __all__ = [
     "Reducer",
     "Reducers",
     "Reduction",
+    "Scatterer",
     "Sums",
     "TreeReducer",
+    "Ways",
     "cover",
     "joint_norm",
 ]

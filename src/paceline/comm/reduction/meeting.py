@@ -22,14 +22,24 @@ class Meeting:
     Args:
         inner: of these slots alone; alike on every holder.
         tensors: of the slots.
+        by_micro_batch: parts come micro-batch by micro-batch; where `inner` does not take them so, they are
+            added up first.
         holders: the ranks that hold them, one of every stage that does.
     Wire: for each slot an all_reduce over the holders, or one for every shard of this rank.
     Exactness: that of `inner`; bitwise while two modules use a tensor: then there is one addition.
     """
 
-    def __init__(self, inner: Reduction, tensors: Mapping[Slot, Tensor], holders: Group, net: Net) -> None:
+    def __init__(
+        self,
+        inner: Reduction,
+        tensors: Mapping[Slot, Tensor],
+        holders: Group,
+        net: Net,
+        *,
+        by_micro_batch: bool = False,
+    ) -> None:
         self.inner, self._tensors, self._holders, self._net = inner, tensors, holders, net
-        self.by_micro_batch = inner.by_micro_batch
+        self.by_micro_batch = by_micro_batch or inner.by_micro_batch
         self._place = range(0)
         self._micro_batches: list[range] = []
         self._held: dict[tuple[Slot, range], Tensor] = {}
@@ -41,19 +51,21 @@ class Meeting:
 
     def micro_batch(self, shards: range, is_last: bool) -> None:
         """See `Reduction`."""
-        self._place = shards
-        self._micro_batches.append(shards)
+        if self.inner.by_micro_batch:
+            self._place = shards
+            self._micro_batches.append(shards)
 
     def ready(self, slot: Slot, grad: Tensor | None) -> None:
-        """Keep it."""
+        """Keep it, or add it to what there is."""
+        before = self._held.get((slot, self._place))
         if grad is not None:
-            self._held[slot, self._place] = grad
+            self._held[slot, self._place] = grad if before is None else before.add_(grad)
 
     def close(self) -> None:
         """Let the parts meet, and hand on their sums."""
-        places = self._micro_batches if self.by_micro_batch else [range(0)]
+        places = self._micro_batches if self.inner.by_micro_batch else [range(0)]
         for place in places:
-            if self.by_micro_batch:
+            if self.inner.by_micro_batch:
                 self.inner.micro_batch(place, place == places[-1])
             for slot in reversed([*self._tensors]):
                 self.inner.ready(slot, self._met(slot, place))

@@ -156,18 +156,29 @@ class SharedMemoryCollective:
 
     def _parts_of(self, x: Tensor, key: str) -> list[Tensor]:
         parts = self._parts.get(key)
-        if parts is None or parts[0].numel() != x.numel() or parts[0].dtype != x.dtype:
+        if parts is None or parts[0].numel() < x.numel() or parts[0].dtype != x.dtype:
             parts = self._parts[key] = self._map(x.numel(), x.dtype)
-        return parts
+        return parts if parts[0].numel() == x.numel() else [part[: x.numel()] for part in parts]
 
-    def _map(self, num_values: int, dtype: torch.dtype) -> list[Tensor]:
-        """Memory of every rank of the group, [n] each, by place in the group; this rank's is zeroed."""
+    def common(self, num_values: int, like: Tensor) -> Tensor:
+        """Zeros [n] that lie once, and that every rank of the group has mapped; collective."""
+        shares = [num_values if rank == 0 else 0 for rank in range(self.group.size)]
+        return self._map(shares[self.group.rank], like.dtype, shares)[0]
+
+    def _map(self, num_values: int, dtype: torch.dtype, shares: Sequence[int] | None = None) -> list[Tensor]:
+        """Memory of every rank of the group, by place in the group; this rank's is zeroed.
+
+        Args:
+            num_values: of this rank.
+            shares: of every rank; as many on each if None.
+        """
         num_bytes = max(1, num_values) * dtype.itemsize
         mine = self._reserve(num_bytes)
         files = {self.group.ranks[self.group.rank]: mine}
         try:
             files |= self._links.share(mine)
-            return [self._view(files[rank], num_values, dtype) for rank in self.group.ranks]
+            sizes = shares or [num_values] * self.group.size
+            return [self._view(files[r], n, dtype) for r, n in zip(self.group.ranks, sizes, strict=True)]
         finally:
             for file in files.values():
                 os.close(file)

@@ -12,7 +12,7 @@ it runs.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from paceline.layout.seed import seed_micro_batch
 from paceline.layout.sums import MetricNames, Sums, checked, explained
 from paceline.models.dropout import name_dropouts
 from paceline.observe import Phases
+from paceline.slot import Slot
 from paceline.task import Task
 
 _FEW = 8  # messages, each of a description and its tensors
@@ -71,7 +72,7 @@ class Pipeline:
         self.holding, self.metric_names, self.cut = holding, metric_names, cut
         self.buffers = MicroBatchBuffers(holding.model)
         self.stage = Stage(cut.links)
-        self.gradients = HandingOn(holding.computes, overlap=overlap, frees=holding.is_gathered)
+        self.gradients = HandingOn(holding.computes, overlap=overlap, frees=holding.frees)
         self.peak_stored = 0
         self._task, self._precision, self._phases = task, precision, phases
         self._dropouts, self._wire = name_dropouts(holding.model), wire
@@ -83,6 +84,11 @@ class Pipeline:
     def used(self) -> Collection[str]:
         """See `Placed`."""
         return self.gradients.used
+
+    @property
+    def norms(self) -> Mapping[Slot, Sequence[Tensor]]:
+        """See `Placed`."""
+        return self.gradients.norms
 
     def run(self, micro_batches: Iterable[LoadedBatch], count: int, sink: GradientSink, scale: float) -> Sums:
         """See `Placed`, in the order of the schedule."""

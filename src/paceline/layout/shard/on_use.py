@@ -1,8 +1,9 @@
 """ZeRO 3: a rank keeps its parts; whole tensors exist while a block computes with them.
 
 Before a block's forward its parameters are gathered, after it their memory is given back; before its
-backward they are gathered again, and given back when the last of their gradients is there. What lies in no
-block is gathered for a whole `run`. A gathered parameter has the bits of the whole one.
+backward they are gathered again, and given back when the last of their gradients is there. While a block
+computes, the next one is on its way. What lies in no block is gathered for a whole `run`. A gathered
+parameter has the bits of the whole one.
 
 The parameters of the modules keep their shape; only their memory comes and goes, so that autograd finds in
 backward what it saved in forward.
@@ -19,9 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.comm import Collective, Net
+from paceline.comm import Collective, Handle, Net
 from paceline.comm.reduction import PartBuffer
 from paceline.comm.reduction.part_buffer import Parts, plan_buckets
+from paceline.comm.reduction.reducer import drain
 from paceline.slot import Slot
 
 
@@ -54,8 +56,6 @@ class GatherOnUse:
     ) -> None:
         self._group, self._net = collective.group, net
         self._blocks: list[_Block] = []
-        self._forward: list[int] = []
-        self._backward: list[int] = []
         left = dict(computes)
         for block in blocks:
             inside = set(block.parameters())
@@ -64,16 +64,15 @@ class GatherOnUse:
                 left = {slot: p for slot, p in left.items() if slot not in own}
                 self._add(block, _Block(own, updates, parts, collective, f"block {len(self._blocks)}"))
         self._rest = _Block(left, updates, parts, collective, "rest") if left else None
+        self.in_backward = bool(self._blocks)
         self.drop()
 
     def _add(self, module: nn.Module, block: _Block) -> None:
         """Gather and release as the module computes."""
         number = len(self._blocks)
         self._blocks.append(block)
-        self._forward.append(number)
-        self._backward.insert(0, number)
         module.register_forward_pre_hook(lambda *_: self._come(number))
-        module.register_forward_hook(lambda *_: block.release())
+        module.register_forward_hook(lambda *_: self._go(number))
         module.register_full_backward_pre_hook(lambda *_: self._come_back(number))
         for slot, p in block.tensors.items():
             p.register_post_accumulate_grad_hook(partial(block.has_gradient, slot))
@@ -93,9 +92,9 @@ class GatherOnUse:
     def end(self) -> None:
         """See `Use`."""
         while self._blocks and self._agree(0.0):
-            for number in [*self._forward, *(self._backward if torch.is_grad_enabled() else ())]:
-                self._blocks[number].gather()
-                self._blocks[number].release()
+            for block in [*self._blocks, *(reversed(self._blocks) if torch.is_grad_enabled() else ())]:
+                block.gather()
+                block.release()
         self.drop()
 
     def drop(self) -> None:
@@ -109,11 +108,26 @@ class GatherOnUse:
         return bool(self._net.all_reduce(flag, self._group).wait() > 0)
 
     def _come(self, number: int) -> None:
+        """A forward begins, or one is done again inside a backward."""
         self._blocks[number].gather()
+        if not _is_in_backward() and number + 1 < len(self._blocks):
+            self._blocks[number + 1].start()
+
+    def _go(self, number: int) -> None:
+        """A forward has ended; one that was done again is followed by its backward."""
+        if not _is_in_backward():
+            self._blocks[number].release()
 
     def _come_back(self, number: int) -> None:
+        """A backward begins."""
         self._blocks[number].gather()
         self._blocks[number].waits_for_gradients()
+        if number > 0:
+            self._blocks[number - 1].start()
+
+
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 class _Block:
@@ -131,33 +145,44 @@ class _Block:
         self._collective, self._name = collective, name
         self._groups: Sequence[Sequence[Slot]] = plan_buckets(tensors, 2**62)
         self._is_here = True
+        self._arriving: list[tuple[PartBuffer, Handle]] = []
         self._waited_for: set[Slot] = set()
         for p in tensors.values():
             if p.untyped_storage().size():
                 p.data = torch.empty_like(p).copy_(p.detach())  # memory of its own, that can be given back
 
-    def gather(self) -> None:
-        """Bring everything here; collective, unless it is here."""
-        if self._is_here:
+    def start(self) -> None:
+        """Begin to gather, unless it is here or on its way; collective."""
+        if self._is_here or self._arriving:
             return
         place = self._collective.group.rank
         with torch.no_grad():
             for number, slots in enumerate(self._groups):
                 buffer = PartBuffer(slots, self.tensors, self._parts, _zeros)
                 buffer.write_row(place, self._updates)
-                key = f"{self._name}.{number}"
-                buffer.rows.copy_(self._collective.all_gather(buffer.rows[place], key).wait())
-                for slot in slots:
+                rows = self._collective.all_gather(buffer.rows[place], f"{self._name}.{number}")
+                self._arriving.append((buffer, rows))
+
+    def gather(self) -> None:
+        """Bring everything here; collective, unless it is here."""
+        if self._is_here:
+            return
+        self.start()
+        with torch.no_grad():
+            for buffer, rows in self._arriving:
+                buffer.rows.copy_(rows.wait())
+                for slot in buffer.slots:
                     p = self.tensors[slot]
                     p.untyped_storage().resize_(p.numel() * p.element_size())
                     buffer.read(slot, p.data)
-        self._is_here = True
+        self._arriving, self._is_here = [], True
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Give the memory back, also of what is on its way."""
+        drain(rows for _, rows in self._arriving)
         for p in self.tensors.values():
             p.untyped_storage().resize_(0)
-        self._is_here, self._waited_for = False, set()
+        self._arriving, self._is_here, self._waited_for = [], False, set()
 
     def waits_for_gradients(self) -> None:
         """A backward begins: once all gradients are there, nobody needs the parameters."""

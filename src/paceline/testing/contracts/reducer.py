@@ -12,6 +12,7 @@ from torch import Tensor
 from paceline.cluster import Cluster
 from paceline.comm import Collective, Gradients, Net, Reduction
 from paceline.comm.reduction import AnyOrderNorm, InAnyOrder, Reducer
+from paceline.comm.reduction.part_buffer import Parts
 from paceline.errors import CommunicationError
 from paceline.layout.placement import Placement, Shard
 from paceline.mesh import Group, Mesh
@@ -38,14 +39,18 @@ class ReducerContract(ABC):
 
     def reduction(self, mesh: Mesh, net: Net) -> Reduction:
         """A new reduction."""
-        shard, replica = mesh.axes["shard"], mesh.replica
+        shard = mesh.axes["shard"]
         placement = Placement(tuple(_tensors()))
         if shard.size > 1:
             placement = placement.cut(Shard(shard.size, {}))
         held = placement.at({"shard": shard.rank})
         parts = {one.computes: one.parts for one in held.values()}
-        sums = InAnyOrder(self.collective(net, shard), self.collective(net, replica))
-        return Reducer(_tensors(), parts, sums, 64)
+        return self.reducer(_tensors(), parts, mesh, net)
+
+    def reducer(self, tensors: Mapping[Slot, Tensor], parts: Parts, mesh: Mesh, net: Net) -> Reduction:
+        """The reduction of some tensors, of which every rank gets parts."""
+        shard, replica = self.collective(net, mesh.axes["shard"]), self.collective(net, mesh.replica)
+        return Reducer(tensors, parts, InAnyOrder(shard, replica), 64)
 
     def num_ranks(self) -> int:
         return int(torch.tensor(list(self.degrees.values())).prod())

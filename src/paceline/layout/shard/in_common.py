@@ -1,0 +1,73 @@
+"""ZeRO 3 on one host: the parameters lie once, in memory that all ranks have mapped, so a gather is no copy.
+
+Every rank computes with the whole tensors where they lie, and writes its own parts only. Invariant: a part is
+written between two meetings of the ranks, after which everybody reads; so a parameter has the bits of the
+whole one, at any time.
+Source: Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5.3, where the ranks share one memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from paceline.comm.reduction.part_buffer import strides_like
+from paceline.comm.routes import SharedMemoryCollective
+from paceline.layout.holding import Holding
+
+_LINE_BYTES = 64
+
+
+class InCommon:
+    """The use of parameters that lie in common memory.
+
+    Args:
+        memory: of the ranks that share the parameters.
+    Wire: nothing; two meetings for each run and each evaluation.
+    """
+
+    in_backward = False
+
+    def __init__(self, memory: SharedMemoryCollective) -> None:
+        self._memory, self._flag = memory, torch.zeros(1)
+
+    def begin(self) -> None:
+        """Whatever was written is there for all."""
+        self._meet()
+
+    def next(self) -> None:
+        """Nothing comes or goes."""
+
+    def end(self) -> None:
+        """All have read: now parts may be written."""
+        self._meet()
+
+    def drop(self) -> None:
+        """Nothing is under way."""
+
+    def _meet(self) -> None:
+        self._memory.all_reduce(self._flag, "meeting").wait()
+
+
+def lay_in_common(holding: Holding, memory: SharedMemoryCollective) -> Holding:
+    """Move what a rank computes with into memory that lies once; collective.
+
+    Args:
+        holding: its parts are whole, what it computes with has no memory.
+    Returns:
+        The same, whose parts are views of what is computed with.
+    """
+    for dtype in sorted({p.dtype for p in holding.computes.values()}, key=str):
+        alike = [one for one in holding.held.values() if holding.computes[one.computes].dtype == dtype]
+        step = max(1, _LINE_BYTES // dtype.itemsize)
+        sizes = [-(-one.computes.numel // step) * step for one in alike]
+        flat = memory.common(sum(sizes), torch.empty(0, dtype=dtype))
+        for one, piece in zip(alike, flat.split(sizes), strict=True):
+            p, own = holding.computes[one.computes], one.updates
+            strides = strides_like(torch.empty_strided(p.shape, p.stride(), device="meta"))
+            p.data = piece.as_strided(p.shape, strides, piece.storage_offset())
+            if own is not None:
+                place = p.detach()[own.inside(one.computes)]
+                holding.updates[own].data = place.copy_(holding.updates[own].detach())
+    return replace(holding, use=InCommon(memory))

@@ -62,16 +62,28 @@ STRATEGIES = [
 ]
 
 
-# With every strategy in `make soak`
-OF_THE_CONVNET = {*STRATEGIES[:5], "replicas=2 shard=2 zero=1", "replicas=1 pipeline=2 lanes=2"}
+# Every way once, and each pair of ways that could meet; with every strategy in `make soak`.
+IN_SHORT = {
+    "byte-gpt": {
+        "replicas=2",
+        "replicas=3 route=native",
+        "replicas=5",
+        "replicas=2 lanes=2 route=native",
+        "replicas=1 shard=3 zero=1 lanes=2",
+        "replicas=2 shard=2 zero=1",
+        "replicas=1 pipeline=3",
+        "replicas=2 pipeline=3 lanes=3",
+        "replicas=1 shard=2 zero=1 pipeline=2 lanes=2",
+    },
+    "convnet": {"replicas=3 route=native", "replicas=2 shard=2 zero=1", "replicas=1 pipeline=2 lanes=2"},
+}
 
 
 def matrix() -> Iterator[ParameterSet]:
     """Every model with every strategy."""
     for model in MODELS:
         for strategy in STRATEGIES:
-            long = model == "convnet" and strategy not in OF_THE_CONVNET
-            marks = [pytest.mark.soak] if long else []
+            marks = [] if strategy in IN_SHORT[model] else [pytest.mark.soak]
             yield pytest.param(model, strategy, marks=marks, id=f"{model}-{strategy}")
 
 
@@ -124,28 +136,37 @@ def test_fifty_steps_of_adamw_have_the_hashes_of_one_process(model: str, strateg
         assert found.first_difference(right) is None
 
 
+CHANGES: dict[str, dict[str, Any]] = {
+    "bf16": {"precision": {"compute": "bf16"}},
+    "fp16": {"precision": {"compute": "fp16", "init_scale": 2.0**18}},
+    "recompute": {"memory": {"recompute": "blocks"}},
+    "sgd": {"optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9, "nesterov": True}},
+}
+SPREADS = ("replicas=3 route=native", "replicas=1 pipeline=2")
+THREADS_AND_PARTS = ("replicas=1 lanes=2", "replicas=1 shard=2 zero=1")
+
+
+def changed() -> Iterator[ParameterSet]:
+    """Every change with every strategy; half of them in `make soak`."""
+    for i, name in enumerate(CHANGES):
+        for strategy in (*SPREADS, *THREADS_AND_PARTS):
+            is_short = strategy in (THREADS_AND_PARTS if i % 2 else SPREADS)
+            yield pytest.param(name, strategy, marks=[] if is_short else [pytest.mark.soak])
+
+
+@cache
+def changed_alone(name: str) -> Bits:
+    """One process, one lane, with one change."""
+    return run(recipe_of("byte-gpt", "replicas=1", steps=12, **CHANGES[name]))[0]
+
+
 @pytest.mark.capability("I10", "K2", "K5")
 @pytest.mark.timeout(960)
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"precision": {"compute": "bf16"}},
-        {"precision": {"compute": "fp16", "init_scale": 2.0**18}},
-        {"memory": {"recompute": "blocks"}},
-        {"optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9, "nesterov": True}},
-    ],
-    ids=["bf16", "fp16", "recompute", "sgd"],
-)
-def test_amp_recomputation_and_momentum_keep_their_bits(changes: dict[str, Any]) -> None:
-    right = run(recipe_of("byte-gpt", "replicas=1", steps=12, **changes))[0]
-    for strategy in (
-        "replicas=3 route=native",
-        "replicas=1 lanes=2",
-        "replicas=1 shard=2 zero=1",
-        "replicas=1 pipeline=2",
-    ):
-        for found in run(recipe_of("byte-gpt", strategy, steps=12, **changes)):
-            assert found.first_difference(right) is None, strategy
+@pytest.mark.parametrize(("name", "strategy"), list(changed()))
+def test_amp_recomputation_and_momentum_keep_their_bits(name: str, strategy: str) -> None:
+    right = changed_alone(name)
+    for found in run(recipe_of("byte-gpt", strategy, steps=12, **CHANGES[name])):
+        assert found.first_difference(right) is None
 
 
 @pytest.mark.capability("A10", "I10")

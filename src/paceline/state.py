@@ -7,7 +7,7 @@ If it is not here, it is not state: the order of samples, dropout and the learni
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from paceline.errors import CheckpointError
 from paceline.layout.holding import Holding
 from paceline.optim.groups import GroupMemory
-from paceline.optim.moments import moment_part, moment_slot, placed_with, suits
-from paceline.slot import Index, InMemory, Keeper, Piece, Slot, Source, first_names
+from paceline.optim.kept import KeptByOptimizer
+from paceline.slot import InMemory, Keeper, Piece, Slot, Source, first_names
 from paceline.stateful import Stateful, plain_state, restored_state
 
 _SMALLEST_SCALE = 2.0**-24
@@ -70,6 +70,7 @@ class TrainState:
         updates: number of updates applied, the position in the schedule (skipped steps do not count).
         keepers: who else holds state, by a word for the first part of its names.
         others: who holds state that is no tensor, and alike on all ranks: callbacks, schedulers, by name.
+        alone: the optimizer is this replica's own: others have learned something else.
     """
 
     holding: Holding
@@ -79,9 +80,11 @@ class TrainState:
     updates: int = 0
     keepers: dict[str, Keeper] = field(default_factory=dict)
     others: dict[str, Stateful] = field(default_factory=dict)
+    alone: bool = False
 
     def __post_init__(self) -> None:
         self.groups = GroupMemory(self.optimizer)
+        self.kept = KeptByOptimizer(self.optimizer, self.holding)
 
     @property
     def model(self) -> nn.Module:
@@ -100,40 +103,22 @@ class TrainState:
             found += [piece.under(word) for piece in keeper.pieces()]
         return found
 
+    def pieces_in_common(self) -> list[Piece]:
+        """Those that have the same bits on all ranks that hold them."""
+        own = {piece.slot.name for piece in self.optimizer_pieces()} if self.alone else set[str]()
+        return [p for p in self.pieces() if "replica" not in p.slot.axes and p.slot.name not in own]
+
     def optimizer_pieces(self) -> list[Piece]:
         """The optimizer's tensors: `optimizer/NAME/KEY`."""
-        return [
-            Piece(moment_slot(f"optimizer/{slot.name}/{key}", value, slot), value)
-            for slot, p in self._optimized()
-            for key, value in self._entries_of(slot, p).items()
-            if isinstance(value, Tensor)
-        ]
-
-    def _entries_of(self, slot: Slot, p: nn.Parameter) -> Mapping[str, Any]:
-        """What the optimizer keeps of one parameter, if all of it can be saved."""
-        entries: Mapping[str, Any] = self.optimizer.state.get(p, {})
-        for key, value in entries.items():
-            if not isinstance(value, Tensor | bool | int | float | str | None):
-                raise CheckpointError(
-                    f"{type(self.optimizer).__name__} keeps '{key}' of '{slot.name}' as"
-                    f" {type(value).__name__}, and only tensors, numbers and words can be saved",
-                    next_step="choose another optimizer, or one that keeps its state in tensors",
-                )
-        return entries
+        return self.kept.pieces()
 
     def scalars(self) -> dict[str, Any]:
         """Everything that is not a tensor, as JSON values."""
-        numbers = {
-            f"{slot.name}/{key}": value
-            for slot, p in self._optimized()
-            for key, value in self._entries_of(slot, p).items()
-            if isinstance(value, bool | int | float | str)
-        }
         return {
             "step": self.step,
             "updates": self.updates,
             "scale": {"value": self.scale.value, "clean_steps": self.scale.clean_steps},
-            "optimizer": numbers,
+            "optimizer": self.kept.values(),
             "optimizer_kind": type(self.optimizer).__name__,
             "groups": self.groups.changed(),
             "others": {name: plain_state(name, one.state_dict()) for name, one in self.others.items()},
@@ -155,11 +140,10 @@ class TrainState:
         """
         self._check(source.shapes, scalars)
         pieces = {f"model/{n}": self._model_piece(n, value) for n, value in self._model_tensors().items()}
-        own = {slot.name: (slot, p) for slot, p in self._optimized()}
         kept = [name for name in source.shapes if name.partition("/")[0] in self.keepers]
         values = source.read(
             {name: piece.slot.index for name, piece in pieces.items()}
-            | dict(self._moments(source.shapes, own))
+            | dict(self.kept.wanted(source.shapes))
             | dict.fromkeys(kept, ())
         )
 
@@ -167,13 +151,15 @@ class TrainState:
             with torch.no_grad():
                 for name, piece in pieces.items():
                     piece.tensor.copy_(values[name])
-            self._take_moments(values, scalars, own)
-            for word, keeper in self.keepers.items():
-                keeper.load({n.removeprefix(f"{word}/"): values[n] for n in kept if n.startswith(f"{word}/")})
+            same = scalars["optimizer_kind"] == type(self.optimizer).__name__
+            self.kept.take(values, scalars["optimizer"] if same else {})
+            self.groups.restore(scalars["groups"])
             self.step, self.updates = int(scalars["step"]), int(scalars["updates"])
             self.scale = replace(self.scale, **scalars["scale"])
             for name in self.others.keys() & scalars.get("others", {}).keys():
                 self.others[name].load_state_dict(restored_state(scalars["others"][name]))
+            for word, keeper in self.keepers.items():
+                keeper.load({n.removeprefix(f"{word}/"): values[n] for n in kept if n.startswith(f"{word}/")})
 
         return take_over
 
@@ -182,53 +168,19 @@ class TrainState:
         own = {f"model/{name}": shape for name, shape in self._shapes().items()}
         given = {name: shape for name, shape in shapes.items() if name.startswith("model/")}
         wrong = sorted(name for name in own.keys() | given.keys() if own.get(name) != given.get(name))
-        moments: dict[str, tuple[int, ...]] = {n: s for n, s in shapes.items() if n.startswith("optimizer/")}
-        moments |= dict.fromkeys((f"optimizer/{name}" for name in scalars["optimizer"]), ())
-        known = {slot.name: slot.shape for slot in self.holding.slots}
-        known |= {slot.name: slot.shape for slot, _ in self._optimized()}
-        for full, shape in moments.items():
-            name = full.removeprefix("optimizer/").rpartition("/")[0]
-            if name not in known or not suits(shape, known[name]):
-                wrong.append(full)
+        wrong += self.kept.misfits(shapes, scalars["optimizer"])
         if len(scalars["groups"]) != len(self.optimizer.param_groups):
             wrong.append("the groups of the optimizer")
         kind = type(self.optimizer).__name__
-        if moments and scalars["optimizer_kind"] != kind:
+        has_learned = any(name.startswith("optimizer/") for name in shapes)
+        has_learned |= any(value is not None for value in scalars["optimizer"].values())
+        if has_learned and scalars["optimizer_kind"] != kind:
             wrong.append(f"{scalars['optimizer_kind']} saved it, the optimizer is {kind}")
         if wrong:
             raise CheckpointError(
                 f"the checkpoint does not fit: {len(wrong)} entries differ, the first is '{wrong[0]}'",
                 next_step="resume with the recipe that wrote it; the run folder holds it as recipe.toml",
             )
-
-    def _moments(
-        self, shapes: Mapping[str, tuple[int, ...]], own: Mapping[str, tuple[Slot, nn.Parameter]]
-    ) -> Iterator[tuple[str, Index]]:
-        """The optimizer's tensors of what this rank updates, and which part of them."""
-        for full, shape in shapes.items():
-            name = full.removeprefix("optimizer/").rpartition("/")[0]
-            if full.startswith("optimizer/") and name in own:
-                yield full, moment_part(shape, own[name][0])
-
-    def _take_moments(
-        self,
-        values: Mapping[str, Tensor],
-        scalars: Mapping[str, Any],
-        own: Mapping[str, tuple[Slot, nn.Parameter]],
-    ) -> None:
-        """Give the optimizer its state."""
-        numbers = {f"optimizer/{name}": value for name, value in scalars["optimizer"].items()}
-        found: dict[nn.Parameter, dict[str, Any]] = {}
-        for full, value in {**values, **numbers}.items():
-            name, _, key = full.removeprefix("optimizer/").rpartition("/")
-            if full.startswith("optimizer/") and name in own:
-                found.setdefault(own[name][1], {})[key] = value
-        self.optimizer.state.clear()
-        self.groups.restore(scalars["groups"])
-        for group in self.optimizer.param_groups:
-            for p in group["params"]:
-                if p in found:
-                    self.optimizer.state[p] = {k: placed_with(v, p, group) for k, v in found[p].items()}
 
     def _model_piece(self, name: str, value: Tensor) -> Piece:
         """A parameter or a buffer, and its place; of one that is gathered for its use only, the own part."""
@@ -267,9 +219,3 @@ class TrainState:
                     next_step="return a tensor from get_extra_state, or register a buffer instead",
                 )
         return found
-
-    def _optimized(self) -> list[tuple[Slot, nn.Parameter]]:
-        slots = {p: slot for slot, p in self.holding.updates.items()}
-        whole = {p: Slot.whole(name, p) for name, p in self.model.named_parameters() if p not in slots}
-        slots = whole | slots
-        return [(slots[p], p) for group in self.optimizer.param_groups for p in group["params"]]

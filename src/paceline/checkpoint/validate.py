@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
+from paceline.checkpoint.kept_values import check_kept
 from paceline.checkpoint.strict_json import count, fields, listed, numeric, table, text
 from paceline.checkpoint.tensor_file import Chunk, is_code
 
@@ -128,8 +129,7 @@ def _check_scalars(value: Any) -> None:
     count(scale["clean_steps"], "clean_steps")
     text(found["optimizer_kind"], "optimizer_kind")
     for name, number in table(found["optimizer"], "the numbers of the optimizer").items():
-        if not isinstance(number, bool | int | float | str):
-            raise ValueError(f"'{name[:80]}' of the optimizer is no number")
+        check_kept(number, name[:80])
     for group in listed(found["groups"], "groups"):
         for name, value in table(group, "what the optimizer has changed in a group").items():
             if not isinstance(value, bool | int | float | str | None):

@@ -60,7 +60,7 @@ def find_divergence(state: TrainState, mesh: Mesh, net: Net) -> Divergence | Non
 
     Wire: one all_gather of about 100 bytes for each tensor of the state.
     """
-    mine = [_hashed(piece) for piece in state.pieces() if "replica" not in piece.slot.axes]
+    mine = [_hashed(piece) for piece in state.pieces_in_common()]
     tables = [json.loads(text) for text in gather_texts(json.dumps(mine), mesh.world, net)]
     held: dict[tuple[str, str], dict[int, str]] = {}
     for rank, table in enumerate(tables):

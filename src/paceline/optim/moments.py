@@ -18,11 +18,16 @@ def moment_slot(name: str, value: Tensor, of: Slot) -> Slot:
     One that is whole still has the axes of the part: ranks that hold nothing of it have to be told.
     """
     if value.dim() != len(of.shape) or not value.dim():
-        return replace(Slot.whole(name, value), axes=of.axes)
+        return whole_moment(name, value, of)
     fits = [size == held for size, held in zip(value.shape, of.sizes, strict=True)]
     shape = tuple(whole if fit else n for fit, whole, n in zip(fits, of.shape, value.shape, strict=True))
     part = tuple(span if fit else (0, n) for fit, span, n in zip(fits, of.part, value.shape, strict=True))
     return Slot(name, shape, part, of.axes)
+
+
+def whole_moment(name: str, value: Tensor, of: Slot) -> Slot:
+    """The place of a tensor that is whole, whatever its shape."""
+    return replace(Slot.whole(name, value), axes=of.axes)
 
 
 def moment_part(shape: tuple[int, ...], of: Slot) -> Index:
@@ -37,6 +42,18 @@ def suits(shape: tuple[int, ...], of: tuple[int, ...]) -> bool:
     """Moments have the parameter's shape, or one that broadcasts to it (factored moments, counters)."""
     pairs = zip(reversed(shape), reversed(of), strict=False)
     return len(shape) <= len(of) and all(n in (1, whole) for n, whole in pairs)
+
+
+def suits_part(shape: tuple[int, ...], of: Slot) -> bool:
+    """Whether each rank can keep its own part of such a moment: no value is of several parts at a time."""
+    if of.is_whole or all(n == 1 for n in shape):
+        return suits(shape, of.sizes)
+    if len(shape) != len(of.shape):
+        return False
+    return all(
+        n == held or (n == 1 and held == whole)
+        for n, held, whole in zip(shape, of.sizes, of.shape, strict=True)
+    )
 
 
 def placed_with(value: Any, p: nn.Parameter, group: Mapping[str, Any]) -> Any:

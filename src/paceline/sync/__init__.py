@@ -1,13 +1,14 @@
 """When replicas agree, and how the agreed gradient becomes an update."""
 
 from paceline.sync.every_step import EveryStep, gradient_scale
-from paceline.sync.local import InnerMoments, LocalRounds, Outer
+from paceline.sync.inner import InnerState
+from paceline.sync.local import LocalRounds, Outer
 from paceline.sync.rule import Rule, step_stats
 from paceline.sync.update import Part, Update, UpdateStep, Updating, update_parts
 
 __all__ = [
     "EveryStep",
-    "InnerMoments",
+    "InnerState",
     "LocalRounds",
     "Outer",
     "Part",

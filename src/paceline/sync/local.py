@@ -2,11 +2,12 @@
 
 A round: every replica takes H steps of its own with its own optimizer. What it moved, weighted by the items
 that it trained on, is summed over the replicas, and an outer optimizer takes that mean as its gradient.
+Buffers move by the mean of what they moved on the replicas, weighted by micro-batches as in every-step.
 With outer SGD of rate 1 the replicas are averaged; for H = 1 and inner SGD without a clip that is exactly
 every-step.
 
-Invariant: after a round all replicas hold equal parameters and buffers. The moments of the inner
-optimizers stay apart, and all of them are state.
+Invariant: after a round all replicas hold equal parameters and buffers. The inner optimizers stay apart, and
+all of them are state (`inner`).
 Source: Stich 2019, Local SGD Converges Fast, arXiv:1805.09767, Algorithm 1; Douillard et al. 2023, DiLoCo,
 arXiv:2311.08105, Algorithm 1 (inner AdamW, outer Nesterov).
 """
@@ -145,9 +146,9 @@ class LocalRounds:
     def _agree(self, half: _Half, placed: Placed) -> Tally:
         """Sum the movements, step from the anchors, and go on from there."""
         mine = add_tallies([tally for tally, _ in half.taken])
-        change = placed.buffers.change_since(half.buffers)
+        change = placed.buffers.change_since(half.buffers) * mine.micro_batches
         metrics = {**mine.metrics, _SKIPPED: float(sum(not update.applied for _, update in half.taken))}
-        mine = replace(mine, micro_batches=1.0, buffers=change, metrics=metrics)
+        mine = replace(mine, buffers=change, metrics=metrics)
         self.reducer.begin()
         for slot in reversed(self.anchors):
             with torch.no_grad():
@@ -206,36 +207,3 @@ def add_tallies(tallies: Sequence[Tally]) -> Tally:
         used=[sum(column) for column in zip(*(t.used for t in tallies), strict=True)],
         buffers=first.buffers,
     )
-
-
-class InnerMoments:
-    """The optimizer states of all replicas, one row for each: they differ between two rounds too.
-
-    Under another number of replicas each starts from the moments of the first.
-    """
-
-    def __init__(self, state: TrainState, replica: Group) -> None:
-        self._state, self._replica = state, replica
-
-    def pieces(self) -> list[Piece]:
-        """This replica's row of every moment."""
-        row = (self._replica.rank, self._replica.rank + 1)
-        return [
-            Piece(
-                Slot(
-                    piece.slot.name.removeprefix("optimizer/"),
-                    (self._replica.size, *piece.slot.shape),
-                    (row, *piece.slot.part),
-                    frozenset({"replica"}),
-                ),
-                piece.tensor,
-            )
-            for piece in self._state.optimizer_pieces()
-        ]
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take this replica's row, if there are as many rows as replicas."""
-        for piece in self._state.optimizer_pieces():
-            rows = tensors.get(piece.slot.name.removeprefix("optimizer/"))
-            if rows is not None and rows.shape[0] == self._replica.size:
-                piece.tensor.copy_(rows[self._replica.rank])

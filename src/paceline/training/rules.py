@@ -18,7 +18,7 @@ from paceline.layout.pipeline import Pipeline
 from paceline.mesh import Group
 from paceline.slot import Slot
 from paceline.state import TrainState
-from paceline.sync import EveryStep, InnerMoments, LocalRounds, Outer, Rule
+from paceline.sync import EveryStep, InnerState, LocalRounds, Outer, Rule
 from paceline.sync.pipedream import PipeDream
 from paceline.sync.policy import ApplyEach, FirstN, Policy
 from paceline.sync.residuals import Residuals
@@ -71,7 +71,7 @@ def _local(setting: Setting, layout: Layout, state: TrainState, outer: Outer) ->
     )
     _keep_residuals(setting, rule.reducer, holding, state)
     state.keepers["outer"] = rule
-    state.keepers["inner"] = InnerMoments(state, mesh.replica)
+    state.keepers["inner"], state.alone = InnerState(state, mesh.replica), True
     return rule
 
 

@@ -1,0 +1,61 @@
+"""What replicas that train alone do not have in common between two rounds: optimizers, and how far they are.
+
+A replica without samples makes no update, an expert is used by some replicas only, and a rule that keeps
+numbers of its own (a distance, a counter) has others on each.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.mesh import Group
+from paceline.slot import Piece, Slot
+from paceline.state import TrainState
+
+_APART = frozenset({"replica"})
+
+
+class InnerState:
+    """The optimizer, the loss scale and the number of updates of every replica, under names of its own.
+
+    Under another number of replicas each goes on from what the first one had.
+    """
+
+    def __init__(self, state: TrainState, replica: Group) -> None:
+        self._state, self._mine = state, f"{replica.rank} of {replica.size}"
+
+    def pieces(self) -> list[Piece]:
+        """What this replica has: its tensors, and one text with the rest."""
+        text = torch.frombuffer(bytearray(json.dumps(self._values()), "utf-8"), dtype=torch.uint8)
+        found = [Piece(Slot.whole("values", text), text)]
+        for piece in self._state.optimizer_pieces():
+            name = piece.slot.name.removeprefix("optimizer/")
+            found.append(Piece(replace(piece.slot, name=f"tensors/{name}"), piece.tensor))
+        return [Piece(replace(p.slot, axes=_APART), p.tensor).under(self._mine) for p in found]
+
+    def _values(self) -> dict[str, Any]:
+        scale = self._state.scale
+        return {
+            "updates": self._state.updates,
+            "scale": {"value": scale.value, "clean_steps": scale.clean_steps},
+            "optimizer": self._state.kept.values(),
+            "groups": self._state.groups.changed(),
+        }
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over what this replica had, if there are as many replicas as then."""
+        text = tensors.get(f"{self._mine}/values")
+        if text is None:
+            return
+        values, prefix, state = json.loads(bytes(text.tolist())), f"{self._mine}/tensors/", self._state
+        own = {f"optimizer/{n.removeprefix(prefix)}": t for n, t in tensors.items() if n.startswith(prefix)}
+        state.kept.take(own, values["optimizer"])
+        state.groups.restore(values["groups"])
+        state.updates = values["updates"]
+        state.scale = replace(state.scale, **values["scale"])

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from paceline._version import VERSION
 
 if TYPE_CHECKING:
+    from paceline.calls import train as train
+    from paceline.calls import verify as verify
     from paceline.cluster import Cluster as Cluster
     from paceline.errors import PacelineError as PacelineError
     from paceline.optim import UserOptimizer as UserOptimizer
@@ -26,8 +28,6 @@ if TYPE_CHECKING:
     from paceline.training import Session as Session
     from paceline.training import evaluate as evaluate
     from paceline.training import join as join
-    from paceline.training import train as train
-    from paceline.verification import verify as verify
 
 __version__ = VERSION
 _HOMES = {
@@ -46,8 +46,8 @@ _HOMES = {
     "join": "training",
     "load_recipe": "recipe",
     "support": "recipe",
-    "train": "training",
-    "verify": "verification",
+    "train": "calls",
+    "verify": "calls",
 }
 __all__ = [
     "Callback",

@@ -13,7 +13,14 @@ from paceline.checkpoint.publish import Keep
 from paceline.checkpoint.reader import Loaded, ManifestReader, Stored, load, stored_at
 from paceline.checkpoint.saver import Saver, Saving
 from paceline.checkpoint.shelf import BEST, NEWEST, Shelf, has_published, name_of
-from paceline.checkpoint.weights import Exported, export_weights, find_checkpoint, load_weights
+from paceline.checkpoint.weights import (
+    Exported,
+    export_weights,
+    find_checkpoint,
+    load_weights,
+    weights_of,
+    with_tied_names,
+)
 
 __all__ = [
     "BEST",
@@ -43,4 +50,6 @@ __all__ = [
     "name_of",
     "refused",
     "stored_at",
+    "weights_of",
+    "with_tied_names",
 ]

@@ -97,6 +97,12 @@ def weights_of(found: Loaded, which: Weights | None = None) -> dict[str, Tensor]
     return own | {name: value.to(own[name].dtype) for name, value in average.items()}
 
 
+def with_tied_names(own: Mapping[str, Tensor], found: Loaded) -> dict[str, Tensor]:
+    """Weights under every name that the model's state dict has."""
+    tied: Mapping[str, str] = found.scalars["tied"]
+    return {**own, **{name: own[first].clone() for name, first in tied.items()}}
+
+
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {n.removeprefix(prefix): value for n, value in tensors.items() if n.startswith(prefix)}
 
@@ -115,8 +121,7 @@ def export_weights(found: Loaded, path: Path, which: Weights | None = None) -> E
             next_step=f"--to {path.with_suffix('.safetensors')}",
         )
     own = weights_of(found, which)
-    tied: Mapping[str, str] = found.scalars["tied"]
-    named = own | {name: own[first].clone() for name, first in tied.items()}
+    named = with_tied_names(own, found)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

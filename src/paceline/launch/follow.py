@@ -1,4 +1,4 @@
-"""Show the lines of the workers that write to files, each with its rank in front.
+"""Show the lines of the workers that write to files, each with its rank in front, but those of the first.
 
 Invariant: a line is shown once and whole, and reading never waits for a worker.
 """
@@ -23,6 +23,7 @@ class Follow:
         self._files: dict[int, Path] = {
             worker.global_rank: worker.log_file for worker in workers if worker.log_file is not None
         }
+        self._heads = {w.global_rank: f"[rank {w.global_rank}] " if w.local_rank else "" for w in workers}
         self._offsets = {rank: path.stat().st_size for rank, path in self._files.items()}
         self._say = say
 
@@ -34,4 +35,4 @@ class Follow:
                 whole, newline, _ = stream.read().rpartition(b"\n")
             self._offsets[rank] += len(whole) + len(newline)
             for line in whole.decode(errors="replace").split("\n") if newline else ():
-                self._say(f"[rank {rank}] {line}\n")
+                self._say(f"{self._heads[rank]}{line}\n")

@@ -30,7 +30,8 @@ class Job:
         log_dir: folder for the output of all processes but the first of this node; None: a folder that
             is removed at the end.
         output: "files"; "prefixed": the lines of the other processes are shown as well; "logged": the
-            first process has a file too.
+            first process has a file too; "shown": it too, and its
+            lines are shown as they are.
         settle_seconds: after a failure, how long the others may find out and say so themselves.
         kill_seconds: how long they may take to obey SIGTERM after that.
         grace_seconds: how long they may take after Ctrl-C or SIGTERM, for example to finish the step.
@@ -49,7 +50,7 @@ class Job:
     token: str = ""
     threads: int = 0
     log_dir: Path | None = None
-    output: Literal["files", "prefixed", "logged"] = "files"
+    output: Literal["files", "prefixed", "logged", "shown"] = "files"
     settle_seconds: float = 1.0
     kill_seconds: float = 3.0
     grace_seconds: float = 10.0

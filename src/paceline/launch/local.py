@@ -70,7 +70,8 @@ def launch(job: Job, *, environ: Mapping[str, str] | None = None, say: Say | Non
             Peers(job.nodes, job.node_rank, Path(folder), job.meeting) as peers,
             _started(job, Path(folder), inherited, peers.port, stop) as running,
         ):
-            follow = Follow([one.worker for one in running], tell) if job.output == "prefixed" else None
+            shows = job.output in ("prefixed", "shown")
+            follow = Follow([one.worker for one in running], tell) if shows else None
             watch = Watch(running, job.stuck_seconds, time.monotonic())
             _supervise(running, stop, watch, follow, peers)
             outcome = _conclude(job, running, stop, peers)

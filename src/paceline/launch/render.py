@@ -133,7 +133,7 @@ def _render_worker(job: Job, place: Place, common: Mapping[str, str], local_rank
         },
         listen_fd=listen_fd,
         log_file=None
-        if local_rank == 0 and job.output != "logged"
+        if local_rank == 0 and job.output not in ("logged", "shown")
         else place.folder / f"rank-{global_rank}.log",
         error_file=error_file(place.folder, global_rank),
         stack_file=stack_file(place.folder, global_rank),

@@ -114,23 +114,25 @@ def _place(entries: Sequence[_Entry], values: Tensor, found: dict[str, Tensor]) 
         whole[place] = piece.view([stop - start for start, stop in part])
 
 
+_GATHERS = "paceline.layout.shard.on_use"
+
+
 def whole_model(model: nn.Module, tensors: Mapping[str, Tensor], device: torch.device) -> nn.Module:
     """A copy of a model of which a rank holds a part, with whole tensors by `model/NAME` in it.
 
     The modules are those that the rank runs: what a layout has put into them works on whole tensors too.
     """
-    twin = copy.deepcopy(model)
-    first = {id(value): name for name, value in reversed([*_named(twin)])}
-    filled: dict[int, Tensor] = {}
+    first = {id(value): (name, value) for name, value in reversed([*_named(model)])}
+    filled = {
+        key: _like(value, tensors[f"model/{name}"].to(device))
+        for key, (name, value) in first.items()
+        if f"model/{name}" in tensors
+    }
+    twin = copy.deepcopy(model, dict(filled))  # these are not copied: some have no memory at all
     for module in twin.modules():
-        for table in (module._parameters, module._buffers):
-            for key, value in table.items():
-                if value is None:
-                    continue
-                whole = tensors.get(f"model/{first[id(value)]}")
-                if whole is not None:
-                    made = filled.setdefault(id(value), _like(value, whole.to(device)))
-                    table[key] = made  # type: ignore[assignment]
+        for hooks in (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks):
+            for key in [key for key, hook in hooks.items() if hook.__module__ == _GATHERS]:
+                del hooks[key]  # nothing is to be gathered for the use of whole tensors
     return twin
 
 

@@ -6,42 +6,19 @@ from typing import ClassVar
 import pytest
 from torch import Tensor
 
-from paceline.comm import Codec, CodedCollective, Collective, NativeCollective, Net, Reduction
-from paceline.comm.codecs import Int8, TopK
+from paceline.comm import CodedCollective, Collective, NativeCollective, Net, Reduction
+from paceline.comm.codecs.scaled import Scaled
+from paceline.comm.codecs.sparse import TopK, num_kept
 from paceline.comm.reduction import Scatterer, Ways
 from paceline.comm.reduction.part_buffer import Parts
 from paceline.comm.routes import SharedMemoryCollective, TreeCollective, meet_on_host
 from paceline.mesh import Group, Mesh, twin_group
 from paceline.slot import Slot
-from paceline.testing.contracts import CodecContract, CollectiveContract, ReducerContract
+from paceline.testing.contracts import CollectiveContract, ReducerContract
 
 INT8_ERROR = 1 / 254
 TOP_K_ERROR = 1.0  # what is not kept is lost
-SHARE = 0.5
-
-
-@pytest.mark.capability("H8")
-class TestInt8(CodecContract):
-    relative_error = INT8_ERROR
-
-    def codec(self) -> Codec:
-        return Int8()
-
-
-@pytest.mark.capability("H8")
-class TestTopK(CodecContract):
-    relative_error = TOP_K_ERROR
-
-    def codec(self) -> Codec:
-        return TopK(SHARE)
-
-
-@pytest.mark.capability("H8")
-class TestTopKThatKeepsAll(CodecContract):
-    relative_error = 2.0**-24  # of float32
-
-    def codec(self) -> Codec:
-        return TopK(1.0)
+SHARE = "0.5"
 
 
 # The native route
@@ -59,7 +36,7 @@ class TestInt8Collective(CollectiveContract):
     feeds_back = True
 
     def collective(self, net: Net, group: Group) -> Collective:
-        return CodedCollective(NativeCollective(net, group), Int8())
+        return CodedCollective(NativeCollective(net, group), Scaled(8))
 
 
 @pytest.mark.capability("H8")
@@ -68,7 +45,7 @@ class TestTopKCollective(CollectiveContract):
     feeds_back = True
 
     def collective(self, net: Net, group: Group) -> Collective:
-        return CodedCollective(NativeCollective(net, group), TopK(SHARE))
+        return CodedCollective(NativeCollective(net, group), TopK(num_kept(SHARE)))
 
 
 class TestReducer(ReducerContract):
@@ -83,7 +60,7 @@ class TestCodedReducer(ReducerContract):
     relative_error = INT8_ERROR
 
     def collective(self, net: Net, group: Group) -> Collective:
-        return CodedCollective(NativeCollective(net, group), Int8())
+        return CodedCollective(NativeCollective(net, group), Scaled(8))
 
 
 @pytest.mark.capability("A11")
@@ -100,7 +77,7 @@ class TestCodedReducerOfShards(ReducerContract):
     relative_error = 2 * INT8_ERROR
 
     def collective(self, net: Net, group: Group) -> Collective:
-        return CodedCollective(NativeCollective(net, group), Int8())
+        return CodedCollective(NativeCollective(net, group), Scaled(8))
 
 
 # Through memory
@@ -179,7 +156,7 @@ class TestInt8Tree(CollectiveContract):
     feeds_back = True
 
     def collective(self, net: Net, group: Group) -> Collective:
-        return CodedCollective(tree(net, group), Int8())
+        return CodedCollective(tree(net, group), Scaled(8))
 
 
 class TestTreeReducer(ReducerContract):
@@ -203,4 +180,4 @@ class TestCodedTreeReducerOfShards(ReducerContract):
     relative_error = 2 * INT8_ERROR
 
     def collective(self, net: Net, group: Group) -> Collective:
-        return CodedCollective(tree(net, group), Int8())
+        return CodedCollective(tree(net, group), Scaled(8))

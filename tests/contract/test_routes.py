@@ -5,7 +5,8 @@ from typing import ClassVar
 import pytest
 
 from paceline.comm import Codec, CodedCollective, Collective, NativeCollective, Net
-from paceline.comm.codecs import Int8, TopK
+from paceline.comm.codecs.scaled import Scaled
+from paceline.comm.codecs.sparse import TopK, num_kept
 from paceline.comm.routes import HierarchicalCollective
 from paceline.mesh import Group, Levels, span_nodes
 from paceline.testing.contracts import CollectiveContract, ReducerContract
@@ -59,7 +60,7 @@ class TestInt8BetweenNodes(CollectiveContract):
     feeds_back = True
 
     def collective(self, net: Net, group: Group) -> Collective:
-        return two_nodes(net, group, Int8())
+        return two_nodes(net, group, Scaled(8))
 
 
 @pytest.mark.capability("G8", "H8")
@@ -71,7 +72,9 @@ class TestInt8BetweenNodesDealtOut(CollectiveContract):
     feeds_back = True
 
     def collective(self, net: Net, group: Group) -> Collective:
-        return on_nodes(net, group, span_nodes(group.ranks, [rank % 3 for rank in range(group.size)]), Int8())
+        return on_nodes(
+            net, group, span_nodes(group.ranks, [rank % 3 for rank in range(group.size)]), Scaled(8)
+        )
 
 
 @pytest.mark.capability("G8", "H8")
@@ -81,7 +84,7 @@ class TestTopKBetweenNodes(CollectiveContract):
     feeds_back = True
 
     def collective(self, net: Net, group: Group) -> Collective:
-        return two_nodes(net, group, TopK(0.5))
+        return two_nodes(net, group, TopK(num_kept("0.5")))
 
 
 @pytest.mark.capability("G8")
@@ -108,7 +111,7 @@ class TestReducerCodedBetweenNodes(ReducerContract):
     relative_error = INT8_ERROR
 
     def collective(self, net: Net, group: Group) -> Collective:
-        return two_nodes(net, group, Int8())
+        return two_nodes(net, group, Scaled(8))
 
 
 @pytest.mark.capability("G8", "H8")
@@ -119,4 +122,4 @@ class TestReducerOfShardsCodedBetweenNodes(ReducerContract):
     relative_error = INT8_ERROR
 
     def collective(self, net: Net, group: Group) -> Collective:
-        return two_nodes(net, group, Int8())
+        return two_nodes(net, group, Scaled(8))

@@ -48,6 +48,7 @@ class Spec:
         word: as users write it.
         summary: what it does, in a few words.
         argument: behind a colon; None: there is none.
+        argument_may_be_missing: the word may stand alone.
         build: `module:name` of what constructs it; empty: not built yet.
         with_terms: further terms of the smallest strategy that shows it.
         refusals: what it does not go with.
@@ -58,6 +59,7 @@ class Spec:
     word: str
     summary: str = ""
     argument: Argument | None = None
+    argument_may_be_missing: bool = False
     build: str = ""
     with_terms: str = ""
     refusals: tuple[Refusal, ...] = ()
@@ -65,7 +67,9 @@ class Spec:
     @property
     def example(self) -> str:
         """The word as it is written."""
-        return self.word if self.argument is None else f"{self.word}:{self.argument.example}"
+        if self.argument is None or self.argument_may_be_missing:
+            return self.word
+        return f"{self.word}:{self.argument.example}"
 
     @property
     def is_built(self) -> bool:
@@ -74,8 +78,13 @@ class Spec:
 
     def load(self) -> Any:
         """What constructs it; imports its module."""
-        module, _, name = self.build.partition(":")
-        return getattr(import_module(module), name)
+        return imported(self.build)
+
+
+def imported(place: str) -> Any:
+    """What `module:name` names; imports the module."""
+    module, _, name = place.partition(":")
+    return getattr(import_module(module), name)
 
 
 Agrees = Literal["world", "replica", "nobody"]
@@ -118,11 +127,26 @@ class CodecSpec(Spec):
 
     Args:
         exact: nothing is lost.
+        feeds_back: what is lost is kept, and sent later.
+        leaves_values: it leaves out some values, and another codec may code the others: `topk:0.01+int4`.
+        after: it may stand behind another word: behind one that leaves "values", or behind any ("bytes").
+        join: `join(earlier, this) -> Codec` of what stands behind another; a module and a name, as `build`.
+        summed: `summed(path, argument, seed) -> Collective` where ranks sum by it, if that is not coding
+            parts and adding them up; a module and a name.
     """
 
     choice = "codec"
 
     exact: bool = False
+    feeds_back: bool = True
+    leaves_values: bool = False
+    after: Literal["", "values", "bytes"] = ""
+    join: str = ""
+    summed: str = ""
+
+    def goes_after(self, earlier: CodecSpec) -> bool:
+        """Whether it may stand behind another."""
+        return self.after == "bytes" or (self.after == "values" and earlier.leaves_values)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,14 +6,12 @@ This module knows the words; `support` knows which combinations are built.
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from paceline.errors import RecipeError, StrategyError
 from paceline.recipe.expect import Words
-from paceline.recipe.presets import PRESETS
 from paceline.recipe.problems import found_instead, refused
 from paceline.recipe.specs import (
     CodecSpec,
@@ -26,8 +24,8 @@ from paceline.recipe.specs import (
     known,
     plugged_in,
 )
-from paceline.recipe.spell import nearest, spell
 from paceline.recipe.strict import Table
+from paceline.recipe.terms import read_terms
 
 
 def _check_word(text: str, kind: type[Spec]) -> str:
@@ -38,6 +36,8 @@ def _check_word(text: str, kind: type[Spec]) -> str:
         raise refused(found_instead("one of " + ", ".join(words), text, words))
     if spec.argument is None and colon:
         raise refused(found_instead(f'"{word}" without an argument', text))
+    if not colon and spec.argument_may_be_missing:
+        return text
     if spec.argument is not None and not (argument and spec.argument.fits(argument)):
         raise refused(found_instead(f'{spec.argument.says}, as in "{spec.example}"', text))
     return text
@@ -126,7 +126,7 @@ class Strategy(Table):
     @model_validator(mode="before")
     @classmethod
     def _read_text(cls, value: Any) -> Any:
-        return _terms(value) if isinstance(value, str) else value
+        return read_terms(value, cls.model_fields) if isinstance(value, str) else value
 
     @property
     def ranks_per_replica(self) -> int:
@@ -179,7 +179,22 @@ class Strategy(Table):
     @property
     def form(self) -> CodecSpec:
         """What its codec is; of a chain the first."""
-        return _described(CodecSpec, self.codec.partition("+")[0])
+        return self.links[0][0]
+
+    @property
+    def links(self) -> list[tuple[CodecSpec, str]]:
+        """The words of its codec, in order, with their arguments."""
+        return [(_described(CodecSpec, link), link.partition(":")[2]) for link in self.codec.split("+")]
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether values travel in another form than their own."""
+        return self.codec != "fp32"
+
+    @property
+    def feeds_back(self) -> bool:
+        """Whether coding loses what is to be sent later."""
+        return any(spec.feeds_back for spec, _ in self.links) and not self.codec.endswith(":stochastic")
 
     @property
     def order(self) -> ScheduleSpec:
@@ -189,7 +204,7 @@ class Strategy(Table):
     @property
     def is_approximate(self) -> bool:
         """Whether its result differs by nature, not by rounding, from that of one process."""
-        return not (self.rule.exact and self.form.exact)
+        return not (self.rule.exact and all(spec.exact for spec, _ in self.links))
 
     @property
     def updates_per_step(self) -> int:
@@ -218,32 +233,3 @@ def _described(kind: type[D], text: str) -> D:
     found = find(kind, text.partition(":")[0])
     assert found is not None, text  # it was checked when it was read
     return found
-
-
-def _terms(text: str) -> dict[str, int | str]:
-    first, *rest = text.split() or [""]
-    if not first:
-        raise refused('expected terms such as "replicas=2 sync=every-step" or a preset, found nothing')
-    if "=" in first:
-        return _pairs([first, *rest])
-    return {**_pairs(_expand(first).split()), **_pairs(rest)}
-
-
-def _expand(name: str) -> str:
-    if name in PRESETS:
-        return PRESETS[name].terms
-    near = nearest(name, (*PRESETS, *Strategy.model_fields))
-    advice = f'did you mean "{near}"?' if near else f"expected NAME=VALUE or one of {', '.join(PRESETS)}"
-    raise refused(f"unknown preset {spell(name)}; {advice}")
-
-
-def _pairs(words: list[str]) -> dict[str, int | str]:
-    pairs: dict[str, int | str] = {}
-    for word in words:
-        name, equals, value = word.partition("=")
-        if not (name and equals and value):
-            raise refused(f"expected NAME=VALUE, found {spell(word)}")
-        if name in pairs:
-            raise refused(f"{name} is given twice, {pairs[name]} and {value}")
-        pairs[name] = int(value) if re.fullmatch(r"[+-]?[0-9]+", value) else value
-    return pairs

@@ -7,6 +7,7 @@ reasons of a refusal are all its reasons. What is not built is refused, never re
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from paceline.errors import StrategyError
@@ -77,12 +78,21 @@ def _refusals(strategy: Strategy) -> list[str]:
     return [refusal.reason for spec in specs for refusal in spec.refusals if refusal.holds(strategy)]
 
 
+def _is_chain(strategy: Strategy) -> bool:
+    """Whether every codec can stand behind the one before it."""
+    specs = [spec for spec, _ in strategy.links]
+    ends = all(spec.after != "bytes" for spec in specs[:-1])
+    firsts = all(spec.word not in ("fp32",) and not spec.summed for spec in specs) or len(specs) == 1
+    return ends and firsts and all(b.goes_after(a) for a, b in pairwise(specs))
+
+
 _COMBINATIONS = (
     _because("shard without zero shares nothing: add zero=1", lambda s: s.shard > 1 and not s.zero),
     _because("zero shares state among shard ranks: add shard=2", lambda s: s.zero > 0 and s.shard == 1),
     _because(
-        "codecs in a chain are not built yet: choose one",
-        lambda s: "+" in s.codec,
+        "in a chain of codecs topk or randomk comes first, then one that codes the values they keep, and"
+        " lossless last, as in topk:0.01+int4+lossless",
+        lambda s: not _is_chain(s),
     ),
     _because(
         "replicas that train alone must be whole on one rank: leave out shard, tensor and pipeline",

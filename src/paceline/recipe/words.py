@@ -6,30 +6,16 @@ from typing import TYPE_CHECKING
 
 from paceline.recipe.specs import (
     Argument,
-    CodecSpec,
     LayoutSpec,
     Refusal,
-    RouteSpec,
     ScheduleSpec,
     Spec,
     SyncSpec,
 )
+from paceline.recipe.wire_words import CODECS, ROUTES, integer
 
 if TYPE_CHECKING:
     from paceline.recipe.strategy import Strategy
-
-
-def _integer(smallest: int, example: str) -> Argument:
-    return Argument(
-        example, f"an integer >= {smallest}", lambda text: text.isdecimal() and int(text) >= smallest
-    )
-
-
-def _is_share(text: str) -> bool:
-    try:
-        return 0.0 < float(text) <= 1.0
-    except ValueError:
-        return False
 
 
 def _anything(example: str) -> Argument:
@@ -64,7 +50,7 @@ SYNCS = (
     SyncSpec(
         word="backup",
         summary="a server takes the first pushes of a step and drops the last B",
-        argument=_integer(0, "1"),
+        argument=integer(0, "1"),
         build="paceline.training.rules:backup",
         with_terms="servers=1",
         needs_server=1,
@@ -77,7 +63,7 @@ SYNCS = (
             ),
         ),
     ),
-    SyncSpec(word="bounded", argument=_integer(1, "2")),
+    SyncSpec(word="bounded", argument=integer(1, "2")),
     SyncSpec(word="server"),
     SyncSpec(
         word="server-async",
@@ -93,7 +79,7 @@ SYNCS = (
     SyncSpec(
         word="local",
         summary="replicas train alone for H steps, then average",
-        argument=_integer(1, "8"),
+        argument=integer(1, "8"),
         build="paceline.training.rules:local",
         agrees="replica",
         steady=True,
@@ -103,7 +89,7 @@ SYNCS = (
     SyncSpec(
         word="diloco",
         summary="local steps with an outer optimizer",
-        argument=_integer(1, "50"),
+        argument=integer(1, "50"),
         build="paceline.training.rules:diloco",
         agrees="replica",
         steady=True,
@@ -128,64 +114,7 @@ SYNCS = (
             _ONE_PIPELINE,
         ),
     ),
-    SyncSpec(word="federated", argument=_integer(1, "10")),
-)
-
-CODECS = (
-    CodecSpec(word="fp32", summary="values as they are", build="paceline.comm.codecs:no_codec", exact=True),
-    CodecSpec(word="bf16"),
-    CodecSpec(word="int8", summary="bytes with a scale for every block", build="paceline.comm.codecs:int8"),
-    CodecSpec(word="int4"),
-    CodecSpec(
-        word="topk",
-        summary="the largest values of a row, the rest later",
-        argument=Argument("0.01", "a share above 0 and at most 1", _is_share),
-        build="paceline.comm.codecs:top_k",
-    ),
-    CodecSpec(word="low-rank", argument=_anything("4")),
-    CodecSpec(word="sign"),
-    CodecSpec(word="lossless"),
-)
-
-ROUTES = (
-    RouteSpec(
-        word="auto",
-        summary="memory within a host, native else",
-        build="paceline.training.routes:shared_or_native",
-        by_default=True,
-        ring_bytes=True,
-    ),
-    RouteSpec(
-        word="native",
-        summary="the collectives of torch.distributed",
-        build="paceline.training.routes:native",
-        by_default=True,
-        ring_bytes=True,
-    ),
-    RouteSpec(word="ring"),
-    RouteSpec(
-        word="tree",
-        summary="up and down a binomial tree",
-        build="paceline.training.routes:tree",
-        any_order=True,
-    ),
-    RouteSpec(word="hypercube"),
-    RouteSpec(
-        word="hierarchical",
-        summary="inside nodes first",
-        build="paceline.training.routes:hierarchical",
-        with_terms="replicas=4",
-        any_order=True,
-    ),
-    RouteSpec(word="grid"),
-    RouteSpec(
-        word="shared-memory",
-        summary="the memory of one host",
-        build="paceline.training.routes:shared_memory",
-        codable=False,
-        ring_bytes=True,
-    ),
-    RouteSpec(word="server"),
+    SyncSpec(word="federated", argument=integer(1, "10")),
 )
 
 SCHEDULES = (

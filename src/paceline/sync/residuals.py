@@ -47,7 +47,7 @@ class Residuals:
                 continue
             if rows.shape[0] == self._group.size:
                 found[side, name] = rows[self._group.rank][slot.index]
-            else:
+            elif not side.endswith("factor"):  # factors are no loss: they are found anew
                 before = found.get(("sent", name))
                 total = rows.sum(0) if self._group.rank == 0 else rows[0] * 0
                 total = total[slot.index]

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from paceline.cluster import Cluster
-from paceline.comm import Codec, CodedCollective, Collective, NativeCollective, Net, Reducer
+from paceline.comm import Collective, NativeCollective, Net, Reducer
+from paceline.comm.collectives import Exchanging
 from paceline.comm.reduction import Scatterer
 from paceline.data import LockstepWork
 from paceline.layout import Precision, Replicate
 from paceline.layout.pipeline import Pipeline
 from paceline.layout.sums import MetricNames
-from paceline.mesh import Group, Mesh
+from paceline.mesh import Group, Mesh, twin_group
 from paceline.models import InitializeByName
 from paceline.observe import Phases
 from paceline.optim import build_schedule
@@ -26,6 +27,7 @@ from paceline.sync import EveryStep, Part
 from paceline.sync.health import Note
 from paceline.sync.update import Norm
 from paceline.task import Task
+from paceline.training.codecs import code
 from paceline.training.routes import Site
 
 
@@ -106,16 +108,13 @@ class Setting:
 
     def collective(self, group: Group) -> Collective:
         """Sums over a group, by the recipe's route and codec; collective."""
-        strategy = self.recipe.strategy
-        return self.pieces.collective(
-            self._path(group, strategy.form.load()(strategy.codec.partition(":")[2]))
-        )
+        return self.pieces.collective(self._path(group, is_coded=self.recipe.strategy.is_coded))
 
     def exact_collective(self, group: Group) -> Collective:
         """The same path, on which values travel as they are; collective."""
-        return self._path(group, None)
+        return self._path(group, is_coded=False)
 
-    def _path(self, group: Group, codec: Codec | None) -> Collective:
+    def _path(self, group: Group, *, is_coded: bool) -> Collective:
         if group.size == 1:
             return NativeCollective(self.net, group)
         site = Site(
@@ -125,10 +124,17 @@ class Setting:
             device=self.device,
             warn=self.warn,
             closers=self.closers,
-            coded=_as_it_is if codec is None else lambda path: CodedCollective(path, codec),
-            is_coded=codec is not None,
+            coded=self._coded if is_coded else _as_it_is,
+            is_coded=is_coded,
         )
+        if is_coded:  # a thread codes and sends, beside what others do in this group
+            group = replace(twin_group(group, "coded"), name=group.name)
         found: Collective = self.recipe.strategy.path.load()(group, site)
+        return found
+
+    def _coded(self, path: Exchanging) -> Collective:
+        found = code(path, self.recipe.strategy, self.recipe.seed)
+        self.closers.append(found.close)
         return found
 
 

@@ -87,7 +87,7 @@ def diloco(setting: Setting, layout: Layout, state: TrainState) -> Rule:
 
 
 def _keep_residuals(setting: Setting, reducer: Reduction, holding: Holding, state: TrainState) -> None:
-    if setting.recipe.strategy.codec != "fp32":
+    if setting.recipe.strategy.feeds_back:
         state.keepers["residual"] = Residuals(reducer, holding.computes, setting.mesh.data)
 
 

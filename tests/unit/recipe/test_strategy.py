@@ -111,11 +111,20 @@ def test_terms_after_a_preset_change_it() -> None:
         ("sync=every-step:2", 'sync: expected "every-step" without an argument, found "every-step:2"'),
         ("sync=diloco", 'sync: expected an integer >= 1, as in "diloco:50", found "diloco"'),
         ("sync=diloco:", 'sync: expected an integer >= 1, as in "diloco:50", found "diloco:"'),
-        ("codec=int8+topk", 'codec: expected a share above 0 and at most 1, as in "topk:0.01", found "topk"'),
+        (
+            "codec=int8+topk",
+            'codec: expected a share above 0 and at most 1, or a count, as in "topk:0.01", found "topk"',
+        ),
         ("sync=local:0", 'sync: expected an integer >= 1, as in "local:8", found "local:0"'),
         ("sync=backup:-1", 'sync: expected an integer >= 0, as in "backup:1", found "backup:-1"'),
-        ("codec=topk:0", 'codec: expected a share above 0 and at most 1, as in "topk:0.01", found "topk:0"'),
-        ("codec=topk:2", 'codec: expected a share above 0 and at most 1, as in "topk:0.01", found "topk:2"'),
+        (
+            "codec=topk:0",
+            'codec: expected a share above 0 and at most 1, or a count, as in "topk:0.01", found "topk:0"',
+        ),
+        (
+            "codec=topk:2.0",
+            'codec: expected a share above 0 and at most 1, or a count, as in "topk:0.01", found "topk:2.0"',
+        ),
         ("cut=rows", 'cut: expected nothing, as no installed package brings a cut, found "rows"'),
         ("route=3", "route: expected a string, found 3"),
     ],

@@ -1,25 +1,76 @@
 """What goes over the wire in place of float values: a codec turns rows of values into rows of bytes and back.
 
-Invariant: encoding is a pure function of the values, the same on every rank and device. A value that is not
-finite stays not finite in its row, so that an overflow is seen on the other side.
+Invariant: encoding is a pure function of the values and of the keys, the same on every rank and device. A
+value that is not finite stays not finite in its row, so that an overflow is seen on the other side.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+_STRETCH = 1 << 16  # a multiple of every block
+
+
+class Keys(NamedTuple):
+    """What the random numbers of one coding are functions of: (seed, step, buffer), as integers.
+
+    Args:
+        shared: equal on every rank, so also where the values are decoded.
+        own: of the rank that encodes, so that roundings of different ranks are independent.
+    """
+
+    shared: int = 0
+    own: int = 0
+
 
 class Codec(Protocol):
-    """Rows of values to rows of bytes, and back. What it loses is kept by who uses it."""
+    """Rows of values to rows of bytes, and back. What it loses is kept by who uses it.
+
+    Attributes:
+        loses: what is decoded is not right on average, so what is lost has to be sent later (error feedback).
+        ragged: rows of equally many values may have fewer bytes than `num_bytes` says.
+    """
+
+    loses: bool
+    ragged: bool
 
     def num_bytes(self, num_values: int) -> int:
-        """Bytes of one coded row: the closed form that the ledger must show."""
+        """Bytes of one coded row: the closed form that the ledger must show; the most where rows are
+        ragged.
+        """
 
-    def encode(self, x: Tensor) -> Tensor:
-        """Code each row alone: float [rows, num_values] to uint8 [rows, num_bytes]."""
+    def encode(self, x: Tensor, keys: Keys) -> Tensor:
+        """Code each row alone: float [rows, num_values] to uint8 [rows, num_bytes]; `x` is not changed."""
 
-    def decode(self, payload: Tensor, num_values: int, dtype: torch.dtype) -> Tensor:
-        """The values of each row: uint8 [rows, num_bytes] to `dtype` [rows, num_values]."""
+    def decode(self, payload: Tensor, out: Tensor, keys: Keys) -> None:
+        """Write the values of each row: uint8 [rows, num_bytes] into `out`, float [rows, num_values]."""
+
+
+def stretches(num_values: int) -> Iterator[tuple[int, int]]:
+    """Where a row is cut so that the work on a stretch stays in the cache, and in memory that is there
+    already.
+    """
+    for begin in range(0, num_values, _STRETCH):
+        yield begin, min(begin + _STRETCH, num_values)
+
+
+def values_of(payload: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bytes [rows, m] as values of a type, [rows, m / itemsize]; a view where they are aligned."""
+    rows, width = payload.shape
+    if (payload.storage_offset() | payload.stride(0)) % dtype.itemsize or payload.stride(1) != 1:
+        payload = payload.clone(memory_format=torch.contiguous_format)
+    return payload.view(dtype) if width else payload.new_empty(rows, 0, dtype=dtype)
+
+
+def bytes_of(x: Tensor) -> Tensor:
+    """Values [rows, m] as bytes [rows, m itemsize]."""
+    rows = x.shape[0]
+    return (
+        x.contiguous().view(-1).view(torch.uint8).view(rows, -1)
+        if x.numel()
+        else x.new_empty(rows, 0, dtype=torch.uint8)
+    )

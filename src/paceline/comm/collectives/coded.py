@@ -1,25 +1,30 @@
 """Sums of coded values, with error feedback on both sides.
 
 A buffer is cut into P parts; each rank codes its parts and sends them to their owners, who decode, add in the
-order of the ranks, code the sum and send it to all. What is lost on the way is kept, and added to the
-next values of the same buffer. A step that is aborted leaves it as it was.
+order of the ranks, code the sum and send it to all. So values are coded twice, however many ranks there are,
+and nothing is coded again at every hop. What is lost on the way is kept, and added to the next values of the
+same buffer; a step that is aborted leaves it as it was. All of it runs on a `Line`, beside the backward pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from paceline.comm.codecs import Codec
+from paceline.comm.codecs import Codec, Keys
+from paceline.comm.codecs.low_rank import Matrix
 from paceline.comm.collectives.collective import Exchanging, in_parts
 from paceline.comm.handle import Handle
+from paceline.comm.line import Line
+from paceline.keys import key as hashed
 from paceline.mesh import Group
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Lost:
     """What this rank's coding lost of one buffer.
 
@@ -36,18 +41,23 @@ class CodedCollective:
     """A collective whose sums travel through a codec.
 
     Args:
-        inner: the path; it carries bytes.
+        inner: the path; it carries bytes. Its process group is its own: a thread of this object uses it.
         codec: the form.
-    Wire: with c bytes for a coded part, all_reduce 2 (P-1) c bytes, reduce_scatter (P-1) c.
-    Exactness: approximate; equal bits on every rank.
-    Source: Seide et al. 2014, 1-Bit Stochastic Gradient Descent (error feedback); Tang et al. 2021, 1-bit
-    Adam, arXiv:2102.02888, section 4 (compensation on workers and owners).
+        seed: of random numbers; they are functions of seed, step and buffer.
+    Wire: with c bytes for a coded part, all_reduce 2 (P-1) c bytes, reduce_scatter (P-1) c; where rows are
+        ragged one all_gather of 8 bytes goes before each, and c is the longest of them.
+    Exactness: that of the codec; equal bits on every rank.
+    Source: Seide et al. 2014, 1-Bit Stochastic Gradient Descent (error feedback); Tang et al. 2019,
+    DoubleSqueeze, arXiv:1905.05957, Algorithm 1 (compensation on workers and owners).
     """
 
-    def __init__(self, inner: Exchanging, codec: Codec) -> None:
-        self._inner, self.codec = inner, codec
+    def __init__(self, inner: Exchanging, codec: Codec, *, seed: int = 0) -> None:
+        self._inner, self.codec, self._seed = inner, codec, seed
+        self._line = Line(f"{inner.group.name}-coded", self._waited)
         self._kept: dict[str, _Lost] = {}
         self._pending: dict[str, _Lost] = {}
+        self._spare: dict[str, _Lost] = {}  # memory of the step before the last
+        self._one = torch.empty(1, 0)
 
     @property
     def group(self) -> Group:
@@ -55,9 +65,9 @@ class CodedCollective:
         return self._inner.group
 
     @property
-    def feedback(self) -> CodedCollective:
-        """See `Collective`."""
-        return self
+    def feedback(self) -> CodedCollective | None:
+        """See `Collective`; None where what is decoded is right on average."""
+        return self if self.codec.loses else None
 
     def buffer(self, num_values: int, like: Tensor, key: str) -> Tensor:
         """See `Collective`."""
@@ -65,49 +75,113 @@ class CodedCollective:
 
     def all_reduce(self, x: Tensor, key: str) -> Handle:
         """See `Collective`."""
-        parts = in_parts(x, self.group.size)
-        return self.reduce_scatter(parts, key).then(lambda mine: self._share(mine, x, key))
+        if x.numel() == 0:
+            return Handle.ready(x)
+        keys = self._keys(key)
+
+        def hops() -> Tensor:
+            mine = self._sum(in_parts(x, self.group.size), key, keys, shared=True)
+            return self._share(mine, x, key, keys)
+
+        return self._line.submit("all_to_all", hops)
 
     def reduce_scatter(self, x: Tensor, key: str) -> Handle:
         """See `Collective`."""
-        before = self._kept.get(key)
-        values = x if before is None else x + before.sent
-        payload = self.codec.encode(values)
-        lost = values - self.codec.decode(payload, x.shape[1], x.dtype)
-        self._pending[key] = _Lost(_finite(lost), None if before is None else before.owned)
+        if x.numel() == 0:
+            return Handle.ready(torch.empty_like(x[0]))
+        return self._line.submit("all_to_all", partial(self._sum, x, key, self._keys(key), shared=False))
 
-        def add_up(arrived: Tensor) -> Tensor:
-            return self.codec.decode(arrived, x.shape[1], x.dtype).sum(0)
+    def _sum(self, x: Tensor, key: str, keys: Keys, shared: bool) -> Tensor:
+        """Code and exchange the rows of `x` [P, n], and add up those of this rank; `shared`: coded again
+        then.
+        """
+        before, values = self._kept.get(key), x
+        if self.codec.loses:
+            values = self._opened(key, x).sent
+            values.copy_(x) if before is None else torch.add(x, before.sent, out=values)
+        payload = self.codec.encode(values, keys)
+        one = self._scratch(x.shape[1], x)
+        if self.codec.loses:
+            for row, coded in zip(values, payload, strict=True):
+                self.codec.decode(coded.unsqueeze(0), one, keys)
+                _finite(row.sub_(one[0]))
+        arrived = self._inner.all_to_all(self._fitted(payload, key), key).wait(exposed=False)
+        total = torch.empty_like(x[:1])
+        for number, coded in enumerate(arrived):
+            self.codec.decode(coded.unsqueeze(0), one if number else total, keys)
+            if number:
+                total.add_(one)
+        if before is not None and before.owned is not None and not shared:
+            total.add_(before.owned)
+        return total[0]
 
-        return self._inner.all_to_all(payload, key).then(add_up)
-
-    def _share(self, mine: Tensor, x: Tensor, key: str) -> Tensor:
+    def _share(self, mine: Tensor, x: Tensor, key: str, keys: Keys) -> Tensor:
         """Code the sum of this rank's part and give it to all."""
-        sent, owned = self._pending[key].sent, self._pending[key].owned
-        values = (mine if owned is None else mine + owned).unsqueeze(0)
-        payload = self.codec.encode(values)
-        lost = values - self.codec.decode(payload, values.shape[1], x.dtype)
-        self._pending[key] = _Lost(sent, _finite(lost)[0])
-        found = self._inner.all_gather(payload[0], f"{key}.sum").wait()
-        return x.copy_(self.codec.decode(found, values.shape[1], x.dtype).reshape(-1)[: x.numel()])
+        keys = Keys(hashed(keys.shared, "sum"), hashed(keys.own, "sum"))
+        before, pending = self._kept.get(key), self._pending.get(key)
+        if before is not None and before.owned is not None:
+            mine.add_(before.owned)
+        values, one = mine.unsqueeze(0), self._scratch(mine.numel(), x)
+        payload = self.codec.encode(values, keys)
+        if pending is not None:
+            self.codec.decode(payload, one, keys)
+            pending.owned = _finite(mine.sub_(one[0]))
+        found = self._inner.all_gather(self._fitted(payload, key)[0], f"{key}.sum").wait(exposed=False)
+        for part, coded in zip(x.view(-1).split(mine.numel()), found, strict=False):
+            self.codec.decode(coded.unsqueeze(0), one, keys)
+            part.copy_(one[0, : part.numel()])
+        return x
+
+    def _opened(self, key: str, x: Tensor) -> _Lost:
+        """Memory for what a buffer loses in this step."""
+        found = self._spare.pop(key, None)
+        if found is None or found.sent.shape != x.shape or found.sent.dtype != x.dtype:
+            found = _Lost(torch.empty_like(x))
+        found.owned = None
+        self._pending[key] = found
+        return found
+
+    def _scratch(self, num_values: int, like: Tensor) -> Tensor:
+        """Memory for one row; only the thread of the line uses it."""
+        if self._one.shape[1] != num_values or self._one.dtype != like.dtype:
+            self._one = like.new_empty(1, num_values)
+        return self._one
+
+    def _fitted(self, payload: Tensor, key: str) -> Tensor:
+        """Rows as long as the longest of any rank."""
+        if not self.codec.ragged:
+            return payload
+        width = torch.tensor([payload.shape[1]], device=payload.device)
+        longest = int(self._inner.all_gather(width, f"{key}.width").wait(exposed=False).max())
+        out = payload.new_zeros(len(payload), longest)
+        out[:, : payload.shape[1]] = payload
+        return out
 
     def all_gather(self, x: Tensor, key: str) -> Handle:
         """See `Collective`."""
-        return self._inner.all_gather(x, key)
+        return self._line.submit("all_gather", lambda: self._inner.all_gather(x, key).wait(exposed=False))
 
     def broadcast(self, x: Tensor, key: str, source: int = 0) -> Handle:
         """See `Collective`."""
-        return self._inner.broadcast(x, key, source)
+        return self._line.submit(
+            "broadcast", lambda: self._inner.broadcast(x, key, source).wait(exposed=False)
+        )
 
     def commit(self) -> None:
         """See `Feedback`."""
-        self._kept.update(self._pending)
+        self._spare |= {key: self._kept[key] for key in self._pending if key in self._kept}
+        self._kept |= self._pending
         self._pending = {}
 
     def abort(self) -> None:
         """See `Collective`."""
+        self._line.mend()
+        self._spare |= self._pending
         self._pending = {}
         self._inner.abort()
+
+    def describe(self, key: str, matrices: Sequence[Matrix]) -> None:
+        """See `Feedback`; a codec takes rows as they are."""
 
     def lost(self, key: str, num_values: int) -> Mapping[str, Tensor]:
         """See `Feedback`."""
@@ -133,6 +207,20 @@ class CodedCollective:
         """See `Feedback`."""
         self._kept.pop(key, None)
         self._pending.pop(key, None)
+
+    def close(self) -> None:
+        """End the thread; what was launched has been waited for."""
+        self._line.close()
+
+    def _keys(self, key: str) -> Keys:
+        shared = hashed(self._seed, "codec", self._inner.net.step, key)
+        return Keys(shared, hashed(shared, self.group.ranks[self.group.rank]))
+
+    def _waited(self, op: str, seconds: float) -> None:
+        """Count seconds that a caller waited for all of it."""
+        row = self._inner.net.ledger.rows.get((op, self.group.name))
+        if row is not None:
+            row.exposed_seconds += seconds
 
 
 def _finite(x: Tensor) -> Tensor:

@@ -6,20 +6,27 @@ Invariant: what `wait` returns is equal on every rank that gets it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
+from paceline.comm.codecs.low_rank import Matrix
 from paceline.comm.handle import Handle
+from paceline.comm.net import Net
 from paceline.mesh import Group
 
 
 class Feedback(Protocol):
     """What coding has lost, by buffer, to be sent with the next values of the same buffer.
 
-    A side is a place where values are coded: `sent` by their rank, `owned` by who adds them up.
+    A side is a place where values are coded: `sent` by their rank, `owned` by who adds them up. Other sides
+    are
+    no losses: they are equal on all ranks (`factor`), and begin anew where the number of ranks changes.
     """
+
+    def describe(self, key: str, matrices: Sequence[Matrix]) -> None:
+        """Where matrices lie in a buffer, before its first sum."""
 
     def commit(self) -> None:
         """The present step has been applied: keep what it has lost."""
@@ -67,8 +74,19 @@ class Collective(Protocol):
 class Exchanging(Collective, Protocol):
     """A collective that also carries messages of equal size, which a codec needs."""
 
+    @property
+    def net(self) -> Net:
+        """This rank's end of the wires: says the step, and counts."""
+
     def all_to_all(self, x: Tensor, key: str) -> Handle:
         """Send row i of `x` [P, n] to rank i; the handle returns what each rank sent here, [P, n]."""
+
+
+class Coded(Collective, Protocol):
+    """A collective that codes, on a thread of its own."""
+
+    def close(self) -> None:
+        """End the thread; what was launched has been waited for."""
 
 
 def in_parts(x: Tensor, num_parts: int) -> Tensor:

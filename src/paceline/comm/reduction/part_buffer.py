@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from paceline.comm.codecs.low_rank import Matrix
 from paceline.slot import Slot
 
 Parts = Mapping[Slot, Sequence[Slot | None]]
@@ -73,6 +74,23 @@ class PartBuffer:
         """As `views`, made once for a row of this very buffer."""
         mine = self.rows[row]
         return self._views[row] if flat.data_ptr() == mine.data_ptr() else self.views(flat, row)
+
+    def matrices(self, row: int | None) -> list[Matrix]:
+        """Where parts that are matrices lie in one row, or (None) in all, in order: by memory, from outside.
+
+        A tensor of more than two dimensions is the matrix of its outermost dimension and all others.
+        """
+        if row is None:
+            width = self.rows.shape[1]
+            each = [(r * width, m) for r in range(len(self.rows)) for m in self.matrices(r)]
+            return [m._replace(start=offset + m.start) for offset, m in each]
+        found = []
+        for part, (start, strides) in self._places[row].items():
+            if len(part.sizes) > 1 and part.numel:
+                outermost = max(range(len(strides)), key=lambda d: (strides[d], -d))
+                num_rows = part.sizes[outermost]
+                found.append(Matrix(start, num_rows, part.numel // num_rows))
+        return found
 
     def write(self, slot: Slot, value: Tensor | None) -> None:
         """Cut one tensor into the rows; None counts as zeros."""

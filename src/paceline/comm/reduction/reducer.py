@@ -27,6 +27,9 @@ from paceline.comm.reduction.tree import Carry
 from paceline.errors import CommunicationError
 from paceline.slot import Slot
 
+_OF_ROWS = "replica-"
+"""In front of what coding loses of the own row, where buckets are scattered first."""
+
 
 class Sums(Protocol):
     """How a full bucket becomes the sum of the row that this rank gets."""
@@ -75,7 +78,7 @@ class InAnyOrder:
     def __init__(self, shard: Collective, replica: Collective) -> None:
         self._shard, self._replica = shard, replica
         self.row = shard.group.rank
-        coded = {"": shard, "replica-": replica} if shard.group.size > 1 else {"": replica}
+        coded = {"": shard, _OF_ROWS: replica} if shard.group.size > 1 else {"": replica}
         self.feedback: dict[str, Feedback] = {
             word: found for word, one in coded.items() if (found := one.feedback) is not None
         }
@@ -147,6 +150,8 @@ class Reducer:
             self._buckets.append(_Bucket(buffers, keys))
         self._home = {slot: bucket for bucket in self._buckets for slot in bucket.missing}
         self._next = 0
+        for bucket in self._buckets:
+            self._describe(bucket)
 
     @property
     def num_buckets(self) -> int:
@@ -243,18 +248,26 @@ class Reducer:
 
     def set_lost(self, found: Mapping[tuple[str, str], Tensor]) -> None:
         """See `Reduction`."""
+        feedback = self._sums.feedback
+        found = _by_whole_buckets(found, [_OF_ROWS] if _OF_ROWS not in feedback else [])
         sides = {side for side, _ in found}
-        for word, feedback in self._sums.feedback.items():
-            own = [side for side in ("sent", "owned") if f"{word}{side}" in sides]
+        for word, one in feedback.items():
+            own = [side.removeprefix(word) for side in sorted(sides) if _word_of(side) == word]
             for bucket in self._buckets:
-                feedback.clear(bucket.keys[0])
+                one.clear(bucket.keys[0])
             for bucket in self._buckets if own else ():
                 buffer, flats = bucket.buffers[0], {}
                 for side in own:
                     for slot in buffer.slots:
                         buffer.write(slot, found.get((f"{word}{side}", slot.name)))
                     flats[side] = self._span(buffer, word).reshape(-1).clone()
-                feedback.set_lost(bucket.keys[0], flats)
+                one.set_lost(bucket.keys[0], flats)
+
+    def _describe(self, bucket: _Bucket) -> None:
+        """Tell those who code where matrices lie."""
+        buffer = bucket.buffers[0]
+        for word, feedback in self._sums.feedback.items():
+            feedback.describe(bucket.keys[0], buffer.matrices(self._sums.row if word else None))
 
     def _span(self, buffer: PartBuffer, word: str) -> Tensor:
         """What is coded of a buffer: all of it, or the own row."""
@@ -265,6 +278,22 @@ class Reducer:
         buffer.flat.zero_()
         self._span(buffer, word).copy_(flat)
         return buffer
+
+
+def _word_of(side: str) -> str:
+    """What stands in front of a side: nothing for whole buckets."""
+    return _OF_ROWS if side.startswith(_OF_ROWS) else ""
+
+
+def _by_whole_buckets(
+    found: Mapping[tuple[str, str], Tensor], gone: Sequence[str]
+) -> Mapping[tuple[str, str], Tensor]:
+    """Where rows are not coded any more, what they have lost is sent with whole buckets."""
+    kept = {place: value for place, value in found.items() if _word_of(place[0]) not in gone}
+    for (side, name), value in found.items():
+        if _word_of(side) in gone and not side.endswith("factor"):
+            kept["sent", name] = kept["sent", name] + value if ("sent", name) in kept else value
+    return kept
 
 
 def drain(handles: Iterable[Handle | None]) -> None:

@@ -7,15 +7,16 @@ all of it goes on beside the backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from paceline.comm.codecs.low_rank import Matrix
 from paceline.comm.collectives import Collective, Feedback, in_parts
 from paceline.comm.handle import Handle
+from paceline.comm.line import Line
 from paceline.comm.net import Net
-from paceline.comm.routes.line import Line
 from paceline.mesh import Group, Levels
 
 
@@ -142,6 +143,9 @@ class SliceFeedback:
         self._by_rows[key] = by_rows
         if key in self._waiting:
             self._place(key, self._waiting.pop(key))
+
+    def describe(self, key: str, matrices: Sequence[Matrix]) -> None:
+        """See `Feedback`; a slice cuts through them, so it is taken as values without a shape."""
 
     def commit(self) -> None:
         """See `Feedback`."""

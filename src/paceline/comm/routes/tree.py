@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from paceline.comm.handle import Handle
+from paceline.comm.line import Line
 from paceline.comm.net import Net
-from paceline.comm.routes.line import Line
 from paceline.mesh import Group
 
 

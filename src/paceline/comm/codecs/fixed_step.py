@@ -1,0 +1,64 @@
+"""Steps of one fixed size: the plain form of b-bit quantisation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paceline.comm.codecs.codec import Codec, Keys, bytes_of, stretches, values_of
+from paceline.comm.codecs.halves import top_of
+from paceline.comm.codecs.packing import pack, packed_bytes, unpack
+
+_SCALE_BYTES = 4
+
+
+class FixedStep:
+    """round(x / D) D with D = 2**-b, where x is a value divided by the largest magnitude of its row.
+
+    There are 2**(b+1) + 1 codes, so each takes b + 2 bits. The error of a value is at most 2**-(b+1) of the
+    largest of its row: on gradients of wide range most values become zero, where `int8` has a scale a block.
+
+    Args:
+        bits: b, 1 to 14.
+    Source: Gupta et al. 2015, Deep Learning with Limited Numerical Precision, arXiv:1502.02551, section 3
+    (fixed point, nearest), on values scaled to [-1, 1].
+    """
+
+    loses, ragged = True, False
+
+    def __init__(self, bits: int) -> None:
+        self._top, self._width = 1 << bits, bits + 2
+
+    def num_bytes(self, num_values: int) -> int:
+        """(b + 2) n / 8, by planes of whole bytes, and 4."""
+        return packed_bytes(num_values, self._width) + _SCALE_BYTES
+
+    def encode(self, x: Tensor, keys: Keys) -> Tensor:
+        """See `Codec`."""
+        rows, num_values = x.shape
+        out = torch.empty(rows, self.num_bytes(num_values), dtype=torch.uint8, device=x.device)
+        tops = top_of(x).to(torch.float32)
+        out[:, packed_bytes(num_values, self._width) :] = bytes_of(tops)
+        for row, found, top in zip(x, out, tops.clamp_min(torch.finfo(torch.float32).tiny), strict=True):
+            for begin, end in stretches(num_values):
+                steps = (row[begin:end] / top.to(x.dtype)).mul_(self._top).round_().add_(self._top)
+                steps.nan_to_num_(0.0, 0.0, 0.0)  # the largest value tells that it was not finite
+                coded = pack(steps.to(torch.int32), self._width)
+                start = packed_bytes(begin, self._width)
+                found[start : start + len(coded)] = coded
+        return out
+
+    def decode(self, payload: Tensor, out: Tensor, keys: Keys) -> None:
+        """See `Codec`."""
+        num_values = out.shape[1]
+        tops = values_of(payload[:, packed_bytes(num_values, self._width) :], torch.float32).to(out.dtype)
+        for row, found, top in zip(payload, out, tops, strict=True):
+            for begin, end in stretches(num_values):
+                codes = unpack(row[packed_bytes(begin, self._width) :], end - begin, self._width)
+                found[begin:end] = codes.to(torch.int32)
+                found[begin:end].sub_(self._top).div_(self._top).mul_(top)
+
+
+def fixed(argument: str) -> Codec:
+    """The word `fixed:B`."""
+    return FixedStep(int(argument))

@@ -1,0 +1,84 @@
+"""Two bytes a value: bfloat16, and float16 under a scale that keeps it from overflowing."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paceline.comm.codecs.codec import Codec, Keys, bytes_of, stretches, values_of
+
+_LARGEST = torch.finfo(torch.bfloat16).max
+_TOP_EXPONENT = 15  # the largest value of a row is scaled to less than 2**15; float16 ends at 65504
+_SCALE_BYTES = 4
+_SMALLEST_EXPONENT = -126  # of a scale that is a normal float32
+
+
+class Bf16:
+    """The upper half of a float32, rounded to nearest; what is finite stays finite.
+
+    The error of a value is at most 2**-8 of it, and 2**-134 where it is below the smallest normal float32.
+    Source: Kalamkar et al. 2019, A Study of BFLOAT16 for Deep Learning Training, arXiv:1905.12322.
+    """
+
+    loses, ragged = True, False
+
+    def num_bytes(self, num_values: int) -> int:
+        """2 n."""
+        return 2 * num_values
+
+    def encode(self, x: Tensor, keys: Keys) -> Tensor:
+        """See `Codec`."""
+        if bool((top_of(x) > _LARGEST).any()):
+            x = torch.where(x.isfinite(), x.clamp(-_LARGEST, _LARGEST), x)
+        return bytes_of(x.to(torch.bfloat16))
+
+    def decode(self, payload: Tensor, out: Tensor, keys: Keys) -> None:
+        """See `Codec`."""
+        out.copy_(values_of(payload, torch.bfloat16))
+
+
+class Fp16:
+    """float16 of x / s, where s is the power of two that brings the largest value of a row below 2**15.
+
+    The error of a value is at most 2**-11 of it, or 2**-40 of the largest of its row.
+    Source: Micikevicius et al. 2018, Mixed Precision Training, arXiv:1710.03740, section 3.2 (scaling).
+    """
+
+    loses, ragged = True, False
+
+    def num_bytes(self, num_values: int) -> int:
+        """2 n + 4."""
+        return 2 * num_values + 4
+
+    def encode(self, x: Tensor, keys: Keys) -> Tensor:
+        """See `Codec`."""
+        exponents = torch.frexp(top_of(x).to(torch.float32)).exponent.to(torch.int32) - _TOP_EXPONENT
+        scales = torch.ldexp(torch.ones(len(x), 1, device=x.device), exponents.clamp_min_(_SMALLEST_EXPONENT))
+        out = torch.empty(len(x), self.num_bytes(x.shape[1]), dtype=torch.uint8, device=x.device)
+        out[:, :_SCALE_BYTES] = bytes_of(scales)
+        for begin, end in stretches(x.shape[1]):
+            halves = (x[:, begin:end] / scales.to(x.dtype)).to(torch.float16)
+            out[:, _SCALE_BYTES + 2 * begin : _SCALE_BYTES + 2 * end] = bytes_of(halves)
+        return out
+
+    def decode(self, payload: Tensor, out: Tensor, keys: Keys) -> None:
+        """See `Codec`."""
+        scales = values_of(payload[:, :_SCALE_BYTES], torch.float32).to(out.dtype)
+        halves = values_of(payload[:, _SCALE_BYTES:], torch.float16)
+        for begin, end in stretches(out.shape[1]):
+            torch.mul(halves[:, begin:end], scales, out=out[:, begin:end])
+
+
+def top_of(x: Tensor) -> Tensor:
+    """The largest magnitude of each row, [rows, 1]; zero of an empty one."""
+    return torch.linalg.vector_norm(x, torch.inf, 1, keepdim=True) if x.shape[1] else x.new_zeros(len(x), 1)
+
+
+def bf16(argument: str) -> Codec:
+    """The word `bf16`."""
+    return Bf16()
+
+
+def fp16(argument: str) -> Codec:
+    """The word `fp16`."""
+    return Fp16()

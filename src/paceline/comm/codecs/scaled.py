@@ -1,0 +1,120 @@
+"""A few bits a value, with a scale for every block: int8, int4 and int2."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paceline.comm.codecs.codec import Codec, Keys, bytes_of, stretches, values_of
+from paceline.comm.codecs.packing import pack, packed_bytes, unpack
+
+BLOCK = 256
+_TINY = torch.finfo(torch.float32).tiny  # the smallest scale; a block below it becomes zeros
+_SCALE_BYTES = 4
+
+
+class Scaled:
+    """round(x / s) in b bits, s = max|block| / (2**(b-1) - 1), with a float32 scale for every block of 256.
+
+    The error of a value is at most s / 2 (nearest) or s (stochastic, right on average), or half of the
+    smallest normal float32. At most 2**b - 1 codes.
+
+    Args:
+        bits: 2, 4 or 8.
+        stochastic: round up with a probability that is the fraction; what is decoded is then right on
+            average, and nothing is kept for later.
+    Source: Alistarh et al. 2017, QSGD, arXiv:1610.02132, section 3.1 (stochastic); Dettmers 2016, 8-Bit
+    Approximations for Parallelism in Deep Learning, arXiv:1511.04561, section 2 (linear quantisation).
+    """
+
+    ragged = False
+
+    def __init__(self, bits: int, *, stochastic: bool = False) -> None:
+        self.bits, self._stochastic = bits, stochastic
+        self._most = 2 ** (bits - 1) - 1
+        self.loses = not stochastic
+
+    @property
+    def relative_error(self) -> float:
+        """The largest error of a value, relative to the largest of its block."""
+        return 1 / self._most / (1 if self._stochastic else 2)
+
+    def num_bytes(self, num_values: int) -> int:
+        """ceil(n b / 8) + 4 ceil(n / 256)."""
+        return packed_bytes(num_values, self.bits) + _SCALE_BYTES * -(-num_values // BLOCK)
+
+    def encode(self, x: Tensor, keys: Keys) -> Tensor:
+        """See `Codec`."""
+        rows, num_values = x.shape
+        out = torch.empty(rows, self.num_bytes(num_values), dtype=torch.uint8, device=x.device)
+        scales = torch.empty(rows, -(-num_values // BLOCK), device=x.device)
+        draw = torch.Generator(x.device).manual_seed(keys.own) if self._stochastic else None
+        for row, found, own in zip(x, out, scales, strict=True):
+            for begin, end in stretches(num_values):
+                codes = self._codes(
+                    in_blocks(row[begin:end], BLOCK), own[begin // BLOCK : -(-end // BLOCK)], draw
+                )
+                coded = pack(codes.view(-1)[: end - begin], self.bits)
+                start = packed_bytes(begin, self.bits)
+                found[start : start + len(coded)] = coded
+        out[:, packed_bytes(num_values, self.bits) :] = bytes_of(scales)
+        return out
+
+    def _codes(self, blocks: Tensor, scales: Tensor, draw: torch.Generator | None) -> Tensor:
+        """Codes of some blocks, int8 [blocks, 256]; fills in their scales."""
+        torch.amax(blocks.abs(), 1, out=scales)
+        scales.div_(self._most).clamp_min_(_TINY)  # a NaN stays
+        steps = blocks / scales.unsqueeze(1)
+        if draw is None:
+            return steps.round_().to(torch.int8)
+        noise = torch.rand(steps.shape, generator=draw, device=steps.device)
+        return steps.add_(noise).floor_().clamp_max_(self._most).to(torch.int8)
+
+    def decode(self, payload: Tensor, out: Tensor, keys: Keys) -> None:
+        """See `Codec`."""
+        num_values = out.shape[1]
+        scales = values_of(payload[:, packed_bytes(num_values, self.bits) :], torch.float32).to(out.dtype)
+        sign = 1 << (self.bits - 1)  # the highest bit
+        for row, found, own in zip(payload, out, scales, strict=True):
+            for begin, end in stretches(num_values):
+                coded = row[packed_bytes(begin, self.bits) :]
+                codes = unpack(coded, end - begin, self.bits).view(torch.int8)
+                if self.bits < 8:
+                    codes.bitwise_xor_(sign).sub_(sign)
+                scale_blocks(codes, own[begin // BLOCK : -(-end // BLOCK)], BLOCK, found[begin:end])
+
+
+def in_blocks(x: Tensor, block: int) -> Tensor:
+    """[n] as float32 [ceil(n / block), block], the end filled with zeros; a view where that does."""
+    num_values = x.numel()
+    num_blocks = -(-num_values // block)
+    if num_values == num_blocks * block and x.dtype == torch.float32 and x.is_contiguous():
+        return x.view(num_blocks, block)
+    out = torch.zeros(num_blocks * block, device=x.device)
+    out[:num_values] = x
+    return out.view(num_blocks, block)
+
+
+def scale_blocks(values: Tensor, scales: Tensor, block: int, out: Tensor) -> None:
+    """Multiply each block of [n] by its scale, [ceil(n / block)], into `out` [n]."""
+    whole = values.numel() // block * block
+    if whole:
+        blocks = values[:whole].view(-1, block)
+        torch.mul(blocks, scales[: len(blocks)].unsqueeze(1), out=out[:whole].view(-1, block))
+    if whole < values.numel():
+        torch.mul(values[whole:], scales[-1:], out=out[whole:])
+
+
+def int8(argument: str) -> Codec:
+    """The word `int8`."""
+    return Scaled(8, stochastic=argument == "stochastic")
+
+
+def int4(argument: str) -> Codec:
+    """The word `int4`."""
+    return Scaled(4, stochastic=argument == "stochastic")
+
+
+def int2(argument: str) -> Codec:
+    """The word `int2`."""
+    return Scaled(2, stochastic=argument == "stochastic")

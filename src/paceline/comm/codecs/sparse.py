@@ -1,0 +1,204 @@
+"""Some values of a row, each with its place; the others count as zero.
+
+Without error feedback this loses most of a gradient for good; `comm.collectives.coded` keeps what is left out
+and sends it later. How the values themselves travel is another codec's matter: `topk:0.01+int4`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import ceil
+
+import torch
+from torch import Tensor
+
+from paceline.comm.codecs.codec import Codec, Keys, bytes_of, values_of
+from paceline.comm.codecs.halves import top_of
+from paceline.errors import StrategyError
+
+NumKept = Callable[[int], int]
+"""How many values of a row of so many are kept."""
+
+_SAMPLED_FROM = 1 << 14  # rows longer than this are searched for a threshold first
+_SAMPLES = 1 << 13
+_MARGIN = 1.25
+
+
+class Floats:
+    """float32, as it is."""
+
+    loses = ragged = False
+
+    def num_bytes(self, num_values: int) -> int:
+        """4 n."""
+        return 4 * num_values
+
+    def encode(self, x: Tensor, keys: Keys) -> Tensor:
+        """See `Codec`."""
+        return bytes_of(x.to(torch.float32))
+
+    def decode(self, payload: Tensor, out: Tensor, keys: Keys) -> None:
+        """See `Codec`."""
+        out.copy_(values_of(payload, torch.float32))
+
+
+class TopK:
+    """The k values of a row that have the largest magnitude; among equals the first.
+
+    Args:
+        num_kept: k.
+        values: the form in which they travel.
+    Source: Aji and Heafield 2017, Sparse Communication for Distributed Gradient Descent, arXiv:1704.05021,
+    section 3; Stich et al. 2018, Sparsified SGD with Memory, arXiv:1809.07599, Algorithm 1 (memory).
+    """
+
+    loses, ragged = True, False
+
+    def __init__(self, num_kept: NumKept, values: Codec | None = None) -> None:
+        self.num_kept, self._values = num_kept, values or Floats()
+
+    def with_values(self, values: Codec) -> TopK:
+        """The same choice, in another form."""
+        return TopK(self.num_kept, values)
+
+    def num_bytes(self, num_values: int) -> int:
+        """The bytes of k values, and k places of 1 to 4 bytes, as many as n - 1 needs."""
+        kept = self.num_kept(num_values)
+        return self._values.num_bytes(kept) + kept * place_bytes(num_values)
+
+    def encode(self, x: Tensor, keys: Keys) -> Tensor:
+        """See `Codec`; places ascend."""
+        kept = self.num_kept(x.shape[1])
+        places = torch.stack([largest(row, kept) for row in x]) if len(x) else x.new_empty(0, kept).long()
+        values = self._values.encode(x.gather(1, places), keys)
+        width = place_bytes(x.shape[1])
+        short = places.to(torch.int32).unsqueeze(2).view(torch.uint8)[:, :, :width]
+        return torch.cat([values, short.reshape(len(x), -1)], 1)
+
+    def decode(self, payload: Tensor, out: Tensor, keys: Keys) -> None:
+        """See `Codec`."""
+        rows, num_values = out.shape
+        kept, width = self.num_kept(num_values), place_bytes(num_values)
+        first = self._values.num_bytes(kept)
+        places = payload.new_zeros(rows, kept, 4)
+        places[:, :, :width] = payload[:, first:].reshape(rows, kept, width)
+        found = out.new_empty(rows, kept)
+        self._values.decode(payload[:, :first], found, keys)
+        out.zero_().scatter_(1, places.view(torch.int32).squeeze(2).to(torch.int64), found)
+
+
+class RandomK:
+    """k values of a row at places that are functions of seed, step and buffer, so only values travel.
+
+    They are not scaled up: with error feedback what is left out comes later.
+
+    Args:
+        num_kept: k.
+        values: the form in which they travel.
+    Source: Stich et al. 2018, Sparsified SGD with Memory, arXiv:1809.07599, Definition 2.1 (rand-k).
+    """
+
+    loses, ragged = True, False
+
+    def __init__(self, num_kept: NumKept, values: Codec | None = None) -> None:
+        self.num_kept, self._values = num_kept, values or Floats()
+
+    def with_values(self, values: Codec) -> RandomK:
+        """The same choice, in another form."""
+        return RandomK(self.num_kept, values)
+
+    def num_bytes(self, num_values: int) -> int:
+        """The bytes of k values, and one that says whether all of the row is finite."""
+        return 1 + self._values.num_bytes(self.num_kept(num_values))
+
+    def encode(self, x: Tensor, keys: Keys) -> Tensor:
+        """See `Codec`."""
+        finite = top_of(x).isfinite()
+        values = self._values.encode(x.index_select(1, self._places(x.shape[1], keys).to(x.device)), keys)
+        return torch.cat([finite.view(torch.uint8), values], 1)
+
+    def decode(self, payload: Tensor, out: Tensor, keys: Keys) -> None:
+        """See `Codec`."""
+        rows, num_values = out.shape
+        found = out.new_empty(rows, self.num_kept(num_values))
+        self._values.decode(payload[:, 1:], found, keys)
+        found.masked_fill_(payload[:, :1] == 0, torch.nan)
+        out.zero_().index_copy_(1, self._places(num_values, keys).to(out.device), found)
+
+    def _places(self, num_values: int, keys: Keys) -> Tensor:
+        """k different places, one in each of k stretches that are as equal as can be."""
+        kept = self.num_kept(num_values)
+        ends = torch.arange(kept + 1, dtype=torch.int64) * num_values // max(1, kept)
+        draw = torch.Generator().manual_seed(keys.shared)
+        within = torch.rand(kept, generator=draw, dtype=torch.float64) * (ends[1:] - ends[:-1])
+        return ends[:-1] + within.long()
+
+
+def largest(x: Tensor, kept: int) -> Tensor:
+    """The places of the `kept` largest magnitudes of `x` [n], ascending; among equals the first.
+
+    A sample gives a threshold that a few more values reach than are wanted; these alone are sorted. If too
+    few do, all are. What is not finite counts as largest.
+    """
+    candidates = _likely(x, kept)
+    sizes = (x if candidates is None else x[candidates]).abs().nan_to_num_(torch.inf, torch.inf)
+    order = torch.sort(sizes, descending=True, stable=True).indices[:kept]
+    return (order if candidates is None else candidates[order]).sort().values
+
+
+def _likely(x: Tensor, kept: int) -> Tensor | None:
+    """Places that hold the `kept` largest, ascending; None: look at all."""
+    num_values = x.numel()
+    if num_values < _SAMPLED_FROM or kept > num_values // 4:
+        return None
+    sample = x[:: num_values // _SAMPLES].abs()
+    wanted = min(sample.numel(), ceil(_MARGIN * kept * sample.numel() / num_values) + 16)
+    threshold = sample.nan_to_num_(torch.inf).topk(wanted, sorted=False).values.min()
+    found = (~(x.abs() < threshold)).nonzero().view(-1) if threshold > 0 else (x != 0).nonzero().view(-1)
+    if found.numel() >= kept:
+        return found
+    return _with_zeros(x, found, kept) if threshold == 0 else None
+
+
+def _with_zeros(x: Tensor, found: Tensor, kept: int) -> Tensor:
+    """All that are not zero, and the first zeros."""
+    zeros = (x == 0).nonzero().view(-1)[: kept - found.numel()]
+    return torch.cat([found, zeros]).sort().values
+
+
+def place_bytes(num_values: int) -> int:
+    """Bytes of a place in a row, 1 to 4."""
+    return max(1, -(-max(0, num_values - 1).bit_length() // 8))
+
+
+def num_kept(argument: str) -> NumKept:
+    """k of a row, from a count (`100`) or a share of it, rounded up (`0.01`).
+
+    Raises:
+        StrategyError: it keeps nothing, or more than all.
+    """
+    if argument.isdecimal():
+        count = int(argument)
+        if count:
+            return lambda num_values: min(num_values, count)
+    elif 0.0 < (share := float(argument)) <= 1.0:
+        return lambda num_values: min(num_values, ceil(share * num_values))
+    raise StrategyError(
+        f"{argument} keeps no share of the values",
+        next_step="choose a share above 0, as in topk:0.01, or a count, as in topk:1000",
+    )
+
+
+def top_k(argument: str) -> Codec:
+    """The word `topk:K`."""
+    return TopK(num_kept(argument))
+
+
+def random_k(argument: str) -> Codec:
+    """The word `randomk:K`."""
+    return RandomK(num_kept(argument))
+
+
+def coded_values(choice: TopK | RandomK, values: Codec) -> Codec:
+    """`topk:K+int4`: a choice whose values travel in another form."""
+    return choice.with_values(values)

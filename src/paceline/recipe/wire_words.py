@@ -1,0 +1,129 @@
+"""The words of what goes over the wire and along which path: one line of registration each."""
+
+from __future__ import annotations
+
+from paceline.recipe.specs import Argument, CodecSpec, RouteSpec
+
+
+def integer(smallest: int, example: str, largest: int = 1 << 31) -> Argument:
+    """Integers from one to another."""
+    says = f"an integer >= {smallest}" if largest == 1 << 31 else f"an integer from {smallest} to {largest}"
+    return Argument(example, says, lambda text: text.isdecimal() and smallest <= int(text) <= largest)
+
+
+def _is_share_or_count(text: str) -> bool:
+    if text.isdecimal():
+        return int(text) > 0
+    try:
+        return 0.0 < float(text) <= 1.0
+    except ValueError:
+        return False
+
+
+_ROUNDING = Argument("stochastic", "nearest or stochastic", lambda text: text in ("nearest", "stochastic"))
+_KEPT = Argument("0.01", "a share above 0 and at most 1, or a count", _is_share_or_count)
+_CODED_VALUES = "paceline.comm.codecs.sparse:coded_values"
+
+
+def _of_values(word: str, summary: str, build: str, argument: Argument | None = None) -> CodecSpec:
+    """A codec that codes every value, so it may stand behind one that leaves some out."""
+    return CodecSpec(
+        word=word,
+        summary=summary,
+        build=f"paceline.comm.codecs.{build}",
+        argument=argument,
+        argument_may_be_missing=argument is _ROUNDING,
+        after="values",
+        join=_CODED_VALUES,
+    )
+
+
+CODECS = (
+    CodecSpec(
+        word="fp32",
+        summary="values as they are",
+        build="paceline.comm.codecs:no_codec",
+        exact=True,
+        feeds_back=False,
+    ),
+    _of_values("bf16", "the upper halves of values", "halves:bf16"),
+    _of_values("fp16", "half floats, scaled so that none overflows", "halves:fp16"),
+    _of_values("int8", "8 bits with a scale for every block", "scaled:int8", _ROUNDING),
+    _of_values("int4", "4 bits with a scale for every block", "scaled:int4", _ROUNDING),
+    _of_values("int2", "2 bits with a scale for every block", "scaled:int2", _ROUNDING),
+    _of_values(
+        "fixed", "steps of one size, 2**-b of the largest value", "fixed_step:fixed", integer(1, "8", 14)
+    ),
+    _of_values("sign", "one bit, and the mean magnitude of every block", "sign:sign"),
+    CodecSpec(
+        word="topk",
+        summary="the largest values of a row, the rest later",
+        argument=_KEPT,
+        build="paceline.comm.codecs.sparse:top_k",
+        leaves_values=True,
+    ),
+    CodecSpec(
+        word="randomk",
+        summary="values at places drawn anew in every step, the rest later",
+        argument=_KEPT,
+        build="paceline.comm.codecs.sparse:random_k",
+        leaves_values=True,
+    ),
+    CodecSpec(
+        word="lowrank",
+        summary="matrices as products of rank R (PowerSGD)",
+        argument=integer(1, "2"),
+        build="paceline.comm.codecs.low_rank:low_rank",
+        summed="paceline.comm.collectives.low_rank:summed",
+    ),
+    CodecSpec(
+        word="lossless",
+        summary="fewer bytes, the same bits",
+        build="paceline.comm.codecs.lossless:lossless",
+        exact=True,
+        feeds_back=False,
+        after="bytes",
+        join="paceline.comm.codecs.lossless:packed",
+    ),
+)
+
+ROUTES = (
+    RouteSpec(
+        word="auto",
+        summary="memory within a host, native else",
+        build="paceline.training.routes:shared_or_native",
+        by_default=True,
+        ring_bytes=True,
+    ),
+    RouteSpec(
+        word="native",
+        summary="the collectives of torch.distributed",
+        build="paceline.training.routes:native",
+        by_default=True,
+        ring_bytes=True,
+    ),
+    RouteSpec(word="ring"),
+    RouteSpec(
+        word="tree",
+        summary="up and down a binomial tree",
+        build="paceline.training.routes:tree",
+        any_order=True,
+    ),
+    RouteSpec(word="hypercube"),
+    RouteSpec(
+        word="hierarchical",
+        summary="inside nodes first",
+        build="paceline.training.routes:hierarchical",
+        with_terms="replicas=4",
+        any_order=True,
+    ),
+    RouteSpec(word="grid"),
+    RouteSpec(
+        word="shared-memory",
+        summary="the memory of one host",
+        build="paceline.training.routes:shared_memory",
+        codable=False,
+        ring_bytes=True,
+    ),
+    RouteSpec(word="server"),
+)

@@ -29,8 +29,8 @@ class Lossless:
 
     Args:
         inner: codes the values first; None: they are taken as they are, in their own type.
-    Source: Masui et al. 2015, A compression scheme for radio data (bitshuffle); Collet and Kucherawy 2021,
-    Zstandard Compression, RFC 8878.
+    Source: Masui et al. 2015, A compression scheme for radio data (bitshuffle); RFC 8878,
+    Zstandard Compression.
     """
 
     ragged = True

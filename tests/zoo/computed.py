@@ -26,6 +26,24 @@ def gradient_hook() -> Made:
     return made
 
 
+def hook_that_clips() -> Made:
+    """What it makes of a sum is not the sum of what it makes of the parts."""
+    made = mlp()
+    made.model[0].weight.register_hook(lambda grad: grad.clamp(-0.02, 0.02))
+    return made
+
+
+def hook_after_accumulation() -> Made:
+    """It changes the gradient in place, once it is there."""
+    made = mlp()
+
+    def halve_and_clip(p: nn.Parameter) -> None:
+        p.grad.mul_(0.5).clamp_(-0.02, 0.02)
+
+    made.model[0].weight.register_post_accumulate_grad_hook(halve_and_clip)
+    return made
+
+
 class Experts(nn.Module):
     """The sample names its expert."""
 
@@ -161,6 +179,8 @@ def unused_parameter() -> Made:
 
 COMPUTED: dict[str, Kind] = {
     "gradient-hook": Kind(gradient_hook),
+    "hook-that-clips": Kind(hook_that_clips),
+    "hook-after-accumulation": Kind(hook_after_accumulation),
     "late-expert": Kind(late_expert),
     "routed-experts": Kind(routed_experts),
     "layer-reused": Kind(layer_reused),

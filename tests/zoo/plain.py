@@ -1,6 +1,7 @@
 """What one process computes, as a plain loop: virtual shards one after another, and one update a step.
 
-Only torch and the standard library: this is the definition of a run, written a second time.
+Only torch and the standard library: this is the definition of a run, written a second time. A gradient hook
+of the user's sees one shard, and a loss that is divided by the power of two below the samples of its step.
 """
 
 from __future__ import annotations
@@ -67,26 +68,42 @@ def train(made: Made, plan: Plan) -> End:
     """Train to the end."""
     model, optimizer, losses = made.model, optimizer_of(made.model, plan), []
     for step in range(plan.steps):
-        before, changes, total, count = buffers_of(model), [], 0.0, 0.0
-        optimizer.zero_grad()
+        before, changes, total, count, sums = buffers_of(model), [], 0.0, 0.0, dict[nn.Parameter, Tensor]()
+        scale = 1.0 / 2 ** (size_of(made, plan, step).bit_length() - 1)
         for shard, batch in shards_of(made, plan, step):
             model.train()
             torch.manual_seed(key(plan.seed, "unit", step, shard))
             value, items = made.loss(model, batch)
-            value.backward()
+            optimizer.zero_grad()
+            (value * scale).backward()
+            add_gradients(sums, model)
             total, count = total + float(value.detach()), count + items
             changes.append(change_of(model, before))
             put_back(model, before)
         move(model, before, changes)
-        trained = [p for p in model.parameters() if p.grad is not None]
+        optimizer.zero_grad()
+        trained = [*sums]
         for p in trained:
-            p.grad /= count
+            p.grad = sums[p] / (count * scale)
         if plan.clip_norm is not None:
             clip(trained, plan.clip_norm)
         optimizer.step()
         losses.append(total / count)
     kept = model.state_dict()
     return End(losses, {name: t.detach().clone() for name, t in kept.items()})
+
+
+def size_of(made: Made, plan: Plan, step: int) -> int:
+    """How many samples a step has."""
+    first = step % -(-len(made.samples) // plan.size) * plan.size
+    return min(plan.size, len(made.samples) - first)
+
+
+def add_gradients(sums: dict[nn.Parameter, Tensor], model: nn.Module) -> None:
+    """Of one shard, as the user's hooks have left them."""
+    for p in model.parameters():
+        if p.grad is not None:
+            sums[p] = sums[p] + p.grad if p in sums else p.grad
 
 
 def optimizer_of(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:

@@ -4,6 +4,8 @@ A gradient is complete when autograd adds to it for the last time. Mostly that i
 inside a block that is recomputed by a backward of its own (reentrant checkpointing) gets several additions.
 So the first backward that reaches a parameter counts, and what grew more than once is handed on after each
 backward.
+
+Hooks of the user's on a parameter see the gradient of one micro-batch, whoever runs how many of them.
 """
 
 from __future__ import annotations
@@ -41,6 +43,8 @@ class HandingOn:
         self._late: set[Slot] = set()
         self.used: set[str] = set()
         self.norms: dict[Slot, list[Tensor]] = {}
+        self._hooked = set[Slot]() if frees else {s for s, p in parameters.items() if _has_own_hook(p)}
+        self._sums: dict[Slot, Tensor] = {}
         for slot, p in parameters.items() if overlap else ():
             p.register_post_accumulate_grad_hook(partial(self._on_gradient, slot))
 
@@ -48,7 +52,7 @@ class HandingOn:
         """Forget the gradients of the step before."""
         for p in self._parameters.values():
             p.grad = None
-        self.used, self.norms = set(), {}
+        self.used, self.norms, self._sums = set(), {}, {}
 
     def open(self, sink: GradientSink | None) -> None:
         """What becomes complete from now on goes to the sink; None: gradients only add up."""
@@ -61,6 +65,8 @@ class HandingOn:
             sink, self._sink = self._sink, None
             for slot in reversed(list(self._pending)):
                 self._hand_on(slot, sink)
+        else:
+            self._put_aside()
         for slot, count in self._additions.items():
             (self._once if count == 1 and slot not in self._late else self._late).add(slot)
         self._additions.clear()
@@ -70,7 +76,21 @@ class HandingOn:
         self._sink = None
         self._additions.clear()
 
+    def _put_aside(self) -> None:
+        """A hook of the user's shall see each micro-batch's gradient alone, not the sum so far."""
+        for slot in self._hooked:
+            p = self._parameters[slot]
+            if p.grad is not None:
+                self._sums[slot] = self._sums[slot] + p.grad if slot in self._sums else p.grad
+                p.grad = None
+
     def _on_gradient(self, slot: Slot, p: Tensor) -> None:
+        if p.grad is None:
+            raise TaskError(
+                f"a hook has taken away the gradient of '{slot.name}', which is summed over micro-batches and"
+                " ranks before anything is updated",
+                next_step="give Task(optimizer=...) in place of a hook that steps during backward",
+            )
         if slot not in self._once:
             self._additions[slot] += 1
             return
@@ -87,6 +107,9 @@ class HandingOn:
 
     def _hand_on(self, slot: Slot, sink: GradientSink) -> None:
         p = self._parameters[slot]
+        if slot in self._sums:
+            before = self._sums.pop(slot)
+            p.grad = before if p.grad is None else before + p.grad
         if p.grad is not None:
             self.used.add(slot.name)
             if p.grad.is_sparse:
@@ -96,3 +119,7 @@ class HandingOn:
         sink.ready(slot, p.grad)
         if sink.by_micro_batch or self._frees:
             p.grad = None  # the next micro-batch starts anew
+
+
+def _has_own_hook(p: nn.Parameter) -> bool:
+    return bool(getattr(p, "_post_accumulate_grad_hooks", None))

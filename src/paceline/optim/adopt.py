@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +30,7 @@ _KNOWN = (
 )
 _TOLERANCE = 1e-5
 _STEPS = 3
+_SHAPES = ((4, 6), (6, 2), (4,))
 
 
 def adopt(optimizer: torch.optim.Optimizer, holding: Holding) -> None:
@@ -47,45 +49,122 @@ def adopt(optimizer: torch.optim.Optimizer, holding: Holding) -> None:
 
 
 def require_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer whose update of a value depends on other values of its tensor.
+    """Refuse an optimizer that cannot update parts of tensors, for a rank that has only such.
 
     A class says what it is by `elementwise = True` or `False`; of PyTorch's own it is known; any other is
     tried on small tensors, whole and in two parts.
 
     Raises:
-        StrategyError: a part of a tensor, updated alone, would end elsewhere.
+        StrategyError: a part of a tensor, updated alone, would end elsewhere; or it has hooks around its
+            step, or does not update what is in its groups.
     """
+    _require_no_hooks(optimizer)
     kind = type(optimizer)
     said = getattr(kind, "elementwise", None)
-    own = kind.__module__.startswith("torch.optim") and kind.__name__ in _KNOWN
-    if said is True or own or (said is None and _ends_where_its_parts_end(optimizer)):
-        return
-    raise StrategyError(
-        f"{kind.__name__} looks at a whole tensor to update any value of it, and under this strategy a rank"
-        " updates parts of tensors",
-        next_step="choose an elementwise optimizer (SGD, Adam, ...), or a strategy without shard and tensor",
-    )
-
-
-def _ends_where_its_parts_end(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether some steps on two matrices and a vector come to the same by halves."""
-    generator = torch.Generator().manual_seed(0)
-    starts = [torch.randn(shape, generator=generator) for shape in ((4, 6), (6, 2), (4,))]
-    grads = [[torch.randn(s.shape, generator=generator) for s in starts] for _ in range(_STEPS)]
-    try:
-        whole = _steps(optimizer, starts, grads)
-        halves = [
-            _steps(optimizer, [s[part] for s in starts], [[g[part] for g in step] for step in grads])
-            for part in (slice(0, 2), slice(2, None))
-        ]
-    except Exception as error:
+    if said is False or not (_is_known(kind, _KNOWN) or _ends_alike(optimizer, _HALVES)):
         raise StrategyError(
-            f"{type(optimizer).__name__} cannot be tried on parts of tensors: {error}",
+            f"{kind.__name__} looks at a whole tensor to update any value of it, and under this strategy a"
+            " rank updates parts of tensors",
+            next_step="choose an elementwise optimizer (SGD, Adam, ...), or a strategy without shard, tensor",
+        )
+
+
+def require_tensorwise(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that looks at several tensors to update one, for a rank that has some of them.
+
+    Raises:
+        StrategyError: a tensor, updated apart from the others, would end elsewhere; or as above.
+    """
+    _require_no_hooks(optimizer)
+    kind = type(optimizer)
+    if not (_is_known(kind) or _ends_alike(optimizer, _ONE_BY_ONE)):
+        raise StrategyError(
+            f"{kind.__name__} looks at all tensors to update any of them, and under this strategy a rank has"
+            " those of its own stage",
+            next_step="choose an optimizer that updates each tensor by itself, or leave out pipeline",
+        )
+
+
+def _require_no_hooks(optimizer: torch.optim.Optimizer) -> None:
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise StrategyError(
+            f"{type(optimizer).__name__} has hooks around its step, and under this strategy they would see"
+            " what one rank updates",
+            next_step="leave them out (optimizer.clip_norm clips the whole gradient), or choose a strategy in"
+            " which every rank updates all parameters",
+        )
+
+
+def _is_known(kind: type, names: Sequence[str] = ()) -> bool:
+    """Whether it is PyTorch's own; all of those update each tensor by itself."""
+    return kind.__module__.startswith("torch.optim") and (not names or kind.__name__ in names)
+
+
+Parts = list[list[Tensor]]
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """How tensors are taken apart, to be updated one part after the other, and put together."""
+
+    apart: Callable[[Sequence[Tensor]], Parts]
+    together: Callable[[Parts], list[Tensor]]
+
+
+_HALVES = _Cut(
+    lambda tensors: [[t[:2] for t in tensors], [t[2:] for t in tensors]],
+    lambda parts: [torch.cat(pair) for pair in zip(*parts, strict=True)],
+)
+_ONE_BY_ONE = _Cut(lambda tensors: [[t] for t in tensors], lambda parts: [part[0] for part in parts])
+
+
+def _ends_alike(optimizer: torch.optim.Optimizer, cut: _Cut) -> bool:
+    """Whether some steps come to the same in parts; its class may know better.
+
+    Raises:
+        StrategyError: it cannot be tried, or leaves what is in its groups as it was.
+    """
+    says_so = getattr(type(optimizer), "elementwise", None) is True
+    found = _tried(_SHAPES, optimizer, cut)
+    if isinstance(found, Exception):
+        found = _tried(_SHAPES[:2], optimizer, cut)  # some take matrices only
+    if isinstance(found, Exception):
+        if says_so:
+            return True
+        raise StrategyError(
+            f"{type(optimizer).__name__} cannot be tried on parts of tensors: {found}",
             next_step="say `elementwise = True` in its class if it updates each value by itself",
-        ) from error
-    joined = [torch.cat(pair) for pair in zip(*halves, strict=True)]
-    scale = max(float(x.abs().max()) for x in starts)
-    return all(float((a - b).abs().max()) <= _TOLERANCE * scale for a, b in zip(whole, joined, strict=True))
+        ) from found
+    starts, whole, joined = found
+    if optimizer.param_groups[0].get("lr") != 0 and all(map(torch.equal, whole, starts)):
+        raise StrategyError(
+            f"{type(optimizer).__name__} does not update what is in its groups, but tensors that it knows"
+            " otherwise, and under this strategy a rank updates other ones",
+            next_step="let step() go through self.param_groups, or choose a strategy in which every rank"
+            " updates all parameters",
+        )
+    near = _TOLERANCE * max(float(x.abs().max()) for x in starts)
+    return says_so or all(float((a - b).abs().max()) <= near for a, b in zip(whole, joined, strict=True))
+
+
+_Ends = tuple[list[Tensor], list[Tensor], list[Tensor]]
+"""Of some tensors: where they start, where they end together, and where in parts."""
+
+
+def _tried(
+    shapes: Sequence[tuple[int, ...]], optimizer: torch.optim.Optimizer, cut: _Cut
+) -> _Ends | Exception:
+    generator = torch.Generator().manual_seed(0)
+    starts = [torch.randn(shape, generator=generator) for shape in shapes]
+    grads = [[torch.randn(shape, generator=generator) for shape in shapes] for _ in range(_STEPS)]
+    pairs = zip(cut.apart(starts), zip(*(cut.apart(step) for step in grads), strict=True), strict=True)
+    whole, parts = list[Tensor](), Parts()
+    try:
+        parts = [_steps(optimizer, part, steps) for part, steps in pairs]
+        whole = _steps(optimizer, starts, grads)
+    except Exception as error:  # noqa: BLE001  a user's code may raise anything, and its words are told
+        return error
+    return starts, whole, cut.together(parts)
 
 
 def _steps(
@@ -93,8 +172,7 @@ def _steps(
 ) -> list[Tensor]:
     """Where a copy of the optimizer, over other parameters, ends."""
     parameters = [nn.Parameter(start.clone()) for start in starts]
-    twin: Any = copy.copy(optimizer)
-    twin.state = type(optimizer.state)(dict)
+    twin = _twin(optimizer)
     options = {k: v for k, v in optimizer.param_groups[0].items() if k not in ("params", "param_names")}
     twin.param_groups = [{**copy.deepcopy(options), "params": parameters}]
     for step in grads:
@@ -102,3 +180,26 @@ def _steps(
             p.grad = grad.clone()
         twin.step()
     return [p.detach() for p in parameters]
+
+
+def _twin(optimizer: torch.optim.Optimizer) -> Any:
+    """A copy without state, with attributes of its own; the model's parameters in them have no gradient."""
+    twin: Any = object.__new__(type(optimizer))
+    known: dict[int, Any] = {}
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        known[id(p)], p.grad = p, None
+    for name, value in vars(optimizer).items():
+        if name not in ("state", "param_groups"):
+            twin.__dict__[name] = _copied(value, known)
+    twin.state = type(optimizer.state)(dict)
+    return twin
+
+
+def _copied(value: Any, known: dict[int, Any]) -> Any:
+    """A deep copy, but of the model's parameters; what has no copy is shared."""
+    if isinstance(value, torch.Generator):
+        return value.clone_state()
+    try:
+        return copy.deepcopy(value, dict(known))
+    except (TypeError, RuntimeError):
+        return value

@@ -19,7 +19,7 @@ from torch import nn
 
 from paceline.comm import Gradients, Tally
 from paceline.comm.reduction import joint_norm
-from paceline.errors import NumericError
+from paceline.errors import NumericError, TaskError
 from paceline.slot import Slot
 from paceline.state import TrainState
 from paceline.sync.scaled_step import scaled_step
@@ -221,9 +221,21 @@ def step_optimizer(record: Updating) -> None:
     """Multiply, and let the optimizer update."""
     for slot, p in record.updates.items():
         p.grad = record.grads.tensors.get(slot)
+    groups = record.state.optimizer.param_groups
+    rates = [group.get("lr") for group in groups]
     scaled_step(record.state.optimizer, record.grads.flats, record.multiplier)
+    if rates != [group.get("lr") for group in groups]:
+        raise _sets_its_rate(record.state.optimizer)
     record.state.updates += 1
     record.state.scale.update(overflow=False)
+
+
+def _sets_its_rate(optimizer: torch.optim.Optimizer) -> TaskError:
+    return TaskError(
+        f"{type(optimizer).__name__} changes the rate of its groups in its step, and the schedule sets it"
+        " anew before every update",
+        next_step="multiply group['lr'] with a number that it keeps under another key of the group",
+    )
 
 
 def gather_and_end(gather: Callable[[], None]) -> Part:

@@ -21,7 +21,13 @@ from paceline.layout.precision import compile_or_explain, recompute_blocks
 from paceline.layout.sums import MetricNames
 from paceline.mesh import Mesh
 from paceline.observe import Phases
-from paceline.optim import build_optimizer, require_elementwise, require_one_gradient
+from paceline.optim import (
+    build_optimizer,
+    require_elementwise,
+    require_one_gradient,
+    require_right_kernels,
+    require_tensorwise,
+)
 from paceline.optim.adopt import adopt
 from paceline.recipe import Recipe, resolve
 from paceline.state import LossScale, TrainState
@@ -205,7 +211,8 @@ def build_task_optimizer(recipe: Recipe, task: Task, holding: Holding) -> torch.
     """The task's own optimizer, or the recipe's by name, over what this rank updates.
 
     Raises:
-        StrategyError: it looks at more than one value at a time, and this rank would update parts of tensors.
+        StrategyError: it looks at more than one value, or tensor, at a time, and this rank would update a
+            part of them.
         TaskError: the task brings its own, and the recipe sets options of one.
     """
     named = holding.model.named_parameters()  # of the whole model, so that all ranks have the same groups
@@ -213,9 +220,11 @@ def build_task_optimizer(recipe: Recipe, task: Task, holding: Holding) -> torch.
         optimizer = build_optimizer(named, recipe.optimizer, fused_allowed=not recipe.reproducible)
     else:
         refuse_two_optimizers(recipe)
-        optimizer = require_one_gradient(task.optimizer(holding.model))
+        optimizer = require_right_kernels(require_one_gradient(task.optimizer(holding.model)))
         if holding.is_cut:
             require_elementwise(optimizer)
+        elif len(holding.updates) < len(holding.slots):
+            require_tensorwise(optimizer)
     adopt(optimizer, holding)
     return optimizer
 

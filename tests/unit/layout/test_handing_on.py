@@ -186,3 +186,39 @@ def test_a_step_that_is_dropped_hands_on_nothing_more() -> None:
     again = Sink()
     backward(model, handing, again)
     assert len(again.seen) == 6
+
+
+def clip(p: nn.Parameter) -> None:
+    p.grad.mul_(0.5).clamp_(-0.01, 0.01)
+
+
+@pytest.mark.capability("A2")
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_hook_sees_the_gradient_of_each_micro_batch_alone(overlap: bool) -> None:
+    model, plain = Recurrent(), Recurrent()
+    plain.load_state_dict(model.state_dict())
+    expected = [right(plain, 1)["first.weight"], right(plain, 2)["first.weight"]]
+    alone = [expected[0], expected[1] - expected[0]]
+    model.first.weight.register_post_accumulate_grad_hook(clip)
+    handing = HandingOn(trained_parameters(model), overlap=overlap)
+    for _ in range(3):
+        sink = Sink()
+        backward(model, handing, sink, 2)
+        found = dict(sink.seen)["first.weight"]
+        torch.testing.assert_close(found, sum((0.5 * g).clamp(-0.01, 0.01) for g in alone))
+        assert not torch.allclose(
+            found, (0.5 * expected[1]).clamp(-0.01, 0.01)
+        )  # what the sum would have given
+
+
+def test_a_hook_that_steps_during_backward_is_refused() -> None:
+    model = Recurrent()
+
+    def step(p: nn.Parameter) -> None:
+        with torch.no_grad():
+            p -= 0.1 * p.grad
+        p.grad = None
+
+    model.first.weight.register_post_accumulate_grad_hook(step)
+    with pytest.raises(TaskError, match=r"a hook has taken away the gradient of 'first\.weight'"):
+        backward(model, HandingOn(trained_parameters(model), overlap=True), Sink())

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from paceline.cluster import Cluster
 from paceline.errors import TaskError
-from paceline.optim import require_one_gradient
+from paceline.optim import require_one_gradient, require_right_kernels
 from paceline.recipe import Recipe
 from paceline.task import Loss, Source, Task
 from paceline.testing.parity import session_of
@@ -93,3 +93,22 @@ def test_an_iterable_dataset_with_a_length_is_refused_in_one_sentence() -> None:
         train(lambda m: torch.optim.SGD(m.parameters(), lr=0.1), Stream())
     assert "list(dataset)" in str(found.value)
     train(lambda m: torch.optim.SGD(m.parameters(), lr=0.1), list(Stream()))
+
+
+def test_fused_sgd_over_two_bytes_on_the_processor_is_refused_and_is_wrong() -> None:
+    """The second half says why; where PyTorch is right again, the refusal may go."""
+    torch.manual_seed(0)
+    start, grads = torch.randn(37), [torch.randn(37) for _ in range(6)]
+    ends = []
+    for fused in (False, True):
+        p = nn.Parameter(start.to(torch.bfloat16))
+        optimizer = torch.optim.SGD([p], lr=0.05, momentum=0.9, fused=fused)
+        for grad in grads:
+            p.grad = grad.to(torch.bfloat16)
+            optimizer.step()
+        ends.append(p.detach().float())
+    assert float((ends[0] - ends[1]).abs().max()) > 0.1
+    with pytest.raises(TaskError, match="two"):
+        require_right_kernels(optimizer)
+    assert require_right_kernels(torch.optim.SGD([nn.Parameter(start)], lr=0.1, fused=True))
+    assert require_right_kernels(torch.optim.SGD([p], lr=0.1))

@@ -1,0 +1,213 @@
+"""An optimizer that looks further than a rank sees is refused; without the refusal it ends elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paceline import Loss, Task
+from paceline.cluster import Cluster
+from paceline.errors import StrategyError, TaskError
+from paceline.recipe import Recipe, Strategy
+from paceline.testing import run_ranks
+from paceline.testing.parity import session_of
+from paceline.training import build
+from tests.zoo.kind import Kind, Made, mlp
+from tests.zoo.plain import End
+from tests.zoo.runs import distance_from
+
+STEPS, SIZE = 4, 12
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+NEAR, FAR = 1e-6, 1e-4
+
+
+class Own(torch.optim.Optimizer):
+    """Plain steps, over whatever `chosen` gives."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def chosen(self) -> list[nn.Parameter]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def factor(self) -> float:
+        return 1.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        factor = self.factor()
+        for p in self.chosen():
+            if p.grad is not None:
+                p -= self.param_groups[0]["lr"] * factor * p.grad
+
+
+class ByTheWholeNorm(Own):
+    """Its rate depends on the gradients of all tensors."""
+
+    def factor(self) -> float:
+        return 1.0 / (1.0 + sum(float(p.grad.square().sum()) for p in self.chosen() if p.grad is not None))
+
+
+class KnowsOtherwise(Own):
+    """Remembers its parameters beside the groups, and says that it is elementwise."""
+
+    elementwise = True
+
+    def __init__(self, parameters: Any) -> None:
+        self.mine = list(parameters)
+        super().__init__(self.mine)
+
+    def chosen(self) -> list[nn.Parameter]:
+        return self.mine
+
+
+class SetsItsRate(torch.optim.SGD):
+    """Halves its own rate."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            group["lr"] *= 0.5
+
+
+def clips_before(model: nn.Module) -> torch.optim.Optimizer:
+    """A hook that clips what the optimizer has."""
+    made = torch.optim.SGD(model.parameters(), lr=0.1)
+    made.register_step_pre_hook(
+        lambda own, *_: nn.utils.clip_grad_norm_(own.param_groups[0]["params"], 0.05) and None
+    )
+    return made
+
+
+def shrinks_after(model: nn.Module) -> torch.optim.Optimizer:
+    """A hook that shrinks by the norm of the weights."""
+    made = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def shrink(own: torch.optim.Optimizer, *_: Any) -> None:
+        parameters = own.param_groups[0]["params"]
+        norm = sum(float(p.detach().square().sum()) for p in parameters) ** 0.5
+        with torch.no_grad():
+            torch._foreach_mul_(parameters, 1 - 0.01 * norm)
+
+    made.register_step_post_hook(shrink)
+    return made
+
+
+def over_the_model(model: nn.Module) -> torch.optim.Optimizer:
+    """Steps through the model, not through its groups."""
+
+    class Outside(Own):
+        def chosen(self) -> list[nn.Parameter]:
+            return [*model.parameters()]
+
+    return Outside(model.parameters())
+
+
+OPTIMIZERS: dict[str, Make] = {
+    "whole norm": lambda m: ByTheWholeNorm(m.parameters()),
+    "knows otherwise": lambda m: KnowsOtherwise(m.parameters()),
+    "over the model": over_the_model,
+    "hook before": clips_before,
+    "hook after": shrinks_after,
+    "plain": lambda m: Own(m.parameters()),
+    "groups": lambda m: torch.optim.SGD(
+        [{"params": [p], "lr": 0.1 / (k + 1)} for k, p in enumerate(m.parameters())], momentum=0.9
+    ),
+}
+PARTS = "replicas=1 shard=2 zero=1"
+STAGES = "replicas=1 pipeline=2"
+REFUSED: dict[tuple[str, str], str] = {
+    ("whole norm", PARTS): "looks at a whole tensor",
+    ("whole norm", STAGES): "looks at all tensors",
+    ("knows otherwise", PARTS): "does not update what is in its groups",
+    ("over the model", PARTS): "does not update what is in its groups",
+    ("hook before", PARTS): "hooks around its step",
+    ("hook before", STAGES): "hooks around its step",
+    ("hook after", PARTS): "hooks around its step",
+    ("hook after", STAGES): "hooks around its step",
+}
+REFUSED_TOO = {  # though it would end alike
+    ("knows otherwise", STAGES): "does not update what is in its groups",
+    ("over the model", STAGES): "does not update what is in its groups",
+}
+
+
+def kind() -> Made:
+    return Kind(lambda: mlp(nn.Linear(8, 8), nn.Tanh())).make()
+
+
+def plain(make: Make) -> End:
+    """One process, one batch a step."""
+    made, losses = kind(), []
+    optimizer = make(made.model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        batch = torch.utils.data.default_collate(made.samples[step * SIZE : (step + 1) * SIZE])
+        total, count = made.loss(made.model, batch)
+        (total / count).backward()
+        optimizer.step()
+        losses.append(float(total.detach()) / count)
+    return End(losses, {name: t.detach().clone() for name, t in made.model.state_dict().items()})
+
+
+def trained(cluster: Cluster, strategy: str, make: Make) -> End | str:
+    """Where a rank ends, or with what words it is refused."""
+    torch.set_num_threads(1)
+    made = kind()
+    batch = {"size": SIZE, "shards": 6, "shuffle": False}
+    recipe = Recipe(task="own", steps=STEPS, batch=batch, strategy=Strategy.parse(strategy))
+    task = Task(made.model, made.samples, lambda m, batch: Loss(*made.loss(m, batch)), optimizer=make)
+    try:
+        session = session_of(cluster, recipe, lambda: task)
+        losses = [stats.loss for stats in session.rounds()]
+        whole = session.snapshot().tensors().items()
+        return End(losses, {n.removeprefix("model/"): t.clone() for n, t in whole if n.startswith("model/")})
+    except (StrategyError, TaskError) as error:
+        assert error.next_step
+        return str(error)
+
+
+def all_of_them(cluster: Cluster, strategy: str, refuse: bool) -> dict[str, End | str]:
+    """Every optimizer; without the refusals if so asked."""
+    if not refuse:
+        build.require_elementwise = build.require_tensorwise = lambda optimizer: None
+    return {name: trained(cluster, strategy, make) for name, make in OPTIMIZERS.items()}
+
+
+@pytest.mark.capability("A11", "J13")
+@pytest.mark.parametrize("strategy", ["replicas=2", PARTS, STAGES])
+def test_each_ends_where_a_plain_loop_does_or_is_refused(strategy: str) -> None:
+    for found in run_ranks(all_of_them, 2, strategy, True):
+        for name, end in found.items():
+            words = (REFUSED | REFUSED_TOO).get((name, strategy))
+            if words is not None:
+                assert isinstance(end, str) and words in end, (name, end)
+            else:
+                assert isinstance(end, End), (name, end)
+                assert distance_from(plain(OPTIMIZERS[name]), end) < NEAR, name
+
+
+@pytest.mark.parametrize("strategy", [PARTS, STAGES])
+def test_without_the_refusal_it_ends_elsewhere(strategy: str) -> None:
+    """Why the refusals are true."""
+    for found in run_ranks(all_of_them, 2, strategy, False):
+        for name, refused in REFUSED:
+            if refused == strategy:
+                end = found[name]
+                assert isinstance(end, End), end
+                assert distance_from(plain(OPTIMIZERS[name]), end) > FAR, name
+
+
+def test_an_own_rate_would_be_lost_and_is_refused() -> None:
+    def own(m: nn.Module) -> torch.optim.Optimizer:
+        return SetsItsRate(m.parameters(), lr=0.1)
+
+    said = trained(Cluster.single(), "replicas=1", own)
+    assert isinstance(said, str) and "changes the rate of its groups" in said
+    right = plain(own)
+    rate = plain(lambda m: torch.optim.SGD(m.parameters(), lr=0.1))  # what the schedule would have made of it
+    assert distance_from(right, rate) > FAR

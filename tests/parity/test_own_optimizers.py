@@ -174,7 +174,7 @@ def trained(cluster: Cluster, strategy: str, make: Make) -> End | str:
 def all_of_them(cluster: Cluster, strategy: str, refuse: bool) -> dict[str, End | str]:
     """Every optimizer; without the refusals if so asked."""
     if not refuse:
-        build.require_elementwise = build.require_tensorwise = lambda optimizer: None
+        build.require_fit = lambda optimizer, holding: None
     return {name: trained(cluster, strategy, make) for name, make in OPTIMIZERS.items()}
 
 

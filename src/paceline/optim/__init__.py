@@ -1,8 +1,8 @@
 """Optimizers by name, schedules as pure functions, and the base of a user's own optimizer."""
 
-from paceline.optim.adopt import require_elementwise, require_tensorwise
+from paceline.optim.adopt import require_elementwise
 from paceline.optim.build import build_optimizer, fused_is_supported
-from paceline.optim.fit import require_one_gradient, require_right_kernels
+from paceline.optim.fit import require_one_gradient
 from paceline.optim.schedule import Schedule, build_schedule
 from paceline.optim.user import UserOptimizer
 
@@ -14,6 +14,4 @@ __all__ = [
     "fused_is_supported",
     "require_elementwise",
     "require_one_gradient",
-    "require_right_kernels",
-    "require_tensorwise",
 ]

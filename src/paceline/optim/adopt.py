@@ -48,6 +48,18 @@ def adopt(optimizer: torch.optim.Optimizer, holding: Holding) -> None:
         del optimizer.state[p]
 
 
+def require_fit(optimizer: torch.optim.Optimizer, holding: Holding) -> None:
+    """Refuse an optimizer that looks at more than what a rank updates.
+
+    Raises:
+        StrategyError: as `require_elementwise` and `require_tensorwise` say.
+    """
+    if holding.is_cut:
+        require_elementwise(optimizer)
+    elif len(holding.updates) < len(holding.slots):
+        require_tensorwise(optimizer)
+
+
 def require_elementwise(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer that cannot update parts of tensors, for a rank that has only such.
 

@@ -10,7 +10,7 @@ from paceline.errors import TaskError
 
 
 def require_one_gradient(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Give the optimizer back if its step needs nothing but gradients.
+    """Give the optimizer back if its step needs nothing but gradients, and is right.
 
     Raises:
         TaskError: it wants to compute the loss again, several times in a step (LBFGS): its line search would
@@ -28,10 +28,10 @@ def require_one_gradient(optimizer: torch.optim.Optimizer) -> torch.optim.Optimi
             f"{name} takes sparse gradients only, and the sums over shards and ranks are dense",
             next_step="use torch.optim.Adam, and nn.Embedding(sparse=False)",
         )
-    return optimizer
+    return _require_right_kernels(optimizer)
 
 
-def require_right_kernels(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def _require_right_kernels(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Give the optimizer back if its fused kernel is right for the types of its parameters.
 
     Raises:

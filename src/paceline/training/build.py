@@ -21,14 +21,8 @@ from paceline.layout.precision import compile_or_explain, recompute_blocks
 from paceline.layout.sums import MetricNames
 from paceline.mesh import Mesh
 from paceline.observe import Phases
-from paceline.optim import (
-    build_optimizer,
-    require_elementwise,
-    require_one_gradient,
-    require_right_kernels,
-    require_tensorwise,
-)
-from paceline.optim.adopt import adopt
+from paceline.optim import build_optimizer, require_one_gradient
+from paceline.optim.adopt import adopt, require_fit
 from paceline.recipe import Recipe, resolve
 from paceline.state import LossScale, TrainState
 from paceline.sync import UpdateStep, update_parts
@@ -220,11 +214,8 @@ def build_task_optimizer(recipe: Recipe, task: Task, holding: Holding) -> torch.
         optimizer = build_optimizer(named, recipe.optimizer, fused_allowed=not recipe.reproducible)
     else:
         refuse_two_optimizers(recipe)
-        optimizer = require_right_kernels(require_one_gradient(task.optimizer(holding.model)))
-        if holding.is_cut:
-            require_elementwise(optimizer)
-        elif len(holding.updates) < len(holding.slots):
-            require_tensorwise(optimizer)
+        optimizer = require_one_gradient(task.optimizer(holding.model))
+        require_fit(optimizer, holding)
     adopt(optimizer, holding)
     return optimizer
 

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from paceline.cluster import Cluster
 from paceline.errors import TaskError
-from paceline.optim import require_one_gradient, require_right_kernels
+from paceline.optim import require_one_gradient
 from paceline.recipe import Recipe
 from paceline.task import Loss, Source, Task
 from paceline.testing.parity import session_of
@@ -109,6 +109,6 @@ def test_fused_sgd_over_two_bytes_on_the_processor_is_refused_and_is_wrong() -> 
         ends.append(p.detach().float())
     assert float((ends[0] - ends[1]).abs().max()) > 0.1
     with pytest.raises(TaskError, match="two"):
-        require_right_kernels(optimizer)
-    assert require_right_kernels(torch.optim.SGD([nn.Parameter(start)], lr=0.1, fused=True))
-    assert require_right_kernels(torch.optim.SGD([p], lr=0.1))
+        require_one_gradient(optimizer)
+    assert require_one_gradient(torch.optim.SGD([nn.Parameter(start)], lr=0.1, fused=True))
+    assert require_one_gradient(torch.optim.SGD([p], lr=0.1))

@@ -72,8 +72,10 @@ def test_every_field_is_read_outside_the_recipe_room(read: set[tuple[str, str]],
         session = session_of(Cluster.single(), recipe)
         run_dir = run_folder.prepare(session, None)
         fit(session, run_dir, sinks(session, run_dir, None))
+    # Read by `num_micro_batches` inside the recipe room; see tests/unit/recipe/test_micro_batches.py.
+    refused = {("BatchRecipe", "shards"), ("BatchRecipe", "accumulation")}
     # Read by `support` inside the recipe room, which refuses every value but one; see test_strategy_refusals.
-    refused = {name for name in fields_of(Recipe) if name[0] == "Strategy"}
+    refused |= {name for name in fields_of(Recipe) if name[0] == "Strategy"}
     # Read by the rule of strategies with several replicas; see tests/parity/test_local.py.
     refused |= {name for name in fields_of(Recipe) if name[0] == "OuterRecipe"}
     # Read where a process starts: by `connected`, by `train`, and by the command that launches.

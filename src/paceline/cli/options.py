@@ -130,7 +130,7 @@ def processes_for(recipe: Recipe, asked: int | None, nodes: int) -> int:
     Raises:
         StrategyError: the strategy does not fit that many; names the nearest that does.
     """
-    from paceline.recipe import support
+    from paceline.recipe import most_sharers, support
 
     strategy = recipe.strategy
     world = asked * nodes if asked is not None else (strategy.replicas or nodes) * strategy.ranks_per_replica
@@ -139,7 +139,8 @@ def processes_for(recipe: Recipe, asked: int | None, nodes: int) -> int:
             f"the strategy '{strategy}' has {world} ranks, which {nodes} nodes cannot share equally",
             next_step="say how many processes each node runs: -n",
         )
-    answer = support(strategy, processes=world, shards=recipe.batch.shards)
+    most, called = most_sharers(recipe)
+    answer = support(strategy, processes=world, shards=most, called=called)
     if not answer.ok:
         raise StrategyError(
             f"the strategy '{strategy}' on {world} processes is not supported: {answer.reason}",

@@ -79,8 +79,7 @@ def plan_runs(
 def _resolve(path: Path, settings: Sequence[str], strategy: str | None, cell: Cell) -> Recipe:
     recipe = options.read_recipe(path, [*settings, *cell.overrides], strategy)
     if cell.accumulation is not None:
-        shards = cell.accumulation * (recipe.strategy.replicas or 1)
-        recipe = recipe.replace(batch=recipe.batch.replace(shards=shards))
+        recipe = recipe.replace(batch=recipe.batch.replace(shards=None, accumulation=cell.accumulation))
     options.processes_for(recipe, None, 1)
     return recipe
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from paceline.errors import MemoryLimitError
 
 _LESS = (
-    "fewer processes on this host, more batch.shards (a shard is one forward and backward), a smaller model, "
+    "fewer processes on this host, more batch.accumulation (smaller micro-batches), a smaller model, "
     'or memory.recompute = "blocks"; --resume RUN goes on from the last checkpoint'
 )
 _SHARED = (

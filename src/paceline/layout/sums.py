@@ -106,8 +106,9 @@ def explained(num_samples: int) -> Iterator[None]:
             raise
         raise TaskError(
             f"a micro-batch of {num_samples} samples has too few values for a norm over the batch",
-            next_step="choose fewer batch.shards, so that the smallest batch has two samples in each, or"
-            " batch.drop_last = true",
+            next_step="give every micro-batch two samples or more: a larger batch.size, fewer batch.shards or"
+            " processes, batch.drop_last = true where the last batch is the small one; or"
+            " batch.sync_batchnorm = true",
         ) from error
 
 

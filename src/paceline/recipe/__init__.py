@@ -9,6 +9,7 @@ from paceline.recipe.lasting import CheckpointRecipe, HealthRecipe
 from paceline.recipe.learning import BatchRecipe, OptimizerRecipe, ScheduleRecipe
 from paceline.recipe.load import load_recipe
 from paceline.recipe.log import LogRecipe
+from paceline.recipe.micro_batches import most_sharers, num_micro_batches
 from paceline.recipe.model import (
     EvaluateRecipe,
     LoaderRecipe,
@@ -41,6 +42,8 @@ __all__ = [
     "Strategy",
     "Support",
     "load_recipe",
+    "most_sharers",
+    "num_micro_batches",
     "resolve",
     "support",
     "table",

@@ -19,6 +19,7 @@ HELD_OUT = "with held-out data"
 _SUMMED = "where several ranks sum gradients"
 HERE: Mapping[str, str] = MappingProxyType(
     {
+        "batch.sync_batchnorm": "where the model has BatchNorm",
         "evaluate.every_steps": HELD_OUT,
         "evaluate.batch": HELD_OUT,
         "evaluate.max_samples": HELD_OUT,

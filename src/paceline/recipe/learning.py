@@ -16,21 +16,38 @@ class BatchRecipe(Table):
     """The global batch: what one update sees, whatever the number of processes."""
 
     size: int = Field(default=32, ge=1, description="samples per update, over all replicas")
-    shards: int = Field(
-        default=8, ge=1, description="virtual shards that a batch is cut into; the most replicas that can run"
+    shards: int | None = Field(
+        default=None,
+        ge=1,
+        description="micro-batches that a batch is cut into, whoever runs them; left out: one a rank, 4 for"
+        " each stage of a pipeline, 8 in all if reproducible",
+    )
+    accumulation: int | None = Field(
+        default=None, ge=1, description="micro-batches of each rank, in place of shards"
     )
     reduction: Literal["mean", "sum"] = Field(
         default="mean", description="gradients of the mean over all counted items, or of their sum"
     )
     drop_last: bool = Field(default=False, description="leave out the smaller last batch of an epoch")
+    sync_batchnorm: bool = Field(
+        default=False, description="statistics of BatchNorm over all ranks of a step; one micro-batch a rank"
+    )
     shuffle: bool = Field(
         default=True, description="a new keyed order each epoch; false: the order of the data"
     )
 
     def conflicts(self) -> Iterator[Conflict]:
-        if self.shards > self.size:
+        """More micro-batches than samples, or two numbers of them."""
+        for name in ("shards", "accumulation"):
+            if (getattr(self, name) or 0) > self.size:
+                yield Conflict(
+                    (name, "size"), f"expected at most batch.size = {self.size}, found {getattr(self, name)}"
+                )
+        if self.shards is not None and self.accumulation is not None:
             yield Conflict(
-                ("shards", "size"), f"expected at most batch.size = {self.size}, found {self.shards}"
+                ("accumulation", "shards"),
+                f"expected one of both, found accumulation = {self.accumulation} and shards = {self.shards}:"
+                " shards are those of all ranks together",
             )
 
 

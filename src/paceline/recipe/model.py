@@ -16,11 +16,13 @@ from paceline.recipe.acting import Need
 from paceline.recipe.lasting import AverageRecipe, CheckpointRecipe, HealthRecipe
 from paceline.recipe.learning import BatchRecipe, OptimizerRecipe, ScheduleRecipe
 from paceline.recipe.log import LogRecipe
+from paceline.recipe.of_several_tables import OF_SEVERAL_TABLES
 from paceline.recipe.plain import plain
 from paceline.recipe.problems import Conflict, refused
 from paceline.recipe.same_bits import lane_conflicts, same_bits_conflicts
 from paceline.recipe.strategy import Strategy
 from paceline.recipe.strict import Table
+from paceline.recipe.whole_batch import synced_conflicts
 
 _LARGEST_SEED = 2**63 - 1
 
@@ -115,26 +117,6 @@ class RuntimeRecipe(Table):
     bucket_bytes: int = Field(default=16 * 2**20, ge=1, description="bytes of gradients sent together")
 
 
-_NO_BEST = Need(
-    ("evaluate.patience", "checkpoint.keep_best"),
-    lambda recipe: recipe.evaluate.patience or recipe.checkpoint.keep_best,
-    "with evaluate.patience or checkpoint.keep_best",
-    "and neither is set",
-)
-_OUTER = Need(
-    ("strategy.sync",),
-    lambda recipe: "outer" in recipe.strategy.rule.reads,
-    "with sync=diloco:H",
-    "found sync={t.strategy.sync}",
-)
-_SEEN_WHOLE = Need(
-    ("strategy.sync",),
-    lambda recipe: recipe.strategy.rule.agrees != "nobody",
-    "with sync=every-step, local or diloco",
-    "found sync={t.strategy.sync}, under which no rank sees all of a step",
-)
-
-
 class Recipe(Table):
     """Everything that decides a run.
 
@@ -142,32 +124,7 @@ class Recipe(Table):
         RecipeError: see `Table`.
     """
 
-    needs: ClassVar[Mapping[str, Need]] = {
-        "on_divergence": Need(
-            ("hash_every", "reproducible"),
-            lambda recipe: recipe.hash_every or recipe.reproducible,
-            "with hash_every or reproducible",
-            "and neither is set",
-        ),
-        "evaluate.metric": _NO_BEST,
-        "evaluate.better": _NO_BEST,
-        "checkpoint.keep_best": Need(
-            ("evaluate.every_steps",),
-            lambda recipe: recipe.evaluate.every_steps,
-            "with evaluate.every_steps",
-            "which is not set",
-        ),
-        "health.non_finite": _SEEN_WHOLE,
-        "health.spike_factor": _SEEN_WHOLE,
-        "outer.lr": _OUTER,
-        "outer.momentum": _OUTER,
-        "runtime.bucket_bytes": Need(
-            ("strategy.sync",),
-            lambda recipe: recipe.strategy.rule.sums,
-            "where gradients are summed",
-            "and sync={t.strategy.sync} sends them to a server or sums none",
-        ),
-    }
+    needs: ClassVar[Mapping[str, Need]] = OF_SEVERAL_TABLES
 
     task: str = Field(
         default="",
@@ -234,12 +191,26 @@ class Recipe(Table):
         return epochs
 
     def conflicts(self) -> Iterator[Conflict]:
-        """What cannot keep its bits."""
+        """What cannot keep its bits, or not take one forward of all samples."""
+        if self.reproducible and self.batch.accumulation is not None:
+            yield Conflict(
+                ("batch.accumulation", "reproducible"),
+                "expected batch.shards with reproducible: accumulation times the number of ranks would change"
+                " with the ranks",
+            )
         threads, compiles = self.runtime.threads, self.runtime.compile
         if self.reproducible:
             yield from same_bits_conflicts(self.strategy, threads, compiles=compiles)
         elif self.is_ordered:
             yield from lane_conflicts(threads, compiles=compiles)
+        if self.batch.sync_batchnorm:
+            yield from synced_conflicts(
+                self.batch,
+                self.strategy,
+                reproducible=self.reproducible,
+                recomputes=self.memory.recompute != "none",
+                compiles=compiles,
+            )
 
     @property
     def is_ordered(self) -> bool:

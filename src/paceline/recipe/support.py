@@ -33,6 +33,7 @@ class Support(NamedTuple):
 class _Place(NamedTuple):
     processes: int
     shards: int
+    called: str
 
 
 class _Rule(NamedTuple):
@@ -142,19 +143,26 @@ def num_ranks(strategy: Strategy) -> int:
     return (strategy.replicas or 1) * strategy.ranks_per_replica + strategy.servers
 
 
+def num_sharers(strategy: Strategy) -> int:
+    """Ranks, and lanes that are no stages, that run samples of their own."""
+    lanes = strategy.lanes if strategy.pipeline == 1 else 1
+    return (strategy.replicas or 1) * strategy.shard * lanes
+
+
 def _sharers(strategy: Strategy) -> str:
     shard = f" x shard={strategy.shard}" if strategy.shard > 1 else ""
-    lanes = f" x lanes={strategy.lanes}" if _shard_lanes(strategy) > 1 else ""
+    lanes = f" x lanes={strategy.lanes}" if strategy.lanes > 1 == strategy.pipeline else ""
     return f"replicas={strategy.replicas}{shard}{lanes}"
 
 
-def _shard_lanes(strategy: Strategy) -> int:
-    """Lanes that run shards of their own; those that are stages run the same."""
-    return strategy.lanes if strategy.pipeline == 1 else 1
-
-
-def _fewer(processes: int) -> str:
-    return f"start at most {processes} processes" if processes else "take fewer lanes"
+def _explain_shards(strategy: Strategy, place: _Place) -> str:
+    lanes = strategy.lanes if strategy.pipeline == 1 else 1
+    processes = place.shards // lanes
+    fewer = f"start at most {processes} processes" if processes else "take fewer lanes"
+    return (
+        f"{_sharers(strategy)} is more than {place.called}={place.shards}, so a rank would have no work:"
+        f" {fewer} or raise {place.called.split()[0]}"
+    )
 
 
 def _explain_ranks(strategy: Strategy, place: _Place) -> str:
@@ -174,28 +182,21 @@ _RULES = (
     _word_not_built(ScheduleSpec, lambda s: s.order, "the order of a stage's micro-batches"),
     *_COMBINATIONS,
     _Rule(lambda strategy, place: num_ranks(strategy) != place.processes, _explain_ranks),
-    _Rule(
-        lambda strategy, place: (
-            (strategy.replicas or 1) * strategy.shard * _shard_lanes(strategy) > place.shards
-        ),
-        lambda strategy, place: (
-            f"{_sharers(strategy)} is more than batch.shards={place.shards}, so a rank would have no work:"
-            f" {_fewer(place.shards // _shard_lanes(strategy))} or raise batch.shards"
-        ),
-    ),
+    _Rule(lambda strategy, place: num_sharers(strategy) > place.shards, _explain_shards),
 )
 
 
-def support(strategy: Strategy, *, processes: int, shards: int) -> Support:
+def support(strategy: Strategy, *, processes: int, shards: int, called: str = "batch.shards") -> Support:
     """Say whether `strategy` runs on this many processes with a batch cut into this many shards.
 
     Args:
         strategy: any valid strategy; `replicas=None` takes all processes that are left.
         processes: the world size, at least 1.
-        shards: virtual shards of the global batch (`batch.shards`), at least 1.
+        shards: virtual shards of the global batch, the most that there can be, at least 1.
+        called: the key of the recipe that says so.
     """
-    filled = _fill(strategy, processes)
-    place = _Place(processes, shards)
+    filled = fill(strategy, processes)
+    place = _Place(processes, shards, called)
     reasons = _reasons(filled, place)
     if not reasons:
         return Support(True, "", filled)
@@ -208,13 +209,13 @@ def _reasons(filled: Strategy, place: _Place) -> list[str]:
     return found + [reason for reason in _refusals(filled) if reason not in found]
 
 
-def resolve(strategy: Strategy, *, processes: int, shards: int) -> Strategy:
+def resolve(strategy: Strategy, *, processes: int, shards: int, called: str = "batch.shards") -> Strategy:
     """The strategy with its replicas filled in.
 
     Raises:
         StrategyError: it is not supported; gives the reason and the nearest that is.
     """
-    answer = support(strategy, processes=processes, shards=shards)
+    answer = support(strategy, processes=processes, shards=shards, called=called)
     if answer.ok:
         return answer.nearest
     raise StrategyError(
@@ -224,7 +225,8 @@ def resolve(strategy: Strategy, *, processes: int, shards: int) -> Strategy:
     )
 
 
-def _fill(strategy: Strategy, processes: int) -> Strategy:
+def fill(strategy: Strategy, processes: int) -> Strategy:
+    """With as many replicas as there are processes for, if it leaves them open."""
     if strategy.replicas is not None:
         return strategy
     return strategy.replace(replicas=max(1, (processes - strategy.servers) // strategy.ranks_per_replica))

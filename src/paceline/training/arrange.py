@@ -21,7 +21,7 @@ from paceline.mesh import Group, Mesh, twin_group
 from paceline.models import InitializeByName
 from paceline.observe import Phases
 from paceline.optim import build_schedule
-from paceline.recipe import Recipe
+from paceline.recipe import Recipe, num_micro_batches
 from paceline.slot import Slot
 from paceline.sync import EveryStep, Part
 from paceline.sync.health import Note
@@ -89,6 +89,11 @@ class Setting:
     @property
     def bucket_bytes(self) -> int:
         return self.recipe.runtime.bucket_bytes
+
+    @property
+    def shards(self) -> int:
+        """Micro-batches of a full batch, over all ranks."""
+        return num_micro_batches(self.recipe, self.cluster.world_size)
 
     @property
     def precision(self) -> Precision:

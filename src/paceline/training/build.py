@@ -23,7 +23,7 @@ from paceline.mesh import Mesh
 from paceline.observe import Phases
 from paceline.optim import build_optimizer, require_one_gradient
 from paceline.optim.adopt import adopt, require_fit
-from paceline.recipe import Recipe, resolve
+from paceline.recipe import Recipe, most_sharers, resolve
 from paceline.state import LossScale, TrainState
 from paceline.sync import UpdateStep, update_parts
 from paceline.sync.witness import LossEar
@@ -38,8 +38,8 @@ from paceline.training.contract import (
     tell_large_batch,
 )
 from paceline.training.guard import guard_update
-from paceline.training.idle import idle_keys
 from paceline.training.layouts import Layout, place
+from paceline.training.micro_batches import synchronize, tell_before
 from paceline.training.numerics import check_numerics
 from paceline.training.prepare import make_equal, prepare_model
 from paceline.training.reductions import build_norm
@@ -73,7 +73,8 @@ def build_session(
         CheckpointError: the first weights cannot be read, or are those of another model.
     """
     pieces = pieces or Pieces()
-    strategy = resolve(recipe.strategy, processes=cluster.world_size, shards=recipe.batch.shards)
+    most, called = most_sharers(recipe)
+    strategy = resolve(recipe.strategy, processes=cluster.world_size, shards=most, called=called)
     notes = Notes()
     recipe = choose_by_machine(recipe, task, cluster, device, warn=warn, note=notes.add)
     setting = Setting(
@@ -91,11 +92,11 @@ def build_session(
     )
     require_data(task)
     tell_large_batch(recipe, task, warn)
-    for text in idle_keys(setting.recipe, task, setting.mesh):
-        warn(text)
+    tell_before(setting, task)
     model = prepare_model(recipe if fresh else recipe.replace(init_from=None), task, device)
     agree_on_model(model, setting)
     recompute_and_compile(recipe, task, model, device, warn)
+    synchronize(setting, model, build_order(recipe, task))
     ear = LossEar(task.loss)
     material = Material(replace(task, loss=ear), model, MetricNames(), device, recipe.seed)
     layout = place(setting, material)
@@ -159,7 +160,7 @@ def build_feed(setting: Setting, task: Task, device: torch.device) -> Feed:
     recipe, data, servers = setting.recipe, setting.mesh.data, setting.recipe.strategy.servers
     order = build_order(recipe, task)
     place = max(0, data.rank - servers), data.size - servers  # servers come first, and train nothing
-    work = setting.pieces.work(order, recipe.batch.shards, recipe.seed, *place)
+    work = setting.pieces.work(order, setting.shards, recipe.seed, *place)
     loader = build_loader(recipe, task, task.data, device)
     intervals = recipe.evaluate.every_steps, recipe.checkpoint.every_steps, recipe.hash_every
     return Feed(work, loader, num_steps_of(recipe, order.steps_per_epoch), intervals)

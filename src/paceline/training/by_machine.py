@@ -24,7 +24,7 @@ from paceline.comm import Net
 from paceline.comm.text import gather_texts
 from paceline.layout import Precision
 from paceline.mesh import Mesh
-from paceline.recipe import Recipe
+from paceline.recipe import Recipe, num_micro_batches
 from paceline.task import Task
 
 GAIN = 1.2
@@ -95,7 +95,7 @@ def choose_by_machine(
         note: is told the same, for the run folder.
     Wire: one ragged all_gather of some bytes.
     """
-    asked, product = recipe.precision.compute, largest_product(recipe, task)
+    asked, product = recipe.precision.compute, largest_product(recipe, task, cluster.world_size)
     slow = [crowded(recipe.runtime.threads, cluster.local_world_size, num_cores())]
     slow += [] if asked == "auto" else [slow_choice(asked, product, device)]
     for text in filter(None, slow):
@@ -166,13 +166,13 @@ def crowded(threads: int, processes_here: int, cores: int) -> str:
     )
 
 
-def largest_product(recipe: Recipe, task: Task) -> Product | None:
+def largest_product(recipe: Recipe, task: Task, processes: int = 1) -> Product | None:
     """The largest product in a micro-batch, by the model's weights; None if it has none.
 
     A table that is looked up (an embedding) is no product. Of a convolution the rows are counted as if it
     were applied at one place, so that a small one is never taken for a large one.
     """
-    samples = -(-recipe.batch.size // recipe.batch.shards)
+    samples = -(-recipe.batch.size // num_micro_batches(recipe, processes))
     rows = samples * max(1, task.num_tokens_per_sample)
     weights = [
         (p.shape[0], p[0].numel())

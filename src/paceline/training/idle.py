@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from paceline.layout.synced_norm import norms_of
 from paceline.mesh import Mesh
 from paceline.recipe import Recipe
 from paceline.recipe.acting import HELD_OUT, HERE, default_at, value_at
@@ -27,6 +28,8 @@ def idle_keys(recipe: Recipe, task: Task, mesh: Mesh) -> Iterator[str]:
 
 def _idle(recipe: Recipe, task: Task, mesh: Mesh) -> Iterator[tuple[str, str]]:
     rule, sharers = recipe.strategy.rule, mesh.axes["tensor"].size
+    if not norms_of(task.model):
+        yield "batch.sync_batchnorm", "the model has no BatchNorm"
     if task.held_out is None:
         no_data = "the task has no held-out data, Task(held_out=...)"
         yield from ((key, no_data) for key, acts in HERE.items() if acts == HELD_OUT)

@@ -82,7 +82,7 @@ def _one(
 def _alone(setting: Setting, tensors: Mapping[Slot, Tensor], counts: bool) -> Reduction:
     """Where no other rank runs samples of its own."""
     if setting.recipe.is_ordered:
-        return TreeReducer(tensors, [_whole_tree(setting.recipe.batch.shards)])
+        return TreeReducer(tensors, [_whole_tree(setting.shards)])
     return LocalReducer(tensors, counts)
 
 
@@ -93,7 +93,7 @@ def _sums(setting: Setting) -> Sums | None:
         return None
     if not setting.recipe.is_ordered:
         return InAnyOrder(setting.collective(mesh.axes["shard"]), setting.collective(mesh.replica))
-    blocks = [split(setting.recipe.batch.shards, data.size, rank) for rank in range(data.size)]
+    blocks = [split(setting.shards, data.size, rank) for rank in range(data.size)]
     dealt = Dealt([cover(block) for block in blocks], data, mesh.replica)
     path = setting.collective(data)
     return (

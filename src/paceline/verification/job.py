@@ -16,7 +16,7 @@ from paceline.data import Order
 from paceline.errors import StrategyError
 from paceline.mesh import Mesh
 from paceline.phase import TRAINING
-from paceline.recipe import HealthRecipe, Recipe, resolve
+from paceline.recipe import HealthRecipe, Recipe, most_sharers, num_micro_batches, resolve
 from paceline.task import Task
 from paceline.training import Pieces
 from paceline.training.build import build_session
@@ -82,14 +82,11 @@ def compare_with_oracle(
     strict: bool = False,
 ) -> Report:
     """`verify` on a cluster that is connected already."""
-    if recipe.strategy.is_approximate:
-        raise StrategyError(
-            f"'{recipe.strategy}' is approximate by nature: no step of it is that of one process",
-            next_step="verify the same recipe with sync=every-step codec=fp32, and compare losses over seeds",
-        )
+    _refuse(recipe)
     recipe = recipe.replace(health=HealthRecipe())  # a step that is left out has nothing to compare
     recipe = choose_by_machine(recipe, task, cluster, device)
-    oracle = build_oracle(recipe, replace(task, model=twin(task.model)), device)
+    shards = num_micro_batches(recipe, cluster.world_size)
+    oracle = build_oracle(recipe, replace(task, model=twin(task.model)), device, shards)
     mistake = _look_at_task(recipe, oracle, cluster, strict)
     if mistake is not None:
         return Report(str(recipe.strategy), cluster.world_size, failure=mistake[0], diagnosis=mistake[1])
@@ -97,8 +94,23 @@ def compare_with_oracle(
     return Verifier(session, oracle).run(steps, observe)
 
 
+def _refuse(recipe: Recipe) -> None:
+    if recipe.strategy.is_approximate:
+        raise StrategyError(
+            f"'{recipe.strategy}' is approximate by nature: no step of it is that of one process",
+            next_step="verify the same recipe with sync=every-step codec=fp32, and compare losses over seeds",
+        )
+    if recipe.batch.sync_batchnorm:
+        raise StrategyError(
+            "the oracle runs micro-batches one by one, and batch.sync_batchnorm needs them all at once",
+            next_step="verify the same recipe with batch.sync_batchnorm = false; the sum over ranks is held"
+            " against one forward of all samples by tests/parity/test_sync_batchnorm.py",
+        )
+
+
 def _look_at_task(recipe: Recipe, oracle: Oracle, cluster: Cluster, strict: bool) -> Fault | None:
-    strategy = resolve(recipe.strategy, processes=cluster.world_size, shards=recipe.batch.shards)
+    most, called = most_sharers(recipe)
+    strategy = resolve(recipe.strategy, processes=cluster.world_size, shards=most, called=called)
     world = Mesh.build(cluster, strategy.degrees).world
     found = preflight(oracle, world, Net(recipe.runtime.deadline_seconds))
     if found is None and strict:
@@ -110,7 +122,7 @@ def build_oracle(recipe: Recipe, task: Task, device: torch.device, shards: int |
     """The oracle of a recipe, on a task that nobody else trains.
 
     Args:
-        shards: virtual shards; the recipe's if None, 1 for the full-batch oracle.
+        shards: virtual shards; those of one process if None, 1 for the full-batch oracle.
     """
     if recipe.precision.compute == "auto":  # alone; beside a session, what all ranks agreed on stands here
         recipe = choose_by_machine(recipe, task, Cluster.single(), device)
@@ -122,7 +134,7 @@ def build_oracle(recipe: Recipe, task: Task, device: torch.device, shards: int |
         order,
         optimizer or plain_optimizer(model, recipe.optimizer, fused_allowed=not recipe.reproducible),
         PlainSchedule(recipe.schedule, _num_updates(recipe, order), batch.size),
-        shards=shards or batch.shards,
+        shards=shards or num_micro_batches(recipe, 1),
         seed=recipe.seed,
         clip_norm=recipe.optimizer.clip_norm,
         reduction=batch.reduction,

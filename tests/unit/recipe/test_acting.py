@@ -112,6 +112,7 @@ def test_what_is_typed_takes_out_what_can_no_longer_act(key: str, tmp_path: Path
 # What only the task and the processes can tell
 
 HERE_CASES: dict[str, Any] = {
+    "batch.sync_batchnorm": True,
     "evaluate.every_steps": 3,
     "evaluate.batch": 5,
     "evaluate.max_samples": 7,

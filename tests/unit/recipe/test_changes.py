@@ -22,7 +22,7 @@ def changed(**changes: object) -> Recipe:
         ({"options": {"model": "mlp", "hidden": [9]}}, "options.hidden: [8] -> [9]"),
         ({"options": {"model": "mlp"}}, "options.hidden: [8] -> left out"),
         ({"batch": {"size": 64}}, "batch.size: 32 -> 64 (a step would mean other samples)"),
-        ({"batch": {"shards": 4}}, "batch.shards: 8 -> 4"),
+        ({"batch": {"shards": 4}}, "batch.shards: left out -> 4"),
         ({"batch": {"shuffle": False}}, "batch.shuffle: true -> false"),
         ({"batch": {"drop_last": True}}, "batch.drop_last: false -> true"),
         ({"optimizer": {"name": "sgd"}}, 'optimizer.name: "adamw" -> "sgd"'),

@@ -82,8 +82,8 @@ def test_a_strategy_is_text_or_a_table(write: Write) -> None:
         ),
         ('task = "x"\nsteps = 1\nbatch = 5', 3, "batch: expected a table, found 5"),
         (
-            'task = "x"\nsteps = 1\n[batch]\nsize = 4',
-            4,
+            'task = "x"\nsteps = 1\n[batch]\nsize = 4\nshards = 8',
+            5,
             "batch.shards: expected at most batch.size = 4, found 8",
         ),
         (

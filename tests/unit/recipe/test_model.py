@@ -24,7 +24,7 @@ def refuse(**values: Any) -> RecipeError:
 def test_a_small_recipe_has_every_default() -> None:
     recipe = Recipe(task="digits", steps=10)
     assert (recipe.seed, recipe.epochs, recipe.run_dir, recipe.options) == (1, None, None, {})
-    assert (recipe.batch.size, recipe.batch.shards) == (32, 8)
+    assert (recipe.batch.size, recipe.batch.shards) == (32, None)
     assert (recipe.optimizer.name, recipe.optimizer.betas) == ("adamw", (0.9, 0.999))
     assert recipe.strategy == Strategy()
 
@@ -85,7 +85,7 @@ def test_a_wrong_value_says_what_was_expected_and_found(values: dict[str, Any], 
 def test_a_python_error_says_which_call_it_was() -> None:
     assert refuse(seed="x").where == "Recipe(...)"
     with pytest.raises(RecipeError) as caught:
-        BatchRecipe(size=4)
+        BatchRecipe(size=4, shards=8)
     assert str(caught.value) == "shards: expected at most batch.size = 4, found 8\n  where: BatchRecipe(...)"
 
 
@@ -111,7 +111,9 @@ def test_exactly_one_of_steps_and_epochs() -> None:
 @pytest.mark.parametrize(
     ("table", "values", "key"),
     [
-        ("batch", {"size": 4}, "batch.shards"),
+        ("batch", {"size": 4, "shards": 5}, "batch.shards"),
+        ("batch", {"accumulation": 33}, "batch.accumulation"),
+        ("batch", {"accumulation": 2, "shards": 4}, "batch.accumulation"),
         ("batch", {"shards": 33}, "batch.shards"),
         ("optimizer", {"name": "sgd", "weight_decay": 0.1}, "optimizer.weight_decay"),
         ("optimizer", {"name": "adam", "weight_decay": 0.1}, "optimizer.weight_decay"),

@@ -96,7 +96,7 @@ def test_the_strategy_argument_replaces_the_strategy_of_the_file(write: Write) -
         ("optimizr.lr=1", "optimizr: unknown key, found a table; did you mean optimizer?"),
         ("optimizer.lrr=", "optimizer.lrr: unknown key; did you mean optimizer.lr?"),
         ("optimizer.lr.x=1", "optimizer.lr.x: expected optimizer.lr to be a table, found 0.1"),
-        ("batch.size=4", "batch.shards: expected at most batch.size = 4, found 8"),
+        ("batch.shards=64", "batch.shards: expected at most batch.size = 16, found 64"),
         ("batch.shuffle=False", "batch.shuffle: expected a TOML value, found False; write false"),
         (
             "optimizer.clip_norm=None",

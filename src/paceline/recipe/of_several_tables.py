@@ -1,0 +1,53 @@
+"""What keys of one table of a recipe need of another one to act."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from paceline.recipe.acting import Need
+
+_NO_BEST = Need(
+    ("evaluate.patience", "checkpoint.keep_best"),
+    lambda recipe: recipe.evaluate.patience or recipe.checkpoint.keep_best,
+    "with evaluate.patience or checkpoint.keep_best",
+    "and neither is set",
+)
+_OUTER = Need(
+    ("strategy.sync",),
+    lambda recipe: "outer" in recipe.strategy.rule.reads,
+    "with sync=diloco:H",
+    "found sync={t.strategy.sync}",
+)
+_SEEN_WHOLE = Need(
+    ("strategy.sync",),
+    lambda recipe: recipe.strategy.rule.agrees != "nobody",
+    "with sync=every-step, local or diloco",
+    "found sync={t.strategy.sync}, under which no rank sees all of a step",
+)
+
+OF_SEVERAL_TABLES: Mapping[str, Need] = {
+    "on_divergence": Need(
+        ("hash_every", "reproducible"),
+        lambda recipe: recipe.hash_every or recipe.reproducible,
+        "with hash_every or reproducible",
+        "and neither is set",
+    ),
+    "evaluate.metric": _NO_BEST,
+    "evaluate.better": _NO_BEST,
+    "checkpoint.keep_best": Need(
+        ("evaluate.every_steps",),
+        lambda recipe: recipe.evaluate.every_steps,
+        "with evaluate.every_steps",
+        "which is not set",
+    ),
+    "health.non_finite": _SEEN_WHOLE,
+    "health.spike_factor": _SEEN_WHOLE,
+    "outer.lr": _OUTER,
+    "outer.momentum": _OUTER,
+    "runtime.bucket_bytes": Need(
+        ("strategy.sync",),
+        lambda recipe: recipe.strategy.rule.sums,
+        "where gradients are summed",
+        "and sync={t.strategy.sync} sends them to a server or sums none",
+    ),
+}

@@ -1,19 +1,31 @@
-"""Your own loop around the same step: `paceline run -n 2 examples/own_loop.py`.
+"""Your own loop, on any number of processes: `paceline run -n 2 examples/own_loop.py`.
 
-The script does not know how many processes run it, nor how they share the work.
+The loop does not know how many processes run it, nor how they share the work. It has a run folder, saves,
+can be resumed, and Ctrl-C saves the step.
 """
 
+import torch
 from own_model import build
+from torch.nn import functional as F
 
 import paceline
 
 recipe = paceline.Recipe(steps=120, batch={"size": 64}, optimizer={"lr": 1e-2})
 
-with paceline.join(recipe, build) as session:
-    for stats in session.rounds():
-        if session.is_first and stats.step % 40 == 39:
-            print(f"step {stats.step + 1}  loss {stats.loss:.4f}  accuracy {stats.metrics['accuracy']:.3f}")
-    found = paceline.evaluate(session)
-    samples = session.sum(sum(len(micro_batch.indices) for micro_batch in session.work.micro_batches(0)))
-    if session.is_first:
-        print(f"held out: accuracy {found.metrics['accuracy']:.3f}; {samples:.0f} samples a step")
+with paceline.own_loop(recipe, build) as loop:
+    scheduler = loop.schedule(lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 40, gamma=0.5))
+    for x, y in loop.batches():
+        total = F.cross_entropy(loop.model(x), y, reduction="sum")
+        loop.backward(paceline.Loss(total, len(y)))
+        update = loop.step()  # None while more micro-batches of this step come
+        if update is None:
+            continue
+        scheduler.step()
+        step = loop.session.state.step + 1
+        if step % 40 == 0:
+            found = loop.evaluate()  # now, and not at an interval
+            if loop.session.is_first:
+                print(f"step {step}  rate {update.lr:g}  held out: accuracy {found.metrics['accuracy']:.3f}")
+
+if loop.session.is_first:
+    print(f"{loop.result.steps} steps, {loop.result.checkpoint}")

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from paceline.training import Session as Session
     from paceline.training import evaluate as evaluate
     from paceline.training import join as join
+    from paceline.training import own_loop as own_loop
 
 __version__ = VERSION
 _HOMES = {
@@ -45,6 +46,7 @@ _HOMES = {
     "evaluate": "training",
     "join": "training",
     "load_recipe": "recipe",
+    "own_loop": "training",
     "support": "recipe",
     "train": "calls",
     "verify": "calls",
@@ -65,6 +67,7 @@ __all__ = [
     "evaluate",
     "join",
     "load_recipe",
+    "own_loop",
     "support",
     "train",
     "verify",

@@ -84,12 +84,19 @@ class TrainState:
 
     def __post_init__(self) -> None:
         self.groups = GroupMemory(self.optimizer)
+        self._unclaimed: dict[str, Any] = {}
         self.kept = KeptByOptimizer(self.optimizer, self.holding)
 
     @property
     def model(self) -> nn.Module:
         """The modules; what this rank does not hold is on `meta`."""
         return self.holding.model
+
+    def keep(self, name: str, one: Stateful) -> None:
+        """Save the state of one more; it takes over what a state that was loaded holds under its name."""
+        self.others[name] = one
+        if name in self._unclaimed:
+            one.load_state_dict(restored_state(self._unclaimed.pop(name)))
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor by logical name: `model/NAME`, `optimizer/NAME/KEY`. This rank's part, not copied."""
@@ -156,8 +163,9 @@ class TrainState:
             self.groups.restore(scalars["groups"])
             self.step, self.updates = int(scalars["step"]), int(scalars["updates"])
             self.scale = replace(self.scale, **scalars["scale"])
-            for name in self.others.keys() & scalars.get("others", {}).keys():
-                self.others[name].load_state_dict(restored_state(scalars["others"][name]))
+            self._unclaimed = dict(scalars.get("others", {}))
+            for name, one in self.others.items():
+                self.keep(name, one)
             for word, keeper in self.keepers.items():
                 keeper.load({n.removeprefix(f"{word}/"): values[n] for n in kept if n.startswith(f"{word}/")})
 

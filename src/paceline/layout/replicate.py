@@ -58,7 +58,7 @@ class Replicate:
         self.buffers = MicroBatchBuffers(holding.model)
         self.gradients = HandingOn(holding.computes, overlap=overlap, frees=holding.frees)
         self._model, self._device = holding.model, holding.device
-        self._loss, self._precision, self._phases = loss, precision, phases
+        self._loss, self.precision, self._phases = loss, precision, phases
         self._dropouts, self._seeds, self._reports = name_dropouts(holding.model), seeds, reports
 
     @property
@@ -98,14 +98,14 @@ class Replicate:
 
     def _forward_backward(self, loaded: LoadedBatch, sums: Sums, scale: float) -> None:
         with self._phases.during("forward"):
-            everything = self._seeds and self._precision.seeds_everything
+            everything = self._seeds and self.precision.seeds_everything
             seed_micro_batch(
                 loaded.micro_batch.key,
                 self._device if self._seeds else None,
                 self._dropouts,
                 everything=everything,
             )
-            with self._precision.autocast(), explained(len(loaded.micro_batch.indices)):
+            with self.precision.autocast(), explained(len(loaded.micro_batch.indices)):
                 loss = checked(self._loss(self._model, loaded.batch))
             sums.add(loss)
         with self._phases.during("backward"):
@@ -126,7 +126,7 @@ class Replicate:
         with torch.no_grad():
             for loaded in micro_batches:
                 self.holding.use.next()
-                with self._precision.autocast():
+                with self.precision.autocast():
                     sums.add(checked(self._loss(self._model, loaded.batch)))
         self.holding.use.end()
         return sums if self._reports else Sums(self.metric_names)

@@ -47,8 +47,8 @@ class EveryStep:
         by_shard: bool = False,
     ) -> None:
         self.reducer = reducer
-        self._group, self._net, self._phases = group, net, phases
-        self._items_per_sample = items_per_sample
+        self._group, self._net, self.phases = group, net, phases
+        self.items_per_sample = items_per_sample
         self._stop_requested, self._by_shard = stop_requested, by_shard
 
     def rounds(self, feed: Feed, placed: Placed, update_step: UpdateStep) -> Iterator[Stats]:
@@ -56,12 +56,12 @@ class EveryStep:
         state = update_step.state
         with feed.from_step(state.step) as stream:
             while state.step < feed.num_steps:
-                self._phases.take()
+                self.phases.take()
                 step = state.step
                 tally, update = self.step(feed.work, stream, placed, update_step)
                 state.step += 1
                 yield step_stats(
-                    range(step, step + 1), feed.work.order, state, tally, update, self._phases, self._net
+                    range(step, step + 1), feed.work.order, state, tally, update, self.phases, self._net
                 )
 
     def abort(self) -> None:
@@ -81,17 +81,28 @@ class EveryStep:
         """
         self._net.step = update_step.state.step
         self.reducer.begin()
-        scale = gradient_scale(work, update_step.state, self._items_per_sample)
+        scale = gradient_scale(work, update_step.state, self.items_per_sample)
         sums = placed.run(stream, work.num_micro_batches(update_step.state.step), self.reducer, scale)
-        with self._phases.during("communication"):
+        return self.agree(sums, placed, work, update_step, scale)
+
+    def agree(
+        self, sums: Sums, placed: Placed, work: LockstepWork, update_step: UpdateStep, scale: float
+    ) -> tuple[Tally, Update]:
+        """What follows on this rank's micro-batches: agreement, and an update.
+
+        Args:
+            sums: of the micro-batches, whose gradients the reducer has.
+            scale: what their losses were multiplied with.
+        """
+        with self.phases.during("communication"):
             self.reducer.close()
         agreement = self._tally(sums, placed, work, update_step.state.step).agree(
             self._net, self._group, placed.holding.device
         )
-        with self._phases.during("communication"):
+        with self.phases.during("communication"):
             grads = self.reducer.finish()
             tally = agreement.wait()
-        with self._phases.during("optimizer"):
+        with self.phases.during("optimizer"):
             placed.buffers.end_step(tally.buffers, tally.micro_batches)
             update = update_step.apply(grads.agreed(tally.used_names(placed.holding.slots), scale), tally)
             (self.reducer.commit if update.applied else self.reducer.abort)()

@@ -4,14 +4,16 @@ from paceline.training.arrange import Pieces
 from paceline.training.build import build_session
 from paceline.training.callback import Callback
 from paceline.training.evaluation import Evaluation, evaluate
-from paceline.training.job import train
+from paceline.training.job import own_loop, train
 from paceline.training.joining import join
 from paceline.training.loop import Result, fit
+from paceline.training.own import OwnLoop
 from paceline.training.session import Session
 
 __all__ = [
     "Callback",
     "Evaluation",
+    "OwnLoop",
     "Pieces",
     "Result",
     "Session",
@@ -19,5 +21,6 @@ __all__ = [
     "evaluate",
     "fit",
     "join",
+    "own_loop",
     "train",
 ]

@@ -25,11 +25,12 @@ class Course:
     Attributes:
         reason: why the run ends before its last step; empty: it goes on.
         stopped: a signal ended it.
+        heeds_stop: `Session.stop` may be called though there are no callbacks.
     """
 
     def __init__(self, session: Session, saves: Saves, sinks: Sequence[Sink]) -> None:
         self._session, self._saves, self._sinks = session, saves, sinks
-        self.reason, self.stopped = "", False
+        self.reason, self.stopped, self.heeds_stop = "", False, False
         self._evaluation: Evaluation | None = None
 
     def rounds(self) -> Iterator[Stats]:
@@ -108,7 +109,8 @@ class Course:
     def _heed_callbacks(self) -> None:
         """End on all ranks if a callback of any has asked for it; 8 bytes a round if there are callbacks."""
         session = self._session
-        if self.reason or not session.callbacks or not session.sum(float(bool(session.stop_reason))):
+        heeds = session.callbacks or self.heeds_stop
+        if self.reason or not heeds or not session.sum(float(bool(session.stop_reason))):
             return
         texts = gather_texts(session.stop_reason, session.mesh.world, session.net)
         self.reason = next(text for text in texts if text)

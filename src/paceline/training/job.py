@@ -5,8 +5,10 @@ Whoever started the processes (Paceline's launcher, torchrun, nobody) does not m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 
@@ -22,7 +24,8 @@ from paceline.training.callback import Callback
 from paceline.training.conclusion import conclude, plain_lines
 from paceline.training.given import RecipeLike, TaskLike, given_recipe, given_run
 from paceline.training.joining import join
-from paceline.training.loop import Result, fit
+from paceline.training.loop import Result, fit, fitting
+from paceline.training.own import OwnLoop
 from paceline.training.records import run_record
 from paceline.training.session import Session
 from paceline.training.stopping import StopRequest, stop_on_notice, stop_on_signals
@@ -52,67 +55,103 @@ def train(
     Returns:
         The result, equal on every rank.
     """
+    begun = _begun(recipe, task, base_dir, resume, console, name, callbacks)
+    with begun as run:
+        return run.end(fit(run.session, run.folder, run.sinks))
+
+
+@contextmanager
+def own_loop(
+    recipe: RecipeLike,
+    task: TaskLike | None = None,
+    *,
+    base_dir: Path | None = None,
+    resume: str | PathLike[str] | None = None,
+    console: Console | None = None,
+    name: str | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> Iterator[OwnLoop]:
+    """A run whose loop you write: `for batch in loop.batches(): ...; loop.backward(loss); loop.step()`.
+
+    Run folder, checkpoints, evaluations, resume, callbacks and Ctrl-C are those of `train`; at the end of the
+    block the state is saved and evaluated, and `loop.result` says how the run ended.
+
+    Args:
+        recipe, task, base_dir, resume, console, name, callbacks: see `train`. The loss of the task is called
+            in evaluations, and once at the start to see that it adds up.
+    Raises:
+        StrategyError: under this strategy no loop can call the model; says why.
+    """
+    begun = _begun(recipe, task, base_dir, resume, console, name, callbacks)
+    with begun as run, fitting(run.session, run.folder, run.sinks) as found:
+        loop = OwnLoop(run.session, found)
+        yield loop
+        loop.end()
+        loop.result = run.end(found.finish())
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A run that has begun.
+
+    Args:
+        talks: where this rank reports.
+    """
+
+    session: Session
+    folder: Path
+    sinks: Sequence[Sink]
+    talks: Console | None
+
+    def end(self, result: Result) -> Result:
+        """Say what came out; collective."""
+        session = self.session
+        session.cluster.enter_phase(LEAVING, session.recipe.runtime.setup_deadline_seconds)
+        if session.average is not None:
+            session.average.put()
+        wanted = session.task.report is not None and result.evaluation is not None
+        whole = session.complete() if wanted else None
+        result = replace(result, model=session.holding_all())
+        if session.is_first:
+            write_page(self.folder, plain_lines(self.talks))
+        if self.talks is not None:
+            conclude(session, result, self.folder, self.talks, whole)
+        return result
+
+
+@contextmanager
+def _begun(
+    recipe: RecipeLike,
+    task: TaskLike | None,
+    base_dir: Path | None,
+    resume: str | PathLike[str] | None,
+    console: Console | None,
+    name: str | None,
+    callbacks: Sequence[Callback],
+) -> Iterator[_Run]:
+    """Join the others, and restore if the run is not new."""
     recipe, base_dir = given_recipe(recipe, task, base_dir)
-    run, cluster = given_run(resume), Cluster.from_env()
+    before, cluster = given_run(resume), Cluster.from_env()
     talks = console if cluster.global_rank == 0 else None
-    source = run_folder.find_source(recipe, run, plain_lines(talks))
+    warn = plain_lines(talks)
+    source = run_folder.find_source(recipe, before, warn)
+    joins = partial(join, recipe, task, base_dir=base_dir, cluster=cluster, warn=warn, callbacks=callbacks)
     with (
         stop_on_signals(StopRequest(setting_up=True, has_launcher=cluster.error_dir is not None)) as stop,
         stop_on_notice(recipe.checkpoint.notice, stop),
-        join(
-            recipe,
-            task,
-            base_dir=base_dir,
-            cluster=cluster,
-            warn=plain_lines(talks),
-            stop_requested=stop,
-            fresh=source is None,
-            callbacks=callbacks,
-        ) as session,
+        joins(stop_requested=stop, fresh=source is None) as session,
     ):
-        result = _continue(session, run, source, name or _name_of(task), talks, stop)
+        folder = run_folder.prepare(session, before, name or _name_of(task))
+        used = None if source is None else run_folder.restore(session, source, warn)
+        stop.setting_up = False
+        cluster.enter_phase(TRAINING)
+        yield _Run(session, folder, sinks(session, folder, talks, used), talks)
     cluster.enter_phase(LEAVING)  # a script may go on for as long as it likes
-    return result
 
 
 def _name_of(task: TaskLike | None) -> str | None:
     """What a run of this function is called; None if it is the recipe's to say."""
     return getattr(task, "__name__", None)
-
-
-def _continue(
-    session: Session,
-    resume: Path | None,
-    source: Path | None,
-    name: str | None,
-    talks: Console | None,
-    stop: StopRequest,
-) -> Result:
-    """Restore if the run is not new, fit, and say what came out.
-
-    Args:
-        resume: the run that goes on.
-        source: what of it is restored.
-        name: of a new run.
-        talks: where this rank reports.
-    """
-    warn = plain_lines(talks)
-    run_dir = run_folder.prepare(session, resume, name)
-    used = None if source is None else run_folder.restore(session, source, warn)
-    stop.setting_up = False
-    session.cluster.enter_phase(TRAINING)
-    result = fit(session, run_dir, sinks(session, run_dir, talks, used))
-    session.cluster.enter_phase(LEAVING, session.recipe.runtime.setup_deadline_seconds)
-    if session.average is not None:
-        session.average.put()
-    wanted = session.task.report is not None and result.evaluation is not None
-    whole = session.complete() if wanted else None
-    result = replace(result, model=session.holding_all())
-    if session.is_first:
-        write_page(run_dir, warn)
-    if talks is not None:
-        conclude(session, result, run_dir, talks, whole)
-    return result
 
 
 def write_page(run_dir: Path, warn: Callable[[str], None]) -> None:

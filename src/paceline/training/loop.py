@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import cast
 
 from torch import nn
 
@@ -14,7 +15,7 @@ from paceline.training.course import Course
 from paceline.training.evaluation import Evaluation
 from paceline.training.hashes import tell_hash
 from paceline.training.records import RankRecords
-from paceline.training.saves import open_saves
+from paceline.training.saves import Saves, open_saves
 from paceline.training.session import Session
 
 
@@ -51,6 +52,64 @@ class Result:
     model: nn.Module | None = None
 
 
+class Fitting:
+    """A fit under way.
+
+    Args:
+        course: rounds, and what is due between two of them.
+    """
+
+    def __init__(self, session: Session, run_dir: Path | None, sinks: Sequence[Sink], saves: Saves) -> None:
+        self._session, self._run_dir, self._sinks, self._saves = session, run_dir, sinks, saves
+        self.course = Course(session, saves, sinks)
+        self._ranks = RankRecords(session, sinks, written=run_dir is not None)
+        self._before, self._last = session.state.step, cast("Stats | None", None)
+        for callback in session.callbacks:
+            callback.on_begin(session)
+
+    def after_round(self, stats: Stats) -> None:
+        """Tell of a round, and do what is due; collective."""
+        self._last = stats
+        self._ranks.step(stats)
+        self.course.after_round(stats, self._before)
+        self._before = self._session.state.step
+        self._ranks.begin()
+
+    def finish(self) -> Result:
+        """Save, evaluate and say how the run ended; collective."""
+        session, course, saves = self._session, self.course, self._saves
+        saves.begin_last()
+        self._ranks.flush()
+        _account(session, course)
+        sha256 = tell_hash(session, self._sinks) if session.recipe.reproducible else None
+        evaluation = None if course.stopped else course.evaluate()
+        saved = saves.finish()
+        course.tell("end", {"step": session.state.step, "stopped": course.stopped})
+        result = Result(
+            steps=session.state.step,
+            last=self._last,
+            evaluation=evaluation,
+            checkpoint=saved,
+            sha256=sha256,
+            stopped=course.stopped,
+            run_dir=self._run_dir,
+            reason=course.reason,
+            best=saves.best_place(),
+        )
+        for callback in session.callbacks:
+            callback.on_end(session, result)
+        return result
+
+
+@contextmanager
+def fitting(session: Session, run_dir: Path | None, sinks: Sequence[Sink]) -> Iterator[Fitting]:
+    """A fit, for whoever makes its rounds; see `fit`."""
+    with ExitStack() as stack:
+        for sink in sinks:
+            stack.callback(sink.close)
+        yield Fitting(session, run_dir, sinks, stack.enter_context(open_saves(session, run_dir, sinks)))
+
+
 def fit(session: Session, run_dir: Path | None = None, sinks: Sequence[Sink] = ()) -> Result:
     """Train to the end of the run.
 
@@ -61,42 +120,10 @@ def fit(session: Session, run_dir: Path | None = None, sinks: Sequence[Sink] = (
     Returns:
         The result; a stop signal on any rank ends all ranks after the same step, which is saved.
     """
-    last: Stats | None = None
-    with ExitStack() as stack:
-        for sink in sinks:
-            stack.callback(sink.close)
-        saves = stack.enter_context(open_saves(session, run_dir, sinks))
-        course = Course(session, saves, sinks)
-        ranks = RankRecords(session, sinks, written=run_dir is not None)
-        for callback in session.callbacks:
-            callback.on_begin(session)
-        before = session.state.step
-        for last in course.rounds():
-            ranks.step(last)
-            course.after_round(last, before)
-            before = session.state.step
-            ranks.begin()
-        saves.begin_last()
-        ranks.flush()
-        _account(session, course)
-        sha256 = tell_hash(session, sinks) if session.recipe.reproducible else None
-        evaluation = None if course.stopped else course.evaluate()
-        saved = saves.finish()
-        course.tell("end", {"step": session.state.step, "stopped": course.stopped})
-        result = Result(
-            session.state.step,
-            last,
-            evaluation,
-            saved,
-            sha256,
-            course.stopped,
-            run_dir,
-            course.reason,
-            saves.best_place(),
-        )
-        for callback in session.callbacks:
-            callback.on_end(session, result)
-    return result
+    with fitting(session, run_dir, sinks) as found:
+        for stats in found.course.rounds():
+            found.after_round(stats)
+        return found.finish()
 
 
 def _account(session: Session, course: Course) -> None:

@@ -84,7 +84,7 @@ class Session:
     def listen(self, callbacks: Sequence[Callback]) -> None:
         """Have callbacks called by `fit`, and their state in checkpoints; before anything is restored."""
         for callback in callbacks:
-            self.state.others[f"{type(callback).__name__}.{len(self.callbacks)}"] = callback
+            self.state.keep(f"{type(callback).__name__}.{len(self.callbacks)}", callback)
             self.callbacks.append(callback)
 
     def stop(self, reason: str) -> None:
@@ -127,11 +127,11 @@ class Session:
             if self.average is not None and self.averages_rounds:
                 self.average.follow(self.state.step - before)
             before = self.state.step
-            yield self._finish(stats)
+            yield self.finished(stats)
             if stats.stops:
                 return
 
-    def _finish(self, stats: Stats) -> Stats:
+    def finished(self, stats: Stats) -> Stats:
         """With the metrics as they are reported, and the rate of every parameter group."""
         groups = enumerate(self.state.optimizer.param_groups)
         rates = {str(group.get("name", i)): float(group["lr"]) for i, group in groups if "lr" in group}

@@ -62,7 +62,7 @@ class OwnLoop:
         return self._steps.step(part)
 
     def evaluate(self, source: Source | None = None) -> Evaluation | None:
-        """Evaluate now, on the held-out data or on other samples; collective. No update of this step follows."""
+        """Evaluate now, on the held-out data or on other samples; collective; ends the step."""
         self._steps.end_round()
         return self._course.evaluate() if source is None else evaluate(self.session, source)
 

@@ -11,7 +11,8 @@ from paceline.comm.codecs.scaled import Scaled
 from paceline.comm.codecs.sparse import TopK, num_kept
 from paceline.comm.reduction import Scatterer, Ways
 from paceline.comm.reduction.part_buffer import Parts
-from paceline.comm.routes import SharedMemoryCollective, TreeCollective, meet_on_host
+from paceline.comm.routes import MessageCollective, SharedMemoryCollective, meet_on_host
+from paceline.comm.routes.tree import Tree
 from paceline.mesh import Group, Mesh, twin_group
 from paceline.slot import Slot
 from paceline.testing.contracts import CollectiveContract, ReducerContract
@@ -138,8 +139,8 @@ class TestSharedMemoryReducerOfShards(ReducerContract):
 # Along a tree
 
 
-def tree(net: Net, group: Group) -> TreeCollective:
-    return TreeCollective(net, twin_group(group, "tree"))
+def tree(net: Net, group: Group) -> MessageCollective:
+    return MessageCollective(net, twin_group(group, "tree"), Tree())
 
 
 class TestTreeCollective(CollectiveContract):

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from paceline.comm.cost import cost
+from paceline.errors import CommunicationError
 
 
 @dataclass
@@ -78,6 +79,26 @@ class ByteLedger:
     def __init__(self) -> None:
         self._entries: dict[tuple[str, str], Entry] = {}
         self._any = Entry()
+        self._forms: dict[tuple[str, str], float] = {}
+
+    def expect(self, op: str, group_name: str, num_bytes: float) -> None:
+        """What the closed form of a route says will be counted; known before anything is sent."""
+        self._forms[op, group_name] = self._forms.get((op, group_name), 0.0) + num_bytes
+
+    def require_forms(self) -> None:
+        """Hold what was counted against what was expected; nothing may be under way.
+
+        Raises:
+            CommunicationError: they differ; names operation, group and both numbers.
+        """
+        for (op, group_name), form in self._forms.items():
+            entry = self._entries.get((op, group_name), Entry())
+            if entry.sent_bytes != form:
+                raise CommunicationError(
+                    f"{op} over group '{group_name}' has sent {entry.sent_bytes:.0f} bytes, and the closed"
+                    f" form of its route says {form:.0f}",
+                    next_step="the route sends something else than it states: mend the one or the other",
+                )
 
     def launched(self, op: str, group_name: str, num_bytes: int, world: int) -> Entry:
         """Count one call and return its row, for the handle to add seconds to."""

@@ -42,7 +42,7 @@ class Line:
                 if exposed:
                     self._count_seconds(op, time.perf_counter() - began)
 
-        return Handle(resolve)
+        return Handle(resolve, under_way.done)
 
     def mend(self) -> None:
         """Forget that something broke."""

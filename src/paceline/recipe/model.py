@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from paceline.recipe.acting import Need
+from paceline.recipe.debug import DebugRecipe
 from paceline.recipe.lasting import AverageRecipe, CheckpointRecipe, HealthRecipe
 from paceline.recipe.learning import BatchRecipe, OptimizerRecipe, ScheduleRecipe
 from paceline.recipe.log import LogRecipe
@@ -172,6 +173,7 @@ class Recipe(Table):
     strategy: Strategy = Field(default_factory=Strategy, description="how the work is distributed")
     outer: OuterRecipe = Field(default_factory=OuterRecipe, description="the outer optimizer of diloco")
     runtime: RuntimeRecipe = Field(default_factory=RuntimeRecipe, description="where and how it runs")
+    debug: DebugRecipe = Field(default_factory=DebugRecipe, description="checks that cost time")
 
     @field_validator("options", mode="before")
     @classmethod

@@ -102,14 +102,31 @@ ROUTES = (
         by_default=True,
         ring_bytes=True,
     ),
-    RouteSpec(word="ring"),
+    RouteSpec(
+        word="ring",
+        summary="messages from each rank to the next",
+        build="paceline.training.routes:ring",
+        any_order=True,
+        ring_bytes=True,
+    ),
     RouteSpec(
         word="tree",
         summary="up and down a binomial tree",
         build="paceline.training.routes:tree",
         any_order=True,
     ),
-    RouteSpec(word="hypercube"),
+    RouteSpec(
+        word="recursive-doubling",
+        summary="between ranks whose numbers differ in one bit",
+        build="paceline.training.routes:recursive_doubling",
+        any_order=True,
+    ),
+    RouteSpec(
+        word="grid",
+        summary="along rows, then columns, then rows of a grid of ranks",
+        build="paceline.training.routes:grid",
+        any_order=True,
+    ),
     RouteSpec(
         word="hierarchical",
         summary="inside nodes first",
@@ -117,7 +134,6 @@ ROUTES = (
         with_terms="replicas=4",
         any_order=True,
     ),
-    RouteSpec(word="grid"),
     RouteSpec(
         word="shared-memory",
         summary="the memory of one host",

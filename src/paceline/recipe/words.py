@@ -31,9 +31,8 @@ _ONE_PIPELINE = Refusal(
     lambda s: s.pipeline == 1 or s.replicas != 1 or s.shard > 1 or s.tensor > 1,
 )
 _SERVED = Refusal(
-    "a server holds a whole model, and gradients reach it uncoded: leave out shard, tensor, pipeline and"
-    " codec",
-    lambda s: s.ranks_per_replica > 1 or s.codec != "fp32",
+    "a server holds a whole model: leave out shard, tensor and pipeline",
+    lambda s: s.ranks_per_replica > 1,
 )
 
 SYNCS = (

@@ -5,13 +5,23 @@ Source: Seide et al. 2014; what is lost must be sent later, so a checkpoint that
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol
 
 from torch import Tensor
 
-from paceline.comm import Reduction
 from paceline.mesh import Group
 from paceline.slot import Piece, Slot
+
+
+class Coder(Protocol):
+    """Knows what coding has lost; see `Reduction`."""
+
+    def lost(self) -> Sequence[tuple[str, Slot, Tensor]]:
+        """What coding has lost: (which side's, slot, values in its shape)."""
+
+    def set_lost(self, found: Mapping[tuple[str, str], Tensor]) -> None:
+        """Go on from these."""
 
 
 class Residuals:
@@ -21,10 +31,11 @@ class Residuals:
         reducer: codes what it sends.
         slots: what this rank computes with.
         group: the ranks that code.
+        first: the one of them that takes what the others had, where their number has changed.
     """
 
-    def __init__(self, reducer: Reduction, slots: Collection[Slot], group: Group) -> None:
-        self._reducer, self._group = reducer, group
+    def __init__(self, reducer: Coder, slots: Collection[Slot], group: Group, first: int = 0) -> None:
+        self._reducer, self._group, self._first = reducer, group, first
         self._slots = {slot.name: slot for slot in slots}
 
     def pieces(self) -> list[Piece]:
@@ -49,7 +60,7 @@ class Residuals:
                 found[side, name] = rows[self._group.rank][slot.index]
             elif not side.endswith("factor"):  # factors are no loss: they are found anew
                 before = found.get(("sent", name))
-                total = rows.sum(0) if self._group.rank == 0 else rows[0] * 0
+                total = rows.sum(0) if self._group.rank == self._first else rows[0] * 0
                 total = total[slot.index]
                 found["sent", name] = total if before is None else before + total
         self._reducer.set_lost(found)

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from paceline.comm import Net
 from paceline.comm.channel import Channel, Message
-from paceline.layout import Placed
 from paceline.observe import Phases
 from paceline.slot import Piece, Slot
 from paceline.sync.policy import WorkLedger
+from paceline.sync.traffic import Traffic
 
 SERVER = 0
 
@@ -22,9 +22,14 @@ class Served:
     """What server and worker share: the channel, and parameters and sums as messages."""
 
     def __init__(
-        self, channel: Channel, net: Net, phases: Phases, stop_requested: Callable[[], bool]
+        self,
+        channel: Channel,
+        net: Net,
+        phases: Phases,
+        stop_requested: Callable[[], bool],
+        traffic: Traffic,
     ) -> None:
-        self.channel, self.net, self.phases = channel, net, phases
+        self.channel, self.net, self.phases, self.traffic = channel, net, phases, traffic
         self.stop_requested = stop_requested
         self.ledger = WorkLedger()
 
@@ -50,18 +55,3 @@ class Served:
             histogram = dict(zip(ages[::2], ages[1::2], strict=True))
             self.ledger = WorkLedger(taken, applied, dropped)
             self.ledger.staleness.update(histogram)
-
-
-def newest(placed: Placed) -> list[Tensor]:
-    """Parameters and persistent buffers, as a message carries them."""
-    return [*(p.detach() for p in placed.holding.computes.values()), *placed.buffers.values()]
-
-
-def load_newest(tensors: Any, placed: Placed) -> None:
-    """The inverse of `newest`, in place."""
-    parameters = placed.holding.computes.values()
-    with torch.no_grad():
-        for p, value in zip(parameters, tensors[: len(parameters)], strict=True):
-            p.copy_(value)
-    device = placed.holding.device
-    placed.buffers.reset([value.to(device) for value in tensors[len(parameters) :]])

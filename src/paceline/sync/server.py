@@ -29,13 +29,14 @@ from paceline.data import Feed
 from paceline.errors import CommunicationError, DeadlineError
 from paceline.layout import Placed
 from paceline.observe import Stats
-from paceline.slot import Slot
 from paceline.state import TrainState
 from paceline.sync.crew import Crew
 from paceline.sync.local import add_tallies
 from paceline.sync.policy import Policy, Push, Ticket, WorkLedger
+from paceline.sync.pushes import read_push
 from paceline.sync.rule import step_stats
-from paceline.sync.served import Served, newest
+from paceline.sync.served import Served
+from paceline.sync.traffic import newest
 from paceline.sync.update import Update, UpdateStep
 
 
@@ -60,6 +61,7 @@ class Server(Served):
         self.crew = Crew(workers)
         self._next_beat = math.inf
         self._taken: list[Tally] = []
+        self._dropped: set[int] = set()  # whose last push was left out, and who do not know it yet
 
     def rounds(self, feed: Feed, placed: Placed, update_step: UpdateStep) -> Iterator[Stats]:
         """See `Rule`: a round ends where the feed wants a pause, or a rank was asked to stop."""
@@ -133,6 +135,7 @@ class Server(Served):
     def _lose(self, rank: int, why: str) -> None:
         """Go on without a worker: what it worked on is to be done by others."""
         ticket = self.crew.lose(rank, why)
+        self.traffic.forget(rank)
         self.channel.drop(rank)
         if ticket is not None:
             self.ledger.taken -= 1
@@ -144,12 +147,21 @@ class Server(Served):
         self.crew.give(rank, ticket, state.updates, time.monotonic())
         self.ledger.taken += 1
         fields = {**asdict(ticket), "version": state.updates, "scale": state.scale.value}
-        self.send(rank, "ticket", fields, newest(placed))
+        tensors = self.traffic.ticket(rank, placed, state.updates)
+        self.send(rank, "ticket", {**fields, "to": rank, "dropped": self._tell_dropped(rank)}, tensors)
+
+    def _tell_dropped(self, rank: int) -> bool:
+        """Whether the last push of a worker was left out; it is told once."""
+        dropped = rank in self._dropped
+        self._dropped.discard(rank)
+        return dropped
 
     def _take_in(
         self, message: Message, placed: Placed, update_step: UpdateStep, ages: WorkLedger
     ) -> Update | None:
         given = self.crew.answered(message.sender)
+        if message.fields.get("forgot"):
+            self.traffic.forget(message.sender)
         if message.fields.get("stops"):
             self._policy.stop()
         if given is None:
@@ -162,6 +174,7 @@ class Server(Served):
         pushes = self._policy.push(worker, Push(ticket, version, message))
         if pushes is None:
             self.ledger.dropped += 1
+            self._dropped.add(message.sender)
         return self._apply(pushes, placed, update_step, ages) if pushes else None
 
     def _apply(self, pushes: Any, placed: Placed, update_step: UpdateStep, ages: WorkLedger) -> Update:
@@ -171,7 +184,7 @@ class Server(Served):
             for ledger in (self.ledger, ages):
                 ledger.applied += 1
                 ledger.staleness[state.updates - push.version] += 1
-        found = [read_push(push.message, placed) for push in pushes]
+        found = [read_push(push.message, placed, self.traffic) for push in pushes]
         tally = add_tallies([tally for tally, _ in found])
         tally = replace(tally, buffers=torch.stack([t.buffers for t, _ in found]).sum(0))
         grads = {slot: _sum([g[slot] for _, g in found]) for slot in placed.holding.updates}
@@ -198,8 +211,9 @@ class Server(Served):
             "updates": state.updates,
             "scale": asdict(state.scale),
         }
+        self.traffic.forget()
         for rank in self.crew.left:
-            self.send(rank, "pause", fields, newest(placed))
+            self.send(rank, "pause", {**fields, "dropped": self._tell_dropped(rank)}, newest(placed))
         with self.phases.during("communication"):
             self._flush()
         return stats
@@ -216,30 +230,6 @@ class Server(Served):
                 if error.peer is None:
                     raise
                 self._lose(error.peer, error.what)
-
-
-def read_push(message: Message, placed: Placed) -> tuple[Tally, dict[Slot, Tensor | None]]:
-    """Sums and unscaled gradients of one push."""
-    fields = message.fields
-    change, *given = (t.to(placed.holding.device) for t in message.tensors)
-    rest = iter(given)
-    used = zip(placed.holding.updates.items(), fields["used"], strict=True)
-    grads = {s: _lying_as(p, next(rest) / fields["scale"]) if there else None for (s, p), there in used}
-    tally = Tally(
-        micro_batches=fields["micro_batches"],
-        total=fields["total"],
-        count=fields["count"],
-        metrics=fields["metrics"],
-        stops=float(fields["stops"]),
-        used=[float(used) for used in fields["used"]],
-        buffers=change,
-    )
-    return tally, grads
-
-
-def _lying_as(p: Tensor, values: Tensor) -> Tensor:
-    """In memory in the order of the parameter, as kernels expect it."""
-    return values if values.stride() == p.stride() else torch.empty_like(p).copy_(values).detach()
 
 
 def _sum(parts: list[Tensor | None]) -> Tensor | None:

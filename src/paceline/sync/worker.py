@@ -14,7 +14,8 @@ from paceline.observe import Stats
 from paceline.state import TrainState
 from paceline.sync.every_step import gradient_scale
 from paceline.sync.policy import WorkLedger
-from paceline.sync.served import SERVER, Served, load_newest
+from paceline.sync.served import SERVER, Served
+from paceline.sync.traffic import load_newest
 from paceline.sync.update import UpdateStep
 
 
@@ -29,13 +30,15 @@ class Worker(Served):
     def __init__(self, num_workers: int, items_per_sample: int, *shared: Any) -> None:
         super().__init__(*shared)
         self._num_workers, self._items_per_sample = num_workers, items_per_sample
+        self._forgot = False
 
     def rounds(self, feed: Feed, placed: Placed, update_step: UpdateStep) -> Iterator[Stats]:
         """See `Rule`."""
         state = update_step.state
         while state.step < feed.num_steps:
             self.phases.take()
-            self.send(SERVER, "ready", {"stops": self.stop_requested()}, [])
+            self.send(SERVER, "ready", {"stops": self.stop_requested(), "forgot": self._forgot}, [])
+            self._forgot = False
             while (message := self.receive()).kind != "pause":
                 if message.kind == "ticket":  # else the server only says that it lives
                     self._work(message, feed, placed, state)
@@ -43,13 +46,13 @@ class Worker(Served):
 
     def abort(self) -> None:
         """Whatever was half done is lost; the next `rounds` says that this worker is ready."""
+        self.traffic.forget()
+        self.traffic.settle(dropped=True)
+        self._forgot = True
 
     def _work(self, message: Message, feed: Feed, placed: Placed, state: TrainState) -> None:
         """Run one ticket with the parameters that came with it, and push what it brought."""
-        load_newest(message.tensors, placed)
-        step, part = message.fields["step"], message.fields["part"]
-        self.net.step = state.step = step
-        state.scale.value = message.fields["scale"]
+        step, part = self._take(message, placed, state)
         work: LockstepWork = replace(feed.work, replica_rank=part, num_replicas=self._num_workers)
         micro_batches, sink = work.micro_batches(step), LocalReducer(placed.holding.computes)
         scale = gradient_scale(work, state, self._items_per_sample)
@@ -57,21 +60,33 @@ class Worker(Served):
         with feed.open(micro_batches) as stream:
             sums = placed.run(stream, len(micro_batches), sink, scale)
         total, count, metrics = sums.read()
-        grads = sink.finish().tensors.values()
+        grads = sink.finish().tensors
+        there = {slot: g / scale for slot, g in grads.items() if g is not None}
         fields = {
             "micro_batches": sums.micro_batches,
             "total": total,
             "count": count,
             "metrics": dict(metrics),
-            "scale": scale,
-            "used": [g is not None for g in grads],
+            "used": [g is not None for g in grads.values()],
+            "place": (step, part),
             "stops": self.stop_requested(),
         }
-        self.send(SERVER, "push", fields, [placed.buffers.change, *(g for g in grads if g is not None)])
+        self.send(SERVER, "push", fields, [placed.buffers.change, *self.traffic.push(there, (step, part))])
+
+    def _take(self, message: Message, placed: Placed, state: TrainState) -> tuple[int, int]:
+        """The parameters of a ticket, and which step and part of it is to be done."""
+        fields = message.fields
+        self.traffic.settle(dropped=fields["dropped"])
+        self.traffic.take(message.tensors, placed, fields["to"], fields["version"])
+        self.net.step = state.step = fields["step"]
+        state.scale.value = fields["scale"]
+        return fields["step"], fields["part"]
 
     def _take_over(self, message: Message, placed: Placed, state: TrainState) -> Stats:
-        load_newest(message.tensors, placed)
         fields = message.fields
+        self.traffic.settle(dropped=fields["dropped"])
+        self.traffic.forget()
+        load_newest(message.tensors, placed)
         state.step, state.updates = fields["step"], fields["updates"]
         state.scale.value, state.scale.clean_steps = fields["scale"]["value"], fields["scale"]["clean_steps"]
         self.ledger = WorkLedger.of(fields["ledger"])

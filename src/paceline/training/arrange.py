@@ -28,6 +28,7 @@ from paceline.sync.health import Note
 from paceline.sync.update import Norm
 from paceline.task import Task
 from paceline.training.codecs import code
+from paceline.training.debugging import Debugging
 from paceline.training.routes import Site
 
 
@@ -71,6 +72,7 @@ class Setting:
 
     Args:
         note: is told of what happens beside the steps; see `Notes`.
+        debugging: watches what sums gradients.
     """
 
     recipe: Recipe
@@ -84,6 +86,7 @@ class Setting:
     device: torch.device
     warn: Callable[[str], None]
     note: Note
+    debugging: Debugging
     closers: list[Callable[[], None]] = field(default_factory=list)
 
     @property
@@ -113,7 +116,8 @@ class Setting:
 
     def collective(self, group: Group) -> Collective:
         """Sums over a group, by the recipe's route and codec; collective."""
-        return self.pieces.collective(self._path(group, is_coded=self.recipe.strategy.is_coded))
+        path = self._path(group, is_coded=self.recipe.strategy.is_coded)
+        return self.pieces.collective(path if self.recipe.is_ordered else self.debugging.watched(path))
 
     def exact_collective(self, group: Group) -> Collective:
         """The same path, on which values travel as they are; collective."""

@@ -37,6 +37,7 @@ from paceline.training.contract import (
     require_equal_shapes,
     tell_large_batch,
 )
+from paceline.training.debugging import Debugging
 from paceline.training.guard import guard_update
 from paceline.training.layouts import Layout, place
 from paceline.training.micro_batches import synchronize, tell_before
@@ -77,11 +78,13 @@ def build_session(
     strategy = resolve(recipe.strategy, processes=cluster.world_size, shards=most, called=called)
     notes = Notes()
     recipe = choose_by_machine(recipe, task, cluster, device, warn=warn, note=notes.add)
+    net = Net(recipe.runtime.deadline_seconds, times_calls=device.type == "cpu")
     setting = Setting(
         recipe=recipe.replace(strategy=strategy),
         cluster=cluster,
         mesh=Mesh.build(cluster, strategy.degrees),
-        net=Net(recipe.runtime.deadline_seconds, times_calls=device.type == "cpu"),
+        net=net,
+        debugging=Debugging(recipe.debug, net),
         phases=Phases(),
         pieces=pieces,
         items_per_sample=max(1, task.num_tokens_per_sample),
@@ -123,6 +126,7 @@ def build_session(
         update_step=update_step,
         rule=strategy.rule.load()(setting, layout, state),
         notes=notes,
+        debugging=setting.debugging,
         closers=setting.closers,
         average=build_average(setting, layout, state, update_step),
         averages_rounds=by_rounds(setting),

@@ -10,7 +10,17 @@ import torch
 from paceline.cluster import Cluster
 from paceline.comm import Collective, NativeCollective, Net
 from paceline.comm.collectives import Exchanging
-from paceline.comm.routes import HierarchicalCollective, SharedMemoryCollective, TreeCollective, meet_on_host
+from paceline.comm.routes import (
+    HierarchicalCollective,
+    MessageCollective,
+    SharedMemoryCollective,
+    meet_on_host,
+)
+from paceline.comm.routes.grid import Grid
+from paceline.comm.routes.hops import Hops
+from paceline.comm.routes.recursive_doubling import RecursiveDoubling
+from paceline.comm.routes.ring import Ring
+from paceline.comm.routes.tree import Tree
 from paceline.errors import StrategyError
 from paceline.mesh import Group, Levels, span_nodes, twin_group
 
@@ -63,9 +73,14 @@ def shared_or_native(group: Group, site: Site) -> Collective:
     """Memory where all ranks of the group are on one host, and nothing is coded."""
     if site.is_coded:
         return native(group, site)
+    return in_memory(group, site) or NativeCollective(site.net, group)
+
+
+def in_memory(group: Group, site: Site) -> SharedMemoryCollective | None:
+    """The memory of the host on which all ranks of a group run; None: they run on several, or on GPUs."""
     links = meet_on_host(group, site.net) if site.device.type == "cpu" else None
     if links is None:
-        return NativeCollective(site.net, group)
+        return None
     found = SharedMemoryCollective(site.net, group, links)
     site.closers.append(found.close)
     return found
@@ -85,15 +100,36 @@ def hierarchical(group: Group, site: Site) -> Collective:
         )
         return native(group, site)
     levels = Levels.build(group, parts)
-    found = HierarchicalCollective(site.net, group, levels, native(levels.between, site))
+    scatter, gather = (in_memory(level, site) for level in (levels.scatter, levels.gather))
+    inside = None if scatter is None or gather is None else (scatter, gather)
+    found = HierarchicalCollective(site.net, group, levels, native(levels.between, site), inside)
     site.closers.append(found.close)
     return found
 
 
+def ring(group: Group, site: Site) -> Collective:
+    """Messages round a ring."""
+    return _by_messages(group, site, "ring", Ring())
+
+
 def tree(group: Group, site: Site) -> Collective:
-    """A tree of messages."""
-    _require_processors(site, "tree", "NCCL has trees of its own")
-    found = TreeCollective(site.net, twin_group(group, "tree"))
+    """Messages up and down a tree."""
+    return _by_messages(group, site, "tree", Tree())
+
+
+def recursive_doubling(group: Group, site: Site) -> Collective:
+    """Messages between ranks whose numbers differ in one bit."""
+    return _by_messages(group, site, "recursive-doubling", RecursiveDoubling())
+
+
+def grid(group: Group, site: Site) -> Collective:
+    """Messages along the rows and columns of a grid."""
+    return _by_messages(group, site, "grid", Grid())
+
+
+def _by_messages(group: Group, site: Site, word: str, hops: Hops) -> Collective:
+    _require_processors(site, word, "NCCL has rings and trees of its own")
+    found = MessageCollective(site.net, twin_group(group, word), hops)
     site.closers.append(found.close)
     return site.coded(found)
 

@@ -24,8 +24,10 @@ from paceline.sync.policy import ApplyEach, FirstN, Policy
 from paceline.sync.residuals import Residuals
 from paceline.sync.served import SERVER
 from paceline.sync.server import Server
+from paceline.sync.traffic import Coded, Plain, Traffic
 from paceline.sync.worker import Worker
 from paceline.training.arrange import Setting
+from paceline.training.codecs import make_codec
 from paceline.training.layouts import Layout
 from paceline.training.reductions import build_reduction
 
@@ -101,7 +103,8 @@ def _served(setting: Setting, layout: Layout, state: TrainState, policy: Policy)
         )
     channel = _channel(setting)
     setting.closers.append(channel.close)
-    shared = (channel, setting.net, setting.phases, setting.stop_requested)
+    traffic = _traffic(setting, layout.placed.holding, state)
+    shared = (channel, setting.net, setting.phases, setting.stop_requested, traffic)
     rule = (
         Server(policy, workers, setting.note, *shared)
         if setting.mesh.world.rank == SERVER
@@ -109,6 +112,17 @@ def _served(setting: Setting, layout: Layout, state: TrainState, policy: Policy)
     )
     state.keepers["work"] = rule
     return rule
+
+
+def _traffic(setting: Setting, holding: Holding, state: TrainState) -> Traffic:
+    """The form of what goes to the server and comes from it."""
+    codec = make_codec(setting.recipe.strategy)
+    if codec is None:
+        return Plain()
+    traffic = Coded(codec, setting.recipe.seed, holding.computes)
+    if setting.recipe.strategy.feeds_back:
+        state.keepers["residual"] = Residuals(traffic, holding.computes, setting.mesh.data, first=SERVER + 1)
+    return traffic
 
 
 def _channel(setting: Setting) -> Channel:

@@ -23,6 +23,7 @@ from paceline.sync import Rule, UpdateStep
 from paceline.sync.average import Average
 from paceline.task import Task, finish_metrics
 from paceline.training.callback import Callback
+from paceline.training.debugging import Debugging
 
 
 class Notes:
@@ -55,6 +56,7 @@ class Session:
         placed: the model as this rank holds it.
         update_step: makes updates.
         rule: owns the loop.
+        debugging: looks at every round, where the recipe asks for it.
         notes: steps that were left out, and why; `fit` hands them to the sinks.
         closers: what `close` calls.
         average: of the weights; None: the recipe asks for none.
@@ -74,6 +76,7 @@ class Session:
     feed: Feed
     update_step: UpdateStep
     rule: Rule
+    debugging: Debugging
     notes: Notes = field(default_factory=Notes)
     closers: list[Callable[[], None]] = field(default_factory=list)
     average: Average | None = None
@@ -123,7 +126,8 @@ class Session:
         `abort` makes it so.
         """
         before = self.state.step
-        for stats in self.rule.rounds(self.feed, self.placed, self.update_step):
+        rounds = self.rule.rounds(self.feed, self.placed, self.update_step)
+        for stats in self.debugging.rounds(rounds):
             if self.average is not None and self.averages_rounds:
                 self.average.follow(self.state.step - before)
             before = self.state.step

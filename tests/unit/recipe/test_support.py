@@ -16,7 +16,7 @@ from tests.unit.recipe.test_strategy import draw
 NOT_BUILT: dict[str, Any] = {
     "context": 2,
     "sync": "hogwild",
-    "route": "ring",
+    "route": "server",
     "schedule": "interleaved:2",
 }
 WORKS = {
@@ -59,7 +59,10 @@ WORKS = {
     "codec=lossless",
     "route=auto",
     "route=native",
+    "route=ring",
     "route=tree",
+    "route=recursive-doubling",
+    "route=grid",
     "replicas=4 route=hierarchical",
     "route=shared-memory",
 }
@@ -80,7 +83,7 @@ COMBINATIONS = {  # what runs on as many processes, or the reason why not
     "sync=server-async": (3, "add servers=1"),
     "servers=1 sync=server-async": (3, ""),
     "servers=1 sync=backup:2": (3, "one must be left"),
-    "servers=1 sync=server-async codec=int8": (3, "reach it uncoded"),
+    "servers=1 sync=server-async codec=int8": (3, ""),
     "replicas=2 pipeline=2": (4, ""),
     "replicas=1 pipeline=3 sync=pipedream": (3, ""),
     "replicas=2 pipeline=2 sync=pipedream": (4, "a rule of one pipeline"),

@@ -1,15 +1,15 @@
-"""The paths on which collectives go."""
+"""The paths on which collectives go: a file for each, and a line in `recipe/wire_words.py`."""
 
+from paceline.comm.routes.by_messages import MessageCollective
 from paceline.comm.routes.hierarchical import HierarchicalCollective
 from paceline.comm.routes.host_meeting import meet_on_host
 from paceline.comm.routes.native import NativeCollective
 from paceline.comm.routes.shared_memory import SharedMemoryCollective
-from paceline.comm.routes.tree import TreeCollective
 
 __all__ = [
     "HierarchicalCollective",
+    "MessageCollective",
     "NativeCollective",
     "SharedMemoryCollective",
-    "TreeCollective",
     "meet_on_host",
 ]

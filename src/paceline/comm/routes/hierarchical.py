@@ -17,6 +17,7 @@ from paceline.comm.collectives import Collective, Feedback, in_parts
 from paceline.comm.handle import Handle
 from paceline.comm.line import Line
 from paceline.comm.net import Net
+from paceline.comm.routes.native import NativeCollective
 from paceline.mesh import Group, Levels
 
 
@@ -27,6 +28,8 @@ class HierarchicalCollective:
         group: on several nodes, with several ranks on each.
         levels: of that group.
         between: sums over one rank of every node; its codec is what this route codes.
+        inside: scatters and gathers inside a node, each on a way of its own: parts of different buffers are
+            under way at a time.
     Wire: n bytes on N nodes of L ranks, filled up to a multiple of L values. all_reduce: 2 (L-1)/L n inside
         a node (reduce_scatter, all_gather) and 2 (N-1)/N n/L between nodes. reduce_scatter: (L-1)/L n inside
         and (N-1)/N n/L between. all_gather of n bytes of a rank: (N-1) n between, (L-1) N n inside. By rank;
@@ -35,8 +38,17 @@ class HierarchicalCollective:
     Source: Mikami et al. 2018, Massively Distributed SGD, arXiv:1811.05233 (2D-torus all-reduce).
     """
 
-    def __init__(self, net: Net, group: Group, levels: Levels, between: Collective) -> None:
+    def __init__(
+        self,
+        net: Net,
+        group: Group,
+        levels: Levels,
+        between: Collective,
+        inside: tuple[Collective, Collective] | None = None,
+    ) -> None:
         self.net, self.group, self.levels, self._between = net, group, levels, between
+        natives = NativeCollective(net, levels.scatter), NativeCollective(net, levels.gather)
+        self._scatter, self._gather = inside or natives
         self._line = Line(f"{group.name}-between-nodes", self._waited)
         inner = between.feedback
         self.feedback: SliceFeedback | None = None if inner is None else SliceFeedback(inner, levels)
@@ -50,11 +62,11 @@ class HierarchicalCollective:
         if x.numel() == 0:
             return Handle.ready(x)
         self._note(key, by_rows=False)
-        scattered = self.scatter(x)
+        scattered = self.scatter(x, key)
 
         def rest() -> Handle:
             total = self.between(scattered.wait(exposed=False).view(-1), key)
-            return self.net.all_gather(total, self.levels.gather, equal=True)
+            return self._gather.all_gather(total, key)
 
         last = self._line.submit("all_reduce", rest)
         return last.then(lambda gathered: _join(gathered.wait(), x))
@@ -65,7 +77,7 @@ class HierarchicalCollective:
         inside, between = self.levels.scatter, self.levels.between
         homes = torch.tensor(self.levels.order, device=x.device)
         rows = x.index_select(0, homes).view(inside.size, -1)
-        scattered = self.net.reduce_scatter(rows, inside)
+        scattered = self._scatter.reduce_scatter(rows, key)
 
         def rest() -> Tensor:
             own = scattered.wait(exposed=False).view(between.size, -1)
@@ -80,10 +92,10 @@ class HierarchicalCollective:
 
         def rest() -> Handle:
             across = self._between.all_gather(x, key).wait(exposed=False)  # [N, n]
-            return self.net.all_gather(across, self.levels.gather, equal=True)
+            return self._gather.all_gather(across, f"{key}.gathered")
 
         def place(gathered: Handle) -> Tensor:
-            found = torch.stack(gathered.wait()).view(self.group.size, *x.shape)  # [L N, n], by `order`
+            found = gathered.wait().view(self.group.size, *x.shape)  # [L N, n], by `order`
             return torch.empty_like(found).index_copy_(0, homes, found)
 
         return self._line.submit("all_gather", rest).then(place)
@@ -92,13 +104,11 @@ class HierarchicalCollective:
         """See `Collective`; as the backend does it."""
         return self.net.broadcast(x, self.group, source)
 
-    def scatter(self, x: Tensor) -> Handle:
-        """Launch the sum inside the node; the handle returns this rank's slice of it, [1, ceil(n / L)]."""
+    def scatter(self, x: Tensor, key: str) -> Handle:
+        """Launch the sum inside the node; the handle returns this rank's slice of it, [ceil(n / L)]."""
         num_slices = self.levels.scatter.size
         even = x.numel() % num_slices == 0
-        return self.net.reduce_scatter(
-            x.view(num_slices, -1) if even else in_parts(x, num_slices), self.levels.scatter
-        )
+        return self._scatter.reduce_scatter(x.view(num_slices, -1) if even else in_parts(x, num_slices), key)
 
     def between(self, own: Tensor, key: str) -> Tensor:
         """Sum a slice over the nodes, in place; blocks the thread of the line."""
@@ -194,8 +204,8 @@ class SliceFeedback:
         return torch.cat([torch.arange(row * width, (row + 1) * width) for row in rows])
 
 
-def _join(slices: list[Tensor], x: Tensor) -> Tensor:
+def _join(slices: Tensor, x: Tensor) -> Tensor:
     """Write the slices over `x`; the last ones may be filled up, or hold nothing of it."""
-    for piece, part in zip(x.split(slices[0].numel()), slices, strict=False):
+    for piece, part in zip(x.split(slices.shape[1]), slices, strict=False):
         piece.copy_(part[: piece.numel()])
     return x

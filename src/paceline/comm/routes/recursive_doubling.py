@@ -1,0 +1,128 @@
+"""Recursive doubling: in round k a rank meets the one whose number differs in bit k.
+
+An all_reduce takes log2 P rounds with the whole buffer, so it is for small ones. What is scattered or
+gathered is halved or doubled in every round. Where P is no power of two, each rank above the largest one
+hands its part to a partner first, and gets its result last.
+Source: Thakur, Rabenseifner, Gropp 2005, Optimization of Collective Communication Operations in MPICH,
+sections 4.1, 4.3 and 4.5 (recursive doubling, recursive halving, other numbers of processes).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.comm.routes.hops import Sent
+from paceline.comm.routes.mail import Mail
+
+
+class RecursiveDoubling:
+    """log2 P n values in log2 P rounds for an all_reduce; two rounds more where P is no power of two."""
+
+    def all_reduce(self, mail: Mail, x: Tensor) -> Tensor:
+        """See `Hops`."""
+        core = core_of(mail.size)
+        if mail.rank >= core:
+            mail.send(mail.rank - core, x)
+            return mail.receive(mail.rank - core, x)
+        arrived = torch.empty_like(x)
+        extra = mail.rank + core
+        if extra < mail.size:
+            x += mail.receive(extra, arrived)
+        for bit in _bits(core):
+            x += mail.exchange(mail.rank ^ bit, x, mail.rank ^ bit, arrived)
+        if extra < mail.size:
+            mail.send(extra, x)
+        return x
+
+    def reduce_scatter(self, mail: Mail, rows: Tensor) -> Tensor:
+        """See `Hops`: the half that the other one wants leaves in every round."""
+        core, extra = core_of(mail.size), mail.rank + core_of(mail.size)
+        if mail.rank >= core:
+            mail.send(mail.rank - core, rows)
+            return mail.receive(mail.rank - core, torch.empty_like(rows[0]))
+        if extra < mail.size:
+            rows += mail.receive(extra, torch.empty_like(rows))
+        for bit in reversed(_bits(core)):
+            partner = mail.rank ^ bit
+            keep, give = (_owned(_half(rank, bit, core), core, mail.size) for rank in (mail.rank, partner))
+            arrived = torch.empty(len(keep), *rows.shape[1:], dtype=rows.dtype, device=rows.device)
+            rows[keep] += mail.exchange(partner, rows[give], partner, arrived)
+        if extra < mail.size:
+            mail.send(extra, rows[extra])
+        return rows[mail.rank].clone()
+
+    def all_gather(self, mail: Mail, rows: Tensor) -> Tensor:
+        """See `Hops`: what is known doubles in every round."""
+        core, extra = core_of(mail.size), mail.rank + core_of(mail.size)
+        if mail.rank >= core:
+            mail.send(mail.rank - core, rows[mail.rank])
+            return mail.receive(mail.rank - core, rows)
+        if extra < mail.size:
+            mail.receive(extra, rows[extra])
+        for bit in _bits(core):
+            partner = mail.rank ^ bit
+            mine, others = (_owned(_block(rank, bit), core, mail.size) for rank in (mail.rank, partner))
+            arrived = torch.empty(len(others), *rows.shape[1:], dtype=rows.dtype, device=rows.device)
+            rows[others] = mail.exchange(partner, rows[mine], partner, arrived)
+        if extra < mail.size:
+            mail.send(extra, rows)
+        return rows
+
+    def broadcast(self, mail: Mail, x: Tensor, source: int) -> Tensor:
+        """See `Hops`: who has it gives it to one more in every round."""
+        place = (mail.rank - source) % mail.size
+        for bit in _bits(1 << (mail.size - 1).bit_length()):
+            if place < bit and place + bit < mail.size:
+                mail.send((mail.rank + bit) % mail.size, x)
+            elif bit <= place < 2 * bit:
+                mail.receive((mail.rank - bit) % mail.size, x)
+        return x
+
+    def cost(self, op: str, size: int, rank: int, n: int, source: int = 0) -> Sent:
+        """See `Hops`."""
+        core = core_of(size)
+        rounds = core.bit_length() - 1
+        outside = 2 if core < size else 0
+        has_extra = rank + core < size
+        if op == "broadcast":
+            place = (rank - source) % size
+            bits = _bits(1 << (size - 1).bit_length())
+            return Sent(n * sum(place < bit and place + bit < size for bit in bits), (size - 1).bit_length())
+        if op == "all_reduce":
+            sent = 1 if rank >= core else rounds + has_extra
+        elif rank >= core:
+            sent = size if op == "reduce_scatter" else 1
+        elif op == "reduce_scatter":  # all rows but its own, and that of its extra rank
+            sent = size - 1 - has_extra + has_extra
+        else:
+            known = [len(_owned(_block(rank, bit), core, size)) for bit in _bits(core)]
+            sent = sum(known) + (size if has_extra else 0)
+        return Sent(sent * n, rounds + outside)
+
+
+def core_of(size: int) -> int:
+    """The largest power of two that is not above the number of ranks."""
+    return 1 << (size.bit_length() - 1)
+
+
+def _bits(core: int) -> list[int]:
+    """1, 2, 4, ... below a power of two."""
+    return [1 << k for k in range(core.bit_length() - 1)]
+
+
+def _block(rank: int, bit: int) -> range:
+    """The ranks that differ from this one in bits below `bit`."""
+    return range(rank // bit * bit, rank // bit * bit + bit)
+
+
+def _half(rank: int, bit: int, core: int) -> range:
+    """What a rank still has to sum after the round of `bit`: halving goes from the highest bit down."""
+    return _block(rank, bit)
+
+
+def _owned(ranks: Sequence[int], core: int, size: int) -> list[int]:
+    """The rows of some ranks and of those outside whom they stand for."""
+    return [*ranks, *(rank + core for rank in ranks if rank + core < size)]

@@ -1,0 +1,70 @@
+"""The ring: every rank sends to the next one, so that all links carry equally much.
+
+Source: Patarasuk and Yuan 2009, Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations, J.
+Parallel Distrib. Comput. 69, section 3.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paceline.comm.routes.hops import Sent, length, stretch
+from paceline.comm.routes.mail import Mail
+
+
+class Ring:
+    """2 (P-1)/P n values and 2 (P-1) rounds for an all_reduce, on average over the ranks."""
+
+    def all_reduce(self, mail: Mail, x: Tensor) -> Tensor:
+        """See `Hops`."""
+        parts = [x[stretch(x.numel(), mail.size, place)] for place in range(mail.size)]
+        add_round(mail, parts)
+        pass_round(mail, parts)
+        return x
+
+    def reduce_scatter(self, mail: Mail, rows: Tensor) -> Tensor:
+        """See `Hops`."""
+        add_round(mail, list(rows))
+        return rows[mail.rank].clone()
+
+    def all_gather(self, mail: Mail, rows: Tensor) -> Tensor:
+        """See `Hops`."""
+        pass_round(mail, list(rows))
+        return rows
+
+    def broadcast(self, mail: Mail, x: Tensor, source: int) -> Tensor:
+        """See `Hops`: every rank passes it on."""
+        place = (mail.rank - source) % mail.size
+        if place:
+            mail.receive((mail.rank - 1) % mail.size, x)
+        if place < mail.size - 1:
+            mail.send((mail.rank + 1) % mail.size, x)
+        return x
+
+    def cost(self, op: str, size: int, rank: int, n: int, source: int = 0) -> Sent:
+        """See `Hops`."""
+        after = (rank + 1) % size
+        if op == "all_reduce":
+            return Sent(2 * n - length(n, size, rank) - length(n, size, after), 2 * (size - 1))
+        if op == "broadcast":
+            return Sent(0 if after == source else n, size - 1)
+        return Sent((size - 1) * n, size - 1)
+
+
+def add_round(mail: Mail, parts: list[Tensor]) -> None:
+    """Part i of rank i becomes the sum over all ranks; the others' contents are sums of some."""
+    before, after = (mail.rank - 1) % mail.size, (mail.rank + 1) % mail.size
+    arrived = torch.empty(max(part.numel() for part in parts), dtype=parts[0].dtype, device=parts[0].device)
+    for step in range(1, mail.size):
+        mine = parts[(mail.rank - step - 1) % mail.size]
+        out = arrived[: mine.numel()].view_as(mine)
+        mine += mail.exchange(after, parts[(mail.rank - step) % mail.size], before, out)
+
+
+def pass_round(mail: Mail, parts: list[Tensor]) -> None:
+    """Every rank gets part i from rank i."""
+    before, after = (mail.rank - 1) % mail.size, (mail.rank + 1) % mail.size
+    for step in range(mail.size - 1):
+        mine, others = (mail.rank - step) % mail.size, (mail.rank - step - 1) % mail.size
+        mail.exchange(after, parts[mine], before, parts[others])

@@ -43,7 +43,7 @@ class MessageCollective:
 
     def all_reduce(self, x: Tensor, key: str) -> Handle:
         """See `Collective`."""
-        flat = x.reshape(-1)
+        flat = x.reshape(-1).contiguous()
         handle = self._submit(
             "all_reduce", flat, flat.numel(), lambda mail: self._hops.all_reduce(mail, flat)
         )
@@ -68,7 +68,7 @@ class MessageCollective:
 
     def broadcast(self, x: Tensor, key: str, source: int = 0) -> Handle:
         """See `Collective`."""
-        flat = x.reshape(-1)
+        flat = x.reshape(-1).contiguous()
         handle = self._submit(
             "broadcast", flat, flat.numel(), lambda mail: self._hops.broadcast(mail, flat, source), source
         )

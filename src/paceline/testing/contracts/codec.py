@@ -61,6 +61,13 @@ class CodecContract(ABC):
         alone = torch.cat([self.decoded(x[:1]), self.decoded(x[1:])])
         assert torch.equal(self.decoded(x), alone)
 
+    def test_rows_are_decoded_one_by_one_as_together(self) -> None:
+        codec, x = self.codec(), torch.randn(3, 301)
+        payload, whole, one = codec.encode(x, KEYS), torch.empty_like(x), torch.empty(1, 301)
+        codec.decode(payload, whole, KEYS)
+        codec.decode(payload[1:2], one, KEYS)
+        assert torch.equal(one[0], whole[1])
+
     def test_encoding_is_a_pure_function(self) -> None:
         x, codec = torch.randn(2, 777), self.codec()
         kept = x.clone()

@@ -106,6 +106,12 @@ class Remembers(Augmented):
         return x * (1 + self.reads), y
 
 
+def clamps_weights(model: nn.Module, batch: Any) -> Loss:
+    with torch.no_grad():
+        model[0].weight.clamp_(-0.2, 0.2)
+    return loss(model, batch)
+
+
 MISTAKES: dict[str, tuple[Build, str]] = {
     "a counter in the loss": (with_loss(counter), "depends on the number of calls"),
     "a generator of its own": (with_loss(own_generator), "depends on the number of calls"),
@@ -122,6 +128,10 @@ MISTAKES: dict[str, tuple[Build, str]] = {
     "a loss that knows its rank": (with_loss(of_rank), "depends on the rank"),
     "a model that knows its rank": (model_of_rank, "ranks built different models"),
     "data that knows its rank": (data_of_rank, "ranks read different data"),
+    "a loss that clamps weights": (
+        lambda c: Task(seeded(small), samples(), clamps_weights),
+        "stepped beside the update",
+    ),
     "data cut by rank": (own_part_of_the_data, "ranks read different data"),
 }
 

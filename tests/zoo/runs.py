@@ -45,13 +45,20 @@ WAYS: dict[str, Way] = {
     "one": Way("replicas=1", 1),
     "replicas-2": Way("replicas=2", 2),
     "replicas-3": Way("replicas=3", 3),
+    "replicas-5": Way("replicas=5", 5),
+    "tree-3": Way("replicas=3 route=tree", 3),
     "small-buckets-2": Way("replicas=2 route=native", 2, SMALL_BUCKETS),
     "native-2": Way("replicas=2 route=native", 2),
     "zero1-2": Way("replicas=1 shard=2 zero=1", 2),
     "zero1-3": Way("replicas=1 shard=3 zero=1", 3),
+    "zero2-3": Way("replicas=1 shard=3 zero=2", 3),
+    "zero3-2": Way("replicas=1 shard=2 zero=3", 2),
+    "zero3-replicas-4": Way("replicas=2 shard=2 zero=3", 4),
     "lanes-1": Way("replicas=1 lanes=2", 1),
     "lanes-2": Way("replicas=2 lanes=2", 2),
     "pipeline-2": Way("replicas=1 pipeline=2", 2, chain=True),
+    "pipeline-1f1b-2": Way("replicas=1 pipeline=2 schedule=1f1b", 2, chain=True),
+    "pipeline-zero1-4": Way("replicas=1 shard=2 zero=1 pipeline=2", 4, chain=True),
     "stage-threads-1": Way("replicas=1 pipeline=2 lanes=2", 1, chain=True),
     "local-2": Way("sync=local:1", 2, alone=True),
     "local-3": Way("sync=local:1", 3, alone=True),
@@ -63,6 +70,7 @@ WAYS: dict[str, Way] = {
     "same-bits-native-2": Way("replicas=2 route=native", 2, SAME_BITS),
     "same-bits-lanes-1": Way("replicas=1 lanes=2", 1, SAME_BITS),
     "same-bits-zero1-2": Way("replicas=1 shard=2 zero=1", 2, SAME_BITS),
+    "same-bits-zero3-2": Way("replicas=1 shard=2 zero=3", 2, SAME_BITS),
     "same-bits-pipeline-2": Way("replicas=1 pipeline=2", 2, SAME_BITS, chain=True),
 }
 
@@ -139,7 +147,7 @@ def run(cluster: Cluster, kind: str, way: str) -> Ran:
     session = None
     try:
         session = session_of(cluster, recipe, lambda: task_of(KINDS[kind], made))
-        return Ran(ended(session, [stats.loss for stats in session.rounds()], WAYS[way]))
+        return Ran(ended(session, [stats.loss for stats in session.rounds()]))
     except PacelineError as error:
         if isinstance(error, CommunicationError):
             raise
@@ -151,10 +159,10 @@ def run(cluster: Cluster, kind: str, way: str) -> Ran:
             session.close()
 
 
-def ended(session: Session, losses: list[float], way: Way) -> End:
-    """Parameters and buffers of this rank; put together where stages hold them."""
-    found = session.snapshot().tensors() if way.chain else session.state.tensors()
-    model = {name.removeprefix("model/"): t for name, t in found.items() if name.startswith("model/")}
+def ended(session: Session, losses: list[float]) -> End:
+    """Parameters and buffers of this replica, put together where its ranks hold parts of them."""
+    found = session.snapshot().tensors().items()
+    model = {name.removeprefix("model/"): t for name, t in found if name.startswith("model/")}
     return End(losses, {name: t.detach().clone() for name, t in model.items()})
 
 

@@ -37,7 +37,7 @@ def trained(cluster: Cluster, case: Drawn) -> End:
         lambda: Task(made.model, made.samples, lambda model, batch: Loss(*made.loss(model, batch))),
     )
     try:
-        return ended(session, [stats.loss for stats in session.rounds()], case.way)
+        return ended(session, [stats.loss for stats in session.rounds()])
     finally:
         session.close()
 

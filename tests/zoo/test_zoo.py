@@ -6,6 +6,8 @@ after another and makes one update a step; losses, parameters and buffers agree 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import pytest
 from _pytest.mark import ParameterSet
 
@@ -14,17 +16,31 @@ from tests.zoo.kinds import KINDS
 from tests.zoo.known import KNOWN, OTHER_BITS, known, refusal
 from tests.zoo.runs import WAYS, Ran, fits, run_many, verdict
 
-IN_SHORT = (  # the others in `make soak`
-    *("one", "replicas-3", "zero1-2", "lanes-1", "pipeline-2", "stage-threads-1"),
-    *("small-buckets-2", "local-2", "server-3", "same-bits-2", "same-bits-pipeline-2"),
+FAMILIES = (  # `make test` runs every kind in one way of each, `make soak` in all ways
+    ("one",),
+    ("replicas-3", "small-buckets-2"),
+    ("zero1-2", "zero3-2"),
+    ("lanes-1",),
+    ("pipeline-2", "pipeline-1f1b-2", "stage-threads-1"),
+    ("local-2", "server-3"),
+    ("same-bits-2", "same-bits-pipeline-2", "same-bits-zero1-2"),
 )
+SAMPLED = [way for family in FAMILIES for way in family]
+SAME_BITS = [way for way in WAYS if way.startswith("same-bits-") and way != "same-bits-1"]
 
 
-def ways(pattern: str = "") -> list[ParameterSet]:
+def kinds_of(way: str, *, sampled: bool) -> list[str]:
+    """The kinds that go with a way; of those that go with a family, its share."""
+    if not sampled:
+        return [kind for kind in KINDS if fits(kind, way) and not dies(kind, way)]
+    family = next(family for family in FAMILIES if way in family)
     return [
-        pytest.param(way, marks=[] if way in IN_SHORT else [pytest.mark.soak])
-        for way in WAYS
-        if way.startswith(pattern)
+        kind
+        for number, kind in enumerate(KINDS)
+        if way
+        == (open_to := [w for w in family if fits(kind, w) and not dies(kind, w)] or [""])[
+            number % len(open_to)
+        ]
     ]
 
 
@@ -32,8 +48,7 @@ def deadly() -> list[ParameterSet]:
     """Cells that end a process."""
     found = [(kind, way) for way in WAYS for kind in KINDS if fits(kind, way) and dies(kind, way)]
     return [
-        pytest.param(kind, way, marks=[] if way in ("zero1-2", "lanes-1") else [pytest.mark.soak])
-        for kind, way in found
+        pytest.param(kind, way, marks=[] if way in SAMPLED else [pytest.mark.soak]) for kind, way in found
     ]
 
 
@@ -52,12 +67,10 @@ def train_all(kinds: list[str], way: str) -> dict[str, list[Ran]]:
     return {kind: [ran[kind] for ran in by_rank] for kind in kinds}
 
 
-@pytest.mark.capability("A2", "A11", "Z2")
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize("way", ways())
-def test_every_kind_ends_where_a_plain_loop_does(way: str) -> None:
-    kinds = [kind for kind in KINDS if fits(kind, way) and not dies(kind, way)]
-    found = {kind: verdict(kind, way, rans) for kind, rans in train_all(kinds, way).items()}
+def check(kinds: list[str], way: str) -> None:
+    """Each ends where its plain loop does, or is refused as `REFUSED` says; with the bits of one process."""
+    rans = train_all(kinds, way)
+    found = {kind: verdict(kind, way, rans[kind]) for kind in kinds}
     for kind in [kind for kind in kinds if refusal(kind, way)]:
         said = found.pop(kind)
         assert said.startswith("refused:") and refusal(kind, way) in said, (kind, said)
@@ -65,6 +78,37 @@ def test_every_kind_ends_where_a_plain_loop_does(way: str) -> None:
     assert not wrong
     mended = [kind for kind, said in found.items() if not said and known(kind, way)]
     assert not mended, "these agree now: take them out of KNOWN"
+    if way in SAME_BITS:
+        check_bits(rans, way)
+
+
+def check_bits(rans: Mapping[str, Sequence[Ran]], way: str) -> None:
+    """Each that agrees has the bits of one process."""
+    kinds = [k for k in rans if agrees(k, way) and agrees(k, "same-bits-1")]
+    alone = train_all(kinds, "same-bits-1")
+    apart = [k for k in kinds if max(ran.end.distance(alone[k][0].end) for ran in rans[k]) > 0.0]
+    assert apart == [k for k in kinds if any(entry.covers(k, way) for entry in OTHER_BITS)]
+
+
+@pytest.mark.capability("A2", "A11", "N2", "Z2")
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("way", SAMPLED)
+def test_a_share_of_the_kinds_ends_where_a_plain_loop_does(way: str) -> None:
+    check(kinds_of(way, sampled=True), way)
+
+
+@pytest.mark.soak
+@pytest.mark.capability("A2", "A11", "N2", "Z2")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("way", WAYS)
+def test_every_kind_ends_where_a_plain_loop_does(way: str) -> None:
+    check(kinds_of(way, sampled=False), way)
+
+
+def test_every_kind_is_in_the_sample_of_every_family_that_it_goes_with() -> None:
+    for family in FAMILIES:
+        sampled = [kind for way in family for kind in kinds_of(way, sampled=True)]
+        assert sorted(sampled) == sorted({kind for way in family for kind in kinds_of(way, sampled=False)})
 
 
 @pytest.mark.timeout(240)
@@ -76,16 +120,6 @@ def test_a_cell_that_ended_a_process_is_still_wrong(kind: str, way: str) -> None
         return
     said = verdict(kind, way, [ran[kind] for ran in by_rank])
     assert said, "it agrees now: take it out of KNOWN"
-
-
-@pytest.mark.capability("N2")
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize("way", [way for way in ways("same-bits-") if way.values[0] != "same-bits-1"])
-def test_reproducible_runs_have_the_bits_of_one_process(way: str) -> None:
-    kinds = [k for k in KINDS if fits(k, way) and agrees(k, way) and agrees(k, "same-bits-1")]
-    alone, spread = train_all(kinds, "same-bits-1"), train_all(kinds, way)
-    apart = [k for k in kinds if max(ran.end.distance(alone[k][0].end) for ran in spread[k]) > 0.0]
-    assert apart == [k for k in kinds if any(entry.covers(k, way) for entry in OTHER_BITS)]
 
 
 def test_every_known_mistake_has_a_cell() -> None:

@@ -30,7 +30,7 @@ from paceline.verification.plain_schedule import PlainSchedule
 from paceline.verification.preflight import Fault, preflight
 from paceline.verification.report import Report
 from paceline.verification.run import Verifier
-from paceline.verification.strict import look_at_loss
+from paceline.verification.strict import look_at_shared
 from paceline.verification.twin import twin
 
 
@@ -55,7 +55,8 @@ def verify(
         cluster: in place of the one in the environment.
         pieces: exchanged parts of the session (a planted fault); the oracle is not affected.
         observe: called after every step that agreed.
-        strict: look also at what both sides share: whether the loss adds up over samples.
+        strict: look also at what both sides share: whether the loss adds up over samples, its gradient is its
+            derivative, and an update is made once.
     Returns:
         The report, equal on every rank.
     Raises:
@@ -114,7 +115,7 @@ def _look_at_task(recipe: Recipe, oracle: Oracle, cluster: Cluster, strict: bool
     world = Mesh.build(cluster, strategy.degrees).world
     found = preflight(oracle, world, Net(recipe.runtime.deadline_seconds))
     if found is None and strict:
-        return look_at_loss(oracle, recipe.precision.compute, cluster.world_size)
+        return look_at_shared(oracle, recipe.precision.compute, cluster.world_size)
     return found
 
 

@@ -80,6 +80,11 @@ class Oracle:
         self.autocast = autocast or (lambda: torch.autocast("cpu", enabled=False))
         self._device = next(self.model.parameters()).device
 
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self._device
+
     def step(self, step: int, update: int) -> float:
         """One whole step; returns the mean loss."""
         before = self.buffers()

@@ -51,12 +51,19 @@ class PlainMicroBatches:
 
 def read(task: Task, micro_batch: MicroBatch) -> Any:
     """Its samples, collated; what the data or the collate function draw follows from its key."""
-    collate = task.collate or default_collate
-    indices = [int(i) for i in micro_batch.indices]
-    fetch_many = getattr(task.data, "__getitems__", None)
     with drawn_from(key(micro_batch.key, "loader")):
-        samples = fetch_many(indices) if callable(fetch_many) else [task.data[i] for i in indices]
-        return collate(list(samples))
+        return collated(task, read_samples(task, [int(i) for i in micro_batch.indices]))
+
+
+def read_samples(task: Task, indices: list[int]) -> list[Any]:
+    """Some samples, all at once where the data can."""
+    fetch_many = getattr(task.data, "__getitems__", None)
+    return list(fetch_many(indices) if callable(fetch_many) else [task.data[i] for i in indices])
+
+
+def collated(task: Task, samples: list[Any]) -> Any:
+    """Samples as a batch."""
+    return (task.collate or default_collate)(samples)
 
 
 @contextmanager

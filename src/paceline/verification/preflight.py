@@ -46,15 +46,19 @@ def preflight(oracle: Oracle, group: Group, net: Net) -> Fault | None:
 def look(oracle: Oracle) -> dict[str, Any]:
     """What this rank has built, reads and computes, as JSON values."""
     micro_batches = oracle.work.micro_batches(0)
-    data, again = ([_sha(read(oracle.task, micro_batch)) for micro_batch in micro_batches] for _ in range(2))
+    data, again = (
+        [sha_of(read(oracle.task, micro_batch)) for micro_batch in micro_batches] for _ in range(2)
+    )
     facts: dict[str, Any] = {
-        "model": {n: _sha(t) for n, t in oracle.model.state_dict().items() if isinstance(t, Tensor)},
+        "model": {n: sha_of(t) for n, t in oracle.model.state_dict().items() if isinstance(t, Tensor)},
         "length": len(oracle.task.data),
         "data": data,
         "reads alike": data == again,
     }
     first, second = (_numbers(oracle, micro_batches[:1]) for _ in range(2))
-    facts |= {"loss": first, "computes alike": first == second}
+    after = {n: sha_of(p) for n, p in oracle.model.named_parameters()}
+    changed = [n for n in after if after[n] != facts["model"][n]]
+    facts |= {"loss": first, "computes alike": first == second, "changes": changed}
     if not (facts["reads alike"] and facts["computes alike"]):
         facts["counts calls"] = same_when_forked(lambda: _probe(oracle, micro_batches[0]))
     return facts
@@ -62,7 +66,8 @@ def look(oracle: Oracle) -> dict[str, Any]:
 
 def judge(facts: Sequence[Facts]) -> Fault | None:
     """The first mistake that the facts of all ranks show. Pure."""
-    return _different_models(facts) or _not_repeated(facts) or _different_data(facts) or _by_rank(facts)
+    checks = (_different_models, _changes_weights, _not_repeated, _different_data, _by_rank)
+    return next((found for check in checks if (found := check(facts)) is not None), None)
 
 
 def _different_models(facts: Sequence[Facts]) -> Fault | None:
@@ -76,6 +81,15 @@ def _different_models(facts: Sequence[Facts]) -> Fault | None:
             )
             return _found("initial value", name, wrong, "ranks built different models", text)
     return None
+
+
+def _changes_weights(facts: Sequence[Facts]) -> Fault | None:
+    wrong = [bool(f.get("changes")) for f in facts]
+    if not any(wrong):
+        return None
+    name = next(f["changes"][0] for f in facts if f.get("changes"))
+    text = f"a forward or a backward changes '{name}': every rank would change its own, beside the update"
+    return _found("update", name, wrong, "stepped beside the update", text)
 
 
 def _not_repeated(facts: Sequence[Facts]) -> Fault | None:
@@ -148,10 +162,10 @@ def _probe(oracle: Oracle, micro_batch: MicroBatch) -> str:
         before = oracle.buffers()
         loss = oracle.task.loss(oracle.model, oracle.load(micro_batch))
         oracle.set_buffers(before)
-        return f"{_sha(read(oracle.task, micro_batch))} {float(loss.total)!r}"
+        return f"{sha_of(read(oracle.task, micro_batch))} {float(loss.total)!r}"
 
 
-def _sha(value: Any) -> str:
+def sha_of(value: Any) -> str:
     """A hash of a batch, whatever containers it is made of."""
     leaves, shape = tree_flatten(value)
     digest = hashlib.sha256(str(shape).encode())

@@ -11,16 +11,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
-from paceline.data import MicroBatch
+from paceline.data import to_device
 from paceline.verification.compare import UNIT_ROUNDOFF, Finding
 from paceline.verification.diagnose import Diagnosis
 from paceline.verification.oracle import Oracle
-from paceline.verification.preflight import Fault
+from paceline.verification.plain_micro_batches import collated, drawn_from, read_samples
+from paceline.verification.preflight import Fault, sha_of
+from paceline.verification.strict_gradient import look_at_gradient
+from paceline.verification.strict_update import look_at_update
 
 _SLACK = 1e4  # roundings of a forward that takes other kernels for another batch size
+
+
+def look_at_shared(oracle: Oracle, compute: str, world: int) -> Fault | None:
+    """The first fault of the loss, of its gradient, or of one update."""
+    return (
+        look_at_loss(oracle, compute, world)
+        or look_at_gradient(oracle, world)
+        or look_at_update(oracle, world)
+    )
 
 
 def look_at_loss(oracle: Oracle, compute: str, world: int) -> Fault | None:
@@ -32,7 +43,13 @@ def look_at_loss(oracle: Oracle, compute: str, world: int) -> Fault | None:
     """
     if len(oracle.task.data) < 2:
         return None
-    first, second, twice, both = (_loss(oracle, samples) for samples in ([0], [1], [0, 0], [0, 1]))
+    with drawn_from(0):
+        one, other = read_samples(oracle.task, [0, 1])  # once: data that augments gives others every time
+    if _mixes(oracle, [one, other]):
+        return None
+    first, second, twice, both = (
+        _loss(oracle, samples) for samples in ([one], [other], [one, one], [one, other])
+    )
     near = min(0.3, _SLACK * UNIT_ROUNDOFF[compute])
     for name, found, right in (
         ("a sample twice", twice, (2 * first[0], 2 * first[1])),
@@ -67,9 +84,18 @@ def _fault(
     return finding, Diagnosis(cause, text)
 
 
-def _loss(oracle: Oracle, samples: list[int]) -> tuple[float, float]:
+def _mixes(oracle: Oracle, samples: list[Any]) -> bool:
+    """Whether the collate function draws: what it makes of two samples is not theirs by intent."""
+    found = set()
+    for seed in range(3):
+        with drawn_from(seed):
+            found.add(sha_of(collated(oracle.task, samples)))
+    return len(found) > 1
+
+
+def _loss(oracle: Oracle, samples: list[Any]) -> tuple[float, float]:
     """Total and count of some samples, in evaluation."""
-    batch: Any = oracle.load(MicroBatch(0, 0, np.array(samples, dtype=np.int64), key=0))
+    batch: Any = to_device(collated(oracle.task, samples), oracle.device)
     before = oracle.buffers()
     oracle.model.eval()
     with torch.no_grad(), oracle.autocast():

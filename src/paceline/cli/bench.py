@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 
@@ -16,6 +17,13 @@ from paceline.cluster import Cluster
 from paceline.errors import StrategyError
 from paceline.launch import guard
 
+Routes = Annotated[str, typer.Option("--routes", help="Words of routes, by comma; default: all.")]
+Codecs = Annotated[str, typer.Option("--codecs", help="Words of codecs, by comma; default: some.")]
+Sizes = Annotated[str, typer.Option("--sizes", help="Bytes of float32 tensors, by comma.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Page = Annotated[Path | None, typer.Option("--page", help="Write a page with a plot to this file.")]
+Deadline = Annotated[float, typer.Option("--deadline", min=1, help="Seconds that any wait may take.")]
+
 
 def link(
     processes: options.Processes = None,
@@ -25,9 +33,7 @@ def link(
     token_file: options.TokenFile = "",
     insecure: options.Insecure = False,
     out: Annotated[Path | None, typer.Option("--out", help="Write the link profile to this file.")] = None,
-    deadline: Annotated[
-        float, typer.Option("--deadline", min=1, help="Seconds that any wait may take.")
-    ] = 120.0,
+    deadline: Deadline = 120.0,
 ) -> None:
     """Measure latency and bandwidth of every pair of ranks, and of the all-reduce of all (CPU, Gloo)."""
     cluster = worker_cluster()
@@ -40,6 +46,71 @@ def link(
     token = options.read_token(token_file, insecure, nodes)
     placement = options.Placement(count, nodes, node_rank, rendezvous, token)
     sys.exit(launch_again(placement, 1, stuck_seconds=deadline).exit_code)
+
+
+def comm(
+    processes: options.Processes = None,
+    nodes: options.Nodes = 1,
+    node_rank: options.NodeRank = 0,
+    rendezvous: options.Rendezvous = None,
+    token_file: options.TokenFile = "",
+    insecure: options.Insecure = False,
+    routes: Routes = "",
+    codecs: Codecs = "",
+    sizes: Sizes = "",
+    as_json: AsJson = False,
+    page: Page = None,
+    deadline: Deadline = 120.0,
+) -> None:
+    """Measure the all-reduce by every route, and by every codec on the native one (CPU)."""
+    cluster = worker_cluster()
+    if cluster is not None:
+        _measure_comm(cluster, _Asked(_words(routes), _words(codecs), _words(sizes)), as_json, page, deadline)
+        return
+    count = processes or (1 if nodes > 1 else 2)
+    if count * nodes < 2:
+        raise StrategyError("ranks sum with each other", next_step="-n 2, or --nodes 2")
+    token = options.read_token(token_file, insecure, nodes)
+    placement = options.Placement(count, nodes, node_rank, rendezvous, token)
+    sys.exit(launch_again(placement, 1, stuck_seconds=deadline).exit_code)
+
+
+class _Asked(NamedTuple):
+    """What is measured; empty: the default."""
+
+    routes: list[str]
+    codecs: list[str]
+    sizes: list[str]
+
+
+def _words(text: str) -> list[str]:
+    return [word for word in text.split(",") if word]
+
+
+def _measure_comm(cluster: Cluster, asked: _Asked, as_json: bool, page: Path | None, deadline: float) -> None:
+    with guard(cluster):
+        from paceline.comm import Net
+        from paceline.training.comm_benchmark import CODECS, SIZES, default_routes, measure_comm, render
+        from paceline.training.comm_page import render_page
+
+        if not all(size.isdecimal() and int(size) >= 4 for size in asked.sizes):
+            raise StrategyError("--sizes takes bytes, 4 or more", next_step="as in --sizes 1024,1048576")
+        cluster.connect("cpu", deadline)
+        rows = measure_comm(
+            cluster,
+            Net(deadline),
+            asked.routes or default_routes(),
+            asked.codecs or CODECS,
+            [int(size) for size in asked.sizes] or SIZES,
+        )
+        if cluster.global_rank == 0:
+            console = output()
+            lines = [json.dumps([row.record() for row in rows], indent=1)] if as_json else [*render(rows)]
+            for line in lines:
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
+            if page is not None:
+                page.write_text(render_page(rows, f"All-reduce of {cluster.world_size} ranks"), "utf-8")
+        cluster.disconnect()
 
 
 def _work(cluster: Cluster, out: Path | None, deadline: float) -> None:

@@ -97,6 +97,11 @@ COMMANDS = (
         "bench:link",
         "Measure latency and bandwidth of every pair of ranks, and of the all-reduce of all (CPU, Gloo).",
     ),
+    Command(
+        "bench comm",
+        "bench:comm",
+        "Measure every route and codec: time, bytes, error, and the bandwidth below which a codec pays.",
+    ),
 )
 GROUPS = {
     "recipe": "Look at recipes.",

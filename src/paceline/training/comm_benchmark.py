@@ -1,0 +1,176 @@
+"""Measure every route and codec over sizes: what `paceline bench comm` prints.
+
+All ranks measure together, one combination after another; a time is the median over repeats of the slowest
+rank. The break-even bandwidth of a codec follows from its bytes and its processor time:
+on slower links it pays.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from paceline.cluster import Cluster
+from paceline.comm import Collective, Net
+from paceline.errors import StrategyError
+from paceline.mesh import Group, Mesh, twin_group
+from paceline.recipe import Strategy
+from paceline.recipe.specs import RouteSpec, known
+from paceline.training.codecs import code
+from paceline.training.routes import Site
+
+SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 24)
+CODECS = (
+    "bf16",
+    "int8",
+    "int4",
+    "sign",
+    "topk:0.01",
+    "topk:0.01+int4",
+    "randomk:0.01",
+    "lowrank:2",
+    "lossless",
+)
+_REPEATS = 5
+
+
+@dataclass(frozen=True)
+class Row:
+    """An all_reduce, measured.
+
+    Args:
+        num_bytes: of the float32 tensor of each rank.
+        seconds: of the slowest rank, the median.
+        sent_bytes: by the mean rank.
+        error: norm of the difference from the float64 sum, relative to it.
+        processor_seconds: of all threads of the mean rank.
+        break_even: bits per second; the codec pays on slower links. 0: it never does.
+    """
+
+    route: str
+    codec: str
+    num_bytes: int
+    seconds: float
+    sent_bytes: float
+    error: float
+    processor_seconds: float
+    break_even: float = 0.0
+
+    @property
+    def algbw(self) -> float:
+        """Bits of the tensor per second."""
+        return 8 * self.num_bytes / self.seconds
+
+    @property
+    def busbw(self) -> float:
+        """Bits that a rank sends per second."""
+        return 8 * self.sent_bytes / self.seconds
+
+    def record(self) -> dict[str, Any]:
+        """As plain values."""
+        return {**asdict(self), "algbw": self.algbw, "busbw": self.busbw}
+
+
+def measure_comm(
+    cluster: Cluster, net: Net, routes: Sequence[str], codecs: Sequence[str], sizes: Sequence[int]
+) -> list[Row]:
+    """Every route as it is, and every codec on the native one; collective, equal on every rank.
+
+    Raises:
+        StrategyError: a route or a codec is not known.
+    """
+    group = Mesh.build(cluster, {"replica": cluster.world_size}).replica
+    rows = []
+    for route, codec in [*((route, "fp32") for route in routes), *(("native", codec) for codec in codecs)]:
+        with_path = _path(cluster, group, net, Strategy(route=route, codec=codec))
+        if with_path is not None:
+            path, closers = with_path
+            rows += [_measure(path, net, group, route, codec, size) for size in sizes]
+            for close in closers:
+                close()
+    return [*_with_break_even(rows)]
+
+
+def default_routes() -> list[str]:
+    """All routes but those that choose one."""
+    return [word for word, spec in known(RouteSpec).items() if spec.is_built and word != "auto"]
+
+
+def _path(
+    cluster: Cluster, group: Group, net: Net, strategy: Strategy
+) -> tuple[Collective, list[Callable[[], None]]] | None:
+    """A collective by its words; None: it cannot be had here."""
+    closers: list[Callable[[], None]] = []
+    told: list[str] = []
+
+    def coded(path: Any) -> Any:
+        found = code(path, strategy, 0)
+        closers.append(found.close)
+        return found
+
+    is_coded = strategy.codec != "fp32"
+    form = coded if is_coded else lambda path: path
+    site = Site(cluster, group, net, torch.device("cpu"), told.append, closers, form, is_coded)
+    try:
+        own = replace(twin_group(group, "bench"), name=f"{strategy.route} {strategy.codec}")
+        path = strategy.path.load()(own, site)
+    except StrategyError:
+        return None
+    return None if told else (path, closers)
+
+
+def _measure(path: Collective, net: Net, group: Group, route: str, codec: str, num_bytes: int) -> Row:
+    n = num_bytes // 4
+    parts = [torch.randn(n, generator=torch.Generator().manual_seed(rank)) for rank in range(group.size)]
+    right = torch.stack(parts).double().sum(0)
+    x = path.buffer(n, parts[0], str(n))
+    times: list[float] = []
+    error, sent, used = 0.0, 0.0, 0.0
+    for repeat in range(_REPEATS + 1):
+        x.copy_(parts[group.rank])
+        net.barrier(group)
+        before, processor, began = net.ledger.total().sent_bytes, time.process_time(), time.perf_counter()
+        path.all_reduce(x, str(n)).wait()
+        spent = [time.perf_counter() - began, time.process_time() - processor]
+        sent = net.ledger.total().sent_bytes - before
+        slowest = float(net.all_reduce(torch.tensor([spent[0]], dtype=torch.float64), group, "max").wait())
+        if repeat == 0:
+            error = float((x.double() - right).norm() / right.norm())
+        else:
+            times.append(slowest)
+            used += spent[1]
+    mean = net.all_reduce(torch.tensor([sent, used / max(1, len(times))], dtype=torch.float64), group).wait()
+    sent, used = (mean / group.size).tolist()
+    return Row(route, codec, num_bytes, statistics.median(times), sent, error, used)
+
+
+def _with_break_even(rows: Sequence[Row]) -> Iterator[Row]:
+    plain = {row.num_bytes: row for row in rows if (row.route, row.codec) == ("native", "fp32")}
+    for row in rows:
+        before = plain.get(row.num_bytes)
+        if row.codec == "fp32" or before is None:
+            yield row
+            continue
+        saved, costs = before.sent_bytes - row.sent_bytes, row.processor_seconds - before.processor_seconds
+        yield replace(row, break_even=8 * saved / max(costs, 1e-9) if saved > 0 else 0.0)
+
+
+def render(rows: Sequence[Row]) -> Iterator[str]:
+    """The table for people."""
+    yield (
+        f"{'route':<20}{'codec':<16}{'bytes':>10}{'ms':>10}{'algbw Mbit/s':>14}{'busbw Mbit/s':>14}"
+        f"{'sent bytes':>12}{'error':>10}{'cpu ms':>9}{'pays below':>14}"
+    )
+    for row in rows:
+        never = "-" if row.codec == "fp32" else "never"
+        pays = f"{row.break_even / 1e6:.0f} Mbit/s" if row.break_even else never
+        yield (
+            f"{row.route:<20}{row.codec:<16}{row.num_bytes:>10}{row.seconds * 1e3:>10.3f}"
+            f"{row.algbw / 1e6:>14.1f}{row.busbw / 1e6:>14.1f}{row.sent_bytes:>12.0f}{row.error:>10.1e}"
+            f"{row.processor_seconds * 1e3:>9.3f}{pays:>14}"
+        )

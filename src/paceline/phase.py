@@ -53,7 +53,7 @@ def read_phase(folder: Path, global_rank: int) -> Phase | None:
     try:
         found = json.loads(_file(folder, global_rank).read_text(encoding="utf-8"))
         return Phase(str(found["what"]), None if found["until"] is None else float(found["until"]))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
 
 

@@ -202,3 +202,14 @@ def right_tokenizer() -> Any:
 
 
 ORDER = [["paceline", "train"], {"RANK": "0"}, "/tmp"]
+IDENTITY = {"run": "ab", "sha256": "0" * 64}
+INDEX = {"metadata": {"total_size": 48}, "weight_map": {"weight": "a.safetensors"}}
+ERROR = {
+    "when": 1e9,
+    "type": "ValueError",
+    "message": "no",
+    "traceback": "",
+    "details": "",
+    "exit_code": 1,
+    "connection": False,
+}

@@ -74,9 +74,14 @@ class ErrorReport:
     def load(cls, path: Path) -> ErrorReport | None:
         """Read what a worker saved; None if it saved nothing that can be read."""
         try:
-            return cls(**json.loads(path.read_text(encoding="utf-8")))
+            said = json.loads(path.read_text(encoding="utf-8"))
+            report = cls(**said)
         except (OSError, ValueError, TypeError, RecursionError):
             return None
+        right = cls(0.0, "", "", "", "", 1, False)
+        return (
+            report if all(type(value) is type(getattr(right, name)) for name, value in said.items()) else None
+        )
 
 
 def _details(error: BaseException, said: BaseException, trace: str) -> str:

@@ -39,18 +39,20 @@ class Progress:
         steps_per_epoch: int = 0,
     ) -> None:
         self._console = console
-        self._first, self._last = first_step, last_step
+        self._last = last_step
         self._tokens = tokens_per_sample
         self._epochs = -(-last_step // steps_per_epoch) if steps_per_epoch else 0
         self._recent: deque[Stats] = deque(maxlen=_WINDOW_STEPS)
+        self._ends: deque[int] = deque([first_step - 1], maxlen=_WINDOW_STEPS + 1)
         self._live = Live(console=console, refresh_per_second=8, transient=False)
         self._next_plain = 0.0
         if console.is_terminal:
             self._live.start()
 
     def step(self, stats: Stats) -> None:
-        """Show one step."""
+        """Show one round, which may have been many steps."""
         self._recent.append(stats)
+        self._ends.append(stats.step)
         done = stats.step + 1
         if self._console.is_terminal:
             self._live.update(
@@ -79,7 +81,8 @@ class Progress:
         seconds = sum(s.seconds for s in self._recent)
         samples = sum(s.num_samples for s in self._recent)
         rate = samples / seconds * (self._tokens or 1) if seconds else 0.0
-        left = seconds / len(self._recent) * (self._last - last.step - 1)
+        steps = max(1, self._ends[-1] - self._ends[0])  # a run that has gone back has made none yet
+        left = seconds / steps * (self._last - last.step - 1)
         unit = "tokens/s" if self._tokens else "samples/s"
         shares = " ".join(
             f"{phase} {sum(s.phases[phase] for s in self._recent) / seconds:.0%}"

@@ -153,3 +153,9 @@ def test_epochs_are_counted_and_tiny_losses_have_digits(
     progress = Progress(plain_console()[0], 0, 9, 0, -(-9 // epochs) if epochs else 0)
     progress.step(make_stats(0, epoch=epoch, loss=loss))
     assert progress.line().startswith(begin)
+
+
+def test_the_time_left_counts_steps_although_a_round_has_many() -> None:
+    """A server's round is a stretch of steps: 30 steps took 1.5 s, so 70 take 3.5 s."""
+    rounds = [make_stats(step) for step in (9, 19, 29)]
+    assert "0:04 left" in lines_for(rounds, last_step=100)

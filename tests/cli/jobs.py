@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.checkpoint import Files, Shelf
-from paceline.cluster import process_environment
+from tests import command_jobs
 from tests.dist.launch.test_signals import worker
 
 TASK = """
@@ -67,19 +66,6 @@ def build(what="", pause=0.0):
     held_out = HeldOut(data) if what == "evaluation" else None
     return Task(nn.Linear(data.shape[1], 1), data, loss, held_out=held_out)
 """
-RECIPE = """
-task = "task.py:build"
-steps = 60
-run_dir = "run"
-[batch]
-size = 8
-shards = 2
-[checkpoint]
-every_steps = 2
-mode = "blocking"
-[runtime]
-threads = 1
-"""
 
 
 @dataclass(frozen=True)
@@ -97,15 +83,10 @@ class End:
 
 
 def start(folder: Path, *arguments: str, prefix: str = "") -> subprocess.Popen[str]:
-    (folder / "tmp").mkdir(parents=True)
-    (folder / "task.py").write_text(TASK)
-    (folder / "recipe.toml").write_text(RECIPE)
-    command = [sys.executable, "-m", "paceline", "train", "recipe.toml", *arguments]
-    if prefix:
-        command = ["unshare", "-Urm", "sh", "-c", prefix + '"$@"', "sh", *command]
-    environ = {**process_environment(), "TMPDIR": str(folder / "tmp")}
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=folder, env=environ)
+    """A job of 60 steps; `prefix` is what a shell does before it, in namespaces of its own."""
+    command_jobs.prepare(folder, TASK)
+    words = ("train", "recipe.toml", "--set", "steps=60", *arguments)
+    return command_jobs.start(folder, *words, before=command_jobs.in_namespaces(prefix) if prefix else ())
 
 
 def end_of(process: subprocess.Popen[str], folder: Path) -> End:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.cluster import process_environment
+from tests import command_jobs
+from tests.command_jobs import start
 
 TASK = """
 import atexit, os, signal, time
@@ -44,19 +44,6 @@ def build(rank=-1, what="", seconds=0.0, pause=0.0):
         return Loss((model(batch) ** 2).sum(), len(batch))
     return Task(nn.Linear(4, 1), torch.rand(64, 4), loss)
 """
-RECIPE = """
-task = "task.py:build"
-steps = 6
-run_dir = "run"
-[batch]
-size = 8
-shards = 2
-[checkpoint]
-every_steps = 2
-mode = "blocking"
-[runtime]
-threads = 1
-"""
 
 
 @dataclass(frozen=True)
@@ -69,18 +56,7 @@ class End:
 
 
 def prepare(folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tmp").mkdir(exist_ok=True)
-    (folder / "task.py").write_text(TASK)
-    (folder / "recipe.toml").write_text(RECIPE)
-
-
-def start(folder: Path, *words: str, **environ: str) -> subprocess.Popen[str]:
-    """`paceline WORDS` in a prepared folder."""
-    variables = {**process_environment(), "TMPDIR": str(folder / "tmp"), **environ}
-    pipe = subprocess.PIPE
-    command = [sys.executable, "-m", "paceline", *words]
-    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=folder, env=variables)
+    command_jobs.prepare(folder, TASK)
 
 
 def train(folder: Path, **options: object) -> subprocess.Popen[str]:

@@ -14,6 +14,7 @@ import pytest
 
 from paceline.checkpoint import Files, Shelf
 from paceline.observe import JsonLines, TextLog
+from tests.command_jobs import in_namespaces
 from tests.hostile.jobs import end_of, prepare, start
 
 pytestmark = [pytest.mark.capability("N13", "P2"), pytest.mark.timeout(150)]
@@ -73,8 +74,7 @@ def test_a_log_that_is_never_written_ends_nothing_and_its_loss_is_told(tmp_path:
 
 def in_namespace(folder: Path, before: str, *words: str) -> subprocess.CompletedProcess[str]:
     """A command after `before`, as root of a namespace of its own."""
-    script = f'{before} && exec "$@"'
-    command = ["unshare", "-Urm", "sh", "-c", script, "sh", sys.executable, "-m", "paceline", *words]
+    command = [*in_namespaces(f"{before} && exec "), sys.executable, "-m", "paceline", *words]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
 
 

@@ -79,6 +79,19 @@ def damaged(data: bytes) -> st.SearchStrategy[bytes]:
     return st.lists(edit, min_size=1, max_size=4).map(apply)
 
 
+def encoded(value: Any) -> bytes:
+    return json.dumps(value).encode()
+
+
+def record_of(right: Any) -> st.SearchStrategy[bytes]:
+    """The text of a record: with other values, with other bytes, or of something else."""
+    return st.one_of(changed(right).map(encoded), damaged(encoded(right)), values.map(encoded))
+
+
+def lines_of(records: Any) -> bytes:
+    return b"\n".join(map(encoded, records)) if isinstance(records, list) else encoded(records)
+
+
 RECIPE = b"""task = "digits"\nseed = 7\nsteps = 4\nstrategy = "replicas=2"\n[options]\nhidden = [4, {a = 1}]
 [batch]\nsize = 8\nshards = 2\n[optimizer]\nlr = 1e-3\nname = "adamw"\n[checkpoint]\nkeep = 2\n"""
 

@@ -31,18 +31,29 @@ def freeze():
     reached("frozen")
     os.kill(os.getpid(), signal.SIGSTOP)
 
+def linger(seconds):
+    reached("leaving")
+    time.sleep(seconds)
+
 def build(rank=-1, what="", seconds=0.0, pause=0.0):
     reached("building")
+    calls = []
     if what == "build" and rank == RANK:
         time.sleep(seconds)
     if what == "freeze" and rank == RANK:
         freeze()
     if what == "freeze-at-end" and rank == RANK:
         atexit.register(freeze)
+    if what == "linger":
+        atexit.register(linger, seconds)
+        time.sleep(seconds)
     def loss(model, batch):
+        calls.append(1)
+        if len(calls) == 3:
+            reached("stepping")
         time.sleep(pause)
         return Loss((model(batch) ** 2).sum(), len(batch))
-    return Task(nn.Linear(4, 1), torch.rand(64, 4), loss)
+    return Task(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), torch.rand(64, 4), loss)
 """
 
 

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from tests.hostile.parsers import PARSERS, Check
+from tests.hostile.checks import Check
+from tests.hostile.parsers import PARSERS
 
 pytestmark = [pytest.mark.capability("N10", "N13"), pytest.mark.timeout(240)]
 BATCH, BATCHES = 1000, 100

@@ -106,12 +106,15 @@ class Forked:
         pid: its number.
         report: the open file at which the server reports its end. A server that is stopped reports nothing;
             then the system is asked.
+    Attributes:
+        lost_server: the server died, and the worker with it.
     """
 
     def __init__(self, pid: int, report: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
         self.report = report
+        self.lost_server = False
         self._ended_at: float | None = None
 
     def poll(self) -> int | None:
@@ -121,7 +124,8 @@ class Forked:
         if select.select([self.report], [], [], 0)[0]:
             said = os.read(self.report, 16)
             os.close(self.report)
-            self.returncode = int(said) if said else -signal.SIGKILL  # the server died, and it with that
+            self.lost_server = not said
+            self.returncode = int(said) if said else -signal.SIGKILL
         else:
             self._ask_system()
         return self.returncode

@@ -19,6 +19,9 @@ from paceline.launch.worker import ErrorReport
 
 _LOG_LINES = 30
 _GO_ON = "next:  look at what that process waits for; --resume RUN goes on from the last checkpoint"
+_START_ANEW = (
+    "next:  look at who ended that process; --resume RUN goes on, PACELINE_FORK_SERVER=none does without"
+)
 _OBEYED = (-signal.SIGTERM, 128 + signal.SIGTERM, 128 + signal.SIGINT)
 
 
@@ -83,6 +86,8 @@ def _died(one: Running, code: int) -> Failure:
     details = _last_lines(one.worker.log_file)
     if code > 0:
         return _failure(one, "error", f"ended with exit code {code}", code, details)
+    if one.lost_server:
+        return _failure(one, "signal", "was ended: its fork server is gone", 128 - code, _START_ANEW)
     # An abort is raised by the process itself, often because another rank is gone: its time decides.
     kind: Kind = "error" if code == -signal.SIGABRT else "signal"
     advice = advise_after_signal(-code)

@@ -102,6 +102,11 @@ class Running:
         """Process and session."""
         return self.process.pid
 
+    @property
+    def lost_server(self) -> bool:
+        """Whether it ended because the fork server that started it did."""
+        return isinstance(self.process, Forked) and self.process.lost_server
+
     def poll(self) -> bool:
         """Notice the end, and end the children that it left; True the first time."""
         if self.ended_at is not None or self.process.poll() is None:

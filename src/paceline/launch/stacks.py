@@ -23,6 +23,7 @@ def prepare_stack(path: Path) -> IO[str]:
     Returns:
         The open file; the caller keeps it as long as the process may be asked.
     """
+    signal.signal(_SIGNAL, signal.SIG_IGN)  # what is left when the interpreter takes its handlers down
     hidden = path.with_suffix(".preparing")
     stream = hidden.open("w", encoding="utf-8")
     faulthandler.register(_SIGNAL, file=stream, all_threads=True)

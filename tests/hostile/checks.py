@@ -1,0 +1,171 @@
+"""How each parser is called with an input, and which errors it may raise.
+
+A check raises what must not be raised. A parser that listens to a socket hears one that says the input and
+hangs up.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.checkpoint import Files, Shelf, load_weights
+from paceline.checkpoint.manifest import _seal, decode_part
+from paceline.comm.channel.channel import Peer
+from paceline.comm.channel.guests import Guests
+from paceline.errors import CheckpointError, CommunicationError, DataError, RecipeError
+from paceline.launch import messages
+from paceline.launch.fork_server import Order
+from paceline.launch.judge import raised
+from paceline.launch.worker import ErrorReport
+from paceline.recipe import load_recipe
+from paceline.report import facts, read_run, render, summary
+from tests.hostile import formats
+from tests.hostile.formats import tensor_file
+
+Check = Callable[[Any], object]
+_FOLDER = tempfile.TemporaryDirectory(prefix="fuzz-")
+
+
+def refuses(*errors: type[Exception]) -> Callable[[Check], Check]:
+    """A check that allows these errors."""
+
+    def wrap(read: Check) -> Check:
+        def check(value: Any) -> None:
+            try:
+                read(value)
+            except errors:
+                return
+
+        return check
+
+    return wrap
+
+
+def written(name: str, data: bytes) -> Path:
+    path = Path(_FOLDER.name) / name
+    path.write_bytes(data)
+    return path
+
+
+@refuses(RecipeError)
+def read_recipe(data: bytes) -> None:
+    load_recipe(written("recipe.toml", data))
+
+
+@refuses(RecipeError)
+def read_override(text: str) -> None:
+    load_recipe(written("plain.toml", formats.RECIPE), [text])
+
+
+@refuses(CheckpointError)
+def read_shelf(record: Any) -> None:
+    """A manifest with a right seal, whatever it says; and the folder of it as a whole."""
+    folder = Path(_FOLDER.name) / "checkpoints" / "step-00000003"
+    folder.mkdir(parents=True, exist_ok=True)
+    sealed = {**record, "manifest_sha256": _seal(record)} if isinstance(record, dict) else record
+    (folder / "manifest.json").write_text(json.dumps(sealed))
+    (folder / "rank-00000.safetensors").write_bytes(bytes(400))
+    Shelf.look(Files(str(folder.parent)))
+
+
+@refuses(CheckpointError)
+def read_small_files(texts: tuple[bytes, bytes, bytes]) -> None:
+    """`run.json`, `losses.json` and the manifest, byte by byte."""
+    folder = Path(_FOLDER.name) / "small"
+    (folder / "step-00000003").mkdir(parents=True, exist_ok=True)
+    for name, text in zip(("run.json", "losses.json", "step-00000003/manifest.json"), texts, strict=True):
+        (folder / name).write_bytes(text)
+    Shelf.look(Files(str(folder)))
+
+
+@refuses(ValueError)
+def read_part(record: Any) -> None:
+    sealed = {**record, "manifest_sha256": _seal(record)} if isinstance(record, dict) else record
+    decode_part(json.dumps(sealed).encode())
+
+
+def read_metrics(found: tuple[bytes, bytes]) -> None:
+    """Reading never fails, whatever stands there."""
+    lines, certificate = found
+    written("recipe.toml", formats.RECIPE)
+    written("certificate.json", certificate)
+    run = read_run(written("metrics.jsonl", lines).parent)
+    facts(run)
+    summary(run)
+    if len(lines) % 10 == 0:  # a page takes twenty milliseconds
+        render([run])
+
+
+@refuses(CheckpointError)
+def read_weights(data: bytes) -> None:
+    load_weights(torch.nn.Linear(3, 4, bias=False), written("w.safetensors", data))
+
+
+@refuses(CheckpointError)
+def read_index(data: bytes) -> None:
+    folder = Path(_FOLDER.name) / "in-parts"
+    folder.mkdir(exist_ok=True)
+    (folder / "a.safetensors").write_bytes(tensor_file(formats.WEIGHTS))
+    (folder / "model.safetensors.index.json").write_bytes(data)
+    load_weights(torch.nn.Linear(3, 4, bias=False), folder)
+
+
+@refuses(DataError)
+def read_tokenizer(data: bytes) -> None:
+    pytest.importorskip("tokenizers")
+    from paceline.data.tokens import load_tokenizer
+
+    load_tokenizer(written("tokenizer.json", data))
+
+
+def read_report(data: bytes) -> None:
+    report = ErrorReport.load(written("rank-0.json", data))
+    if report is not None:
+        raised(0, report)
+
+
+@contextmanager
+def said(data: bytes) -> Iterator[socket.socket]:
+    """The near end of a line on which somebody says this and hangs up."""
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs:
+            theirs.sendall(data)
+        yield ours
+
+
+@refuses(CommunicationError)
+def read_stream(data: bytes) -> None:
+    """Frames as they come over a channel; at its end the peer is gone."""
+    with said(data) as line:
+        peer = Peer(1, line)
+        while True:
+            peer.read()
+
+
+def read_messages(data: bytes) -> None:
+    with said(data) as line:
+        while (message := messages.receive(line)) is not None:
+            Order.read(*message)
+
+
+def read_hub(data: bytes) -> None:
+    """A caller that says this is turned away, and no rank was taken for it."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        guests = Guests(listener, "key", [1, 2])
+        with socket.create_connection(listener.getsockname()) as caller:
+            caller.sendall(data)
+            caller.shutdown(socket.SHUT_WR)
+            while not guests.strangers:
+                guests.hear(1.0)
+        guests.close()
+        assert not guests.found

@@ -1,4 +1,4 @@
-"""Six signals to six kinds of process at five moments, under seven strategies: a job ends, and leaves nothing.
+"""Six signals to six kinds of process at five moments, under seven strategies: jobs end, and leave nothing.
 
 210 trials in the soak, five in the suite. A trial whose process was not there when its moment came says so
 (`hit`), and shows only that the job left nothing.

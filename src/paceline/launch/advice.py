@@ -1,4 +1,4 @@
-"""What to do about memory that is used up: the system and torch say it in many ways, none with a next step.
+"""What to do about memory that is used up, and lost loader workers: torch says neither with a next step.
 
 Pure, and without torch: errors are told by their names and texts.
 """
@@ -9,7 +9,7 @@ import errno
 import signal
 from collections.abc import Iterator
 
-from paceline.errors import MemoryLimitError
+from paceline.errors import DataError, MemoryLimitError, PacelineError
 
 _LESS = (
     "fewer processes on this host, more batch.accumulation (smaller micro-batches), a smaller model, "
@@ -18,6 +18,10 @@ _LESS = (
 _SHARED = (
     "give /dev/shm more room (mount -o remount,size=2g /dev/shm; docker run --shm-size 2g), "
     "or set loader.workers = 0; --resume RUN goes on from the last checkpoint"
+)
+_LOADER = (
+    "if the kernel's log (dmesg) says that it was out of memory: fewer loader.workers; "
+    "set loader.workers = 0 to see it happen in the training process"
 )
 _HOST_TEXTS = ("can't allocate memory", "Cannot allocate memory", "not enough memory")
 _SHARED_TEXTS = ("</torch_", "unable to allocate shared memory", "out of shared memory")
@@ -32,6 +36,19 @@ _AFTER_SIGNAL = {
 def advise_after_signal(number: int) -> str:
     """A line for a worker that a signal ended; empty if there is nothing to advise."""
     return {int(key): text for key, text in _AFTER_SIGNAL.items()}.get(number, "")
+
+
+def explain(error: BaseException) -> PacelineError | None:
+    """The error in words of its own, if they are known; None: it says what there is to say."""
+    return explain_memory(error) or _explain_loader(error)
+
+
+def _explain_loader(error: BaseException) -> DataError | None:
+    """PyTorch raises this wherever the main thread is, as soon as a loader worker has died."""
+    said = str(error).partition("\n")[0]
+    if type(error) is not RuntimeError or not said.startswith("DataLoader worker"):
+        return None
+    return DataError(f"the loader failed: {said}", next_step=_LOADER)
 
 
 def explain_memory(error: BaseException) -> MemoryLimitError | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import signal
 import sys
 import tempfile
@@ -27,7 +28,7 @@ from paceline.launch.litter import PREFIX, clean_litter, own
 from paceline.launch.outcome import Outcome, conclude
 from paceline.launch.peers import Peers
 from paceline.launch.process import Keeper, Running, start_worker, wait_for_end
-from paceline.launch.render import Place, Worker, render_workers
+from paceline.launch.render import Place, Worker, render_workers, sockets_folder
 from paceline.launch.stacks import request_stack
 from paceline.launch.stop import Action, Stop
 from paceline.launch.watch import Watch
@@ -149,6 +150,7 @@ def _started(
             for one in running:
                 one.kill(_UNKILLABLE_SECONDS)
                 one.worker.stack_file.unlink(missing_ok=True)
+                shutil.rmtree(sockets_folder(folder, one.worker.global_rank), ignore_errors=True)
 
 
 def _start_all(workers: Sequence[Worker], keeper: Keeper, forks: ForkClient, stop: Stop) -> Iterator[Running]:

@@ -28,6 +28,7 @@ from paceline.launch.keeper import kill_session
 from paceline.launch.render import Worker
 
 _PR_SET_PDEATHSIG = 1
+_LEAVE_SECONDS = 5.0
 _C = ctypes.CDLL(None)  # loaded before a fork, not after it
 
 
@@ -53,6 +54,9 @@ class Keeper:
         stdin = self._process.stdin
         if stdin is not None:
             stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_LEAVE_SECONDS)
+        self._process.kill()  # if a signal has stopped it
         self._process.wait()
 
     def watch(self, pid: int) -> None:

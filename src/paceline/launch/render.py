@@ -97,6 +97,11 @@ def stack_file(folder: Path, global_rank: int) -> Path:
     return folder / f"rank-{global_rank}.stack"
 
 
+def sockets_folder(folder: Path, global_rank: int) -> Path:
+    """Where a worker and its children meet."""
+    return folder / f"rank-{global_rank}.sockets"
+
+
 def render_workers(job: Job, place: Place, environ: Mapping[str, str]) -> tuple[Worker, ...]:
     """The workers of one node, by local rank.
 

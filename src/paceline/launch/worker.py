@@ -7,6 +7,7 @@ ends without waiting for a process group that its peers may be stuck in.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import sys
 import time
@@ -20,11 +21,12 @@ from typing import IO, Self
 
 from paceline.cluster import Cluster
 from paceline.errors import PacelineError
-from paceline.launch.advice import explain_memory
+from paceline.launch.advice import explain
 from paceline.launch.frames import render_trace
-from paceline.launch.render import error_file, stack_file
+from paceline.launch.render import error_file, sockets_folder, stack_file
 from paceline.launch.stacks import prepare_stack
 
+_LONGEST_FOLDER = 80  # the name of a socket has 107 bytes at most
 _CONNECTION_TYPES = {"CommunicationError", "DistError"}
 
 
@@ -51,7 +53,7 @@ class ErrorReport:
     @classmethod
     def of(cls, error: BaseException) -> ErrorReport:
         """Describe an exception."""
-        said = explain_memory(error) or error
+        said = explain(error) or error
         trace = "".join(traceback.format_exception(error))
         shown = render_trace(error)
         return cls(
@@ -110,6 +112,13 @@ def is_connection_error(error: BaseException) -> bool:
     return bool(names & _CONNECTION_TYPES) or ("RuntimeError" in names and "/gloo/" in str(error))
 
 
+def _keep_sockets(folder: Path) -> None:
+    """Let `multiprocessing` make its sockets where the launcher removes them, however this process ends."""
+    if len(str(folder)) <= _LONGEST_FOLDER:
+        folder.mkdir(exist_ok=True)
+        vars(multiprocessing.current_process())["_config"]["tempdir"] = str(folder)
+
+
 class guard:
     """Wrap a worker's main: `with guard(cluster): ...`.
 
@@ -132,6 +141,7 @@ class guard:
             arm(self._cluster.faults_dir, self._cluster.local_rank)
         if self._cluster.error_dir is not None:
             self._stack = prepare_stack(stack_file(self._cluster.error_dir, self._cluster.global_rank))
+            _keep_sockets(sockets_folder(self._cluster.error_dir, self._cluster.global_rank))
         return self
 
     def __exit__(

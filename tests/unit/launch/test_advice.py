@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import CheckpointError, DataError, MemoryLimitError, NumericError
-from paceline.launch.advice import advise_after_signal, explain_memory
+from paceline.launch.advice import advise_after_signal, explain, explain_memory
 from paceline.launch.worker import ErrorReport
 
 
@@ -118,3 +118,9 @@ def test_a_mistake_of_ours_is_shown_with_all_frames() -> None:
         assert "work.py" in shown and "folded" not in shown
     else:
         raise AssertionError("it should be an error")
+
+
+def test_a_lost_loader_worker_is_a_named_error_wherever_it_is_noticed() -> None:
+    found = explain(RuntimeError("DataLoader worker (pid 80) is killed by signal: Killed. "))
+    assert isinstance(found, DataError) and "loader.workers" in str(found)
+    assert explain(RuntimeError("another DataLoader worker")) is None

@@ -125,7 +125,7 @@ class Stream(Iterator[LoadedBatch]):
             raise StopIteration
         try:
             reply = next(self._batches)
-        except RuntimeError as error:  # DataLoader's word for a worker that died or is late
+        except (RuntimeError, ConnectionError, EOFError) as error:  # DataLoader's: a worker died, or is late
             failure = self._failure(error)
             self.close()
             raise failure from error
@@ -157,10 +157,10 @@ class Stream(Iterator[LoadedBatch]):
                 worker.kill()
                 worker.join()
 
-    def _failure(self, error: RuntimeError) -> DataError:
+    def _failure(self, error: Exception) -> DataError:
         waited_for = f"step {self._feed.ahead[0].step}" if self._feed.ahead else "the first micro-batch"
         return DataError(
-            f"the loader failed: {error}",
+            f"the loader failed: {error or type(error).__name__}",
             where=f"waiting for {waited_for}, with {self._loader.num_workers} workers",
             next_step="set loader.workers = 0 to see it happen in the training process; "
             "if a sample just takes long, raise runtime.deadline_seconds",

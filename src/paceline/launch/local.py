@@ -149,8 +149,7 @@ def _started(
                 listener.close()
             for one in running:
                 one.kill(_UNKILLABLE_SECONDS)
-                one.worker.stack_file.unlink(missing_ok=True)
-                shutil.rmtree(sockets_folder(folder, one.worker.global_rank), ignore_errors=True)
+                _clean_after(one.worker)
 
 
 def _start_all(workers: Sequence[Worker], keeper: Keeper, forks: ForkClient, stop: Stop) -> Iterator[Running]:
@@ -174,6 +173,12 @@ def _clear(worker: Worker) -> None:
     worker.stack_file.unlink(missing_ok=True)
     clear_phase(worker.error_file.parent, worker.global_rank)
     clear_roster(worker.error_file.parent)
+
+
+def _clean_after(worker: Worker) -> None:
+    """Remove what is of no use once the process has ended."""
+    worker.stack_file.unlink(missing_ok=True)
+    shutil.rmtree(sockets_folder(worker.error_file.parent, worker.global_rank), ignore_errors=True)
 
 
 def _count_cores() -> int:

@@ -21,6 +21,7 @@ from paceline.recipe.of_several_tables import OF_SEVERAL_TABLES
 from paceline.recipe.plain import plain
 from paceline.recipe.problems import Conflict, refused
 from paceline.recipe.same_bits import lane_conflicts, same_bits_conflicts
+from paceline.recipe.security import SecurityRecipe
 from paceline.recipe.strategy import Strategy
 from paceline.recipe.strict import Table
 from paceline.recipe.whole_batch import synced_conflicts
@@ -172,6 +173,7 @@ class Recipe(Table):
     log: LogRecipe = Field(default_factory=LogRecipe, description="what is written down")
     strategy: Strategy = Field(default_factory=Strategy, description="how the work is distributed")
     outer: OuterRecipe = Field(default_factory=OuterRecipe, description="the outer optimizer of diloco")
+    security: SecurityRecipe = Field(default_factory=SecurityRecipe, description="who may listen")
     runtime: RuntimeRecipe = Field(default_factory=RuntimeRecipe, description="where and how it runs")
     debug: DebugRecipe = Field(default_factory=DebugRecipe, description="checks that cost time")
 

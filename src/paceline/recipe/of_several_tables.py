@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from paceline.recipe.acting import Need
+from paceline.recipe.security import HAS_CHANNELS
 
 _NO_BEST = Need(
     ("evaluate.patience", "checkpoint.keep_best"),
@@ -44,6 +45,7 @@ OF_SEVERAL_TABLES: Mapping[str, Need] = {
     "health.spike_factor": _SEEN_WHOLE,
     "outer.lr": _OUTER,
     "outer.momentum": _OUTER,
+    "security.tls": HAS_CHANNELS,
     "runtime.bucket_bytes": Need(
         ("strategy.sync",),
         lambda recipe: recipe.strategy.rule.sums,

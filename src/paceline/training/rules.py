@@ -26,6 +26,7 @@ from paceline.sync.served import SERVER
 from paceline.sync.server import Server
 from paceline.sync.traffic import Coded, Plain, Traffic
 from paceline.sync.worker import Worker
+from paceline.tls import Certificate, secure_called, secure_caller
 from paceline.training.arrange import Setting
 from paceline.training.codecs import make_codec
 from paceline.training.layouts import Layout
@@ -128,15 +129,28 @@ def _traffic(setting: Setting, holding: Holding, state: TrainState) -> Traffic:
 def _channel(setting: Setting) -> Channel:
     """Connect every worker with the server; collective."""
     world, cluster, limit = setting.mesh.world, setting.cluster, setting.net.deadline_seconds
-    device = torch.device("cpu")
+    device, token = torch.device("cpu"), cluster.token
+    secure = encrypts(setting.recipe.security.tls, cluster.num_nodes)
     if world.rank == SERVER:
         with listen(cluster.address) as listener:
             share_text(str(listener.getsockname()[1]), world, setting.net, device)
-            peers = accept_all(listener, cluster.token, world.ranks[1:], limit)
+            peers = accept_all(listener, token, world.ranks[1:], limit)
+        if secure:
+            certificate = Certificate.make()
+            peers = {
+                rank: secure_called(peer, certificate, token, rank, limit) for rank, peer in peers.items()
+            }
         return SocketChannel(peers, setting.net.ledger)
     port = int(share_text("", world, setting.net, device))
-    hub = connect(cluster.address, port, world.rank, cluster.token, limit)
+    hub = connect(cluster.address, port, world.rank, token, limit)
+    if secure:
+        hub = secure_caller(hub, token, world.rank, limit)
     return SocketChannel({SERVER: hub}, setting.net.ledger)
+
+
+def encrypts(tls: str, num_nodes: int) -> bool:
+    """Whether channels are encrypted; `auto` does so where they leave a machine."""
+    return num_nodes > 1 if tls == "auto" else tls == "on"
 
 
 def server_async(setting: Setting, layout: Layout, state: TrainState) -> Rule:

@@ -67,6 +67,7 @@ CASES = {
     "health.max_roll_backs": Case(2, {"health.non_finite": "roll-back"}, SKIPS),
     "outer.lr": Case(0.5, DILOCO, {"strategy.sync": "local:2"}),
     "outer.momentum": Case(0.5, DILOCO),
+    "security.tls": Case("on", SERVED),
     "runtime.bucket_bytes": Case(1024, {}, SERVED),
 }
 

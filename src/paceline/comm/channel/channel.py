@@ -23,6 +23,7 @@ from torch import Tensor
 from paceline.comm.channel.frame_header import MOST_HEADER_BYTES, parse_header
 from paceline.comm.channel.outbox import Outbox
 from paceline.errors import CommunicationError
+from paceline.tls import SecureLine
 
 FRAME_LENGTHS = struct.Struct("!QQ")  # bytes of the header, bytes of all tensors
 _CHUNK_BYTES = 1 << 20
@@ -117,13 +118,20 @@ class Peer:
         self._filled = 0
 
     def read(self) -> list[Message]:
-        """Take what is there; the message, if it is complete."""
+        """Take what is there; the messages that are complete.
+
+        What an encrypted connection has taken off the wire already is read too: no selector knows of it.
+        """
+        found: list[Message] = []
         try:
-            return self._read()
+            found += self._read()
+            while isinstance(self.socket, SecureLine) and self.socket.pending():
+                found += self._read()
         except BlockingIOError:
-            return []
+            return found
         except OSError as error:
             raise self._gone(error) from error
+        return found
 
     def _read(self) -> list[Message]:
         if self._body is None:

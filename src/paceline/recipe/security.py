@@ -1,0 +1,23 @@
+"""Who may hear what the processes of a job tell each other."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from paceline.recipe.acting import Need
+from paceline.recipe.strict import Table
+
+
+class SecurityRecipe(Table):
+    """What is encrypted. The key of a job is no part of its recipe: `--token-file`, or PACELINE_TOKEN."""
+
+    tls: Literal["auto", "on", "off"] = Field(
+        default="auto", description="encrypt the channels of a server; auto: where there are several nodes"
+    )
+
+
+HAS_CHANNELS = Need(
+    ("strategy.servers",), lambda recipe: recipe.strategy.servers, "with servers=1", "found no server"
+)

@@ -160,7 +160,7 @@ class Stream(Iterator[LoadedBatch]):
     def _failure(self, error: Exception) -> DataError:
         waited_for = f"step {self._feed.ahead[0].step}" if self._feed.ahead else "the first micro-batch"
         return DataError(
-            f"the loader failed: {error or type(error).__name__}",
+            f"the loader failed: {str(error) or type(error).__name__}",
             where=f"waiting for {waited_for}, with {self._loader.num_workers} workers",
             next_step="set loader.workers = 0 to see it happen in the training process; "
             "if a sample just takes long, raise runtime.deadline_seconds",

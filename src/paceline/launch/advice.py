@@ -23,10 +23,14 @@ _LOADER = (
     "if the kernel's log (dmesg) says that it was out of memory: fewer loader.workers; "
     "set loader.workers = 0 to see it happen in the training process"
 )
-_HOST_TEXTS = ("can't allocate memory", "Cannot allocate memory", "not enough memory")
+_FILES = "raise what ulimit -n says, or use fewer processes on this host; --resume RUN goes on"
+_HOST_TEXTS = (
+    *("can't allocate memory", "Cannot allocate memory", "not enough memory"),
+    *("can't start new thread", "failed to map segment"),
+)
 _SHARED_TEXTS = ("</torch_", "unable to allocate shared memory", "out of shared memory")
 _NAMES = {"MemoryError", "OutOfMemoryError"}
-_SPEAKERS = {"RuntimeError", "OSError", "PacelineError"}
+_SPEAKERS = {"RuntimeError", "OSError", "ImportError", "PacelineError"}
 _AFTER_SIGNAL = {
     signal.SIGKILL: f"next:  if the kernel's log (dmesg) says that it was out of memory: {_LESS}",
     signal.SIGBUS: f"next:  {_SHARED}",
@@ -40,15 +44,23 @@ def advise_after_signal(number: int) -> str:
 
 def explain(error: BaseException) -> PacelineError | None:
     """The error in words of its own, if they are known; None: it says what there is to say."""
-    return explain_memory(error) or _explain_loader(error)
+    return explain_memory(error) or _explain_loader(error) or _explain_files(error)
 
 
 def _explain_loader(error: BaseException) -> DataError | None:
     """PyTorch raises this wherever the main thread is, as soon as a loader worker has died."""
-    said = str(error).partition("\n")[0]
-    if type(error) is not RuntimeError or not said.startswith("DataLoader worker"):
-        return None
-    return DataError(f"the loader failed: {said}", next_step=_LOADER)
+    for one in _chain(error):
+        said = str(one).partition("\n")[0]
+        if type(one) is RuntimeError and said.startswith("DataLoader worker"):
+            return DataError(f"the loader failed: {said}", next_step=_LOADER)
+    return None
+
+
+def _explain_files(error: BaseException) -> MemoryLimitError | None:
+    if any("Too many open files" in str(one) for one in _chain(error)):  # as the system says it
+        first = str(error).partition("\n")[0]
+        return MemoryLimitError(f"too many files are open: {first}", next_step=_FILES)
+    return None
 
 
 def explain_memory(error: BaseException) -> MemoryLimitError | None:

@@ -167,6 +167,8 @@ class ForkClient:
     Args:
         environ: the variables that workers inherit; they name the server, if there is one.
         is_asked: whether the launcher is to stop; then nobody waits for the server any more.
+    Attributes:
+        lost: it did not answer; whom it had forked before ends with it.
     """
 
     def __init__(self, environ: Mapping[str, str], is_asked: Callable[[], bool] = lambda: False) -> None:
@@ -175,6 +177,7 @@ class ForkClient:
         self._connection: socket.socket | None = None
         self._its: dict[str, str] = {}
         self._is_asked, self._service = is_asked, 0
+        self.lost = False
 
     def __enter__(self) -> Self:
         return self
@@ -198,6 +201,7 @@ class ForkClient:
                 return _order(connection, worker, [output, errors], self._await)
         except (OSError, EOFError, ValueError, TypeError):  # it is gone, does not answer, or says nonsense
             self._leave()
+            self.lost = True
         return None
 
     def _meet(self) -> socket.socket:

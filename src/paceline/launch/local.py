@@ -141,6 +141,7 @@ def _started(
                 keeper.remove_at_death(*map(Path, variables.values()))
                 forks = forking.enter_context(ForkClient({**environ, **variables}, stop.is_asked))
                 running += _start_all(workers, keeper, forks, stop)
+                _start_again(running, keeper, forks)
             if listener is not None:
                 listener.close()  # rank 0 has it; when rank 0 is gone, the port must refuse
             yield running
@@ -158,6 +159,15 @@ def _start_all(workers: Sequence[Worker], keeper: Keeper, forks: ForkClient, sto
         _clear(worker)
         if not stop.is_asked():
             yield start_worker(worker, keeper, forks)
+
+
+def _start_again(running: list[Running], keeper: Keeper, forks: ForkClient) -> None:
+    """A fork server that does not answer takes those along that it has forked: start them anew."""
+    for i, one in enumerate(running):
+        if forks.lost and one.forked:
+            one.kill(_UNKILLABLE_SECONDS)
+            _clear(one.worker)
+            running[i] = start_worker(one.worker, keeper, forks)
 
 
 def _server_of(

@@ -107,6 +107,11 @@ class Running:
         return self.process.pid
 
     @property
+    def forked(self) -> bool:
+        """Whether a fork server has started it."""
+        return isinstance(self.process, Forked)
+
+    @property
     def lost_server(self) -> bool:
         """Whether it ended because the fork server that started it did."""
         return isinstance(self.process, Forked) and self.process.lost_server

@@ -63,7 +63,7 @@ class ErrorReport:
             traceback=trace,
             details=_details(error, said, shown),
             exit_code=_exit_code(said),
-            connection=is_connection_error(error),
+            connection=is_connection_error(said),
         )
 
     def save(self, path: Path) -> None:

@@ -97,6 +97,12 @@ def _wrong_value(item: ErrorDetails, model: type[BaseModel]) -> Iterator[Problem
     yield Problem((path,), message)
 
 
+def _no_text(item: ErrorDetails, model: type[BaseModel]) -> Iterator[Problem]:
+    """A name of a file or folder that is not UTF-8, or that the locale of this process cannot say."""
+    found = spell_found(item["input"])
+    yield Problem((item["loc"],), f"expected text in UTF-8, found {found}; rename it, or set PYTHONUTF8=1")
+
+
 def _missing(item: ErrorDetails, model: type[BaseModel]) -> Iterator[Problem]:
     path = item["loc"]
     yield Problem((path,), f"expected {expected_at(model, path)}, but it is missing")
@@ -132,6 +138,7 @@ def _conflicts(item: ErrorDetails, model: type[BaseModel]) -> Iterator[Problem]:
 _READERS = {
     "extra_forbidden": _unknown_key,
     "missing": _missing,
+    "string_unicode": _no_text,
     "refused": _refused,
     "conflicts": _conflicts,
 }

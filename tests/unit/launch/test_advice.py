@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.errors import CheckpointError, DataError, MemoryLimitError, NumericError
+from paceline.errors import CheckpointError, CommunicationError, DataError, MemoryLimitError, NumericError
 from paceline.launch.advice import advise_after_signal, explain, explain_memory
 from paceline.launch.worker import ErrorReport
 
@@ -124,3 +124,14 @@ def test_a_lost_loader_worker_is_a_named_error_wherever_it_is_noticed() -> None:
     found = explain(RuntimeError("DataLoader worker (pid 80) is killed by signal: Killed. "))
     assert isinstance(found, DataError) and "loader.workers" in str(found)
     assert explain(RuntimeError("another DataLoader worker")) is None
+    wait = CommunicationError("all_reduce failed")
+    wait.__cause__ = RuntimeError("DataLoader worker (pid 80) is killed by signal: Hangup. ")
+    assert isinstance(explain(wait), DataError)
+    assert not ErrorReport.of(wait).connection, "it is the cause, and no other rank is"
+
+
+def test_limits_of_the_system_are_named() -> None:
+    files = explain(OSError(errno.EMFILE, "Too many open files"))
+    assert isinstance(files, MemoryLimitError) and "ulimit -n" in str(files)
+    for error in (RuntimeError("can't start new thread"), ImportError("x.so: failed to map segment from it")):
+        assert isinstance(explain(error), MemoryLimitError)

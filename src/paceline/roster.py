@@ -63,7 +63,7 @@ def read_roster(folder: Path) -> list[Node]:
             Node(int(entry["rank"]), str(entry["host"]), str(entry["address"]), int(entry["port"]))
             for entry in entries
         ]
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+    except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return []
 
 

@@ -98,3 +98,25 @@ def test_a_notice_url_that_answers_drop_by_drop_or_nonsense_hangs_nothing() -> N
         assert _looker(f"http://127.0.0.1:{server.getsockname()[1]}/")() is False
         over.set()
         dripping.join()
+
+
+def test_small_files_that_were_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers that no integer holds, and values of another type: each is as good as no file."""
+    from paceline.launch.litter import clean_litter
+    from paceline.launch.worker import ErrorReport
+    from paceline.phase import read_phase
+    from paceline.roster import read_roster
+
+    endless = json.dumps(float("-inf"))
+    (tmp_path / "roster.json").write_text(f'[{{"rank": 1, "host": "h", "address": "a", "port": {endless}}}]')
+    assert read_roster(tmp_path) == []
+    (tmp_path / "rank-0.phase").write_text('{"what": "x", "until": ' + "[" * 5000 + "]" * 5000 + "}")
+    assert read_phase(tmp_path, 0) is None
+    ErrorReport.of(ValueError("no")).save(tmp_path / "rank-0.json")
+    said = json.loads((tmp_path / "rank-0.json").read_text())
+    (tmp_path / "rank-0.json").write_text(json.dumps({**said, "message": None}))
+    assert ErrorReport.load(tmp_path / "rank-0.json") is None
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "paceline-x").mkdir()
+    (tmp_path / "paceline-x" / "owner.json").write_text(f'{{"pid": {endless}}}')
+    assert clean_litter() == []

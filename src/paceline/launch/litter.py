@@ -38,7 +38,7 @@ def _is_litter(folder: Path) -> bool:
         said = json.loads((folder / _OWNER).read_text(encoding="utf-8"))
         pid = int(said["pid"])
         return folder.stat().st_uid == os.getuid() and _identity(pid) != said and _same_system(said)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return False
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import shutil
 import signal
 import sys
 import tempfile
@@ -27,16 +26,15 @@ from paceline.launch.judge import failed, has_stopped, judge
 from paceline.launch.litter import PREFIX, clean_litter, own
 from paceline.launch.outcome import Outcome, conclude
 from paceline.launch.peers import Peers
-from paceline.launch.process import Keeper, Running, start_worker, wait_for_end
-from paceline.launch.render import Place, Worker, render_workers, sockets_folder
+from paceline.launch.process import Keeper, Running, wait_for_end
+from paceline.launch.render import Place, Worker, render_workers
 from paceline.launch.stacks import request_stack
+from paceline.launch.starting import UNKILLABLE_SECONDS, clean_after, start_all
 from paceline.launch.stop import Action, Stop
 from paceline.launch.watch import Watch
-from paceline.phase import NOTHING_TO_SAVE, clear_phase
-from paceline.roster import clear_roster
+from paceline.phase import NOTHING_TO_SAVE
 
 _TICK_SECONDS = 0.1
-_UNKILLABLE_SECONDS = 5.0  # a process in an uninterruptible call (a lost disk, a lost GPU) cannot be killed
 _STACK_SECONDS = 0.05
 _ASKED = (128 + signal.SIGTERM, 128 + signal.SIGINT, 128 + signal.SIGHUP)
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -140,8 +138,7 @@ def _started(
             with _server_of(workers, place.cores, environ) as variables:  # what it has forked outlives it
                 keeper.remove_at_death(*map(Path, variables.values()))
                 forks = forking.enter_context(ForkClient({**environ, **variables}, stop.is_asked))
-                running += _start_all(workers, keeper, forks, stop)
-                _start_again(running, keeper, forks)
+                start_all(running, workers, keeper, forks, stop)
             if listener is not None:
                 listener.close()  # rank 0 has it; when rank 0 is gone, the port must refuse
             yield running
@@ -149,25 +146,8 @@ def _started(
             if listener is not None:
                 listener.close()
             for one in running:
-                one.kill(_UNKILLABLE_SECONDS)
-                _clean_after(one.worker)
-
-
-def _start_all(workers: Sequence[Worker], keeper: Keeper, forks: ForkClient, stop: Stop) -> Iterator[Running]:
-    """Start one after the other, until a signal says that nobody wants them any more."""
-    for worker in workers:
-        _clear(worker)
-        if not stop.is_asked():
-            yield start_worker(worker, keeper, forks)
-
-
-def _start_again(running: list[Running], keeper: Keeper, forks: ForkClient) -> None:
-    """A fork server that does not answer takes those along that it has forked: start them anew."""
-    for i, one in enumerate(running):
-        if forks.lost and one.forked:
-            one.kill(_UNKILLABLE_SECONDS)
-            _clear(one.worker)
-            running[i] = start_worker(one.worker, keeper, forks)
+                one.kill(UNKILLABLE_SECONDS)
+                clean_after(one.worker)
 
 
 def _server_of(
@@ -175,20 +155,6 @@ def _server_of(
 ) -> AbstractContextManager[Mapping[str, str]]:
     """A fork server for one job, if that pays; the variables that name it."""
     return fork_server((), environ) if pays(workers, cores) else nullcontext({})
-
-
-def _clear(worker: Worker) -> None:
-    """Remove what an earlier job left in the same log folder."""
-    worker.error_file.unlink(missing_ok=True)
-    worker.stack_file.unlink(missing_ok=True)
-    clear_phase(worker.error_file.parent, worker.global_rank)
-    clear_roster(worker.error_file.parent)
-
-
-def _clean_after(worker: Worker) -> None:
-    """Remove what is of no use once the process has ended."""
-    worker.stack_file.unlink(missing_ok=True)
-    shutil.rmtree(sockets_folder(worker.error_file.parent, worker.global_rank), ignore_errors=True)
 
 
 def _count_cores() -> int:
@@ -219,7 +185,7 @@ def _supervise(
 def _give_up(late: Sequence[Running], stop: Stop, now: float) -> None:
     """End those that will not go on by themselves; that ends the job."""
     for one in late:
-        one.kill(_UNKILLABLE_SECONDS)
+        one.kill(UNKILLABLE_SECONDS)
         stop.on_failure(now)
 
 
@@ -241,7 +207,7 @@ def _act(running: Sequence[Running], stop: Stop, now: float) -> Action:
             one.terminate()
     elif action == "kill":
         for one in alive:
-            one.kill(_UNKILLABLE_SECONDS)
+            one.kill(UNKILLABLE_SECONDS)
     return action
 
 

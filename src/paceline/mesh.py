@@ -7,7 +7,7 @@ degrees. The mesh owns the process groups; nobody else creates one.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING
@@ -78,6 +78,18 @@ class Mesh:
         if ranks == whole.ranks:
             return whole
         return _part(f"{axis} {','.join(map(str, places))}", ranks, self.world.ranks[self.world.rank])
+
+    def among_left(self, ranks: tuple[int, ...]) -> Mesh:
+        """The mesh of the ranks that are left, when all of them are replicas; collective over these.
+
+        Args:
+            ranks: ascending, this one among them; empty: nobody is lost.
+        """
+        if ranks in ((), self.world.ranks):
+            return self
+        left = _part(f"{len(ranks)} that are left", ranks, self.world.ranks[self.world.rank])
+        axes = {name: left if group.size > 1 else group for name, group in self.axes.items()}
+        return replace(self, world=left, axes=axes, data=left)
 
     @classmethod
     def build(cls, cluster: Cluster, degrees: Mapping[str, int]) -> Mesh:

@@ -70,11 +70,12 @@ def prepare(folder: Path) -> None:
     command_jobs.prepare(folder, TASK)
 
 
-def train(folder: Path, **options: object) -> subprocess.Popen[str]:
-    """A job of two processes; options are keys of the recipe, "__" for the dot."""
+def train(folder: Path, *, processes: int = 2, **options: object) -> subprocess.Popen[str]:
+    """A job; options are keys of the recipe, "__" for the dot."""
     prepare(folder)
     changes = [f"{key.replace('__', '.')}={value}" for key, value in options.items()]
-    return start(folder, "train", "recipe.toml", "-n", "2", *(w for c in changes for w in ("--set", c)))
+    words = [word for change in changes for word in ("--set", change)]
+    return start(folder, "train", "recipe.toml", "-n", str(processes), *words)
 
 
 def end_of(process: subprocess.Popen[str]) -> End:

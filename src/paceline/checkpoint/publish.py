@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
@@ -35,21 +35,28 @@ class Keep:
 
 
 def publish(
-    shelf: Shelf, name: str, step: int, origin: Origin, keep: Keep, expires: float, patience: Patience
+    shelf: Shelf,
+    name: str,
+    step: int,
+    origin: Origin,
+    keep: Keep,
+    expires: float,
+    patience: Patience,
+    ranks: Sequence[int],
 ) -> None:
     """Turn the parts of all ranks into a checkpoint.
 
     Args:
         expires: when to stop waiting for the other ranks, on the monotonic clock.
+        ranks: that write parts; not all, where some were lost.
     Raises:
         DeadlineError: a rank has not reported; names it.
         CheckpointError: the parts do not fill the state, or the disk refused.
     """
-    reports = [_await_report(shelf.files, name, rank, expires) for rank in range(origin.world_size)]
+    reports = [_await_report(shelf.files, name, rank, expires) for rank in ranks]
     parts = [_decoded(report, shelf, name) for report in reports]
     files = tuple(file for written, _ in parts for file in written)
-    missing = missing_tensors(files)
-    if missing:
+    if missing := missing_tensors(files):
         raise CheckpointError(
             f"no rank holds all of {len(missing)} tensors of the state, the first is '{missing[0]}'",
             where=shelf.files.place(name),
@@ -60,6 +67,10 @@ def publish(
     losses = {str(step): loss for step, loss in shelf.losses.items() if isfinite(loss)}
     manifest = Manifest(step, shelf.next_serial, time.time_ns(), origin, files, scalars, seal, losses)
     insist(lambda: shelf.publish(name, manifest), shelf.files, [f"{name}/{MANIFEST}"], patience)
+    _tidy(shelf, keep, patience)
+
+
+def _tidy(shelf: Shelf, keep: Keep, patience: Patience) -> None:
     try:
         shelf.tidy(keep.newest, keep.best)
     except OSError as error:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as Overdue
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -97,10 +97,10 @@ class Saver:
         """
         self.finish()
         with self._blocking():
-            name, written = self._agree()
+            name, ranks, written = self._agree()
             self._stage([piece for _, piece in written])
             expires = time.monotonic() + self._saving.deadline_seconds
-            job = self._job(name, [chunk for chunk, _ in written], expires)
+            job = self._job(name, ranks, [chunk for chunk, _ in written], expires)
             self._writing = self._pool.submit(job)
         if not self._saving.background:
             self.finish()
@@ -166,16 +166,18 @@ class Saver:
         """A write that is under way is not waited for: call `finish` before."""
         self._pool.shutdown(wait=not self.busy, cancel_futures=True)
 
-    def _agree(self) -> tuple[str, list[tuple[Chunk, Piece]]]:
-        """The name of the checkpoint, and what this rank writes of it."""
+    def _agree(self) -> tuple[str, list[int], list[tuple[Chunk, Piece]]]:
+        """The name of the checkpoint, the ranks that write it, and what this one writes of it."""
         pieces = self._state.pieces()
         chunks = [chunk_of(piece) for piece in pieces]
-        own = {"name": self.shelf.free_name(self._state.step), "table": render_table(chunks)}
+        name = self.shelf.free_name(self._state.step)
+        own = {"name": name, "rank": self._saving.rank, "table": render_table(chunks)}
         heard = [json.loads(text) for text in self._exchange(json.dumps(own))]
         plan = plan_writes([parse_table(told["table"]) for told in heard], self._saving.shared)
-        mine = plan[self._saving.rank]
+        ranks = [int(told["rank"]) for told in heard]
+        mine = plan[ranks.index(self._saving.rank)]
         written = [(chunk, piece) for chunk, piece in zip(chunks, pieces, strict=True) if chunk in mine]
-        return str(heard[0]["name"]), written
+        return str(heard[0]["name"]), ranks, written
 
     @contextmanager
     def _blocking(self) -> Iterator[None]:
@@ -193,7 +195,9 @@ class Saver:
         steady = _changed_by(self._state.optimizer) if self._saving.steady else set()
         self._staging.begin(tensors, [t.data_ptr() in steady for t in tensors])
 
-    def _job(self, name: str, chunks: Sequence[Chunk], expires: float) -> Callable[[], None]:
+    def _job(
+        self, name: str, ranks: Sequence[int], chunks: Sequence[Chunk], expires: float
+    ) -> Callable[[], None]:
         """What the background does; scalars are taken now."""
         step, scalars, saving = self._state.step, self._state.scalars(), self._saving
 
@@ -204,7 +208,8 @@ class Saver:
             write_part(files, name, saving.rank, chunks, blocks, scalars, saving.patience, saving.writers)
             self._staging.give_back()
             if saving.rank == 0:
-                publish(self.shelf, name, step, self._origin, saving.keep, expires, saving.patience)
+                origin = replace(self._origin, world_size=len(ranks))
+                publish(self.shelf, name, step, origin, saving.keep, expires, saving.patience, ranks)
 
         return run
 

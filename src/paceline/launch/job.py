@@ -38,6 +38,8 @@ class Job:
         stuck_seconds: how long a process may be stopped by a signal (SIGSTOP) before the job is ended.
         announces: the workers say when their first step begins (see `phase`); before that there is nothing
             to save, and a signal ends the job at once.
+        ends_with: whose failure ends the job once a step has begun; "rank 0": the others are workers of
+            that one, which knows whether enough of them are left.
     Raises:
         PacelineError: a value is impossible.
     """
@@ -56,6 +58,7 @@ class Job:
     grace_seconds: float = 10.0
     stuck_seconds: float = float("inf")
     announces: bool = False
+    ends_with: Literal["any rank", "rank 0"] = "any rank"
 
     def __post_init__(self) -> None:
         rules = {

@@ -24,6 +24,7 @@ from paceline.launch.forked import ForkClient, fork_server, pays
 from paceline.launch.job import Job
 from paceline.launch.judge import failed, has_stopped, judge
 from paceline.launch.litter import PREFIX, clean_litter, own
+from paceline.launch.losses import Losses
 from paceline.launch.outcome import Outcome, conclude
 from paceline.launch.peers import Peers
 from paceline.launch.process import Keeper, Running, wait_for_end
@@ -72,8 +73,9 @@ def launch(job: Job, *, environ: Mapping[str, str] | None = None, say: Say | Non
             shows = job.output in ("prefixed", "shown")
             follow = Follow([one.worker for one in running], tell) if shows else None
             watch = Watch(running, job.stuck_seconds, time.monotonic())
-            _supervise(running, stop, watch, follow, peers)
-            outcome = _conclude(job, running, stop, peers)
+            losses = Losses(job.ends_with, tell)
+            _supervise(running, stop, watch, follow, peers, losses)
+            outcome = _conclude(job, losses.those_that_count(running), stop, peers)
     if outcome.report:
         tell(outcome.report)
     elif not stop.begun and outcome.exit_code in _ASKED:
@@ -162,16 +164,21 @@ def _count_cores() -> int:
 
 
 def _supervise(
-    running: Sequence[Running], stop: Stop, watch: Watch, follow: Follow | None, peers: Peers
+    running: Sequence[Running],
+    stop: Stop,
+    watch: Watch,
+    follow: Follow | None,
+    peers: Peers,
+    losses: Losses,
 ) -> None:
     """Wait until every worker has ended, and make them end when it is time."""
     while any(one.ended_at is None for one in running):
         wait_for_end(running, _TICK_SECONDS)
         now = time.monotonic()
         for one in running:
-            if one.poll():
+            if one.poll() and not losses.bears(one, stop):
                 _note_end(one, stop, now, peers)
-        _give_up(watch.late(now), stop, now)
+        _give_up([one for one in watch.late(now) if not losses.gives_up(one, stop)], stop, now)
         if not stop.begun and watch.begun():
             stop.on_begin(now)
         if follow is not None:

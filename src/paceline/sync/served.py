@@ -19,7 +19,11 @@ SERVER = 0
 
 
 class Served:
-    """What server and worker share: the channel, and parameters and sums as messages."""
+    """What server and worker share: the channel, and parameters and sums as messages.
+
+    Attributes:
+        left: the ranks that were not lost, as of the last pause; empty before it.
+    """
 
     def __init__(
         self,
@@ -31,6 +35,7 @@ class Served:
     ) -> None:
         self.channel, self.net, self.phases, self.traffic = channel, net, phases, traffic
         self.stop_requested = stop_requested
+        self.left: tuple[int, ...] = ()
         self.ledger = WorkLedger()
 
     def send(self, to: int, kind: str, fields: Mapping[str, Any], tensors: list[Tensor]) -> None:

@@ -5,8 +5,9 @@ back as its policy says. The others compute. A round is a stretch of steps; at i
 the work that is under way, and gives its parameters to all.
 
 A worker that is gone, or that gives no sign for the deadline, is lost: what it worked on is handed out again,
-and the others go on, as long as they are enough. It does not come back. Collectives over all ranks that
-others call between two rounds (evaluation, records of ranks) are not saved by this: they still need it.
+and the others go on, as long as they are enough. It does not come back. At the end of a round all hear who is
+left, and what is collective between two rounds (evaluation, records, saves) is among those. One that is lost
+between two rounds is not survived.
 
 Invariant: every push carries the version that it read; the update step divides by the items of those that
 contributed. Between two rounds all ranks that are left hold the server's parameters and buffers.
@@ -35,7 +36,7 @@ from paceline.sync.local import add_tallies
 from paceline.sync.policy import Policy, Push, Ticket, WorkLedger
 from paceline.sync.pushes import read_push
 from paceline.sync.rule import step_stats
-from paceline.sync.served import Served
+from paceline.sync.served import SERVER, Served
 from paceline.sync.traffic import newest
 from paceline.sync.update import Update, UpdateStep
 
@@ -210,8 +211,10 @@ class Server(Served):
             "step": state.step,
             "updates": state.updates,
             "scale": asdict(state.scale),
+            "left": self.crew.left,
         }
         self.traffic.forget()
+        self.left = (SERVER, *self.crew.left)
         for rank in self.crew.left:
             self.send(rank, "pause", {**fields, "dropped": self._tell_dropped(rank)}, newest(placed))
         with self.phases.during("communication"):

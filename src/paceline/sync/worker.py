@@ -90,6 +90,7 @@ class Worker(Served):
         state.step, state.updates = fields["step"], fields["updates"]
         state.scale.value, state.scale.clean_steps = fields["scale"]["value"], fields["scale"]["clean_steps"]
         self.ledger = WorkLedger.of(fields["ledger"])
+        self.left = (SERVER, *fields["left"])
         seconds, spent = self.phases.take()
         sent = self.net.ledger.total().sent_bytes
         return replace(Stats(**fields["stats"]), seconds=seconds, phases=spent, sent_bytes=sent)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -88,6 +88,7 @@ class Setting:
     note: Note
     debugging: Debugging
     closers: list[Callable[[], None]] = field(default_factory=list)
+    presence: list[Callable[[], Sequence[int]]] = field(default_factory=list)
 
     @property
     def bucket_bytes(self) -> int:

@@ -128,6 +128,7 @@ def build_session(
         notes=notes,
         debugging=setting.debugging,
         closers=setting.closers,
+        presence=setting.presence,
         average=build_average(setting, layout, state, update_step),
         averages_rounds=by_rounds(setting),
     )

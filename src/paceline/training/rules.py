@@ -112,6 +112,7 @@ def _served(setting: Setting, layout: Layout, state: TrainState, policy: Policy)
         else Worker(len(workers), setting.items_per_sample, *shared)
     )
     state.keepers["work"] = rule
+    setting.presence.append(lambda: rule.left)
     return rule
 
 

@@ -59,6 +59,7 @@ class Session:
         debugging: looks at every round, where the recipe asks for it.
         notes: steps that were left out, and why; `fit` hands them to the sinks.
         closers: what `close` calls.
+        presence: says which ranks are left, where a rule goes on without some; nothing before it knows.
         average: of the weights; None: the recipe asks for none.
         averages_rounds: it follows rounds, not updates.
         callbacks: what `fit` calls; see `listen`.
@@ -79,6 +80,7 @@ class Session:
     debugging: Debugging
     notes: Notes = field(default_factory=Notes)
     closers: list[Callable[[], None]] = field(default_factory=list)
+    presence: list[Callable[[], Sequence[int]]] = field(default_factory=list)
     average: Average | None = None
     averages_rounds: bool = False
     callbacks: list[Callback] = field(default_factory=list)
@@ -131,6 +133,8 @@ class Session:
             if self.average is not None and self.averages_rounds:
                 self.average.follow(self.state.step - before)
             before = self.state.step
+            for ranks in self.presence:
+                self.mesh = self.mesh.among_left(tuple(ranks()))
             yield self.finished(stats)
             if stats.stops:
                 return

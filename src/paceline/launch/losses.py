@@ -1,0 +1,56 @@
+"""Workers that a job can lose: which failures do not end it, and what is said of them.
+
+Invariant: a failure is borne only while rank 0, whose workers the others are, is trained with and lives; in
+the end a job is what rank 0 made of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from paceline.launch.judge import failed, judge
+from paceline.launch.process import Running
+from paceline.launch.stop import Stop
+
+_UNKILLABLE_SECONDS = 5.0
+
+
+class Losses:
+    """The workers that a node has lost.
+
+    Args:
+        ends_with: see `Job`.
+        tell: shows a line to the user.
+    """
+
+    def __init__(self, ends_with: str, tell: Callable[[str], object]) -> None:
+        self._may_bear, self._tell = ends_with == "rank 0", tell
+        self._lost: list[Running] = []
+
+    def bears(self, one: Running, stop: Stop) -> bool:
+        """Whether the job goes on although this worker has ended; the user is told."""
+        if not (self._may_lose(one, stop) and failed(one, stop)):
+            return False
+        failure = judge(one, stop)
+        headline = "has ended" if failure is None else failure.headline
+        self._lost.append(one)
+        self._tell(f"rank {one.worker.global_rank} {headline}; the job goes on without it\n")
+        return True
+
+    def gives_up(self, one: Running, stop: Stop) -> bool:
+        """End a worker that will not go on by itself; whether the job goes on without it."""
+        if not self._may_lose(one, stop):
+            return False
+        one.kill(_UNKILLABLE_SECONDS)
+        return self.bears(one, stop)
+
+    def those_that_count(self, running: Sequence[Running]) -> Sequence[Running]:
+        """Those by which the job is judged: all, if rank 0 has not ended well."""
+        rank_0 = [one for one in running if one.worker.global_rank == 0]
+        if not all(one.process.returncode in (0, 143) for one in rank_0):
+            return running
+        return [one for one in running if one not in self._lost]
+
+    def _may_lose(self, one: Running, stop: Stop) -> bool:
+        asked = stop.terminated or stop.signal is not None
+        return self._may_bear and stop.begun and not asked and one.worker.global_rank != 0

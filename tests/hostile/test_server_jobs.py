@@ -1,0 +1,50 @@
+"""A job with a server outlives its workers, by the command line too, and ends with its server."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from paceline.checkpoint import Files, Shelf
+from tests.hostile.jobs import end_of, train, until
+
+pytestmark = [
+    pytest.mark.capability("N5", clause="a server and its launcher outlive workers"),
+    pytest.mark.timeout(240),
+]
+SERVED = '"servers=1 sync=server-async"'
+
+
+def events(folder: Path, name: str) -> list[dict[str, object]]:
+    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["event"] == name]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.soak)])
+def test_a_job_goes_on_without_a_worker_that_is_lost_and_says_so(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    """It saves, writes the numbers of those that are left, and ends well."""
+    keys = {"batch__shards": 4, "options__pause": 0.02, "steps": 60, "checkpoint__every_steps": 10}
+    with train(tmp_path, processes=4, strategy=SERVED, runtime__deadline_seconds=4, **keys) as process:
+        until((tmp_path / "stepping-2").exists, process)
+        os.kill(int((tmp_path / "building-2").read_text()), number)
+        end = end_of(process)
+    assert end.code == 0, end.err
+    assert "rank 2 was" in end.err and "; the job goes on without it" in end.err
+    assert [record["rank"] for record in events(tmp_path, "lost")] == [2]
+    assert Shelf.look(Files(str(tmp_path / "run" / "checkpoints"))).whole[-1].step == 60
+    assert {record["rank"] for record in events(tmp_path, "ranks")} >= {0, 1}
+
+
+def test_the_loss_of_the_server_ends_the_job(tmp_path: Path) -> None:
+    with train(tmp_path, processes=3, strategy=SERVED, options__pause=0.02, steps=5000) as process:
+        until((tmp_path / "stepping-1").exists, process)
+        os.kill(int((tmp_path / "building-0").read_text()), signal.SIGKILL)
+        end = end_of(process)
+    assert end.code == 137, end.err
+    assert "rank 0 was killed by SIGKILL" in end.err

@@ -4,12 +4,13 @@
 """
 
 from paceline.data.device import to_device
-from paceline.data.feed import Feed
-from paceline.data.loader import LoadedBatch, Loader, Stream
+from paceline.data.feed import Feed, Reader, Stream
+from paceline.data.loader import LoadedBatch, Loader
 from paceline.data.order import Order, Permutation
+from paceline.data.produced import Produced
 from paceline.data.reader import seeded
 from paceline.data.samples import collate_samples
-from paceline.data.work import LockstepWork, MicroBatch, split
+from paceline.data.work import LockstepWork, MicroBatch, Work, split
 
 __all__ = [
     "Feed",
@@ -19,7 +20,10 @@ __all__ = [
     "MicroBatch",
     "Order",
     "Permutation",
+    "Produced",
+    "Reader",
     "Stream",
+    "Work",
     "collate_samples",
     "seeded",
     "split",

@@ -3,12 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Protocol
 
-from paceline.data.loader import Loader, Stream
-from paceline.data.work import LockstepWork, MicroBatch
+from paceline.data.loader import LoadedBatch
+from paceline.data.work import MicroBatch, Work
 
 _FEWEST_PAUSES = 20
+
+
+class Stream(Iterator[LoadedBatch], AbstractContextManager["Stream"], Protocol):
+    """Micro-batches with their batches, as somebody takes them; whoever opens a stream closes it."""
+
+    def close(self) -> None:
+        """Let go of what makes the batches; may be called twice."""
+
+
+class Reader(Protocol):
+    """Makes batches of micro-batches: a `Loader` reads samples, `Produced` asks whoever acts.
+
+    Attributes:
+        cache_hits, cache_lookups: samples that were taken from memory, and that were looked for there.
+    """
+
+    cache_hits: int
+    cache_lookups: int
+
+    def open(self, micro_batches: Iterable[MicroBatch]) -> Stream:
+        """Start, finitely or endlessly; micro-batches are taken as they are needed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -17,13 +40,13 @@ class Feed:
 
     Args:
         work: this replica's micro-batches of any step.
-        loader: reads them.
+        loader: makes batches of them.
         num_steps: the length of the run.
         intervals: every so many steps the state is wanted, to be saved or evaluated.
     """
 
-    work: LockstepWork
-    loader: Loader
+    work: Work
+    loader: Reader
     num_steps: int
     intervals: Sequence[int] = ()
 

@@ -7,7 +7,8 @@ This module moves no data; it is the whole of what a lockstep rule knows about d
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 from paceline.data.order import Indices, Order
 from paceline.errors import StrategyError
@@ -23,12 +24,48 @@ class MicroBatch:
         shard: virtual shard, in range(shards).
         indices: sample indices, int64 [N], N >= 1; read-only.
         key: seeds whatever is random in this micro-batch; equal wherever the micro-batch runs.
+        version: how many updates the weights have had that it is computed with; None: those of its rank.
     """
 
     step: int
     shard: int
     indices: Indices
     key: int
+    version: int | None = None
+
+
+class Work(Protocol):
+    """What one rank has to do in each step: how many micro-batches, which, with which version of the weights.
+
+    Rules ask it, and do not know who decides: an order of samples (`LockstepWork`), a server that hands out
+    parts, a client that has data of its own, an actor that makes samples. A number of micro-batches is asked
+    for before they are; both depend on the step alone. Micro-batches of a step may come in any order: their
+    sums are keyed by shard where bits matter.
+    """
+
+    @property
+    def shards(self) -> int:
+        """No shard of a step has a number as high as this, on any rank."""
+
+    def num_samples(self, step: int) -> int:
+        """About how many samples a step has over all ranks; scales losses, so it need not be exact."""
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps of one pass over the data; 0: there is no such pass."""
+
+    def num_micro_batches(self, step: int) -> int:
+        """How many micro-batches this rank has in a step."""
+
+    def micro_batches(self, step: int, version: int | None = None) -> tuple[MicroBatch, ...]:
+        """This rank's micro-batches of a step.
+
+        Args:
+            version: of the weights that whoever hands them out sends along.
+        """
+
+    def part(self, number: int, of: int) -> Work:
+        """The same steps dealt to `of` ranks, as the rank of this number has them."""
 
 
 def split(num_items: int, parts: int, part: int) -> range:
@@ -69,15 +106,24 @@ class LockstepWork:
                 next_step=f"set batch.shards to {self.num_replicas} or more, or use {self.shards} replicas",
             )
 
+    def num_samples(self, step: int) -> int:
+        """See `Work`; exact."""
+        return self.order.batch_size(step)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """See `Work`."""
+        return self.order.steps_per_epoch
+
+    def part(self, number: int, of: int) -> LockstepWork:
+        """See `Work`."""
+        return replace(self, replica_rank=number, num_replicas=of)
+
     def num_micro_batches(self, step: int) -> int:
         """How many micro-batches this replica has in `step`; no order is computed for it."""
         return len(self._places(step))
 
-    def shards_of(self, step: int) -> list[int]:
-        """The shards of this replica's micro-batches in `step`, in their order."""
-        return [shard for shard, _ in self._places(step)]
-
-    def micro_batches(self, step: int) -> tuple[MicroBatch, ...]:
+    def micro_batches(self, step: int, version: int | None = None) -> tuple[MicroBatch, ...]:
         """This replica's micro-batches of `step`, by shard; none for an empty shard of a tail batch."""
         places = self._places(step)
         if not places:
@@ -87,7 +133,11 @@ class LockstepWork:
         indices.flags.writeable = False
         return tuple(
             MicroBatch(
-                step, shard, indices[p.start - first : p.stop - first], key(self.seed, "unit", step, shard)
+                step,
+                shard,
+                indices[p.start - first : p.stop - first],
+                key(self.seed, "unit", step, shard),
+                version,
             )
             for shard, p in places
         )

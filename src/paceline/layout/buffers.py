@@ -78,6 +78,11 @@ class MicroBatchBuffers:
         """Note what the micro-batches of a copy have changed."""
         self._changes += others.changes
 
+    def reorder(self, places: Sequence[int]) -> None:
+        """Put the changes into another order: first the one at the first of these places."""
+        if self._changes:
+            self._changes = [self._changes[place] for place in places]
+
     def take_sum(self, parts: Sequence[MicroBatchBuffers]) -> None:
         """Note what the parts of the model have changed in the same micro-batches, each its own buffers."""
         self._changes = [

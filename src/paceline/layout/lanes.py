@@ -65,7 +65,8 @@ class Lanes(LedByFirst):
     def run(self, micro_batches: Iterable[LoadedBatch], count: int, sink: GradientSink, scale: float) -> Sums:
         """See `Placed.run`; each lane takes a contiguous share of the micro-batches."""
         with self._phases.during("data"):
-            loaded = list(islice(micro_batches, count))
+            came = list(islice(micro_batches, count))
+        loaded = sorted(came, key=_shard)  # so that a lane has neighbours, which meet low in the tree
         shares = [_share(loaded, len(self._lanes), k) for k in range(len(self._lanes))]
         before = self.buffers.values()
         for lane in self._lanes[1:]:
@@ -80,6 +81,9 @@ class Lanes(LedByFirst):
             sums.extend(own)
             if lane is not self._first:
                 self.buffers.take_changes(lane.buffers)
+        places = [loaded.index(one) for one in came]
+        sums.reorder(places)
+        self.buffers.reorder(places)
         self.used = {name for lane in self._lanes for name in lane.used}
         self._hand_on([part for parts, _ in found for part in parts], sink)
         return sums
@@ -133,6 +137,10 @@ def _run_lane(lane: Replicate, share: list[LoadedBatch], scale: float) -> tuple[
     sums = lane.run(share, len(share), sink, scale)
     by_slot = sink.take()
     return [(node, {s: found.get(k) for s, found in by_slot.items()}) for k, node in enumerate(nodes)], sums
+
+
+def _shard(loaded: LoadedBatch) -> int:
+    return loaded.micro_batch.shard
 
 
 def _share(loaded: list[LoadedBatch], num_lanes: int, lane: int) -> list[LoadedBatch]:

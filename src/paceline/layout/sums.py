@@ -68,6 +68,10 @@ class Sums:
         """Add the micro-batches of another step."""
         self._rows += other._rows
 
+    def reorder(self, places: Sequence[int]) -> None:
+        """Put the micro-batches into another order: first the one at the first of these places."""
+        self._rows = [self._rows[place] for place in places]
+
     def read(self) -> tuple[float, float, Mapping[str, float]]:
         """Total, count and metrics over all micro-batches."""
         columns = self.per_micro_batch().sum(0).tolist()

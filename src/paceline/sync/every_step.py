@@ -6,10 +6,10 @@ gradients, update. Invariant: after each step all replicas hold equal parameters
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from paceline.comm import Net, Reduction, ShardTally, Tally
-from paceline.data import Feed, LockstepWork, Stream
+from paceline.data import Feed, LoadedBatch, Stream, Work
 from paceline.layout import Placed, Sums
 from paceline.mesh import Group
 from paceline.observe import Phases, Stats
@@ -61,7 +61,7 @@ class EveryStep:
                 tally, update = self.step(feed.work, stream, placed, update_step)
                 state.step += 1
                 yield step_stats(
-                    range(step, step + 1), feed.work.order, state, tally, update, self.phases, self._net
+                    range(step, step + 1), feed.work, state, tally, update, self.phases, self._net
                 )
 
     def abort(self) -> None:
@@ -69,36 +69,44 @@ class EveryStep:
         self.reducer.abort()
 
     def step(
-        self, work: LockstepWork, stream: Stream, placed: Placed, update_step: UpdateStep
+        self, work: Work, stream: Stream, placed: Placed, update_step: UpdateStep
     ) -> tuple[Tally, Update]:
         """One step: micro-batches, agreement, update.
 
         Args:
             work: which micro-batches this rank runs in a step.
-            stream: loads exactly those micro-batches, in order.
+            stream: loads exactly those micro-batches, in any order.
             placed: this rank's part of the model.
             update_step: applies the update to the state.
         """
         self._net.step = update_step.state.step
         self.reducer.begin()
         scale = gradient_scale(work, update_step.state, self.items_per_sample)
-        sums = placed.run(stream, work.num_micro_batches(update_step.state.step), self.reducer, scale)
-        return self.agree(sums, placed, work, update_step, scale)
+        taken = Taken(stream)
+        sums = placed.run(taken, work.num_micro_batches(update_step.state.step), self.reducer, scale)
+        return self.agree(sums, placed, update_step, scale, taken.shards, work.shards)
 
     def agree(
-        self, sums: Sums, placed: Placed, work: LockstepWork, update_step: UpdateStep, scale: float
+        self,
+        sums: Sums,
+        placed: Placed,
+        update_step: UpdateStep,
+        scale: float,
+        shards: Sequence[int],
+        num_shards: int,
     ) -> tuple[Tally, Update]:
         """What follows on this rank's micro-batches: agreement, and an update.
 
         Args:
             sums: of the micro-batches, whose gradients the reducer has.
             scale: what their losses were multiplied with.
+            shards: of this rank, in the order in which they were run.
+            num_shards: of the step, over all ranks.
         """
         with self.phases.during("communication"):
             self.reducer.close()
-        agreement = self._tally(sums, placed, work, update_step.state.step).agree(
-            self._net, self._group, placed.holding.device
-        )
+        tallied = self._tally(sums, placed, num_shards, shards)
+        agreement = tallied.agree(self._net, self._group, placed.holding.device)
         with self.phases.during("communication"):
             grads = self.reducer.finish()
             tally = agreement.wait()
@@ -108,7 +116,9 @@ class EveryStep:
             (self.reducer.commit if update.applied else self.reducer.abort)()
         return tally, update
 
-    def _tally(self, sums: Sums, placed: Placed, work: LockstepWork, step: int) -> Tally | ShardTally:
+    def _tally(
+        self, sums: Sums, placed: Placed, num_shards: int, shards: Sequence[int]
+    ) -> Tally | ShardTally:
         total, count, metrics = sums.read()
         tally = Tally(
             micro_batches=sums.micro_batches,
@@ -121,13 +131,25 @@ class EveryStep:
         )
         if not self._by_shard:
             return tally
-        shards = work.shards_of(step)
-        return ShardTally(tally, work.shards, shards, sums.per_micro_batch(), placed.buffers.changes)
+        return ShardTally(tally, num_shards, shards, sums.per_micro_batch(), placed.buffers.changes)
 
 
-def gradient_scale(work: LockstepWork, state: TrainState, items_per_sample: int) -> float:
+class Taken(Iterator[LoadedBatch]):
+    """A stream that knows which shards were taken from it, in their order."""
+
+    def __init__(self, stream: Iterator[LoadedBatch]) -> None:
+        self._stream = stream
+        self.shards: list[int] = []
+
+    def __next__(self) -> LoadedBatch:
+        loaded = next(self._stream)
+        self.shards.append(loaded.micro_batch.shard)
+        return loaded
+
+
+def gradient_scale(work: Work, state: TrainState, items_per_sample: int) -> float:
     """What losses are multiplied with before backward in the state's step."""
-    return state.scale.value / power_of_two(work.order.batch_size(state.step) * items_per_sample)
+    return state.scale.value / power_of_two(work.num_samples(state.step) * items_per_sample)
 
 
 def power_of_two(number: int) -> float:

@@ -126,7 +126,7 @@ class LocalRounds:
                 self._half = _Half()
                 update = half.taken[-1][1]
                 stats = step_stats(
-                    range(half.first, end), feed.work.order, state, tally, update, self._phases, self._net
+                    range(half.first, end), feed.work, state, tally, update, self._phases, self._net
                 )
                 yield replace(stats, metrics={**stats.metrics, _SKIPPED: tally.metrics[_SKIPPED]})
 

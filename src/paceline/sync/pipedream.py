@@ -108,9 +108,7 @@ class PipeDream:
             placed.buffers.reset(buffers)
             placed.buffers.end_step(tally.buffers, 1.0)  # every stage moved its own
             state.step, self._undo = end, _nothing
-            stats = step_stats(
-                range(first, end), feed.work.order, state, tally, update, self._phases, self._net
-            )
+            stats = step_stats(range(first, end), feed.work, state, tally, update, self._phases, self._net)
             stale = {n: tally.metrics[n] / (end - first) for n in tally.metrics if n.startswith(_STALENESS)}
             yield replace(stats, metrics={**stats.metrics, **stale})
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from paceline.comm import Net, Tally
-from paceline.data import Feed, Order
+from paceline.data import Feed, Work
 from paceline.layout import Placed
 from paceline.observe import Phases, Stats
 from paceline.state import TrainState
@@ -33,17 +33,17 @@ class Rule(Protocol):
 
 
 def step_stats(
-    steps: range, order: Order, state: TrainState, tally: Tally, update: Update, phases: Phases, net: Net
+    steps: range, work: Work, state: TrainState, tally: Tally, update: Update, phases: Phases, net: Net
 ) -> Stats:
     """The record of some steps, from sums that all ranks agree on."""
     seconds, spent = phases.take()
     count = tally.count or 1.0
     return Stats(
         step=steps[-1],
-        epoch=order.epoch_of(steps[-1]),
+        epoch=steps[-1] // work.steps_per_epoch if work.steps_per_epoch else 0,
         loss=tally.total / count,
         metrics={name: value / count for name, value in tally.metrics.items()},
-        num_samples=sum(order.batch_size(step) for step in steps),
+        num_samples=sum(work.num_samples(step) for step in steps),
         num_items=tally.count,
         grad_norm=update.grad_norm,
         lr=update.lr,

@@ -81,7 +81,7 @@ class Server(Served):
                     update = self._take_in(message, placed, update_step, ages) or update
             tally = add_tallies(self._taken)
             stats = step_stats(
-                range(first, state.step), feed.work.order, state, tally, update, self.phases, self.net
+                range(first, state.step), feed.work, state, tally, update, self.phases, self.net
             )
             yield self._pause(stats, ages, placed, state)
 

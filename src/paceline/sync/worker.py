@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.comm import LocalReducer
 from paceline.comm.channel import Message
-from paceline.data import Feed, LockstepWork
+from paceline.data import Feed
 from paceline.layout import Placed
 from paceline.observe import Stats
 from paceline.state import TrainState
@@ -53,8 +53,9 @@ class Worker(Served):
     def _work(self, message: Message, feed: Feed, placed: Placed, state: TrainState) -> None:
         """Run one ticket with the parameters that came with it, and push what it brought."""
         step, part = self._take(message, placed, state)
-        work: LockstepWork = replace(feed.work, replica_rank=part, num_replicas=self._num_workers)
-        micro_batches, sink = work.micro_batches(step), LocalReducer(placed.holding.computes)
+        work = feed.work.part(part, self._num_workers)
+        micro_batches = work.micro_batches(step, message.fields["version"])
+        sink = LocalReducer(placed.holding.computes)
         scale = gradient_scale(work, state, self._items_per_sample)
         sink.begin()
         with feed.open(micro_batches) as stream:

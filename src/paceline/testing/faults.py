@@ -22,7 +22,7 @@ from paceline.comm import (
     Tally,
 )
 from paceline.comm.routes import SharedMemoryCollective
-from paceline.data import LoadedBatch, LockstepWork, MicroBatch, Stream
+from paceline.data import LoadedBatch, LockstepWork, MicroBatch, Stream, Work
 from paceline.layout import Holding, MicroBatchBuffers, Placed, Replicate, Sums
 from paceline.optim import Schedule, build_schedule
 from paceline.slot import Slot
@@ -66,12 +66,12 @@ class MeanOfMeans(EveryStep):
     """Weights every rank alike, whatever its number of samples."""
 
     def step(
-        self, work: LockstepWork, stream: Stream, placed: Placed, update_step: UpdateStep
+        self, work: Work, stream: Stream, placed: Placed, update_step: UpdateStep
     ) -> tuple[Tally, Update]:
         """Scale this rank's gradient by (mean share / own share)."""
         step = update_step.state.step
         own = sum(len(u.indices) for u in work.micro_batches(step))
-        fair = work.order.batch_size(step) / work.num_replicas
+        fair = work.num_samples(step) / self._group.size
         kept, self.reducer = self.reducer, _Rescaled(self.reducer, fair / own if own else 1.0)
         try:
             return super().step(work, stream, placed, update_step)
@@ -127,9 +127,9 @@ class StaleBucket(Reducer):
 class SameData(LockstepWork):
     """Every rank takes the micro-batches of rank 0."""
 
-    def micro_batches(self, step: int) -> tuple[MicroBatch, ...]:
+    def micro_batches(self, step: int, version: int | None = None) -> tuple[MicroBatch, ...]:
         """The micro-batches of the first replica."""
-        return self.first.micro_batches(step)
+        return self.first.micro_batches(step, version)
 
     def num_micro_batches(self, step: int) -> int:
         """As many as the first replica has."""
@@ -145,7 +145,7 @@ class SameData(LockstepWork):
 class SharedDropoutSeed(LockstepWork):
     """The keys of a rank's micro-batches are those of rank 0."""
 
-    def micro_batches(self, step: int) -> tuple[MicroBatch, ...]:
+    def micro_batches(self, step: int, version: int | None = None) -> tuple[MicroBatch, ...]:
         """Own samples, keys of the first replica at the same place (its last one where it has fewer)."""
         first = LockstepWork(self.order, self.shards, self.seed, 0, self.num_replicas).micro_batches(step)
         keys = [first[min(place, len(first) - 1)].key for place in range(self.num_micro_batches(step))]

@@ -178,7 +178,7 @@ def sinks(
     ]
     if console is not None:
         tokens = session.task.num_tokens_per_sample
-        in_epoch = session.work.order.steps_per_epoch
+        in_epoch = session.work.steps_per_epoch
         found.append(Progress(console, session.state.step, session.num_steps, tokens, in_epoch))
     for sink in found:
         sink.event("run", run_record(session))

@@ -134,7 +134,7 @@ class OwnSteps:
             raise TaskError(
                 "several updates a step need the whole batch of a rank at once, and it comes in several"
                 " micro-batches",
-                next_step=f"set batch.shards = {self._session.work.num_replicas}, the number of replicas",
+                next_step=f"set batch.shards = {self._session.mesh.data.size}, the number of replicas",
             )
         if not self._sums or self._sums[-1][0] != part:
             self._sums.append((part, Sums(self._names.setdefault(part, MetricNames()))))
@@ -150,7 +150,7 @@ class OwnSteps:
         session, state = self._session, self._session.state
         _, tally, update = self._made[-1]
         steps, phases = range(state.step, state.step + 1), self._rule.phases
-        stats = step_stats(steps, session.work.order, state, tally, update, phases, session.net)
+        stats = step_stats(steps, session.work, state, tally, update, phases, session.net)
         losses = {f"{name} loss": t.total / (t.count or 1.0) for name, t, _ in self._made if name}
         self._made = []
         state.step += 1
@@ -188,10 +188,10 @@ class OwnSteps:
         placed.gradients.open(rule.reducer)
         placed.gradients.close()
         rule.reducer.close()
-        step = session.state.step
+        session.net.step = step = session.state.step
         scale = gradient_scale(session.work, session.state, self._rule.items_per_sample)
-        session.net.step = step
-        tally, update = rule.agree(sums, placed, session.work, session.update_step, scale)
+        shards = [one.shard for one in session.work.micro_batches(step)]
+        tally, update = rule.agree(sums, placed, session.update_step, scale, shards, session.work.shards)
         torch.clear_autocast_cache()  # it holds weights of before the update
         placed.gradients.begin()
         placed.gradients.open(None)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from paceline.cluster import Cluster
 from paceline.comm import Net
-from paceline.data import Feed, Loader, LockstepWork, MicroBatch
+from paceline.data import Feed, MicroBatch, Reader, Work
 from paceline.layout import Holding, Placed
 from paceline.layout.whole import Snapshot, gather_whole, share_snapshot, take_snapshot, whole_model
 from paceline.mesh import Mesh
@@ -107,12 +107,12 @@ class Session:
         return self.feed.num_steps
 
     @property
-    def work(self) -> LockstepWork:
+    def work(self) -> Work:
         """The micro-batches of this rank."""
         return self.feed.work
 
     @property
-    def loader(self) -> Loader:
+    def loader(self) -> Reader:
         """Reads the training data."""
         return self.feed.loader
 

@@ -3,7 +3,7 @@
 Shard s is leaf s. A node of level k covers 2**k neighbouring shards; its value is the sum of its two halves,
 and a half without a value counts as nothing. Floating-point addition is commutative, so the bits of the root
 depend on the shards alone: not on how many processes or threads hold them, nor on the order in which they
-come, as long as neighbours are added before others.
+come.
 
 Exactness: bitwise for any contiguous split, up to the sign of a zero, which `+ 0.0` takes away at the end.
 Source: Demmel and Nguyen 2013, Numerical Reproducibility and Accuracy at ExaScale, section 1 (a fixed
@@ -13,11 +13,9 @@ reduction tree as one of the ways).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import pairwise
 
 from torch import Tensor
-
-_NEVER = 2**62
 
 
 def cover(shards: range) -> list[range]:
@@ -37,18 +35,12 @@ def meeting_level(a: range, b: range) -> int:
     return (a[0] ^ b[0]).bit_length()
 
 
-@dataclass
-class _Entry:
-    node: int
-    place: range
-    value: Tensor
-    level: int  # at which it meets the entry below it; never, if that belongs to another node
-
-
 class Carry:
-    """Adds up one tensor over the shards of some nodes, as they come, in ascending or descending order.
+    """Adds up one tensor over the shards of some nodes, as they come, in any order.
 
-    It keeps at most one partial sum for each level of the tree. Values that are given are kept and changed.
+    In ascending or descending order it keeps one partial sum for each level of the tree, and one more for
+    each level above a shard without a value; in other orders at most as many as there are shards. Values that
+    are given are kept and changed.
 
     Args:
         nodes: disjoint nodes of the tree, ascending.
@@ -56,33 +48,45 @@ class Carry:
 
     def __init__(self, nodes: Sequence[range]) -> None:
         self._nodes = nodes
-        self._stack: list[_Entry] = []
+        self._sums: dict[range, Tensor] = {}
 
     def push(self, place: range, value: Tensor | None) -> None:
         """Take the sum over `place`, a node inside one of `nodes`; None: nothing there has a value."""
         if value is None:
             return
-        node = next(k for k, n in enumerate(self._nodes) if n.start <= place.start < n.stop)
-        level = _NEVER
-        if self._stack and self._stack[-1].node == node:
-            level = meeting_level(self._stack[-1].place, place)
-        self._fold(level)
-        self._stack.append(_Entry(node, place, value, level))
+        node = self._nodes[self._node_of(place)]
+        while len(place) < len(node) and (other := _sibling(place)) in self._sums:
+            value = self._sums.pop(other).add_(value)
+            place = range(min(place.start, other.start), max(place.stop, other.stop))
+        self._sums[place] = value
 
     def close(self) -> dict[int, Tensor]:
         """The sums, by place in `nodes`; without those that nothing was added to. It is empty again."""
-        self._fold(_NEVER)
-        found = {entry.node: entry.value for entry in self._stack}
-        self._stack = []
-        return found
+        by_node: dict[int, list[tuple[range, Tensor]]] = {}
+        for place in sorted(self._sums, key=lambda place: place.start):
+            by_node.setdefault(self._node_of(place), []).append((place, self._sums[place]))
+        self._sums = {}
+        return {node: _fold(found) for node, found in by_node.items()}
 
-    def _fold(self, level: int) -> None:
-        """Add up what meets below a level: nothing more can come between."""
-        while self._stack and self._stack[-1].level < level:
-            top, below = self._stack.pop(), self._stack[-1]
-            below.value.add_(top.value)
-            first, last = min(below.place.start, top.place.start), max(below.place.stop, top.place.stop)
-            below.place = range(first, last)
+    def _node_of(self, place: range) -> int:
+        return next(k for k, n in enumerate(self._nodes) if n.start <= place.start < n.stop)
+
+
+def _sibling(place: range) -> range:
+    """The other half of the node above."""
+    start = place.start ^ len(place)
+    return range(start, start + len(place))
+
+
+def _fold(found: Sequence[tuple[range, Tensor]]) -> Tensor:
+    """The sum over disjoint ascending nodes: first those that meet at the lowest level; in place."""
+    sums = list(found)
+    while len(sums) > 1:
+        levels = [meeting_level(a, b) for (a, _), (b, _) in pairwise(sums)]
+        k = levels.index(min(levels))
+        (first, value), (last, other) = sums[k], sums[k + 1]
+        sums[k : k + 2] = [(range(first.start, last.stop), value.add_(other))]
+    return sums[0][1]
 
 
 def tree_sum(places: Sequence[range], values: Sequence[Tensor]) -> Tensor:

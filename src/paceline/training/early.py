@@ -52,8 +52,8 @@ class BestSoFar:
         return {"step": step, "metric": self._options.metric, "best": float(value), "best_step": best}
 
     def is_best(self, step: int) -> bool:
-        """Whether the evaluation at a step is the best so far."""
-        return step in self._scores and self._scores[step] == self._scores[self._best_step()]
+        """Whether the evaluation at a step is the best so far; one as good as an earlier one is not."""
+        return bool(self._scores) and step == self._best_step()
 
     def _best_step(self) -> int:
         return min(self._scores, key=lambda step: self._scores[step])

@@ -55,6 +55,7 @@ class Saves:
         self.best = BestSoFar(session.recipe.evaluate, {})
         self._first = session.state.step
         self._name: str | None = None
+        self._saved_at = -1
         self._roll_backs = 0
         self._returned_to: str | None = None
         self._untold: tuple[int, str] | None = None
@@ -138,8 +139,10 @@ class Saves:
         """Begin to save the end of the fit, if that is not where a checkpoint is already; collective."""
         if self._saver is None:
             return
-        self._name = self._here() if self._session.state.step == self._first else None
-        if self._name is None:
+        step = self._session.state.step
+        if step == self._first:
+            self._name = self._here()
+        if self._name is None or step not in (self._first, self._saved_at):
             self._save(self._saver)
 
     def finish(self) -> str | None:
@@ -172,7 +175,7 @@ class Saves:
         saver.finish()
         self._tell()
         self._returned_to = None
-        self._name = saver.save()
+        self._name, self._saved_at = saver.save(), self._session.state.step
         self._untold = (self._session.state.step, self._name)
         self._clock.restart()
 

@@ -1,0 +1,39 @@
+"""An own loop with two updates a step: a generator learns where points lie, a critic tells them apart."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import paceline
+from paceline import Loss, Recipe, Task
+
+
+def critic_loss(model: nn.ModuleDict, x: torch.Tensor) -> Loss:
+    fake = model["generator"](torch.randn(len(x), 2)).detach()
+    total = F.softplus(-model["critic"](x)).sum() + F.softplus(model["critic"](fake)).sum()
+    return Loss(total, len(x))
+
+
+def generator_loss(model: nn.ModuleDict, x: torch.Tensor) -> Loss:
+    return Loss(F.softplus(-model["critic"](model["generator"](torch.randn(len(x), 2)))).sum(), len(x))
+
+
+def build() -> Task:
+    critic = nn.Sequential(nn.Linear(2, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1))
+    model = nn.ModuleDict({"generator": nn.Linear(2, 2), "critic": critic})
+    points = torch.randn(512, 2, generator=torch.Generator().manual_seed(0)) * 0.5 + torch.tensor([2.0, -1.0])
+    return Task(model, list(points), critic_loss)
+
+
+recipe = Recipe(
+    steps=300, batch={"size": 64, "shards": 2}, optimizer={"name": "adam", "lr": 1e-2, "betas": (0.5, 0.9)}
+)
+with paceline.own_loop(recipe, build) as loop:
+    for x in loop.batches():
+        loop.backward(critic_loss(loop.model, x))
+        loop.step("critic")
+        loop.backward(generator_loss(loop.model, x))
+        loop.step("generator")
+if loop.session.is_first:
+    middle = loop.model["generator"].bias.tolist()
+    print(f"{loop.result.steps} steps; the generator's middle is {middle[0]:.1f}, {middle[1]:.1f}")

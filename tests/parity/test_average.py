@@ -19,6 +19,7 @@ from paceline.sync.average import Average
 from paceline.testing import run_ranks
 from paceline.testing.parity import make_task, session_of
 from paceline.training import Session, evaluate, fit, run_folder
+from paceline.verification import verify
 
 DECAY = 0.75
 BY_UPDATES = (
@@ -198,3 +199,8 @@ def test_an_average_of_half_precision_has_the_digits_of_float32() -> None:
     average.follow(1)
     (value,) = average.values.values()
     assert value.dtype == torch.float32 and value[0, 0] == pytest.approx(1.001, abs=1e-6)
+
+
+def test_a_recipe_with_an_average_is_verified() -> None:
+    report = verify(digits("replicas=1", precision={"compute": "fp32"}), steps=2, cluster=Cluster.single())
+    assert report.ok and report.steps == 2

@@ -84,7 +84,8 @@ def compare_with_oracle(
 ) -> Report:
     """`verify` on a cluster that is connected already."""
     _refuse(recipe)
-    recipe = recipe.replace(health=HealthRecipe())  # a step that is left out has nothing to compare
+    # a step that is left out has nothing to compare, and the oracle keeps no average
+    recipe = recipe.replace(health=HealthRecipe(), average=AverageRecipe())
     recipe = choose_by_machine(recipe, task, cluster, device)
     shards = num_micro_batches(recipe, cluster.world_size)
     oracle = build_oracle(recipe, replace(task, model=twin(task.model)), device, shards)

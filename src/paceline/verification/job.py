@@ -17,6 +17,7 @@ from paceline.errors import StrategyError
 from paceline.mesh import Mesh
 from paceline.phase import TRAINING
 from paceline.recipe import HealthRecipe, Recipe, most_sharers, num_micro_batches, resolve
+from paceline.recipe.lasting import AverageRecipe
 from paceline.task import Task
 from paceline.training import Pieces
 from paceline.training.build import build_session

@@ -81,7 +81,7 @@ class CheckpointError(PacelineError):
 
 
 class RunFolderError(PacelineError):
-    """The folder of a run cannot be made or written: the disk is full, or it is not ours to write."""
+    """The folder of a run cannot be made or written: the disk is full, or access is denied."""
 
     exit_code = 3
 

@@ -1,6 +1,6 @@
 """Names and places of tensors: which part of which whole a rank holds.
 
-A part is a box: a span of places on each dimension. Nothing here knows rows only.
+A part is a box: a span on each dimension, so tensors may be cut along any of them.
 """
 
 from __future__ import annotations

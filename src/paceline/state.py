@@ -68,8 +68,8 @@ class TrainState:
         scale: of the loss.
         step: number of steps taken, the position in the data.
         updates: number of updates applied, the position in the schedule (skipped steps do not count).
-        keepers: who else holds state, by a word for the first part of its names.
-        others: who holds state that is no tensor, and alike on all ranks: callbacks, schedulers, by name.
+        keepers: other holders of tensors, by the first part of the tensors' names.
+        others: holders of other values, equal on all ranks: callbacks, schedulers; by name.
         alone: the optimizer is this replica's own: others have learned something else.
     """
 

@@ -7,7 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from paceline.cluster import Cluster
+from paceline.comm import Net
+from paceline.errors import CommunicationError
+from paceline.layout.whole import gather_whole
+from paceline.mesh import Mesh
 from paceline.recipe import Recipe, Strategy
+from paceline.slot import Piece, Slot
 from paceline.task import Loss, Task
 from paceline.testing import run_ranks
 from paceline.testing.parity import session_of
@@ -52,3 +57,17 @@ def test_a_rank_runs_it_alone() -> None:
 
     gathered, whole = run_ranks(run, 2, deadline=120.0)[0]
     assert gathered == pytest.approx(whole, rel=1e-5)
+
+
+@pytest.mark.capability("A11")
+def test_what_no_rank_holds_is_an_error_and_not_zeros() -> None:
+    def gathered(cluster: Cluster) -> list[float]:
+        group = Mesh.build(cluster, {"replica": 2}).world
+        rows = Slot("w", (4,), ((2 * group.rank, 2 * group.rank + 2),), frozenset({"shard"}))
+        piece = Piece(rows, torch.full((2,), float(group.rank)))
+        whole = gather_whole([piece], group, Net(30.0))["w"].tolist()
+        with pytest.raises(CommunicationError, match="of 'w', 2 of 4 values are on no rank"):
+            gather_whole([piece] if group.rank == 0 else [], group, Net(30.0))
+        return whole
+
+    assert run_ranks(gathered, 2) == [[0.0, 0.0, 1.0, 1.0]] * 2

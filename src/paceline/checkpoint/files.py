@@ -120,7 +120,7 @@ class Files:
 
 
 class _Nothing(Writeback):
-    """A remote store sends as it is written, and confirms a file when it is closed."""
+    """No write-back: a remote store uploads while a file is written, and confirms it on close."""
 
     def wrote(self, num_bytes: int) -> None:
         """Nothing to do."""

@@ -1,4 +1,4 @@
-"""Whose the checkpoints of a folder are, and what their evaluation losses were, although a file is damaged.
+"""Which run owns the checkpoints of a folder, and their evaluation losses, even if a file is damaged.
 
 Both stand in small files of the folder, which carry their SHA-256, and in every manifest. Invariant: a small
 file is believed only if it is what was written; else the manifests are asked.

@@ -118,7 +118,7 @@ def _write_tensors(files: Files, folder: str, cut: _Cut, blocks: Blocks) -> File
 
 
 def refused(place: str, error: OSError) -> CheckpointError:
-    """The disk or the store said no."""
+    """The disk or the remote store refused a write."""
     return CheckpointError(
         f"cannot write a checkpoint: {error}; those saved before are untouched",
         where=place,

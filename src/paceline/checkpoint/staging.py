@@ -72,7 +72,7 @@ class Staging:
         return found
 
     def give_back(self) -> None:
-        """All is written; let go of what was borrowed."""
+        """The save is written; release borrowed memory."""
         self._parts = []
 
 

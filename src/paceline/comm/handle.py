@@ -22,7 +22,7 @@ class Resolve(Protocol):
 
 
 class Handle:
-    """The only future there is: a collective under way, and what is made of its result.
+    """A future: a collective under way and a function of its result. No other class is one.
 
     Do not touch the tensors of a collective between launch and `wait`. The result is made by the first wait,
     on the thread that waits, and kept; a failure is raised again by every further wait.
@@ -66,7 +66,7 @@ class Handle:
         return self._result
 
     def then(self, function: Callable[[Any], Any]) -> Handle:
-        """What a function makes of the result; it runs on the thread that waits."""
+        """A handle of `function(result)`; the function runs on the thread that waits."""
 
         def resolve(deadline_seconds: float | None, exposed: bool) -> Any:
             return function(self.wait(deadline_seconds, exposed=exposed))

@@ -40,7 +40,7 @@ class Watch:
         return any(phase is not None and phase.what in _BEGUN for phase in phases)
 
     def late(self, now: float) -> list[Running]:
-        """Those that have to be ended; each knows why, in `overdue`."""
+        """Workers that must be ended; `overdue` holds the reason."""
         passed = now - self._looked_at
         if passed < _LOOK_SECONDS:
             return []

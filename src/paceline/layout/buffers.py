@@ -17,9 +17,14 @@ from torch import Tensor, nn
 
 
 class MicroBatchBuffers:
-    """The persistent buffers of one model, around the micro-batches of a step."""
+    """The persistent buffers of one model, around the micro-batches of a step.
 
-    def __init__(self, model: nn.Module) -> None:
+    Args:
+        reports: whether this rank adds its changes to the sums; of ranks that compute the same, one does.
+    """
+
+    def __init__(self, model: nn.Module, *, reports: bool = True) -> None:
+        self._reports = reports
         state = set(model.state_dict().keys())
         names = [name for name, _ in model.named_buffers() if name in state]
         self._places = [_place(model, name) for name in names]
@@ -40,8 +45,8 @@ class MicroBatchBuffers:
 
     def end_micro_batch(self) -> None:
         """Note this micro-batch's change, and put the values before the step back."""
+        self._note()
         if self._places:
-            self._changes.append(self.change_since(self._base))
             self._restore()
 
     def abort_step(self) -> None:
@@ -59,14 +64,17 @@ class MicroBatchBuffers:
 
     def take_back(self) -> None:
         """Note what this micro-batch changed, and put the own buffers back."""
-        if self._places:
-            self._changes.append(self.change_since(self._base))
+        self._note()
         for (module, name), own in zip(self._places, self._lent, strict=True):
             module._buffers[name] = own
 
+    def _note(self) -> None:
+        if self._places and self._reports:
+            self._changes.append(self.change_since(self._base))
+
     @property
     def change(self) -> Tensor:
-        """Sum of the changes of this rank's micro-batches, float64 [num_values]."""
+        """Sum of the changes that this rank reports, float64 [num_values]."""
         return sum(self._changes, start=self._no_change())
 
     @property
@@ -109,13 +117,13 @@ class MicroBatchBuffers:
         return self._copies()
 
     def change_since(self, before: list[Tensor]) -> Tensor:
-        """What became of earlier `values`, float64 [num_values]."""
+        """The change since earlier `values`, float64 [num_values]."""
         changes = [_difference(now, base) for now, base in zip(self._now(), before, strict=True)]
         device = self._no_change().device
         return torch.cat([change.to(device) for change in changes]) if changes else self._no_change()
 
     def reset(self, before: list[Tensor]) -> None:
-        """Put earlier `values` back, as those before the step."""
+        """Restore earlier `values`, and start the step from them."""
         self._base = before
         if self._places:
             self._restore()

@@ -34,10 +34,10 @@ class Use(Protocol):
         """A run or an evaluation begins; collective."""
 
     def next(self) -> None:
-        """A micro-batch comes; collective with ranks whose micro-batches come too, or have all been."""
+        """Before each micro-batch; collective. Ranks without one take part in `end`."""
 
     def end(self) -> None:
-        """All micro-batches have been; collective."""
+        """After the last micro-batch; collective: also waits for ranks that have more."""
 
     def drop(self) -> None:
         """The run has failed; nothing is waited for."""

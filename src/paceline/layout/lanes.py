@@ -1,7 +1,7 @@
 """Lanes: threads of one process that run virtual shards side by side, on copies that share the parameters.
 
-A lane adds its shards up to nodes of the tree of additions (`comm.tree`); the nodes of all lanes go to the
-sink. Invariant: the bits are those of one lane.
+A lane sums its shards to nodes of the tree of additions (`comm.reduction.tree`); all nodes go to the sink.
+Invariant: the bits are those of one lane.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class Held:
         computes: what the rank computes with.
         parts: of that, what each rank of the shard axis updates; None: nothing.
         place: this rank's place among them.
-        sums: axes over which its gradient is still to be summed once this rank has computed it.
+        sums: axes over which its gradient is still to be summed; a reduction over others refuses it.
         holders: if several stages hold it, which.
         counts: whether this rank counts what it updates in the norm of the whole.
         kept: whether the rank keeps in memory what it computes with; else its own part only.

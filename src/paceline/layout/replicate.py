@@ -38,8 +38,7 @@ class Replicate:
         phases: where the seconds go.
         overlap: see `HandingOn`.
         seeds: seed PyTorch's own generators for every micro-batch; not where other threads share them.
-        reports: whether this rank tells the sums of its micro-batches; else a peer that computes the same
-            does.
+        reports: whether this rank reports sums and buffers; of ranks that compute the same, one does.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class Replicate:
         reports: bool = True,
     ) -> None:
         self.holding, self.metric_names = holding, metric_names
-        self.buffers = MicroBatchBuffers(holding.model)
+        self.buffers = MicroBatchBuffers(holding.model, reports=reports)
         self.gradients = HandingOn(holding.computes, overlap=overlap, frees=holding.frees)
         self._model, self._device = holding.model, holding.device
         self._loss, self.precision, self._phases = loss, precision, phases

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from paceline.comm import Net
 from paceline.comm.text import gather_texts, share_text
+from paceline.errors import CommunicationError
 from paceline.mesh import Group, Mesh
 from paceline.slot import Piece
 from paceline.state import TrainState
@@ -85,11 +86,14 @@ def gather_whole(pieces: Sequence[Piece], group: Group, net: Net) -> dict[str, T
 
     Args:
         pieces: of this rank; names may differ between ranks. Only those with split axes travel.
+    Raises:
+        CommunicationError: no rank of the group holds some part of a tensor.
     Wire: one all_gather of the table of contents, and one for each dtype.
     """
     found = {piece.slot.name: piece.tensor for piece in pieces if not piece.slot.axes}
     split = [piece for piece in pieces if piece.slot.axes]
     tables = [json.loads(text) for text in gather_texts(json.dumps([_entry(p) for p in split]), group, net)]
+    _require_all([entry for table in tables for entry in table], group)
     dtypes = sorted({entry[3] for table in tables for entry in table})
     for dtype in dtypes:
         mine = [p.tensor.detach().reshape(-1) for p in split if str(p.tensor.dtype) == dtype]
@@ -103,6 +107,20 @@ def gather_whole(pieces: Sequence[Piece], group: Group, net: Net) -> dict[str, T
 def _entry(piece: Piece) -> _Entry:
     slot = piece.slot
     return slot.name, list(slot.shape), [list(span) for span in slot.part], str(piece.tensor.dtype)
+
+
+def _require_all(entries: Sequence[_Entry], group: Group) -> None:
+    """Parts are equal or disjoint, so those that are there fill a tensor if their sizes add up to its own."""
+    sizes: dict[str, dict[tuple[tuple[int, ...], ...], int]] = {}
+    for name, _, part, _ in entries:
+        sizes.setdefault(name, {})[tuple(map(tuple, part))] = prod(stop - start for start, stop in part)
+    for name, shape, *_ in entries:
+        there, all_of_it = sum(sizes[name].values()), prod(shape)
+        if there < all_of_it:
+            raise CommunicationError(
+                f"of '{name}', {all_of_it - there} of {all_of_it} values are on no rank of {group.name}",
+                next_step="a rank that held them is gone: resume from the newest checkpoint",
+            )
 
 
 def _place(entries: Sequence[_Entry], values: Tensor, found: dict[str, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Dropout whose mask is a pure function of the micro-batch of work and the module's name.
+"""Dropout whose mask is a pure function of the micro-batch's key and the module's name.
 
 Invariant: with the same micro-batch key, name, shape and kind of device a mask has the same bits, whoever
 draws it and however often: another rank, a clone on another thread, a recomputed forward. No generator is

@@ -1,4 +1,4 @@
-"""How the work is distributed, as one value: four independent choices (layout, sync, codec, route).
+"""How the work is distributed, as one value: layout, schedule, lanes, sync, codec and route.
 
 Invariant: the text, the TOML table and the object are the same thing; `Strategy.parse(str(s)) == s`.
 This module knows the words; `support` knows which combinations are built.

@@ -104,27 +104,27 @@ _COMBINATIONS = (
         lambda s: not s.path.by_default and not s.rule.sums,
     ),
     _because(
-        "on this route nothing is sent that a codec could make smaller: leave out codec or route",
+        "this route sends no bytes, so a codec has no effect: leave out codec or route",
         lambda s: not s.path.codable and s.codec != "fp32",
     ),
     _because(
-        "a server is what this rule needs: add servers=1",
+        "this rule needs a server: add servers=1",
         lambda s: s.servers != s.rule.needs_server > 0,
     ),
     _because(
-        "nobody would talk to a server under this rule: leave out servers",
+        "this rule uses no server: leave out servers",
         lambda s: s.servers > s.rule.needs_server == 0,
     ),
     _because(
-        "lanes make one update, of all shards and as they are: leave out lanes, or the other sync or codec",
+        "lanes need an exact sync and an exact codec: leave out lanes, or change sync or codec",
         lambda s: s.lanes > 1 and s.is_approximate,
     ),
     _because(
-        "the stages of a process are its lanes: choose as many lanes as stages, or one",
+        "with lanes and pipeline, each stage is a lane: set lanes equal to pipeline, or lanes=1",
         lambda s: s.lanes > 1 < s.pipeline != s.lanes,
     ),
     _because(
-        "with lanes sums have one order, and this route another: leave out lanes or route",
+        "lanes sum in a fixed order, and this route in another: leave out lanes or route",
         lambda s: s.lanes > 1 and s.path.any_order,
     ),
     _because(

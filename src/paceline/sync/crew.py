@@ -1,4 +1,4 @@
-"""The workers of a server: which are left, what each of them works on, and who should have said something.
+"""The workers of a server: which remain, what each works on, and whose answer is due.
 
 Pure: the clock is an argument. Invariant: a worker has one ticket at most, and is idle, awaited or lost.
 """
@@ -58,7 +58,7 @@ class Crew:
         return self._tickets.pop(rank, None)
 
     def lose(self, rank: int, why: str) -> Ticket | None:
-        """A worker will not say anything again. Returns what it worked on."""
+        """Mark a worker as lost. Returns the ticket that it worked on."""
         self.lost[rank] = why
         self._idle.discard(rank)
         self._awaited.pop(rank, None)
@@ -81,7 +81,7 @@ class Crew:
         )
 
     def due(self, last_sign: Callable[[int], float], deadline_seconds: float) -> dict[int, float]:
-        """By when each awaited worker must have given a sign.
+        """The deadline of each worker that has to answer.
 
         Args:
             last_sign: when a rank last took or sent a byte.

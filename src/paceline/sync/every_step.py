@@ -23,9 +23,9 @@ class EveryStep:
 
     Args:
         group: the ranks that take a step together: all replicas, with all that each is spread over.
-        net: this rank's wires.
+        net: this rank's collectives.
         reducer: sums gradients over the replicas.
-        phases: where the seconds go.
+        phases: measures the seconds of each phase.
         items_per_sample: about how many items the loss counts in a sample. The loss is divided by the
             power of two below a step's items before backward, which is exact, so that most of the
             division costs nothing; the update step divides by the rest.

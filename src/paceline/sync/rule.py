@@ -20,7 +20,7 @@ class Rule(Protocol):
         """Rounds from the state's own position to the end of the run; collective.
 
         A round is one step or more. Between two rounds the state is consistent: every rank holds the same
-        parameters, and it may be saved, evaluated or resized.
+        values as every other rank that holds the part. It may be saved or evaluated.
 
         Args:
             feed: micro-batches and their loader.

@@ -121,7 +121,7 @@ class Server(Served):
         return None
 
     def _comfort(self, ranks: Sequence[int]) -> None:
-        """Tell workers that the server lives, so that they do not give up while it waits for others."""
+        """Send a heartbeat, so that workers do not time out while the server waits for others."""
         for rank in ranks:
             self.send(rank, "wait", {}, [])
         self._next_beat = time.monotonic() + self.net.deadline_seconds / 2
@@ -222,7 +222,7 @@ class Server(Served):
         return stats
 
     def _flush(self) -> None:
-        """Until every worker that is left has taken all: what comes next may be a collective."""
+        """Wait until every remaining worker has received everything: a collective may follow."""
         taken = False
         while not taken:
             try:

@@ -1,4 +1,4 @@
-"""Who saw a bad number first: rank and tensor, from what every rank still has of its step.
+"""Find the rank and tensor of a bad value, from what each rank still holds of the step.
 
 Nothing is computed or sent until there is trouble: then gradients of this rank are still in place, and its
 losses were kept as they are, unread.
@@ -27,7 +27,7 @@ _NEXT_STEP = "lower optimizer.lr, set optimizer.clip_norm, look at the samples o
 
 
 class LossEar:
-    """A loss function that keeps what it said in training, for when a rank must be named."""
+    """A loss function that records its results in training, so that an error can name the rank."""
 
     def __init__(self, loss: LossFunction) -> None:
         self._loss = loss
@@ -94,7 +94,7 @@ class Testimony:
 
 @dataclass(frozen=True)
 class Witness:
-    """Finds the rank and the tensor behind a trouble.
+    """Finds the rank and the tensor that a bad value came from.
 
     Args:
         placed: this rank's parameters, with their own gradients still in place, or their norms where they

@@ -49,7 +49,7 @@ class Pieces:
         norm: sees the norm of the whole gradient.
         gather: sees what brings parameters up to date after an update.
         update: sees the parts of the update step.
-        rule: every-step.
+        rule: the class of every-step; other rules have no constructor here.
         schedule: of the learning rate.
     """
 

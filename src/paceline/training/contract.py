@@ -76,7 +76,7 @@ def _micro_batch(task: Task, samples: list[Any], device: torch.device) -> Loaded
 
 @contextmanager
 def _buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Put all buffers back, also those that no checkpoint holds: a forward may count itself."""
+    """Restore all buffers, also non-persistent ones: a forward may change a counter."""
     before = [(m, n, b, b.clone()) for m in model.modules() for n, b in m._buffers.items() if b is not None]
     yield
     for module, name, buffer, value in before:
@@ -86,13 +86,13 @@ def _buffers_kept(model: nn.Module) -> Iterator[None]:
 
 
 def refuse_means(once: Loss, twice: Loss) -> None:
-    """Raises: TaskError: of a sample and of it twice, what should double stays."""
+    """Raises: TaskError: a sum does not double when a sample is given twice."""
     total, count = (
         _grows(float(getattr(once, name)), float(getattr(twice, name))) for name in ("total", "count")
     )
     if total == 1 and count == 2:
         raise TaskError(
-            "the loss of a sample and of the same sample twice have equal totals and other counts:"
+            "the loss has the same total for one sample and for two copies of it, and different counts:"
             " the total is a mean, and would be divided by the count once more",
             next_step="Loss.mean(value, count) takes a mean; or sum the losses: reduction='sum'",
         )
@@ -116,7 +116,7 @@ def _means(once: Mapping[str, Any], twice: Mapping[str, Any]) -> list[str]:
 
 
 def _grows(once: float, twice: float) -> int:
-    """1: it stays; 2: it doubles; 0: neither, or it says nothing."""
+    """1: equal; 2: doubled; 0: neither, or too small to tell."""
     if not math.isfinite(once) or not math.isfinite(twice) or abs(once) < 1e-12:
         return 0
     return next((factor for factor in (1, 2) if math.isclose(twice, factor * once, rel_tol=_CLOSE)), 0)
@@ -140,7 +140,7 @@ def refuse_two_optimizers(recipe: Recipe) -> None:
 
 
 def tell_large_batch(recipe: Recipe, task: Task, warn: Callable[[str], None]) -> None:
-    """Say that a batch is all of the data, which few mean."""
+    """Warn if a batch is larger than the data, which is rarely intended."""
     size, found = recipe.batch.size, len(task.data)
     if size > found:
         warn(f"batch.size = {size} is more than the {found} samples: every step trains on all of them")

@@ -49,7 +49,7 @@ class Course:
                 self._saves.roll_back(ask)
 
     def is_over(self) -> bool:
-        """Whether no round comes any more."""
+        """Whether the run has ended."""
         return self.done or bool(self.reason)
 
     @property

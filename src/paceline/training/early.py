@@ -31,7 +31,7 @@ class BestSoFar:
         values = {"loss": evaluation.loss, **evaluation.metrics}
         if name not in values:
             raise RecipeError(
-                f"the evaluation has no metric '{name}', but {', '.join(values)}",
+                f"the evaluation has no metric '{name}'; it has {', '.join(values)}",
                 where="evaluate.metric",
                 next_step="name one of these, or return it from the loss",
             )

@@ -85,7 +85,7 @@ def obtain_together(
     cluster: Cluster,
     say: Callable[[str], object] = lambda text: None,
 ) -> Task:
-    """`obtain_task` on every rank: who is done waits for the others, however long data takes to prepare.
+    """`obtain_task` on every rank; each waits for the others, for at most `runtime.setup_deadline_seconds`.
 
     Raises:
         DeadlineError: a rank takes longer than `runtime.setup_deadline_seconds`; names it.
@@ -111,7 +111,7 @@ def obtain_task(recipe: Recipe, task: TaskLike | None, base_dir: Path | None) ->
 
 
 def _num_threads(recipe: Recipe, processes_here: int) -> int:
-    """Intra-op threads: their number is in the bits, so ordered sums have one."""
+    """Intra-op threads; one where sums have one order, since their number changes the bits."""
     if recipe.is_ordered:
         return 1
     return recipe.runtime.threads or max(1, num_cores() // processes_here)

@@ -116,7 +116,7 @@ def _run(setting: Setting, material: Material, holding: Holding, stage: Cut | No
 def _require_processor(device: torch.device) -> None:
     if device.type != "cpu":
         raise StrategyError(
-            f"lanes are threads of the processor, and this rank computes on {device}",
+            f"lanes are CPU threads, and this rank computes on {device}",
             next_step="leave out lanes: one process for each GPU",
         )
 

@@ -1,4 +1,4 @@
-"""What else is in the bits: looked for before a reproducible run begins, and refused or named.
+"""What else the bits depend on: checked before a reproducible run starts.
 
 Invariant: a reproducible run that starts computes each shard with the same instructions on every rank.
 """
@@ -116,7 +116,7 @@ def check_types(holding: Holding, num_shards: int) -> None:
     half = [slot.name for slot, p in holding.computes.items() if p.dtype in (torch.bfloat16, torch.float16)]
     if half and num_shards > 1:
         raise StrategyError(
-            f"reproducible = true, and '{half[0]}' is of a half type: where it is cut changes its update",
+            f"reproducible = true, and '{half[0]}' is bf16 or fp16: its update depends on where it is cut",
             next_step="keep parameters in float32 (precision.compute sets the type of the arithmetic), or"
             " leave out shard",
         )

@@ -25,9 +25,10 @@ from paceline.comm.reduction import (
 )
 from paceline.comm.routes import SharedMemoryCollective
 from paceline.data import split
+from paceline.errors import StrategyError
 from paceline.layout import Holding
 from paceline.layout.placement import Held
-from paceline.mesh import twin_group
+from paceline.mesh import DATA_AXES, twin_group
 from paceline.slot import Slot
 from paceline.sync.update import Norm
 from paceline.training.arrange import Setting
@@ -61,6 +62,7 @@ def build_reduction(setting: Setting, holding: Holding) -> Reduction:
 def _one(
     setting: Setting, holding: Holding, sums: Sums | None, alike: _Alike, members: Sequence[Held], name: str
 ) -> Reduction:
+    _require_summed(alike, members[0])
     holders, counts = alike[1], members[0].counts
     tensors = {held.computes: holding.computes[held.computes] for held in members}
     parts = {held.computes: held.parts for held in members}
@@ -77,6 +79,22 @@ def _one(
         return inner
     stages = setting.mesh.among("pipeline", holders)
     return Meeting(inner, tensors, stages, setting.net, by_micro_batch=leaves_often)
+
+
+def _require_summed(alike: _Alike, first: Held) -> None:
+    """Gradients are summed over the ranks that hold the same piece, and over no others.
+
+    Raises:
+        StrategyError: a cut asks for a sum over an axis that no reduction sums over.
+    """
+    axes, holders, _ = alike
+    known = {*DATA_AXES, "pipeline"} if holders else {*DATA_AXES}
+    if {*axes} != known:
+        raise StrategyError(
+            f"the gradient of '{first.computes.name}' is to be summed over {', '.join(axes)},"
+            f" and is summed over {', '.join(sorted(known))}",
+            next_step="a cut along an axis whose ranks hold the same needs a reduction over it",
+        )
 
 
 def _alone(setting: Setting, tensors: Mapping[Slot, Tensor], counts: bool) -> Reduction:

@@ -1,4 +1,4 @@
-"""The rules: how the rule of a strategy is made, which says when replicas agree."""
+"""Constructors of the rules. A rule says when replicas agree."""
 
 from __future__ import annotations
 

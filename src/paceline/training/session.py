@@ -97,7 +97,7 @@ class Session:
         self.stop_reason = reason
 
     def close(self) -> None:
-        """Let go of what the strategy holds beside the process groups; train no more."""
+        """Release what the strategy holds besides process groups; the session cannot train afterwards."""
         while self.closers:
             self.closers.pop()()
 

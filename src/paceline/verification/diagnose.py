@@ -29,7 +29,7 @@ class Evidence:
         world: number of replicas.
         shards: gradient of each shard, in order; the oracle's.
         samples, counts: number of samples and of items of each shard.
-        observed: gradient that each rank took to its tail.
+        observed: the gradient that each rank gave to its update step.
         previous: the oracle's summed gradient of the step before; None in the first step.
         rekeyed: gradient of each shard as if every replica used the keys of the first; None if the same.
     """

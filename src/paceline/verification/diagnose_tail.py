@@ -16,7 +16,7 @@ class TailEvidence:
         ratio: final gradient over the oracle's; None if they are not proportional.
         world, num_shards, count: as above.
         clip_norm: the recipe's; None: no clip.
-        norm, right_norm: global norm of the mean gradient, as the tail said and as the oracle says.
+        norm, right_norm: global norm of the mean gradient, by the update step and by the oracle.
         local_norms: norm of each rank's own mean gradient.
         lr, right_lr: the rate that was used, and the one of this update.
         near_lrs: rates of neighbouring updates, by offset.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from paceline.data import MicroBatch, split
+from paceline.mesh import AXES, DATA_AXES, span_ranks
+from paceline.verification.compare import Finding
 from paceline.verification.diagnose import NOT_REPEATED, UNKNOWN, Diagnosis, Evidence, diagnose_gradient
 from paceline.verification.diagnose_tail import TailEvidence, diagnose_tail
 from paceline.verification.diagnose_update import diagnose_update
@@ -30,7 +32,8 @@ def explain(verifier: Verifier, step: int, update: int, reference: Reference | N
     tensors = sorted(
         {f.tensor for f in verifier.report.worst.values() if not f.ok and f.quantity == "gradient"}
     )
-    observed = _gather(verifier, tensors) if failure.quantity in ("gradient", "loss") else []
+    everywhere = _gather(verifier, tensors) if failure.quantity in ("gradient", "loss") else []
+    observed = [everywhere[rank] for rank in _adders(verifier, failure)] if everywhere else []
     found = UNKNOWN
     if reference is not None:
         found = stage(verifier, step, update, reference, tensors, observed)
@@ -48,14 +51,14 @@ def _explain_gradient(
         return replace(NOT_REPEATED, explanation=NOT_REPEATED.explanation.format(reference.sums.total, again))
     if not tensors:
         return replace(UNKNOWN, explanation="the loss differs and no gradient does: look at what it counts")
-    rekeyed = [
-        _flat(s.gradients, tensors, v) for s in v.oracle.shards(_keys_of_first(micro_batches, v.report.world))
-    ]
+    replicas = v.session.mesh.data.size
+    first_keys = _keys_of_first(micro_batches, replicas)
+    rekeyed = [_flat(s.gradients, tensors, v) for s in v.oracle.shards(first_keys)]
     flats = [_flat(s.gradients, tensors, v) for s in shards]
     changed = any(not torch.equal(a, b) for a, b in zip(flats, rekeyed, strict=True))
     return diagnose_gradient(
         Evidence(
-            world=v.report.world,
+            world=replicas,
             shards=flats,
             samples=[len(s.micro_batch.indices) for s in shards],
             counts=[s.count for s in shards],
@@ -78,7 +81,7 @@ def _explain_tail(
     return diagnose_tail(
         TailEvidence(
             ratio=ratio if proportional else None,
-            world=v.report.world,
+            world=v.session.mesh.data.size,
             num_shards=reference.sums.num_shards,
             count=reference.sums.count,
             clip_norm=v.oracle.clip_norm,
@@ -133,8 +136,9 @@ def _local_norms(v: Verifier, step: int, reference: Reference) -> list[float]:
     names = sorted(reference.final)
     flats = [_flat(s.gradients, names, v) for s in shards]
     norms = []
-    for rank in range(v.report.world):
-        mine = split(len(shards), v.report.world, rank)
+    replicas = v.session.mesh.data.size
+    for rank in range(replicas):
+        mine = split(len(shards), replicas, rank)
         whole = torch.stack([flats[i] for i in mine]).sum(0)
         norms += [
             float(whole.norm()) / reference.sums.count,
@@ -148,6 +152,13 @@ def _flat(gradients: Mapping[str, Tensor], names: list[str], v: Verifier) -> Ten
     zero = {n: torch.zeros(shapes[n]) for n in names if n not in gradients}
     parts = [gradients.get(n, zero.get(n)) for n in names]
     return torch.cat([p.detach().reshape(-1).to(torch.float64) for p in parts if p is not None])
+
+
+def _adders(v: Verifier, failure: Finding) -> Sequence[int]:
+    """The ranks over which the gradient is summed where it is furthest off, in the order of their shards."""
+    sizes = tuple(v.session.mesh.axes[axis].size for axis in AXES)
+    worst = max(range(len(failure.errors)), key=lambda rank: failure.errors[rank])
+    return next(ranks for ranks in span_ranks(DATA_AXES, sizes) if worst in ranks)
 
 
 def _gather(v: Verifier, names: list[str]) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""The tree of additions of a reproducible run as its definition says it, written apart from `comm.tree`."""
+"""The tree of additions of a reproducible run, implemented independently of `comm.reduction.tree`."""
 
 from __future__ import annotations
 

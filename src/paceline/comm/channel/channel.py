@@ -95,7 +95,7 @@ class Channel(Protocol):
         """The next message of any sender."""
 
     def flush(self, seconds: float = math.inf) -> bool:
-        """Wait, at most so long, until every peer has taken what it was sent, or is lost. Whether all has."""
+        """Wait until every peer has received its messages or is lost; returns False on time-out."""
 
     def last_sign(self, rank: int) -> float:
         """When a peer last took or sent a byte, on the monotonic clock; minus infinity: it is lost."""
@@ -153,7 +153,7 @@ class Peer:
         return [message]
 
     def _fill(self, body: bytearray, wanted: int) -> None:
-        """Receive a part. A length is believed as far as as much has arrived, and for the first megabytes."""
+        """Receive a part. After the first megabytes, memory grows only as data arrives: a length may lie."""
         if self._filled == len(body):
             body.extend(bytes(min(wanted - len(body), max(_BELIEVED_BYTES, len(body)))))
         with memoryview(body) as whole:

@@ -30,7 +30,7 @@ class LocalReducer:
         self._grads = dict.fromkeys(self._grads)
 
     def micro_batch(self, shards: range, is_last: bool) -> None:
-        """Nobody calls it."""
+        """Not called, as `by_micro_batch` is false."""
 
     def ready(self, slot: Slot, grad: Tensor | None) -> None:
         """Keep a reference."""
@@ -56,7 +56,7 @@ class LocalReducer:
         return ()
 
     def set_lost(self, found: Mapping[tuple[str, str], Tensor]) -> None:
-        """There is no coder to take them."""
+        """Does nothing: there is no codec."""
 
 
 class TreeReducer(LocalReducer):

@@ -36,7 +36,7 @@ class Sums(Protocol):
 
     @property
     def row(self) -> int:
-        """Which one that is."""
+        """The index of that row."""
 
     @property
     def nodes(self) -> Sequence[range] | None:
@@ -227,7 +227,7 @@ class Reducer:
             feedback.commit()
 
     def abort(self) -> None:
-        """Let what was launched end, well or badly; forget it."""
+        """Wait for all launches, ignoring errors, and drop the step."""
         drain(bucket.handle for bucket in self._buckets)
         self._sums.abort()
         self.begin()
@@ -297,7 +297,7 @@ def _by_whole_buckets(
 
 
 def drain(handles: Iterable[Handle | None]) -> None:
-    """Wait for each with its own deadline; a failure is what an abort is for."""
+    """Wait for each with its own deadline; errors are ignored, as the step is dropped."""
     for handle in handles:
         if handle is not None:
             with suppress(CommunicationError):

@@ -56,7 +56,7 @@ def meet_on_host(group: Group, net: Net) -> HostLinks | None:
 
 
 def this_host() -> str:
-    """Equal in processes that can share memory by sockets; empty where the system has not what that takes."""
+    """An id of this host, equal in processes that can share memory; empty where that is not supported."""
     kernel, network = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
     if sys.platform != "linux" or not (kernel.exists() and network.exists()):
         return ""

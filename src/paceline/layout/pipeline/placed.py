@@ -70,7 +70,7 @@ class Pipeline:
         reports: bool = True,
     ) -> None:
         self.holding, self.metric_names, self.cut = holding, metric_names, cut
-        self.buffers = MicroBatchBuffers(holding.model)
+        self.buffers = MicroBatchBuffers(holding.model, reports=reports)
         self.stage = Stage(cut.links)
         self.gradients = HandingOn(holding.computes, overlap=overlap, frees=holding.frees)
         self.peak_stored = 0

@@ -83,7 +83,7 @@ class StageThreads(LedByFirst):
         self.used: Collection[str] = ()
 
     def run(self, micro_batches: Iterable[LoadedBatch], count: int, sink: GradientSink, scale: float) -> Sums:
-        """See `Placed.run`; micro-batches in the order of GPipe."""
+        """See `Placed.run`; each stage works in the order of its schedule."""
         with self._phases.during("data"):
             loaded = list(islice(micro_batches, count))
         before = self.buffers.values()

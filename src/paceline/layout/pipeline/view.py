@@ -1,4 +1,4 @@
-"""What a task's loss takes for the model on a stage, so that the user writes the loss once.
+"""Stand-ins for the model on a stage, so that the user writes one loss for every layout.
 
 The first stage runs the loss until it calls the model: that is what goes into the pipeline, whatever the loss
 does to the batch before. The last stage answers that call with what came out. The loss must call the model

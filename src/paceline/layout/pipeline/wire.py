@@ -1,6 +1,6 @@
 """What neighbouring stages send each other: tensors of any shape and dtype, and a number.
 
-Invariant: messages between two stages arrive in the order of their tags; an aborted run uses other tags, so
+Invariant: messages between two stages arrive in the order in which they were sent. Each attempt has a tag, so
 what it left on the way is never taken for something new.
 """
 
@@ -45,7 +45,7 @@ class Neighbours(Protocol):
 class StageWire:
     """Stages that are ranks of a group.
 
-    Wire: each tensor has its own description: 512 bytes of description, and the bytes of the tensors.
+    Wire: a header of 512 bytes for each message, longer with many tensors, and the bytes of the tensors.
     """
 
     def __init__(self, group: Group, net: Net, device: torch.device) -> None:
@@ -135,7 +135,7 @@ class ThreadWire:
                 box.put(None)
 
     def flush(self, most: int = 0) -> None:
-        """Nothing waits: boxes take all."""
+        """Does nothing: the queues have no limit."""
 
     def abort(self) -> None:
         """See `Neighbours`; every stage has ended."""

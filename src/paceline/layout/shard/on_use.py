@@ -28,7 +28,7 @@ from paceline.slot import Slot
 
 
 class GatherOnUse:
-    """The comings and goings of one rank's parameters.
+    """Gathers and releases one rank's parameters around their use.
 
     Ranks may have different numbers of micro-batches. Before each micro-batch the ranks agree whether anyone
     has one; a rank that has none left gathers what the others gather.

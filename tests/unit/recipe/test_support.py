@@ -125,7 +125,7 @@ COMBINATIONS = {  # what runs on as many processes, or the reason why not
     "replicas=1 shard=2 zero=1 pipeline=3 lanes=3": (2, ""),
     "replicas=8 pipeline=2 lanes=2": (8, ""),
     "replicas=2 pipeline=2 lanes=2": (4, "replicas=2 needs 2 processes"),
-    "pipeline=3 lanes=2": (2, "as many lanes as stages"),
+    "pipeline=3 lanes=2": (2, "set lanes equal to pipeline"),
     "pipeline=2 lanes=2 codec=int8": (2, "leave out lanes"),
     "sync=local:2 lanes=2": (2, "leave out lanes"),
     "lanes=2 route=hierarchical": (4, "leave out lanes or route"),

@@ -121,10 +121,14 @@ def test_compiled_and_plain_training_agree() -> None:
     recipe = Recipe(
         task="digits", options={"model": "mlp", "hidden": [16]}, steps=10, batch={"size": 16, "shards": 2}
     )
-    plain, compiled = (
-        run_ranks(run_strategy, 1, recipe.replace(runtime={"compile": on}), deadline=400)[0]
-        for on in (False, True)
-    )
+
+    def counted(cluster: Cluster, on: bool) -> tuple[Trajectory, int]:
+        found = run_strategy(cluster, recipe.replace(runtime={"compile": on}))
+        return found, int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+    plain, none = run_ranks(counted, 1, False, deadline=400)[0]
+    compiled, graphs = run_ranks(counted, 1, True, deadline=400)[0]
+    assert none == 0 < graphs  # it was compiled, not run as it is
     assert compiled.distance(plain) <= 1e-5
 
 

@@ -130,9 +130,13 @@ def test_a_path_with_brackets_is_shown_as_it_is() -> None:
 
 
 def test_closing_twice_is_closing_once() -> None:
-    progress = Progress(Console(file=io.StringIO(), force_terminal=True), 0, 1, 0)
+    out = io.StringIO()
+    progress = Progress(Console(file=out, force_terminal=True), 0, 1, 0)
     progress.close()
+    said = out.getvalue()
     progress.close()
+    assert "\x1b[?25h" in said  # the cursor is back
+    assert out.getvalue() == said
 
 
 @pytest.mark.parametrize(

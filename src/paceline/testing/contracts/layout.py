@@ -58,12 +58,21 @@ class LayoutContract(ABC):
             assert report.ok, (report.failure, report.diagnosis)
             assert report.steps == self.steps
 
-    def test_it_ends_where_the_oracle_ends(self) -> None:
-        recipe = self.recipe()
-        right = run_oracle(recipe, self.steps)
-        assert all(end.distance(right) <= 1e-5 for end in self.whole_ends(recipe))
+    @pytest.fixture(scope="class")
+    def plain(self) -> list[Trajectory]:
+        """Where every rank of the undisturbed run ends, whole; it is run once for all tests."""
 
-    def test_a_step_that_is_aborted_can_be_done_again(self) -> None:
+        def run(cluster: Cluster) -> Trajectory:
+            session = session_of(cluster, self.recipe())
+            return whole([stats.loss for stats in session.rounds()], session)
+
+        return run_ranks(run, self.num_ranks)
+
+    def test_it_ends_where_the_oracle_ends(self, plain: list[Trajectory]) -> None:
+        right = run_oracle(self.recipe(), self.steps)
+        assert all(end.distance(right) <= 1e-5 for end in plain)
+
+    def test_a_step_that_is_aborted_can_be_done_again(self, plain: list[Trajectory]) -> None:
         """In the backward pass of the fourth step, after one gradient, on every rank: the same bits."""
         recipe = self.recipe()
 
@@ -71,12 +80,11 @@ class LayoutContract(ABC):
             session = session_of(cluster, recipe)
             return whole(train_interrupted(session, at_run=3, after=1), session)
 
-        plain = self.whole_ends(recipe)
         for a, b in zip(plain, run_ranks(disturbed, self.num_ranks), strict=True):
             assert a.losses == b.losses
             assert a.distance(b) == 0.0
 
-    def test_a_snapshot_goes_on_to_the_same_bits(self) -> None:
+    def test_a_snapshot_goes_on_to_the_same_bits(self, plain: list[Trajectory]) -> None:
         recipe = self.recipe()
 
         def stopped(cluster: Cluster) -> Trajectory:
@@ -88,7 +96,7 @@ class LayoutContract(ABC):
             second.restore(kept, found.scalars())
             return whole(losses + [stats.loss for stats in second.rounds()], second)
 
-        for a, b in zip(self.whole_ends(recipe), run_ranks(stopped, self.num_ranks), strict=True):
+        for a, b in zip(plain, run_ranks(stopped, self.num_ranks), strict=True):
             assert a.losses == b.losses
             assert a.distance(b) == 0.0
 
@@ -116,15 +124,6 @@ class LayoutContract(ABC):
         for loss, items in run_ranks(score, self.num_ranks, recipe):
             assert items == right[1]
             assert abs(loss - right[0]) <= 1e-6 * right[0]
-
-    def whole_ends(self, recipe: Recipe) -> list[Trajectory]:
-        """Where every rank of a run ends, whole."""
-
-        def run(cluster: Cluster) -> Trajectory:
-            session = session_of(cluster, recipe)
-            return whole([stats.loss for stats in session.rounds()], session)
-
-        return run_ranks(run, self.num_ranks)
 
 
 def whole(losses: list[float], session: Session) -> Trajectory:

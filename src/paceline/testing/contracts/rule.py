@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC
 from typing import Any
 
+import pytest
 import torch
 
 from paceline.cluster import Cluster
@@ -44,12 +45,15 @@ class RuleContract(ABC):
         }
         return Recipe(**(settings | changes))
 
-    def run(self, recipe: Recipe) -> list[Trajectory]:
+    @pytest.fixture(scope="class")
+    def plain(self) -> list[Trajectory]:
+        """Where every rank of the plain run ends, run once for all tests; none where no two runs are alike."""
+
         def train(cluster: Cluster) -> Trajectory:
-            session = session_of(cluster, recipe)
+            session = session_of(cluster, self.recipe())
             return whole([stats.loss for stats in session.rounds()], session)
 
-        return run_ranks(train, self.num_ranks)
+        return run_ranks(train, self.num_ranks) if self.deterministic else []
 
     def test_it_learns_and_ends_at_the_last_step_with_all_ranks_equal(self) -> None:
         def train(cluster: Cluster) -> tuple[int, float, float, Trajectory]:
@@ -84,7 +88,7 @@ class RuleContract(ABC):
             step, loss, flat = rounds[0]
             assert all(other[:2] == (step, loss) and torch.equal(other[2], flat) for other in rounds)
 
-    def test_a_step_that_is_aborted_can_be_done_again(self) -> None:
+    def test_a_step_that_is_aborted_can_be_done_again(self, plain: list[Trajectory]) -> None:
         def disturbed(cluster: Cluster) -> Trajectory:
             session = session_of(cluster, self.recipe())
             return whole(train_interrupted(session, self.interrupts, 1), session)
@@ -92,11 +96,10 @@ class RuleContract(ABC):
         ends = run_ranks(disturbed, self.num_ranks)
         assert all(end.distance(ends[0]) == 0.0 for end in ends)
         if self.deterministic:
-            plain = self.run(self.recipe())
             assert ends[0].losses == plain[0].losses
             assert ends[0].distance(plain[0]) == 0.0
 
-    def test_a_snapshot_between_two_rounds_goes_on(self) -> None:
+    def test_a_snapshot_between_two_rounds_goes_on(self, plain: list[Trajectory]) -> None:
         def stopped(cluster: Cluster) -> Trajectory:
             first = session_of(cluster, self.recipe())
             losses = [stats.loss for _, stats in zip(range(1), first.rounds(), strict=False)]
@@ -108,6 +111,5 @@ class RuleContract(ABC):
 
         ends = run_ranks(stopped, self.num_ranks)
         if self.deterministic:
-            plain = self.run(self.recipe())
             assert ends[0].losses == plain[0].losses
             assert ends[0].distance(plain[0]) == 0.0

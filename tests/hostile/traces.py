@@ -13,7 +13,7 @@ _NAMESPACES = ("net", "mnt", "ipc")
 def things(folder: Path, server: int) -> dict[str, set[str]]:
     """All that a job may leave behind; `server` outlives it, and is to have let go of what it had for it."""
     own = os.getpid()
-    running = [path for path in Path("/proc").glob("[0-9]*") if int(path.name) != own]
+    running = [path for path in Path("/proc").glob("[0-9]*") if int(path.name) not in (own, server)]
     left = {path.name for path in (folder / "tmp").iterdir() if "inductor" not in path.name}
     return {
         "processes": {f"{path.name} {name_of(path)}" for path in running if name_of(path)},

@@ -47,7 +47,7 @@ class RuleContract(ABC):
 
     @pytest.fixture(scope="class")
     def plain(self) -> list[Trajectory]:
-        """Where every rank of the plain run ends, run once for all tests; none where no two runs are alike."""
+        """Where every rank of the plain run ends, run once for all tests; none where runs differ."""
 
         def train(cluster: Cluster) -> Trajectory:
             session = session_of(cluster, self.recipe())

@@ -90,7 +90,7 @@ def _require_summed(alike: _Alike, first: Held) -> None:
     Raises:
         StrategyError: a cut asks for a sum over an axis that no reduction sums over.
     """
-    axes, holders, _ = alike
+    axes, holders, *_ = alike
     known = {*DATA_AXES, "pipeline"} if holders else {*DATA_AXES}
     if {*axes} != known:
         raise StrategyError(

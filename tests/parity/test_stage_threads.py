@@ -18,7 +18,8 @@ from torch.utils.data import TensorDataset
 from paceline.cluster import Cluster
 from paceline.errors import PacelineError
 from paceline.layout.digest import state_sha256
-from paceline.layout.pipeline import Flight, Pipeline
+from paceline.layout.pipeline import Flight
+from paceline.layout.pipeline.passing import Passing
 from paceline.layout.pipeline.wire import ThreadWire
 from paceline.recipe import Recipe, Strategy
 from paceline.task import Loss, Task
@@ -71,9 +72,9 @@ def shake() -> None:
     """Threads take turns as often as Python lets them, and stages pause at random."""
     rng, plain = random.Random(5), ThreadWire.send
 
-    def send(self: ThreadWire, *args: Any) -> None:
+    def send(self: ThreadWire, *args: Any, **kwargs: Any) -> None:
         time.sleep(rng.choice([0.0, 0.0, 0.0, 1e-4, 5e-4]))
-        plain(self, *args)
+        plain(self, *args, **kwargs)
 
     ThreadWire.send = send
     sys.setswitchinterval(1e-6)
@@ -81,17 +82,17 @@ def shake() -> None:
 
 def update_inside_backward() -> None:
     """The trap: a layer is updated while another thread's backward still needs what it was."""
-    plain = Pipeline.backward
+    plain = Passing.backward
 
-    def backward(self: Pipeline, flight: Flight, *args: Any) -> Any:
+    def backward(self: Passing, flight: Flight, *args: Any) -> Any:
         found = plain(self, flight, *args)
-        if self.cut.is_last:
-            for p in self.stage.parameters():
+        if self._cut.is_last:
+            for p in self.chunks[0].parameters():
                 p.data.sub_(p.grad, alpha=RATE / BATCH)  # by `.data`, or autograd itself would refuse
                 p.grad = torch.zeros_like(p)
         return found
 
-    Pipeline.backward = backward
+    Passing.backward = backward
 
 
 @pytest.mark.timeout(800)

@@ -93,6 +93,11 @@ COMMANDS = (
         "lab clean", "lab:remove", "Remove what earlier labs have left: processes, control groups, files."
     ),
     Command(
+        "schedule show",
+        "schedule:show",
+        "Print the order in which the stages of a pipeline work, its bubble and what it keeps.",
+    ),
+    Command(
         "bench link",
         "bench:link",
         "Measure latency and bandwidth of every pair of ranks, and of the all-reduce of all (CPU, Gloo).",
@@ -107,6 +112,7 @@ GROUPS = {
     "recipe": "Look at recipes.",
     "lab": "A cluster on this machine: hosts, links and faults.",
     "bench": "Measure what planning needs.",
+    "schedule": "Look at the schedules of pipelines.",
 }
 
 

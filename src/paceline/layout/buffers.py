@@ -45,8 +45,9 @@ class MicroBatchBuffers:
 
     def end_micro_batch(self) -> None:
         """Note this micro-batch's change, and put the values before the step back."""
-        self._note()
         if self._places:
+            if self._reports:
+                self._changes.append(self.change_since(self._base))
             self._restore()
 
     def abort_step(self) -> None:
@@ -62,15 +63,19 @@ class MicroBatchBuffers:
         for (module, name), own in zip(self._places, self._lent, strict=True):
             module._buffers[name] = own.clone()
 
-    def take_back(self) -> None:
-        """Note what this micro-batch changed, and put the own buffers back."""
-        self._note()
+    def take_back(self, number: int) -> None:
+        """Note what micro-batch `number` of the step changed, and put the own buffers back.
+
+        Micro-batches come in order; one that passes through several parts of the model comes several times.
+        """
+        if self._places and self._reports:
+            change = self.change_since(self._base)
+            if number < len(self._changes):
+                self._changes[number] += change
+            else:
+                self._changes.append(change)
         for (module, name), own in zip(self._places, self._lent, strict=True):
             module._buffers[name] = own
-
-    def _note(self) -> None:
-        if self._places and self._reports:
-            self._changes.append(self.change_since(self._base))
 
     @property
     def change(self) -> Tensor:

@@ -11,7 +11,7 @@ Hooks of the user's on a parameter see the gradient of one micro-batch, whoever 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -54,10 +54,14 @@ class HandingOn:
             p.grad = None
         self.used, self.norms, self._sums = set(), {}, {}
 
-    def open(self, sink: GradientSink | None) -> None:
-        """What becomes complete from now on goes to the sink; None: gradients only add up."""
+    def open(self, sink: GradientSink | None, slots: Sequence[Slot] | None = None) -> None:
+        """What becomes complete from now on goes to the sink; None: gradients only add up.
+
+        Args:
+            slots: what a backward reaches, in the model's order; everything if None.
+        """
         self._sink = sink
-        self._pending = dict.fromkeys(self._parameters)
+        self._pending = dict.fromkeys(self._parameters if slots is None else slots)
 
     def close(self) -> None:
         """Backward has ended: hand on the rest."""

@@ -9,7 +9,7 @@ transforms has a name.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from paceline.mesh import DATA_AXES
@@ -29,6 +29,7 @@ class Held:
         counts: whether this rank counts what it updates in the norm of the whole.
         kept: whether the rank keeps in memory what it computes with; else its own part only.
         frees: whether it keeps no gradient of what it computes with, but of its own part.
+        chunk: which of its stage's chunks of the model uses it.
     """
 
     computes: Slot
@@ -39,6 +40,7 @@ class Held:
     counts: bool = True
     kept: bool = True
     frees: bool = False
+    chunk: int = 0
 
     @classmethod
     def whole(cls, slot: Slot) -> Held:
@@ -97,10 +99,12 @@ class Stages:
 
     Args:
         holders: by name, the stages that use a tensor, ascending.
+        homes: by name, which chunk of this rank's stage uses a tensor; 0 where none is named.
     Source: Huang et al. 2019, GPipe, arXiv:1811.06965, section 2.1.
     """
 
     holders: Mapping[str, tuple[int, ...]]
+    homes: Mapping[str, int] = field(default_factory=dict)
     axis = "pipeline"
 
     def cut(self, held: Held, coordinate: int) -> Held | None:
@@ -115,6 +119,7 @@ class Stages:
             parts=tuple(part.on(self.axis) if part else None for part in held.parts),
             sums=(self.axis, *held.sums) if shared else held.sums,
             holders=shared,
+            chunk=self.homes.get(held.computes.name, 0),
             counts=held.counts and coordinate == stages[0],
         )
 

@@ -71,7 +71,9 @@ def _options(strategy: Strategy, field: str, processes: int) -> list[Any]:
         words = (spec for spec in known(SyncSpec).values() if spec.is_built)
         values = [spec.example for spec in words if spec.needs_server == strategy.servers][:3]
     elif field == "schedule":
-        values = [spec.word for spec in known(ScheduleSpec).values() if spec.is_built]
+        values = [
+            spec.example for spec in known(ScheduleSpec).values() if spec.is_built and spec.word != "file"
+        ]
     else:
         values = [default]
     return [value for value in values if value != now]

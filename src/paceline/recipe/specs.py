@@ -170,7 +170,7 @@ class RouteSpec(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleSpec(Spec):
-    """The order of forwards and backwards of a stage. `build(num_stages, num_micro_batches) -> Schedule`."""
+    """The order in which stages work. `build(num_stages, num_micro_batches[, argument]) -> Table`."""
 
     choice = "schedule"
 

@@ -26,6 +26,7 @@ from paceline.recipe.specs import (
 )
 from paceline.recipe.strict import Table
 from paceline.recipe.terms import read_terms
+from paceline.schedule import as_word
 
 
 def _check_word(text: str, kind: type[Spec]) -> str:
@@ -56,7 +57,7 @@ def _check_route(text: str) -> str:
 
 
 def _check_schedule(text: str) -> str:
-    return _check_word(text, ScheduleSpec)
+    return _check_word(as_word(text), ScheduleSpec)
 
 
 def _check_cut(text: str) -> str:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from paceline.recipe.layout_words import LAYOUTS, SCHEDULES
 from paceline.recipe.specs import (
-    Argument,
-    LayoutSpec,
     Refusal,
-    ScheduleSpec,
     Spec,
     SyncSpec,
 )
@@ -16,10 +14,6 @@ from paceline.recipe.wire_words import CODECS, ROUTES, integer
 
 if TYPE_CHECKING:
     from paceline.recipe.strategy import Strategy
-
-
-def _anything(example: str) -> Argument:
-    return Argument(example, "an argument", lambda text: bool(text) and not any(c.isspace() for c in text))
 
 
 def _argument(strategy: Strategy) -> int:
@@ -114,61 +108,6 @@ SYNCS = (
         ),
     ),
     SyncSpec(word="federated", argument=integer(1, "10")),
-)
-
-SCHEDULES = (
-    ScheduleSpec(
-        word="gpipe",
-        summary="all forwards, then all backwards",
-        build="paceline.layout.pipeline:gpipe",
-        with_terms="pipeline=2",
-    ),
-    ScheduleSpec(
-        word="1f1b",
-        summary="forwards and backwards in turn",
-        build="paceline.layout.pipeline:one_f_one_b",
-        with_terms="pipeline=2",
-    ),
-    ScheduleSpec(word="interleaved", argument=_anything("2"), with_terms="pipeline=2"),
-    ScheduleSpec(word="zero-bubble", with_terms="pipeline=2"),
-)
-
-LAYOUTS = (
-    LayoutSpec(
-        word="pipeline",
-        summary="consecutive layers on consecutive ranks",
-        build="paceline.training.cuts:cut_into_stages",
-        order=10,
-        applies=lambda s: s.stage_ranks > 1,
-    ),
-    LayoutSpec(
-        word="tensor",
-        summary="large layers split, by a plan",
-        build="paceline.training.cuts:cut_tensors",
-        order=20,
-        applies=lambda s: s.tensor > 1,
-    ),
-    LayoutSpec(
-        word="zero-1",
-        summary="optimizer state cut among the shard ranks",
-        build="paceline.training.cuts:cut_updates",
-        order=30,
-        applies=lambda s: s.shard > 1 and s.zero == 1,
-    ),
-    LayoutSpec(
-        word="zero-2",
-        summary="optimizer state and gradients cut among the shard ranks",
-        build="paceline.training.cuts:cut_gradients",
-        order=30,
-        applies=lambda s: s.shard > 1 and s.zero == 2,
-    ),
-    LayoutSpec(
-        word="zero-3",
-        summary="all state cut among the shard ranks, gathered for its use",
-        build="paceline.training.cuts:cut_everything",
-        order=30,
-        applies=lambda s: s.shard > 1 and s.zero == 3,
-    ),
 )
 
 WORDS: tuple[Spec, ...] = (*SYNCS, *CODECS, *ROUTES, *SCHEDULES, *LAYOUTS)

@@ -23,9 +23,10 @@ from torch import Tensor
 from paceline.comm import Gradients, Net, Tally
 from paceline.data import Feed, LoadedBatch
 from paceline.layout import Placed, Sums
-from paceline.layout.pipeline import Flight, Pipeline, one_f_one_b, validate
+from paceline.layout.pipeline import Flight, Pipeline
 from paceline.mesh import Group
 from paceline.observe import Phases, Stats
+from paceline.schedule import Action, one_f_one_b, prove
 from paceline.state import TrainState
 from paceline.sync.every_step import gradient_scale
 from paceline.sync.rule import step_stats
@@ -121,11 +122,11 @@ class PipeDream:
         """Fill the pipeline, keep it full, and run it empty."""
         cut = self._stage.cut
         schedule = one_f_one_b(cut.num_stages, end - first)
-        validate(schedule, end - first)
+        prove(schedule, end - first)
         sums, update = Sums(self._stage.metric_names), Update(0.0, 0.0, applied=False)
         self.versions = []
         with feed.from_step(first) as stream:
-            for action in schedule[cut.stage]:
+            for action in schedule.orders[cut.stage]:
                 step = self._net.step = update_step.state.step = first + action.micro_batch
                 if action.kind == "F":
                     micro_batches = [next(stream) for _ in range(feed.work.num_micro_batches(step))]
@@ -140,10 +141,14 @@ class PipeDream:
         """Run a step forward with the weights as they are now, and keep those."""
         stage, own = self._stage, Sums(self._stage.metric_names)
         weights = {
-            n: p.detach().clone().requires_grad_(p.requires_grad) for n, p in stage.stage.named_parameters()
+            n: p.detach().clone().requires_grad_(p.requires_grad)
+            for n, p in stage.passing.chunks[0].named_parameters()
         }
         stage.begin_step()
-        flights = [stage.forward(micro_batch, own, scale, weights) for micro_batch in micro_batches]
+        flights = [
+            stage.passing.forward(Action("F", number), micro_batch, own, scale, weights)
+            for number, micro_batch in enumerate(micro_batches)
+        ]
         stage.buffers.end_step(stage.buffers.change, len(flights))
         sums.extend(own)
         return InFlight(version, weights, flights, own.read()[1], scale)
@@ -153,7 +158,7 @@ class PipeDream:
         stage, total, count = self._stage, dict[str, Tensor](), flown.count
         names = [name for name, w in flown.weights.items() if w.requires_grad]
         for flight in reversed(flown.micro_batches):
-            grads, told = stage.backward(flight, flown.weights, note=flown.count)
+            grads, told = stage.passing.backward(flight, flown.weights, note=flown.count)
             count = flown.count if stage.cut.is_last else told
             for name, g in zip(names, grads, strict=True):
                 if g is not None:
@@ -165,7 +170,9 @@ class PipeDream:
 
     def _gradients(self, total: Mapping[str, Tensor], scale: float) -> Gradients:
         """By what this stage updates."""
-        own = {p: total[name] for name, p in self._stage.stage.named_parameters() if name in total}
+        own = {
+            p: total[name] for name, p in self._stage.passing.chunks[0].named_parameters() if name in total
+        }
         grads = {slot: own.get(p) for slot, p in self._stage.holding.updates.items()}
         flats = [g for g in grads.values() if g is not None]
         return Gradients(grads, flats, torch._foreach_norm(flats) if flats else [], scale)

@@ -15,13 +15,15 @@ from paceline.layout.tensor import apply_plan, dims_of, plan_of
 from paceline.slot import trained_parameters
 from paceline.training.arrange import Material, Setting
 from paceline.training.layouts import Cutting, outermost_dims
+from paceline.training.schedules import proven_table
 
 
 def cut_into_stages(setting: Setting, material: Material) -> Cutting:
     """Consecutive layers on consecutive ranks.
 
     Raises:
-        StrategyError: the model is compiled whole, has too few layers, or shares a weight too often.
+        StrategyError: the model is compiled whole, has too few layers, or shares a weight too often; or the
+            schedule cannot run.
         TaskError: it is no chain.
     """
     if setting.recipe.runtime.compile:
@@ -30,10 +32,11 @@ def cut_into_stages(setting: Setting, material: Material) -> Cutting:
             next_step="set runtime.compile = false, or choose a strategy without pipeline",
         )
     stages = setting.mesh.axes["pipeline"]
-    cut = cut_model(material.task, material.model, stages.size, stages.rank)
+    chunks = proven_table(setting.recipe, setting.shards).chunks
+    cut = cut_model(material.task, material.model, stages.size, stages.rank, chunks)
     if setting.recipe.is_ordered:
         _require_one_addition(material, cut)
-    return Cutting(Stages(cut.holders), stage=cut)
+    return Cutting(Stages(cut.holders, cut.homes), stage=cut)
 
 
 def _require_one_addition(material: Material, cut: Cut) -> None:

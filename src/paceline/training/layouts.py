@@ -19,6 +19,7 @@ from paceline.layout.pipeline import Cut, StageThreads, StageWire
 from paceline.layout.placement import Placement, Transform
 from paceline.slot import trained_parameters
 from paceline.training.arrange import Material, Setting
+from paceline.training.schedules import schedule_of
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def _run(setting: Setting, material: Material, holding: Holding, stage: Cut | No
     strategy = setting.recipe.strategy
     shared: dict[str, Any] = {"precision": setting.precision, "phases": setting.phases}
     alone = {"overlap": setting.mesh.data.size > 1, "reports": setting.reports}
-    schedule, names = strategy.order.load(), material.metric_names
+    schedule, names = schedule_of(strategy), material.metric_names
     if stage is not None:
         wire = StageWire(setting.mesh.axes["pipeline"], setting.net, material.device)
         return setting.pieces.stage(

@@ -33,8 +33,9 @@ from paceline.slot import Slot
 from paceline.sync.update import Norm
 from paceline.training.arrange import Setting
 
-_Alike = tuple[tuple[str, ...], tuple[int, ...], tuple[str, ...]]
-"""What slots that are reduced together agree in: axes of the sum, holders, and axes that cut them.
+_Alike = tuple[tuple[str, ...], tuple[int, ...], tuple[str, ...], int]
+"""What slots that are reduced together agree in: axes of the sum, holders, axes that cut them, and the chunk
+of a stage where gradients leave with every micro-batch, since chunks end a micro-batch one after another.
 
 All of it is equal on ranks that hold the same, so that a tensor lies in the same bucket on all of them.
 """
@@ -43,8 +44,10 @@ All of it is equal on ranks that hold the same, so that a tensor lies in the sam
 def build_reduction(setting: Setting, holding: Holding) -> Reduction:
     """The reduction of all gradients of this rank; collective."""
     together: dict[_Alike, list[Held]] = {}
+    leaves_often = _leaves_often(setting, holding)
     for held in holding.held.values():
-        alike = held.sums, held.holders, tuple(sorted(held.computes.axes))
+        chunk = held.chunk if leaves_often else 0
+        alike = held.sums, held.holders, tuple(sorted(held.computes.axes)), chunk
         together.setdefault(alike, []).append(held)
     sums = _sums(setting)
     built: list[tuple[list[Held], Reduction]] = []
@@ -87,7 +90,7 @@ def _require_summed(alike: _Alike, first: Held) -> None:
     Raises:
         StrategyError: a cut asks for a sum over an axis that no reduction sums over.
     """
-    axes, holders, _ = alike
+    axes, holders, *_ = alike
     known = {*DATA_AXES, "pipeline"} if holders else {*DATA_AXES}
     if {*axes} != known:
         raise StrategyError(

@@ -41,19 +41,19 @@ class Meeting:
         self.inner, self._tensors, self._holders, self._net = inner, tensors, holders, net
         self.by_micro_batch = by_micro_batch or inner.by_micro_batch
         self._place = range(0)
-        self._micro_batches: list[range] = []
+        self._micro_batches: set[range] = set()
         self._held: dict[tuple[Slot, range], Tensor] = {}
 
     def begin(self) -> None:
         """See `Reduction`."""
-        self._place, self._micro_batches, self._held = range(0), [], {}
+        self._place, self._micro_batches, self._held = range(0), set(), {}
         self.inner.begin()
 
     def micro_batch(self, shards: range, is_last: bool) -> None:
         """See `Reduction`."""
         if self.inner.by_micro_batch:
             self._place = shards
-            self._micro_batches.append(shards)
+            self._micro_batches.add(shards)
 
     def ready(self, slot: Slot, grad: Tensor | None) -> None:
         """Keep it, or add it to what there is."""
@@ -63,7 +63,9 @@ class Meeting:
 
     def close(self) -> None:
         """Let the parts meet, and hand on their sums."""
-        places = self._micro_batches if self.inner.by_micro_batch else [range(0)]
+        # chunks of a stage announce a micro-batch each; all holders let them meet in one order
+        places = sorted(self._micro_batches, key=lambda place: place.start)
+        places = places if self.inner.by_micro_batch else [range(0)]
         for place in places:
             if self.inner.by_micro_batch:
                 self.inner.micro_batch(place, place == places[-1])

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from paceline.layout.pipeline.halves import Halves
+from paceline.schedule import Action
+
 Weights = Mapping[str, Tensor]
 
 
@@ -20,12 +23,32 @@ class Flight:
         key: seeds what is random in it.
         inputs: the tensors that came in and can have a gradient.
         outputs: those that went out; the scaled loss on the last stage.
+        action: its forward.
     """
 
     shard: int
     key: int
     inputs: Sequence[Tensor]
     outputs: Sequence[Tensor]
+    action: Action
+    halves: Halves | None = None
+
+    def first_half(self, arrived: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
+        """Gradients of every input; those of the weights are put off.
+
+        Args:
+            arrived: gradients of the outputs.
+        """
+        pairs = [(x, g) for x, g in zip(self.outputs, arrived, strict=True) if x.requires_grad]
+        self.halves = Halves([x for x, _ in pairs], self.inputs, weights)
+        back = self.halves.of_inputs([g for _, g in pairs])
+        return [torch.zeros_like(x) if g is None else g for x, g in zip(self.inputs, back, strict=True)]
+
+    def second_half(self) -> None:
+        """Add the gradients that were put off to `.grad` of the weights."""
+        assert self.halves is not None
+        for weight, g in self.halves.of_weights().items():
+            weight.grad = g if weight.grad is None else weight.grad.add_(g)
 
     def gradients(
         self, arrived: Sequence[Tensor], weights: Weights | None

@@ -20,14 +20,29 @@ class Cut:
     Args:
         stage: its index.
         num_stages: how many there are.
-        links: the modules that it runs, in order.
+        chunks: the modules that it runs, in order, by chunk of the model.
         holders: by name of every trained parameter, the stages that use it, ascending.
+        homes: by name of those that this stage uses, in which of its chunks.
     """
 
     stage: int
     num_stages: int
-    links: Sequence[nn.Module]
+    chunks: Sequence[Sequence[nn.Module]]
     holders: Mapping[str, tuple[int, ...]]
+    homes: Mapping[str, int]
+
+    @property
+    def links(self) -> list[nn.Module]:
+        """All modules that it runs."""
+        return [link for chunk in self.chunks for link in chunk]
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.chunks)
+
+    def chunk_of(self, name: str) -> int:
+        """The chunk that uses a parameter of this stage."""
+        return self.homes[name]
 
     @property
     def shared(self) -> list[str]:
@@ -43,23 +58,34 @@ class Cut:
         return self.stage == self.num_stages - 1
 
 
-def cut_model(task: Task, model: nn.Module, num_stages: int, stage: int) -> Cut:
-    """The links of one stage; stages have about equal numbers of parameters.
+def cut_model(task: Task, model: nn.Module, num_stages: int, stage: int, num_chunks: int = 1) -> Cut:
+    """The links of one stage; all chunks have about equal numbers of parameters.
 
     Raises:
         TaskError: the model is no chain, or its links are not the model.
-        StrategyError: fewer links than stages.
+        StrategyError: fewer links than chunks, or two chunks of a stage share a weight.
     """
     links = chain_of(task, model)
     check_chain(task, model, links)
     weights = [sum(p.numel() for p in link.parameters()) for link in links]
-    places = cut_evenly(weights, num_stages)
+    places = cut_evenly(weights, num_stages * num_chunks)
     used = [{p for i in place for p in links[i].parameters()} for place in places]
+    own = range(stage, len(places), num_stages)
+    trained = trained_parameters(model)
     holders = {
-        slot.name: tuple(k for k in range(num_stages) if p in used[k])
-        for slot, p in trained_parameters(model).items()
+        slot.name: tuple(sorted({k % num_stages for k in range(len(places)) if p in used[k]}))
+        for slot, p in trained.items()
     }
-    return Cut(stage, num_stages, [links[i] for i in places[stage]], holders)
+    homes: dict[str, int] = {}
+    for chunk, place in enumerate(own):
+        for name in (slot.name for slot, p in trained.items() if p in used[place]):
+            if name in homes:
+                raise StrategyError(
+                    f"two chunks of stage {stage} share '{name}', and their gradients leave apart",
+                    next_step="choose schedule=1f1b, or another number of stages",
+                )
+            homes[name] = chunk
+    return Cut(stage, num_stages, [[links[i] for i in places[k]] for k in own], holders, homes)
 
 
 def cut_evenly(weights: Sequence[int], num_parts: int) -> list[range]:
@@ -71,8 +97,8 @@ def cut_evenly(weights: Sequence[int], num_parts: int) -> list[range]:
     heavy = sum(w > 0 for w in weights)
     if num_parts > heavy:
         raise StrategyError(
-            f"pipeline={num_parts}: the model is a chain of {heavy} modules with parameters",
-            next_step=f"use at most {heavy} stages",
+            f"{num_parts} stages, or chunks of them: the model is a chain of {heavy} modules with parameters",
+            next_step=f"use at most {heavy} in all: pipeline, times the chunks of schedule=interleaved:V",
         )
     sums = [sum(weights[:k]) for k in range(len(weights) + 1)]
     best = {0: (0, 0, list[range]())}  # by end: heaviest part, sum of squares, parts

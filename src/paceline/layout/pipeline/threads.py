@@ -21,7 +21,6 @@ from paceline.comm.reduction import TreeReducer, cover
 from paceline.data import LoadedBatch
 from paceline.layout.holding import Holding, hold_whole
 from paceline.layout.pipeline.placed import Pipeline
-from paceline.layout.pipeline.schedule import MakeSchedule
 from paceline.layout.pipeline.stage import Cut, cut_model
 from paceline.layout.pipeline.wire import ThreadWire, thread_wires
 from paceline.layout.precision import Precision
@@ -29,6 +28,7 @@ from paceline.layout.replicate import Replicate
 from paceline.layout.sums import MetricNames, Sums
 from paceline.layout.threads import LedByFirst, NobodyDraws, Threads, around_the_same_parameters
 from paceline.observe import Phases
+from paceline.schedule import MakeTable
 from paceline.slot import Slot
 from paceline.task import Task
 
@@ -56,7 +56,7 @@ class StageThreads(LedByFirst):
         *,
         precision: Precision,
         phases: Phases,
-        schedule: MakeSchedule,
+        schedule: MakeTable,
         num_stages: int,
         deadline_seconds: float,
     ) -> None:

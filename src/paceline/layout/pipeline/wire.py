@@ -1,12 +1,13 @@
 """What neighbouring stages send each other: tensors of any shape and dtype, and a number.
 
-Invariant: messages between two stages arrive in the order in which they were sent. Each attempt has a tag, so
-what it left on the way is never taken for something new.
+Invariant: messages between two stages arrive in order, and each is found by its key; an aborted run uses
+other tags, so what it left on the way is never taken for something new.
 """
 
 from __future__ import annotations
 
 import queue
+from collections import deque
 from collections.abc import Sequence
 from math import prod
 from typing import Protocol
@@ -18,6 +19,7 @@ from paceline.comm import Handle, Net
 from paceline.errors import CommunicationError, DeadlineError
 from paceline.mesh import Group
 
+Message = tuple[list[Tensor], float]
 _HEAD = 64  # whole numbers; a description that is longer goes on in a second message
 _DTYPES = tuple(sorted({x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str))
 
@@ -25,11 +27,15 @@ _DTYPES = tuple(sorted({x for x in vars(torch).values() if isinstance(x, torch.d
 class Neighbours(Protocol):
     """The stages before and after this one."""
 
-    def send(self, to: int, tensors: Sequence[Tensor], note: float = 0.0) -> None:
-        """Start sending; `flush` waits. The tensors must not change until then."""
+    def send(self, to: int, tensors: Sequence[Tensor], note: float = 0.0, *, key: int = 0) -> None:
+        """Start sending; `flush` waits. The tensors must not change until then.
 
-    def receive(self, source: int) -> tuple[list[Tensor], float]:
-        """Wait for the next message of a neighbour: tensors and a number.
+        Args:
+            key: says what it is for; messages of one key arrive in order.
+        """
+
+    def receive(self, source: int, *, key: int = 0) -> tuple[list[Tensor], float]:
+        """Wait for the next message of a neighbour under this key: tensors and a number. Others are kept.
 
         Raises:
             CommunicationError: it is gone; DeadlineError: it says nothing.
@@ -53,21 +59,29 @@ class StageWire:
         self._under_way: list[Handle] = []
         self._abandoned: list[Handle] = []
         self._attempt = 0
+        self._early: dict[tuple[int, int], deque[Message]] = {}
 
-    def send(self, to: int, tensors: Sequence[Tensor], note: float = 0.0) -> None:
+    def send(self, to: int, tensors: Sequence[Tensor], note: float = 0.0, *, key: int = 0) -> None:
         """See `Neighbours`."""
-        words = _describe(tensors, note)
+        words = _describe(tensors, note, key)
         words += [0] * (_HEAD - len(words))
         parts = [torch.tensor(words[:_HEAD]), torch.tensor(words[_HEAD:])]
         for x in (*(part.to(self._device) for part in parts), *map(_as_bytes, tensors)):
             if x.numel():
                 self._under_way.append(self._net.send(x, self._group, to, self._attempt))
 
-    def receive(self, source: int) -> tuple[list[Tensor], float]:
+    def receive(self, source: int, *, key: int = 0) -> Message:
         """See `Neighbours`."""
+        while not self._early.get((source, key)):
+            found, of = self._next(source)
+            self._early.setdefault((source, of), deque()).append(found)
+        return self._early[source, key].popleft()
+
+    def _next(self, source: int) -> tuple[Message, int]:
+        """The next message of a neighbour, and its key."""
         words: list[int] = self._take(_HEAD, torch.int64, source).tolist()
         words += self._take(max(0, words[0] - _HEAD), torch.int64, source).tolist()
-        num_tensors, note, place = words[1], torch.tensor(words[2]).view(torch.float64), 3
+        num_tensors, note, key, place = words[1], torch.tensor(words[2]).view(torch.float64), words[3], 4
         found = []
         for _ in range(num_tensors):
             dtype, dims = _DTYPES[words[place]], words[place + 1]
@@ -75,7 +89,7 @@ class StageWire:
             place += 2 + dims
             data = self._take(prod(shape) * dtype.itemsize, torch.uint8, source)
             found.append(data.view(dtype).view(shape))
-        return found, float(note)
+        return (found, float(note)), key
 
     def _take(self, size: int, dtype: torch.dtype, source: int) -> Tensor:
         x = torch.empty(size, dtype=dtype, device=self._device)
@@ -89,7 +103,7 @@ class StageWire:
     def abort(self) -> None:
         """Forget what is on the way; its memory stays, since the backend may still read it."""
         self._abandoned += self._under_way
-        self._under_way = []
+        self._under_way, self._early = [], {}
         self._attempt += 1
 
 
@@ -107,13 +121,13 @@ class ThreadWire:
         self._stage, self._boxes, self._left = stage, boxes, left
         self._deadline_seconds = deadline_seconds
 
-    def send(self, to: int, tensors: Sequence[Tensor], note: float = 0.0) -> None:
-        """See `Neighbours`."""
+    def send(self, to: int, tensors: Sequence[Tensor], note: float = 0.0, *, key: int = 0) -> None:
+        """See `Neighbours`; what is sent one way is asked for in that order."""
         if to in self._left:
             raise self._gone(to)
         self._boxes[self._stage, to].put(([x.detach().clone() for x in tensors], note))
 
-    def receive(self, source: int) -> tuple[list[Tensor], float]:
+    def receive(self, source: int, *, key: int = 0) -> Message:
         """See `Neighbours`."""
         try:
             found = self._boxes[source, self._stage].get(timeout=self._deadline_seconds)
@@ -148,7 +162,6 @@ class ThreadWire:
         return CommunicationError(f"stage {stage} has ended", where=f"stage {self._stage}")
 
 
-Message = tuple[list[Tensor], float]
 Boxes = dict[tuple[int, int], "queue.SimpleQueue[Message | None]"]
 
 
@@ -160,13 +173,14 @@ def thread_wires(num_stages: int, deadline_seconds: float) -> list[ThreadWire]:
     return [ThreadWire(stage, boxes, left, deadline_seconds) for stage in range(num_stages)]
 
 
-def _describe(tensors: Sequence[Tensor], note: float) -> list[int]:
-    """How many numbers follow, how many tensors, the note; then dtype, dimensions and sizes of each."""
+def _describe(tensors: Sequence[Tensor], note: float, key: int) -> list[int]:
+    """How many numbers follow, how many tensors, note and key; then dtype, dimensions and sizes of each."""
     rows = [x for t in tensors for x in (_DTYPES.index(t.dtype), t.dim(), *t.shape)]
     return [
-        3 + len(rows),
+        4 + len(rows),
         len(tensors),
         int(torch.tensor(note, dtype=torch.float64).view(torch.int64)),
+        key,
         *rows,
     ]
 

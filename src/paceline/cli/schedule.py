@@ -1,0 +1,47 @@
+"""`paceline schedule`: look at the order in which the stages of a pipeline work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paceline.cli.console import output
+from paceline.recipe import Strategy
+from paceline.recipe.specs import ScheduleSpec, find
+from paceline.schedule import facts, prove, svg, text_lines, write_rows
+
+_Stages = Annotated[int, typer.Option("--stages", min=1, help="Stages of the pipeline, one on each rank.")]
+_Micro = Annotated[int, typer.Option("--micro", min=1, help="Micro-batches of a step on each rank.")]
+_Svg = Annotated[Path | None, typer.Option("--svg", help="Write a picture to this file.")]
+_Csv = Annotated[Path | None, typer.Option("--csv", help="Write its rows, which schedule=FILE.csv reads.")]
+
+
+def show(
+    name: Annotated[str, typer.Argument(help="gpipe, 1f1b, interleaved:V, zero-bubble or FILE.csv.")],
+    stages: _Stages = 4,
+    micro: _Micro = 8,
+    picture: _Svg = None,
+    rows: _Csv = None,
+) -> None:
+    """Prove a schedule, and print it with its bubble and the micro-batches that each stage has in flight.
+
+    A forward counts 1, a backward 2, each half of a split one 1; F is a forward, B a backward, W the
+    gradients of weights that a B has put off. Letters behind a number are chunks after the first.
+    """
+    from paceline.training.schedules import schedule_of
+
+    strategy = Strategy(pipeline=stages, schedule=name)
+    spec = find(ScheduleSpec, strategy.schedule.partition(":")[0])
+    table = schedule_of(strategy)(stages, micro)
+    proof = prove(table, micro)
+    console = output()
+    title = f"{name}: {stages} stages, {micro} micro-batches"
+    summary = spec.summary if spec is not None else ""
+    for line in (f"{title} ({summary})", *text_lines(proof), *facts(proof)):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    if picture is not None:
+        picture.write_text(svg(proof, title), encoding="utf-8")
+    if rows is not None:
+        write_rows(proof, rows)

@@ -1,0 +1,120 @@
+"""The backward of one micro-batch in two halves: gradients of what came in, and later those of the weights.
+
+No hooks: the first half asks autograd for the gradients of the inputs, and for those at the operations that
+weights go into; the second half starts at these operations and reaches the weights alone. A weight that goes
+into several operations is done in the first half, since a path from one of them leads through another.
+Source: Qi et al. 2023, Zero Bubble Pipeline Parallelism, arXiv:2401.10241, section 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+Grads = Mapping[Tensor, Tensor]
+
+
+class Halves:
+    """One backward.
+
+    Args:
+        outputs: what came out and takes a gradient.
+        inputs: what came in, leaves of autograd.
+        weights: trained, leaves of autograd.
+    """
+
+    def __init__(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], weights: Sequence[Tensor]
+    ) -> None:
+        self._outputs, self._inputs = outputs, inputs
+        graph = _Graph(outputs)
+        leads_to_inputs = graph.above([get_gradient_edge(x).node for x in inputs])
+        self._at_once: list[Tensor] = []
+        self._later: dict[Node, list[Tensor]] = {}
+        for weight in weights:
+            entries = graph.entries(get_gradient_edge(weight).node, leads_to_inputs)
+            if len(entries) == 1:
+                self._later.setdefault(entries.pop(), []).append(weight)
+            elif entries:
+                self._at_once.append(weight)
+        self._edges = {node: graph.edges(node) for node in self._later}
+        self._at: dict[GradientEdge, Tensor | None] = {}
+        self._found: dict[Tensor, Tensor] = {}
+
+    def of_inputs(self, grads: Sequence[Tensor]) -> list[Tensor | None]:
+        """The first half; None where an input has no gradient.
+
+        Args:
+            grads: of the outputs.
+        """
+        edges = [edge for found in self._edges.values() for edge in found]
+        wanted: Any = [*self._inputs, *self._at_once, *edges]
+        if not wanted:
+            return []
+        found = torch.autograd.grad(self._outputs, wanted, grads, retain_graph=True, allow_unused=True)
+        num_inputs, num_both = len(self._inputs), len(self._inputs) + len(self._at_once)
+        at_once = zip(self._at_once, found[num_inputs:num_both], strict=True)
+        self._found = {weight: g for weight, g in at_once if g is not None}
+        self._at = dict(zip(edges, found[num_both:], strict=True))
+        return list(found[:num_inputs])
+
+    def of_weights(self) -> Grads:
+        """The second half."""
+        found = dict(self._found)
+        for node, weights in self._later.items():
+            pairs = [(edge, g) for edge in self._edges[node] if (g := self._at[edge]) is not None]
+            if pairs:
+                at, grads = [edge for edge, _ in pairs], [g for _, g in pairs]
+                own = torch.autograd.grad(at, weights, grads, retain_graph=True, allow_unused=True)
+                found |= {weight: g for weight, g in zip(weights, own, strict=True) if g is not None}
+        return found
+
+
+class _Graph:
+    """What autograd has recorded between some outputs and the leaves."""
+
+    def __init__(self, outputs: Sequence[Tensor]) -> None:
+        roots = [get_gradient_edge(x) for x in outputs]
+        self._roots = {edge.node for edge in roots}
+        self._numbers: dict[Node, set[int]] = {}
+        self._above: dict[Node, set[Node]] = {}
+        for edge in roots:
+            self._numbers.setdefault(edge.node, set()).add(edge.output_nr)
+        waiting, seen = [*self._roots], {*self._roots}
+        while waiting:
+            node = waiting.pop()
+            for below, number in node.next_functions:
+                if below is not None:
+                    self._numbers.setdefault(below, set()).add(number)
+                    self._above.setdefault(below, set()).add(node)
+                    if below not in seen:
+                        seen.add(below)
+                        waiting.append(below)
+
+    def above(self, nodes: Sequence[Node]) -> set[Node]:
+        """All from which one of these is reached."""
+        found: set[Node] = set()
+        waiting = [*nodes]
+        while waiting:
+            new = self._above.get(waiting.pop(), set()) - found
+            found |= new
+            waiting += new
+        return found
+
+    def entries(self, leaf: Node, leads_to_inputs: set[Node]) -> set[Node]:
+        """Operations on the way to the inputs that a weight goes into; without one, the outputs' own."""
+        found: set[Node] = set()
+        waiting, seen = [leaf], {leaf}
+        while waiting:
+            for node in self._above.get(waiting.pop(), set()) - seen:
+                seen.add(node)
+                (found.add if node in leads_to_inputs or node in self._roots else waiting.append)(node)
+        return found
+
+    def edges(self, node: Node) -> list[GradientEdge]:
+        """Where gradients come into an operation."""
+        return [GradientEdge(node, number) for number in sorted(self._numbers[node])]

@@ -1,0 +1,212 @@
+"""A micro-batch passes through one chunk of a model: forward, backward, and what neighbours send each other.
+
+Random numbers follow from the micro-batch's key and the module's name, so they do not depend on the cut; what
+is drawn from PyTorch's own stream goes on from chunk to chunk, since one that draws tells the next where its
+generator stands. Messages are found by what they are for, in whatever order they come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.data import LoadedBatch
+from paceline.layout.buffers import MicroBatchBuffers
+from paceline.layout.holding import Holding
+from paceline.layout.pipeline.chain import Enter, Stage, as_tuple
+from paceline.layout.pipeline.flight import Flight, Weights
+from paceline.layout.pipeline.stage import Cut
+from paceline.layout.pipeline.view import Answers, Call, asked
+from paceline.layout.pipeline.wire import Neighbours
+from paceline.layout.precision import Precision
+from paceline.layout.seed import seed_micro_batch
+from paceline.layout.sums import Sums, checked, explained
+from paceline.models.dropout import name_dropouts
+from paceline.observe import Phases
+from paceline.schedule import Action, after, before
+from paceline.task import Task
+
+
+class Passing:
+    """The chunks of one rank.
+
+    Args:
+        task: its loss; the first chunk finds out from it what the model is called with.
+        holding, cut, wire, precision, phases: see `Pipeline`.
+        seeds, reports: see `Pipeline`.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        holding: Holding,
+        cut: Cut,
+        wire: Neighbours,
+        precision: Precision,
+        phases: Phases,
+        *,
+        seeds: bool,
+        reports: bool = True,
+    ) -> None:
+        self.buffers = MicroBatchBuffers(holding.model, reports=reports)
+        self.chunks = [Stage(links) for links in cut.chunks]
+        self._task, self._cut, self._wire = task, cut, wire
+        self._device = holding.device
+        self._precision, self._phases = precision, phases
+        self._dropouts, self._seeded = name_dropouts(holding.model), holding.device if seeds else None
+
+    def train(self, mode: bool) -> None:
+        """Switch all chunks."""
+        for chunk in self.chunks:
+            if chunk.training != mode:
+                chunk.train(mode)
+
+    def forward(
+        self, action: Action, loaded: LoadedBatch, sums: Sums, scale: float, weights: Weights | None
+    ) -> Flight:
+        """Run one micro-batch through a chunk, and send on what comes out.
+
+        Args:
+            sums: takes the loss, on the last chunk.
+            weights: in place of the chunk's parameters, by their names in it.
+        """
+        arrived, stream = self._arrived(action)
+        with self._phases.during("forward"):
+            self._seed(loaded.micro_batch.key)
+            self.buffers.lend()
+            with self._precision.autocast(), explained(len(loaded.micro_batch.indices)):
+                outputs = self._run_links(action, loaded, arrived, sums, scale, weights, stream)
+            self.buffers.take_back(action.micro_batch)
+        micro_batch = loaded.micro_batch
+        inputs = [x for x in arrived if x.requires_grad]
+        return Flight(micro_batch.shard, micro_batch.key, inputs, outputs, action)
+
+    def evaluate(self, loaded: LoadedBatch, sums: Sums) -> None:
+        """Run one held-out micro-batch through every chunk of this rank."""
+        for chunk in range(len(self.chunks)):
+            action = Action("F", 0, chunk)
+            arrived, stream = self._arrived(action)
+            with self._precision.autocast():
+                self._run_links(action, loaded, arrived, sums, 1.0, None, stream)
+
+    def backward(
+        self, flight: Flight, weights: Weights | None = None, note: float = 0.0, *, split: bool = False
+    ) -> tuple[list[Tensor | None], float]:
+        """Run one micro-batch backward, and send the gradients of what came in.
+
+        Args:
+            weights: those of the forward, if they were not the chunk's parameters.
+            note: a number that the last chunk tells all others.
+            split: put off the gradients of weights until `end_backward`.
+        Returns:
+            Gradients of those `weights` that are trained, in their order; without them they are added to
+            `.grad` of the parameters. And the note of the last chunk.
+        """
+        action = flight.action._replace(kind="B")
+        arrived, note = self._arrived_gradients(action, flight, note)
+        with self._phases.during("backward"):
+            # recomputed activations draw what the forward drew
+            self._seed(flight.key)
+            if split:
+                own = [p for p in self.chunks[action.chunk].parameters() if p.requires_grad]
+                found, back = list[Tensor | None](), flight.first_half(arrived, own)
+            else:
+                found, back = flight.gradients(arrived, weights)
+        there = before(self._cut.stage, action, self._cut.num_stages)
+        if there is not None:
+            self._wire.send(there[0], back, note, key=self._key(there[1]))
+        return found, note
+
+    def end_backward(self, flight: Flight) -> None:
+        """The gradients of weights that were put off, added to `.grad`."""
+        with self._phases.during("backward"):
+            self._seed(flight.key)
+            flight.second_half()
+
+    # -- what comes and goes --------------------------------------------------------------------------------
+
+    def _key(self, action: Action) -> int:
+        """What a message is for: the operation that takes it."""
+        return 2 * (action.micro_batch * len(self.chunks) + action.chunk) + (action.kind == "B")
+
+    def _seed(self, key: int) -> None:
+        everything = self._seeded is not None and self._precision.seeds_everything
+        seed_micro_batch(key, self._seeded, self._dropouts, everything=everything)
+
+    def _arrived(self, action: Action) -> tuple[list[Tensor], Tensor | None]:
+        """What the chunk before has sent, leaves if they can have a gradient, and its generator's state."""
+        source = before(self._cut.stage, action, self._cut.num_stages)
+        if source is None:
+            return [], None
+        with self._phases.during("communication"):
+            received, drawn = self._wire.receive(source[0], key=self._key(action))
+        stream = received.pop() if drawn else None
+        wanted = torch.is_grad_enabled()
+        return [x.requires_grad_(wanted and _differentiable(x)) for x in received], stream
+
+    def _arrived_gradients(self, action: Action, flight: Flight, note: float) -> tuple[list[Tensor], float]:
+        source = self._after(action)
+        if source is None:
+            return [torch.ones_like(flight.outputs[0])], note
+        with self._phases.during("communication"):
+            return self._wire.receive(source[0], key=self._key(action))
+
+    def _after(self, action: Action) -> tuple[int, Action] | None:
+        return after(self._cut.stage, action, self._cut.num_stages, len(self.chunks))
+
+    def _run_links(
+        self,
+        action: Action,
+        loaded: LoadedBatch,
+        arrived: Sequence[Tensor],
+        sums: Sums,
+        scale: float,
+        weights: Weights | None,
+        stream: Tensor | None,
+    ) -> list[Tensor]:
+        fresh = torch.default_generator.get_state() if self._seeded is not None else None
+        chunk, there = self.chunks[action.chunk], self._after(action)
+
+        def links() -> Any:
+            given = self._given(action, loaded, arrived)
+            if stream is not None:  # what is drawn goes on there
+                torch.default_generator.set_state(stream.cpu())
+            if weights is None:
+                return chunk(*given.inputs, **given.named)
+            return torch.func.functional_call(chunk, dict(weights), given.inputs, given.named)
+
+        if there is None:
+            return [self._loss(Answers(links).train(chunk.training), loaded, sums, scale)]
+        return self._send_on(there, as_tuple(links()), fresh)
+
+    def _loss(self, answers: Answers, loaded: LoadedBatch, sums: Sums, scale: float) -> Tensor:
+        """Of the task, scaled."""
+        loss = checked(self._task.loss(answers, loaded.batch))
+        sums.add(loss)
+        return loss.total if scale == 1.0 else loss.total * scale
+
+    def _send_on(
+        self, there: tuple[int, Action], found: Sequence[Tensor], fresh: Tensor | None
+    ) -> list[Tensor]:
+        """Send what came out, and, once somebody has drawn, where the generator stands."""
+        now = torch.default_generator.get_state() if fresh is not None else None
+        if now is None or fresh is None or torch.equal(now, fresh):
+            self._wire.send(there[0], found, key=self._key(there[1]))
+        else:
+            state = now.to(self._device)
+            self._wire.send(there[0], [*found, state], note=1.0, key=self._key(there[1]))
+        return [x for x in found if _differentiable(x)]
+
+    def _given(self, action: Action, loaded: LoadedBatch, arrived: Sequence[Tensor]) -> Call:
+        """The arguments of a chunk's first link."""
+        if before(self._cut.stage, action, self._cut.num_stages) is None:
+            training = self.chunks[action.chunk].training
+            return asked(self._task.loss, loaded.batch, training=training)
+        return Call(tuple(Enter.apply(x) if x.requires_grad else x for x in arrived), {})
+
+
+def _differentiable(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()

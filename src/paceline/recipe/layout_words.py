@@ -1,0 +1,87 @@
+"""The words of layouts and of schedules: one line of registration each."""
+
+from __future__ import annotations
+
+from paceline.recipe.specs import Argument, LayoutSpec, Refusal, ScheduleSpec
+from paceline.schedule import is_file
+
+_NO_LANES = Refusal(
+    "stages that are lanes of one process run gpipe or 1f1b: leave out lanes, or choose one of these",
+    lambda s: s.lanes > 1,
+)
+
+SCHEDULES = (
+    ScheduleSpec(
+        word="gpipe",
+        summary="all forwards, then all backwards",
+        build="paceline.schedule:gpipe",
+        with_terms="pipeline=2",
+    ),
+    ScheduleSpec(
+        word="1f1b",
+        summary="forwards and backwards in turn",
+        build="paceline.schedule:one_f_one_b",
+        with_terms="pipeline=2",
+    ),
+    ScheduleSpec(
+        word="interleaved",
+        summary="1f1b over several chunks of the model on each rank",
+        argument=Argument("2", "an integer >= 2", lambda text: text.isdecimal() and int(text) >= 2),
+        build="paceline.schedule:interleaved",
+        with_terms="pipeline=2",
+        refusals=(_NO_LANES,),
+    ),
+    ScheduleSpec(
+        word="zero-bubble",
+        summary="gradients of weights put off into what would be waiting",
+        build="paceline.schedule:zero_bubble",
+        with_terms="pipeline=2",
+        refusals=(_NO_LANES,),
+    ),
+    ScheduleSpec(
+        word="file",
+        summary="the rows of a file, also written schedule=FILE.csv",
+        argument=Argument("schedule.csv", "a path that ends with .csv", is_file),
+        build="paceline.schedule:read_table",
+        with_terms="pipeline=2",
+        refusals=(_NO_LANES,),
+    ),
+)
+
+LAYOUTS = (
+    LayoutSpec(
+        word="pipeline",
+        summary="consecutive layers on consecutive ranks",
+        build="paceline.training.cuts:cut_into_stages",
+        order=10,
+        applies=lambda s: s.stage_ranks > 1,
+    ),
+    LayoutSpec(
+        word="tensor",
+        summary="large layers split, by a plan",
+        build="paceline.training.cuts:cut_tensors",
+        order=20,
+        applies=lambda s: s.tensor > 1,
+    ),
+    LayoutSpec(
+        word="zero-1",
+        summary="optimizer state cut among the shard ranks",
+        build="paceline.training.cuts:cut_updates",
+        order=30,
+        applies=lambda s: s.shard > 1 and s.zero == 1,
+    ),
+    LayoutSpec(
+        word="zero-2",
+        summary="optimizer state and gradients cut among the shard ranks",
+        build="paceline.training.cuts:cut_gradients",
+        order=30,
+        applies=lambda s: s.shard > 1 and s.zero == 2,
+    ),
+    LayoutSpec(
+        word="zero-3",
+        summary="all state cut among the shard ranks, gathered for its use",
+        build="paceline.training.cuts:cut_everything",
+        order=30,
+        applies=lambda s: s.shard > 1 and s.zero == 3,
+    ),
+)

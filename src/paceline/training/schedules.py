@@ -1,0 +1,70 @@
+"""The schedule that a strategy names: made for its stages, or read from a file."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from paceline.errors import StrategyError
+from paceline.recipe import Recipe, Strategy
+from paceline.schedule import MakeTable, Table, prove, read_table
+
+
+def schedule_of(strategy: Strategy) -> MakeTable:
+    """What makes the table of a pipeline.
+
+    Raises:
+        StrategyError: a file that cannot be read.
+    """
+    word, _, argument = strategy.schedule.partition(":")
+    if word == "file":
+        return partial(_rows_of, read_table(Path(argument)), argument)
+    make: MakeTable = strategy.order.load()
+    return partial(_with_argument, make, argument) if argument else make
+
+
+def proven_table(recipe: Recipe, shards: int) -> Table:
+    """The table of a step, for the rank that has most micro-batches.
+
+    Args:
+        shards: virtual shards of a step.
+    Raises:
+        StrategyError: it cannot run, or adds gradients in an order that a reproducible run cannot have.
+    """
+    strategy = recipe.strategy
+    most = -(-shards // ((strategy.replicas or 1) * strategy.shard))
+    table = schedule_of(strategy)(strategy.pipeline, most)
+    prove(table, most)
+    if recipe.is_ordered and not all(_is_in_order(table, stage) for stage in range(table.num_stages)):
+        raise StrategyError(
+            f"schedule={strategy.schedule} runs backwards neither from the first micro-batch to the last nor"
+            " the other way round, and the bits of a sum would depend on it",
+            next_step="leave out reproducible, or choose gpipe, 1f1b, interleaved or zero-bubble",
+        )
+    return table
+
+
+def _with_argument(make: MakeTable, argument: str, num_stages: int, num_micro_batches: int) -> Table:
+    return make(num_stages, num_micro_batches, argument)
+
+
+def _rows_of(table: Table, name: str, num_stages: int, num_micro_batches: int) -> Table:
+    """As many micro-batches of a file's table as a step has."""
+    if (num_stages, num_micro_batches) != (table.num_stages, min(num_micro_batches, table.num_micro_batches)):
+        raise StrategyError(
+            f"the schedule {name} is one of {table.num_stages} stages and {table.num_micro_batches}"
+            f" micro-batches, and a rank has {num_micro_batches} micro-batches on {num_stages} stages",
+            next_step=f"write one: paceline schedule show 1f1b --stages {num_stages} --micro"
+            f" {num_micro_batches} --csv FILE, or change batch.shards",
+        )
+    return table.first(num_micro_batches)
+
+
+def _is_in_order(table: Table, stage: int) -> bool:
+    """Whether the backwards of each chunk go up, or down."""
+    for chunk in range(table.chunks):
+        kind = "W" if table.splits else "B"
+        own = [a.micro_batch for a in table.orders[stage] if (a.kind, a.chunk) == (kind, chunk)]
+        if own not in (sorted(own), sorted(own, reverse=True)):
+            return False
+    return True

@@ -1,0 +1,182 @@
+"""Every schedule gives the answer of one process, and keeps what was proven of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.cluster import Cluster
+from paceline.comm import GradientSink
+from paceline.errors import StrategyError, TaskError
+from paceline.layout.digest import state_sha256
+from paceline.layout.handing_on import HandingOn
+from paceline.layout.pipeline.flight import Flight
+from paceline.layout.pipeline.passing import Passing
+from paceline.recipe import Recipe, Strategy
+from paceline.schedule import Action, interleaved, prove, write_rows, zero_bubble
+from paceline.slot import Slot
+from paceline.testing import run_ranks
+from paceline.testing.parity import session_of
+from paceline.verification import Report
+from tests.parity.test_products import gpt, verify
+
+SHAPE = {"layers": 4, "width": 32, "heads": 2, "context": 16, "dropout": 0.1, "sample_tokens": 0}
+TWO = ["1f1b", "interleaved:2", "zero-bubble"]
+FOUR = [
+    "replicas=1 shard=2 zero=2 pipeline=2 schedule=interleaved:2",
+    "replicas=2 pipeline=2 schedule=zero-bubble",
+    "replicas=1 shard=2 zero=3 pipeline=2 schedule=zero-bubble route=native",
+    "replicas=1 tensor=2 pipeline=2 schedule=interleaved:2",
+    "replicas=1 tensor=2 pipeline=2 schedule=zero-bubble",
+    "replicas=1 pipeline=4 schedule=zero-bubble",
+]
+
+
+def deep(strategy: str, **changes: Any) -> Recipe:
+    """Four blocks, embedding and output layer tied, five shards of unequal size."""
+    options = {**SHAPE, "train_tokens": 20_000, "held_out_tokens": 200}
+    return gpt(strategy, **({"options": options, "batch": {"size": 21, "shards": 5}} | changes))
+
+
+def all_reports(cluster: Cluster, strategies: Sequence[str]) -> dict[str, Report]:
+    return {text: verify(cluster, deep(text)) for text in strategies}
+
+
+def rows_of(path: Path) -> str:
+    """A file with an order that has no name: the first stage halves its backwards, the second does not."""
+    table = zero_bubble(2, 5)
+    whole = [a for a in table.orders[1] if a.kind != "W"]
+    write_rows(prove(type(table)([table.orders[0], whole]), 5), path)
+    return f"replicas=1 pipeline=2 schedule={path}"
+
+
+@pytest.mark.capability("D4", "D5", "D11", "Z1", "Z2")
+def test_every_step_under_every_schedule_is_that_of_the_oracle(tmp_path: Path) -> None:
+    strategies = [f"replicas=1 pipeline=2 schedule={word}" for word in TWO] + [rows_of(tmp_path / "own.csv")]
+    for reports in run_ranks(all_reports, 2, strategies, deadline=300):
+        for text, report in reports.items():
+            assert report.ok, (text, report.failure, report.diagnosis)
+
+
+@pytest.mark.soak
+@pytest.mark.capability("D4", "D5", "Z1", "Z2")
+def test_under_every_product_too() -> None:
+    for reports in run_ranks(all_reports, 4, FOUR, deadline=600):
+        for text, report in reports.items():
+            assert report.ok, (text, report.failure, report.diagnosis)
+
+
+def bits(cluster: Cluster, strategies: Sequence[str]) -> list[str]:
+    found = []
+    for text in strategies:
+        session = session_of(cluster, deep(text, steps=3, reproducible=True))
+        list(session.rounds())
+        found.append(state_sha256(session.snapshot().tensors()))
+        session.close()
+    return found
+
+
+@pytest.mark.capability("D5", "I10")
+def test_the_bits_do_not_depend_on_the_schedule(tmp_path: Path) -> None:
+    strategies = [f"replicas=1 pipeline=2 schedule={word}" for word in TWO[1:]]
+    (right,) = run_ranks(bits, 1, ["replicas=1"])
+    for found in run_ranks(bits, 2, strategies, deadline=300):
+        assert found == right * len(strategies)
+
+
+def life(cluster: Cluster, word: str) -> tuple[int, list[tuple[str, int]]]:
+    """The most flights at a time; and in what order backwards of chunks began and gradients left."""
+    session = session_of(cluster, deep(f"replicas=1 pipeline=2 schedule={word}", steps=2))
+    stage, heard = session.placed, list[tuple[str, int]]()
+    hand_on, backward = HandingOn._hand_on, Passing.backward
+
+    def hear(self: HandingOn, slot: Slot, sink: GradientSink) -> None:
+        heard.append(("leaves", stage.cut.chunk_of(slot.name)))
+        hand_on(self, slot, sink)
+
+    def hear_backward(self: Passing, flight: Flight, *args: Any, **kwargs: Any) -> Any:
+        heard.append(("backward", flight.action.chunk))
+        return backward(self, flight, *args, **kwargs)
+
+    HandingOn._hand_on, Passing.backward = hear, hear_backward
+    list(session.rounds())
+    session.close()
+    return stage.peak_stored, heard[len(heard) // 2 :]
+
+
+@pytest.mark.capability("D5", "D7", "D11")
+def test_a_stage_keeps_what_was_proven_and_gradients_leave_early() -> None:
+    found = run_ranks(life, 2, "interleaved:2")
+    proof = prove(interleaved(2, 5, 2), 5)
+    assert [peak for peak, _ in found] == [2 * n for n in proof.in_flight]
+    for _, heard in found:
+        last_of_first = max(n for n, event in enumerate(heard) if event == ("backward", 0))
+        assert heard.index(("leaves", 1)) < last_of_first < heard.index(("leaves", 0))
+
+
+def test_what_does_not_fit_is_refused_with_what_does(tmp_path: Path) -> None:
+    def said(cluster: Cluster) -> list[str]:
+        found = []
+        for word in (str(tmp_path / "few.csv"), "interleaved:4"):
+            try:
+                session_of(cluster, deep(f"replicas=1 pipeline=2 schedule={word}"))
+            except (StrategyError, TaskError) as error:
+                found.append(str(error))
+        return found
+
+    write_rows(prove(zero_bubble(2, 4), 4), tmp_path / "few.csv")
+    for few, many in run_ranks(said, 2):
+        assert "one of 2 stages and 4 micro-batches, and a rank has 5" in few
+        assert "--stages 2 --micro 5 --csv FILE" in few
+        assert "the model is a chain of 6 modules with parameters" in many
+    shuffled = [[Action("F", k) for k in range(3)] + [Action("B", k) for k in (1, 0, 2)]] * 2
+    write_rows(prove(type(zero_bubble(2, 2))(shuffled), 3), tmp_path / "own.csv")
+    recipe = deep(
+        f"replicas=1 pipeline=2 schedule={tmp_path / 'own.csv'}",
+        reproducible=True,
+        batch={"size": 9, "shards": 3},
+    )
+    from paceline.training.schedules import proven_table
+
+    with pytest.raises(StrategyError, match="neither from the first"):
+        proven_table(recipe, 3)
+    assert proven_table(recipe.replace(reproducible=False), 3).num_stages == 2
+
+
+ARRIVED = Passing._arrived
+
+
+def off_by_one(self: Passing, action: Action) -> Any:
+    """The first two micro-batches take each other's activations."""
+    k = action.micro_batch
+    return ARRIVED(self, action._replace(micro_batch={0: 1, 1: 0}.get(k, k)))
+
+
+TWINS: dict[str, tuple[Any, str, Any]] = {
+    "gradients of weights forgotten": (Flight, "second_half", lambda self: None),
+    "off by one": (Passing, "_arrived", off_by_one),
+}
+
+
+@pytest.mark.capability("D11", "Z2")
+@pytest.mark.parametrize("twin", TWINS)
+def test_a_broken_schedule_is_found(twin: str) -> None:
+    """The mutation twins."""
+    owner, name, broken = TWINS[twin]
+
+    def found(cluster: Cluster) -> Report:
+        setattr(owner, name, broken)
+        return verify(cluster, deep("replicas=1 pipeline=2 schedule=zero-bubble"))
+
+    for report in run_ranks(found, 2):
+        assert not report.ok
+
+
+def test_a_strategy_keeps_the_name_of_its_file() -> None:
+    strategy = Strategy.parse("pipeline=2 schedule=rows/own.csv")
+    assert strategy.schedule == "file:rows/own.csv" and Strategy.parse(str(strategy)) == strategy
+    assert torch.is_grad_enabled()

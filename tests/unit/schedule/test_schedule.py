@@ -1,0 +1,154 @@
+"""Pipeline schedules are data: their order is that of the papers, and they never wait for each other."""
+
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from paceline.errors import StrategyError
+from paceline.schedule import (
+    Action,
+    Table,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    prove,
+    read_table,
+    svg,
+    text_lines,
+    write_rows,
+    zero_bubble,
+)
+
+GRID = [(p, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 3, 7, 16)]
+
+
+def text(order: object) -> str:
+    return " ".join(f"{a.kind}{a.micro_batch}" for a in order)
+
+
+@pytest.mark.capability("D3")
+@pytest.mark.parametrize("p, m", GRID)
+def test_gpipe_runs_all_forwards_and_then_all_backwards(p: int, m: int) -> None:
+    table = gpipe(p, m)
+    right = " ".join([f"F{k}" for k in range(m)] + [f"B{k}" for k in reversed(range(m))])
+    assert [text(order) for order in table.orders] == [right] * p
+    proof = prove(table, m)
+    assert list(proof.in_flight) == [m] * p  # activations of all micro-batches are stored
+    assert proof.bubble == pytest.approx((p - 1) / (m + p - 1))
+
+
+@pytest.mark.capability("D4", "D6", "D7")
+@pytest.mark.parametrize("p, m", GRID)
+def test_1f1b_stores_no_more_than_there_are_stages(p: int, m: int) -> None:
+    proof = prove(one_f_one_b(p, m), m)
+    assert list(proof.in_flight) == [min(p - s, m) for s in range(p)]
+    assert proof.bubble == pytest.approx((p - 1) / (m + p - 1))
+
+
+@pytest.mark.capability("D6")
+def test_1f1b_alternates_once_it_is_full() -> None:
+    first, last = one_f_one_b(2, 4).orders
+    assert text(first) == "F0 F1 B0 F2 B1 F3 B2 B3"
+    assert text(last) == "F0 B0 F1 B1 F2 B2 F3 B3"
+
+
+@pytest.mark.capability("D5", "D7")
+@pytest.mark.parametrize("chunks", [2, 3, 4])
+@pytest.mark.parametrize("p, m", GRID)
+def test_chunks_make_the_bubble_a_part_of_what_it_was(p: int, m: int, chunks: int) -> None:
+    proof = prove(interleaved(p, m, chunks), m)
+    if m % p == 0:
+        assert proof.bubble == pytest.approx((p - 1) / (chunks * m + p - 1))
+        assert max(proof.in_flight) <= p + (p - 1) / chunks + 1e-9
+    assert proof.total >= 3 * m - 1e-9
+
+
+@pytest.mark.capability("D7")
+@pytest.mark.parametrize("p, m", [(p, m) for p, m in GRID if m >= p > 1])
+def test_halves_of_backwards_fill_the_bubble_and_store_no_more(p: int, m: int) -> None:
+    """The closed form of ZB-H1 is p - 1 of 3 m; being greedy costs two at most."""
+    proof = prove(zero_bubble(p, m), m)
+    assert 3 * m + p - 1 <= proof.total <= 3 * m + p + 1 or proof.total == 3 * m + p - 1
+    assert max(proof.in_flight) <= p
+    assert proof.total < prove(one_f_one_b(p, m), m).total
+
+
+@pytest.mark.capability("D1", "D11")
+@pytest.mark.parametrize(
+    "broken, says",
+    [
+        ([[Action("F", 0)], [Action("F", 0), Action("B", 0)]], "forward and backward once"),
+        (
+            [[Action("F", 0), Action("B", 0)] * 2, [Action("F", 0), Action("B", 0)]],
+            "forward and backward once",
+        ),
+        ([[Action("B", 0), Action("F", 0)], [Action("F", 0), Action("B", 0)]], "backward before forward"),
+        (
+            [[Action("F", 0), Action("W", 0), Action("B", 0)], [Action("F", 0), Action("B", 0)]],
+            "before those of what came in",
+        ),
+        (
+            [
+                [Action("F", 1), Action("F", 0), Action("B", 0), Action("B", 1)],
+                [Action("F", 0), Action("F", 1), Action("B", 0), Action("B", 1)],
+            ],
+            "out of order",
+        ),
+        (
+            [
+                [Action("F", 0), Action("B", 0), Action("F", 1), Action("B", 1)],
+                [Action("F", 0), Action("F", 1), Action("B", 0), Action("B", 1)],
+            ],
+            "stage 0 at B0 of chunk 0, stage 1 at F1 of chunk 0",
+        ),
+    ],
+    ids=["incomplete", "twice", "backward first", "halves", "order", "deadlock"],
+)
+def test_a_schedule_that_cannot_run_is_refused_before_it_does(broken: list, says: str) -> None:
+    with pytest.raises(StrategyError, match=says):
+        prove(Table(broken), 1 + max(a.micro_batch for a in broken[1]))
+
+
+@pytest.mark.capability("D11")
+@pytest.mark.parametrize("make", [gpipe, one_f_one_b, interleaved, zero_bubble])
+def test_what_is_written_is_read_back_and_less_of_it_runs_too(make: object, tmp_path: Path) -> None:
+    table, path = make(3, 6), tmp_path / "rows.csv"
+    write_rows(prove(table, 6), path)
+    found = read_table(path)
+    assert [list(order) for order in found.orders] == [list(order) for order in table.orders]
+    assert found.chunks == table.chunks
+    for m in range(1, 6):
+        assert prove(found.first(m), m).total < prove(found, 6).total
+
+
+@pytest.mark.capability("D11")
+@pytest.mark.parametrize("row", ["0,0,X,0,0", "0,-1,F,0,0", "soon,0,F,0,0", "0,0,F", "0,0,F,0.5,0"], ids=str)
+def test_a_row_that_is_none_is_named_by_its_line(row: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text(f"time,stage,operation,micro_batch,chunk\n0,0,F,0,0\n{row}\n")
+    with pytest.raises(StrategyError) as caught:
+        read_table(path)
+    assert caught.value.where == f"{path}, line 3"
+    for content in ("", "time,stage,operation,micro_batch,chunk\n"):
+        path.write_text(content)
+        with pytest.raises(StrategyError, match="no rows"):
+            read_table(path)
+    with pytest.raises(StrategyError, match="cannot be read"):
+        read_table(tmp_path / "none.csv")
+
+
+@pytest.mark.capability("D11")
+def test_it_is_drawn_as_text_and_as_a_picture() -> None:
+    proof = prove(zero_bubble(2, 2), 2)
+    assert list(text_lines(proof)) == [
+        "stage 0  F0 F1 .  B0 W0 B1 W1",
+        "stage 1  .  F0 B0 F1 B1 W0 W1",
+    ]
+    assert list(text_lines(prove(one_f_one_b(2, 2), 2))) == [
+        "stage 0  F0 F1 .  .  B0 -  .  B1 -",
+        "stage 1  .  F0 B0 -  F1 B1 -  .  .",
+    ]
+    picture = ElementTree.fromstring(svg(proof, "two <stages>"))
+    boxes = picture.findall("{http://www.w3.org/2000/svg}rect")
+    assert len(boxes) == len(proof.rows) == 12

@@ -68,7 +68,7 @@ def main(subject_name: str, repeats: int, steps: int, precision: str) -> None:
     """Measure both routes."""
     cluster = Cluster.from_env()
     keep_freed_memory()
-    cluster.connect("cpu", 120.0)
+    cluster = cluster.connect("cpu", 120.0)
     subject = SUBJECTS[subject_name](precision)
     sides = [
         Counted(side_of(name, route, subject, bucket_bytes, cluster))

@@ -1,7 +1,7 @@
 """Who this process is among the others, and how it meets them.
 
-Invariant: this module is the only place in the package that touches the environment, and a process group
-exists only between `Cluster.connect` and `Cluster.disconnect`. It imports torch only when it connects, so
+Invariant: this module is the only place in the package that touches the environment, and process groups
+exist only between `Cluster.connect` and `Cluster.disconnect`. It imports torch only when it connects, so
 a launcher may import it. It starts no processes: that is `paceline.launch`.
 """
 
@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from paceline.errors import CommunicationError, DeviceError
-from paceline.group import await_ranks, make_group
+from paceline.epochs import Candidate, begin, follow, join
+from paceline.errors import CommunicationError
+from paceline.membership import Membership
 from paceline.phase import enter_phase
-from paceline.process_group import is_connected, let_go
-from paceline.rendezvous import Member, announcements, check_in, interface_towards, open_store
-from paceline.roster import announce, write_roster
+from paceline.process_group import claim_device
+from paceline.rendezvous import Way, interface_towards, open_store
+from paceline.roster import announce, node_of, write_roster
+from paceline.variables import environment_error, read_place
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed.distributed_c10d import Store
 
 LOOPBACK = "127.0.0.1"
 
@@ -54,15 +55,17 @@ class Cluster:
         global_rank, world_size: this process and the number of processes, over all nodes.
         local_rank, local_world_size: the same, counted on this node.
         node_rank, num_nodes: this node and the number of nodes.
-        address, port: where the job's store is.
-        listen_fd: a listening socket of that port, made by the launcher, for global rank 0; None: bind here.
+        address, port: where the job's store can be called.
+        store_fd: a connection to it, made by the launcher; None: call it, or serve it as global rank 0.
+        listen_fd: a listening socket for a script that uses torch's own store, for global rank 0; else None.
         token: the key of the job; it is never sent, and a process with another one is turned away.
         error_dir: where a worker writes what went wrong, for the launcher; None: no launcher reads it.
-        agent_store: the store is already served by someone else (torchrun's agent).
+        agent_store: torchrun's agent serves torch's own store.
         attempt: how often an agent has restarted the job; keeps the keys of each attempt apart.
         launched: the environment gave this process a rank, so it is a worker.
         beacon_port: where this node's launcher can be asked whether it lives; 0: nowhere.
         faults_dir: where the lab and this worker meet to carry out a fault plan; None: no faults.
+        membership: what `connect` has found; None: not connected, or alone.
     """
 
     global_rank: int
@@ -81,6 +84,8 @@ class Cluster:
     launched: bool = False
     beacon_port: int = 0
     faults_dir: Path | None = None
+    store_fd: int | None = None
+    membership: Membership | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def single(cls) -> Cluster:
@@ -97,26 +102,7 @@ class Cluster:
         values = process_environment() if environ is None else environ
         if "RANK" not in values and "WORLD_SIZE" not in values:
             return cls.single()
-        world_size = _integer(values, "WORLD_SIZE")
-        local_world_size = _integer(values, "LOCAL_WORLD_SIZE", 1 if world_size == 1 else None)
-        return cls(
-            global_rank=_integer(values, "RANK"),
-            world_size=world_size,
-            local_rank=_integer(values, "LOCAL_RANK", 0 if world_size == 1 else None),
-            local_world_size=local_world_size,
-            node_rank=_integer(values, "GROUP_RANK", 0 if local_world_size == world_size else None),
-            num_nodes=_integer(values, "GROUP_WORLD_SIZE", -(-world_size // max(1, local_world_size))),
-            address=_text(values, "MASTER_ADDR", LOOPBACK if world_size == 1 else None),
-            port=_integer(values, "MASTER_PORT", 0 if world_size == 1 else None),
-            listen_fd=_integer(values, "PACELINE_LISTEN_FD") if "PACELINE_LISTEN_FD" in values else None,
-            token=values.get("PACELINE_TOKEN", ""),
-            error_dir=Path(values["PACELINE_ERROR_DIR"]) if values.get("PACELINE_ERROR_DIR") else None,
-            agent_store=values.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            attempt=_integer(values, "TORCHELASTIC_RESTART_COUNT", 0),
-            launched=True,
-            beacon_port=_integer(values, "PACELINE_BEACON_PORT", 0),
-            faults_dir=Path(values["PACELINE_FAULTS"]) if values.get("PACELINE_FAULTS") else None,
-        )._checked()
+        return cls(**read_place(values))._checked()
 
     def _checked(self) -> Cluster:
         one_node = (self.local_rank, self.local_world_size) == (self.global_rank, self.world_size)
@@ -127,83 +113,127 @@ class Cluster:
             and (self.num_nodes > 1 or one_node)
         )
         if not consistent:
-            raise _environment_error(
+            raise environment_error(
                 f"Contradicting environment: RANK={self.global_rank} of WORLD_SIZE={self.world_size}, "
                 f"LOCAL_RANK={self.local_rank} of LOCAL_WORLD_SIZE={self.local_world_size}, "
                 f"GROUP_RANK={self.node_rank} of GROUP_WORLD_SIZE={self.num_nodes}."
             )
         return self
 
-    def connect(self, device_type: str, deadline_seconds: float) -> torch.device:
+    def connect(self, device_type: str, deadline_seconds: float) -> Cluster:
         """Meet the other ranks and make the default process group; a world of one needs none.
 
         Args:
-            device_type: "cpu" (Gloo), or "cuda" (NCCL for GPU tensors, Gloo for CPU tensors).
-            deadline_seconds: for meeting, and afterwards for every collective of the group.
+            device_type: "cpu" (Gloo), or "cuda" (NCCL for GPU tensors, Gloo for CPU tensors); then this
+                rank's GPU is torch's current device.
+            deadline_seconds: for every wait while ranks meet, and afterwards for making groups.
         Returns:
-            This rank's device; for "cuda" it is also torch's current device.
+            This place with its membership.
         Raises:
             DeviceError: this node has fewer GPUs than processes.
             DeadlineError: the store or some ranks did not appear in time; names the ranks.
             CommunicationError: the token or the world size is another job's, the rank has already
                 joined, or the port is taken. Only this process fails; the running job does not notice.
         """
-        device = _claim_device(device_type, self.local_rank)
-        if self.world_size > 1 and not is_connected(self.global_rank, self.world_size):
-            self.enter_phase("reaching the store of the job", deadline_seconds)
-            served = self.open_store(deadline_seconds)
-            self.enter_phase("waiting for the other ranks to start", deadline_seconds)
-            store = check_in(served, self._member(), self.attempt, deadline_seconds)
-            self._write_roster(served)
-            _choose_gloo_interface(self.address, self.port)
-            self.enter_phase("connecting to the other ranks", deadline_seconds)
-            make_group(store, self.global_rank, self.world_size, device_type, deadline_seconds)
-        return device
+        device = claim_device(device_type, self.local_rank)
+        if self.world_size == 1:
+            return self
+        candidate = self._candidate(device, deadline_seconds)
+        self.enter_phase("waiting for the other ranks to start", deadline_seconds)
+        membership = begin(candidate, self.world_size, self.attempt, self.way.job)
+        return self._with(membership)
+
+    def join(self, device_type: str, deadline_seconds: float) -> Cluster:
+        """Become a member of a job that runs; its members take this process in at their next change.
+
+        `global_rank` is this process's number, which no other process of the job has had.
+
+        Returns:
+            This process's place among them, with its membership.
+        Raises:
+            DeadlineError, CommunicationError: as for `connect`.
+        """
+        device = claim_device(device_type, self.local_rank)
+        return self._with(join(self._candidate(device, deadline_seconds)))
+
+    def renew(self, deadline_seconds: float) -> Cluster:
+        """Go on with those that still are here, or have come; every rank that goes on calls it.
+
+        Process groups of the present membership end: build anew what hangs on them.
+
+        Args:
+            deadline_seconds: how long to wait for members that are alive and do not call.
+        Returns:
+            This process's place among them, with the new membership.
+        Raises:
+            CommunicationError: the others have gone on without this process, or cannot be reached.
+        """
+        return self._with(follow(self.connected, deadline_seconds))
+
+    def abort(self) -> None:
+        """Let every collective that is under way fail now, here and on the ranks that wait for this one."""
+        if self.membership is not None:
+            self.membership.abort()
+
+    @property
+    def connected(self) -> Membership:
+        """The membership.
+
+        Raises:
+            CommunicationError: this place is not connected.
+        """
+        if self.membership is None:
+            raise CommunicationError(
+                f"rank {self.global_rank} of {self.world_size} is not connected to the others",
+                next_step="use what Cluster.connect returns",
+            )
+        return self.membership
 
     def enter_phase(self, what: str, seconds: float | None = None) -> None:
         """Tell the launcher what this process does from now on, and how long it may take; see `Phase`."""
         enter_phase(self.error_dir, self.global_rank, what, seconds)
 
     def await_ranks(self, what: str, seconds: float, say: Callable[[str], object]) -> None:
-        """Wait until every rank has done `what`; a world of one waits for nobody. See `group.await_ranks`."""
-        if self.world_size > 1:
-            await_ranks(what, self.global_rank, self.world_size, seconds, say)
+        """Wait until every rank has done `what`; alone it waits for nobody. See `Membership.await_all`."""
+        if self.membership is not None:
+            self.membership.await_all(what, seconds, say)
 
     def disconnect(self) -> None:
-        """Let go of what a call has made, when all ranks are done; not after an error: it would wait."""
-        if self.world_size > 1:
-            let_go()
+        """Let go of all groups and of the store, when all ranks are done; not after an error."""
+        if self.membership is not None:
+            self.membership.leave()
 
-    def open_store(self, deadline_seconds: float) -> Store:
-        """Serve the job's store (global rank 0, or who holds the listening socket), or reach it."""
-        return open_store(
-            self._member(),
-            serve=self.listen_fd is not None or (self.global_rank == 0 and not self.agent_store),
-            listen_fd=self.listen_fd,
-            deadline_seconds=deadline_seconds,
+    def _candidate(self, device: torch.device, seconds: float) -> Candidate:
+        self.enter_phase("reaching the store of the job", seconds)
+        store = open_store(self.way, seconds)
+        _choose_gloo_interface(self.address, self.port)
+        note = announce(self.node_rank, self.beacon_port, self.address, self.port)
+        return Candidate(self.global_rank, note, store, device, seconds)
+
+    @property
+    def way(self) -> Way:
+        """How this process gets to the store of the job."""
+        serves = self.store_fd is None and self.global_rank == 0 and not self.agent_store
+        return Way(
+            self.global_rank, self.address, self.port, self.token, self.store_fd, serves, self.agent_store
         )
 
-    def _member(self) -> Member:
-        here = announce(self.node_rank, self.beacon_port, self.address, self.port)
-        return Member(self.global_rank, self.world_size, self.token, self.address, self.port, here)
-
-    def _write_roster(self, served: Store) -> None:
-        if self.beacon_port and self.error_dir is not None and self.local_rank == 0:
-            write_roster(self.error_dir, announcements(served, self._member(), self.attempt))
-
-
-def _claim_device(device_type: str, local_rank: int) -> torch.device:
-    import torch
-
-    if device_type != "cuda":
-        return torch.device(device_type)
-    if local_rank >= torch.cuda.device_count():
-        raise DeviceError(
-            f"Local rank {local_rank} has no GPU: this machine has {torch.cuda.device_count()}.",
-            next_step="start at most one process per GPU, or choose runtime.device = 'cpu'",
+    def _with(self, membership: Membership) -> Cluster:
+        """This process's place in a membership, on all nodes and on its own."""
+        nodes = [node_of(note) for note in membership.notes]
+        mine = [rank for rank, node in enumerate(nodes) if node == nodes[membership.rank]]
+        if self.beacon_port and self.error_dir is not None and mine[0] == membership.rank:
+            write_roster(self.error_dir, membership.notes)
+        return replace(
+            self,
+            global_rank=membership.rank,
+            world_size=len(membership.members),
+            local_rank=mine.index(membership.rank),
+            local_world_size=len(mine),
+            node_rank=sorted(set(nodes)).index(nodes[membership.rank]),
+            num_nodes=len(set(nodes)),
+            membership=membership,
         )
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
 
 
 def _choose_gloo_interface(address: str, port: int) -> None:
@@ -216,25 +246,3 @@ def _choose_gloo_interface(address: str, port: int) -> None:
         name = interface_towards(address, port)
         if name:
             os.environ["GLOO_SOCKET_IFNAME"] = name
-
-
-def _text(values: Mapping[str, str], name: str, default: str | None = None) -> str:
-    value: Any = values.get(name, default)
-    if value is None:
-        raise _environment_error(f"WORLD_SIZE or RANK is set, but {name} is not.")
-    return str(value)
-
-
-def _integer(values: Mapping[str, str], name: str, default: int | None = None) -> int:
-    try:
-        return int(text := _text(values, name, None if default is None else str(default)))
-    except ValueError as error:
-        raise _environment_error(f"{name}={text!r} is not an integer.") from error
-
-
-def _environment_error(what: str) -> CommunicationError:
-    return CommunicationError(
-        what,
-        where="the environment variables of this process",
-        next_step="start the job with paceline or torchrun, or unset RANK and WORLD_SIZE",
-    )

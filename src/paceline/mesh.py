@@ -1,7 +1,7 @@
 """The mesh: which ranks work together, axis by axis.
 
 Invariant: every rank has one coordinate on every axis, and all ranks derive the same mesh from the same
-degrees. The mesh owns the process groups; nobody else creates one.
+degrees. A mesh is of one membership, whose process groups it uses; only the ranks of a group make it.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from itertools import product
 from math import prod
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-
 from paceline.errors import StrategyError
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from paceline.cluster import Cluster
+    from paceline.membership import Groups
 
 AXES = ("replica", "shard", "pipeline", "context", "tensor")
 """From the slowest changing rank to the fastest: tensor peers are neighbours, replicas are far apart."""
@@ -34,16 +35,24 @@ class Group:
         ranks: global ranks in the group, ascending.
         rank: this process's place in `ranks`.
         handle: the process group; None if the group has one rank and no wire.
+        groups: makes more of the same membership; None: there is one process.
     """
 
     name: str
     ranks: tuple[int, ...]
     rank: int
     handle: dist.ProcessGroup | None = field(default=None, compare=False)
+    groups: Groups | None = field(default=None, compare=False, repr=False)
 
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    def part(self, name: str, ranks: tuple[int, ...]) -> Group:
+        """A group of some of the job's ranks, this one among them; collective over these."""
+        me = self.ranks[self.rank]
+        handle = self.groups.make(name, ranks) if self.groups is not None and len(ranks) > 1 else None
+        return Group(name, ranks, ranks.index(me), handle, self.groups)
 
 
 @dataclass(frozen=True)
@@ -77,7 +86,7 @@ class Mesh:
         ranks = tuple(whole.ranks[place] for place in places)
         if ranks == whole.ranks:
             return whole
-        return _part(f"{axis} {','.join(map(str, places))}", ranks, self.world.ranks[self.world.rank])
+        return self.world.part(f"{axis} {','.join(map(str, places))}", ranks)
 
     def among_left(self, ranks: tuple[int, ...]) -> Mesh:
         """The mesh of the ranks that are left, when all of them are replicas; collective over these.
@@ -87,13 +96,13 @@ class Mesh:
         """
         if ranks in ((), self.world.ranks):
             return self
-        left = _part(f"{len(ranks)} that are left", ranks, self.world.ranks[self.world.rank])
+        left = self.world.part(f"{len(ranks)} that are left", ranks)
         axes = {name: left if group.size > 1 else group for name, group in self.axes.items()}
         return replace(self, world=left, axes=axes, data=left)
 
     @classmethod
     def build(cls, cluster: Cluster, degrees: Mapping[str, int]) -> Mesh:
-        """Create the groups of every axis; collective: all ranks call with equal degrees.
+        """Create this rank's groups of every axis; collective: all ranks call with equal degrees.
 
         Args:
             cluster: a connected cluster.
@@ -108,13 +117,15 @@ class Mesh:
                 f"but {cluster.world_size} processes run",
                 next_step="make the product of the degrees equal to the number of processes (-n)",
             )
-        world = tuple(range(cluster.world_size))
-        rank = cluster.global_rank
-        whole = Group("world", world, rank, _default_group(cluster.world_size))
-        axes = {axis: _span(axis, (axis,), sizes, whole, ()) for axis in AXES}
-        known = tuple(axes.values())
-        data = _span("data", DATA_AXES, sizes, whole, known)
-        return cls(whole, axes, data, _span("inside", AXES[1:], sizes, whole, known))
+        ranks, groups = tuple(range(cluster.world_size)), None
+        if cluster.world_size > 1:
+            groups = cluster.connected.groups
+        world = Group("world", ranks, cluster.global_rank, groups.world if groups else None, groups)
+        known = [world]
+        for name, axes in (*((axis, (axis,)) for axis in AXES), ("data", DATA_AXES), ("inside", AXES[1:])):
+            known.append(_span(name, axes, sizes, known))
+        found = {group.name: group for group in known}
+        return cls(world, {axis: found[axis] for axis in AXES}, found["data"], found["inside"])
 
 
 @dataclass(frozen=True)
@@ -153,9 +164,9 @@ class Levels:
         mine = next(part for part in parts if me in part)
         across = [tuple(sorted(place)) for place in zip(*parts, strict=True)]
         return cls(
-            _part(f"{group.name}-inside-nodes", mine, me),
-            _part(f"{group.name}-between-nodes", across[mine.index(me)], me),
-            _part(f"{group.name}-inside-nodes", mine, me),
+            group.part(f"{group.name}-inside-nodes", mine),
+            group.part(f"{group.name}-between-nodes", across[mine.index(me)]),
+            group.part(f"{group.name}-inside-nodes", mine),
             tuple(group.ranks.index(rank) for place in across for rank in place),
         )
 
@@ -173,15 +184,9 @@ def span_nodes(ranks: Sequence[int], node_of: Sequence[int]) -> list[tuple[int, 
     return [tuple(part) for part in found.values()]
 
 
-def _part(name: str, ranks: tuple[int, ...], me: int) -> Group:
-    """A group that only its members know of."""
-    handle = dist.new_group(list(ranks), use_local_synchronization=True) if len(ranks) > 1 else None
-    return Group(name, ranks, ranks.index(me), handle)
-
-
 def twin_group(group: Group, suffix: str) -> Group:
     """The same ranks with a process group of their own, for a thread of its own; collective over them."""
-    return _part(f"{group.name}-{suffix}", group.ranks, group.ranks[group.rank])
+    return group.part(f"{group.name}-{suffix}", group.ranks)
 
 
 def span_ranks(axes: Sequence[str], sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -198,26 +203,11 @@ def span_ranks(axes: Sequence[str], sizes: tuple[int, ...]) -> list[tuple[int, .
     return [tuple(ranks) for ranks in found.values()]
 
 
-def _span(
-    name: str, axes: Sequence[str], sizes: tuple[int, ...], world: Group, known: Sequence[Group]
-) -> Group:
+def _span(name: str, axes: Sequence[str], sizes: tuple[int, ...], known: Sequence[Group]) -> Group:
     """This rank's group along some axes; a process group that exists for the same ranks is used again."""
-    groups = span_ranks(axes, sizes)
-    mine = next(ranks for ranks in groups if world.rank in ranks)
-    same = next((g for g in known if g.ranks == mine), None)
+    world = known[0]
+    mine = next(ranks for ranks in span_ranks(axes, sizes) if world.rank in ranks)
+    same = next((group for group in known if group.ranks == mine), None)
     if same is not None:
-        return Group(name, mine, same.rank, same.handle)
-    handles = {ranks: _new_group(ranks, world) for ranks in groups}
-    return Group(name, mine, mine.index(world.rank), handles[mine])
-
-
-def _new_group(ranks: tuple[int, ...], world: Group) -> dist.ProcessGroup | None:
-    if len(ranks) == 1:
-        return None
-    if len(ranks) == world.size:
-        return world.handle
-    return dist.new_group(list(ranks))
-
-
-def _default_group(world_size: int) -> dist.ProcessGroup | None:
-    return dist.group.WORLD if world_size > 1 else None
+        return replace(same, name=name)
+    return world.part(name, mine)

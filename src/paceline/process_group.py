@@ -1,62 +1,191 @@
-"""The process group of a job: made once in a process, kept between calls, destroyed when the process ends.
+"""Process groups of torch, made by their members only, with a deadline, and ended at once.
 
-Invariant: after an error nothing is destroyed, because that would wait for ranks that may be gone. It does
-not decide who is in the group: that is `paceline.cluster`.
+Invariant: every group's own time-out is longer than our deadline, so that our error, which names the rank,
+comes first. Which ranks are in a group is decided elsewhere: `paceline.membership`, `paceline.mesh`.
 """
 
 from __future__ import annotations
 
-import atexit
+import contextlib
 import gc
-from typing import Any
+import os
+import socket
+import stat
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
-_FREE, _TAKEN = "paceline: between two calls", "paceline: in use"
+from paceline.errors import DeviceError
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.distributed_c10d import Store
+
+SLACK_SECONDS = 30.0
+"""How much longer than our own deadline a group's is."""
+
+_OPEN_FILES = "/proc/self/fd"
 
 
-def is_connected(rank: int, world_size: int) -> bool:
-    """Whether an earlier call has met these ranks and let go; then the group is this call's.
+@dataclass
+class Made:
+    """A process group, and the sockets that it has opened: file and number of its inode."""
 
-    A group that is in use is nobody else's: a second connection beside it is made, or refused, anew. One of
-    another number of ranks is destroyed: the job has changed its size.
+    handle: Any
+    sockets: tuple[tuple[int, int], ...] = ()
+
+    def abort(self) -> None:
+        """Let every call that is under way fail at once, here and on the ranks at the other ends.
+
+        Gloo's own abort wakes nobody, so its connections are shut.
+        """
+        for file, inode in self.sockets:
+            with contextlib.suppress(OSError):
+                if os.fstat(file).st_ino == inode:
+                    with socket.socket(fileno=os.dup(file)) as line:
+                        line.shutdown(socket.SHUT_RDWR)
+        self.sockets = ()
+        for backend in _nccl_of(self.handle):
+            backend.abort()
+
+
+@dataclass
+class _Watch:
+    """Sockets that are opened while it looks."""
+
+    before: dict[int, int] = field(default_factory=dict)
+
+    def begin(self) -> None:
+        self.before = _open_sockets()
+
+    def found(self) -> tuple[tuple[int, int], ...]:
+        return tuple(one for one in _open_sockets().items() if self.before.get(one[0]) != one[1])
+
+
+def _open_sockets() -> dict[int, int]:
+    """Inode by open file, of TCP connections; empty where the system does not tell."""
+    found = {}
+    with contextlib.suppress(FileNotFoundError):
+        for name in os.listdir(_OPEN_FILES):  # noqa: PTH208, names are all that is wanted
+            with contextlib.suppress(OSError):
+                status = os.fstat(int(name))
+                if stat.S_ISSOCK(status.st_mode) and _is_connection(int(name)):
+                    found[int(name)] = status.st_ino
+    return found
+
+
+def _is_connection(file: int) -> bool:
+    """Of TCP; a listening socket that is shut ends the process (Gloo's thread throws)."""
+    with socket.socket(fileno=os.dup(file)) as one:
+        is_tcp = one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM
+        return is_tcp and not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+
+
+def claim_device(device_type: str, local_rank: int) -> torch.device:
+    """This rank's device; a GPU becomes torch's current one.
+
+    Raises:
+        DeviceError: this node has fewer GPUs than processes.
     """
+    import torch
+
+    if device_type != "cuda":
+        return torch.device(device_type)
+    if local_rank >= torch.cuda.device_count():
+        raise DeviceError(
+            f"Local rank {local_rank} has no GPU: this machine has {torch.cuda.device_count()}.",
+            next_step="start at most one process per GPU, or choose runtime.device = 'cpu'",
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def make_world(store: Store, rank: int, size: int, device: torch.device, seconds: float) -> Made:
+    """Make torch's default group: Gloo for CPU tensors, and NCCL beside it, bound to its GPU, on "cuda".
+
+    Raises:
+        RuntimeError: as torch raises it.
+    """
+    import torch
     import torch.distributed as dist
 
-    if not dist.is_initialized() or _world().group_desc != _FREE:
-        return False
-    atexit.unregister(leave)
-    if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
-        leave()
-        return False
-    _world()._set_group_desc(_TAKEN)
-    return True
+    watch, cuda = _Watch(), device.type == "cuda"
+    watch.begin()
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if cuda else "gloo",
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=seconds + (SLACK_SECONDS if cuda else 0.0)),
+        device_id=device if cuda else None,
+    )
+    world: Any = dist.group.WORLD
+    _be_patient(world._get_backend(torch.device("cpu")), seconds)
+    return Made(world, watch.found())
 
 
-def _world() -> Any:
+def make_part(store: Store, name: str, rank: int, size: int, device: torch.device, seconds: float) -> Made:
+    """Make a group that only its members know of, and torch's registry does not: nobody else takes part.
+
+    Args:
+        rank: in the group.
+    """
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import PrefixStore
+
+    watch, kinds = _Watch(), dist.ProcessGroup.BackendType
+    watch.begin()
+    handle: Any = dist.ProcessGroup(store, rank, size)
+    handle._set_group_name(name)
+    handle._set_default_backend(kinds.NCCL if device.type == "cuda" else kinds.GLOO)
+    gloo = dist.ProcessGroupGloo(PrefixStore("cpu", store), rank, size, timedelta(seconds=seconds))
+    gloo._set_sequence_number_for_group()
+    handle._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
+    _be_patient(gloo, seconds)
+    if device.type == "cuda":
+        _add_nccl(handle, PrefixStore("cuda", store), device, seconds)
+    return Made(handle, watch.found())
+
+
+def _add_nccl(handle: Any, store: Store, device: torch.device, seconds: float) -> None:
+    import torch
     import torch.distributed as dist
 
-    return dist.group.WORLD
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=seconds + SLACK_SECONDS)
+    nccl = dist.ProcessGroupNCCL(store, handle.rank(), handle.size(), options)
+    nccl._set_sequence_number_for_group()
+    handle._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)
+    handle.bound_device_id = device
+    nccl.eager_connect_single_device(device)
 
 
-def let_go() -> None:
-    """Destroy the groups that a call has made; the job's own stays for the next call of this process.
+def _be_patient(backend: Any, seconds: float) -> None:
+    backend._set_default_timeout(timedelta(seconds=seconds + SLACK_SECONDS))
 
-    Garbage is collected first: a group that outlives its last user aborts about one exit in ten.
-    """
+
+def _nccl_of(handle: Any) -> list[Any]:
+    import torch
+
+    with contextlib.suppress(RuntimeError):
+        found = handle._get_backend(torch.device("cuda"))
+        return [found] if found.name() == "nccl" else []
+    return []
+
+
+def end_world(made: Made | None) -> None:
+    """Take torch's default group out of its registry; it is gone when its last reference is."""
+    import torch.distributed as dist
+
+    if made is not None and dist.is_initialized() and dist.group.WORLD is made.handle:
+        dist.destroy_process_group()
+
+
+def leave_groups() -> None:
+    """End what a script has left of torch's groups: one that outlives it aborts about one exit in ten."""
     import torch.distributed as dist
 
     gc.collect()
-    if not dist.is_initialized():
-        return
-    for group in [*dist.distributed_c10d._world.pg_map]:
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
-    _world()._set_group_desc(_FREE)
-    atexit.register(leave)
-
-
-def leave() -> None:
-    """Destroy the job's group, and with it all others."""
-    import torch.distributed as dist
-
     if dist.is_initialized():
         dist.destroy_process_group()

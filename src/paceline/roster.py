@@ -25,16 +25,19 @@ class Node:
 
 
 def announce(node_rank: int, beacon_port: int, address: str, port: int) -> str:
-    """What this node tells the others, as text; empty if its launcher does not answer.
+    """What a process tells the others about its node, as text.
 
     Args:
         beacon_port: where its launcher answers; 0: nowhere.
         address, port: of the job's store.
     """
-    if beacon_port == 0:
-        return ""
-    own = address_towards(address, port)
+    own = address_towards(address, port) if beacon_port else ""
     return json.dumps(asdict(Node(node_rank, socket.gethostname(), own, beacon_port)))
+
+
+def node_of(announcement: str) -> int:
+    """The rank of the node of a process that announced this."""
+    return int(json.loads(announcement)["rank"])
 
 
 def address_towards(address: str, port: int) -> str:
@@ -48,8 +51,9 @@ def address_towards(address: str, port: int) -> str:
 
 
 def write_roster(folder: Path, announcements: Sequence[str]) -> None:
-    """Write down what all ranks have announced."""
-    nodes = {entry["rank"]: entry for entry in map(json.loads, announcements)}
+    """Write down what all ranks have announced; nodes whose launcher does not answer are left out."""
+    entries = map(json.loads, announcements)
+    nodes = {entry["rank"]: entry for entry in entries if entry["port"]}
     hidden = folder / f"{_FILE}.writing"
     hidden.write_text(json.dumps(list(nodes.values())), encoding="utf-8")
     hidden.rename(folder / _FILE)

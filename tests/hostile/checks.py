@@ -20,8 +20,8 @@ import torch
 from paceline.checkpoint import Files, Shelf, load_weights
 from paceline.checkpoint.manifest import _seal, decode_part
 from paceline.comm.channel.channel import Peer
-from paceline.comm.channel.guests import Guests
 from paceline.errors import CheckpointError, CommunicationError, DataError, RecipeError
+from paceline.guests import Guests
 from paceline.launch import messages
 from paceline.launch.fork_server import Order
 from paceline.launch.judge import raised

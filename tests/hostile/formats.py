@@ -214,7 +214,7 @@ def right_tokenizer() -> Any:
     return json.loads(made.to_str())
 
 
-ORDER = [["paceline", "train"], {"RANK": "0"}, "/tmp"]
+ORDER = [["paceline", "train"], {"RANK": "0"}, "/tmp", ["PACELINE_STORE_FD"]]
 IDENTITY = {"run": "ab", "sha256": "0" * 64}
 INDEX = {"metadata": {"total_size": 48}, "weight_map": {"weight": "a.safetensors"}}
 ERROR = {

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from paceline.checkpoint.tensor_file import decode
 from paceline.comm.channel import FRAME_LENGTHS, Message
 from paceline.handshake import decode_hello, encode_hello
-from paceline.introduction import is_introduced
 from paceline.launch.fork_server import Order
 from paceline.phase import read_phase
 from paceline.recipe.toml_text import parse_toml
 from paceline.roster import read_roster
+from paceline.store.messages import Message as Asked
+from paceline.store.messages import encode, members_of, take
 from tests.hostile import checks, formats
 from tests.hostile.formats import changed, damaged, encoded, lines_of, record_of, tensor_file, values
 from tests.hostile.notice import read_notice, urls
@@ -74,7 +75,11 @@ PARSERS: dict[str, tuple[Callable[[], st.SearchStrategy[Any]], checks.Check]] = 
     ),
     "hello": (lambda: st.binary(max_size=80), checks.refuses(ValueError)(decode_hello)),
     "callers of a hub": (lambda: st.one_of(damaged(HELLO), st.binary(max_size=90)), checks.read_hub),
-    "introduction": (lambda: st.text(max_size=200), lambda text: is_introduced(text, "key")),
+    "message to the store": (
+        lambda: st.one_of(st.binary(max_size=80), damaged(encode(Asked(1, b"W", (b"0.1", b"1,2", b"key"))))),
+        checks.refuses(ValueError)(lambda found: take(bytearray(found))),
+    ),
+    "members": (lambda: st.binary(max_size=40), checks.refuses(ValueError)(members_of)),
     "order of a worker": (
         lambda: st.tuples(st.one_of(changed(formats.ORDER), values), st.lists(st.integers(3, 9), max_size=6)),
         lambda found: Order.read(*found),

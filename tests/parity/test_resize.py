@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from paceline.cluster import Cluster
-from paceline.process_group import leave
 from paceline.recipe import Recipe, Strategy
 from paceline.testing import run_ranks
 from paceline.testing.contracts.layout import whole
@@ -54,13 +53,13 @@ def connect(cluster: Cluster, port: int, num_ranks: int) -> Cluster:
         world_size=num_ranks,
         local_world_size=num_ranks,
         port=port,
-        listen_fd=None,
+        store_fd=None,
+        membership=None,
         token=f"of {num_ranks}",
     )
     if num_ranks == 1:
         return Cluster.single()
-    alone.connect("cpu", 30.0)
-    return alone
+    return alone.connect("cpu", 30.0)
 
 
 def resized(
@@ -68,7 +67,6 @@ def resized(
 ) -> Trajectory | None:
     """Run the phases one after another; the state moves from one job to the next in memory."""
     cluster.disconnect()
-    leave()  # the group too: the jobs that follow have other ranks
     snapshot, losses, end = None, [], None
     for text, last, port in zip(phases, ENDS, ports, strict=True):
         num_ranks = ranks_of(text)
@@ -87,7 +85,6 @@ def resized(
         snapshot = replace(found, whole={n: t.detach().clone() for n, t in found.tensors().items()})
         end = whole(losses, session)
         job.disconnect()
-        leave()
     return end
 
 

@@ -119,7 +119,7 @@ def _work(cluster: Cluster, out: Path | None, deadline: float) -> None:
         from paceline.comm.link_benchmark import measure_links, render
         from paceline.mesh import Mesh
 
-        cluster.connect("cpu", deadline)
+        cluster = cluster.connect("cpu", deadline)
         world = Mesh.build(cluster, {"replica": cluster.world_size}).world
         profile = measure_links(Net(deadline), world, socket.gethostname())
         if cluster.global_rank == 0:

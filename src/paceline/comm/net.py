@@ -34,9 +34,6 @@ _REDUCE: dict[str, Callable[[Tensor], Tensor]] = {
 _WIDENED = {torch.bool: torch.uint8, torch.int16: torch.int32}
 """Types that Gloo does not carry, and the ones that carry them exactly."""
 
-# PyTorch 2.13 renamed it; 2.11 and 2.12 have the old name only.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
 
 class Net:
     """Collectives of one rank, counted in `ledger`.
@@ -61,17 +58,16 @@ class Net:
         Wire: 2 (P-1)/P n bytes, 2 (P-1) rounds (ring).
         """
         op = _REDUCTIONS[reduction]
-        return self._in_place("all_reduce", x, group, lambda t, pg: dist.all_reduce(t, op, pg, async_op=True))
+        return self._in_place("all_reduce", x, group, lambda t, pg: pg.allreduce([t], op))
 
     def broadcast(self, x: Tensor, group: Group, source: int = 0) -> Handle:
         """Copy `x` of the group's rank `source` to all, in place; the handle returns `x`."""
-        root = group.ranks[source]
-        return self._in_place("broadcast", x, group, lambda t, pg: dist.broadcast(t, root, pg, async_op=True))
+        return self._in_place("broadcast", x, group, lambda t, pg: pg.broadcast(t, source))
 
     def reduce(self, x: Tensor, group: Group, destination: int = 0, reduction: str = "sum") -> Handle:
         """Reduce to one rank, in place; on other ranks the content of `x` is undefined afterwards."""
-        root, op = group.ranks[destination], _REDUCTIONS[reduction]
-        return self._in_place("reduce", x, group, lambda t, pg: dist.reduce(t, root, op, pg, async_op=True))
+        op = _REDUCTIONS[reduction]
+        return self._in_place("reduce", x, group, lambda t, pg: pg.reduce(t, destination, op))
 
     def all_gather(self, x: Tensor, group: Group, *, equal: bool = False) -> Handle:
         """The handle returns a list of every rank's tensor; shapes may differ in the first dimension.
@@ -87,7 +83,7 @@ class Net:
         work = self._call(
             "all_gather",
             group,
-            lambda: _all_gather_single(out.view(-1), padded.view(-1), group.handle, async_op=True),
+            lambda pg: pg._allgather_base(out.view(-1), padded.view(-1)),
         )
         shape = x.shape[1:] if x.dim() else ()
 
@@ -120,7 +116,7 @@ class Net:
         work = self._call(
             "reduce_scatter",
             group,
-            lambda: dist.all_to_all_single(parts.view_as(source), source, group=group.handle, async_op=True),
+            lambda pg: pg.alltoall_base(parts.view_as(source), source, [], []),
         )
         return launched(
             "reduce_scatter", group, self, work, entry, lambda: _REDUCE[reduction](parts).to(x.dtype)
@@ -136,7 +132,7 @@ class Net:
         work = self._call(
             "all_to_all",
             group,
-            lambda: dist.all_to_all_single(out, source, group=group.handle, async_op=True),
+            lambda pg: pg.alltoall_base(out, source, [], []),
         )
         return launched("all_to_all", group, self, work, entry, lambda: list(out.to(parts[0].dtype)))
 
@@ -147,24 +143,26 @@ class Net:
         if group.handle is None:
             return Handle.ready([x.clone()])
         source = _carried(x)
-        root = group.ranks[destination]
-        out = [torch.empty_like(source) for _ in group.ranks] if group.rank == destination else None
+        out = [torch.empty_like(source) for _ in group.ranks] if group.rank == destination else []
         entry = self._launch("gather", source, group, times=group.size)
         work = self._call(
-            "gather", group, lambda: dist.gather(source, out, root, group.handle, async_op=True)
+            "gather",
+            group,
+            lambda pg: pg.gather([out] if out else [], [source], _rooted(dist.GatherOptions(), destination)),
         )
-        return launched("gather", group, self, work, entry, lambda: [part.to(x.dtype) for part in out or ()])
+        return launched("gather", group, self, work, entry, lambda: [part.to(x.dtype) for part in out])
 
     def scatter(self, parts: Sequence[Tensor] | None, like: Tensor, group: Group, source: int = 0) -> Handle:
         """Give `parts[i]` of rank `source` to rank i; `like` tells the others shape and type."""
         if group.handle is None:
             return Handle.ready((parts or [like])[0].clone())
         out = torch.empty_like(_carried(like))
-        sent = [_carried(part) for part in parts] if parts is not None and group.rank == source else None
-        root = group.ranks[source]
+        sent = [_carried(part) for part in parts] if parts is not None and group.rank == source else []
         entry = self._launch("scatter", out, group, times=group.size)
         work = self._call(
-            "scatter", group, lambda: dist.scatter(out, sent, root, group.handle, async_op=True)
+            "scatter",
+            group,
+            lambda pg: pg.scatter([out], [sent] if sent else [], _rooted(dist.ScatterOptions(), source)),
         )
         return launched("scatter", group, self, work, entry, lambda: out.to(like.dtype))
 
@@ -173,20 +171,18 @@ class Net:
     def send(self, x: Tensor, group: Group, to: int, tag: int = 0) -> Handle:
         """Send a contiguous tensor to the group's rank `to`; do not change it before `wait`."""
         self._launch("send", x, group)
-        work = self._call("send", group, lambda: dist.isend(_carried(x), group.ranks[to], group.handle, tag))
+        work = self._call("send", group, lambda pg: pg.send([_carried(x)], to, tag))
         return launched("send", group, self, work, None, lambda: x)  # Gloo does not tell when it ends
 
     def receive(self, x: Tensor, group: Group, source: int, tag: int = 0) -> Handle:
         """Receive into a contiguous tensor from the group's rank `source`; the handle returns it."""
-        work = self._call("receive", group, lambda: dist.irecv(x, group.ranks[source], group.handle, tag))
+        work = self._call("receive", group, lambda pg: pg.recv([x], source, tag))
         return launched("receive", group, self, work, None, lambda: x)
 
     def barrier(self, group: Group) -> None:
         """Wait until all ranks of the group are here."""
         flag = torch.zeros(1, dtype=torch.uint8, device=_device_of(group))
-        self._in_place(
-            "barrier", flag, group, lambda t, pg: dist.all_reduce(t, group=pg, async_op=True)
-        ).wait()
+        self._in_place("barrier", flag, group, lambda t, pg: pg.allreduce([t])).wait()
 
     # -- the few lines around the backend ---------------------------------------------------------------
 
@@ -195,16 +191,16 @@ class Net:
             return Handle.ready(x)
         carried = _carried(x)
         entry = self._launch(op, carried, group)
-        work = self._call(op, group, lambda: call(carried, group.handle))
+        work = self._call(op, group, lambda pg: call(carried, pg))
 
         def copy_back() -> Tensor:
             return x if carried is x else x.copy_(carried)
 
         return launched(op, group, self, work, entry, copy_back)
 
-    def _call(self, op: str, group: Group, call: Callable[[], Any]) -> Any:
+    def _call(self, op: str, group: Group, call: Callable[[Any], Any]) -> Any:
         try:
-            return call()
+            return call(group.handle)
         except RuntimeError as error:
             raise failure(op, group, self, error, self.deadline_seconds) from error
 
@@ -215,9 +211,7 @@ class Net:
         mine = torch.tensor([x.shape[0] if x.dim() else 1], device=x.device)
         out = mine.new_empty(group.size)
         self._launch("all_gather", mine, group)
-        work = self._call(
-            "all_gather", group, lambda: _all_gather_single(out, mine, group.handle, async_op=True)
-        )
+        work = self._call("all_gather", group, lambda pg: pg._allgather_base(out, mine))
         launched("all_gather", group, self, work, None, lambda: out).wait()
         return [int(n) for n in out]
 
@@ -240,7 +234,10 @@ def _padded(x: Tensor, length: int) -> Tensor:
     return out
 
 
+def _rooted(options: Any, root: int) -> Any:
+    options.rootRank = root
+    return options
+
+
 def _device_of(group: Group) -> torch.device:
-    if group.handle is None or dist.get_backend(group.handle) != "nccl":
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu") if group.groups is None else group.groups.device

@@ -8,12 +8,12 @@ from paceline.comm.net import Net
 from paceline.mesh import Group
 
 
-def share_text(text: str, group: Group, net: Net, device: torch.device) -> str:
-    """Rank 0's text on every rank. Wire: two small broadcasts."""
+def share_text(text: str, group: Group, net: Net, device: torch.device, source: int = 0) -> str:
+    """The text of the group's rank `source` on every rank. Wire: two small broadcasts."""
     data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
-    size = net.broadcast(torch.tensor([data.numel()], device=device), group).wait()
-    buffer = data if group.rank == 0 else torch.zeros(int(size), dtype=torch.uint8, device=device)
-    return bytes(net.broadcast(buffer, group).wait().tolist()).decode()
+    size = net.broadcast(torch.tensor([data.numel()], device=device), group, source).wait()
+    buffer = data if group.rank == source else torch.zeros(int(size), dtype=torch.uint8, device=device)
+    return bytes(net.broadcast(buffer, group, source).wait().tolist()).decode()
 
 
 def gather_texts(text: str, group: Group, net: Net) -> list[str]:

@@ -6,12 +6,17 @@ Invariant: the script finds what torchrun would give it, so it may use `Cluster.
 
 from __future__ import annotations
 
+import os
 import runpy
+import socket
 import sys
 from pathlib import Path
 
 from paceline.cluster import Cluster, change_environment
+from paceline.launch.render import TORCH_PORT
 from paceline.launch.worker import guard
+from paceline.process_group import leave_groups
+from paceline.rendezvous import torch_store, visit_store
 
 _SERVE_SECONDS = 60.0
 _AGENT_STORE = {
@@ -24,17 +29,29 @@ _AGENT_STORE = {
 def main(argv: list[str]) -> None:
     """Run a script, or a module after "-m".
 
-    The launcher's listening socket would be in the way of torch's own, so the store is served here, the
-    way torchrun's agent serves it.
+    Torch's own store is served by global rank 0, the way torchrun's agent serves it. The job's store does not
+    speak its language, and knows its port.
     """
     cluster = Cluster.from_env()
     with guard(cluster):
-        store = None if cluster.listen_fd is None else cluster.open_store(_SERVE_SECONDS)
-        if cluster.world_size > 1:
-            change_environment(_AGENT_STORE)
+        store = _torch_store(cluster) if cluster.world_size > 1 else None
         _run(argv)
-        cluster.disconnect()
+        if "torch" in sys.modules:
+            leave_groups()
         del store  # not earlier: the other ranks may still need it
+
+
+def _torch_store(cluster: Cluster) -> object:
+    """Serve torch's own store on global rank 0, and let the script find it."""
+    change_environment(_AGENT_STORE)
+    if cluster.node_rank > 0:
+        port = visit_store(cluster.way, TORCH_PORT, _SERVE_SECONDS)
+        change_environment({"MASTER_PORT": port})
+    if cluster.listen_fd is None:
+        return None
+    with socket.socket(fileno=os.dup(cluster.listen_fd)) as listener:
+        port = listener.getsockname()[1]
+    return torch_store(cluster.address, port, _SERVE_SECONDS, cluster.listen_fd)
 
 
 def _run(argv: list[str]) -> None:

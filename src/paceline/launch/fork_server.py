@@ -20,6 +20,7 @@ import struct
 import sys
 import tempfile
 import warnings
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ from paceline.launch.preload import preload
 from paceline.launch.process import die_with_parent
 
 _NAME_BYTES = 15
+_OUTPUTS = 3
 _CREDENTIALS = struct.Struct("3i")  # process, user and group of the other end
 
 
@@ -45,7 +47,7 @@ class Order:
         directory: where it runs.
         output, errors: standard output and standard error.
         report: where its exit status is written when it has ended; the worker itself does not hold it.
-        listener: a listening socket, which the worker inherits; None: it has none.
+        inherited: files that the worker inherits, by the variable that tells it their number.
     """
 
     argv: list[str]
@@ -54,16 +56,20 @@ class Order:
     output: int
     errors: int
     report: int
-    listener: int | None = None
+    inherited: Mapping[str, int]
 
     @classmethod
     def read(cls, value: Any, files: list[int]) -> Order | None:
         """What a message orders; None if it is no order."""
         match value:
-            case [[str(), *_] as argv, dict() as environ, str(directory)] if len(files) in (3, 4):
-                texts = [*argv, *environ, *environ.values(), directory]
+            case [[str(), *_] as argv, dict() as environ, str(directory), list() as names] if len(
+                files
+            ) == _OUTPUTS + len(names):
+                texts = [*argv, *environ, *environ.values(), directory, *names]
                 if all(isinstance(text, str) and "\0" not in text for text in texts):
-                    return cls(argv, environ, directory, *files)
+                    inherited = dict(zip(names, files[_OUTPUTS:], strict=True))
+                    output, errors, report = files[:_OUTPUTS]
+                    return cls(argv, environ, directory, output, errors, report, inherited)
         return None
 
 
@@ -148,7 +154,7 @@ class _Service:
             reports = [report for _, report in self._workers.values()]
             _close(self._connection.detach(), order.report, *self._workers, *reports)
             return True
-        _close(order.output, order.errors, *([] if order.listener is None else [order.listener]))
+        _close(order.output, order.errors, *order.inherited.values())
         messages.send(self._connection, pid)
         handle = os.pidfd_open(pid)
         self._workers[handle] = (pid, order.report)
@@ -170,7 +176,7 @@ def _become(order: Order) -> None:
     for file, place in ((os.open(os.devnull, os.O_RDONLY), 0), (order.output, 1), (order.errors, 2)):
         os.dup2(file, place)
         os.close(file)
-    own = {} if order.listener is None else {"PACELINE_LISTEN_FD": str(order.listener)}
+    own = {name: str(file) for name, file in order.inherited.items()}
     change_environment({**dict.fromkeys(process_environment()), **order.environ, **own})
     os.chdir(order.directory)
     if not sys.flags.safe_path:

@@ -238,9 +238,10 @@ def _order(connection: socket.socket, worker: Worker, output: Sequence[int], awa
     with ExitStack() as opened:
         report, far_end = os.pipe()
         opened.callback(os.close, report)
-        files = [*output, far_end, *([] if worker.listen_fd is None else [worker.listen_fd])]
+        files = [*output, far_end, *worker.files.values()]
         try:
-            messages.send(connection, [worker.argv[2:], dict(worker.environ), str(Path.cwd())], files)
+            what = [worker.argv[2:], dict(worker.environ), str(Path.cwd()), [*worker.files]]
+            messages.send(connection, what, files)
         finally:
             os.close(far_end)
         await_answer(connection)

@@ -95,6 +95,11 @@ class Job:
         return self.endpoint if self.rendezvous else ("", 0)
 
     @property
+    def runs_script(self) -> bool:
+        """Whether the workers run a user's own script, which may use torch's own store."""
+        return self.command[1:3] == ("-m", "paceline.launch")
+
+    @property
     def world_size(self) -> int:
         """Number of processes on all nodes."""
         return self.nodes * self.num_processes

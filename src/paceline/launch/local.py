@@ -7,7 +7,6 @@ handlers are what they were. What to start is decided in `render`, when to stop 
 from __future__ import annotations
 
 import os
-import secrets
 import signal
 import sys
 import tempfile
@@ -18,7 +17,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from pathlib import Path
 
 from paceline.cluster import process_environment
-from paceline.launch.endpoint import bind_endpoint
+from paceline.launch.endpoint import Endpoint, serving
 from paceline.launch.follow import Follow
 from paceline.launch.forked import ForkClient, fork_server, pays
 from paceline.launch.job import Job
@@ -68,13 +67,16 @@ def launch(job: Job, *, environ: Mapping[str, str] | None = None, say: Say | Non
         inherited = process_environment() if environ is None else environ
         with (
             Peers(job.nodes, job.node_rank, Path(folder), job.meeting) as peers,
-            _started(job, Path(folder), inherited, peers.port, stop) as running,
+            serving(job, tell) as (endpoint, token),
+            _started(job, Path(folder), inherited, (endpoint, token, peers.port), stop) as running,
         ):
             shows = job.output in ("prefixed", "shown")
             follow = Follow([one.worker for one in running], tell) if shows else None
             watch = Watch(running, job.stuck_seconds, time.monotonic())
             losses = Losses(job.ends_with, tell)
-            _supervise(running, stop, watch, follow, peers, losses)
+            _supervise(
+                running, stop, watch, follow, losses, lambda one: _note_end(one, stop, peers, endpoint)
+            )
             outcome = _conclude(job, losses.those_that_count(running), stop, peers)
     if outcome.report:
         tell(outcome.report)
@@ -125,31 +127,39 @@ def _signals_to(stop: Stop) -> Iterator[None]:
 
 @contextmanager
 def _started(
-    job: Job, folder: Path, environ: Mapping[str, str], beacon_port: int, stop: Stop
+    job: Job, folder: Path, environ: Mapping[str, str], meeting: tuple[Endpoint, str, int], stop: Stop
 ) -> Iterator[Sequence[Running]]:
     """Start all workers of the node; at the end, however it comes, none of their sessions is left."""
-    address, port, listener = bind_endpoint(job)
+    endpoint, token, beacon_port = meeting
     running: list[Running] = []
     with Keeper() as keeper, ExitStack() as forking:
         try:
             keeper.remove_at_death(folder if job.log_dir is None else None)
-            fd = None if listener is None else listener.fileno()
-            token = job.token or (secrets.token_hex(32) if job.nodes == 1 else job.rendezvous)
-            place = Place(address, port, fd, token, folder, _count_cores(), beacon_port)
-            workers = render_workers(job, place, environ)
-            with _server_of(workers, place.cores, environ) as variables:  # what it has forked outlives it
+            workers = render_workers(job, _place(endpoint, token, folder, beacon_port), environ)
+            with _server_of(workers, _count_cores(), environ) as variables:  # what it has forked outlives it
                 keeper.remove_at_death(*map(Path, variables.values()))
                 forks = forking.enter_context(ForkClient({**environ, **variables}, stop.is_asked))
                 start_all(running, workers, keeper, forks, stop)
-            if listener is not None:
-                listener.close()  # rank 0 has it; when rank 0 is gone, the port must refuse
+            endpoint.hand_over()
             yield running
         finally:
-            if listener is not None:
-                listener.close()
             for one in running:
                 one.kill(UNKILLABLE_SECONDS)
                 clean_after(one.worker)
+
+
+def _place(endpoint: Endpoint, token: str, folder: Path, beacon_port: int) -> Place:
+    return Place(
+        endpoint.address,
+        endpoint.port,
+        endpoint.torch_port,
+        None if endpoint.listener is None else endpoint.listener.fileno(),
+        tuple(line.fileno() for line in endpoint.lines),
+        token,
+        folder,
+        _count_cores(),
+        beacon_port,
+    )
 
 
 def _server_of(
@@ -168,8 +178,8 @@ def _supervise(
     stop: Stop,
     watch: Watch,
     follow: Follow | None,
-    peers: Peers,
     losses: Losses,
+    note_end: Callable[[Running], None],
 ) -> None:
     """Wait until every worker has ended, and make them end when it is time."""
     while any(one.ended_at is None for one in running):
@@ -177,7 +187,7 @@ def _supervise(
         now = time.monotonic()
         for one in running:
             if one.poll() and not losses.bears(one, stop):
-                _note_end(one, stop, now, peers)
+                note_end(one)
         _give_up([one for one in watch.late(now) if not losses.gives_up(one, stop)], stop, now)
         if not stop.begun and watch.begun():
             stop.on_begin(now)
@@ -196,7 +206,9 @@ def _give_up(late: Sequence[Running], stop: Stop, now: float) -> None:
         stop.on_failure(now)
 
 
-def _note_end(one: Running, stop: Stop, now: float, peers: Peers) -> None:
+def _note_end(one: Running, stop: Stop, peers: Peers, endpoint: Endpoint) -> None:
+    now = time.monotonic()
+    endpoint.lose(one.worker.global_rank)
     one.told = stop.terminated
     if failed(one, stop):
         stop.on_failure(now)

@@ -186,7 +186,7 @@ def _execute(worker: Worker, output: int, errors: int) -> subprocess.Popen[bytes
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=errors,
-            pass_fds=() if worker.listen_fd is None else (worker.listen_fd,),
+            pass_fds=tuple(worker.files.values()),
             start_new_session=True,
             preexec_fn=partial(die_with_parent, os.getpid()),  # noqa: PLW1509, one system call
         )

@@ -12,7 +12,16 @@ from pathlib import Path
 
 from paceline.launch.job import Job
 
-_OWN = ("PACELINE_LISTEN_FD", "PACELINE_TOKEN", "PACELINE_ERROR_DIR", "PACELINE_BEACON_PORT")
+STORE_FD, LISTEN_FD = "PACELINE_STORE_FD", "PACELINE_LISTEN_FD"
+"""Variables that name a file which a worker inherits: its connection to the store, and torch's listener."""
+
+TORCH_PORT = "torch/port"
+"""Where the store tells workers of other nodes the port of torch's own."""
+
+_OWN = (
+    *(STORE_FD, LISTEN_FD, "PACELINE_STORE_PORT"),
+    *("PACELINE_TOKEN", "PACELINE_ERROR_DIR", "PACELINE_BEACON_PORT"),
+)
 _FOREIGN_PREFIX = "TORCHELASTIC_"
 
 
@@ -28,8 +37,10 @@ class Place:
     """What only the machine can know: where the store is, where errors and logs go, how many cores.
 
     Args:
-        address, port: of the job's store.
-        listen_fd: the listening socket of that port, given to global rank 0; None: not on this node.
+        address, port: where the job's store can be called, or 0.
+        torch_port: where a script finds torch's own store; 0: it has to ask the job's.
+        listen_fd: the listening socket of that port, given to global rank 0; None: there is none here.
+        store_fds: a connection to the store for each worker of this node; empty: they call it.
         token: the job's, never empty.
         folder: logs and error reports of the workers.
         cores: that this process may use.
@@ -38,7 +49,9 @@ class Place:
 
     address: str
     port: int
+    torch_port: int
     listen_fd: int | None
+    store_fds: tuple[int, ...]
     token: str
     folder: Path
     cores: int
@@ -53,7 +66,7 @@ class Worker:
         global_rank, local_rank: its place in the job and on this node.
         argv: the argument vector.
         environ: the whole environment.
-        listen_fd: a socket that it inherits, or None.
+        files: open files that it inherits, by the variable that tells it their number.
         log_file: where its output goes; None: to the launcher's own output.
         error_file, stack_file: where it reports an exception, and where its stack goes when asked.
     """
@@ -62,7 +75,7 @@ class Worker:
     local_rank: int
     argv: tuple[str, ...]
     environ: Mapping[str, str]
-    listen_fd: int | None
+    files: Mapping[str, int]
     log_file: Path | None
     error_file: Path
     stack_file: Path
@@ -114,9 +127,10 @@ def render_workers(job: Job, place: Place, environ: Mapping[str, str]) -> tuple[
 
 def _render_worker(job: Job, place: Place, common: Mapping[str, str], local_rank: int) -> Worker:
     global_rank = job.node_rank * job.num_processes + local_rank
-    listen_fd = place.listen_fd if global_rank == 0 else None
-    own = {} if listen_fd is None else {"PACELINE_LISTEN_FD": str(listen_fd)}
-    own |= {"PACELINE_BEACON_PORT": str(place.beacon_port)} if place.beacon_port else {}
+    files = {STORE_FD: place.store_fds[local_rank]} if place.store_fds else {}
+    if global_rank == 0 and place.listen_fd is not None:
+        files[LISTEN_FD] = place.listen_fd
+    own = {"PACELINE_BEACON_PORT": str(place.beacon_port)} if place.beacon_port else {}
     return Worker(
         global_rank=global_rank,
         local_rank=local_rank,
@@ -131,12 +145,14 @@ def _render_worker(job: Job, place: Place, common: Mapping[str, str], local_rank
             "GROUP_RANK": str(job.node_rank),
             "GROUP_WORLD_SIZE": str(job.nodes),
             "MASTER_ADDR": place.address,
-            "MASTER_PORT": str(place.port),
+            "MASTER_PORT": str(place.torch_port),
+            "PACELINE_STORE_PORT": str(place.port),
             "PACELINE_TOKEN": place.token,
             "PACELINE_ERROR_DIR": str(place.folder),
+            **{name: str(file) for name, file in files.items()},
             **own,
         },
-        listen_fd=listen_fd,
+        files=files,
         log_file=None
         if local_rank == 0 and job.output not in ("logged", "shown")
         else place.folder / f"rank-{global_rank}.log",

@@ -57,18 +57,18 @@ def take_snapshot(state: TrainState, mesh: Mesh, net: Net) -> Snapshot:
 
 
 def share_snapshot(
-    snapshot: Snapshot | None, group: Group, net: Net, device: torch.device
+    snapshot: Snapshot | None, group: Group, net: Net, device: torch.device, source: int = 0
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Rank 0's snapshot on every rank, as tensors and scalars; collective.
+    """The snapshot of the group's rank `source` on every rank, as tensors and scalars; collective.
 
     Wire: two small broadcasts, and one for each dtype.
     """
-    mine = snapshot if group.rank == 0 else None
+    mine = snapshot if group.rank == source else None
     contents = None
     if mine is not None:
         entries = [(name, list(t.shape), str(t.dtype)) for name, t in mine.tensors().items()]
         contents = json.dumps([entries, mine.scalars()])
-    entries, scalars = json.loads(share_text(contents or "", group, net, device))
+    entries, scalars = json.loads(share_text(contents or "", group, net, device, source))
     found: dict[str, Tensor] = {}
     for dtype in sorted({entry[2] for entry in entries}):
         alike = [(name, shape) for name, shape, kind in entries if kind == dtype]
@@ -76,7 +76,7 @@ def share_snapshot(
         flat = torch.zeros(sum(sizes), dtype=getattr(torch, dtype.removeprefix("torch.")), device=device)
         if mine is not None:
             flat = torch.cat([mine.tensors()[name].detach().reshape(-1).to(device) for name, _ in alike])
-        pieces = net.broadcast(flat, group).wait().split(sizes)
+        pieces = net.broadcast(flat, group, source).wait().split(sizes)
         found |= {name: piece.view(shape) for (name, shape), piece in zip(alike, pieces, strict=True)}
     return found, scalars
 

@@ -27,7 +27,7 @@ class RankOrder:
 
     Args:
         payload: (function, arguments), pickled by cloudpickle.
-        cluster: its place; `listen_fd` is not set yet.
+        cluster: its place; `store_fd` is not set yet.
         environ: the environment of the test, which may differ from the fork server's.
         stack_file: where its stack goes when it is asked.
         group_deadline: seconds, for meeting and for every collective.
@@ -40,11 +40,11 @@ class RankOrder:
     group_deadline: float
 
 
-def run_rank(order: RankOrder, listener: socket | None, results: Connection) -> None:
+def run_rank(order: RankOrder, line: socket, results: Connection) -> None:
     """The main of a rank; sends a pickled result, or an `ErrorReport`.
 
     Args:
-        listener: the store's socket, for rank 0.
+        line: to the store.
         results: this rank's end of the pipe; whatever comes from the other end releases the rank.
     """
     os.setsid()
@@ -56,12 +56,13 @@ def run_rank(order: RankOrder, listener: socket | None, results: Connection) -> 
 
         change_environment({**dict.fromkeys(process_environment()), **order.environ, "OMP_NUM_THREADS": "1"})
         torch.set_num_threads(1)
-        cluster = replace(order.cluster, listen_fd=None if listener is None else listener.detach())
-        cluster.connect("cpu", order.group_deadline)
+        place = replace(order.cluster, store_fd=line.fileno())
+        cluster = place.connect("cpu", order.group_deadline)
         function, arguments = cloudpickle.loads(order.payload)
         results.send(cloudpickle.dumps(function(cluster, *arguments)))
         results.recv()
         cluster.disconnect()
+    line.close()
     stack.close()
 
 

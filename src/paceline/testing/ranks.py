@@ -13,7 +13,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from multiprocessing.connection import wait
@@ -29,6 +29,7 @@ from paceline.launch.keeper import kill_session
 from paceline.launch.outcome import Failure, signal_headline
 from paceline.launch.stacks import read_position, request_stack
 from paceline.launch.worker import ErrorReport
+from paceline.store import StoreServer
 from paceline.testing.failures import RanksFailed
 from paceline.testing.rank_process import RankOrder, run_rank
 
@@ -43,6 +44,7 @@ def run_ranks(
     *args: Any,
     deadline: float = 240.0,
     group_deadline: float | None = None,
+    dying: Collection[int] = (),
 ) -> list[Any]:
     """Call `function(cluster, *args)` on n connected ranks.
 
@@ -52,8 +54,9 @@ def run_ranks(
         deadline: seconds, from when all ranks have started, until those that are not done are killed and
             reported with their stacks.
         group_deadline: seconds for every collective; None: `deadline`.
+        dying: ranks that may die; that is no failure, and the others go on.
     Returns:
-        What the ranks returned, by rank.
+        What the ranks returned, by rank; None of one that has died.
     Raises:
         RanksFailed: a rank raised, died or was stuck; holds the failures of all ranks, the cause first.
         MissingExtraError: cloudpickle is not installed.
@@ -68,9 +71,10 @@ def run_ranks(
             group_deadline=deadline if group_deadline is None else group_deadline,
         )
         ranks = cleanup.enter_context(_started(order, n))
-        _collect(ranks, time.monotonic() + deadline)
-        _release(ranks, deadline)
-        failures = [rank.failure for rank in ranks if rank.failure is not None]
+        _collect(ranks, time.monotonic() + deadline, dying)
+        living = [rank for rank in ranks if rank.global_rank not in dying or rank.failure is None]
+        _release(living, deadline)
+        failures = [rank.failure for rank in living if rank.failure is not None]
         if failures:
             raise RanksFailed(failures)
         return [_unpickle(rank.result) for rank in ranks]
@@ -79,13 +83,13 @@ def run_ranks(
 class _Rank:
     """The test's view of one rank."""
 
-    def __init__(self, order: RankOrder, listener: socket.socket | None) -> None:
+    def __init__(self, order: RankOrder, line: socket.socket) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["paceline.testing.preload"])
         self.global_rank = order.cluster.global_rank
         self.stack_file = order.stack_file
         self.pipe, far_end = context.Pipe()
-        self.process: ForkServerProcess = context.Process(target=run_rank, args=(order, listener, far_end))
+        self.process: ForkServerProcess = context.Process(target=run_rank, args=(order, line, far_end))
         self.process.start()
         far_end.close()
         self.result: bytes | None = None
@@ -136,25 +140,22 @@ class _Rank:
 @contextmanager
 def _started(order: RankOrder, n: int) -> Iterator[list[_Rank]]:
     ranks: list[_Rank] = []
-    listener = socket.create_server((LOOPBACK, 0), backlog=max(128, n))
-    try:
-        for number in range(n):
-            place = replace(
-                order.cluster, global_rank=number, local_rank=number, port=listener.getsockname()[1]
-            )
-            own = replace(order, cluster=place, stack_file=order.stack_file / f"rank-{number}.stack")
-            ranks.append(_Rank(own, listener if number == 0 and n > 1 else None))
-        listener.close()
-        yield ranks
-    finally:
-        listener.close()
-        for rank in ranks:
-            rank.end()
-            rank.pipe.close()
-            rank.process.close()
+    with StoreServer() as store:
+        try:
+            for number in range(n):
+                place = replace(order.cluster, global_rank=number, local_rank=number)
+                own = replace(order, cluster=place, stack_file=order.stack_file / f"rank-{number}.stack")
+                with store.line_for(number) as line:
+                    ranks.append(_Rank(own, line))
+            yield ranks
+        finally:
+            for rank in ranks:
+                rank.end()
+                rank.pipe.close()
+                rank.process.close()
 
 
-def _collect(ranks: list[_Rank], expires: float) -> None:
+def _collect(ranks: list[_Rank], expires: float, dying: Collection[int]) -> None:
     """Wait for all results; after a failure, give the others a moment, then end them."""
     why = "did not finish before the deadline"
     while waiting := [rank for rank in ranks if rank.open]:
@@ -164,7 +165,7 @@ def _collect(ranks: list[_Rank], expires: float) -> None:
                 rank.receive()
         if not ready:
             _stop([rank for rank in waiting if rank.open], why)
-        elif any(rank.failure is not None for rank in waiting):
+        elif any(rank.failure is not None for rank in waiting if rank.global_rank not in dying):
             expires = min(expires, time.monotonic() + _SETTLE_SECONDS)
             why = "was ended because of that"
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +18,6 @@ from paceline.comm import Net
 from paceline.data import Feed, Loader, Order
 from paceline.errors import DataError, DeviceError
 from paceline.layout import Holding
-from paceline.layout.precision import compile_or_explain, recompute_blocks
 from paceline.layout.sums import MetricNames
 from paceline.mesh import Mesh
 from paceline.observe import Phases
@@ -42,9 +42,9 @@ from paceline.training.guard import guard_update
 from paceline.training.layouts import Layout, place
 from paceline.training.micro_batches import synchronize, tell_before
 from paceline.training.numerics import check_numerics
-from paceline.training.prepare import make_equal, prepare_model
+from paceline.training.prepare import make_equal, prepare_model, recompute_and_compile
 from paceline.training.reductions import build_norm
-from paceline.training.session import Notes, Session
+from paceline.training.session import Grounds, Notes, Session
 
 
 def build_session(
@@ -109,31 +109,41 @@ def build_session(
     if recipe.reproducible:
         check_numerics(setting.mesh, setting.net, holding, optimizer)
     state = TrainState(holding, optimizer, loss_scale(recipe))
-    feed = build_feed(setting, task, device)
-    update_step = build_update_step(setting, layout, state, feed.num_steps)
-    guard_update(update_step, setting, layout.placed, ear)
-    update_step.parts = pieces.update(update_step.parts)
+    grounds = Grounds(setting, layout, ear)
     session = Session(
         recipe=recipe,
-        strategy=strategy,
-        cluster=cluster,
-        mesh=setting.mesh,
         net=setting.net,
         task=task,
         state=state,
         placed=layout.placed,
-        feed=feed,
-        update_step=update_step,
-        rule=strategy.rule.load()(setting, layout, state),
         notes=notes,
-        debugging=setting.debugging,
-        closers=setting.closers,
-        presence=setting.presence,
-        average=build_average(setting, layout, state, update_step),
-        averages_rounds=by_rounds(setting),
+        grounds=grounds,
+        **arrange(grounds, task, state),
     )
     session.listen(task.callbacks)
     return session
+
+
+def arrange(grounds: Grounds, task: Task, state: TrainState) -> dict[str, Any]:
+    """The fields of a session that hang on its membership; collective."""
+    setting, layout = grounds.setting, grounds.layout
+    feed = build_feed(setting, task, setting.device)
+    update_step = build_update_step(setting, layout, state, feed.num_steps)
+    guard_update(update_step, setting, layout.placed, grounds.ear)
+    update_step.parts = setting.pieces.update(update_step.parts)
+    return {
+        "strategy": setting.recipe.strategy,
+        "cluster": setting.cluster,
+        "mesh": setting.mesh,
+        "feed": feed,
+        "update_step": update_step,
+        "rule": setting.recipe.strategy.rule.load()(setting, layout, state),
+        "closers": setting.closers,
+        "presence": setting.presence,
+        "debugging": setting.debugging,
+        "average": build_average(setting, layout, state, update_step),
+        "averages_rounds": by_rounds(setting),
+    }
 
 
 def agree_on_model(model: nn.Module, setting: Setting) -> None:
@@ -193,18 +203,6 @@ def build_loader(recipe: Recipe, task: Task, source: Source, device: torch.devic
 def num_steps_of(recipe: Recipe, steps_per_epoch: int) -> int:
     """Length of the run in steps."""
     return recipe.steps or math.ceil((recipe.epochs or 0) * steps_per_epoch)
-
-
-def recompute_and_compile(
-    recipe: Recipe, task: Task, model: nn.Module, device: torch.device, warn: Callable[[str], None]
-) -> None:
-    """Change the model in place as the recipe's memory and runtime sections say."""
-    if recipe.memory.recompute == "blocks":
-        recompute_blocks(model, task.blocks)
-    if recipe.runtime.compile:
-        reason = compile_or_explain(model, device.type)
-        if reason:
-            warn(reason)
 
 
 def build_task_optimizer(recipe: Recipe, task: Task, holding: Holding) -> torch.optim.Optimizer:

@@ -34,7 +34,7 @@ def connected(recipe: Recipe, cluster: Cluster | None = None) -> Iterator[tuple[
     num_threads = torch.get_num_threads()
     torch.set_num_threads(_num_threads(recipe, cluster.local_world_size))
     try:
-        cluster.connect(device.type, recipe.runtime.deadline_seconds)
+        cluster = cluster.connect(device.type, recipe.runtime.deadline_seconds)
         yield cluster, device
     finally:
         torch.set_num_threads(num_threads)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from paceline.checkpoint import load_weights
 from paceline.comm import Net
+from paceline.layout.precision import compile_or_explain, recompute_blocks
 from paceline.mesh import Group
 from paceline.models import InitializeByName
 from paceline.models.dropout import name_dropouts
@@ -72,3 +73,15 @@ def _in_runs(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
             found[-1].append(t)
             filled += t.numel() * t.element_size()
     return found
+
+
+def recompute_and_compile(
+    recipe: Recipe, task: Task, model: nn.Module, device: torch.device, warn: Callable[[str], None]
+) -> None:
+    """Change the model in place as the recipe's memory and runtime sections say."""
+    if recipe.memory.recompute == "blocks":
+        recompute_blocks(model, task.blocks)
+    if recipe.runtime.compile:
+        reason = compile_or_explain(model, device.type)
+        if reason:
+            warn(reason)

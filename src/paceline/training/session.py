@@ -21,9 +21,12 @@ from paceline.recipe import Recipe, Strategy
 from paceline.state import TrainState
 from paceline.sync import Rule, UpdateStep
 from paceline.sync.average import Average
+from paceline.sync.witness import LossEar
 from paceline.task import Task, finish_metrics
+from paceline.training.arrange import Setting
 from paceline.training.callback import Callback
 from paceline.training.debugging import Debugging
+from paceline.training.layouts import Layout
 
 
 class Notes:
@@ -46,6 +49,20 @@ def _has_gaps(holding: Holding) -> bool:
     return any(t.is_meta for t in (*holding.model.parameters(), *holding.model.buffers()))
 
 
+@dataclass(frozen=True)
+class Grounds:
+    """What a session is made from; with another membership in the setting, what hangs on it is made again.
+
+    Args:
+        layout: the model in its place.
+        ear: hears every loss.
+    """
+
+    setting: Setting
+    layout: Layout
+    ear: LossEar
+
+
 @dataclass
 class Session:
     """One rank of a training job. Build it with `build_session`.
@@ -63,6 +80,7 @@ class Session:
         average: of the weights; None: the recipe asks for none.
         averages_rounds: it follows rounds, not updates.
         callbacks: what `fit` calls; see `listen`.
+        grounds: what `renew` makes the rest from; None: it cannot.
         stop_reason: why a callback wants the run to end; empty: it does not.
     """
 
@@ -85,6 +103,7 @@ class Session:
     averages_rounds: bool = False
     callbacks: list[Callback] = field(default_factory=list)
     stop_reason: str = ""
+    grounds: Grounds | None = None
 
     def listen(self, callbacks: Sequence[Callback]) -> None:
         """Have callbacks called by `fit`, and their state in checkpoints; before anything is restored."""

@@ -47,9 +47,9 @@ def test_a_rank_that_does_not_call_is_missed_by_operation_rank_and_step(op: str)
     assert "time.sleep(60.0)" in failures.of(1).details or "skip_on_rank_one" in failures.of(1).headline
 
 
-@pytest.mark.parametrize("net_seconds, group_seconds", [(60.0, 2.0), (0.3, 60.0)])
-def test_the_shorter_of_the_two_deadlines_counts(net_seconds: float, group_seconds: float) -> None:
-    """A group has a deadline of its own inside the backend, which ends a call before `wait` gives up."""
+@pytest.mark.parametrize("net_seconds, group_seconds", [(2.0, 2.0), (0.3, 60.0)])
+def test_our_own_deadline_comes_before_that_of_the_group(net_seconds: float, group_seconds: float) -> None:
+    """The backend has one as well, and its error names no rank."""
 
     def wait_for_nobody(cluster) -> None:
         group = Mesh.build(cluster, {"replica": 2}).replica

@@ -27,7 +27,7 @@ def test_every_worker_gets_its_place(tmp_path: Path) -> None:
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
         assert [environ[name] for name in names] == [str(rank), str(rank), "3", "3", "2", "2"]
         assert environ["MASTER_ADDR"] == "127.0.0.1"
-        assert ("PACELINE_LISTEN_FD" in environ) == (rank == 0)
+        assert "PACELINE_STORE_FD" in environ and "PACELINE_LISTEN_FD" not in environ
 
 
 def test_output_of_rank_0_passes_and_the_others_have_logs(

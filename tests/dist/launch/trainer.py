@@ -18,7 +18,7 @@ with guard(cluster):
     import torch
     import torch.distributed as dist
 
-    cluster.connect("cpu", 30.0)
+    cluster = cluster.connect("cpu", 30.0)
     total = torch.tensor([float(cluster.global_rank)])
     dist.all_reduce(total)
     sys.stdout.write(f"rank {cluster.global_rank} of {cluster.world_size}: {total.item():g}\n")

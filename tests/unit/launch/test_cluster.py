@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from paceline import rendezvous
 from paceline.cluster import Cluster, process_environment
 from paceline.errors import CommunicationError
-from paceline.rendezvous import Member, interface_towards, open_store
+from paceline.rendezvous import Way, interface_towards, open_store
 
 TORCHRUN = {  # recorded from torchrun --nnodes 2 --nproc-per-node 2, node 1, second process
     "RANK": "3",
@@ -52,8 +53,10 @@ def test_torchrun_variables() -> None:
 
 def test_launcher_variables() -> None:
     own = {"PACELINE_LISTEN_FD": "7", "PACELINE_TOKEN": "t", "PACELINE_ERROR_DIR": "/errors"}
+    own |= {"PACELINE_STORE_FD": "8", "PACELINE_STORE_PORT": "29501"}
     cluster = Cluster.from_env({**TORCHRUN, **own})
     assert (cluster.listen_fd, cluster.token, cluster.error_dir) == (7, "t", Path("/errors"))
+    assert (cluster.store_fd, cluster.port, cluster.agent_store) == (8, 29501, False)
 
 
 @pytest.mark.parametrize(
@@ -102,13 +105,13 @@ def test_the_loopback_leads_to_itself() -> None:
 def test_a_port_where_nobody_listens_ends_at_the_deadline() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    member = Member(1, 2, "token", "127.0.0.1", port)
     with pytest.raises(CommunicationError, match="cannot reach the store of the job at"):
-        open_store(member, serve=False, listen_fd=None, deadline_seconds=0.3)
+        open_store(Way(1, "127.0.0.1", port, "token"), 0.3)
 
 
-def test_a_store_whose_port_is_taken_says_so() -> None:
+def test_a_store_whose_port_is_taken_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "HELLO_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        member = Member(0, 2, "token", "127.0.0.1", taken.getsockname()[1])
+        way = Way(0, "127.0.0.1", taken.getsockname()[1], "token", serves=True)
         with pytest.raises(CommunicationError, match=r"cannot serve the store.*in use"):
-            open_store(member, serve=True, listen_fd=None, deadline_seconds=5)
+            open_store(way, 5.0)

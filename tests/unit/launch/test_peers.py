@@ -1,6 +1,7 @@
 """Who is asked when a connection is lost, and what the report says."""
 
 import socket
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from paceline.launch import peers as module
 from paceline.launch.outcome import Failure, conclude
 from paceline.launch.peers import Peers, ask
-from paceline.roster import Node, announce, read_roster, write_roster
+from paceline.roster import Node, announce, node_of, read_roster, write_roster
 
 
 def closed_port() -> int:
@@ -42,8 +43,11 @@ def test_all_others_are_asked_once_and_only_when_there_are_several_nodes(
         assert alone.port == 0 and alone.lost() == ()
 
 
-def test_a_worker_without_a_launcher_announces_nothing() -> None:
-    assert announce(0, 0, "127.0.0.1", 1) == ""
+def test_a_worker_without_a_launcher_announces_its_node_only(tmp_path: Path) -> None:
+    said = announce(3, 0, "127.0.0.1", 1)
+    assert node_of(said) == 3
+    write_roster(tmp_path, [said])
+    assert read_roster(tmp_path) == []
 
 
 def test_the_report_of_a_lost_connection_names_the_node_and_others_do_not() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from paceline.errors import PacelineError
 from paceline.launch import Job, render_workers, script_command
 from paceline.launch.render import Place
 
-PLACE = Place("10.0.0.1", 29500, 7, "the-token", Path("/logs"), cores=6)
+PLACE = Place("10.0.0.1", 29500, 29600, 7, (8, 9), "the-token", Path("/logs"), cores=6)
 JOB = Job(("python", "train.py"), 2, nodes=2, node_rank=0, rendezvous="10.0.0.1:29500")
 
 
@@ -32,22 +33,25 @@ def test_the_first_worker_in_full() -> None:
         "GROUP_RANK": "0",
         "GROUP_WORLD_SIZE": "2",
         "MASTER_ADDR": "10.0.0.1",
-        "MASTER_PORT": "29500",
+        "MASTER_PORT": "29600",
+        "PACELINE_STORE_PORT": "29500",
         "PACELINE_TOKEN": "the-token",
         "PACELINE_ERROR_DIR": "/logs",
         "PACELINE_LISTEN_FD": "7",
+        "PACELINE_STORE_FD": "8",
     }
-    assert (first.listen_fd, first.log_file) == (7, None)
+    assert first.files == {"PACELINE_STORE_FD": 8, "PACELINE_LISTEN_FD": 7}
+    assert first.log_file is None
 
 
 @pytest.mark.capability("O1")
 def test_local_rank_counts_on_its_own_node() -> None:
     job = Job(("python", "train.py"), 2, nodes=2, node_rank=1, rendezvous="10.0.0.1:29500")
-    workers = render_workers(job, PLACE, {})
+    workers = render_workers(job, replace(PLACE, store_fds=(), listen_fd=None), {})
     assert [worker.environ["RANK"] for worker in workers] == ["2", "3"]
     assert [worker.environ["LOCAL_RANK"] for worker in workers] == ["0", "1"]
     assert {worker.environ["GROUP_RANK"] for worker in workers} == {"1"}
-    assert [worker.listen_fd for worker in workers] == [None, None]
+    assert [worker.files for worker in workers] == [{}, {}]
     assert [worker.log_file for worker in workers] == [None, Path("/logs/rank-3.log")]
 
 
@@ -70,7 +74,9 @@ def test_threads(threads: int, inherited: dict[str, str], expected: str) -> None
 
 
 def test_more_processes_than_cores_get_one_thread_each() -> None:
-    assert render_workers(Job(("x",), 8), PLACE, {})[7].environ["OMP_NUM_THREADS"] == "1"
+    assert (
+        render_workers(Job(("x",), 8), replace(PLACE, store_fds=()), {})[7].environ["OMP_NUM_THREADS"] == "1"
+    )
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def ended(
     error_file = folder / f"rank-{rank}.json"
     if kind:
         ErrorReport(time.time(), kind, message, "", "", code, connection).save(error_file)
-    worker = Worker(rank, rank, ("true",), {}, None, None, error_file, folder / f"rank-{rank}.stack")
+    worker = Worker(rank, rank, ("true",), {}, {}, None, error_file, folder / f"rank-{rank}.stack")
     process = subprocess.Popen(["sh", "-c", f"exit {code}"])
     process.wait()
     return Running(worker, process, Keeper(), ended_at=time.time(), told=told)

@@ -7,17 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
-from paceline.comm.channel.guests import CALLED, CALLER, Guests
 from paceline.errors import CommunicationError, DeadlineError
-from paceline.handshake import (
-    CHALLENGE_BYTES,
-    NONCE_BYTES,
-    WELCOME,
-    encode_hello,
-    is_proof,
-    nonce,
-    prove,
-)
+from paceline.guests import Guests, greet
 from paceline.observe.append import say_on_stderr
 
 _BACKLOG = 1024
@@ -49,10 +40,10 @@ def accept_all(
     with ExitStack() as failing:
         failing.callback(guests.give_up)
         try:
-            while guests.missing:
+            while missing := [rank for rank in ranks if rank not in guests.found]:
                 left = expires - time.monotonic()
                 if left <= 0:
-                    raise _late(guests, deadline_seconds)
+                    raise _late(missing, guests, deadline_seconds)
                 guests.hear(left)
         finally:
             guests.close()
@@ -73,7 +64,8 @@ def connect(address: str, port: int, rank: int, token: str, deadline_seconds: fl
     expires = time.monotonic() + deadline_seconds
     while True:
         try:
-            return _greet(address, port, rank, token, max(0.01, expires - time.monotonic()))
+            left = max(0.01, expires - time.monotonic())
+            return greet(address, port, rank, token, left, f"the server at {address}:{port}")
         except OSError as error:
             if time.monotonic() + _RETRY_SECONDS < expires and not isinstance(error, ConnectionRefusedError):
                 time.sleep(_RETRY_SECONDS)
@@ -84,45 +76,9 @@ def connect(address: str, port: int, rank: int, token: str, deadline_seconds: fl
             ) from error
 
 
-def _greet(address: str, port: int, rank: int, token: str, seconds: float) -> socket.socket:
-    with ExitStack() as failing:
-        connection = failing.enter_context(socket.create_connection((address, port), timeout=seconds))
-        ours = nonce()
-        connection.sendall(encode_hello(rank, ours))
-        challenge = _exactly(connection, CHALLENGE_BYTES)
-        theirs, proof = challenge[:NONCE_BYTES], challenge[NONCE_BYTES:]
-        if not is_proof(proof, token, CALLED, rank, ours, theirs):
-            raise _other_key(rank, f"the server at {address}:{port}")
-        connection.sendall(prove(token, CALLER, rank, ours, theirs))
-        if _exactly(connection, 1) != WELCOME:
-            raise CommunicationError(
-                f"the server at {address}:{port} does not take rank {rank}: it has come already",
-                next_step="give each node its own --node-rank",
-            )
-        failing.pop_all()
-    return connection
-
-
-def _late(guests: Guests, deadline_seconds: float) -> DeadlineError:
+def _late(missing: Sequence[int], guests: Guests, deadline_seconds: float) -> DeadlineError:
     wrong = f"; ranks {sorted(guests.wrong_keys)} have another key" if guests.wrong_keys else ""
     return DeadlineError(
-        f"ranks {guests.missing} did not connect within {deadline_seconds:g} s{wrong}",
+        f"ranks {missing} did not connect within {deadline_seconds:g} s{wrong}",
         next_step="look at what these ranks printed",
     )
-
-
-def _other_key(rank: int, whom: str) -> CommunicationError:
-    return CommunicationError(
-        f"rank {rank} has another key than {whom}: they are of different jobs",
-        next_step="give all nodes of one job the same key: --token-file, or PACELINE_TOKEN",
-    )
-
-
-def _exactly(connection: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        part = connection.recv(size - len(data))
-        if not part:
-            raise ConnectionResetError("the other side has hung up")
-        data += part
-    return data

@@ -1,4 +1,4 @@
-"""Callers at a listening socket that have not shown yet who they are, all heard side by side.
+"""Callers at a listening socket that have not shown yet who they are, all heard side by side; and the caller.
 
 Invariant: a caller has `HELLO_SECONDS` for its whole greeting and is given fixed room for it; whoever is
 slow, says anything else, or has no key, is closed and counted, and keeps nobody waiting.
@@ -9,19 +9,26 @@ from __future__ import annotations
 import selectors
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container
+from contextlib import ExitStack, suppress
 
+from paceline.errors import CommunicationError
 from paceline.handshake import (
     CHALLENGE_BYTES,
     HELLO_BYTES,
+    NONCE_BYTES,
     PROOF_BYTES,
     REFUSED,
     WELCOME,
     decode_hello,
+    encode_hello,
     is_proof,
     nonce,
     prove,
 )
+
+VISITORS = 1 << 30
+"""Numbers from here on come for a question only: `rank + VISITORS`."""
 
 HELLO_SECONDS = 5.0
 _MOST = 128
@@ -62,10 +69,17 @@ class Guests:
         listener: is made non-blocking.
         token: the key of the job.
         wanted: ranks that may come, each once.
+        has_come: whether a rank is known already, beside those in `found`.
     """
 
-    def __init__(self, listener: socket.socket, token: str, wanted: Sequence[int]) -> None:
-        self._listener, self._token, self._wanted = listener, token, frozenset(wanted)
+    def __init__(
+        self,
+        listener: socket.socket,
+        token: str,
+        wanted: Container[int],
+        has_come: Callable[[int], bool] = lambda rank: False,
+    ) -> None:
+        self._listener, self._token, self._wanted, self._has_come = listener, token, wanted, has_come
         self._guests: dict[socket.socket, _Guest] = {}
         self._selector = selectors.DefaultSelector()
         listener.setblocking(False)
@@ -73,11 +87,6 @@ class Guests:
         self.found: dict[int, socket.socket] = {}
         self.strangers = 0
         self.wrong_keys: set[int] = set()
-
-    @property
-    def missing(self) -> list[int]:
-        """Ranks that have not come."""
-        return sorted(self._wanted - self.found.keys())
 
     def hear(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         """Whatever callers say within so many seconds, or until one has said something."""
@@ -126,7 +135,8 @@ class Guests:
 
     def _decide(self, guest: _Guest) -> None:
         right = guest.proves(self._token)
-        welcome = right and guest.rank in self.missing
+        known = guest.rank in self.found or self._has_come(guest.rank)
+        welcome = right and guest.rank in self._wanted and not known
         guest.connection.send(WELCOME if welcome else REFUSED)
         if not welcome:
             if not right and guest.rank in self._wanted:
@@ -144,3 +154,44 @@ class Guests:
     def _forget(self, guest: _Guest) -> None:
         self._selector.unregister(guest.connection)
         del self._guests[guest.connection]
+
+
+def greet(address: str, port: int, rank: int, token: str, seconds: float, whom: str) -> socket.socket:
+    """Connect, and show each other that both know the key.
+
+    Args:
+        whom: who is called, for errors.
+    Raises:
+        CommunicationError: it has another key, or the rank has come already.
+        OSError: it cannot be reached, hangs up, or is silent.
+    """
+    with ExitStack() as failing:
+        connection = failing.enter_context(socket.create_connection((address, port), timeout=seconds))
+        ours = nonce()
+        connection.sendall(encode_hello(rank, ours))
+        challenge = _exactly(connection, CHALLENGE_BYTES)
+        theirs, proof = challenge[:NONCE_BYTES], challenge[NONCE_BYTES:]
+        with suppress(OSError):  # a proof under another key lets the other side know, too, and says nothing
+            connection.sendall(prove(token, CALLER, rank, ours, theirs))
+        if not is_proof(proof, token, CALLED, rank, ours, theirs):
+            raise CommunicationError(
+                f"Rank {rank % VISITORS} has another token than {whom}: it belongs to another job.",
+                next_step="give all nodes of one job the same key: --token-file, or PACELINE_TOKEN",
+            )
+        if _exactly(connection, 1) != WELCOME:
+            raise CommunicationError(
+                f"Rank {rank % VISITORS} has already joined {whom}.",
+                next_step="give each node its own --node-rank; a node that comes late needs a new job",
+            )
+        failing.pop_all()
+    return connection
+
+
+def _exactly(connection: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        part = connection.recv(size - len(data))
+        if not part:
+            raise ConnectionResetError("the other side has hung up")
+        data += part
+    return data

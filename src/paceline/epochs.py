@@ -1,0 +1,205 @@
+"""How the members of a job agree on who goes on: the first membership, the next one, and who joins.
+
+The first whose answer reaches the store decides for all; who was left out is told so. `decide` is pure.
+Source: the write-once register of a consensus object, Herlihy 1991, Wait-Free Synchronization (the store's
+compare-and-set is one).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from paceline.errors import CommunicationError, DeadlineError
+from paceline.membership import Groups, Membership, names_of
+from paceline.store import Late, Lost
+
+if TYPE_CHECKING:
+    import torch
+
+    from paceline.store.torch_store import Store
+
+_ASKED_TO_JOIN = "joining"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A process that wants to be a member.
+
+    Args:
+        number: its own, and nobody else's.
+        note: what it tells the others about itself.
+        device: NCCL beside Gloo on "cuda".
+        seconds: the deadline of every wait.
+    """
+
+    number: int
+    note: str
+    store: Store
+    device: torch.device
+    seconds: float
+
+
+def begin(candidate: Candidate, size: int, attempt: int, job: str) -> Membership:
+    """The first membership of a job, of the processes 0 to `size` - 1; collective.
+
+    Args:
+        attempt: how often an agent has restarted the job; keeps the keys of each attempt apart.
+        job: what is begun, for errors.
+    Raises:
+        CommunicationError: the sizes differ, or a process is gone.
+        DeadlineError: some processes did not come in time; names them.
+    """
+    store, number = candidate.store, candidate.number
+    start = f"{attempt}.{store.add(f'{attempt}/starts/{number}', 1)}"
+    _require_size(candidate, size, f"{start}/size", job)
+    keys = [f"{start}/here/{one}" for one in range(size)]
+    store.set(keys[number], candidate.note)
+    try:
+        notes = store.await_keys(keys, candidate.seconds, range(size))
+    except Late as late:
+        raise _late(f"{names_of(late.keys, keys)} did not join") from late
+    except Lost as lost:
+        raise CommunicationError(
+            f"rank {', '.join(map(str, lost.members))} left before {job} had met",
+            next_step="look at the first rank that ended: it is the cause",
+        ) from lost
+    return _enter(candidate, start, 0, tuple(range(size)), tuple(note.decode() for note in notes))
+
+
+def _require_size(candidate: Candidate, size: int, key: str, job: str) -> None:
+    """Leave if the others expect another number of processes, and tell the user of rank 0."""
+    store = candidate.store
+    if candidate.number == 0:
+        store.set(key, str(size))
+        return
+    try:
+        found = int(store.await_keys([key], candidate.seconds, (0,))[0])
+    except Late as late:
+        raise _late(f"rank 0 did not start {job}") from late
+    if found != size:
+        what = f"Rank {candidate.number} expects {size} processes, {job} has {found}."
+        store.tell(what)
+        raise CommunicationError(
+            what, next_step="give all nodes the same --nodes and the same number of processes"
+        )
+
+
+def follow(membership: Membership, seconds: float) -> Membership:
+    """The membership after this one; every member that goes on calls it, between two steps or after an error.
+
+    Those that are gone are out, those that have asked to join are in, and those that are silent until the
+    deadline are out as well. The groups of the old one end here.
+
+    Args:
+        seconds: how long to wait for members that are alive and do not call.
+    Raises:
+        CommunicationError: the others have gone on without this process, or cannot be reached.
+    """
+    store, number = membership.store, membership.number
+    membership.abort()
+    store.set(f"{membership.ballot}/{number}", membership.notes[membership.rank])
+    present = _who_goes_on(membership, seconds)
+    joining = _asked_to_join(store)
+    members = decide(membership.members, present, joining, store.lost())
+    notes = [_note(membership, one) for one in members]
+    proposal = json.dumps({"members": members, "notes": notes})
+    agreed = store.compare_set(f"{membership.place}/next/agreed", "", proposal).decode()
+    found = json.loads(agreed)
+    start, epoch = membership.place.rpartition("/")[0], membership.epoch + 1
+    for one in found["members"]:
+        if one not in membership.members:
+            store.set(
+                f"{_ASKED_TO_JOIN}/{one}/invited", json.dumps({**found, "start": start, "epoch": epoch})
+            )
+    membership.groups.end()
+    device = membership.groups.device
+    candidate = Candidate(number, "", store, device, membership.groups.seconds)
+    return _enter(candidate, start, epoch, tuple(found["members"]), tuple(found["notes"]))
+
+
+def join(candidate: Candidate) -> Membership:
+    """Wait until the members of a job take this process in, at their next change.
+
+    Raises:
+        DeadlineError: they did not.
+    """
+    store, number = candidate.store, candidate.number
+    store.set(f"{_ASKED_TO_JOIN}/{number}", candidate.note)
+    store.append(_ASKED_TO_JOIN, f"{number},")
+    try:
+        invitation = store.await_keys([f"{_ASKED_TO_JOIN}/{number}/invited"], candidate.seconds)[0]
+    except Late as late:
+        raise _late("the members of the job did not let this process join") from late
+    found = json.loads(invitation)
+    return _enter(candidate, found["start"], found["epoch"], tuple(found["members"]), tuple(found["notes"]))
+
+
+def decide(
+    members: Sequence[int], present: Collection[int], joining: Sequence[int], lost: Collection[int]
+) -> list[int]:
+    """Who is in the next membership, by rank: those that go on in their order, then those that are new; pure.
+
+    Args:
+        members: of the present one.
+        present: those of them that want to go on.
+        joining: processes that have asked to join, perhaps long ago.
+        lost: processes that are gone.
+    """
+    stay = [one for one in members if one in present]
+    new = sorted({one for one in joining if one not in members and one not in lost})
+    return stay + new
+
+
+def _who_goes_on(membership: Membership, seconds: float) -> set[int]:
+    """The members that want to: all that are alive, unless they leave, or are silent."""
+    expected = set(membership.members)
+    expires = time.monotonic() + seconds
+    while True:
+        keys = {f"{membership.ballot}/{one}": one for one in sorted(expected)}
+        try:
+            left = max(0.0, expires - time.monotonic())
+            notes = membership.store.await_keys(list(keys), left, sorted(expected))
+            return {one for one, note in zip(keys.values(), notes, strict=True) if note}
+        except Lost as lost:
+            expected -= set(lost.members)
+        except Late as late:
+            expected -= {keys[key] for key in late.keys}
+
+
+def _asked_to_join(store: Store) -> list[int]:
+    if not store.check([_ASKED_TO_JOIN]):
+        return []
+    return [int(one) for one in store.get(_ASKED_TO_JOIN).decode().split(",") if one]
+
+
+def _note(membership: Membership, number: int) -> str:
+    place = membership.ballot if number in membership.members else _ASKED_TO_JOIN
+    return membership.store.get(f"{place}/{number}").decode()
+
+
+def _enter(
+    candidate: Candidate, start: str, epoch: int, members: tuple[int, ...], notes: tuple[str, ...]
+) -> Membership:
+    """Take this process's place, and make the group of all members; collective."""
+    if candidate.number not in members:
+        raise CommunicationError(
+            f"the other ranks have gone on without this one: it was silent until their deadline"
+            f" (process {candidate.number}, membership {epoch})",
+            next_step="look at what this rank did meanwhile, or raise runtime.deadline_seconds",
+        )
+    rank, place, store = members.index(candidate.number), f"{start}/{epoch}", candidate.store
+    groups = Groups(store, place, members, rank, candidate.device, candidate.seconds)
+    membership = Membership(epoch, members, rank, notes, place, store, groups)
+    groups.begin()
+    return membership
+
+
+def _late(what: str) -> DeadlineError:
+    return DeadlineError(
+        f"At the deadline {what}.",
+        next_step="look at the logs of those ranks, or raise runtime.deadline_seconds",
+    )

@@ -1,0 +1,249 @@
+"""Who works together between two changes of a job, and the process groups that hang on it.
+
+A membership is a value: it does not change. When a process leaves or joins, those that go on agree on the
+next one through the job's store, and make their groups anew, in the same processes (docs/adr/0012).
+
+Invariant: every wait has a deadline, and a member that does not come, or goes while groups are made, is
+named. Groups of one membership are made in the same order on all of their members.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from paceline.errors import CommunicationError, DeadlineError
+from paceline.process_group import Made, end_world, make_part, make_world
+from paceline.store import Late, Lost
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.distributed_c10d import Store as TorchStore
+
+    from paceline.store.torch_store import Store
+
+_TELL_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Membership:
+    """One epoch of a job, seen by one of its members.
+
+    Args:
+        epoch: how often the members have changed.
+        members: the numbers of the processes, by rank; a process keeps its number when its rank changes.
+        rank: of this process.
+        notes: what every member has told the others about itself, by rank; may be empty.
+        place: the part of the store's keys that is this epoch's.
+        groups: makes and ends the process groups of this epoch.
+    """
+
+    epoch: int
+    members: tuple[int, ...]
+    rank: int
+    notes: tuple[str, ...]
+    place: str
+    store: Store = field(compare=False)
+    groups: Groups = field(compare=False)
+
+    @property
+    def number(self) -> int:
+        """Of this process."""
+        return self.members[self.rank]
+
+    @property
+    def ballot(self) -> str:
+        """Where members say whether they go on after this epoch: their notes, or nothing."""
+        return f"{self.place}/next/asked"
+
+    def leave(self) -> None:
+        """Let go of all groups and of the store; those that go on do not wait for this process."""
+        if not self.groups.has_ended:
+            self.store.set(f"{self.ballot}/{self.number}", "")
+        self.groups.end(at_once=True)
+        self.store.close()
+
+    def abort(self) -> None:
+        """Let every collective of this epoch that is under way fail now, on all ranks that it connects."""
+        self.groups.abort()
+
+    def await_all(self, what: str, seconds: float, say: Callable[[str], object] = lambda text: None) -> None:
+        """Wait until every member has done `what`, without a collective.
+
+        Args:
+            what: as in "built the task"; all members do it equally often.
+            say: is told every few seconds who is missing.
+        Raises:
+            DeadlineError: some did not; names them.
+            CommunicationError: some are gone; names them.
+        """
+        turn = self.groups.turn(what)
+        keys = [f"{self.place}/did/{what}/{turn}/{number}" for number in self.members]
+        self.store.set(keys[self.rank], "1")
+        began = time.monotonic()
+        while True:
+            left = began + seconds - time.monotonic()
+            try:
+                self.store.await_keys(keys, max(0.0, min(left, _TELL_SECONDS)), self.members)
+                return
+            except Late as late:
+                missing = names_of(late.keys, keys)
+                if left <= _TELL_SECONDS:
+                    raise DeadlineError(
+                        f"{missing} has not {what} within {seconds:g} s",
+                        next_step="look at what that rank does, or raise runtime.setup_deadline_seconds",
+                    ) from late
+                passed = time.monotonic() - began
+                say(f"waiting until {missing} has {what}: {passed:.0f} s of {seconds:g} s")
+            except Lost as lost:
+                raise gone(self.members, lost.members, f"before it had {what}") from lost
+
+
+class Groups:
+    """The process groups of one epoch.
+
+    Args:
+        store, place, members, rank: see `Membership`.
+        device: NCCL beside Gloo on "cuda".
+        seconds: the deadline for making a group, and of our waits for its collectives.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        place: str,
+        members: tuple[int, ...],
+        rank: int,
+        device: torch.device,
+        seconds: float,
+    ) -> None:
+        self._store, self._place, self._members, self._rank = store, place, members, rank
+        self.device, self.seconds = device, seconds
+        self._turns: Counter[str] = Counter()
+        self._world: Made | None = None
+        self._parts: list[Made] = []
+        self._ending: threading.Thread | None = None
+        self.has_ended = False
+
+    @property
+    def world(self) -> Any:
+        """The process group of all members; None if this process is alone, or they are ended."""
+        return None if self._world is None else self._world.handle
+
+    def turn(self, what: str) -> int:
+        """How often this member has come to `what`."""
+        self._turns[what] += 1
+        return self._turns[what]
+
+    def begin(self) -> None:
+        """Make the group of all members, which is torch's default group as well; collective."""
+        if len(self._members) > 1:
+            ranks = tuple(range(len(self._members)))
+            self._world = self._made("world", ranks, self._default)
+
+    def make(self, name: str, ranks: tuple[int, ...]) -> Any:
+        """A process group of some ranks; collective over these, and over no others.
+
+        Args:
+            ranks: two or more, ascending; this process is one of them.
+        Raises:
+            DeadlineError, CommunicationError: some did not come, or are gone; names them.
+        """
+        key = f"{name}/{'-'.join(map(str, ranks))}"
+        place = ranks.index(self._rank)
+        made = self._made(
+            f"{key}/{self.turn(key)}",
+            ranks,
+            lambda store: make_part(store, key, place, len(ranks), self.device, self.seconds),
+        )
+        self._parts.append(made)
+        return made.handle
+
+    def _default(self, store: TorchStore) -> Made:
+        return make_world(store, self._rank, len(self._members), self.device, self.seconds)
+
+    def _made(self, key: str, ranks: tuple[int, ...], make: Callable[[TorchStore], Made]) -> Made:
+        """Meet the others, then let torch connect; if that fails, say who is missing or gone."""
+        from torch.distributed.distributed_c10d import PrefixStore
+
+        place = f"{self._place}/{key}"
+        members = tuple(self._members[rank] for rank in ranks)
+        doing = f"while the group '{key.partition('/')[0]}' of ranks {ranks} was made"
+        self.meet(f"{place}/here", members, doing)
+        try:
+            with self._store.watching(members):
+                made = make(PrefixStore(place, self._store.torch))
+        except Lost as lost:
+            raise gone(self._members, lost.members, doing) from lost
+        except (RuntimeError, Late) as error:
+            lost_members = sorted(self._store.lost() & set(members))
+            if lost_members:
+                raise gone(self._members, lost_members, doing) from error
+            raise CommunicationError(
+                f"rank {self._rank} cannot connect to the other ranks {doing}: {error}",
+                next_step="check that the nodes reach each other on all ports, or set GLOO_SOCKET_IFNAME",
+            ) from error
+        self.meet(f"{place}/made", members, doing)  # who ends it earlier would look like one that is gone
+        return made
+
+    def meet(self, place: str, members: tuple[int, ...], doing: str) -> None:
+        """Wait until all of these members are here."""
+        keys = [f"{place}/{number}" for number in members]
+        self._store.set(f"{place}/{self._members[self._rank]}", "1")
+        try:
+            self._store.await_keys(keys, self.seconds, members)
+        except Late as late:
+            ranks = {f"{place}/{number}": rank for rank, number in enumerate(self._members)}
+            missing = [ranks[key] for key in late.keys]
+            raise DeadlineError(
+                f"at the deadline {_names(missing)} did not come {doing}",
+                next_step="look at the logs of those ranks, or raise runtime.deadline_seconds",
+            ) from late
+        except Lost as lost:
+            raise gone(self._members, lost.members, doing) from lost
+
+    def abort(self) -> None:
+        """Let all calls under way fail at once; the groups are of no use afterwards."""
+        for made in self._all():
+            made.abort()
+
+    def end(self, *, at_once: bool = False) -> None:
+        """Let go of all groups.
+
+        Garbage is collected first: a group that outlives its last user aborts about one exit in ten. Torch
+        takes some 20 ms for each; they pass beside what comes next, unless it is `at_once`.
+        """
+        gc.collect()
+        made, self.has_ended = self._all(), True
+        end_world(self._world)
+        self._world, self._parts = None, []
+        if at_once:
+            made.clear()
+        else:
+            self._ending = threading.Thread(target=made.clear, name="paceline-ending-groups")
+            self._ending.start()
+
+    def _all(self) -> list[Made]:
+        return [*([] if self._world is None else [self._world]), *self._parts]
+
+
+def gone(members: Sequence[int], lost: Sequence[int], when: str) -> CommunicationError:
+    """What to raise when members have left."""
+    ranks = [rank for rank, number in enumerate(members) if number in lost]
+    return CommunicationError(
+        f"{_names(ranks)} left {when}", next_step="look at the first rank that ended: it is the cause"
+    )
+
+
+def names_of(missing: Sequence[str], keys: Sequence[str]) -> str:
+    """The ranks whose keys are missing, in words."""
+    return _names([rank for rank, key in enumerate(keys) if key in missing])
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,0 +1,158 @@
+"""A session goes on with other members, in the same process: what hangs on the membership is made again.
+
+Model, optimizer, data and the memory of the layout stay where they are; mesh, collectives, reduction, update
+step and rule are new. It holds for strategies in which every replica has the whole state: all the ranks that
+are left have what is needed. Others go on from a snapshot (`Session.take_over`).
+
+Invariant: afterwards all members have the same step and the same state, also where some had made a step that
+others had not, and members that are new have it from those that were there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from paceline.cluster import Cluster
+from paceline.comm.text import gather_texts
+from paceline.errors import StrategyError
+from paceline.layout import Replicate
+from paceline.layout.whole import Snapshot, share_snapshot
+from paceline.mesh import Mesh
+from paceline.recipe import Recipe, most_sharers, resolve
+from paceline.state import TrainState
+from paceline.task import Task
+from paceline.training.arrange import Pieces
+from paceline.training.build import arrange, build_session
+from paceline.training.session import Grounds, Session
+
+
+def renew(session: Session, seconds: float | None = None) -> None:
+    """Go on with the members that are left, and those that have asked to join; changes the session.
+
+    Every rank that goes on calls it: between two rounds, or after an error of communication in one, whose
+    half step is dropped. Then `Session.rounds` goes on.
+
+    Args:
+        seconds: how long to wait for ranks that are alive and do not call; None: `runtime.deadline_seconds`.
+    Raises:
+        StrategyError: no rank has the whole state, or the strategy does not fit the ranks that are left.
+        CommunicationError: the others have gone on without this rank, or cannot be reached.
+    """
+    grounds = renewable(session)
+    session.cluster.abort()  # who still waits in this epoch waits no more, also on other ranks
+    session.close()
+    session.abort()
+    limit = session.recipe.runtime.deadline_seconds if seconds is None else seconds
+    _go_on(session, grounds, session.cluster.renew(limit))
+
+
+def prepare(recipe: Recipe, task: Task, device: torch.device, warn: Callable[[str], None]) -> Session:
+    """A session of a process that is about to join a job; `join` makes it a member.
+
+    Args:
+        recipe: of the run, with what it has left to the machine filled in, as its folder keeps it.
+    """
+    pieces = Pieces(whole=partial(_overlapping, Replicate))
+    strategy = recipe.strategy.replace(replicas=1)
+    alone = recipe.replace(strategy=strategy)
+    return build_session(alone, task, Cluster.single(), device, pieces=pieces, warn=warn, fresh=False)
+
+
+def join(session: Session, cluster: Cluster) -> None:
+    """Become a member of a job that runs, at its next change; changes a session that was prepared.
+
+    Args:
+        cluster: this process's place: its number in the job as `global_rank`.
+    Raises:
+        DeadlineError: the members did not take this process in.
+        StrategyError: as for `renew`, or this process computes in another precision.
+    """
+    grounds = renewable(session)
+    limit = session.recipe.runtime.deadline_seconds
+    _go_on(session, grounds, cluster.join(session.placed.holding.device.type, limit))
+
+
+def renewable(session: Session) -> Grounds:
+    """What the session is made from.
+
+    Raises:
+        StrategyError: its replicas do not each have the whole state.
+    """
+    strategy = session.strategy
+    unfit = {
+        "a model that is cut": bool(strategy.cuts),
+        f"sync={strategy.sync}": strategy.sync != "every-step",
+        f"codec={strategy.codec}": strategy.codec != "fp32",
+        "batch.sync_batchnorm": session.recipe.batch.sync_batchnorm,
+    }
+    reasons = [what for what, holds in unfit.items() if holds]
+    if reasons or session.grounds is None:
+        raise StrategyError(
+            f"members cannot change in process under {', '.join(reasons)}:"
+            " no rank that is left has all of the state",
+            next_step="go on from a checkpoint, or choose replicas with sync=every-step and codec=fp32",
+        )
+    return session.grounds
+
+
+def _overlapping(make: Callable[..., Replicate], *args: object, **options: object) -> Replicate:
+    """One that hands gradients on during backward: the process is alone now, and will not be."""
+    return make(*args, **{**options, "overlap": True})
+
+
+def _go_on(session: Session, grounds: Grounds, cluster: Cluster) -> None:
+    recipe = grounds.setting.recipe
+    most, called = most_sharers(recipe)
+    open_ended = recipe.strategy.replace(replicas=None)
+    strategy = resolve(open_ended, processes=cluster.world_size, shards=most, called=called)
+    setting = replace(
+        grounds.setting,
+        recipe=recipe.replace(strategy=strategy),
+        cluster=cluster,
+        mesh=Mesh.build(cluster, strategy.degrees),
+        closers=[],
+    )
+    session.grounds = replace(grounds, setting=setting)
+    kept = _take_kept(session.state)
+    for name, value in arrange(session.grounds, session.task, session.state).items():
+        setattr(session, name, value)
+    for word, tensors in kept.items():
+        session.state.keepers[word].load(tensors)
+    _catch_up(session)
+
+
+def _take_kept(state: TrainState) -> dict[str, dict[str, Tensor]]:
+    """What others than model and optimizer keep, by word and name; they are made again."""
+    kept = {
+        word: {piece.slot.name: piece.tensor.clone() for piece in keeper.pieces()}
+        for word, keeper in state.keepers.items()
+    }
+    state.keepers.clear()
+    return kept
+
+
+def _catch_up(session: Session) -> None:
+    """Ranks that are behind take over the state of the first that is not; collective."""
+    world, net, device = session.mesh.world, session.net, session.placed.holding.device
+    mine = {"step": session.state.step, "compute": session.recipe.precision.compute}
+    found = [json.loads(text) for text in gather_texts(json.dumps(mine), world, net)]
+    if len({one["compute"] for one in found}) > 1:
+        raise StrategyError(
+            f"ranks compute in different formats: {[one['compute'] for one in found]}",
+            next_step="let a process that joins have the recipe that the run folder keeps",
+        )
+    steps = [one["step"] for one in found]
+    if len({*steps}) == 1:
+        return
+    source = steps.index(max(steps))
+    state = session.state
+    snapshot = Snapshot(state.step, state.tensors(), state.scalars()) if world.rank == source else None
+    shared = share_snapshot(snapshot, world, net, device, source)
+    if state.step < steps[source]:
+        session.restore(*shared)

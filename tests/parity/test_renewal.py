@@ -1,0 +1,178 @@
+"""Ranks leave, die and join while a job trains; the others go on from the state that they have in memory.
+
+With sums in one order, the bits are those of a run that never changed, on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.cluster import Cluster
+from paceline.errors import CommunicationError, StrategyError
+from paceline.recipe import Recipe
+from paceline.testing import run_ranks
+from paceline.testing.contracts.layout import whole
+from paceline.testing.parity import Trajectory, make_task, run_oracle, session_of
+from paceline.training.renewal import join, prepare, renew
+from paceline.training.session import Session
+
+STEPS, CHANGE = 6, 3
+
+
+def digits(**changes: Any) -> Recipe:
+    return Recipe(
+        task="digits",
+        options={"model": "mlp", "dropout": 0.1},
+        steps=STEPS,
+        batch={"size": 46, "shards": 6},
+        optimizer={"name": "adamw", "lr": 1e-3, "clip_norm": 0.5},
+        precision={"compute": "fp32"},
+        **changes,
+    )
+
+
+ORDERED = digits(reproducible=True)
+NATIVE = digits(strategy="replicas=all route=native")
+
+
+def until(session: Session, step: int, losses: dict[int, float]) -> None:
+    """Train up to a step, if no rank is lost on the way."""
+    for stats in session.rounds():
+        losses[session.state.step - 1] = stats.loss
+        if session.state.step == step:
+            return
+
+
+def end_of(session: Session, losses: dict[int, float]) -> Trajectory:
+    found = whole([losses[step] for step in sorted(losses)], session)
+    session.close()
+    session.cluster.disconnect()
+    return found
+
+
+def survive(cluster: Cluster, recipe: Recipe, leaver: int, how: str, wrongly: bool = False) -> Any:
+    """One rank leaves between two steps, or is killed in a backward."""
+    session, losses = session_of(cluster, recipe), {}
+    until(session, CHANGE, losses)
+    if cluster.global_rank == leaver:
+        if how == "leaves":
+            session.close()
+            session.cluster.disconnect()
+            return None
+        parameter = next(iter(session.placed.holding.model.parameters()))
+        parameter.register_hook(lambda gradient: os.kill(os.getpid(), signal.SIGKILL))
+    feed = session.feed
+    if how == "is killed":
+        with pytest.raises(CommunicationError):
+            until(session, STEPS, losses)
+    renew(session, 60.0)
+    if wrongly:
+        session.feed = feed
+    until(session, STEPS, losses)
+    return session.cluster.world_size, os.getpid(), end_of(session, losses)
+
+
+def run(recipe: Recipe, leaver: int, how: str, *more: Any) -> list[Any]:
+    dying = (leaver,) if how == "is killed" else ()
+    return run_ranks(survive, 3, recipe, leaver, how, *more, group_deadline=60.0, dying=dying)
+
+
+@pytest.mark.capability("Z1")
+@pytest.mark.parametrize("how", ["leaves", "is killed"])
+@pytest.mark.parametrize(("recipe", "leaver"), [(ORDERED, 0), (ORDERED, 2), (NATIVE, 1)])
+def test_the_others_go_on_in_process_and_end_where_they_would_have(
+    recipe: Recipe, leaver: int, how: str
+) -> None:
+    """In the order of sums that is fixed, to the bit; else as far as rounding."""
+    found = [one for one in run(recipe, leaver, how) if one is not None]
+    right = run_oracle(recipe, STEPS)
+    for world_size, _, end in found:
+        assert world_size == 2 and len(end.losses) == STEPS
+        assert end.distance(found[0][2]) == 0.0
+        assert end.distance(right) <= 1e-5
+    if recipe.reproducible:
+        started_with_two = run_ranks(unchanged, 2, recipe)[0]
+        assert found[0][2].distance(started_with_two) == 0.0
+        assert found[0][2].losses == started_with_two.losses
+
+
+def unchanged(cluster: Cluster, recipe: Recipe) -> Trajectory:
+    session, losses = session_of(cluster, recipe), {}
+    until(session, STEPS, losses)
+    return end_of(session, losses)
+
+
+@pytest.mark.capability("Z1")
+def test_samples_that_nobody_takes_over_are_seen() -> None:
+    """The mutation twin: the ranks that are left go on with their old share of the samples."""
+    found = run(NATIVE, 2, "leaves", True)
+    assert found[0][2].distance(run_oracle(NATIVE, STEPS)) > 1e-4
+
+
+def grow(cluster: Cluster, recipe: Recipe) -> Any:
+    """Rank 2 is no member at first: it leaves at once, builds alone, and joins at step 3."""
+    losses: dict[int, float] = {}
+    if cluster.global_rank == 2:
+        cluster.disconnect()
+        session = prepare(recipe, make_task(recipe), torch.device("cpu"), lambda text: None)
+        join(session, cluster)
+    else:
+        session = session_of(cluster.renew(60.0), recipe)
+        until(session, CHANGE, losses)
+        while not session.cluster.connected.store.check(["joining"]):
+            pass
+        renew(session, 60.0)
+    began = session.state.step
+    until(session, STEPS, losses)
+    return session.cluster.world_size, began, end_of(session, losses)
+
+
+@pytest.mark.capability("Z1")
+def test_a_process_that_joins_has_the_state_of_the_others_and_takes_its_share() -> None:
+    found = run_ranks(grow, 3, ORDERED, group_deadline=60.0)
+    right = run_ranks(unchanged, 2, ORDERED)[0]
+    assert [(size, began) for size, began, _ in found] == [(3, CHANGE)] * 3
+    assert [end.distance(right) for _, _, end in found] == [0.0] * 3
+    assert found[0][2].losses == right.losses
+
+
+def behind(cluster: Cluster, recipe: Recipe) -> Any:
+    """Rank 0 has lost the last step: it takes over from one that has made it."""
+    session, losses = session_of(cluster, recipe), {}
+    until(session, CHANGE - 1, losses)
+    snapshot = (
+        {name: value.clone() for name, value in session.state.tensors().items()},
+        session.state.scalars(),
+    )
+    until(session, CHANGE, losses)
+    if cluster.global_rank == 0:
+        session.restore(*snapshot)
+    renew(session, 60.0)
+    step = session.state.step
+    until(session, STEPS, losses)
+    return step, end_of(session, losses)
+
+
+def test_a_rank_that_has_missed_a_step_takes_it_over() -> None:
+    found = run_ranks(behind, 2, ORDERED, group_deadline=60.0)
+    assert [step for step, _ in found] == [CHANGE, CHANGE]
+    assert found[0][1].distance(run_ranks(unchanged, 2, ORDERED)[0]) == 0.0
+
+
+@pytest.mark.parametrize(
+    "strategy", ["replicas=1 shard=2 zero=1", "replicas=2 codec=int8", "replicas=2 sync=local:2"]
+)
+def test_where_no_rank_has_the_whole_state_it_is_refused(strategy: str) -> None:
+    def refused(cluster: Cluster) -> str:
+        session = session_of(cluster, digits(strategy=strategy))
+        with pytest.raises(StrategyError) as caught:
+            renew(session)
+        session.close()
+        return caught.value.what
+
+    assert all("members cannot change in process under" in what for what in run_ranks(refused, 2))

@@ -1,0 +1,192 @@
+"""The store: its values, who waits for whom, who is gone, and who may come in."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+
+import pytest
+
+from paceline.errors import CommunicationError
+from paceline.rendezvous import Way, open_store, visit_store
+from paceline.store import Late, Lost, StoreClient, StoreServer, client
+from paceline.store.messages import ADD, APPEND, CHECK, COMPARE, COUNT, DELETE, SET, Message, encode, take
+from paceline.store.values import Values
+
+LONG = 600.0  # no test may take that long: nobody waits for a deadline
+
+
+@contextmanager
+def members(*numbers: int) -> Iterator[tuple[StoreServer, list[StoreClient]]]:
+    with StoreServer() as server:
+        clients = [StoreClient(server.line_for(number)) for number in numbers]
+        yield server, clients
+        for one in clients:
+            one.close()
+
+
+def test_values_are_set_counted_compared_and_dropped() -> None:
+    values = Values()
+    assert values.answer(ADD, [b"n", b"2"]) == [b"2"] and values.answer(ADD, [b"n", b"-3"]) == [b"-1"]
+    values.answer(SET, [b"k", b"a"])
+    values.answer(APPEND, [b"k", b"b"])
+    assert values.get([b"k", b"n"]) == [b"ab", b"-1"] and values.missing([b"k", b"x"]) == [b"x"]
+    assert values.answer(CHECK, [b"k"]) == [b"1"] and values.answer(CHECK, [b"k", b"x"]) == [b"0"]
+    assert values.answer(COMPARE, [b"c", b"", b"first"]) == [b"first"]
+    assert values.answer(COMPARE, [b"c", b"", b"second"]) == [b"first"], "the first one decides"
+    assert values.answer(COMPARE, [b"c", b"first", b"third"]) == [b"third"]
+    assert values.answer(COUNT, []) == [b"3"]
+    assert values.answer(DELETE, [b"c"]) == [b"1"] and values.answer(DELETE, [b"c"]) == [b"0"]
+
+
+@pytest.mark.parametrize(
+    ("word", "fields"), [(SET, [b"k"]), (ADD, [b"k", b"x"]), (b"?", []), (COUNT, [b"k"])]
+)
+def test_what_is_no_question_is_an_error(word: bytes, fields: list[bytes]) -> None:
+    with pytest.raises(ValueError):
+        Values().answer(word, fields)
+
+
+def test_a_store_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.store.values.MOST_BYTES", 100)
+    values = Values()
+    values.answer(SET, [b"k", bytes(60)])
+    with pytest.raises(ValueError, match="at most 100 bytes"):
+        values.answer(SET, [b"l", bytes(60)])
+    values.answer(SET, [b"k", bytes(99)])
+    values.answer(DELETE, [b"k"])
+    values.answer(SET, [b"l", bytes(99)])
+
+
+@pytest.mark.parametrize("cut", [1, 8, 9, 12, 20])
+def test_half_a_message_is_none_yet(cut: int) -> None:
+    whole = encode(Message(7, b"S", (b"key", b"value")))
+    buffer = bytearray(whole[:cut])
+    assert take(buffer) is None
+    buffer += whole[cut:] + b"x"
+    assert take(buffer) == Message(7, b"S", (b"key", b"value")) and buffer == b"x"
+
+
+def test_who_waits_is_answered_when_the_last_key_is_there() -> None:
+    with members(0, 1) as (_, (first, second)), ThreadPoolExecutor(1) as other:
+        waiting = other.submit(first.wait, ["a", "b"], LONG)
+        second.ask(SET, b"a", b"1")
+        second.ask(SET, b"b", b"2")
+        assert waiting.result() == [b"1", b"2"]
+
+
+def test_at_the_deadline_the_missing_keys_are_named() -> None:
+    with members(0) as (_, (one,)):
+        one.ask(SET, b"a", b"1")
+        with pytest.raises(Late, match="no b, c in") as caught:
+            one.wait(["a", "b", "c"], 0.05)
+        assert caught.value.keys == ("b", "c")
+
+
+@pytest.mark.capability("O1")
+@pytest.mark.parametrize("how", ["closes", "is reported by the launcher", "says nonsense"])
+def test_nobody_waits_for_a_member_that_is_gone(how: str) -> None:
+    with StoreServer() as server, ThreadPoolExecutor(1) as other:
+        one, line = StoreClient(server.line_for(0)), server.line_for(3)
+        waiting = other.submit(one.wait, ["never"], LONG, (0, 3))
+        while not server._waiting:
+            time.sleep(0.001)
+        if how == "closes":
+            line.close()
+        elif how == "says nonsense":
+            line.sendall(bytes(64))
+        else:
+            server.lose(3)
+        with pytest.raises(Lost, match="rank 3 is gone") as caught:
+            waiting.result()
+        assert caught.value.members == (3,) and one.lost() == {3}
+        with pytest.raises(Late):
+            one.wait(["never"], 0.01, (0,))
+        line.close()
+        one.close()
+
+
+def test_a_store_that_is_gone_or_silent_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    near, far = socket.socketpair()
+    monkeypatch.setattr(client, "_ANSWER_SECONDS", 0.05)
+    with near:
+        one = StoreClient(far)
+        with pytest.raises(CommunicationError, match="the store of the job is gone: it does not answer"):
+            one.ask(COUNT)
+    with pytest.raises(CommunicationError, match="the store of the job is gone"):
+        one.ask(COUNT)
+    one.close()
+
+
+def test_an_interrupted_question_does_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal's handler raises while the answer is under way: the next question gets its own answer."""
+    with members(0) as (_, (one,)):
+        heard = StoreClient._next
+
+        def interrupted(self: StoreClient, expires: float) -> Message:
+            monkeypatch.setattr(StoreClient, "_next", heard)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(StoreClient, "_next", interrupted)
+        with suppress(KeyboardInterrupt):
+            one.ask(SET, b"k", b"v")
+        assert one.ask(COUNT) == (b"1",)
+
+
+def test_threads_share_a_client() -> None:
+    with members(0, 1) as (_, (one, other)), ThreadPoolExecutor(5) as pool:
+        waiting = pool.submit(one.wait, ["go"], LONG)
+        counted = [pool.submit(lambda: [one.ask(ADD, b"n", b"1") for _ in range(50)]) for _ in range(4)]
+        for each in counted:
+            each.result()
+        other.ask(SET, b"go", b"")
+        assert waiting.result() == [b""] and one.ask(ADD, b"n", b"0") == (b"200",)
+
+
+# The door
+
+
+@contextmanager
+def door(said: list[str]) -> Iterator[tuple[StoreServer, int]]:
+    with StoreServer(said.append) as server:
+        listener = socket.create_server(("127.0.0.1", 0))
+        server.admit(listener, "the key")
+        yield server, listener.getsockname()[1]
+
+
+@pytest.mark.capability("O2")
+def test_who_knows_the_key_comes_in_once_and_others_are_turned_away() -> None:
+    said: list[str] = []
+    with door(said) as (server, port):
+        local = StoreClient(server.line_for(0))
+        remote = open_store(Way(1, "127.0.0.1", port, "the key"), LONG)
+        remote.set("k", "v")
+        assert local.wait(["k"], LONG) == [b"v"]
+        with pytest.raises(CommunicationError, match="Rank 2 has another token than the job at"):
+            open_store(Way(2, "127.0.0.1", port, "another"), LONG)
+        with pytest.raises(CommunicationError, match="Rank 1 has already joined the job at"):
+            open_store(Way(1, "127.0.0.1", port, "the key"), LONG)
+        while not said:
+            time.sleep(0.001)
+        assert said == ["turned away: Rank 2 has another token than this job\n"]
+        assert visit_store(Way(1, "127.0.0.1", port, "the key"), "k", LONG) == "v"
+        assert 1 not in local.lost(), "who asks as a visitor is not the member"
+        remote.close()
+        local.close()
+
+
+@pytest.mark.capability("O2")
+def test_a_stranger_reads_and_writes_nothing() -> None:
+    """The mutation twin is the member before it: the same words from who has the key are obeyed."""
+    with door([]) as (server, port):
+        local = StoreClient(server.line_for(0))
+        with socket.create_connection(("127.0.0.1", port)) as stranger:
+            stranger.sendall(encode(Message(1, SET, (b"k", b"v"))) + bytes(200))
+            with suppress(ConnectionError):
+                while stranger.recv(100):
+                    pass
+        assert local.ask(CHECK, b"k") == (b"0",)
+        local.close()

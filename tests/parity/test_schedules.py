@@ -151,7 +151,9 @@ ARRIVED = Passing._arrived
 
 
 def off_by_one(self: Passing, action: Action) -> Any:
-    """The first two micro-batches take each other's activations."""
+    """The first two micro-batches of a step take each other's activations."""
+    if not torch.is_grad_enabled():
+        return ARRIVED(self, action)
     k = action.micro_batch
     return ARRIVED(self, action._replace(micro_batch={0: 1, 1: 0}.get(k, k)))
 

@@ -196,10 +196,11 @@ def tied_weights_added_stage_by_stage() -> None:
         totals = {
             slot: self._net.all_reduce(own_sum(self, slot), self._holders).wait() for slot in self._tensors
         }
-        for place in self._micro_batches:
-            self.inner.micro_batch(place, is_last=place == self._micro_batches[-1])
+        places = sorted(self._micro_batches, key=lambda place: place.start)
+        for place in places:
+            self.inner.micro_batch(place, is_last=place == places[-1])
             for slot, total in totals.items():
-                self.inner.ready(slot, total if place == self._micro_batches[0] else None)
+                self.inner.ready(slot, total if place == places[0] else None)
         self.inner.close()
 
     def own_sum(self: Meeting, slot: Slot) -> Tensor:

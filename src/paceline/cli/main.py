@@ -95,7 +95,7 @@ COMMANDS = (
     Command(
         "schedule show",
         "schedule:show",
-        "Print the order in which the stages of a pipeline work, its bubble and what it keeps.",
+        "Prove a schedule, and print it with its bubble and the micro-batches that each stage has in flight.",
     ),
     Command(
         "bench link",

@@ -83,7 +83,7 @@ class Net:
         work = self._call(
             "all_gather",
             group,
-            lambda pg: pg._allgather_base(out.view(-1), padded.view(-1)),
+            lambda pg: pg._allgather_base(_real(out).view(-1), _real(padded).view(-1)),
         )
         shape = x.shape[1:] if x.dim() else ()
 
@@ -116,7 +116,7 @@ class Net:
         work = self._call(
             "reduce_scatter",
             group,
-            lambda pg: pg.alltoall_base(parts.view_as(source), source, [], []),
+            lambda pg: pg.alltoall_base(_real(parts.view_as(source)), _real(source), [], []),
         )
         return launched(
             "reduce_scatter", group, self, work, entry, lambda: _REDUCE[reduction](parts).to(x.dtype)
@@ -132,7 +132,7 @@ class Net:
         work = self._call(
             "all_to_all",
             group,
-            lambda pg: pg.alltoall_base(out, source, [], []),
+            lambda pg: pg.alltoall_base(_real(out), _real(source), [], []),
         )
         return launched("all_to_all", group, self, work, entry, lambda: list(out.to(parts[0].dtype)))
 
@@ -171,12 +171,12 @@ class Net:
     def send(self, x: Tensor, group: Group, to: int, tag: int = 0) -> Handle:
         """Send a contiguous tensor to the group's rank `to`; do not change it before `wait`."""
         self._launch("send", x, group)
-        work = self._call("send", group, lambda pg: pg.send([_carried(x)], to, tag))
+        work = self._call("send", group, lambda pg: pg.send([_real(_carried(x))], to, tag))
         return launched("send", group, self, work, None, lambda: x)  # Gloo does not tell when it ends
 
     def receive(self, x: Tensor, group: Group, source: int, tag: int = 0) -> Handle:
         """Receive into a contiguous tensor from the group's rank `source`; the handle returns it."""
-        work = self._call("receive", group, lambda pg: pg.recv([x], source, tag))
+        work = self._call("receive", group, lambda pg: pg.recv([_real(x)], source, tag))
         return launched("receive", group, self, work, None, lambda: x)
 
     def barrier(self, group: Group) -> None:
@@ -191,7 +191,7 @@ class Net:
             return Handle.ready(x)
         carried = _carried(x)
         entry = self._launch(op, carried, group)
-        work = self._call(op, group, lambda pg: call(carried, pg))
+        work = self._call(op, group, lambda pg: call(_real(carried), pg))
 
         def copy_back() -> Tensor:
             return x if carried is x else x.copy_(carried)
@@ -225,6 +225,11 @@ def _carried(x: Tensor) -> Tensor:
 def _row(x: Tensor) -> int:
     """Number of elements per entry of the first dimension."""
     return prod(x.shape[1:])
+
+
+def _real(x: Tensor) -> Tensor:
+    """Complex values as pairs of real ones, in the same memory: Gloo knows no complex types."""
+    return torch.view_as_real(x) if x.is_complex() else x
 
 
 def _padded(x: Tensor, length: int) -> Tensor:

@@ -36,7 +36,7 @@ class ForgetsTheOtherNodes(HierarchicalCollective):
 class PadsInFront(HierarchicalCollective):
     """The mutation twin: a buffer that does not divide is filled up at the wrong end."""
 
-    def scatter(self, x: Tensor):
+    def scatter(self, x: Tensor, key: str):
         num_slices = self.levels.scatter.size
         slices = in_parts(x, num_slices)
         shifted = slices.view(-1).roll(slices.numel() - x.numel()).view_as(slices)

@@ -185,7 +185,15 @@ def test_a_server_ends_with_its_owner(tmp_path: Path) -> None:
         servers = [pid for pid in children(owner.pid) if "paceline.launch.fork_server" in pid.read_text()]
         assert len(servers) == 1
         owner.kill()
-    until(lambda: not folder.exists() and not servers[0].exists())
+    until(lambda: not folder.exists() and not running(servers[0]))
+
+
+def running(command_line: Path) -> bool:
+    """Whether a process is there and is no zombie, whose parent has not looked yet."""
+    try:
+        return bool(command_line.read_bytes())
+    except OSError:
+        return False
 
 
 def children(parent: int) -> list[Path]:

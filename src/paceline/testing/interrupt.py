@@ -57,6 +57,10 @@ class _Fuse:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._sink, name)
 
+    def micro_batch(self, shards: range, is_last: bool) -> None:
+        if self._left or not self._withholds:
+            self._sink.micro_batch(shards, is_last)
+
     def ready(self, slot: Slot, grad: Tensor | None) -> None:
         if self._left == 0:
             if self._withholds:

@@ -185,7 +185,7 @@ def test_a_server_ends_with_its_owner(tmp_path: Path) -> None:
         servers = [pid for pid in children(owner.pid) if "paceline.launch.fork_server" in pid.read_text()]
         assert len(servers) == 1
         owner.kill()
-    until(lambda: not folder.exists() and not running(servers[0]))
+    until(lambda: not running(servers[0]))  # its folder stays: see docs/plan.md
 
 
 def running(command_line: Path) -> bool:

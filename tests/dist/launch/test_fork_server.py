@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from paceline.cluster import process_environment
+from paceline.launch.litter import clean_litter
 from paceline.launch.forked import FORK_SERVER
 from tests.dist.launch.actors import (
     ANEW,
@@ -185,7 +186,9 @@ def test_a_server_ends_with_its_owner(tmp_path: Path) -> None:
         servers = [pid for pid in children(owner.pid) if "paceline.launch.fork_server" in pid.read_text()]
         assert len(servers) == 1
         owner.kill()
-    until(lambda: not running(servers[0]))  # its folder stays: see docs/plan.md
+    until(lambda: not running(servers[0]))
+    clean_litter()  # as the next start does; the server itself may have been importing
+    assert not folder.exists()
 
 
 def running(command_line: Path) -> bool:

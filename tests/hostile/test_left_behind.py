@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import socket
 import subprocess
+from dataclasses import replace
+from multiprocessing.connection import Listener
 from pathlib import Path
 
 import pytest
 
+from paceline.cluster import Cluster
 from paceline.launch.litter import clean_litter, own
 from paceline.launch.peers import Peers
+from paceline.launch.worker import guard
 from paceline.observe.process import cache_folder
 from tests.dist.launch.actors import until as wait_until
 from tests.hostile.jobs import end_of, prepare, start, until
@@ -84,6 +89,20 @@ def test_the_beacon_is_heard_at_the_address_of_the_rendezvous_alone(tmp_path: Pa
         socket.create_connection(("127.0.0.1", peers.port), timeout=20).close()
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.2", peers.port), timeout=20)
+
+
+@pytest.mark.parametrize("length", [20, 200])
+def test_sockets_lie_where_the_launcher_removes_them(
+    length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the name of that folder is longer than a socket's may be."""
+    monkeypatch.setitem(vars(multiprocessing.current_process())["_config"], "tempdir", None)
+    errors = tmp_path / ("x" * length)
+    errors.mkdir()
+    with guard(replace(Cluster.single(), error_dir=errors)), Listener(None, "AF_UNIX") as listener:
+        with socket.socket(socket.AF_UNIX) as other:
+            other.connect(str(listener.address))
+        assert [path for path in errors.rglob("*") if path.is_socket()]
 
 
 def test_a_user_without_a_home_has_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,7 +110,7 @@ def test_patience_counts_evaluations_since_the_best() -> None:
     assert higher.add(at(1, 0.7)) == -0.7 and not higher.is_over()
     higher.add(at(2, 0.6))
     assert higher.is_over() and higher.record(2)["best"] == 0.7
-    with pytest.raises(RecipeError, match="no metric 'auc', but loss, f1"):
+    with pytest.raises(RecipeError, match="no metric 'auc'; it has loss, f1"):
         BestSoFar(EvaluateRecipe(metric="auc"), {}).add(at(1, 1.0))
     with pytest.raises(RecipeError, match="expected only with every_steps"):
         EvaluateRecipe(patience=3)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from textwrap import wrap
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -45,13 +47,31 @@ def strategies(
         output().print_json(json.dumps([_record(row) for row in rows]))
         return
     shown = rows if every else [row for row in rows if row.support.ok]
-    width = max(len(row.name) for row in shown)
-    for row in shown:
+    alone = [row for row in shown if every or not _is_choice(row)]
+    width = max(len(row.name) for row in alone)
+    for row in alone:
         _say(f"{row.name:{width}}  {row.strategy}")
         if not row.support.ok:
             _say(f"{'':{width}}  not supported: {row.support.reason}")
-    if len(shown) < len(rows):
+    if not every:
+        _say_choices([row.name for row in shown if _is_choice(row)], width)
         _say(f"{len(rows) - len(shown)} others are not supported yet: --all says why")
+
+
+def _is_choice(row: Row) -> bool:
+    """Is it one word of many that may stand behind the same key?"""
+    return row.name.split()[-1].partition("=")[0] in ("sync", "codec", "route", "schedule")
+
+
+def _say_choices(names: Sequence[str], width: int) -> None:
+    """A paragraph for each key: the words that may stand behind it, and what each of them needs beside it."""
+    words: dict[str, list[str]] = {}
+    for name in names:
+        *needs, word = name.split()
+        key, _, value = word.partition("=")
+        words.setdefault(key, []).append(f"{value} (with {' '.join(needs)})" if needs else value)
+    for key, values in words.items():
+        _say(f"{key + '=':{width}}  " + f"\n{'':{width}}  ".join(wrap(", ".join(values), 98 - width)))
 
 
 def _record(row: Row) -> dict[str, Any]:

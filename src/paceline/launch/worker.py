@@ -113,10 +113,16 @@ def is_connection_error(error: BaseException) -> bool:
 
 
 def _keep_sockets(folder: Path) -> None:
-    """Let `multiprocessing` make its sockets where the launcher removes them, however this process ends."""
-    if len(str(folder)) <= _LONGEST_FOLDER:
-        folder.mkdir(exist_ok=True)
-        vars(multiprocessing.current_process())["_config"]["tempdir"] = str(folder)
+    """Let `multiprocessing` make its sockets where the launcher removes them, however this process ends.
+
+    A folder with a long name has a short one as long as this process has it open, for its children too.
+    """
+    folder.mkdir(exist_ok=True)
+    name = str(folder)
+    if len(name) > _LONGEST_FOLDER:
+        name = f"/proc/{os.getpid()}/fd/{os.open(folder, os.O_RDONLY | os.O_DIRECTORY)}"
+    if Path(name).is_dir():
+        vars(multiprocessing.current_process())["_config"]["tempdir"] = name
 
 
 class guard:

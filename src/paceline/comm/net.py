@@ -181,7 +181,7 @@ class Net:
 
     def barrier(self, group: Group) -> None:
         """Wait until all ranks of the group are here."""
-        flag = torch.zeros(1, dtype=torch.uint8, device=_device_of(group))
+        flag = torch.zeros(1, dtype=torch.uint8, device=device_of(group))
         self._in_place("barrier", flag, group, lambda t, pg: pg.allreduce([t])).wait()
 
     # -- the few lines around the backend ---------------------------------------------------------------
@@ -244,5 +244,6 @@ def _rooted(options: Any, root: int) -> Any:
     return options
 
 
-def _device_of(group: Group) -> torch.device:
+def device_of(group: Group) -> torch.device:
+    """Where tensors lie that the group's ranks exchange: the processor, or this process's GPU."""
     return torch.device("cpu") if group.groups is None else group.groups.device

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm import Net
+from paceline.comm.net import device_of
 from paceline.comm.text import gather_texts, share_text
 from paceline.errors import CommunicationError
 from paceline.mesh import Group, Mesh
@@ -94,11 +95,11 @@ def gather_whole(pieces: Sequence[Piece], group: Group, net: Net) -> dict[str, T
     split = [piece for piece in pieces if piece.slot.axes]
     tables = [json.loads(text) for text in gather_texts(json.dumps([_entry(p) for p in split]), group, net)]
     _require_all([entry for table in tables for entry in table], group)
-    dtypes = sorted({entry[3] for table in tables for entry in table})
-    for dtype in dtypes:
+    device = device_of(group)
+    for dtype in sorted({entry[3] for table in tables for entry in table}):
         mine = [p.tensor.detach().reshape(-1) for p in split if str(p.tensor.dtype) == dtype]
-        kind = getattr(torch, dtype.removeprefix("torch."))
-        flat = torch.cat(mine) if mine else torch.zeros(0, dtype=kind)
+        none = torch.zeros(0, dtype=getattr(torch, dtype.removeprefix("torch.")), device=device)
+        flat = torch.cat([none, *(x.to(device) for x in mine)])  # some optimizers count on the host
         for table, values in zip(tables, net.all_gather(flat, group).wait(), strict=True):
             _place([entry for entry in table if entry[3] == dtype], values, found)
     return found

@@ -16,7 +16,7 @@ from torch import nn
 from paceline.cluster import Cluster
 from paceline.comm import Net
 from paceline.data import Feed, Loader, Order
-from paceline.errors import DataError, DeviceError
+from paceline.errors import DataError
 from paceline.layout import Holding
 from paceline.layout.sums import MetricNames
 from paceline.mesh import Mesh
@@ -73,7 +73,6 @@ def build_session(
         TaskError, DataError: the task breaks its contract, or there is no data.
         CheckpointError: the first weights cannot be read, or are those of another model.
     """
-    pieces = pieces or Pieces()
     most, called = most_sharers(recipe)
     strategy = resolve(recipe.strategy, processes=cluster.world_size, shards=most, called=called)
     notes = Notes()
@@ -86,7 +85,7 @@ def build_session(
         net=net,
         debugging=Debugging(recipe.debug, net),
         phases=Phases(),
-        pieces=pieces,
+        pieces=pieces or Pieces(),
         items_per_sample=max(1, task.num_tokens_per_sample),
         stop_requested=stop_requested,
         device=device,
@@ -96,32 +95,43 @@ def build_session(
     require_data(task)
     tell_large_batch(recipe, task, warn)
     tell_before(setting, task)
-    model = prepare_model(recipe if fresh else recipe.replace(init_from=None), task, device)
-    agree_on_model(model, setting)
-    recompute_and_compile(recipe, task, model, device, warn)
-    synchronize(setting, model, build_order(recipe, task))
-    ear = LossEar(task.loss)
-    material = Material(replace(task, loss=ear), model, MetricNames(), device, recipe.seed)
-    layout = place(setting, material)
-    check_loss(task, layout.placed, setting.net, setting.mesh.world)
-    holding = layout.placed.holding
+    grounds = lay_grounds(setting, recipe, task, fresh=fresh)
+    holding = grounds.layout.placed.holding
     optimizer = build_task_optimizer(recipe, task, holding)
     if recipe.reproducible:
-        check_numerics(setting.mesh, setting.net, holding, optimizer)
+        check_numerics(setting.mesh, net, holding, optimizer)
     state = TrainState(holding, optimizer, loss_scale(recipe))
-    grounds = Grounds(setting, layout, ear)
     session = Session(
         recipe=recipe,
-        net=setting.net,
+        net=net,
         task=task,
         state=state,
-        placed=layout.placed,
+        placed=grounds.layout.placed,
         notes=notes,
         grounds=grounds,
         **arrange(grounds, task, state),
     )
     session.listen(task.callbacks)
     return session
+
+
+def lay_grounds(setting: Setting, recipe: Recipe, task: Task, *, fresh: bool) -> Grounds:
+    """The model, equal on all ranks, and the parts of it that this rank has; collective.
+
+    Args:
+        recipe: with the strategy as the user wrote it.
+        fresh: see `build_session`.
+    """
+    device = setting.device
+    model = prepare_model(recipe if fresh else recipe.replace(init_from=None), task, device)
+    agree_on_model(model, setting)
+    recompute_and_compile(recipe, task, model, device, setting.warn)
+    synchronize(setting, model, build_order(recipe, task))
+    ear = LossEar(task.loss)
+    material = Material(replace(task, loss=ear), model, MetricNames(), device, recipe.seed)
+    layout = place(setting, material)
+    check_loss(task, layout.placed, setting.net, setting.mesh.world)
+    return Grounds(setting, layout, ear)
 
 
 def arrange(grounds: Grounds, task: Task, state: TrainState) -> dict[str, Any]:
@@ -229,20 +239,3 @@ def loss_scale(recipe: Recipe) -> LossScale:
     if recipe.precision.compute == "fp16":
         return LossScale(recipe.precision.init_scale, recipe.precision.growth_steps)
     return LossScale()
-
-
-def choose_device(name: str, local_rank: int, processes_here: int) -> torch.device:
-    """`auto` takes one NVIDIA GPU a process where there are enough, the processor otherwise.
-
-    Raises:
-        DeviceError: "cuda" was asked for and is not there.
-    """
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if name == "cuda" and count < processes_here:
-        raise DeviceError(
-            f'runtime.device = "cuda": this host has {count} NVIDIA GPUs for {processes_here} processes',
-            next_step='start fewer processes, or set runtime.device = "auto" to use the processor',
-        )
-    if name == "cpu" or count < processes_here:
-        return torch.device("cpu")
-    return torch.device("cuda", local_rank)

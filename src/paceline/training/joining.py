@@ -13,9 +13,10 @@ from paceline.observe.process import cache_folder
 from paceline.recipe import Recipe
 from paceline.task import Task
 from paceline.tasks import load_task, run_build
-from paceline.training.build import build_session, choose_device
+from paceline.training.build import build_session
 from paceline.training.by_machine import num_cores
 from paceline.training.callback import Callback
+from paceline.training.device import choose_device, idle_gpus
 from paceline.training.given import TaskLike, given_task
 from paceline.training.session import Session
 
@@ -67,6 +68,8 @@ def join(
         callbacks: beside those of the task.
     """
     with connected(recipe, cluster) as (found, device):
+        for text in idle_gpus(recipe.runtime.device, device, found.local_world_size):
+            warn(text)
         built = obtain_together(recipe, task, base_dir, found, warn)
         session = build_session(
             recipe, built, found, device, warn=warn, stop_requested=stop_requested, fresh=fresh

@@ -17,6 +17,7 @@ from paceline.layout import Holding, Lanes, Placed
 from paceline.layout.holding import hold
 from paceline.layout.pipeline import Cut, StageThreads, StageWire
 from paceline.layout.placement import Placement, Transform
+from paceline.mesh import twin_group
 from paceline.slot import trained_parameters
 from paceline.training.arrange import Material, Setting
 from paceline.training.schedules import schedule_of
@@ -94,7 +95,9 @@ def _run(setting: Setting, material: Material, holding: Holding, stage: Cut | No
     alone = {"overlap": setting.mesh.data.size > 1, "reports": setting.reports}
     schedule, names = schedule_of(strategy), material.metric_names
     if stage is not None:
-        wire = StageWire(setting.mesh.axes["pipeline"], setting.net, material.device)
+        ahead = setting.mesh.axes["pipeline"]
+        back = twin_group(ahead, "back") if material.device.type == "cuda" else None
+        wire = StageWire(ahead, setting.net, material.device, back)
         return setting.pieces.stage(
             material.task, holding, stage, names, wire=wire, schedule=schedule, **shared, **alone
         )

@@ -51,11 +51,14 @@ class Neighbours(Protocol):
 class StageWire:
     """Stages that are ranks of a group.
 
+    Args:
+        back: by which messages to earlier stages go; None: the same group. NCCL runs what two ranks send each
+            other over one group in one order, and both ways in one order is a deadlock.
     Wire: a header of 512 bytes for each message, longer with many tensors, and the bytes of the tensors.
     """
 
-    def __init__(self, group: Group, net: Net, device: torch.device) -> None:
-        self._group, self._net, self._device = group, net, device
+    def __init__(self, group: Group, net: Net, device: torch.device, back: Group | None = None) -> None:
+        self._ahead, self._back, self._net, self._device = group, back or group, net, device
         self._under_way: list[Handle] = []
         self._abandoned: list[Handle] = []
         self._attempt = 0
@@ -63,25 +66,28 @@ class StageWire:
 
     def send(self, to: int, tensors: Sequence[Tensor], note: float = 0.0, *, key: int = 0) -> None:
         """See `Neighbours`."""
-        words = _describe(tensors, note, key)
+        way = self._ahead if to > self._ahead.rank else self._back
+        words = _describe(tensors, note, key, self._attempt)
         words += [0] * (_HEAD - len(words))
         parts = [torch.tensor(words[:_HEAD]), torch.tensor(words[_HEAD:])]
         for x in (*(part.to(self._device) for part in parts), *map(_as_bytes, tensors)):
             if x.numel():
-                self._under_way.append(self._net.send(x, self._group, to, self._attempt))
+                self._under_way.append(self._net.send(x, way, to, self._attempt))
 
     def receive(self, source: int, *, key: int = 0) -> Message:
         """See `Neighbours`."""
         while not self._early.get((source, key)):
-            found, of = self._next(source)
-            self._early.setdefault((source, of), deque()).append(found)
+            found, of, attempt = self._next(source)
+            if attempt == self._attempt:  # NCCL knows no tags: what an aborted run has left comes first
+                self._early.setdefault((source, of), deque()).append(found)
         return self._early[source, key].popleft()
 
-    def _next(self, source: int) -> tuple[Message, int]:
-        """The next message of a neighbour, and its key."""
+    def _next(self, source: int) -> tuple[Message, int, int]:
+        """The next message of a neighbour, its key, and of which attempt it is."""
         words: list[int] = self._take(_HEAD, torch.int64, source).tolist()
         words += self._take(max(0, words[0] - _HEAD), torch.int64, source).tolist()
-        num_tensors, note, key, place = words[1], torch.tensor(words[2]).view(torch.float64), words[3], 4
+        num_tensors, note, key, attempt = words[1], torch.tensor(words[2]).view(torch.float64), *words[3:5]
+        place = 5
         found = []
         for _ in range(num_tensors):
             dtype, dims = _DTYPES[words[place]], words[place + 1]
@@ -89,11 +95,12 @@ class StageWire:
             place += 2 + dims
             data = self._take(prod(shape) * dtype.itemsize, torch.uint8, source)
             found.append(data.view(dtype).view(shape))
-        return (found, float(note)), key
+        return (found, float(note)), key, attempt
 
     def _take(self, size: int, dtype: torch.dtype, source: int) -> Tensor:
         x = torch.empty(size, dtype=dtype, device=self._device)
-        return self._net.receive(x, self._group, source, self._attempt).wait() if size else x
+        way = self._back if source > self._ahead.rank else self._ahead
+        return self._net.receive(x, way, source, self._attempt).wait() if size else x
 
     def flush(self, most: int = 0) -> None:
         """See `Neighbours`."""
@@ -173,14 +180,15 @@ def thread_wires(num_stages: int, deadline_seconds: float) -> list[ThreadWire]:
     return [ThreadWire(stage, boxes, left, deadline_seconds) for stage in range(num_stages)]
 
 
-def _describe(tensors: Sequence[Tensor], note: float, key: int) -> list[int]:
-    """How many numbers follow, how many tensors, note and key; then dtype, dimensions and sizes of each."""
+def _describe(tensors: Sequence[Tensor], note: float, key: int, attempt: int) -> list[int]:
+    """A header: how many numbers and tensors, note, key, attempt; type, dimensions and sizes of each."""
     rows = [x for t in tensors for x in (_DTYPES.index(t.dtype), t.dim(), *t.shape)]
     return [
-        4 + len(rows),
+        5 + len(rows),
         len(tensors),
         int(torch.tensor(note, dtype=torch.float64).view(torch.int64)),
         key,
+        attempt,
         *rows,
     ]
 

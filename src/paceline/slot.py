@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
 
@@ -97,6 +97,8 @@ class Piece:
         return Piece(replace(self.slot, name=f"{word}/{self.slot.name}"), self.tensor)
 
 
+_T = TypeVar("_T")
+
 Index = tuple[slice, ...]
 """Selects a part of a whole tensor; empty: all of it."""
 
@@ -134,8 +136,21 @@ class Keeper(Protocol):
     def pieces(self) -> Sequence[Piece]:
         """Tensors, by names that no other keeper uses."""
 
+    def wanted(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, Index]:
+        """Which parts of what was saved this rank goes on from; all of it, unless a keeper says less.
+
+        Args:
+            shapes: of the whole tensors, by the names of `pieces`; the number of ranks may have changed.
+        """
+        return dict.fromkeys(shapes, ())
+
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over whole tensors, by the names of `pieces`; the number of ranks may have changed."""
+        """Take over the parts that were wanted."""
+
+
+def below(names: Mapping[str, _T], prefix: str) -> dict[str, _T]:
+    """The entries whose names begin with a prefix, without it."""
+    return {name.removeprefix(prefix): one for name, one in names.items() if name.startswith(prefix)}
 
 
 def trained_parameters(model: nn.Module) -> dict[Slot, nn.Parameter]:

@@ -18,7 +18,7 @@ from paceline.errors import CheckpointError
 from paceline.layout.holding import Holding
 from paceline.optim.groups import GroupMemory
 from paceline.optim.kept import KeptByOptimizer
-from paceline.slot import InMemory, Keeper, Piece, Slot, Source, first_names
+from paceline.slot import Index, InMemory, Keeper, Piece, Slot, Source, below, first_names
 from paceline.stateful import Stateful, plain_state, restored_state
 
 _SMALLEST_SCALE = 2.0**-24
@@ -147,11 +147,11 @@ class TrainState:
         """
         self._check(source.shapes, scalars)
         pieces = {f"model/{n}": self._model_piece(n, value) for n, value in self._model_tensors().items()}
-        kept = [name for name in source.shapes if name.partition("/")[0] in self.keepers]
+        kept = self._kept_by_keepers(source.shapes)
         values = source.read(
             {name: piece.slot.index for name, piece in pieces.items()}
             | dict(self.kept.wanted(source.shapes))
-            | dict.fromkeys(kept, ())
+            | kept
         )
 
         def take_over() -> None:
@@ -167,9 +167,17 @@ class TrainState:
             for name, one in self.others.items():
                 self.keep(name, one)
             for word, keeper in self.keepers.items():
-                keeper.load({n.removeprefix(f"{word}/"): values[n] for n in kept if n.startswith(f"{word}/")})
+                keeper.load(below({name: values[name] for name in kept}, f"{word}/"))
 
         return take_over
+
+    def _kept_by_keepers(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Index]:
+        """Of what was saved by keepers, what those of this rank go on from."""
+        found: dict[str, Index] = {}
+        for word, keeper in self.keepers.items():
+            wanted = keeper.wanted(below(shapes, f"{word}/"))
+            found |= {f"{word}/{name}": index for name, index in wanted.items()}
+        return found
 
     def _check(self, shapes: Mapping[str, tuple[int, ...]], scalars: Mapping[str, Any]) -> None:
         """Compare names, shapes and the kind of optimizer."""

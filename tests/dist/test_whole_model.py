@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from paceline.cluster import Cluster
 from paceline.comm import Net
 from paceline.errors import CommunicationError
-from paceline.layout.whole import gather_whole
+from paceline.layout import whole
+from paceline.layout.digest import state_sha256, whole_sha256
+from paceline.layout.whole import gather_in_slices, gather_whole, take_snapshot
 from paceline.mesh import Mesh
 from paceline.recipe import Recipe, Strategy
 from paceline.slot import Piece, Slot
@@ -71,3 +73,30 @@ def test_what_no_rank_holds_is_an_error_and_not_zeros() -> None:
         return whole
 
     assert run_ranks(gathered, 2) == [[0.0, 0.0, 1.0, 1.0]] * 2
+
+
+@pytest.mark.capability("A11", "J10")
+def test_a_hash_needs_one_slice_of_the_whole_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    most = 200  # bytes; a weight of the blocks has 144
+
+    def run(cluster: Cluster) -> tuple[list[list[str]], bool, str, str]:
+        monkeypatch.setattr(whole, "_SLICE_BYTES", most)
+        recipe = Recipe(
+            task="own", steps=1, batch={"size": 4, "shards": 2}, strategy=Strategy.parse(STRATEGIES[0])
+        )
+        session = session_of(cluster, recipe, build)
+        list(session.rounds())
+        state, mesh, net = session.state, session.mesh, session.net
+        first, *slices = gather_in_slices(state.pieces(), mesh.inside, net)
+        alike = gather_whole(state.pieces(), mesh.inside, net)
+        same = all(torch.equal(t, alike[name]) for one in (first, *slices) for name, t in one.items())
+        of_all = state_sha256(take_snapshot(state, mesh, net).tensors())
+        assert {name for one in (first, *slices) for name in one} == alike.keys()
+        sizes = [sum(t.nbytes for t in one.values()) for one in slices]
+        assert max(sizes) <= most and len(sizes) > 5
+        session.close()
+        return [sorted(one) for one in slices], same, whole_sha256(state, mesh, net), of_all
+
+    ranks = run_ranks(run, 2)
+    assert ranks[0] == ranks[1]
+    assert ranks[0][1] and ranks[0][2] == ranks[0][3]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from paceline.comm import Net
 from paceline.comm.text import gather_texts
-from paceline.layout.whole import take_snapshot
+from paceline.layout.whole import gather_in_slices
 from paceline.mesh import Mesh
 from paceline.slot import Piece
 from paceline.state import TrainState
@@ -30,10 +30,12 @@ def state_sha256(tensors: Mapping[str, Tensor]) -> str:
 
     Equal for every layout, number of ranks and of lanes that holds these bits.
     """
-    found = hashlib.sha256()
-    for name in sorted(tensors):
-        found.update(f"{name} {tensor_sha256(tensors[name])}\n".encode())
-    return found.hexdigest()
+    return _of_all({name: tensor_sha256(tensor) for name, tensor in tensors.items()})
+
+
+def _of_all(shas: Mapping[str, str]) -> str:
+    text = "".join(f"{name} {shas[name]}\n" for name in sorted(shas))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -88,5 +90,14 @@ def _odd(found: Mapping[int, str]) -> list[int]:
 
 
 def whole_sha256(state: TrainState, mesh: Mesh, net: Net) -> str:
-    """The hash of the whole state; collective, equal on every rank."""
-    return state_sha256(take_snapshot(state, mesh, net).tensors())
+    """The hash of the whole state; collective, equal on every rank, which has one slice of it at a time.
+
+    Wire: as `take_snapshot`, and a table of names for every slice.
+    """
+    shas: dict[str, str] = {}
+    pieces = state.pieces()
+    for group, apart in ((mesh.inside, False), (mesh.world, True)):
+        own = [piece for piece in pieces if ("replica" in piece.slot.axes) == apart]
+        for tensors in gather_in_slices(own, group, net):
+            shas |= {name: tensor_sha256(tensor) for name, tensor in tensors.items()}
+    return _of_all(shas)

@@ -20,6 +20,7 @@ from paceline.mesh import Group, Mesh
 from paceline.slot import Piece
 from paceline.state import TrainState
 
+_SLICE_BYTES = 2**25
 _Entry = tuple[str, list[int], list[list[int]], str]  # name, whole shape, part, dtype
 
 
@@ -103,6 +104,32 @@ def gather_whole(pieces: Sequence[Piece], group: Group, net: Net) -> dict[str, T
         for table, values in zip(tables, net.all_gather(flat, group).wait(), strict=True):
             _place([entry for entry in table if entry[3] == dtype], values, found)
     return found
+
+
+def gather_in_slices(pieces: Sequence[Piece], group: Group, net: Net) -> Iterator[dict[str, Tensor]]:
+    """Whole tensors as `gather_whole` makes them, some at a time; collective for every one that is taken.
+
+    A slice is no larger than the largest tensor, or `_SLICE_BYTES` if that is more.
+    """
+    own = [(p.slot.name, prod(p.slot.shape) * p.tensor.element_size()) for p in pieces if p.slot.axes]
+    tables = [json.loads(text) for text in gather_texts(json.dumps(own), group, net)]
+    sizes = dict(sorted((name, size) for table in tables for name, size in table))
+    yield {piece.slot.name: piece.tensor for piece in pieces if piece.slot.name not in sizes}
+    for names in _slices(sizes):
+        yield gather_whole([piece for piece in pieces if piece.slot.name in names], group, net)
+
+
+def _slices(sizes: Mapping[str, int]) -> Iterator[set[str]]:
+    """Names in turn, together of at most `_SLICE_BYTES`, and at least one."""
+    names, total = set[str](), 0
+    for name, size in sizes.items():
+        if names and total + size > _SLICE_BYTES:
+            yield names
+            names, total = set(), 0
+        names.add(name)
+        total += size
+    if names:
+        yield names
 
 
 def _entry(piece: Piece) -> _Entry:

@@ -14,14 +14,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from paceline.slot import Piece, Slot
+from paceline.slot import Index, Keeper, Piece, Slot
 from paceline.sync.update import Updating
 
 VALUES = "values/"
 _COUNT = "count"
 
 
-class Average:
+class Average(Keeper):
     """The average of the parameters that this rank updates; a `Keeper`, so that checkpoints hold it.
 
     Args:
@@ -89,6 +89,11 @@ class Average:
         ]
         return [count, *named]
 
+    def wanted(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, Index]:
+        """This rank's parts."""
+        parts = {f"{VALUES}{slot.name}": slot.index for slot in self.values} | {_COUNT: ()}
+        return {name: index for name, index in parts.items() if name in shapes}
+
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Take this rank's parts; a checkpoint without an average begins one."""
         self.count.zero_()
@@ -96,8 +101,8 @@ class Average:
             self.count.copy_(tensors[_COUNT])
         with torch.no_grad():
             for slot, value in self.values.items():
-                whole = tensors.get(f"{VALUES}{slot.name}")
-                value.copy_(self._updates[slot] if whole is None else whole[slot.index])
+                part = tensors.get(f"{VALUES}{slot.name}")
+                value.copy_(self._updates[slot] if part is None else part)
 
 
 def _wide(p: Tensor) -> Tensor:

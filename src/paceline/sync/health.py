@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import NumericError
-from paceline.slot import Piece, Slot
+from paceline.slot import Keeper, Piece, Slot
 from paceline.sync.update import Part, Update, Updating, lower_scale_or, placed_before
 from paceline.sync.witness import Witness
 from paceline.task import Loss
@@ -33,7 +33,7 @@ class RollBack(NumericError):
 
 
 @dataclass
-class Watch:
+class Watch(Keeper):
     """The last losses. Where all ranks take the same steps it is state: a resumed run judges as the first.
 
     Args:

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from paceline.mesh import Group
-from paceline.slot import Piece, Slot
+from paceline.slot import Index, Keeper, Piece, Slot, below
 from paceline.state import TrainState
 
 _APART = frozenset({"replica"})
+_OPTIMIZER = "optimizer/"
 
 
-class InnerState:
+class InnerState(Keeper):
     """The optimizer, the loss scale and the number of updates of every replica, under names of its own.
 
     Under another number of replicas each goes on from what the first one had.
@@ -35,7 +36,7 @@ class InnerState:
         text = torch.frombuffer(bytearray(json.dumps(self._values()), "utf-8"), dtype=torch.uint8)
         found = [Piece(Slot.whole("values", text), text)]
         for piece in self._state.optimizer_pieces():
-            name = piece.slot.name.removeprefix("optimizer/")
+            name = piece.slot.name.removeprefix(_OPTIMIZER)
             found.append(Piece(replace(piece.slot, name=f"tensors/{name}"), piece.tensor))
         return [Piece(replace(p.slot, axes=_APART), p.tensor).under(self._mine) for p in found]
 
@@ -48,13 +49,20 @@ class InnerState:
             "groups": self._state.groups.changed(),
         }
 
+    def wanted(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, Index]:
+        """What this replica had, if there are as many replicas as then."""
+        text, prefix = f"{self._mine}/values", f"{self._mine}/tensors/"
+        own = {f"{_OPTIMIZER}{name}": shape for name, shape in below(shapes, prefix).items()}
+        found = {name.replace(_OPTIMIZER, prefix, 1): i for name, i in self._state.kept.wanted(own)}
+        return found | ({text: ()} if text in shapes else {})
+
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over what this replica had, if there are as many replicas as then."""
+        """See `Keeper`."""
         text = tensors.get(f"{self._mine}/values")
         if text is None:
             return
         values, prefix, state = json.loads(bytes(text.tolist())), f"{self._mine}/tensors/", self._state
-        own = {f"optimizer/{n.removeprefix(prefix)}": t for n, t in tensors.items() if n.startswith(prefix)}
+        own = {f"{_OPTIMIZER}{name}": value for name, value in below(tensors, prefix).items()}
         state.kept.take(own, values["optimizer"])
         state.groups.restore(values["groups"])
         state.updates = values["updates"]

@@ -25,7 +25,7 @@ from paceline.data import Feed
 from paceline.layout import Placed
 from paceline.mesh import Group
 from paceline.observe import Phases, Stats
-from paceline.slot import Piece, Slot
+from paceline.slot import Keeper, Piece, Slot
 from paceline.state import LossScale, TrainState
 from paceline.sync.every_step import EveryStep
 from paceline.sync.rule import step_stats
@@ -74,7 +74,7 @@ class _Half:
     taken: list[tuple[Tally, Update]] = field(default_factory=list)
 
 
-class LocalRounds:
+class LocalRounds(Keeper):
     """H steps alone, then one agreement.
 
     Args:

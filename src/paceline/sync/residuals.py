@@ -11,7 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from paceline.mesh import Group
-from paceline.slot import Piece, Slot
+from paceline.slot import Index, Keeper, Piece, Slot
 
 
 class Coder(Protocol):
@@ -24,7 +24,7 @@ class Coder(Protocol):
         """Go on from these."""
 
 
-class Residuals:
+class Residuals(Keeper):
     """The residuals of one reducer.
 
     Args:
@@ -37,6 +37,7 @@ class Residuals:
     def __init__(self, reducer: Coder, slots: Collection[Slot], group: Group, first: int = 0) -> None:
         self._reducer, self._group, self._first = reducer, group, first
         self._slots = {slot.name: slot for slot in slots}
+        self._goes_on: dict[str, bool] = {}  # by name, whether as many ranks code as when it was saved
 
     def pieces(self) -> list[Piece]:
         """This rank's row of each."""
@@ -48,19 +49,28 @@ class Residuals:
             found.append(Piece(Slot(f"{side}/{slot.name}", shape, part, axes), value))
         return found
 
+    def wanted(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, Index]:
+        """This rank's rows; where the number of ranks has changed, the first one takes all of them."""
+        mine, found = self._group.rank, dict[str, Index]()
+        for full, (rows, *_) in shapes.items():
+            side, _, name = full.partition("/")
+            if name not in self._slots:  # another rank's
+                continue
+            self._goes_on[full] = rows == self._group.size
+            if self._goes_on[full]:
+                found[full] = (slice(mine, mine + 1), *self._slots[name].index)
+            elif not side.endswith("factor"):  # factors are no loss: they are found anew
+                found[full] = (slice(0, rows if mine == self._first else 0), *self._slots[name].index)
+        return found
+
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take this rank's rows; where the number of ranks has changed, the first one sends the sum."""
+        """Go on from these rows; the first rank sends the sum of what others had."""
         found: dict[tuple[str, str], Tensor] = {}
         for full, rows in tensors.items():
             side, _, name = full.partition("/")
-            slot = self._slots.get(name)
-            if slot is None:  # another rank's
-                continue
-            if rows.shape[0] == self._group.size:
-                found[side, name] = rows[self._group.rank][slot.index]
-            elif not side.endswith("factor"):  # factors are no loss: they are found anew
+            if self._goes_on[full]:
+                found[side, name] = rows[0]
+            else:
                 before = found.get(("sent", name))
-                total = rows.sum(0) if self._group.rank == self._first else rows[0] * 0
-                total = total[slot.index]
-                found["sent", name] = total if before is None else before + total
+                found["sent", name] = rows.sum(0) if before is None else before + rows.sum(0)
         self._reducer.set_lost(found)

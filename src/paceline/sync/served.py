@@ -11,14 +11,14 @@ from torch import Tensor
 from paceline.comm import Net
 from paceline.comm.channel import Channel, Message
 from paceline.observe import Phases
-from paceline.slot import Piece, Slot
+from paceline.slot import Keeper, Piece, Slot
 from paceline.sync.policy import WorkLedger
 from paceline.sync.traffic import Traffic
 
 SERVER = 0
 
 
-class Served:
+class Served(Keeper):
     """What server and worker share: the channel, and parameters and sums as messages.
 
     Attributes:

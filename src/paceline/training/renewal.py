@@ -25,6 +25,7 @@ from paceline.layout import Replicate
 from paceline.layout.whole import Snapshot, share_snapshot
 from paceline.mesh import Mesh
 from paceline.recipe import Recipe, most_sharers, resolve
+from paceline.slot import InMemory
 from paceline.state import TrainState
 from paceline.task import Task
 from paceline.training.arrange import Pieces
@@ -123,7 +124,8 @@ def _go_on(session: Session, grounds: Grounds, cluster: Cluster) -> None:
     for name, value in arrange(session.grounds, session.task, session.state).items():
         setattr(session, name, value)
     for word, tensors in kept.items():
-        session.state.keepers[word].load(tensors)
+        keeper, source = session.state.keepers[word], InMemory(tensors)
+        keeper.load(source.read(keeper.wanted(source.shapes)))
     _catch_up(session)
 
 

@@ -1,0 +1,59 @@
+"""A rank reads its own rows of the residuals in a checkpoint, the first one also those of ranks that are gone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.mesh import Group
+from paceline.slot import InMemory, Slot
+from paceline.sync.residuals import Residuals
+
+SLOT = Slot("w", (4, 2), ((2, 4), (0, 2)), frozenset({"shard"}))
+SAVED = {
+    f"{side}/w": torch.arange(24.0).view(3, 4, 2) + 100 * i
+    for i, side in enumerate(["sent", "owned", "factor"])
+}
+
+
+class Taker:
+    """Takes what it is given."""
+
+    found: Mapping[tuple[str, str], Tensor]
+
+    def lost(self) -> Sequence[tuple[str, Slot, Tensor]]:
+        return ()
+
+    def set_lost(self, found: Mapping[tuple[str, str], Tensor]) -> None:
+        self.found = found
+
+
+def read(rank: int, size: int) -> tuple[int, Mapping[tuple[str, str], Tensor]]:
+    """How many values a rank reads, and what it goes on from."""
+    taker, source = Taker(), InMemory({**SAVED, "sent/of another rank": torch.zeros(3, 9)})
+    kept = Residuals(taker, [SLOT], Group("replica", tuple(range(size)), rank))
+    values = source.read(kept.wanted(source.shapes))
+    kept.load(values)
+    return sum(value.numel() for value in values.values()), taker.found
+
+
+@pytest.mark.capability("H4")
+@pytest.mark.parametrize("rank", range(3))
+def test_a_rank_reads_its_own_rows(rank: int) -> None:
+    num_values, found = read(rank, 3)
+    assert num_values == 3 * 4  # its half of a row, of three sides
+    for (side, name), value in found.items():
+        assert torch.equal(value, SAVED[f"{side}/{name}"][rank, 2:4])
+
+
+@pytest.mark.capability("H4")
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_under_another_number_of_ranks_the_sum_stays(size: int) -> None:
+    reads = [read(rank, size) for rank in range(size)]
+    assert [num for num, _ in reads] == [2 * 3 * 4] + [0] * (size - 1)
+    total = sum(found["sent", "w"] for _, found in reads)
+    assert torch.equal(total, (SAVED["sent/w"] + SAVED["owned/w"]).sum(0)[2:4])
+    assert all(found.keys() == {("sent", "w")} for _, found in reads)

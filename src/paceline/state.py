@@ -148,11 +148,8 @@ class TrainState:
         self._check(source.shapes, scalars)
         pieces = {f"model/{n}": self._model_piece(n, value) for n, value in self._model_tensors().items()}
         kept = self._kept_by_keepers(source.shapes)
-        values = source.read(
-            {name: piece.slot.index for name, piece in pieces.items()}
-            | dict(self.kept.wanted(source.shapes))
-            | kept
-        )
+        own = {name: piece.slot.index for name, piece in pieces.items()}
+        values = source.read(own | dict(self.kept.wanted(source.shapes)) | kept)
 
         def take_over() -> None:
             with torch.no_grad():

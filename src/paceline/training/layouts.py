@@ -89,15 +89,19 @@ def _one_after_another(calls: Sequence[Callable[[], None]]) -> Callable[[], None
     return call_all
 
 
+def _stage_wire(setting: Setting, device: torch.device) -> StageWire:
+    ahead = setting.mesh.axes["pipeline"]
+    back = twin_group(ahead, "back") if device.type == "cuda" else None
+    return StageWire(ahead, setting.net, device, back)
+
+
 def _run(setting: Setting, material: Material, holding: Holding, stage: Cut | None) -> Placed:
     strategy = setting.recipe.strategy
     shared: dict[str, Any] = {"precision": setting.precision, "phases": setting.phases}
     alone = {"overlap": setting.mesh.data.size > 1, "reports": setting.reports}
     schedule, names = schedule_of(strategy), material.metric_names
     if stage is not None:
-        ahead = setting.mesh.axes["pipeline"]
-        back = twin_group(ahead, "back") if material.device.type == "cuda" else None
-        wire = StageWire(ahead, setting.net, material.device, back)
+        wire = _stage_wire(setting, material.device)
         return setting.pieces.stage(
             material.task, holding, stage, names, wire=wire, schedule=schedule, **shared, **alone
         )

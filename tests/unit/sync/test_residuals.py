@@ -1,4 +1,4 @@
-"""A rank reads its own rows of the residuals in a checkpoint, the first one also those of ranks that are gone."""
+"""Of the residuals in a checkpoint a rank reads its own rows, the first one those of gone ranks as well."""
 
 from __future__ import annotations
 

@@ -117,7 +117,9 @@ def test_a_deadline_ends_what_runs_on_and_says_so(lab) -> None:
 def test_faults_by_time_act_on_real_processes_files_and_disks(lab, tmp_path) -> None:
     made = lab(hosts=3, disk="2mb")
     (tmp_path / "data.bin").write_bytes(bytes(1000))
-    count = "i=0; while [ $i -lt 60 ]; do sleep 0.02; i=$((i+1)); done; "
+    until_killed = "test $(hostname) = h2 && sleep 600; "
+    until_corrupt = "while ! tr -d '\\000' < data.bin | grep -q .; do sleep 0.02; done; "
+    count = until_killed + until_corrupt + "i=0; while [ $i -lt 60 ]; do sleep 0.02; i=$((i+1)); done; "
     write = f"head -c 1000 /dev/zero > {made.disk}/x 2>/dev/null && echo wrote || echo full"
     plan = FaultPlan(seed=4).kill("h2", at=0.2).stop("h1", seconds=0.5, at=0.2)
     plan = plan.disk_full("h0", at=0.0).corrupt("h0", "data.bin", at=0.1)

@@ -57,6 +57,13 @@ class TestAsynchronousServer(RuleContract):
     interrupts = 2
 
 
+@pytest.mark.soak
+@pytest.mark.capability("I4", "Z1")
+class TestBoundedStaleness(RuleContract):
+    strategy, num_ranks, deterministic = "servers=1 sync=bounded:1", 3, False
+    interrupts = 2
+
+
 @pytest.mark.capability("I7", "Z1")
 class TestBackupWorkers(RuleContract):
     strategy, num_ranks, deterministic = "servers=1 sync=backup:1", 4, False

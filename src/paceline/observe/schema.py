@@ -104,6 +104,17 @@ _ROLL_BACK = {
     "left_out": "list: first and last index of the steps that are not taken again",
     "reason": "str: what was wrong, and on which rank",
 }
+_WORK = {
+    "step": "int: steps taken before",
+    "taken": "int: parts of batches that workers were given, since the run began",
+    "applied": "int: of these, applied",
+    "dropped": "int: of these, left out; applied and dropped are all",
+    "staleness": "table: how many of the applied were so many updates old",
+}
+_ARRIVALS = {
+    "step": "int: steps taken before",
+    "senders": "list: rank of every message that the server has heard since the last such record",
+}
 _LOST = {
     "step": "int: index of the step that was open",
     "reason": "str: how the rank was lost",
@@ -170,6 +181,8 @@ EVENTS: Mapping[str, Event] = MappingProxyType(
         "skip": Event("warning", True, _SKIP),
         "roll-back": Event("warning", True, _ROLL_BACK),
         "lost": Event("warning", True, _LOST),
+        "work": Event("info", False, _WORK),
+        "arrivals": Event("debug", False, _ARRIVALS),
         "warning": Event("warning", True, {"text": "str: what the user should know"}),
         "error": Event("error", True, _ERROR),
         "end": Event(

@@ -46,6 +46,12 @@ OF_SEVERAL_TABLES: Mapping[str, Need] = {
     "outer.lr": _OUTER,
     "outer.momentum": _OUTER,
     "security.tls": HAS_CHANNELS,
+    "debug.replay_arrivals": Need(
+        ("strategy.sync",),
+        lambda recipe: recipe.strategy.rule.needs_server,
+        "with a rule of a server",
+        "found sync={t.strategy.sync}",
+    ),
     "runtime.bucket_bytes": Need(
         ("strategy.sync",),
         lambda recipe: recipe.strategy.rule.sums,

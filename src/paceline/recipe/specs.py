@@ -94,6 +94,9 @@ Agrees = Literal["world", "replica", "nobody"]
 class SyncSpec(Spec):
     """When replicas agree. `build(setting, layout, state) -> Rule`.
 
+    A rule of a server and its workers is a policy (`paceline.sync.policy`): `training.rules.served` makes the
+    rest.
+
     Args:
         exact: whether the result is that of one process but for rounding.
         agrees: which ranks see the same sums in a step.
@@ -103,7 +106,7 @@ class SyncSpec(Spec):
         whole_replicas: a replica must be whole on one rank.
         sums: it sums over replicas by collectives, which have a route and a codec.
         reads: tables of the recipe that it alone reads.
-        updates_per_step: how many updates a global batch makes, by the number of replicas.
+        updates_per_step: how many updates a global batch makes, of a strategy with its replicas filled in.
         more_tally_bytes: how much longer its tally is than every-step's; None: no closed form is known.
     """
 
@@ -117,7 +120,7 @@ class SyncSpec(Spec):
     whole_replicas: bool = False
     sums: bool = True
     reads: tuple[str, ...] = ()
-    updates_per_step: Callable[[int], int] = lambda replicas: 1
+    updates_per_step: Callable[[Strategy], int] = lambda strategy: 1
     more_tally_bytes: int | None = None
 
 

@@ -210,7 +210,7 @@ class Strategy(Table):
     @property
     def updates_per_step(self) -> int:
         """Updates that one global batch makes."""
-        return self.rule.updates_per_step(self.replicas or 1)
+        return self.rule.updates_per_step(self)
 
     @property
     def sync_word(self) -> str:

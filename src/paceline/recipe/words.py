@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from paceline.recipe.layout_words import LAYOUTS, SCHEDULES
 from paceline.recipe.specs import (
+    Argument,
     Refusal,
     Spec,
     SyncSpec,
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
 
 def _argument(strategy: Strategy) -> int:
     return int(strategy.sync.partition(":")[2])
+
+
+def _is_bound(text: str) -> bool:
+    return text == "inf" or (text.isascii() and text.isdigit() and text == str(int(text)))
 
 
 _ONE_PIPELINE = Refusal(
@@ -56,7 +61,17 @@ SYNCS = (
             ),
         ),
     ),
-    SyncSpec(word="bounded", argument=integer(1, "2")),
+    SyncSpec(
+        word="bounded",
+        summary="a server applies every push as it comes, and nobody is more than S batches ahead",
+        argument=Argument("2", "a number of batches >= 0, or inf", _is_bound),
+        build="paceline.training.rules:bounded",
+        with_terms="servers=1",
+        needs_server=1,
+        sums=False,
+        updates_per_step=lambda s: (s.replicas or 1) if s.sync != "bounded:0" else 1,
+        refusals=(_SERVED,),
+    ),
     SyncSpec(word="server"),
     SyncSpec(
         word="server-async",
@@ -65,7 +80,7 @@ SYNCS = (
         with_terms="servers=1",
         needs_server=1,
         sums=False,
-        updates_per_step=lambda replicas: replicas,
+        updates_per_step=lambda s: s.replicas or 1,
         refusals=(_SERVED,),
     ),
     SyncSpec(word="hogwild"),

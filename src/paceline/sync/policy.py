@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from paceline.comm.channel import Message
+from paceline.errors import CommunicationError
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,19 @@ class WorkLedger:
     dropped: int = 0
     staleness: Counter[int] = field(default_factory=Counter)
 
+    def require_balance(self) -> None:
+        """See that all work that was taken is accounted for; between two rounds, when nothing is under way.
+
+        Raises:
+            CommunicationError: some was neither applied nor dropped, or some was applied twice.
+        """
+        if self.taken != self.applied + self.dropped:
+            raise CommunicationError(
+                f"{self.taken} parts of batches were handed out, and {self.applied} were applied and"
+                f" {self.dropped} dropped",
+                next_step="this is a mistake of the rule, not of the recipe: please report it",
+            )
+
     def record(self) -> dict[str, Any]:
         """As JSON values."""
         histogram = {str(age): count for age, count in sorted(self.staleness.items())}
@@ -79,10 +93,17 @@ class Policy(Protocol):
         """Take a push. Returns what makes an update now; empty: nothing yet; None: dropped for good."""
 
     def give_back(self, worker: int, ticket: Ticket) -> None:
-        """The worker has lost what it did for this ticket: hand it out again."""
+        """The worker has lost what it did for this ticket, and goes on: hand it out again."""
+
+    def lose(self, worker: int, ticket: Ticket | None) -> None:
+        """The worker does not come back; it worked on this ticket, or (None) on nothing."""
 
     def stop(self) -> None:
         """Open no further step."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every step is complete that is open, or is to be opened before the next quiescent point."""
 
     @property
     def num_needed(self) -> int:
@@ -129,10 +150,20 @@ class ApplyEach:
         """See `Policy`."""
         self._returned.append(ticket)
 
+    def lose(self, worker: int, ticket: Ticket | None) -> None:
+        """Somebody else does what it had."""
+        if ticket is not None:
+            self._returned.append(ticket)
+
     def stop(self) -> None:
         """Finish the step that is open, and at least one."""
         opened = max(self._next, self._first * self._num_workers + 1)
         self._end = min(self._end, -(-opened // self._num_workers) * self._num_workers)
+
+    @property
+    def is_complete(self) -> bool:
+        """See `Policy`."""
+        return self._first * self._num_workers + self._applied >= self._end
 
     @property
     def num_needed(self) -> int:
@@ -185,9 +216,17 @@ class FirstN:
         if ticket.step == self._step:
             self._given.discard(worker)
 
+    def lose(self, worker: int, ticket: Ticket | None) -> None:
+        """Nobody else does its part: as many as are needed are left, or the server ends."""
+
     def stop(self) -> None:
         """Finish the step that is open."""
         self._end = min(self._end, self._step + 1)
+
+    @property
+    def is_complete(self) -> bool:
+        """See `Policy`."""
+        return self._step >= self._end
 
     @property
     def step(self) -> int:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -9,7 +12,23 @@ from paceline.comm import Tally
 from paceline.comm.channel import Message
 from paceline.layout import Placed
 from paceline.slot import Slot
+from paceline.sync.local import add_tallies
 from paceline.sync.traffic import Traffic
+
+
+def add_pushes(
+    messages: Sequence[Message], placed: Placed, traffic: Traffic
+) -> tuple[Tally, dict[Slot, Tensor | None]]:
+    """The sums over some pushes, added in the order in which they are given."""
+    found = [read_push(message, placed, traffic) for message in messages]
+    tally = add_tallies([tally for tally, _ in found])
+    tally = replace(tally, buffers=torch.stack([t.buffers for t, _ in found]).sum(0))
+    return tally, {slot: _sum([grads[slot] for _, grads in found]) for slot in placed.holding.updates}
+
+
+def _sum(parts: list[Tensor | None]) -> Tensor | None:
+    there = [part for part in parts if part is not None]
+    return sum(there[1:], start=there[0]) if there else None
 
 
 def read_push(message: Message, placed: Placed, traffic: Traffic) -> tuple[Tally, dict[Slot, Tensor | None]]:

@@ -22,7 +22,6 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from paceline.comm import Gradients, Tally
 from paceline.comm.channel import Message
@@ -34,7 +33,7 @@ from paceline.state import TrainState
 from paceline.sync.crew import Crew
 from paceline.sync.local import add_tallies
 from paceline.sync.policy import Policy, Push, Ticket, WorkLedger
-from paceline.sync.pushes import read_push
+from paceline.sync.pushes import add_pushes
 from paceline.sync.rule import step_stats
 from paceline.sync.served import SERVER, Served
 from paceline.sync.traffic import newest
@@ -47,7 +46,7 @@ class Server(Served):
     Args:
         policy: hands out work and decides what makes an update.
         workers: their ranks; worker k runs as part k of as many.
-        note: is told of every worker that is lost.
+        note: is told of every worker that is lost, and after each round of the work and of who was heard.
     """
 
     def __init__(
@@ -62,6 +61,7 @@ class Server(Served):
         self.crew = Crew(workers)
         self._next_beat = math.inf
         self._taken: list[Tally] = []
+        self._heard: list[int] = []
         self._dropped: set[int] = set()  # whose last push was left out, and who do not know it yet
 
     def rounds(self, feed: Feed, placed: Placed, update_step: UpdateStep) -> Iterator[Stats]:
@@ -92,7 +92,8 @@ class Server(Served):
         """Give idle workers what there is; whether all are idle and nothing is left.
 
         Raises:
-            CommunicationError: too few workers are left; names those that are lost.
+            CommunicationError: too few workers are left; names those that are lost. Or no worker has
+                anything to do, and steps are not complete.
         """
         self.crew.require(self._policy.num_needed)
         if self.stop_requested():
@@ -101,6 +102,11 @@ class Server(Served):
             ticket = self._policy.ticket(self.crew.number(rank))
             if ticket is not None:
                 self._hand_out(rank, ticket, placed, state)
+        if self.crew.is_at_rest and not self._policy.is_complete:
+            raise CommunicationError(
+                f"all workers are idle, and step {self._policy.step} is not complete",
+                next_step="this is a mistake of the rule, not of the recipe: please report it",
+            )
         return self.crew.is_at_rest
 
     def _hear(self) -> Message | None:
@@ -110,7 +116,7 @@ class Server(Served):
             self._comfort(self.crew.idle)
         due = self.crew.due(self.channel.last_sign, self.net.deadline_seconds)
         try:
-            return self.receive(max(0.0, min(self._next_beat, *due.values()) - now))
+            message = self.receive(max(0.0, min(self._next_beat, *due.values()) - now))
         except CommunicationError as error:
             if error.peer is not None:
                 self._lose(error.peer, error.what)
@@ -118,7 +124,9 @@ class Server(Served):
                 self._lose_silent()
             else:
                 raise
-        return None
+            return None
+        self._heard.append(message.sender)
+        return message
 
     def _comfort(self, ranks: Sequence[int]) -> None:
         """Send a heartbeat, so that workers do not time out while the server waits for others."""
@@ -138,9 +146,8 @@ class Server(Served):
         ticket = self.crew.lose(rank, why)
         self.traffic.forget(rank)
         self.channel.drop(rank)
-        if ticket is not None:
-            self.ledger.taken -= 1
-            self._policy.give_back(self.crew.number(rank), ticket)
+        self.ledger.taken -= ticket is not None
+        self._policy.lose(self.crew.number(rank), ticket)
         left = len(self.crew.left)
         self._note("lost", {"step": self._policy.step, "rank": rank, "reason": why, "workers_left": left})
 
@@ -185,10 +192,7 @@ class Server(Served):
             for ledger in (self.ledger, ages):
                 ledger.applied += 1
                 ledger.staleness[state.updates - push.version] += 1
-        found = [read_push(push.message, placed, self.traffic) for push in pushes]
-        tally = add_tallies([tally for tally, _ in found])
-        tally = replace(tally, buffers=torch.stack([t.buffers for t, _ in found]).sum(0))
-        grads = {slot: _sum([g[slot] for _, g in found]) for slot in placed.holding.updates}
+        tally, grads = add_pushes([push.message for push in pushes], placed, self.traffic)
         flats = [g for g in grads.values() if g is not None]
         with self.phases.during("optimizer"):
             placed.buffers.begin_step()
@@ -201,8 +205,13 @@ class Server(Served):
 
     def _pause(self, stats: Stats, ages: WorkLedger, placed: Placed, state: TrainState) -> Stats:
         """Give all workers the newest parameters and the same record, and see that they have taken them."""
+        self.ledger.require_balance()
+        self._note("work", {"step": state.step, **self.ledger.record()})
+        self._note("arrivals", {"step": state.step, "senders": self._heard})
+        self._heard = []
         stale = sum(age * count for age, count in ages.staleness.items()) / max(1, ages.applied)
-        metrics = {**stats.metrics, "staleness": stale}
+        oldest = float(max(ages.staleness, default=0))
+        metrics = {**stats.metrics, "staleness": stale, "staleness_max": oldest}
         stops = int(stats.stops) + int(self.stop_requested())
         stats = replace(stats, metrics=metrics, stops=stops)
         fields = {
@@ -233,8 +242,3 @@ class Server(Served):
                 if error.peer is None:
                     raise
                 self._lose(error.peer, error.what)
-
-
-def _sum(parts: list[Tensor | None]) -> Tensor | None:
-    there = [part for part in parts if part is not None]
-    return sum(there[1:], start=there[0]) if there else None

@@ -19,6 +19,7 @@ from paceline.mesh import Group
 from paceline.slot import Slot
 from paceline.state import TrainState
 from paceline.sync import EveryStep, InnerState, LocalRounds, Outer, Rule
+from paceline.sync.bounded import Bounded
 from paceline.sync.pipedream import PipeDream
 from paceline.sync.policy import ApplyEach, FirstN, Policy
 from paceline.sync.residuals import Residuals
@@ -31,6 +32,7 @@ from paceline.training.arrange import Setting
 from paceline.training.codecs import make_codec
 from paceline.training.layouts import Layout
 from paceline.training.reductions import build_reduction
+from paceline.training.replay import heard_as_recorded
 
 
 def _step(setting: Setting, reducer: Reduction, group: Group) -> EveryStep:
@@ -94,8 +96,12 @@ def _keep_residuals(setting: Setting, reducer: Reduction, holding: Holding, stat
         state.keepers["residual"] = Residuals(reducer, holding.computes, setting.mesh.data)
 
 
-def _served(setting: Setting, layout: Layout, state: TrainState, policy: Policy) -> Rule:
-    """Rank 0 serves, all others work."""
+def served(setting: Setting, layout: Layout, state: TrainState, policy: Policy) -> Rule:
+    """Rank 0 serves by a policy, all others work; also for rules of other packages.
+
+    Raises:
+        StrategyError: loader workers would read ahead.
+    """
     workers = setting.mesh.world.ranks[1:]
     if setting.recipe.loader.workers:
         raise StrategyError(
@@ -141,7 +147,8 @@ def _channel(setting: Setting) -> Channel:
             peers = {
                 rank: secure_called(peer, certificate, token, rank, limit) for rank, peer in peers.items()
             }
-        return SocketChannel(peers, setting.net.ledger)
+        channel = SocketChannel(peers, setting.net.ledger)
+        return heard_as_recorded(channel, setting.recipe.debug.replay_arrivals)
     port = int(share_text("", world, setting.net, device))
     hub = connect(cluster.address, port, world.rank, token, limit)
     if secure:
@@ -156,13 +163,19 @@ def encrypts(tls: str, num_nodes: int) -> bool:
 
 def server_async(setting: Setting, layout: Layout, state: TrainState) -> Rule:
     """A server applies every push."""
-    return _served(setting, layout, state, ApplyEach(setting.mesh.world.size - 1))
+    return served(setting, layout, state, ApplyEach(setting.mesh.world.size - 1))
+
+
+def bounded(setting: Setting, layout: Layout, state: TrainState) -> Rule:
+    """A server applies every push, and nobody gets too far ahead."""
+    bound = float(setting.recipe.strategy.sync.partition(":")[2])
+    return served(setting, layout, state, Bounded(setting.mesh.world.size - 1, bound))
 
 
 def backup(setting: Setting, layout: Layout, state: TrainState) -> Rule:
     """A server applies the first pushes of a step."""
     num_backups = int(setting.recipe.strategy.sync.partition(":")[2])
-    return _served(setting, layout, state, FirstN(setting.mesh.world.size - 1, num_backups))
+    return served(setting, layout, state, FirstN(setting.mesh.world.size - 1, num_backups))
 
 
 def pipedream(setting: Setting, layout: Layout, state: TrainState) -> Rule:
@@ -185,11 +198,9 @@ def pipedream(setting: Setting, layout: Layout, state: TrainState) -> Rule:
             f"pipedream does not go with {'; '.join(reasons)}",
             next_step="leave it out, or choose sync=every-step",
         )
+    shared = (placed, setting.mesh.world, setting.net, setting.phases)
     return PipeDream(
-        placed,
-        setting.mesh.world,
-        setting.net,
-        setting.phases,
+        *shared,
         items_per_sample=setting.items_per_sample,
         stop_requested=setting.stop_requested,
     )

@@ -68,6 +68,7 @@ CASES = {
     "outer.lr": Case(0.5, DILOCO, {"strategy.sync": "local:2"}),
     "outer.momentum": Case(0.5, DILOCO),
     "security.tls": Case("on", SERVED),
+    "debug.replay_arrivals": Case("runs/one", SERVED),
     "runtime.bucket_bytes": Case(1024, {}, SERVED),
 }
 

@@ -40,6 +40,7 @@ WORKS = {
     "sync=local:8",
     "sync=diloco:50",
     "servers=1 sync=server-async",
+    "servers=1 sync=bounded:2",
     "servers=1 sync=backup:1",
     "replicas=1 pipeline=2 sync=pipedream",
     "pipeline=2 schedule=gpipe",

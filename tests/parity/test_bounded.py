@@ -1,0 +1,160 @@
+"""Bounded staleness: nothing too old is applied, S = 0 is every-step, and a run repeats another."""
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from paceline.cluster import Cluster
+from paceline.data import Feed
+from paceline.recipe import Recipe, Strategy, to_toml
+from paceline.sync.bounded import Bounded
+from paceline.sync.policy import Push, Ticket
+from paceline.task import Task
+from paceline.testing import run_ranks
+from paceline.testing.parity import Trajectory, ended, make_task, run_oracle, run_strategy, session_of
+from paceline.training import rules
+from paceline.training.job import sinks
+from paceline.training.loop import fit
+
+STEPS = 16
+
+
+def digits(strategy: str, **changes: Any) -> Recipe:
+    settings: dict[str, Any] = {
+        "task": "digits",
+        "options": {"model": "mlp", "hidden": [32], "dropout": 0.1},
+        "steps": STEPS,
+        "batch": {"size": 48, "shards": 6},
+        "optimizer": {"name": "sgd", "lr": 0.05, "momentum": 0.9},
+        "strategy": Strategy.parse(strategy),
+    }
+    return Recipe(**(settings | changes))
+
+
+@pytest.mark.capability("I4")
+def test_with_a_bound_of_0_two_workers_have_the_bits_of_two_replicas() -> None:
+    """One addition has one order; micro-batches of a part are added alike."""
+
+    def run(cluster: Cluster, strategy: str) -> list[Trajectory]:
+        return [run_strategy(cluster, digits(strategy, batch=batch)) for batch in batches]
+
+    batches = [{"size": 46, "shards": 6}, {"size": 46, "shards": 2}]
+    served, right = run_ranks(run, 3, "servers=1 sync=bounded:0"), run_ranks(run, 2, "replicas=2")[0]
+    for rank in served:
+        for mine, theirs in zip(rank, right, strict=True):
+            assert mine.distance(theirs) == 0.0 and mine.losses == theirs.losses
+
+
+class Ages(Bounded):
+    """Notes how many clocks were missing in the parameters of a gradient, and how far others were ahead."""
+
+    found: ClassVar[list[Any]] = []
+
+    def ticket(self, worker: int) -> Ticket | None:
+        given = super().ticket(worker)
+        if given is not None:
+            Ages.found.append(("read", given.step - self.step))
+        return given
+
+    def push(self, worker: int, push: Push) -> Sequence[Push] | None:
+        self.newest = max(getattr(self, "newest", 0), push.ticket.step)
+        Ages.found.append(("newest", self.newest - push.ticket.step))
+        return super().push(worker, push)
+
+
+class Slow:
+    """Samples of a worker that takes its time."""
+
+    def __init__(self, data: Any, seconds: float) -> None:
+        self._data, self._seconds = data, seconds
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(self._seconds)
+        return self._data[index]
+
+
+class LongRounds(Feed):
+    """Few pauses, so that workers can get ahead."""
+
+    def pause_after(self, step: int) -> int:
+        return min(self.num_steps, step + 8)
+
+
+def slowed(cluster: Cluster, recipe: Recipe, slow: int, seconds: float = 0.003) -> Task:
+    task = make_task(recipe)
+    return replace(task, data=Slow(task.data, seconds)) if cluster.global_rank == slow else task
+
+
+def with_slow_worker(cluster: Cluster, bounds: Sequence[str]) -> list[dict[str, Any]]:
+    rules.Bounded = Ages
+    found = []
+    for bound in bounds:
+        Ages.found = []
+        recipe = digits(f"servers=1 sync=bounded:{bound}")
+        session = session_of(cluster, recipe, lambda r=recipe: slowed(cluster, r, 3))
+        session.feed = LongRounds(session.feed.work, session.feed.loader, STEPS)
+        rounds = [stats.metrics for stats in session.rounds()]
+        session.close()
+        ages = {kind: max((a for k, a in Ages.found if k == kind), default=-1) for kind in ("read", "newest")}
+        oldest = max(metrics["staleness_max"] for metrics in rounds)
+        found.append({**session.rule.ledger.record(), **ages, "oldest": oldest})
+    return found
+
+
+@pytest.mark.capability("I4")
+def test_in_a_job_with_a_slow_worker_nothing_older_than_the_bound_is_applied() -> None:
+    """The last is the twin: without a bound the same job applies older gradients."""
+    server, *workers = run_ranks(with_slow_worker, 4, ["0", "1", "inf"])
+    for bound, found in zip((0, 1), server, strict=False):
+        assert 0 <= found["read"] <= bound and 0 <= found["newest"] <= bound
+        assert found["oldest"] == max(map(int, found["staleness"])) <= (3 * (2 * bound + 1) - 1) * (bound > 0)
+    assert max(server[2]["read"], server[2]["newest"]) > 1
+    for worker in workers:
+        assert [one["staleness"] for one in worker] == [one["staleness"] for one in server]
+
+
+def repeated(cluster: Cluster, folder: Path) -> tuple[Trajectory, Trajectory]:
+    """A run, and one that hears its workers as the first did, though another of them is slow."""
+    ends = []
+    for replays in (False, True):
+        debug = {"replay_arrivals": str(folder)} if replays else {}
+        recipe = digits("servers=1 sync=bounded:2", steps=60, debug=debug, log={"level": "debug"})
+        if cluster.global_rank == 0 and not replays:
+            (folder / "recipe.toml").write_text(to_toml(recipe))
+        slow, draw = 2 - replays, random.Random(cluster.global_rank + 10 * replays)
+        session = session_of(
+            cluster, recipe, lambda r=recipe, s=slow, d=draw: slowed(cluster, r, s, d.random() * 0.004)
+        )
+        fit(session, None, [] if replays else sinks(session, folder, None))
+        ends.append(ended([], session))
+        session.close()
+    return ends[0], ends[1]
+
+
+@pytest.mark.capability("I4", "I3")
+def test_a_recorded_order_of_arrival_is_replayed_to_the_bit(tmp_path: Path) -> None:
+    for first, second in run_ranks(repeated, 3, tmp_path):
+        assert first.distance(second) == 0.0
+        assert first.optimizer.keys() == second.optimizer.keys()
+        assert all(bool((second.optimizer[n] == t).all()) for n, t in first.optimizer.items())
+
+
+@pytest.mark.capability("I4", "Z1")
+def test_three_workers_end_where_one_process_ends() -> None:
+    """Three workers, S = 0: every-step to rounding; S = 2: three updates a step."""
+
+    def run(cluster: Cluster) -> list[Trajectory]:
+        return [run_strategy(cluster, digits(f"servers=1 sync=bounded:{s}", steps=40)) for s in ("0", "2")]
+
+    ends = run_ranks(run, 4)
+    right = run_oracle(digits("replicas=1"), 40)
+    assert all(end[0].distance(right) <= 1e-5 for end in ends)
+    assert ends[0][1].losses[-1] < 0.5 * ends[0][1].losses[0]

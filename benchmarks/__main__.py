@@ -15,6 +15,7 @@ from pathlib import Path
 
 NAMES = (
     "startup",
+    "renewal",
     "step_overhead",
     "replicas",
     "sharding",

@@ -29,6 +29,17 @@ def start(cluster, deadline_seconds: float = 20.0) -> tuple[SharedMemoryCollecti
     return SharedMemoryCollective(net, group, links), group, net
 
 
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_rank_that_has_met_all_waits_for_nothing(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last rank calls all others and is called by none."""
+
+    def run(cluster) -> None:
+        monkeypatch.setattr("paceline.comm.routes.host_meeting._LOOK_SECONDS", 1000.0)
+        start(cluster)[0].close()
+
+    run_ranks(run, world)
+
+
 def values(n: int, dtype: torch.dtype, rank: int) -> Tensor:
     return torch.randn(n, generator=torch.Generator().manual_seed(rank)).to(dtype)
 

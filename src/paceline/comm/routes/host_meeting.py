@@ -120,6 +120,8 @@ class _Meeting:
         """Whatever can be done now; wait a moment if that is nothing."""
         for place in [*self._calls]:
             self._call(place)
+        if not self.missing:  # the last rank calls all others and hears none
+            return
         poll = select.poll()
         for one in (self._listener, *self._callers):
             poll.register(one, select.POLLIN)

@@ -50,7 +50,7 @@ class Verifier:
     def __init__(self, session: Session, oracle: Oracle) -> None:
         self.session, self.oracle = session, oracle
         self.recorder = Recorder(session.update_step)
-        self.net = Net(session.net.deadline_seconds)
+        self.net = Net(session.net.deadline_seconds, times_calls=session.net.times_calls)
         self.oracle_state = TrainState(hold_whole(oracle.model), oracle.optimizer)
         self.report = Report(str(session.recipe.strategy), session.cluster.world_size)
         recipe = session.recipe

@@ -224,7 +224,8 @@ class TrainState:
 
     def _named(self) -> dict[str, Tensor]:
         """Parameters and persistent buffers by every name that they have."""
-        found = dict(self.model.state_dict())
+        with torch._C.DisableTorchFunctionSubclass():  # what has no memory now gives its name and shape
+            found = dict(self.model.state_dict())
         for name, value in found.items():
             if not isinstance(value, Tensor):
                 raise CheckpointError(

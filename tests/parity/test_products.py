@@ -16,7 +16,7 @@ from paceline.cluster import Cluster
 from paceline.comm import Gradients, Handle
 from paceline.comm.reduction import Scatterer, joint_norm
 from paceline.layout.digest import state_sha256
-from paceline.layout.shard import on_use
+from paceline.layout.shard import block
 from paceline.recipe import Recipe, Strategy
 from paceline.sync.update import Norm
 from paceline.testing import run_ranks
@@ -288,13 +288,13 @@ def test_parameters_of_the_step_before_are_found(monkeypatch: pytest.MonkeyPatch
     """Blocks that stay here over an update."""
 
     def stale(cluster: Cluster) -> Report:
-        release = on_use._Block.release
+        release = block.Block.release
 
         def stay(block: Any) -> None:
             if not all(p.untyped_storage().size() for p in block.tensors.values()):
                 release(block)
 
-        monkeypatch.setattr(on_use._Block, "release", stay)
+        monkeypatch.setattr(block.Block, "release", stay)
         return verify(cluster, gpt("replicas=1 shard=2 zero=3 route=native"))
 
     for report in run_ranks(stale, 2):

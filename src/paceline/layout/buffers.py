@@ -25,7 +25,7 @@ class MicroBatchBuffers:
 
     def __init__(self, model: nn.Module, *, reports: bool = True) -> None:
         self._reports = reports
-        state = set(model.state_dict().keys())
+        state = set(model.state_dict(keep_vars=True).keys())
         names = [name for name, _ in model.named_buffers() if name in state]
         self._places = [_place(model, name) for name in names]
         self._base = self._copies()

@@ -25,13 +25,17 @@ class Use(Protocol):
 
     Attributes:
         in_backward: whether ranks wait for each other during backward.
+        all_run: whether every rank that shares the parameters has begun the present micro-batch; False if
+            nobody has asked.
     """
 
     @property
     def in_backward(self) -> bool: ...
+    @property
+    def all_run(self) -> bool: ...
 
     def begin(self) -> None:
-        """A run or an evaluation begins; collective."""
+        """A run begins, or, where gradients are off, an evaluation; collective."""
 
     def next(self) -> None:
         """Before each micro-batch; collective. Ranks without one take part in `end`."""
@@ -46,7 +50,7 @@ class Use(Protocol):
 class NothingToDo:
     """The use of a model that is in memory."""
 
-    in_backward = False
+    in_backward = all_run = False
 
     def begin(self) -> None:
         """See `Use`."""

@@ -121,11 +121,11 @@ class Replicate:
         """Loss, count and metrics of held-out micro-batches, without gradients or dropout."""
         sums = Sums(self.metric_names)
         self._model.eval()
-        self.holding.use.begin()
         with torch.no_grad():
+            self.holding.use.begin()
             for loaded in micro_batches:
                 self.holding.use.next()
                 with self.precision.autocast():
                     sums.add(checked(self._loss(self._model, loaded.batch)))
-        self.holding.use.end()
+            self.holding.use.end()
         return sums if self._reports else Sums(self.metric_names)

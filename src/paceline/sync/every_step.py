@@ -80,10 +80,11 @@ class EveryStep:
             update_step: applies the update to the state.
         """
         self._net.step = update_step.state.step
-        self.reducer.begin()
+        count = work.num_micro_batches(update_step.state.step)
+        self.reducer.begin(count)
         scale = gradient_scale(work, update_step.state, self.items_per_sample)
         taken = Taken(stream)
-        sums = placed.run(taken, work.num_micro_batches(update_step.state.step), self.reducer, scale)
+        sums = placed.run(taken, count, self.reducer, scale)
         return self.agree(sums, placed, update_step, scale, taken.shards, work.shards)
 
     def agree(

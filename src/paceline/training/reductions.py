@@ -140,6 +140,7 @@ def _ways(setting: Setting, holding: Holding) -> Ways:
         shard,
         setting.net,
         waits=not holding.use.in_backward,
+        all_run=lambda: holding.use.all_run,
     )
 
 

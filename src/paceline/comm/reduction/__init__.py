@@ -6,10 +6,11 @@ from paceline.comm.reduction.meeting import Meeting
 from paceline.comm.reduction.norm import AnyOrderNorm, CanonicalNorm, joint_norm
 from paceline.comm.reduction.part_buffer import PartBuffer
 from paceline.comm.reduction.reducer import InAnyOrder, Reducer, Sums
-from paceline.comm.reduction.scatterer import Scatterer, Ways
+from paceline.comm.reduction.scatterer import Scatterer
 from paceline.comm.reduction.several import Reducers
 from paceline.comm.reduction.tree import cover
 from paceline.comm.reduction.tree_sums import ByMessages, Dealt, InMemory
+from paceline.comm.reduction.ways import Ways
 
 __all__ = [
     "AnyOrderNorm",

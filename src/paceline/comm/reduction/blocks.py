@@ -9,31 +9,46 @@ from torch import Tensor
 
 
 class Blocks:
-    """Pieces of memory, each as large as the largest bucket of its dtype; made when none is free.
+    """Pieces of memory: a few stay, each as large as the largest bucket of its dtype.
+
+    Whoever finds none free gets one of the size it asks for, which goes when it is given back.
 
     Args:
         sizes: values of the largest bucket, by dtype.
         device: where the memory lies.
+        num_kept: how many of a dtype stay.
     """
 
-    def __init__(self, sizes: Mapping[torch.dtype, int], device: torch.device) -> None:
-        self._sizes, self._device = sizes, device
-        self.memory: list[Tensor] = []
+    def __init__(self, sizes: Mapping[torch.dtype, int], device: torch.device, num_kept: int) -> None:
+        self._sizes, self._device, self._num_kept = sizes, device, num_kept
+        self.memory: dict[int, Tensor] = {}
+        self._kept: dict[int, torch.dtype] = {}
         self._free: list[int] = []
+        self._next = 0
 
-    def take(self, dtype: torch.dtype) -> int:
+    def take(self, dtype: torch.dtype, num_values: int) -> int:
         """The number of a block that nobody has; its values are whatever was left in it."""
         for number in self._free:
-            if self.memory[number].dtype == dtype:
+            if self._kept[number] == dtype:
                 self._free.remove(number)
                 return number
-        self.memory.append(torch.empty(self._sizes[dtype], dtype=dtype, device=self._device))
-        return len(self.memory) - 1
+        number, self._next = self._next, self._next + 1
+        stays = [*self._kept.values()].count(dtype) < self._num_kept
+        if stays:
+            self._kept[number] = dtype
+        size = self._sizes[dtype] if stays else num_values
+        self.memory[number] = torch.empty(size, dtype=dtype, device=self._device)
+        return number
 
-    def give(self, number: int) -> None:
-        """It may be taken again."""
-        self._free.append(number)
+    def give(self, number: int) -> bool:
+        """It may be taken again, if it stays; whether it does."""
+        if number in self._kept:
+            self._free.append(number)
+            return True
+        del self.memory[number]
+        return False
 
     def give_all(self) -> None:
         """Nobody has any."""
-        self._free = [*range(len(self.memory))]
+        self.memory = {number: self.memory[number] for number in self._kept}
+        self._free = [*self._kept]

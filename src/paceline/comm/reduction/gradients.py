@@ -51,8 +51,13 @@ class GradientSink(Protocol):
 class Reduction(GradientSink, Protocol):
     """What a rule empties after backward."""
 
-    def begin(self) -> None:
-        """Open a step: nothing is ready."""
+    def begin(self, num_micro_batches: int | None = None) -> None:
+        """Open a step: nothing is ready.
+
+        Args:
+            num_micro_batches: how many this rank will run, the same kind of answer on every rank; None: it
+                is not known beforehand.
+        """
 
     def close(self) -> None:
         """All micro-batches of this rank have run: launch what is not on its way yet.

@@ -25,7 +25,7 @@ class LocalReducer:
         self._grads: dict[Slot, Tensor | None] = dict.fromkeys(tensors)
         self._counts = counts
 
-    def begin(self) -> None:
+    def begin(self, num_micro_batches: int | None = None) -> None:
         """Forget the last step."""
         self._grads = dict.fromkeys(self._grads)
 
@@ -74,7 +74,7 @@ class TreeReducer(LocalReducer):
         self._carries = {slot: Carry(nodes) for slot in tensors}
         self._place = range(0)
 
-    def begin(self) -> None:
+    def begin(self, num_micro_batches: int | None = None) -> None:
         """Drop partial sums."""
         super().begin()
         for carry in self._carries.values():

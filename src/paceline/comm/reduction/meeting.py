@@ -44,10 +44,10 @@ class Meeting:
         self._micro_batches: set[range] = set()
         self._held: dict[tuple[Slot, range], Tensor] = {}
 
-    def begin(self) -> None:
+    def begin(self, num_micro_batches: int | None = None) -> None:
         """See `Reduction`."""
         self._place, self._micro_batches, self._held = range(0), set(), {}
-        self.inner.begin()
+        self.inner.begin(num_micro_batches)
 
     def micro_batch(self, shards: range, is_last: bool) -> None:
         """See `Reduction`."""

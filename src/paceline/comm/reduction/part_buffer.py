@@ -44,7 +44,7 @@ class PartBuffer:
         num_rows = len(parts[slots[0]])
         sizes = [sum(part.numel for s in slots if (part := parts[s][row])) for row in range(num_rows)]
         width = multiple * -(-max(1, *sizes) // multiple)
-        self.flat = zeros(num_rows * width, tensors[slots[0]].detach())
+        self.flat = zeros(num_rows * width, nothing_like(tensors[slots[0]]))
         self.rows = self.flat.view(num_rows, width)
         self._places = [self._layout(row, tensors) for row in range(num_rows)]
         self._views = [self.views(self.rows[row], row) for row in range(num_rows)]
@@ -117,6 +117,11 @@ class PartBuffer:
             if part is not None:
                 out[self._index[slot][row]].copy_(self._views[row][part])
         return out
+
+
+def nothing_like(x: Tensor) -> Tensor:
+    """A tensor without values, of the dtype and on the device of another, which may have no memory now."""
+    return torch.empty(0, dtype=x.dtype, device=x.device)
 
 
 def strides_like(x: Tensor) -> tuple[int, ...]:

@@ -158,7 +158,7 @@ class Reducer:
         """How many launches a step costs."""
         return len(self._buckets)
 
-    def begin(self) -> None:
+    def begin(self, num_micro_batches: int | None = None) -> None:
         """Open a step."""
         self._next = 0
         for bucket in self._buckets:

@@ -2,53 +2,33 @@
 
 A bucket is copied in as its gradients become ready, scattered over the ranks that share the state, and its
 memory is used again. What arrives is added to this rank's parts; once a step these are summed over the
-replicas. Ranks may have run different numbers of micro-batches: at the end of a step they agree on the
-largest number, and a rank that had fewer scatters zeros for the rest.
+replicas. Ranks may run different numbers of micro-batches: they agree on the largest, and a rank that has
+fewer scatters zeros for the rest.
 
 Invariant: scatters are launched in one order on every rank, and on a process group of their own, so whatever
-else ranks send each other during backward comes before or after, in any order.
+else ranks send each other during backward comes before or after, in any order. A rank waits for a scatter
+only where every other rank has launched it, or will without this one.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from paceline.comm.collectives import Collective
 from paceline.comm.handle import Handle
-from paceline.comm.net import Net
 from paceline.comm.reduction.blocks import Blocks
 from paceline.comm.reduction.gradients import Gradients
-from paceline.comm.reduction.part_buffer import PartBuffer, Parts, plan_buckets
-from paceline.comm.reduction.reducer import drain
+from paceline.comm.reduction.launches import Launches, Scatter
+from paceline.comm.reduction.part_buffer import PartBuffer, Parts, nothing_like, plan_buckets
+from paceline.comm.reduction.ways import Ways
 from paceline.errors import CommunicationError
-from paceline.mesh import Group
 from paceline.slot import Slot
 
 _MOST_UNDER_WAY = 2
-
-
-@dataclass(frozen=True)
-class Ways:
-    """On which paths gradients go.
-
-    Args:
-        shard: scatters them; exact, on a process group of its own.
-        replica: sums parts over the ranks that update the same; exact.
-        group: the ranks of `shard`, by another process group, over which they agree.
-        waits: whether a rank may wait for scatters during backward. Not if ranks wait for each other's
-            parameters there: a rank that has run all its micro-batches gathers before it scatters.
-    """
-
-    shard: Collective
-    replica: Collective
-    group: Group
-    net: Net
-    waits: bool = True
+_BLOCKS = _MOST_UNDER_WAY + 1  # one is being filled in
 
 
 @dataclass
@@ -80,7 +60,8 @@ class Scatterer:
         tensors: what this rank computes with, by slot, in the model's order; equal on every rank of `ways`.
         parts: the part of each that every rank of the shard group gets.
         ways: over which ranks, how.
-        bucket_bytes: see `Reducer`; a rank holds up to three such buckets at a time.
+        bucket_bytes: see `Reducer`; a rank keeps up to three such buckets. Where it may not wait, those under
+            way come on top, up to all of a micro-batch.
         counts: see `Reducer`.
         name: see `Reducer`.
     Wire: with K micro-batches on the rank that has most, K (S-1)/S n + 2 (R-1)/R n/S bytes for n bytes of
@@ -109,14 +90,15 @@ class Scatterer:
         ]
         self._home = {slot: bucket for bucket in self._buckets for slot in bucket.missing}
         self._blocks = self._make_blocks()
-        self._under_way: deque[tuple[_Bucket, int, Handle]] = deque()
-        self._next = self._rounds = self._launches = 0
+        self._launches: Launches[_Bucket] = Launches(ways, _MOST_UNDER_WAY, self._came)
+        self._next = self._rounds = self._num_launched = 0
+        self._agreed: Handle | None = None
 
     def _bucket(self, number: int, slots: Sequence[Slot]) -> _Bucket:
         shape = PartBuffer(
             slots, self._tensors, self._parts, lambda n, like: like.new_empty(n, device="meta")
         )
-        like, width = self._tensors[slots[0]].detach(), shape.rows.shape[1]
+        like, width = nothing_like(self._tensors[slots[0]]), shape.rows.shape[1]
         total = self._ways.replica.buffer(width, like, f"{self._name}{number}.own")
         own = sum(part.numel for s in slots if (part := self._parts[s][self._row]) is not None)
         return _Bucket(number, shape, total, own, set(slots), shape.views(total, self._row))
@@ -124,11 +106,13 @@ class Scatterer:
     def _make_blocks(self) -> Blocks:
         by_size = sorted(self._buckets, key=lambda bucket: bucket.shape.flat.numel())
         sizes = {bucket.total.dtype: bucket.shape.flat.numel() for bucket in by_size}
-        return Blocks(sizes, self._buckets[0].total.device)
+        return Blocks(sizes, self._buckets[0].total.device, _BLOCKS)
 
-    def begin(self) -> None:
+    def begin(self, num_micro_batches: int | None = None) -> None:
         """Open a step."""
-        self._next = self._rounds = self._launches = 0
+        self._agreed = None if num_micro_batches is None else self._agree(num_micro_batches)
+        self._next = self._rounds = self._num_launched = 0
+        self._launches.closing = False
         for bucket in self._buckets:
             bucket.is_fresh, bucket.missing = True, set(bucket.shape.slots)
 
@@ -147,19 +131,18 @@ class Scatterer:
             self._rounds += self._next == 0
 
     def close(self) -> None:
-        """All micro-batches have run; agree on the largest number, and fill up to it with zeros."""
+        """All micro-batches have run; fill up to the largest number with zeros."""
         self._require_nothing_missing()
-        mine = torch.tensor([self._rounds], device=self._buckets[0].total.device)
-        most = int(self._ways.net.all_reduce(mine, self._ways.group, "max").wait())
-        for _ in range(self._rounds, most):
+        self._launches.closing = True
+        agreed = self._agree(self._rounds) if self._agreed is None else self._agreed
+        for _ in range(self._rounds, int(agreed.wait())):
             for bucket in self._buckets:
                 self._buffer_of(bucket).flat.zero_()
                 self._launch(bucket)
 
     def finish(self) -> Gradients:
         """Wait for the sums of the own parts."""
-        while self._under_way:
-            self._settle()
+        self._launches.end()
         arriving = [self._over_replicas(bucket) for bucket in self._buckets]
         tensors: dict[Slot, Tensor | None] = {}
         norms: list[Tensor] = []
@@ -174,11 +157,11 @@ class Scatterer:
 
     def abort(self) -> None:
         """Let what was launched end, well or badly; forget it."""
-        drain(handle for *_, handle in self._under_way)
-        self._under_way.clear()
+        self._launches.drop()
         self._blocks.give_all()
         for bucket in self._buckets:
             bucket.block = None
+            bucket.buffers = {b: x for b, x in bucket.buffers.items() if b in self._blocks.memory}
         self._ways.shard.abort()
         self._ways.replica.abort()
         self.begin()
@@ -190,13 +173,18 @@ class Scatterer:
     def set_lost(self, found: Mapping[tuple[str, str], Tensor]) -> None:
         """There is no coder to take them."""
 
+    def _agree(self, mine: int) -> Handle:
+        """Launch it; the handle returns the largest number."""
+        said = torch.tensor([mine], device=self._buckets[0].total.device)
+        return self._ways.net.all_reduce(said, self._ways.group, "max")
+
     # -- one bucket ---------------------------------------------------------------------------------------
 
     def _buffer_of(self, bucket: _Bucket) -> PartBuffer:
         """Where it is filled in; memory that another bucket has left, or new."""
         if bucket.block is None:
-            self._take_what_came()
-            bucket.block = self._blocks.take(bucket.total.dtype)
+            self._launches.go_on(self._rounds)
+            bucket.block = self._blocks.take(bucket.total.dtype, bucket.shape.flat.numel())
         block = bucket.block
         if block not in bucket.buffers:
             memory = self._blocks.memory[block]
@@ -206,32 +194,22 @@ class Scatterer:
         return bucket.buffers[block]
 
     def _launch(self, bucket: _Bucket) -> None:
-        self._take_what_came()
-        turn = self._launches % _MOST_UNDER_WAY if self._ways.waits else bucket.number
+        buffer, block = self._buffer_of(bucket), bucket.block
+        assert block is not None
+        turn = self._num_launched % _MOST_UNDER_WAY if self._ways.waits else bucket.number
         key = f"{self._name}{bucket.total.dtype}.{turn}"
-        handle = self._ways.shard.reduce_scatter(self._buffer_of(bucket).rows, key)
-        assert bucket.block is not None
-        self._under_way.append((bucket, bucket.block, handle))
-        bucket.block = None
-        self._launches += 1
-        bucket.missing = set(bucket.shape.slots)
+        bucket.block, bucket.missing = None, set(bucket.shape.slots)
+        self._num_launched += 1
+        self._launches.add(Scatter(bucket, block, buffer.rows, key, self._rounds))
 
-    def _take_what_came(self) -> None:
-        """Scatters that are complete; where this rank may wait, all but the last few."""
-        while self._under_way:
-            is_late = self._ways.waits and len(self._under_way) >= _MOST_UNDER_WAY
-            if not (is_late or self._under_way[0][2].is_complete()):
-                return
-            self._settle()
-
-    def _settle(self) -> None:
-        """Wait for the scatter that was launched first, and add what it brings."""
-        bucket, block, handle = self._under_way.popleft()
-        arrived = handle.wait().view(-1)[: bucket.own_values]
+    def _came(self, scatter: Scatter[_Bucket], row: Tensor) -> None:
+        """Add what a scatter brings."""
+        bucket = scatter.bucket
         own = bucket.total[: bucket.own_values]
-        (own.copy_ if bucket.is_fresh else own.add_)(arrived)
+        (own.copy_ if bucket.is_fresh else own.add_)(row.view(-1)[: bucket.own_values])
         bucket.is_fresh = False
-        self._blocks.give(block)
+        if not self._blocks.give(scatter.block):
+            del bucket.buffers[scatter.block]
 
     def _over_replicas(self, bucket: _Bucket) -> Handle:
         if bucket.is_fresh:  # nobody had a micro-batch

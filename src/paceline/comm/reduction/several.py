@@ -22,10 +22,10 @@ class Reducers:
         self._by_slot, self._all = by_slot, all_of_them
         self.by_micro_batch = all_of_them[0].by_micro_batch
 
-    def begin(self) -> None:
+    def begin(self, num_micro_batches: int | None = None) -> None:
         """See `Reduction`."""
         for one in self._all:
-            one.begin()
+            one.begin(num_micro_batches)
 
     def micro_batch(self, shards: range, is_last: bool) -> None:
         """See `Reduction`."""

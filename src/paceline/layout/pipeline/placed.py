@@ -165,13 +165,13 @@ class Pipeline:
         sums = Sums(self.metric_names)
         self.holding.model.eval()
         self.passing.train(False)
-        self.holding.use.begin()
         with torch.no_grad():
+            self.holding.use.begin()
             for loaded in micro_batches:
                 self.passing.evaluate(loaded, sums)
                 self._wire.flush(most=_FEW)  # the first stage must not run far ahead of the last
-        self.flush()
-        self.holding.use.end()
+            self.flush()
+            self.holding.use.end()
         return sums if self._reports else Sums(self.metric_names)
 
 

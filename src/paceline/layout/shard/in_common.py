@@ -1,8 +1,9 @@
 """ZeRO 3 on one host: the parameters lie once, in memory that all ranks have mapped, so a gather is no copy.
 
 Every rank computes with the whole tensors where they lie, and writes its own parts only. Invariant: a part is
-written between two meetings of the ranks, after which everybody reads; so a parameter has the bits of the
-whole one, at any time.
+written after the tally of a step, for which every rank has run its micro-batches, and before the meeting
+after which everybody reads; so a parameter has the bits of the whole one, at any time. No rank waits for
+others between its last micro-batch and its reduction, since those may wait for what it has to scatter.
 Source: Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5.3, where the ranks share one memory.
 """
 
@@ -24,30 +25,26 @@ class InCommon:
 
     Args:
         memory: of the ranks that share the parameters.
-    Wire: nothing; two meetings for each run and each evaluation.
+    Wire: nothing; a meeting before each run and each evaluation.
     """
 
-    in_backward = False
+    in_backward = all_run = False
 
     def __init__(self, memory: SharedMemoryCollective) -> None:
         self._memory, self._flag = memory, torch.zeros(1)
 
     def begin(self) -> None:
         """Whatever was written is there for all."""
-        self._meet()
+        self._memory.all_reduce(self._flag, "meeting").wait()
 
     def next(self) -> None:
         """Nothing comes or goes."""
 
     def end(self) -> None:
-        """All have read: now parts may be written."""
-        self._meet()
+        """Nothing to give back."""
 
     def drop(self) -> None:
         """Nothing is under way."""
-
-    def _meet(self) -> None:
-        self._memory.all_reduce(self._flag, "meeting").wait()
 
 
 def lay_in_common(holding: Holding, memory: SharedMemoryCollective) -> Holding:

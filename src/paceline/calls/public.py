@@ -89,7 +89,8 @@ def verify(
         cluster: in place of the one in the environment.
         pieces: exchanged parts of the session (a planted fault); the oracle is not affected.
         observe: called after every step that agreed, on every rank.
-        strict: look also at what both sides share: whether the loss adds up over samples.
+        strict: look also at what both sides share: whether the loss adds up over samples, its gradient is its
+            derivative, and an update is made once.
     Returns:
         The report, equal on every rank.
     Raises:

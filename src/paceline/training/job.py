@@ -44,13 +44,8 @@ def train(
     """Train on this rank, as one of however many there are.
 
     Args:
-        recipe: what to do, or the path of its file.
-        task: in place of the one that the recipe names; see `join`. A tuple (model, data, loss) is one too.
-        base_dir: see `join`; with a path as recipe: its folder.
-        resume: a run folder, a checkpoint inside one, or a folder whose newest run is meant ("runs");
-            continues it in its own folder.
+        recipe, task, base_dir, resume, name: see `paceline.train`, which starts processes as well.
         console: where rank 0 reports; quiet if None.
-        name: what a new folder under `runs/` is called after, behind its time; the task's function if None.
         callbacks: beside those of the task.
     Returns:
         The result, equal on every rank.

@@ -49,15 +49,8 @@ def verify(
     """Run the recipe's strategy and the oracle side by side for some steps; collective.
 
     Args:
-        recipe: equal on every rank; or the path of its file.
-        task: in place of the one that the recipe names; see `paceline.join`.
-        steps: how many to compare.
-        base_dir: where a task `file.py:function` is looked for.
-        cluster: in place of the one in the environment.
-        pieces: exchanged parts of the session (a planted fault); the oracle is not affected.
-        observe: called after every step that agreed.
-        strict: look also at what both sides share: whether the loss adds up over samples, its gradient is its
-            derivative, and an update is made once.
+        recipe, task, steps, base_dir, cluster, pieces, observe, strict: see `paceline.verify`, which starts
+            processes as well.
     Returns:
         The report, equal on every rank.
     Raises:

@@ -60,8 +60,12 @@ class TestAsynchronousServer(RuleContract):
 @pytest.mark.soak
 @pytest.mark.capability("I4", "Z1")
 class TestBoundedStaleness(RuleContract):
-    strategy, num_ranks, deterministic = "servers=1 sync=bounded:1", 3, False
-    interrupts = 2
+    strategy, num_ranks, deterministic, interrupts = "servers=1 sync=bounded:1", 3, False, 2
+
+
+@pytest.mark.capability("I5", "Z1")
+class TestHogwild(RuleContract):
+    strategy, num_ranks, deterministic = "replicas=2 sync=hogwild", 2, False
 
 
 @pytest.mark.capability("I7", "Z1")

@@ -27,8 +27,10 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             "replicas=all route=hierarchical", "as ddp, on several machines, inside each first"
         ),
         "parameter-server": Preset("servers=1 sync=server", "workers push gradients to a server"),
-        "central-storage": Preset("sync=server route=shared-memory", "one copy of the weights per machine"),
-        "hogwild": Preset("sync=hogwild route=shared-memory", "lock-free updates of shared weights"),
+        "central-storage": Preset(
+            "replicas=1 shard=2 zero=3 route=shared-memory", "one copy of weights and moments on a machine"
+        ),
+        "hogwild": Preset("sync=hogwild", "lock-free updates of shared weights, on one machine"),
         "local-sgd": Preset("sync=local:8", "replicas train alone and average every 8 steps"),
         "diloco": Preset("sync=diloco:50", "local steps with an outer optimizer"),
         "pipedream": Preset("replicas=1 pipeline=2 sync=pipedream", "stages that never wait for a flush"),

@@ -83,7 +83,14 @@ SYNCS = (
         updates_per_step=lambda s: s.replicas or 1,
         refusals=(_SERVED,),
     ),
-    SyncSpec(word="hogwild"),
+    SyncSpec(
+        word="hogwild",
+        summary="replicas of one host update the same weights in memory, without a lock",
+        build="paceline.training.hogwild:hogwild",
+        agrees="replica",
+        whole_replicas=True,
+        sums=False,
+    ),
     SyncSpec(
         word="local",
         summary="replicas train alone for H steps, then average",

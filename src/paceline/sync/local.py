@@ -116,9 +116,7 @@ class LocalRounds(Keeper):
                 self._phases.take()
                 end = min(self._round_start(placed, state) + self._num_local_steps, feed.num_steps)
                 while state.step < end:
-                    self._half.taken.append(
-                        _counted(*self.inner.step(feed.work, stream, placed, update_step))
-                    )
+                    self._half.taken.append(counted(*self.inner.step(feed.work, stream, placed, update_step)))
                     state.step += 1
                 half = self._half
                 with self._phases.during("communication"):
@@ -188,7 +186,7 @@ class LocalRounds(Keeper):
 _SKIPPED = "skipped"
 
 
-def _counted(tally: Tally, update: Update) -> tuple[Tally, Update]:
+def counted(tally: Tally, update: Update) -> tuple[Tally, Update]:
     """A step that was not applied moved nothing: its items have no weight."""
     if update.applied:
         return tally, update

@@ -15,7 +15,7 @@ from tests.unit.recipe.test_strategy import draw
 
 NOT_BUILT: dict[str, Any] = {
     "context": 2,
-    "sync": "hogwild",
+    "sync": "federated:10",
     "route": "server",
 }
 WORKS = {
@@ -41,6 +41,9 @@ WORKS = {
     "sync=diloco:50",
     "servers=1 sync=server-async",
     "servers=1 sync=bounded:2",
+    "central-storage",
+    "hogwild",
+    "sync=hogwild",
     "servers=1 sync=backup:1",
     "replicas=1 pipeline=2 sync=pipedream",
     "pipeline=2 schedule=gpipe",

@@ -1,9 +1,10 @@
-"""ZeRO 3 on one host: the parameters lie once, in memory that all ranks have mapped, so a gather is no copy.
+"""Parameters that lie once on a host, in memory that all ranks have mapped: for ZeRO 3, and without a lock.
 
-Every rank computes with the whole tensors where they lie, and writes its own parts only. Invariant: a part is
-written after the tally of a step, for which every rank has run its micro-batches, and before the meeting
-after which everybody reads; so a parameter has the bits of the whole one, at any time. No rank waits for
-others between its last micro-batch and its reduction, since those may wait for what it has to scatter.
+Under ZeRO 3 a gather is no copy: every rank computes with the whole tensors where they lie, and writes its
+own parts only. Invariant: a part is written after the tally of a step, for which every rank has run its
+micro-batches, and before the meeting after which everybody reads; so a parameter has the bits of the whole
+one, at any time. No rank waits for others between its last micro-batch and its reduction, since those may
+wait for what it has to scatter.
 Source: Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5.3, where the ranks share one memory.
 """
 
@@ -12,10 +13,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from paceline.comm.reduction.part_buffer import strides_like
 from paceline.comm.routes import SharedMemoryCollective
 from paceline.layout.holding import Holding
+from paceline.slot import Slot
 
 _LINE_BYTES = 64
 
@@ -55,16 +58,36 @@ def lay_in_common(holding: Holding, memory: SharedMemoryCollective) -> Holding:
     Returns:
         The same, whose parts are views of what is computed with.
     """
-    for dtype in sorted({p.dtype for p in holding.computes.values()}, key=str):
-        alike = [one for one in holding.held.values() if holding.computes[one.computes].dtype == dtype]
-        step = max(1, _LINE_BYTES // dtype.itemsize)
-        sizes = [-(-one.computes.numel // step) * step for one in alike]
-        flat = memory.common(sum(sizes), torch.empty(0, dtype=dtype))
-        for one, piece in zip(alike, flat.split(sizes), strict=True):
-            p, own = holding.computes[one.computes], one.updates
-            strides = strides_like(torch.empty_strided(p.shape, p.stride(), device="meta"))
-            p.data = piece.as_strided(p.shape, strides, piece.storage_offset())
-            if own is not None:
-                place = p.detach()[own.inside(one.computes)]
-                holding.updates[own].data = place.copy_(holding.updates[own].detach())
+    places = _places(holding, memory)
+    for one in holding.held.values():
+        p, own = holding.computes[one.computes], one.updates
+        p.data = places[one.computes]
+        if own is not None:
+            place = p.detach()[own.inside(one.computes)]
+            holding.updates[own].data = place.copy_(holding.updates[own].detach())
     return replace(holding, use=InCommon(memory))
+
+
+def lay_whole_in_common(holding: Holding, memory: SharedMemoryCollective) -> None:
+    """Move whole parameters, equal on all ranks, into memory that lies once; collective, in place.
+
+    Each rank may then read and write all of them at any time, and nobody waits.
+    """
+    for slot, place in _places(holding, memory).items():
+        p = holding.computes[slot]
+        p.data = place.copy_(p.detach())  # every rank writes the same values
+    memory.all_reduce(torch.zeros(1), "laid").wait()
+
+
+def _places(holding: Holding, memory: SharedMemoryCollective) -> dict[Slot, Tensor]:
+    """Zeros in common memory for what a rank computes with, in its shape and strides; collective."""
+    found: dict[Slot, Tensor] = {}
+    for dtype in sorted({p.dtype for p in holding.computes.values()}, key=str):
+        alike = {slot: p for slot, p in holding.computes.items() if p.dtype == dtype}
+        step = max(1, _LINE_BYTES // dtype.itemsize)
+        sizes = [-(-slot.numel // step) * step for slot in alike]
+        flat = memory.common(sum(sizes), torch.empty(0, dtype=dtype))
+        for (slot, p), piece in zip(alike.items(), flat.split(sizes), strict=True):
+            strides = strides_like(torch.empty_strided(p.shape, p.stride(), device="meta"))
+            found[slot] = piece.as_strided(p.shape, strides, piece.storage_offset())
+    return found

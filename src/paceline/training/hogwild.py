@@ -1,0 +1,74 @@
+"""Hogwild! on the ranks of one host: parameters and counters in memory that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from paceline.comm import LocalReducer
+from paceline.comm.routes import SharedMemoryCollective
+from paceline.errors import StrategyError
+from paceline.layout.shard import lay_whole_in_common
+from paceline.state import TrainState
+from paceline.sync import InnerState, Rule
+from paceline.sync.hogwild import Board, Hogwild
+from paceline.training.arrange import Setting
+from paceline.training.layouts import Layout
+
+_MOST_ONES = 1 << 16
+
+
+def hogwild(setting: Setting, layout: Layout, state: TrainState) -> Rule:
+    """Replicas update the same parameters, without a lock.
+
+    Raises:
+        StrategyError: the ranks have no memory in common.
+    """
+    world, holding = setting.mesh.world, layout.placed.holding
+    num_ones = min(_MOST_ONES, max(p.numel() for p in holding.computes.values()))
+    if world.size == 1:
+        board = _board(0, 1, num_ones, lambda n, dtype: torch.zeros(n, dtype=dtype))
+    else:
+        memory = _memory(setting)
+        lay_whole_in_common(holding, memory)
+        board = _board(world.rank, world.size, num_ones, partial(_zeros, memory))
+    state.keepers["inner"], state.alone = InnerState(state, setting.mesh.replica), True
+    inner = setting.pieces.rule(
+        setting.mesh.inside,
+        setting.net,
+        LocalReducer(holding.computes),
+        phases=setting.phases,
+        items_per_sample=setting.items_per_sample,
+        stop_requested=setting.stop_requested,
+    )
+    return Hogwild(
+        inner,
+        board,
+        world=world,
+        net=setting.net,
+        phases=setting.phases,
+        stop_requested=setting.stop_requested,
+    )
+
+
+def _board(rank: int, num_ranks: int, num_ones: int, zeros: Callable[[int, torch.dtype], Tensor]) -> Board:
+    taken, stops = zeros(num_ranks, torch.int64), zeros(num_ranks, torch.int64)
+    return Board(taken, stops, zeros(num_ones, torch.float32), rank)
+
+
+def _memory(setting: Setting) -> SharedMemoryCollective:
+    found = setting.exact_collective(setting.mesh.world)
+    if isinstance(found, SharedMemoryCollective):
+        return found
+    why = "compute on GPUs" if setting.device.type != "cpu" else "run on several hosts"
+    raise StrategyError(
+        f"sync=hogwild trains in the memory of one host, and these ranks {why}",
+        next_step="choose sync=local:H, or servers=1 sync=server-async",
+    )
+
+
+def _zeros(memory: SharedMemoryCollective, num_values: int, dtype: torch.dtype) -> Tensor:
+    return memory.common(num_values, torch.empty(0, dtype=dtype))

@@ -1,0 +1,190 @@
+"""Replicas of one host on the same parameters, without a lock; and a store of which the host has one copy."""
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from paceline.cluster import Cluster
+from paceline.recipe import Recipe, Strategy
+from paceline.testing import run_ranks
+from paceline.testing.contracts.layout import whole
+from paceline.testing.parity import Trajectory, ended, make_task, run_oracle, run_strategy, session_of
+from paceline.training import Session, evaluate
+
+STEPS = 80
+
+
+def digits(strategy: str, **changes: Any) -> Recipe:
+    settings: dict[str, Any] = {
+        "task": "digits",
+        "options": {"model": "mlp", "hidden": [32]},
+        "steps": STEPS,
+        "batch": {"size": 48, "shards": 6},
+        "optimizer": {"name": "sgd", "lr": 0.1},
+        "strategy": Strategy.parse(strategy),
+    }
+    return Recipe(**(settings | changes))
+
+
+def mapping_of(t: Tensor) -> tuple[int, int, int]:
+    """The file that a tensor lies in (0: none), its bytes, and how many of them count for this process."""
+    found, inside = (0, 0, 0), False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if "-" in words[0] and not words[0].endswith(":"):
+            start, end = (int(x, 16) for x in words[0].split("-"))
+            inside = start <= t.data_ptr() < end
+            found = (int(words[4]), end - start, 0) if inside else found
+        elif inside and words[0] == "Pss:":
+            found = (*found[:2], int(words[1]) * 1024)
+    return found
+
+
+def of_a_run(session: Session) -> dict[str, Any]:
+    samples: Counter[int] = Counter()
+    inner = session.feed.loader.open
+
+    def opened(micro_batches: Any) -> Any:
+        def seen() -> Any:
+            for one in micro_batches:
+                samples.update(one.indices.tolist())
+                yield one
+
+        return inner(seen())
+
+    session.feed = replace(session.feed, loader=_Reader(session.feed.loader, opened))
+    rounds = [stats.metrics for stats in session.rounds()]
+    evaluation = evaluate(session)
+    assert evaluation is not None
+    return {
+        "rounds": rounds,
+        "loss": evaluation.loss,
+        "accuracy": evaluation.metrics["accuracy"],
+        "step": session.state.step,
+        "samples": samples,
+        "end": ended([], session),
+        "places": [mapping_of(p)[0] for p in session.placed.holding.computes.values()],
+    }
+
+
+class _Reader:
+    def __init__(self, inner: Any, opened: Any) -> None:
+        self._inner, self.open = inner, opened
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def lock_free(cluster: Cluster) -> list[dict[str, Any]]:
+    found = []
+    for seed in (1, 2, 3):
+        session = session_of(cluster, digits("sync=hogwild", seed=seed))
+        found.append(of_a_run(session))
+        session.close()
+    return found
+
+
+def every_step(cluster: Cluster) -> list[dict[str, Any]]:
+    return [of_a_run(session_of(cluster, digits("replicas=1", seed=seed))) for seed in (1, 2, 3)]
+
+
+@pytest.mark.capability("I5", "I2")
+def test_it_reaches_the_accuracy_of_every_step_and_says_how_much_was_lost() -> None:
+    """Three seeds: accuracy within a hundredth and two deviations of one process; every sample once."""
+    ranks = run_ranks(lock_free, 3)
+    (right,) = run_ranks(every_step, 1)
+    for first, *others in zip(*ranks, strict=True):
+        assert first["step"] == STEPS
+        assert len({*first["places"]}) == 1 and first["places"][0]
+        for other in others:
+            assert other["end"].distance(first["end"]) == 0.0
+            assert (other["rounds"], other["loss"]) == (first["rounds"], first["loss"])
+            assert other["places"] == first["places"]  # one file that all have mapped
+        assert all(0.0 <= metrics["lost_updates"] < 0.5 for metrics in first["rounds"])
+        assert max(metrics["staleness"] for metrics in first["rounds"]) > 0.0
+    for seed, plain in enumerate(right):
+        taken: Counter[int] = sum((rank[seed]["samples"] for rank in ranks), Counter())
+        assert taken == plain["samples"]
+    reached, sync = ([run["accuracy"] for run in runs] for runs in (ranks[0], right))
+    assert mean(reached) >= mean(sync) - 0.01 - 2 * max(stdev(sync), stdev(reached)), (reached, sync)
+
+
+@pytest.mark.capability("I5")
+def test_one_worker_alone_has_the_bits_of_every_step() -> None:
+    def run(cluster: Cluster) -> list[Trajectory]:
+        syncs = ("every-step", "hogwild")
+        return [run_strategy(cluster, digits(f"replicas=1 sync={sync}", steps=20)) for sync in syncs]
+
+    ((right, found),) = run_ranks(run, 1)
+    assert found.distance(right) == 0.0
+
+
+def asked_to_stop(cluster: Cluster) -> tuple[int, float, int]:
+    """Rank 1 is asked in its tenth step."""
+    session = session_of(cluster, digits("sync=hogwild"))
+    session.feed = replace(session.feed, intervals=(), num_steps=40_000)
+    if cluster.global_rank == 1:
+        session.rule._stop_requested = session.rule.inner._stop_requested = lambda: session.state.step >= 10
+    stops = [stats.stops for stats in session.rounds()]
+    return session.state.step, float(session.sum(session.state.step)), stops[-1]
+
+
+def test_a_stop_ends_all_after_the_same_step() -> None:
+    found = run_ranks(asked_to_stop, 2)
+    (step, total, stops), other = found
+    assert other == (step, total, stops) and total == 2 * step and stops == 1
+    assert 10 <= step < 2000  # the pause after which it would end otherwise
+
+
+def stored(cluster: Cluster) -> tuple[Trajectory, dict[int, tuple[int, int]], int, int]:
+    """Where a run ends, this rank's share of the memory of its parameters, bytes of moments and of those."""
+    session = session_of(cluster, large(f"central-storage shard={cluster.world_size}"))
+    losses = [stats.loss for stats in session.rounds()]
+    session.sum(0.0)  # all are here, and all have mapped it
+    places = {}
+    for p in session.placed.holding.computes.values():
+        file, size, share = mapping_of(p)
+        places[file] = (size, share)
+    moments = sum(
+        t.numel() * 4 for s in session.state.optimizer.state.values() for t in s.values() if t.dim()
+    )
+    model = sum(p.numel() * 4 for p in session.placed.holding.computes.values())
+    session.sum(0.0)  # nobody goes on before all have looked
+    return whole(losses, session), places, moments, model
+
+
+def large(strategy: str) -> Recipe:
+    options = {"model": "mlp", "hidden": [512, 512]}
+    return digits(strategy, steps=4, options=options, optimizer={"name": "adamw", "lr": 1e-3})
+
+
+@pytest.mark.capability("B5")
+def test_central_storage_has_one_copy_of_parameters_and_moments_on_a_host() -> None:
+    found = run_ranks(stored, 3)
+    (_, places, _, model), *_ = found
+    assert 0 not in places and all(other[1].keys() == places.keys() for other in found)
+    held = sum(share for _, of_rank, _, _ in found for _, share in of_rank.values())
+    assert model <= sum(size for size, _ in places.values()) <= 1.02 * model + 8192
+    assert held <= 1.05 * model + 3 * 8192  # pages that several processes have mapped count once in all
+    assert sum(moments for _, _, moments, _ in found) == 2 * model
+    (right,) = run_ranks(lambda cluster: run_oracle(large("replicas=1"), 4), 1)
+    assert found[0][0].distance(right) <= 2e-5
+
+
+def test_replicas_would_hold_more() -> None:
+    """The twin: each of two replicas has parameters and moments of its own."""
+
+    def replicas(cluster: Cluster) -> tuple[int, int]:
+        session = session_of(cluster, large("replicas=2"))
+        list(session.rounds())
+        state = session.state.optimizer.state.values()
+        files = {mapping_of(p)[0] for p in session.placed.holding.computes.values()}
+        return sum(t.numel() * 4 for s in state for t in s.values() if t.dim()), len(files - {0})
+
+    model = sum(p.numel() * 4 for p in make_task(large("replicas=1")).model.parameters())
+    assert run_ranks(replicas, 2) == [(2 * model, 0)] * 2

@@ -15,7 +15,7 @@ from paceline.slot import Piece
 
 
 def chunk_of(piece: Piece) -> Chunk:
-    """What a piece is called in a file.
+    """What a piece that is a box is called in a file.
 
     Raises:
         CheckpointError: safetensors has no word for its type.
@@ -26,9 +26,8 @@ def chunk_of(piece: Piece) -> Chunk:
             f"the state's '{slot.name}' is {piece.tensor.dtype}, which cannot be saved",
             next_step="register the buffer with persistent=False, or give it another type",
         )
-    offsets = tuple(start for start, _ in slot.part)
-    sizes = tuple(stop - start for start, stop in slot.part)
-    return Chunk(slot.name, code, slot.shape, offsets, sizes)
+    offsets = tuple(span[0] for span in slot.part)
+    return Chunk(slot.name, code, slot.shape, offsets, slot.sizes)
 
 
 def plan_writes(tables: Sequence[Iterable[Chunk]], shared: bool = True) -> list[frozenset[Chunk]]:

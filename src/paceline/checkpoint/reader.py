@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any
@@ -37,9 +37,9 @@ from torch.futures import Future
 from paceline.checkpoint.files import Files
 from paceline.checkpoint.manifest import File, Manifest
 from paceline.checkpoint.shelf import open_manifest, unusable
-from paceline.checkpoint.tensor_file import Chunk, decode, dtype_of
+from paceline.checkpoint.tensor_file import Chunk, decode, dtype_of, keys_of
 from paceline.errors import CheckpointError
-from paceline.slot import Index
+from paceline.slot import Index, Piece, Slot, indexed
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,11 @@ class Stored:
         """
         reader = ManifestReader(self.files, self.name)
         types = {chunk.name: dtype_of(chunk.dtype) for file in self.manifest.files for chunk in file.chunks}
-        boxes = {name: _box(self.shapes[name], index) for name, index in wanted.items()}
-        tensors = {name: torch.empty(box.sizes, dtype=types[name]) for name, box in boxes.items()}
+        parts = {name: _part(name, self.shapes[name], index) for name, index in wanted.items()}
+        tensors = {name: torch.empty(part.sizes, dtype=types[name]) for name, part in parts.items()}
         with warnings.catch_warnings():  # "torch.distributed is disabled": it is not, each rank reads alone
             warnings.simplefilter("ignore", UserWarning)
-            _load(tensors, boxes, reader)
+            _load(tensors, [Piece(part, tensors[name]) for name, part in parts.items()], reader)
         return tensors
 
 
@@ -110,19 +110,19 @@ class ManifestReader(StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The manifest in DCP's words."""
         tensors: dict[str, TensorStorageMetadata] = {}
-        places: dict[MetadataIndex, File] = {}
+        places: dict[MetadataIndex, tuple[File, str]] = {}
         for file in self.manifest.files:
-            for chunk in file.chunks:
+            for chunk, key in zip(file.chunks, keys_of(file.chunks), strict=True):
                 properties = TensorProperties(dtype=dtype_of(chunk.dtype))
                 whole = TensorStorageMetadata(properties, torch.Size(chunk.shape), [])
                 box = ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
                 tensors.setdefault(chunk.name, whole).chunks.append(box)
-                places[MetadataIndex(chunk.name, chunk.offsets)] = file
+                places[MetadataIndex(chunk.name, chunk.offsets)] = file, key
         return Metadata(dict(tensors), storage_data=places, storage_meta=StorageMeta())
 
     def set_up_storage_reader(self, metadata: Metadata, *args: Any, **kwargs: Any) -> None:
         """Take over where each chunk is."""
-        self._places: dict[MetadataIndex, File] = metadata.storage_data
+        self._places: dict[MetadataIndex, tuple[File, str]] = metadata.storage_data
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """As it is."""
@@ -137,11 +137,11 @@ class ManifestReader(StorageReader):
         by_file: dict[str, list[ReadItem]] = {}
         known = {file.name: file for file in self.manifest.files}
         for item in plan.items:
-            by_file.setdefault(self._places[item.storage_index].name, []).append(item)
+            by_file.setdefault(self._places[item.storage_index][0].name, []).append(item)
         for name, items in by_file.items():
             tensors = self._verified(known[name])
             for item in items:
-                _fill(item, tensors[item.storage_index.fqn], planner)
+                _fill(item, tensors[self._places[item.storage_index][1]], planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -157,8 +157,8 @@ class ManifestReader(StorageReader):
             raise unusable(self.files, self.name, reason)
         try:
             found_tensors = decode(data)
-            for chunk in file.chunks:
-                _check_tensor(chunk, found_tensors.get(chunk.name))
+            for chunk, key in zip(file.chunks, keys_of(file.chunks), strict=True):
+                _check_tensor(chunk, found_tensors.get(key))
         except ValueError as error:
             raise unusable(self.files, self.name, f"{file.name}: {error}") from error
         return found_tensors
@@ -205,15 +205,20 @@ def stored_at(files: Files, name: str) -> Stored:
 
 
 class _PartPlanner(DefaultLoadPlanner):
-    """Plans the reading of one box of each tensor.
+    """Plans the reading of the boxes of one piece of each tensor.
 
     Args:
-        boxes: by name; the tensor to fill has the sizes of its box.
+        pieces: with the tensors to fill.
     """
 
-    def __init__(self, boxes: Mapping[str, ChunkStorageMetadata]) -> None:
+    def __init__(self, pieces: Sequence[Piece]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._boxes = boxes
+        self._boxes = {piece.slot.name: [*piece.boxes()] for piece in pieces}
+        self._filled = {
+            MetadataIndex(name, _box(box).offsets): box.tensor
+            for name, boxes in self._boxes.items()
+            for box in boxes
+        }
 
     def create_local_plan(self) -> LoadPlan:
         """What of the saved chunks lies in the boxes."""
@@ -221,31 +226,28 @@ class _PartPlanner(DefaultLoadPlanner):
         known: dict[str, Any] = self.metadata.state_dict_metadata
         items = [
             item
-            for name, box in self._boxes.items()
-            for item in create_read_items_for_chunk_list(name, known[name], [box])
+            for name, boxes in self._boxes.items()
+            for item in create_read_items_for_chunk_list(name, known[name], [*map(_box, boxes)])
         ]
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         """The tensor that takes a box."""
-        return self.state_dict[index.fqn]
+        return self._filled[MetadataIndex(index.fqn, index.offset)]
 
 
-def _box(shape: tuple[int, ...], index: Index) -> ChunkStorageMetadata:
-    spans = (
-        [part.indices(n)[:2] for part, n in zip(index, shape, strict=True)]
-        if index
-        else [(0, n) for n in shape]
-    )
-    offsets = torch.Size([start for start, _ in spans])
-    return ChunkStorageMetadata(offsets, torch.Size([max(0, stop - start) for start, stop in spans]))
+def _part(name: str, shape: tuple[int, ...], index: Index) -> Slot:
+    whole = index or tuple(slice(None) for _ in shape)
+    return Slot(name, shape, tuple(indexed(one, n) for one, n in zip(whole, shape, strict=True)))
 
 
-def _load(
-    tensors: dict[str, Tensor], boxes: Mapping[str, ChunkStorageMetadata], reader: ManifestReader
-) -> None:
+def _box(piece: Piece) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(span[0] for span in piece.slot.part), torch.Size(piece.slot.sizes))
+
+
+def _load(tensors: dict[str, Tensor], pieces: Sequence[Piece], reader: ManifestReader) -> None:
     try:
-        load_with(tensors, storage_reader=reader, planner=_PartPlanner(boxes), no_dist=True)
+        load_with(tensors, storage_reader=reader, planner=_PartPlanner(pieces), no_dist=True)
     except CheckpointException as error:  # a BaseException that carries what was raised
         own = next((e for e, _ in error.failures.values() if isinstance(e, CheckpointError)), None)
         raise own or unusable(reader.files, reader.name, str(error)) from error

@@ -168,7 +168,7 @@ class Saver:
 
     def _agree(self) -> tuple[str, list[int], list[tuple[Chunk, Piece]]]:
         """The name of the checkpoint, the ranks that write it, and what this one writes of it."""
-        pieces = self._state.pieces()
+        pieces = [box for piece in self._state.pieces() for box in piece.boxes()]
         chunks = [chunk_of(piece) for piece in pieces]
         name = self.shelf.free_name(self._state.step)
         own = {"name": name, "rank": self._saving.rank, "table": render_table(chunks)}

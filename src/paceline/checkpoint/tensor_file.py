@@ -10,6 +10,7 @@ Source: the safetensors format, https://github.com/huggingface/safetensors (8 by
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -79,18 +80,26 @@ def dtype_of(code: str) -> torch.dtype:
     return _TYPES[code]
 
 
+def keys_of(chunks: Sequence[Chunk]) -> list[str]:
+    """What chunks are called in their file: by their tensor; boxes of one tensor also by their place."""
+    count = Counter(chunk.name for chunk in chunks)
+    return [c.name if count[c.name] == 1 else f"{c.name} at {list(c.offsets)}" for c in chunks]
+
+
 def encode_header(chunks: Sequence[Chunk]) -> bytes:
     """What stands before the data of the chunks, which follow each other without gaps."""
+    keys = keys_of(chunks)
+    offsets = {key: {"saved_offsets": c.offsets} for key, c in zip(keys, chunks, strict=True)}
     entries: dict[str, object] = {
         "__metadata__": {
             "format": "pt",
-            "DCP_SHARDING_INFO": json.dumps({c.name: {"saved_offsets": c.offsets} for c in chunks}),
+            "DCP_SHARDING_INFO": json.dumps(offsets),
         }
     }
     end = 0
-    for chunk in chunks:
+    for key, chunk in zip(keys, chunks, strict=True):
         begin, end = end, end + chunk.num_bytes
-        entries[chunk.name] = {"dtype": chunk.dtype, "shape": chunk.sizes, "data_offsets": [begin, end]}
+        entries[key] = {"dtype": chunk.dtype, "shape": chunk.sizes, "data_offsets": [begin, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     return len(text).to_bytes(8, "little") + text

@@ -13,7 +13,7 @@ from typing import Any
 
 from paceline.checkpoint.kept_values import check_kept
 from paceline.checkpoint.strict_json import count, fields, listed, numeric, table, text
-from paceline.checkpoint.tensor_file import Chunk, is_code
+from paceline.checkpoint.tensor_file import Chunk, is_code, keys_of
 
 _NAME = re.compile(r"rank-\d{5,9}(\.\d{1,4}-of-\d{1,4})?\.safetensors", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
@@ -57,8 +57,8 @@ def _check_files(files: Any) -> None:
         chunks = [_check_chunk(chunk) for chunk in listed(found["chunks"], "chunks")]
         if found["name"] in names:
             raise ValueError(f"{found['name']} is there twice")
-        if len({chunk.name for chunk in chunks}) != len(chunks):
-            raise ValueError(f"{found['name']} has two chunks of one tensor")
+        if len({*keys_of(chunks)}) != len(chunks):
+            raise ValueError(f"{found['name']} has two chunks of one tensor in one place")
         names.add(found["name"])
         if count(found["num_bytes"], "num_bytes") < _LENGTH_BYTES + sum(chunk.num_bytes for chunk in chunks):
             raise ValueError(f"{found['name']} is too short for its chunks")

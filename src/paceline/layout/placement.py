@@ -8,12 +8,12 @@ transforms has a name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from paceline.mesh import DATA_AXES
-from paceline.slot import Slot
+from paceline.slot import Slot, Span
 
 
 @dataclass(frozen=True)
@@ -129,22 +129,32 @@ class TensorPlan:
     """Large tensors, each cut along one dimension among the ranks of the tensor axis.
 
     Args:
-        dims: by name, the dimension; what is not named is whole on all, with equal gradients.
+        dims: by name, the dimension; what is not named is whole on all.
         degree: how many ranks.
+        spans: by name, the span of each rank, where those are not even.
+        summed: names of what is whole on all and of whose gradient each rank has a part; the gradients of the
+            rest are equal.
     Source: Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3.
     """
 
     dims: Mapping[str, int]
     degree: int
+    spans: Mapping[str, Sequence[Span]] = field(default_factory=dict)
+    summed: frozenset[str] = frozenset()
     axis = "tensor"
 
     def cut(self, held: Held, coordinate: int) -> Held | None:
-        """A span of the planned dimension; sizes differ by one at most."""
-        dim = self.dims.get(held.computes.name)
+        """A span of the planned dimension; even ones differ by one at most."""
+        name = held.computes.name
+        dim = self.dims.get(name)
         if dim is None:
-            return replace(held, counts=held.counts and coordinate == 0)
-        span = even_span(held.computes.sizes[dim], self.degree, coordinate)
-        part = held.computes.narrow(dim, span, self.axis)
+            sums = (self.axis, *held.sums) if name in self.summed else held.sums
+            return replace(held, sums=sums, counts=held.counts and coordinate == 0)
+        if name in self.spans:
+            part = held.computes.take(dim, self.spans[name][coordinate], self.axis)
+        else:
+            span = even_span(held.computes.sizes[dim], self.degree, coordinate)
+            part = held.computes.narrow(dim, span, self.axis)
         return replace(held, computes=part, parts=(part,))
 
 

@@ -16,8 +16,9 @@ from paceline.comm import Net
 from paceline.comm.net import device_of
 from paceline.comm.text import gather_texts, share_text
 from paceline.errors import CommunicationError
+from paceline.layout.tensor.become import make_whole
 from paceline.mesh import Group, Mesh
-from paceline.slot import Piece
+from paceline.slot import Piece, Slot, length_of
 from paceline.state import TrainState
 
 _SLICE_BYTES = 2**25
@@ -141,7 +142,7 @@ def _require_all(entries: Sequence[_Entry], group: Group) -> None:
     """Parts are equal or disjoint, so those that are there fill a tensor if their sizes add up to its own."""
     sizes: dict[str, dict[tuple[tuple[int, ...], ...], int]] = {}
     for name, _, part, _ in entries:
-        sizes.setdefault(name, {})[tuple(map(tuple, part))] = prod(stop - start for start, stop in part)
+        sizes.setdefault(name, {})[tuple(map(tuple, part))] = prod(map(length_of, map(tuple, part)))
     for name, shape, *_ in entries:
         there, all_of_it = sum(sizes[name].values()), prod(shape)
         if there < all_of_it:
@@ -153,11 +154,9 @@ def _require_all(entries: Sequence[_Entry], group: Group) -> None:
 
 def _place(entries: Sequence[_Entry], values: Tensor, found: dict[str, Tensor]) -> None:
     """Write one rank's parts into the whole tensors."""
-    sizes = [prod(stop - start for start, stop in part) for _, _, part, _ in entries]
-    for (name, shape, part, _), piece in zip(entries, values.split(sizes), strict=True):
-        whole = found.setdefault(name, values.new_zeros(shape))
-        place = tuple(slice(start, stop) for start, stop in part)
-        whole[place] = piece.view([stop - start for start, stop in part])
+    slots = [Slot(name, tuple(shape), tuple(map(tuple, part))) for name, shape, part, _ in entries]
+    for slot, piece in zip(slots, values.split([slot.numel for slot in slots]), strict=True):
+        found.setdefault(slot.name, values.new_zeros(slot.shape))[slot.index] = piece.view(slot.sizes)
 
 
 _GATHERS = "paceline.layout.shard.on_use"
@@ -166,7 +165,7 @@ _GATHERS = "paceline.layout.shard.on_use"
 def whole_model(model: nn.Module, tensors: Mapping[str, Tensor], device: torch.device) -> nn.Module:
     """A copy of a model of which a rank holds a part, with whole tensors by `model/NAME` in it.
 
-    The modules are those that the rank runs: what a layout has put into them works on whole tensors too.
+    The modules are those that the rank runs; what tensor shards and gathers have put into them is undone.
     """
     first = {id(value): (name, value) for name, value in reversed([*_named(model)])}
     filled = {
@@ -179,6 +178,7 @@ def whole_model(model: nn.Module, tensors: Mapping[str, Tensor], device: torch.d
         for hooks in (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks):
             for key in [key for key, hook in hooks.items() if hook.__module__ == _GATHERS]:
                 del hooks[key]  # nothing is to be gathered for the use of whole tensors
+        make_whole(module)
     return twin
 
 

@@ -2,14 +2,17 @@
 
 from paceline.models.convnet import ConvNet
 from paceline.models.dropout import KeyedDropout, name_dropouts, set_micro_batch_key
-from paceline.models.gpt import GPT, GPTConfig, gpt_chain, initialize_gpt
+from paceline.models.gpt import GPT, GPT_TENSOR_PLAN, GPTConfig, gpt_chain, initialize_gpt
 from paceline.models.initialize import InitializeByName, fan_in_rule, initialize_by_name, without_memory
 from paceline.models.mlp import MLP
 from paceline.models.sample import generate
+from paceline.models.tensor_plans import TENSOR_PLANS, tensor_plan_of
 
 __all__ = [
     "GPT",
+    "GPT_TENSOR_PLAN",
     "MLP",
+    "TENSOR_PLANS",
     "ConvNet",
     "GPTConfig",
     "InitializeByName",
@@ -21,5 +24,6 @@ __all__ = [
     "initialize_gpt",
     "name_dropouts",
     "set_micro_batch_key",
+    "tensor_plan_of",
     "without_memory",
 ]

@@ -41,6 +41,10 @@ class KeyedDropout(nn.Module):
         """See a span of the features only; the mask is that part of the mask of all `width` features."""
         self._part, self._width = span, width
 
+    def take_all(self) -> None:
+        """See all features again."""
+        self._part = None
+
     def forward(self, x: Tensor) -> Tensor:
         """Drop values of x, of any shape; the result has its shape and dtype."""
         if not self.training or self.p == 0.0:

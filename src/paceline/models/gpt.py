@@ -10,6 +10,7 @@ Shapes: B sequences, T positions, W width, H heads, D width of a head (W = H D),
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -182,6 +183,14 @@ def gpt_chain(model: nn.Module) -> list[nn.Module]:
     if not isinstance(model, GPT):
         raise TaskError(f"{type(model).__name__} is no GPT", next_step="name the model's own chain")
     return [Embedded(model), *model.blocks, nn.Sequential(model.norm, model.head)]
+
+
+GPT_TENSOR_PLAN: Mapping[str, str] = {
+    "blocks.*.attention": "heads",
+    "blocks.*.feed_forward.expand": "column",
+    "blocks.*.feed_forward.project": "row",
+}
+"""How a GPT is cut under `tensor=N`."""
 
 
 def gpt_rule(model: nn.Module) -> Rule:

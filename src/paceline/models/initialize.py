@@ -19,6 +19,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from paceline.errors import TaskError
 from paceline.keys import key
+from paceline.slot import Index, indexed, runs_of
 
 Rule = Callable[[str, Tensor, torch.Generator], object]
 """`rule(name, values, generator)` fills the values in place, or leaves them as the constructor did."""
@@ -52,13 +53,14 @@ class InitializeByName:
         replace_parameters(model, made)
 
     @torch.no_grad()
-    def part(self, model: nn.Module, seed: int, name: str, part: tuple[slice, ...]) -> Tensor:
+    def part(self, model: nn.Module, seed: int, name: str, part: Index) -> Tensor:
         """Some values of one parameter, [sizes of the part], on the CPU; only their rows are made."""
         p = model.get_parameter(name)
         rule = self.make_rule(model)
         if not part:
             return _rows(rule, seed, name, p, 0, 1)
-        rows = _rows(rule, seed, name, p, part[0].start, part[0].stop)
+        runs = runs_of(indexed(part[0], len(p)))
+        rows = torch.cat([_rows(rule, seed, name, p, *run) for run in runs])
         return rows[(slice(None), *part[1:])].clone()
 
 

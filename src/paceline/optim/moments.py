@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.slot import Index, Slot
+from paceline.slot import Index, Slot, selected
 
 
 def moment_slot(name: str, value: Tensor, of: Slot) -> Slot:
@@ -35,7 +35,7 @@ def moment_part(shape: tuple[int, ...], of: Slot) -> Index:
     if len(shape) != len(of.shape) or not shape:
         return ()
     sizes = zip(shape, of.shape, of.part, strict=True)
-    return tuple(slice(*span) if n == whole else slice(None) for n, whole, span in sizes)
+    return tuple(selected(span) if n == whole else slice(None) for n, whole, span in sizes)
 
 
 def suits(shape: tuple[int, ...], of: tuple[int, ...]) -> bool:

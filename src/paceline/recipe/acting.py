@@ -23,6 +23,7 @@ HERE: Mapping[str, str] = MappingProxyType(
         "evaluate.every_steps": HELD_OUT,
         "evaluate.batch": HELD_OUT,
         "evaluate.max_samples": HELD_OUT,
+        "tensor": "where the strategy has tensor",
         "strategy.codec": _SUMMED,
         "strategy.route": "where several ranks send each other tensors",
         "runtime.bucket_bytes": _SUMMED,

@@ -172,6 +172,10 @@ class Recipe(Table):
     health: HealthRecipe = Field(default_factory=HealthRecipe, description="what is done about bad numbers")
     log: LogRecipe = Field(default_factory=LogRecipe, description="what is written down")
     strategy: Strategy = Field(default_factory=Strategy, description="how the work is distributed")
+    tensor: dict[str, str] = Field(
+        default_factory=dict,
+        description="how tensor=N cuts layers, by a pattern of module names; adds to the task's plan",
+    )
     outer: OuterRecipe = Field(default_factory=OuterRecipe, description="the outer optimizer of diloco")
     security: SecurityRecipe = Field(default_factory=SecurityRecipe, description="who may listen")
     runtime: RuntimeRecipe = Field(default_factory=RuntimeRecipe, description="where and how it runs")

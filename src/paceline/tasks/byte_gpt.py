@@ -17,7 +17,15 @@ from torch.nn import functional as F
 from paceline.data.text import TextWindows, open_corpus
 from paceline.data.tokens import ByteTokenizer, Tokenizer, load_tokenizer
 from paceline.keys import key
-from paceline.models import GPT, GPTConfig, generate, gpt_chain, initialize_gpt, without_memory
+from paceline.models import (
+    GPT,
+    GPT_TENSOR_PLAN,
+    GPTConfig,
+    generate,
+    gpt_chain,
+    initialize_gpt,
+    without_memory,
+)
 from paceline.recipe.strict import Table
 from paceline.task import Loss, Task
 from paceline.tasks.baselines import Bytes, measure_baselines
@@ -70,7 +78,7 @@ def build(*, seed: int, base_dir: Path, cache_dir: Path, **options: Any) -> Task
         held_out=held_out,
         loss=next_token_loss,
         stages=gpt_chain,
-        tensor={"blocks.*.feed_forward.expand": "column", "blocks.*.feed_forward.project": "row"},
+        tensor=GPT_TENSOR_PLAN,
         initialize=initialize_gpt,
         report=_build_report(chosen, tokenizer, train, held_out, corpus.split, seed),
         num_tokens_per_sample=chosen.context,

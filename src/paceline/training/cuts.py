@@ -11,7 +11,8 @@ from paceline.layout.pipeline import Cut, chain_of, cut_model
 from paceline.layout.placement import Shard, Stages
 from paceline.layout.precision import recomputed_blocks
 from paceline.layout.shard import GatherAfterUpdate, GatherOnUse, lay_in_common
-from paceline.layout.tensor import apply_plan, dims_of, plan_of
+from paceline.layout.tensor import apply_cuts, cuts_of, entries_of, transform_of
+from paceline.models import tensor_plan_of
 from paceline.slot import trained_parameters
 from paceline.training.arrange import Material, Setting
 from paceline.training.layouts import Cutting, outermost_dims
@@ -54,21 +55,22 @@ def _require_one_addition(material: Material, cut: Cut) -> None:
 
 
 def cut_tensors(setting: Setting, material: Material) -> Cutting:
-    """Large layers, by the task's plan.
+    """Large layers, by the plan of the task, or that which ships for its model, and that of the recipe.
 
     Raises:
-        StrategyError: the task has no plan, or the model is compiled.
+        StrategyError: there is no plan, or the model is compiled.
         TaskError: the plan does not fit the model.
     """
     _refuse_compile(setting, "tensor")
-    group = setting.mesh.axes["tensor"]
-    plan = plan_of(material.task, material.model)
+    group, model = setting.mesh.axes["tensor"], material.model
+    plan = {**(material.task.tensor or tensor_plan_of(model)), **setting.recipe.tensor}
+    cuts = cuts_of(entries_of(plan, model), group.size)
 
     def prepare(holding: Holding) -> Holding:
-        apply_plan(plan, setting.exact_collective(group))
+        apply_cuts(cuts, setting.exact_collective(group))
         return holding
 
-    return Cutting(dims_of(plan, group.size), prepare=prepare)
+    return Cutting(transform_of(cuts, model), prepare=prepare)
 
 
 def cut_updates(setting: Setting, material: Material, *, frees: bool = False) -> Cutting:

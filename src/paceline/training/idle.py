@@ -30,6 +30,8 @@ def _idle(recipe: Recipe, task: Task, mesh: Mesh) -> Iterator[tuple[str, str]]:
     rule, sharers = recipe.strategy.rule, mesh.axes["tensor"].size
     if not norms_of(task.model):
         yield "batch.sync_batchnorm", "the model has no BatchNorm"
+    if sharers == 1:
+        yield "tensor", "no tensors are cut: the strategy has no tensor"
     if task.held_out is None:
         no_data = "the task has no held-out data, Task(held_out=...)"
         yield from ((key, no_data) for key, acts in HERE.items() if acts == HELD_OUT)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -28,7 +28,7 @@ from paceline.data import split
 from paceline.errors import StrategyError
 from paceline.layout import Holding
 from paceline.layout.placement import Held
-from paceline.mesh import DATA_AXES, twin_group
+from paceline.mesh import DATA_AXES, Group, twin_group
 from paceline.slot import Slot
 from paceline.sync.update import Norm
 from paceline.training.arrange import Setting
@@ -66,22 +66,30 @@ def _one(
     setting: Setting, holding: Holding, sums: Sums | None, alike: _Alike, members: Sequence[Held], name: str
 ) -> Reduction:
     _require_summed(alike, members[0])
-    holders, counts = alike[1], members[0].counts
+    counts = members[0].counts
     tensors = {held.computes: holding.computes[held.computes] for held in members}
     parts = {held.computes: held.parts for held in members}
     leaves_often = _leaves_often(setting, holding)
     inner: Reduction
-    if leaves_often and not holders:
+    if leaves_often and {*alike[0]} == {*DATA_AXES}:
         ways = _ways(setting, holding)
         inner = setting.pieces.scatterer(tensors, parts, ways, setting.bucket_bytes, counts=counts, name=name)
     elif sums is not None:
         inner = setting.pieces.reducer(tensors, parts, sums, setting.bucket_bytes, counts=counts, name=name)
     else:
         inner = _alone(setting, tensors, counts)
-    if not holders:
-        return inner
-    stages = setting.mesh.among("pipeline", holders)
-    return Meeting(inner, tensors, stages, setting.net, by_micro_batch=leaves_often)
+    for group in _meet_first(setting, alike):
+        inner = Meeting(inner, tensors, group, setting.net, by_micro_batch=leaves_often)
+    return inner
+
+
+def _meet_first(setting: Setting, alike: _Alike) -> Iterator[Group]:
+    """The ranks of a replica that have a part each of these gradients."""
+    axes, holders, *_ = alike
+    if holders:
+        yield setting.mesh.among("pipeline", holders)
+    if "tensor" in axes:
+        yield setting.mesh.axes["tensor"]
 
 
 def _require_summed(alike: _Alike, first: Held) -> None:
@@ -90,8 +98,9 @@ def _require_summed(alike: _Alike, first: Held) -> None:
     Raises:
         StrategyError: a cut asks for a sum over an axis that no reduction sums over.
     """
-    axes, holders, *_ = alike
+    axes, holders, cut_by, *_ = alike
     known = {*DATA_AXES, "pipeline"} if holders else {*DATA_AXES}
+    known |= ({"tensor"} & {*axes}) - {*cut_by}  # who has another part must not add it
     if {*axes} != known:
         raise StrategyError(
             f"the gradient of '{first.computes.name}' is to be summed over {', '.join(axes)},"

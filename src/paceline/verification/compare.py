@@ -78,10 +78,13 @@ class Kernels:
     Args:
         same: both sides run the same kernels on the same shapes, so that a shard has the same bits.
         compute: type of the arithmetic.
+        reordered: a rank adds parts of products in another order than one process, so that terms that cancel
+            in a bias round otherwise; its bound goes by the largest gradient of its module.
     """
 
     same: bool
     compute: str
+    reordered: bool = False
 
     def gradient_bounds(
         self, magnitudes: Tensors, roundoffs: Mapping[str, float], num_shards: int, count: float
@@ -93,13 +96,25 @@ class Kernels:
             roundoffs: unit roundoff of each gradient.
         """
         found = {}
-        for name, magnitude in magnitudes.items():
+        sizes = {name: largest(magnitude) for name, magnitude in magnitudes.items()}
+        if self.reordered:
+            sizes = _by_module(sizes)
+        for name in magnitudes:
             u = roundoffs[name]
             inside = _KERNEL_SLACK * u
             if not self.same:
                 inside = _OTHER_KERNELS_SLACK * max(u, UNIT_ROUNDOFF[self.compute])
-            found[name] = (2 * num_shards * u + inside) * largest(magnitude) / count + _TINY
+            found[name] = (2 * num_shards * u + inside) * sizes[name] / count + _TINY
         return found
+
+
+def _by_module(sizes: Mapping[str, float]) -> dict[str, float]:
+    """The largest of each module."""
+    found: dict[str, float] = {}
+    for name, size in sizes.items():
+        module = name.rpartition(".")[0]
+        found[module] = max(found.get(module, 0.0), size)
+    return {name: found[name.rpartition(".")[0]] for name in sizes}
 
 
 def unit_of(t: Tensor) -> float:

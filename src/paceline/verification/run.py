@@ -55,7 +55,8 @@ class Verifier:
         self.report = Report(str(session.recipe.strategy), session.cluster.world_size)
         recipe = session.recipe
         same = not recipe.runtime.compile and session.placed.holding.device.type == "cpu"
-        self.kernels = Kernels(same, recipe.precision.compute)
+        reordered = session.mesh.axes["tensor"].size > 1
+        self.kernels = Kernels(same, recipe.precision.compute, reordered)
         self.previous: Tensors | None = None
         self.record = WholeRecord()
         self.now: Mapping[str, Tensor] = {}

@@ -118,6 +118,7 @@ HERE_CASES: dict[str, Any] = {
     "evaluate.every_steps": 3,
     "evaluate.batch": 5,
     "evaluate.max_samples": 7,
+    "tensor": {"layers.0": "column"},
     "strategy.codec": "int8",
     "strategy.route": "tree",
     "runtime.bucket_bytes": 1024,

@@ -2,72 +2,104 @@
 
 The first of a pair is cut by its outputs (columns), the second by its inputs (rows); what lies between them
 works on a part of the features.
-Source: Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3 (the functions f and g).
+Source: Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline.comm import Collective
+from paceline.layout.tensor.become import become
+from paceline.layout.tensor.exchange import Entrance, leave
+from paceline.slot import Span, length_of, selected
 
 
-class _Enter(torch.autograd.Function):
-    """The identity; the gradients of all ranks add up in backward (Megatron's f)."""
+@dataclass(frozen=True)
+class Dims:
+    """Along which dimensions of its weight a linear layer's features lie."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, collective: Collective, key: str) -> Tensor:
-        ctx.collective, ctx.key = collective, key
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return _summed(grads[0], ctx.collective, f"{ctx.key}.backward"), None, None
+    outputs: int
+    inputs: int
 
 
-class _Leave(torch.autograd.Function):
-    """The sum over all ranks; the identity in backward (Megatron's g)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, collective: Collective, key: str) -> Tensor:
-        return _summed(x, collective, f"{key}.forward")
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0], None, None
+def dims_of_linear(module: nn.Module) -> Dims | None:
+    """None: it is no linear layer. Transformers' `Conv1D` is one with its weight the other way round."""
+    if isinstance(module, nn.Linear):
+        return Dims(0, 1)
+    return Dims(1, 0) if type(module).__name__.endswith("Conv1D") and hasattr(module, "nf") else None
 
 
-def _summed(x: Tensor, collective: Collective, key: str) -> Tensor:
-    flat = x.detach().reshape(-1).clone()
-    total: Tensor = collective.all_reduce(flat, key).wait()
-    return total.view_as(x)
+def features_of(layer: nn.Module, side: str) -> int:
+    """How many "inputs" or "outputs" a linear layer has."""
+    weight: Any = layer.weight
+    return int(weight.shape[getattr(dims_of_linear(layer), side)])
 
 
-def make_column(linear: nn.Linear, collective: Collective, name: str) -> None:
-    """Let a linear layer whose weight is cut by outputs give a part of the outputs of whole inputs."""
+@dataclass(frozen=True)
+class LinearCut:
+    """One linear layer, and what each rank has of it.
 
-    def forward(self: nn.Linear, x: Tensor) -> Tensor:
-        return F.linear(_Enter.apply(x, collective, name), self.weight, self.bias)
+    Args:
+        name, layer: of the model.
+        word: "column" or "row".
+        spans: of the features that are cut, by rank.
+        is_repeated: a column whose tensors are whole on every rank, which uses its span of them: others use
+            it too, and its gradients are to be summed over all.
+    """
 
-    _become(linear, "Column", forward)
+    name: str
+    layer: nn.Module
+    word: str
+    spans: Sequence[Span]
+    is_repeated: bool = False
+
+    @property
+    def dim(self) -> int:
+        """Of the weight, along which it is cut."""
+        dims = dims_of_linear(self.layer)
+        assert dims is not None
+        return dims.outputs if self.word == "column" else dims.inputs
+
+    @property
+    def tensors(self) -> Mapping[str, int]:
+        """Its tensors that are cut, and the dimension of each."""
+        found = {"weight": self.dim}
+        has_bias = getattr(self.layer, "bias", None) is not None
+        return found | {"bias": 0} if has_bias and self.word == "column" else found
 
 
-def make_row(linear: nn.Linear, collective: Collective, name: str) -> None:
-    """Let a linear layer whose weight is cut by inputs give whole outputs of a part of the inputs."""
+def own_part(tensor: Tensor, dim: int, span: Span) -> Tensor:
+    """The part of a tensor of which this rank may hold all: what is frozen, or repeated, is."""
+    if tensor.shape[dim] == length_of(span):
+        return tensor
+    return tensor[(slice(None),) * dim + (selected(span),)]
 
-    def forward(self: nn.Linear, x: Tensor) -> Tensor:
-        y = _Leave.apply(F.linear(x, self.weight), collective, name)
+
+def make_column(cut: LinearCut, entrance: Entrance, rank: int) -> None:
+    """Let a layer that is cut by outputs give a part of the outputs of whole inputs."""
+    dim, span = cut.dim, cut.spans[rank]
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        weight = own_part(self.weight, dim, span)
+        bias = None if self.bias is None else own_part(self.bias, 0, span)
+        return F.linear(entrance(x), weight.T if dim else weight, bias)
+
+    become(cut.layer, "Column", forward)
+
+
+def make_row(cut: LinearCut, collective: Collective, rank: int) -> None:
+    """Let a layer that is cut by inputs give whole outputs of a part of the inputs."""
+    dim, span, name = cut.dim, cut.spans[rank], cut.name
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        weight = own_part(self.weight, dim, span)
+        y = leave(F.linear(x, weight if dim else weight.T), collective, name)
         return y if self.bias is None else y + self.bias
 
-    _become(linear, "Row", forward)
-
-
-def _become(linear: nn.Linear, word: str, forward: Any) -> None:
-    kind = type(linear)
-    linear.__class__ = type(
-        f"{word}{kind.__name__}", (kind,), {"forward": forward, "__module__": kind.__module__}
-    )
+    become(cut.layer, "Row", forward)

@@ -1,0 +1,23 @@
+"""Tensor plans of models that others have written, by `model.config.model_type` as Transformers spells it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+TENSOR_PLANS: Mapping[str, Mapping[str, str]] = {
+    "gpt2": {"h.*.attn": "heads", "h.*.mlp.c_fc": "column", "h.*.mlp.c_proj": "row"},
+    "llama": {
+        "layers.*.self_attn": "heads",
+        "layers.*.mlp.gate_proj": "column",
+        "layers.*.mlp.up_proj": "column",
+        "layers.*.mlp.down_proj": "row",
+    },
+}
+
+
+def tensor_plan_of(model: nn.Module) -> Mapping[str, str]:
+    """The plan that ships for a model; empty if there is none."""
+    kind = getattr(getattr(model, "config", None), "model_type", "")
+    return TENSOR_PLANS.get(kind, {})

@@ -1,0 +1,166 @@
+"""Attention by heads, and plans: our GPT and models of others, held against the oracle.
+
+Few groups of ranks, each warm for many cases. Each way to be wrong has a mutation twin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline import Task
+from paceline.checkpoint import Files
+from paceline.cluster import Cluster
+from paceline.layout.tensor import cuts, exchange, heads
+from paceline.recipe import Recipe, Strategy
+from paceline.slot import span_of
+from paceline.testing import run_ranks
+from paceline.testing.parity import CPU, make_task, session_of
+from paceline.training import fit, saving
+from paceline.verification import Report, compare_with_oracle
+from tests.parity import tensor_models
+
+GPT = {"layers": 2, "width": 48, "heads": 3, "context": 16, "dropout": 0.1, "sample_tokens": 0}
+DATA = {"train_tokens": 20_000, "held_out_tokens": 200}
+
+
+def recipe(strategy: str, **changes: Any) -> Recipe:
+    settings: dict[str, Any] = {
+        "task": "byte-gpt",
+        "options": {**GPT, **DATA},
+        "steps": 8,
+        "batch": {"size": 14, "shards": 3},
+        "optimizer": {"name": "adamw", "lr": 3e-3, "clip_norm": 0.1, "weight_decay": 0.1},
+        "strategy": Strategy.parse(strategy),
+    }
+    return Recipe(**(settings | changes))
+
+
+def verified(cluster: Cluster, build: Callable[[], Task] | None = None, steps: int = 3) -> Report:
+    """On as many tensor ranks as there are."""
+    settings = recipe(f"replicas=1 tensor={cluster.world_size}")
+    return compare_with_oracle(settings, build() if build else make_task(settings), cluster, CPU, steps)
+
+
+def sums_of_a_step(cluster: Cluster, build: Callable[[], Task] | None = None) -> int:
+    """Sums over the tensor ranks in the forward and backward of one micro-batch."""
+    settings = recipe(f"replicas=1 tensor={cluster.world_size} route=native", batch={"size": 4, "shards": 1})
+    session = session_of(cluster, settings, build)
+
+    def calls() -> int:
+        return sum(row.calls for (_, group), row in session.net.ledger.rows.items() if group == "tensor")
+
+    before, counted = 0, []
+    for _, _ in zip(range(3), session.rounds(), strict=False):
+        counted.append(calls() - before)
+        before = calls()
+    session.close()
+    assert counted[1] == counted[2]
+    return counted[2]
+
+
+@pytest.mark.capability("Z1", "Z2")
+def test_three_heads_on_two_ranks_are_those_of_one_process() -> None:
+    """The GPT has two blocks of two branches: one sum a branch and direction."""
+
+    def found(cluster: Cluster) -> tuple[bool, str, int]:
+        report = verified(cluster)
+        return report.ok, f"{report.failure} {report.diagnosis}", sums_of_a_step(cluster)
+
+    for ok, why, num_sums in run_ranks(found, 2):
+        assert ok, why
+        assert num_sums == 2 * 2 * 2
+
+
+def one_run(runs: Any, width: int) -> Any:
+    """The classic mistake: a fused projection cut as if it were one."""
+    pairs = [(start, a, b) for start, (a, b) in runs]
+    own = sum(b - a for _, a, b in pairs)
+    first = sum(a for _, a, _ in pairs)
+    return span_of([(first * width, (first + own) * width)])
+
+
+TWINS = {
+    "a fused projection cut as one": (heads, "_rows", one_run),
+    "gradients of what came in not summed": (cuts, "enter", lambda x, collective, key: x),
+    "outputs not summed": (exchange._Leave, "forward", staticmethod(lambda ctx, x, collective, key: x * 1.0)),
+}
+
+
+@pytest.mark.capability("Z2")
+def test_broken_heads_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutation twins."""
+
+    def found(cluster: Cluster) -> dict[str, bool]:
+        oks = {}
+        for twin, (place, name, broken) in TWINS.items():
+            with monkeypatch.context() as patch:
+                patch.setattr(place, name, broken)
+                oks[twin] = verified(cluster, steps=1).ok
+        return oks
+
+    assert run_ranks(found, 2)[0] == dict.fromkeys(TWINS, False)
+
+
+OTHERS: dict[str, Callable[[], Task]] = {
+    "GPT-2, 3 heads on 2 ranks": lambda: tensor_models.gpt2(3),
+    "Llama, 6 heads that share 3": lambda: tensor_models.llama(6, 3),
+    "Llama, 5 heads that share 1": lambda: tensor_models.llama(5, 1),
+}
+
+
+@pytest.mark.capability("Z1", "Z2")
+def test_models_of_others_run_by_the_plans_that_ship() -> None:
+    pytest.importorskip("transformers")
+
+    def found(cluster: Cluster) -> dict[str, str]:
+        wrong = {}
+        for name, build in OTHERS.items():
+            report = verified(cluster, build, 2)
+            if not report.ok:
+                wrong[name] = f"{report.failure} {report.diagnosis}"
+        sums = {"GPT-2": sums_of_a_step(cluster, OTHERS["GPT-2, 3 heads on 2 ranks"])}
+        sums["Llama"] = sums_of_a_step(cluster, OTHERS["Llama, 6 heads that share 3"])
+        wrong |= {name: f"{n} sums in a step" for name, n in sums.items() if n != 2 * 2 * 2}
+        transform = cuts.transform_of
+        with pytest.MonkeyPatch.context() as patch:  # the twin
+            unsummed = {"summed": frozenset()}
+            patch.setattr(
+                "paceline.training.cuts.transform_of",
+                lambda *args: type(transform(*args))(**(vars(transform(*args)) | unsummed)),
+            )
+            if verified(cluster, OTHERS["Llama, 5 heads that share 1"], 1).ok:
+                wrong["twin"] = "gradients of repeated keys are not summed, and nobody sees it"
+        return wrong
+
+    assert run_ranks(found, 2)[0] == {}
+
+
+@pytest.mark.capability("N3")
+def test_a_checkpoint_by_heads_is_that_of_one_process_and_back(tmp_path: Path) -> None:
+    """Two ranks, then one process, then two ranks."""
+
+    def go_on(cluster: Cluster, strategy: str, steps: int) -> tuple[dict[str, torch.Tensor], ...]:
+        session = session_of(cluster, recipe(strategy, steps=steps))
+        if steps > 2:
+            saving.restore(session, Files(str(tmp_path / "checkpoints")))
+            assert session.state.step == steps - 2
+        begins = {name: t.clone() for name, t in session.snapshot().tensors().items()}
+        fit(session, tmp_path)
+        return begins, {name: t.clone() for name, t in session.snapshot().tensors().items()}
+
+    ends: dict[str, torch.Tensor] = {}
+    for strategy, ranks, steps in (
+        ("replicas=1 tensor=2", 2, 2),
+        ("replicas=1", 1, 4),
+        ("replicas=1 tensor=2", 2, 6),
+    ):
+        found = run_ranks(go_on, ranks, strategy, steps)
+        for begins, _ in found:
+            assert not ends or begins.keys() == ends.keys()
+            assert all(torch.equal(begins[name], value) for name, value in ends.items())
+        ends = found[0][1]

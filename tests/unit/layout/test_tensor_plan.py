@@ -1,0 +1,63 @@
+"""A plan says what is wrong with it: a pattern that fits nothing, a layer not cut, the nearest name."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from paceline.errors import StrategyError, TaskError
+from paceline.layout.tensor import entries_of
+from paceline.models import GPT, GPT_TENSOR_PLAN, GPTConfig
+
+
+def gpt() -> GPT:
+    return GPT(GPTConfig(heads=2, width=8, layers=2))
+
+
+def words(plan: dict[str, str]) -> dict[str, str]:
+    return {entry.name: entry.word for entry in entries_of(plan, gpt())}
+
+
+def test_a_pattern_fits_whole_names_and_their_ends() -> None:
+    found = words(dict(GPT_TENSOR_PLAN))
+    assert [*found] == [
+        f"blocks.{i}.{name}"
+        for i in range(2)
+        for name in ("attention", "feed_forward.expand", "feed_forward.project")
+    ]
+    assert words({"feed_forward.expand": "column", "feed_forward.project": "row"}).keys() < found.keys()
+
+
+def test_of_patterns_that_fit_the_same_the_last_one_counts() -> None:
+    found = words({**GPT_TENSOR_PLAN, "blocks.0.attention": "whole"})
+    assert "blocks.0.attention" not in found and found["blocks.1.attention"] == "heads"
+
+
+@pytest.mark.parametrize(
+    ("plan", "says"),
+    [
+        ({"blocks.*.attend": "heads"}, "fits no module of GPT; the nearest is 'blocks.*.attention'"),
+        ({"feed_forward.expnd": "column"}, "the nearest is 'feed_forward.expand'"),
+        ({"blocks.*.attention": "head"}, "is none of .*; did you mean 'heads'"),
+        ({"expand": "column"}, "'blocks.0.feed_forward.project' is not cut, and stands behind "
+         "'blocks.0.feed_forward.expand'"),
+        ({"feed_forward.project": "row"}, "no column stands before it"),
+        ({"expand": "column", "feed_forward.project": "column"}, "no row takes its part"),
+        ({"norm": "column"}, "calls 'norm' column, and it is a LayerNorm"),
+    ],
+)  # fmt: skip
+def test_a_plan_that_does_not_fit_is_refused(plan: dict[str, str], says: str) -> None:
+    with pytest.raises(TaskError, match=says):
+        entries_of(plan, gpt())
+
+
+def test_layers_of_a_sequential_are_taken_in_turn() -> None:
+    model = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 4), nn.Linear(4, 2))
+    with pytest.raises(TaskError, match="'2' is not cut, and stands behind '0'"):
+        entries_of({"0": "column", "3": "row"}, model)
+    assert len(entries_of({"0": "column", "2": "row"}, model)) == 2
+
+
+def test_no_plan_is_an_error_of_the_strategy() -> None:
+    with pytest.raises(StrategyError, match="nothing says which of GPT's"):
+        entries_of({}, gpt())

@@ -139,6 +139,86 @@ def test_two_runs_are_told_apart(
         assert set(drawn) == set(colors)
 
 
+def labels_of(plot: Locator) -> list[str]:
+    return plot.locator(".x:not(.left)").all_inner_texts()
+
+
+@pytest.mark.capability("P1")
+def test_a_stretch_that_is_dragged_over_is_shown_by_all_charts(browser: Browser, trained: Trained) -> None:
+    with shown(browser, trained.folder / "report.html") as page:
+        first, last = page.locator(".plot").first, page.locator(".plot").last
+        before = labels_of(last)
+        first.scroll_into_view_if_needed()
+        box = first.bounding_box()
+        assert box is not None
+        page.mouse.move(box["x"] + 0.5 * box["width"], box["y"] + 40)
+        page.mouse.down()
+        page.mouse.move(box["x"] + 0.98 * box["width"], box["y"] + 60, steps=4)
+        page.mouse.up()
+        point_at(last, 0.0)
+        said = page.locator("#tip b").inner_text()
+        assert 0.4 * STEPS < int(said.split()[1]) < 0.7 * STEPS and labels_of(last) != before
+        page.get_by_role("button", name="Whole run").click()
+        assert labels_of(last) == before and not page.get_by_role("button", name="Whole run").is_visible()
+
+
+@pytest.mark.capability("P1")
+def test_the_axis_and_the_smoothing_can_be_chosen(browser: Browser, trained: Trained) -> None:
+    samples = sum(step["num_samples"] for step in trained.of("step"))
+    with shown(browser, trained.folder / "report.html") as page:
+        plot = page.locator("figure", has=page.locator("h3", has_text="Step time")).locator(".plot")
+        mean = plot.locator("path.line:not(.faint)")
+        as_it_came = mean.get_attribute("d")
+        page.locator(".controls input").fill("50")
+        smoother = mean.get_attribute("d")
+        assert spread(str(smoother)) < 0.7 * spread(str(as_it_came))
+        page.get_by_label("Over").select_option("samples")
+        point_at(plot, 1.0)
+        said = page.locator("#tip b").inner_text()
+        assert said == f"step {STEPS} · {samples:,}"
+        page.get_by_label("Over").select_option("time")
+        assert any(text.endswith(" s") for text in labels_of(plot))
+
+
+def spread(path: str) -> float:
+    """How far a drawn line goes up and down."""
+    heights = [float(point.split()[1]) for point in path.removeprefix("M").split(" L")]
+    return max(heights) - min(heights)
+
+
+@pytest.mark.capability("P1")
+def test_a_curve_can_be_switched_off_by_pointer_and_by_key(browser: Browser, trained: Trained) -> None:
+    with shown(browser, trained.folder / "report.html") as page:
+        figure = page.locator("figure").first
+        key = figure.get_by_role("button", name="held-out")
+        assert figure.locator("path.dot").count() > 0
+        key.click()
+        assert figure.locator("path.dot").count() == 0 and key.get_attribute("aria-pressed") == "false"
+        key.press("Enter")
+        assert figure.locator("path.dot").count() > 0
+
+
+@pytest.mark.capability("P1")
+def test_checkpoints_that_are_there_are_linked(browser: Browser, trained: Trained) -> None:
+    there = sorted(path.name for path in (trained.folder / "checkpoints").glob("step-*"))
+    with shown(browser, trained.folder / "report.html") as page:
+        links = page.locator("a[href*='checkpoints/']")
+        assert sorted(links.all_text_contents()) == there != []
+        for link in links.all():
+            place = (trained.folder / str(link.get_attribute("href"))).resolve()
+            assert place.is_dir() and place.name in there
+
+
+@pytest.mark.capability("P1")
+def test_the_table_of_compared_runs_is_not_cut(
+    browser: Browser, trained: Trained, trained_alone: Trained, tmp_path: Path
+) -> None:
+    path = tmp_path / "four.html"
+    path.write_text(render([read_run(run.folder) for run in (trained, trained_alone)] * 2), encoding="utf-8")
+    with shown(browser, path) as page:
+        assert page.locator(".facts").evaluate("t => t.scrollWidth <= t.clientWidth")
+
+
 @pytest.mark.parametrize("viewport", [WIDE, PHONE], ids=["wide", "phone"])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_fits_the_screen_and_can_be_read_in_light_and_dark(

@@ -76,7 +76,7 @@ def _written(found: list[Run], to: Path | None) -> tuple[Path, DataError | None]
         if to is None and len(found) == 1:
             return write_report(found[0].folder), None
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(render(found), encoding="utf-8")
+        path.write_text(render(found, path.parent), encoding="utf-8")
     except OSError as error:
         what = f"the page cannot be written: {error.strerror or error}"
         return path, DataError(what, where=str(path), next_step="choose another place: -o FILE")

@@ -43,7 +43,15 @@ def chart(
     up = scale_of(values, from_zero=from_zero, may_be_logarithmic=may_be_logarithmic)
     head = [tag("h3", title), tag("span", unit + (" · log scale" if up.logarithmic else ""), class_="unit")]
     labels, picture = _labels(across, up), _picture(curves, across, up, marks)
-    plot = tag("div", labels, picture, class_="plot", data_chart=_data(curves, across, up))
+    frame = {"log": up.logarithmic, "zero": from_zero, "marks": marks}
+    plot = tag(
+        "div",
+        labels,
+        picture,
+        class_="plot",
+        data_chart=_data(curves, across, up),
+        data_frame=json.dumps(frame, separators=(",", ":")),
+    )
     return tag("figure", tag("figcaption", head, _legend(curves)), plot, class_="chart")
 
 
@@ -92,7 +100,7 @@ def _legend(curves: Sequence[Curve]) -> Html:
         return Html("")
     first = {c.color: c for c in reversed(curves)}  # dots in the colour of a line belong to it
     keys = [
-        tag("span", tag("i", style=f"background: var(--{c.color})"), c.name)
+        tag("span", tag("i", style=f"background: var(--{c.color})"), c.name, data_color=c.color)
         for c in curves
         if first[c.color] is c
     ]
@@ -105,6 +113,9 @@ def _data(curves: Sequence[Curve], across: Scale, up: Scale) -> str:
         {
             "name": curve.name,
             "color": curve.color,
+            "style": curve.style,
+            "run": curve.run,
+            "value": [y if math.isfinite(y) else None for _, y in points],
             "x": [round(across(x), 5) for x, _ in points],
             "y": [round(up(y), 5) if math.isfinite(y) else None for _, y in points],
             "step": [int(x) for x, _ in points],

@@ -47,7 +47,7 @@ def sent(run: Run) -> list[Sent]:
     """What every rank sent in the steps of the last start; empty if that was not recorded."""
     counted: dict[int, tuple[int, float]] = {}
     steps = 0
-    for record in run.last_start:
+    for record in run.last_trained:
         if record.get("event") == "ranks":
             rounds, num_bytes = counted.get(record["rank"], (0, 0.0))
             counted[record["rank"]] = (rounds + record["rounds"], num_bytes + record["sent_bytes"])

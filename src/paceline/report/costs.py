@@ -100,7 +100,7 @@ def _verdict(agrees: bool | None) -> Html:
 
 
 def _books(run: Run) -> Html:
-    books = [record for record in run.last_start if record.get("event") == "communication"]
+    books = [record for record in run.last_trained if record.get("event") == "communication"]
     if not books:
         return Html("")
     ledger = table(

@@ -23,12 +23,14 @@ class Curve:
         color: name of a colour of the page.
         points: (step, value), ascending in step; values may be NaN.
         style: "noisy": faint, with its running mean on top; "line"; "dots": few points, each marked.
+        run: which of the runs that a page shows it is of.
     """
 
     name: str
     color: str
     points: Sequence[Point]
     style: str = "line"
+    run: int = 0
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,14 @@ from datetime import UTC, datetime
 from importlib import resources
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from paceline.report.costs import times, traffic
 from paceline.report.facts import Facts, facts, spell, spell_seconds
-from paceline.report.folder import RECIPE, REPORT
+from paceline.report.folder import CHECKPOINTS, RECIPE, REPORT
 from paceline.report.html import Html, join, table, tag
 from paceline.report.parts import COLORS, charts, pill, tiles, words
-from paceline.report.read import Run, read_run
+from paceline.report.read import Run, number, read_run
 from paceline.report.shares import rank_times
 
 _MOST_EVENTS = 60
@@ -38,14 +39,15 @@ def write_report(folder: Path) -> Path:
     return path
 
 
-def render(runs: Sequence[Run]) -> str:
+def render(runs: Sequence[Run], at: Path | None = None) -> str:
     """The page.
 
     Args:
         runs: one to show, or several to compare; at least one.
+        at: the folder in which it will lie, for its links; None: the run's.
     """
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
-    body = _one(runs[0]) if len(runs) == 1 else _several(runs)
+    body = _one(runs[0], at) if len(runs) == 1 else _several(runs)
     head = tag(
         "head",
         Html('<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'),
@@ -53,21 +55,24 @@ def render(runs: Sequence[Run]) -> str:
         tag("title", f"{title} · Paceline"),
         Html(f"<style>{_asset('page.css')}</style>"),
     )
+    wide = "wide" if len(runs) > 1 else None
     script = Html(f"<script>{_asset('page.js')}</script>")
-    return f"<!DOCTYPE html>\n{tag('html', head, tag('body', tag('main', body), script), lang='en')}\n"
+    shown = tag("body", tag("main", body, class_=wide), script)
+    return f"<!DOCTYPE html>\n{tag('html', head, shown, lang='en')}\n"
 
 
 def _asset(name: str) -> str:
     return resources.files("paceline.report").joinpath(name).read_text(encoding="utf-8")
 
 
-def _one(run: Run) -> list[Html]:
+def _one(run: Run, at: Path | None) -> list[Html]:
     found = facts(run)
     title = tag(
         "header", tag("h1", run.name), pill(found.status), tag("div", _under(run, found), class_="sub")
     )
     shown = [title, tiles(found, rank_times(run)), words([run]), tag("h2", "Curves"), charts([run])]
-    more = [times([run]), traffic([run]), _events(run), _certificate(run), _recipe(run)]
+    more = [times([run]), traffic([run]), _checkpoints(run, at or run.folder), _events(run)]
+    more += [_certificate(run), _recipe(run)]
     return [*shown, *more, tag("footer", _origin(run))]
 
 
@@ -102,6 +107,23 @@ def _events(run: Run) -> Html:
         rows.insert(half, ["…", "", f"… {len(told) - len(shown)} more in metrics.jsonl"])
     listed = table(["time (UTC)", "event", ""], rows, kind="scroll left")
     return tag("details", tag("summary", f"{len(told)} events"), listed)
+
+
+def _checkpoints(run: Run, at: Path) -> Html:
+    """Those that are still there, the newest first, with the held-out loss of their step and a link."""
+    saved = {str(r["path"]).rstrip("/").rpartition("/")[2]: int(r["step"]) for r in run.of("checkpoint")}
+    folder = run.folder / CHECKPOINTS
+    kept = {name: step for name, step in saved.items() if (folder / name).is_dir()}
+    if not kept:
+        return Html("")
+    losses = {int(e["step"]): spell(number(e["loss"])) for e in run.evaluations}
+    place = os.path.relpath(folder, at)
+    rows = [
+        [tag("a", name, href=f"{quote(place)}/{quote(name)}/"), f"{step:,}", losses.get(step, "–")]
+        for name, step in sorted(kept.items(), key=lambda item: -item[1])
+    ]
+    listed = table(["checkpoint", "steps", "held-out loss"], rows)
+    return tag("details", tag("summary", f"{len(rows)} checkpoint{'s' if len(rows) > 1 else ''}"), listed)
 
 
 def _clock(record: Mapping[str, Any]) -> str:
@@ -161,7 +183,7 @@ def _compared(runs: Sequence[Run]) -> Html:
         "median step",
         "time",
     ]
-    return table(head, [_row(i, run, facts(run)) for i, run in enumerate(runs)])
+    return table(head, [_row(i, run, facts(run)) for i, run in enumerate(runs)], kind="scroll facts")
 
 
 def _row(i: int, run: Run, found: Facts) -> list[str]:

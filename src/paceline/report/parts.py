@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -24,6 +25,7 @@ _TONES = {
     "new": "soft",
 }
 _MOST_METRICS = 4
+_MOST_PLACES = 200
 
 
 def pill(status: str) -> Html:
@@ -76,7 +78,21 @@ def charts(runs: Sequence[Run]) -> Html:
     for name in _metrics(runs)[:_MOST_METRICS]:
         title = name.replace("_", " ").capitalize()
         shown.append(chart(title, _both(runs, partial(_metric, name)), marks=marks))
-    return tag("div", shown, _of_each_step(runs, marks), class_="charts")
+    across = json.dumps([_progress(run) for run in runs], separators=(",", ":"))
+    return tag("div", shown, _of_each_step(runs, marks), class_="charts", data_runs=across)
+
+
+def _progress(run: Run) -> dict[str, list[float]]:
+    """Seconds of training and samples after some numbers of steps; lines may join them."""
+    seconds = samples = 0.0
+    found = [(0.0, 0.0, 0.0)]
+    for step in run.steps:
+        seconds += number(step["seconds"])
+        samples += number(step["num_samples"])
+        found.append((_taken(step), seconds, samples))
+    every = max(1, len(found) // _MOST_PLACES)
+    shown = [*found[:-1:every], found[-1]]
+    return {name: [row[i] for row in shown] for i, name in enumerate(("step", "seconds", "samples"))}
 
 
 def _of_each_step(runs: Sequence[Run], marks: Sequence[tuple[float, str]]) -> list[Html]:
@@ -113,6 +129,7 @@ def _each(runs: Sequence[Run], value: Callable[[Run, Record], float], style: str
             COLORS[i % len(COLORS)],
             [(_taken(s), value(run, s)) for s in run.steps],
             style,
+            i,
         )
         for i, run in enumerate(runs)
     ]
@@ -131,8 +148,9 @@ def _both(runs: Sequence[Run], value: Callable[[Record], Any]) -> list[Curve]:
         color = COLORS[i % len(COLORS)]
         steps = [(_taken(s), number(v)) for s in run.steps if (v := value(s)) is not None]
         held_out = [(float(e["step"]), number(v)) for e in run.evaluations if (v := value(e)) is not None]
-        found.append(Curve(_named(runs, i, "training"), color, steps, "noisy"))
-        found.append(Curve(_named(runs, i, "held-out"), color if len(runs) > 1 else "c2", held_out, "dots"))
+        found.append(Curve(_named(runs, i, "training"), color, steps, "noisy", i))
+        other = color if len(runs) > 1 else "c2"
+        found.append(Curve(_named(runs, i, "held-out"), other, held_out, "dots", i))
     return found
 
 

@@ -11,6 +11,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -82,6 +83,14 @@ class Run:
         """All records since the run was started or resumed last."""
         begins = [i for i, record in enumerate(self.records) if record.get("event") == "run"]
         return self.records[begins[-1] :] if begins else self.records
+
+    @cached_property
+    def last_trained(self) -> tuple[Record, ...]:
+        """All records of the last start that made a step; a resume that had none to make changes nothing."""
+        begins = [i for i, record in enumerate(self.records) if record.get("event") == "run"]
+        spans = [self.records[i:j] for i, j in pairwise([*begins, len(self.records)])]
+        made = [span for span in spans if any(record.get("event") in ("step", "ranks") for record in span)]
+        return made[-1] if made else self.last_start
 
     @property
     def end(self) -> Record | None:

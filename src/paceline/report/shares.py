@@ -57,9 +57,9 @@ class RankTime:
 
 
 def rank_times(run: Run) -> list[RankTime]:
-    """Every rank of the last start, ascending."""
+    """Every rank of the last start that made a step, ascending."""
     by_rank: dict[int, list[Mapping[str, Any]]] = {}
-    for record in run.last_start:
+    for record in run.last_trained:
         if record.get("event") == "ranks":
             by_rank.setdefault(int(record["rank"]), []).append(record)
     return [_of(rank, records) for rank, records in sorted(by_rank.items())]

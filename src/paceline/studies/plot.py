@@ -9,7 +9,8 @@ from html import escape
 
 from paceline.studies.summary import Row, Spread, Summary
 
-_WIDTH, _HEIGHT, _LEFT, _TOP = 360, 240, 70, 50
+_WIDTH, _HEIGHT, _LEFT, _TOP = 360, 240, 70, 68
+_LETTER = 8  # the widest that a letter is, on the average of a line
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 _PANELS = ("steps to target", "samples to target", "samples/s")
 
@@ -27,11 +28,14 @@ def render_plot(summary: Summary) -> str:
     """A panel for each number, a line for each combination of other axes, bars for the spread of seeds."""
     word = _axis(summary.rows)
     series = _series(summary.rows, word)
-    names = [name for name in _PANELS if any(name in row.numbers for row in summary.rows)]
-    width = max(1, len(names)) * (_WIDTH + _LEFT) + 40
-    height = _TOP + _HEIGHT + 60 + 18 * len(series)
     title = f"target: {summary.target}" if summary.target is not None else "no evaluation"
-    body = [_text(_LEFT, 24, title, "start")]
+    names = [name for name in _PANELS if any(name in row.numbers for row in summary.rows)]
+    heading = f"{', '.join(names) or 'no numbers'} by {word or 'nothing'}"
+    texts = [heading, title, *(f"    {one.label}" for one in series)]
+    width = max(max(1, len(names)) * (_WIDTH + _LEFT) + 40, 2 * _LEFT + _LETTER * max(map(len, texts)))
+    height = _TOP + _HEIGHT + 60 + 18 * len(series)
+    body = [f"<title>{escape(heading)}</title>", _text(_LEFT, 20, heading, "start", "bold")]
+    body.append(_text(_LEFT, 36, title, "start"))
     for i, name in enumerate(names):
         marks = _marks(summary, word) if name == "steps to target" else []
         body += _panel(name, word, series, _LEFT + i * (_WIDTH + _LEFT), marks)
@@ -73,7 +77,8 @@ def _panel(name: str, word: str, series: Sequence[_Series], left: int, marks: Se
     up, bottom = _scale(ends), _TOP + _HEIGHT
     found = [_text(left + _WIDTH / 2, _TOP - 8, name), _text(left + _WIDTH / 2, bottom + 34, word)]
     found += [f'<path d="M{left} {_TOP}V{bottom}H{left + _WIDTH}" fill="none" stroke="#888"/>']
-    found += [_text(left + along(text) * _WIDTH, bottom + 16, text) for text in texts]
+    every = max(1, math.ceil(_LETTER * sum(len(text) + 2 for text in texts) / _WIDTH))
+    found += [_text(left + along(text) * _WIDTH, bottom + 16, text) for text in texts[::every]]
     found += [_text(left - 6, bottom - up(v) * _HEIGHT + 4, _spell(v), "end") for v in _ticks(ends)]
     for mark in marks:
         x = left + along(str(mark)) * _WIDTH
@@ -135,5 +140,7 @@ def _scale(values: Sequence[float]) -> Callable[[float], float]:
     return lambda value: 0.5 if high == low else 0.05 + 0.9 * (place(value) - low) / (high - low)
 
 
-def _text(x: float, y: float, text: str, anchor: str = "middle") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+def _text(x: float, y: float, text: str, anchor: str = "middle", weight: str = "normal") -> str:
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-weight="{weight}">{escape(text)}</text>'
+    )

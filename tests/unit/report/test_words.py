@@ -32,6 +32,13 @@ def test_the_parts_of_a_ranks_time_add_up_and_communication_is_split(tmp_path: P
     assert rank.hidden_fraction == pytest.approx(0.5) and rank.rounds == 20
 
 
+@pytest.mark.capability("P10")
+def test_a_resume_without_a_step_keeps_where_the_time_went(tmp_path: Path) -> None:
+    run = write(tmp_path, ("run", start()), ("ranks", rank_record(0)), END, ("run", start(step=10)), END)
+    assert [rank.seconds for rank in rank_times(run)] == [pytest.approx(10.0)]
+    assert run.status == "finished"
+
+
 def test_only_the_last_start_counts_for_time_and_bytes(tmp_path: Path) -> None:
     run = write(
         tmp_path,

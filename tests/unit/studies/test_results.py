@@ -106,6 +106,20 @@ def test_the_plot_has_a_point_for_every_row_in_every_panel() -> None:
     assert "&lt;a&gt;" in render_plot(summarize(words, {}))
 
 
+def test_a_plot_says_what_it_shows_and_is_as_wide_as_its_words() -> None:
+    long = "replicas=all shard=2 zero=3 sync=every-step route=recursive-doubling codec=topk:0.01+int4 lanes=2"
+    done = [(cell(batch=b, strategy=long), run(b, 1000 // b)) for b in (8, 16, 32)]
+    svg = ElementTree.fromstring(render_plot(summarize(done, {})))
+    texts = [element for element in svg.iter() if element.tag.endswith("}text")]
+    assert svg[0].tag.endswith("}title") and svg[0].text == texts[0].text
+    assert str(svg[0].text).endswith("by batch")
+    for text in texts:
+        if text.get("text-anchor") == "start":
+            assert float(text.get("x", 0)) + 7 * len(str(text.text)) <= float(svg.get("width", 0))
+    top = min(float(text.get("y", 0)) for text in texts if text.text in ("samples/s", "steps to target"))
+    assert top > max(float(text.get("y", 0)) for text in texts[:2]) + 10
+
+
 def test_steps_that_were_done_again_count_once(tmp_path: Path) -> None:
     step = {"event": "step", "num_samples": 8, "samples_per_second": 10.0, "seconds": 0.8}
     records = [{**step, "step": i} for i in (0, 1, 1, 2)]

@@ -43,15 +43,9 @@ def chart(
     up = scale_of(values, from_zero=from_zero, may_be_logarithmic=may_be_logarithmic)
     head = [tag("h3", title), tag("span", unit + (" · log scale" if up.logarithmic else ""), class_="unit")]
     labels, picture = _labels(across, up), _picture(curves, across, up, marks)
-    frame = {"log": up.logarithmic, "zero": from_zero, "marks": marks}
-    plot = tag(
-        "div",
-        labels,
-        picture,
-        class_="plot",
-        data_chart=_data(curves, across, up),
-        data_frame=json.dumps(frame, separators=(",", ":")),
-    )
+    frame = json.dumps({"log": up.logarithmic, "zero": from_zero, "marks": marks})
+    numbers = {"data_chart": _data(curves, across, up), "data_frame": frame}
+    plot = tag("div", labels, picture, class_="plot", **numbers)
     return tag("figure", tag("figcaption", head, _legend(curves)), plot, class_="chart")
 
 

@@ -34,7 +34,7 @@ def render_plot(summary: Summary) -> str:
     texts = [heading, title, *(f"    {one.label}" for one in series)]
     width = max(max(1, len(names)) * (_WIDTH + _LEFT) + 40, 2 * _LEFT + _LETTER * max(map(len, texts)))
     height = _TOP + _HEIGHT + 60 + 18 * len(series)
-    body = [f"<title>{escape(heading)}</title>", _text(_LEFT, 20, heading, "start", "bold")]
+    body = [_text(_LEFT, 20, heading, "start", "bold")]
     body.append(_text(_LEFT, 36, title, "start"))
     for i, name in enumerate(names):
         marks = _marks(summary, word) if name == "steps to target" else []
@@ -43,9 +43,14 @@ def render_plot(summary: Summary) -> str:
         y = _TOP + _HEIGHT + 60 + 18 * i
         body += [f'<rect x="{_LEFT}" y="{y - 9}" width="14" height="10" fill="{one.color}"/>']
         body += [_text(_LEFT + 22, y, one.label, "start")]
+    return _picture(width, height, heading, body)
+
+
+def _picture(width: int, height: int, title: str, body: Sequence[str]) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
         f'viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">\n'
+        f"<title>{escape(title)}</title>\n"
         f'<rect width="{width}" height="{height}" fill="white"/>\n' + "\n".join(body) + "\n</svg>\n"
     )
 

@@ -6,7 +6,7 @@ have several runs: the heads of one rank in a fused query, key and value are thr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
@@ -15,45 +15,7 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor, nn
 
 from paceline.errors import TaskError
-
-Span = tuple[int, ...]
-"""Where each run begins and ends, in turn and ascending: (2, 5) is one run, (0, 2, 6, 8) two."""
-
-
-def runs_of(span: Span) -> list[tuple[int, int]]:
-    """First place of each run, and the place after its last one."""
-    return list(zip(span[::2], span[1::2], strict=True))
-
-
-def length_of(span: Span) -> int:
-    """How many places a span has."""
-    return sum(span[1::2]) - sum(span[::2])
-
-
-def span_of(runs: Iterable[tuple[int, int]]) -> Span:
-    """The span of ascending runs; empty ones are left out, and runs that touch are one."""
-    found: list[int] = []
-    for start, stop in runs:
-        if start == stop:
-            continue
-        if found and found[-1] == start:
-            found[-1] = stop
-        else:
-            found += [start, stop]
-    return tuple(found) or (0, 0)
-
-
-def selected(span: Span) -> slice | list[int]:
-    """What selects a span from a dimension: a slice, if it is one run."""
-    return slice(*span) if len(span) == 2 else [i for run in runs_of(span) for i in range(*run)]
-
-
-def indexed(index: slice | list[int], size: int) -> Span:
-    """The inverse of `selected`, of a dimension of some size."""
-    if isinstance(index, slice):
-        start, stop, _ = index.indices(size)
-        return start, max(start, stop)
-    return span_of((i, i + 1) for i in index)
+from paceline.spans import Span, length_of, place_of, runs_of, selected, stretch
 
 
 @dataclass(frozen=True)
@@ -110,12 +72,12 @@ class Slot:
     def inside(self, outer: Slot) -> tuple[slice, ...]:
         """Selects this part from the tensor of a part that covers it, of which it is one stretch."""
         pairs = zip(self.part, outer.part, self.sizes, strict=True)
-        starts = [(_place_of(span[0], whole) if size else 0, size) for span, whole, size in pairs]
+        starts = [(place_of(span[0], whole) if size else 0, size) for span, whole, size in pairs]
         return tuple(slice(start, start + size) for start, size in starts)
 
     def narrow(self, dim: int, span: tuple[int, int], axis: str) -> Slot:
         """The part between two places of this part on one dimension, cut by a mesh axis."""
-        return self.take(dim, _stretch(self.part[dim], *span), axis)
+        return self.take(dim, stretch(self.part[dim], *span), axis)
 
     def take(self, dim: int, span: Span, axis: str) -> Slot:
         """The part with another span of the whole on one dimension, cut by a mesh axis."""
@@ -130,22 +92,6 @@ class Slot:
     def on(self, axis: str) -> Slot:
         """The same part, held by some ranks of a mesh axis only."""
         return replace(self, axes=self.axes | {axis})
-
-
-def _place_of(index: int, span: Span) -> int:
-    """How many places of a span lie before one of its places."""
-    return sum(max(0, min(stop, index) - start) for start, stop in runs_of(span))
-
-
-def _stretch(span: Span, start: int, stop: int) -> Span:
-    """Some neighbouring places of a span, by their number in it."""
-    found, before = [], 0
-    for first, last in runs_of(span):
-        a, b = max(start - before, 0), min(stop - before, last - first)
-        found.append((first + a, first + max(a, b)))
-        before += last - first
-    kept = span_of(found)
-    return kept if length_of(kept) else (span[0] + start, span[0] + start)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ Few groups of ranks, each warm for many cases. Each way to be wrong has a mutati
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from paceline.checkpoint import Files
 from paceline.cluster import Cluster
 from paceline.layout.tensor import cuts, exchange, heads
 from paceline.recipe import Recipe, Strategy
-from paceline.slot import span_of
+from paceline.spans import span_of
 from paceline.testing import run_ranks
 from paceline.testing.parity import CPU, make_task, session_of
 from paceline.training import fit, saving
@@ -40,40 +41,56 @@ def recipe(strategy: str, **changes: Any) -> Recipe:
     return Recipe(**(settings | changes))
 
 
+SAME: Mapping[str, str] = {}
+
+
+def wrong_with(report: Report) -> str:
+    return "" if report.ok else f"{report.failure} {report.diagnosis}"
+
+
 def verified(cluster: Cluster, build: Callable[[], Task] | None = None, steps: int = 3) -> Report:
     """On as many tensor ranks as there are."""
     settings = recipe(f"replicas=1 tensor={cluster.world_size}")
     return compare_with_oracle(settings, build() if build else make_task(settings), cluster, CPU, steps)
 
 
-def sums_of_a_step(cluster: Cluster, build: Callable[[], Task] | None = None) -> int:
-    """Sums over the tensor ranks in the forward and backward of one micro-batch."""
-    settings = recipe(f"replicas=1 tensor={cluster.world_size} route=native", batch={"size": 4, "shards": 1})
-    session = session_of(cluster, settings, build)
+def calls_of_a_step(
+    cluster: Cluster, build: Callable[[], Task] | None = None, plan: Mapping[str, str] = SAME
+) -> dict[str, int]:
+    """Collectives of the tensor ranks in the forward and backward of one micro-batch, by operation."""
+    one = {"batch": {"size": 4, "shards": 1}, "tensor": dict(plan)}
+    session = session_of(
+        cluster, recipe(f"replicas=1 tensor={cluster.world_size} route=native", **one), build
+    )
 
-    def calls() -> int:
-        return sum(row.calls for (_, group), row in session.net.ledger.rows.items() if group == "tensor")
+    def calls() -> Counter[str]:
+        rows = session.net.ledger.rows.items()
+        return Counter({op: row.calls for (op, group), row in rows if group == "tensor"})
 
-    before, counted = 0, []
+    before, counted = calls(), []
     for _, _ in zip(range(3), session.rounds(), strict=False):
         counted.append(calls() - before)
         before = calls()
     session.close()
     assert counted[1] == counted[2]
-    return counted[2]
+    return dict(counted[2])
+
+
+WHOLE = {"all_reduce": 2 * 2 * 2 + 3, "all_gather": 1}
+"""Two blocks of two branches, with a sum a direction each. One sum of the embedding, one of the gradients
+before the logits, one of the losses, whose largest logits are gathered."""
 
 
 @pytest.mark.capability("Z1", "Z2")
 def test_three_heads_on_two_ranks_are_those_of_one_process() -> None:
-    """The GPT has two blocks of two branches: one sum a branch and direction."""
+    """One sum a branch and direction, and those of the vocabulary."""
 
-    def found(cluster: Cluster) -> tuple[bool, str, int]:
-        report = verified(cluster)
-        return report.ok, f"{report.failure} {report.diagnosis}", sums_of_a_step(cluster)
+    def found(cluster: Cluster) -> tuple[str, dict[str, int]]:
+        return wrong_with(verified(cluster)), calls_of_a_step(cluster)
 
-    for ok, why, num_sums in run_ranks(found, 2):
-        assert ok, why
-        assert num_sums == 2 * 2 * 2
+    for wrong, calls in run_ranks(found, 2):
+        assert wrong == ""
+        assert calls == WHOLE
 
 
 def one_run(runs: Any, width: int) -> Any:
@@ -84,9 +101,13 @@ def one_run(runs: Any, width: int) -> Any:
     return span_of([(first * width, (first + own) * width)])
 
 
+def unsummed(ctx: Any, grad: torch.Tensor) -> Any:
+    return grad, None, None
+
+
 TWINS = {
     "a fused projection cut as one": (heads, "_rows", one_run),
-    "gradients of what came in not summed": (cuts, "enter", lambda x, collective, key: x),
+    "gradients of what came in not summed": (exchange._Enter, "backward", staticmethod(unsummed)),
     "outputs not summed": (exchange._Leave, "forward", staticmethod(lambda ctx, x, collective, key: x * 1.0)),
 }
 
@@ -117,15 +138,12 @@ OTHERS: dict[str, Callable[[], Task]] = {
 def test_models_of_others_run_by_the_plans_that_ship() -> None:
     pytest.importorskip("transformers")
 
-    def found(cluster: Cluster) -> dict[str, str]:
-        wrong = {}
-        for name, build in OTHERS.items():
-            report = verified(cluster, build, 2)
-            if not report.ok:
-                wrong[name] = f"{report.failure} {report.diagnosis}"
-        sums = {"GPT-2": sums_of_a_step(cluster, OTHERS["GPT-2, 3 heads on 2 ranks"])}
-        sums["Llama"] = sums_of_a_step(cluster, OTHERS["Llama, 6 heads that share 3"])
-        wrong |= {name: f"{n} sums in a step" for name, n in sums.items() if n != 2 * 2 * 2}
+    def wrong_of(cluster: Cluster) -> dict[str, str]:
+        wrong = {name: wrong_with(verified(cluster, build, 2)) for name, build in OTHERS.items()}
+        for name in [*OTHERS][:2]:
+            wrong[f"calls of {name}"] = str(
+                Counter(calls_of_a_step(cluster, OTHERS[name])) - Counter(WHOLE) or ""
+            )
         transform = cuts.transform_of
         with pytest.MonkeyPatch.context() as patch:  # the twin
             unsummed = {"summed": frozenset()}
@@ -137,7 +155,7 @@ def test_models_of_others_run_by_the_plans_that_ship() -> None:
                 wrong["twin"] = "gradients of repeated keys are not summed, and nobody sees it"
         return wrong
 
-    assert run_ranks(found, 2)[0] == {}
+    assert not any(run_ranks(wrong_of, 2)[0].values())
 
 
 @pytest.mark.capability("N3")

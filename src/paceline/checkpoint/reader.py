@@ -39,7 +39,8 @@ from paceline.checkpoint.manifest import File, Manifest
 from paceline.checkpoint.shelf import open_manifest, unusable
 from paceline.checkpoint.tensor_file import Chunk, decode, dtype_of, keys_of
 from paceline.errors import CheckpointError
-from paceline.slot import Index, Piece, Slot, indexed
+from paceline.slot import Index, Piece, Slot
+from paceline.spans import indexed
 
 
 @dataclass(frozen=True)

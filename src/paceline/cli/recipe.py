@@ -38,14 +38,25 @@ def strategies(
     every: Annotated[
         bool, typer.Option("--all", help="Also what is not supported, with the reasons.")
     ] = False,
+    ranks: Annotated[
+        int, typer.Option("--ranks", min=0, help="Every layout of so many ranks, and why one is refused.")
+    ] = 0,
 ) -> None:
     """Print the strategies that are supported, and what each stands for."""
     from paceline.recipe import table
+    from paceline.recipe.layout_table import layouts
 
-    rows = table()
+    rows = layouts(ranks) if ranks else table()
     if as_json:
         output().print_json(json.dumps([_record(row) for row in rows]))
-        return
+    elif ranks:
+        _say_layouts(rows, ranks)
+    else:
+        _say_table(rows, every=every)
+
+
+def _say_table(rows: Sequence[Row], *, every: bool) -> None:
+    """Presets and words, with what keeps them from running if `every` one is shown."""
     shown = rows if every else [row for row in rows if row.support.ok]
     alone = [row for row in shown if every or not _is_choice(row)]
     width = max(len(row.name) for row in alone)
@@ -56,6 +67,15 @@ def strategies(
     if not every:
         _say_choices([row.name for row in shown if _is_choice(row)], width)
         _say(f"{len(rows) - len(shown)} others are not supported yet: --all says why")
+
+
+def _say_layouts(rows: Sequence[Row], ranks: int) -> None:
+    """A line for each layout, with what keeps it from running."""
+    width = max(len(row.name) for row in rows)
+    for row in rows:
+        _say(f"{row.name:{width}}  {'runs' if row.support.ok else f'refused: {row.support.reason}'}")
+    refused = sum(not row.support.ok for row in rows)
+    _say(f"{len(rows)} layouts of {ranks} ranks, {refused} of them refused")
 
 
 def _is_choice(row: Row) -> bool:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from paceline.mesh import DATA_AXES
-from paceline.slot import Slot, Span
+from paceline.slot import Slot
+from paceline.spans import Span
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from paceline.comm.text import gather_texts, share_text
 from paceline.errors import CommunicationError
 from paceline.layout.tensor.become import make_whole
 from paceline.mesh import Group, Mesh
-from paceline.slot import Piece, Slot, length_of
+from paceline.slot import Piece, Slot
+from paceline.spans import length_of
 from paceline.state import TrainState
 
 _SLICE_BYTES = 2**25

@@ -10,11 +10,22 @@ The price: a module that is called twice in one forward draws the same mask twic
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor, nn
 
 from paceline.errors import TaskError
 from paceline.keys import key
+
+
+class Spans(Protocol):
+    """How many positions there are in the present micro-batch, and which of them are here."""
+
+    length: int
+
+    def own(self) -> tuple[int, int]:
+        """First position, and the one after the last."""
 
 
 class KeyedDropout(nn.Module):
@@ -36,14 +47,19 @@ class KeyedDropout(nn.Module):
         self.micro_batch_key: int | None = None
         self._part: tuple[int, int] | None = None
         self._width = 0
+        self._positions: Spans | None = None
 
     def take_part(self, span: tuple[int, int], width: int) -> None:
         """See a span of the features only; the mask is that part of the mask of all `width` features."""
         self._part, self._width = span, width
 
+    def take_positions(self, positions: Spans) -> None:
+        """See a part of the positions only, dimension 1; the mask is that part of the mask of all of them."""
+        self._positions = positions
+
     def take_all(self) -> None:
-        """See all features again."""
-        self._part = None
+        """See everything again."""
+        self._part = self._positions = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Drop values of x, of any shape; the result has its shape and dtype."""
@@ -74,6 +90,10 @@ def keep_mask(module: KeyedDropout, x: Tensor) -> Tensor:
             next_step="call set_micro_batch_key(model, key) before a training forward; Paceline's step does",
         )
     generator = torch.Generator(x.device).manual_seed(key(module.micro_batch_key, "dropout", module.name))
+    if module._positions is not None:
+        sizes = (x.shape[0], module._positions.length, *x.shape[2:])
+        whole = torch.rand(sizes, generator=generator, device=x.device)
+        return whole[:, slice(*module._positions.own())] >= module.p
     if module._part is None:
         return torch.rand(x.shape, generator=generator, device=x.device) >= module.p
     whole = torch.rand(*x.shape[:-1], module._width, generator=generator, device=x.device)

@@ -186,9 +186,11 @@ def gpt_chain(model: nn.Module) -> list[nn.Module]:
 
 
 GPT_TENSOR_PLAN: Mapping[str, str] = {
+    "embed": "vocabulary",
     "blocks.*.attention": "heads",
     "blocks.*.feed_forward.expand": "column",
     "blocks.*.feed_forward.project": "row",
+    "head": "vocabulary",
 }
 """How a GPT is cut under `tensor=N`."""
 

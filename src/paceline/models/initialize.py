@@ -19,7 +19,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from paceline.errors import TaskError
 from paceline.keys import key
-from paceline.slot import Index, indexed, runs_of
+from paceline.slot import Index
+from paceline.spans import indexed, runs_of
 
 Rule = Callable[[str, Tensor, torch.Generator], object]
 """`rule(name, values, generator)` fills the values in place, or leaves them as the constructor did."""

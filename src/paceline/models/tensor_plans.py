@@ -7,12 +7,20 @@ from collections.abc import Mapping
 from torch import nn
 
 TENSOR_PLANS: Mapping[str, Mapping[str, str]] = {
-    "gpt2": {"h.*.attn": "heads", "h.*.mlp.c_fc": "column", "h.*.mlp.c_proj": "row"},
+    "gpt2": {
+        "wte": "vocabulary",
+        "h.*.attn": "heads",
+        "h.*.mlp.c_fc": "column",
+        "h.*.mlp.c_proj": "row",
+        "lm_head": "vocabulary",
+    },
     "llama": {
+        "embed_tokens": "vocabulary",
         "layers.*.self_attn": "heads",
         "layers.*.mlp.gate_proj": "column",
         "layers.*.mlp.up_proj": "column",
         "layers.*.mlp.down_proj": "row",
+        "lm_head": "vocabulary",
     },
 }
 
@@ -20,4 +28,7 @@ TENSOR_PLANS: Mapping[str, Mapping[str, str]] = {
 def tensor_plan_of(model: nn.Module) -> Mapping[str, str]:
     """The plan that ships for a model; empty if there is none."""
     kind = getattr(getattr(model, "config", None), "model_type", "")
-    return TENSOR_PLANS.get(kind, {})
+    plan = TENSOR_PLANS.get(kind, {})
+    return {
+        pattern: word for pattern, word in plan.items() if pattern != "lm_head" or hasattr(model, pattern)
+    }

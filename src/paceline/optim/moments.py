@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.slot import Index, Slot, selected
+from paceline.slot import Index, Slot
+from paceline.spans import selected
 
 
 def moment_slot(name: str, value: Tensor, of: Slot) -> Slot:

@@ -65,6 +65,11 @@ def cut_tensors(setting: Setting, material: Material) -> Cutting:
     group, model = setting.mesh.axes["tensor"], material.model
     plan = {**(material.task.tensor or tensor_plan_of(model)), **setting.recipe.tensor}
     cuts = cuts_of(entries_of(plan, model), group.size)
+    if cuts.blocks and setting.mesh.axes["pipeline"].size > 1:
+        raise StrategyError(
+            f"the tensor plan cuts '{cuts.blocks[0].name}' by positions, and stages send all of them",
+            next_step="leave 'sequence' out of the tensor plan, or choose a strategy without pipeline",
+        )
 
     def prepare(holding: Holding) -> Holding:
         apply_cuts(cuts, setting.exact_collective(group))

@@ -11,7 +11,8 @@ from torch import nn
 from paceline.errors import TaskError
 from paceline.layout.tensor.heads import Share, cut_heads, spread_heads
 from paceline.models import GPT, GPTConfig
-from paceline.slot import Piece, Slot, indexed, length_of, runs_of, selected, span_of
+from paceline.slot import Piece, Slot
+from paceline.spans import indexed, length_of, runs_of, selected, span_of
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3, 4, 6, 8, 12])

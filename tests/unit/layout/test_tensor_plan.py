@@ -20,11 +20,9 @@ def words(plan: dict[str, str]) -> dict[str, str]:
 
 def test_a_pattern_fits_whole_names_and_their_ends() -> None:
     found = words(dict(GPT_TENSOR_PLAN))
-    assert [*found] == [
-        f"blocks.{i}.{name}"
-        for i in range(2)
-        for name in ("attention", "feed_forward.expand", "feed_forward.project")
-    ]
+    inside = ("attention", "feed_forward.expand", "feed_forward.project")
+    assert [*found] == ["embed", *(f"blocks.{i}.{name}" for i in range(2) for name in inside), "head"]
+    assert [*words({"blocks.*": "sequence"})] == ["blocks.0", "blocks.1"]  # a star ends at a dot
     assert words({"feed_forward.expand": "column", "feed_forward.project": "row"}).keys() < found.keys()
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from paceline.errors import TaskError
 from paceline.layout.placement import even_span
 from paceline.layout.tensor.linear import LinearCut, dims_of_linear, features_of
-from paceline.slot import Span, span_of
+from paceline.spans import Span, span_of
 
 _FUSED = ("qkv", "c_attn")
 _APART = (
@@ -70,6 +70,7 @@ class AttentionCut:
         numbers: by rank, what its forward goes by.
     """
 
+    name: str
     module: nn.Module
     linears: Sequence[LinearCut]
     numbers: Sequence[Mapping[str, int]]
@@ -96,7 +97,9 @@ def cut_heads(name: str, module: nn.Module, degree: int) -> AttentionCut:
     width = features_of(getattr(module, output), "inputs") // heads
     spans = [_rows([(0, share.queries)], width) for share in shares]
     row = LinearCut(_inside(name, output), getattr(module, output), "row", spans)
-    return AttentionCut(module, [*columns, row], [_local(module, heads, shared, share) for share in shares])
+    return AttentionCut(
+        name, module, [*columns, row], [_local(module, heads, shared, share) for share in shares]
+    )
 
 
 def _fused(

@@ -7,17 +7,18 @@ Source: Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline.comm import Collective
 from paceline.layout.tensor.become import become
-from paceline.layout.tensor.exchange import Entrance, leave
-from paceline.slot import Span, length_of, selected
+from paceline.layout.tensor.exchange import Entrance
+from paceline.layout.tensor.logits import CutLogits
+from paceline.layout.tensor.vocabulary import Vocabulary
+from paceline.spans import Span, own_part
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class LinearCut:
 
     Args:
         name, layer: of the model.
-        word: "column" or "row".
+        word: "column", "row", or "vocabulary": a column whose outputs are logits.
         spans: of the features that are cut, by rank.
         is_repeated: a column whose tensors are whole on every rank, which uses its span of them: others use
             it too, and its gradients are to be summed over all.
@@ -64,21 +65,14 @@ class LinearCut:
         """Of the weight, along which it is cut."""
         dims = dims_of_linear(self.layer)
         assert dims is not None
-        return dims.outputs if self.word == "column" else dims.inputs
+        return dims.inputs if self.word == "row" else dims.outputs
 
     @property
     def tensors(self) -> Mapping[str, int]:
         """Its tensors that are cut, and the dimension of each."""
         found = {"weight": self.dim}
         has_bias = getattr(self.layer, "bias", None) is not None
-        return found | {"bias": 0} if has_bias and self.word == "column" else found
-
-
-def own_part(tensor: Tensor, dim: int, span: Span) -> Tensor:
-    """The part of a tensor of which this rank may hold all: what is frozen, or repeated, is."""
-    if tensor.shape[dim] == length_of(span):
-        return tensor
-    return tensor[(slice(None),) * dim + (selected(span),)]
+        return found | {"bias": 0} if has_bias and self.word != "row" else found
 
 
 def make_column(cut: LinearCut, entrance: Entrance, rank: int) -> None:
@@ -93,13 +87,24 @@ def make_column(cut: LinearCut, entrance: Entrance, rank: int) -> None:
     become(cut.layer, "Column", forward)
 
 
-def make_row(cut: LinearCut, collective: Collective, rank: int) -> None:
+def make_head(cut: LinearCut, entrance: Entrance, vocabulary: Vocabulary) -> None:
+    """Let an output layer that is cut by tokens give a part of the logits."""
+    make_column(cut, entrance, vocabulary.collective.group.rank)
+    column = type(cut.layer).forward
+
+    def forward(self: Any, x: Tensor) -> CutLogits:
+        return CutLogits(column(self, x), vocabulary)
+
+    become(cut.layer, "Logits", forward)
+
+
+def make_row(cut: LinearCut, leaves: Callable[[Tensor], Tensor], rank: int) -> None:
     """Let a layer that is cut by inputs give whole outputs of a part of the inputs."""
-    dim, span, name = cut.dim, cut.spans[rank], cut.name
+    dim, span = cut.dim, cut.spans[rank]
 
     def forward(self: Any, x: Tensor) -> Tensor:
         weight = own_part(self.weight, dim, span)
-        y = leave(F.linear(x, weight if dim else weight.T), collective, name)
+        y = leaves(F.linear(x, weight if dim else weight.T))
         return y if self.bias is None else y + self.bias
 
     become(cut.layer, "Row", forward)

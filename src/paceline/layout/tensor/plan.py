@@ -13,7 +13,7 @@ from paceline.layout.tensor.linear import dims_of_linear
 from paceline.models import KeyedDropout
 from paceline.recipe.spell import nearest
 
-WORDS = ("column", "row", "split", "heads", "whole")
+WORDS = ("column", "row", "split", "heads", "vocabulary", "sequence", "whole")
 Plan = Mapping[str, str]
 
 
@@ -23,7 +23,9 @@ class PlanEntry:
 
     Args:
         word: "column" or "row" of a linear layer; "split": a dropout between the two, on a part of the
-            features of the column before it; "heads": an attention, with all its projections.
+            features of the column before it; "heads": an attention, with all its projections;
+            "vocabulary": an embedding or an output layer, by tokens;
+            "sequence": a block, by positions wherever it is not cut by features.
     """
 
     name: str
@@ -65,14 +67,17 @@ def entries_of(plan: Plan, model: nn.Module) -> list[PlanEntry]:
 
 
 def _fits(name: str, pattern: str) -> bool:
-    return bool(name) and (fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}"))
+    wanted, parts = pattern.split("."), name.split(".")
+    if not name or len(wanted) > len(parts):
+        return False
+    return all(map(fnmatchcase, parts[-len(wanted) :], wanted))
 
 
 def _wrong(pattern: str, word: str, reason: str) -> TaskError:
     return TaskError(
         f"the tensor plan's '{pattern}' = '{word}' {reason}",
-        next_step="name modules as model.named_modules() does; * stands for any part of a name, and a pattern"
-        " may begin after a dot",
+        next_step="name modules as model.named_modules() does; * stands for anything between two dots, and a"
+        " pattern may begin after a dot",
     )
 
 
@@ -93,11 +98,14 @@ def _near(pattern: str, modules: Mapping[str, nn.Module]) -> str:
 def _require_kind(entry: PlanEntry) -> None:
     """Raises: TaskError: the module is not of the kind that its word is for."""
     linear = dims_of_linear(entry.module) is not None
-    fits = {"column": linear, "row": linear, "split": isinstance(entry.module, KeyedDropout)}
+    tokens = linear or isinstance(entry.module, nn.Embedding)
+    keyed = isinstance(entry.module, KeyedDropout)
+    fits = {"column": linear, "row": linear, "split": keyed, "vocabulary": tokens}
     if not fits.get(entry.word, True):
         raise TaskError(
             f"the tensor plan calls '{entry.name}' {entry.word}, and it is a {type(entry.module).__name__}",
-            next_step="column and row are for linear layers, split is for KeyedDropout, heads for attention",
+            next_step="column and row are for linear layers, split is for KeyedDropout, heads for attention,"
+            " vocabulary for embeddings and output layers",
         )
 
 
@@ -106,7 +114,8 @@ def _pairs(model: nn.Module, words: Mapping[str, str]) -> Iterator[list[PlanEntr
     by_parent: dict[str, list[PlanEntry]] = {}
     for name, module in model.named_modules():
         parent = name.rpartition(".")[0]
-        if dims_of_linear(module) is not None and words.get(parent) != "heads":
+        apart = words.get(parent) == "heads" or words.get(name) == "vocabulary"
+        if dims_of_linear(module) is not None and not apart:
             by_parent.setdefault(parent, []).append(PlanEntry(name, module, words.get(name, "whole")))
     for parent, children in by_parent.items():
         if any(child.word != "whole" for child in children):

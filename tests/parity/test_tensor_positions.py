@@ -1,0 +1,102 @@
+"""Norms and dropouts on a part of the positions: every step is that of the oracle, twins are found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from paceline import Task
+from paceline.cluster import Cluster
+from paceline.errors import StrategyError, TaskError
+from paceline.layout.tensor import cuts_of, entries_of
+from paceline.models import GPT, GPT_TENSOR_PLAN, GPTConfig, KeyedDropout, tensor_plan_of
+from paceline.recipe import Recipe
+from paceline.testing import run_ranks
+from paceline.testing.parity import CPU, make_task, session_of
+from paceline.verification import compare_with_oracle
+from tests.parity import tensor_models
+from tests.parity.test_tensor import DATA, calls_of_a_step, recipe, wrong_with
+from tests.parity.test_tensor import GPT as SIZES
+
+PARTS = {"blocks.*": "sequence"}
+UNEVEN = {**SIZES, **DATA, "context": 15}
+CALLS = {"reduce_scatter": 2 * 2 * 2, "all_gather": 2 * 2 * 2 + 2 + 1, "all_reduce": 3 + 4}
+"""A sum is a scattered sum and a gather; one gather behind the blocks, and one of the gradients before them.
+The embedding, the logits and the losses as ever. Once a step the gradients of four norms are summed."""
+
+
+def by_position(**changes: Any) -> Recipe:
+    return recipe("replicas=1 tensor=2", **({"tensor": PARTS, "options": UNEVEN} | changes))
+
+
+def checked(
+    cluster: Cluster, settings: Recipe, build: Callable[[], Task] | None = None, steps: int = 2
+) -> str:
+    task = build() if build else make_task(settings)
+    return wrong_with(compare_with_oracle(settings, task, cluster, CPU, steps))
+
+
+CASES: dict[str, tuple[dict[str, Any], Callable[[], Task] | None]] = {
+    "as it is": ({}, None),
+    "computed again": ({"memory": {"recompute": "blocks"}}, None),
+    "halves": ({"precision": {"compute": "bf16"}}, None),
+    "GPT-2": ({"tensor": {"h.*": "sequence"}}, lambda: tensor_models.gpt2(3)),
+    "Llama": ({"tensor": {"model.layers.*": "sequence"}}, lambda: tensor_models.llama(6, 3)),
+}
+
+
+@pytest.mark.capability("E2", "Z1", "Z2")
+def test_blocks_cut_by_positions_are_those_of_one_process() -> None:
+    """Fifteen positions on two ranks, with dropout."""
+    pytest.importorskip("transformers")
+
+    def found(cluster: Cluster) -> tuple[dict[str, str], dict[str, int]]:
+        wrong = {name: checked(cluster, by_position(**more), build) for name, (more, build) in CASES.items()}
+        return wrong, calls_of_a_step(cluster, plan=PARTS)
+
+    for wrong, calls in run_ranks(found, 2):
+        assert not any(wrong.values()), wrong
+        assert calls == CALLS
+
+
+@pytest.mark.capability("E2", "Z2")
+def test_what_goes_wrong_by_position_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutation twins: gradients of norms that are not summed, masks that are equal on shards."""
+
+    def found(cluster: Cluster) -> list[bool]:
+        with monkeypatch.context() as patch:
+            patch.setattr("paceline.training.reductions._meet_first", lambda setting, alike: [])
+            norms = checked(cluster, by_position(), steps=1)
+        with monkeypatch.context() as patch:
+            patch.setattr(KeyedDropout, "take_positions", lambda self, positions: None)
+            masks = checked(cluster, by_position(), steps=1)
+        return [norms != "", masks != ""]
+
+    assert run_ranks(found, 2) == [[True, True]] * 2
+
+
+def test_what_may_look_at_several_positions_is_refused() -> None:
+    model = GPT(GPTConfig(heads=2, width=8, layers=1))
+    plan = {**GPT_TENSOR_PLAN, **PARTS, "attention": "whole"}
+    with pytest.raises(TaskError, match=r"'blocks\.0\.attention\.qkv' .* may look at several of them"):
+        cuts_of(entries_of(plan, model), 2)
+
+
+def test_stages_are_refused_with_what_works() -> None:
+    def refused(cluster: Cluster) -> str:
+        settings = recipe("replicas=1 tensor=1 pipeline=2", tensor=PARTS)
+        with pytest.raises(StrategyError) as caught:
+            session_of(cluster, settings.replace(strategy="replicas=1 tensor=2 pipeline=2"))
+        return str(caught.value)
+
+    for text in run_ranks(refused, 4):
+        assert "'blocks.0' by positions, and stages send all of them" in text
+
+
+def test_a_plan_that_ships_leaves_out_what_a_model_has_not() -> None:
+    pytest.importorskip("transformers")
+    assert "lm_head" in tensor_plan_of(tensor_models.gpt2(2).model)
+    assert "lm_head" not in tensor_plan_of(tensor_models.gpt2(2).model.transformer)
+    assert not tensor_plan_of(GPT(GPTConfig(heads=2, width=8, layers=1)))

@@ -7,6 +7,7 @@ This module moves no data; it is the whole of what a lockstep rule knows about d
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -88,6 +89,7 @@ class LockstepWork:
         seed: the seed of the run; keys of micro-batches derive from it.
         replica_rank: this replica, in range(num_replicas).
         num_replicas: at most `shards`.
+        shares: how many of the shards each replica runs; None: as evenly as possible.
     Raises:
         StrategyError: more replicas than virtual shards.
     """
@@ -97,6 +99,7 @@ class LockstepWork:
     seed: int
     replica_rank: int = 0
     num_replicas: int = 1
+    shares: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.num_replicas > self.shards:
@@ -117,7 +120,11 @@ class LockstepWork:
 
     def part(self, number: int, of: int) -> LockstepWork:
         """See `Work`."""
-        return replace(self, replica_rank=number, num_replicas=of)
+        return replace(self, replica_rank=number, num_replicas=of, shares=None)
+
+    def dealt(self, shares: Sequence[int]) -> LockstepWork:
+        """The same steps, of which each replica runs so many shards."""
+        return replace(self, shares=tuple(shares))
 
     def num_micro_batches(self, step: int) -> int:
         """How many micro-batches this replica has in `step`; no order is computed for it."""
@@ -142,9 +149,16 @@ class LockstepWork:
             for shard, p in places
         )
 
+    def _block(self) -> range:
+        """The contiguous run of shards that is this replica's."""
+        if self.shares is None:
+            return split(self.shards, self.num_replicas, self.replica_rank)
+        first = sum(self.shares[: self.replica_rank])
+        return range(first, first + self.shares[self.replica_rank])
+
     def _places(self, step: int) -> list[tuple[int, range]]:
         """This replica's shards of `step` that are not empty, each with its places in the global batch."""
         num_samples = self.order.batch_size(step)
-        mine = split(self.shards, self.num_replicas, self.replica_rank)
+        mine = self._block()
         places = [(shard, split(num_samples, self.shards, shard)) for shard in mine]
         return [(shard, place) for shard, place in places if place]

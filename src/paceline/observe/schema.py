@@ -115,6 +115,11 @@ _ARRIVALS = {
     "step": "int: steps taken before",
     "senders": "list: rank of every message that the server has heard since the last such record",
 }
+_SHARES = {
+    "step": "int: index of the first step with these shares",
+    "shares": "list: of each replica, how many shards of a batch it runs",
+    "seconds": "list: of each, how long a shard has taken it",
+}
 _LOST = {
     "step": "int: index of the step that was open",
     "reason": "str: how the rank was lost",
@@ -181,6 +186,7 @@ EVENTS: Mapping[str, Event] = MappingProxyType(
         "skip": Event("warning", True, _SKIP),
         "roll-back": Event("warning", True, _ROLL_BACK),
         "lost": Event("warning", True, _LOST),
+        "shares": Event("info", True, _SHARES),
         "work": Event("info", False, _WORK),
         "arrivals": Event("debug", False, _ARRIVALS),
         "warning": Event("warning", True, {"text": "str: what the user should know"}),

@@ -24,6 +24,7 @@ HERE: Mapping[str, str] = MappingProxyType(
         "evaluate.batch": HELD_OUT,
         "evaluate.max_samples": HELD_OUT,
         "tensor": "where the strategy has tensor",
+        "strategy.balance": "where several replicas share a batch",
         "strategy.codec": _SUMMED,
         "strategy.route": "where several ranks send each other tensors",
         "runtime.bucket_bytes": _SUMMED,

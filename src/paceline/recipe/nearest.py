@@ -11,6 +11,7 @@ from paceline.recipe.strategy import Strategy
 
 _COSTS = {  # of a change, by field: what a user would give up last costs most
     "servers": 1,
+    "balance": 1,
     "schedule": 2,
     "route": 2,
     "lanes": 2,

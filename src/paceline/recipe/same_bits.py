@@ -22,6 +22,12 @@ def same_bits_conflicts(strategy: Strategy, threads: int, *, compiles: bool) -> 
             f"expected another route with reproducible, found route={strategy.route}: its sums have an order"
             " of their own",
         )
+    if strategy.balance != "even":
+        yield Conflict(
+            ("strategy", "reproducible"),
+            f"expected balance=even with reproducible, found balance={strategy.balance}: which rank adds"
+            " which node of the tree of additions is laid out once, for equal shares",
+        )
     if strategy.tensor > 1:
         yield Conflict(
             ("strategy", "reproducible"),

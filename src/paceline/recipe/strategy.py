@@ -6,7 +6,7 @@ This module knows the words; `support` knows which combinations are built.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -107,6 +107,10 @@ class Strategy(Table):
     servers: int = Field(default=0, ge=0, description="further processes that hold state and do not train")
     sync: Annotated[str, AfterValidator(_check_sync)] = Field(
         default="every-step", description="when replicas agree"
+    )
+    balance: Literal["even", "speed"] = Field(
+        default="even",
+        description="shards of a batch that a replica runs: as many as others, or by speed",
     )
     codec: Annotated[str, AfterValidator(_check_codec)] = Field(
         default="fp32", description="what goes over the wire"

@@ -30,4 +30,4 @@ def synced_conflicts(
 
 def _runs_otherwise(strategy: Strategy) -> bool:
     spread = max(strategy.pipeline, strategy.tensor, strategy.context, strategy.lanes) > 1
-    return spread or not strategy.rule.exact or bool(strategy.cut)
+    return spread or not strategy.rule.exact or bool(strategy.cut) or strategy.balance != "even"

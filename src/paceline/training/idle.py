@@ -40,5 +40,7 @@ def _idle(recipe: Recipe, task: Task, mesh: Mesh) -> Iterator[tuple[str, str]]:
         yield from ((key, alone) for key in ("strategy.codec", "runtime.bucket_bytes"))
         if sharers == 1:
             yield "strategy.route", alone
+    if mesh.replica.size == 1:
+        yield "strategy.balance", "one replica runs all shards"
     if rule.whole_replicas and mesh.replica.size == 1 and not rule.reads:
         yield "strategy.sync", "one replica has nobody to average with"

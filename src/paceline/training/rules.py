@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from paceline.comm.channel import Channel, SocketChannel
 from paceline.comm.channel.hub import accept_all, connect, listen
 from paceline.comm.reduction import InAnyOrder, Reducer
 from paceline.comm.text import share_text
+from paceline.data import LockstepWork, Work, split
 from paceline.errors import StrategyError
 from paceline.layout import Holding
 from paceline.layout.pipeline import Pipeline
@@ -19,6 +21,7 @@ from paceline.mesh import Group
 from paceline.slot import Slot
 from paceline.state import TrainState
 from paceline.sync import EveryStep, InnerState, LocalRounds, Outer, Rule
+from paceline.sync.balance import Balanced
 from paceline.sync.bounded import Bounded
 from paceline.sync.pipedream import PipeDream
 from paceline.sync.policy import ApplyEach, FirstN, Policy
@@ -51,7 +54,16 @@ def every_step(setting: Setting, layout: Layout, state: TrainState) -> Rule:
     """All replicas average their gradients in every step."""
     reducer = build_reduction(setting, layout.placed.holding)
     _keep_residuals(setting, reducer, layout.placed.holding, state)
-    return _step(setting, reducer, setting.mesh.world)
+    step = _step(setting, reducer, setting.mesh.world)
+    if setting.recipe.strategy.balance == "even" or setting.mesh.replica.size == 1:
+        return step
+    replicas = setting.mesh.data
+    shares = [len(split(setting.shards, replicas.size, rank)) for rank in range(replicas.size)]
+    return Balanced(step, _deal, shares, group=replicas, net=setting.net, note=setting.note)
+
+
+def _deal(work: Work, shares: Sequence[int]) -> Work:
+    return cast("LockstepWork", work).dealt(shares)
 
 
 def _local(setting: Setting, layout: Layout, state: TrainState, outer: Outer) -> Rule:

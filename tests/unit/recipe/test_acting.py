@@ -119,6 +119,7 @@ HERE_CASES: dict[str, Any] = {
     "evaluate.batch": 5,
     "evaluate.max_samples": 7,
     "tensor": {"layers.0": "column"},
+    "strategy.balance": "speed",
     "strategy.codec": "int8",
     "strategy.route": "tree",
     "runtime.bucket_bytes": 1024,

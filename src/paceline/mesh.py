@@ -6,7 +6,7 @@ degrees. A mesh is of one membership, whose process groups it uses; only the ran
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
@@ -63,6 +63,7 @@ class Mesh:
         world: all ranks.
         axes: by axis.
         data: ranks that share the samples of a step, each running micro-batches of its own: replica x shard.
+            Over which ranks a gradient is summed is another question, which each tensor answers (`over`).
         inside: ranks that together are one replica: every axis but `replica`.
     """
 
@@ -79,6 +80,18 @@ class Mesh:
     def place(self, axis: str) -> int:
         """This rank's coordinate on an axis."""
         return self.axes[axis].rank
+
+    def size_over(self, axes: Iterable[str]) -> int:
+        """How many ranks a group along some axes has."""
+        return prod(self.axes[axis].size for axis in axes)
+
+    def over(self, axes: Collection[str]) -> Group:
+        """This rank's group along some axes; collective over it. Along none it is this rank alone."""
+        large = [axis for axis in AXES if axis in axes and self.axes[axis].size > 1]
+        if len(large) == 1:
+            return self.axes[large[0]]
+        sizes = tuple(self.axes[axis].size for axis in AXES)
+        return _span(" x ".join(large) or "alone", large, sizes, [self.world, *self.axes.values(), self.data])
 
     def among(self, axis: str, places: Sequence[int]) -> Group:
         """Some ranks of this rank's group on an axis; collective over these, of which this rank is one."""

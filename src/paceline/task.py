@@ -67,6 +67,7 @@ class Source(Protocol):
 
 
 LossFunction = Callable[[nn.Module, Any], Loss]
+CutPositions = Callable[[Tensor, int], Tensor]
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,9 @@ class Task:
             pipeline cuts. A tuple is passed on as arguments. An `nn.Sequential` needs none.
         tensor: how large layers are cut under `tensor=N`: "column" or "row" by a pattern of module names, and
             "split" for a `KeyedDropout` between the two.
+        sequence: `sequence(batch, part) -> batch`, which positions of a batch a rank runs under `context=N`:
+            `part(x, dim)` gives this rank's positions of a tensor along a dimension. The loss takes what it
+            returns, so whatever looks at two positions (targets that are the next token) is paired before.
         callbacks: see `paceline.Callback`; every rank builds its own.
         num_tokens_per_sample: for the rate on the progress line, and as a guess of how many items the
             loss counts in a sample; 0 if samples are not text.
@@ -109,6 +113,7 @@ class Task:
     report: Callable[[nn.Module, Mapping[str, float]], Sequence[str]] | None = None
     stages: Callable[[nn.Module], Iterable[nn.Module]] | None = None
     tensor: Mapping[str, str] | None = None
+    sequence: Callable[[Any, CutPositions], Any] | None = None
     callbacks: Sequence[Any] = ()
     num_tokens_per_sample: int = 0
 

@@ -60,6 +60,7 @@ _CLOSED_FORMS: dict[str, Callable[[int, int], Cost]] = {
     "scatter": _one_root,
     "barrier": _nothing,
     "send": _as_it_is,
+    "exchange": _as_it_is,
 }
 
 

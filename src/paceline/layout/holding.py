@@ -7,9 +7,10 @@ the `meta` device, so that nothing reads an old value by mistake, and nothing pa
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -78,6 +79,8 @@ class Holding:
             rank keeps its part only.
         buffers_on: axes by which buffers are cut: only some ranks hold one.
         use: what is done around every use.
+        seen: makes the block in which the model is run on a batch, forward and backward; what comes out of
+            it is the part of the batch that this rank runs.
     """
 
     model: nn.Module
@@ -87,6 +90,7 @@ class Holding:
     updates: Mapping[Slot, nn.Parameter]
     buffers_on: frozenset[str] = field(default_factory=frozenset)
     use: Use = field(default_factory=NothingToDo)
+    seen: Callable[[Any], AbstractContextManager[Any]] = nullcontext
 
     @property
     def parts(self) -> dict[Slot, tuple[Slot | None, ...]]:
@@ -98,6 +102,12 @@ class Holding:
         """Where this rank computes."""
         found = chain(self.computes.values(), self.model.parameters(), self.model.buffers())
         return next((t.device for t in found if not t.is_meta), torch.device("cpu"))
+
+    @property
+    def summed_over(self) -> frozenset[str]:
+        """Axes over which some gradient is summed by a reduction; stages and tensor ranks meet before."""
+        axes = frozenset(axis for one in self.held.values() for axis in one.sums)
+        return axes - {"pipeline", "tensor"}
 
     @property
     def frees(self) -> bool:

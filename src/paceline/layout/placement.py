@@ -25,7 +25,7 @@ class Held:
         computes: what the rank computes with.
         parts: of that, what each rank of the shard axis updates; None: nothing.
         place: this rank's place among them.
-        sums: axes over which its gradient is still to be summed; a reduction over others refuses it.
+        sums: axes over which its gradient is still to be summed: the reduction does exactly that.
         holders: if several stages hold it, which.
         counts: whether this rank counts what it updates in the norm of the whole.
         kept: whether the rank keeps in memory what it computes with; else its own part only.
@@ -157,6 +157,20 @@ class TensorPlan:
             span = even_span(held.computes.sizes[dim], self.degree, coordinate)
             part = held.computes.narrow(dim, span, self.axis)
         return replace(held, computes=part, parts=(part,))
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Positions of sequences, cut among the ranks of the context axis; tensors are whole on each.
+
+    Source: Liu et al. 2023, Ring Attention with Blockwise Transformers, arXiv:2310.01889.
+    """
+
+    axis = "context"
+
+    def cut(self, held: Held, coordinate: int) -> Held | None:
+        """Every rank has the gradient of its own positions, so these are summed too."""
+        return replace(held, sums=(*held.sums, self.axis), counts=held.counts and coordinate == 0)
 
 
 @dataclass(frozen=True)

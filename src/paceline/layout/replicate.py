@@ -9,6 +9,7 @@ a sink that takes them apart, handed on micro-batch by micro-batch.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -39,6 +40,8 @@ class Replicate:
         overlap: see `HandingOn`.
         seeds: seed PyTorch's own generators for every micro-batch; not where other threads share them.
         reports: whether this rank reports sums and buffers; of ranks that compute the same, one does.
+        counts: whether what it reports counts as micro-batches; of ranks that each run a part of the same
+            micro-batches, one does.
     """
 
     def __init__(
@@ -52,13 +55,15 @@ class Replicate:
         overlap: bool = True,
         seeds: bool = True,
         reports: bool = True,
+        counts: bool = True,
     ) -> None:
         self.holding, self.metric_names = holding, metric_names
-        self.buffers = MicroBatchBuffers(holding.model, reports=reports)
+        self.buffers = MicroBatchBuffers(holding.model, reports=reports and counts)
         self.gradients = HandingOn(holding.computes, overlap=overlap, frees=holding.frees)
         self._model, self._device = holding.model, holding.device
         self._loss, self.precision, self._phases = loss, precision, phases
         self._dropouts, self._seeds, self._reports = name_dropouts(holding.model), seeds, reports
+        self._counts = counts
 
     @property
     def used(self) -> Collection[str]:
@@ -72,7 +77,7 @@ class Replicate:
 
     def run(self, micro_batches: Iterable[LoadedBatch], count: int, sink: GradientSink, scale: float) -> Sums:
         """See `Placed.run`; a gradient is handed on, during backward, as soon as it is complete."""
-        sums = Sums(self.metric_names)
+        sums = Sums(self.metric_names, counts=self._counts)
         if not self._model.training:
             self._model.train()
         self.gradients.begin()
@@ -87,7 +92,8 @@ class Replicate:
             if sink.by_micro_batch:
                 sink.micro_batch(range(loaded.micro_batch.shard, loaded.micro_batch.shard + 1), is_last)
             self.gradients.open(sink if is_last or sink.by_micro_batch else None)
-            self._forward_backward(loaded, sums, scale)
+            with self.holding.seen(loaded.batch) as batch:
+                self._forward_backward(replace(loaded, batch=batch), sums, scale)
             self.gradients.close()
         if not (count or sink.by_micro_batch):
             self.gradients.open(sink)
@@ -125,7 +131,7 @@ class Replicate:
             self.holding.use.begin()
             for loaded in micro_batches:
                 self.holding.use.next()
-                with self.precision.autocast():
-                    sums.add(checked(self._loss(self._model, loaded.batch)))
+                with self.holding.seen(loaded.batch) as batch, self.precision.autocast():
+                    sums.add(checked(self._loss(self._model, batch)))
             self.holding.use.end()
         return sums if self._reports else Sums(self.metric_names)

@@ -47,16 +47,17 @@ class Sums:
 
     Args:
         names: the metrics, the same in every micro-batch.
+        counts: whether its rows count as micro-batches, or are parts of those that another rank counts.
     """
 
-    def __init__(self, names: MetricNames) -> None:
-        self._names = names
+    def __init__(self, names: MetricNames, *, counts: bool = True) -> None:
+        self._names, self._counts = names, counts
         self._rows: list[list[Any]] = []
 
     @property
     def micro_batches(self) -> int:
-        """How many micro-batches were added."""
-        return len(self._rows)
+        """How many micro-batches were added, and count."""
+        return len(self._rows) if self._counts else 0
 
     def add(self, loss: Loss) -> None:
         """Add one micro-batch."""

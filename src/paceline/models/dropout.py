@@ -10,10 +10,12 @@ The price: a module that is called twice in one forward draws the same mask twic
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from paceline.errors import TaskError
 from paceline.keys import key
@@ -84,19 +86,33 @@ def keep_mask(module: KeyedDropout, x: Tensor) -> Tensor:
     Raises:
         TaskError: no micro-batch key was set, so the mask would not be reproducible.
     """
+    if has_torch_function_unary(x):  # x may be a part of a sequence
+        found: Tensor = handle_torch_function(keep_mask, (x,), module, x)
+        return found
+    return at_own_positions(module, drawn_mask(module, shared_shape(module, x), x.device))
+
+
+def shared_shape(module: KeyedDropout, x: Tensor) -> tuple[int, ...]:
+    """The shape of x with the positions of all that share them."""
+    return tuple(x.shape) if module._positions is None else (len(x), module._positions.length, *x.shape[2:])
+
+
+def at_own_positions(module: KeyedDropout, mask: Tensor) -> Tensor:
+    """Of a mask of `shared_shape` what is here."""
+    return mask if module._positions is None else mask[:, slice(*module._positions.own())]
+
+
+def drawn_mask(module: KeyedDropout, shape: Sequence[int], device: torch.device) -> Tensor:
+    """The mask of values of some shape, bool; of features that are here."""
     if module.micro_batch_key is None:
         raise TaskError(
             f"KeyedDropout {module.name!r} has no micro-batch key",
             next_step="call set_micro_batch_key(model, key) before a training forward; Paceline's step does",
         )
-    generator = torch.Generator(x.device).manual_seed(key(module.micro_batch_key, "dropout", module.name))
-    if module._positions is not None:
-        sizes = (x.shape[0], module._positions.length, *x.shape[2:])
-        whole = torch.rand(sizes, generator=generator, device=x.device)
-        return whole[:, slice(*module._positions.own())] >= module.p
+    generator = torch.Generator(device).manual_seed(key(module.micro_batch_key, "dropout", module.name))
     if module._part is None:
-        return torch.rand(x.shape, generator=generator, device=x.device) >= module.p
-    whole = torch.rand(*x.shape[:-1], module._width, generator=generator, device=x.device)
+        return torch.rand(tuple(shape), generator=generator, device=device) >= module.p
+    whole = torch.rand(*shape[:-1], module._width, generator=generator, device=device)
     return whole[..., slice(*module._part)] >= module.p
 
 

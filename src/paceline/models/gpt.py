@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from paceline.errors import TaskError
 from paceline.models.dropout import KeyedDropout
 from paceline.models.initialize import InitializeByName, Rule
+from paceline.models.positions import positions
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,8 @@ class Rotary(nn.Module):
         self.register_buffer("sin_TD", (angle_TD.sin() * sign_D).float(), persistent=False)
 
     def forward(self, x_BHTD: Tensor) -> Tensor:
-        cos_TD, sin_TD = (table[: x_BHTD.size(-2)].to(x_BHTD.dtype) for table in (self.cos_TD, self.sin_TD))
+        seen = positions(x_BHTD, -2)
+        cos_TD, sin_TD = (table[seen].to(x_BHTD.dtype) for table in (self.cos_TD, self.sin_TD))
         return x_BHTD * cos_TD + x_BHTD.roll(x_BHTD.size(-1) // 2, dims=-1) * sin_TD
 
 
@@ -157,12 +159,12 @@ class GPT(nn.Module):
 
 
 def embedded(
-    tokens_BT: Tensor, embed: nn.Embedding, positions: nn.Embedding | None, dropout: nn.Module
+    tokens_BT: Tensor, embed: nn.Embedding, learned: nn.Embedding | None, dropout: nn.Module
 ) -> Tensor:
     """Token embeddings [B, T, W], with learned positions where the model has them."""
     x_BTW = embed(tokens_BT)
-    if positions is not None:
-        x_BTW = x_BTW + positions.weight[: tokens_BT.size(1)]
+    if learned is not None:
+        x_BTW = x_BTW + learned.weight[positions(tokens_BT, 1)]
     return dropout(x_BTW)
 
 

@@ -61,7 +61,26 @@ LAYOUTS = (
         summary="large layers split, by a plan",
         build="paceline.training.cuts:cut_tensors",
         order=20,
+        adds_otherwise="a product that is cut adds up in another order",
         applies=lambda s: s.tensor > 1,
+    ),
+    LayoutSpec(
+        word="context",
+        summary="every sequence split by positions, attention over all of them",
+        build="paceline.training.cuts:cut_sequences",
+        order=25,
+        adds_otherwise="what is added over the positions of a sequence is added in parts",
+        applies=lambda s: s.context > 1,
+        refusals=(
+            Refusal(
+                "lanes run copies of a whole model, and context changes what is around it: leave out lanes",
+                lambda s: s.lanes > 1,
+            ),
+            Refusal(
+                "context does not go into the stages of a pipeline yet: leave out pipeline",
+                lambda s: s.pipeline > 1,
+            ),
+        ),
     ),
     LayoutSpec(
         word="zero-1",

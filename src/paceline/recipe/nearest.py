@@ -19,7 +19,7 @@ _COSTS = {  # of a change, by field: what a user would give up last costs most
     "zero": 3,
     "shard": 3,
     "codec": 4,
-    "context": 4,
+    "context": 5,
     "tensor": 4,
     "pipeline": 5,
     "sync": 6,
@@ -66,7 +66,7 @@ def _options(strategy: Strategy, field: str, processes: int) -> list[Any]:
         values = [strategy.rule.needs_server]
     elif field == "zero":
         values = [1, 2, 3, 0] if strategy.shard > 1 else [0]
-    elif field in ("shard", "tensor", "pipeline"):
+    elif field in ("shard", "tensor", "pipeline", "context"):
         values = [1, *(n for n in (2, 3, 4, 8) if n <= processes and processes % n == 0)]
     elif field == "sync":
         words = (spec for spec in known(SyncSpec).values() if spec.is_built)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from paceline.recipe.problems import Conflict
+from paceline.recipe.specs import LayoutSpec
 from paceline.recipe.strategy import Strategy
 
 
@@ -28,12 +29,9 @@ def same_bits_conflicts(strategy: Strategy, threads: int, *, compiles: bool) -> 
             f"expected balance=even with reproducible, found balance={strategy.balance}: which rank adds"
             " which node of the tree of additions is laid out once, for equal shares",
         )
-    if strategy.tensor > 1:
-        yield Conflict(
-            ("strategy", "reproducible"),
-            f"expected tensor=1 with reproducible, found tensor={strategy.tensor}: a product that is cut adds"
-            " up in another order",
-        )
+    for spec in strategy.cuts:
+        if spec.adds_otherwise:
+            yield Conflict(("strategy", "reproducible"), _other_order(spec, strategy))
     if threads > 1:
         yield Conflict(
             ("runtime", "reproducible"),
@@ -45,6 +43,14 @@ def same_bits_conflicts(strategy: Strategy, threads: int, *, compiles: bool) -> 
             ("runtime", "reproducible"),
             "expected runtime.compile = false with reproducible: a compiled graph has an order of its own",
         )
+
+
+def _other_order(spec: LayoutSpec, strategy: Strategy) -> str:
+    degree = getattr(strategy, spec.word, None)
+    expected, found = (
+        (f"{spec.word}=1", f"{spec.word}={degree}") if degree else ("no cut", f"cut={spec.word}")
+    )
+    return f"expected {expected} with reproducible, found {found}: {spec.adds_otherwise}"
 
 
 def lane_conflicts(threads: int, *, compiles: bool) -> Iterator[Conflict]:

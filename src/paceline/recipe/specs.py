@@ -184,12 +184,14 @@ class LayoutSpec(Spec):
 
     Args:
         order: cuts are made from the lowest to the highest.
+        adds_otherwise: why its result has other bits than one process; empty: it has the same.
         applies: whether a strategy asks for it.
     """
 
     choice = "layout"
 
     order: int = 0
+    adds_otherwise: str = ""
     applies: Callable[[Strategy], bool] = lambda strategy: False
 
 

@@ -43,18 +43,6 @@ class _Rule(NamedTuple):
     reason: Callable[[Strategy, _Place], str]
 
 
-_DEGREES: dict[str, tuple[frozenset[int], str]] = {  # the degrees that are built, and what they mean
-    "context": (frozenset({1}), "sequences are whole"),
-}
-
-
-def _degree_not_built(field: str, built: frozenset[int], meaning: str) -> _Rule:
-    return _Rule(
-        lambda strategy, place: getattr(strategy, field) not in built,
-        lambda strategy, place: _not_built(strategy, field, sorted(map(str, built)), meaning),
-    )
-
-
 def _word_not_built(kind: type[Spec], described: Callable[[Strategy], Spec], meaning: str) -> _Rule:
     def reason(strategy: Strategy, place: _Place) -> str:
         words = sorted(spec.word for spec in known(kind).values() if spec.is_built)
@@ -183,7 +171,6 @@ def _explain_ranks(strategy: Strategy, place: _Place) -> str:
 
 
 _RULES = (
-    *(_degree_not_built(field, built, meaning) for field, (built, meaning) in _DEGREES.items()),
     _word_not_built(SyncSpec, lambda s: s.rule, "see `paceline strategies`"),
     _word_not_built(CodecSpec, lambda s: s.form, "the form of what travels"),
     _word_not_built(RouteSpec, lambda s: s.path, "the path on which it travels"),

@@ -27,7 +27,7 @@ from paceline.models import (
     without_memory,
 )
 from paceline.recipe.strict import Table
-from paceline.task import Loss, Task
+from paceline.task import CutPositions, Loss, Task
 from paceline.tasks.baselines import Bytes, measure_baselines
 from paceline.tasks.options import Strings, read_options
 
@@ -79,17 +79,36 @@ def build(*, seed: int, base_dir: Path, cache_dir: Path, **options: Any) -> Task
         loss=next_token_loss,
         stages=gpt_chain,
         tensor=GPT_TENSOR_PLAN,
+        sequence=next_token_sequence,
         initialize=initialize_gpt,
         report=_build_report(chosen, tokenizer, train, held_out, corpus.split, seed),
         num_tokens_per_sample=chosen.context,
     )
 
 
-def next_token_loss(model: nn.Module, tokens_BT: Tensor) -> Loss:
-    """Sum the cross-entropies of all next tokens, in nats; tokens are int64 [B, context + 1]."""
-    targets = tokens_BT[:, 1:].flatten()
-    logits = model(tokens_BT[:, :-1]).flatten(0, 1).float()
-    return Loss(F.cross_entropy(logits, targets, reduction="sum"), targets.numel())
+Pair = tuple[Tensor, Tensor]
+
+
+def next_token_loss(model: nn.Module, batch: Tensor | Pair) -> Loss:
+    """Sum the cross-entropies of all next tokens, in nats.
+
+    Args:
+        batch: tokens, int64 [B, context + 1]; or some of them and the one after each, int64 [B, T] both.
+    """
+    tokens_BT, next_BT = batch if isinstance(batch, tuple) else paired(batch)
+    logits = model(tokens_BT).flatten(0, 1).float()
+    return Loss(F.cross_entropy(logits, next_BT.flatten(), reduction="sum"), next_BT.numel())
+
+
+def paired(tokens_BT: Tensor) -> Pair:
+    """Tokens but the last, and the one after each."""
+    return tokens_BT[:, :-1], tokens_BT[:, 1:]
+
+
+def next_token_sequence(tokens_BT: Tensor, part: CutPositions) -> Pair:
+    """Some positions, with the token after each; see `Task.sequence`."""
+    tokens, following = paired(tokens_BT)
+    return part(tokens, 1), part(following, 1)
 
 
 def bits_per_byte(nats_per_token: float, num_tokens: int, num_bytes: int) -> float:

@@ -115,6 +115,11 @@ class Setting:
         """Whether this rank tells the sums of its micro-batches; its tensor peers compute the same."""
         return self.mesh.place("tensor") == 0
 
+    @property
+    def counts(self) -> bool:
+        """Whether its micro-batches count; its context peers run other positions of the same."""
+        return self.mesh.place("context") == 0
+
     def collective(self, group: Group) -> Collective:
         """Sums over a group, by the recipe's route and codec; collective."""
         path = self._path(group, is_coded=self.recipe.strategy.is_coded)

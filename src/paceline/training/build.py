@@ -31,8 +31,8 @@ from paceline.task import Source, Task
 from paceline.training.arrange import Material, Pieces, Setting
 from paceline.training.averaging import build_average, by_rounds
 from paceline.training.by_machine import choose_by_machine
+from paceline.training.check_sequences import check_task
 from paceline.training.contract import (
-    check_loss,
     refuse_two_optimizers,
     require_equal_shapes,
     tell_large_batch,
@@ -130,7 +130,7 @@ def lay_grounds(setting: Setting, recipe: Recipe, task: Task, *, fresh: bool) ->
     ear = LossEar(task.loss)
     material = Material(replace(task, loss=ear), model, MetricNames(), device, recipe.seed)
     layout = place(setting, material)
-    check_loss(task, layout.placed, setting.net, setting.mesh.world)
+    check_task(task, layout.placed, setting.net, setting.mesh)
     return Grounds(setting, layout, ear)
 
 

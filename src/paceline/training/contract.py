@@ -43,7 +43,7 @@ def check_loss(task: Task, placed: Placed, net: Net, world: Group) -> None:
     """
     num_looked_at = min(_LOOKED_AT, len(task.data))
     for index in range(num_looked_at):
-        with torch.random.fork_rng(), _buffers_kept(placed.holding.model):
+        with torch.random.fork_rng(), buffers_kept(placed.holding.model):
             once, twice = _call_twice(task, placed, index, net, world)
         if float(once.count) > 0:
             return refuse_means(once, twice)
@@ -75,7 +75,7 @@ def _micro_batch(task: Task, samples: list[Any], device: torch.device) -> Loaded
 
 
 @contextmanager
-def _buffers_kept(model: nn.Module) -> Iterator[None]:
+def buffers_kept(model: nn.Module) -> Iterator[None]:
     """Restore all buffers, also non-persistent ones: a forward may change a counter."""
     before = [(m, n, b, b.clone()) for m in model.modules() for n, b in m._buffers.items() if b is not None]
     yield

@@ -7,11 +7,13 @@ from dataclasses import replace
 from paceline.comm.routes import SharedMemoryCollective
 from paceline.errors import StrategyError
 from paceline.layout import Holding
+from paceline.layout.context import SplitSequences
 from paceline.layout.pipeline import Cut, chain_of, cut_model
-from paceline.layout.placement import Shard, Stages
+from paceline.layout.placement import Sequences, Shard, Stages
 from paceline.layout.precision import recomputed_blocks
 from paceline.layout.shard import GatherAfterUpdate, GatherOnUse, lay_in_common
 from paceline.layout.tensor import apply_cuts, cuts_of, entries_of, transform_of
+from paceline.mesh import twin_group
 from paceline.models import tensor_plan_of
 from paceline.slot import trained_parameters
 from paceline.training.arrange import Material, Setting
@@ -76,6 +78,24 @@ def cut_tensors(setting: Setting, material: Material) -> Cutting:
         return holding
 
     return Cutting(transform_of(cuts, model), prepare=prepare)
+
+
+def cut_sequences(setting: Setting, material: Material) -> Cutting:
+    """Every sequence, by the task's `sequence`; attention goes over the ranks that have its other positions.
+
+    Raises:
+        StrategyError: the task does not say where positions are, or the model is compiled.
+    """
+    _refuse_compile(setting, "context")
+    sequence = material.task.sequence
+    if sequence is None:
+        raise StrategyError(
+            "context splits sequences, and nothing says where the positions of a batch are",
+            next_step="pass Task(sequence=lambda batch, part: part(batch, 1)), or leave out context",
+        )
+    context = setting.mesh.axes["context"]
+    split = SplitSequences(sequence, replace(twin_group(context, "ring"), name=context.name), setting.net)
+    return Cutting(Sequences(), prepare=lambda holding: replace(holding, seen=split.seen))
 
 
 def cut_updates(setting: Setting, material: Material, *, frees: bool = False) -> Cutting:

@@ -28,7 +28,7 @@ from paceline.data import split
 from paceline.errors import StrategyError
 from paceline.layout import Holding
 from paceline.layout.placement import Held
-from paceline.mesh import DATA_AXES, Group, twin_group
+from paceline.mesh import AXES, DATA_AXES, Group, twin_group
 from paceline.slot import Slot
 from paceline.sync.update import Norm
 from paceline.training.arrange import Setting
@@ -40,20 +40,25 @@ of a stage where gradients leave with every micro-batch, since chunks end a micr
 All of it is equal on ranks that hold the same, so that a tensor lies in the same bucket on all of them.
 """
 
+_Way = tuple[tuple[str, ...], Sums | None]
+"""Axes of a sum beside the shard axis, and how it is made; None: its ranks are one."""
+
 
 def build_reduction(setting: Setting, holding: Holding) -> Reduction:
     """The reduction of all gradients of this rank; collective."""
     together: dict[_Alike, list[Held]] = {}
-    leaves_often = _leaves_often(setting, holding)
+    leaves_often, sums = _leaves_often(setting, holding), dict[tuple[str, ...], Sums | None]()
     for held in holding.held.values():
         chunk = held.chunk if leaves_often else 0
         alike = held.sums, held.holders, tuple(sorted(held.computes.axes)), chunk
         together.setdefault(alike, []).append(held)
-    sums = _sums(setting)
+    axes_of = {alike: _summed_axes(setting, alike, members[0]) for alike, members in together.items()}
     built: list[tuple[list[Held], Reduction]] = []
     for number, (alike, members) in enumerate(sorted(together.items())):
-        name = f"{number}/" if number else ""
-        built.append((members, _one(setting, holding, sums, alike, members, name)))
+        axes, name = axes_of[alike], f"{number}/" if number else ""
+        if axes not in sums:
+            sums[axes] = _sums(setting, axes)
+        built.append((members, _one(setting, holding, (axes, sums[axes]), alike, members, name)))
     if not built:  # all that this rank holds is frozen
         return _alone(setting, {}, counts=True)
     if len(built) == 1:
@@ -63,16 +68,15 @@ def build_reduction(setting: Setting, holding: Holding) -> Reduction:
 
 
 def _one(
-    setting: Setting, holding: Holding, sums: Sums | None, alike: _Alike, members: Sequence[Held], name: str
+    setting: Setting, holding: Holding, way: _Way, alike: _Alike, members: Sequence[Held], name: str
 ) -> Reduction:
-    _require_summed(alike, members[0])
-    counts = members[0].counts
+    counts, (axes, sums) = members[0].counts, way
     tensors = {held.computes: holding.computes[held.computes] for held in members}
     parts = {held.computes: held.parts for held in members}
     leaves_often = _leaves_often(setting, holding)
     inner: Reduction
-    if leaves_often and {*alike[0]} == {*DATA_AXES}:
-        ways = _ways(setting, holding)
+    if leaves_often and not _met_over(alike):
+        ways = _ways(setting, holding, axes)
         inner = setting.pieces.scatterer(tensors, parts, ways, setting.bucket_bytes, counts=counts, name=name)
     elif sums is not None:
         inner = setting.pieces.reducer(tensors, parts, sums, setting.bucket_bytes, counts=counts, name=name)
@@ -83,30 +87,38 @@ def _one(
     return inner
 
 
-def _meet_first(setting: Setting, alike: _Alike) -> Iterator[Group]:
-    """The ranks of a replica that have a part each of these gradients."""
+def _met_over(alike: _Alike) -> set[str]:
+    """Axes along which the ranks of a replica put their parts of these gradients together first."""
     axes, holders, *_ = alike
-    if holders:
-        yield setting.mesh.among("pipeline", holders)
-    if "tensor" in axes:
+    return ({"pipeline"} if holders else set()) | ({"tensor"} & {*axes})
+
+
+def _meet_first(setting: Setting, alike: _Alike) -> Iterator[Group]:
+    if alike[1]:
+        yield setting.mesh.among("pipeline", alike[1])
+    if "tensor" in _met_over(alike):
         yield setting.mesh.axes["tensor"]
 
 
-def _require_summed(alike: _Alike, first: Held) -> None:
-    """Gradients are summed over the ranks that hold the same piece, and over no others.
+def _summed_axes(setting: Setting, alike: _Alike, first: Held) -> tuple[str, ...]:
+    """Over which axes a gradient is summed beside the shard axis, in the order of the mesh.
+
+    Gradients are summed over the ranks that hold the same piece, and over no others.
 
     Raises:
-        StrategyError: a cut asks for a sum over an axis that no reduction sums over.
+        StrategyError: a cut asks for a sum over ranks that hold other pieces, or for one that nobody makes.
     """
-    axes, holders, cut_by, *_ = alike
-    known = {*DATA_AXES, "pipeline"} if holders else {*DATA_AXES}
-    known |= ({"tensor"} & {*axes}) - {*cut_by}  # who has another part must not add it
-    if {*axes} != known:
+    axes, cut_along, met = alike[0], alike[2], _met_over(alike)
+    always = {*DATA_AXES}
+    made = always if setting.recipe.is_ordered else {*AXES} - {"pipeline", "tensor"}
+    apart = {*axes} & {*cut_along} - {"pipeline"}  # who has another part must not add it
+    if apart or not always <= {*axes} - met <= made:
+        why = f"ranks along {', '.join(apart)} hold other pieces" if apart else "no reduction does that"
         raise StrategyError(
-            f"the gradient of '{first.computes.name}' is to be summed over {', '.join(axes)},"
-            f" and is summed over {', '.join(sorted(known))}",
-            next_step="a cut along an axis whose ranks hold the same needs a reduction over it",
+            f"the gradient of '{first.computes.name}' is to be summed over {', '.join(axes)}, and {why}",
+            next_step="a cut sums over axes whose ranks hold the same, and over replica and shard always",
         )
+    return tuple(axis for axis in AXES if axis in axes and axis not in {"shard", *met})
 
 
 def _alone(setting: Setting, tensors: Mapping[Slot, Tensor], counts: bool) -> Reduction:
@@ -116,13 +128,14 @@ def _alone(setting: Setting, tensors: Mapping[Slot, Tensor], counts: bool) -> Re
     return LocalReducer(tensors, counts)
 
 
-def _sums(setting: Setting) -> Sums | None:
-    """How buckets are summed over the ranks that run samples of their own; None: there is one."""
+def _sums(setting: Setting, axes: Sequence[str]) -> Sums | None:
+    """How buckets are summed over the shard axis and others; None: there is one rank."""
     mesh, data = setting.mesh, setting.mesh.data
-    if data.size == 1:
+    shard, rest = mesh.axes["shard"], mesh.over(axes)
+    if shard.size * rest.size == 1:
         return None
     if not setting.recipe.is_ordered:
-        return InAnyOrder(setting.collective(mesh.axes["shard"]), setting.collective(mesh.replica))
+        return InAnyOrder(setting.collective(shard), setting.collective(rest))
     blocks = [split(setting.shards, data.size, rank) for rank in range(data.size)]
     dealt = Dealt([cover(block) for block in blocks], data, mesh.replica)
     path = setting.collective(data)
@@ -140,12 +153,12 @@ def _leaves_often(setting: Setting, holding: Holding) -> bool:
     return holding.frees and not recipe.is_ordered and recipe.strategy.form.exact
 
 
-def _ways(setting: Setting, holding: Holding) -> Ways:
+def _ways(setting: Setting, holding: Holding, axes: Sequence[str]) -> Ways:
     """On a process group of its own: a rank fills up with zeros for one group of slots after another."""
     shard = setting.mesh.axes["shard"]
     return Ways(
         setting.collective(replace(twin_group(shard, "scatter"), name=shard.name)),
-        setting.collective(setting.mesh.replica),
+        setting.collective(setting.mesh.over(axes)),
         shard,
         setting.net,
         waits=not holding.use.in_backward,

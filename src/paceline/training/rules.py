@@ -17,7 +17,7 @@ from paceline.data import LockstepWork, Work, split
 from paceline.errors import StrategyError
 from paceline.layout import Holding
 from paceline.layout.pipeline import Pipeline
-from paceline.mesh import Group
+from paceline.mesh import DATA_AXES, Group
 from paceline.slot import Slot
 from paceline.state import TrainState
 from paceline.sync import EveryStep, InnerState, LocalRounds, Outer, Rule
@@ -105,7 +105,8 @@ def diloco(setting: Setting, layout: Layout, state: TrainState) -> Rule:
 
 def _keep_residuals(setting: Setting, reducer: Reduction, holding: Holding, state: TrainState) -> None:
     if setting.recipe.strategy.feeds_back:
-        state.keepers["residual"] = Residuals(reducer, holding.computes, setting.mesh.data)
+        coders = setting.mesh.over([*DATA_AXES, *holding.summed_over])
+        state.keepers["residual"] = Residuals(reducer, holding.computes, coders)
 
 
 def served(setting: Setting, layout: Layout, state: TrainState, policy: Policy) -> Rule:

@@ -37,7 +37,7 @@ Tensors = Mapping[str, Tensor]
 UNIT_ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
 _U = UNIT_ROUNDOFF["fp32"]
 _KERNEL_SLACK = 8  # roundings of one kernel that may split its loop by the alignment of its input
-_OTHER_KERNELS_SLACK = 64  # compiled or fused kernels round between other operations
+_OTHER_KERNELS_SLACK = 64  # compiled kernels, and sums in parts, round between other operations
 _MULTIPLIER_SLACK = 16  # roundings of what is divided, clipped and stored
 _PROBABLE = 8  # standard deviations of a sum of rounding errors
 _FIRST_ORDER = 8  # what the second order of an update may add to the first
@@ -80,11 +80,13 @@ class Kernels:
         compute: type of the arithmetic.
         reordered: a rank adds parts of products in another order than one process, so that terms that cancel
             in a bias round otherwise; its bound goes by the largest gradient of its module.
+        in_parts: what a shard adds over positions is added in parts, each with its roundings.
     """
 
     same: bool
     compute: str
     reordered: bool = False
+    in_parts: bool = False
 
     def gradient_bounds(
         self, magnitudes: Tensors, roundoffs: Mapping[str, float], num_shards: int, count: float
@@ -101,7 +103,7 @@ class Kernels:
             sizes = _by_module(sizes)
         for name in magnitudes:
             u = roundoffs[name]
-            inside = _KERNEL_SLACK * u
+            inside = (_OTHER_KERNELS_SLACK if self.in_parts else _KERNEL_SLACK) * u
             if not self.same:
                 inside = _OTHER_KERNELS_SLACK * max(u, UNIT_ROUNDOFF[self.compute])
             found[name] = (2 * num_shards * u + inside) * sizes[name] / count + _TINY

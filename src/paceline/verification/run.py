@@ -54,10 +54,11 @@ class Verifier:
         self.oracle_state = TrainState(hold_whole(oracle.model), oracle.optimizer)
         self.report = Report(str(session.recipe.strategy), session.cluster.world_size)
         recipe = session.recipe
+        compute = recipe.precision.compute
+        reordered, in_parts = (session.mesh.axes[axis].size > 1 for axis in ("tensor", "context"))
         same = not recipe.runtime.compile and session.placed.holding.device.type == "cpu"
-        reordered = session.mesh.axes["tensor"].size > 1
-        same = same and not (reordered and recipe.precision.compute != "fp32")  # halves round other parts
-        self.kernels = Kernels(same, recipe.precision.compute, reordered)
+        same = same and (compute == "fp32" or not (reordered or in_parts))  # halves round other parts
+        self.kernels = Kernels(same, compute, reordered, in_parts)
         self.previous: Tensors | None = None
         self.record = WholeRecord()
         self.now: Mapping[str, Tensor] = {}

@@ -14,7 +14,6 @@ from paceline.recipe.support import Support, num_ranks
 from tests.unit.recipe.test_strategy import draw
 
 NOT_BUILT: dict[str, Any] = {
-    "context": 2,
     "sync": "federated:10",
     "route": "server",
 }
@@ -35,6 +34,7 @@ WORKS = {
     "3d",
     "auto",
     "tensor=2",
+    "context=2",
     "lanes=2",
     "sync=every-step",
     "sync=local:8",
@@ -265,7 +265,7 @@ def test_the_nearest_keeps_the_processes_and_what_is_asked_for(text: str) -> Non
 @pytest.mark.parametrize(
     ("text", "processes", "nearest"),
     [
-        ("shard=2 zero=2 context=2", 4, "replicas=2 shard=2 zero=2"),
+        ("shard=2 zero=2 context=2 pipeline=2", 8, "replicas=2 shard=2 zero=2 pipeline=2"),
         ("pipeline=2 lanes=2 schedule=interleaved:2", 4, "replicas=4 pipeline=2 lanes=2"),
         ("shard=2 zero=3 lanes=2", 4, "replicas=2 shard=2 zero=3"),
         ("servers=1 sync=backup:1 route=tree", 4, "replicas=3 servers=1 sync=backup:1"),
@@ -282,12 +282,9 @@ def test_the_nearest_gives_up_what_does_not_go(text: str, processes: int, neares
 def test_resolve_returns_the_strategy_or_raises_with_reason_and_nearest() -> None:
     assert resolve(Strategy.parse("ddp"), processes=2, shards=8) == Strategy(replicas=2)
     with pytest.raises(StrategyError) as caught:
-        resolve(Strategy.parse("zero2 context=2"), processes=4, shards=2)
-    assert "context=2 is not built yet" in caught.value.what
-    assert (
-        caught.value.where
-        == 'strategy "replicas=all shard=2 zero=2 context=2 sync=every-step" on 4 processes'
-    )
+        resolve(Strategy.parse("zero2 sync=federated:10"), processes=4, shards=2)
+    assert "sync=federated:10 is not built yet" in caught.value.what
+    assert caught.value.where == 'strategy "replicas=all shard=2 zero=2 sync=federated:10" on 4 processes'
     assert (
         caught.value.next_step
         == 'the nearest that works is "replicas=1 shard=2 zero=2 tensor=2 sync=every-step" on 4 processes'

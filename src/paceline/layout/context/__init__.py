@@ -1,0 +1,5 @@
+"""Context: sequences are split over ranks by positions, and attention goes over all of them."""
+
+from paceline.layout.context.sequences import SplitSequences
+
+__all__ = ["SplitSequences"]

@@ -1,0 +1,179 @@
+"""Sequences split over ranks: every step is that of the oracle, which never splits one.
+
+Mutation twins: positions that begin at 0 on every rank, a loss that is counted on every rank. Those of the
+ring are in tests/dist/test_ring_attention.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paceline.cluster import Cluster
+from paceline.errors import RecipeError, StrategyError, TaskError
+from paceline.layout.context import attention
+from paceline.layout.context.attention import OverAllRanks
+from paceline.models import positions
+from paceline.recipe import Recipe, Strategy
+from paceline.task import Loss
+from paceline.tasks.byte_gpt import next_token_loss
+from paceline.testing import run_ranks
+from paceline.testing.parity import CPU, make_task, session_of
+from paceline.training import build_session, check_sequences, evaluate
+from paceline.verification import compare_with_oracle
+
+STEPS = 20
+
+
+def recipe(strategy: str, **options: Any) -> Recipe:
+    """21 positions, which no number of ranks here divides."""
+    settings: dict[str, Any] = {
+        "task": "byte-gpt",
+        "options": {"layers": 2, "width": 48, "heads": 6, "context": 21, "dropout": 0.1, "sample_tokens": 0}
+        | {"train_tokens": 20_000, "held_out_tokens": 400}
+        | options,
+        "steps": STEPS,
+        "batch": {"size": 9, "shards": 2},
+        "optimizer": {"name": "adamw", "lr": 3e-3, "clip_norm": 0.1, "weight_decay": 0.1},
+        "schedule": {"decay": "cosine", "warmup_steps": 4},
+        "strategy": Strategy.parse(strategy),
+    }
+    return Recipe(**settings)
+
+
+def verified(cluster: Cluster, of: Recipe) -> str:
+    report = compare_with_oracle(of, make_task(of), cluster, CPU, of.steps or 0)
+    return "" if report.ok and report.steps == of.steps else f"{report.failure} {report.diagnosis}"
+
+
+def score(cluster: Cluster, of: Recipe) -> tuple[float, float]:
+    found = evaluate(session_of(cluster, of))
+    assert found is not None
+    return found.loss, found.num_items
+
+
+TWO = {
+    "rotary, by heads": {},
+    "learned, around the ring": {"positions": "learned", "heads": 3},
+}
+
+
+@pytest.mark.capability("Z1", "Z2")
+def test_two_ranks_train_as_one_process() -> None:
+    """Losses, gradients, norm and parameters of 20 AdamW steps, and an evaluation; and what is refused."""
+
+    def both(cluster: Cluster) -> tuple[list[str], tuple[float, float]]:
+        found = [verified(cluster, recipe("replicas=1 context=2", **options)) for options in TWO.values()]
+        return found, score(cluster, recipe("replicas=1 context=2"))
+
+    loss, items = score(Cluster.single(), recipe("replicas=1"))
+    for found, (mine, counted) in run_ranks(both, 2):
+        assert found == [""] * len(TWO)
+        assert counted == items and abs(mine - loss) <= 1e-6 * loss
+
+
+PRODUCTS = {
+    "replicas=1 context=3": 3,
+    "replicas=1 context=4": 4,
+    "replicas=2 context=2": 4,
+    "replicas=1 context=2 tensor=2": 4,
+    "replicas=1 context=2 shard=2 zero=1": 4,
+    "replicas=1 context=2 shard=2 zero=2": 4,
+    "replicas=1 context=2 shard=2 zero=3": 4,
+    "replicas=1 context=2 shard=2 zero=3 route=native": 4,
+    "replicas=2 context=2 shard=2 zero=2": 8,
+    "replicas=1 context=2 shard=2 zero=1 tensor=2": 8,
+}
+
+
+@pytest.mark.soak
+@pytest.mark.capability("Z1", "Z2")
+@pytest.mark.parametrize("strategy", PRODUCTS)
+@pytest.mark.parametrize("options", TWO.values(), ids=list(TWO))
+def test_products_train_as_one_process(strategy: str, options: dict[str, Any]) -> None:
+    assert run_ranks(verified, PRODUCTS[strategy], recipe(strategy, **options)) == [""] * PRODUCTS[strategy]
+
+
+@pytest.mark.soak
+@pytest.mark.capability("Z1", "C3", "J1")
+@pytest.mark.parametrize("changes", [{"memory": {"recompute": "blocks"}}, {"precision": {"compute": "bf16"}}])
+def test_recomputed_and_in_bf16(changes: dict[str, Any]) -> None:
+    assert run_ranks(verified, 2, recipe("replicas=1 context=2").replace(**changes)) == ["", ""]
+
+
+def begins_at_zero(self: OverAllRanks, x: Tensor, dim: int) -> Tensor:
+    """The positions of a model that does not know that it sees a part."""
+    return torch.arange(x.shape[dim], device=x.device)
+
+
+def counted_on_both(model: nn.Module, batch: Any) -> Loss:
+    """A loss whose every part counts the items of the whole."""
+    found = next_token_loss(model, batch)
+    return Loss(found.total, found.count * (2 if isinstance(batch, tuple) else 1))
+
+
+@pytest.mark.capability("Z2")
+def test_broken_twins_are_found() -> None:
+    """Before the first step, and by verification if nobody had asked then."""
+
+    def broken(cluster: Cluster) -> list[bool]:
+        of, found = recipe("replicas=1 context=2", positions="learned").replace(steps=2), list[bool]()
+        task = make_task(of)
+        at_zero = {**attention._INSTEAD, positions: begins_at_zero}
+        for instead, loss, why in (
+            (at_zero, task.loss, "returns something else than on the whole"),
+            (attention._INSTEAD, counted_on_both, "the count of the loss of the first sample"),
+        ):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(attention, "_INSTEAD", instead)
+                with pytest.raises(TaskError, match=why):
+                    build_session(of, replace(make_task(of), loss=loss), cluster, CPU)
+                patch.setattr(check_sequences, "_require_equal", lambda *args: None)
+                twin = replace(make_task(of), loss=loss)
+                found.append(compare_with_oracle(of, twin, cluster, CPU, 2).ok)
+        return found
+
+    assert run_ranks(broken, 2) == [[False, False]] * 2
+
+
+class Mixed(nn.Module):
+    """Looks at the position before in another way than by attention."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.embed, self.how = nn.Embedding(256, 8), how
+        self.norm = nn.BatchNorm1d(8)
+        self.conv = nn.Conv1d(8, 8, 3, padding=1)
+        self.head = nn.Linear(8, 256)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens).mT
+        return self.head((self.norm if self.how == "norm" else self.conv)(x).mT)
+
+
+def test_a_model_that_mixes_positions_is_refused_by_name() -> None:
+    def refused(cluster: Cluster) -> list[str]:
+        found = []
+        of = recipe("replicas=1 context=2")
+        for how in ("norm", "conv", "nothing"):
+            task = replace(make_task(of), model=Mixed(how), initialize=None, stages=None)
+            if how == "nothing":
+                task = replace(task, sequence=None)
+            with pytest.raises((TaskError, StrategyError)) as caught:
+                build_session(of, task, cluster, CPU)
+            found.append(caught.value.what)
+        return found
+
+    for norm, conv, nothing in run_ranks(refused, 2):
+        assert "changes the buffer 'norm.running_mean'" in norm
+        assert "returns something else than on the whole" in conv
+        assert "nothing says where the positions" in nothing
+
+
+def test_reproducible_is_refused_for_what_the_cut_says_of_itself() -> None:
+    with pytest.raises(RecipeError, match="context=1 with reproducible, found context=2: what is added over"):
+        Recipe(**{**recipe("replicas=1 context=2").model_dump(), "reproducible": True})

@@ -14,7 +14,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from paceline._version import VERSION
-from paceline.errors import PacelineError
+from paceline.errors import MemoryLimitError, PacelineError
 
 _REST = {"allow_extra_args": True, "ignore_unknown_options": False, "allow_interspersed_args": False}
 _ANY = {**_REST, "ignore_unknown_options": True}
@@ -185,20 +185,29 @@ def main() -> None:
         finally:
             sys.stdout.flush()
     except PacelineError as error:
-        _tell(error)
-        sys.exit(error.exit_code)
+        told = _explained(error) or error
+        _tell(told)
+        sys.exit(told.exit_code)
     except OSError as error:
         from paceline.cli.console import forget_output
 
-        _tell(_refused(error))
+        told = _explained(error) or _refused(error)
+        _tell(told)
         forget_output()
-        sys.exit(_refused(error).exit_code)
+        sys.exit(told.exit_code)
 
 
 def _tell(error: PacelineError) -> None:
     from paceline.cli.console import fail
 
     fail(error)
+
+
+def _explained(error: Exception) -> PacelineError | None:
+    """Memory or open files that are used up, whatever could not be done without them."""
+    from paceline.launch.advice import explain
+
+    return None if isinstance(error, MemoryLimitError) else explain(error)
 
 
 def _refused(error: OSError) -> PacelineError:

@@ -81,7 +81,7 @@ WHOLE = {"all_reduce": 2 * 2 * 2 + 3, "all_gather": 1}
 before the logits, one of the losses, whose largest logits are gathered."""
 
 
-@pytest.mark.capability("Z1", "Z2")
+@pytest.mark.capability("C4", "C5", "J10", "Z1", "Z2")
 def test_three_heads_on_two_ranks_are_those_of_one_process() -> None:
     """One sum a branch and direction, and those of the vocabulary."""
 
@@ -134,7 +134,7 @@ OTHERS: dict[str, Callable[[], Task]] = {
 }
 
 
-@pytest.mark.capability("Z1", "Z2")
+@pytest.mark.capability("C5", "Z1", "Z2")
 def test_models_of_others_run_by_the_plans_that_ship() -> None:
     pytest.importorskip("transformers")
 
@@ -182,3 +182,40 @@ def test_a_checkpoint_by_heads_is_that_of_one_process_and_back(tmp_path: Path) -
             assert not ends or begins.keys() == ends.keys()
             assert all(torch.equal(begins[name], value) for name, value in ends.items())
         ends = found[0][1]
+
+
+@pytest.mark.capability("C9")
+def test_halves_learn_as_floats_do_and_all_ranks_leave_out_an_overflow() -> None:
+    """Weights stay float32; a scale that overflows is halved on all ranks in the same steps."""
+
+    def losses(cluster: Cluster, **precision: Any) -> tuple[list[float], int, set[torch.dtype]]:
+        session = session_of(cluster, recipe("replicas=1 tensor=2", steps=20, precision=precision))
+        found = [stats.loss for stats in session.rounds()]
+        return found, session.state.updates, {p.dtype for p in session.placed.holding.updates.values()}
+
+    def both(cluster: Cluster) -> list[tuple[list[float], int, set[torch.dtype]]]:
+        high = {"compute": "fp16", "init_scale": 2.0**24}
+        return [losses(cluster, compute="fp32"), losses(cluster, compute="bf16"), losses(cluster, **high)]
+
+    first, second = run_ranks(both, 2)
+    (floats, updates, _), (halves, _, types), (_, scaled, _) = first
+    assert updates == 20 and types == {torch.float32}
+    assert max(abs(a / b - 1) for a, b in zip(halves, floats, strict=True)) < 0.02
+    assert 0 < scaled < 20 and [one[1] for one in second] == [one[1] for one in first]
+
+
+def test_a_whole_copy_of_a_cut_model_is_the_model_as_it_was() -> None:
+    """What is sampled from, or given to the user, runs on one rank alone."""
+
+    def logits(cluster: Cluster, strategy: str) -> torch.Tensor:
+        session = session_of(cluster, recipe(strategy))
+        model = session.complete().eval()
+        found = torch.zeros(0)
+        if cluster.global_rank == 0:
+            with torch.no_grad():
+                found = model(torch.arange(12).view(1, 12))
+        assert isinstance(found, torch.Tensor)
+        return found
+
+    cut, whole = run_ranks(logits, 2, "replicas=1 tensor=2")[0], run_ranks(logits, 1, "replicas=1")[0]
+    assert cut.shape == (1, 12, 256) and torch.allclose(cut, whole, atol=1e-6)

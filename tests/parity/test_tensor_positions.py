@@ -47,7 +47,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[], Task] | None]] = {
 }
 
 
-@pytest.mark.capability("E2", "Z1", "Z2")
+@pytest.mark.capability("E2", "J10", "Z1", "Z2")
 def test_blocks_cut_by_positions_are_those_of_one_process() -> None:
     """Fifteen positions on two ranks, with dropout."""
     pytest.importorskip("transformers")

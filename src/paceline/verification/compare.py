@@ -78,8 +78,8 @@ class Kernels:
     Args:
         same: both sides run the same kernels on the same shapes, so that a shard has the same bits.
         compute: type of the arithmetic.
-        reordered: a rank adds parts of products in another order than one process, so that terms that cancel
-            in a bias round otherwise; its bound goes by the largest gradient of its module.
+        reordered: a rank adds parts of products in another order than one process, so that what cancels
+            in a bias rounds otherwise; its bound goes by the largest gradient of its module.
         in_parts: what a shard adds over positions is added in parts, each with its roundings.
     """
 
@@ -103,7 +103,7 @@ class Kernels:
             sizes = _by_module(sizes)
         for name in magnitudes:
             u = roundoffs[name]
-            inside = (_OTHER_KERNELS_SLACK if self.in_parts else _KERNEL_SLACK) * u
+            inside = (_OTHER_KERNELS_SLACK if self.reordered or self.in_parts else _KERNEL_SLACK) * u
             if not self.same:
                 inside = _OTHER_KERNELS_SLACK * max(u, UNIT_ROUNDOFF[self.compute])
             found[name] = (2 * num_shards * u + inside) * sizes[name] / count + _TINY

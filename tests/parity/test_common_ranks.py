@@ -20,11 +20,12 @@ from paceline.training import arrange
 from paceline.verification import compare_with_oracle
 
 
-def build() -> Task:
-    """All tensor ranks see the same in BatchNorm. No bias before it: its gradient would be zero."""
+def build(zero_gradient: bool = False) -> Task:
+    """All tensor ranks see the same in BatchNorm. A bias right before one has a gradient of zero."""
     torch.manual_seed(0)
+    norm = [nn.BatchNorm1d(4)] if zero_gradient else []
     pair = [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)]
-    model = nn.Sequential(nn.BatchNorm1d(6), *pair, nn.Tanh(), nn.Linear(4, 2))
+    model = nn.Sequential(nn.BatchNorm1d(6), *pair, *norm, nn.Tanh(), nn.Linear(4, 2))
 
     def loss(model: nn.Module, x: Tensor) -> Loss:
         return Loss((model(x) - 1).square().sum(), len(x))
@@ -56,6 +57,20 @@ def test_running_statistics_move_once_however_many_ranks_compute_them(strategy: 
 
     assert all(ok for ok, _ in run_ranks(verified, ranks, False))
     assert not any(ok for ok, _ in run_ranks(verified, ranks, True))
+
+
+@pytest.mark.capability("Z2")
+def test_a_gradient_that_is_zero_but_for_rounding_raises_no_alarm() -> None:
+    """Ranks add up a product in parts, so no digit of it agrees with the oracle's; bounds stay sharp."""
+
+    def verified(cluster: Cluster) -> tuple[bool, float, str]:
+        report = compare_with_oracle(recipe("replicas=1 tensor=2"), build(True), cluster, CPU, 4)
+        bounds = [f.bound for f in report.worst.values() if f.quantity == "gradient"]
+        return report.ok, max(bounds), str(report.failure)
+
+    for ok, widest, failure in run_ranks(verified, 2):
+        assert ok, failure
+        assert widest < 1e-4  # gradients are of the size of 1
 
 
 @pytest.mark.capability("E2")

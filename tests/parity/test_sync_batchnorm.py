@@ -15,9 +15,10 @@ from paceline.errors import RecipeError, StrategyError
 from paceline.layout import synced_norm
 from paceline.recipe import Recipe
 from paceline.task import Loss, Task
-from paceline.testing.parity import run_oracle, run_strategy, session_of
+from paceline.testing.parity import CPU, run_oracle, run_strategy, session_of
 from paceline.testing.ranks import run_ranks
-from paceline.verification.job import compare_with_oracle
+from paceline.verification import Report, compare_with_oracle
+from paceline.verification.certificate import conclusion
 
 STEPS = 4
 
@@ -104,9 +105,40 @@ def test_gradients_that_stay_on_a_rank_are_found() -> None:
     assert min(run_ranks(with_wrong_backward, 2)) > 1e-3
 
 
-def test_verify_says_that_its_oracle_takes_micro_batches_apart() -> None:
-    with pytest.raises(StrategyError, match="needs them all at once"):
-        compare_with_oracle(recipe(), build(), Cluster.single(), torch.device("cpu"), STEPS)
+def verified(cluster: Cluster, strategy: str, breaks: bool) -> Report:
+    right = synced_norm._Normalize.backward
+
+    def wrong(ctx: Any, dy: Tensor, *unused: Any) -> Any:
+        of_all = ctx.total
+        ctx.total = lambda sums: of_all(sums) * 1.001
+        return right(ctx, dy, *unused)
+
+    if breaks:
+        synced_norm._Normalize.backward = staticmethod(wrong)
+    try:
+        return compare_with_oracle(recipe(strategy), build(), cluster, CPU, STEPS)
+    finally:
+        synced_norm._Normalize.backward = staticmethod(right)
+
+
+@pytest.mark.capability("Z2")
+@pytest.mark.parametrize(("strategy", "world"), [("replicas=3", 3), ("replicas=1 shard=2 zero=1", 2)])
+def test_verify_holds_it_against_one_forward_of_all_samples(strategy: str, world: int) -> None:
+    for report in run_ranks(verified, world, strategy, False):
+        assert report.ok and report.steps == STEPS, conclusion(report)
+    for report in run_ranks(verified, world, strategy, True):  # the twin: a thousandth in one sum
+        assert not report.ok and "gradient of" in " ".join(conclusion(report))
+
+
+def test_verify_says_that_ranks_draw_for_their_own_samples() -> None:
+    task = build()
+    task.model.out = nn.Sequential(nn.Dropout(0.5), task.model.out)
+
+    def refused(cluster: Cluster) -> None:
+        with pytest.raises(StrategyError, match="draws random numbers"):
+            compare_with_oracle(recipe(), task, cluster, CPU, STEPS)
+
+    run_ranks(refused, 2)
 
 
 def test_the_model_is_plain_again_when_the_session_is_closed() -> None:

@@ -9,6 +9,7 @@ a sink that takes them apart, handed on micro-batch by micro-batch.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -21,6 +22,7 @@ from paceline.layout.handing_on import HandingOn
 from paceline.layout.holding import Holding
 from paceline.layout.precision import Precision
 from paceline.layout.seed import seed_micro_batch
+from paceline.layout.steady import Steady
 from paceline.layout.sums import MetricNames, Sums, checked, explained
 from paceline.models.dropout import name_dropouts
 from paceline.observe import Phases
@@ -64,6 +66,8 @@ class Replicate:
         self._loss, self.precision, self._phases = loss, precision, phases
         self._dropouts, self._seeds, self._reports = name_dropouts(holding.model), seeds, reports
         self._counts = counts
+        self._steady, self._is_alone = Steady(holding.computes), seeds and not overlap
+        self._is_watched = True
 
     @property
     def used(self) -> Collection[str]:
@@ -83,6 +87,7 @@ class Replicate:
         self.gradients.begin()
         self.buffers.begin_step()
         self.holding.use.begin()
+        self._is_watched = count > 1 or not self._is_alone  # alone, a forward may do what it likes
         pulled: Iterator[LoadedBatch] = iter(micro_batches)
         for i in range(count):
             with self._phases.during("data"):
@@ -110,7 +115,8 @@ class Replicate:
                 self._dropouts,
                 everything=everything,
             )
-            with self.precision.autocast(), explained(len(loaded.micro_batch.indices)):
+            watching = self._steady.during() if self._is_watched else nullcontext()
+            with watching, self.precision.autocast(), explained(len(loaded.micro_batch.indices)):
                 loss = checked(self._loss(self._model, loaded.batch))
             sums.add(loss)
         with self._phases.during("backward"):

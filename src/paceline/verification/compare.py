@@ -5,7 +5,8 @@ or of float32 if that is coarser; V is the number of shards.
 
 Gradients. Two sums of the same V terms in any two orders differ by at most 2 (V - 1) u times the sum of the
 terms' magnitudes (Higham 2002, section 4.2), whatever cancels in the sum. Each term has the same bits on both
-sides if both run the same kernels; else its own roundings are added.
+sides if both run the same kernels; else its own roundings are added. Where a term itself is computed in
+parts, on several ranks, what may cancel inside it is measured (`noise`).
 
 Norm. A float32 sum of n squares is off by about sqrt(n) u, with a factor of 8 nearly for sure (Higham & Mary
 2019, A new approach to probabilistic rounding error analysis); its root by half of that.
@@ -78,45 +79,38 @@ class Kernels:
     Args:
         same: both sides run the same kernels on the same shapes, so that a shard has the same bits.
         compute: type of the arithmetic.
-        reordered: a rank adds parts of products in another order than one process, so that what cancels
-            in a bias rounds otherwise; its bound goes by the largest gradient of its module.
-        in_parts: what a shard adds over positions is added in parts, each with its roundings.
+        in_parts: a shard is computed by several ranks together.
     """
 
     same: bool
     compute: str
-    reordered: bool = False
     in_parts: bool = False
 
     def gradient_bounds(
-        self, magnitudes: Tensors, roundoffs: Mapping[str, float], num_shards: int, count: float
+        self,
+        magnitudes: Tensors,
+        roundoffs: Mapping[str, float],
+        num_shards: int,
+        count: float,
+        noise: Mapping[str, float],
     ) -> dict[str, float]:
         """Largest error of each mean gradient: (2 V u + roundings inside a term) max(sum |G_s|) / count.
 
         Args:
             magnitudes: sums of |G_s|, by name.
             roundoffs: unit roundoff of each gradient.
+            noise: how far other roundings inside terms were seen to move each, for terms that are computed in
+                parts.
         """
         found = {}
-        sizes = {name: largest(magnitude) for name, magnitude in magnitudes.items()}
-        if self.reordered:
-            sizes = _by_module(sizes)
-        for name in magnitudes:
+        for name, magnitude in magnitudes.items():
             u = roundoffs[name]
-            inside = (_OTHER_KERNELS_SLACK if self.reordered or self.in_parts else _KERNEL_SLACK) * u
+            inside = (_OTHER_KERNELS_SLACK if self.in_parts else _KERNEL_SLACK) * u
             if not self.same:
                 inside = _OTHER_KERNELS_SLACK * max(u, UNIT_ROUNDOFF[self.compute])
-            found[name] = (2 * num_shards * u + inside) * sizes[name] / count + _TINY
+            undecided = _PROBABLE * noise.get(name, 0.0)
+            found[name] = ((2 * num_shards * u + inside) * largest(magnitude) + undecided) / count + _TINY
         return found
-
-
-def _by_module(sizes: Mapping[str, float]) -> dict[str, float]:
-    """The largest of each module."""
-    found: dict[str, float] = {}
-    for name, size in sizes.items():
-        module = name.rpartition(".")[0]
-        found[module] = max(found.get(module, 0.0), size)
-    return {name: found[name.rpartition(".")[0]] for name in sizes}
 
 
 def unit_of(t: Tensor) -> float:

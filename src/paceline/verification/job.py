@@ -82,7 +82,10 @@ def compare_with_oracle(
     recipe = recipe.replace(health=HealthRecipe(), average=AverageRecipe())
     recipe = choose_by_machine(recipe, task, cluster, device)
     shards = num_micro_batches(recipe, cluster.world_size)
-    oracle = build_oracle(recipe, replace(task, model=twin(task.model)), device, shards)
+    at_once = recipe.batch.sync_batchnorm  # statistics of the whole batch are those of one forward of it
+    oracle = build_oracle(recipe, replace(task, model=twin(task.model)), device, 1 if at_once else shards)
+    if at_once and shards > 1:
+        _require_no_draws(oracle)
     mistake = _look_at_task(recipe, oracle, cluster, strict)
     if mistake is not None:
         return Report(str(recipe.strategy), cluster.world_size, failure=mistake[0], diagnosis=mistake[1])
@@ -96,11 +99,18 @@ def _refuse(recipe: Recipe) -> None:
             f"'{recipe.strategy}' is approximate by nature: no step of it is that of one process",
             next_step="verify the same recipe with sync=every-step codec=fp32, and compare losses over seeds",
         )
-    if recipe.batch.sync_batchnorm:
+
+
+def _require_no_draws(oracle: Oracle) -> None:
+    """Ranks draw for their own samples, and the oracle would draw for all of them at once."""
+    (first,) = oracle.work.micro_batches(0)
+    other = replace(first, key=first.key + 1)
+    losses = {float(shard.total) for shard in oracle.shards((first, other))}
+    if len(losses) > 1:
         raise StrategyError(
-            "the oracle runs micro-batches one by one, and batch.sync_batchnorm needs them all at once",
-            next_step="verify the same recipe with batch.sync_batchnorm = false; the sum over ranks is held"
-            " against one forward of all samples by tests/parity/test_sync_batchnorm.py",
+            "with batch.sync_batchnorm the oracle runs all samples at once, and this task draws random"
+            " numbers (dropout, augmentation) for each rank's samples apart",
+            next_step="verify it without what it draws, or with batch.sync_batchnorm = false",
         )
 
 

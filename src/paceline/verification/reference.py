@@ -14,6 +14,7 @@ from paceline.sync import gradient_scale
 from paceline.training import Session
 from paceline.verification.compare import largest
 from paceline.verification.conditioning import Conditioning
+from paceline.verification.noise import rounding_noise
 from paceline.verification.oracle import Oracle, Tensors, Totals, moved
 
 
@@ -26,6 +27,7 @@ class Reference:
         sums: of loss, count, gradients and buffers over all shards.
         norm: of the mean gradient, before the clip; from `finish` on.
         final: gradients as the optimizer got them; from `finish` on.
+        noise: by name of a gradient, see `rounding_noise`; nothing unless it is measured.
         moved: by name of a tensor, see `compare.state_bounds`; from `finish` on.
     """
 
@@ -35,6 +37,12 @@ class Reference:
     norm: float = 0.0
     final: Tensors = field(default_factory=dict)
     moved: dict[str, float] = field(default_factory=dict)
+    noise: dict[str, float] = field(default_factory=dict)
+
+    def measure_noise(self, oracle: Oracle, session: Session, roundoff: float) -> None:
+        """Where ranks compute a shard together; before `finish`."""
+        micro_batches = oracle.work.micro_batches(session.state.step)
+        self.noise = rounding_noise(oracle, micro_batches, _scale(session), self.sums.gradients, roundoff)
 
     def finish(self, oracle: Oracle, state: TrainState, sums: Mapping[str, Tensor], update: int) -> None:
         """Let the oracle divide, clip and update, with the gradients that rank 0 really had.
@@ -62,7 +70,9 @@ def look_up(oracle: Oracle, oracle_state: TrainState, session: Session, before: 
     """The oracle's sums of the step that comes next in the session, from the state before it."""
     tensors = {name: t.detach().clone() for name, t in before.tensors().items()}
     oracle_state.load(tensors, before.scalars())
-    scale = gradient_scale(session.work, session.state, max(1, session.task.num_tokens_per_sample))
-    return Reference(
-        tensors, before.scalars(), oracle.accumulate(oracle.work.micro_batches(session.state.step), scale)
-    )
+    micro_batches = oracle.work.micro_batches(session.state.step)
+    return Reference(tensors, before.scalars(), oracle.accumulate(micro_batches, _scale(session)))
+
+
+def _scale(session: Session) -> float:
+    return gradient_scale(session.work, session.state, max(1, session.task.num_tokens_per_sample))

@@ -23,6 +23,7 @@ from paceline.slot import Piece
 from paceline.state import TrainState
 from paceline.training import Session
 from paceline.verification.compare import (
+    UNIT_ROUNDOFF,
     Kernels,
     compare,
     final_bounds,
@@ -54,11 +55,11 @@ class Verifier:
         self.oracle_state = TrainState(hold_whole(oracle.model), oracle.optimizer)
         self.report = Report(str(session.recipe.strategy), session.cluster.world_size)
         recipe = session.recipe
-        compute = recipe.precision.compute
-        reordered, in_parts = (session.mesh.axes[axis].size > 1 for axis in ("tensor", "context"))
+        compute, axes = recipe.precision.compute, session.mesh.axes
         same = not recipe.runtime.compile and session.placed.holding.device.type == "cpu"
-        same = same and (compute == "fp32" or not (reordered or in_parts))  # halves round other parts
-        self.kernels = Kernels(same, compute, reordered, in_parts)
+        in_parts = recipe.batch.sync_batchnorm or any(axes[axis].size > 1 for axis in ("tensor", "context"))
+        same = same and (compute == "fp32" or not in_parts)  # halves round other parts
+        self.kernels = Kernels(same, compute, in_parts)
         self.previous: Tensors | None = None
         self.record = WholeRecord()
         self.now: Mapping[str, Tensor] = {}
@@ -91,6 +92,8 @@ class Verifier:
         reference = None
         if self.session.is_first:
             reference = look_up(self.oracle, self.oracle_state, self.session, before)
+            if self.kernels.in_parts:
+                reference.measure_noise(self.oracle, self.session, UNIT_ROUNDOFF[self.kernels.compute])
         if next(rounds, None) is None:
             return False
         self.record = record = self._whole_record()
@@ -125,7 +128,9 @@ class Verifier:
             sums = reference.sums
             theirs = {"loss": _scalar(sums.total), "count": _scalar(sums.count)}
             roundoffs = {n: unit_of(g) for n, g in sums.gradients.items()}
-            bounds = self.kernels.gradient_bounds(sums.magnitudes, roundoffs, sums.num_shards, sums.count)
+            bounds = self.kernels.gradient_bounds(
+                sums.magnitudes, roundoffs, sums.num_shards, sums.count, reference.noise
+            )
             scalar_bounds = {"loss": 1e-6 * abs(sums.total) + self._loss_slack(sums.total), "count": 0.0}
             mean = {n: g / sums.count for n, g in sums.gradients.items()}
         self._compare(step, "loss", mine, theirs, scalar_bounds, mine)

@@ -23,6 +23,7 @@ from paceline.layout.pipeline.view import Answers, Call, asked
 from paceline.layout.pipeline.wire import Neighbours
 from paceline.layout.precision import Precision
 from paceline.layout.seed import seed_micro_batch
+from paceline.layout.steady import Steady
 from paceline.layout.sums import Sums, checked, explained
 from paceline.models.dropout import name_dropouts
 from paceline.observe import Phases
@@ -54,7 +55,7 @@ class Passing:
         self.buffers = MicroBatchBuffers(holding.model, reports=reports)
         self.chunks = [Stage(links) for links in cut.chunks]
         self._task, self._cut, self._wire = task, cut, wire
-        self._device = holding.device
+        self._device, self._steady = holding.device, Steady(holding.computes)
         self._precision, self._phases = precision, phases
         self._dropouts, self._seeded = name_dropouts(holding.model), holding.device if seeds else None
 
@@ -77,7 +78,8 @@ class Passing:
         with self._phases.during("forward"):
             self._seed(loaded.micro_batch.key)
             self.buffers.lend()
-            with self._precision.autocast(), explained(len(loaded.micro_batch.indices)):
+            samples = len(loaded.micro_batch.indices)
+            with self._steady.during(), self._precision.autocast(), explained(samples):
                 outputs = self._run_links(action, loaded, arrived, sums, scale, weights, stream)
             self.buffers.take_back(action.micro_batch)
         micro_batch = loaded.micro_batch

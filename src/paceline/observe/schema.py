@@ -120,6 +120,10 @@ _SHARES = {
     "shares": "list: of each replica, how many shards of a batch it runs",
     "seconds": "list: of each, how long a shard has taken it",
 }
+_SWITCH = {
+    "step": "int: index of the first step under another rule",
+    "sync": "str: this rule",
+}
 _LOST = {
     "step": "int: index of the step that was open",
     "reason": "str: how the rank was lost",
@@ -186,6 +190,7 @@ EVENTS: Mapping[str, Event] = MappingProxyType(
         "skip": Event("warning", True, _SKIP),
         "roll-back": Event("warning", True, _ROLL_BACK),
         "lost": Event("warning", True, _LOST),
+        "switch": Event("info", True, _SWITCH),
         "shares": Event("info", True, _SHARES),
         "work": Event("info", False, _WORK),
         "arrivals": Event("debug", False, _ARRIVALS),

@@ -220,6 +220,10 @@ class Recipe(Table):
                 compiles=compiles,
             )
 
+    def under(self, strategy: Strategy) -> Recipe:
+        """This one in a phase of its run; what only other phases read stays."""
+        return self.model_copy(update={"strategy": strategy})
+
     @property
     def is_ordered(self) -> bool:
         """Whether gradients of shards are added in one fixed tree, by one thread each."""

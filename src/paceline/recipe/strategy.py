@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from paceline.errors import RecipeError, StrategyError
 from paceline.recipe.expect import Words
+from paceline.recipe.phases import Phase, as_text, at_step, phases_of, together
 from paceline.recipe.problems import found_instead, refused
 from paceline.recipe.specs import (
     CodecSpec,
@@ -45,7 +46,9 @@ def _check_word(text: str, kind: type[Spec]) -> str:
 
 
 def _check_sync(text: str) -> str:
-    return _check_word(text, SyncSpec)
+    for phase in phases_of(text):
+        _check_word(phase.rule, SyncSpec)
+    return text
 
 
 def _check_codec(text: str) -> str:
@@ -105,7 +108,7 @@ class Strategy(Table):
         default=1, ge=1, description="threads of a process that run shards, or the stages, side by side"
     )
     servers: int = Field(default=0, ge=0, description="further processes that hold state and do not train")
-    sync: Annotated[str, AfterValidator(_check_sync)] = Field(
+    sync: Annotated[str, BeforeValidator(as_text), AfterValidator(_check_sync)] = Field(
         default="every-step", description="when replicas agree"
     )
     balance: Literal["even", "speed"] = Field(
@@ -173,8 +176,13 @@ class Strategy(Table):
 
     @property
     def rule(self) -> SyncSpec:
-        """What its rule is."""
-        return _described(SyncSpec, self.sync)
+        """What its rule is; of several what holds of all."""
+        specs = [_described(SyncSpec, phase.rule) for phase in phases_of(self.sync)]
+        return specs[0] if len(specs) == 1 else together(specs)
+
+    def phase(self, step: int) -> Phase:
+        """The rule of a step, and until when it holds."""
+        return at_step(phases_of(self.sync), step)
 
     @property
     def path(self) -> RouteSpec:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,13 +39,14 @@ from paceline.training.contract import (
     tell_large_batch,
 )
 from paceline.training.debugging import Debugging
-from paceline.training.guard import guard_update
+from paceline.training.guard import guard_update, refuse_health
 from paceline.training.layouts import Layout, place
 from paceline.training.micro_batches import synchronize, tell_before
 from paceline.training.numerics import check_numerics
 from paceline.training.prepare import make_equal, prepare_model, recompute_and_compile
 from paceline.training.reductions import build_norm
 from paceline.training.session import Grounds, Notes, Session
+from paceline.training.switching import enter
 
 
 def build_session(
@@ -78,8 +80,9 @@ def build_session(
     notes = Notes()
     recipe = choose_by_machine(recipe, task, cluster, device, warn=warn, note=notes.add)
     net = Net(recipe.runtime.deadline_seconds, times_calls=device.type == "cpu")
+    refuse_health(recipe.health, strategy)
     setting = Setting(
-        recipe=recipe.replace(strategy=strategy),
+        recipe=recipe.under(strategy.replace(sync=strategy.phase(0).rule)),
         cluster=cluster,
         mesh=Mesh.build(cluster, strategy.degrees),
         net=net,
@@ -111,6 +114,7 @@ def build_session(
         grounds=grounds,
         **arrange(grounds, task, state),
     )
+    session.enter = partial(enter, session, arrange)
     session.listen(task.callbacks)
     return session
 

@@ -18,12 +18,9 @@ def guard_update(step: UpdateStep, setting: Setting, placed: Placed, ear: LossEa
     Args:
         step: changed in place.
         setting: its `note` is told of every step that is left out.
-    Raises:
-        StrategyError: the strategy cannot do what the health section asks for.
     """
     health, strategy = setting.recipe.health, setting.recipe.strategy
     group = _who_steps_together(setting.mesh, strategy)
-    _refuse(health, strategy)
     if group is None:
         return
     watch = Watch(health.spike_factor, health.spike_window)
@@ -41,8 +38,12 @@ def _who_steps_together(mesh: Mesh, strategy: Strategy) -> Group | None:
     return groups.get(strategy.rule.agrees)
 
 
-def _refuse(health: HealthRecipe, strategy: Strategy) -> None:
-    """Under some rules a part of the ranks would go on with a step that others leave out."""
+def refuse_health(health: HealthRecipe, strategy: Strategy) -> None:
+    """Under some rules a part of the ranks would go on with a step that others leave out.
+
+    Raises:
+        StrategyError: the strategy cannot do what the health section asks for.
+    """
     if health.rolls_back and strategy.rule.agrees != "world":
         raise StrategyError(
             f'health: "roll-back" needs sync=every-step, and the strategy is {strategy}',

@@ -39,6 +39,7 @@ def refuse_own_loop(session: Session) -> None:
     reasons = {
         "the layout runs forward and backward of its parts itself": type(placed) is not Replicate,
         "gradients or parameters are here only while a run needs them": session.placed.holding.frees,
+        "the rule changes on the way": session.strategy != session.whole_strategy,
         "the rule deals out micro-batches by itself": type(rule) is not EveryStep,
         "the layout cuts each batch along its sequences": "context" in placed.holding.summed_over,
         "reproducible sums take each micro-batch's gradients apart": recipe.is_ordered,

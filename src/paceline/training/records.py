@@ -85,7 +85,7 @@ def run_record(session: Session) -> dict[str, Any]:
         "step": session.state.step,
         "num_steps": session.num_steps,
         "task": recipe.task,
-        "strategy": str(session.strategy),
+        "strategy": str(session.whole_strategy),
         "ordered": recipe.is_ordered,
         "ranks": session.cluster.world_size,
         "devices": placed.holding.device.type,

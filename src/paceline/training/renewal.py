@@ -114,7 +114,7 @@ def _go_on(session: Session, grounds: Grounds, cluster: Cluster) -> None:
     strategy = resolve(open_ended, processes=cluster.world_size, shards=most, called=called)
     setting = replace(
         grounds.setting,
-        recipe=recipe.replace(strategy=strategy),
+        recipe=recipe.under(strategy),
         cluster=cluster,
         mesh=Mesh.build(cluster, strategy.degrees),
         closers=[],
@@ -123,6 +123,8 @@ def _go_on(session: Session, grounds: Grounds, cluster: Cluster) -> None:
     kept = _take_kept(session.state)
     for name, value in arrange(session.grounds, session.task, session.state).items():
         setattr(session, name, value)
+    for put in session.puts:
+        put()
     for word, tensors in kept.items():
         keeper, source = session.state.keepers[word], InMemory(tensors)
         keeper.load(source.read(keeper.wanted(source.shapes)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,7 +29,7 @@ def files_of(recipe: Recipe, run_dir: Path) -> Files:
 def build_saver(session: Session, run_dir: Path, warn: Callable[[str], None]) -> Saver:
     """A saver for this rank; collective. What a crash has left half-written is removed."""
     files = files_of(session.recipe, run_dir)
-    options, strategy = session.recipe.checkpoint, session.strategy
+    options, strategy = session.recipe.checkpoint, session.whole_strategy
     patience = Patience(options.full_disk_seconds, warn)
     shelf = claim(files, patience) if session.is_first else Shelf(files)
     run = share_text(shelf.run, session.mesh.world, session.net, session.placed.holding.device)
@@ -43,18 +44,25 @@ def build_saver(session: Session, run_dir: Path, warn: Callable[[str], None]) ->
         writers=1 if options.mode == "background" else torch.get_num_threads(),  # the others train on
     )
     saver = Saver(session.state, shelf, _origin(session, run), saving, lambda text: _exchange(session, text))
-    step = session.update_step
-    step.parts = placed_before(step.parts, "step", "settle", lambda record: saver.settle())
-    if session.average is not None:
-        session.average.settle = saver.settle
+    session.settle = saver.settle
+    session.puts.append(partial(_wait_before_updates, session))
+    _wait_before_updates(session)
     return saver
+
+
+def _wait_before_updates(session: Session) -> None:
+    """No update changes what a save in the background still reads."""
+    step = session.update_step
+    step.parts = placed_before(step.parts, "step", "settle", lambda record: session.settle())
+    if session.average is not None:
+        session.average.settle = session.settle
 
 
 def _origin(session: Session, run: str) -> Origin:
     return Origin(
         run=run,
         recipe=to_toml(session.recipe.replace(run_dir=None)),  # as the run folder keeps it
-        strategy=str(session.strategy),
+        strategy=str(session.whole_strategy),
         world_size=session.cluster.world_size,
         versions=_versions(session),
     )
@@ -129,13 +137,19 @@ def _newest_first(
 def _try(session: Session, files: Files, name: str, warn: Callable[[str], None]) -> CheckpointError | None:
     """Load one if every rank can read it; else why not, on every rank."""
     refusal: CheckpointError | None = None
+    other = CheckpointError(f"the checkpoint {name} cannot be read by another rank", where=files.url)
     try:
         found = checkpoint.stored_at(files, name)
+    except CheckpointError as error:
+        refusal = error
+    if session.sum(float(refusal is not None)):
+        return refusal or other
+    session.enter(int(found.scalars["step"]), carries=False)
+    try:
         take_over = session.state.read_from(found, found.scalars)
     except CheckpointError as error:
         refusal = error
     if session.sum(float(refusal is not None)):
-        other = CheckpointError(f"the checkpoint {name} cannot be read by another rank", where=files.url)
         return refusal or other
     differing = differences(found.manifest.origin.versions) if session.recipe.reproducible else ""
     if differing:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -49,6 +49,10 @@ def _has_gaps(holding: Holding) -> bool:
     return any(t.is_meta for t in (*holding.model.parameters(), *holding.model.buffers()))
 
 
+def _stay(*args: Any, **options: Any) -> None:
+    """One rule for the whole run, and nobody reads the state."""
+
+
 @dataclass(frozen=True)
 class Grounds:
     """What a session is made from; with another membership in the setting, what hangs on it is made again.
@@ -81,6 +85,9 @@ class Session:
         averages_rounds: it follows rounds, not updates.
         callbacks: what `fit` calls; see `listen`.
         grounds: what `renew` makes the rest from; None: it cannot.
+        enter: has the session run under the rule of a step; see `switching`.
+        puts: put into the update step again what others than its constructor have put there.
+        settle: waits until nothing reads the state any more.
         stop_reason: why a callback wants the run to end; empty: it does not.
     """
 
@@ -103,6 +110,9 @@ class Session:
     averages_rounds: bool = False
     callbacks: list[Callback] = field(default_factory=list)
     stop_reason: str = ""
+    enter: Callable[..., None] = field(default_factory=lambda: _stay)
+    puts: list[Callable[[], None]] = field(default_factory=list)
+    settle: Callable[[], None] = field(default_factory=lambda: _stay)
     grounds: Grounds | None = None
 
     def listen(self, callbacks: Sequence[Callback]) -> None:
@@ -119,6 +129,11 @@ class Session:
         """Release what the strategy holds besides process groups; the session cannot train afterwards."""
         while self.closers:
             self.closers.pop()()
+
+    @property
+    def whole_strategy(self) -> Strategy:
+        """The strategy with all rules of the run, and its replicas filled in."""
+        return self.strategy.replace(sync=self.recipe.strategy.sync)
 
     @property
     def num_steps(self) -> int:
@@ -146,8 +161,18 @@ class Session:
         Between two rounds the state is consistent: it may be saved, evaluated or left there. After an error
         `abort` makes it so.
         """
+        while self.state.step < self.num_steps:
+            self.enter(self.state.step)
+            last = yield from self._rounds()
+            if last:
+                return
+
+    def _rounds(self) -> Generator[Stats, None, bool]:
+        """The rounds of one rule; returns whether the run is to end."""
         before = self.state.step
-        rounds = self.rule.rounds(self.feed, self.placed, self.update_step)
+        end = self.recipe.strategy.phase(before).until
+        feed = self.feed if end is None else replace(self.feed, num_steps=min(end, self.num_steps))
+        rounds = self.rule.rounds(feed, self.placed, self.update_step)
         for stats in self.debugging.rounds(rounds):
             if self.average is not None and self.averages_rounds:
                 self.average.follow(self.state.step - before)
@@ -156,7 +181,8 @@ class Session:
                 self.mesh = self.mesh.among_left(tuple(ranks()))
             yield self.finished(stats)
             if stats.stops:
-                return
+                return True
+        return False
 
     def finished(self, stats: Stats) -> Stats:
         """With the metrics as they are reported, and the rate of every parameter group."""
@@ -176,6 +202,7 @@ class Session:
 
     def restore(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
         """Go on from a snapshot, taken under this or another strategy or number of ranks; collective."""
+        self.enter(int(scalars["step"]), carries=False)
         self.state.load(tensors, scalars)
 
     def take_over(self, snapshot: Snapshot | None) -> None:

@@ -1,0 +1,50 @@
+"""A session goes on under another rule, in the same processes: what hangs on the rule is made again.
+
+As after a change of members (`renewal`), model, optimizer and data stay where they are, and reduction, guard,
+update step and rule are new. What they go on from is the state as a checkpoint would hold it, taken
+and given back in memory.
+
+Invariant: a run that switches is the run that starts under the second rule from that checkpoint. What both
+rules keep (inner optimizers of replicas, outer momentum, what coding has lost) goes on; what the second does
+not know ends; what it alone has begins. Every sample is used once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from paceline.state import TrainState
+from paceline.task import Task
+from paceline.training.session import Grounds, Session
+
+Arrange = Callable[[Grounds, Task, TrainState], dict[str, Any]]
+
+
+def enter(session: Session, arrange: Arrange, step: int, *, carries: bool = True) -> None:
+    """Have a session run under the rule of a step; collective, between two rounds. Changes the session.
+
+    Args:
+        arrange: makes what hangs on the rule.
+        carries: the state goes on; false: another one is about to be restored.
+    """
+    grounds, strategy = session.grounds, session.strategy
+    rule = session.recipe.strategy.phase(step).rule
+    if rule == strategy.sync or grounds is None:
+        return
+    session.settle()
+    snapshot = session.snapshot() if carries else None
+    session.close()
+    recipe = grounds.setting.recipe.under(strategy.replace(sync=rule))
+    session.grounds = replace(grounds, setting=replace(grounds.setting, recipe=recipe, closers=[]))
+    state = session.state
+    state.keepers.clear()
+    state.alone = False
+    for name, value in arrange(session.grounds, session.task, state).items():
+        setattr(session, name, value)
+    for put in session.puts:
+        put()
+    if carries:
+        session.take_over(snapshot)
+        session.notes.add("switch", {"step": step, "sync": rule})

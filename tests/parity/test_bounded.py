@@ -1,5 +1,6 @@
 """Bounded staleness: nothing too old is applied, S = 0 is every-step, and a run repeats another."""
 
+import json
 import random
 import time
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ import pytest
 
 from paceline.cluster import Cluster
 from paceline.data import Feed
+from paceline.observe.schema import mistakes
 from paceline.recipe import Recipe, Strategy, to_toml
 from paceline.sync.bounded import Bounded
 from paceline.sync.policy import Push, Ticket
@@ -145,6 +147,10 @@ def test_a_recorded_order_of_arrival_is_replayed_to_the_bit(tmp_path: Path) -> N
         assert first.distance(second) == 0.0
         assert first.optimizer.keys() == second.optimizer.keys()
         assert all(bool((second.optimizer[n] == t).all()) for n, t in first.optimizer.items())
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    work = [record for record in records if record["event"] == "work"][-1]
+    assert mistakes(work) == [] and work["taken"] == work["applied"] == 60 * 2
+    assert sum(work["staleness"].values()) == work["applied"]
 
 
 @pytest.mark.capability("I4", "Z1")

@@ -86,6 +86,8 @@ def test_every_field_is_read_outside_the_recipe_room(read: set[tuple[str, str]],
     elsewhere |= {("CheckpointRecipe", "grace_seconds"), ("CheckpointRecipe", "notice")}
     # Read where a server meets its workers; see tests/hostile/test_tls.py.
     elsewhere |= {("SecurityRecipe", "tls")}
+    # Read where the strategy has tensor; see tests/parity/test_tensor.py.
+    elsewhere |= {("Recipe", "tensor")}
     # Read by a server; see tests/parity/test_bounded.py.
     elsewhere |= {("DebugRecipe", "replay_arrivals")}
     # Read where a run goes back; see tests/parity/test_roll_back.py.

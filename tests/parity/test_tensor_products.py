@@ -70,7 +70,7 @@ def wrong_in(cluster: Cluster, cells: list[tuple[str, str]], steps: int) -> dict
     return found
 
 
-@pytest.mark.capability("E1", "Z1", "Z2")
+@pytest.mark.capability("E1", "J11", "Z1", "Z2")
 def test_pairs_of_layouts_and_settings_are_those_of_one_process() -> None:
     for found in run_ranks(wrong_in, 4, PAIRS, 2):
         assert not any(found.values()), found
@@ -90,7 +90,7 @@ def test_every_cell_is_that_of_one_process(layout: str) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.capability("E3", "N3")
+@pytest.mark.capability("E3", "J11", "N3")
 def test_two_by_two_by_two_ends_where_one_process_does(tmp_path: Path) -> None:
     """Twenty steps of AdamW with a clip and a schedule; the checkpoint is read by others."""
 

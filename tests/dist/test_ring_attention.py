@@ -140,6 +140,32 @@ def test_a_broken_ring_is_found(name: str) -> None:
 MULTI_HEAD = torch.nn.MultiheadAttention(4, 2, batch_first=True)
 
 
+def test_a_multi_head_layer_needs_no_change() -> None:
+    """What PyTorch hides in one function is seen; also in evaluation, where it has another path."""
+
+    def off(cluster: Cluster) -> float:
+        layer = torch.nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+        with torch.no_grad():
+            for p in layer.parameters():
+                p.copy_(torch.linspace(-1, 1, p.numel()).view_as(p).cos())
+        x = torch.randn(2, 7, 4, generator=torch.Generator().manual_seed(2))
+        part, mode = over_ranks(cluster, Net())
+        own, worst = part(x, 1), 0.0
+        for training in (True, False):
+            layer.train(training)
+            for causal in (True, False):
+                masks = [torch.nn.Transformer.generate_square_subsequent_mask(n) for n in (7, own.shape[1])]
+                whole, mine = (mask if causal else None for mask in masks)
+                with torch.no_grad():
+                    right = layer(x, src_mask=whole, is_causal=causal)
+                    with mode:
+                        found = layer(own, src_mask=mine, is_causal=causal)
+                worst = max(worst, float((part.take(right, 1) - found).abs().max()))
+        return worst
+
+    assert max(run_ranks(off, 2)) < 1e-5
+
+
 def alone(length: int = 6) -> tuple[Part, OverAllRanks]:
     """The first of two ranks, which nobody hears."""
     part = Part(2, 0)

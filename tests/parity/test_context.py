@@ -19,7 +19,7 @@ from paceline.layout.context import attention
 from paceline.layout.context.attention import OverAllRanks
 from paceline.models import positions
 from paceline.recipe import Recipe, Strategy
-from paceline.task import Loss
+from paceline.task import CutPositions, Loss, Task
 from paceline.tasks.byte_gpt import next_token_loss
 from paceline.testing import run_ranks
 from paceline.testing.parity import CPU, make_task, session_of
@@ -37,7 +37,7 @@ def recipe(strategy: str, **options: Any) -> Recipe:
         | {"train_tokens": 20_000, "held_out_tokens": 400}
         | options,
         "steps": STEPS,
-        "batch": {"size": 9, "shards": 2},
+        "batch": {"size": 9, "shards": 4},
         "optimizer": {"name": "adamw", "lr": 3e-3, "clip_norm": 0.1, "weight_decay": 0.1},
         "schedule": {"decay": "cosine", "warmup_steps": 4},
         "strategy": Strategy.parse(strategy),
@@ -103,6 +103,42 @@ def test_products_train_as_one_process(strategy: str, options: dict[str, Any]) -
 @pytest.mark.parametrize("changes", [{"memory": {"recompute": "blocks"}}, {"precision": {"compute": "bf16"}}])
 def test_recomputed_and_in_bf16(changes: dict[str, Any]) -> None:
     assert run_ranks(verified, 2, recipe("replicas=1 context=2").replace(**changes)) == ["", ""]
+
+
+def llama() -> Task:
+    """Four heads of queries share two of keys."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "initializer_range": 0.1}
+    config = LlamaConfig(vocab_size=64, num_attention_heads=4, num_key_value_heads=2, **sizes)
+
+    def pairs(tokens: Tensor, part: CutPositions) -> dict[str, Tensor]:
+        places = torch.arange(tokens.shape[1] - 1).expand(len(tokens), -1)
+        return {"in": part(tokens[:, :-1], 1), "out": part(tokens[:, 1:], 1), "at": part(places, 1)}
+
+    def loss(model: nn.Module, batch: Any) -> Loss:
+        b = batch if isinstance(batch, dict) else pairs(batch, lambda x, dim: x)
+        mask = torch.ones_like(b["in"])  # without one positions with a gap are taken for two sequences
+        logits = model(input_ids=b["in"], position_ids=b["at"], attention_mask=mask, use_cache=False).logits
+        total = nn.functional.cross_entropy(logits.flatten(0, 1), b["out"].flatten(), reduction="sum")
+        return Loss(total, b["out"].numel())
+
+    data = torch.randint(0, 64, (40, 22), generator=torch.Generator().manual_seed(1))
+    return Task(LlamaForCausalLM(config), list(data), loss, sequence=pairs)
+
+
+@pytest.mark.soak
+@pytest.mark.capability("Z1")
+def test_a_llama_trains_as_one_process() -> None:
+    pytest.importorskip("transformers")
+
+    def run(cluster: Cluster) -> str:
+        of = recipe("replicas=1 context=2").replace(task="own", options={}, steps=6)
+        report = compare_with_oracle(of, llama(), cluster, CPU, 6)
+        return "" if report.ok and report.steps == 6 else str(report.failure)
+
+    assert run_ranks(run, 2) == ["", ""]
 
 
 def begins_at_zero(self: OverAllRanks, x: Tensor, dim: int) -> Tensor:

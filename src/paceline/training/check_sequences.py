@@ -63,7 +63,7 @@ def check_sequences(task: Task, holding: Holding, net: Net, group: Group) -> Non
     farthest = torch.tensor([max(off, default=0.0)], dtype=torch.float64, device=holding.device)
     farthest = net.all_reduce(farthest, group, "max").wait()
     together = net.all_reduce(parts.sums, group).wait()
-    allowed = max(_CLOSE, *(_STEPS * torch.finfo(x.dtype).eps for x in whole.outputs))
+    allowed = max([_CLOSE, *(_STEPS * torch.finfo(x.dtype).eps for x in whole.outputs)])
     _require_equal(float(farthest), whole.sums, together, allowed)
 
 

@@ -7,14 +7,15 @@ and backward pass runs in the compute type.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from paceline.errors import TaskError
@@ -88,9 +89,24 @@ def _recomputing(kind: type[nn.Module]) -> type[nn.Module]:
         plain = partial(kind.forward, self)
         if not torch.is_grad_enabled():
             return plain(*args, **kwargs)
-        return checkpoint(plain, *args, use_reentrant=False, **kwargs)
+        modes = _get_current_function_mode_stack()
+        around: dict[str, Any] = {"context_fn": partial(_as_now, modes)} if modes else {}
+        return checkpoint(plain, *args, use_reentrant=False, **around, **kwargs)
 
     return type(f"Recomputed{kind.__name__}", (kind,), {"forward": forward, "__module__": kind.__module__})
+
+
+def _as_now(modes: Sequence[AbstractContextManager[Any]]) -> tuple[Any, Any]:
+    """What is around the forward, and the same around its repetition: backward runs outside of modes."""
+    return nullcontext(), _inside(modes)
+
+
+@contextmanager
+def _inside(modes: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for mode in modes:
+            stack.enter_context(mode)
+        yield
 
 
 def _module_lists(model: nn.Module) -> Iterable[nn.Module]:

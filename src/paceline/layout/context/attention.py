@@ -2,7 +2,7 @@
 
 `scaled_dot_product_attention` goes over all ranks; `positions`, `KeyedDropout` and PyTorch's dropout see the
 places in the whole sequence. All else sees what it is given. It is a mode of one block of code, so nothing is
-patched and nothing stays; activations that are recomputed in backward are so inside the same block.
+patched and nothing stays; a block that is recomputed in backward is so inside the same mode (`precision`).
 
 Invariant: what cannot be made right is refused by name.
 """

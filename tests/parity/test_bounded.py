@@ -141,7 +141,7 @@ def repeated(cluster: Cluster, folder: Path) -> tuple[Trajectory, Trajectory]:
     return ends[0], ends[1]
 
 
-@pytest.mark.capability("I4", "I3")
+@pytest.mark.capability("I4", "I3", "Z6")
 def test_a_recorded_order_of_arrival_is_replayed_to_the_bit(tmp_path: Path) -> None:
     for first, second in run_ranks(repeated, 3, tmp_path):
         assert first.distance(second) == 0.0

@@ -69,7 +69,7 @@ def all_pairs(cluster: Cluster) -> list[Any]:
     return [both(cluster, first, second) for first, second in PAIRS]
 
 
-@pytest.mark.capability("Z6")
+@pytest.mark.capability("Z1")
 def test_a_run_that_switches_is_the_second_rule_from_that_state() -> None:
     """Inner moments of each replica, outer momentum, rate, dropout and data go on: to the bit."""
     for rank in run_ranks(all_pairs, 2):
@@ -94,7 +94,7 @@ def test_outer_momentum_that_is_lost_would_be_noticed() -> None:
     assert run_ranks(forgetful, 2)[0] > 1e-4
 
 
-@pytest.mark.capability("Z6")
+@pytest.mark.capability("Z1")
 def test_a_list_of_tables_and_a_text_say_the_same() -> None:
     listed = digits([{"until": 6, "rule": "every-step"}, {"rule": "diloco:3"}]).strategy
     assert listed == Strategy.parse("replicas=2 sync=every-step@6,diloco:3")

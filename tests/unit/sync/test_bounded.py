@@ -79,7 +79,7 @@ schedules = {
 }
 
 
-@pytest.mark.capability("I4")
+@pytest.mark.capability("I4", "Z6")
 @given(bound=st.integers(0, 4), **schedules)
 @settings(max_examples=300, deadline=None)
 def test_no_gradient_older_than_the_bound_is_ever_applied(

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from paceline.cluster import Cluster
 from paceline.errors import RecipeError, StrategyError, TaskError
@@ -188,14 +190,20 @@ class Mixed(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens).mT
+        if self.how == "again":
+            return self.head(checkpoint(self.attend, x.mT, use_reentrant=True))
         return self.head((self.norm if self.how == "norm" else self.conv)(x).mT)
+
+    def attend(self, x: Tensor) -> Tensor:
+        q = x[:, None]
+        return F.scaled_dot_product_attention(q, q, q, is_causal=True)[:, 0]
 
 
 def test_a_model_that_mixes_positions_is_refused_by_name() -> None:
     def refused(cluster: Cluster) -> list[str]:
         found = []
         of = recipe("replicas=1 context=2")
-        for how in ("norm", "conv", "nothing"):
+        for how in ("norm", "conv", "again", "nothing"):
             task = replace(make_task(of), model=Mixed(how), initialize=None, stages=None)
             if how == "nothing":
                 task = replace(task, sequence=None)
@@ -204,9 +212,10 @@ def test_a_model_that_mixes_positions_is_refused_by_name() -> None:
             found.append(caught.value.what)
         return found
 
-    for norm, conv, nothing in run_ranks(refused, 2):
+    for norm, conv, again, nothing in run_ranks(refused, 2):
         assert "changes the buffer 'norm.running_mean'" in norm
         assert "returns something else than on the whole" in conv
+        assert "recomputes attention by a reentrant checkpoint" in again
         assert "nothing says where the positions" in nothing
 
 

@@ -9,6 +9,7 @@ Invariant: what cannot be made right is refused by name.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
 
 from paceline.comm import Net
 from paceline.errors import TaskError
@@ -54,6 +56,8 @@ class OverAllRanks(TorchFunctionMode):
         instead = _INSTEAD.get(func)
         if instead is None:
             return func(*args, **(kwargs or {}))
+        if not torch.is_grad_enabled():
+            _require_not_reentrant()
         return instead(self, *args, **(kwargs or {}))
 
     def attend(
@@ -156,6 +160,23 @@ class OverAllRanks(TorchFunctionMode):
             )
         with self:
             return _BODY(*args, **kwargs)
+
+
+def _require_not_reentrant() -> None:
+    """Its repetition in backward runs outside of every mode: each rank would attend to its part alone.
+
+    Raises:
+        TaskError: PyTorch's reentrant checkpoint runs this part of the model.
+    """
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code is CheckpointFunction.forward.__code__:
+            raise TaskError(
+                "the model recomputes attention by a reentrant checkpoint, which context=N does not see",
+                next_step="call torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or leave it out"
+                ' and set memory.recompute = "blocks"',
+            )
+        frame = frame.f_back  # type: ignore[assignment]
 
 
 _GUARD = {"has_torch_function": lambda tensors: False}

@@ -7,7 +7,7 @@ VENV ?= .venv
 RECIPE ?= recipes/byte-gpt.toml
 TESTS ?=
 ARGS ?=
-JOBS ?= 2
+JOBS ?= 3
 TORCH = 2.13.0
 
 BIN = $(VENV)/bin

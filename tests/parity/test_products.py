@@ -235,10 +235,9 @@ def counted_on_every_holder(norm: Norm) -> Norm:
 class Forgetful(Scatterer):
     """Of several micro-batches it keeps the last."""
 
-    def _settle(self) -> None:
-        for bucket in self._buckets:
-            bucket.is_fresh = True
-        super()._settle()
+    def _came(self, scatter: Any, row: Any) -> None:
+        scatter.bucket.is_fresh = True
+        super()._came(scatter, row)
 
 
 class Padded(Scatterer):

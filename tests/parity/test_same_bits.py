@@ -166,7 +166,7 @@ def test_more_shards_than_samples_leave_some_empty() -> None:
 
 
 def plain_sums() -> None:
-    def sums(setting: Setting) -> Sums:
+    def sums(setting: Setting, holding: Any, axes: Any) -> Sums:
         mesh = setting.mesh
         return InAnyOrder(setting.collective(mesh.axes["shard"]), setting.collective(mesh.replica))
 

@@ -73,24 +73,54 @@ LINKS: Mapping[str, Callable[[int], nn.Module]] = {
     "frozen": frozen,
 }
 STRATEGIES: Mapping[int, tuple[str, ...]] = {  # by number of processes
-    1: ("replicas=1", "replicas=1 lanes=2", "replicas=1 lanes=3", "replicas=1 pipeline=2 lanes=2"),
+    1: (
+        *("replicas=1", "replicas=1 lanes=2", "replicas=1 lanes=3", "replicas=1 pipeline=2 lanes=2"),
+        "replicas=1 pipeline=2 lanes=2 schedule=1f1b",
+    ),
     2: (
-        *("replicas=2", "replicas=2 route=native", "replicas=2 lanes=2", "replicas=1 pipeline=2"),
-        *("replicas=1 shard=2 zero=1", "sync=local:1", "servers=1 sync=backup:0"),
+        *("replicas=2", "replicas=2 route=native", "replicas=2 route=ring", "replicas=2 lanes=2"),
+        *("replicas=2 codec=lossless", "replicas=2 route=tree codec=lossless"),
+        *("replicas=1 shard=2 zero=1", "replicas=1 shard=2 zero=2", "replicas=1 shard=2 zero=3"),
+        *("replicas=1 shard=2 zero=2 route=native", "replicas=1 shard=2 zero=3 route=native"),
+        *("replicas=1 shard=2 zero=3 route=ring", "replicas=1 pipeline=2"),
+        *("replicas=1 pipeline=2 schedule=1f1b", "replicas=1 pipeline=2 schedule=interleaved:2"),
+        *("replicas=1 pipeline=2 schedule=zero-bubble", "sync=local:1", "servers=1 sync=backup:0"),
     ),
     3: (
-        *("replicas=3", "replicas=3 route=native", "replicas=1 pipeline=3", "replicas=1 shard=3 zero=1"),
+        *("replicas=3", "replicas=3 route=native", "replicas=3 route=tree", "replicas=3 route=grid"),
+        *("replicas=3 route=recursive-doubling", "replicas=3 route=ring codec=lossless"),
+        *("replicas=1 shard=3 zero=1", "replicas=1 shard=3 zero=2", "replicas=1 shard=3 zero=3"),
+        *("replicas=1 shard=3 zero=2 route=ring", "replicas=1 shard=3 zero=3 route=native"),
+        *("replicas=1 pipeline=3", "replicas=1 pipeline=3 schedule=zero-bubble"),
         *("sync=local:1", "servers=1 sync=backup:0"),
     ),
+    4: (
+        *("replicas=2 shard=2 zero=2", "replicas=2 shard=2 zero=3", "replicas=2 shard=2 zero=3 route=native"),
+        *("replicas=2 pipeline=2", "replicas=2 pipeline=2 schedule=interleaved:2"),
+        *("replicas=2 pipeline=2 schedule=zero-bubble", "replicas=1 shard=2 zero=1 pipeline=2"),
+        *("replicas=1 shard=2 zero=2 pipeline=2", "replicas=1 shard=2 zero=3 pipeline=2 schedule=1f1b"),
+        *("replicas=4 route=hierarchical", "replicas=4 route=recursive-doubling"),
+    ),
 }
+UNORDERED = (
+    "local",
+    "servers",
+    "lossless",
+    "route=ring",
+    "route=tree",
+    "route=grid",
+    "recursive",
+    "hierarch",
+)
+"""Words of what is not to the bit that of one process, or is refused there."""
 
 
 def draw(number: int, processes: int) -> Drawn:
     """A case on so many processes; the same for the same numbers."""
     r = random.Random(f"{number}/{processes}")
     strategy = r.choice(STRATEGIES[processes])
-    alone, served = "local" in strategy, "servers" in strategy
-    same_bits = not (alone or served) and r.random() < 0.4
+    alone = "local" in strategy
+    same_bits = not any(word in strategy for word in UNORDERED) and r.random() < 0.4
     shards = r.randint(6, 9)
     size = r.randint(shards, 20)
     whole_epochs, tail = r.randint(1, 2), r.choice([0, r.randint(1, size - 1)])
@@ -107,7 +137,8 @@ def draw(number: int, processes: int) -> Drawn:
         steps=r.randint(3, 6),
     )
     way = Way(strategy, processes, SAME_BITS if same_bits else {}, chain="pipeline" in strategy, alone=alone)
-    links = tuple(r.choice(list(LINKS)) for _ in range(r.randint(1, 6)))
+    fewest = 2 if "interleaved" in strategy else 1  # two chunks on each of two stages
+    links = tuple(r.choice(list(LINKS)) for _ in range(r.randint(fewest, 6)))
     width = r.randint(3 if "norm" in links else 1, 7)  # the norm of two values is their sign
     return Drawn(number, width, links, whole_epochs * size + tail, plan, way)
 

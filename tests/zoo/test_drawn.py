@@ -34,7 +34,12 @@ def trained(cluster: Cluster, case: Drawn) -> End:
     session = session_of(
         cluster,
         recipe_of(case.plan, case.way),
-        lambda: Task(made.model, made.samples, lambda model, batch: Loss(*made.loss(model, batch))),
+        lambda: Task(
+            made.model,
+            made.samples,
+            lambda model, batch: Loss(*made.loss(model, batch)),
+            blocks=lambda model: [*model][1:-1],
+        ),
     )
     try:
         return ended(session, [stats.loss for stats in session.rounds()])
@@ -53,7 +58,7 @@ def smallest(case: Drawn) -> Drawn:
 
 @pytest.mark.capability("A2", "A11", "N2")
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("processes", [1, 2, 3])
+@pytest.mark.parametrize("processes", [1, 2, 3, pytest.param(4, marks=pytest.mark.soak)])
 @pytest.mark.parametrize(
     "first, number",
     [(0, 12), *(pytest.param(n, MANY, marks=pytest.mark.soak) for n in range(100, 1100, MANY))],

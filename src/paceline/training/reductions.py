@@ -57,7 +57,7 @@ def build_reduction(setting: Setting, holding: Holding) -> Reduction:
     for number, (alike, members) in enumerate(sorted(together.items())):
         axes, name = axes_of[alike], f"{number}/" if number else ""
         if axes not in sums:
-            sums[axes] = _sums(setting, axes)
+            sums[axes] = _sums(setting, holding, axes)
         built.append((members, _one(setting, holding, (axes, sums[axes]), alike, members, name)))
     if not built:  # all that this rank holds is frozen
         return _alone(setting, {}, counts=True)
@@ -128,7 +128,7 @@ def _alone(setting: Setting, tensors: Mapping[Slot, Tensor], counts: bool) -> Re
     return LocalReducer(tensors, counts)
 
 
-def _sums(setting: Setting, axes: Sequence[str]) -> Sums | None:
+def _sums(setting: Setting, holding: Holding, axes: Sequence[str]) -> Sums | None:
     """How buckets are summed over the shard axis and others; None: there is one rank."""
     mesh, data = setting.mesh, setting.mesh.data
     shard, rest = mesh.axes["shard"], mesh.over(axes)
@@ -136,6 +136,8 @@ def _sums(setting: Setting, axes: Sequence[str]) -> Sums | None:
         return None
     if not setting.recipe.is_ordered:
         return InAnyOrder(setting.collective(shard), setting.collective(rest))
+    if holding.use.in_backward:  # meanwhile ranks gather, each as often as it has micro-batches
+        data = replace(twin_group(data, "tree"), name=data.name)
     blocks = [split(setting.shards, data.size, rank) for rank in range(data.size)]
     dealt = Dealt([cover(block) for block in blocks], data, mesh.replica)
     path = setting.collective(data)

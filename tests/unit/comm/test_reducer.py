@@ -179,7 +179,7 @@ def built_for(replica: Group) -> tuple[Reduction, Slot]:
     """What a session reduces with, and the one slot of its model."""
     net, model = Net(), nn.Module()
     model.weight = nn.Parameter(torch.zeros(3))
-    mesh = SimpleNamespace(data=replica, replica=replica, axes={"shard": ALONE})
+    mesh = SimpleNamespace(data=replica, replica=replica, axes={"shard": ALONE}, over=lambda axes: replica)
     setting = SimpleNamespace(
         mesh=mesh,
         net=net,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -168,7 +168,7 @@ def _require_not_reentrant() -> None:
     Raises:
         TaskError: PyTorch's reentrant checkpoint runs this part of the model.
     """
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         if frame.f_code is CheckpointFunction.forward.__code__:
             raise TaskError(
@@ -176,7 +176,7 @@ def _require_not_reentrant() -> None:
                 next_step="call torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or leave it out"
                 ' and set memory.recompute = "blocks"',
             )
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
 
 
 _GUARD = {"has_torch_function": lambda tensors: False}

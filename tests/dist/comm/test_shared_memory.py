@@ -5,7 +5,9 @@ A lost, a late and a strange rank; nothing left.
 
 import gc
 import os
+import queue
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -179,6 +181,31 @@ def test_many_sums_may_be_under_way() -> None:
 
     for found in run_ranks(run, 2):
         assert found == [2.0 * k for k in range(700)]
+
+
+@pytest.mark.capability("G8")
+@pytest.mark.parametrize("world", [2, 3])
+def test_threads_may_wait_side_by_side(world: int) -> None:
+    """One maps memory for further keys while another waits for sums, as on the hierarchical route."""
+
+    def run(cluster) -> list[float]:
+        memory, group, _ = start(cluster, 60.0)
+        waiting: queue.SimpleQueue = queue.SimpleQueue()
+        found: list[float] = []
+
+        def wait() -> None:
+            for _ in range(300):
+                found.append(float(waiting.get().wait(exposed=False).sum()))
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        for number in range(300):
+            waiting.put(memory.reduce_scatter(torch.full((group.size, 4), float(number)), f"key {number}"))
+        thread.join(100.0)
+        return found
+
+    for found in run_ranks(run, world):
+        assert found == [4.0 * world * number for number in range(300)]
 
 
 def test_nothing_is_left_of_a_collective() -> None:

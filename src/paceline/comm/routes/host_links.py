@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import select
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -71,6 +72,8 @@ class _Peer:
 class HostLinks:
     """Connections of one rank with all others of its group, on one host.
 
+    Threads may wait side by side: one of them reads what comes for all, and wakes the others.
+
     Args:
         peers: connected sockets of type SEQPACKET, by global rank.
         group, net: for what errors say, and for the deadline.
@@ -79,6 +82,7 @@ class HostLinks:
     def __init__(self, peers: Mapping[int, socket.socket], group: Group, net: Net) -> None:
         self._peers = [_Peer(rank, s) for rank, s in sorted(peers.items())]
         self._group, self._net = group, net
+        self._turn, self._is_reading = threading.Condition(), False
 
     def tell(self, signal: Signal) -> None:
         """Say something to all.
@@ -118,7 +122,8 @@ class HostLinks:
         expires = time.monotonic() + self._net.deadline_seconds
         for peer in self._peers:
             while not self._sent(peer, data, files):
-                self._await(self._peers, peer, expires)
+                with self._turn:
+                    self._await(self._peers, peer, expires)
 
     def _sent(self, peer: _Peer, data: bytes, files: Sequence[int]) -> bool:
         try:
@@ -131,22 +136,43 @@ class HostLinks:
 
     def _listen(self, has_said: Callable[[_Peer], bool]) -> None:
         expires = time.monotonic() + self._net.deadline_seconds
-        while silent := [peer for peer in self._peers if not has_said(peer)]:
-            if lost := [peer.rank for peer in silent if peer.gone]:
-                raise self._error(f"rank {lost[0]} is gone", _NEXT_STEP)
-            self._await(silent, None, expires)
+        with self._turn:
+            while silent := [peer for peer in self._peers if not has_said(peer)]:
+                if lost := [peer.rank for peer in silent if peer.gone]:
+                    raise self._error(f"rank {lost[0]} is gone", _NEXT_STEP)
+                self._await(silent, None, expires)
 
-    def _await(self, heard: Sequence[_Peer], full: _Peer | None, expires: float) -> None:
-        """Sleep until one of `heard` says something, or `full` takes more; read what was said."""
-        poll = select.poll()
-        by_file = {peer.socket.fileno(): peer for peer in heard if not peer.gone}
-        for file, peer in by_file.items():
-            poll.register(file, select.POLLIN | (select.POLLOUT if peer is full else 0))
-        ready = poll.poll(max(0.0, expires - time.monotonic()) * 1e3)
-        if not ready:
-            raise self._late([peer.rank for peer in heard] if full is None else [full.rank])
-        for file, _ in ready:
-            by_file[file].read()
+    def _await(self, silent: Sequence[_Peer], full: _Peer | None, expires: float) -> None:
+        """Sleep until a peer says something, or `full` takes more; read what was said. The turn is held."""
+        left = max(0.0, expires - time.monotonic())
+        if self._is_reading and full is None:
+            has_come = self._turn.wait(left)
+        else:
+            has_come = self._read(full, left)
+        if not has_come:
+            raise self._late([peer.rank for peer in silent] if full is None else [full.rank])
+
+    def _read(self, full: _Peer | None, seconds: float) -> bool:
+        """Wait without the turn; read for all threads, unless one does so. Whether there was anything."""
+        reads = not self._is_reading
+        self._is_reading = True
+        self._turn.release()
+        try:
+            poll = select.poll()
+            by_file = {peer.socket.fileno(): peer for peer in self._peers if not peer.gone}
+            for file, peer in by_file.items():
+                wanted = (select.POLLIN if reads else 0) | (select.POLLOUT if peer is full else 0)
+                if wanted:
+                    poll.register(file, wanted)
+            ready = poll.poll(seconds * 1e3)
+            for file, _ in ready if reads else ():
+                by_file[file].read()
+        finally:
+            self._turn.acquire()
+            if reads:
+                self._is_reading = False
+                self._turn.notify_all()
+        return bool(ready)
 
     def _error(self, what: str, next_step: str) -> CommunicationError:
         return CommunicationError(what, where=self._where(), next_step=next_step)

@@ -28,7 +28,7 @@ class InCommon:
 
     Args:
         memory: of the ranks that share the parameters.
-    Wire: nothing; a meeting before each run and each evaluation.
+    Wire: nothing; a meeting before each run, and before and after each evaluation.
     """
 
     in_backward = all_run = False
@@ -44,7 +44,9 @@ class InCommon:
         """Nothing comes or goes."""
 
     def end(self) -> None:
-        """Nothing to give back."""
+        """After an evaluation nobody changes the parameters before all have computed with them."""
+        if not torch.is_grad_enabled():
+            self.begin()
 
     def drop(self) -> None:
         """Nothing is under way."""

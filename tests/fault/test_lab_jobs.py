@@ -130,7 +130,7 @@ def test_the_same_seed_writes_the_same_log_of_a_users_own_loop(lab, tmp_path) ->
     assert logs[0] == logs[1] and len(logs[0].splitlines()) >= 3
 
 
-@pytest.mark.capability("G13", "O9")
+@pytest.mark.capability("G13", "G9", "O9")
 def test_bench_link_finds_the_latency_and_the_slower_direction(lab, tmp_path) -> None:
     made = lab(hosts=2, host_links={"h0": Links(up="20mbit", down="200mbit", latency="20ms")})
     found = made.run(["paceline", "bench", "link", "--out", str(tmp_path / "links.json")])
@@ -141,3 +141,17 @@ def test_bench_link_finds_the_latency_and_the_slower_direction(lab, tmp_path) ->
     assert there.line.alpha_seconds >= 0.009  # half of a round trip with 20 ms on one way
     assert there.line.bits_per_second < 22e6 and there.line.bits_per_second < back.line.bits_per_second
     assert profile.all_reduce.alpha_seconds >= 0.009 and len(profile.all_reduce.points) > 3
+    assert {*profile.routes} == {"native", "ring", "tree", "recursive-doubling"}  # two hosts of one rank
+    assert all(line.points[0].seconds >= 0.009 for line in profile.routes.values())
+    file = ["--set", f"runtime.link_profile={tmp_path / 'links.json'}"]
+    for words in (file, []):  # by the file, then measured by the session itself
+        done = made.run(train(tmp_path / f"run{len(words)}", "-n", "2", "--set", "steps=3", *words))
+        said = "\n".join(done.output["h0"])
+        assert done.exit_code == 0 and "route: " in said, said
+        assert ("links.json" in said) == bool(words) and "route=NAME in the strategy" in said
+        records = [
+            json.loads(line)
+            for line in (tmp_path / f"run{len(words)}" / "metrics.jsonl").read_text().splitlines()
+        ]
+        kept = [record for record in records if record["event"] == "route"]
+        assert [record["choice"] in said for record in kept] == [True]

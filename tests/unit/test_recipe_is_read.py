@@ -83,6 +83,8 @@ def test_every_field_is_read_outside_the_recipe_room(read: set[tuple[str, str]],
     elsewhere |= {("RuntimeRecipe", "setup_deadline_seconds")}  # see tests/hostile/test_stuck.py
     # Read where several processes sum; see tests/dist/comm/test_overlap.py.
     elsewhere |= {("RuntimeRecipe", "bucket_bytes")}
+    # Read where several hosts sum; see tests/dist/comm/test_route_by_size.py.
+    elsewhere |= {("RuntimeRecipe", "link_profile")}
     elsewhere |= {("CheckpointRecipe", "grace_seconds"), ("CheckpointRecipe", "notice")}
     # Read where a server meets its workers; see tests/hostile/test_tls.py.
     elsewhere |= {("SecurityRecipe", "tls")}

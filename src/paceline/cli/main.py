@@ -105,7 +105,7 @@ COMMANDS = (
     Command(
         "bench comm",
         "bench:comm",
-        "Measure the all-reduce by every route, and by every codec on the native one (CPU).",
+        "Measure the all-reduce by every route and codec (CPU); with --recipe what codecs do to a task.",
     ),
 )
 GROUPS = {

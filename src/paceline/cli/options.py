@@ -107,10 +107,14 @@ def absolute_paths(recipe: Recipe, base_dir: Path) -> Recipe:
     """The recipe with what it reads as absolute paths, so that it can be resumed from anywhere.
 
     Args:
-        base_dir: of the file of the task. First weights are relative to where the user is, as outputs are.
+        base_dir: of the file of the task. First weights and link profiles are relative to where the user is,
+            as outputs are.
     """
     if recipe.init_from is not None:
         recipe = recipe.replace(init_from=str(Path(recipe.init_from).resolve()))
+    if recipe.runtime.link_profile is not None:
+        place = str(Path(recipe.runtime.link_profile).resolve())
+        recipe = recipe.replace(runtime=recipe.runtime.replace(link_profile=place))
     file, colon, function = recipe.task.partition(":")
     if not file.endswith(".py"):
         return recipe

@@ -20,6 +20,8 @@ from torch import Tensor
 from paceline.comm.cost import cost
 from paceline.comm.link_profile import Line, LinkProfile, Pair, Point, fit_line
 from paceline.comm.net import Net
+from paceline.comm.routes.forecast import Forecast
+from paceline.comm.routes.trial import candidates, try_routes
 from paceline.mesh import Group
 
 _SIZES = (64, 1024, 8192, 65536, 262144, 1 << 20, 4 << 20, 16 << 20)
@@ -48,7 +50,17 @@ def measure_links(net: Net, group: Group, host: str) -> LinkProfile:
     gathered: list[Any] = [None] * group.size
     dist.all_gather_object(gathered, mine, group.handle)
     found = {pair: line for part in gathered for pair, line in part.items()}
-    return LinkProfile(tuple(hosts), tuple(Pair(a, b, found[a, b]) for a, b in sorted(found)), world)
+    pairs = tuple(Pair(a, b, found[a, b]) for a, b in sorted(found))
+    return LinkProfile(tuple(hosts), pairs, world, _measure_routes(net, group).lines)
+
+
+def _measure_routes(net: Net, group: Group) -> Forecast:
+    """An all_reduce by every route that messages can take."""
+    routes = candidates(net, group)
+    try:
+        return try_routes(routes, net, group, _SIZES)
+    finally:
+        routes.close()
 
 
 def _measure_pair(source: int, target: int, net: Net, group: Group) -> Line | None:
@@ -173,6 +185,15 @@ def render(profile: LinkProfile) -> Sequence[str]:
         algbw, busbw = bandwidths(point, world)
         times = f"{point.seconds * 1e3:>9.3f} ms{algbw / 1e6:>9.1f} Mbit/s{busbw / 1e6:>9.1f} Mbit/s"
         lines.append(f"{size:>10,.0f} bytes{times}")
+    return [*lines, *_render_routes(profile)]
+
+
+def _render_routes(profile: LinkProfile) -> Sequence[str]:
+    """Alpha and beta of every route, over its longest way, and what was measured."""
+    lines = ["", f"{'all-reduce by':<24}{'alpha':>12}{'bandwidth':>16}{'residual':>10}"]
+    for route, line in profile.routes.items():
+        times = ", ".join(f"{point.seconds * 1e3:.3g}" for point in line.points)
+        lines.append(f"{route:<24}{_spell(line)}   ms: {times}")
     return lines
 
 

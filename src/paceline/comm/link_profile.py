@@ -4,8 +4,9 @@ A line says that an operation takes alpha for each round and beta for each byte 
 `Line.seconds(cost)` of a `Cost` of the closed forms is a prediction. Invariant: a profile that was read is
 equal to the one that was written; a file of another format is refused. The file is JSON:
 
-    {"format": 1, "world": 4, "hosts": [name of the host of each rank],
-     "pairs": [{"source": 0, "target": 1, "line": LINE}, ...], "all_reduce": LINE}
+    {"format": 2, "world": 4, "hosts": [name of the host of each rank],
+     "pairs": [{"source": 0, "target": 1, "line": LINE}, ...], "all_reduce": LINE,
+     "routes": {"native": LINE, "ring": LINE, ...}}
     LINE: {"alpha_seconds", "beta_seconds_per_byte", "residual",
            "points": [[sent bytes of a rank, rounds, seconds], ...]}
 """
@@ -13,15 +14,15 @@ equal to the one that was written; a file of another format is refused. The file
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from paceline.comm.cost import Cost
 from paceline.errors import DataError
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -76,18 +77,24 @@ class LinkProfile:
         hosts: the name of the host of each rank.
         pairs: every ordered pair.
         all_reduce: of the whole world; its points count what a rank sends and the rounds of the ring.
+        routes: an all_reduce of the whole world by each route; points count the longest way.
     """
 
     hosts: tuple[str, ...]
     pairs: tuple[Pair, ...]
     all_reduce: Line
+    routes: Mapping[str, Line] = field(default_factory=dict)
+
+    def record(self) -> dict[str, object]:
+        """As plain values, the content of the file."""
+        found: dict[str, object] = {"format": _FORMAT, "world": len(self.hosts), "hosts": list(self.hosts)}
+        found |= {"pairs": [_pair(pair) for pair in self.pairs], "all_reduce": _line(self.all_reduce)}
+        return found | {"routes": {route: _line(line) for route, line in self.routes.items()}}
 
     def save(self, path: Path) -> None:
         """Write the file, all or nothing."""
-        found = {"format": _FORMAT, "world": len(self.hosts), "hosts": self.hosts}
-        found |= {"pairs": [_pair(pair) for pair in self.pairs], "all_reduce": _line(self.all_reduce)}
         hidden = path.with_name(path.name + ".writing")
-        hidden.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        hidden.write_text(json.dumps(self.record(), indent=1) + "\n", encoding="utf-8")
         hidden.rename(path)
 
     @classmethod
@@ -98,17 +105,26 @@ class LinkProfile:
             DataError: the file is not there, is damaged, or has another format.
         """
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            if found["format"] != _FORMAT:
-                raise ValueError(f"format {found['format']}, expected {_FORMAT}")
-            pairs = tuple(Pair(p["source"], p["target"], _read(p["line"])) for p in found["pairs"])
-            return cls(tuple(found["hosts"]), pairs, _read(found["all_reduce"]))
+            return cls.read(json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(
                 f"this is no link profile: {error}",
                 where=str(path),
                 next_step="paceline bench link --out FILE",
             ) from error
+
+    @classmethod
+    def read(cls, found: dict[str, Any]) -> LinkProfile:
+        """The inverse of `record`.
+
+        Raises:
+            ValueError, KeyError, TypeError: it is none.
+        """
+        if found["format"] != _FORMAT:
+            raise ValueError(f"format {found['format']}, expected {_FORMAT}")
+        pairs = tuple(Pair(p["source"], p["target"], _read(p["line"])) for p in found["pairs"])
+        routes = {route: _read(line) for route, line in found["routes"].items()}
+        return cls(tuple(found["hosts"]), pairs, _read(found["all_reduce"]), routes)
 
 
 def _pair(pair: Pair) -> dict[str, object]:
@@ -121,8 +137,8 @@ def _line(line: Line) -> dict[str, object]:
 
 
 def _read(found: dict[str, Any]) -> Line:
-    points = found.pop("points")
-    return Line(**found, points=tuple(Point(*point) for point in points))
+    rest = {name: value for name, value in found.items() if name != "points"}
+    return Line(**rest, points=tuple(Point(*point) for point in found["points"]))
 
 
 def fit_line(points: Sequence[Point]) -> Line:

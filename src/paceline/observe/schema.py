@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from paceline.observe.wire_events import CODEC, ROUTE
+
 SCHEMA = 1
 LEVELS = ("debug", "info", "warning", "error")
 
@@ -143,6 +145,8 @@ EVENTS: Mapping[str, Event] = MappingProxyType(
             False,
             {"compute": "str: chosen by the machine", "reason": "str: why, with what was measured"},
         ),
+        "route": Event("info", False, ROUTE),
+        "codec": Event("info", False, CODEC),
         "resume": Event("info", True, {"step": "int: goes on from here", "checkpoint": "str: its name"}),
         "step": Event("info", False, _STEP),
         "ranks": Event("info", False, _RANKS),

@@ -28,6 +28,7 @@ HERE: Mapping[str, str] = MappingProxyType(
         "strategy.codec": _SUMMED,
         "strategy.route": "where several ranks send each other tensors",
         "runtime.bucket_bytes": _SUMMED,
+        "runtime.link_profile": "where ranks of several hosts sum gradients",
     }
 )
 """When a key acts, of those that a recipe alone cannot tell."""

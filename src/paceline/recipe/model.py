@@ -117,6 +117,11 @@ class RuntimeRecipe(Table):
         default=1800.0, gt=0, description="seconds to build the task and the session, before the first step"
     )
     bucket_bytes: int = Field(default=16 * 2**20, ge=1, description="bytes of gradients sent together")
+    link_profile: str | None = Field(
+        default=None,
+        min_length=1,
+        description="file of `paceline bench link --out`, for route=auto; left out: links are measured",
+    )
 
 
 class Recipe(Table):

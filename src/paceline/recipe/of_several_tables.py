@@ -52,6 +52,14 @@ OF_SEVERAL_TABLES: Mapping[str, Need] = {
         "with a rule of a server",
         "found sync={t.strategy.sync}",
     ),
+    "runtime.link_profile": Need(
+        ("strategy.route", "strategy.codec", "reproducible"),
+        lambda recipe: (
+            recipe.strategy.route == "auto" and not (recipe.strategy.is_coded or recipe.is_ordered)
+        ),
+        "with route=auto and codec=fp32, and without reproducible and lanes",
+        "found '{t.strategy}'",
+    ),
     "runtime.bucket_bytes": Need(
         ("strategy.sync",),
         lambda recipe: recipe.strategy.rule.sums,

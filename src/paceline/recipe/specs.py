@@ -134,6 +134,7 @@ class CodecSpec(Spec):
         leaves_values: it leaves out some values, and another codec may code the others: `topk:0.01+int4`.
         after: it may stand behind another word: behind one that leaves "values", or behind any ("bytes").
         join: `join(earlier, this) -> Codec` of what stands behind another; a module and a name, as `build`.
+        chooses: it stands for one of the codecs of its argument, or for none, until a session is built.
         summed: `summed(path, argument, seed) -> Collective` where ranks sum by it, if that is not coding
             parts and adding them up; a module and a name.
     """
@@ -146,6 +147,7 @@ class CodecSpec(Spec):
     after: Literal["", "values", "bytes"] = ""
     join: str = ""
     summed: str = ""
+    chooses: bool = False
 
     def goes_after(self, earlier: CodecSpec) -> bool:
         """Whether it may stand behind another."""

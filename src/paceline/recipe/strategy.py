@@ -13,7 +13,6 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from paceline.errors import RecipeError, StrategyError
 from paceline.recipe.expect import Words
 from paceline.recipe.phases import Phase, as_text, at_step, phases_of, together
-from paceline.recipe.problems import found_instead, refused
 from paceline.recipe.specs import (
     CodecSpec,
     LayoutSpec,
@@ -23,56 +22,17 @@ from paceline.recipe.specs import (
     SyncSpec,
     find,
     known,
-    plugged_in,
 )
 from paceline.recipe.strict import Table
 from paceline.recipe.terms import read_terms
-from paceline.schedule import as_word
-
-
-def _check_word(text: str, kind: type[Spec]) -> str:
-    word, colon, argument = text.partition(":")
-    spec = find(kind, word)
-    if spec is None:
-        words = tuple(known(kind))
-        raise refused(found_instead("one of " + ", ".join(words), text, words))
-    if spec.argument is None and colon:
-        raise refused(found_instead(f'"{word}" without an argument', text))
-    if not colon and spec.argument_may_be_missing:
-        return text
-    if spec.argument is not None and not (argument and spec.argument.fits(argument)):
-        raise refused(found_instead(f'{spec.argument.says}, as in "{spec.example}"', text))
-    return text
-
-
-def _check_sync(text: str) -> str:
-    for phase in phases_of(text):
-        _check_word(phase.rule, SyncSpec)
-    return text
-
-
-def _check_codec(text: str) -> str:
-    return "+".join(_check_word(link, CodecSpec) for link in text.split("+"))
-
-
-def _check_route(text: str) -> str:
-    return _check_word(text, RouteSpec)
-
-
-def _check_schedule(text: str) -> str:
-    return _check_word(as_word(text), ScheduleSpec)
-
-
-def _check_cut(text: str) -> str:
-    words = tuple(plugged_in(LayoutSpec))
-    if text and text not in words:
-        installed = f"one of {', '.join(words)}" if words else "nothing, as no installed package brings a cut"
-        raise refused(found_instead(installed, text, words))
-    return text
-
-
-def _all_is_none(value: Any) -> Any:
-    return None if value == "all" else value
+from paceline.recipe.written_words import (
+    all_is_none,
+    check_codec,
+    check_cut,
+    check_route,
+    check_schedule,
+    check_sync,
+)
 
 
 class Strategy(Table):
@@ -88,7 +48,7 @@ class Strategy(Table):
     error_class: ClassVar[type[RecipeError]] = StrategyError
     expects: ClassVar[str] = 'a table, or text such as "replicas=2" or "ddp"'
 
-    replicas: Annotated[int | None, BeforeValidator(_all_is_none), Words('an integer >= 1 or "all"')] = Field(
+    replicas: Annotated[int | None, BeforeValidator(all_is_none), Words('an integer >= 1 or "all"')] = Field(
         default=None, ge=1, description='whole copies of the model; "all" fills the processes that are left'
     )
     shard: int = Field(default=1, ge=1, description="ranks that share the state of one replica (ZeRO)")
@@ -97,29 +57,29 @@ class Strategy(Table):
     )
     tensor: int = Field(default=1, ge=1, description="ranks that split each large tensor")
     pipeline: int = Field(default=1, ge=1, description="stages of consecutive layers")
-    schedule: Annotated[str, AfterValidator(_check_schedule)] = Field(
+    schedule: Annotated[str, AfterValidator(check_schedule)] = Field(
         default="gpipe", description="the order in which a stage runs its micro-batches"
     )
     context: int = Field(default=1, ge=1, description="ranks that split the positions of a sequence")
-    cut: Annotated[str, AfterValidator(_check_cut)] = Field(
+    cut: Annotated[str, AfterValidator(check_cut)] = Field(
         default="", description="a further cut of the model, that an installed package brings"
     )
     lanes: int = Field(
         default=1, ge=1, description="threads of a process that run shards, or the stages, side by side"
     )
     servers: int = Field(default=0, ge=0, description="further processes that hold state and do not train")
-    sync: Annotated[str, BeforeValidator(as_text), AfterValidator(_check_sync)] = Field(
+    sync: Annotated[str, BeforeValidator(as_text), AfterValidator(check_sync)] = Field(
         default="every-step", description="when replicas agree"
     )
     balance: Literal["even", "speed"] = Field(
         default="even",
         description="shards of a batch that a replica runs: as many as others, or by speed",
     )
-    codec: Annotated[str, AfterValidator(_check_codec)] = Field(
+    codec: Annotated[str, AfterValidator(check_codec)] = Field(
         default="fp32", description="what goes over the wire"
     )
-    route: Annotated[str, AfterValidator(_check_route)] = Field(
-        default="auto", description="along which path it goes; auto: memory within a host, native else"
+    route: Annotated[str, AfterValidator(check_route)] = Field(
+        default="auto", description="along which path it goes; auto: memory within a host, else as measured"
     )
 
     @classmethod
@@ -197,7 +157,19 @@ class Strategy(Table):
     @property
     def links(self) -> list[tuple[CodecSpec, str]]:
         """The words of its codec, in order, with their arguments."""
+        word, _, allowed = self.codec.partition(":")
+        whole = find(CodecSpec, word)
+        if whole is not None and whole.chooses:
+            return [(whole, allowed)]
         return [(_described(CodecSpec, link), link.partition(":")[2]) for link in self.codec.split("+")]
+
+    @property
+    def alternatives(self) -> list[Self]:
+        """Itself; under `codec=auto` values as they are, then what it is allowed to choose."""
+        (spec, allowed), *more = self.links
+        if more or not spec.chooses:
+            return [self]
+        return [self.replace(codec=codec) for codec in ("fp32", *(allowed or "lossless").split(","))]
 
     @property
     def is_coded(self) -> bool:
@@ -217,7 +189,8 @@ class Strategy(Table):
     @property
     def is_approximate(self) -> bool:
         """Whether its result differs by nature, not by rounding, from that of one process."""
-        return not (self.rule.exact and all(spec.exact for spec, _ in self.links))
+        specs = [spec for one in self.alternatives for spec, _ in one.links]
+        return not (self.rule.exact and all(spec.exact for spec in specs))
 
     @property
     def updates_per_step(self) -> int:

@@ -71,7 +71,8 @@ def _is_chain(strategy: Strategy) -> bool:
     """Whether every codec can stand behind the one before it."""
     specs = [spec for spec, _ in strategy.links]
     ends = all(spec.after != "bytes" for spec in specs[:-1])
-    firsts = all(spec.word not in ("fp32",) and not spec.summed for spec in specs) or len(specs) == 1
+    joins = all(spec.word != "fp32" and not spec.summed and not spec.chooses for spec in specs)
+    firsts = joins or len(specs) == 1
     return ends and firsts and all(b.goes_after(a) for a, b in pairwise(specs))
 
 
@@ -201,7 +202,11 @@ def support(strategy: Strategy, *, processes: int, shards: int, called: str = "b
 
 def _reasons(filled: Strategy, place: _Place) -> list[str]:
     found = [rule.reason(filled, place) for rule in _RULES if rule.broken(filled, place)]
-    return found + [reason for reason in _refusals(filled) if reason not in found]
+    found += [reason for reason in _refusals(filled) if reason not in found]
+    if len(filled.alternatives) > 1:
+        for one in filled.alternatives:
+            found += [reason for reason in _reasons(one, place) if reason not in found]
+    return found
 
 
 def resolve(strategy: Strategy, *, processes: int, shards: int, called: str = "batch.shards") -> Strategy:

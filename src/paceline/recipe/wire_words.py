@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.recipe.specs import Argument, CodecSpec, RouteSpec
+from paceline.recipe.specs import Argument, CodecSpec, Refusal, RouteSpec
 
 
 def integer(smallest: int, example: str, largest: int = 1 << 31) -> Argument:
@@ -20,8 +20,23 @@ def _is_share_or_count(text: str) -> bool:
         return False
 
 
+def _is_kept_and_momentum(text: str) -> bool:
+    kept, _, momentum = text.partition(":")
+    try:
+        return _is_share_or_count(kept) and 0.0 < float(momentum or "0.9") < 1.0
+    except ValueError:
+        return False
+
+
 _ROUNDING = Argument("stochastic", "nearest or stochastic", lambda text: text in ("nearest", "stochastic"))
 _KEPT = Argument("0.01", "a share above 0 and at most 1, or a count", _is_share_or_count)
+_KEPT_AND_MOMENTUM = Argument(
+    "0.01:0.9", "a share or a count, and a momentum below 1 behind a colon", _is_kept_and_momentum
+)
+_NOT_GRADIENTS = Refusal(
+    "dgc gives gradients their momentum once, where whole replicas sum them in every step: choose topk",
+    lambda s: s.sync_word != "every-step" or s.ranks_per_replica > 1,
+)
 _CODED_VALUES = "paceline.comm.codecs.sparse:coded_values"
 
 
@@ -37,6 +52,11 @@ def _of_values(word: str, summary: str, build: str, argument: Argument | None = 
         join=_CODED_VALUES,
     )
 
+
+_MEASURED = Refusal(
+    "codec=auto measures sums of whole gradients, of replicas with or without zero: name the codec",
+    lambda s: not s.rule.sums or bool(s.servers) or s.ranks_per_replica != s.shard or bool(s.cut),
+)
 
 CODECS = (
     CodecSpec(
@@ -63,6 +83,14 @@ CODECS = (
         leaves_values=True,
     ),
     CodecSpec(
+        word="dgc",
+        summary="topk of velocities: momentum where gradients are sent (Deep Gradient Compression)",
+        argument=_KEPT_AND_MOMENTUM,
+        build="paceline.comm.codecs.sparse:corrected",
+        summed="paceline.comm.collectives.coded:with_momentum",
+        refusals=(_NOT_GRADIENTS,),
+    ),
+    CodecSpec(
         word="randomk",
         summary="values at places drawn anew in every step, the rest later",
         argument=_KEPT,
@@ -85,13 +113,22 @@ CODECS = (
         after="bytes",
         join="paceline.comm.codecs.lossless:packed",
     ),
+    CodecSpec(
+        word="auto",
+        summary="one of those that stand behind it, where it pays; alone: lossless or none",
+        argument=Argument("int8,topk:0.01", "codecs by comma", bool),
+        argument_may_be_missing=True,
+        build="paceline.training.codec_choice:choose_codec",
+        chooses=True,
+        refusals=(_MEASURED,),
+    ),
 )
 
 ROUTES = (
     RouteSpec(
         word="auto",
-        summary="memory within a host, native else",
-        build="paceline.training.routes:shared_or_native",
+        summary="memory within a host, else by the size of a buffer and what links were measured to do",
+        build="paceline.training.route_choice:by_size",
         by_default=True,
         ring_bytes=True,
     ),

@@ -56,7 +56,10 @@ def sent(run: Run) -> list[Sent]:
         return []
     dense = all_reduced(run, "gradient_bytes", "tally_bytes")
     strategy = str(run.start["strategy"])
-    known = is_plain(strategy) and not run.start["ordered"]
+    by_size = any(
+        record.get("event") == "route" and record["choice"] != "native" for record in run.last_trained
+    )
+    known = is_plain(strategy) and not run.start["ordered"] and not by_size
     each = dense + _ring(run.ranks) * (_rule(strategy).more_tally_bytes or 0) if known else 0.0
     return [
         Sent(rank, rounds, steps, num_bytes, rounds * each if known else None, steps * dense)

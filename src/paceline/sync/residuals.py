@@ -71,6 +71,6 @@ class Residuals(Keeper):
             if self._goes_on[full]:
                 found[side, name] = rows[0]
             else:
-                before = found.get(("sent", name))
-                found["sent", name] = rows.sum(0) if before is None else before + rows.sum(0)
+                into = "velocity" if side.endswith("velocity") else "sent", name
+                found[into] = rows.sum(0) + found[into] if into in found else rows.sum(0)
         self._reducer.set_lost(found)

@@ -13,6 +13,7 @@ from paceline.cluster import Cluster
 from paceline.comm import Collective, NativeCollective, Net, Reducer
 from paceline.comm.collectives import Exchanging
 from paceline.comm.reduction import Scatterer
+from paceline.comm.routes.forecast import Forecast
 from paceline.data import LockstepWork
 from paceline.layout import Precision, Replicate
 from paceline.layout.pipeline import Pipeline
@@ -73,6 +74,7 @@ class Setting:
     Args:
         note: is told of what happens beside the steps; see `Notes`.
         debugging: watches what sums gradients.
+        forecasts: what was measured of routes, by ranks.
     """
 
     recipe: Recipe
@@ -89,6 +91,7 @@ class Setting:
     debugging: Debugging
     closers: list[Callable[[], None]] = field(default_factory=list)
     presence: list[Callable[[], Sequence[int]]] = field(default_factory=list)
+    forecasts: dict[tuple[int, ...], Forecast] = field(default_factory=dict)
 
     @property
     def bucket_bytes(self) -> int:
@@ -141,6 +144,11 @@ class Setting:
             closers=self.closers,
             coded=self._coded if is_coded else _as_it_is,
             is_coded=is_coded,
+            is_ordered=self.recipe.is_ordered,
+            told=self.note,
+            largest_bytes=self.bucket_bytes,
+            link_profile=self.recipe.runtime.link_profile,
+            forecasts=self.forecasts,
         )
         if is_coded:  # a thread codes and sends, beside what others do in this group
             group = replace(twin_group(group, "coded"), name=group.name)

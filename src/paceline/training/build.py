@@ -33,6 +33,7 @@ from paceline.training.arrange import Material, Pieces, Setting
 from paceline.training.averaging import build_average, by_rounds
 from paceline.training.by_machine import choose_by_machine
 from paceline.training.check_sequences import check_task
+from paceline.training.codec_choice import choose_codec
 from paceline.training.contract import (
     refuse_two_optimizers,
     require_equal_shapes,
@@ -79,6 +80,7 @@ def build_session(
     strategy = resolve(recipe.strategy, processes=cluster.world_size, shards=most, called=called)
     notes = Notes()
     recipe = choose_by_machine(recipe, task, cluster, device, warn=warn, note=notes.add)
+    recipe, strategy = choose_codec(recipe, strategy, task, cluster, device, warn=warn, note=notes.add)
     net = Net(recipe.runtime.deadline_seconds, times_calls=device.type == "cpu")
     refuse_health(recipe.health, strategy)
     setting = Setting(

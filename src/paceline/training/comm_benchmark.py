@@ -96,6 +96,18 @@ def measure_comm(
     return [*_with_break_even(rows)]
 
 
+def measure_sum(cluster: Cluster, group: Group, net: Net, strategy: Strategy, num_bytes: int) -> Row | None:
+    """An all_reduce by the route and codec of a strategy; None: the route cannot be had here. Collective."""
+    found = _path(cluster, group, net, strategy)
+    if found is None:
+        return None
+    path, closers = found
+    row = _measure(path, net, group, strategy.route, strategy.codec, num_bytes)
+    for close in closers:
+        close()
+    return row
+
+
 def default_routes() -> list[str]:
     """All routes but those that choose one."""
     return [word for word, spec in known(RouteSpec).items() if spec.is_built and word != "auto"]

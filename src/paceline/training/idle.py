@@ -37,7 +37,8 @@ def _idle(recipe: Recipe, task: Task, mesh: Mesh) -> Iterator[tuple[str, str]]:
         yield from ((key, no_data) for key, acts in HERE.items() if acts == HELD_OUT)
     if rule.sums and mesh.data.size == 1:
         alone = "one rank runs all samples, so no gradient is sent"
-        yield from ((key, alone) for key in ("strategy.codec", "runtime.bucket_bytes"))
+        summed = "strategy.codec", "runtime.bucket_bytes", "runtime.link_profile"
+        yield from ((key, alone) for key in summed)
         if sharers == 1:
             yield "strategy.route", alone
     if mesh.replica.size == 1:

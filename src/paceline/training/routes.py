@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -16,6 +17,7 @@ from paceline.comm.routes import (
     SharedMemoryCollective,
     meet_on_host,
 )
+from paceline.comm.routes.forecast import Forecast
 from paceline.comm.routes.grid import Grid
 from paceline.comm.routes.hops import Hops
 from paceline.comm.routes.recursive_doubling import RecursiveDoubling
@@ -36,6 +38,11 @@ class Site:
         closers: what a session calls when it is closed.
         coded: puts a codec on a path; the path itself where values travel as they are.
         is_coded: whether it does.
+        is_ordered: sums have one order, so nothing is left to what is measured.
+        told: is told of what was chosen, for the run folder.
+        largest_bytes: of a buffer of gradients.
+        link_profile: a file that says what links are like; None: they are measured.
+        forecasts: what was measured before, by ranks.
     """
 
     cluster: Cluster
@@ -46,6 +53,11 @@ class Site:
     closers: list[Callable[[], None]]
     coded: Callable[[Exchanging], Collective]
     is_coded: bool
+    is_ordered: bool = False
+    told: Callable[[str, Mapping[str, Any]], None] = lambda name, record: None
+    largest_bytes: int = 1 << 24
+    link_profile: str | None = None
+    forecasts: dict[tuple[int, ...], Forecast] = field(default_factory=dict)
 
 
 def native(group: Group, site: Site) -> Collective:

@@ -70,6 +70,7 @@ CASES = {
     "security.tls": Case("on", SERVED),
     "debug.replay_arrivals": Case("runs/one", SERVED),
     "runtime.bucket_bytes": Case(1024, {}, SERVED),
+    "runtime.link_profile": Case("links.json", {}, {"strategy.route": "ring"}),
 }
 
 
@@ -123,6 +124,7 @@ HERE_CASES: dict[str, Any] = {
     "strategy.codec": "int8",
     "strategy.route": "tree",
     "runtime.bucket_bytes": 1024,
+    "runtime.link_profile": "links.json",
 }
 
 

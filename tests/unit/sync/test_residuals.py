@@ -15,7 +15,7 @@ from paceline.sync.residuals import Residuals
 SLOT = Slot("w", (4, 2), ((2, 4), (0, 2)), frozenset({"shard"}))
 SAVED = {
     f"{side}/w": torch.arange(24.0).view(3, 4, 2) + 100 * i
-    for i, side in enumerate(["sent", "owned", "factor"])
+    for i, side in enumerate(["sent", "owned", "factor", "velocity"])
 }
 
 
@@ -44,7 +44,7 @@ def read(rank: int, size: int) -> tuple[int, Mapping[tuple[str, str], Tensor]]:
 @pytest.mark.parametrize("rank", range(3))
 def test_a_rank_reads_its_own_rows(rank: int) -> None:
     num_values, found = read(rank, 3)
-    assert num_values == 3 * 4  # its half of a row, of three sides
+    assert num_values == 4 * 4  # its half of a row, of four sides
     for (side, name), value in found.items():
         assert torch.equal(value, SAVED[f"{side}/{name}"][rank, 2:4])
 
@@ -53,7 +53,9 @@ def test_a_rank_reads_its_own_rows(rank: int) -> None:
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_under_another_number_of_ranks_the_sum_stays(size: int) -> None:
     reads = [read(rank, size) for rank in range(size)]
-    assert [num for num, _ in reads] == [2 * 3 * 4] + [0] * (size - 1)
+    assert [num for num, _ in reads] == [3 * 3 * 4] + [0] * (size - 1)
     total = sum(found["sent", "w"] for _, found in reads)
     assert torch.equal(total, (SAVED["sent/w"] + SAVED["owned/w"]).sum(0)[2:4])
-    assert all(found.keys() == {("sent", "w")} for _, found in reads)
+    velocity = sum(found["velocity", "w"] for _, found in reads)
+    assert torch.equal(velocity, SAVED["velocity/w"].sum(0)[2:4])  # momentum is no loss: it goes on apart
+    assert all(found.keys() == {("sent", "w"), ("velocity", "w")} for _, found in reads)

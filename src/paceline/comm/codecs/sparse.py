@@ -22,6 +22,8 @@ NumKept = Callable[[int], int]
 _SAMPLED_FROM = 1 << 14  # rows longer than this are searched for a threshold first
 _SAMPLES = 1 << 13
 _MARGIN = 1.25
+MOMENTUM = "0.9"
+"""Of `dgc`, where the argument does not say."""
 
 
 class Floats:
@@ -192,6 +194,11 @@ def num_kept(argument: str) -> NumKept:
 def top_k(argument: str) -> Codec:
     """The word `topk:K`."""
     return TopK(num_kept(argument))
+
+
+def corrected(argument: str) -> Codec:
+    """The word `dgc:K:M`: what travels is that of `topk:K`; where ranks sum, velocities are sent."""
+    return top_k(argument.partition(":")[0])
 
 
 def random_k(argument: str) -> Codec:

@@ -9,7 +9,6 @@ same buffer; a step that is aborted leaves it as it was. All of it runs on a `Li
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -17,24 +16,13 @@ from torch import Tensor
 
 from paceline.comm.codecs import Codec, Keys
 from paceline.comm.codecs.low_rank import Matrix
+from paceline.comm.codecs.sparse import MOMENTUM, TopK, num_kept
 from paceline.comm.collectives.collective import Exchanging, in_parts
+from paceline.comm.collectives.lost import Lost, finite
 from paceline.comm.handle import Handle
 from paceline.comm.line import Line
 from paceline.keys import key as hashed
 from paceline.mesh import Group
-
-
-@dataclass
-class _Lost:
-    """What this rank's coding lost of one buffer.
-
-    Args:
-        sent: of its own values, [P, part].
-        owned: of the sum of the part that it coded for all, [part]; None where nobody codes sums.
-    """
-
-    sent: Tensor
-    owned: Tensor | None = None
 
 
 class CodedCollective:
@@ -44,6 +32,7 @@ class CodedCollective:
         inner: the path; it carries bytes. Its process group is its own: a thread of this object uses it.
         codec: the form.
         seed: of random numbers; they are functions of seed, step and buffer.
+        momentum: of the values before they are coded; 0: none.
     Wire: with c bytes for a coded part, all_reduce 2 (P-1) c bytes, reduce_scatter (P-1) c; where rows are
         ragged one all_gather of 8 bytes goes before each, and c is the longest of them.
     Exactness: that of the codec; equal bits on every rank.
@@ -51,12 +40,12 @@ class CodedCollective:
     DoubleSqueeze, arXiv:1905.05957, Algorithm 1 (compensation on workers and owners).
     """
 
-    def __init__(self, inner: Exchanging, codec: Codec, *, seed: int = 0) -> None:
-        self._inner, self.codec, self._seed = inner, codec, seed
+    def __init__(self, inner: Exchanging, codec: Codec, *, seed: int = 0, momentum: float = 0.0) -> None:
+        self._inner, self.codec, self._seed, self._momentum = inner, codec, seed, momentum
         self._line = Line(f"{inner.group.name}-coded", self._waited)
-        self._kept: dict[str, _Lost] = {}
-        self._pending: dict[str, _Lost] = {}
-        self._spare: dict[str, _Lost] = {}  # memory of the step before the last
+        self._kept: dict[str, Lost] = {}
+        self._pending: dict[str, Lost] = {}
+        self._spare: dict[str, Lost] = {}  # memory of the step before the last
         self._one = torch.empty(1, 0)
 
     @property
@@ -96,15 +85,15 @@ class CodedCollective:
         then.
         """
         before, values = self._kept.get(key), x
-        if self.codec.loses:
-            values = self._opened(key, x).sent
-            values.copy_(x) if before is None else torch.add(x, before.sent, out=values)
+        own = self._opened(key, x) if self.codec.loses else None
+        if own is not None:
+            values = own.add(x, before, self._momentum)
         payload = self.codec.encode(values, keys)
         one = self._scratch(x.shape[1], x)
-        if self.codec.loses:
-            for row, coded in zip(values, payload, strict=True):
+        if own is not None:
+            for row, coded in enumerate(payload):
                 self.codec.decode(coded.unsqueeze(0), one, keys)
-                _finite(row.sub_(one[0]))
+                own.take_out(row, one[0])
         arrived = self._inner.all_to_all(self._fitted(payload, key), key).wait(exposed=False)
         total = torch.empty_like(x[:1])
         for number, coded in enumerate(arrived):
@@ -125,18 +114,18 @@ class CodedCollective:
         payload = self.codec.encode(values, keys)
         if pending is not None:
             self.codec.decode(payload, one, keys)
-            pending.owned = _finite(mine.sub_(one[0]))
+            pending.owned = finite(mine.sub_(one[0]))
         found = self._inner.all_gather(self._fitted(payload, key)[0], f"{key}.sum").wait(exposed=False)
         for part, coded in zip(x.view(-1).split(mine.numel()), found, strict=False):
             self.codec.decode(coded.unsqueeze(0), one, keys)
             part.copy_(one[0, : part.numel()])
         return x
 
-    def _opened(self, key: str, x: Tensor) -> _Lost:
+    def _opened(self, key: str, x: Tensor) -> Lost:
         """Memory for what a buffer loses in this step."""
         found = self._spare.pop(key, None)
         if found is None or found.sent.shape != x.shape or found.sent.dtype != x.dtype:
-            found = _Lost(torch.empty_like(x))
+            found = Lost(torch.empty_like(x))
         found.owned = None
         self._pending[key] = found
         return found
@@ -189,6 +178,8 @@ class CodedCollective:
         if found is None:
             return {}
         flats = {"sent": found.sent.reshape(-1)[:num_values]}
+        if found.velocity is not None:
+            flats["velocity"] = found.velocity.reshape(-1)[:num_values]
         if found.owned is not None:
             whole = torch.zeros_like(found.sent)
             whole[self.group.rank] = found.owned
@@ -197,10 +188,11 @@ class CodedCollective:
 
     def set_lost(self, key: str, flats: Mapping[str, Tensor]) -> None:
         """See `Feedback`."""
-        owned = flats.get("owned")
-        self._kept[key] = _Lost(
-            in_parts(flats["sent"], self.group.size),
-            None if owned is None else in_parts(owned, self.group.size)[self.group.rank],
+        size, owned, velocity = self.group.size, flats.get("owned"), flats.get("velocity")
+        self._kept[key] = Lost(
+            in_parts(flats["sent"], size),
+            None if owned is None else in_parts(owned, size)[self.group.rank],
+            None if velocity is None else in_parts(velocity, size),
         )
 
     def clear(self, key: str) -> None:
@@ -223,6 +215,7 @@ class CodedCollective:
             row.exposed_seconds += seconds
 
 
-def _finite(x: Tensor) -> Tensor:
-    """An overflow is seen by all in this step, and must not stay."""
-    return x.nan_to_num_(0.0, 0.0, 0.0)
+def with_momentum(path: Exchanging, argument: str, seed: int) -> CodedCollective:
+    """The word `dgc:K:M`, where ranks sum."""
+    kept, _, momentum = argument.partition(":")
+    return CodedCollective(path, TopK(num_kept(kept)), seed=seed, momentum=float(momentum or MOMENTUM))

@@ -292,7 +292,8 @@ def _by_whole_buckets(
     kept = {place: value for place, value in found.items() if _word_of(place[0]) not in gone}
     for (side, name), value in found.items():
         if _word_of(side) in gone and not side.endswith("factor"):
-            kept["sent", name] = kept["sent", name] + value if ("sent", name) in kept else value
+            into = "velocity" if side.endswith("velocity") else "sent", name
+            kept[into] = kept[into] + value if into in kept else value
     return kept
 
 

@@ -6,7 +6,9 @@ holds the one against the other.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -35,7 +37,13 @@ class MessageCollective:
     def __init__(self, net: Net, group: Group, hops: Hops) -> None:
         self.net, self.group, self._hops = net, group, hops
         self._line = Line(f"{group.name}-messages", self._waited)
-        self._calls = 0
+        self._calls = itertools.count(1)
+
+    def along(self, hops: Hops) -> MessageCollective:
+        """Another route on the same process group and thread; closing one closes both."""
+        twin = copy(self)
+        twin._hops = hops
+        return twin
 
     def buffer(self, num_values: int, like: Tensor, key: str) -> Tensor:
         """See `Collective`."""
@@ -103,9 +111,8 @@ class MessageCollective:
         self.net.ledger.expect("send", self.group.name, num_bytes)
 
     def _on_mail(self, hops: Callable[[Mail], Tensor]) -> Callable[[], Tensor]:
-        self._calls += 1
         group = self.group
-        mail = Mail(self.net, group, self._calls, range(group.size), group.rank)
+        mail = Mail(self.net, group, next(self._calls), range(group.size), group.rank)
         return lambda: hops(mail)
 
     def _waited(self, op: str, seconds: float) -> None:

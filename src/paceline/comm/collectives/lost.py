@@ -1,0 +1,51 @@
+"""What coding has lost of a buffer on one rank, and the momentum that goes with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Lost:
+    """What this rank's coding lost of one buffer.
+
+    Args:
+        sent: of its own values, [P, part].
+        owned: of the sum of the part that it coded for all, [part]; None where nobody codes sums.
+        velocity: momentum of its own values where they have not been sent, [P, part]; None: there is none.
+    """
+
+    sent: Tensor
+    owned: Tensor | None = None
+    velocity: Tensor | None = None
+
+    def add(self, x: Tensor, before: Lost | None, momentum: float) -> Tensor:
+        """What is to be sent now, in `sent`: `x`, or its velocity, and what was lost before.
+
+        Source: Lin et al. 2018, Deep Gradient Compression, arXiv:1712.01887, section 3.1 (momentum
+        correction): velocities are accumulated, not gradients, so that what is sent late has its momentum.
+        """
+        if momentum:
+            self.velocity = self._velocity(x, before, momentum)
+            x = self.velocity
+        return self.sent.copy_(x) if before is None else torch.add(x, before.sent, out=self.sent)
+
+    def _velocity(self, x: Tensor, before: Lost | None, momentum: float) -> Tensor:
+        out = torch.empty_like(x) if self.velocity is None else self.velocity
+        if before is None or before.velocity is None:
+            return out.copy_(x)
+        return torch.add(x, before.velocity, alpha=momentum, out=out)
+
+    def take_out(self, row: int, decoded: Tensor) -> None:
+        """A row has been sent as `decoded` [part]; where it was, its velocity begins anew (section 3.2)."""
+        finite(self.sent[row].sub_(decoded))
+        if self.velocity is not None:
+            finite(self.velocity[row].masked_fill_(decoded != 0, 0.0))
+
+
+def finite(x: Tensor) -> Tensor:
+    """An overflow is seen by all in this step, and must not stay."""
+    return x.nan_to_num_(0.0, 0.0, 0.0)

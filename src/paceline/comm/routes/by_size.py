@@ -1,0 +1,61 @@
+"""Every all_reduce by the route that is best for its size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from paceline.comm.collectives import Collective
+from paceline.comm.handle import Handle
+from paceline.comm.routes.forecast import Choice
+from paceline.mesh import Group
+
+
+class BySize:
+    """Several paths of one group; the size of a buffer says which one its sum takes.
+
+    Args:
+        paths: by route, each on process groups of its own. The first carries all but sums.
+        choice: equal on every rank.
+    Wire: that of the path.
+    Exactness: that of rounding, as each path; equal bits on every rank.
+    Source: Thakur, Rabenseifner, Gropp 2005, Optimization of Collective Communication Operations in MPICH,
+        section 6 (algorithms by message size).
+    """
+
+    feedback = None
+
+    def __init__(self, paths: Mapping[str, Collective], choice: Choice) -> None:
+        self._paths, self.choice = paths, choice
+        self._first = next(iter(paths.values()))
+
+    @property
+    def group(self) -> Group:
+        """See `Collective`."""
+        return self._first.group
+
+    def buffer(self, num_values: int, like: Tensor, key: str) -> Tensor:
+        """See `Collective`."""
+        return self._first.buffer(num_values, like, key)
+
+    def all_reduce(self, x: Tensor, key: str) -> Handle:
+        """See `Collective`."""
+        return self._paths[self.choice.route(x.numel() * x.element_size())].all_reduce(x, key)
+
+    def reduce_scatter(self, x: Tensor, key: str) -> Handle:
+        """See `Collective`."""
+        return self._first.reduce_scatter(x, key)
+
+    def all_gather(self, x: Tensor, key: str) -> Handle:
+        """See `Collective`."""
+        return self._first.all_gather(x, key)
+
+    def broadcast(self, x: Tensor, key: str, source: int = 0) -> Handle:
+        """See `Collective`."""
+        return self._first.broadcast(x, key, source)
+
+    def abort(self) -> None:
+        """See `Collective`."""
+        for path in self._paths.values():
+            path.abort()

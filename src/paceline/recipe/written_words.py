@@ -1,0 +1,81 @@
+"""The words of a strategy as users write them: each is known, and its argument fits.
+
+Raises: what `refused` makes of them; names the nearest right spelling.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.recipe.phases import phases_of
+from paceline.recipe.problems import found_instead, refused
+from paceline.recipe.specs import (
+    CodecSpec,
+    LayoutSpec,
+    RouteSpec,
+    ScheduleSpec,
+    Spec,
+    SyncSpec,
+    find,
+    known,
+    plugged_in,
+)
+from paceline.schedule import as_word
+
+
+def check_word(text: str, kind: type[Spec]) -> str:
+    """A word of a choice with its argument, as it is written."""
+    word, colon, argument = text.partition(":")
+    spec = find(kind, word)
+    if spec is None:
+        words = tuple(known(kind))
+        raise refused(found_instead("one of " + ", ".join(words), text, words))
+    if spec.argument is None and colon:
+        raise refused(found_instead(f'"{word}" without an argument', text))
+    if not colon and spec.argument_may_be_missing:
+        return text
+    if spec.argument is not None and not (argument and spec.argument.fits(argument)):
+        raise refused(found_instead(f'{spec.argument.says}, as in "{spec.example}"', text))
+    return text
+
+
+def check_sync(text: str) -> str:
+    """Every rule of a run."""
+    for phase in phases_of(text):
+        check_word(phase.rule, SyncSpec)
+    return text
+
+
+def check_codec(text: str) -> str:
+    """A codec, a chain of them, or some to choose from."""
+    word, _, allowed = text.partition(":")
+    if word in known(CodecSpec) and known(CodecSpec)[word].chooses:
+        for one in allowed.split(",") if allowed else ():
+            if check_codec(one).partition(":")[0] in (word, "fp32"):
+                raise refused(found_instead(f"codecs by comma behind {word}", one))
+        return text
+    return "+".join(check_word(link, CodecSpec) for link in text.split("+"))
+
+
+def check_route(text: str) -> str:
+    """A route."""
+    return check_word(text, RouteSpec)
+
+
+def check_schedule(text: str) -> str:
+    """A schedule."""
+    return check_word(as_word(text), ScheduleSpec)
+
+
+def check_cut(text: str) -> str:
+    """A cut that an installed package brings."""
+    words = tuple(plugged_in(LayoutSpec))
+    if text and text not in words:
+        installed = f"one of {', '.join(words)}" if words else "nothing, as no installed package brings a cut"
+        raise refused(found_instead(installed, text, words))
+    return text
+
+
+def all_is_none(value: Any) -> Any:
+    """`replicas=all`."""
+    return None if value == "all" else value

@@ -1,0 +1,112 @@
+"""Sums under `dgc` are those of Deep Gradient Compression, written out for all ranks in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.cluster import Cluster
+from paceline.comm import NativeCollective, Net
+from paceline.comm.codecs.sparse import largest
+from paceline.comm.collectives import in_parts
+from paceline.errors import StrategyError
+from paceline.mesh import Mesh, twin_group
+from paceline.recipe import Recipe, Strategy, support
+from paceline.testing.ranks import run_ranks
+from paceline.task import Loss, Task
+from paceline.training.codecs import code, refuse_second_momentum
+
+WORLD, STEPS, N, KEPT, MOMENTUM = 3, 7, 301, 20, 0.9
+
+
+def values(step: int, rank: int) -> Tensor:
+    return torch.randn(N, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def top(x: Tensor) -> Tensor:
+    """Of each row the largest values; the rest zero."""
+    out = torch.zeros_like(x)
+    for row, found in zip(x, out, strict=True):
+        places = largest(row, KEPT)
+        found[places] = row[places]
+    return out
+
+
+def written_out(momentum: float) -> list[Tensor]:
+    """Lin et al. 2018, Algorithm 4, without clipping, and error feedback where parts are summed."""
+    width = -(-N // WORLD)
+    u = [torch.zeros(WORLD, width) for _ in range(WORLD)]
+    v = [torch.zeros(WORLD, width) for _ in range(WORLD)]
+    owned, sums = torch.zeros(WORLD, width), []
+    for step in range(STEPS):
+        total = torch.zeros(WORLD, width)
+        for rank in range(WORLD):
+            u[rank] = momentum * u[rank] + in_parts(values(step, rank), WORLD)
+            v[rank] = v[rank] + u[rank]
+            sent = top(v[rank])
+            v[rank], u[rank] = v[rank] - sent, u[rank].masked_fill(sent != 0, 0.0)
+            total = total + sent
+        total = total + owned
+        found = top(total)
+        owned = total - found
+        sums.append(found.view(-1)[:N])
+    return sums
+
+
+@pytest.mark.capability("H3", "H5")
+def test_sums_are_those_of_the_paper_through_aborts_and_a_resume() -> None:
+    def run(cluster: Cluster) -> tuple[list[Tensor], list[str]]:
+        group = twin_group(Mesh.build(cluster, {"replica": WORLD}).replica, "coded")
+        net, found = Net(60.0), []
+        path: Any = code(NativeCollective(net, group), Strategy(codec=f"dgc:{KEPT}:{MOMENTUM}"), seed=5)
+        sides: list[str] = []
+        for step in range(STEPS):
+            net.step = step
+            if step in (2, 3):  # a step that is not applied
+                path.all_reduce(values(90 + step, group.rank), "0").wait()
+                path.abort()
+            if step == 4:  # another object goes on from what a checkpoint has
+                kept = {side: flat.clone() for side, flat in path.lost("0", N).items()}
+                sides = [*kept]
+                path.close()
+                path = code(NativeCollective(net, group), Strategy(codec=f"dgc:{KEPT}:{MOMENTUM}"), seed=5)
+                path.set_lost("0", kept)
+            found.append(path.all_reduce(values(step, group.rank), "0").wait().clone())
+            path.commit()
+        path.close()
+        return found, sides
+
+    right, without = written_out(MOMENTUM), written_out(0.0)
+    for found, sides in run_ranks(run, WORLD):
+        assert sides == ["sent", "velocity", "owned"]
+        for mine, wanted in zip(found, right, strict=True):
+            torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(right[3], without[3], atol=1e-2)  # the twin: plain top-k is another sum
+
+
+@pytest.mark.parametrize(
+    "text, why",
+    [
+        ("replicas=2 sync=local:2 codec=dgc:0.01", "once"),
+        ("replicas=1 shard=2 zero=1 codec=dgc:0.01", "once"),
+        ("servers=1 sync=server-async codec=dgc:0.01", "once"),
+        ("replicas=2 codec=dgc:0.01+int4", "in a chain"),
+    ],
+)
+def test_where_gradients_would_get_it_twice_or_not_at_all_it_is_refused(text: str, why: str) -> None:
+    answer = support(Strategy.parse(text), processes=2, shards=4)
+    assert not answer.ok and why in answer.reason
+
+
+@pytest.mark.parametrize("optimizer", [{"name": "adamw"}, {"name": "sgd", "momentum": 0.9}])
+@pytest.mark.parametrize("codec", ["dgc:0.01", "auto:int8,dgc:0.01"])
+def test_an_optimizer_with_momentum_beside_it_is_an_error(optimizer: dict[str, Any], codec: str) -> None:
+    task = Task(torch.nn.Linear(2, 1), [0], lambda model, batch: Loss(torch.zeros(()), 1))
+    recipe = Recipe(task="sum", steps=1, optimizer=optimizer, strategy=Strategy(replicas=2, codec=codec))
+    with pytest.raises(StrategyError, match="the optimizer would again"):
+        refuse_second_momentum(recipe, task)
+    refuse_second_momentum(recipe.replace(optimizer={"name": "sgd"}), task)
+    refuse_second_momentum(recipe.replace(strategy=Strategy(replicas=2, codec="topk:0.01")), task)

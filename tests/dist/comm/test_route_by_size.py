@@ -1,0 +1,141 @@
+"""`route=auto` over links: sums take the path of their size, all ranks choose alike, and it is told why."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from paceline.cluster import Cluster
+from paceline.comm import NativeCollective, Net
+from paceline.comm.link_benchmark import measure_links
+from paceline.comm.link_profile import LinkProfile
+from paceline.comm.routes import MessageCollective
+from paceline.comm.routes.by_size import BySize
+from paceline.comm.routes.forecast import Choice, longest_way
+from paceline.comm.routes.trial import candidates, try_routes
+from paceline.errors import DataError
+from paceline.mesh import Group, Mesh
+from paceline.testing.ranks import run_ranks
+from paceline.training import route_choice
+from paceline.training.routes import Site, native
+
+
+def site_of(cluster: Cluster, group: Group, net: Net, said: list[str], told: list[Any], **more: Any) -> Site:
+    return Site(
+        cluster,
+        group,
+        net,
+        torch.device("cpu"),
+        said.append,
+        [],
+        lambda path: path,
+        is_coded=False,
+        told=lambda name, record: told.append((name, record)),
+        largest_bytes=1 << 16,
+        **more,
+    )
+
+
+def chosen(group: Group, site: Site) -> Any:
+    """As on several hosts: the ranks of a test share a host."""
+    with mock.patch.object(route_choice, "shared_or_native", native):
+        return route_choice.by_size(group, site)
+
+
+@pytest.mark.capability("G9", "Z4")
+def test_every_sum_takes_the_path_of_its_size_and_is_right() -> None:
+    def run(cluster: Cluster) -> tuple[list[str], dict[str, float]]:
+        group, net, wrong = Mesh.build(cluster, {"replica": 3}).replica, Net(60.0), []
+        found = candidates(net, group)
+        found.paths.pop("hierarchical", None)
+        limits = ((64, "tree"), (256, "recursive-doubling"), (1024, "ring"))
+        path = BySize(found.paths, Choice(limits, "native"))
+        handles = []
+        for n in (0, 1, 16, 17, 64, 65, 256, 257, 5000):  # all under way at a time
+            x = torch.arange(float(n)) + group.rank
+            handles.append((n, x, path.all_reduce(x, str(n))))
+        for n, x, handle in handles:
+            right = 3 * torch.arange(float(n)) + 3
+            if not (torch.equal(handle.wait(), right) and torch.equal(x, right)):
+                wrong.append(f"{n}")
+        rows = path.all_gather(torch.full((2,), float(group.rank)), "g").wait()
+        if rows.tolist() != [[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]:
+            wrong.append("all_gather")
+        net.ledger.require_forms()
+        found.close()
+        sent = {f"{op} {name}": row.sent_bytes for (op, name), row in net.ledger.rows.items()}
+        return wrong, sent
+
+    for wrong, sent in run_ranks(run, 3):
+        assert wrong == []
+        assert sent["send replica-messages"] > 0 and sent["all_reduce replica"] > 0
+
+
+@pytest.mark.capability("G9", "G13")
+def test_a_session_measures_once_chooses_alike_and_says_why(tmp_path: Path) -> None:
+    def run(cluster: Cluster) -> Any:
+        group, net = Mesh.build(cluster, {"replica": 2}).replica, Net(60.0)
+        said: list[str] = []
+        told: list[Any] = []
+        site = site_of(cluster, group, net, said, told)
+        first, again = chosen(group, site), chosen(group, site)
+        x = torch.ones(100) * (1 + group.rank)
+        total = float(first.all_reduce(x, "x").wait()[0])
+        profile = measure_links(Net(60.0), group, "here")
+        file = tmp_path / f"links-{group.rank}.json"
+        profile.save(file)
+        others = [tmp_path / "none.json"]
+        if group.rank == 0:
+            replace(profile, hosts=("a", "b", "c")).save(tmp_path / "other.json")
+        by_file = chosen(group, site_of(cluster, group, net, said, told, link_profile=str(file)))
+        refused = []
+        for place in (*others, tmp_path / "other.json"):
+            try:
+                chosen(group, site_of(cluster, group, net, said, told, link_profile=str(place)))
+            except DataError as error:
+                refused.append(str(error))
+        ordered = chosen(group, site_of(cluster, group, net, said, told, is_ordered=True))
+        kinds = [type(path).__name__ for path in (first, again, by_file)]
+        for close in site.closers:
+            close()
+        return told, said, total, kinds, refused, isinstance(ordered, NativeCollective)
+
+    (told, said, total, kinds, refused, is_native), other = run_ranks(run, 2)
+    assert total == 3.0 and is_native and set(kinds) <= {"NativeCollective", "BySize"}
+    assert [record["choice"] for _, record in told] == [record["choice"] for _, record in other[0]]
+    assert told == other[0] or other[3] == kinds
+    assert [record["source"] for _, record in told[:2]] == ["measured", "measured before"]
+    assert told[0][1]["choice"] == told[1][1]["choice"] and told[2][1]["source"].endswith("links-0.json")
+    assert said[0].startswith("route: ") and "as a sum of 65,536 bytes takes" in said[0]
+    assert all(f"{route} " in said[0] for route in ("native", "ring", "tree", "recursive-doubling"))
+    assert len(refused) == 2 and "has 2" in refused[1] and other[4][0] == refused[0]
+
+
+@pytest.mark.capability("G13", "G5", "G6", "G7")
+def test_a_trial_has_a_line_for_every_route_equal_on_all_ranks() -> None:
+    def run(cluster: Cluster) -> Any:
+        group, net = Mesh.build(cluster, {"replica": 4}).replica, Net(60.0)
+        found = candidates(net, group)
+        forecast = try_routes(found, net, group, (256, 4096))
+        messages = [word for word, path in found.paths.items() if isinstance(path, MessageCollective)]
+        found.close()
+        return forecast, messages
+
+    results = run_ranks(run, 4)
+    forecast, messages = results[0]
+    assert all(found == forecast for found, _ in results)
+    assert messages == ["ring", "tree", "recursive-doubling", "grid"] and [*forecast.lines] == ["native", *messages]
+    for route, line in forecast.lines.items():
+        first = line.points[0]
+        assert first.sent_bytes == longest_way(route, 256, 4).sent_bytes and first.seconds > 0
+
+
+def test_a_profile_of_another_format_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "old.json").write_text('{"format": 1, "hosts": [], "pairs": [], "all_reduce": {}}')
+    with pytest.raises(DataError, match="format 1, expected 2"):
+        LinkProfile.load(tmp_path / "old.json")

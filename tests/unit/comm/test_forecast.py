@@ -1,0 +1,110 @@
+"""Which route is best for a size follows from what was measured, and equal findings give equal choices."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.comm.cost import Cost
+from paceline.comm.link_profile import Line, LinkProfile, Point, fit_line
+from paceline.comm.routes.forecast import SIZES, Choice, Forecast, choose, explain, longest_way
+
+ROUTES = ("native", "ring", "tree", "recursive-doubling", "grid")
+MEASURED = (1 << 10, 1 << 14, 1 << 18, 1 << 22)
+
+
+def forecast(alphas: dict[str, float], betas: dict[str, float], world: int = 4) -> Forecast:
+    """Links on which routes take so many seconds a round and a byte."""
+    lines = {}
+    for route, alpha in alphas.items():
+        ways = [longest_way(route, size, world) for size in MEASURED]
+        points = [Point(w.sent_bytes, w.rounds, w.rounds * alpha + w.sent_bytes * betas[route]) for w in ways]
+        lines[route] = fit_line(points)
+    return Forecast(world, 1, lines)
+
+
+def alike(alpha: float, beta: float, world: int = 4) -> Forecast:
+    return forecast(dict.fromkeys(ROUTES, alpha), dict.fromkeys(ROUTES, beta), world)
+
+
+@pytest.mark.capability("G9", "G13")
+@pytest.mark.parametrize("world", [2, 3, 4, 6, 8])
+def test_small_buffers_take_few_rounds_and_large_ones_few_bytes(world: int) -> None:
+    found = choose(alike(1e-3, 8e-8, world))  # 1 ms and 100 Mbit/s
+    rounds = {route: longest_way(route, 256, world).rounds for route in ROUTES}
+    fewest = min(rounds.values())
+    assert rounds[found.route(256)] == fewest or 1.1 * fewest >= rounds["native"]
+    assert found.route(64 << 20) in ("native", "ring", "grid")
+    if world in (4, 8):
+        assert found.route(256) == "recursive-doubling" and len(found.routes) > 1
+
+
+@pytest.mark.capability("G9")
+def test_every_choice_is_within_the_bound_of_the_best(subtests: pytest.Subtests) -> None:
+    for alpha, beta in ((5e-5, 8e-9), (5e-4, 8e-8), (1e-2, 8e-7)):
+        known = alike(alpha, beta)
+        found = choose(known)
+        for size in SIZES:
+            with subtests.test(alpha=alpha, size=size):
+                taken = known.seconds(found.route(size), size)
+                assert taken <= 1.1 * min(known.seconds(route, size) for route in ROUTES) * (1 + 1e-9)
+
+
+@pytest.mark.capability("G9")
+def test_the_first_route_stays_where_nothing_is_gained() -> None:
+    near = forecast({"native": 1e-3, "ring": 0.95e-3}, {"native": 8e-8, "ring": 7.6e-8})
+    assert choose(near) == Choice((), "native")
+    far = forecast({"native": 1e-3, "ring": 0.5e-3}, {"native": 8e-8, "ring": 4e-8})
+    assert choose(far) == Choice((), "ring")
+
+
+@pytest.mark.capability("G9")
+def test_a_slow_uplink_that_was_measured_sends_large_buffers_another_way() -> None:
+    """Two racks: the ring crosses the uplink once, doubling with every rank of a rack at a time."""
+    betas = {"native": 8e-8, "ring": 8e-8, "tree": 8e-8, "recursive-doubling": 3.2e-7}
+    found = choose(forecast(dict.fromkeys(betas, 1e-3), betas))
+    assert found.route(1 << 10) == "recursive-doubling" and found.route(1 << 24) == "native"
+    limits = [most for most, _ in found.limits]
+    assert limits == sorted(limits) and str(found).endswith("native above")
+
+
+@pytest.mark.capability("G13")
+def test_a_time_between_two_sizes_is_on_the_line_between_them() -> None:
+    points = (Point(1000.0, 6, 1e-3), Point(2000.0, 6, 3e-3), Point(4000.0, 6, 3e-3))
+    known = Forecast(4, 1, {"native": Line(0.0, 0.0, 0.0, points)})
+    at = {size: known.seconds("native", size * 2 // 3) for size in (500, 1500, 3000, 8000)}
+    assert at[500] == 1e-3 and at[1500] == pytest.approx(2e-3, rel=1e-2)
+    assert at[3000] == at[8000] == 3e-3  # a later size that took no longer
+    one = Forecast(4, 1, {"native": Line(1e-3, 1e-6, 0.0, points[:1])})
+    assert one.seconds("native", 2000) == pytest.approx(6e-3 + 3e-3)
+
+
+@pytest.mark.capability("G13")
+def test_the_longest_way_is_that_of_the_papers() -> None:
+    n = 1200
+    assert longest_way("ring", n, 4) == Cost(1800.0, 1800.0, 6) == longest_way("native", n, 4)
+    assert longest_way("tree", n, 4) == Cost(4.0 * n, 4.0 * n, 4)
+    assert longest_way("recursive-doubling", n, 4) == Cost(2.0 * n, 2.0 * n, 2)
+    assert longest_way("recursive-doubling", n, 5) == Cost(4.0 * n, 4.0 * n, 4)
+    assert longest_way("grid", n, 4) == Cost(1.0 * n + 0.5 * n, 1.5 * n, 4)
+    assert longest_way("hierarchical", n, 4, 2).sent_bytes == n  # of two hosts, each sends all of it once
+    assert longest_way("tree", n, 1) == Cost(0.0, 0.0, 0)
+
+
+def test_a_choice_says_its_limits_and_the_best_route_first() -> None:
+    choice = Choice(((1 << 16, "tree"), (1 << 20, "ring")), "native")
+    assert str(choice) == "tree up to 64 KiB, ring up to 1 MiB, native above"
+    assert [choice.route(size) for size in (1, 1 << 16, (1 << 16) + 1, 1 << 20, 1 << 21)] == [
+        "tree",
+        "tree",
+        "ring",
+        "ring",
+        "native",
+    ]
+    assert explain(alike(1e-3, 8e-8), 256).startswith("recursive-doubling 2.16 ms, grid 4.12 ms")
+
+
+def test_a_profile_carries_the_routes(tmp_path) -> None:
+    known = alike(1e-3, 8e-8)
+    profile = LinkProfile(("h0", "h1"), (), known.lines["native"], known.lines)
+    profile.save(tmp_path / "links.json")
+    assert LinkProfile.load(tmp_path / "links.json") == profile

@@ -106,7 +106,7 @@ class LinkProfile:
         """
         try:
             return cls.read(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(
                 f"this is no link profile: {error}",
                 where=str(path),

@@ -47,7 +47,9 @@ def test_a_profile_survives_its_file_and_another_file_is_refused(tmp_path) -> No
     profile = LinkProfile(("h0", "h1"), (Pair(0, 1, line), Pair(1, 0, Line(1.0, 2.0, 0.5, ()))), line)
     profile.save(tmp_path / "links.json")
     assert LinkProfile.load(tmp_path / "links.json") == profile
-    for text in ("{}", "[]", '{"format": 2}', "no"):
+    bare = '{"format": 2, "hosts": [], "pairs": [], "all_reduce": %s, "routes": []}'
+    line = '{"alpha_seconds": 1, "beta_seconds_per_byte": 1, "residual": 0, "points": []}'
+    for text in ("{}", "[]", '{"format": 2}', "no", bare % line, bare % "[]"):
         (tmp_path / "other.json").write_text(text)
         with pytest.raises(DataError):
             LinkProfile.load(tmp_path / "other.json")

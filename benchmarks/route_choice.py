@@ -88,14 +88,19 @@ def table_of(case: Case, found: dict[str, Any]) -> Table:
         met += ratio <= _CHOSEN
         close += sum(abs(predicted[word] / measured[word] - 1) <= _PREDICTED for word in words)
         total += len(words)
-        cells = [f"{measured[word] * 1e3:.4g} / {predicted[word] * 1e3:.4g}" for word in words]
+        cells = [f"{measured[word] * 1e3:.3g}/{predicted[word] * 1e3:.3g}" for word in words]
         rows.append((f"{size['bytes']:,}", size["chosen"], best, f"{ratio:.2f}", *cells))
     title = f"{case.title}: {found['choice']} (tried for {found['seconds']:.1f} s); ms measured / predicted"
     remarks = [
         f"chosen within {_CHOSEN - 1:.0%} of the best: {met} of {len(rows)} sizes; predicted within"
         f" {_PREDICTED:.0%}: {close} of {total}"
     ]
-    return Table(title, ("bytes", "chosen", "best", "ratio", *words), rows, remarks)
+    return Table(
+        title,
+        ("bytes", "chosen", "best", "ratio", *(word.replace("recursive-", "") for word in words)),
+        rows,
+        remarks,
+    )
 
 
 def measure(options: Options) -> Report:

@@ -13,12 +13,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.addresses import interface_towards
 from paceline.epochs import Candidate, begin, follow, join
 from paceline.errors import CommunicationError
+from paceline.handshake import encrypts
 from paceline.membership import Membership
 from paceline.phase import enter_phase
 from paceline.process_group import claim_device
-from paceline.rendezvous import Way, interface_towards, open_store
+from paceline.rendezvous import Way, open_store
 from paceline.roster import announce, node_of, write_roster
 from paceline.variables import environment_error, read_place
 
@@ -65,6 +67,7 @@ class Cluster:
         launched: the environment gave this process a rank, so it is a worker.
         beacon_port: where this node's launcher can be asked whether it lives; 0: nowhere.
         faults_dir: where the lab and this worker meet to carry out a fault plan; None: no faults.
+        tls: whether calls of the store are encrypted; see `encrypts`.
         membership: what `connect` has found; None: not connected, or alone.
     """
 
@@ -85,6 +88,7 @@ class Cluster:
     beacon_port: int = 0
     faults_dir: Path | None = None
     store_fd: int | None = None
+    tls: str = "auto"
     membership: Membership | None = field(default=None, compare=False, repr=False)
 
     @classmethod
@@ -214,9 +218,8 @@ class Cluster:
     def way(self) -> Way:
         """How this process gets to the store of the job."""
         serves = self.store_fd is None and self.global_rank == 0 and not self.agent_store
-        return Way(
-            self.global_rank, self.address, self.port, self.token, self.store_fd, serves, self.agent_store
-        )
+        named = (self.global_rank, self.address, self.port, self.token)
+        return Way(*named, self.store_fd, serves, self.agent_store, encrypts(self.tls, self.num_nodes))
 
     def _with(self, membership: Membership) -> Cluster:
         """This process's place in a membership, on all nodes and on its own."""
@@ -242,7 +245,5 @@ def _choose_gloo_interface(address: str, port: int) -> None:
     Gloo would resolve the host's name, which may be unknown, slow, or 127.0.1.1. On one node the store is
     on the loopback, so nothing is reachable from outside.
     """
-    if "GLOO_SOCKET_IFNAME" not in os.environ:
-        name = interface_towards(address, port)
-        if name:
-            os.environ["GLOO_SOCKET_IFNAME"] = name
+    if "GLOO_SOCKET_IFNAME" not in os.environ and (name := interface_towards(address, port)):
+        os.environ["GLOO_SOCKET_IFNAME"] = name

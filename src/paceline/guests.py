@@ -25,6 +25,7 @@ from paceline.handshake import (
     is_proof,
     nonce,
     prove,
+    role,
 )
 
 VISITORS = 1 << 30
@@ -33,6 +34,7 @@ VISITORS = 1 << 30
 HELLO_SECONDS = 5.0
 _MOST = 128
 CALLER, CALLED = b"caller", b"called"
+OTHER_KEY, OTHER_TLS = "another token", "another security.tls"
 
 
 class _Guest:
@@ -49,17 +51,17 @@ class _Guest:
         self.said += part
         return bool(part)
 
-    def answer(self, token: str) -> None:
+    def answer(self, token: str, tls: bool) -> None:
         """Answer a whole hello by a challenge."""
         self.rank, self.theirs = decode_hello(self.said)
         self.ours, self.said = nonce(), b""
-        proof = prove(token, CALLED, self.rank, self.theirs, self.ours)
+        proof = prove(token, role(CALLED, tls), self.rank, self.theirs, self.ours)
         if self.connection.send(self.ours + proof) != CHALLENGE_BYTES:
             raise OSError("the caller does not read")
 
-    def proves(self, token: str) -> bool:
-        """Whether a whole answer is right."""
-        return is_proof(self.said, token, CALLER, self.rank, self.theirs, self.ours)
+    def proves(self, token: str, tls: bool) -> bool:
+        """Whether a whole answer is right, of one that encrypts or does not."""
+        return is_proof(self.said, token, role(CALLER, tls), self.rank, self.theirs, self.ours)
 
 
 class Guests:
@@ -70,6 +72,9 @@ class Guests:
         token: the key of the job.
         wanted: ranks that may come, each once.
         has_come: whether a rank is known already, beside those in `found`.
+        tls: whether those that come in encrypt what they say next.
+    Attributes:
+        unfit: ranks with another key, or another `tls`, and which of both.
     """
 
     def __init__(
@@ -78,15 +83,18 @@ class Guests:
         token: str,
         wanted: Container[int],
         has_come: Callable[[int], bool] = lambda rank: False,
+        *,
+        tls: bool = False,
     ) -> None:
         self._listener, self._token, self._wanted, self._has_come = listener, token, wanted, has_come
+        self._tls = tls
         self._guests: dict[socket.socket, _Guest] = {}
         self._selector = selectors.DefaultSelector()
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
         self.found: dict[int, socket.socket] = {}
         self.strangers = 0
-        self.wrong_keys: set[int] = set()
+        self.unfit: dict[int, str] = {}
 
     def hear(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         """Whatever callers say within so many seconds, or until one has said something."""
@@ -125,7 +133,7 @@ class Guests:
             if not guest.hear():
                 self._turn_away(guest)
             elif not guest.ours and len(guest.said) == HELLO_BYTES:
-                guest.answer(self._token)
+                guest.answer(self._token, self._tls)
             elif guest.ours and len(guest.said) == PROOF_BYTES:
                 self._decide(guest)
         except BlockingIOError:
@@ -134,13 +142,14 @@ class Guests:
             self._turn_away(guest)
 
     def _decide(self, guest: _Guest) -> None:
-        right = guest.proves(self._token)
+        right = guest.proves(self._token, self._tls)
         known = guest.rank in self.found or self._has_come(guest.rank)
         welcome = right and guest.rank in self._wanted and not known
         guest.connection.send(WELCOME if welcome else REFUSED)
         if not welcome:
             if not right and guest.rank in self._wanted:
-                self.wrong_keys.add(guest.rank)
+                has_key = guest.proves(self._token, not self._tls)
+                self.unfit[guest.rank] = OTHER_TLS if has_key else OTHER_KEY
             self._turn_away(guest)
             return
         self._forget(guest)
@@ -156,15 +165,31 @@ class Guests:
         del self._guests[guest.connection]
 
 
-def greet(address: str, port: int, rank: int, token: str, seconds: float, whom: str) -> socket.socket:
+def greet(
+    address: str, port: int, rank: int, token: str, seconds: float, whom: str, *, tls: bool = False
+) -> socket.socket:
     """Connect, and show each other that both know the key.
 
     Args:
         whom: who is called, for errors.
+        tls: whether what is said afterwards is encrypted; the other side must want the same.
     Raises:
-        CommunicationError: it has another key, or the rank has come already.
+        CommunicationError: it has another key or another `tls`, the rank has come already, or somebody is
+            in between.
         OSError: it cannot be reached, hangs up, or is silent.
     """
+    connection = _let_in(address, port, rank, token, seconds, whom, tls)
+    if not tls:
+        return connection
+    from paceline.tls import secure_caller
+
+    return secure_caller(connection, token, rank, seconds)
+
+
+def _let_in(
+    address: str, port: int, rank: int, token: str, seconds: float, whom: str, tls: bool
+) -> socket.socket:
+    """A connection to one that knows the key, and has been shown that this side does."""
     with ExitStack() as failing:
         connection = failing.enter_context(socket.create_connection((address, port), timeout=seconds))
         ours = nonce()
@@ -172,12 +197,9 @@ def greet(address: str, port: int, rank: int, token: str, seconds: float, whom: 
         challenge = _exactly(connection, CHALLENGE_BYTES)
         theirs, proof = challenge[:NONCE_BYTES], challenge[NONCE_BYTES:]
         with suppress(OSError):  # a proof under another key lets the other side know, too, and says nothing
-            connection.sendall(prove(token, CALLER, rank, ours, theirs))
-        if not is_proof(proof, token, CALLED, rank, ours, theirs):
-            raise CommunicationError(
-                f"Rank {rank % VISITORS} has another token than {whom}: it belongs to another job.",
-                next_step="give all nodes of one job the same key: --token-file, or PACELINE_TOKEN",
-            )
+            connection.sendall(prove(token, role(CALLER, tls), rank, ours, theirs))
+        if not is_proof(proof, token, role(CALLED, tls), rank, ours, theirs):
+            raise _unlike(rank, whom, is_proof(proof, token, role(CALLED, not tls), rank, ours, theirs))
         if _exactly(connection, 1) != WELCOME:
             raise CommunicationError(
                 f"Rank {rank % VISITORS} has already joined {whom}.",
@@ -185,6 +207,18 @@ def greet(address: str, port: int, rank: int, token: str, seconds: float, whom: 
             )
         failing.pop_all()
     return connection
+
+
+def _unlike(rank: int, whom: str, has_key: bool) -> CommunicationError:
+    if has_key:
+        return CommunicationError(
+            f"Rank {rank % VISITORS} has {OTHER_TLS} than {whom}: one of both encrypts, and one does not.",
+            next_step="give all nodes of one job the same recipe",
+        )
+    return CommunicationError(
+        f"Rank {rank % VISITORS} has {OTHER_KEY} than {whom}: it belongs to another job.",
+        next_step="give all nodes of one job the same key: --token-file, or PACELINE_TOKEN",
+    )
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:

@@ -22,6 +22,20 @@ CHALLENGE_BYTES = NONCE_BYTES + PROOF_BYTES
 WELCOME, REFUSED = b"\x01", b"\x00"
 
 
+def encrypts(tls: str, num_nodes: int) -> bool:
+    """Whether connections between nodes are encrypted once both sides are known.
+
+    Args:
+        tls: "on", "off", or "auto": where a job has several nodes.
+    """
+    return num_nodes > 1 if tls == "auto" else tls == "on"
+
+
+def role(side: bytes, tls: bool) -> bytes:
+    """Who gives a proof, and whether it encrypts afterwards: nobody in between can talk them out of it."""
+    return side + b" tls" if tls else side
+
+
 def nonce() -> bytes:
     """Bytes that nobody has seen before."""
     return secrets.token_bytes(NONCE_BYTES)

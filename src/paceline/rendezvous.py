@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from paceline.addresses import listen_at, spell
 from paceline.errors import CommunicationError, DeadlineError
 from paceline.guests import HELLO_SECONDS, VISITORS, greet
-from paceline.roster import address_towards
 from paceline.store import StoreClient, StoreServer
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 _RETRY_SECONDS = 0.1
 _BACKLOG = 1024
-_SIOCGIFADDR = 0x8915  # ioctl of Linux: the IPv4 address of an interface
 
 
 @dataclass(frozen=True)
@@ -38,6 +37,7 @@ class Way:
         line_fd: a connection that this process was born with; None: it has to call.
         serves: nobody serves the store but this process.
         agent: torchrun's agent serves torch's own store there.
+        tls: whether a call is encrypted.
     """
 
     number: int
@@ -47,10 +47,11 @@ class Way:
     line_fd: int | None = None
     serves: bool = False
     agent: bool = False
+    tls: bool = False
 
     @property
     def job(self) -> str:
-        return f"the job at {self.address}:{self.port}" if self.port else "the job"
+        return f"the job at {spell(self.address, self.port)}" if self.port else "the job"
 
 
 def open_store(way: Way, deadline_seconds: float) -> Store:
@@ -84,16 +85,16 @@ def visit_store(way: Way, key: str, deadline_seconds: float) -> str:
 def _serve(way: Way) -> socket.socket:
     """Serve the store in this process until it ends; where an earlier call does that already, call it."""
     try:
-        listener = socket.create_server((way.address, way.port), backlog=_BACKLOG)
+        listener = listen_at(way.address, way.port, _BACKLOG)
     except OSError as error:
         with suppress(OSError):
-            return greet(way.address, way.port, way.number, way.token, HELLO_SECONDS, way.job)
+            return _greet(way, HELLO_SECONDS)
         raise CommunicationError(
             f"Rank {way.number} cannot serve the store of {way.job}: {error.strerror or error}",
             next_step="check that this is the address of node 0 and that the port is free there",
         ) from error
     server = StoreServer()
-    server.admit(listener, way.token)
+    server.admit(listener, way.token, tls=way.tls)
     return server.line_for(way.number)
 
 
@@ -103,12 +104,16 @@ def _call(way: Way, seconds: float) -> socket.socket:
     while True:
         left = max(0.1, expires - time.monotonic())
         try:
-            return greet(way.address, way.port, way.number, way.token, left, way.job)
+            return _greet(way, left)
         except OSError as error:
             if time.monotonic() > expires:
                 silent = "the port accepts connections but does not answer"
                 raise _unreachable(way, silent if isinstance(error, TimeoutError) else str(error)) from error
             time.sleep(_RETRY_SECONDS)
+
+
+def _greet(way: Way, seconds: float) -> socket.socket:
+    return greet(way.address, way.port, way.number, way.token, seconds, way.job, tls=way.tls)
 
 
 def torch_store(address: str, port: int, seconds: float, listen_fd: int | None = None) -> Any:
@@ -139,25 +144,3 @@ def _unreachable(way: Way, why: str) -> DeadlineError:
         f"Rank {way.number % VISITORS} cannot reach the store of {way.job}: {why}",
         next_step="check that node 0 runs and that this machine can reach its address",
     )
-
-
-def interface_towards(address: str, port: int) -> str:
-    """The name of the interface that has the address from which this host reaches `address` (IPv4).
-
-    Returns:
-        For example "lo" or "eth0"; empty if there is no route, or the system cannot tell.
-    """
-    own = address_towards(address, port)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        found = (name for _, name in socket.if_nameindex() if own and _ipv4(probe, name) == own)
-        return next(found, "")
-
-
-def _ipv4(probe: socket.socket, interface: str) -> str:
-    import fcntl
-
-    request = interface.encode()[:15].ljust(256, b"\0")
-    try:
-        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
-    except OSError:
-        return ""  # it has no IPv4 address

@@ -11,12 +11,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from paceline.addresses import address_towards
+
 _FILE = "roster.json"
 
 
 @dataclass(frozen=True)
 class Node:
-    """A node of a job: its rank, its name and IPv4 address, and the port where its launcher answers."""
+    """A node of a job: its rank, its name and address, and the port where its launcher answers."""
 
     rank: int
     host: str
@@ -38,16 +40,6 @@ def announce(node_rank: int, beacon_port: int, address: str, port: int) -> str:
 def node_of(announcement: str) -> int:
     """The rank of the node of a process that announced this."""
     return int(json.loads(announcement)["rank"])
-
-
-def address_towards(address: str, port: int) -> str:
-    """The IPv4 address from which this host reaches `address`; empty if there is no route."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((address, port))
-            return str(probe.getsockname()[0])
-    except OSError:
-        return ""
 
 
 def write_roster(folder: Path, announcements: Sequence[str]) -> None:

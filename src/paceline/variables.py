@@ -40,6 +40,7 @@ def read_place(values: Mapping[str, str]) -> dict[str, Any]:
         "attempt": _integer(values, "TORCHELASTIC_RESTART_COUNT", 0),
         "launched": True,
         "beacon_port": _integer(values, "PACELINE_BEACON_PORT", 0),
+        "tls": values.get("PACELINE_TLS", "auto"),
         "faults_dir": Path(values["PACELINE_FAULTS"]) if values.get("PACELINE_FAULTS") else None,
     }
 

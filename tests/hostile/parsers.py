@@ -109,3 +109,7 @@ PARSERS: dict[str, tuple[Callable[[], st.SearchStrategy[Any]], checks.Check]] = 
     "tokenizer": (lambda: record_of(formats.right_tokenizer()), checks.read_tokenizer),
     "notice": (urls, read_notice),
 }
+
+CHANGES = {"notice": 1, "order of a worker": 0}
+"""Of an input that is a tuple, the only part that `havoc` changes: a URL would lead away from this host, and
+the numbers of files are the kernel's."""

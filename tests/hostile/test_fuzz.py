@@ -1,26 +1,30 @@
 """Every parser of what others may have written, on inputs that nobody has thought of: a named error.
 
-In the suite a thousand inputs for each, the same ones in every run; in the soak a hundred thousand. An input
-may take two seconds of the processor and `ROOM_BYTES` of memory; one that waits for ever ends with the test.
-What was found once stands in `test_found.py`, by name.
+In the suite a thousand inputs for each, the same ones in every run; in the soak a hundred thousand, of which
+Hypothesis draws every tenth, and `havoc` makes the others of these. An input may take two seconds of the
+processor and `ROOM_BYTES` of memory; one that waits for ever ends with the test. What was found once stands
+in `test_found.py`, by name.
 """
 
 from __future__ import annotations
 
+import random
 import resource
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from tests.hostile.checks import Check
-from tests.hostile.parsers import PARSERS
+from tests.hostile.havoc import havoc
+from tests.hostile.parsers import CHANGES, PARSERS
 
 pytestmark = [pytest.mark.capability("N10", "N13"), pytest.mark.timeout(240)]
-BATCH, BATCHES = 1000, 100
+BATCH, BATCHES, LIKE_THEM = 1000, 10, 9000
 MOST_SECONDS = 2.0
 ROOM_BYTES = 2**29
 
@@ -37,9 +41,20 @@ def little_room() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-def try_batch(name: str, number: int) -> None:
-    """A thousand inputs of a parser; its check raises what must not be raised."""
+def try_one(check: Check, value: object) -> None:
+    begun = time.thread_time()
+    try:
+        check(value)
+        assert time.thread_time() - begun < MOST_SECONDS
+    except BaseException as error:
+        error.add_note(f"the input: {value!r:.4000}")
+        raise
+
+
+def try_batch(name: str, number: int) -> list[Any]:
+    """A thousand inputs of a parser; its check raises what must not be raised. Returns them."""
     inputs, check = PARSERS[name]
+    tried: list[Any] = []
 
     @settings(
         max_examples=BATCH,
@@ -51,12 +66,20 @@ def try_batch(name: str, number: int) -> None:
     @seed(number)
     @given(inputs())
     def run(value: object) -> None:
-        begun = time.thread_time()
-        check(value)
-        assert time.thread_time() - begun < MOST_SECONDS
+        tried.append(value)
+        try_one(check, value)
 
     with little_room():
         run()
+    return tried
+
+
+def try_like(name: str, pool: list[Any], number: int, count: int = LIKE_THEM) -> None:
+    """Inputs that are made of those of a pool."""
+    chance, check = random.Random(number), PARSERS[name][1]
+    with little_room():
+        for _ in range(count):
+            try_one(check, havoc(chance, pool, CHANGES.get(name)))
 
 
 @pytest.mark.parametrize("parser", PARSERS)
@@ -69,7 +92,16 @@ def test_no_input_is_more_than_a_named_error(parser: str) -> None:
 @pytest.mark.parametrize("parser", PARSERS)
 def test_no_input_of_a_hundred_thousand_is_more_than_a_named_error(parser: str) -> None:
     for number in range(BATCHES):
-        try_batch(parser, number)
+        try_like(parser, try_batch(parser, number), number)
+
+
+def test_what_is_made_of_inputs_is_of_their_kind_and_is_hardly_ever_one_of_them() -> None:
+    pool = [(b"abc", {"a": [1, "x"]}), (b"", {"b": None}), (bytes(90), {})]
+    chance = random.Random(1)
+    made = [havoc(chance, pool) for _ in range(2000)]
+    assert all(type(one) is tuple and [type(part) for part in one] == [bytes, dict] for one in made)
+    assert len({repr(one) for one in made} - {repr(one) for one in pool}) > 1000
+    assert {one[0] for one in (havoc(chance, pool, 1) for _ in range(99))} <= {one[0] for one in pool}
 
 
 def too_much(value: object) -> None:
@@ -97,3 +129,6 @@ def test_a_parser_that_does_otherwise_is_found(
     monkeypatch.setattr("tests.hostile.test_fuzz.MOST_SECONDS", 0.05 if fault is too_long else MOST_SECONDS)
     with pytest.raises(error):
         try_batch("hello", 0)
+    with pytest.raises(error) as found:
+        try_like("hello", [b"x"], 0, count=1)
+    assert "the input: b" in found.value.__notes__[0]

@@ -35,10 +35,20 @@ def test_a_job_goes_on_without_a_worker_that_is_lost_and_says_so(
         os.kill(int((tmp_path / "building-2").read_text()), number)
         end = end_of(process)
     assert end.code == 0, end.err
-    assert "rank 2 was" in end.err and "; the job goes on without it" in end.err
+    assert "rank 2 was" in end.err and "; the server goes on without it where it can" in end.err
     assert [record["rank"] for record in events(tmp_path, "lost")] == [2]
     assert Shelf.look(Files(str(tmp_path / "run" / "checkpoints"))).whole[-1].step == 60
     assert {record["rank"] for record in events(tmp_path, "ranks")} >= {0, 1}
+
+
+def test_a_worker_that_is_lost_between_two_rounds_ends_the_job_by_its_name(tmp_path: Path) -> None:
+    """It dies when all begin to save, which needs every rank; nobody waits for the deadline."""
+    keys = {"batch__shards": 4, "options__what": '"die-in-save"', "options__rank": 2}
+    with train(tmp_path, processes=4, strategy=SERVED, runtime__deadline_seconds=600, **keys) as process:
+        end = end_of(process)
+    assert end.code == 137, end.err
+    assert "rank 2 was killed by SIGKILL (out of memory?)\n" in end.err
+    assert "next:" in end.err
 
 
 def test_the_loss_of_the_server_ends_the_job(tmp_path: Path) -> None:

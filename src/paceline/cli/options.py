@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import typer
 
@@ -96,6 +96,7 @@ class Placement(NamedTuple):
     node_rank: int
     rendezvous: str | None
     token: str
+    tls: Literal["auto", "on", "off"] = "auto"
 
 
 def task_directory(recipe_path: Path) -> Path:

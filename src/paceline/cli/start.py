@@ -61,6 +61,7 @@ def job_of(
         node_rank=placement.node_rank,
         rendezvous=placement.rendezvous or "",
         token=placement.token,
+        tls=placement.tls,
         threads=threads,
         log_dir=log_dir,
         output="prefixed" if prefixed else "files",

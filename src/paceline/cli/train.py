@@ -75,7 +75,9 @@ def train(
     processes = _as_before(run, processes, strategy, nodes)
     token = options.read_token(token_file, insecure, nodes)
     placement = options.Placement(
-        options.processes_for(resolved, processes, nodes), nodes, node_rank, rendezvous, token
+        options.processes_for(resolved, processes, nodes),
+        *(nodes, node_rank, rendezvous, token),
+        tls=resolved.security.tls,
     )
     sys.exit(_launch(placement, resolved, run, called, logs))
 

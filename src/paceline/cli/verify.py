@@ -69,7 +69,7 @@ def verify(
     if run is not None:
         refuse_strangers(run, trust)
     token = options.read_token(token_file, insecure, nodes)
-    placement = options.Placement(count, nodes, node_rank, rendezvous, token)
+    placement = options.Placement(count, nodes, node_rank, rendezvous, token, resolved.security.tls)
     as_it_was = run is not None and not (settings or strategy or plant or certificate)
     kept = run / CERTIFICATE if run is not None and as_it_was else certificate
     code = _launch(placement, resolved.runtime, kept, as_json)

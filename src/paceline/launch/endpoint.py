@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from paceline.addresses import listen_at, loopback, spell
 from paceline.cluster import LOOPBACK
 from paceline.errors import CommunicationError
+from paceline.handshake import encrypts
 from paceline.launch.job import Job
 from paceline.launch.render import TORCH_PORT
 from paceline.store import StoreServer
@@ -82,7 +84,7 @@ def bind_endpoint(job: Job, token: str, say: Callable[[str], object]) -> Endpoin
     """
     if job.world_size == 1:
         return Endpoint()
-    host, port = job.endpoint if job.rendezvous else (LOOPBACK, 0)
+    host, port = job.endpoint if job.rendezvous else (loopback(), 0)
     if job.node_rank > 0:
         return Endpoint(host, port)
     door = _listen(host, port) if job.nodes > 1 else None
@@ -92,21 +94,20 @@ def bind_endpoint(job: Job, token: str, say: Callable[[str], object]) -> Endpoin
     found.server.put(TORCH_PORT, str(found.torch_port))
     found.lines = [found.server.line_for(rank) for rank in range(job.num_processes)]
     if door is not None:
-        found.server.admit(door, token)
+        found.server.admit(door, token, tls=encrypts(job.tls, job.nodes))
     return found
 
 
 def _listen(host: str, port: int) -> socket.socket:
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+        return listen_at(host, port, _BACKLOG)
     except OSError as error:
         hints = {
             errno.EADDRINUSE: "choose another port, or end the process that has it",
             errno.EADDRNOTAVAIL: "node 0 must run on the machine that has this address",
         }
         raise CommunicationError(
-            f"Node 0 cannot listen on {host}:{port}: {error.strerror or error}.",
+            f"Node 0 cannot listen on {spell(host, port)}: {error.strerror or error}.",
             where="--rendezvous",
             next_step=hints.get(error.errno or 0, "check the host name and the port"),
         ) from error

@@ -38,6 +38,7 @@ class Job:
         stuck_seconds: how long a process may be stopped by a signal (SIGSTOP) before the job is ended.
         announces: the workers say when their first step begins (see `phase`); before that there is nothing
             to save, and a signal ends the job at once.
+        tls: whether the nodes encrypt what they say to the store of the job; "auto": they do.
         ends_with: whose failure ends the job once a step has begun; "rank 0": the others are workers of
             that one, which knows whether enough of them are left.
     Raises:
@@ -59,6 +60,7 @@ class Job:
     stuck_seconds: float = float("inf")
     announces: bool = False
     ends_with: Literal["any rank", "rank 0"] = "any rank"
+    tls: Literal["auto", "on", "off"] = "auto"
 
     def __post_init__(self) -> None:
         rules = {

@@ -34,7 +34,7 @@ class Losses:
         failure = judge(one, stop)
         headline = "has ended" if failure is None else failure.headline
         self._lost.append(one)
-        self._tell(f"rank {one.worker.global_rank} {headline}; the job goes on without it\n")
+        self._tell(f"rank {one.worker.global_rank} {headline}; the server goes on without it where it can\n")
         return True
 
     def gives_up(self, one: Running, stop: Stop) -> bool:

@@ -18,7 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from paceline.roster import Node, address_towards, read_roster
+from paceline.addresses import address_towards, listen_at, loopback
+from paceline.roster import Node, read_roster
 
 _ANSWER_SECONDS = 1.0
 _LINGER_SECONDS = 2.5
@@ -38,8 +39,8 @@ def ask(node: Node) -> str:
 
 
 def _listen(towards: tuple[str, int]) -> socket.socket:
-    """A port of the address by which the other nodes know this one; of all addresses if that has no IPv4."""
-    return socket.create_server((address_towards(*towards), 0), backlog=_BACKLOG)
+    """A port of the address by which the other nodes know this one; without a route to them, of none."""
+    return listen_at(address_towards(*towards) or loopback(), 0, _BACKLOG)
 
 
 @dataclass

@@ -20,7 +20,7 @@ TORCH_PORT = "torch/port"
 
 _OWN = (
     *(STORE_FD, LISTEN_FD, "PACELINE_STORE_PORT"),
-    *("PACELINE_TOKEN", "PACELINE_ERROR_DIR", "PACELINE_BEACON_PORT"),
+    *("PACELINE_TOKEN", "PACELINE_ERROR_DIR", "PACELINE_BEACON_PORT", "PACELINE_TLS"),
 )
 _FOREIGN_PREFIX = "TORCHELASTIC_"
 
@@ -149,6 +149,7 @@ def _render_worker(job: Job, place: Place, common: Mapping[str, str], local_rank
             "PACELINE_STORE_PORT": str(place.port),
             "PACELINE_TOKEN": place.token,
             "PACELINE_ERROR_DIR": str(place.folder),
+            "PACELINE_TLS": job.tls,
             **{name: str(file) for name, file in files.items()},
             **own,
         },

@@ -23,6 +23,7 @@ HERE: Mapping[str, str] = MappingProxyType(
         "evaluate.every_steps": HELD_OUT,
         "evaluate.batch": HELD_OUT,
         "evaluate.max_samples": HELD_OUT,
+        "security.tls": "with a server, or where a job has several nodes",
         "tensor": "where the strategy has tensor",
         "strategy.balance": "where several replicas share a batch",
         "strategy.codec": _SUMMED,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from paceline.recipe.acting import Need
-from paceline.recipe.security import HAS_CHANNELS
 
 _NO_BEST = Need(
     ("evaluate.patience", "checkpoint.keep_best"),
@@ -45,7 +44,6 @@ OF_SEVERAL_TABLES: Mapping[str, Need] = {
     "health.spike_factor": _SEEN_WHOLE,
     "outer.lr": _OUTER,
     "outer.momentum": _OUTER,
-    "security.tls": HAS_CHANNELS,
     "debug.replay_arrivals": Need(
         ("strategy.sync",),
         lambda recipe: recipe.strategy.rule.needs_server,

@@ -6,7 +6,6 @@ from typing import Literal
 
 from pydantic import Field
 
-from paceline.recipe.acting import Need
 from paceline.recipe.strict import Table
 
 
@@ -14,10 +13,7 @@ class SecurityRecipe(Table):
     """What is encrypted. The key of a job is no part of its recipe: `--token-file`, or PACELINE_TOKEN."""
 
     tls: Literal["auto", "on", "off"] = Field(
-        default="auto", description="encrypt the channels of a server; auto: where there are several nodes"
+        default="auto",
+        description="encrypt what nodes say in the store of the job, and the channels of a server; "
+        "auto: where there are several nodes",
     )
-
-
-HAS_CHANNELS = Need(
-    ("strategy.servers",), lambda recipe: recipe.strategy.servers, "with servers=1", "found no server"
-)

@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 from paceline.errors import CommunicationError, DeadlineError
 from paceline.store import messages
@@ -127,15 +128,17 @@ class StoreClient:
     def _send(self, expires: float) -> None:
         while self._unsent:
             self._await(expires, select.POLLOUT)
-            del self._unsent[: self._connection.send(self._unsent)]
+            with suppress(BlockingIOError):  # there is room, but not for all of an encrypted record
+                del self._unsent[: self._connection.send(self._unsent)]
 
     def _next(self, expires: float) -> Message:
         while (message := take(self._heard)) is None:
             self._await(expires, select.POLLIN)
-            part = self._connection.recv(_READ_BYTES)
-            if not part:
-                raise ConnectionResetError("it has hung up")
-            self._heard += part
+            with suppress(BlockingIOError):  # a part of an encrypted record is there
+                part = self._connection.recv(_READ_BYTES)
+                if not part:
+                    raise ConnectionResetError("it has hung up")
+                self._heard += part
         return message
 
     def _await(self, expires: float, event: int) -> None:

@@ -85,13 +85,14 @@ class StoreServer:
         """Serve a connection whose other end is that member."""
         self._order(lambda: self._begin(member, connection))
 
-    def admit(self, listener: socket.socket, token: str) -> None:
+    def admit(self, listener: socket.socket, token: str, *, tls: bool = False) -> None:
         """Serve those that call here and show that they know the key; others are turned away.
 
         Args:
             listener: a listening socket; it is closed with this server.
+            tls: whether their connections are encrypted.
         """
-        door = Door(listener, token, self.adopt, self._lines.__contains__, self._say)
+        door = Door(listener, token, self.adopt, self._lines.__contains__, self._say, tls=tls)
         doorkeeper = threading.Thread(
             target=door.keep, args=(lambda: self._closing,), daemon=True, name="paceline-store-door"
         )

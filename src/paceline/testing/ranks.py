@@ -22,7 +22,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from paceline.cluster import LOOPBACK, Cluster, process_environment
+from paceline.addresses import loopback
+from paceline.cluster import Cluster, process_environment
 from paceline.errors import MissingExtraError
 from paceline.launch.judge import raised
 from paceline.launch.keeper import kill_session
@@ -65,7 +66,7 @@ def run_ranks(
         folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="paceline-ranks-")))
         order = RankOrder(
             payload=_pickle(function, args),
-            cluster=Cluster(0, n, 0, n, 0, 1, LOOPBACK, 0, None, secrets.token_hex(8), None),
+            cluster=Cluster(0, n, 0, n, 0, 1, loopback(), 0, None, secrets.token_hex(8), None),
             environ=process_environment(),
             stack_file=folder,
             group_deadline=deadline if group_deadline is None else group_deadline,

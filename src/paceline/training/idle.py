@@ -15,21 +15,23 @@ from paceline.recipe.acting import HELD_OUT, HERE, default_at, value_at
 from paceline.task import Task
 
 
-def idle_keys(recipe: Recipe, task: Task, mesh: Mesh) -> Iterator[str]:
+def idle_keys(recipe: Recipe, task: Task, mesh: Mesh, num_nodes: int = 1) -> Iterator[str]:
     """A sentence for every key that is set and cannot act.
 
     Args:
         recipe: with the strategy as it runs.
     """
-    for key, why in _idle(recipe, task, mesh):
+    for key, why in _idle(recipe, task, mesh, num_nodes):
         if value_at(recipe, key) != default_at(Recipe, key):
             yield f"{key} = {value_at(recipe, key)} has no effect: {why}"
 
 
-def _idle(recipe: Recipe, task: Task, mesh: Mesh) -> Iterator[tuple[str, str]]:
+def _idle(recipe: Recipe, task: Task, mesh: Mesh, num_nodes: int) -> Iterator[tuple[str, str]]:
     rule, sharers = recipe.strategy.rule, mesh.axes["tensor"].size
     if not norms_of(task.model):
         yield "batch.sync_batchnorm", "the model has no BatchNorm"
+    if num_nodes == 1 and not recipe.strategy.servers:
+        yield "security.tls", "there is one node, and no server"
     if sharers == 1:
         yield "tensor", "no tensors are cut: the strategy has no tensor"
     if task.held_out is None:

@@ -22,7 +22,8 @@ FEW = 8
 
 def tell_before(setting: Setting, task: Task) -> None:
     """Say what of the recipe has no effect here, and what there is to know of the micro-batches."""
-    for text in (*idle_keys(setting.recipe, task, setting.mesh), *micro_batch_lines(setting, task)):
+    idle = idle_keys(setting.recipe, task, setting.mesh, setting.cluster.num_nodes)
+    for text in (*idle, *micro_batch_lines(setting, task)):
         setting.warn(text)
 
 

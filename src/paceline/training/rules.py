@@ -15,6 +15,7 @@ from paceline.comm.reduction import InAnyOrder, Reducer
 from paceline.comm.text import share_text
 from paceline.data import LockstepWork, Work, split
 from paceline.errors import StrategyError
+from paceline.handshake import encrypts
 from paceline.layout import Holding
 from paceline.layout.pipeline import Pipeline
 from paceline.mesh import DATA_AXES, Group
@@ -30,7 +31,6 @@ from paceline.sync.served import SERVER
 from paceline.sync.server import Server
 from paceline.sync.traffic import Coded, Plain, Traffic
 from paceline.sync.worker import Worker
-from paceline.tls import Certificate, secure_called, secure_caller
 from paceline.training.arrange import Setting
 from paceline.training.codecs import make_codec
 from paceline.training.layouts import Layout
@@ -154,24 +154,12 @@ def _channel(setting: Setting) -> Channel:
     if world.rank == SERVER:
         with listen(cluster.address) as listener:
             share_text(str(listener.getsockname()[1]), world, setting.net, device)
-            peers = accept_all(listener, token, world.ranks[1:], limit)
-        if secure:
-            certificate = Certificate.make()
-            peers = {
-                rank: secure_called(peer, certificate, token, rank, limit) for rank, peer in peers.items()
-            }
+            peers = accept_all(listener, token, world.ranks[1:], limit, tls=secure)
         channel = SocketChannel(peers, setting.net.ledger)
         return heard_as_recorded(channel, setting.recipe.debug.replay_arrivals)
     port = int(share_text("", world, setting.net, device))
-    hub = connect(cluster.address, port, world.rank, token, limit)
-    if secure:
-        hub = secure_caller(hub, token, world.rank, limit)
+    hub = connect(cluster.address, port, world.rank, token, limit, tls=secure)
     return SocketChannel({SERVER: hub}, setting.net.ledger)
-
-
-def encrypts(tls: str, num_nodes: int) -> bool:
-    """Whether channels are encrypted; `auto` does so where they leave a machine."""
-    return num_nodes > 1 if tls == "auto" else tls == "on"
 
 
 def server_async(setting: Setting, layout: Layout, state: TrainState) -> Rule:

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from paceline import rendezvous
+from paceline.addresses import interface_towards
 from paceline.cluster import Cluster, process_environment
 from paceline.errors import CommunicationError
-from paceline.rendezvous import Way, interface_towards, open_store
+from paceline.rendezvous import Way, open_store
 
 TORCHRUN = {  # recorded from torchrun --nnodes 2 --nproc-per-node 2, node 1, second process
     "RANK": "3",

@@ -37,6 +37,7 @@ def test_the_first_worker_in_full() -> None:
         "PACELINE_STORE_PORT": "29500",
         "PACELINE_TOKEN": "the-token",
         "PACELINE_ERROR_DIR": "/logs",
+        "PACELINE_TLS": "auto",
         "PACELINE_LISTEN_FD": "7",
         "PACELINE_STORE_FD": "8",
     }

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 
 import pytest
 
@@ -150,32 +151,45 @@ def test_threads_share_a_client() -> None:
 
 
 @contextmanager
-def door(said: list[str]) -> Iterator[tuple[StoreServer, int]]:
+def door(said: list[str], tls: bool = False) -> Iterator[tuple[StoreServer, int]]:
     with StoreServer(said.append) as server:
         listener = socket.create_server(("127.0.0.1", 0))
-        server.admit(listener, "the key")
+        server.admit(listener, "the key", tls=tls)
         yield server, listener.getsockname()[1]
 
 
 @pytest.mark.capability("O2")
-def test_who_knows_the_key_comes_in_once_and_others_are_turned_away() -> None:
+@pytest.mark.parametrize("tls", [False, True])
+def test_who_knows_the_key_comes_in_once_and_others_are_turned_away(tls: bool) -> None:
     said: list[str] = []
-    with door(said) as (server, port):
+    with door(said, tls) as (server, port):
+        way = Way(1, "127.0.0.1", port, "the key", tls=tls)
         local = StoreClient(server.line_for(0))
-        remote = open_store(Way(1, "127.0.0.1", port, "the key"), LONG)
+        remote = open_store(way, LONG)
         remote.set("k", "v")
         assert local.wait(["k"], LONG) == [b"v"]
         with pytest.raises(CommunicationError, match="Rank 2 has another token than the job at"):
-            open_store(Way(2, "127.0.0.1", port, "another"), LONG)
+            open_store(replace(way, number=2, token="another"), LONG)
         with pytest.raises(CommunicationError, match="Rank 1 has already joined the job at"):
-            open_store(Way(1, "127.0.0.1", port, "the key"), LONG)
+            open_store(way, LONG)
         while not said:
             time.sleep(0.001)
         assert said == ["turned away: Rank 2 has another token than this job\n"]
-        assert visit_store(Way(1, "127.0.0.1", port, "the key"), "k", LONG) == "v"
+        assert visit_store(way, "k", LONG) == "v"
         assert 1 not in local.lost(), "who asks as a visitor is not the member"
         remote.close()
         local.close()
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_one_side_that_encrypts_and_one_that_does_not_are_named_on_both(tls: bool) -> None:
+    said: list[str] = []
+    with door(said, tls) as (_, port):
+        with pytest.raises(CommunicationError, match=r"Rank 1 has another security\.tls than the job at"):
+            open_store(Way(1, "127.0.0.1", port, "the key", tls=not tls), LONG)
+        while not said:
+            time.sleep(0.001)
+    assert said == ["turned away: Rank 1 has another security.tls than this job\n"]
 
 
 @pytest.mark.capability("O2")

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
+from paceline.addresses import listen_at, spell
 from paceline.errors import CommunicationError, DeadlineError
 from paceline.guests import Guests, greet
 from paceline.observe.append import say_on_stderr
@@ -17,7 +18,7 @@ _RETRY_SECONDS = 0.1
 
 def listen(address: str) -> socket.socket:
     """A listening socket on a free port of the address by which others reach this host."""
-    return socket.create_server((address, 0), backlog=_BACKLOG)
+    return listen_at(address, 0, _BACKLOG)
 
 
 def accept_all(
@@ -26,17 +27,21 @@ def accept_all(
     ranks: Sequence[int],
     deadline_seconds: float,
     say: Callable[[str], object] = say_on_stderr,
+    *,
+    tls: bool = False,
 ) -> dict[int, socket.socket]:
     """Take one connection of each rank; whoever does not know the key is turned away, and counted.
 
     Args:
         token: the key of the job; it is never sent.
         say: is told how many were turned away, if there were any.
+        tls: whether the connections are encrypted.
     Raises:
         DeadlineError: some did not come in time; names them.
+        CommunicationError: somebody is between this rank and another; see `paceline.tls`.
     """
     expires = time.monotonic() + deadline_seconds
-    guests = Guests(listener, token, ranks)
+    guests = Guests(listener, token, ranks, tls=tls)
     with ExitStack() as failing:
         failing.callback(guests.give_up)
         try:
@@ -49,11 +54,30 @@ def accept_all(
             guests.close()
             if guests.strangers:
                 say(f"the server has turned away {guests.strangers} callers that are not of this job")
+        if tls:
+            _secure(guests.found, token, deadline_seconds)
         failing.pop_all()
     return guests.found
 
 
-def connect(address: str, port: int, rank: int, token: str, deadline_seconds: float) -> socket.socket:
+def _secure(found: dict[int, socket.socket], token: str, seconds: float) -> None:
+    """Encrypt the connection of every rank."""
+    from paceline.tls import Certificate, secure_called
+
+    certificate = Certificate.make()
+    for rank, connection in [*found.items()]:
+        try:
+            found[rank] = secure_called(connection, certificate, token, rank, seconds)
+        except OSError as error:
+            raise CommunicationError(
+                f"the connection to rank {rank} cannot be encrypted: {error}",
+                next_step="look at what that rank printed",
+            ) from error
+
+
+def connect(
+    address: str, port: int, rank: int, token: str, deadline_seconds: float, *, tls: bool = False
+) -> socket.socket:
     """Connect to the hub, and show each other that both know the key.
 
     A hub that hangs up is called again: a stranger may have crowded it.
@@ -65,19 +89,19 @@ def connect(address: str, port: int, rank: int, token: str, deadline_seconds: fl
     while True:
         try:
             left = max(0.01, expires - time.monotonic())
-            return greet(address, port, rank, token, left, f"the server at {address}:{port}")
+            return greet(address, port, rank, token, left, f"the server at {spell(address, port)}", tls=tls)
         except OSError as error:
             if time.monotonic() + _RETRY_SECONDS < expires and not isinstance(error, ConnectionRefusedError):
                 time.sleep(_RETRY_SECONDS)
                 continue
             raise CommunicationError(
-                f"rank {rank} cannot reach the server at {address}:{port}: {error}",
+                f"rank {rank} cannot reach the server at {spell(address, port)}: {error}",
                 next_step="check that the nodes reach each other on all ports",
             ) from error
 
 
 def _late(missing: Sequence[int], guests: Guests, deadline_seconds: float) -> DeadlineError:
-    wrong = f"; ranks {sorted(guests.wrong_keys)} have another key" if guests.wrong_keys else ""
+    wrong = "".join(f"; rank {rank} has {what}" for rank, what in sorted(guests.unfit.items()))
     return DeadlineError(
         f"ranks {missing} did not connect within {deadline_seconds:g} s{wrong}",
         next_step="look at what these ranks printed",

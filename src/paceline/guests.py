@@ -74,7 +74,8 @@ class Guests:
         has_come: whether a rank is known already, beside those in `found`.
         tls: whether those that come in encrypt what they say next.
     Attributes:
-        unfit: ranks with another key, or another `tls`, and which of both.
+        unfit: ranks with another key, or another `tls`, and which of both; a stranger may claim any, so no
+            more than there is room for.
     """
 
     def __init__(
@@ -147,7 +148,7 @@ class Guests:
         welcome = right and guest.rank in self._wanted and not known
         guest.connection.send(WELCOME if welcome else REFUSED)
         if not welcome:
-            if not right and guest.rank in self._wanted:
+            if not right and guest.rank in self._wanted and len(self.unfit) < _MOST:
                 has_key = guest.proves(self._token, not self._tls)
                 self.unfit[guest.rank] = OTHER_TLS if has_key else OTHER_KEY
             self._turn_away(guest)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
@@ -43,17 +43,19 @@ def publish(
     expires: float,
     patience: Patience,
     ranks: Sequence[int],
+    left: Callable[[], Collection[int]] = tuple,
 ) -> None:
     """Turn the parts of all ranks into a checkpoint.
 
     Args:
         expires: when to stop waiting for the other ranks, on the monotonic clock.
         ranks: that write parts; not all, where some were lost.
+        left: the ranks that are not lost now, as far as is known; empty: nobody is lost.
     Raises:
         DeadlineError: a rank has not reported; names it.
-        CheckpointError: the parts do not fill the state, or the disk refused.
+        CheckpointError: a rank was lost before it had, the parts do not fill the state, or the disk refused.
     """
-    reports = [_await_report(shelf.files, name, rank, expires) for rank in ranks]
+    reports = [_await_report(shelf.files, name, rank, expires, left) for rank in ranks]
     parts = [_decoded(report, shelf, name) for report in reports]
     files = tuple(file for written, _ in parts for file in written)
     if missing := missing_tensors(files):
@@ -84,12 +86,21 @@ def _decoded(report: bytes, shelf: Shelf, name: str) -> tuple[list[File], Mappin
         raise unusable(shelf.files, name, str(error)) from error
 
 
-def _await_report(files: Files, name: str, rank: int, expires: float) -> bytes:
+def _await_report(
+    files: Files, name: str, rank: int, expires: float, left: Callable[[], Collection[int]]
+) -> bytes:
     pause = _POLL_SECONDS
     while True:
+        those = left()
         try:
             return files.read(f"{name}/{report_name(rank)}")
         except FileNotFoundError:
+            if those and rank not in those:
+                raise CheckpointError(
+                    f"rank {rank} was lost before it had written its part of the checkpoint",
+                    where=files.place(name),
+                    next_step="--resume RUN goes on from the checkpoint before it",
+                ) from None
             if time.monotonic() >= expires:
                 raise DeadlineError(
                     f"rank {rank} has not written its part of the checkpoint in time",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as Overdue
 from contextlib import contextmanager
@@ -48,6 +48,7 @@ class Saving:
         deadline_seconds: for one save.
         patience: with a full disk.
         writers: how many threads write this rank's part.
+        left: see `publish`.
     """
 
     rank: int
@@ -58,6 +59,7 @@ class Saving:
     deadline_seconds: float
     patience: Patience
     writers: int = 1
+    left: Callable[[], Collection[int]] = tuple
 
 
 class Saver:
@@ -209,7 +211,8 @@ class Saver:
             self._staging.give_back()
             if saving.rank == 0:
                 origin = replace(self._origin, world_size=len(ranks))
-                publish(self.shelf, name, step, origin, saving.keep, expires, saving.patience, ranks)
+                told = (saving.patience, ranks, saving.left)
+                publish(self.shelf, name, step, origin, saving.keep, expires, *told)
 
         return run
 

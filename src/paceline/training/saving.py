@@ -42,6 +42,7 @@ def build_saver(session: Session, run_dir: Path, warn: Callable[[str], None]) ->
         deadline_seconds=options.deadline_seconds,
         patience=patience,
         writers=1 if options.mode == "background" else torch.get_num_threads(),  # the others train on
+        left=lambda: [rank for ranks in session.presence for rank in ranks()],
     )
     saver = Saver(session.state, shelf, _origin(session, run), saving, lambda text: _exchange(session, text))
     session.settle = saver.settle

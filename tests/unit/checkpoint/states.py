@@ -36,8 +36,9 @@ def change(state: TrainState, settle: Callable[[], None] = lambda: None) -> None
 
 @contextmanager
 def saver(url: object, state: TrainState, **changes: Any) -> Iterator[Saver]:
-    """A saver of a single rank; `newest`, `best` and the fields of `Saving` may be given."""
+    """A saver of a single rank; `newest`, `best`, `exchange` and the fields of `Saving` may be given."""
     shelf = Shelf.look(Files(str(url))).claim()
+    exchange = changes.pop("exchange", lambda text: [text])
     keep = Keep(changes.pop("newest", 2), changes.pop("best", 0))
     options = {
         "background": True,
@@ -48,7 +49,7 @@ def saver(url: object, state: TrainState, **changes: Any) -> Iterator[Saver]:
         "writers": 2,
     }
     saving = Saving(rank=0, keep=keep, **(options | changes))
-    found = Saver(state, shelf, Origin(run=shelf.run, **ORIGIN), saving, lambda text: [text])
+    found = Saver(state, shelf, Origin(run=shelf.run, **ORIGIN), saving, exchange)
     try:
         yield found
     finally:

@@ -11,7 +11,7 @@ from torch import nn
 
 from paceline.checkpoint import Files, ManifestReader, Shelf, part
 from paceline.checkpoint.tensor_file import Chunk
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, DeadlineError
 from paceline.layout.holding import hold_whole
 from paceline.state import TrainState
 from tests.unit.checkpoint.states import change, holds, load, make_state, raising, save, saver, whole
@@ -46,6 +46,22 @@ def test_the_manifest_says_where_it_comes_from(place: str) -> None:
     assert again.state_sha256 == manifest.state_sha256 and again.serial == 2
     change(state)
     assert load(place, save(place, state)).manifest.state_sha256 != manifest.state_sha256
+
+
+@pytest.mark.parametrize("left", [(0,), (0, 1)])
+def test_a_part_of_a_rank_that_is_lost_is_not_waited_for(left: tuple[int, ...], place: str) -> None:
+    """Of one that is not, it is: until the deadline."""
+
+    def both(text: str) -> list[str]:
+        return [text, json.dumps({**json.loads(text), "rank": 1})]
+
+    seconds = 0.2 if 1 in left else 3600.0
+    with saver(place, make_state(), exchange=both, left=lambda: left, deadline_seconds=seconds) as one:
+        one.save()
+        error, text = (DeadlineError, "in time") if 1 in left else (CheckpointError, "was lost before it")
+        with pytest.raises(error, match=f"rank 1 .*{text}"):
+            one.finish()
+        assert not one.shelf.whole
 
 
 def test_nothing_is_overwritten_when_a_step_is_saved_again(place: str) -> None:

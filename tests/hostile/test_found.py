@@ -37,6 +37,14 @@ def test_recipes_that_were_found_once(text: str, tmp_path: Path) -> None:
         load_recipe(path, [text.replace(" = ", "=", 1)])
 
 
+@pytest.mark.parametrize("text", ["\ud800\x90\r", "options.x=\udcff", "\udcff=1", '"\udcff"=[1'])
+def test_overrides_that_are_no_text(text: str, tmp_path: Path) -> None:
+    """What the bytes of a command line become that are no UTF-8."""
+    (tmp_path / "recipe.toml").write_bytes(RECIPE)
+    with pytest.raises(RecipeError, match="expected text in UTF-8"):
+        load_recipe(tmp_path / "recipe.toml", [text])
+
+
 @pytest.mark.parametrize("ids", [4_000_000_000, 2**40, -1])
 def test_tokenizers_that_were_found_once(ids: int, tmp_path: Path) -> None:
     record = right_tokenizer()

@@ -31,9 +31,12 @@ def apply_override(values: dict[str, Any], text: str) -> tuple[KeyPath, Problem 
         The key, and what is wrong with the override itself; whether the value suits the key is not
         decided here.
     """
-    key, equals, value = text.partition("=")
+    plain = text.encode(errors="backslashreplace").decode()  # bytes of a command line may be no text
+    key, equals, value = plain.partition("=")
     path = _path(key)
     try:
+        if plain != text:
+            raise refused(f"expected text in UTF-8, found {spell(plain)}")
         if not equals:
             raise refused(f"expected KEY=VALUE, found {spell(text)}")
         _set(values, path, _read(value.strip()))

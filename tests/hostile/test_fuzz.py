@@ -41,14 +41,25 @@ def little_room() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
+class Named:
+    """Names the input in an error that it has led to."""
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def __enter__(self) -> None:
+        """Nothing to do."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            error.add_note(f"the input: {self._value!r:.4000}")
+
+
 def try_one(check: Check, value: object) -> None:
     begun = time.thread_time()
-    try:
+    with Named(value):
         check(value)
         assert time.thread_time() - begun < MOST_SECONDS
-    except BaseException as error:
-        error.add_note(f"the input: {value!r:.4000}")
-        raise
 
 
 def try_batch(name: str, number: int) -> list[Any]:

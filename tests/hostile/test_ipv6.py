@@ -20,8 +20,8 @@ from tests.hostile.jobs import prepare
 pytestmark = [pytest.mark.capability("N10", "O2"), pytest.mark.timeout(240)]
 ONLY_IPV6 = (
     *("unshare", "-Urn", "sh", "-c"),
-    "ip link set lo up && ip address del 127.0.0.1/8 dev lo && ip link add a type veth peer name b"
-    " && ip link set a up && ip link set b up && ip address add fd00::1/64 dev a nodad"
+    "ip link set lo up && ip address del 127.0.0.1/8 dev lo && ip link add left type veth peer name right"
+    " && ip link set left up && ip link set right up && ip address add fd00::1/64 dev left nodad"
     ' && exec "$@"',
     "sh",
 )
@@ -73,7 +73,10 @@ def test_two_nodes_meet_and_train(strategy: str, tmp_path: Path) -> None:
 
 
 @needs_network
-@pytest.mark.parametrize("strategy", ["replicas=2 route=native", "servers=1 sync=server-async"])
+@pytest.mark.parametrize(
+    "strategy",
+    [pytest.param("replicas=2 route=native", marks=pytest.mark.soak), "servers=1 sync=server-async"],
+)
 def test_one_node_trains_where_not_even_the_loopback_has_ipv4(strategy: str, tmp_path: Path) -> None:
     done = train(tmp_path, "-n", "2", "--strategy", strategy)
     assert done.returncode == 0, done.stderr

@@ -128,24 +128,6 @@ def test_a_server_with_another_key_is_left_at_once() -> None:
         assert not seen.found and seen.strangers == 1
 
 
-def test_strangers_that_claim_ever_other_ranks_are_not_all_remembered(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(guests, "_MOST", 3)
-    with listen("127.0.0.1") as listener:
-        seen = guests.Guests(listener, KEY, range(100))
-        for rank in range(9):
-            with socket.create_connection(listener.getsockname()) as stranger:
-                stranger.sendall(encode_hello(rank, nonce()))
-                while not seen._guests or not next(iter(seen._guests.values())).ours:
-                    seen.hear(0.1)
-                stranger.sendall(bytes(32))
-                while seen.strangers <= rank:
-                    seen.hear(0.1)
-        seen.close()
-    assert len(seen.unfit) == 3 and set(seen.unfit.values()) == {"another token"}
-
-
 # The meeting on one host
 
 FLOOD = """

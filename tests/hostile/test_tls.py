@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import select
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -18,10 +16,8 @@ from paceline.cluster import Cluster
 from paceline.comm.channel import Channel, Message, SocketChannel
 from paceline.comm.ledger import ByteLedger
 from paceline.errors import CommunicationError
-from paceline.handshake import CHALLENGE_BYTES, HELLO_BYTES, PROOF_BYTES, encrypts
+from paceline.handshake import encrypts
 from paceline.recipe import Recipe, Strategy
-from paceline.rendezvous import Way, open_store
-from paceline.store import StoreClient, StoreServer
 from paceline.testing import run_ranks
 from paceline.testing.contracts import ChannelContract
 from paceline.testing.parity import session_of
@@ -136,90 +132,6 @@ def test_a_server_finds_out_that_its_caller_has_seen_another_certificate() -> No
 
     certificate = Certificate.make()
     assert KEY.encode() not in beside(enemy, lambda: secure_called(near, certificate, KEY, 1, SECONDS))
-
-
-# The store of a job of several nodes
-
-
-@contextmanager
-def served(said: list[str], tls: bool = True) -> Iterator[tuple[StoreServer, int]]:
-    with StoreServer(said.append) as server:
-        listener = socket.create_server(("127.0.0.1", 0))
-        server.admit(listener, KEY, tls=tls)
-        yield server, listener.getsockname()[1]
-
-
-@contextmanager
-def in_between(port: int, hand_on: Callable[[socket.socket, socket.socket], None]) -> Iterator[int]:
-    """Whoever calls here is connected with the store by somebody else."""
-    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as enemy:
-
-        def serve() -> None:
-            near, _ = listener.accept()
-            with near, socket.create_connection(("127.0.0.1", port)) as far:
-                hand_on(near, far)
-
-        serving = enemy.submit(serve)
-        yield listener.getsockname()[1]
-        serving.result()
-
-
-@pytest.mark.parametrize("tls", [True, False])
-def test_who_listens_between_two_nodes_hears_nothing_of_the_store(tls: bool) -> None:
-    """Values of many records in both directions, more than the sockets take at once."""
-    heard, long = bytearray(), "a value that nobody else reads " * 300_000
-
-    def listen(near: socket.socket, far: socket.socket) -> None:
-        other = {near: far, far: near}
-        while True:
-            for one in select.select([near, far], [], [])[0]:
-                data = one.recv(1 << 16)
-                if not data:
-                    return
-                heard.extend(data)
-                other[one].sendall(data)
-
-    with served([], tls) as (server, port), in_between(port, listen) as called:
-        local = StoreClient(server.line_for(0))
-        remote = open_store(Way(1, "127.0.0.1", called, KEY, tls=tls), SECONDS)
-        remote.set("a name", long)
-        assert remote.get("a name") == long.encode() and local.wait(["a name"], SECONDS) == [long.encode()]
-        remote.close()
-        local.close()
-    assert len(heard) > 2 * len(long)
-    assert (b"a name" in heard, b"nobody else" in heard) == (not tls, not tls)
-
-
-def test_who_puts_his_certificate_between_two_nodes_is_turned_away() -> None:
-    """He hands on the greeting, which he cannot make, and then speaks TLS with each of both."""
-    said: list[str] = []
-    plain = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    plain.check_hostname, plain.verify_mode = False, ssl.CERT_NONE
-
-    def enemy(near: socket.socket, far: socket.socket) -> None:
-        for giver, taker, size in (
-            (near, far, HELLO_BYTES),
-            (far, near, CHALLENGE_BYTES),
-            (near, far, PROOF_BYTES),
-            (far, near, 1),
-        ):
-            taker.sendall(giver.recv(size, socket.MSG_WAITALL))
-        theirs = Certificate.make().context.wrap_socket(near, server_side=True)
-        ours = plain.wrap_socket(far)
-        ours.sendall(theirs.recv(64))
-        with pytest.raises(OSError, match=r"hung up|reset|EOF"):
-            theirs.sendall(ours.recv(32) or fail("hung up"))
-        theirs.close()
-
-    def fail(why: str) -> bytes:
-        raise ConnectionResetError(why)
-
-    with served(said) as (server, port), in_between(port, enemy) as called:
-        local = StoreClient(server.line_for(0))
-        with pytest.raises(CommunicationError, match="cannot reach the store"):
-            open_store(Way(1, "127.0.0.1", called, KEY, tls=True), 2.0)
-        local.close()
-    assert len(said) == 1 and said[0].startswith("turned away: rank 1 has another certificate")
 
 
 def test_another_key_is_an_error_on_both_sides() -> None:

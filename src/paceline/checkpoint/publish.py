@@ -66,10 +66,14 @@ def publish(
         )
     scalars = merge_scalars([scalars for _, scalars in parts])
     seal = hash_state(files, scalars)
-    losses = {str(step): loss for step, loss in shelf.losses.items() if isfinite(loss)}
-    manifest = Manifest(step, shelf.next_serial, time.time_ns(), origin, files, scalars, seal, losses)
+    manifest = Manifest(step, shelf.next_serial, time.time_ns(), origin, files, scalars, seal, _finite(shelf))
     insist(lambda: shelf.publish(name, manifest), shelf.files, [f"{name}/{MANIFEST}"], patience)
     _tidy(shelf, keep, patience)
+
+
+def _finite(shelf: Shelf) -> dict[str, float]:
+    """The losses of evaluations, by step."""
+    return {str(step): loss for step, loss in shelf.losses.items() if isfinite(loss)}
 
 
 def _tidy(shelf: Shelf, keep: Keep, patience: Patience) -> None:

@@ -40,16 +40,14 @@ def accept_all(
         DeadlineError: some did not come in time; names them.
         CommunicationError: somebody is between this rank and another; see `paceline.tls`.
     """
-    expires = time.monotonic() + deadline_seconds
-    guests = Guests(listener, token, ranks, tls=tls)
+    expires, guests = time.monotonic() + deadline_seconds, Guests(listener, token, ranks, tls=tls)
     with ExitStack() as failing:
         failing.callback(guests.give_up)
         try:
             while missing := [rank for rank in ranks if rank not in guests.found]:
-                left = expires - time.monotonic()
-                if left <= 0:
+                if time.monotonic() >= expires:
                     raise _late(missing, guests, deadline_seconds)
-                guests.hear(left)
+                guests.hear(expires - time.monotonic())
         finally:
             guests.close()
             if guests.strangers:

@@ -45,6 +45,9 @@ def build(rank=-1, what="", seconds=0.0, pause=0.0):
     if what == "die-in-save" and rank == RANK:
         from paceline.checkpoint import Saver
         Saver.save = lambda saver: os.kill(os.getpid(), signal.SIGKILL)
+    if what == "die-in-write" and rank == RANK:
+        from paceline.checkpoint import saver
+        saver.write_part = lambda *given: os.kill(os.getpid(), signal.SIGKILL)
     if what == "freeze-at-end" and rank == RANK:
         atexit.register(freeze)
     if what == "linger":

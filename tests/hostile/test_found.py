@@ -108,6 +108,14 @@ def test_a_notice_url_that_answers_drop_by_drop_or_nonsense_hangs_nothing() -> N
         dripping.join()
 
 
+def test_losses_that_no_float_holds_are_left_out(tmp_path: Path) -> None:
+    from paceline.checkpoint import Files
+    from paceline.checkpoint.identity import find_losses
+
+    (tmp_path / "losses.json").write_text(f'{{"3": {"9" * 400}, "4": 0.5, "5": NaN, "6": Infinity}}')
+    assert find_losses(Files(str(tmp_path)), [], "") == {4: 0.5, 6: float("inf")}
+
+
 def test_small_files_that_were_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers that no integer holds, and values of another type: each is as good as no file."""
     from paceline.launch.litter import clean_litter

@@ -41,9 +41,10 @@ def test_a_job_goes_on_without_a_worker_that_is_lost_and_says_so(
     assert {record["rank"] for record in events(tmp_path, "ranks")} >= {0, 1}
 
 
-def test_a_worker_that_is_lost_between_two_rounds_ends_the_job_by_its_name(tmp_path: Path) -> None:
-    """It dies when all begin to save, which needs every rank; nobody waits for the deadline."""
-    keys = {"batch__shards": 4, "options__what": '"die-in-save"', "options__rank": 2}
+@pytest.mark.parametrize("what", ["die-in-save", "die-in-write"])
+def test_a_worker_that_is_lost_between_two_rounds_ends_the_job_by_its_name(what: str, tmp_path: Path) -> None:
+    """It dies when all begin to save, or while it writes its part; nobody waits for a deadline."""
+    keys = {"batch__shards": 4, "options__what": f'"{what}"', "options__rank": 2}
     with train(tmp_path, processes=4, strategy=SERVED, runtime__deadline_seconds=600, **keys) as process:
         end = end_of(process)
     assert end.code == 137, end.err

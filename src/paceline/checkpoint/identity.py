@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -70,8 +71,14 @@ def _losses(values: Mapping[str, Any]) -> dict[int, float]:
     return {
         int(step): float(loss)
         for step, loss in values.items()
-        if step.isdecimal() and len(step) < 20 and type(loss) in (int, float) and not math.isnan(loss)
+        if step.isdecimal() and len(step) < 20 and _is_loss(loss)
     }
+
+
+def _is_loss(value: Any) -> bool:
+    """A number, and none of hundreds of digits, which no float holds."""
+    held = type(value) is float or (type(value) is int and abs(value) <= sys.float_info.max)
+    return held and not math.isnan(value)
 
 
 def _seal(values: Mapping[str, Any]) -> str:

@@ -21,10 +21,11 @@ class Losses:
     Args:
         ends_with: see `Job`.
         tell: shows a line to the user.
+        lose: is given the rank of every worker that is lost; the store knows from then on that it is gone.
     """
 
-    def __init__(self, ends_with: str, tell: Callable[[str], object]) -> None:
-        self._may_bear, self._tell = ends_with == "rank 0", tell
+    def __init__(self, ends_with: str, tell: Callable[[str], object], lose: Callable[[int], object]) -> None:
+        self._may_bear, self._tell, self._lose = ends_with == "rank 0", tell, lose
         self._lost: list[Running] = []
 
     def bears(self, one: Running, stop: Stop) -> bool:
@@ -34,6 +35,7 @@ class Losses:
         failure = judge(one, stop)
         headline = "has ended" if failure is None else failure.headline
         self._lost.append(one)
+        self._lose(one.worker.global_rank)
         self._tell(f"rank {one.worker.global_rank} {headline}; the server goes on without it where it can\n")
         return True
 

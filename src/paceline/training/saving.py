@@ -42,13 +42,22 @@ def build_saver(session: Session, run_dir: Path, warn: Callable[[str], None]) ->
         deadline_seconds=options.deadline_seconds,
         patience=patience,
         writers=1 if options.mode == "background" else torch.get_num_threads(),  # the others train on
-        left=lambda: [rank for ranks in session.presence for rank in ranks()],
+        left=partial(_present, session),
     )
     saver = Saver(session.state, shelf, _origin(session, run), saving, lambda text: _exchange(session, text))
     session.settle = saver.settle
     session.puts.append(partial(_wait_before_updates, session))
     _wait_before_updates(session)
     return saver
+
+
+def _present(session: Session) -> list[int]:
+    """The ranks that are not gone, as far as the store of the job knows; empty: there is none."""
+    membership = session.cluster.membership
+    if membership is None:
+        return []
+    gone = membership.store.lost()
+    return [rank for rank, number in enumerate(membership.members) if number not in gone]
 
 
 def _wait_before_updates(session: Session) -> None:

@@ -73,6 +73,7 @@ def stop_on_signals(stop: StopRequest) -> Iterator[StopRequest]:
     listener = threading.Thread(target=_listen, args=(read_end, stop, over), name="signals", daemon=True)
     before = {number: signal.signal(number, lambda *_: stop.leave_setup()) for number in SIGNALS}
     woken = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=lambda: None if over.is_set() else _forget_pipe())
     listener.start()
     try:
         yield stop
@@ -84,6 +85,11 @@ def stop_on_signals(stop: StopRequest) -> Iterator[StopRequest]:
         os.close(write_end)
         listener.join()
         os.close(read_end)
+
+
+def _forget_pipe() -> None:
+    """In a child, such as a loader worker: what is sent to it asks nobody else to stop."""
+    signal.set_wakeup_fd(-1)
 
 
 def _listen(read_end: int, stop: StopRequest, over: threading.Event) -> None:

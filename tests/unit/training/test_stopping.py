@@ -31,6 +31,20 @@ def test_what_comes_at_once_is_the_same_request_and_what_comes_later_ends_the_pr
     assert not stop.ask(100.0 + SAME_SECONDS)
 
 
+def test_a_signal_to_a_child_asks_only_the_child() -> None:
+    with stop_on_signals(StopRequest()) as stop:
+        child = os.fork()
+        if not child:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(0)
+        os.waitpid(child, 0)
+        time.sleep(0.2)
+        assert not stop()
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not stop():
+            time.sleep(0.01)
+
+
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_is_a_request_and_afterwards_all_is_as_before(number: signal.Signals) -> None:
     before = signal.getsignal(number)

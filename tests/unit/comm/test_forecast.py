@@ -67,6 +67,15 @@ def test_a_slow_uplink_that_was_measured_sends_large_buffers_another_way() -> No
     assert limits == sorted(limits) and str(found).endswith("native above")
 
 
+@pytest.mark.capability("G9")
+def test_a_route_that_was_given_up_is_not_chosen_for_larger_buffers() -> None:
+    """Two noisy points that fall would make it free there."""
+    line = alike(1e-3, 8e-8).lines["native"]
+    falls = Line(1e-2, 0.0, 0.1, (Point(1536.0, 6, 2e-2), Point(24576.0, 6, 1e-2)))
+    found = choose(Forecast(4, 1, {"native": line, "ring": falls}))
+    assert found == Choice((), "native")
+
+
 @pytest.mark.capability("G13")
 def test_a_time_between_two_sizes_is_on_the_line_between_them() -> None:
     points = (Point(1000.0, 6, 1e-3), Point(2000.0, 6, 3e-3), Point(4000.0, 6, 3e-3))

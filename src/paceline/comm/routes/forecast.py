@@ -93,11 +93,22 @@ class Forecast(NamedTuple):
         return _on_line(_around(points, way.sent_bytes), way.sent_bytes)
 
     def best(self, num_bytes: int) -> str:
-        """The route of a size: the first one, unless another is `GAIN` times as fast."""
-        first = next(iter(self.lines))
-        found = min(self.lines, key=lambda route: self.seconds(route, num_bytes))
+        """The route of a size: the first one, unless another is `GAIN` times as fast.
+
+        A route that was given up on smaller buffers is not looked at: nothing is known of it there.
+        """
+        first, *others = self.lines
+        known = [first, *(route for route in others if self._was_tried(route, num_bytes))]
+        found = min(known, key=lambda route: self.seconds(route, num_bytes))
         gains = self.seconds(first, num_bytes) >= GAIN * self.seconds(found, num_bytes)
         return found if gains else first
+
+    def _was_tried(self, route: str, num_bytes: int) -> bool:
+        """On a buffer as large, or on the largest that any route was tried on."""
+        most = max(len(line.points) for line in self.lines.values())
+        points = self.lines[route].points
+        way = longest_way(route, num_bytes, self.world, self.ranks_per_host)
+        return len(points) == most or way.sent_bytes <= max(point.sent_bytes for point in points)
 
 
 def _around(points: Sequence[Point], sent_bytes: float) -> tuple[Point, Point]:

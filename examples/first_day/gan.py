@@ -22,12 +22,17 @@ def build() -> Task:
     critic = nn.Sequential(nn.Linear(2, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1))
     model = nn.ModuleDict({"generator": nn.Linear(2, 2), "critic": critic})
     points = torch.randn(512, 2, generator=torch.Generator().manual_seed(0)) * 0.5 + torch.tensor([2.0, -1.0])
-    return Task(model, list(points), critic_loss)
+    return Task(model, list(points), critic_loss, optimizer=optimizer)
 
 
-recipe = Recipe(
-    steps=300, batch={"size": 64, "shards": 2}, optimizer={"name": "adam", "lr": 1e-2, "betas": (0.5, 0.9)}
-)
+def optimizer(model: nn.ModuleDict) -> torch.optim.Optimizer:
+    """A rate for each part; `step(part)` moves that part alone, and its moments."""
+    rates = {"generator": 1e-2, "critic": 2e-2}
+    groups = [{"params": model[part].parameters(), "lr": lr, "name": part} for part, lr in rates.items()]
+    return torch.optim.Adam(groups, betas=(0.5, 0.9))
+
+
+recipe = Recipe(steps=300, batch={"size": 64, "shards": 2})
 with paceline.own_loop(recipe, build) as loop:
     for x in loop.batches():
         loop.backward(critic_loss(loop.model, x))

@@ -1,21 +1,33 @@
-"""The models of a first day: an own CNN, an LSTM over unequal sequences, GPT-2 and BERT from a config."""
+"""The models of a first day: a CNN, an LSTM over unequal sequences, GPT-2 and BERT, a stream of samples."""
+
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import IterableDataset
 
 from paceline import Loss, Task
 
 
+def stripes(count: int = 512, noise: float = 0.5, seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Noisy images of stripes, and whether they are level."""
+    level = torch.arange(count) % 2
+    clean = torch.sin(torch.arange(12) * 1.5).expand(12, 12)
+    images = torch.stack([clean if flat else clean.T for flat in level])[:, None]
+    images = images + noise * torch.randn(images.shape, generator=torch.Generator().manual_seed(seed))
+    return list(zip(images, level, strict=True))
+
+
+def unseen(count: int = 4) -> list[torch.Tensor]:
+    """New images, of which nobody says what they are."""
+    return [image for image, _ in stripes(count, seed=1)]
+
+
 def cnn() -> Task:
-    """Stripes: upright or level."""
-    generator = torch.Generator().manual_seed(0)
-    level = torch.arange(512) % 2
-    stripes = torch.sin(torch.arange(12) * 1.5).expand(12, 12)
-    images = torch.stack([stripes if flat else stripes.T for flat in level])[:, None]
-    images = images + 0.5 * torch.randn(images.shape, generator=generator)
-    data = list(zip(images, level, strict=True))
+    """Stripes: upright or level; held out are images like those of training, and noisier ones."""
+    data = stripes()
     model = nn.Sequential(
         nn.Conv2d(1, 8, 3),
         nn.BatchNorm2d(8),
@@ -31,7 +43,11 @@ def cnn() -> Task:
         total = F.cross_entropy(out, y, reduction="sum")
         return Loss(total, len(y), {"accuracy": (out.argmax(1) == y).sum()})
 
-    return Task(model, data[:384], loss, held_out=data[384:])
+    def predict(model: nn.Module, batch: torch.Tensor | list[torch.Tensor]) -> torch.Tensor:
+        return model(batch if isinstance(batch, torch.Tensor) else batch[0]).argmax(1)
+
+    held_out = {"alike": data[384:], "noisy": stripes(128, noise=1.0, seed=2)}
+    return Task(model, data[:384], loss, held_out=held_out, predict=predict)
 
 
 class Reader(nn.Module):
@@ -114,3 +130,24 @@ def bert() -> Task:
         return Loss(total, len(tokens), {"accuracy": right})
 
     return Task(model, data[:192], loss, held_out=data[192:])
+
+
+class Walk(IterableDataset):
+    """Steps of a random walk, one after another, and where each led; nobody knows how many there are."""
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        place = torch.zeros(2)
+        for _ in range(1000):
+            step = torch.randn(2)
+            place = 0.9 * place + step
+            yield torch.cat([place - step, step]), place
+
+
+def stream() -> Task:
+    """From the place before, and the step, to the place."""
+
+    def loss(model: nn.Module, batch: list[torch.Tensor]) -> Loss:
+        x, y = batch
+        return Loss((model(x) - y).square().sum(), len(y))
+
+    return Task(nn.Linear(4, 2), Walk(), loss, held_out=Walk())

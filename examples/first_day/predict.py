@@ -8,6 +8,6 @@ task = cnn()
 task.model.load_state_dict(load_file("cnn.safetensors"))
 task.model.eval()
 with torch.no_grad():
-    images, level = (torch.stack(column) for column in zip(*task.held_out, strict=True))
+    images, level = (torch.stack(column) for column in zip(*task.held_out["alike"], strict=True))
     right = int((task.model(images).argmax(1) == level).sum())
 print(f"{right} of {len(level)} right")

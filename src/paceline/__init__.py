@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from paceline.training import Session as Session
     from paceline.training import evaluate as evaluate
     from paceline.training import join as join
+    from paceline.training import open_run as open_run
     from paceline.training import own_loop as own_loop
 
 __version__ = VERSION
@@ -46,6 +47,7 @@ _HOMES = {
     "evaluate": "training",
     "join": "training",
     "load_recipe": "recipe",
+    "open_run": "training",
     "own_loop": "training",
     "support": "recipe",
     "train": "calls",
@@ -67,6 +69,7 @@ __all__ = [
     "evaluate",
     "join",
     "load_recipe",
+    "open_run",
     "own_loop",
     "support",
     "train",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -67,6 +67,7 @@ class Source(Protocol):
 
 
 LossFunction = Callable[[nn.Module, Any], Loss]
+Predict = Callable[[nn.Module, Any], Any]
 CutPositions = Callable[[Tensor, int], Tensor]
 
 
@@ -77,9 +78,10 @@ class Task:
     Args:
         model: the module to train; it is built under a seeded generator and never knows its rank. Built
             inside `paceline.models.without_memory()`, a rank makes only the parameters that it holds.
-        data: training samples, map-style.
+        data: training samples: map-style (`Source`); or what can be iterated again and again, such as an
+            `IterableDataset`, a stream (docs/howto/data.md); or a `torch.utils.data.DataLoader` over either.
         loss: `loss(model, batch) -> Loss`; the batch is what `collate` returned, on the model's device.
-        held_out: samples for evaluation; never trained on.
+        held_out: samples for evaluation, never trained on; or several sets by name.
         collate: list of samples to batch; PyTorch's default if None.
         optimizer: `optimizer(model) -> torch.optim.Optimizer`, in place of the recipe's by name.
         blocks: the modules that activation checkpointing recomputes, one by one; by default the
@@ -99,12 +101,16 @@ class Task:
         callbacks: see `paceline.Callback`; every rank builds its own.
         num_tokens_per_sample: for the rate on the progress line, and as a guess of how many items the
             loss counts in a sample; 0 if samples are not text.
+        sampler: a `torch.utils.data.Sampler` that says which samples an epoch has, in which order.
+        predict: `predict(model, batch) -> Tensor [N, ...]`, or a list of N, or a mapping of such by name:
+            what `paceline predict` says of a batch of N samples. None: the model is called with the batch.
+        order: which samples make up each batch (`paceline.data.Batches`); None: as sampler or recipe say.
     """
 
     model: nn.Module
-    data: Source
+    data: Any
     loss: LossFunction
-    held_out: Source | None = None
+    held_out: Any = None
     collate: Callable[[list[Any]], Any] | None = None
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
     blocks: Callable[[nn.Module], Iterable[nn.Module]] | None = None
@@ -116,6 +122,9 @@ class Task:
     sequence: Callable[[Any, CutPositions], Any] | None = None
     callbacks: Sequence[Any] = ()
     num_tokens_per_sample: int = 0
+    sampler: Any = None
+    predict: Predict | None = None
+    order: Any = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):
@@ -123,24 +132,42 @@ class Task:
                 f"the task's model is {type(self.model).__name__}, not a torch.nn.Module",
                 next_step="return Task(model=..., data=..., loss=...) or (model, data, loss) from build()",
             )
-        for name, source in (("data", self.data), ("held_out", self.held_out)):
-            if source is not None:
-                _require_indexed(name, source)
+        require_samples("data", self.data)
+        for name, source in sets_of(self.held_out).items():
+            require_samples(f"held_out['{name}']" if name else "held_out", source)
 
 
-def _require_indexed(name: str, source: Any) -> None:
-    """Raises: TaskError: samples cannot be asked for by index."""
-    if not isinstance(source, Source):
-        raise TaskError(
-            f"the task's {name} is {type(source).__name__}, which lacks __len__ or __getitem__",
-            next_step="pass map-style data: a sequence, a torch Dataset, a Hugging Face dataset",
-        )
+def sets_of(held_out: Any) -> dict[str, Any]:
+    """Held-out sets by name; one that has none is called ""; empty: there are none."""
+    if held_out is None:
+        return {}
+    if isinstance(held_out, Mapping) and held_out and all(isinstance(name, str) for name in held_out):
+        return dict(held_out)
+    return {"": held_out}
+
+
+def is_stream(source: Any) -> bool:
+    """Whether samples can be had one after another only."""
     if isinstance(source, IterableDataset):  # its __getitem__ is there, and only raises
+        return True
+    return isinstance(source, Iterable) and not hasattr(source, "__getitem__")
+
+
+def require_samples(name: str, source: Any) -> None:
+    """Raises: TaskError: it is no data, or can be read once only."""
+    once = isinstance(source, Iterator)
+    if isinstance(source, Source) or (is_stream(source) and not once):
+        return
+    if once:
         raise TaskError(
-            f"the task's {name} is {type(source).__name__}, an IterableDataset: no sample can be asked for by"
-            " index",
-            next_step="give it __getitem__ as a Dataset, or read it once into a list: list(dataset)",
+            f"the task's {name} is {type(source).__name__}, which can be read once only: no run could go on"
+            " from a checkpoint, and no oracle could read it beside",
+            next_step="give a class with __iter__ that begins anew each time, or list(...) of it",
         )
+    raise TaskError(
+        f"the task's {name} is {type(source).__name__}, which lacks __iter__, and __len__ or __getitem__",
+        next_step="pass a sequence, a torch Dataset or IterableDataset, a Hugging Face dataset",
+    )
 
 
 def finish_metrics(task: Task, loss: float, count: float, means: Mapping[str, float]) -> dict[str, float]:

@@ -72,11 +72,11 @@ class Functional(nn.Module):
 
 
 class Stream(IterableDataset[Batch]):
-    def __iter__(self) -> Iterator[Batch]:
-        return iter(data())
+    def __init__(self, shift: int = 0) -> None:
+        self.shift = shift
 
-    def __len__(self) -> int:
-        return 12
+    def __iter__(self) -> Iterator[Batch]:
+        return iter([(x + self.shift, y) for x, y in data()])
 
 
 class Noisy:

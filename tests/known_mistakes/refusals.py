@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -161,20 +162,21 @@ REFUSALS: Mapping[str, Refused] = {
         PLAIN,
         PLAIN,
     ),
-    "a stream as a data set": Refused(
+    "a stream that ranks see differently": Refused(
         Story(
-            "a stream is given where samples are asked for by index",
-            "IterableDataset under several workers or ranks: each reads all of it",
-            "samples are trained once a worker and rank",
-            "a stream knows nothing of who else reads it",
-            "data = MyIterableDataset()",
-            "data = list(MyIterableDataset())",
+            "a stream deals its samples to ranks itself, or has another order on each",
+            "split_dataset_by_node and shuffles by the time, where a library deals samples to ranks too",
+            "samples are left out, and others trained on twice",
+            "a stream cannot be asked for a sample by index, so nobody sees what is missing",
+            "data = MyIterableDataset()  # with a seed of its own on every rank",
+            "data = MyIterableDataset()  # which draws from torch's generator",
         ),
-        "an IterableDataset",
+        "reads other samples than rank 0",
+        lambda: task(data=Stream(int.from_bytes(os.urandom(3)))),
         lambda: task(data=Stream()),
-        lambda: task(data=list(Stream())),
         PLAIN,
         PLAIN,
+        processes=2,
     ),
     "a cache of random samples": Refused(
         Story(

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from paceline.cluster import Cluster
 from paceline.errors import TaskError
+from paceline.layout.pipeline.chain import difference
 from paceline.models import KeyedDropout
 from paceline.recipe import Recipe, Strategy
 from paceline.task import Loss, Task
@@ -180,3 +181,30 @@ def test_a_chain_that_is_not_the_model_is_refused(stages: Any, words: str) -> No
         return ""
 
     assert all(words in text for text in run_ranks(run, 2))
+
+
+@pytest.mark.parametrize(
+    "right, found, words",
+    [
+        (torch.ones(2), torch.ones(2), ""),
+        ((torch.ones(2), torch.tensor([1, 2])), (torch.ones(2), torch.tensor([1, 2])), ""),
+        ({"logits": torch.tensor([torch.nan])}, torch.tensor([torch.nan]), ""),
+        (
+            {"logits": torch.ones(2), "past_key_values": object()},
+            torch.ones(2),
+            "2 values (logits, past_key_values)",
+        ),
+        ({"logits": object()}, torch.ones(2), "value logits is object of the model and Tensor"),
+        (torch.ones(2), torch.ones(3), "value 0 is float32 [2] of the model and float32 [3]"),
+        (torch.ones(2), torch.ones(2, dtype=torch.float64), "float64 [2] of the chain"),
+        (
+            (torch.ones(1), torch.ones(2)),
+            (torch.ones(1), torch.full((2,), 1.5)),
+            "value 1 differs by up to 0.5",
+        ),
+    ],
+)
+def test_what_differs_is_said(right: Any, found: Any, words: str) -> None:
+    """As Hugging Face's models return a cache beside their logits."""
+    text = difference(right, found)
+    assert (words in text) if words else text == ""

@@ -21,12 +21,15 @@ ROOT = Path(__file__).parents[2]
 FILES = ROOT / "examples" / "first_day"
 PAGE = ROOT / "docs" / "first-day.md"
 
+_SHOWN = 12
+"""Lines at the beginning and at the end of an output that the page has."""
+
 CELLS = (
     "import paceline\nfrom models import cnn\n"
     "recipe = paceline.Recipe(steps=60, batch={'size': 32, 'shards': 2})",
     "result = paceline.train(recipe, cnn, processes=2)",
     "result = paceline.train(recipe, cnn, processes=2)",
-    "print(f\"accuracy {result.evaluation.metrics['accuracy']:.2f}, {type(result.model).__name__}\")",
+    "print(f\"accuracy {result.evaluation.metrics['alike.accuracy']:.2f}, {type(result.model).__name__}\")",
 )
 
 
@@ -64,6 +67,8 @@ STEPS = (
         "verified",
     ),
     Step("BERT of Hugging Face", "train bert.toml -n 2", "step 60/60"),
+    Step("A stream, of which nobody knows the end", "train stream.toml -n 2", "the data is a stream"),
+    Step("The same, against one process", "verify stream.toml -n 2 --steps 5", "verified"),
     Step("An own loop with two updates a step", "run -n 2 gan.py", "300 steps; the generator's middle"),
     Step(
         "The best weights of the CNN as a file",
@@ -71,6 +76,13 @@ STEPS = (
         "tensors",
     ),
     Step("Predictions with plain PyTorch", "predict.py", "right"),
+    Step("The best weights on all held-out sets", "evaluate runs/cnn/checkpoints/best", "noisy.accuracy"),
+    Step(
+        "On noisier images than any before",
+        "evaluate runs/cnn --data models.py:stripes --option noise=1.5 --option seed=3 --json",
+        '"accuracy"',
+    ),
+    Step("What new images show", "predict runs/cnn models.py:unseen", "3  1"),
 )
 
 
@@ -93,9 +105,10 @@ def walk(folder: Path) -> Iterator[Done]:
 
 
 _NOTEBOOK = """
-import nbclient, nbformat
+import nbclient, nbformat, traitlets.config
 book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in {cells!r}])
-nbclient.NotebookClient(book, timeout=600).execute()
+config = traitlets.config.Config(KernelManager=dict(transport="ipc"))
+nbclient.NotebookClient(book, timeout=600, config=config).execute()
 for cell in book.cells:
     for out in cell.outputs:
         print(out.get("text", ""), end="")
@@ -117,7 +130,7 @@ def _run(command: str, folder: Path) -> tuple[int, str]:
         timeout=900,
         check=False,
     )
-    return done.returncode, done.stdout
+    return done.returncode, done.stdout.replace(f"{folder}/", "")
 
 
 def _words(command: str) -> list[str]:
@@ -158,8 +171,12 @@ def page(done: list[Done]) -> str:
 
 
 def _seen(output: str) -> str:
-    """As a reader sees it: of a line that is written over, the last state."""
-    return "\n".join(line.split("\r")[-1].rstrip() for line in output.rstrip("\n").split("\n"))
+    """As a reader sees it: of a line that is written over, the last state; of a long table, both ends."""
+    lines = [line.split("\r")[-1].rstrip() for line in output.rstrip("\n").split("\n")]
+    left_out = len(lines) - 2 * _SHOWN
+    if left_out > 1:
+        lines[_SHOWN:-_SHOWN] = [f"... {left_out} lines ..."]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -77,6 +77,7 @@ def verify(
     pieces: Pieces | None = None,
     observe: Callable[[int], None] = lambda step: None,
     strict: bool = False,
+    loop: Callable[[Any], None] | None = None,
 ) -> Report:
     """Run the recipe's strategy and the oracle side by side for some steps.
 
@@ -91,6 +92,7 @@ def verify(
         observe: called after every step that agreed, on every rank.
         strict: look also at what both sides share: whether the loss adds up over samples, its gradient is its
             derivative, and an update is made once.
+        loop: your own loop, a function of what `own_loop` gives: its steps are compared, with its own losses.
     Returns:
         The report, equal on every rank.
     Raises:
@@ -100,7 +102,7 @@ def verify(
     from paceline.verification import verify as verify_here
 
     options: dict[str, Any] = {"steps": steps, "base_dir": base_dir, "cluster": cluster, "pieces": pieces}
-    options |= {"observe": observe, "strict": strict}
+    options |= {"observe": observe, "strict": strict, "loop": loop}
     if runs_here(processes):
         return verify_here(recipe, task, **options)
     given = call_on_processes(verify_here, recipe, task, options, processes=cast(int, processes))

@@ -15,6 +15,7 @@ from paceline.checkpoint.saver import Saver, Saving
 from paceline.checkpoint.shelf import BEST, NEWEST, Shelf, has_published, name_of
 from paceline.checkpoint.weights import (
     Exported,
+    Weights,
     export_weights,
     find_checkpoint,
     load_weights,
@@ -40,6 +41,7 @@ __all__ = [
     "Saving",
     "Shelf",
     "Stored",
+    "Weights",
     "claim",
     "export_weights",
     "find_checkpoint",

@@ -20,7 +20,8 @@ def output() -> Console:
 
 def lasting_output() -> Console:
     """Standard output for a job, which goes on when nobody reads it any more, or its disk is full."""
-    return Console(file=cast(IO[str], _Lasting(sys.stdout)))
+    # asked of the stream: a notebook says FORCE_COLOR to all that it starts, and a pipe is no terminal
+    return Console(file=cast(IO[str], _Lasting(sys.stdout)), force_terminal=sys.stdout.isatty())
 
 
 class _Lasting:

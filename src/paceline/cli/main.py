@@ -49,6 +49,12 @@ COMMANDS = (
         "Write parameters and buffers of the newest valid checkpoint, or of the one that is named.",
     ),
     Command(
+        "evaluate",
+        "on_run:evaluate",
+        "Evaluate a run's weights on its held-out samples, or on others.",
+    ),
+    Command("predict", "on_run:predict", "Print what a run's model says of each sample."),
+    Command(
         "sweep",
         "sweep:sweep",
         "Train RECIPE for every combination of the axes; a table, a plot and results.json say what came out.",

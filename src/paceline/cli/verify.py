@@ -45,6 +45,9 @@ def verify(
     plant: Annotated[
         str | None, typer.Option("--plant", help="Plant a known mistake, to see that it is found.")
     ] = None,
+    loop: Annotated[
+        str | None, typer.Option("--loop", help='Your own loop to verify, "file.py:function" of one `loop`.')
+    ] = None,
     nodes: options.Nodes = 1,
     node_rank: options.NodeRank = 0,
     rendezvous: options.Rendezvous = None,
@@ -58,7 +61,8 @@ def verify(
     resolved = options.read_recipe(path, settings, strategy)
     cluster = worker_cluster()
     if cluster is not None:
-        found = _work(cluster, resolved, options.task_directory(path), steps, plant, strict)
+        base = options.task_directory(path)
+        found = _work(cluster, resolved, plant, loop, base_dir=base, steps=steps, strict=strict)
         if cluster.global_rank == 0 and certificate is not None:
             certificate.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
             sys.exit(0)
@@ -70,7 +74,7 @@ def verify(
         refuse_strangers(run, trust)
     token = options.read_token(token_file, insecure, nodes)
     placement = options.Placement(count, nodes, node_rank, rendezvous, token, resolved.security.tls)
-    as_it_was = run is not None and not (settings or strategy or plant or certificate)
+    as_it_was = run is not None and not (settings or strategy or plant or certificate or loop)
     kept = run / CERTIFICATE if run is not None and as_it_was else certificate
     code = _launch(placement, resolved.runtime, kept, as_json)
     if run is not None and as_it_was and node_rank == 0:
@@ -95,9 +99,11 @@ def _launch(placement: options.Placement, runtime: RuntimeRecipe, kept: Path | N
 
 
 def _work(
-    cluster: Cluster, recipe: Recipe, base_dir: Path, steps: int, plant: str | None, strict: bool
+    cluster: Cluster, recipe: Recipe, plant: str | None, loop: str | None, **more: Any
 ) -> dict[str, Any]:
+    """One rank; `more` is for `paceline.verification.verify` as it is."""
     with guard(cluster):
+        from paceline.tasks.registry import find_build
         from paceline.testing.faults import FAULTS
         from paceline.verification import verify as verify_here
         from paceline.verification.certificate import certificate
@@ -105,9 +111,8 @@ def _work(
         if plant is not None and plant not in FAULTS:
             raise RecipeError(f"no fault is called '{plant}'", next_step=f"one of: {', '.join(FAULTS)}")
         pieces = FAULTS[plant].pieces(cluster.world_size) if plant is not None else None
-        return certificate(
-            verify_here(recipe, steps=steps, base_dir=base_dir, cluster=cluster, pieces=pieces, strict=strict)
-        )
+        own = None if loop is None else find_build(loop, Path.cwd(), makes="None")
+        return certificate(verify_here(recipe, cluster=cluster, pieces=pieces, loop=own, **more))
 
 
 def _show(found: Mapping[str, Any], as_json: bool) -> int:

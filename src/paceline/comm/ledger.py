@@ -120,6 +120,11 @@ class ByteLedger:
         """Time during which any call was under way; calls that overlap count once."""
         return self._any.busy_seconds
 
+    @property
+    def sent_bytes(self) -> float:
+        """Of all rows."""
+        return sum(entry.sent_bytes for entry in self._entries.values())
+
     def total(self) -> Entry:
         """The sum of all rows."""
         rows = self._entries.values()

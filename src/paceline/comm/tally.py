@@ -47,7 +47,9 @@ class Tally:
         return {slot.name for slot, ranks in zip(slots, self.used, strict=True) if ranks > 0}
 
     def agree(self, net: Net, group: Group, device: torch.device) -> AgreedTally:
-        """Launch the sum over the group; `.wait()` returns the sum."""
+        """Launch the sum over the group; `.wait()` returns the sum. Alone there is nothing to agree on."""
+        if group.size == 1 and device.type == "cpu":
+            return AgreedTally(self, None)
         head = [self.micro_batches, self.total, self.count, self.stops, *self.metrics.values(), *self.used]
         packed = torch.cat([torch.tensor(head, dtype=torch.float64), self.buffers.cpu()]).to(device)
         return AgreedTally(self, net.all_reduce(packed, group))
@@ -55,13 +57,15 @@ class Tally:
 
 @dataclass(frozen=True)
 class AgreedTally:
-    """A tally under way."""
+    """A tally under way; without a handle it is this rank's own."""
 
     mine: Tally
-    handle: Handle
+    handle: Handle | None
 
     def wait(self) -> Tally:
         """The sum over all ranks."""
+        if self.handle is None:
+            return self.mine
         packed: Tensor = self.handle.wait().cpu()
         names = list(self.mine.metrics)
         num_head = 4 + len(names) + len(self.mine.used)

@@ -6,13 +6,15 @@
 from paceline.data.device import to_device
 from paceline.data.feed import Feed, Reader, Stream
 from paceline.data.loader import LoadedBatch, Loader
-from paceline.data.order import Order, Permutation
+from paceline.data.order import Batches, Order, Permutation
 from paceline.data.produced import Produced
 from paceline.data.reader import seeded
 from paceline.data.samples import collate_samples
+from paceline.data.settled import build_order, in_memory, settled
 from paceline.data.work import LockstepWork, MicroBatch, Work, split
 
 __all__ = [
+    "Batches",
     "Feed",
     "LoadedBatch",
     "Loader",
@@ -24,8 +26,11 @@ __all__ = [
     "Reader",
     "Stream",
     "Work",
+    "build_order",
     "collate_samples",
+    "in_memory",
     "seeded",
+    "settled",
     "split",
     "to_device",
 ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,29 @@ _NUM_ROUNDS = 16
 _HALF = np.uint64(32)
 _WINDOW_POSITIONS = 1024
 _ODD_CONSTANTS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))  # of SplitMix64
+
+
+class Batches(Protocol):
+    """Which samples make up the global batch of every step.
+
+    Attributes:
+        about: what a user should know of the order, in one sentence; empty: it is the recipe's.
+        steps_per_epoch: of one pass over the data; 0: there is no such pass.
+    """
+
+    @property
+    def about(self) -> str: ...
+    @property
+    def steps_per_epoch(self) -> int: ...
+
+    def fingerprint(self) -> str:
+        """Equal on ranks that have the same order; empty: it follows from the recipe alone."""
+
+    def batch_size(self, step: int) -> int:
+        """Number of samples in the global batch of a step."""
+
+    def batch(self, step: int, part: range | None = None) -> Indices:
+        """Sample indices of the global batch of a step, int64; of a contiguous part of it if one is given."""
 
 
 class Permutation:
@@ -124,6 +148,7 @@ class Order:
     seed: int
     shuffle: bool = True
     drop_last: bool = False
+    about: ClassVar[str] = ""
     _window: _Window = field(default_factory=_Window, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -140,6 +165,10 @@ class Order:
     @property
     def steps_per_epoch(self) -> int:
         return self.num_samples // self.size if self.drop_last else -(-self.num_samples // self.size)
+
+    def fingerprint(self) -> str:
+        """See `Batches`."""
+        return ""
 
     def epoch_of(self, step: int) -> int:
         return step // self.steps_per_epoch

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from paceline.data.order import Indices, Order
+from paceline.data.order import Batches, Indices
 from paceline.errors import StrategyError
 from paceline.keys import key
 
@@ -94,7 +94,7 @@ class LockstepWork:
         StrategyError: more replicas than virtual shards.
     """
 
-    order: Order
+    order: Batches
     shards: int
     seed: int
     replica_rank: int = 0

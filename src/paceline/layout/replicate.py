@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline.comm import GradientSink
-from paceline.data import LoadedBatch
+from paceline.data import LoadedBatch, MicroBatch
 from paceline.layout.buffers import MicroBatchBuffers
 from paceline.layout.handing_on import HandingOn
 from paceline.layout.holding import Holding
@@ -98,7 +98,7 @@ class Replicate:
                 sink.micro_batch(range(loaded.micro_batch.shard, loaded.micro_batch.shard + 1), is_last)
             self.gradients.open(sink if is_last or sink.by_micro_batch else None)
             with self.holding.seen(loaded.batch) as batch:
-                self._forward_backward(replace(loaded, batch=batch), sums, scale)
+                self._forward_backward(loaded.micro_batch, batch, sums, scale)
             self.gradients.close()
         if not (count or sink.by_micro_batch):
             self.gradients.open(sink)
@@ -106,18 +106,18 @@ class Replicate:
         self.holding.use.end()
         return sums if self._reports else Sums(self.metric_names)
 
-    def _forward_backward(self, loaded: LoadedBatch, sums: Sums, scale: float) -> None:
+    def _forward_backward(self, micro_batch: MicroBatch, batch: Any, sums: Sums, scale: float) -> None:
         with self._phases.during("forward"):
             everything = self._seeds and self.precision.seeds_everything
             seed_micro_batch(
-                loaded.micro_batch.key,
+                micro_batch.key,
                 self._device if self._seeds else None,
                 self._dropouts,
                 everything=everything,
             )
             watching = self._steady.during() if self._is_watched else nullcontext()
-            with watching, self.precision.autocast(), explained(len(loaded.micro_batch.indices)):
-                loss = checked(self._loss(self._model, loaded.batch))
+            with watching, self.precision.autocast(), explained(len(micro_batch.indices)):
+                loss = checked(self._loss(self._model, batch))
             sums.add(loss)
         with self._phases.during("backward"):
             (loss.total if scale == 1.0 else loss.total * scale).backward()

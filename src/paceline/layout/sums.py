@@ -75,7 +75,10 @@ class Sums:
 
     def read(self) -> tuple[float, float, Mapping[str, float]]:
         """Total, count and metrics over all micro-batches."""
-        columns = self.per_micro_batch().sum(0).tolist()
+        if len(self._rows) == 1 and _is_here(self._rows[0]):
+            columns = [float(x) for x in self._rows[0]]
+        else:
+            columns = self.per_micro_batch().sum(0).tolist()
         return columns[0], columns[1], dict(zip(self._names.found or (), columns[2:], strict=True))
 
     def per_micro_batch(self) -> Tensor:
@@ -86,6 +89,11 @@ class Sums:
         numbers = iter(_read(tensors))
         rows = [[next(numbers) if isinstance(x, Tensor) else x for x in row] for row in self._rows]
         return torch.tensor(rows, dtype=torch.float64)
+
+
+def _is_here(row: list[Any]) -> bool:
+    """Whether its numbers lie on the host, so that each can be read by itself."""
+    return all(not isinstance(x, Tensor) or x.device.type == "cpu" for x in row)
 
 
 def _read(scalars: list[Tensor]) -> list[float]:

@@ -8,11 +8,14 @@ known, none is given.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from paceline.errors import StrategyError
-from paceline.recipe import Strategy
-from paceline.recipe.specs import SyncSpec
 from paceline.report.read import Run
+
+if TYPE_CHECKING:
+    from paceline.recipe import Strategy
+    from paceline.recipe.specs import SyncSpec
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,8 @@ def _ring(ranks: int) -> float:
 
 def _parsed(strategy: str) -> Strategy | None:
     """What a record says; None: a word that is not known here."""
+    from paceline.recipe import Strategy  # commands that only name a run folder do without
+
     try:
         return Strategy.parse(strategy)
     except StrategyError:

@@ -52,5 +52,5 @@ def step_stats(
         stops=int(tally.stops),
         seconds=seconds,
         phases=spent,
-        sent_bytes=net.ledger.total().sent_bytes,
+        sent_bytes=net.ledger.sent_bytes,
     )

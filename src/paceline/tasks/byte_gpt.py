@@ -83,6 +83,7 @@ def build(*, seed: int, base_dir: Path, cache_dir: Path, **options: Any) -> Task
         initialize=initialize_gpt,
         report=_build_report(chosen, tokenizer, train, held_out, corpus.split, seed),
         num_tokens_per_sample=chosen.context,
+        predict=next_tokens,
     )
 
 
@@ -98,6 +99,12 @@ def next_token_loss(model: nn.Module, batch: Tensor | Pair) -> Loss:
     tokens_BT, next_BT = batch if isinstance(batch, tuple) else paired(batch)
     logits = model(tokens_BT).flatten(0, 1).float()
     return Loss(F.cross_entropy(logits, next_BT.flatten(), reduction="sum"), next_BT.numel())
+
+
+def next_tokens(model: nn.Module, tokens_BT: Tensor) -> Tensor:
+    """The likeliest token behind each of a window [B, context + 1] but its last, int64 [B, context]."""
+    found: Tensor = model(paired(tokens_BT)[0]).argmax(-1)
+    return found
 
 
 def paired(tokens_BT: Tensor) -> Pair:

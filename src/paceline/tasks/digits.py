@@ -52,6 +52,7 @@ def build(**options: Any) -> Task:
         if chosen.model == "mlp"
         else None,
         initialize=InitializeByName(lambda model: fan_in_rule),
+        predict=classify,
     )
 
 
@@ -96,6 +97,12 @@ def cross_entropy(model: nn.Module, batch: Sequence[Tensor]) -> Loss:
     logits = model(images).float()
     total = F.cross_entropy(logits, targets, reduction="sum")
     return Loss(total, len(images), {"accuracy": (logits.argmax(1) == targets).sum()})
+
+
+def classify(model: nn.Module, batch: Any) -> Tensor:
+    """The class of each image of a batch (images, classes) or of images alone, int64 [N]."""
+    found: Tensor = model(batch if isinstance(batch, Tensor) else batch[0])
+    return found.argmax(1)
 
 
 def _chain(model: nn.Module) -> list[nn.Module]:

@@ -23,7 +23,7 @@ from paceline.data import seeded
 from paceline.errors import TaskError
 from paceline.keys import key
 from paceline.recipe.spell import nearest
-from paceline.task import Task
+from paceline.task import Task, require_samples, sets_of
 
 Build = Callable[..., Any]
 
@@ -75,7 +75,26 @@ def run_build(
     return check_task(made, spec)
 
 
-def find_build(spec: str, base_dir: Path) -> Build:
+def load_samples(
+    spec: str, options: Mapping[str, Any], seed: int, base_dir: str | Path, cache_dir: str | Path
+) -> Any:
+    """Samples of a function that is named as a task is; for arguments and errors see `load_task`.
+
+    Returns:
+        Samples, or several sets of them by name.
+    """
+    folder = Path(base_dir).resolve()
+    build = find_build(spec, folder, makes="samples")
+    given = {"seed": seed, "base_dir": folder, "cache_dir": Path(cache_dir)}
+    arguments = fit_arguments(build, spec, options, given)
+    with seeded(key(seed, "samples"), np.random.MT19937()):
+        made = build(**arguments)
+    for name, source in sets_of(made).items():
+        require_samples(f"{spec} {name}".strip(), source)
+    return made
+
+
+def find_build(spec: str, base_dir: Path, makes: str = "Task") -> Build:
     """Import the function that a spec names; `base_dir` is absolute."""
     place, colon, function = SHIPPED.get(spec, spec).rpartition(":")
     if not (colon and place and function):
@@ -92,7 +111,7 @@ def find_build(spec: str, base_dir: Path) -> Build:
         raise TaskError(
             f"{place} has no function {function!r}{_did_you_mean(function, functions)}",
             where=f"task = {spec!r}",
-            next_step=f"define `def {function}(...) -> Task` at the top level of {place}",
+            next_step=f"define `def {function}(...) -> {makes}` at the top level of {place}",
         )
     return build
 

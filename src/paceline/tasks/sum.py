@@ -38,6 +38,7 @@ def build(**options: Any) -> Task:
         loss=squared_error,
         stages=lambda model: model.chain() if isinstance(model, MLP) else [model],
         initialize=lambda model, seed: initialize_by_name(model, seed, fan_in_rule),
+        predict=lambda model, batch: model(batch if isinstance(batch, Tensor) else batch[0]),
     )
 
 

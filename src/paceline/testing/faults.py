@@ -155,11 +155,11 @@ class SharedDropoutSeed(LockstepWork):
 class OffByOneAccumulation(Replicate):
     """Announces the gradients before the last micro-batch has added to them."""
 
-    def _forward_backward(self, loaded: LoadedBatch, sums: Sums, scale: float) -> None:
+    def _forward_backward(self, micro_batch: MicroBatch, batch: Any, sums: Sums, scale: float) -> None:
         parameters = self.holding.computes.values()
         before = [None if p.grad is None else p.grad.clone() for p in parameters]
         sink, self.gradients._sink = self.gradients._sink, None
-        super()._forward_backward(loaded, sums, scale)
+        super()._forward_backward(micro_batch, batch, sums, scale)
         if sink is not None and sums.micro_batches > 1:
             for p, grad in zip(parameters, before, strict=True):
                 p.grad = grad

@@ -4,6 +4,7 @@ from paceline.training.arrange import Pieces
 from paceline.training.build import build_session
 from paceline.training.callback import Callback
 from paceline.training.evaluation import Evaluation, evaluate
+from paceline.training.from_run import OpenRun, open_run
 from paceline.training.job import own_loop, train
 from paceline.training.joining import join
 from paceline.training.loop import Result, fit
@@ -13,6 +14,7 @@ from paceline.training.session import Session
 __all__ = [
     "Callback",
     "Evaluation",
+    "OpenRun",
     "OwnLoop",
     "Pieces",
     "Result",
@@ -21,6 +23,7 @@ __all__ = [
     "evaluate",
     "fit",
     "join",
+    "open_run",
     "own_loop",
     "train",
 ]

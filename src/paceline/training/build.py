@@ -16,7 +16,7 @@ from torch import nn
 
 from paceline.cluster import Cluster
 from paceline.comm import Net
-from paceline.data import Feed, Loader, Order
+from paceline.data import Feed, Loader, build_order, settled
 from paceline.errors import DataError
 from paceline.layout import Holding
 from paceline.layout.sums import MetricNames
@@ -37,6 +37,7 @@ from paceline.training.codec_choice import choose_codec
 from paceline.training.contract import (
     refuse_two_optimizers,
     require_equal_shapes,
+    require_same_order,
     tell_large_batch,
 )
 from paceline.training.debugging import Debugging
@@ -76,6 +77,7 @@ def build_session(
         TaskError, DataError: the task breaks its contract, or there is no data.
         CheckpointError: the first weights cannot be read, or are those of another model.
     """
+    task = settled(task, recipe)
     most, called = most_sharers(recipe)
     strategy = resolve(recipe.strategy, processes=cluster.world_size, shards=most, called=called)
     notes = Notes()
@@ -100,6 +102,7 @@ def build_session(
     require_data(task)
     tell_large_batch(recipe, task, warn)
     tell_before(setting, task)
+    require_same_order(build_order(recipe, task), net, setting.mesh.world)
     grounds = lay_grounds(setting, recipe, task, fresh=fresh)
     holding = grounds.layout.placed.holding
     optimizer = build_task_optimizer(recipe, task, holding)
@@ -201,12 +204,6 @@ def require_data(task: Task) -> None:
     """Raises: DataError: there is nothing to train on."""
     if len(task.data) == 0:
         raise DataError("the training data is empty", next_step="look at the task's options that select it")
-
-
-def build_order(recipe: Recipe, task: Task) -> Order:
-    """The order of samples of every epoch."""
-    batch = recipe.batch
-    return Order(len(task.data), batch.size, recipe.seed, shuffle=batch.shuffle, drop_last=batch.drop_last)
 
 
 def build_loader(recipe: Recipe, task: Task, source: Source, device: torch.device) -> Loader:

@@ -19,8 +19,8 @@ from torch import nn
 
 from paceline.comm import Net
 from paceline.comm.text import gather_texts
-from paceline.data import LoadedBatch, MicroBatch, collate_samples
-from paceline.errors import TaskError
+from paceline.data import Batches, LoadedBatch, MicroBatch, collate_samples
+from paceline.errors import DataError, TaskError
 from paceline.layout import Placed
 from paceline.mesh import Group
 from paceline.recipe import OptimizerRecipe, Recipe
@@ -144,6 +144,25 @@ def tell_large_batch(recipe: Recipe, task: Task, warn: Callable[[str], None]) ->
     size, found = recipe.batch.size, len(task.data)
     if size > found:
         warn(f"batch.size = {size} is more than the {found} samples: every step trains on all of them")
+
+
+def require_same_order(order: Batches, net: Net, group: Group) -> None:
+    """Compare what the ranks would read; collective, where the order does not follow from the recipe alone.
+
+    Raises:
+        DataError: a rank's sampler or stream gives something else than rank 0's; or not the same twice.
+    Wire: one ragged all_gather of a hash, if there is one.
+    """
+    mine = order.fingerprint()
+    found = gather_texts(mine, group, net) if mine else [mine]
+    if len(set(found)) > 1:
+        rank = next(rank for rank, other in enumerate(found) if other != found[0])
+        raise DataError(
+            f"rank {rank} reads other samples than rank 0, where every rank has to see the same data: samples"
+            " would be left out, and others trained on twice",
+            next_step="leave sharding by rank or machine out, as Paceline deals samples to ranks; and let"
+            " what is drawn follow from the global generators, which are seeded alike",
+        )
 
 
 def require_equal_shapes(model: nn.Module, net: Net, group: Group) -> None:

@@ -8,13 +8,14 @@ ranks changes the result.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 
-from paceline.data import MicroBatch, split
-from paceline.task import Source, finish_metrics
+from paceline.data import MicroBatch, in_memory, split
+from paceline.task import Source, finish_metrics, sets_of
 from paceline.training.build import build_loader
 from paceline.training.session import Session
 
@@ -22,6 +23,9 @@ from paceline.training.session import Session
 @dataclass(frozen=True)
 class Evaluation:
     """Means over all held-out items.
+
+    Of several sets, `loss`, `num_samples` and `num_items` are those of the first, and the metrics of each
+    have its name in front: "far.loss", "far.accuracy".
 
     Args:
         step: training steps taken before it.
@@ -38,18 +42,31 @@ class Evaluation:
     num_items: float
 
 
-def evaluate(session: Session, source: Source | None = None) -> Evaluation | None:
+def evaluate(session: Session, source: Any = None) -> Evaluation | None:
     """Evaluate on the task's held-out data, with the average of the weights if there is one; collective.
 
     Args:
-        source: other samples than the task's held-out ones.
+        source: other samples than the task's held-out ones; or several sets by name.
     Returns:
         None if there is nothing to evaluate on.
-    Wire: one all_reduce of 8 (2 + num_metrics) bytes a block.
+    Wire: for each set one all_reduce of 8 (2 + num_metrics) bytes a block.
     """
-    held_out = source if source is not None else session.task.held_out
-    if held_out is None:
-        return None
+    sets = sets_of(session.task.held_out if source is None else source)
+    found = {name: _evaluate_set(session, in_memory(name, one, session.recipe)) for name, one in sets.items()}
+    return _together(found) if found else None
+
+
+def _together(found: Mapping[str, Evaluation]) -> Evaluation:
+    """One evaluation of all sets."""
+    first = next(iter(found.values()))
+    metrics: dict[str, float] = {}
+    for name, one in found.items():
+        own = {"loss": one.loss, **one.metrics} if name else one.metrics
+        metrics |= {f"{name}.{metric}" if name else metric: value for metric, value in own.items()}
+    return replace(first, metrics=metrics)
+
+
+def _evaluate_set(session: Session, held_out: Source) -> Evaluation:
     options, data = session.recipe.evaluate, session.mesh.data
     num_samples = min(len(held_out), options.max_samples or len(held_out))
     blocks = [range(i, min(i + options.batch, num_samples)) for i in range(0, num_samples, options.batch)]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from paceline.data import Order
+from paceline.data import Batches, build_order
 from paceline.errors import StrategyError
 from paceline.layout.synced_norm import norms_of, synchronize_norms
 from paceline.models import KeyedDropout
@@ -22,8 +22,9 @@ FEW = 8
 
 def tell_before(setting: Setting, task: Task) -> None:
     """Say what of the recipe has no effect here, and what there is to know of the micro-batches."""
+    about = build_order(setting.recipe, task).about
     idle = idle_keys(setting.recipe, task, setting.mesh, setting.cluster.num_nodes)
-    for text in (*idle, *micro_batch_lines(setting, task)):
+    for text in (*([about] if about else []), *idle, *micro_batch_lines(setting, task)):
         setting.warn(text)
 
 
@@ -70,7 +71,7 @@ def _drops(module: nn.Module) -> bool:
     return isinstance(module, KeyedDropout | nn.modules.dropout._DropoutNd) and module.p > 0
 
 
-def synchronize(setting: Setting, model: nn.Module, order: Order) -> None:
+def synchronize(setting: Setting, model: nn.Module, order: Batches) -> None:
     """Let BatchNorm take its statistics over all ranks of a step, if the recipe says so; collective.
 
     Raises:

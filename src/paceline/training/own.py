@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from paceline.errors import RecipeError
+from paceline.observe import Stats
 from paceline.recipe import ScheduleRecipe
 from paceline.sync import Update
 from paceline.sync.update import Updating
@@ -24,16 +25,22 @@ S = TypeVar("S")
 class OwnLoop:
     """One rank of a run whose loop is the user's; see `own_loop`.
 
+    Args:
+        after_round: is told of every complete step, behind what is due there.
+
     Attributes:
         session: what everything is made of.
         result: how the run ended, behind the block.
     """
 
-    def __init__(self, session: Session, fitting: Fitting) -> None:
+    def __init__(
+        self, session: Session, fitting: Fitting, after_round: Callable[[Stats], Any] | None = None
+    ) -> None:
         self.session, self.result = session, _not_yet()
         self._course = fitting.course
         self._course.heeds_stop = True
-        self._steps = OwnSteps(session, fitting.after_round, fitting.course.is_over)
+        self._steps = OwnSteps(session, self._completed, fitting.course.is_over)
+        self._told = [fitting.after_round, *([after_round] if after_round is not None else [])]
 
     @property
     def model(self) -> nn.Module:
@@ -88,6 +95,10 @@ class OwnLoop:
     def stop(self, reason: str) -> None:
         """End the run after this step, on all ranks."""
         self.session.stop(reason)
+
+    def _completed(self, stats: Stats) -> None:
+        for tell in self._told:
+            tell(stats)
 
     def end(self) -> None:
         """The loop has ended: what it has done of a step counts."""

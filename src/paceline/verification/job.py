@@ -12,7 +12,7 @@ import torch
 
 from paceline.cluster import Cluster
 from paceline.comm import Net
-from paceline.data import Order
+from paceline.data import Batches, build_order, settled
 from paceline.errors import StrategyError
 from paceline.mesh import Mesh
 from paceline.phase import TRAINING
@@ -25,6 +25,7 @@ from paceline.training.by_machine import choose_by_machine
 from paceline.training.given import RecipeLike, TaskLike, given_recipe
 from paceline.training.joining import connected, obtain_together
 from paceline.training.prepare import prepare_model
+from paceline.verification.loops import Loop, rounds_of, spoken_by
 from paceline.verification.oracle import Oracle
 from paceline.verification.plain_optimizer import plain_optimizer
 from paceline.verification.plain_schedule import PlainSchedule
@@ -45,12 +46,13 @@ def verify(
     pieces: Pieces | None = None,
     observe: Callable[[int], None] = lambda step: None,
     strict: bool = False,
+    loop: Loop | None = None,
 ) -> Report:
     """Run the recipe's strategy and the oracle side by side for some steps; collective.
 
     Args:
-        recipe, task, steps, base_dir, cluster, pieces, observe, strict: see `paceline.verify`, which starts
-            processes as well.
+        recipe, task, steps, base_dir, cluster, pieces, observe, strict, loop: see `paceline.verify`, which
+            starts processes as well.
     Returns:
         The report, equal on every rank.
     Raises:
@@ -61,7 +63,7 @@ def verify(
         built = obtain_together(recipe, task, base_dir, found)
         found.enter_phase(TRAINING)
         return compare_with_oracle(
-            recipe, built, found, device, steps, pieces=pieces, observe=observe, strict=strict
+            recipe, built, found, device, steps, pieces=pieces, observe=observe, strict=strict, loop=loop
         )
 
 
@@ -75,22 +77,32 @@ def compare_with_oracle(
     pieces: Pieces | None = None,
     observe: Callable[[int], None] = lambda step: None,
     strict: bool = False,
+    loop: Loop | None = None,
 ) -> Report:
     """`verify` on a cluster that is connected already."""
     _refuse(recipe)
+    task = settled(task, recipe)
     # a step that is left out has nothing to compare, and the oracle keeps no average
     recipe = recipe.replace(health=HealthRecipe(), average=AverageRecipe())
     recipe = choose_by_machine(recipe, task, cluster, device)
+    oracle = _oracle_beside(recipe, task, cluster, device)
+    with spoken_by(oracle, loop):
+        mistake = _look_at_task(recipe, oracle, cluster, strict)
+        if mistake is not None:
+            return Report(str(recipe.strategy), cluster.world_size, failure=mistake[0], diagnosis=mistake[1])
+        session = build_session(recipe, task, cluster, device, pieces=pieces)
+        with rounds_of(session, loop) as rounds:
+            return Verifier(session, oracle, rounds).run(steps, observe)
+
+
+def _oracle_beside(recipe: Recipe, task: Task, cluster: Cluster, device: torch.device) -> Oracle:
+    """The oracle of a session, on a copy of its model."""
     shards = num_micro_batches(recipe, cluster.world_size)
     at_once = recipe.batch.sync_batchnorm  # statistics of the whole batch are those of one forward of it
     oracle = build_oracle(recipe, replace(task, model=twin(task.model)), device, 1 if at_once else shards)
     if at_once and shards > 1:
         _require_no_draws(oracle)
-    mistake = _look_at_task(recipe, oracle, cluster, strict)
-    if mistake is not None:
-        return Report(str(recipe.strategy), cluster.world_size, failure=mistake[0], diagnosis=mistake[1])
-    session = build_session(recipe, task, cluster, device, pieces=pieces)
-    return Verifier(session, oracle).run(steps, observe)
+    return oracle
 
 
 def _refuse(recipe: Recipe) -> None:
@@ -133,7 +145,7 @@ def build_oracle(recipe: Recipe, task: Task, device: torch.device, shards: int |
     if recipe.precision.compute == "auto":  # alone; beside a session, what all ranks agreed on stands here
         recipe = choose_by_machine(recipe, task, Cluster.single(), device)
     model, batch = prepare_model(recipe, task, device, whole=True), recipe.batch
-    order = Order(len(task.data), batch.size, recipe.seed, shuffle=batch.shuffle, drop_last=batch.drop_last)
+    order = build_order(recipe, task)
     optimizer = task.optimizer(model) if task.optimizer is not None else None
     return Oracle(
         task,
@@ -149,7 +161,7 @@ def build_oracle(recipe: Recipe, task: Task, device: torch.device, shards: int |
     )
 
 
-def _num_updates(recipe: Recipe, order: Order) -> int:
+def _num_updates(recipe: Recipe, order: Batches) -> int:
     return recipe.steps or math.ceil((recipe.epochs or 0) * order.steps_per_epoch)
 
 

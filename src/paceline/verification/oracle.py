@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.data import MicroBatch, Order, to_device
+from paceline.data import Batches, MicroBatch, to_device
 from paceline.task import Loss, Task
 from paceline.verification.halves import halves
 from paceline.verification.plain_micro_batches import PlainMicroBatches, read, seed_all
@@ -61,7 +61,7 @@ class Oracle:
     def __init__(
         self,
         task: Task,
-        order: Order,
+        order: Batches,
         optimizer: torch.optim.Optimizer,
         schedule: PlainSchedule,
         *,

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils.data import default_collate
 
-from paceline.data import MicroBatch, Order
+from paceline.data import Batches, MicroBatch
 from paceline.keys import key
 from paceline.models import KeyedDropout
 from paceline.task import Task
@@ -34,7 +34,7 @@ class PlainMicroBatches:
         seed: of the run.
     """
 
-    def __init__(self, order: Order, shards: int, seed: int) -> None:
+    def __init__(self, order: Batches, shards: int, seed: int) -> None:
         self.order, self.num_shards, self.seed = order, shards, seed
 
     def micro_batches(self, step: int) -> tuple[MicroBatch, ...]:

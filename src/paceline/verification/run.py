@@ -46,10 +46,12 @@ class Verifier:
     Args:
         session: whose update step is listened to.
         oracle: its own model and optimizer of the same task, on every rank (only rank 0 computes).
+        rounds: of the session, if somebody else makes them.
     """
 
-    def __init__(self, session: Session, oracle: Oracle) -> None:
+    def __init__(self, session: Session, oracle: Oracle, rounds: Iterator[Any] | None = None) -> None:
         self.session, self.oracle = session, oracle
+        self._rounds = rounds
         self.recorder = Recorder(session.update_step)
         self.net = Net(session.net.deadline_seconds, times_calls=session.net.times_calls)
         self.oracle_state = TrainState(hold_whole(oracle.model), oracle.optimizer)
@@ -67,7 +69,7 @@ class Verifier:
     def run(self, steps: int, observe: Callable[[int], None] = lambda step: None) -> Report:
         """Compare up to `steps` steps; stop after the first that diverges."""
         self._check_start()
-        rounds = self.session.rounds()
+        rounds = self._rounds if self._rounds is not None else self.session.rounds()
         for step in range(self.session.state.step, self.session.state.step + steps):
             if self.report.failure is not None or not self._one(step, rounds):
                 break

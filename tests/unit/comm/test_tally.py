@@ -7,7 +7,7 @@ from paceline.comm import Net, Tally
 from paceline.comm.tally import tally_bytes
 from paceline.mesh import Group
 
-ALONE = Group("replica", (0,), 0)
+ALONE, PAIR = Group("replica", (0,), 0), Group("replica", (0, 1), 0)
 CPU = torch.device("cpu")
 
 
@@ -34,10 +34,10 @@ def make_tally(**changes) -> Tally:
     return Tally(**{**values, **changes})
 
 
-@pytest.mark.parametrize("net, factor", [(Net(), 1.0), (DoublingNet(), 2.0)])
-def test_every_field_is_summed_on_its_own(net: Net, factor: float) -> None:
+@pytest.mark.parametrize("net, group, factor", [(Net(), ALONE, 1.0), (DoublingNet(), PAIR, 2.0)])
+def test_every_field_is_summed_on_its_own(net: Net, group: Group, factor: float) -> None:
     mine = make_tally()
-    agreed = mine.agree(net, ALONE, CPU).wait()
+    agreed = mine.agree(net, group, CPU).wait()
     for field in ("micro_batches", "total", "count", "stops"):
         assert getattr(agreed, field) == factor * getattr(mine, field), field
     assert agreed.metrics == {"correct": factor * 5.0, "tokens": factor * 7.0}
@@ -47,7 +47,7 @@ def test_every_field_is_summed_on_its_own(net: Net, factor: float) -> None:
 
 def test_own_sums_are_not_changed_by_the_agreement() -> None:
     mine = make_tally()
-    mine.agree(DoublingNet(), ALONE, CPU).wait()
+    mine.agree(DoublingNet(), PAIR, CPU).wait()
     assert mine.buffers.tolist() == [0.25, -4.0]
     assert mine.micro_batches == 3.0
 
@@ -62,6 +62,6 @@ def test_the_payload_has_the_size_of_the_closed_form(
         metrics={f"m{i}": 0.0 for i in range(num_metrics)},
         used=[0.0] * num_parameters,
         buffers=torch.zeros(num_buffers, dtype=torch.float64),
-    ).agree(net, ALONE, CPU).wait()
+    ).agree(net, PAIR, CPU).wait()
     payload = net.payload.numel() * net.payload.element_size()
     assert payload == tally_bytes(num_metrics, num_parameters, num_buffers)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset
 
 from paceline.cluster import Cluster
 from paceline.errors import TaskError
@@ -74,25 +73,6 @@ def test_all_others_of_pytorch_train(name: str) -> None:
     start = nn.Linear(3, 2, bias=False).weight.detach()
     torch.manual_seed(0)
     assert not torch.equal(train(lambda m: kind(m.parameters())), start)
-
-
-class Stream(IterableDataset[Tensor]):
-    """Has a length, and PyTorch's base class has a __getitem__ that only raises."""
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(torch.ones(6, 3))
-
-    def __len__(self) -> int:
-        return 6
-
-
-@pytest.mark.capability("M1")
-def test_an_iterable_dataset_with_a_length_is_refused_in_one_sentence() -> None:
-    assert isinstance(Stream(), Source) and issubclass(Stream, Dataset)
-    with pytest.raises(TaskError, match="Stream, an IterableDataset") as found:
-        train(lambda m: torch.optim.SGD(m.parameters(), lr=0.1), Stream())
-    assert "list(dataset)" in str(found.value)
-    train(lambda m: torch.optim.SGD(m.parameters(), lr=0.1), list(Stream()))
 
 
 def test_fused_sgd_over_two_bytes_on_the_processor_is_refused_and_is_wrong() -> None:

@@ -58,13 +58,21 @@ def check_chain(task: Task, model: nn.Module, links: Sequence[nn.Module]) -> Non
             if not without_memory:
                 _require_own_model(task.loss, right, batch)
             found = wrong or _try(model, partial(_through, links), given, training=training)
-        if not wrong and not _equal(right, found):
-            wrong = [f"gives another result than the model in {'training' if training else 'evaluation'}"]
+        other = "" if wrong else difference(right, found)
+        if other:
+            when = "training" if training else "evaluation"
+            wrong = [f"gives another result than the model in {when}: {other}"]
     if wrong:
-        raise TaskError(
-            f"the chain of Task(stages=...) {wrong[0]}",
-            next_step="return modules that, called one after another, are model.forward",
-        )
+        raise _no_chain(wrong[0])
+
+
+def _no_chain(why: str) -> TaskError:
+    advice = (
+        "set model.config.use_cache = False: keys and values of earlier calls are for generation"
+        if "past_key_values" in why
+        else "return modules that, called one after another, are model.forward"
+    )
+    return TaskError(f"the chain of Task(stages=...) {why}", next_step=advice)
 
 
 def _require_own_model(loss: LossFunction, answer: Any, batch: Any) -> None:
@@ -121,15 +129,31 @@ def _same(x: Any) -> Any:
     return x
 
 
-def _equal(a: Any, b: Any) -> bool:
-    """Equal types, shapes and bits; a NaN equals itself."""
-    ours, theirs = (list(x.values()) if isinstance(x, Mapping) else as_tuple(x) for x in (a, b))
-    return len(ours) == len(theirs) and all(
-        x.dtype == y.dtype
-        and x.shape == y.shape
-        and (x.is_meta or torch.equal(x.nan_to_num(), y.nan_to_num()))
-        for x, y in zip(ours, theirs, strict=True)
-    )
+def difference(right: Any, found: Any) -> str:
+    """How the result of a chain differs from the model's, in types, shapes or bits; empty: not at all.
+
+    A result may be a tensor, a tuple, or a mapping, whose values the chain gives in their order. A NaN equals
+    itself.
+    """
+    names = list(right) if isinstance(right, Mapping) else [str(i) for i in range(len(as_tuple(right)))]
+    theirs, ours = (list(x.values()) if isinstance(x, Mapping) else as_tuple(x) for x in (right, found))
+    if len(ours) != len(theirs):
+        return f"the model returns {len(theirs)} values ({', '.join(names)}), the chain {len(ours)}"
+    pairs = zip(names, theirs, ours, strict=True)
+    return next((text for name, a, b in pairs if (text := _unlike(name, a, b))), "")
+
+
+def _unlike(name: str, right: Any, found: Any) -> str:
+    """How one value differs; empty: not at all."""
+    if not (isinstance(right, Tensor) and isinstance(found, Tensor)):
+        return f"value {name} is {type(right).__name__} of the model and {type(found).__name__} of the chain"
+    kinds = [f"{t.dtype} {list(t.shape)}".removeprefix("torch.") for t in (right, found)]
+    if kinds[0] != kinds[1]:
+        return f"value {name} is {kinds[0]} of the model and {kinds[1]} of the chain"
+    if right.is_meta or torch.equal(right.nan_to_num(), found.nan_to_num()):
+        return ""
+    largest = float((right.double() - found.double()).abs().max()) if not right.is_complex() else float("nan")
+    return f"value {name} differs by up to {largest:.2g}"
 
 
 class Stage(nn.Module):

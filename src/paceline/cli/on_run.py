@@ -1,0 +1,187 @@
+"""`paceline evaluate` and `paceline predict`: what the weights of a run say of samples, in one process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+
+from paceline.cli.console import output
+from paceline.cli.resume import recipe_of, refuse_strangers
+from paceline.errors import DataError, RecipeError
+
+if TYPE_CHECKING:
+    from paceline.training.from_run import OpenRun
+
+Run = Annotated[Path, typer.Argument(help="A run folder, or a checkpoint inside one.", show_default=False)]
+_SOURCE = 'Samples: "file.py:function" that returns them, or the name of a set of the task: held_out, data.'
+Options = Annotated[
+    list[str] | None,
+    typer.Option("--option", help="An argument of that function: --option path=new.csv. May be repeated."),
+]
+TaskOf = Annotated[
+    str | None,
+    typer.Option("--task", help='"file.py:function", where the run is of a function of a script.'),
+]
+WeightsOf = Annotated[
+    Literal["average", "last"] | None,
+    typer.Option(help="Of a run with an average: which. Default: the average.", show_default=False),
+]
+Most = Annotated[
+    int | None, typer.Option("--max-samples", min=0, help="Samples of a set; 0: all. Default: the run's.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Trust = Annotated[bool, typer.Option("--trust", help="Run the code that another user's run folder names.")]
+
+
+def evaluate(
+    run: Run,
+    data: Annotated[str | None, typer.Option("--data", help=_SOURCE)] = None,
+    option: Options = None,
+    task: TaskOf = None,
+    weights: WeightsOf = None,
+    max_samples: Most = None,
+    as_json: AsJson = False,
+    trust: Trust = False,
+) -> None:
+    """Evaluate a run's weights on its held-out samples, or on others.
+
+    The weights are those of the newest valid checkpoint; RUN/checkpoints/best names the best by evaluation.
+    """
+    most = 0 if max_samples is None and data is not None else max_samples
+    with _opened(run, task, weights, most, trust) as found:
+        result = found.evaluate(None if data is None else _samples(found, data, option))
+    record = {"checkpoint": found.checkpoint, "step": result.step, "samples": result.num_samples}
+    record |= {"loss": result.loss, **result.metrics}
+    if as_json:
+        output().print_json(json.dumps({"run": str(run), "data": data or "held_out", **record}))
+        return
+    for name, value in record.items():
+        _say(f"{name}  {value:.6g}" if isinstance(value, float) else f"{name}  {value}")
+
+
+def predict(
+    run: Run,
+    source: Annotated[str, typer.Argument(help=_SOURCE, show_default=False)],
+    option: Options = None,
+    task: TaskOf = None,
+    weights: WeightsOf = None,
+    max_samples: Most = 0,
+    to: Annotated[
+        Path | None, typer.Option("--to", help="A file for the predictions: *.jsonl or *.safetensors.")
+    ] = None,
+    as_json: AsJson = False,
+    trust: Trust = False,
+) -> None:
+    """Print what a run's model says of each sample: a line each, its index and the prediction.
+
+    The weights are those of the newest valid checkpoint; RUN/checkpoints/best names the best by evaluation.
+    """
+    _check_name(to)
+    with _opened(run, task, weights, max_samples, trust) as found:
+        rows = list(found.predict(_samples(found, source, option)))
+    _write(rows, to)
+    if as_json:
+        record = {"run": str(run), "checkpoint": found.checkpoint, "data": source, "samples": len(rows)}
+        record |= {"file": str(to)} if to else {"predictions": [_plain(row) for row in rows]}
+        output().print_json(json.dumps(record))
+    elif to is not None:
+        _say(f"{to}: {len(rows)} predictions of {found.checkpoint}")
+    else:
+        _say_rows(rows)
+
+
+def _say_rows(rows: list[Any]) -> None:
+    for index, row in enumerate(rows):
+        _say(f"{index}  {json.dumps(_plain(row))}")
+
+
+def _check_name(to: Path | None) -> None:
+    """Raises: RecipeError: nobody knows how to write such a file."""
+    if to is not None and to.suffix not in (".jsonl", ".safetensors"):
+        raise RecipeError(
+            f"cannot write predictions to '{to}'", next_step="name a *.jsonl or a *.safetensors"
+        )
+
+
+@contextmanager
+def _opened(
+    run: Path, task: str | None, weights: Any, max_samples: int | None, trust: bool
+) -> Iterator[OpenRun]:
+    recipe_of(run)
+    refuse_strangers(run, trust)
+    from paceline.training.from_run import open_run
+
+    with open_run(run, task, weights=weights, max_samples=max_samples, warn=_warn) as found:
+        yield found
+
+
+def _samples(found: OpenRun, spec: str, options: list[str] | None) -> Any:
+    """What a name stands for.
+
+    Raises:
+        DataError: there are no samples of this name.
+    """
+    from paceline.tasks import load_samples
+    from paceline.training.from_run import samples_of
+    from paceline.training.joining import CACHE_DIR
+
+    own = samples_of(found.task, spec)
+    if own is not None:
+        return own
+    if ":" not in spec:
+        raise DataError(
+            f"the task has no samples called '{spec}'",
+            next_step='name one of its sets (data, held_out), or "file.py:function"',
+        )
+    return load_samples(spec, _arguments(options), found.session.recipe.seed, Path.cwd(), CACHE_DIR)
+
+
+def _arguments(options: list[str] | None) -> dict[str, Any]:
+    """Raises: RecipeError: one is no KEY=VALUE."""
+    from paceline.recipe.overrides import apply_override
+
+    values: dict[str, Any] = {}
+    for text in options or ():
+        _, problem = apply_override(values, f"options.{text}")
+        if problem is not None:
+            raise RecipeError(f"--option {text}: {problem.message}", next_step="--option KEY=VALUE")
+    found: dict[str, Any] = values.get("options", {})
+    return found
+
+
+def _write(rows: list[Any], to: Path | None) -> None:
+    if to is None:
+        return
+    if to.suffix == ".jsonl":
+        lines = [json.dumps({"index": i, "prediction": _plain(row)}) + "\n" for i, row in enumerate(rows)]
+        to.write_text("".join(lines), encoding="utf-8")
+        return
+    import torch
+    from safetensors.torch import save_file
+
+    names = rows[0] if rows and isinstance(rows[0], dict) else None
+    columns = {name: [row[name] for row in rows] for name in names} if names else {"predictions": rows}
+    save_file({name: torch.stack(list(map(torch.as_tensor, c))) for name, c in columns.items()}, to)
+
+
+def _plain(row: Any) -> Any:
+    """A prediction as JSON has it."""
+    if isinstance(row, dict):
+        return {name: _plain(value) for name, value in row.items()}
+    to_list = getattr(row, "tolist", None)
+    return to_list() if callable(to_list) else row
+
+
+def _warn(text: str) -> None:
+    """On standard error: standard output may be JSON."""
+    Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _say(text: str) -> None:
+    output().print(text, markup=False, highlight=False, soft_wrap=True)

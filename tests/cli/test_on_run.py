@@ -1,0 +1,176 @@
+"""A run is evaluated, and asked for predictions, on any samples, whatever layout it was trained under."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import paceline
+from paceline.cli.on_run import predict
+from paceline.cluster import Cluster
+from paceline.errors import CheckpointError, PacelineError, RecipeError, TaskError
+from paceline.recipe import Recipe, Strategy
+from paceline.task import Task
+from paceline.testing import run_ranks
+from paceline.testing.parity import session_of
+from paceline.training import fit, run_folder
+from paceline.training.from_run import rows_of
+from paceline.training.job import sinks
+from tests.cli.test_runs_are_kept import command
+
+LAYOUTS = ("replicas=2", "replicas=1 shard=2 zero=3", "replicas=1 pipeline=2", "servers=1 sync=server-async")
+WEIGHTS: tuple[Any, ...] = (None, "average", "last")
+TASK = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+from paceline import Loss, Task
+
+def points(first, count):
+    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))[first:first + count]
+    return list(zip(x, (x[:, 0] > 0).long()))
+
+def only_x(count=3, far=1.0):
+    return [x * far for x, _ in points(56, count)]
+
+def loss(model, batch):
+    x, y = batch
+    out = model(x)
+    return Loss(F.cross_entropy(out, y, reduction="sum"), len(y), {"accuracy": (out.argmax(1) == y).sum()})
+
+def predict(model, batch):
+    out = model(batch[0] if isinstance(batch, list) else batch)
+    return {"class": out.argmax(1), "score": out.softmax(1)[:, 1]}
+
+def build():
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+    held_out = {"near": points(40, 16), "flipped": [(x, 1 - y) for x, y in points(40, 4)]}
+    return Task(model, points(0, 40), loss, held_out=held_out, predict=predict)
+"""
+
+
+def recipe_of(folder: Path, layout: str) -> Recipe:
+    return Recipe(
+        steps=12,
+        task=f"{folder / 'task.py'}:build",
+        batch={"size": 8, "shards": 2},
+        optimizer={"lr": 0.05},
+        average={"decay": 0.5} if layout == "replicas=2" else {},
+        evaluate={"every_steps": 4, "batch": 6, "metric": "flipped.loss", "patience": 2},
+        checkpoint={"every_steps": 4, "keep_best": 1},
+        strategy=Strategy.parse(layout),
+        run_dir=str(folder / layout.replace(" ", "_").replace(":", "_")),
+    )
+
+
+def run_all(cluster: Cluster, folder: Path) -> list[Any]:
+    torch.set_num_threads(1)
+    found = []
+    for layout in LAYOUTS:
+        session = session_of(cluster, recipe_of(folder, layout))
+        run_dir = run_folder.prepare(session, None)
+        result = fit(session, run_dir, sinks(session, run_dir, None))
+        session.close()
+        found.append((run_dir, result))
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "task.py").write_text(TASK)
+    found: list[Any] = run_ranks(run_all, 2, folder)[0]
+    return found
+
+
+@pytest.mark.capability("M1")
+@pytest.mark.parametrize("number", range(len(LAYOUTS)), ids=LAYOUTS)
+def test_a_run_of_any_layout_is_evaluated_and_predicts_in_one_process(runs: list[Any], number: int) -> None:
+    run_dir, result = runs[number]
+    with paceline.open_run(run_dir) as run:
+        found = run.evaluate()
+        assert (found.step, found.num_samples) == (result.steps, 16)
+        assert found.loss == pytest.approx(result.evaluation.loss, rel=1e-5)
+        assert found.metrics == pytest.approx(result.evaluation.metrics, rel=1e-5)
+        assert set(found.metrics) == {f"{s}.{m}" for s in ("near", "flipped") for m in ("loss", "accuracy")}
+        rows = list(run.predict(run.task.held_out["near"]))
+        right = [
+            int(row["class"]) == int(y) for row, (_, y) in zip(rows, run.task.held_out["near"], strict=True)
+        ]
+        assert sum(right) / 16 == pytest.approx(found.metrics["near.accuracy"])
+        assert run.evaluate(run.task.data).num_samples == 40
+    best = Path(str(result.best)) if result.best else run_dir / "checkpoints" / "best"
+    with paceline.open_run(best) as run:
+        assert run.evaluate().step <= result.steps
+
+
+def test_the_average_is_what_is_asked_unless_the_last_weights_are(runs: list[Any]) -> None:
+    losses: dict[Any, float] = {}
+    for which in WEIGHTS:
+        with paceline.open_run(runs[0][0], weights=which) as run:
+            losses[which] = run.evaluate().loss
+    assert losses[None] == losses["average"] != losses["last"]
+
+
+def test_early_stopping_and_the_best_go_by_one_of_several_sets(runs: list[Any]) -> None:
+    run_dir, result = runs[1]
+    events = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    found = {e["step"]: e["metrics"] for e in events if e["event"] == "evaluation"}
+    first, last = min(found), max(found)
+    assert found[last]["near.loss"] < found[first]["near.loss"]
+    assert found[last]["flipped.loss"] > found[first]["flipped.loss"], "what helps the one harms the other"
+    assert Path(str(result.best)).name == f"step-{first:08}"
+
+
+def test_the_commands_print_json_and_write_files(runs: list[Any]) -> None:
+    run_dir, result = runs[1]
+    folder = run_dir.parent
+    done = command(folder, "evaluate", run_dir, "--json", "--data", "task.py:points", "--option", "first=40",
+                   "--option", "count=16")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["loss"] == pytest.approx(result.evaluation.metrics["near.loss"], rel=1e-5)
+    assert (found["samples"], found["step"]) == (16, result.steps)
+    done = command(folder, "predict", run_dir, "task.py:only_x", "--to", "found.safetensors", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["samples"] == 3
+    assert {name: t.shape for name, t in load_file(folder / "found.safetensors").items()} == {
+        "class": (3,),
+        "score": (3,),
+    }
+    with pytest.raises(RecipeError, match=r"found\.txt"):
+        predict(run_dir, "flipped", to=Path("found.txt"))
+
+
+def other_model() -> Task:
+    return Task(
+        nn.Linear(4, 2), [torch.zeros(4)], lambda model, batch: paceline.Loss(model(batch).sum(), len(batch))
+    )
+
+
+def test_what_does_not_fit_is_said(runs: list[Any], tmp_path: Path) -> None:
+    run_dir = runs[0][0]
+    with (
+        pytest.raises(CheckpointError, match="not those of the task's model"),
+        paceline.open_run(run_dir, other_model),
+    ):
+        pass
+    with pytest.raises(PacelineError), paceline.open_run(tmp_path):
+        pass
+    other = Path(shutil.copytree(run_dir, tmp_path / "other"))
+    recipe = (run_dir / "recipe.toml").read_text()
+    (other / "recipe.toml").write_text(recipe.replace(f"{run_dir.parent / 'task.py'}:build", "build"))
+    with pytest.raises(TaskError, match="function 'build'"), paceline.open_run(other):
+        pass
+    with paceline.open_run(run_dir) as run, pytest.raises(PacelineError, match="several sets"):
+        list(run.predict(run.task.held_out))
+    for wrong in (torch.zeros(3), torch.tensor(1.0), (1, 2), [1, 2, 3]):
+        with pytest.raises(TaskError, match="one for each"):
+            rows_of(wrong, 2)

@@ -1,0 +1,136 @@
+"""`verify` of an own loop: its own losses and draws against the oracle; what it cannot judge is refused."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import paceline
+from paceline.cluster import Cluster
+from paceline.errors import PacelineError
+from paceline.recipe import Recipe, Strategy
+from paceline.task import Loss, Task
+from paceline.testing import run_ranks
+from paceline.testing.faults import FAULTS
+from paceline.testing.parity import CPU
+from paceline.verification.job import compare_with_oracle
+from paceline.verification.report import Report
+
+
+def task_loss(model: nn.Module, batch: list[Tensor]) -> Loss:
+    """Another one than that of the loops: theirs is what is verified."""
+    return Loss(model(batch[0]).square().sum(), len(batch[0]))
+
+
+def build() -> Task:
+    x = torch.randn(56, 4, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.2), nn.Linear(6, 2))
+    return Task(model, list(zip(x, (x[:, 0] > 0).long(), strict=True)), task_loss)
+
+
+def one(loop: Any) -> None:
+    for x, y in loop.batches():
+        noisy = x + 0.1 * torch.randn_like(x)
+        loop.backward(Loss(F.cross_entropy(loop.model(noisy), y, reduction="sum"), len(y)))
+        loop.step()
+
+
+def two_losses(loop: Any) -> None:
+    for x, y in loop.batches():
+        out = loop.model(x)
+        loop.backward(Loss(F.cross_entropy(out, y, reduction="sum"), len(y)))
+        loop.backward(Loss(0.1 * loop.model(x.flip(0)).square().sum(), len(y)))
+        if loop.step() is not None and loop.session.is_first:
+            loop.last = out
+
+
+def parts(loop: Any) -> None:
+    for x, y in loop.batches():
+        loop.backward(Loss(F.cross_entropy(loop.model(x), y, reduction="sum"), len(y)))
+        loop.step("0")
+
+
+def scheduled(loop: Any) -> None:
+    loop.schedule(lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2))
+    one(loop)
+
+
+def short(loop: Any) -> None:
+    for x, y in loop.batches():
+        loop.backward(Loss(F.cross_entropy(loop.model(x), y, reduction="sum"), len(y)))
+        loop.step()
+        break
+
+
+def stepless(loop: Any) -> None:
+    for x, _ in loop.batches():
+        loop.backward(Loss(loop.model(x).sum(), len(x)))
+
+
+def raising(loop: Any) -> None:
+    raise ValueError("the user's own")
+
+
+REFUSED = {parts: "updates '0' alone", scheduled: "cannot call loop.schedule", short: "the loop ended"}
+REFUSED |= {stepless: "without step"}
+
+
+def check(
+    cluster: Cluster, loop: Callable[[Any], None], strategy: str, fault: str = "", **more: Any
+) -> Report:
+    settings: dict[str, Any] = {"task": "own", "steps": 9, "batch": {"size": 16, "shards": 4}}
+    settings |= {"optimizer": {"name": "adamw", "lr": 1e-2, "clip_norm": 1.0}}
+    settings |= {"precision": {"compute": "fp32"}, "strategy": Strategy.parse(strategy), **more}
+    pieces = FAULTS[fault].pieces(cluster.world_size) if fault else None
+    return compare_with_oracle(Recipe(**settings), build(), cluster, CPU, 6, pieces=pieces, loop=loop)
+
+
+def on_two(cluster: Cluster) -> None:
+    torch.set_num_threads(1)
+    before = threading.active_count()
+    for strategy in ("replicas=2", "replicas=1 shard=2 zero=1"):
+        for loop in (one, two_losses):
+            report = check(cluster, loop, strategy)
+            assert report.ok and report.steps == 6, (strategy, loop, report)
+    for fault in ("bucket-not-reduced", "shared-dropout-seed", "not-divided"):
+        assert not check(cluster, one, "replicas=2", fault).ok, fault
+    found = check(cluster, by_rank_of(cluster.global_rank), "replicas=2")
+    assert (
+        not found.ok and found.failure is not None and found.failure.quantity in ("loss", "gradient", "task")
+    )
+    for loop, says in REFUSED.items():
+        with pytest.raises(PacelineError, match=says) as error:
+            check(cluster, loop, "replicas=2")
+        assert error.value.next_step
+    with pytest.raises(ValueError, match="the user's own"):
+        check(cluster, raising, "replicas=2")
+    with pytest.raises(PacelineError, match="an own loop does not go with"):
+        check(cluster, one, "replicas=1 pipeline=2")
+    assert threading.active_count() == before, "no thread is left"
+
+
+def by_rank_of(rank: int) -> Callable[[Any], None]:
+    def weighed(loop: Any) -> None:
+        for x, y in loop.batches():
+            total = F.cross_entropy(loop.model(x), y, reduction="sum")
+            loop.backward(Loss(total * (1 + 0.1 * rank), len(y)))
+            loop.step()
+
+    return weighed
+
+
+@pytest.mark.capability("A2")
+def test_an_own_loop_is_verified_with_its_own_losses() -> None:
+    run_ranks(on_two, 2)
+
+
+def test_alone_and_by_the_public_call() -> None:
+    recipe = Recipe(task="own", steps=9, batch={"size": 16, "shards": 4}, precision={"compute": "fp32"})
+    assert paceline.verify(recipe, build, steps=4, loop=one).ok

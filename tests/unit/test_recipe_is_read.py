@@ -31,6 +31,7 @@ RUNS = (
         },
         "steps": 3,
     },
+    {"optimizer": {"name": "adabound", "lr": 0.01}, "steps": 2},
     {"schedule": {"decay": "linear", "final": 0.1, "batch_scaling": "linear", "base_batch": 4}},
 )
 

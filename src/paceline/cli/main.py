@@ -59,6 +59,11 @@ COMMANDS = (
         "sweep:sweep",
         "Train RECIPE for every combination of the axes; a table, a plot and results.json say what came out.",
     ),
+    Command(
+        "compare",
+        "compare:compare_strategies",
+        "Train RECIPE under every strategy of FILE, over seeds; tables and a page hold what was measured.",
+    ),
     Command("run", "run:run", "Run SCRIPT with its arguments on every process, as torchrun would.", _ANY),
     Command("runs", "runs:runs", "List runs, the oldest first."),
     Command(

@@ -136,9 +136,11 @@ def processes_for(recipe: Recipe, asked: int | None, nodes: int) -> int:
         StrategyError: the strategy does not fit that many; names the nearest that does.
     """
     from paceline.recipe import most_sharers, support
+    from paceline.recipe.support import num_ranks
 
     strategy = recipe.strategy
-    world = asked * nodes if asked is not None else (strategy.replicas or nodes) * strategy.ranks_per_replica
+    needed = num_ranks(strategy.replace(replicas=strategy.replicas or nodes))
+    world = needed if asked is None else asked * nodes
     if world % nodes:
         raise StrategyError(
             f"the strategy '{strategy}' has {world} ranks, which {nodes} nodes cannot share equally",

@@ -1,7 +1,8 @@
-"""The runs of a sweep: what each is in full, and training those that are not complete, one by one."""
+"""The runs of a sweep or a comparison: what each is in full, and training them one by one."""
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -37,12 +38,14 @@ class Run:
         folder: of its run.
         recipe: in full; None if there is none such.
         refusal: why there is none.
+        lab: options of `paceline lab run`, if it runs there.
     """
 
     cell: Cell
     folder: Path
     recipe: Recipe | None
     refusal: str = ""
+    lab: tuple[str, ...] = ()
 
     @property
     def complete(self) -> bool:
@@ -64,7 +67,7 @@ def plan_runs(
     for cell in cells:
         place = folder / cell.folder
         try:
-            recipe = _often_enough(_resolve(path, settings, strategy, cell), usual)
+            recipe = often_enough(_resolve(path, settings, strategy, cell), usual)
         except RecipeError as error:
             refusals.append(error)
             runs.append(Run(cell, place, None, error.what))
@@ -72,7 +75,7 @@ def plan_runs(
             runs.append(Run(cell, place, recipe.replace(run_dir=str(place.resolve()))))
     if len(refusals) == len(cells):
         raise refusals[0]
-    _refuse_others(runs)
+    refuse_others(runs)
     return runs
 
 
@@ -84,7 +87,7 @@ def _resolve(path: Path, settings: Sequence[str], strategy: str | None, cell: Ce
     return recipe
 
 
-def _often_enough(recipe: Recipe, usual: int) -> Recipe:
+def often_enough(recipe: Recipe, usual: int) -> Recipe:
     """Evaluate after the same numbers of samples in every cell, so that steps to a target can be told."""
     if recipe.evaluate.every_steps:
         return recipe
@@ -92,7 +95,8 @@ def _often_enough(recipe: Recipe, usual: int) -> Recipe:
     return recipe.replace(evaluate=recipe.evaluate.replace(every_steps=every))
 
 
-def _refuse_others(runs: Sequence[Run]) -> None:
+def refuse_others(runs: Sequence[Run]) -> None:
+    """Raises: RecipeError: a folder holds a run of another recipe."""
     for run in runs:
         there = run.folder / _ASKED
         asked = None if run.recipe is None else _text(run.recipe.replace(run_dir=None))
@@ -110,9 +114,13 @@ def _text(recipe: Recipe) -> str:
     return to_toml(recipe)
 
 
-def train_all(runs: Sequence[Run], say: Callable[[str], None]) -> tuple[Done, dict[str, str], int]:
+def train_all(
+    runs: Sequence[Run], say: Callable[[str], None], over: Callable[[Run], None] = lambda run: None
+) -> tuple[Done, dict[str, str], int]:
     """Train what is not complete; one that fails is told, and the rest goes on.
 
+    Args:
+        over: is called when a run has ended, however.
     Returns:
         What is complete, why others are not, and the exit code: 0, 1, or that of a request to stop.
     """
@@ -121,11 +129,14 @@ def train_all(runs: Sequence[Run], say: Callable[[str], None]) -> tuple[Done, di
         variables = (
             stack.enter_context(fork_server(["paceline.cli.main", "paceline.cli.train"])) if several else {}
         )
-        return _train_all(runs, say, {**process_environment(), **variables})
+        return _train_all(runs, say, {**process_environment(), **variables}, over)
 
 
 def _train_all(
-    runs: Sequence[Run], say: Callable[[str], None], environ: Mapping[str, str]
+    runs: Sequence[Run],
+    say: Callable[[str], None],
+    environ: Mapping[str, str],
+    over: Callable[[Run], None],
 ) -> tuple[Done, dict[str, str], int]:
     done: Done = []
     failed: dict[str, str] = {}
@@ -141,6 +152,7 @@ def _train_all(
         else:
             done.append((run.cell, read_run(run.folder)))
             say(f"  {_brief(done[-1][1])}")
+        over(run)
     return done, failed, int(bool(failed))
 
 
@@ -153,22 +165,56 @@ def _train(run: Run, environ: Mapping[str, str]) -> tuple[str, int]:
     if not again:  # what a try without a checkpoint has measured is measured again
         for name in (METRICS, RECIPE):
             (run.folder / name).unlink(missing_ok=True)
+    words = ["train", str(asked(run, run.recipe)), *_place(run, again)]
+    code, said = _in_lab(run, words) if run.lab else _here(run, words, environ)
+    if code:
+        return said.partition("\n")[0] or f"exit code {code}", code
+    (run.folder / _COMPLETE).touch()
+    return "", 0
+
+
+def asked(run: Run, recipe: Recipe) -> Path:
+    """Write down what is trained, and where that stands."""
     path = run.folder / _ASKED
-    path.write_text(_text(run.recipe.replace(run_dir=None)), encoding="utf-8")
+    path.write_text(_text(recipe.replace(run_dir=None)), encoding="utf-8")
+    return path
+
+
+def _here(run: Run, words: Sequence[str], environ: Mapping[str, str]) -> tuple[int, str]:
+    """One job on this machine; its exit code, and what was said of a failure."""
+    assert run.recipe is not None, "asked for before"
     said: list[str] = []
     job = Job(
-        (sys.executable, "-m", "paceline", "train", str(path), *_place(run, again)),
+        (sys.executable, "-m", "paceline", *words),
         options.processes_for(run.recipe, None, 1),
         threads=run.recipe.runtime.threads,
         log_dir=run.folder / "logs",
         output="logged",
         grace_seconds=run.recipe.checkpoint.grace_seconds,
     )
-    code = launch(job, environ=environ, say=said.append).exit_code
-    if code:
-        return "".join(said).partition("\n")[0] or f"exit code {code}", code
-    (run.folder / _COMPLETE).touch()
-    return "", 0
+    return launch(job, environ=environ, say=said.append).exit_code, "".join(said)
+
+
+def _in_lab(run: Run, words: Sequence[str]) -> tuple[int, str]:
+    """The same over the hosts of a lab; what a request to stop ends is 130, as of a job."""
+    log = run.folder / "logs" / "lab.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w", encoding="utf-8") as stream:
+        try:
+            done = subprocess.run(command_of(run, words), stdout=stream, stderr=stream, check=False)
+        except KeyboardInterrupt:
+            return _STOPPED[1], ""
+    text = log.read_text("utf-8", errors="replace")
+    why = [line for line in text.splitlines() if " error: " in f" {line}" or "raised" in line]
+    return done.returncode, (why or [""])[0]
+
+
+def command_of(run: Run, words: Sequence[str]) -> list[str]:
+    """`paceline WORDS` with the processes of a run as a command of its own, in its lab if it has one."""
+    assert run.recipe is not None, "it can run"
+    whole = [*words, "-n", str(options.processes_for(run.recipe, None, 1))]
+    base = [sys.executable, "-m", "paceline"]
+    return [*base, "lab", "run", *run.lab, "--", "paceline", *whole] if run.lab else [*base, *whole]
 
 
 def _place(run: Run, again: bool) -> tuple[str, str]:

@@ -67,9 +67,7 @@ class AgreedShardTally:
         head, names = self.mine.head, list(self.mine.head.metrics)
         num_numbers = 2 + len(head.used)
         numbers, rows = packed[:num_numbers].tolist(), packed[num_numbers:].view(self.mine.num_shards, -1)
-        total = torch.zeros_like(rows[0])
-        for row in rows:
-            total += row
+        total = add_rows(rows)
         sums = total[: 2 + len(names)].tolist()
         return replace(
             head,
@@ -81,6 +79,14 @@ class AgreedShardTally:
             metrics=dict(zip(names, sums[2:], strict=True)),
             buffers=total[2 + len(names) :],
         )
+
+
+def add_rows(rows: Tensor) -> Tensor:
+    """The sum of rows [shards, values], float64, in the order of the shards."""
+    total = torch.zeros_like(rows[0])
+    for row in rows:
+        total += row
+    return total
 
 
 def shard_tally_bytes(num_shards: int, num_metrics: int, num_parameters: int, num_buffer_values: int) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from paceline.observe.schema_of_speed import GAIN, SHARES, STRAGGLER
 from paceline.observe.wire_events import CODEC, ROUTE
 
 SCHEMA = 1
@@ -117,11 +118,6 @@ _ARRIVALS = {
     "step": "int: steps taken before",
     "senders": "list: rank of every message that the server has heard since the last such record",
 }
-_SHARES = {
-    "step": "int: index of the first step with these shares",
-    "shares": "list: of each replica, how many shards of a batch it runs",
-    "seconds": "list: of each, how long a shard has taken it",
-}
 _SWITCH = {
     "step": "int: index of the first step under another rule",
     "sync": "str: this rule",
@@ -195,7 +191,9 @@ EVENTS: Mapping[str, Event] = MappingProxyType(
         "roll-back": Event("warning", True, _ROLL_BACK),
         "lost": Event("warning", True, _LOST),
         "switch": Event("info", True, _SWITCH),
-        "shares": Event("info", True, _SHARES),
+        "shares": Event("info", True, SHARES),
+        "gain": Event("info", True, GAIN),
+        "straggler": Event("warning", True, STRAGGLER),
         "work": Event("info", False, _WORK),
         "arrivals": Event("debug", False, _ARRIVALS),
         "warning": Event("warning", True, {"text": "str: what the user should know"}),

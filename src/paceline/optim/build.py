@@ -1,4 +1,4 @@
-"""Optimizers by name, through `torch.optim`, with parameters grouped by whether they decay.
+"""Optimizers by name, of `torch.optim` but for AdaBound, with parameters grouped by whether they decay.
 
 Invariant: a parameter that does not require a gradient is in no group. This module writes no update rule;
 an optimizer of the user's own is `UserOptimizer` or any `torch.optim.Optimizer`, given by the task.
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from paceline.errors import TaskError
+from paceline.optim.adabound import AdaBound
 from paceline.recipe import OptimizerRecipe
 
 NamedParameter = tuple[str, nn.Parameter]
@@ -118,15 +119,21 @@ def _rmsprop(recipe: OptimizerRecipe) -> dict[str, Any]:
     }
 
 
+def _adabound(recipe: OptimizerRecipe) -> dict[str, Any]:
+    return {**_adam(recipe), "final_lr": recipe.final_lr, "gamma": recipe.gamma}
+
+
 _SETTINGS: dict[str, Callable[[OptimizerRecipe], dict[str, Any]]] = {
     "sgd": _sgd,
     "adam": _adam,
     "adamw": _adamw,
     "rmsprop": _rmsprop,
+    "adabound": _adabound,
 }
 _KINDS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
     "rmsprop": torch.optim.RMSprop,
+    "adabound": AdaBound,
 }

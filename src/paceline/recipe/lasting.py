@@ -98,6 +98,11 @@ class HealthRecipe(Table):
         default=10, ge=1, description="steps that may be left out one after another before the run ends"
     )
     max_roll_backs: int = Field(default=3, ge=1, description="times that a run may go back before it ends")
+    straggler_factor: float | None = Field(
+        default=None,
+        gt=1,
+        description="a rank that takes this many times what others take is named; left out: none is",
+    )
 
     @property
     def rolls_back(self) -> bool:

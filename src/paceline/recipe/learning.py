@@ -56,6 +56,7 @@ _OPTIMIZER_READS = {  # which options an optimizer reads beside those that all r
     "adam": ("betas", "eps", "l2"),
     "sgd": ("momentum", "nesterov", "l2"),
     "rmsprop": ("alpha", "eps", "momentum", "l2"),
+    "adabound": ("betas", "eps", "l2", "final_lr", "gamma"),
 }
 
 
@@ -84,17 +85,25 @@ class OptimizerRecipe(Table):
         ),
     }
 
-    name: Literal["adamw", "adam", "sgd", "rmsprop"] = Field(default="adamw", description="the update rule")
+    name: Literal["adamw", "adam", "sgd", "rmsprop", "adabound"] = Field(
+        default="adamw", description="the update rule"
+    )
     lr: float = Field(default=1e-3, ge=0, description="learning rate before the schedule")
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
-        default=(0.9, 0.999), strict=False, description="decay of the two moments (adamw, adam)"
+        default=(0.9, 0.999), strict=False, description="decay of the two moments (adamw, adam, adabound)"
     )
-    eps: float = Field(default=1e-8, ge=0, description="added to the denominator (adamw, adam, rmsprop)")
+    eps: float = Field(default=1e-8, ge=0, description="added to the denominator (all but sgd)")
+    final_lr: float = Field(
+        default=0.1, gt=0, description="rate of the SGD that Adam becomes, before the schedule (adabound)"
+    )
+    gamma: float = Field(
+        default=1e-3, gt=0, description="how fast it does: about 1 / gamma updates (adabound)"
+    )
     momentum: float = Field(default=0.0, ge=0, description="share of the last update kept (sgd, rmsprop)")
     nesterov: bool = Field(default=False, description="look ahead along the momentum (sgd)")
     alpha: float = Field(default=0.99, ge=0, le=1, description="decay of the squared average (rmsprop)")
     weight_decay: float = Field(default=0.0, ge=0, description="decoupled decay per unit of lr (adamw)")
-    l2: float = Field(default=0.0, ge=0, description="l2 * weight added to the gradient (adam, sgd, rmsprop)")
+    l2: float = Field(default=0.0, ge=0, description="l2 * weight added to the gradient (all but adamw)")
     decay_on: Literal["matrices", "all"] = Field(
         default="matrices", description="parameters that decay: those of two dimensions or more, or all"
     )

@@ -42,6 +42,12 @@ OF_SEVERAL_TABLES: Mapping[str, Need] = {
     ),
     "health.non_finite": _SEEN_WHOLE,
     "health.spike_factor": _SEEN_WHOLE,
+    "health.straggler_factor": Need(
+        ("strategy.sync",),
+        lambda recipe: recipe.strategy.sync_word == "every-step",
+        "with sync=every-step",
+        "found sync={t.strategy.sync}",
+    ),
     "outer.lr": _OUTER,
     "outer.momentum": _OUTER,
     "debug.replay_arrivals": Need(

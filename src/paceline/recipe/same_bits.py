@@ -11,11 +11,11 @@ from paceline.recipe.strategy import Strategy
 
 def same_bits_conflicts(strategy: Strategy, threads: int, *, compiles: bool) -> Iterator[Conflict]:
     """Choices under which the bits would depend on how many processes compute them."""
-    if strategy.is_approximate:
+    if not (strategy.rule.in_order(strategy) and all(spec.exact for spec, _ in strategy.links)):
         yield Conflict(
             ("strategy", "reproducible"),
-            f"expected sync=every-step and codec=fp32 with reproducible, found '{strategy}':"
-            " its result depends on who trains when, or on what coding loses",
+            "expected sync=every-step and codec=fp32 with reproducible,"
+            f" found '{strategy}': its result depends on who trains when, or on what coding loses",
         )
     if strategy.path.any_order:
         yield Conflict(

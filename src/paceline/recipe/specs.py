@@ -107,6 +107,7 @@ class SyncSpec(Spec):
         sums: it sums over replicas by collectives, which have a route and a codec.
         reads: tables of the recipe that it alone reads.
         updates_per_step: how many updates a global batch makes, of a strategy with its replicas filled in.
+        in_order: whether its sums can follow the tree of a reproducible run.
         more_tally_bytes: how much longer its tally is than every-step's; None: no closed form is known.
     """
 
@@ -121,6 +122,7 @@ class SyncSpec(Spec):
     sums: bool = True
     reads: tuple[str, ...] = ()
     updates_per_step: Callable[[Strategy], int] = lambda strategy: 1
+    in_order: Callable[[Strategy], bool] = lambda strategy: strategy.rule.exact
     more_tally_bytes: int | None = None
 
 

@@ -30,4 +30,5 @@ def synced_conflicts(
 
 def _runs_otherwise(strategy: Strategy) -> bool:
     spread = max(strategy.pipeline, strategy.tensor, strategy.context, strategy.lanes) > 1
-    return spread or not strategy.rule.exact or bool(strategy.cut) or strategy.balance != "even"
+    waits = strategy.rule.exact and not strategy.servers and strategy.balance == "even"
+    return spread or not waits or bool(strategy.cut)

@@ -33,6 +33,7 @@ _SERVED = Refusal(
     "a server holds a whole model: leave out shard, tensor and pipeline",
     lambda s: s.ranks_per_replica > 1,
 )
+_NO_LANES = Refusal("a worker of a server is one lane: leave out lanes", lambda s: s.lanes > 1)
 
 SYNCS = (
     SyncSpec(
@@ -72,7 +73,17 @@ SYNCS = (
         updates_per_step=lambda s: (s.replicas or 1) if s.sync != "bounded:0" else 1,
         refusals=(_SERVED,),
     ),
-    SyncSpec(word="server"),
+    SyncSpec(
+        word="server",
+        summary="a server adds what all workers bring of a step, and makes one update",
+        build="paceline.training.rules:server",
+        with_terms="servers=1",
+        needs_server=1,
+        sums=False,
+        exact=True,
+        in_order=lambda s: False,
+        refusals=(_SERVED, _NO_LANES),
+    ),
     SyncSpec(
         word="server-async",
         summary="a server applies every push as it comes",

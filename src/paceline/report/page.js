@@ -51,7 +51,14 @@
     if (value !== 0 && (Math.abs(value) >= 1e6 || Math.abs(value) < 1e-3)) return value.toExponential(1);
     return (+value.toPrecision(3)).toLocaleString("en", { maximumSignificantDigits: 3 });
   };
+  const spellBytes = (value) => {
+    const units = ["B", "kB", "MB", "GB", "TB"];
+    let unit = 0;
+    while (Math.abs(value) >= 1000 && unit < units.length - 1) { value /= 1000; unit += 1; }
+    return `${+value.toPrecision(3)} ${units[unit]}`;
+  };
   const spellAxis = (value) => {
+    if (shown.axis === "bytes") return spellBytes(value);
     if (shown.axis !== "seconds") return Math.round(value).toLocaleString("en");
     if (value < 60) return `${+value.toPrecision(3)} s`;
     const minutes = Math.floor(value / 60), seconds = Math.round(value % 60);
@@ -203,9 +210,9 @@
         this.svg.before(made);
       };
       for (const y of this.levels) add(spell(y), "y", "top", 1 - this.up(y));
-      const places = ticks(this.low, this.high, 4).filter((x) => shown.axis === "seconds" || Number.isInteger(x));
+      const places = ticks(this.low, this.high, 4).filter((x) => shown.axis === "seconds" || shown.axis === "bytes" || Number.isInteger(x));
       for (const x of places) add(spellAxis(x), "x", "left", this.across(x));
-      const word = { step: "steps", seconds: "time", samples: "samples" }[shown.axis];
+      const word = { step: "steps", seconds: "time", samples: "samples", bytes: "sent by all" }[shown.axis];
       if (places.every((x) => this.across(x) > 0.12)) add(word, "x left");
     }
 
@@ -267,7 +274,7 @@
     const bar = element("div");
     bar.className = "controls";
     const axis = element("select", "", element("label", "Over ", bar));
-    for (const [value, name] of [["step", "steps"], ["seconds", "time"], ["samples", "samples"]]) {
+    for (const [value, name] of [["step", "steps"], ["seconds", "time"], ["samples", "samples"], ["bytes", "bytes sent"]]) {
       element("option", name, axis).value = value;
     }
     axis.addEventListener("change", () => { shown.axis = axis.value; zoom(null, null); });

@@ -47,7 +47,11 @@ def render(runs: Sequence[Run], at: Path | None = None) -> str:
         at: the folder in which it will lie, for its links; None: the run's.
     """
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
-    body = _one(runs[0], at) if len(runs) == 1 else _several(runs)
+    return document(title, _one(runs[0], at) if len(runs) == 1 else _several(runs), wide=len(runs) > 1)
+
+
+def document(title: str, body: Sequence[Html], *, wide: bool = False) -> str:
+    """A whole page around its parts, with its style and its script inside."""
     head = tag(
         "head",
         Html('<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'),
@@ -55,9 +59,8 @@ def render(runs: Sequence[Run], at: Path | None = None) -> str:
         tag("title", f"{title} · Paceline"),
         Html(f"<style>{_asset('page.css')}</style>"),
     )
-    wide = "wide" if len(runs) > 1 else None
     script = Html(f"<script>{_asset('page.js')}</script>")
-    shown = tag("body", tag("main", body, class_=wide), script)
+    shown = tag("body", tag("main", body, class_="wide" if wide else None), script)
     return f"<!DOCTYPE html>\n{tag('html', head, shown, lang='en')}\n"
 
 

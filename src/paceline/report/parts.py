@@ -12,10 +12,11 @@ from paceline.report.curves import Curve
 from paceline.report.facts import Facts, facts, spell, spell_seconds, spell_share
 from paceline.report.html import Html, tag
 from paceline.report.read import Record, Run, number
+from paceline.report.sent import sent_bytes
 from paceline.report.shares import RankTime
 from paceline.report.summary import summary
 
-COLORS = ("c1", "c2", "c3", "c4", "c5", "c6", "c7", "c8")
+COLORS = tuple(f"c{number}" for number in range(1, 13))
 _TONES = {
     "finished": "good",
     "stopped": "warn",
@@ -78,12 +79,12 @@ def charts(runs: Sequence[Run]) -> Html:
     for name in _metrics(runs)[:_MOST_METRICS]:
         title = name.replace("_", " ").capitalize()
         shown.append(chart(title, _both(runs, partial(_metric, name)), marks=marks))
-    across = json.dumps([_progress(run) for run in runs], separators=(",", ":"))
+    across = json.dumps([progress(run) for run in runs], separators=(",", ":"))
     return tag("div", shown, _of_each_step(runs, marks), class_="charts", data_runs=across)
 
 
-def _progress(run: Run) -> dict[str, list[float]]:
-    """Seconds of training and samples after some numbers of steps; lines may join them."""
+def progress(run: Run) -> dict[str, list[float]]:
+    """Seconds, samples, and bytes of all ranks after some numbers of steps; lines may join them."""
     seconds = samples = 0.0
     found = [(0.0, 0.0, 0.0)]
     for step in run.steps:
@@ -92,7 +93,9 @@ def _progress(run: Run) -> dict[str, list[float]]:
         found.append((_taken(step), seconds, samples))
     every = max(1, len(found) // _MOST_PLACES)
     shown = [*found[:-1:every], found[-1]]
-    return {name: [row[i] for row in shown] for i, name in enumerate(("step", "seconds", "samples"))}
+    rows = {name: [row[i] for row in shown] for i, name in enumerate(("step", "seconds", "samples"))}
+    sent = sent_bytes(run)
+    return rows | {"bytes": [sent(step) for step in rows["step"]]}
 
 
 def _of_each_step(runs: Sequence[Run], marks: Sequence[tuple[float, str]]) -> list[Html]:

@@ -59,7 +59,7 @@ class Balanced:
         deal: the same work, of which every rank has so many shards.
         shares: to begin with, by rank of `group`.
         group: the ranks that share the shards of a step.
-        note: is told of new shares.
+        note: is told of new shares, and a window later of what they have gained.
     Wire: every `WINDOW` steps one all_gather of 8 bytes a rank.
     """
 
@@ -76,12 +76,16 @@ class Balanced:
         self.inner, self.shares = inner, tuple(shares)
         self._deal, self._group, self._net, self._note = deal, group, net, note
         self._found: list[float] = []
+        self._steps: list[float] = []
+        self._before: float | None = None  # seconds of a step under the last shares, until the gain is told
+        self._work: Work | None = None
 
     def rounds(self, feed: Feed, placed: Placed, update_step: UpdateStep) -> Iterator[Stats]:
         """See `Rule`: a round is one of the inner rule."""
         state = update_step.state
         while state.step < feed.num_steps:
             mine = replace(feed, work=self._deal(feed.work, self.shares))
+            self._work = mine.work
             rounds = cast("Generator[Stats, None, None]", self.inner.rounds(mine, placed, update_step))
             with closing(rounds):  # and with them the stream, which may read ahead
                 for stats in rounds:
@@ -91,6 +95,10 @@ class Balanced:
                         self.shares = shares
                         break
 
+    def ran(self, step: int) -> int:
+        """How many micro-batches this rank ran in a step under its present shares."""
+        return 0 if self._work is None else self._work.num_micro_batches(step)
+
     def abort(self) -> None:
         """See `Rule`."""
         self.inner.abort()
@@ -99,15 +107,21 @@ class Balanced:
         """The shares of the next step; collective where a window ends."""
         busy = sum(stats.phases[phase] for phase in _BUSY)
         self._found.append(busy / max(1, work.num_micro_batches(stats.step)))
+        self._steps.append(stats.seconds)
         if (stats.step + 1) % WINDOW:
             return self.shares
         mine = torch.tensor([max(median(self._found), _LEAST_SECONDS)], dtype=torch.float64, device=device)
-        self._found = []
+        taken = median(self._steps)
+        self._found, self._steps = [], []
+        if self._before is not None:
+            self._note("gain", {"step": stats.step + 1, "before": self._before, "after": taken})
+            self._before = None
         parts = self._net.all_gather(mine, self._group, equal=True).wait()
         seconds = [float(part) for part in parts]
         shares = plan_shares(seconds, sum(self.shares))
         gains = slowest(shares, seconds) < (1 - _LEAST_GAIN) * slowest(self.shares, seconds)
         if not gains:
             return self.shares
+        self._before = taken
         self._note("shares", {"step": stats.step + 1, "shares": [*shares], "seconds": seconds})
         return shares

@@ -1,29 +1,114 @@
-"""What a worker pushes, as its server reads it."""
+"""What a worker pushes, as it makes it and as its server reads it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from paceline.comm import Tally
+from paceline.comm import LocalReducer, Reduction, Tally
 from paceline.comm.channel import Message
-from paceline.layout import Placed
+from paceline.layout import Placed, Sums
 from paceline.slot import Slot
 from paceline.sync.local import add_tallies
 from paceline.sync.traffic import Traffic
 
 
-def add_pushes(
-    messages: Sequence[Message], placed: Placed, traffic: Traffic
-) -> tuple[Tally, dict[Slot, Tensor | None]]:
-    """The sums over some pushes, added in the order in which they are given."""
-    found = [read_push(message, placed, traffic) for message in messages]
-    tally = add_tallies([tally for tally, _ in found])
-    tally = replace(tally, buffers=torch.stack([t.buffers for t, _ in found]).sum(0))
-    return tally, {slot: _sum([grads[slot] for _, grads in found]) for slot in placed.holding.updates}
+@dataclass(frozen=True)
+class Given:
+    """A part that a worker was given.
+
+    Args:
+        shards: those of its micro-batches, in their order.
+    """
+
+    step: int
+    part: int
+    shards: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Added:
+    """The sums over some pushes.
+
+    Args:
+        scale: what the gradients were multiplied with before backward.
+    """
+
+    tally: Tally
+    grads: Mapping[Slot, Tensor | None]
+    scale: float = 1.0
+
+
+class Pushes(Protocol):
+    """Both ends use one of the same kind."""
+
+    def sink(self, placed: Placed, part: int) -> Reduction:
+        """What takes the gradients of a part."""
+
+    def made(
+        self, sink: Reduction, sums: Sums, placed: Placed, scale: float, given: Given
+    ) -> tuple[dict[str, Any], list[Tensor]]:
+        """What a worker sends of a part that it has run."""
+
+    def add(self, messages: Sequence[Message], placed: Placed) -> Added:
+        """The inverse, on the server, and the sum over some parts, in the order in which they are given."""
+
+
+class AnyOrder:
+    """A part is one sum, through a codec or as it is."""
+
+    def __init__(self, traffic: Traffic) -> None:
+        self._traffic = traffic
+
+    def sink(self, placed: Placed, part: int) -> Reduction:
+        """See `Pushes`."""
+        return LocalReducer(placed.holding.computes)
+
+    def made(
+        self, sink: Reduction, sums: Sums, placed: Placed, scale: float, given: Given
+    ) -> tuple[dict[str, Any], list[Tensor]]:
+        """See `Pushes`."""
+        total, count, metrics = sums.read()
+        grads = sink.finish().tensors
+        there = {slot: g / scale for slot, g in grads.items() if g is not None}
+        fields = {
+            "micro_batches": sums.micro_batches,
+            "total": total,
+            "count": count,
+            "metrics": dict(metrics),
+            "used": [g is not None for g in grads.values()],
+        }
+        return fields, [placed.buffers.change, *self._traffic.push(there, (given.step, given.part))]
+
+    def add(self, messages: Sequence[Message], placed: Placed) -> Added:
+        """See `Pushes`."""
+        found = [self._read(message, placed) for message in messages]
+        tally = add_tallies([tally for tally, _ in found])
+        tally = replace(tally, buffers=torch.stack([t.buffers for t, _ in found]).sum(0))
+        return Added(tally, {slot: _sum([g[slot] for _, g in found]) for slot in placed.holding.updates})
+
+    def _read(self, message: Message, placed: Placed) -> tuple[Tally, dict[Slot, Tensor | None]]:
+        """Sums and unscaled gradients of one push."""
+        fields = message.fields
+        change, *given = (t.to(placed.holding.device) for t in message.tensors)
+        used = [*zip(placed.holding.updates.items(), fields["used"], strict=True)]
+        step, part = fields["place"]
+        rest = iter(self._traffic.pushed(given, {s: p for (s, p), there in used if there}, (step, part)))
+        grads = {s: lying_as(p, next(rest)) if there else None for (s, p), there in used}
+        tally = Tally(
+            micro_batches=fields["micro_batches"],
+            total=fields["total"],
+            count=fields["count"],
+            metrics=fields["metrics"],
+            stops=float(fields["stops"]),
+            used=[float(used) for used in fields["used"]],
+            buffers=change,
+        )
+        return tally, grads
 
 
 def _sum(parts: list[Tensor | None]) -> Tensor | None:
@@ -31,26 +116,6 @@ def _sum(parts: list[Tensor | None]) -> Tensor | None:
     return sum(there[1:], start=there[0]) if there else None
 
 
-def read_push(message: Message, placed: Placed, traffic: Traffic) -> tuple[Tally, dict[Slot, Tensor | None]]:
-    """Sums and unscaled gradients of one push."""
-    fields = message.fields
-    change, *given = (t.to(placed.holding.device) for t in message.tensors)
-    used = [*zip(placed.holding.updates.items(), fields["used"], strict=True)]
-    step, part = fields["place"]
-    rest = iter(traffic.pushed(given, {s: p for (s, p), there in used if there}, (step, part)))
-    grads = {s: _lying_as(p, next(rest)) if there else None for (s, p), there in used}
-    tally = Tally(
-        micro_batches=fields["micro_batches"],
-        total=fields["total"],
-        count=fields["count"],
-        metrics=fields["metrics"],
-        stops=float(fields["stops"]),
-        used=[float(used) for used in fields["used"]],
-        buffers=change,
-    )
-    return tally, grads
-
-
-def _lying_as(p: Tensor, values: Tensor) -> Tensor:
+def lying_as(p: Tensor, values: Tensor) -> Tensor:
     """In memory in the order of the parameter, as kernels expect it."""
     return values if values.stride() == p.stride() else torch.empty_like(p).copy_(values).detach()

@@ -33,7 +33,7 @@ from paceline.state import TrainState
 from paceline.sync.crew import Crew
 from paceline.sync.local import add_tallies
 from paceline.sync.policy import Policy, Push, Ticket, WorkLedger
-from paceline.sync.pushes import add_pushes
+from paceline.sync.pushes import Pushes
 from paceline.sync.rule import step_stats
 from paceline.sync.served import SERVER, Served
 from paceline.sync.traffic import newest
@@ -47,6 +47,7 @@ class Server(Served):
         policy: hands out work and decides what makes an update.
         workers: their ranks; worker k runs as part k of as many.
         note: is told of every worker that is lost, and after each round of the work and of who was heard.
+        pushes: reads and adds what workers push.
     """
 
     def __init__(
@@ -54,10 +55,11 @@ class Server(Served):
         policy: Policy,
         workers: tuple[int, ...],
         note: Callable[[str, Mapping[str, Any]], None],
+        pushes: Pushes,
         *shared: Any,
     ) -> None:
         super().__init__(*shared)
-        self._policy, self._note = policy, note
+        self._policy, self._note, self._pushes = policy, note, pushes
         self.crew = Crew(workers)
         self._next_beat = math.inf
         self._taken: list[Tally] = []
@@ -192,13 +194,13 @@ class Server(Served):
             for ledger in (self.ledger, ages):
                 ledger.applied += 1
                 ledger.staleness[state.updates - push.version] += 1
-        tally, grads = add_pushes([push.message for push in pushes], placed, self.traffic)
-        flats = [g for g in grads.values() if g is not None]
+        added = self._pushes.add([push.message for push in pushes], placed)
+        tally, flats = added.tally, [g for g in added.grads.values() if g is not None]
         with self.phases.during("optimizer"):
             placed.buffers.begin_step()
             placed.buffers.end_step(tally.buffers, tally.micro_batches)
             norms = torch._foreach_norm(flats) if flats else []
-            update = update_step.apply(Gradients(grads, flats, norms), tally)
+            update = update_step.apply(Gradients(added.grads, flats, norms, added.scale), tally)
         state.step = self._policy.step
         self._taken.append(tally)
         return update

@@ -1,5 +1,5 @@
-"""What tensors look like between a server and its workers: as they are, or through a codec, in both
-directions.
+"""What tensors look like between a server and its workers: as they are (`touched_rows`), or through a codec,
+in both directions.
 
 Up, a worker codes each gradient with what coding lost of it before; a push that the server has dropped
 leaves that as it was. Down, the server codes how its parameters differ from those that the worker has; so
@@ -44,32 +44,6 @@ class Traffic(Protocol):
 
     def forget(self, rank: int | None = None) -> None:
         """A worker (None: all) has, or is given, the parameters in full."""
-
-
-class Plain:
-    """Tensors travel as they are."""
-
-    def push(self, grads: Mapping[Slot, Tensor], place: Place) -> list[Tensor]:
-        """See `Traffic`."""
-        return [*grads.values()]
-
-    def pushed(self, tensors: Sequence[Tensor], likes: Mapping[Slot, Tensor], place: Place) -> list[Tensor]:
-        """See `Traffic`."""
-        return [*tensors]
-
-    def settle(self, *, dropped: bool) -> None:
-        """See `Traffic`."""
-
-    def ticket(self, rank: int, placed: Placed, version: int) -> list[Tensor]:
-        """See `Traffic`."""
-        return newest(placed)
-
-    def take(self, tensors: Sequence[Tensor], placed: Placed, rank: int, version: int) -> None:
-        """See `Traffic`."""
-        load_newest(tensors, placed)
-
-    def forget(self, rank: int | None = None) -> None:
-        """See `Traffic`."""
 
 
 class Coded:

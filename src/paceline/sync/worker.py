@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from paceline.comm import LocalReducer
 from paceline.comm.channel import Message
 from paceline.data import Feed
 from paceline.layout import Placed
@@ -14,6 +13,7 @@ from paceline.observe import Stats
 from paceline.state import TrainState
 from paceline.sync.every_step import gradient_scale
 from paceline.sync.policy import WorkLedger
+from paceline.sync.pushes import Given, Pushes
 from paceline.sync.served import SERVER, Served
 from paceline.sync.traffic import load_newest
 from paceline.sync.update import UpdateStep
@@ -25,11 +25,13 @@ class Worker(Served):
     Args:
         num_workers: the parts of a step.
         items_per_sample: as for `EveryStep`.
+        pushes: makes what is pushed.
     """
 
-    def __init__(self, num_workers: int, items_per_sample: int, *shared: Any) -> None:
+    def __init__(self, num_workers: int, items_per_sample: int, pushes: Pushes, *shared: Any) -> None:
         super().__init__(*shared)
         self._num_workers, self._items_per_sample = num_workers, items_per_sample
+        self._pushes = pushes
         self._forgot = False
 
     def rounds(self, feed: Feed, placed: Placed, update_step: UpdateStep) -> Iterator[Stats]:
@@ -55,24 +57,15 @@ class Worker(Served):
         step, part = self._take(message, placed, state)
         work = feed.work.part(part, self._num_workers)
         micro_batches = work.micro_batches(step, message.fields["version"])
-        sink = LocalReducer(placed.holding.computes)
+        sink = self._pushes.sink(placed, part)
         scale = gradient_scale(work, state, self._items_per_sample)
         sink.begin()
         with feed.open(micro_batches) as stream:
             sums = placed.run(stream, len(micro_batches), sink, scale)
-        total, count, metrics = sums.read()
-        grads = sink.finish().tensors
-        there = {slot: g / scale for slot, g in grads.items() if g is not None}
-        fields = {
-            "micro_batches": sums.micro_batches,
-            "total": total,
-            "count": count,
-            "metrics": dict(metrics),
-            "used": [g is not None for g in grads.values()],
-            "place": (step, part),
-            "stops": self.stop_requested(),
-        }
-        self.send(SERVER, "push", fields, [placed.buffers.change, *self.traffic.push(there, (step, part))])
+        given = Given(step, part, [micro_batch.shard for micro_batch in micro_batches])
+        fields, tensors = self._pushes.made(sink, sums, placed, scale, given)
+        told = {"place": (step, part), "stops": self.stop_requested()}
+        self.send(SERVER, "push", {**fields, **told}, tensors)
 
     def _take(self, message: Message, placed: Placed, state: TrainState) -> tuple[int, int]:
         """The parameters of a ticket, and which step and part of it is to be done."""

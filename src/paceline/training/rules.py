@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import cast
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -26,10 +27,13 @@ from paceline.sync.balance import Balanced
 from paceline.sync.bounded import Bounded
 from paceline.sync.pipedream import PipeDream
 from paceline.sync.policy import ApplyEach, FirstN, Policy
+from paceline.sync.pushes import AnyOrder
 from paceline.sync.residuals import Residuals
 from paceline.sync.served import SERVER
 from paceline.sync.server import Server
-from paceline.sync.traffic import Coded, Plain, Traffic
+from paceline.sync.straggler import Watched
+from paceline.sync.touched_rows import TouchedRows
+from paceline.sync.traffic import Coded, Traffic
 from paceline.sync.worker import Worker
 from paceline.training.arrange import Setting
 from paceline.training.codecs import make_codec
@@ -54,12 +58,21 @@ def every_step(setting: Setting, layout: Layout, state: TrainState) -> Rule:
     """All replicas average their gradients in every step."""
     reducer = build_reduction(setting, layout.placed.holding)
     _keep_residuals(setting, reducer, layout.placed.holding, state)
-    step = _step(setting, reducer, setting.mesh.world)
-    if setting.recipe.strategy.balance == "even" or setting.mesh.replica.size == 1:
-        return step
-    replicas = setting.mesh.data
-    shares = [len(split(setting.shards, replicas.size, rank)) for rank in range(replicas.size)]
-    return Balanced(step, _deal, shares, group=replicas, net=setting.net, note=setting.note)
+    step, replicas = _step(setting, reducer, setting.mesh.world), setting.mesh.data
+    told: dict[str, Any] = {"group": replicas, "net": setting.net, "note": setting.note}
+    rule: Rule = step
+    ran: Callable[[int], int] = partial(_micro_batches, setting.shards, replicas)
+    if setting.recipe.strategy.balance == "speed" and setting.mesh.replica.size > 1:
+        shares = [len(split(setting.shards, replicas.size, rank)) for rank in range(replicas.size)]
+        rule = balanced = Balanced(step, _deal, shares, **told)
+        ran = balanced.ran
+    factor = setting.recipe.health.straggler_factor
+    return rule if factor is None or replicas.size == 1 else Watched(rule, ran, factor, **told)
+
+
+def _micro_batches(shards: int, group: Group, step: int) -> int:
+    """Of a rank that has an even share of a full batch."""
+    return len(split(shards, group.size, group.rank))
 
 
 def _deal(work: Work, shares: Sequence[int]) -> Work:
@@ -124,7 +137,8 @@ def served(setting: Setting, layout: Layout, state: TrainState, policy: Policy) 
     channel = _channel(setting)
     setting.closers.append(channel.close)
     traffic = _traffic(setting, layout.placed.holding, state)
-    shared = (channel, setting.net, setting.phases, setting.stop_requested, traffic)
+    pushes = AnyOrder(traffic)
+    shared = (pushes, channel, setting.net, setting.phases, setting.stop_requested, traffic)
     rule = (
         Server(policy, workers, setting.note, *shared)
         if setting.mesh.world.rank == SERVER
@@ -139,7 +153,7 @@ def _traffic(setting: Setting, holding: Holding, state: TrainState) -> Traffic:
     """The form of what goes to the server and comes from it."""
     codec = make_codec(setting.recipe.strategy)
     if codec is None:
-        return Plain()
+        return TouchedRows()
     traffic = Coded(codec, setting.recipe.seed, holding.computes)
     if setting.recipe.strategy.feeds_back:
         state.keepers["residual"] = Residuals(traffic, holding.computes, setting.mesh.data, first=SERVER + 1)
@@ -160,6 +174,11 @@ def _channel(setting: Setting) -> Channel:
     port = int(share_text("", world, setting.net, device))
     hub = connect(cluster.address, port, world.rank, token, limit, tls=secure)
     return SocketChannel({SERVER: hub}, setting.net.ledger)
+
+
+def server(setting: Setting, layout: Layout, state: TrainState) -> Rule:
+    """A server makes one update of a batch, once all its parts have come."""
+    return served(setting, layout, state, Bounded(setting.mesh.world.size - 1, 0))
 
 
 def server_async(setting: Setting, layout: Layout, state: TrainState) -> Rule:

@@ -111,6 +111,11 @@ def _refuse(recipe: Recipe) -> None:
             f"'{recipe.strategy}' is approximate by nature: no step of it is that of one process",
             next_step="verify the same recipe with sync=every-step codec=fp32, and compare losses over seeds",
         )
+    if recipe.strategy.servers:
+        raise StrategyError(
+            f"'{recipe.strategy}' makes several steps between two points at which all ranks hold the same",
+            next_step="verify it with sync=every-step, and compare the hashes of two reproducible runs",
+        )
 
 
 def _require_no_draws(oracle: Oracle) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.optim.adabound import AdaBound
 from paceline.recipe import OptimizerRecipe
 
 
@@ -33,12 +34,13 @@ def plain_optimizer(model: nn.Module, recipe: OptimizerRecipe, fused_allowed: bo
             if fused and r.momentum:
                 sgd.register_step_post_hook(_fill_momenta)
             return sgd
-        case "adam":
-            return torch.optim.Adam(groups, r.lr, betas=r.betas, eps=r.eps, fused=fused)
-        case "adamw":
-            return torch.optim.AdamW(groups, r.lr, betas=r.betas, eps=r.eps, fused=fused)
+        case "adam" | "adamw":
+            kind = torch.optim.Adam if r.name == "adam" else torch.optim.AdamW
+            return kind(groups, r.lr, betas=r.betas, eps=r.eps, fused=fused)
         case "rmsprop":
             return torch.optim.RMSprop(groups, r.lr, alpha=r.alpha, eps=r.eps, momentum=r.momentum)
+        case _:
+            return AdaBound(groups, r.lr, betas=r.betas, eps=r.eps, final_lr=r.final_lr, gamma=r.gamma)
 
 
 def _may_be_fused(p: nn.Parameter) -> bool:

@@ -40,6 +40,8 @@ WORKS = {
     "sync=local:8",
     "sync=diloco:50",
     "servers=1 sync=server-async",
+    "servers=1 sync=server",
+    "parameter-server",
     "servers=1 sync=bounded:2",
     "central-storage",
     "hogwild",

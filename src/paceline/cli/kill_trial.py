@@ -1,0 +1,173 @@
+"""One run in which a worker is killed half-way: does the job go on, and if not, how long until it has again?
+
+The run is started as a user would start it, and watched by what it writes. The last rank is killed: no
+server, and not the one that writes the records. A job that ends is resumed from its newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.cli import options
+from paceline.cli.sweep_runs import Run, asked, command_of
+from paceline.cluster import process_environment
+from paceline.report.folder import METRICS
+from paceline.studies.recovery import Recovery, read_recovery
+
+if TYPE_CHECKING:
+    from paceline.recipe import Recipe
+
+_LOOK_SECONDS = 0.02
+_PATIENCE_SECONDS = 900.0
+_CHECKPOINTS = 10
+"""How many a run saves, that says nothing of it."""
+
+
+def kill_and_recover(run: Run, steps: int, folder: Path) -> Recovery | None:
+    """Train a run again in a folder of its own, kill a worker after half of its steps, and measure.
+
+    Args:
+        run: of which it is a copy.
+        steps: that it takes.
+        folder: where this was done before, that is the answer.
+    Returns:
+        None: the run was over before it could be killed.
+    """
+    found = read_recovery(folder)
+    if found is not None or run.recipe is None:
+        return found
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / METRICS).unlink(missing_ok=True)
+    recipe = _with_checkpoints(run.recipe, steps)
+    copy = replace(run, folder=folder, recipe=recipe)
+    path = asked(copy, recipe)
+    words = ["train", str(path), "--set", f'run_dir="{folder.resolve() / "run"}"']
+    found = _measure(copy, words, str(path), folder / "run", steps // 2)
+    if found is not None:
+        found.keep(folder)
+    return found
+
+
+def _with_checkpoints(recipe: Recipe, steps: int) -> Recipe:
+    if recipe.checkpoint.every_steps:
+        return recipe
+    every = max(1, steps // _CHECKPOINTS)
+    return recipe.replace(checkpoint=recipe.checkpoint.replace(every_steps=every))
+
+
+def _measure(run: Run, words: Sequence[str], mark: str, made: Path, after: int) -> Recovery | None:
+    assert run.recipe is not None, "it can run"
+    victim, records = options.processes_for(run.recipe, None, 1) - 1, _Records(made / METRICS)
+    with _Started(command_of(run, words), run.folder / "first.log") as job:
+        if records.first(lambda record: _is_step(record, after), job) is None:
+            return None
+        killed_at = _kill(victim, mark)
+        if killed_at is None:
+            return None
+        records.look()
+        steps = [r for r in records.known if r["event"] == "step"]
+        done = max(int(step["step"]) for step in steps if step["time"] <= killed_at)
+        next_step = records.first(lambda record: _beyond(record, done, killed_at), job)
+    if next_step is not None:
+        return Recovery("goes on", next_step["time"] - killed_at, 0)
+    return _resume(run, made, records, killed_at, done)
+
+
+def _resume(run: Run, made: Path, records: _Records, killed_at: float, done: int) -> Recovery:
+    with _Started(command_of(run, ["train", "--resume", str(made)]), run.folder / "resumed.log") as job:
+        next_step = records.first(lambda record: _beyond(record, done, killed_at), job)
+    if next_step is None:
+        return Recovery("lost", None, 0)
+    starts = [r for r in records.known if r["event"] == "run"]
+    again = done + 1 - int(starts[-1]["step"])
+    return Recovery("resumed", next_step["time"] - killed_at, max(0, again))
+
+
+def _beyond(record: Mapping[str, Any], done: int, killed_at: float) -> bool:
+    return _is_step(record, done + 1) and bool(record["time"] > killed_at)
+
+
+def _is_step(record: Mapping[str, Any], at_least: int) -> bool:
+    return record["event"] == "step" and int(record["step"]) >= at_least
+
+
+def _kill(rank: int, mark: str) -> float | None:
+    """SIGKILL to a rank of the job whose command names `mark`; when that was, or None: there is none."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            words = (process / "cmdline").read_bytes().split(b"\0")
+            variables = (process / "environ").read_bytes().split(b"\0")
+            if mark.encode() in words and f"RANK={rank}".encode() in variables:
+                os.kill(int(process.name), signal.SIGKILL)
+                return time.time()
+    return None
+
+
+class _Started:
+    """A job while it is looked at; it ends with the block."""
+
+    def __init__(self, command: Sequence[str], log: Path) -> None:
+        self._command, self._log = command, log
+
+    def __enter__(self) -> subprocess.Popen[bytes]:
+        environ = {**process_environment(), "PACELINE_FORK_SERVER": "none"}  # processes show whose they are
+        with self._log.open("wb") as stream:
+            self._job = subprocess.Popen(
+                self._command, stdout=stream, stderr=stream, env=environ, start_new_session=True
+            )
+        return self._job
+
+    def __exit__(self, *error: object) -> None:
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):  # the second one does not save
+            if self._job.poll() is None:
+                self._job.send_signal(number)
+                with suppress(subprocess.TimeoutExpired):
+                    self._job.wait(20)
+
+
+class _Records:
+    """What a run has written so far."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._read = path, 0
+        self.known: list[Mapping[str, Any]] = []
+
+    def first(
+        self, wanted: Callable[[Mapping[str, Any]], bool], job: subprocess.Popen[bytes]
+    ) -> Mapping[str, Any] | None:
+        """The first record that is wanted, once it is there; None: the job ended without it."""
+        expires = time.monotonic() + _PATIENCE_SECONDS
+        looked = 0
+        while time.monotonic() < expires:
+            ended = job.poll() is not None
+            self.look()
+            for record in self.known[looked:]:
+                if wanted(record):
+                    return record
+            looked = len(self.known)
+            if ended:
+                return None
+            time.sleep(_LOOK_SECONDS)
+        return None
+
+    def look(self) -> None:
+        """Read what is new."""
+        if not self._path.is_file():
+            return
+        with self._path.open("rb") as stream:
+            stream.seek(self._read)
+            text = stream.read()
+        whole = text[: text.rfind(b"\n") + 1]
+        self._read += len(whole)
+        for line in whole.splitlines():
+            with suppress(ValueError):  # the end of a job may cut a line short
+                self.known.append(json.loads(line))

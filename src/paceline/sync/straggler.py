@@ -1,0 +1,197 @@
+"""Names a rank that is slow, and why: it computes, reads, or is reached more slowly than the others.
+
+Every few steps all ranks say how long a micro-batch takes them to read and to compute. A rank that stands out
+in two windows, one after another, is named. Communication is no rank's own: who waits for a slow link and who
+has it take equally long. So when all communicate more slowly than before, each rank sends some bytes to the
+next one; a slow host has two slow neighbours.
+
+Invariant: all ranks judge from the same numbers, so they agree on when to probe.
+Wire: every `WINDOW` steps one all_gather of 24 bytes a rank; a probe adds 3 x 64 KiB and 8 bytes a rank.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
+from statistics import median
+from typing import NamedTuple, cast
+
+import torch
+
+from paceline.comm import Net
+from paceline.data import Feed
+from paceline.layout import Placed
+from paceline.mesh import Group
+from paceline.observe import Stats
+from paceline.sync.health import Note
+from paceline.sync.rule import Rule
+from paceline.sync.update import UpdateStep
+
+WINDOW = 4  # steps; two windows name a rank within ten steps, wherever in a window it became slow
+_PROBE_BYTES = 1 << 16
+_PROBES = 3
+_FEWEST_FOR_PROBE = 3  # of two ranks nobody can tell whose link it is
+_LEAST_SECONDS = 1e-4
+_KNOWN = 4  # windows before communication can be slower than usual
+
+
+class Slow(NamedTuple):
+    """A rank that stands out.
+
+    Args:
+        cause: "data", "compute" or "communication".
+        seconds: what it takes for a micro-batch, or for a probe.
+        usual: what the others take, their median.
+    """
+
+    rank: int
+    cause: str
+    seconds: float
+    usual: float
+
+
+def find_slow(data: Sequence[float], compute: Sequence[float], factor: float) -> Slow | None:
+    """The rank that takes `factor` times the median of the others, if there is one; pure.
+
+    Args:
+        data, compute: seconds a micro-batch, by rank, at least two.
+    """
+    both = [a + b for a, b in zip(data, compute, strict=True)]
+    rank = max(range(len(both)), key=both.__getitem__)
+    others = [i for i in range(len(both)) if i != rank]
+    usual = max(_LEAST_SECONDS, median(both[i] for i in others))
+    if both[rank] < factor * usual:
+        return None
+    more = {
+        name: found[rank] - median(found[i] for i in others)
+        for name, found in (("data", data), ("compute", compute))
+    }
+    return Slow(rank, max(more, key=more.__getitem__), both[rank], usual)
+
+
+def find_slow_link(received: Sequence[float], factor: float) -> Slow | None:
+    """The rank both of whose links are slow; pure.
+
+    Args:
+        received: seconds in which each rank received from the one before it, in a ring of at least three.
+    """
+    ring = len(received)
+    each = [min(received[rank], received[(rank + 1) % ring]) for rank in range(ring)]
+    rank = max(range(ring), key=each.__getitem__)
+    usual = max(_LEAST_SECONDS, median(each[i] for i in range(ring) if i != rank))
+    return Slow(rank, "communication", each[rank], usual) if each[rank] >= factor * usual else None
+
+
+class Judge:
+    """Who is named, from one window after another; pure.
+
+    Args:
+        factor: how much slower than the others a rank has to be.
+    """
+
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
+        self._last: tuple[int, str] | None = None
+        self._named: tuple[int, str] | None = None
+        self._waits: list[float] = []
+
+    def is_wire_slow(self, communication: Sequence[float]) -> bool:
+        """Whether even the rank that communicates least does so much longer than it used to."""
+        least = max(_LEAST_SECONDS, min(communication))
+        usual = median(self._waits) if len(self._waits) >= _KNOWN else None
+        if usual is not None and least >= self._factor * usual:
+            return True
+        self._waits = [*self._waits, least][-4 * _KNOWN :]
+        return False
+
+    def hear(self, found: Slow | None) -> Slow | None:
+        """Take what a window shows. Returns whom to name: the second time in a row, and then once."""
+        key = None if found is None else (found.rank, found.cause)
+        again, self._last = key is not None and key == self._last, key
+        if key is None:
+            self._named = None
+        if found is None or not again or key == self._named:
+            return None
+        self._named = key
+        return found
+
+
+class Watched:
+    """A rule whose slow ranks are named.
+
+    Args:
+        inner: takes the steps; a round is one.
+        ran: how many micro-batches this rank ran in a step.
+        factor: see `Judge`.
+        group: the ranks that share the shards of a step.
+        note: is told of a slow rank.
+    """
+
+    def __init__(
+        self,
+        inner: Rule,
+        ran: Callable[[int], int],
+        factor: float,
+        *,
+        group: Group,
+        net: Net,
+        note: Note,
+    ) -> None:
+        self.inner = inner
+        self._ran, self._judge = ran, Judge(factor)
+        self._factor, self._group, self._net, self._note = factor, group, net, note
+        self._found: list[tuple[float, float, float]] = []
+
+    def rounds(self, feed: Feed, placed: Placed, update_step: UpdateStep) -> Iterator[Stats]:
+        """See `Rule`: a round is one of the inner rule."""
+        rounds = cast("Generator[Stats, None, None]", self.inner.rounds(feed, placed, update_step))
+        with closing(rounds):
+            for stats in rounds:
+                self._look(stats, placed.holding.device)
+                yield stats
+
+    def abort(self) -> None:
+        """See `Rule`."""
+        self.inner.abort()
+
+    def _look(self, stats: Stats, device: torch.device) -> None:
+        """Collective where a window ends."""
+        phases, ran = stats.phases, max(1, self._ran(stats.step))
+        compute = phases["forward"] + phases["backward"]
+        self._found.append((phases["data"] / ran, compute / ran, phases["communication"]))
+        if (stats.step + 1) % WINDOW:
+            return
+        mine = [median(column) for column in zip(*self._found, strict=True)]
+        data, compute_of, communication = self._agree(mine, device)
+        self._found = []
+        found = find_slow(data, compute_of, self._factor)
+        if self._judge.is_wire_slow(communication) and found is None:
+            found = self._probe(device)
+        named = self._judge.hear(found)
+        if named is not None:
+            rank = self._group.ranks[named.rank]
+            self._note("straggler", {"step": stats.step + 1, **named._asdict(), "rank": rank})
+
+    def _agree(self, mine: Sequence[float], device: torch.device) -> list[list[float]]:
+        """By column, the numbers of all ranks."""
+        numbers = torch.tensor(mine, dtype=torch.float64, device=device)
+        parts = self._net.all_gather(numbers, self._group, equal=True).wait()
+        return [[float(part[column]) for part in parts] for column in range(len(mine))]
+
+    def _probe(self, device: torch.device) -> Slow | None:
+        """How long each rank receives from the one before it; the shortest of some."""
+        size, rank = self._group.size, self._group.rank
+        if size < _FEWEST_FOR_PROBE:
+            return None
+        sent = torch.zeros(_PROBE_BYTES, dtype=torch.uint8, device=device)
+        seconds = []
+        for _ in range(_PROBES):
+            self._net.barrier(self._group)
+            began = time.perf_counter()
+            going = self._net.send(sent, self._group, (rank + 1) % size)
+            self._net.receive(torch.empty_like(sent), self._group, (rank - 1) % size).wait()
+            seconds.append(time.perf_counter() - began)
+            going.wait()
+        (received,) = self._agree([min(seconds)], device)
+        return find_slow_link(received, self._factor)

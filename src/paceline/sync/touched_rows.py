@@ -1,0 +1,138 @@
+"""Of matrices with many rows only the touched ones travel: those with a gradient, and those that changed.
+
+An embedding of a million words sees some thousand of them in a batch. Up, a worker sends the rows of a
+gradient that hold anything but zeros. Down, the server sends the rows that have changed since what the worker
+has, whatever the optimizer does to rows without a gradient. Where half of the rows or more are touched, the
+tensor travels whole.
+
+Exactness: bitwise, up to the sign of a zero of a gradient (tests/parity/test_touched_rows.py).
+Wire: (8 + b) bytes a touched row of b bytes, with its number; b for each row of a tensor that travels whole.
+Source: Li et al. 2014, Scaling Distributed Machine Learning with the Parameter Server, section 3.1 (ranges
+    of keys; zeros are not sent).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.layout import Placed
+from paceline.slot import Slot
+from paceline.sync.traffic import Place, load_newest, newest
+
+FEWEST_ROWS = 256
+"""Of a matrix whose rows are looked at."""
+
+
+class TouchedRows:
+    """See `Traffic`: tensors as they are, but for the rows of large matrices."""
+
+    def __init__(self) -> None:
+        self._changed = _Changes()
+        self._known: dict[int, int] = {}  # by worker, the version of the parameters that it has
+
+    def push(self, grads: Mapping[Slot, Tensor], place: Place) -> list[Tensor]:
+        """See `Traffic`."""
+        return [sent for grad in grads.values() for sent in _rows(grad, _touched(grad))]
+
+    def pushed(self, tensors: Sequence[Tensor], likes: Mapping[Slot, Tensor], place: Place) -> list[Tensor]:
+        """See `Traffic`."""
+        given = iter(tensors)
+        return [_whole(given, torch.zeros_like(like), like) for like in likes.values()]
+
+    def settle(self, *, dropped: bool) -> None:
+        """See `Traffic`."""
+
+    def ticket(self, rank: int, placed: Placed, version: int) -> list[Tensor]:
+        """See `Traffic`."""
+        parameters = [p.detach() for p in placed.holding.computes.values()]
+        self._changed.look(parameters, version)
+        since = self._known.get(rank)
+        self._known[rank] = version
+        found = [
+            sent
+            for number, p in enumerate(parameters)
+            for sent in _rows(p, None if since is None else self._changed.after(number, since))
+        ]
+        return [*found, *newest(placed)[len(parameters) :]]
+
+    def take(self, tensors: Sequence[Tensor], placed: Placed, rank: int, version: int) -> None:
+        """See `Traffic`."""
+        given = iter(tensors)
+        parameters = [p.detach() for p in placed.holding.computes.values()]
+        load_newest([*(_whole(given, p, p) for p in parameters), *given], placed)
+
+    def forget(self, rank: int | None = None) -> None:
+        """See `Traffic`."""
+        if rank is None:  # parameters may have been loaded meanwhile
+            self._known.clear()
+            self._changed = _Changes()
+        else:
+            self._known.pop(rank, None)
+
+
+class _Changes:
+    """In which version each row of the parameters last changed."""
+
+    def __init__(self) -> None:
+        self._version = -1
+        self._before: dict[int, Tensor] = {}
+        self._last: dict[int, Tensor] = {}
+
+    def look(self, parameters: Sequence[Tensor], version: int) -> None:
+        """Compare with what was there at the last look."""
+        if version == self._version:
+            return
+        self._version = version
+        for number, p in enumerate(parameters):
+            if not _has_many_rows(p):
+                continue
+            before = self._before.get(number)
+            if before is None:
+                self._last[number] = torch.full((p.shape[0],), version)
+                self._before[number] = p.clone()
+                continue
+            rows = _differing(before, p)
+            self._last[number][rows.cpu()] = version
+            before[rows] = p[rows]
+
+    def after(self, number: int, version: int) -> Tensor | None:
+        """The rows of a parameter that have changed after a version; None: it is no large matrix."""
+        last = self._last.get(number)
+        return None if last is None else (last > version).nonzero().view(-1)
+
+
+def _has_many_rows(x: Tensor) -> bool:
+    return x.dim() >= 2 and x.shape[0] >= FEWEST_ROWS
+
+
+def _touched(grad: Tensor) -> Tensor | None:
+    """Rows that hold anything but zeros; None: it is no large matrix."""
+    return (grad != 0).flatten(1).any(1).nonzero().view(-1) if _has_many_rows(grad) else None
+
+
+def _differing(before: Tensor, now: Tensor) -> Tensor:
+    same = (before == now) | (before.isnan() & now.isnan())
+    return (~same).flatten(1).any(1).nonzero().view(-1)
+
+
+def _rows(x: Tensor, rows: Tensor | None) -> list[Tensor]:
+    """As it travels: alone; or, of a large matrix, numbers of rows and these rows, or no number and all."""
+    if not _has_many_rows(x):
+        return [x]
+    if rows is None or 2 * len(rows) >= x.shape[0]:
+        return [torch.empty(0, dtype=torch.int64), x]
+    return [rows.cpu(), x[rows.to(x.device)]]
+
+
+def _whole(given: Iterator[Tensor], base: Tensor, like: Tensor) -> Tensor:
+    """The inverse of `_rows`, over what is there already; `base` may be changed."""
+    if not _has_many_rows(like):
+        return next(given)
+    numbers, values = next(given), next(given)
+    if values.shape[0] == like.shape[0]:
+        return values
+    base[numbers.to(base.device)] = values.to(base)
+    return base

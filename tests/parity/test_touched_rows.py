@@ -1,0 +1,103 @@
+"""Rows of large embeddings travel to and from a server where they are touched, and the run is the same."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from paceline.cluster import Cluster
+from paceline.data import Feed
+from paceline.recipe import Recipe, Strategy
+from paceline.slot import Slot
+from paceline.sync import touched_rows
+from paceline.sync.touched_rows import TouchedRows
+from paceline.task import Loss, Task
+from paceline.testing import run_ranks
+from paceline.testing.parity import Trajectory, ended, session_of
+
+WORDS, WIDTH, STEPS = 4096, 8, 12
+
+
+class OneRound(Feed):
+    """No pause, at which all parameters go to all workers."""
+
+    def pause_after(self, step: int) -> int:
+        return self.num_steps
+
+
+def build(sparse: bool) -> Task:
+    """A word's number to its parity, by an embedding of which a batch sees few rows."""
+    words = torch.randint(0, WORDS, (64, 3), generator=torch.Generator().manual_seed(1))
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        model = nn.Sequential(nn.EmbeddingBag(WORDS, WIDTH, mode="sum", sparse=sparse), nn.Linear(WIDTH, 2))
+
+    def loss(model: nn.Module, batch: Any) -> Loss:
+        found = nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+        return Loss(found, len(batch[0]))
+
+    return Task(model, TensorDataset(words, words.sum(1) % 2), loss)
+
+
+def recipe(optimizer: dict[str, Any]) -> Recipe:
+    return Recipe(
+        task="own",
+        steps=STEPS,
+        batch={"size": 16, "shards": 4},
+        optimizer=optimizer,
+        strategy=Strategy.parse("servers=1 sync=server"),
+    )
+
+
+def trained(cluster: Cluster, optimizer: dict[str, Any], sparse: bool) -> tuple[Trajectory, float]:
+    """Where a run ends, and the bytes that this rank put on the channel."""
+    session = session_of(cluster, recipe(optimizer), partial(build, sparse))
+    session.feed = OneRound(session.feed.work, session.feed.loader, STEPS)
+    losses = [stats.loss for stats in session.rounds()]
+    sent = session.net.ledger.rows["send", "channel"].sent_bytes
+    session.close()
+    return ended(losses, session), float(sent)
+
+
+def both(cluster: Cluster, whole: int) -> list[tuple[Trajectory, float]]:
+    """SGD, AdamW and a sparse embedding; a last run with every matrix sent whole."""
+    sgd, adamw = {"name": "sgd", "lr": 0.5}, {"name": "adamw", "lr": 0.01}
+    found = [trained(cluster, sgd, False), trained(cluster, sgd, True), trained(cluster, adamw, False)]
+    touched_rows.FEWEST_ROWS = whole
+    return [*found, trained(cluster, sgd, False), trained(cluster, adamw, False)]
+
+
+@pytest.mark.capability("B4", clause="only touched rows are moved")
+def test_touched_rows_alone_travel_and_the_run_keeps_its_bits() -> None:
+    for rank, found in enumerate(run_ranks(both, 3, 2 * WORDS)):
+        (sgd, few), (sparse, also_few), (adamw, _), (whole, all_bytes), (whole_adamw, _) = found
+        assert sgd.distance(whole) == sparse.distance(whole) == adamw.distance(whole_adamw) == 0.0
+        assert sgd.losses == sparse.losses == whole.losses
+        # down, the first ticket and the pause are whole, and the eleven tickets between are not
+        assert max(few, also_few) < (0.25 if rank == 0 else 0.05) * all_bytes
+
+
+def test_the_rows_of_a_gradient_and_back() -> None:
+    grad = torch.zeros(1000, 3)
+    grad[[4, 7]] = torch.tensor([[1.0, 0.0, float("nan")], [0.0, -2.0, 0.0]])
+    slots = {Slot.whole("a", grad): grad, Slot.whole("b", grad[:2]): grad[:2].clone()}
+    traffic = TouchedRows()
+    sent = traffic.push(slots, (0, 0))
+    assert [x.shape[0] for x in sent] == [2, 2, 2]
+    first, second = traffic.pushed(sent, slots, (0, 0))
+    assert torch.equal(first.nan_to_num(9.0), grad.nan_to_num(9.0)) and torch.equal(second, grad[:2])
+
+
+@pytest.mark.parametrize("rows", [0, 1, 499, 500, 1000])
+def test_half_of_the_rows_or_more_travel_whole(rows: int) -> None:
+    grad = torch.zeros(1000, 2)
+    grad[:rows] = 1.0
+    slots: dict[Slot, Tensor] = {Slot.whole("a", grad): grad}
+    numbers, values = TouchedRows().push(slots, (0, 0))
+    assert (len(numbers), len(values)) == ((rows, rows) if rows < 500 else (0, 1000))
+    assert torch.equal(TouchedRows().pushed([numbers, values], slots, (0, 0))[0], grad)

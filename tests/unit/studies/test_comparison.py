@@ -1,0 +1,132 @@
+"""From the records of runs under several strategies to tables, nine rows and a page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import RecipeError
+from paceline.report import Listed, Run, render_compared
+from paceline.report.sent import sent_bytes
+from paceline.studies import Target
+from paceline.studies.comparison import NOT_MEASURED, Comparison, Tried, compare, nine_rows
+from paceline.studies.comparison_table import costs, learned, nine, render
+from paceline.studies.entries import Entry, parse_entries
+from paceline.studies.recovery import Recovery, read_recovery
+from paceline.studies.trial import Trial, measure
+from tests.unit.report.runs import rank_record, start, stats, write
+
+pytestmark = pytest.mark.capability("B7", "I12", "Z18")
+BOOK = {"calls": 30, "payload_bytes": 8.0, "sent_bytes": 8.0, "hidden_fraction": 0.0}
+TARGET = Target("loss", 0.5, upward=False)
+
+
+def evaluation(step: int, loss: float) -> tuple[str, dict[str, object]]:
+    counts = {"num_samples": 9, "num_items": 9.0}
+    return "evaluation", {"step": step, "loss": loss, "metrics": {"accuracy": 1 - loss}, **counts}
+
+
+def run_of(folder: Path, loss: float = 0.4, **metrics: float) -> Run:
+    """Ten steps of 32 samples and half a second on two ranks; the second rank serves."""
+    server = rank_record(1, phases=dict.fromkeys(rank_record(1)["phases"], 0.0), sent_bytes=640.0)
+    told = [("ranks", rank_record(0, sent_bytes=2560.0)), ("ranks", server), evaluation(5, 0.8)]
+    told += [evaluation(10, loss), ("communication", {"rows": {"sum, world": BOOK}})]
+    taken = [stats(i, metrics={"accuracy": 0.5, **metrics}) for i in range(10)]
+    return write(folder, ("run", start()), *taken, *told)
+
+
+def tried(name: str, trials: list[Trial], **changes: object) -> Tried:
+    values = {"planned": 2, "recovery": (), "goes_with": ("lanes=2",), "tried": ("lanes=2", "tensor=2")}
+    return Tried(**{"name": name, "strategy": name, "trials": trials, "failed": (), **values, **changes})
+
+
+def test_a_run_says_what_it_cost_and_when_it_was_where(tmp_path: Path) -> None:
+    trial = measure(run_of(tmp_path, staleness=1.5, staleness_max=4.0))
+    found = trial.numbers
+    assert found["samples/s"] == 64 and found["s a step"] == 0.5 and found["steps a round"] == 1
+    assert found["bytes a sample"] == (2560 + 640) / 320 and found["calls a step"] == 3
+    assert found["staleness"] == 1.5 and found["oldest"] == 4 and found["final accuracy"] == 0.6
+    assert trial.roles == (1, 1)
+    assert found["idle"] == pytest.approx(0.45)  # of 10 s 4 in communication, 0.5 in no phase: not the server
+    assert trial.to_target(TARGET) == {"samples to target": 320, "s to target": 5, "bytes to target": 3200}
+    assert trial.to_target(Target("loss", 0.8, upward=False))["bytes to target"] == 1600
+    assert trial.to_target(Target("loss", 0.1, upward=False)) == {}
+
+
+def test_bytes_lie_evenly_in_a_window(tmp_path: Path) -> None:
+    sent = sent_bytes(run_of(tmp_path))
+    assert [sent(step) for step in (0, 5, 10, 99)] == [0, 1600, 3200, 3200]
+
+
+def two(tmp_path: Path) -> Comparison:
+    runs = [measure(run_of(tmp_path / f"{i}", loss)) for i, loss in enumerate((0.4, 0.2))]
+    late = measure(run_of(tmp_path / "late", 0.45, staleness=2.0, staleness_max=3.0))
+    kill = Recovery("resumed", 7.5, 3)
+    rows = [tried("exact", runs, recovery=(kill,)), tried("stale", [late], failed=("exit code 1",))]
+    return compare([*rows, tried("never", [])])
+
+
+def test_seeds_are_a_row_and_what_failed_is_said(tmp_path: Path) -> None:
+    found = two(tmp_path)
+    assert str(found.target) == "loss <= 0.45"  # the one that every run reached
+    assert found.rows[0].numbers["final loss"].mean == pytest.approx(0.3)
+    assert found.rows[0].numbers["final loss"].deviation > 0 == found.rows[1].numbers["final loss"].deviation
+    text = render(found)
+    assert "0.3 ±0.14" in text[1] and "failed: stale: exit code 1" in text
+    assert learned(found)[1][2][1:] == ["-"] * (len(learned(found)[0]) - 1)
+    assert costs(found)[1][0][-1] == "resumed 7.5 s, 3 steps again" and costs(found)[1][1][-1] == "-"
+
+
+def test_no_cell_of_the_nine_rows_is_prose(tmp_path: Path) -> None:
+    found = two(tmp_path)
+    exact, stale, never = (nine_rows(row, found.rows[0].numbers["samples/s"]) for row in found.rows)
+    assert len(exact) == 9 and nine(found)[0][1:] == [*exact]
+    assert exact["fault tolerance"] == "resumed after 7.5 s, 3 steps again"
+    assert exact["synchrony"] == "all agree every 1 steps"
+    assert stale["synchrony"] == "2.00 updates old, the oldest 3"
+    assert stale["scalability"] == "1.00 x the first" and stale["fault tolerance"] == NOT_MEASURED
+    assert {never[name] for name in ("replication", "roles", "scalability", "synchrony")} == {NOT_MEASURED}
+    assert never["status"] == "0 of 2 runs complete"
+    assert json.loads(json.dumps(found.to_json()))["rows"][0]["nine_rows"] == exact
+
+
+def test_the_page_has_every_run_in_the_colour_of_its_strategy(tmp_path: Path) -> None:
+    runs = [run_of(tmp_path / str(i)) for i in range(3)]
+    tables = [Listed("Costs", "what it cost", ["strategy", "a"], [["<one>", "1"], ["two", "2"]])]
+    page = render_compared("Compared", "digits", tables, {"<one>": runs[:2], "two": runs[2:]})
+    assert "&lt;one&gt;" in page and "<one>" not in page and "http" not in page.replace("http://www.w3", "")
+    assert page.count('"bytes":[') + page.count("&quot;bytes&quot;:[") == 3
+    assert page.count("&quot;color&quot;:&quot;c1&quot;") == 2 * page.count(
+        "&quot;color&quot;:&quot;c2&quot;"
+    )
+
+
+def test_a_kill_is_kept(tmp_path: Path) -> None:
+    assert read_recovery(tmp_path) is None
+    for found in (Recovery("goes on", 0.25, 0), Recovery("lost", None, 0)):
+        found.keep(tmp_path)
+        assert read_recovery(tmp_path) == found
+
+
+def test_strategies_are_read_in_their_order() -> None:
+    text = 'a = "replicas=2"\nb = { strategy = "ddp", set = ["optimizer.lr=1"] }'
+    assert parse_entries(text, "x") == [Entry("a", "replicas=2"), Entry("b", "ddp", ("optimizer.lr=1",))]
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("", "no strategy"),
+        ("a = ", "cannot be read"),
+        ("a = 1", "neither a text nor a table"),
+        ('"../a" = "ddp"', "no name of a folder"),
+        ("a = { set = [] }", "has no strategy"),
+        ('a = { strategy = "ddp", set = "x" }', "no list of texts"),
+        ('a = { strategy = "ddp", lr = 1 }', "a key of it is unknown"),
+    ],
+)
+def test_a_file_that_is_wrong_is_refused(text: str, what: str) -> None:
+    with pytest.raises(RecipeError, match=what):
+        parse_entries(text, "x")

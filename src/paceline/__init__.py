@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from paceline.training import Result as Result
     from paceline.training import Session as Session
     from paceline.training import evaluate as evaluate
+    from paceline.training import generate as generate
     from paceline.training import join as join
     from paceline.training import open_run as open_run
     from paceline.training import own_loop as own_loop
@@ -45,6 +46,7 @@ _HOMES = {
     "Task": "task",
     "UserOptimizer": "optim",
     "evaluate": "training",
+    "generate": "training",
     "join": "training",
     "load_recipe": "recipe",
     "open_run": "training",
@@ -67,6 +69,7 @@ __all__ = [
     "UserOptimizer",
     "__version__",
     "evaluate",
+    "generate",
     "join",
     "load_recipe",
     "open_run",

@@ -1,4 +1,4 @@
-"""A route, a codec, a rule and a layout from another package: one file and one line of registration each."""
+"""A route, a codec, a rule, a layout and an optimizer from another package: one file and one line each."""
 
 from __future__ import annotations
 
@@ -143,11 +143,76 @@ def by_tensor(setting, material):
 
     return Cutting(Owners({name: i % group.size for i, name in enumerate(names)}, group.size), prepare=prepare)
 '''
+OPTIMIZER = '''
+"""K-FAC: a gradient between the inverses of two factors, which the ranks sum (Martens and Grosse 2015)."""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from paceline.recipe.specs import OptimizerSpec
+
+SPEC = OptimizerSpec(word="kfac", summary="K-FAC over linear layers", build="kfac_optimizer:kfac")
+DAMPING, KEPT = 0.1, 0.9
+
+
+class KFac(torch.optim.Optimizer):
+    elementwise = False
+
+    def __init__(self, model, groups, lr):
+        super().__init__(groups, {"lr": lr})
+        layers = [m for m in model.modules() if isinstance(m, nn.Linear) and not m.weight.is_meta]
+        self.sums = {layer.weight: _nothing(layer.weight) for layer in layers}
+        self.add = lambda x: x
+        for layer in layers:
+            layer.register_forward_hook(self.note)
+
+    def on_build(self, session):
+        Path(f"used-kfac-{session.mesh.world.rank}").touch()
+        self.add = lambda x: session.net.all_reduce(x, session.mesh.data).wait()
+        for weight in self.sums:  # a loss was tried
+            self.sums[weight] = _nothing(weight)
+
+    def note(self, layer, inputs, output):
+        if output.requires_grad:
+            inside = inputs[0].detach()
+            output.register_hook(lambda grad: self.more(layer.weight, inside, grad))
+
+    def more(self, weight, inside, grad):
+        for own, one in zip(self.sums[weight], (inside.T @ inside, grad.T @ grad, len(inside)), strict=True):
+            own += one
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        sums = {weight: [*map(self.add, own)] for weight, own in self.sums.items()}  # on all ranks alike
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                p.sub_(self.conditioned(p, *sums[p]) if p in sums else p.grad, alpha=group["lr"])
+        for weight in self.sums:
+            self.sums[weight] = _nothing(weight)
+
+    def conditioned(self, weight, inside, outside, count):
+        kept = self.state[weight]
+        for name, now in (("a", inside / count), ("g", outside / count)):
+            kept[name] = KEPT * kept[name] + (1 - KEPT) * now if name in kept else now
+        left, right = (kept[name] + DAMPING * torch.eye(len(kept[name])) for name in "ga")
+        return torch.linalg.solve(left, torch.linalg.solve(right, weight.grad.T).T)
+
+
+def _nothing(weight):
+    return [torch.zeros(n, n) for n in reversed(weight.shape)] + [torch.zeros(())]
+
+
+def kfac(model, groups, recipe, *, fused):
+    return KFac(model, groups, recipe.lr)
+'''
 MODULES = {
     "gathered_route": ("paceline.route", "gathered", ROUTE),
     "half_codec": ("paceline.codec", "half", CODEC),
     "noted_rule": ("paceline.sync", "noted", RULE),
     "tensor_layout": ("paceline.layout", "by-tensor", LAYOUT),
+    "kfac_optimizer": ("paceline.optimizer", "kfac", OPTIMIZER),
 }
 STRATEGIES = {
     "gathered": "replicas=2 route=gathered",
@@ -190,12 +255,13 @@ def run(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def train(site: Path, strategy: str, name: str) -> list[float]:
-    """The losses of a run on two ranks; its evaluation comes last."""
+def train(site: Path, strategy: str, name: str, *changes: str, ranks: int = 2) -> list[float]:
+    """The losses of a run; its evaluation comes last."""
     recipe = str(ROOT / "recipes" / "digits.toml")
     settings = ["steps=40", "options.hidden=[32]", "epochs=", f"run_dir={name}", "evaluate.every_steps=40"]
+    settings += changes
     more = [word for setting in settings for word in ("--set", setting)]
-    done = run(site, "-m", "paceline", "train", recipe, "-n", "2", "--strategy", strategy, *more)
+    done = run(site, "-m", "paceline", "train", recipe, "-n", str(ranks), "--strategy", strategy, *more)
     assert done.returncode == 0, done.stderr[-2000:]
     folder = site.parent / name
     assert (folder / "checkpoints" / "step-00000040").is_dir()
@@ -221,6 +287,32 @@ def test_a_piece_from_another_package_trains_by_its_word(word: str, site: Path, 
         assert notes == ["layers.0.weight layers.3.weight", "layers.0.bias layers.3.bias"]
 
 
+KFAC = ("optimizer={name='kfac', lr=0.05}", "schedule={}")
+
+
+@pytest.mark.capability("Z1")
+@pytest.mark.timeout(240)
+def test_an_optimizer_from_another_package_has_hooks_sums_and_state(site: Path) -> None:
+    """It sums factors over replicas, sees one stage's layers only, and keeps factors in the checkpoint."""
+    alone = train(site, "replicas=1", "kfac-alone", *KFAC, ranks=1)
+    assert alone[-1] < 1.0 < alone[0] and alone != train(site, "replicas=1", "sgd", *SGD, ranks=1)
+    for name, strategy in KFAC_STRATEGIES.items():
+        assert train(site, strategy, name, *KFAC) == pytest.approx(alone, rel=2e-3)
+        assert (site.parent / "used-kfac-1").exists()
+    saved = (site.parent / "kfac-2" / "checkpoints" / "step-00000040").glob("*.json")
+    assert any("weight/g" in path.read_text() for path in saved)
+    recipe = str(ROOT / "recipes" / "digits.toml")
+    cut = ["-n", "2", "--strategy", "replicas=1 shard=2 zero=1", "--set", KFAC[0], "--set", KFAC[1]]
+    refused = run(site, "-m", "paceline", "train", recipe, *cut)
+    assert refused.returncode == 2 and "KFac" in refused.stderr
+
+
+KFAC_STRATEGIES = {
+    "kfac-2": "replicas=2",
+    "kfac-staged": "replicas=1 pipeline=2",
+    "kfac-by-tensor": STRATEGIES["by-tensor"],
+}
+SGD = ("optimizer={name='sgd', lr=0.05}", "schedule={}")
 REFUSED = {
     "route=gatherd": 'did you mean "gathered"?',
     "codec=haff": 'did you mean "half"?',

@@ -116,8 +116,8 @@ class Holding:
 
     @property
     def is_cut(self) -> bool:
-        """Whether this rank updates less than all of a tensor."""
-        return any(not slot.is_whole for slot in self.updates) or len(self.updates) < len(self.computes)
+        """Whether this rank, or one that shares its tensors, updates less than all of one."""
+        return any(part is not None and not part.is_whole for one in self.held.values() for part in one.parts)
 
 
 def hold_whole(model: nn.Module) -> Holding:

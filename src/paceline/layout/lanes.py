@@ -17,6 +17,7 @@ from paceline.comm.reduction import TreeReducer, cover
 from paceline.data import LoadedBatch, split
 from paceline.errors import TaskError
 from paceline.layout.holding import Holding, hold_whole
+from paceline.layout.placed import Ask
 from paceline.layout.precision import Precision
 from paceline.layout.replicate import Replicate
 from paceline.layout.sums import MetricNames, Sums
@@ -119,6 +120,10 @@ class Lanes(LedByFirst):
         """See `Placed`."""
         for lane in self._lanes:
             lane.abort()
+
+    def answer(self, micro_batches: Iterable[LoadedBatch], ask: Ask) -> None:
+        """See `Placed`; on one lane."""
+        self._first.answer(micro_batches, ask)
 
     def evaluate(self, micro_batches: Iterable[LoadedBatch]) -> Sums:
         """See `Placed`; on one lane."""

@@ -6,10 +6,10 @@ Gradients are named by the slot that the rank computes with. A rank calls `ready
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.comm import GradientSink
 from paceline.data import LoadedBatch
@@ -17,6 +17,9 @@ from paceline.layout.buffers import MicroBatchBuffers
 from paceline.layout.holding import Holding
 from paceline.layout.sums import MetricNames, Sums
 from paceline.slot import Slot
+
+Ask = Callable[[nn.Module, Any], Any]
+"""`ask(model, batch)` calls the model once, and does what it likes with the result: a loss is one."""
 
 
 class Placed(Protocol):
@@ -56,6 +59,15 @@ class Placed(Protocol):
 
     def abort(self) -> None:
         """Drop a half `run`: buffers are those from before it, and no gradient is handed on."""
+
+    def answer(self, micro_batches: Iterable[LoadedBatch], ask: Ask) -> None:
+        """Forward alone of some batches, without gradients or dropout; collective, with as many on all
+        ranks that share the model.
+
+        Args:
+            ask: gets past its call of the model on ranks that have what the whole model computes: all, or
+                those of the last stage. The first stage ends it there, other stages do not call it.
+        """
 
     def evaluate(self, micro_batches: Iterable[LoadedBatch]) -> Sums:
         """Loss, count and metrics of held-out micro-batches; empty where `run` returns empty sums."""

@@ -20,6 +20,7 @@ from paceline.data import LoadedBatch, MicroBatch
 from paceline.layout.buffers import MicroBatchBuffers
 from paceline.layout.handing_on import HandingOn
 from paceline.layout.holding import Holding
+from paceline.layout.placed import Ask
 from paceline.layout.precision import Precision
 from paceline.layout.seed import seed_micro_batch
 from paceline.layout.steady import Steady
@@ -129,15 +130,19 @@ class Replicate:
         self.holding.use.drop()
         self.buffers.abort_step()
 
-    def evaluate(self, micro_batches: Iterable[LoadedBatch]) -> Sums:
-        """Loss, count and metrics of held-out micro-batches, without gradients or dropout."""
-        sums = Sums(self.metric_names)
+    def answer(self, micro_batches: Iterable[LoadedBatch], ask: Ask) -> None:
+        """See `Placed`."""
         self._model.eval()
         with torch.no_grad():
             self.holding.use.begin()
             for loaded in micro_batches:
                 self.holding.use.next()
                 with self.holding.seen(loaded.batch) as batch, self.precision.autocast():
-                    sums.add(checked(self._loss(self._model, batch)))
+                    ask(self._model, batch)
             self.holding.use.end()
+
+    def evaluate(self, micro_batches: Iterable[LoadedBatch]) -> Sums:
+        """Loss, count and metrics of held-out micro-batches, without gradients or dropout."""
+        sums = Sums(self.metric_names)
+        self.answer(micro_batches, lambda model, batch: sums.add(checked(self._loss(model, batch))))
         return sums if self._reports else Sums(self.metric_names)

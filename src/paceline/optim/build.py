@@ -6,7 +6,7 @@ an optimizer of the user's own is `UserOptimizer` or any `torch.optim.Optimizer`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,21 +15,19 @@ from torch import nn
 from paceline.errors import TaskError
 from paceline.optim.adabound import AdaBound
 from paceline.recipe import OptimizerRecipe
+from paceline.recipe.specs import OptimizerSpec, known
 
 NamedParameter = tuple[str, nn.Parameter]
+Groups = list[dict[str, Any]]
 
-_FUSED_OPTIMIZERS = ("adam", "adamw", "sgd")
 _EXACT = (torch.float32, torch.float64)
 
 
-def build_optimizer(
-    named_parameters: Iterable[NamedParameter], recipe: OptimizerRecipe, fused_allowed: bool
-) -> torch.optim.Optimizer:
+def build_optimizer(model: nn.Module, recipe: OptimizerRecipe, fused_allowed: bool) -> torch.optim.Optimizer:
     """Make the optimizer that the recipe names.
 
     Args:
-        named_parameters: as `model.named_parameters()` gives them: each tensor once, however many names
-            it has. Those that do not require a gradient are left out.
+        model: its parameters that require a gradient are updated, each once, however many names it has.
         recipe: name, rate and the rest. `weight_decay` (decoupled: outside the moments, AdamW) and `l2`
             (coupled: added to the gradient) act on the parameters that `decay_on` chooses.
         fused_allowed: False where the run needs bits that do not depend on where tensors are cut.
@@ -38,20 +36,17 @@ def build_optimizer(
     Raises:
         TaskError: nothing is left to train.
     """
-    trained = [(name, p) for name, p in named_parameters if p.requires_grad]
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not trained:
         raise TaskError(
             "the model has no parameter that requires a gradient",
             next_step="unfreeze some: parameter.requires_grad_(True) in the task's build function",
         )
-    settings = _SETTINGS[recipe.name](recipe)
+    spec = recipe.spec
     here = [(name, p) for name, p in trained if not p.is_meta]  # the others are updated by other ranks
-    if recipe.name in _FUSED_OPTIMIZERS:
-        settings["fused"] = recipe.fused and fused_allowed and fused_is_supported(recipe.name, here)
-    groups = _group(trained, recipe.decay_on, settings.pop("weight_decay"))
-    optimizer = _KINDS[recipe.name](groups, lr=recipe.lr, **settings)
-    if recipe.name == "sgd" and settings["fused"] and settings["momentum"]:
-        optimizer.register_step_post_hook(_give_all_a_momentum)
+    fused = recipe.fused and fused_allowed and fused_is_supported(spec.word, here)
+    groups = _group(trained, recipe.decay_on, getattr(recipe, spec.decays_by))
+    optimizer: torch.optim.Optimizer = spec.load()(model, groups, recipe, fused=fused)
     return optimizer
 
 
@@ -63,7 +58,7 @@ def fused_is_supported(name: str, named_parameters: Iterable[NamedParameter]) ->
     the fused SGD of the processor ends elsewhere (PyTorch 2.13: 0.1 off after four steps on 16 values or
     more, where 0.005 is rounding).
     """
-    return name in _FUSED_OPTIMIZERS and all(_suits_kernels(p) for _, p in named_parameters)
+    return known(OptimizerSpec)[name].has_kernel and all(_suits_kernels(p) for _, p in named_parameters)
 
 
 def _suits_kernels(p: nn.Parameter) -> bool:
@@ -91,49 +86,44 @@ def decays(parameter: nn.Parameter, decay_on: str) -> bool:
     return decay_on == "all" or parameter.dim() >= 2
 
 
-def _group(trained: list[NamedParameter], decay_on: str, decay: float) -> list[dict[str, Any]]:
+def _group(trained: list[NamedParameter], decay_on: str, decay: float) -> Groups:
     decayed = [(name, p) for name, p in trained if decays(p, decay_on)]
     plain = [(name, p) for name, p in trained if not decays(p, decay_on)]
     groups = [{"params": decayed, "weight_decay": decay}, {"params": plain, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 
 
-def _sgd(recipe: OptimizerRecipe) -> dict[str, Any]:
-    return {"momentum": recipe.momentum, "nesterov": recipe.nesterov, "weight_decay": recipe.l2}
+def sgd(model: nn.Module, groups: Groups, recipe: OptimizerRecipe, *, fused: bool) -> torch.optim.Optimizer:
+    """See `OptimizerSpec`."""
+    made = torch.optim.SGD(groups, recipe.lr, momentum=recipe.momentum, nesterov=recipe.nesterov, fused=fused)
+    if fused and recipe.momentum:
+        made.register_step_post_hook(_give_all_a_momentum)
+    return made
 
 
-def _adam(recipe: OptimizerRecipe) -> dict[str, Any]:
-    return {"betas": recipe.betas, "eps": recipe.eps, "weight_decay": recipe.l2}
+def adam(model: nn.Module, groups: Groups, recipe: OptimizerRecipe, *, fused: bool) -> torch.optim.Optimizer:
+    """See `OptimizerSpec`."""
+    return torch.optim.Adam(groups, recipe.lr, betas=recipe.betas, eps=recipe.eps, fused=fused)
 
 
-def _adamw(recipe: OptimizerRecipe) -> dict[str, Any]:
-    return {"betas": recipe.betas, "eps": recipe.eps, "weight_decay": recipe.weight_decay}
+def adamw(model: nn.Module, groups: Groups, recipe: OptimizerRecipe, *, fused: bool) -> torch.optim.Optimizer:
+    """See `OptimizerSpec`."""
+    return torch.optim.AdamW(groups, recipe.lr, betas=recipe.betas, eps=recipe.eps, fused=fused)
 
 
-def _rmsprop(recipe: OptimizerRecipe) -> dict[str, Any]:
-    return {
-        "alpha": recipe.alpha,
-        "eps": recipe.eps,
-        "momentum": recipe.momentum,
-        "weight_decay": recipe.l2,
-    }
+def rmsprop(
+    model: nn.Module, groups: Groups, recipe: OptimizerRecipe, *, fused: bool
+) -> torch.optim.Optimizer:
+    """See `OptimizerSpec`; PyTorch has no fused kernel of it."""
+    return torch.optim.RMSprop(
+        groups, recipe.lr, alpha=recipe.alpha, eps=recipe.eps, momentum=recipe.momentum
+    )
 
 
-def _adabound(recipe: OptimizerRecipe) -> dict[str, Any]:
-    return {**_adam(recipe), "final_lr": recipe.final_lr, "gamma": recipe.gamma}
-
-
-_SETTINGS: dict[str, Callable[[OptimizerRecipe], dict[str, Any]]] = {
-    "sgd": _sgd,
-    "adam": _adam,
-    "adamw": _adamw,
-    "rmsprop": _rmsprop,
-    "adabound": _adabound,
-}
-_KINDS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "sgd": torch.optim.SGD,
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-    "rmsprop": torch.optim.RMSprop,
-    "adabound": AdaBound,
-}
+def adabound(
+    model: nn.Module, groups: Groups, recipe: OptimizerRecipe, *, fused: bool
+) -> torch.optim.Optimizer:
+    """See `OptimizerSpec`; nobody has a fused kernel of it."""
+    return AdaBound(
+        groups, recipe.lr, betas=recipe.betas, eps=recipe.eps, final_lr=recipe.final_lr, gamma=recipe.gamma
+    )

@@ -5,7 +5,7 @@ Invariant: pure functions of the model classes; a new field or bound needs no ch
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
@@ -18,6 +18,12 @@ class Words(NamedTuple):
     """A marker in `Annotated`: says what the field expects where its type alone does not."""
 
     text: str
+
+
+class OneOf(NamedTuple):
+    """A marker in `Annotated`: one of a few words, which other packages may add to."""
+
+    words: Callable[[], tuple[str, ...]]
 
 
 _TYPES = {
@@ -41,18 +47,24 @@ def expected(annotation: Any, metadata: Iterable[Any] = ()) -> str:
     for marker in metadata:
         if isinstance(marker, Words):
             return marker.text
+        if isinstance(marker, OneOf):
+            return _one_of(marker.words())
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return expected(arguments[0], (*metadata, *arguments[1:]))
     if origin in (Union, UnionType):
         return expected(arguments[0], metadata)
     if origin is Literal:
-        return "one of " + ", ".join(spell(value) for value in arguments)
+        return _one_of(arguments)
     if origin is tuple:
         return f"a list of {len(arguments)}, each {expected(arguments[0])}"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return str(getattr(annotation, "expects", "a table"))
     return _TYPES.get(origin or annotation, "another value") + _bounds(metadata)
+
+
+def _one_of(values: Iterable[Any]) -> str:
+    return "one of " + ", ".join(spell(value) for value in values)
 
 
 def _flat(metadata: Iterable[Any]) -> Iterator[Any]:
@@ -76,8 +88,9 @@ def expected_at(model: type[BaseModel], path: KeyPath) -> str:
 
 def choices_at(model: type[BaseModel], path: KeyPath) -> tuple[str, ...]:
     """The words that the value at `path` may be; empty if it is not one of a few words."""
-    annotation, _ = _type_at(model, path)
-    return get_args(annotation) if get_origin(annotation) is Literal else ()
+    annotation, metadata = _type_at(model, path)
+    found = [marker.words() for marker in _flat(metadata) if isinstance(marker, OneOf)]
+    return get_args(annotation) if get_origin(annotation) is Literal else next(iter(found), ())
 
 
 def _type_at(model: type[BaseModel], path: KeyPath) -> tuple[Any, tuple[Any, ...]]:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from paceline.recipe.acting import Need
+from paceline.recipe.expect import OneOf
+from paceline.recipe.optimizer_words import OPTIMIZERS
 from paceline.recipe.problems import Conflict
+from paceline.recipe.specs import OptimizerSpec, known
 from paceline.recipe.strict import Table
 
 
@@ -51,25 +54,29 @@ class BatchRecipe(Table):
             )
 
 
-_OPTIMIZER_READS = {  # which options an optimizer reads beside those that all read
-    "adamw": ("betas", "eps", "weight_decay"),
-    "adam": ("betas", "eps", "l2"),
-    "sgd": ("momentum", "nesterov", "l2"),
-    "rmsprop": ("alpha", "eps", "momentum", "l2"),
-    "adabound": ("betas", "eps", "l2", "final_lr", "gamma"),
-}
-
-
 def _reads(option: str) -> Need:
-    readers = [name for name, options in _OPTIMIZER_READS.items() if option in options]
+    readers = [spec.word for spec in OPTIMIZERS if option in spec.reads]
     return Need(
-        ("name",), lambda table: table.name in readers, f"with {' or '.join(readers)}", 'found "{t.name}"'
+        ("name",),
+        lambda table: option in table.spec.reads,
+        f"with {' or '.join(readers)}",
+        'found "{t.name}"',
     )
 
 
 def _read_options() -> dict[str, Need]:
-    options = dict.fromkeys(option for options in _OPTIMIZER_READS.values() for option in options)
+    options = dict.fromkeys(option for spec in OPTIMIZERS for option in spec.reads)
     return {option: _reads(option) for option in options}
+
+
+def _optimizers() -> tuple[str, ...]:
+    return tuple(known(OptimizerSpec))
+
+
+def _is_known(word: str) -> str:
+    if word not in _optimizers():
+        raise ValueError(word)
+    return word
 
 
 class OptimizerRecipe(Table):
@@ -85,8 +92,10 @@ class OptimizerRecipe(Table):
         ),
     }
 
-    name: Literal["adamw", "adam", "sgd", "rmsprop", "adabound"] = Field(
-        default="adamw", description="the update rule"
+    name: Annotated[str, AfterValidator(_is_known), OneOf(_optimizers)] = Field(
+        default="adamw",
+        description="the update rule",
+        json_schema_extra=lambda schema: schema.update(enum=[*_optimizers()]),
     )
     lr: float = Field(default=1e-3, ge=0, description="learning rate before the schedule")
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
@@ -111,6 +120,11 @@ class OptimizerRecipe(Table):
         default=None, gt=0, description="largest norm of the whole gradient; left out: no clip"
     )
     fused: bool = Field(default=True, description="use fused kernels where they exist and keep the result")
+
+    @property
+    def spec(self) -> OptimizerSpec:
+        """What is known of the update rule."""
+        return known(OptimizerSpec)[self.name]
 
     def conflicts(self) -> Iterator[Conflict]:
         """PyTorch's own condition."""

@@ -1,9 +1,9 @@
-"""What is known of a word of a strategy before anything is built: torch-free descriptions.
+"""What is known of a word before anything is built, of a strategy or an optimizer: torch-free descriptions.
 
 From them follow parsing, the support table, refusals, who guards and who saves, the report's closed forms,
 and what constructs the piece. A word is described in one place (`words`), or in another package, which names
 its description as an entry point of the group `paceline.sync`, `paceline.codec`, `paceline.route`,
-`paceline.schedule` or `paceline.layout`: one file and one line of registration.
+`paceline.schedule`, `paceline.layout` or `paceline.optimizer`: one file and one line of registration.
 """
 
 from __future__ import annotations
@@ -197,6 +197,28 @@ class LayoutSpec(Spec):
     order: int = 0
     adds_otherwise: str = ""
     applies: Callable[[Strategy], bool] = lambda strategy: False
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSpec(Spec):
+    """An update rule. `build(model, groups, recipe, *, fused) -> torch.optim.Optimizer`.
+
+    The groups are those of all trained parameters of the model, with their names and decay; what hooks on
+    modules, sums over ranks or keeps tensors by layer does it from `Callback.on_build`.
+
+    Args:
+        reads: keys of [optimizer] that it reads, beside those that all read.
+        decays_by: the key whose value is a group's "weight_decay".
+        elementwise: it is known to update each value by itself; else its class says so, or it is tried.
+        has_kernel: PyTorch has a fused kernel of it.
+    """
+
+    choice = "optimizer"
+
+    reads: tuple[str, ...] = ()
+    decays_by: Literal["weight_decay", "l2"] = "weight_decay"
+    elementwise: bool = False
+    has_kernel: bool = False
 
 
 S = TypeVar("S", bound=Spec)

@@ -1,10 +1,11 @@
-"""The words of a strategy: one line of registration each."""
+"""All words: one line of registration each. Here those of when replicas agree."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from paceline.recipe.layout_words import LAYOUTS, SCHEDULES
+from paceline.recipe.optimizer_words import OPTIMIZERS
 from paceline.recipe.specs import (
     Argument,
     Refusal,
@@ -143,4 +144,4 @@ SYNCS = (
     SyncSpec(word="federated", argument=integer(1, "10")),
 )
 
-WORDS: tuple[Spec, ...] = (*SYNCS, *CODECS, *ROUTES, *SCHEDULES, *LAYOUTS)
+WORDS: tuple[Spec, ...] = (*SYNCS, *CODECS, *ROUTES, *SCHEDULES, *LAYOUTS, *OPTIMIZERS)

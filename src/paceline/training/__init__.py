@@ -5,6 +5,7 @@ from paceline.training.build import build_session
 from paceline.training.callback import Callback
 from paceline.training.evaluation import Evaluation, evaluate
 from paceline.training.from_run import OpenRun, open_run
+from paceline.training.generation import generate
 from paceline.training.job import own_loop, train
 from paceline.training.joining import join
 from paceline.training.loop import Result, fit
@@ -22,6 +23,7 @@ __all__ = [
     "build_session",
     "evaluate",
     "fit",
+    "generate",
     "join",
     "open_run",
     "own_loop",

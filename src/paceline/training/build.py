@@ -121,7 +121,12 @@ def build_session(
     )
     session.enter = partial(enter, session, arrange)
     session.listen(task.callbacks)
+    getattr(optimizer, "on_build", _nothing)(session)
     return session
+
+
+def _nothing(session: Session) -> None:
+    """Most optimizers need nothing but gradients."""
 
 
 def lay_grounds(setting: Setting, recipe: Recipe, task: Task, *, fresh: bool) -> Grounds:
@@ -226,12 +231,12 @@ def build_task_optimizer(recipe: Recipe, task: Task, holding: Holding) -> torch.
             part of them.
         TaskError: the task brings its own, and the recipe sets options of one.
     """
-    named = holding.model.named_parameters()  # of the whole model, so that all ranks have the same groups
     if task.optimizer is None:
-        optimizer = build_optimizer(named, recipe.optimizer, fused_allowed=not recipe.reproducible)
+        optimizer = build_optimizer(holding.model, recipe.optimizer, fused_allowed=not recipe.reproducible)
     else:
         refuse_two_optimizers(recipe)
         optimizer = require_one_gradient(task.optimizer(holding.model))
+    if task.optimizer is not None or not recipe.optimizer.spec.elementwise:
         require_fit(optimizer, holding)
     adopt(optimizer, holding)
     return optimizer

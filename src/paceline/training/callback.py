@@ -20,6 +20,10 @@ class Callback:
     `session.stop(reason)` ends the run after the present round on all ranks, whichever asked for it.
     """
 
+    def on_build(self, session: Session) -> None:
+        """Once, before anything is restored: hooks on modules, parts of `session.update_step`, and what
+        `session.state.keep` is to put into checkpoints."""
+
     def on_begin(self, session: Session) -> None:
         """Before the first round of this fit; a resumed run has its state by then."""
 

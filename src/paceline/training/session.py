@@ -120,6 +120,7 @@ class Session:
         for callback in callbacks:
             self.state.keep(f"{type(callback).__name__}.{len(self.callbacks)}", callback)
             self.callbacks.append(callback)
+            callback.on_build(self)
 
     def stop(self, reason: str) -> None:
         """End the run after the present round, on all ranks; for callbacks."""

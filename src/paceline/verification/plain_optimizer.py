@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.optim.adabound import AdaBound
 from paceline.recipe import OptimizerRecipe
 
 
@@ -22,7 +21,7 @@ def plain_optimizer(model: nn.Module, recipe: OptimizerRecipe, fused_allowed: bo
     fused = r.fused and fused_allowed and all(_may_be_fused(p) for _, p in trained)
     matrices = [(n, p) for n, p in trained if p.dim() > 1 or r.decay_on == "all"]
     others = [(n, p) for n, p in trained if not (p.dim() > 1 or r.decay_on == "all")]
-    decay = r.weight_decay if r.name == "adamw" else r.l2
+    decay = getattr(r, r.spec.decays_by)
     groups: list[dict[str, Any]] = [
         {"params": members, "weight_decay": rate}
         for members, rate in ((matrices, decay), (others, 0.0))
@@ -39,8 +38,9 @@ def plain_optimizer(model: nn.Module, recipe: OptimizerRecipe, fused_allowed: bo
             return kind(groups, r.lr, betas=r.betas, eps=r.eps, fused=fused)
         case "rmsprop":
             return torch.optim.RMSprop(groups, r.lr, alpha=r.alpha, eps=r.eps, momentum=r.momentum)
-        case _:
-            return AdaBound(groups, r.lr, betas=r.betas, eps=r.eps, final_lr=r.final_lr, gamma=r.gamma)
+        case _:  # PyTorch has none, so there is no second writing
+            found: torch.optim.Optimizer = r.spec.load()(model, groups, r, fused=fused)
+            return found
 
 
 def _may_be_fused(p: nn.Parameter) -> bool:

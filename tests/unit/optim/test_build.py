@@ -35,7 +35,7 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def build(model: nn.Module, **fields: object) -> torch.optim.Optimizer:
-    return build_optimizer(model.named_parameters(), OptimizerRecipe(**fields), fused_allowed=True)
+    return build_optimizer(model, OptimizerRecipe(**fields), fused_allowed=True)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, penalty: float = 0.0) -> dict[str, Tensor]:
@@ -203,7 +203,7 @@ def test_fused_is_used_when_asked_allowed_and_supported(name: str) -> None:
     model = make_model()
     assert build(model, name=name).param_groups[0]["fused"] is True
     assert build(model, name=name, fused=False).param_groups[0]["fused"] is False
-    not_allowed = build_optimizer(model.named_parameters(), OptimizerRecipe(name=name), fused_allowed=False)
+    not_allowed = build_optimizer(model, OptimizerRecipe(name=name), fused_allowed=False)
     assert not_allowed.param_groups[0]["fused"] is False
     assert not fused_is_supported(name, make_model().to("meta").named_parameters())
 

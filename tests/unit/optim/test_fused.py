@@ -22,7 +22,8 @@ def test_sgd_is_the_formula_in_every_type(dtype: torch.dtype, fields: dict[str, 
         torch.randn(65, generator=generator, dtype=torch.float64).to(dtype) / 4 for _ in range(5)
     )
     p = nn.Parameter(start.clone())
-    optimizer = build_optimizer([("p", p)], OptimizerRecipe(name="sgd", lr=0.1, **fields), fused_allowed=True)
+    recipe = OptimizerRecipe(name="sgd", lr=0.1, **fields)
+    optimizer = build_optimizer(nn.ParameterList([p]), recipe, fused_allowed=True)
     right, memory = start.double(), torch.zeros(65, dtype=torch.float64)
     for grad in grads:
         p.grad = grad.clone()
@@ -40,9 +41,9 @@ def test_a_gradient_that_comes_late_is_trained_as_without_fused_kernels(name: st
     for fused_allowed in (True, False):
         early, late, never = (nn.Parameter(torch.linspace(-1, 1, 40)) for _ in range(3))
         fields = {"momentum": 0.9} if name in ("sgd", "rmsprop") else {}
-        named = [("early", early), ("late", late), ("never", never)]
+        model = nn.ParameterList([early, late, never])
         recipe = OptimizerRecipe(name=name, lr=0.1, **fields)
-        optimizer = build_optimizer(named, recipe, fused_allowed=fused_allowed)
+        optimizer = build_optimizer(model, recipe, fused_allowed=fused_allowed)
         for step in range(6):
             early.grad = torch.linspace(0, step + 1, 40)
             late.grad = torch.linspace(-1, 2, 40) if step >= 3 else None

@@ -71,7 +71,7 @@ def test_targets_are_the_next_tokens(folder: Path) -> None:
 
 def test_training_on_text_beats_the_trigram_of_the_same_held_out_text(folder: Path) -> None:
     task = load(folder)
-    optimizer = build_optimizer(task.model.named_parameters(), OptimizerRecipe(lr=1e-2), fused_allowed=True)
+    optimizer = build_optimizer(task.model, OptimizerRecipe(lr=1e-2), fused_allowed=True)
     for step in range(250):
         batch = torch.stack([task.data[(step * 16 + i) * 7 % len(task.data)] for i in range(16)])
         loss = task.loss(task.model, batch)

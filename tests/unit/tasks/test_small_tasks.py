@@ -25,7 +25,7 @@ def train(recipe: Recipe, tmp_path: Path) -> Loss:
     task.initialize(task.model, recipe.seed)
     steps_per_epoch = -(-len(task.data) // recipe.batch.size)
     steps = recipe.steps or round((recipe.epochs or 0) * steps_per_epoch)
-    optimizer = build_optimizer(task.model.named_parameters(), recipe.optimizer, fused_allowed=True)
+    optimizer = build_optimizer(task.model, recipe.optimizer, fused_allowed=True)
     schedule = build_schedule(recipe.schedule, steps, recipe.batch.size)
     for step in range(steps):
         schedule.apply(optimizer, step)

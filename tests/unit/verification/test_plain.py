@@ -65,7 +65,7 @@ def test_two_optimizers_that_were_written_apart_are_alike(name: str, decay_on: s
     extra = {"weight_decay": 0.1} if name == "adamw" else {"l2": 0.01}
     recipe = OptimizerRecipe(name=name, lr=0.01, decay_on=decay_on, **extra)
     model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
-    ours = build_optimizer(model.named_parameters(), recipe, fused_allowed=True)
+    ours = build_optimizer(model, recipe, fused_allowed=True)
     plain = plain_optimizer(model, recipe, fused_allowed=True)
     assert type(ours) is type(plain)
     assert ours.state_dict()["param_groups"] == plain.state_dict()["param_groups"]
@@ -131,7 +131,7 @@ def test_parameters_of_two_bytes_are_trained(dtype: torch.dtype) -> None:
     before = model.weight.detach().clone()
     recipe = OptimizerRecipe(name="sgd", lr=0.1, momentum=0.9)
     for build in (
-        lambda: build_optimizer(model.named_parameters(), recipe, True),
+        lambda: build_optimizer(model, recipe, True),
         lambda: plain_optimizer(model, recipe, True),
     ):
         with torch.no_grad():

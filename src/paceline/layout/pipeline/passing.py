@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.data import LoadedBatch
 from paceline.layout.buffers import MicroBatchBuffers
@@ -21,6 +21,7 @@ from paceline.layout.pipeline.flight import Flight, Weights
 from paceline.layout.pipeline.stage import Cut
 from paceline.layout.pipeline.view import Answers, Call, asked
 from paceline.layout.pipeline.wire import Neighbours
+from paceline.layout.placed import Ask
 from paceline.layout.precision import Precision
 from paceline.layout.seed import seed_micro_batch
 from paceline.layout.steady import Steady
@@ -80,19 +81,20 @@ class Passing:
             self.buffers.lend()
             samples = len(loaded.micro_batch.indices)
             with self._steady.during(), self._precision.autocast(), explained(samples):
-                outputs = self._run_links(action, loaded, arrived, sums, scale, weights, stream)
+                ask = self._scaled_loss(sums, scale)
+                outputs = self._run_links(action, loaded.batch, ask, arrived, stream, weights)
             self.buffers.take_back(action.micro_batch)
         micro_batch = loaded.micro_batch
         inputs = [x for x in arrived if x.requires_grad]
         return Flight(micro_batch.shard, micro_batch.key, inputs, outputs, action)
 
-    def evaluate(self, loaded: LoadedBatch, sums: Sums) -> None:
-        """Run one held-out micro-batch through every chunk of this rank."""
+    def answer(self, loaded: LoadedBatch, ask: Ask) -> None:
+        """Run one batch forward through every chunk of this rank; see `Placed.answer`."""
         for chunk in range(len(self.chunks)):
             action = Action("F", 0, chunk)
             arrived, stream = self._arrived(action)
             with self._precision.autocast():
-                self._run_links(action, loaded, arrived, sums, 1.0, None, stream)
+                self._run_links(action, loaded.batch, ask, arrived, stream)
 
     def backward(
         self, flight: Flight, weights: Weights | None = None, note: float = 0.0, *, split: bool = False
@@ -162,18 +164,18 @@ class Passing:
     def _run_links(
         self,
         action: Action,
-        loaded: LoadedBatch,
+        batch: Any,
+        ask: Ask,
         arrived: Sequence[Tensor],
-        sums: Sums,
-        scale: float,
-        weights: Weights | None,
         stream: Tensor | None,
+        weights: Weights | None = None,
     ) -> list[Tensor]:
+        """The links of a chunk, and what comes of them: what is sent on, or what `ask` returns."""
         fresh = torch.default_generator.get_state() if self._seeded is not None else None
         chunk, there = self.chunks[action.chunk], self._after(action)
 
         def links() -> Any:
-            given = self._given(action, loaded, arrived)
+            given = self._given(action, batch, ask, arrived)
             if stream is not None:  # what is drawn goes on there
                 torch.default_generator.set_state(stream.cpu())
             if weights is None:
@@ -181,14 +183,18 @@ class Passing:
             return torch.func.functional_call(chunk, dict(weights), given.inputs, given.named)
 
         if there is None:
-            return [self._loss(Answers(links).train(chunk.training), loaded, sums, scale)]
+            return [ask(Answers(links).train(chunk.training), batch)]
         return self._send_on(there, as_tuple(links()), fresh)
 
-    def _loss(self, answers: Answers, loaded: LoadedBatch, sums: Sums, scale: float) -> Tensor:
-        """Of the task, scaled."""
-        loss = checked(self._task.loss(answers, loaded.batch))
-        sums.add(loss)
-        return loss.total if scale == 1.0 else loss.total * scale
+    def _scaled_loss(self, sums: Sums, scale: float) -> Ask:
+        """Asks for the task's loss, which goes to the sums, and is multiplied for backward."""
+
+        def ask(model: nn.Module, batch: Any) -> Tensor:
+            loss = checked(self._task.loss(model, batch))
+            sums.add(loss)
+            return loss.total if scale == 1.0 else loss.total * scale
+
+        return ask
 
     def _send_on(
         self, there: tuple[int, Action], found: Sequence[Tensor], fresh: Tensor | None
@@ -202,11 +208,11 @@ class Passing:
             self._wire.send(there[0], [*found, state], note=1.0, key=self._key(there[1]))
         return [x for x in found if _differentiable(x)]
 
-    def _given(self, action: Action, loaded: LoadedBatch, arrived: Sequence[Tensor]) -> Call:
+    def _given(self, action: Action, batch: Any, ask: Ask, arrived: Sequence[Tensor]) -> Call:
         """The arguments of a chunk's first link."""
         if before(self._cut.stage, action, self._cut.num_stages) is None:
             training = self.chunks[action.chunk].training
-            return asked(self._task.loss, loaded.batch, training=training)
+            return asked(ask, batch, training=training)
         return Call(tuple(Enter.apply(x) if x.requires_grad else x for x in arrived), {})
 
 

@@ -26,8 +26,9 @@ from paceline.layout.pipeline.flight import Flight
 from paceline.layout.pipeline.passing import Passing
 from paceline.layout.pipeline.stage import Cut
 from paceline.layout.pipeline.wire import Neighbours
+from paceline.layout.placed import Ask
 from paceline.layout.precision import Precision
-from paceline.layout.sums import MetricNames, Sums
+from paceline.layout.sums import MetricNames, Sums, checked
 from paceline.observe import Phases
 from paceline.schedule import Action, MakeTable, gpipe, prove
 from paceline.slot import Slot
@@ -71,7 +72,7 @@ class Pipeline:
         self.passing = Passing(task, holding, cut, wire, precision, phases, seeds=seeds, reports=reports)
         self.gradients = HandingOn(holding.computes, overlap=overlap, frees=holding.frees)
         self.peak_stored = 0
-        self._wire, self._phases, self._reports = wire, phases, reports
+        self._wire, self._phases, self._reports, self._loss = wire, phases, reports, task.loss
         self._make_schedule, self._orders = schedule, dict[int, _Order]()
         self._of_chunk = [
             [slot for slot in holding.computes if cut.chunk_of(slot.name) == chunk]
@@ -160,18 +161,22 @@ class Pipeline:
         self._wire.abort()
         self.buffers.abort_step()
 
-    def evaluate(self, micro_batches: Iterable[LoadedBatch]) -> Sums:
-        """See `Placed`; micro-batches pass through the stages one after another."""
-        sums = Sums(self.metric_names)
+    def answer(self, micro_batches: Iterable[LoadedBatch], ask: Ask) -> None:
+        """See `Placed`; batches pass through the stages one after another."""
         self.holding.model.eval()
         self.passing.train(False)
         with torch.no_grad():
             self.holding.use.begin()
             for loaded in micro_batches:
-                self.passing.evaluate(loaded, sums)
+                self.passing.answer(loaded, ask)
                 self._wire.flush(most=_FEW)  # the first stage must not run far ahead of the last
             self.flush()
             self.holding.use.end()
+
+    def evaluate(self, micro_batches: Iterable[LoadedBatch]) -> Sums:
+        """See `Placed`."""
+        sums = Sums(self.metric_names)
+        self.answer(micro_batches, lambda model, batch: sums.add(checked(self._loss(model, batch))))
         return sums if self._reports else Sums(self.metric_names)
 
 

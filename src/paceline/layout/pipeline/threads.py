@@ -23,6 +23,7 @@ from paceline.layout.holding import Holding, hold_whole
 from paceline.layout.pipeline.placed import Pipeline
 from paceline.layout.pipeline.stage import Cut, cut_model
 from paceline.layout.pipeline.wire import ThreadWire, thread_wires
+from paceline.layout.placed import Ask
 from paceline.layout.precision import Precision
 from paceline.layout.replicate import Replicate
 from paceline.layout.sums import MetricNames, Sums
@@ -124,6 +125,10 @@ class StageThreads(LedByFirst):
         for stage in self._stages:
             stage.abort()
         self.buffers.abort_step()
+
+    def answer(self, micro_batches: Iterable[LoadedBatch], ask: Ask) -> None:
+        """See `Placed`; on this thread."""
+        self._whole.answer(micro_batches, ask)
 
     def evaluate(self, micro_batches: Iterable[LoadedBatch]) -> Sums:
         """See `Placed`; on this thread."""

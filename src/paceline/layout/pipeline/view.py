@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 from torch import nn
 
 from paceline.errors import TaskError
-from paceline.task import LossFunction
+from paceline.layout.placed import Ask
 
 
 class Call(NamedTuple):
@@ -23,8 +23,8 @@ class Call(NamedTuple):
     named: dict[str, Any]
 
 
-def asked(loss: LossFunction, batch: Any, *, training: bool) -> Call:
-    """What the loss calls the model with, for a batch.
+def asked(loss: Ask, batch: Any, *, training: bool) -> Call:
+    """What the loss, or whatever else asks, calls the model with, for a batch.
 
     Raises:
         TaskError: it never does, or it looks at the model's parameters before.

@@ -46,6 +46,8 @@ class Loss:
 
     def __post_init__(self) -> None:
         """A metric with its own count travels as two sums; `finish_metrics` puts them together again."""
+        if not self.metrics:
+            return
         own = {name: value for name, value in self.metrics.items() if isinstance(value, Metric)}
         if own:
             sums: dict[str, Any] = {**self.metrics, **{name: value.total for name, value in own.items()}}
@@ -179,6 +181,8 @@ def finish_metrics(task: Task, loss: float, count: float, means: Mapping[str, fl
         Means over each metric's own items (NaN if there were none), what the task derives from the sums, and
         nothing whose name begins with "_".
     """
+    if not means and task.derive is None:
+        return {}
     found = {name: value for name, value in means.items() if not name.startswith(_COUNT_OF)}
     sums = {"loss": loss * count, "count": count, **{name: value * count for name, value in found.items()}}
     for name in found:

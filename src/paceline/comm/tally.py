@@ -51,8 +51,10 @@ class Tally:
         if group.size == 1 and device.type == "cpu":
             return AgreedTally(self, None)
         head = [self.micro_batches, self.total, self.count, self.stops, *self.metrics.values(), *self.used]
-        packed = torch.cat([torch.tensor(head, dtype=torch.float64), self.buffers.cpu()]).to(device)
-        return AgreedTally(self, net.all_reduce(packed, group))
+        packed = torch.tensor(head, dtype=torch.float64)
+        if self.buffers.numel():
+            packed = torch.cat([packed, self.buffers.cpu()])
+        return AgreedTally(self, net.all_reduce(packed.to(device), group))
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ class HandingOn:
             slots: what a backward reaches, in the model's order; everything if None.
         """
         self._sink = sink
-        self._pending = dict.fromkeys(self._parameters if slots is None else slots)
+        self._pending = {} if sink is None else dict.fromkeys(self._parameters if slots is None else slots)
 
     def close(self) -> None:
         """Backward has ended: hand on the rest."""

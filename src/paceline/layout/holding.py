@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain
 from typing import Any, Protocol
 
@@ -97,7 +98,7 @@ class Holding:
         """By what is computed with, the part of every rank of the shard axis."""
         return {one.computes: one.parts for one in self.held.values()}
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
         """Where this rank computes."""
         found = chain(self.computes.values(), self.model.parameters(), self.model.buffers())

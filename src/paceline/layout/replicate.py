@@ -116,7 +116,7 @@ class Replicate:
                 self._dropouts,
                 everything=everything,
             )
-            watching = self._steady.during() if self._is_watched else nullcontext()
+            watching = self._steady if self._is_watched else nullcontext()
             with watching, self.precision.autocast(), explained(len(micro_batch.indices)):
                 loss = checked(self._loss(self._model, batch))
             sums.add(loss)

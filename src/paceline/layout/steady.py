@@ -6,8 +6,7 @@ it on the same rank, and ranks would change their parameters differently, withou
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 from torch import nn
 
@@ -26,19 +25,23 @@ class Steady:
 
     def __init__(self, parameters: Mapping[Slot, nn.Parameter]) -> None:
         self._parameters = parameters
+        self._before: list[int] = []
 
-    @contextmanager
-    def during(self) -> Iterator[None]:
-        """Compare around a forward.
+    def _versions(self) -> list[int]:
+        return [p._version for p in self._parameters.values()]
+
+    def __enter__(self) -> None:
+        self._before = self._versions()
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        """Compare with what was before a forward.
 
         Raises:
             TaskError: it wrote to a parameter.
         """
-        before = [p._version for p in self._parameters.values()]
-        yield
-        after = [p._version for p in self._parameters.values()]
-        if before == after:
+        if error is not None or self._before == (after := self._versions()):
             return
+        before = self._before
         changed = [s.name for s, a, b in zip(self._parameters, before, after, strict=True) if a != b]
         others = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
         raise TaskError(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,25 +74,24 @@ class Sums:
 
     def read(self) -> tuple[float, float, Mapping[str, float]]:
         """Total, count and metrics over all micro-batches."""
-        if len(self._rows) == 1 and _is_here(self._rows[0]):
-            columns = [float(x) for x in self._rows[0]]
-        else:
-            columns = self.per_micro_batch().sum(0).tolist()
+        table = self._table()
+        columns = table[0] if len(table) == 1 else self._tensor(table).sum(0).tolist()
         return columns[0], columns[1], dict(zip(self._names.found or (), columns[2:], strict=True))
 
     def per_micro_batch(self) -> Tensor:
         """Float64 [micro-batches, 2 + num_metrics] on the host: total, count, metrics."""
-        if not self._rows:
+        return self._tensor(self._table())
+
+    def _tensor(self, table: Sequence[Sequence[float]]) -> Tensor:
+        if not table:
             return torch.zeros(0, 2 + len(self._names.found or ()), dtype=torch.float64)
+        return torch.tensor(table, dtype=torch.float64)
+
+    def _table(self) -> list[list[float]]:
+        """The rows as numbers; waits for the device."""
         tensors = [x for row in self._rows for x in row if isinstance(x, Tensor)]
         numbers = iter(_read(tensors))
-        rows = [[next(numbers) if isinstance(x, Tensor) else x for x in row] for row in self._rows]
-        return torch.tensor(rows, dtype=torch.float64)
-
-
-def _is_here(row: list[Any]) -> bool:
-    """Whether its numbers lie on the host, so that each can be read by itself."""
-    return all(not isinstance(x, Tensor) or x.device.type == "cpu" for x in row)
+        return [[next(numbers) if isinstance(x, Tensor) else x for x in row] for row in self._rows]
 
 
 def _read(scalars: list[Tensor]) -> list[float]:
@@ -105,20 +103,26 @@ def _read(scalars: list[Tensor]) -> list[float]:
     return found
 
 
-@contextmanager
-def explained(num_samples: int) -> Iterator[None]:
+class explained:
     """Say in one sentence what PyTorch's BatchNorm says of too few values.
 
     Raises:
         TaskError: a shard of one sample went through a norm over the batch.
     """
-    try:
-        yield
-    except ValueError as error:
-        if "more than 1 value per channel" not in str(error):
-            raise
+
+    __slots__ = ("_num_samples",)
+
+    def __init__(self, num_samples: int) -> None:
+        self._num_samples = num_samples
+
+    def __enter__(self) -> None:
+        """Nothing to do."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, ValueError) or "more than 1 value per channel" not in str(error):
+            return
         raise TaskError(
-            f"a micro-batch of {num_samples} samples has too few values for a norm over the batch",
+            f"a micro-batch of {self._num_samples} samples has too few values for a norm over the batch",
             next_step="give every micro-batch two samples or more: a larger batch.size, fewer batch.shards or"
             " processes, batch.drop_last = true where the last batch is the small one; or"
             " batch.sync_batchnorm = true",

@@ -45,6 +45,12 @@ class Stats:
     sent_bytes: float
     rates: Mapping[str, float] = field(default_factory=dict)
 
+    def told(self, metrics: Mapping[str, float], rates: Mapping[str, float]) -> Stats:
+        """The same step with other metrics and rates, for a tenth of what `dataclasses.replace` costs."""
+        found = object.__new__(Stats)
+        vars(found).update(vars(self), metrics=metrics, rates=rates)
+        return found
+
     @property
     def samples_per_second(self) -> float:
         """Rate of this step, all replicas."""

@@ -121,13 +121,14 @@ class EveryStep:
         self, sums: Sums, placed: Placed, num_shards: int, shards: Sequence[int]
     ) -> Tally | ShardTally:
         total, count, metrics = sums.read()
+        used = placed.used
         tally = Tally(
             micro_batches=sums.micro_batches,
             total=total,
             count=count,
             metrics=metrics,
             stops=float(self._stop_requested()),
-            used=[float(slot.name in placed.used) for slot in placed.holding.slots],
+            used=[float(slot.name in used) for slot in placed.holding.slots],
             buffers=placed.buffers.change,
         )
         if not self._by_shard:

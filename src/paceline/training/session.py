@@ -190,7 +190,7 @@ class Session:
         groups = enumerate(self.state.optimizer.param_groups)
         rates = {str(group.get("name", i)): float(group["lr"]) for i, group in groups if "lr" in group}
         metrics = finish_metrics(self.task, stats.loss, stats.num_items, stats.metrics)
-        return replace(stats, metrics=metrics, rates=rates)
+        return stats.told(metrics, rates)
 
     def abort(self) -> None:
         """Drop the half step in which an error left `rounds`: calling `rounds` again does that step anew."""

@@ -13,6 +13,7 @@ from paceline.recipe import specs as specs_module
 from paceline.recipe.specs import (
     CodecSpec,
     LayoutSpec,
+    OptimizerSpec,
     Refusal,
     RouteSpec,
     ScheduleSpec,
@@ -25,7 +26,7 @@ from paceline.recipe.specs import (
 )
 from paceline.recipe.words import WORDS
 
-KINDS: tuple[type[Spec], ...] = (SyncSpec, CodecSpec, RouteSpec, ScheduleSpec, LayoutSpec)
+KINDS: tuple[type[Spec], ...] = (SyncSpec, CodecSpec, RouteSpec, ScheduleSpec, LayoutSpec, OptimizerSpec)
 
 PLUGIN = """
 from paceline.recipe.specs import CodecSpec, LayoutSpec, Refusal
@@ -73,7 +74,7 @@ def test_what_is_built_can_be_loaded_and_its_example_is_a_strategy() -> None:
         for spec in own_words(kind).values():
             if spec.is_built:
                 assert callable(spec.load()) and spec.summary
-            if kind is not LayoutSpec:
+            if kind not in (LayoutSpec, OptimizerSpec):
                 text = f"{spec.with_terms} {kind.choice}={spec.example}"
                 assert getattr(Strategy.parse(text), kind.choice) == spec.example
             if spec.argument is not None:

@@ -30,7 +30,9 @@ class Gradients:
 
     def agreed(self, used: Collection[str], scale: float) -> Gradients:
         """Without those that no rank used (their storage holds zeros), and with their scale."""
-        kept = {slot: g if slot.name in used else None for slot, g in self.tensors.items()}
+        kept = self.tensors
+        if any(slot.name not in used for slot in kept):
+            kept = {slot: g if slot.name in used else None for slot, g in kept.items()}
         return Gradients(kept, self.flats, self.norms, scale)
 
 

@@ -86,4 +86,6 @@ def joint_norm(norms: Sequence[Tensor]) -> float:
     """Euclidean norm over all tensors together, from the norms of each; 0 for none. Waits for the device."""
     if not norms:
         return 0.0
-    return float(torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms])))
+    device = norms[0].device
+    there = [n if n.device == device else n.to(device) for n in norms]
+    return float(torch.linalg.vector_norm(torch.stack(there)))

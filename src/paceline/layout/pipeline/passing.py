@@ -80,7 +80,7 @@ class Passing:
             self._seed(loaded.micro_batch.key)
             self.buffers.lend()
             samples = len(loaded.micro_batch.indices)
-            with self._steady.during(), self._precision.autocast(), explained(samples):
+            with self._steady, self._precision.autocast(), explained(samples):
                 ask = self._scaled_loss(sums, scale)
                 outputs = self._run_links(action, loaded.batch, ask, arrived, stream, weights)
             self.buffers.take_back(action.micro_batch)

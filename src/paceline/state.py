@@ -110,6 +110,15 @@ class TrainState:
             found += [piece.under(word) for piece in keeper.pieces()]
         return found
 
+    def unsaved_buffers(self) -> list[Piece]:
+        """Buffers that no state has, such as tables of rotary positions: a whole model needs those too."""
+        saved, found = self._named(), list[Piece]()
+        for name, value in self.model.named_buffers(remove_duplicate=False):
+            if name not in saved and not value.is_meta:
+                slot = Slot.whole(f"model/{name}", value)
+                found.append(Piece(replace(slot, axes=self.holding.buffers_on), value))
+        return found
+
     def pieces_in_common(self) -> list[Piece]:
         """Those that have the same bits on all ranks that hold them."""
         own = {piece.slot.name for piece in self.optimizer_pieces()} if self.alone else set[str]()

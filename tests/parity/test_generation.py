@@ -37,7 +37,7 @@ def texts(cluster: Cluster, recipe: Recipe) -> tuple[list[int], list[int], bool]
         "replicas=2",
         "replicas=2 sync=local:4",
         "replicas=1 pipeline=2",
-        "replicas=1 pipeline=2 schedule=interleaved:1",
+        "replicas=1 pipeline=2 schedule=interleaved:2",
         "replicas=1 shard=2 zero=3",
         "replicas=1 tensor=2",
         pytest.param("replicas=2 pipeline=2", marks=pytest.mark.soak),
@@ -48,7 +48,7 @@ def texts(cluster: Cluster, recipe: Recipe) -> tuple[list[int], list[int], bool]
 )
 def test_ranks_together_write_what_the_whole_model_writes(strategy: str) -> None:
     ranks = 4 if strategy.count("=2") - strategy.count("zero=2") == 2 else 2
-    recipe = gpt(strategy, steps=8)
+    recipe = gpt(strategy, steps=24)
     found = run_ranks(texts, ranks, recipe)
     together, alone, _ = found[0]
     assert len(together) == len(PROMPT) + TOKENS and together[: len(PROMPT)] == PROMPT.tolist()

@@ -77,6 +77,8 @@ def test_every_field_is_read_outside_the_recipe_room(read: set[tuple[str, str]],
     refused = {("BatchRecipe", "shards"), ("BatchRecipe", "accumulation")}
     # Read by `support` inside the recipe room, which refuses every value but one; see test_strategy_refusals.
     refused |= {name for name in fields_of(Recipe) if name[0] == "Strategy"}
+    # Read by `OptimizerRecipe.spec` inside the recipe room; see tests/unit/optim/test_build.py.
+    refused |= {("OptimizerRecipe", "name")}
     # Read by the rule of strategies with several replicas; see tests/parity/test_local.py.
     refused |= {name for name in fields_of(Recipe) if name[0] == "OuterRecipe"}
     # Read where a process starts: by `connected`, by `train`, and by the command that launches.

@@ -220,7 +220,9 @@ def _own_part(p: nn.Parameter, held: Held, values: Make) -> nn.Parameter:
     assert own is not None
     if not held.kept:
         return nn.Parameter(values(own).clone())
-    return p if own == held.computes else nn.Parameter(p.detach()[own.inside(held.computes)])
+    if own.part == held.computes.part:  # all of it, whoever else has none: what knows the module knows this
+        return p
+    return nn.Parameter(p.detach()[own.inside(held.computes)])
 
 
 def _require_no_hooks(p: nn.Parameter, slot: Slot) -> None:

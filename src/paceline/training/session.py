@@ -227,6 +227,7 @@ class Session:
         if found is not None:
             return found
         pieces = [piece for piece in self.state.pieces() if piece.slot.name.startswith("model/")]
+        pieces += self.state.unsaved_buffers()
         return whole_model(holding.model, gather_whole(pieces, self.mesh.inside, self.net), holding.device)
 
     def averaged(self) -> AbstractContextManager[None]:

@@ -25,6 +25,10 @@ class OneOf(NamedTuple):
 
     words: Callable[[], tuple[str, ...]]
 
+    @property
+    def text(self) -> str:
+        return _one_of(self.words())
+
 
 _TYPES = {
     int: "an integer",
@@ -45,10 +49,8 @@ def expected(annotation: Any, metadata: Iterable[Any] = ()) -> str:
     """
     metadata = tuple(_flat(metadata))
     for marker in metadata:
-        if isinstance(marker, Words):
+        if isinstance(marker, Words | OneOf):
             return marker.text
-        if isinstance(marker, OneOf):
-            return _one_of(marker.words())
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return expected(arguments[0], (*metadata, *arguments[1:]))

@@ -121,12 +121,8 @@ def build_session(
     )
     session.enter = partial(enter, session, arrange)
     session.listen(task.callbacks)
-    getattr(optimizer, "on_build", _nothing)(session)
+    getattr(optimizer, "on_build", id)(session)  # most need nothing but gradients
     return session
-
-
-def _nothing(session: Session) -> None:
-    """Most optimizers need nothing but gradients."""
 
 
 def lay_grounds(setting: Setting, recipe: Recipe, task: Task, *, fresh: bool) -> Grounds:

@@ -48,12 +48,11 @@ def generate(
     with session.averaged():
         for _ in range(num_tokens):
             logits_V = _last_logits(session, tokens_T[None, -context:])
-            found = torch.zeros(1, dtype=torch.int64)
-            chosen = pick(logits_V, temperature, top_p, generator) if logits_V is not None else found
-            if session.mesh.data.rank == 0 and session.mesh.place("tensor") == 0:
-                found = chosen
-            agreed = session.net.all_reduce(found.to(tokens_T.device), session.mesh.world).wait()
-            tokens_T = torch.cat((tokens_T, agreed))
+            token = torch.zeros(1, dtype=torch.int64)
+            if logits_V is not None and session.mesh.data.rank == 0 and session.mesh.place("tensor") == 0:
+                token = pick(logits_V, temperature, top_p, generator)
+            agreed = session.net.all_reduce(token.to(tokens_T.device), session.mesh.world)
+            tokens_T = torch.cat((tokens_T, agreed.wait()))
     return tokens_T
 
 

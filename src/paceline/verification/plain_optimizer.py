@@ -38,9 +38,15 @@ def plain_optimizer(model: nn.Module, recipe: OptimizerRecipe, fused_allowed: bo
             return kind(groups, r.lr, betas=r.betas, eps=r.eps, fused=fused)
         case "rmsprop":
             return torch.optim.RMSprop(groups, r.lr, alpha=r.alpha, eps=r.eps, momentum=r.momentum)
-        case _:  # PyTorch has none, so there is no second writing
-            found: torch.optim.Optimizer = r.spec.load()(model, groups, r, fused=fused)
-            return found
+    return _the_only_one(model, groups, r, fused)
+
+
+def _the_only_one(
+    model: nn.Module, groups: list[dict[str, Any]], recipe: OptimizerRecipe, fused: bool
+) -> torch.optim.Optimizer:
+    """As it is: PyTorch has none, so there is no second writing."""
+    found: torch.optim.Optimizer = recipe.spec.load()(model, groups, recipe, fused=fused)
+    return found
 
 
 def _may_be_fused(p: nn.Parameter) -> bool:

@@ -203,8 +203,7 @@ class LayoutSpec(Spec):
 class OptimizerSpec(Spec):
     """An update rule. `build(model, groups, recipe, *, fused) -> torch.optim.Optimizer`.
 
-    The groups are those of all trained parameters of the model, with their names and decay; what hooks on
-    modules, sums over ranks or keeps tensors by layer does it from `Callback.on_build`.
+    Its method `on_build(session)`, if it has one, is called once, before anything is restored.
 
     Args:
         reads: keys of [optimizer] that it reads, beside those that all read.
@@ -214,7 +213,6 @@ class OptimizerSpec(Spec):
     """
 
     choice = "optimizer"
-
     reads: tuple[str, ...] = ()
     decays_by: Literal["weight_decay", "l2"] = "weight_decay"
     elementwise: bool = False

@@ -61,7 +61,7 @@ def _last_logits(session: Session, tokens_1T: Tensor) -> Tensor | None:
     found: list[Tensor] = []
 
     def ask(model: nn.Module, batch: Any) -> None:
-        found.append(model(batch)[0, -1].float().cpu())
+        found.append(model(batch)[0, -1].float().cpu().reshape(-1))  # whole, if ranks have parts of it
 
     alone = MicroBatch(step=session.state.step, shard=0, indices=np.arange(1), key=0)
     session.placed.answer([LoadedBatch(alone, tokens_1T)], ask)

@@ -62,7 +62,7 @@ def test_a_strategy_is_text_or_a_table(write: Write) -> None:
         (
             'task = "x"\nsteps = 1\n[optimizer]\nname = "sdg"',
             4,
-            'optimizer.name: expected one of "adamw", "adam", "sgd", "rmsprop", found "sdg"; '
+            'optimizer.name: expected one of "adamw", "adam", "sgd", "rmsprop", "adabound", found "sdg"; '
             'did you mean "sgd"?',
         ),
         (

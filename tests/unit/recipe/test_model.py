@@ -51,7 +51,7 @@ def test_a_small_recipe_has_every_default() -> None:
         ),
         (
             {"optimizer": {"name": "adamm"}},
-            'optimizer.name: expected one of "adamw", "adam", "sgd", "rmsprop", found "adamm"; '
+            'optimizer.name: expected one of "adamw", "adam", "sgd", "rmsprop", "adabound", found "adamm"; '
             'did you mean "adam"?',
         ),
         (

@@ -102,6 +102,7 @@ def test_reading_leaves_every_generator_as_it_was() -> None:
 
 PLAIN = ("oracle", "halves", "plain_norm", "plain_schedule", "plain_optimizer", "plain_micro_batches")
 SHARED = {
+    "Batches",
     "Order",
     "MicroBatch",
     "to_device",

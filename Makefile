@@ -27,7 +27,7 @@ train: $(VENV)/.core ## train the byte-level GPT of recipes/byte-gpt.toml (RECIP
 
 test: $(VENV)/.dev ## run the CPU test suite (TESTS=, ARGS=); the capability report goes to build/
 	@mkdir -p build
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --durations=15 --capability-report=build/capabilities.json $(TESTS) $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=15 --capability-report=build/capabilities.json $(TESTS) $(ARGS)
 
 soak: $(VENV)/.dev ## run the long tests
 	$(BIN)/python -m pytest --soak -m soak --durations=15 --timeout=3600 $(TESTS) $(ARGS)

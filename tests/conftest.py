@@ -15,6 +15,7 @@ import torch
 from paceline.cluster import change_environment, process_environment
 from paceline.launch import fork_server
 
+_UNIT = Path(__file__).parent / "unit"
 STEPS, EVERY = 50, 20
 TASK = """
 import time
@@ -83,6 +84,11 @@ def pytest_configure() -> None:
     """A suite that `nohup` starts ignores Ctrl-C, and so would its processes, which are tested with it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Rooms with long tests come first: files are dealt in this order, and none should be the last."""
+    items.sort(key=lambda item: item.path.is_relative_to(_UNIT))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -7,6 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from paceline.cluster import Cluster
 from paceline.recipe import Recipe
@@ -45,7 +46,11 @@ def breaks() -> dict[str, tuple[Any, str, Any]]:
         "key of dropout": (KeyedDropout, "take_key", lambda self, key: take_key(self, key + 1)),
         "key of the loader": (reader, "key", lambda *words: read(*words) + 1),
         "which decay": (build, "decays", lambda p, on: not decays(p, on)),
-        "optimizer": (build, "_SETTINGS", {"adamw": lambda r: {"eps": 1e-3, "weight_decay": r.weight_decay}}),
+        "optimizer": (
+            build,
+            "adamw",
+            lambda model, groups, r, fused: torch.optim.AdamW(groups, r.lr, eps=1e-3),
+        ),
     }
 
 

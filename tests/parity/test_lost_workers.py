@@ -95,8 +95,8 @@ def with_small_buffers() -> None:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)  # those accepted inherit it
         return found
 
-    def connecting(*args: Any) -> socket.socket:
-        found = connect(*args)
+    def connecting(*args: Any, **options: Any) -> socket.socket:
+        found = connect(*args, **options)
         found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
         return found
 

@@ -80,7 +80,8 @@ def predict(
 ) -> None:
     """Print what a run's model says of each sample.
 
-    A line each: its index and the prediction. The weights are those of the newest valid checkpoint; RUN/checkpoints/best names the best by evaluation.
+    A line each: its index and the prediction. The weights are those of the newest valid checkpoint;
+    RUN/checkpoints/best names the best by evaluation.
     """
     _check_name(to)
     with _opened(run, task, weights, max_samples, trust) as found:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import optimizer as torch_optimizer
 
 _FOLDING = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+_HALVES = (torch.bfloat16, torch.float16)
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -31,8 +32,21 @@ def scaled_step(optimizer: torch.optim.Optimizer, flats: Sequence[Tensor], multi
     elif 1.0 / _LARGEST <= multiplier <= _LARGEST and folds(optimizer):
         _folded_step(optimizer, 1.0 / multiplier)
     else:
-        torch._foreach_mul_(list(flats), multiplier)
+        multiply(flats, multiplier)
         optimizer.step()
+
+
+def multiply(flats: Sequence[Tensor], multiplier: float) -> None:
+    """Multiply in place, each value rounded once.
+
+    On the processor `_foreach_mul_` rounds the number to the type of the tensors before, which in bfloat16 is
+    off by up to 0.4 % (PyTorch 2.13; tests/unit/training/test_scaled_step.py).
+    """
+    exact = [flat for flat in flats if flat.dtype not in _HALVES]
+    if exact:
+        torch._foreach_mul_(exact, multiplier)
+    for flat in (flat for flat in flats if flat.dtype in _HALVES):
+        flat.mul_(multiplier)
 
 
 def folds(optimizer: torch.optim.Optimizer) -> bool:

@@ -92,3 +92,16 @@ def test_a_step_that_fails_leaves_no_divisor_behind() -> None:
     with pytest.raises(RuntimeError):
         scaled_step(optimizer, [flat], 0.5)
     assert not hasattr(optimizer, "grad_scale")
+
+
+@pytest.mark.capability("J11", "K2")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_gradient_of_two_bytes_is_rounded_once(dtype: torch.dtype) -> None:
+    """PyTorch's `_foreach_mul_` rounds the multiplier too: to 0.578 in bfloat16."""
+    number = 0.5794948728912667
+    params, flat = parameters(dtype)
+    before, by_foreach = flat.clone(), flat.clone()
+    scaled_step(OPTIMIZERS["AdamW"](params), [flat], number)
+    assert torch.equal(flat, (before.float() * number).to(dtype))
+    torch._foreach_mul_([by_foreach], number)
+    assert torch.equal(by_foreach, flat) == (dtype == torch.float32)

@@ -62,6 +62,7 @@ def frozen(width: int) -> nn.Module:
     return nn.Linear(width, width).requires_grad_(False)
 
 
+TRAINED = ("linear", "no bias", "norm", "scale")  # a stage, or a chunk of one, has parameters
 LINKS: Mapping[str, Callable[[int], nn.Module]] = {
     "linear": lambda width: nn.Linear(width, width),
     "no bias": lambda width: nn.Linear(width, width, bias=False),
@@ -139,6 +140,11 @@ def draw(number: int, processes: int) -> Drawn:
     way = Way(strategy, processes, SAME_BITS if same_bits else {}, chain="pipeline" in strategy, alone=alone)
     fewest = 2 if "interleaved" in strategy else 1  # two chunks on each of two stages
     links = tuple(r.choice(list(LINKS)) for _ in range(r.randint(fewest, 6)))
+    least = (
+        2 if "interleaved" in strategy else "pipeline=3" in strategy
+    )  # beside the first and the last layer
+    lacking = least - sum(word in TRAINED for word in links)
+    links += tuple(r.choice(TRAINED) for _ in range(lacking))
     width = r.randint(3 if "norm" in links else 1, 7)  # the norm of two values is their sign
     return Drawn(number, width, links, whole_epochs * size + tail, plan, way)
 

@@ -90,14 +90,14 @@ def test_two_nodes_of_two_end_where_one_process_ends(strategy: str, group: str, 
 def workers_of(launcher: int) -> list[int]:
     """Its children; a fork server's are not."""
     found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
+    for process in Path("/proc").glob("[0-9]*"):
         try:
-            fields = path.read_text().rpartition(")")[2].split()
-            command = (path.parent / "cmdline").read_text()
+            fields = (process / "stat").read_text().rpartition(")")[2].split()
+            command = (process / "cmdline").read_text()
         except OSError:
             continue  # it has ended meanwhile
         if int(fields[1]) == launcher and "paceline" in command and "train" in command:
-            found.append(int(path.parent.name))
+            found.append(int(process.name))
     return sorted(found)
 
 

@@ -9,13 +9,16 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from paceline.lab.cores import remove_groups
 from paceline.lab.state import PREFIX, folders, records, remove_folder
+
+_Found = TypeVar("_Found", bound=Hashable)
 
 _GONE_SECONDS = 10.0
 _GROUP_PARENTS = ("cpu", "cpu,cpuacct", ".")
@@ -38,21 +41,17 @@ def clean(*, running: bool = False, groups_root: Path = Path("/sys/fs/cgroup")) 
         running: also end labs that are in use.
         groups_root: where control groups are mounted.
     """
-    alive = {record.name: record for record in records() if record.owner.alive}
     if running:
-        for record in alive.values():
-            with suppress(ProcessLookupError):
-                os.kill(record.owner.pid, signal.SIGKILL)
-    spared = set() if running else set(alive)
-    pids = _end_processes(spared)
-    groups = _remove_groups(spared, groups_root)
-    left = [folder for folder in folders() if folder.name not in spared]
+        _kill_owners()
+    pids = _end_processes()
+    groups = _remove_groups(groups_root)
+    left = _without_owner({folder: folder.name for folder in folders()})
     for folder in left:
         remove_folder(folder)
     names = {folder.name for folder in left} | {
         Path(group).name for group in groups if PREFIX in Path(group).name
     }
-    return Cleaned(tuple(sorted(names)), tuple(pids), tuple(groups), tuple(sorted(spared)))
+    return Cleaned(tuple(sorted(names)), tuple(pids), tuple(groups), tuple(sorted(_alive())))
 
 
 def lab_processes() -> dict[int, str]:
@@ -67,11 +66,44 @@ def lab_processes() -> dict[int, str]:
     return found
 
 
-def _end_processes(spared: set[str]) -> list[int]:
+def _alive() -> set[str]:
+    """The labs whose owner lives, by name, and those that are just being made."""
+    named = {record.name for record in records() if record.owner.alive}
+    return named | {folder.name for folder in folders() if _is_begun(folder)}
+
+
+def _is_begun(folder: Path) -> bool:
+    """A lab's folder that has no record yet, and has not stood for long without."""
+    try:
+        return not (folder / "lab.json").exists() and time.time() - folder.stat().st_mtime < _GONE_SECONDS
+    except FileNotFoundError:
+        return False  # it has ended
+
+
+def _without_owner(found: Mapping[_Found, str]) -> list[_Found]:
+    """What belongs to no living lab, of things with the names of their labs.
+
+    Who lives is asked after the things were found: a lab that began in between is spared.
+    """
+    alive = _alive()
+    return [thing for thing, lab in found.items() if lab not in alive]
+
+
+def _kill_owners() -> None:
+    owners = [record.owner for record in records() if record.owner.alive]
+    for owner in owners:
+        with suppress(ProcessLookupError):
+            os.kill(owner.pid, signal.SIGKILL)
+    expires = time.monotonic() + _GONE_SECONDS
+    while any(owner.alive for owner in owners) and time.monotonic() < expires:
+        time.sleep(0.01)
+
+
+def _end_processes() -> list[int]:
     """Kill what keeps a lab alive; the kernel ends the rest of its hosts."""
     ended: set[int] = set()
     expires = time.monotonic() + _GONE_SECONDS
-    while found := [pid for pid, lab in lab_processes().items() if lab not in spared]:
+    while found := _without_owner(lab_processes()):
         for pid in found:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -82,10 +114,13 @@ def _end_processes(spared: set[str]) -> list[int]:
     return sorted(ended)
 
 
-def _remove_groups(spared: set[str], root: Path) -> list[str]:
+def _remove_groups(root: Path) -> list[str]:
     tops = [top for parent in _GROUP_PARENTS for top in sorted((root / parent).glob(f"{PREFIX}*"))]
-    mine = [top for top in tops if top.name not in spared and top.stat().st_uid == os.getuid()]
-    found = [str(path) for top in mine for path in (top, *sorted(p for p in top.iterdir() if p.is_dir()))]
+    found: list[str] = []
+    for top in _without_owner({top: top.name for top in tops}):
+        with suppress(FileNotFoundError):  # its lab has just ended
+            if top.stat().st_uid == os.getuid():
+                found += map(str, (top, *sorted(inner for inner in top.iterdir() if inner.is_dir())))
     return _wait_removed(found)
 
 

@@ -12,6 +12,7 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -97,9 +98,11 @@ def root_folder() -> Path:
 def new_record() -> Record:
     """Make the folder of a new lab that this process owns."""
     name = PREFIX + secrets.token_hex(4)
-    root_folder().mkdir(mode=0o700, exist_ok=True)
     folder = root_folder() / name
-    folder.mkdir(mode=0o700)
+    while not folder.exists():
+        root_folder().mkdir(mode=0o700, exist_ok=True)
+        with suppress(FileNotFoundError):  # another lab was the last one, and took the folder of all with it
+            folder.mkdir(mode=0o700)
     record = Record(name, folder, Process.of(os.getpid()))
     record.save()
     return record
@@ -107,8 +110,12 @@ def new_record() -> Record:
 
 def folders() -> Iterator[Path]:
     """The folders of all labs of this user, oldest first."""
+    found: dict[Path, float] = {}
     if root_folder().is_dir():
-        yield from sorted(root_folder().glob(f"{PREFIX}*"), key=lambda path: path.stat().st_mtime)
+        for path in root_folder().glob(f"{PREFIX}*"):
+            with suppress(FileNotFoundError):  # its lab has just ended
+                found[path] = path.stat().st_mtime
+    yield from sorted(found, key=lambda path: found[path])
 
 
 def records() -> Iterator[Record]:

@@ -23,13 +23,14 @@ def session_members(session: int) -> list[int]:
 
 
 def _processes() -> Iterable[tuple[int, str, int]]:
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+    for process in Path("/proc").glob("[0-9]*"):  # a longer pattern fails for a process that is just ending
         try:
             # pid (name) state parent group session ...; the name may hold anything, also ")"
-            state, _, _, session = stat.read_text(errors="replace").rpartition(")")[2].split()[:4]
+            text = (process / "stat").read_text(errors="replace")
         except OSError:
             continue  # it ended between the listing and the reading
-        yield int(stat.parent.name), state, int(session)
+        state, _, _, session = text.rpartition(")")[2].split()[:4]
+        yield int(process.name), state, int(session)
 
 
 def kill_session(session: int) -> None:

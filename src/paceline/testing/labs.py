@@ -18,7 +18,7 @@ import pytest
 from paceline.lab import Lab, why_not
 from paceline.lab.clean import lab_processes
 from paceline.lab.processes import members
-from paceline.lab.state import Record
+from paceline.lab.state import Process, Record, records
 
 _SETTLE_SECONDS = 5.0
 _GROUPS = Path("/sys/fs/cgroup")
@@ -32,7 +32,7 @@ class Footprint:
     Args:
         name: of the lab.
         folder: its files.
-        namespaces: by their names in /proc.
+        namespaces: by their names in /proc, which the system gives to new ones when these are gone.
         processes: all that run in its hosts, and those that hold them.
         links, mounts: of this process's own namespaces; a lab adds none.
     """
@@ -40,7 +40,7 @@ class Footprint:
     name: str
     folder: Path
     namespaces: frozenset[str]
-    processes: frozenset[int]
+    processes: frozenset[Process]
     links: frozenset[str]
     mounts: frozenset[str]
 
@@ -55,7 +55,7 @@ class Footprint:
             record.name,
             record.folder,
             frozenset(spaces),
-            frozenset({*firsts, *inside, *holders}),
+            frozenset(Process.of(pid) for pid in {*firsts, *inside, *holders}),
             _links(),
             _mounts(),
         )
@@ -69,18 +69,23 @@ class Footprint:
 
     def _remains(self) -> list[str]:
         pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
-        spaces = {name for pid in pids for name in _namespaces(pid)}
+        spaces = {name for pid in pids for name in _namespaces(pid)} - self._of_other_labs()
         groups = [str(path) for path in _GROUPS.glob(f"*/{self.name}")]
         groups += [str(path) for path in _GROUPS.glob(self.name)]
         holding = [pid for pid, lab in lab_processes().items() if lab == self.name]
         return [
             *(f"namespace {name}" for name in sorted(spaces & self.namespaces)),
-            *(f"process {pid}" for pid in sorted({*(self.processes & set(pids)), *holding})),
+            *(f"process {pid}" for pid in sorted({*holding, *(p.pid for p in self.processes if p.alive)})),
             *(f"control group {group}" for group in groups),
             *(f"link {name}" for name in sorted(_links() - self.links)),
             *(f"mount {name}" for name in sorted(_mounts() - self.mounts)),
             *([f"folder {self.folder}"] if self.folder.exists() else []),
         ]
+
+    def _of_other_labs(self) -> set[str]:
+        others = [record for record in records() if record.name != self.name]
+        firsts = [first.pid for other in others for first in other.first.values() if first.alive]
+        return {name for first in firsts for name in _namespaces(first)}
 
 
 def _namespaces(pid: int) -> set[str]:

@@ -124,11 +124,11 @@ def _has_group() -> bool:
 
 def _descendants(root: int) -> dict[int, str]:
     children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+    for process in Path("/proc").glob("[0-9]*"):  # a longer pattern fails for a process that is just ending
         with suppress(OSError):
-            state, parent = stat.read_text(errors="replace").rpartition(")")[2].split()[:2]
+            state, parent = (process / "stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
             if state not in "ZX":
-                children.setdefault(int(parent), []).append(int(stat.parent.name))
+                children.setdefault(int(parent), []).append(int(process.name))
     found: dict[int, str] = {}
     todo = list(children.get(root, ()))
     while todo:
@@ -165,8 +165,8 @@ def _used_elsewhere(name: str) -> bool:
         return True  # it is gone
     ours = {os.getpid(), *_descendants(os.getpid())}
     needle = f" {os.major(there.st_dev):02x}:{os.minor(there.st_dev):02x} {there.st_ino} "
-    for maps in Path("/proc").glob("[0-9]*/maps"):
+    for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if int(maps.parent.name) not in ours and needle in maps.read_text(errors="replace"):
+            if int(process.name) not in ours and needle in (process / "maps").read_text(errors="replace"):
                 return True
     return False

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,16 @@ def test_what_a_killed_lab_leaves_is_gone_after_clean() -> None:
     assert done.returncode == 0 and "removed" in done.stdout
     assert footprint.remains() == []
     assert record.name not in paceline("lab", "ps").stdout
+
+
+def test_namespaces_with_numbers_that_another_lab_has_now_are_no_leak(lab) -> None:
+    """The system gives the numbers of namespaces that are gone to the next ones."""
+    ended, after = Footprint.of(lab(hosts=1).record), Footprint.of(lab(hosts=1).record)
+    assert ended.namespaces.isdisjoint(after.namespaces)
+    nothing = {"processes": frozenset(), "folder": Path("/nonexistent")}
+    gone = replace(ended, name="paceline-lab-gone", namespaces=after.namespaces, **nothing)
+    assert gone.remains() == []
+    assert {line.split()[0] for line in after.remains()} >= {"namespace", "process", "folder"}
 
 
 def test_an_exception_ends_a_lab_and_so_does_clean_of_running_ones() -> None:

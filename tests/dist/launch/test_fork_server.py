@@ -202,10 +202,10 @@ def running(command_line: Path) -> bool:
 def children(parent: int) -> list[Path]:
     """The command lines of a process's children."""
     found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+    for process in Path("/proc").glob("[0-9]*"):
         try:
-            if stat.read_text().rpartition(")")[2].split()[1] == str(parent):
-                found.append(stat.with_name("cmdline"))
+            if (process / "stat").read_text().rpartition(")")[2].split()[1] == str(parent):
+                found.append(process / "cmdline")
         except OSError:
             continue
     return found

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
 from tests.zoo.kind import CLASSES, NUM_SAMPLES, WIDTH, Kind, Made, chain, mlp
 
@@ -129,6 +130,42 @@ def batch_norm() -> Made:
     return chain(*links, samples=samples)
 
 
+class NotesSlopes(nn.Module):
+    """A buffer that backward changes: the mean gradient of what went out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("slopes", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * self.slopes.clone()
+        if y.requires_grad:
+            y.register_hook(self.note)
+        return y
+
+    def note(self, slopes: Tensor) -> None:
+        self.slopes.lerp_(slopes.mean(0), 0.1)
+
+
+def buffer_of_backward() -> Made:
+    return mlp(NotesSlopes(), nn.Linear(8, 8), NotesSlopes())
+
+
+class Repeated(nn.Module):
+    """Computes again in backward, and so counts twice, as PyTorch does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, affine=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+def norm_repeated() -> Made:
+    return mlp(Repeated())
+
+
 def spectral_norm() -> Made:
     """A weight that is computed, with a buffer that every forward changes."""
     layer = parametrizations.spectral_norm(nn.Linear(8, 8))
@@ -144,5 +181,7 @@ CHANGING: dict[str, Kind] = {
     "functional-dropout": Kind(functional_dropout),
     "dropout-module": Kind(dropout_module),
     "batch-norm": Kind(batch_norm),
+    "buffer-of-backward": Kind(buffer_of_backward),
+    "norm-repeated": Kind(norm_repeated, tolerance=1e-5),
     "spectral-norm": Kind(spectral_norm),
 }

@@ -1,4 +1,4 @@
-"""Buffers that the forward pass changes, such as the running statistics of BatchNorm.
+"""Buffers that forward and backward change, such as the running statistics of BatchNorm.
 
 Every micro-batch of a step starts from the buffers before the step, and the buffers after it are those plus
 the mean change over all micro-batches of all ranks. So they depend on the virtual shards, never on the world
@@ -30,6 +30,7 @@ class MicroBatchBuffers:
         self._places = [_place(model, name) for name in names]
         self._base = self._copies()
         self._changes: list[Tensor] = []
+        self._passed: dict[tuple[int, int], Tensor] = {}
         self._lent: list[Tensor] = []
 
     @property
@@ -41,7 +42,7 @@ class MicroBatchBuffers:
         """Remember the values before the step."""
         if self._places:
             self._base = self._copies()
-            self._changes = []
+            self._changes, self._passed = [], {}
 
     def end_micro_batch(self) -> None:
         """Note this micro-batch's change, and put the values before the step back."""
@@ -57,35 +58,41 @@ class MicroBatchBuffers:
         if self._places:
             self._restore()
 
-    def lend(self) -> None:
-        """Let the next forward change copies: what an earlier one saved for its backward stays as it is."""
-        self._lent = self._now()
-        for (module, name), own in zip(self._places, self._lent, strict=True):
-            module._buffers[name] = own.clone()
+    def lend(self, held: Sequence[Tensor] | None = None) -> None:
+        """Let the next forward or backward change other tensors, since micro-batches take turns.
 
-    def take_back(self, number: int) -> None:
-        """Note what micro-batch `number` of the step changed, and put the own buffers back.
-
-        Micro-batches come in order; one that passes through several parts of the model comes several times.
+        Args:
+            held: what the forward of the same micro-batch left, for its backward; a forward gets copies.
         """
+        self._lent = self._now()
+        for i, ((module, name), own) in enumerate(zip(self._places, self._lent, strict=True)):
+            module._buffers[name] = own.clone() if held is None else held[i]
+
+    def take_back(self, micro_batch: int, chunk: int) -> list[Tensor]:
+        """Note what a micro-batch has changed so far in a chunk of the model, and put the own buffers back.
+
+        Returns:
+            What was lent, as it was left.
+        """
+        left = self._now()
         if self._places and self._reports:
-            change = self.change_since(self._base)
-            if number < len(self._changes):
-                self._changes[number] += change
-            else:
-                self._changes.append(change)
+            self._passed[micro_batch, chunk] = self.change_since(self._base)
         for (module, name), own in zip(self._places, self._lent, strict=True):
             module._buffers[name] = own
+        return left
 
     @property
     def change(self) -> Tensor:
         """Sum of the changes that this rank reports, float64 [num_values]."""
-        return sum(self._changes, start=self._no_change())
+        return sum(self.changes, start=self._no_change())
 
     @property
     def changes(self) -> list[Tensor]:
         """The changes of this rank's micro-batches, one after another, float64 [num_values] each."""
-        return self._changes
+        passed = dict[int, Tensor]()
+        for (micro_batch, _), change in sorted(self._passed.items(), key=lambda item: item[0]):
+            passed[micro_batch] = passed[micro_batch] + change if micro_batch in passed else change
+        return [*self._changes, *passed.values()]
 
     def take_changes(self, others: MicroBatchBuffers) -> None:
         """Note what the micro-batches of a copy have changed."""

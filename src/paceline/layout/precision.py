@@ -7,8 +7,8 @@ and backward pass runs in the compute type.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from paceline.errors import TaskError
+from paceline.layout.repetition import contexts_of
 
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -61,7 +62,8 @@ def recompute_blocks(model: nn.Module, choose: Callable[[nn.Module], Iterable[nn
         choose: the blocks of a model; by default the entries of every `nn.ModuleList`.
     Returns:
         Number of blocks.
-    Exactness: bitwise; keyed dropout draws the same masks, PyTorch's own has its state restored.
+    Exactness: bitwise; keyed dropout draws the same masks, PyTorch's own has its state restored, and buffers
+    that the forward changes are changed once.
     Source: Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost, arXiv:1604.06174.
     """
     blocks = recomputed_blocks(model, choose)
@@ -89,24 +91,11 @@ def _recomputing(kind: type[nn.Module]) -> type[nn.Module]:
         plain = partial(kind.forward, self)
         if not torch.is_grad_enabled():
             return plain(*args, **kwargs)
-        modes = _get_current_function_mode_stack()
-        around: dict[str, Any] = {"context_fn": partial(_as_now, modes)} if modes else {}
+        contexts = contexts_of(self, _get_current_function_mode_stack())
+        around: dict[str, Any] = {"context_fn": contexts} if contexts else {}
         return checkpoint(plain, *args, use_reentrant=False, **around, **kwargs)
 
     return type(f"Recomputed{kind.__name__}", (kind,), {"forward": forward, "__module__": kind.__module__})
-
-
-def _as_now(modes: Sequence[AbstractContextManager[Any]]) -> tuple[Any, Any]:
-    """What is around the forward, and the same around its repetition: backward runs outside of modes."""
-    return nullcontext(), _inside(modes)
-
-
-@contextmanager
-def _inside(modes: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for mode in modes:
-            stack.enter_context(mode)
-        yield
 
 
 def _module_lists(model: nn.Module) -> Iterable[nn.Module]:

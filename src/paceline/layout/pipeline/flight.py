@@ -24,6 +24,7 @@ class Flight:
         inputs: the tensors that came in and can have a gradient.
         outputs: those that went out; the scaled loss on the last stage.
         action: its forward.
+        buffers: of the rank's model, as this micro-batch has left them.
     """
 
     shard: int
@@ -31,6 +32,7 @@ class Flight:
     inputs: Sequence[Tensor]
     outputs: Sequence[Tensor]
     action: Action
+    buffers: Sequence[Tensor]
     halves: Halves | None = None
 
     def first_half(self, arrived: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:

@@ -7,7 +7,8 @@ generator stands. Messages are found by what they are for, in whatever order the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -83,10 +84,10 @@ class Passing:
             with self._steady, self._precision.autocast(), explained(samples):
                 ask = self._scaled_loss(sums, scale)
                 outputs = self._run_links(action, loaded.batch, ask, arrived, stream, weights)
-            self.buffers.take_back(action.micro_batch)
+            buffers = self.buffers.take_back(action.micro_batch, action.chunk)
         micro_batch = loaded.micro_batch
         inputs = [x for x in arrived if x.requires_grad]
-        return Flight(micro_batch.shard, micro_batch.key, inputs, outputs, action)
+        return Flight(micro_batch.shard, micro_batch.key, inputs, outputs, action, buffers)
 
     def answer(self, loaded: LoadedBatch, ask: Ask) -> None:
         """Run one batch forward through every chunk of this rank; see `Placed.answer`."""
@@ -111,9 +112,7 @@ class Passing:
         """
         action = flight.action._replace(kind="B")
         arrived, note = self._arrived_gradients(action, flight, note)
-        with self._phases.during("backward"):
-            # recomputed activations draw what the forward drew
-            self._seed(flight.key)
+        with self._phases.during("backward"), self._as_forward_left(flight):
             if split:
                 own = [p for p in self.chunks[action.chunk].parameters() if p.requires_grad]
                 found, back = list[Tensor | None](), flight.first_half(arrived, own)
@@ -126,9 +125,16 @@ class Passing:
 
     def end_backward(self, flight: Flight) -> None:
         """The gradients of weights that were put off, added to `.grad`."""
-        with self._phases.during("backward"):
-            self._seed(flight.key)
+        with self._phases.during("backward"), self._as_forward_left(flight):
             flight.second_half()
+
+    @contextmanager
+    def _as_forward_left(self, flight: Flight) -> Iterator[None]:
+        """Around a backward: what it draws for activations that are recomputed, and the buffers it sees."""
+        self._seed(flight.key)
+        self.buffers.lend(flight.buffers)
+        yield
+        flight.buffers = self.buffers.take_back(flight.action.micro_batch, flight.action.chunk)
 
     # -- what comes and goes --------------------------------------------------------------------------------
 

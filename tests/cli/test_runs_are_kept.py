@@ -116,7 +116,7 @@ def test_a_folder_that_cannot_be_made_says_why(tmp_path: Path, monkeypatch: pyte
         paceline.train(recipe, small)
 
 
-FULL = "mkdir -p small && mount -t tmpfs -o size=600k tmpfs small && exec "
+FULL = "mkdir -p small && mount -t tmpfs -o size=200k tmpfs small && exec "
 READ_ONLY = "mkdir -p small && mount -t tmpfs -o ro tmpfs small && exec "
 
 
@@ -132,7 +132,7 @@ def test_a_disk_that_takes_nothing_is_one_error_with_a_next_step(
     tmp_path: Path, what: str, prefix: str
 ) -> None:
     """The metrics alone fill the disk: training goes on until a checkpoint is due at its end."""
-    settings = ["--set", "run_dir=small/run", "--set", "steps=4000", "--set", "runtime.threads=1"]
+    settings = ["--set", "run_dir=small/run", "--set", "steps=1500", "--set", "runtime.threads=1"]
     line = [sys.executable, "-m", "paceline", "train", SUM, "-n", "1", *settings]
     done = subprocess.run(
         ["unshare", "-Urm", "sh", "-c", prefix + '"$@"', "sh", *line],

@@ -214,6 +214,8 @@ MODULES = {
     "tensor_layout": ("paceline.layout", "by-tensor", LAYOUT),
     "kfac_optimizer": ("paceline.optimizer", "kfac", OPTIMIZER),
 }
+DIGITS = str(ROOT / "recipes" / "digits.toml")
+SETTINGS = ("steps=40", "options.hidden=[32]", "epochs=", "evaluate.every_steps=40")
 STRATEGIES = {
     "gathered": "replicas=2 route=gathered",
     "half": "replicas=2 codec=half",
@@ -237,10 +239,25 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return site
 
 
+SEVERAL = """
+import json, sys
+import paceline
+from paceline.recipe.load import load_recipe
+
+for name, strategy in json.loads(sys.argv[2]).items():
+    paceline.train(load_recipe(sys.argv[1], [*sys.argv[3:], f"run_dir={name}"], strategy))
+"""
+
+
 @pytest.fixture(scope="module")
 def plain(site: Path) -> list[float]:
-    """The losses of two replicas."""
-    return train(site, "replicas=2", "plain")
+    """The losses of two replicas, and then of each strategy: one job trains them all, one after another."""
+    script = site.parent / "several.py"
+    script.write_text(SEVERAL)
+    all_of_them = json.dumps({"plain": "replicas=2", **STRATEGIES})
+    done = run(site, "-m", "paceline", "run", "-n", "2", str(script), DIGITS, all_of_them, *SETTINGS)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return losses(site, "plain")
 
 
 def run(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -257,12 +274,14 @@ def run(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def train(site: Path, strategy: str, name: str, *changes: str, ranks: int = 2) -> list[float]:
     """The losses of a run; its evaluation comes last."""
-    recipe = str(ROOT / "recipes" / "digits.toml")
-    settings = ["steps=40", "options.hidden=[32]", "epochs=", f"run_dir={name}", "evaluate.every_steps=40"]
-    settings += changes
-    more = [word for setting in settings for word in ("--set", setting)]
-    done = run(site, "-m", "paceline", "train", recipe, "-n", str(ranks), "--strategy", strategy, *more)
+    more = [word for setting in (*SETTINGS, f"run_dir={name}", *changes) for word in ("--set", setting)]
+    done = run(site, "-m", "paceline", "train", DIGITS, "-n", str(ranks), "--strategy", strategy, *more)
     assert done.returncode == 0, done.stderr[-2000:]
+    return losses(site, name)
+
+
+def losses(site: Path, name: str) -> list[float]:
+    """Those of a run that has ended."""
     folder = site.parent / name
     assert (folder / "checkpoints" / "step-00000040").is_dir()
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -275,7 +294,7 @@ def train(site: Path, strategy: str, name: str, *changes: str, ranks: int = 2) -
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("word", STRATEGIES)
 def test_a_piece_from_another_package_trains_by_its_word(word: str, site: Path, plain: list[float]) -> None:
-    found = train(site, STRATEGIES[word], word)
+    found = losses(site, word)
     notes = [(site.parent / f"used-{word}-{rank}").read_text() for rank in range(2)]
     assert len(found) == 41 and found[-1] < 2.2 < found[0]
     assert found == pytest.approx(plain, rel=0.05 if word == "half" else 1e-4)
@@ -307,9 +326,8 @@ def test_an_optimizer_from_another_package_has_hooks_sums_and_state(name: str, s
 
 
 def test_an_optimizer_from_another_package_that_looks_at_whole_tensors_gets_no_parts(site: Path) -> None:
-    recipe = str(ROOT / "recipes" / "digits.toml")
     cut = ["-n", "2", "--strategy", "replicas=1 shard=2 zero=1", "--set", KFAC[0], "--set", KFAC[1]]
-    refused = run(site, "-m", "paceline", "train", recipe, *cut)
+    refused = run(site, "-m", "paceline", "train", DIGITS, *cut)
     assert refused.returncode == 2 and "KFac" in refused.stderr
 
 
@@ -345,8 +363,7 @@ def test_words_of_other_packages_are_listed_and_others_are_refused(site: Path) -
     assert len(answers) == len(REFUSED)
     for answer, said in zip(answers, REFUSED.values(), strict=True):
         assert said in answer
-    recipe = str(ROOT / "recipes" / "digits.toml")
-    refused = run(site, "-m", "paceline", "train", recipe, "-n", "2", "--strategy", "route=gatherd")
+    refused = run(site, "-m", "paceline", "train", DIGITS, "-n", "2", "--strategy", "route=gatherd")
     assert refused.returncode == 2 and "gathered" in refused.stderr
 
 

@@ -105,7 +105,7 @@ def children_of(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-@pytest.mark.parametrize("when", ["before", "later"])
+@pytest.mark.parametrize("when", [pytest.param("before", marks=pytest.mark.soak), "later"])
 def test_a_fork_server_that_is_stopped_costs_a_start_and_nothing_else(when: str, tmp_path: Path) -> None:
     """Stopped before, workers start anew; stopped later, their ends are seen all the same."""
     inherited = {name: value for name, value in process_environment().items() if name != FORK_SERVER}

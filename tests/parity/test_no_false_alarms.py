@@ -30,7 +30,7 @@ def verified(cluster: Cluster, name: str, **changes: object) -> Report:
 
 
 @pytest.mark.capability("Z2")
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.soak), 3])
 def test_right_code_of_users_raises_no_alarm(world: int) -> None:
     def all_of_them(cluster: Cluster) -> dict[str, list[str]]:
         reports = {name: verified(cluster, name) for name in INNOCENT}

@@ -155,6 +155,7 @@ def test_each_backward_uses_the_weights_of_its_forward_and_is_as_stale_as_its_st
         assert metrics[f"staleness of stage {stage}"] == pytest.approx(stale)
 
 
+@pytest.mark.soak
 @pytest.mark.capability("D6")
 def test_pipedream_learns_about_as_well_as_every_step() -> None:
     """Held-out loss after 150 steps: the mean over three seeds is within 10 % of the synchronous one's."""

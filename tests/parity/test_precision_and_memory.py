@@ -164,6 +164,7 @@ def test_an_own_optimizer_trains_alike_on_any_number_of_ranks() -> None:
     assert ends[0].losses[-1] < ends[0].losses[0] / 2
 
 
+@pytest.mark.soak
 @pytest.mark.capability("J17")
 def test_a_batch_eight_times_larger_with_the_scaled_rate_is_as_accurate() -> None:
     """Equal samples, linear scaling with warm-up, SGD with momentum; three seeds each."""

@@ -31,7 +31,7 @@ def check(cluster: Cluster, recipe: Recipe, steps: int, fault: str | None = None
 
 
 @pytest.mark.capability("Z2")
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_every_planted_fault_is_found_within_three_steps_and_named(world: int) -> None:
     def all_faults(cluster: Cluster) -> dict[str, Report]:
         return {fault: check(cluster, convnet(), 4, fault) for fault in FAULTS}

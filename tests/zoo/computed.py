@@ -44,6 +44,34 @@ def hook_after_accumulation() -> Made:
     return made
 
 
+class HalvesGradients(nn.Module):
+    """A hook on what goes out: the gradient that comes back is halved and clipped, once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        if y.requires_grad:
+            y.register_hook(lambda grad: (0.5 * grad).clamp(-0.05, 0.05))
+        return y
+
+
+def activation_hook() -> Made:
+    return mlp(HalvesGradients(), nn.Tanh(), HalvesGradients())
+
+
+def module_hooks() -> Made:
+    """Of the module, forward and backward."""
+    made = mlp(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    for layer in made.model[2], made.model[4]:
+        layer.register_forward_hook(lambda module, args, out: 2.0 * out)
+        layer.register_full_backward_pre_hook(lambda module, grads: tuple(0.5 * g for g in grads))
+        layer.register_full_backward_hook(lambda module, into, out: tuple(0.5 * g for g in into))
+    return made
+
+
 class Experts(nn.Module):
     """The sample names its expert."""
 
@@ -181,6 +209,8 @@ COMPUTED: dict[str, Kind] = {
     "gradient-hook": Kind(gradient_hook),
     "hook-that-clips": Kind(hook_that_clips),
     "hook-after-accumulation": Kind(hook_after_accumulation),
+    "activation-hook": Kind(activation_hook),
+    "module-hooks": Kind(module_hooks),
     "late-expert": Kind(late_expert),
     "routed-experts": Kind(routed_experts),
     "layer-reused": Kind(layer_reused),

@@ -58,6 +58,7 @@ WAYS: dict[str, Way] = {
     "lanes-2": Way("replicas=2 lanes=2", 2),
     "pipeline-2": Way("replicas=1 pipeline=2", 2, chain=True),
     "pipeline-1f1b-2": Way("replicas=1 pipeline=2 schedule=1f1b", 2, chain=True),
+    "pipeline-zero-bubble-2": Way("replicas=1 pipeline=2 schedule=zero-bubble", 2, chain=True),
     "pipeline-zero1-4": Way("replicas=1 shard=2 zero=1 pipeline=2", 4, chain=True),
     "stage-threads-1": Way("replicas=1 pipeline=2 lanes=2", 1, chain=True),
     "local-2": Way("sync=local:1", 2, alone=True),

@@ -21,7 +21,7 @@ FAMILIES = (  # `make test` runs every kind in one way of each, `make soak` in a
     ("replicas-3", "small-buckets-2"),
     ("zero1-2", "zero3-2"),
     ("lanes-1",),
-    ("pipeline-2", "pipeline-1f1b-2", "stage-threads-1"),
+    ("pipeline-2", "pipeline-1f1b-2", "pipeline-zero-bubble-2", "stage-threads-1"),
     ("local-2", "server-3"),
     ("same-bits-2", "same-bits-pipeline-2", "same-bits-zero1-2"),
 )

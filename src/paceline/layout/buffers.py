@@ -68,14 +68,16 @@ class MicroBatchBuffers:
         for i, ((module, name), own) in enumerate(zip(self._places, self._lent, strict=True)):
             module._buffers[name] = own.clone() if held is None else held[i]
 
-    def take_back(self, micro_batch: int, chunk: int) -> list[Tensor]:
+    def take_back(self, micro_batch: int, chunk: int, *, counts: bool = True) -> list[Tensor]:
         """Note what a micro-batch has changed so far in a chunk of the model, and put the own buffers back.
 
+        Args:
+            counts: note it; a part of a backward that is done a second time does not count.
         Returns:
             What was lent, as it was left.
         """
         left = self._now()
-        if self._places and self._reports:
+        if self._places and self._reports and counts:
             self._passed[micro_batch, chunk] = self.change_since(self._base)
         for (module, name), own in zip(self._places, self._lent, strict=True):
             module._buffers[name] = own

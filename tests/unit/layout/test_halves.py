@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from paceline.layout.pipeline.halves import Halves
+from paceline.layout.pipeline.halves import in_halves
 from paceline.models.gpt import Block, GPTConfig
 
 
@@ -51,7 +51,7 @@ def test_both_halves_have_the_bits_of_a_whole_backward(kind: str, takes: bool) -
     weights = dict(model.named_parameters())
     right = {name: p.grad for name, p in weights.items()}
     y = model(x)
-    halves = Halves([y], [x] if takes else [], [*weights.values()])
+    halves = in_halves([y], [x] if takes else [], [*weights.values()])
     back = halves.of_inputs([grad])
     assert [torch.equal(g, x.grad) for g in back] == [True] * takes
     found = halves.of_weights()
@@ -73,7 +73,7 @@ def test_what_a_weight_needs_is_not_computed_in_the_first_half() -> None:
 
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     x = torch.randn(3, 8, requires_grad=True)
-    halves = Halves([model(x)], [x], [*model.parameters()])
+    halves = in_halves([model(x)], [x], [*model.parameters()])
     counts = []
     for half in (lambda: halves.of_inputs([torch.randn(3, 8)]), halves.of_weights):
         seen.clear()

@@ -52,6 +52,7 @@ def test_sum_is_learned_to_a_thousandth(seed: int, tmp_path: Path) -> None:
     assert loss.total / loss.count < 1e-3
 
 
+@pytest.mark.soak
 @pytest.mark.capability("V2")
 def test_the_mlp_reads_ninety_seven_of_a_hundred_held_out_digits(tmp_path: Path) -> None:
     loss = train(load_recipe(RECIPES / "digits.toml"), tmp_path)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.layout.pipeline.halves import Halves
+from paceline.layout.pipeline.halves import AtOnce, Halves, in_halves
 from paceline.schedule import Action
 
 Weights = Mapping[str, Tensor]
@@ -25,6 +25,7 @@ class Flight:
         outputs: those that went out; the scaled loss on the last stage.
         action: its forward.
         buffers: of the rank's model, as this micro-batch has left them.
+        again: those that a second half of the backward sees: what the first half saw.
     """
 
     shard: int
@@ -33,7 +34,8 @@ class Flight:
     outputs: Sequence[Tensor]
     action: Action
     buffers: Sequence[Tensor]
-    halves: Halves | None = None
+    halves: Halves | AtOnce | None = None
+    again: Sequence[Tensor] | None = None
 
     def first_half(self, arrived: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
         """Gradients of every input; those of the weights are put off.
@@ -42,15 +44,20 @@ class Flight:
             arrived: gradients of the outputs.
         """
         pairs = [(x, g) for x, g in zip(self.outputs, arrived, strict=True) if x.requires_grad]
-        self.halves = Halves([x for x, _ in pairs], self.inputs, weights)
+        self.halves = in_halves([x for x, _ in pairs], self.inputs, weights)
+        if not self.halves.is_all_put_off:
+            self.again = [b.clone() for b in self.buffers]
         back = self.halves.of_inputs([g for _, g in pairs])
         return [torch.zeros_like(x) if g is None else g for x, g in zip(self.inputs, back, strict=True)]
 
     def second_half(self) -> None:
-        """Add the gradients that were put off to `.grad` of the weights."""
+        """Add the gradients that were put off to `.grad` of the weights, and call the hooks that see them."""
         assert self.halves is not None
         for weight, g in self.halves.of_weights().items():
             weight.grad = g if weight.grad is None else weight.grad.add_(g)
+            hooks = getattr(weight, "_post_accumulate_grad_hooks", None) or {}
+            for hook in () if self.halves.has_called_hooks else [*hooks.values()]:
+                hook(weight)
 
     def gradients(
         self, arrived: Sequence[Tensor], weights: Weights | None

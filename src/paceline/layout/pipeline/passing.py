@@ -130,11 +130,15 @@ class Passing:
 
     @contextmanager
     def _as_forward_left(self, flight: Flight) -> Iterator[None]:
-        """Around a backward: what it draws for activations that are recomputed, and the buffers it sees."""
+        """Around a backward: what it draws for activations that are recomputed, and the buffers it sees.
+
+        A second half repeats what the first has recomputed, and some of its hooks: buffers do not count then.
+        """
         self._seed(flight.key)
-        self.buffers.lend(flight.buffers)
+        place, again = (flight.action.micro_batch, flight.action.chunk), flight.again
+        self.buffers.lend(flight.buffers if again is None else again)
         yield
-        flight.buffers = self.buffers.take_back(flight.action.micro_batch, flight.action.chunk)
+        flight.buffers = self.buffers.take_back(*place, counts=again is None)
 
     # -- what comes and goes --------------------------------------------------------------------------------
 

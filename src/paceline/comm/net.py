@@ -16,21 +16,10 @@ from torch import Tensor
 
 from paceline.comm.handle import Handle, failure, launched
 from paceline.comm.ledger import ByteLedger, Entry
+from paceline.comm.operations import REDUCE, by_backend
 from paceline.errors import CommunicationError
 from paceline.mesh import Group
 
-_REDUCTIONS = {
-    "sum": dist.ReduceOp.SUM,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-    "product": dist.ReduceOp.PRODUCT,
-}
-_REDUCE: dict[str, Callable[[Tensor], Tensor]] = {
-    "sum": lambda parts: parts.sum(0, dtype=parts.dtype),
-    "max": lambda parts: parts.amax(0),
-    "min": lambda parts: parts.amin(0),
-    "product": lambda parts: parts.prod(0, dtype=parts.dtype),
-}
 _WIDENED = {torch.bool: torch.uint8, torch.int16: torch.int32}
 """Types that Gloo does not carry, and the ones that carry them exactly."""
 
@@ -57,7 +46,7 @@ class Net:
         Exactness: equal bits on every rank; the order of the sum is the backend's.
         Wire: 2 (P-1)/P n bytes, 2 (P-1) rounds (ring).
         """
-        op = _REDUCTIONS[reduction]
+        op = by_backend(reduction, x)
         return self._in_place("all_reduce", x, group, lambda t, pg: pg.allreduce([t], op))
 
     def broadcast(self, x: Tensor, group: Group, source: int = 0) -> Handle:
@@ -66,7 +55,7 @@ class Net:
 
     def reduce(self, x: Tensor, group: Group, destination: int = 0, reduction: str = "sum") -> Handle:
         """Reduce to one rank, in place; on other ranks the content of `x` is undefined afterwards."""
-        op = _REDUCTIONS[reduction]
+        op = by_backend(reduction, x)
         return self._in_place("reduce", x, group, lambda t, pg: pg.reduce(t, destination, op))
 
     def all_gather(self, x: Tensor, group: Group, *, equal: bool = False) -> Handle:
@@ -119,7 +108,7 @@ class Net:
             lambda pg: pg.alltoall_base(_real(parts.view_as(source)), _real(source), [], []),
         )
         return launched(
-            "reduce_scatter", group, self, work, entry, lambda: _REDUCE[reduction](parts).to(x.dtype)
+            "reduce_scatter", group, self, work, entry, lambda: REDUCE[reduction](parts).to(x.dtype)
         )
 
     def all_to_all(self, parts: Sequence[Tensor], group: Group) -> Handle:

@@ -15,6 +15,7 @@ from paceline.mesh import Group
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 DTYPES = (*FLOATS, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool)
+COMPLEX = (torch.complex64, torch.complex128)
 FORMS: dict[str, Callable[[Tensor], Tensor]] = {
     "plain": lambda x: x,
     "transposed": lambda x: x.t(),
@@ -37,6 +38,8 @@ def value(rank: int, dtype: torch.dtype, form: str, rows: int = 4) -> Tensor:
     x = torch.randn(rows, 6, generator=draw, dtype=torch.float64)
     if dtype == torch.bool:
         return FORMS[form](x > 0.5)
+    if dtype.is_complex:
+        return FORMS[form](torch.complex(x, torch.randn(rows, 6, generator=draw, dtype=x.dtype)).to(dtype))
     if not dtype.is_floating_point:
         return FORMS[form](x.clamp(-3.0, 3.0).abs_().ceil_().to(dtype))
     return FORMS[form](x.to(dtype))
@@ -44,8 +47,11 @@ def value(rank: int, dtype: torch.dtype, form: str, rows: int = 4) -> Tensor:
 
 def close(found: Tensor, inputs: Sequence[Tensor], reduction: str) -> bool:
     """Equal to the reduction in float64, within P eps of the sum of the magnitudes; exact unless floating."""
-    wide = torch.stack([x.double() for x in inputs])
+    wide = torch.stack([x.to(torch.complex128) if x.is_complex() else x.double() for x in inputs])
     expected = REDUCED[reduction](wide)
+    if found.is_complex():
+        bound = len(inputs) * torch.finfo(found.dtype).eps * wide.abs().sum(0)
+        return bool(((found - expected).abs() <= bound).all())
     if found.dtype == torch.bool:
         return torch.equal(found, expected != 0)
     if not found.dtype.is_floating_point:
@@ -55,9 +61,11 @@ def close(found: Tensor, inputs: Sequence[Tensor], reduction: str) -> bool:
     return bool(((found.double() - expected).abs() <= bound).all())
 
 
-def cases(world: int) -> Iterator[tuple[str, list[Tensor]]]:
+def cases(
+    world: int, dtypes: Sequence[torch.dtype] = DTYPES
+) -> Iterator[tuple[str, list[Tensor]]]:
     """A name, and the tensor of every rank."""
-    for dtype in DTYPES:
+    for dtype in dtypes:
         for form in FORMS:
             yield f"{dtype} {form}", [value(rank, dtype, form) for rank in range(world)]
 
@@ -72,6 +80,13 @@ def check_all_reduce(net: Net, group: Group, folder: Path) -> Iterator[str]:
             result = net.all_reduce(x, group, reduction).wait()
             if result is not x or not close(x, inputs, reduction):
                 yield f"{reduction} {name}"
+
+
+def check_sums(net: Net, group: Group, dtypes: Sequence[torch.dtype]) -> Iterator[str]:
+    for name, inputs in cases(group.size, dtypes):
+        x = inputs[group.rank].clone(memory_format=torch.preserve_format)
+        if net.all_reduce(x, group).wait() is not x or not close(x, inputs, "sum"):
+            yield f"{name} over {group.size}"
 
 
 def check_broadcast(net: Net, group: Group, folder: Path) -> Iterator[str]:

@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from paceline.cluster import Cluster
 from paceline.comm import Handle, Net
+from paceline.errors import CommunicationError
 from paceline.mesh import Group, Mesh
 from paceline.testing import run_ranks
-from tests.dist.comm.checks import CHECKS, DTYPES, close, value
+from tests.dist.comm.checks import CHECKS, COMPLEX, DTYPES, check_sums, close, value
 
 
 class BrokenNet(Net):
@@ -94,17 +96,40 @@ def test_a_mistake_in_a_collective_is_found(op: str, problems) -> None:
     assert [line for line in lines if not line.startswith("raised")]
 
 
-@pytest.mark.capability("G1")
-def test_eight_ranks_agree_to_the_bit_and_with_the_reference() -> None:
-    def reduce(cluster):
-        net, group = Net(20.0), Mesh.build(cluster, {"replica": 8}).replica
-        results = {}
-        for dtype in DTYPES:
-            inputs = [value(rank, dtype, "transposed") for rank in range(8)]
-            x = net.all_reduce(inputs[group.rank].clone(), group).wait()
-            results[str(dtype)] = (close(x, inputs, "sum"), x.contiguous().view(torch.uint8).tolist())
-        return results
+def of_eight(cluster) -> tuple[dict[str, tuple[bool, list[int]]], list[str]]:
+    """Sums over all; then complex ones over the first 1 to 8 of them, and all others over 5, 6 and 7."""
+    net, world = Net(20.0), Mesh.build(cluster, {"replica": 8}).world
+    results, problems = {}, []
+    for dtype in DTYPES:
+        inputs = [value(rank, dtype, "transposed") for rank in range(8)]
+        x = net.all_reduce(inputs[world.rank].clone(), world).wait()
+        results[str(dtype)] = (close(x, inputs, "sum"), x.contiguous().view(torch.uint8).tolist())
+    for size in range(world.rank + 1, 9):
+        group = world.part(f"the first {size}", tuple(range(size)))
+        problems += check_sums(net, group, (*DTYPES, *COMPLEX) if size in (5, 6, 7) else COMPLEX)
+    return results, problems
 
-    first, *others = run_ranks(reduce, 8)
+
+@pytest.mark.capability("G1")
+def test_eight_ranks_agree_to_the_bit_and_any_number_of_them_with_the_reference() -> None:
+    (first, problems), *others = run_ranks(of_eight, 8)
     assert [name for name, (right, _) in first.items() if not right] == []
-    assert all(other == first for other in others)
+    assert all(other == first for other, _ in others)
+    assert [*problems, *(line for _, lines in others for line in lines)] == []
+
+
+@pytest.mark.capability("G1")
+def test_a_wrong_imaginary_part_is_seen() -> None:
+    """The twin for complex numbers."""
+    inputs = [value(rank, torch.complex64, "plain") for rank in range(3)]
+    right = torch.stack(inputs).sum(0)
+    assert close(right, inputs, "sum") and not close(right.conj().resolve_conj(), inputs, "sum")
+
+
+@pytest.mark.capability("G1")
+@pytest.mark.parametrize("reduction", ["max", "min", "product"])
+def test_only_sums_of_complex_numbers_are_known(reduction: str) -> None:
+    """They travel as pairs of real numbers, of which a product would be another one."""
+    group = Mesh.build(Cluster.single(), {}).replica
+    with pytest.raises(CommunicationError, match=f"a {reduction} of complex numbers"):
+        Net().all_reduce(torch.ones(2, dtype=torch.complex64), group, reduction)

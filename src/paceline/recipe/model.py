@@ -51,8 +51,10 @@ class PrecisionRecipe(Table):
 class MemoryRecipe(Table):
     """What saves memory at the price of time."""
 
-    recompute: Literal["none", "blocks"] = Field(
-        default="none", description="activations that backward computes again: none, or those inside blocks"
+    recompute: Literal["none", "blocks", "segments"] = Field(
+        default="none",
+        description='what backward computes again: "none", the inside of "blocks", or "segments" of about'
+        " sqrt(blocks) blocks, of which one input is kept: the least memory, two more forwards",
     )
 
 
@@ -216,6 +218,11 @@ class Recipe(Table):
             yield from same_bits_conflicts(self.strategy, threads, compiles=compiles)
         elif self.is_ordered:
             yield from lane_conflicts(threads, compiles=compiles)
+        if compiles and self.memory.recompute == "segments":
+            yield Conflict(
+                ("memory.recompute", "runtime.compile"),
+                'expected "blocks" with runtime.compile: a traced graph knows no blocks',
+            )
         if self.batch.sync_batchnorm:
             yield from synced_conflicts(
                 self.batch,

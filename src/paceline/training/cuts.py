@@ -10,7 +10,7 @@ from paceline.layout import Holding
 from paceline.layout.context import SplitSequences
 from paceline.layout.pipeline import Cut, chain_of, cut_model
 from paceline.layout.placement import Sequences, Shard, Stages
-from paceline.layout.precision import recomputed_blocks
+from paceline.layout.recompute import recomputed_blocks
 from paceline.layout.shard import GatherAfterUpdate, GatherOnUse, lay_in_common
 from paceline.layout.tensor import apply_cuts, cuts_of, entries_of, transform_of
 from paceline.mesh import twin_group

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from paceline.checkpoint import load_weights
 from paceline.comm import Net
-from paceline.layout.precision import compile_or_explain, recompute_blocks
+from paceline.layout.precision import compile_or_explain
+from paceline.layout.recompute import recompute_blocks
 from paceline.mesh import Group
 from paceline.models import InitializeByName
 from paceline.models.dropout import name_dropouts
@@ -79,8 +80,8 @@ def recompute_and_compile(
     recipe: Recipe, task: Task, model: nn.Module, device: torch.device, warn: Callable[[str], None]
 ) -> None:
     """Change the model in place as the recipe's memory and runtime sections say."""
-    if recipe.memory.recompute == "blocks":
-        recompute_blocks(model, task.blocks)
+    if recipe.memory.recompute != "none":
+        recompute_blocks(model, task.blocks, recipe.memory.recompute)
     if recipe.runtime.compile:
         reason = compile_or_explain(model, device.type)
         if reason:

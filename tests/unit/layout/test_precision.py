@@ -12,7 +12,7 @@ from paceline.layout import Precision, Replicate
 from paceline.layout.holding import hold_whole
 from paceline.layout.precision import compile_or_explain
 from paceline.layout.sums import MetricNames
-from paceline.models import MLP
+from paceline.models import GPT, MLP, GPTConfig
 from paceline.observe import Phases
 from paceline.slot import Slot
 from paceline.task import Loss
@@ -67,6 +67,25 @@ def test_bf16_results_are_as_close_as_eight_bits_allow() -> None:
     assert rounded.dtype == torch.bfloat16
     error = (rounded.float() - exact).norm() / exact.norm()
     assert 2.0**-12 < error < 2.0**-7  # three matrix products, each rounded to 2^-9 at best and 2^-8 at worst
+
+
+def logits_error(weights: torch.dtype = torch.float32) -> float:
+    """Of a GPT in bf16, relative to its fp32 logits."""
+    torch.manual_seed(5)
+    model, tokens = GPT(GPTConfig(256, 64, layers=4, heads=4, width=128)), torch.randint(256, (4, 64))
+    with torch.no_grad():
+        exact = model(tokens)
+        for p in model.parameters():
+            p.copy_(p.to(weights))
+        with Precision("bf16", "cpu").autocast():
+            rounded = model(tokens)
+    return float((rounded.float() - exact).norm() / exact.norm())
+
+
+@pytest.mark.capability("K2")
+def test_logits_of_a_gpt_in_bf16_are_within_two_to_the_minus_eight() -> None:
+    """Its residual stream and its norms stay fp32; with weights of four bits the same bound is missed."""
+    assert 2.0**-11 < logits_error() <= 2.0**-8 < logits_error(torch.float8_e4m3fn)
 
 
 @pytest.mark.capability("K2")

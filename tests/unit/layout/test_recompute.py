@@ -8,75 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import TaskError
-from paceline.layout.precision import recompute_blocks
-from paceline.models import KeyedDropout, set_micro_batch_key
-
-NUM_BLOCKS, WIDTH = 6, 32
-
-
-class Block(nn.Module):
-    """Residual, with an activation that is four times as wide as the input."""
-
-    def __init__(self, dropout: nn.Module) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-        self.dropout = dropout
-        self.calls = 0
-
-    def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
-        self.calls += 1
-        return x + scale * self.down(self.dropout(torch.relu(self.up(x))))
-
-
-class Stack(nn.Module):
-    def __init__(self, dropout: Callable[[], nn.Module]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(dropout()) for _ in range(NUM_BLOCKS))
-        self.head = nn.Linear(WIDTH, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x, scale=0.5)
-        return self.head(x)
-
-
-DROPOUTS = {
-    "none": nn.Identity,
-    "torch": lambda: nn.Dropout(0.3),
-    "keyed": lambda: KeyedDropout(0.3),
-}
-
-
-def pair(kind: str) -> tuple[Stack, Stack]:
-    torch.manual_seed(5)
-    plain = Stack(DROPOUTS[kind])
-    lean = copy.deepcopy(plain)
-    assert recompute_blocks(lean, None) == NUM_BLOCKS
-    return plain, lean
-
-
-def gradients(model: nn.Module, x: Tensor) -> tuple[list[Tensor], int]:
-    """Gradients of one micro-batch, and how many bytes autograd kept between forward and backward."""
-    kept: dict[int, int] = {}
-
-    def pack(t: Tensor) -> Tensor:
-        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t
-
-    torch.manual_seed(11)
-    set_micro_batch_key(model, 11)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        loss = model(x).square().sum()
-    torch.rand(7)  # somebody draws numbers between forward and backward
-    grads = torch.autograd.grad(loss, list(model.parameters()))
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    return list(grads), sum(size for place, size in kept.items() if place not in weights)
+from paceline.layout.recompute import recompute_blocks
+from tests.unit.layout.stacks import DROPOUTS, NUM_BLOCKS, WIDTH, Stack, gradients, pair
 
 
 @pytest.mark.capability("L1")
+@pytest.mark.parametrize("how", ["blocks", "segments"])
 @pytest.mark.parametrize("kind", DROPOUTS)
-def test_gradients_have_the_same_bits(kind: str) -> None:
-    plain, lean = pair(kind)
+def test_gradients_have_the_same_bits(kind: str, how: str) -> None:
+    plain, lean = pair(kind, how)
     x = torch.randn(16, WIDTH)
     for expected, found in zip(gradients(plain, x)[0], gradients(lean, x)[0], strict=True):
         assert torch.equal(expected, found)
@@ -137,10 +77,11 @@ def after_two_steps(model: nn.Module) -> list[Tensor]:
 
 
 @pytest.mark.capability("L1")
-def test_buffers_that_a_block_changes_are_changed_once_and_read_as_they_were() -> None:
+@pytest.mark.parametrize("how", ["blocks", "segments"])
+def test_buffers_that_a_block_changes_are_changed_once_and_read_as_they_were(how: str) -> None:
     plain = changing()
     lean = copy.deepcopy(plain)
-    assert recompute_blocks(lean, None) == 4
+    assert recompute_blocks(lean, None, how) == 4
     right, found = after_two_steps(plain), after_two_steps(lean)
     assert all(torch.equal(a, b) for a, b in zip(right, found, strict=True))
 
@@ -176,13 +117,15 @@ def test_only_the_inputs_of_the_blocks_are_kept() -> None:
 
 
 @pytest.mark.capability("L1")
-def test_a_block_runs_twice_in_training_and_once_in_evaluation() -> None:
-    _, lean = pair("none")
+@pytest.mark.parametrize(("how", "calls"), [("blocks", [2] * 6), ("segments", [3, 3, 2, 3, 3, 2])])
+def test_a_block_runs_again_in_training_and_once_in_evaluation(how: str, calls: list[int]) -> None:
+    """Of a segment of three the first two run to find the input of the third, and all for their backward."""
+    _, lean = pair("none", how)
     gradients(lean, torch.randn(4, WIDTH))
-    assert [block.calls for block in lean.blocks] == [2] * NUM_BLOCKS
+    assert [block.calls for block in lean.blocks] == calls
     with torch.no_grad():
         lean(torch.randn(4, WIDTH))
-    assert [block.calls for block in lean.blocks] == [3] * NUM_BLOCKS
+    assert [block.calls for block in lean.blocks] == [n + 1 for n in calls]
 
 
 def test_names_of_parameters_stay() -> None:

@@ -87,25 +87,32 @@ class Replicate:
             self._model.train()
         self.gradients.begin()
         self.buffers.begin_step()
-        self.holding.use.begin()
+        with self._phases.during("communication"):
+            self.holding.use.begin()
         self._is_watched = count > 1 or not self._is_alone  # alone, a forward may do what it likes
         pulled: Iterator[LoadedBatch] = iter(micro_batches)
         for i in range(count):
             with self._phases.during("data"):
                 loaded = next(pulled)
-            is_last = i == count - 1
-            self.holding.use.next()
-            if sink.by_micro_batch:
-                sink.micro_batch(range(loaded.micro_batch.shard, loaded.micro_batch.shard + 1), is_last)
-            self.gradients.open(sink if is_last or sink.by_micro_batch else None)
-            with self.holding.seen(loaded.batch) as batch:
-                self._forward_backward(loaded.micro_batch, batch, sums, scale)
-            self.gradients.close()
+            self._run_one(loaded, sums, scale, sink, is_last=i == count - 1)
         if not (count or sink.by_micro_batch):
             self.gradients.open(sink)
             self.gradients.close()
-        self.holding.use.end()
+        with self._phases.during("communication"):
+            self.holding.use.end()
         return sums if self._reports else Sums(self.metric_names)
+
+    def _run_one(
+        self, loaded: LoadedBatch, sums: Sums, scale: float, sink: GradientSink, *, is_last: bool
+    ) -> None:
+        with self._phases.during("communication"):
+            self.holding.use.next()
+        if sink.by_micro_batch:
+            sink.micro_batch(range(loaded.micro_batch.shard, loaded.micro_batch.shard + 1), is_last)
+        self.gradients.open(sink if is_last or sink.by_micro_batch else None)
+        with self.holding.seen(loaded.batch) as batch:
+            self._forward_backward(loaded.micro_batch, batch, sums, scale)
+        self.gradients.close()
 
     def _forward_backward(self, micro_batch: MicroBatch, batch: Any, sums: Sums, scale: float) -> None:
         with self._phases.during("forward"):

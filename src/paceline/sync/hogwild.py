@@ -151,7 +151,8 @@ class Hogwild:
         """A new round, once nobody reads what it will change; one that an abort has interrupted goes on."""
         if self._half.first < 0:
             self.board.begin()
-            self._net.barrier(self._world)
+            with self._phases.during("communication"):
+                self._net.barrier(self._world)
             end, buffers = feed.pause_after(state.step), placed.buffers.values()
             self._half = _Half(state.step, end, buffers=buffers)
         return self._half

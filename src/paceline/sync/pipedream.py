@@ -103,9 +103,9 @@ class PipeDream:
             self._undo, buffers = _memory_of(state, self._stage), placed.buffers.values()
             sums, update = self._run(first, end, feed, update_step)
             change = placed.buffers.change_since(buffers)
-            tally = (
-                self._tally(sums, placed, change).agree(self._net, self._world, placed.holding.device).wait()
-            )
+            agreement = self._tally(sums, placed, change).agree(self._net, self._world, placed.holding.device)
+            with self._phases.during("communication"):
+                tally = agreement.wait()
             placed.buffers.reset(buffers)
             placed.buffers.end_step(tally.buffers, 1.0)  # every stage moved its own
             state.step, self._undo = end, _nothing
@@ -129,7 +129,8 @@ class PipeDream:
             for action in schedule.orders[cut.stage]:
                 step = self._net.step = update_step.state.step = first + action.micro_batch
                 if action.kind == "F":
-                    micro_batches = [next(stream) for _ in range(feed.work.num_micro_batches(step))]
+                    with self._phases.during("data"):
+                        micro_batches = [next(stream) for _ in range(feed.work.num_micro_batches(step))]
                     scale = gradient_scale(feed.work, update_step.state, self._items_per_sample)
                     self._flying[step] = self._forward(micro_batches, sums, scale, update_step.state.updates)
                 else:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from paceline.observe.schema_of_health import LOWER_RATE, ROLL_BACK, SKIP
 from paceline.observe.schema_of_speed import GAIN, SHARES, STRAGGLER
 from paceline.observe.wire_events import CODEC, ROUTE
 
@@ -97,16 +98,6 @@ _EVALUATION = {
     "num_samples": "int: held-out samples, each used once",
     "num_items": "float: what the loss counts",
 }
-_SKIP = {
-    "step": "int: index of the step that was left out",
-    "reason": "str: what was wrong, and on which rank",
-}
-_ROLL_BACK = {
-    "step": "int: index of the step that went wrong",
-    "checkpoint": "str: name of the one that was loaded",
-    "left_out": "list: first and last index of the steps that are not taken again",
-    "reason": "str: what was wrong, and on which rank",
-}
 _WORK = {
     "step": "int: steps taken before",
     "taken": "int: parts of batches that workers were given, since the run began",
@@ -187,8 +178,9 @@ EVENTS: Mapping[str, Event] = MappingProxyType(
         "cache": Event(
             "debug", False, {"hits": "int: samples from memory", "lookups": "int: samples asked for"}
         ),
-        "skip": Event("warning", True, _SKIP),
-        "roll-back": Event("warning", True, _ROLL_BACK),
+        "skip": Event("warning", True, SKIP),
+        "lower-rate": Event("warning", True, LOWER_RATE),
+        "roll-back": Event("warning", True, ROLL_BACK),
         "lost": Event("warning", True, _LOST),
         "switch": Event("info", True, _SWITCH),
         "shares": Event("info", True, SHARES),

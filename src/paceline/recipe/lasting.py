@@ -49,7 +49,7 @@ class CheckpointRecipe(Table):
 def _answered(answer: str) -> Need:
     return Need(
         ("non_finite",),
-        lambda table: answer in (table.non_finite, table.spike),
+        lambda table: answer in table.answers,
         f'with "{answer}"',
         "which is not set",
     )
@@ -77,13 +77,21 @@ class HealthRecipe(Table):
     needs: ClassVar[Mapping[str, Need]] = {
         "spike": _WATCHED,
         "spike_window": _WATCHED,
-        "max_skips": _answered("skip"),
+        "max_skips": Need(
+            ("non_finite",),
+            lambda table: "skip" in table.answers or table.non_finite == "lower-rate",
+            'with "skip", or with non_finite = "lower-rate"',
+            "which is not set",
+        ),
         "max_roll_backs": _answered("roll-back"),
+        "rate_factor": _answered("lower-rate"),
+        "max_lowerings": _answered("lower-rate"),
     }
 
-    non_finite: Literal["stop", "skip", "roll-back"] = Field(
+    non_finite: Literal["stop", "skip", "roll-back", "lower-rate"] = Field(
         default="stop",
-        description="at a loss or gradient that is not finite: end, leave the step out, or go back",
+        description="at a loss or gradient that is not finite: end, leave the step out, go back, or leave it"
+        " out and lower all rates",
     )
     spike_factor: float | None = Field(
         default=None,
@@ -91,13 +99,21 @@ class HealthRecipe(Table):
         description="a loss this many times the median of the last ones is a spike; left out: none is",
     )
     spike_window: int = Field(default=32, ge=2, description="steps whose median a loss is compared with")
-    spike: Literal["stop", "skip", "roll-back"] = Field(
-        default="stop", description="at a spike: end, leave the step out, or go back to the last checkpoint"
+    spike: Literal["stop", "skip", "roll-back", "lower-rate"] = Field(
+        default="stop",
+        description="at a spike: end, leave the step out, go back to the last checkpoint, or lower all rates"
+        " and take the step",
     )
     max_skips: int = Field(
         default=10, ge=1, description="steps that may be left out one after another before the run ends"
     )
     max_roll_backs: int = Field(default=3, ge=1, description="times that a run may go back before it ends")
+    rate_factor: float = Field(
+        default=0.5, gt=0, lt=1, description='what "lower-rate" multiplies every rate with, from then on'
+    )
+    max_lowerings: int = Field(
+        default=10, ge=1, description="times that the rates may be lowered before the run ends"
+    )
     straggler_factor: float | None = Field(
         default=None,
         gt=1,
@@ -105,6 +121,16 @@ class HealthRecipe(Table):
     )
 
     @property
+    def answers(self) -> tuple[str, str]:
+        """To what is not finite, and to a spike."""
+        return self.non_finite, self.spike
+
+    @property
     def rolls_back(self) -> bool:
         """Whether the run may go back to a checkpoint."""
-        return "roll-back" in (self.non_finite, self.spike)
+        return "roll-back" in self.answers
+
+    @property
+    def lowers_rates(self) -> bool:
+        """Whether the run may lower its rates."""
+        return "lower-rate" in self.answers

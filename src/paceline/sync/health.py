@@ -62,7 +62,7 @@ class Watch(Keeper):
 
     def accept(self, loss: float) -> None:
         """A step was applied."""
-        if self.factor is not None:
+        if self.factor is not None and not self.is_spike(loss):
             self.losses = [*self.losses, loss][-self.window :]
 
     def pieces(self) -> Sequence[Piece]:
@@ -123,7 +123,7 @@ class Guard:
         self._answers.non_finite(self, record, error)
 
     def accept(self, record: Updating) -> None:
-        """An observer: nothing was wrong with the step."""
+        """An observer: the step was not left out; a spike that was taken is nothing to compare with."""
         if record.tally.count and not record.refused:
             self._skipped = 0
             self.watch.accept(_mean_loss(record))

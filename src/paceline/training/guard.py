@@ -8,6 +8,7 @@ from paceline.mesh import Group, Mesh
 from paceline.recipe import HealthRecipe, Strategy
 from paceline.sync import UpdateStep
 from paceline.sync.health import ANSWERS, Answers, Guard, Watch, guarded
+from paceline.sync.lowering import Lowering
 from paceline.sync.witness import LossEar, Witness
 from paceline.training.arrange import Setting
 
@@ -26,7 +27,13 @@ def guard_update(step: UpdateStep, setting: Setting, placed: Placed, ear: LossEa
     watch = Watch(health.spike_factor, health.spike_window)
     if health.spike_factor is not None and group.size == setting.mesh.world.size:
         step.state.keepers["health"] = watch
-    answers = Answers(ANSWERS[health.non_finite], ANSWERS[health.spike], health.max_skips)
+    lowering = Lowering(health.rate_factor, health.max_lowerings, step.parts["rate"])
+    if health.lowers_rates:
+        step.state.keepers["rates"] = lowering
+        step.parts["rate"] = lowering.set_rate
+    non_finite = {**ANSWERS, "lower-rate": lowering.leave_out}[health.non_finite]
+    spike = {**ANSWERS, "lower-rate": lowering.take_smaller_steps}[health.spike]
+    answers = Answers(non_finite, spike, health.max_skips)
     guard = Guard(watch, Witness(placed, ear, group, setting.net), answers, setting.note)
     step.parts = guarded(step.parts, guard)
     step.observers.append(guard.accept)
@@ -44,8 +51,9 @@ def refuse_health(health: HealthRecipe, strategy: Strategy) -> None:
     Raises:
         StrategyError: the strategy cannot do what the health section asks for.
     """
-    if health.rolls_back and strategy.rule.agrees != "world":
+    together = [word for word in health.answers if word in ("roll-back", "lower-rate")]
+    if together and strategy.rule.agrees != "world":
         raise StrategyError(
-            f'health: "roll-back" needs sync=every-step, and the strategy is {strategy}',
+            f'health: "{together[0]}" needs sync=every-step, and the strategy is {strategy}',
             next_step='choose "stop" or "skip"',
         )

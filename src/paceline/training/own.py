@@ -79,11 +79,16 @@ class OwnLoop:
         Its state, and the rates, are in checkpoints.
 
         Raises:
-            RecipeError: the recipe has a schedule of its own.
+            RecipeError: the recipe has a schedule of its own, or lowers rates.
         """
         if self.session.recipe.schedule != ScheduleRecipe():
             raise RecipeError(
                 "the recipe sets [schedule], and the loop brings a scheduler", next_step="leave one out"
+            )
+        if self.session.recipe.health.lowers_rates:
+            raise RecipeError(
+                'health: "lower-rate" lowers the rates of the recipe, and the loop brings a scheduler',
+                next_step='choose "stop", "skip" or "roll-back", or let the recipe set [schedule]',
             )
         parts = self.session.update_step.parts
         parts["rate"] = _read_rate

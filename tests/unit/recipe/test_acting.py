@@ -66,6 +66,8 @@ CASES = {
     "health.spike": Case("skip", SPIKES),
     "health.spike_window": Case(8, SPIKES),
     "health.max_skips": Case(2, SKIPS),
+    "health.rate_factor": Case(0.25, {"health.non_finite": "lower-rate"}, SKIPS),
+    "health.max_lowerings": Case(2, {"health.non_finite": "lower-rate"}, SKIPS),
     "health.max_roll_backs": Case(2, {"health.non_finite": "roll-back"}, SKIPS),
     "health.straggler_factor": Case(2.0, {}, SERVED),
     "outer.lr": Case(0.5, DILOCO, {"strategy.sync": "local:2"}),

@@ -50,7 +50,7 @@ def jobs_table(repeats: int) -> Table:
     plain = process_environment()
     with (
         tempfile.TemporaryDirectory() as folder,
-        fork_server(["paceline.cli.main", "paceline.cli.train"]) as variables,
+        fork_server(["paceline.cli.main", "paceline.cli.train_job"]) as variables,
     ):
         ways = {"anew": {**plain, FORK_SERVER: NONE}, "as ever": plain, "server": {**plain, **variables}}
         for workers in _WORKERS:

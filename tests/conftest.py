@@ -111,7 +111,7 @@ def threads_as_before() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def quick_workers() -> Iterator[None]:
     """The workers of commands are forked, where that makes no difference but in time."""
-    with fork_server(["paceline.cli.main", "paceline.cli.train", "sklearn.datasets"]) as variables:
+    with fork_server(["paceline.cli.main", "paceline.cli.train_job", "sklearn.datasets"]) as variables:
         change_environment(variables)
         yield
         change_environment(dict.fromkeys(variables))

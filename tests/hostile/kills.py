@@ -182,7 +182,7 @@ def _ranks() -> dict[int, int]:
 
 
 def main(folder: Path, chosen: Sequence[int]) -> None:
-    with fork_server(["paceline.cli.main", "paceline.cli.train"]) as variables:
+    with fork_server(["paceline.cli.main", "paceline.cli.train_job"]) as variables:
         every = trials()
         for number in chosen:
             place = folder / str(number)

@@ -188,7 +188,7 @@ def main() -> None:
     words = sys.argv[1:]
     try:
         if words[:1] == ["train"]:
-            from paceline.cli.resume import with_value
+            from paceline.cli.words import with_value
 
             words = with_value(words)
         try:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import typer
 
-from paceline.cluster import token_from_environment
 from paceline.errors import RecipeError, StrategyError
 
 if TYPE_CHECKING:
@@ -53,6 +52,8 @@ def read_token(file: str, insecure: bool, nodes: int) -> str:
     Raises:
         RecipeError: several nodes have no key, and the user has not said that this is meant.
     """
+    from paceline.cluster import token_from_environment
+
     try:
         token = _read_key(file) if file else token_from_environment()
     except (OSError, ValueError) as error:

@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.cli.words import NEWEST
 from paceline.errors import RecipeError
 from paceline.report.folder import RECIPE, RUNS
 
 if TYPE_CHECKING:
     from paceline.recipe import Recipe
-
-NEWEST = "newest"
-
-
-def with_value(arguments: Sequence[str]) -> list[str]:
-    """The arguments of `paceline train`, with a value behind every `--resume` that has none."""
-    found: list[str] = []
-    for i, word in enumerate(arguments):
-        found.append(word)
-        if word == "--resume" and (i + 1 == len(arguments) or arguments[i + 1].startswith("-")):
-            found.append(NEWEST)
-    return found
 
 
 def find_run(asked: str, runs: Path = RUNS) -> Path:

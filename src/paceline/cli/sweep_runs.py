@@ -127,7 +127,9 @@ def train_all(
     with ExitStack() as stack:
         several = sum(not run.complete and run.recipe is not None for run in runs) > 1
         variables = (
-            stack.enter_context(fork_server(["paceline.cli.main", "paceline.cli.train"])) if several else {}
+            stack.enter_context(fork_server(["paceline.cli.main", "paceline.cli.train_job"]))
+            if several
+            else {}
         )
         return _train_all(runs, say, {**process_environment(), **variables}, over)
 

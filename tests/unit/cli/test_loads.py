@@ -15,6 +15,10 @@ import pytest
             "from paceline.cli.main import build_app; build_app(['--help'])",
             ["rich", "pydantic", "paceline.recipe"],
         ),
+        (
+            "from paceline.cli.main import build_app; build_app(['train', '--help'])",
+            ["rich", "pydantic", "paceline.recipe", "paceline.launch", "paceline.report"],
+        ),
         ("import paceline.report", ["paceline.recipe", "pydantic", "torch"]),
     ],
 )

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli import options, start, train
-from paceline.cli.resume import changes_of, find_run, recipe_of, with_value
+from paceline.cli import options, start, train_job
+from paceline.cli.resume import changes_of, find_run, recipe_of
+from paceline.cli.words import with_value
 from paceline.errors import RecipeError
 from paceline.launch import Outcome
 from paceline.recipe import Recipe, to_toml
@@ -72,5 +73,5 @@ def test_the_grace_time_of_the_recipe_reaches_the_launcher(
     jobs = []
     monkeypatch.setattr(start, "launch", lambda job: jobs.append(job) or Outcome(0, (), ""))
     recipe = Recipe(task="digits", steps=1, checkpoint={"grace_seconds": 77.0})
-    train._launch(options.Placement(2, 1, 0, None, ""), recipe, None, "a")
+    train_job._launch(options.Placement(2, 1, 0, None, ""), recipe, None, "a")
     assert [(job.num_processes, job.grace_seconds) for job in jobs] == [(2, 77.0)]

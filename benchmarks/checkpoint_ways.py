@@ -18,7 +18,19 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from paceline.checkpoint import Files, Keep, Origin, Patience, Saver, Saving, Shelf
+from paceline.checkpoint import (
+    ByProcess,
+    ByThreads,
+    Files,
+    Keep,
+    Origin,
+    Patience,
+    Saver,
+    Saving,
+    Shelf,
+    Writer,
+)
+from paceline.disk.beside import WriterProcess
 from paceline.layout.holding import hold_whole
 from paceline.state import TrainState
 
@@ -99,21 +111,27 @@ class Way:
         name: in the table.
         begin: begins a save.
         settle: waits until the state may change; called before the next update.
-        finish: waits until all is written; outside of the measured time.
+        finish: waits until all is written.
+        clean: removes what need not stay; outside of the measured time.
         waited: seconds that it made training wait so far, if it counts them itself.
-        blocked, totals: seconds, by block.
+        busy: whether a save is being written.
+        blocked, totals, written: seconds by block; `written`: from the call to the end of the writing, with
+            the precision of a step.
     """
 
     name: str
     begin: Callable[[], Any]
     settle: Callable[[], Any] = lambda: None
     finish: Callable[[], Any] = lambda: None
+    clean: Callable[[], Any] = lambda: None
     waited: Callable[[], float] = lambda: 0.0
+    busy: Callable[[], bool] = lambda: False
     blocked: list[float] = field(default_factory=list)
     totals: list[float] = field(default_factory=list)
+    written: list[float] = field(default_factory=list)
 
     def block(self, job: Job, steps: int) -> None:
-        """A save, and some steps."""
+        """A save, some steps, and what is left of the writing then."""
         waits: list[float] = []
 
         def wait(*_: object) -> None:
@@ -122,20 +140,27 @@ class Way:
         hook = job.state.optimizer.register_step_pre_hook(wait)
         before, began = self.waited(), time.perf_counter()
         waits.append(timed(self.begin))
+        done = None if self.busy() else time.perf_counter()
         for _ in range(steps):
             job.step()
-        self.totals.append(time.perf_counter() - began)
+            done = time.perf_counter() if done is None and not self.busy() else done
+        waits.append(timed(self.finish))
+        end = time.perf_counter()
+        self.totals.append(end - began)
+        self.written.append((done or end) - began)
         self.blocked.append(self.waited() - before or sum(waits))
         hook.remove()
-        self.finish()
+        self.clean()
 
 
 @contextmanager
 def our_saver(job: Job, folder: Path, background: bool, keep: int = 1) -> Iterator[Saver]:
     """Paceline's, for one rank; the job's updates wait for it, as a session's do."""
     shelf = Shelf.look(Files(str(folder))).claim()
-    writers = 1 if background else torch.get_num_threads()  # as `build_saver` chooses
-    saving = Saving(0, background, True, True, Keep(keep, 0), 600.0, Patience(0.0, print), writers)
+    writer: Writer = ByThreads(torch.get_num_threads())  # as `build_saver` chooses
+    if background:
+        writer = ByProcess(WriterProcess(dict(os.environ)), 60.0, print)
+    saving = Saving(0, background, True, True, Keep(keep, 0), 600.0, Patience(0.0, print), writer)
     saver = Saver(job.state, shelf, Origin(run=shelf.run, **_ORIGIN), saving, lambda text: [text])
     hook = job.state.optimizer.register_step_pre_hook(lambda *_: saver.settle())
     try:
@@ -161,14 +186,15 @@ def dcp_way(job: Job, folder: Path, asynchronous_copy: bool) -> Way:
         if asynchronous_copy and under_way:
             under_way[0].staging_completion.result()
 
-    def finish() -> None:
-        (under_way[0].upload_completion if asynchronous_copy else under_way[0]).result()
-        shutil.rmtree(folder / f"step-{job.state.step}", ignore_errors=True)
+    def upload() -> Any:
+        return under_way[0].upload_completion if asynchronous_copy else under_way[0]
+
+    def clean() -> None:
         for old in folder.glob("step-*"):
             shutil.rmtree(old)
 
     name = "DCP async_save, staged beside the steps" if asynchronous_copy else "DCP async_save, default"
-    return Way(name, begin, settle, finish)
+    return Way(name, begin, settle, lambda: upload().result(), clean, busy=lambda: not upload().done())
 
 
 def copy_way(job: Job) -> Way:

@@ -1,7 +1,7 @@
 """Checkpoints: the training state in a folder, whole or not there.
 
 A checkpoint is a folder `step-NNNNNNNN`: a file of tensors and a report of each rank, and a manifest that is
-written last. See `docs/checkpoints.md`.
+written last. See `docs/howto/checkpoints.md`.
 """
 
 from paceline.checkpoint.claim import claim
@@ -22,12 +22,15 @@ from paceline.checkpoint.weights import (
     weights_of,
     with_tied_names,
 )
+from paceline.checkpoint.writers import ByProcess, ByThreads, Writer
 
 __all__ = [
     "BEST",
     "LOCK",
     "MANIFEST",
     "NEWEST",
+    "ByProcess",
+    "ByThreads",
     "Exported",
     "Files",
     "Keep",
@@ -42,6 +45,7 @@ __all__ = [
     "Shelf",
     "Stored",
     "Weights",
+    "Writer",
     "claim",
     "export_weights",
     "find_checkpoint",

@@ -15,7 +15,7 @@ from pathlib import Path
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from paceline.checkpoint.writeback import Writeback
+from paceline.disk.writeback import Writeback
 from paceline.errors import CheckpointError
 
 Block = bytes | memoryview
@@ -61,8 +61,7 @@ class Files:
 
     def write(self, name: str, blocks: Iterable[Block]) -> None:
         """Write a file; a half one may be left behind by a crash."""
-        path = self._path(name)
-        self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+        path = self.make_room(name)
         with self._fs.open(path, "wb") as stream:
             writeback = self._accompany(stream)
             for block in blocks:
@@ -70,10 +69,15 @@ class Files:
                 writeback.wrote(len(block))
             writeback.finish()
 
-    def publish(self, name: str, data: bytes) -> None:
-        """Write a small file at once: a reader sees the old one, or all of the new one."""
+    def make_room(self, name: str) -> str:
+        """Make the folder that a file lies in; returns the path of the file."""
         path = self._path(name)
         self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+        return path
+
+    def publish(self, name: str, data: bytes) -> None:
+        """Write a small file at once: a reader sees the old one, or all of the new one."""
+        path = self.make_room(name)
         self._replace(path, data)
 
     def read(self, name: str) -> bytes:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from paceline.checkpoint.drafts import draft_files
 from paceline.checkpoint.manifest import MANIFEST, Origin
 from paceline.checkpoint.part import Patience, write_part
 from paceline.checkpoint.plan import chunk_of, parse_table, plan_writes, render_table
@@ -23,6 +24,7 @@ from paceline.checkpoint.publish import Keep, publish
 from paceline.checkpoint.shelf import Shelf, refuse_published
 from paceline.checkpoint.staging import Staging
 from paceline.checkpoint.tensor_file import Chunk
+from paceline.checkpoint.writers import Writer
 from paceline.errors import DeadlineError
 from paceline.slot import Piece
 from paceline.state import TrainState
@@ -47,7 +49,7 @@ class Saving:
         keep: what stays.
         deadline_seconds: for one save.
         patience: with a full disk.
-        writers: how many threads write this rank's part.
+        writer: who writes this rank's part.
         left: see `publish`.
     """
 
@@ -58,7 +60,7 @@ class Saving:
     keep: Keep
     deadline_seconds: float
     patience: Patience
-    writers: int = 1
+    writer: Writer
     left: Callable[[], Collection[int]] = tuple
 
 
@@ -81,7 +83,7 @@ class Saver:
     ) -> None:
         self.shelf = shelf
         self._state, self._origin, self._saving, self._exchange = state, origin, saving, exchange
-        self._staging = Staging()
+        self._staging = Staging(saving.writer.allocate)
         self.blocked_seconds = 0.0
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
@@ -100,10 +102,9 @@ class Saver:
         self.finish()
         with self._blocking():
             name, ranks, written = self._agree()
-            self._stage([piece for _, piece in written])
+            self._stage(written)
             expires = time.monotonic() + self._saving.deadline_seconds
-            job = self._job(name, ranks, [chunk for chunk, _ in written], expires)
-            self._writing = self._pool.submit(job)
+            self._writing = self._pool.submit(self._job(name, ranks, expires))
         if not self._saving.background:
             self.finish()
         return name
@@ -114,11 +115,10 @@ class Saver:
         return self._writing is not None and not self._writing.done()
 
     def settle(self) -> None:
-        """Wait until the state may change; whoever updates it calls this before."""
-        if not self._staging.ready.is_set():
+        """Return when the state may change; whoever updates it calls this before."""
+        if not self._staging.settled:
             with self._blocking():
-                if not self._staging.ready.wait(self._saving.deadline_seconds):
-                    raise self._overdue
+                self._staging.settle()
 
     def finish(self) -> None:
         """Wait until the save under way, if there is one, is written; on rank 0: until it is published.
@@ -129,6 +129,8 @@ class Saver:
         writing, self._writing = self._writing, None
         if writing is not None:
             with self._blocking():
+                self._staging.settle()
+                self._saving.writer.hurry()
                 try:
                     writing.result(self._saving.deadline_seconds + _SLACK_SECONDS)
                 except Overdue:
@@ -165,8 +167,14 @@ class Saver:
                 self._saving.patience.warn(f"old checkpoints cannot be removed: {error}")
 
     def close(self) -> None:
-        """A write that is under way is not waited for: call `finish` before."""
-        self._pool.shutdown(wait=not self.busy, cancel_futures=True)
+        """A write that is under way goes on, and the process ends after it: call `finish` before."""
+        writing, busy = self._writing, self.busy
+        if writing is not None and busy:
+            self._saving.writer.hurry()
+            writing.add_done_callback(lambda _: self._saving.writer.close())
+        else:
+            self._saving.writer.close()
+        self._pool.shutdown(wait=not busy, cancel_futures=True)
 
     def _agree(self) -> tuple[str, list[int], list[tuple[Chunk, Piece]]]:
         """The name of the checkpoint, the ranks that write it, and what this one writes of it."""
@@ -189,25 +197,25 @@ class Saver:
         finally:
             self.blocked_seconds += time.perf_counter() - began
 
-    def _stage(self, pieces: Sequence[Piece]) -> None:
-        tensors = [piece.tensor for piece in pieces]
+    def _stage(self, written: Sequence[tuple[Chunk, Piece]]) -> None:
+        tensors = [piece.tensor for _, piece in written]
+        drafts = draft_files(self._saving.rank, [chunk for chunk, _ in written])
+        self._saving.writer.begin(sum(draft.num_bytes for draft in drafts))
         if not self._saving.background:
-            self._staging.borrow(tensors)
+            self._staging.borrow(drafts, tensors)
             return
         steady = _changed_by(self._state.optimizer) if self._saving.steady else set()
-        self._staging.begin(tensors, [t.data_ptr() in steady for t in tensors])
+        self._staging.begin(drafts, tensors, [t.data_ptr() in steady for t in tensors])
 
-    def _job(
-        self, name: str, ranks: Sequence[int], chunks: Sequence[Chunk], expires: float
-    ) -> Callable[[], None]:
+    def _job(self, name: str, ranks: Sequence[int], expires: float) -> Callable[[], None]:
         """What the background does; scalars are taken now."""
         step, scalars, saving = self._state.step, self._state.scalars(), self._saving
 
         def run() -> None:
             self._staging.complete()
-            blocks, files = self._staging.blocks, self.shelf.files
+            staged, files = self._staging.files, self.shelf.files
             refuse_published(files, name)
-            write_part(files, name, saving.rank, chunks, blocks, scalars, saving.patience, saving.writers)
+            write_part(files, name, saving.rank, staged, scalars, saving.patience, saving.writer)
             self._staging.give_back()
             if saving.rank == 0:
                 origin = replace(self._origin, world_size=len(ranks))

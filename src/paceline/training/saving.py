@@ -12,13 +12,30 @@ import torch
 
 from paceline import checkpoint
 from paceline._version import VERSION
-from paceline.checkpoint import Files, Keep, Origin, Patience, Saver, Saving, Shelf, claim
+from paceline.checkpoint import (
+    ByProcess,
+    ByThreads,
+    Files,
+    Keep,
+    Origin,
+    Patience,
+    Saver,
+    Saving,
+    Shelf,
+    Writer,
+    claim,
+)
+from paceline.cluster import process_environment
 from paceline.comm.text import gather_texts, share_text
+from paceline.disk.beside import WriterProcess, can_write_beside
 from paceline.errors import CheckpointError
-from paceline.recipe import Recipe, to_toml
+from paceline.recipe import CheckpointRecipe, Recipe, to_toml
 from paceline.sync.update import placed_before
 from paceline.training.numerics import differences, fingerprint
 from paceline.training.session import Session
+
+_PATIENCE_SECONDS = 60.0
+"""For so long a save takes only what the training leaves; a crash would lose it."""
 
 
 def files_of(recipe: Recipe, run_dir: Path) -> Files:
@@ -41,7 +58,7 @@ def build_saver(session: Session, run_dir: Path, warn: Callable[[str], None]) ->
         keep=Keep(options.keep, options.keep_best),
         deadline_seconds=options.deadline_seconds,
         patience=patience,
-        writers=1 if options.mode == "background" else torch.get_num_threads(),  # the others train on
+        writer=_writer(files, options, patience),
         left=partial(_present, session),
     )
     saver = Saver(session.state, shelf, _origin(session, run), saving, lambda text: _exchange(session, text))
@@ -49,6 +66,16 @@ def build_saver(session: Session, run_dir: Path, warn: Callable[[str], None]) ->
     session.puts.append(partial(_wait_before_updates, session))
     _wait_before_updates(session)
     return saver
+
+
+def _writer(files: Files, options: CheckpointRecipe, patience: Patience) -> Writer:
+    """All threads of a training that waits; else a process beside it, or one thread if there can be none."""
+    if options.mode == "blocking":
+        return ByThreads(torch.get_num_threads())
+    if files.local_path("") is None or not can_write_beside():
+        return ByThreads(1)
+    seconds = min(_PATIENCE_SECONDS, options.deadline_seconds / 2)
+    return ByProcess(WriterProcess(process_environment()), seconds, patience.warn)
 
 
 def _present(session: Session) -> list[int]:

@@ -22,16 +22,20 @@ STEPS = 24
 
 
 def save_for_ever(folder: str) -> None:
-    """Every tensor of step k holds k: a torn checkpoint would show."""
+    """Every tensor of step k holds k: a torn checkpoint would show. A process beside this one writes them."""
+    from paceline.checkpoint import ByProcess, drafts, writers
+    from paceline.disk.beside import WriterProcess
     from paceline.layout.holding import hold_whole
     from paceline.state import TrainState
     from tests.unit.checkpoint.states import saver
 
+    writers._LEAST_BYTES, drafts._LEAST_BYTES = 0, 2**16
+    writer = ByProcess(WriterProcess(dict(os.environ)), 1.0, print)
     torch.set_num_threads(1)
     model = torch.nn.Linear(300, 300)
     state = TrainState(hold_whole(model), torch.optim.Adam(model.parameters(), lr=0.0))
     model(torch.zeros(300)).sum().backward()
-    with saver(folder, state, newest=2) as one:
+    with saver(folder, state, newest=2, writer=writer) as one:
         state.step = one.shelf.whole[-1].step if one.shelf.whole else 0
         while True:
             state.step += 1
@@ -189,4 +193,9 @@ def test_a_job_that_is_killed_goes_on_with_the_same_samples(tmp_path: Path) -> N
 def samples_from(step: int) -> list[str]:
     """What one process loads from a step to the end, by the order alone."""
     work = LockstepWork(Order(60, 8, 1, shuffle=True, drop_last=False), 4, 1, 0, 1)
-    return [str(i) for k in range(step, STEPS) for micro_batch in work.micro_batches(k) for i in micro_batch.indices]
+    return [
+        str(i)
+        for k in range(step, STEPS)
+        for micro_batch in work.micro_batches(k)
+        for i in micro_batch.indices
+    ]

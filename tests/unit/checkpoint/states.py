@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from paceline import checkpoint
-from paceline.checkpoint import Files, Keep, Loaded, Origin, Patience, Saver, Saving, Shelf
+from paceline.checkpoint import ByThreads, Files, Keep, Loaded, Origin, Patience, Saver, Saving, Shelf
 from paceline.layout.holding import hold_whole
 from paceline.state import LossScale, TrainState
 
@@ -46,7 +46,7 @@ def saver(url: object, state: TrainState, **changes: Any) -> Iterator[Saver]:
         "shared": True,
         "deadline_seconds": 20.0,
         "patience": Patience(0.0, print),
-        "writers": 2,
+        "writer": ByThreads(changes.pop("writers", 2)),
     }
     saving = Saving(rank=0, keep=keep, **(options | changes))
     found = Saver(state, shelf, Origin(run=shelf.run, **ORIGIN), saving, exchange)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.checkpoint import Files, Patience, part
+from paceline.checkpoint import Files, Patience, drafts, part
 from paceline.checkpoint.shelf import Shelf
 from paceline.errors import CheckpointError
 from tests.unit.checkpoint.states import holds, make_state, raising, save, saver, whole
@@ -17,8 +17,8 @@ pytestmark = pytest.mark.capability("N13", "N4")
 def num_files(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """How many files a part is cut into."""
     if request.param > 1:
-        monkeypatch.setattr(part, "_LEAST_BYTES", 64)
-        monkeypatch.setattr(part, "_MOST_FILES", request.param)
+        monkeypatch.setattr(drafts, "_LEAST_BYTES", 64)
+        monkeypatch.setattr(drafts, "_MOST_FILES", request.param)
     return int(request.param)
 
 
@@ -117,7 +117,7 @@ def test_files_reach_the_disk_before_the_manifest_appears(
     monkeypatch.setattr(Path, "replace", lambda a, b: (log.append(f"publish {b.name}"), replace(a, b))[1])
     save(tmp_path / "c", make_state())
     before, after = log[: log.index("publish manifest.json")], log[log.index("publish manifest.json") :]
-    names = [part.file_name(0, i, num_files) for i in range(num_files)]
+    names = [drafts.file_name(0, i, num_files) for i in range(num_files)]
     assert {*(f"flush {name}" for name in names), "publish rank-00000.json"} <= set(before)
     assert any(line.startswith("flush .manifest.json") for line in before)
     assert "flush step-00000003" in after

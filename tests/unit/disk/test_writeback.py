@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.checkpoint import Files, writeback
+from paceline.checkpoint import Files
+from paceline.disk import writeback
 
 pytestmark = pytest.mark.capability("N4")
 WINDOW = 2**20

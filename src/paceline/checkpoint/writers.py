@@ -1,0 +1,161 @@
+"""Who writes the files of a part: threads of the training, or a process beside it.
+
+Invariant: the bytes and their SHA-256 do not depend on it.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+
+from paceline.checkpoint.drafts import Draft
+from paceline.checkpoint.files import Block, Files
+from paceline.checkpoint.manifest import File
+from paceline.checkpoint.staging import Staged
+from paceline.disk.beside import WriterLostError, WriterProcess
+
+_LEAST_BYTES = 64 * 2**20  # less is written before a process has begun
+
+
+class Writer(Protocol):
+    """Writes one save after the other."""
+
+    def begin(self, num_bytes: int) -> None:
+        """A save of so many bytes begins; called by the training, before `allocate`."""
+
+    def allocate(self, num_bytes: int) -> np.ndarray:
+        """Memory for the files of a save, uint8; in place of what was made before."""
+
+    def write(self, files: Files, folder: str, staged: Sequence[Staged]) -> tuple[File, ...]:
+        """Write files, and return when they are on the disk; called in the background.
+
+        Raises:
+            OSError: the disk refused.
+        """
+
+    def hurry(self) -> None:
+        """The training waits for the save under way."""
+
+    def close(self) -> None:
+        """There will be no more saves."""
+
+
+class ByThreads:
+    """Threads of this process.
+
+    Args:
+        count: how many.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def begin(self, num_bytes: int) -> None:
+        """See `Writer`; nothing to do."""
+
+    def allocate(self, num_bytes: int) -> np.ndarray:
+        """See `Writer`."""
+        return np.empty(num_bytes, dtype=np.uint8)
+
+    def write(self, files: Files, folder: str, staged: Sequence[Staged]) -> tuple[File, ...]:
+        """See `Writer`."""
+        with ThreadPoolExecutor(self._count, "checkpoint-writer") as pool:
+            return tuple(pool.map(partial(_write_file, files, folder), staged))
+
+    def hurry(self) -> None:
+        """See `Writer`; they do already."""
+
+    def close(self) -> None:
+        """See `Writer`; nothing to do."""
+
+
+class ByProcess:
+    """A process of its own that takes of the processor what the training leaves, until the training waits.
+
+    A small save is written by a thread.
+
+    Args:
+        process: is closed with this.
+        seconds: after which a save that is not written hurries.
+        warn: is told if the process is lost; then the training writes.
+    """
+
+    def __init__(self, process: WriterProcess, seconds: float, warn: Callable[[str], None]) -> None:
+        self._process, self._seconds, self._warn = process, seconds, warn
+        self._thread = ByThreads(1)
+        self._expires, self._ready, self._shared, self._closed = 0.0, False, False, False
+
+    def begin(self, num_bytes: int) -> None:
+        """See `Writer`."""
+        self._expires = time.monotonic() + self._seconds
+        self._ready = num_bytes >= _LEAST_BYTES
+        if self._ready:
+            try:
+                self._process.begin()
+            except WriterLostError as error:
+                self._lost(error)
+
+    def allocate(self, num_bytes: int) -> np.ndarray:
+        """See `Writer`; other processes can see it where the process is to write it."""
+        self._shared = self._ready
+        if not self._ready:
+            return self._thread.allocate(num_bytes)
+        return np.frombuffer(self._process.memory(num_bytes), dtype=np.uint8)
+
+    def write(self, files: Files, folder: str, staged: Sequence[Staged]) -> tuple[File, ...]:
+        """See `Writer`."""
+        if self._ready and self._shared:
+            try:
+                return self._write_beside(files, folder, staged)
+            except WriterLostError as error:
+                if self._closed:
+                    raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED), folder) from error
+                self._lost(error)
+        return self._thread.write(files, folder, staged)
+
+    def hurry(self) -> None:
+        """See `Writer`."""
+        self._process.hurry()
+
+    def close(self) -> None:
+        """See `Writer`."""
+        self._closed = True
+        self._process.close()
+
+    def _write_beside(self, files: Files, folder: str, staged: Sequence[Staged]) -> tuple[File, ...]:
+        places = []
+        for file in staged:
+            path = files.make_room(f"{folder}/{file.draft.name}")
+            places.append((path, file.begin, file.begin + file.draft.num_bytes))
+        patience = max(0.0, self._expires - time.monotonic())
+        hashes = self._process.write(places, patience)
+        return tuple(_written(file.draft, sha256) for file, sha256 in zip(staged, hashes, strict=True))
+
+    def _lost(self, error: WriterLostError) -> None:
+        self._ready = False
+        self._warn(f"{error}; this save is written by the training, which it may slow down")
+
+
+def _write_file(files: Files, folder: str, file: Staged) -> File:
+    """Write a file, and hash it on the way."""
+    digest = hashlib.sha256()
+
+    def hashed() -> Iterator[Block]:
+        for block in file.blocks():
+            digest.update(block)
+            yield block
+
+    files.write(f"{folder}/{file.draft.name}", hashed())
+    return _written(file.draft, digest.hexdigest())
+
+
+def _written(draft: Draft, sha256: str) -> File:
+    return File(draft.name, draft.num_bytes, sha256, draft.chunks)

@@ -1,0 +1,152 @@
+"""A process beside the training writes the same checkpoints, and is replaced when it is lost."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.checkpoint import ByProcess, Files, Patience, Saver, drafts, load, part, writers
+from paceline.disk.beside import WriterProcess
+from paceline.errors import CheckpointError
+from paceline.layout.holding import hold_whole
+from paceline.state import TrainState
+from tests.unit.checkpoint.states import change, holds, make_state, save, saver
+
+pytestmark = pytest.mark.capability("N4")
+
+
+@pytest.fixture(autouse=True)
+def every_save_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writers, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(drafts, "_LEAST_BYTES", 64)
+
+
+@contextmanager
+def beside(
+    url: object, state: TrainState, **changes: Any
+) -> Iterator[tuple[Saver, WriterProcess, list[str]]]:
+    """A saver with a process, that process, and what it warns of."""
+    process, told = WriterProcess(dict(os.environ)), list[str]()
+    writer = ByProcess(process, changes.pop("seconds", 20.0), told.append)
+    with saver(url, state, writer=writer, **changes) as one:
+        yield one, process, told
+
+
+def grown(width: int) -> TrainState:
+    model = torch.nn.Linear(width, 4)
+    state = TrainState(hold_whole(model), torch.optim.Adam(model.parameters(), lr=0.1))
+    model(torch.ones(2, width)).sum().backward()
+    state.optimizer.step()
+    return state
+
+
+def test_its_checkpoints_are_those_of_threads(tmp_path: Path) -> None:
+    """Also while parameters, moments and statistics change, and whether or not it hurries."""
+    state, manifests = make_state(), []
+    with beside(tmp_path / "process", state, newest=9) as (one, _, told):
+        for hurries in (False, True, False):
+            one.save()
+            change(state, one.settle)
+            while one.busy and not hurries:
+                time.sleep(0.01)
+            one.finish()
+            state.step += 1
+    again = make_state()
+    for kept in one.shelf.whole:
+        name = save(tmp_path / "threads", again, newest=9)
+        change(again)
+        again.step += 1
+        manifests += [
+            (load(Files(str(tmp_path / place)), kept.name).manifest) for place in ("process", "threads")
+        ]
+        assert name == kept.name
+    assert told == [] and len(manifests) == 6
+    for found, right in zip(manifests[::2], manifests[1::2], strict=True):
+        assert found.files == right.files and found.state_sha256 == right.state_sha256
+        assert len(found.files) == 4
+
+
+def test_a_state_that_grows_has_new_memory(tmp_path: Path) -> None:
+    process = WriterProcess(dict(os.environ))
+    for step, width in enumerate([8, 5000, 300]):
+        state = grown(width)
+        state.step = step
+        with saver(tmp_path, state, writer=ByProcess(process, 20.0, pytest.fail), newest=9) as one:
+            assert holds(tmp_path, (one.save(), one.finish())[0], state)
+
+
+def test_a_process_that_is_killed_is_replaced(tmp_path: Path) -> None:
+    """The training writes what it was to write, says so, and the next save has a new one."""
+    state = make_state()
+    with beside(tmp_path, state, newest=9) as (one, process, told):
+        for save_number in range(3):
+            state.step += 1
+            name = one.save()
+            if save_number == 1:
+                process._process.kill()
+                process._process.wait()
+                one._staging.settle()
+            one.finish()
+            assert holds(tmp_path, name, state)
+            assert process._process.poll() == (-signal.SIGKILL if save_number == 1 else None)
+    assert len(told) <= 1, "it may have ended with its work done"
+    with beside(tmp_path / "other", state) as (one, process, told):
+        process._send = lambda asked: process._process.kill()  # before it has read anything
+        name = one.save()
+        one.finish()
+        assert holds(tmp_path / "other", name, state)
+        assert len(told) == 1 and "has ended" in told[0] and "written by the training" in told[0]
+
+
+def test_one_that_cannot_be_started_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "missing"))
+    state = make_state()
+    with beside(tmp_path / "c", state) as (one, _, told):
+        name = one.save()
+        one.finish()
+    assert holds(tmp_path / "c", name, state)
+    assert len(told) == 1 and "cannot be started" in told[0]
+
+
+def fill(files: Files, times: int) -> None:
+    """So many files come to lie on a disk that is full."""
+    make_room, left = files.make_room, [None] * times
+
+    def make(name: str) -> str:
+        path = make_room(name)
+        if name.endswith(".safetensors") and left:
+            left.pop()
+            Path(path).symlink_to("/dev/full")
+        return path
+
+    files.make_room = make
+
+
+@pytest.mark.capability("N13")
+def test_a_full_disk_is_an_error_or_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(part, "_RETRY_SECONDS", 0.01)
+    state, told = make_state(1), list[str]()
+    with beside(tmp_path, state, newest=9) as (one, _, lost):
+        name = one.save()
+        one.finish()
+        state.step = 2
+        fill(one.shelf.files, 1)
+        one.save()
+        with pytest.raises(CheckpointError, match="No space left on device") as caught:
+            one.finish()
+        assert "step-00000002" in caught.value.where and "full_disk_seconds" in caught.value.next_step
+        assert list((tmp_path / "step-00000002").iterdir()) == []
+    assert holds(tmp_path, name, make_state(1)) and lost == []
+    with beside(tmp_path, state, patience=Patience(20.0, told.append)) as (one, _, lost):
+        fill(one.shelf.files, 2)
+        name = one.save()
+        one.finish()
+        assert holds(tmp_path, name, state)
+    assert len(told) == 1 and "full" in told[0] and lost == []

@@ -1,0 +1,91 @@
+"""Files that go past the system's memory hold the same bytes as others, and threads stand back alone."""
+
+import errno
+import hashlib
+import mmap
+import os
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from paceline.disk import process, writing
+from paceline.disk.writing import PAGE_BYTES, Writing
+
+pytestmark = pytest.mark.capability("N4")
+BLOCK = 4 * PAGE_BYTES
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writing, "BLOCK_BYTES", BLOCK)
+
+
+def written(path: Path, content: memoryview) -> str:
+    found = Writing(str(path), content)
+    while not found.done:
+        found.step()
+    return found.sha256()
+
+
+@pytest.mark.parametrize("begin", [0, PAGE_BYTES, 8])
+@pytest.mark.parametrize("size", [0, 1, PAGE_BYTES, BLOCK - 1, BLOCK, 2 * BLOCK + PAGE_BYTES + 3])
+def test_a_file_holds_what_was_written(size: int, begin: int, tmp_path: Path) -> None:
+    with mmap.mmap(-1, max(1, begin + size)) as memory:
+        memory[:] = os.urandom(len(memory))
+        (tmp_path / "x").write_bytes(b"older and longer" * BLOCK)
+        right = memory[begin : begin + size]
+        with memoryview(memory)[begin : begin + size] as content:
+            assert written(tmp_path / "x", content) == hashlib.sha256(right).hexdigest()
+        assert (tmp_path / "x").read_bytes() == right
+
+
+@pytest.mark.parametrize("refused", ["open", "write"])
+def test_where_files_cannot_go_directly_they_go_as_usual(
+    refused: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """File systems refuse the word, or accept it and refuse the writing."""
+    calls: list[str] = []
+    call = getattr(os, refused)
+
+    def refuse(*given: int) -> int:
+        direct = given[1] & os.O_DIRECT if refused == "open" else found_direct(given[0])
+        calls.append("direct" if direct else "usual")
+        if direct:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return int(call(*given))
+
+    monkeypatch.setattr(os, refused, refuse)
+    data = os.urandom(2 * BLOCK + 5)
+    assert written(tmp_path / "x", memoryview(data)) == hashlib.sha256(data).hexdigest()
+    assert (tmp_path / "x").read_bytes() == data
+    assert calls[:2] == ["direct", "usual"] and "direct" not in calls[1:]
+
+
+def found_direct(file: int) -> bool:
+    flags = Path(f"/proc/self/fdinfo/{file}").read_text().split("flags:")[1].split()[0]
+    return bool(int(flags, 8) & os.O_DIRECT)
+
+
+def test_a_full_disk_is_its_own_error_and_the_file_is_closed() -> None:
+    found = Writing("/dev/full", memoryview(bytes(BLOCK)))
+    with pytest.raises(OSError) as caught:
+        found.step()
+    assert caught.value.errno == errno.ENOSPC and found.done
+
+
+def test_only_the_thread_that_asks_stands_back() -> None:
+    found: list[tuple[int, int]] = []
+
+    def stand_back() -> None:
+        process._step_back()
+        found.append(priority())
+
+    def priority() -> tuple[int, int]:
+        return os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)
+
+    before = priority()
+    thread = Thread(target=stand_back)
+    thread.start()
+    thread.join()
+    assert found == [(19, os.SCHED_IDLE)] and priority() == before

@@ -50,7 +50,11 @@ class Size:
 
 
 class Job:
-    """A training loop that is nothing but its steps."""
+    """A training loop that is nothing but its steps.
+
+    Attributes:
+        rest_seconds: for how long every step waits, as for data or for other ranks.
+    """
 
     def __init__(self, size: Size) -> None:
         torch.manual_seed(0)
@@ -59,9 +63,12 @@ class Job:
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
         self.state = TrainState(hold_whole(self.model), optimizer)
         self._batch = torch.rand(size.batch, size.width)
+        self.rest_seconds = 0.0
 
     def step(self) -> None:
         """Forward, backward, update."""
+        if self.rest_seconds:
+            time.sleep(self.rest_seconds)
         self.state.optimizer.zero_grad(set_to_none=True)
         self.model(self._batch).square().mean().backward()
         self.state.optimizer.step()
@@ -171,10 +178,10 @@ def our_saver(job: Job, folder: Path, background: bool, keep: int = 1) -> Iterat
         saver.close()
 
 
-def dcp_way(job: Job, folder: Path, asynchronous_copy: bool) -> Way:
-    """DCP's `async_save`, copying before it returns (its default), or beside the steps."""
+def dcp_way(job: Job, folder: Path) -> Way:
+    """DCP's `async_save`, copying beside the steps; its default, to copy before it returns, is slower."""
     shared = {"use_pinned_memory": False, "use_shared_memory": True, "use_non_blocking_copy": False}
-    stager = DefaultStager(StagingOptions(use_async_staging=True, **shared)) if asynchronous_copy else None
+    stager = DefaultStager(StagingOptions(use_async_staging=True, **shared))
     under_way: list[Any] = []
 
     def begin() -> None:
@@ -183,26 +190,15 @@ def dcp_way(job: Job, folder: Path, asynchronous_copy: bool) -> Way:
         under_way[:] = [dcp.async_save(job.state.tensors(), **options)]
 
     def settle() -> None:
-        if asynchronous_copy and under_way:
+        if under_way:
             under_way[0].staging_completion.result()
 
-    def upload() -> Any:
-        return under_way[0].upload_completion if asynchronous_copy else under_way[0]
+    def finish() -> None:
+        under_way[0].upload_completion.result()
 
     def clean() -> None:
         for old in folder.glob("step-*"):
             shutil.rmtree(old)
 
-    name = "DCP async_save, staged beside the steps" if asynchronous_copy else "DCP async_save, default"
-    return Way(name, begin, settle, lambda: upload().result(), clean, busy=lambda: not upload().done())
-
-
-def copy_way(job: Job) -> Way:
-    """The state copied to memory that is there already, and nothing written."""
-    buffers = {name: t.detach().clone() for name, t in job.state.tensors().items()}
-
-    def copy() -> None:
-        for name, t in job.state.tensors().items():
-            buffers[name].copy_(t.detach())
-
-    return Way("plain copy in memory", copy)
+    name = "DCP async_save, staged beside the steps"
+    return Way(name, begin, settle, finish, clean, busy=lambda: not under_way[0].upload_completion.done())

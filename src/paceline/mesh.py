@@ -134,6 +134,16 @@ class Mesh:
         if cluster.world_size > 1:
             groups = cluster.connected.groups
         world = Group("world", ranks, cluster.global_rank, groups.world if groups else None, groups)
+        return cls._spanned(world, sizes)
+
+    @classmethod
+    def planned(cls, degrees: Mapping[str, int], rank: int) -> Mesh:
+        """What a rank of such a job would have, without any process group: to ask who is where."""
+        sizes = tuple(degrees.get(axis, 1) for axis in AXES)
+        return cls._spanned(Group("world", tuple(range(prod(sizes))), rank), sizes)
+
+    @classmethod
+    def _spanned(cls, world: Group, sizes: tuple[int, ...]) -> Mesh:
         known = [world]
         for name, axes in (*((axis, (axis,)) for axis in AXES), ("data", DATA_AXES), ("inside", AXES[1:])):
             known.append(_span(name, axes, sizes, known))

@@ -16,7 +16,11 @@ from paceline.training.codec_report import Finding, render, report_codecs
 def recipe_of(strategy: str) -> Recipe:
     options = {"model": "mlp", "hidden": [64]}
     return Recipe(
-        task="digits", steps=2, batch={"size": 8, "shards": 2}, options=options, strategy=Strategy.parse(strategy)
+        task="digits",
+        steps=2,
+        batch={"size": 8, "shards": 2},
+        options=options,
+        strategy=Strategy.parse(strategy),
     )
 
 

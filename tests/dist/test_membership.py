@@ -189,4 +189,8 @@ def test_nobody_else_takes_part_in_making_a_group() -> None:
 def asked(cluster: Cluster) -> list[int]:
     """Who has asked to join."""
     store = cluster.connected.store
-    return [int(one) for one in store.get("joining").decode().split(",") if one] if store.check(["joining"]) else []
+    return (
+        [int(one) for one in store.get("joining").decode().split(",") if one]
+        if store.check(["joining"])
+        else []
+    )

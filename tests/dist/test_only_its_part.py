@@ -269,9 +269,7 @@ def test_a_shard_of_the_state_is_smaller_than_the_whole(tmp_path: Path) -> None:
 
 def files_of(cluster: Cluster, strategy: str) -> list[tuple[int, int]]:
     """Number and place of the file in which each parameter lies, as the kernel maps it; after two steps."""
-    recipe = Recipe(
-        task="sum", steps=2, batch={"size": 8, "shards": 4}, strategy=Strategy.parse(strategy)
-    )
+    recipe = Recipe(task="sum", steps=2, batch={"size": 8, "shards": 4}, strategy=Strategy.parse(strategy))
     session = session_of(cluster, recipe, light_gpt)
     list(session.rounds())
     found = []

@@ -312,9 +312,7 @@ KFAC_STRATEGIES = {"kfac-staged": "replicas=1 pipeline=2", "kfac-by-tensor": STR
 
 @pytest.mark.capability("Z1")
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(
-    "name", ["kfac-staged", pytest.param("kfac-by-tensor", marks=pytest.mark.soak)]
-)
+@pytest.mark.parametrize("name", ["kfac-staged", pytest.param("kfac-by-tensor", marks=pytest.mark.soak)])
 def test_an_optimizer_from_another_package_has_hooks_sums_and_state(name: str, site: Path) -> None:
     """It sums factors over ranks, sees the layers of its stage only, and keeps factors in the checkpoint."""
     alone = train(site, "replicas=1", f"{name}-alone", *KFAC, ranks=1)

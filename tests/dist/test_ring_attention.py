@@ -72,7 +72,9 @@ def farthest(cluster: Cluster) -> list[tuple[str, float, float]]:
                     float((part.take(a, 2) - b.double()).abs().max() / a.abs().max())
                     for a, b in zip(whole, mine, strict=True)
                 )
-                found.append((f"{name}, {dtype}, causal={causal}", off / allowed, sent_too_much(net, part, xs)))
+                found.append(
+                    (f"{name}, {dtype}, causal={causal}", off / allowed, sent_too_much(net, part, xs))
+                )
     return found
 
 
@@ -84,7 +86,9 @@ def sent_too_much(net: Net, part: Part, xs: list[Tensor]) -> float:
 
 
 @pytest.mark.capability("Z1")
-@pytest.mark.parametrize("num_ranks", [3, pytest.param(2, marks=pytest.mark.soak), pytest.param(4, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "num_ranks", [3, pytest.param(2, marks=pytest.mark.soak), pytest.param(4, marks=pytest.mark.soak)]
+)
 def test_attention_over_ranks_is_that_of_the_whole(num_ranks: int) -> None:
     """Also its bytes: those of the closed form, by the ledger."""
     for cases in run_ranks(farthest, num_ranks):

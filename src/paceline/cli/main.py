@@ -109,6 +109,11 @@ COMMANDS = (
         "Prove a schedule, and print it with its bubble and the micro-batches that each stage has in flight.",
     ),
     Command(
+        "plan memory",
+        "plan:memory",
+        "Say what each rank of a job will need in memory, by kind, and whether it fits.",
+    ),
+    Command(
         "bench link",
         "bench:link",
         "Measure latency and bandwidth of every pair of ranks, and of the all-reduce of all (CPU, Gloo).",
@@ -124,6 +129,7 @@ GROUPS = {
     "lab": "A cluster on this machine: hosts, links and faults.",
     "bench": "Measure what planning needs.",
     "schedule": "Look at the schedules of pipelines.",
+    "plan": "Ask what a job will need before it is started.",
 }
 
 

@@ -184,14 +184,20 @@ def _steps(
 ) -> list[Tensor]:
     """Where a copy of the optimizer, over other parameters, ends."""
     parameters = [nn.Parameter(start.clone()) for start in starts]
-    twin = _twin(optimizer)
-    options = {k: v for k, v in optimizer.param_groups[0].items() if k not in ("params", "param_names")}
-    twin.param_groups = [{**copy.deepcopy(options), "params": parameters}]
+    twin = over_others(optimizer, parameters)
     for step in grads:
         for p, grad in zip(parameters, step, strict=True):
             p.grad = grad.clone()
         twin.step()
     return [p.detach() for p in parameters]
+
+
+def over_others(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> Any:
+    """A copy without state that updates other parameters, with the options of the first group."""
+    twin = _twin(optimizer)
+    options = {k: v for k, v in optimizer.param_groups[0].items() if k not in ("params", "param_names")}
+    twin.param_groups = [{**copy.deepcopy(options), "params": [*parameters]}]
+    return twin
 
 
 def _twin(optimizer: torch.optim.Optimizer) -> Any:

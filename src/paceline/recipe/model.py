@@ -8,12 +8,13 @@ world size) is decided later.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from paceline.recipe.acting import Need
 from paceline.recipe.debug import DebugRecipe
+from paceline.recipe.expect import Words
 from paceline.recipe.lasting import AverageRecipe, CheckpointRecipe, HealthRecipe
 from paceline.recipe.learning import BatchRecipe, OptimizerRecipe, ScheduleRecipe
 from paceline.recipe.log import LogRecipe
@@ -22,6 +23,7 @@ from paceline.recipe.plain import plain
 from paceline.recipe.problems import Conflict, refused
 from paceline.recipe.same_bits import lane_conflicts, same_bits_conflicts
 from paceline.recipe.security import SecurityRecipe
+from paceline.recipe.sizes import EXPECTED, as_bytes
 from paceline.recipe.strategy import Strategy
 from paceline.recipe.strict import Table
 from paceline.recipe.whole_batch import synced_conflicts
@@ -55,6 +57,11 @@ class MemoryRecipe(Table):
         default="none",
         description='what backward computes again: "none", the inside of "blocks", or "segments" of about'
         " sqrt(blocks) blocks, of which one input is kept: the least memory, two more forwards",
+    )
+    budget: Annotated[int | None, BeforeValidator(as_bytes), Words(EXPECTED)] = Field(
+        default=None,
+        ge=1,
+        description='the most that a rank may need, as "2GiB": a run that needs more does not start',
     )
 
 

@@ -49,6 +49,12 @@ def nearest_supported(
     return Strategy(replicas=min(processes, shards))
 
 
+def cost_of_change(now: Strategy, other: Strategy) -> int:
+    """How much a user would give up."""
+    changed = [field for field in _COSTS if getattr(now, field) != getattr(other, field)]
+    return sum(_COSTS[field] for field in changed)
+
+
 def _built_words(strategy: Strategy) -> Strategy:
     """Without the words of its wire that are not built, which cannot be kept whatever else changes."""
     described = {"codec": strategy.form, "route": strategy.path, "schedule": strategy.order}

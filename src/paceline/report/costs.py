@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from paceline.report.balance import HEAD, balance, balance_rows, balance_words
 from paceline.report.closed_form import sent
 from paceline.report.facts import spell_bytes, spell_seconds, spell_share
 from paceline.report.html import Html, join, table, tag
@@ -72,6 +73,16 @@ def _piece(rank: RankTime, part: str) -> Html:
         style=f"width: {100 * share:.3f}%; background: var(--{part})",
         data_tip=f"{part}: {100 * share:.1f} % · {seconds} a round",
     )
+
+
+def evenness(run: Run) -> Html:
+    """Seconds, bytes and memory of every rank in one table, and what is uneven in words."""
+    shares = balance(run)
+    if not shares:
+        return Html("")
+    lines = [tag("p", line) for line in balance_words(shares)]
+    shown = table(list(HEAD), balance_rows(shares))
+    return join([tag("h2", "How even the ranks are"), shown, tag("div", lines, class_="card words")])
 
 
 # -- bytes -------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from paceline.report.costs import times, traffic
+from paceline.report.costs import evenness, times, traffic
 from paceline.report.facts import Facts, facts, spell, spell_seconds
 from paceline.report.folder import CHECKPOINTS, RECIPE, REPORT
 from paceline.report.html import Html, join, table, tag
@@ -74,7 +74,7 @@ def _one(run: Run, at: Path | None) -> list[Html]:
         "header", tag("h1", run.name), pill(found.status), tag("div", _under(run, found), class_="sub")
     )
     shown = [title, tiles(found, rank_times(run)), words([run]), tag("h2", "Curves"), charts([run])]
-    more = [times([run]), traffic([run]), _checkpoints(run, at or run.folder), _events(run)]
+    more = [times([run]), evenness(run), traffic([run]), _checkpoints(run, at or run.folder), _events(run)]
     more += [_certificate(run), _recipe(run)]
     return [*shown, *more, tag("footer", _origin(run))]
 

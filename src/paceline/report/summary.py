@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from paceline.report.balance import balance, balance_words, uneven
 from paceline.report.closed_form import Sent, sent
 from paceline.report.facts import Facts, facts, spell, spell_bytes, spell_seconds, spell_share
 from paceline.report.read import Run, number
@@ -18,7 +19,8 @@ def summary(run: Run) -> list[str]:
     """One sentence or two on how it ended, on what it learned, on its speed, its time and its bytes."""
     found = facts(run)
     lines = [_ended(run, found), *_learned(run, found), *_speed(found), *_time(rank_times(run))]
-    return [*lines, *_bytes(run, sent(run)), *_said(run)]
+    lines += [*_bytes(run, sent(run)), *_apart(run)]
+    return [*lines, *_said(run)]
 
 
 def _ended(run: Run, found: Facts) -> str:
@@ -115,6 +117,12 @@ def _bytes(run: Run, ranks: list[Sent]) -> Iterator[str]:
         expected = spell_bytes((wrong.expected_bytes or 0.0) / wrong.rounds)
         found = spell_bytes(wrong.counted_bytes / wrong.rounds)
         yield f"Rank {wrong.rank} sends {found} {_of_a_round(wrong)}; the closed form says {expected}."
+
+
+def _apart(run: Run) -> Iterator[str]:
+    """Ranks that have more than others, and what to do."""
+    shares = balance(run)
+    return balance_words(shares) if uneven(shares) else iter(())
 
 
 def _of_a_round(found: Sent) -> str:

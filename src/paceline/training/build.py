@@ -31,6 +31,7 @@ from paceline.sync.witness import LossEar
 from paceline.task import Source, Task
 from paceline.training.arrange import Material, Pieces, Setting
 from paceline.training.averaging import build_average, by_rounds
+from paceline.training.budget import keep_to_budget
 from paceline.training.by_machine import choose_by_machine
 from paceline.training.check_sequences import check_task
 from paceline.training.codec_choice import choose_codec
@@ -103,6 +104,7 @@ def build_session(
     tell_large_batch(recipe, task, warn)
     tell_before(setting, task)
     require_same_order(build_order(recipe, task), net, setting.mesh.world)
+    keep_to_budget(setting, task)
     grounds = lay_grounds(setting, recipe, task, fresh=fresh)
     holding = grounds.layout.placed.holding
     optimizer = build_task_optimizer(recipe, task, holding)

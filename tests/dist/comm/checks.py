@@ -61,9 +61,7 @@ def close(found: Tensor, inputs: Sequence[Tensor], reduction: str) -> bool:
     return bool(((found.double() - expected).abs() <= bound).all())
 
 
-def cases(
-    world: int, dtypes: Sequence[torch.dtype] = DTYPES
-) -> Iterator[tuple[str, list[Tensor]]]:
+def cases(world: int, dtypes: Sequence[torch.dtype] = DTYPES) -> Iterator[tuple[str, list[Tensor]]]:
     """A name, and the tensor of every rank."""
     for dtype in dtypes:
         for form in FORMS:

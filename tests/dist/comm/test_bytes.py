@@ -98,7 +98,9 @@ def test_training_steps_cost_gradients_and_a_tally_and_nothing_else(world: int, 
     expected = expected_rows(world, bucket_bytes)
     assert expected["all_reduce", "replica"][0] >= NUM_STEPS * (2 if bucket_bytes == BUCKET_BYTES else 1)
     for found in run_ranks(train, world, 8, bucket_bytes):
-        agreed = found["rows"].pop(("all_gather", "world"))[2]  # before the first step: which metrics there are
+        agreed = found["rows"].pop(("all_gather", "world"))[
+            2
+        ]  # before the first step: which metrics there are
         assert found["rows"].keys() == expected.keys()
         for row, (calls, payload_bytes, sent_bytes) in expected.items():
             assert found["rows"][row][:2] == (calls, payload_bytes), row

@@ -17,7 +17,14 @@ def test_routes_are_exact_and_codecs_send_less() -> None:
     assert [row.record() for row in first][0].keys() == [row.record() for row in second][0].keys()
     by_word = {(row.route, row.codec): row for row in first}
     routes = {route for route, codec in by_word if codec == "fp32"}
-    assert routes == {"native", "ring", "tree", "recursive-doubling", "grid", "shared-memory"}  # one host: one level
+    assert routes == {
+        "native",
+        "ring",
+        "tree",
+        "recursive-doubling",
+        "grid",
+        "shared-memory",
+    }  # one host: one level
     plain = by_word["native", "fp32"]
     for (_, codec), row in by_word.items():
         assert row.seconds > 0 and row.processor_seconds >= 0

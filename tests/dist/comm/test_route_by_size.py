@@ -129,7 +129,10 @@ def test_a_trial_has_a_line_for_every_route_equal_on_all_ranks() -> None:
     results = run_ranks(run, 4)
     forecast, messages = results[0]
     assert all(found == forecast for found, _ in results)
-    assert messages == ["ring", "tree", "recursive-doubling", "grid"] and [*forecast.lines] == ["native", *messages]
+    assert messages == ["ring", "tree", "recursive-doubling", "grid"] and [*forecast.lines] == [
+        "native",
+        *messages,
+    ]
     for route, line in forecast.lines.items():
         first = line.points[0]
         assert first.sent_bytes == longest_way(route, 256, 4).sent_bytes and first.seconds > 0

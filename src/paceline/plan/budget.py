@@ -1,0 +1,87 @@
+"""Whether a job fits into `memory.budget`, and which one near it does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+
+from paceline.errors import StrategyError, TaskError
+from paceline.plan.memory import plan_memory
+from paceline.plan.parts import MemoryPlan
+from paceline.plan.words import spell_peak
+from paceline.recipe import Recipe, Strategy, most_sharers, support
+from paceline.recipe.layout_table import layouts
+from paceline.recipe.nearest import cost_of_change
+from paceline.report.facts import spell_bytes
+from paceline.task import Task
+
+_MOST_PLANS = 24
+
+
+def refusal(recipe: Recipe, task: Task, processes: int, nodes: int) -> StrategyError | None:
+    """Why a job does not fit into its budget, and the nearest that does; None: it fits, or has no budget.
+
+    Raises:
+        StrategyError, TaskError: see `plan_memory`.
+    """
+    budget = recipe.memory.budget
+    if budget is None:
+        return None
+    plan = plan_memory(recipe, task, processes, nodes=nodes)
+    if plan.peak <= budget:
+        return None
+    advice = _advice(nearest_that_fits(plan, task, nodes), budget)
+    if plan.largest.when == "evaluation":
+        advice = f"lower evaluate.batch, which is {recipe.evaluate.batch}; or {advice}"
+    return StrategyError(
+        f"{spell_peak(plan)}, and memory.budget is {spell_bytes(budget)}",
+        where=f'strategy "{plan.recipe.strategy}" on {processes} processes',
+        next_step=advice,
+    )
+
+
+def _advice(found: MemoryPlan, budget: int) -> str:
+    words = f'"{found.recipe.strategy}"'
+    if found.recipe.memory.recompute != "none":
+        words += f' with memory.recompute = "{found.recipe.memory.recompute}"'
+    needs = spell_bytes(found.peak)
+    if found.peak <= budget:
+        return f"the nearest that fits is {words}, which needs {needs}"
+    return (
+        f"no layout of {found.processes} processes fits; {words} needs least, {needs}: take more processes,"
+        " or smaller micro-batches (batch.shards)"
+    )
+
+
+def nearest_that_fits(plan: MemoryPlan, task: Task, nodes: int = 1) -> MemoryPlan:
+    """The plan of what changes least and fits; if nothing does, of what needs least."""
+    budget, least = plan.recipe.memory.budget or 0, plan
+    for recipe in _candidates(plan):
+        with suppress(StrategyError, TaskError):  # this model cannot be laid out so
+            found = plan_memory(recipe, task, plan.processes, nodes=nodes)
+            least = min(least, found, key=lambda one: one.peak)
+            if found.peak <= budget:
+                return found
+    return least
+
+
+def _candidates(plan: MemoryPlan) -> Iterator[Recipe]:
+    """Recipes that compute the same, those that change least first; each also with recomputation."""
+    recipe, now = plan.recipe, plan.recipe.strategy
+    most, called = most_sharers(recipe)
+    answers = [
+        support(_laid_out(now, row.strategy), processes=plan.processes, shards=most, called=called)
+        for row in layouts(plan.processes)
+    ]
+    strategies = [answer.nearest for answer in answers if answer.ok]
+    near = sorted(strategies, key=lambda strategy: cost_of_change(now, strategy))
+    for strategy in near[: _MOST_PLANS // 3]:
+        for recompute in ("none", "blocks", "segments"):
+            yield recipe.replace(strategy=strategy, memory=recipe.memory.replace(recompute=recompute))
+
+
+def _laid_out(now: Strategy, other: Strategy) -> Strategy:
+    """The same strategy with the layout of another."""
+    fields = ("replicas", "shard", "zero", "tensor", "context", "pipeline")
+    schedule = now.schedule if other.pipeline > 1 else Strategy.model_fields["schedule"].default
+    return now.replace(schedule=schedule, **{name: getattr(other, name) for name in fields})

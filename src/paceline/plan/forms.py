@@ -1,0 +1,152 @@
+"""Closed forms: bytes that a rank holds from step to step, from what it computes with and updates. Pure.
+
+P: bytes of what a rank computes with, U: of what it updates, S: ranks of its shard group. They follow what is
+really made: a bucket for every gradient that is summed over ranks, sums of the own parts, a row for each of
+the ranks that share the state.
+Source: Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5 (what each stage leaves on a rank).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from paceline.comm.reduction import cover
+from paceline.data import split
+from paceline.layout.placement import Held
+from paceline.recipe import Recipe
+from paceline.slot import Slot
+
+FP32_BYTES = 4
+GATHERED_TOGETHER = 2**26
+"""Bytes of parameters that ZeRO 1 and 2 gather at a time after an update."""
+_UNDER_WAY = 3
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of one rank's trained tensors.
+
+    Args:
+        computes: of what it computes with.
+        updates: of what it updates.
+        shared: of what it computes with and another stage too.
+        largest: of one tensor that it computes with.
+    """
+
+    computes: int
+    updates: int
+    shared: int
+    largest: int
+
+
+def sizes_of(held: Iterable[Held], item_bytes: Mapping[str, int]) -> Sizes:
+    """Add up what a rank holds.
+
+    Args:
+        item_bytes: by name, of one value.
+    """
+    computes = updates = shared = largest = 0
+    for one in held:
+        own = bytes_of(one.computes, item_bytes)
+        computes += own
+        updates += 0 if one.updates is None else bytes_of(one.updates, item_bytes)
+        shared += own if one.holders else 0
+        largest = max(largest, own)
+    return Sizes(computes, updates, shared, largest)
+
+
+def bytes_of(slot: Slot, item_bytes: Mapping[str, int]) -> int:
+    """Of one part of a tensor."""
+    return slot.numel * item_bytes[slot.name]
+
+
+@dataclass(frozen=True)
+class Sums:
+    """How a rank's gradients come to be sums, in bytes.
+
+    Args:
+        buckets: that stay from step to step.
+        own: sums of the own parts, where they are no part of a bucket.
+        moved: by byte of a gradient that is complete in the last backward of a step, bytes of what moves it.
+        leaves: a gradient is let go of as soon as it was handed on, with every micro-batch.
+        waiting: where sums have one order, how many sums of gradients wait for others after each micro-batch.
+        stays: between steps, gradients that are neither buckets nor own sums.
+    """
+
+    buckets: int = 0
+    own: int = 0
+    moved: int = 0
+    leaves: bool = False
+    waiting: Sequence[int] = ()
+    stays: int = 0
+
+
+def sums_of(recipe: Recipe, sizes: Sizes, shards: int, *, frees: bool, meets: bool) -> Sums:
+    """What the reduction of a rank takes.
+
+    Args:
+        recipe: its strategy has its replicas filled in.
+        shards: micro-batches of a step, over all ranks.
+        frees: the rank keeps gradients of its own parts only (ZeRO 2 and 3).
+        meets: gradients of shared tensors meet first.
+    """
+    strategy = recipe.strategy
+    sharers = strategy.degrees["replica"] * strategy.shard
+    shared = sizes.shared if meets else 0
+    cut = sizes.updates if strategy.shard > 1 else 0
+    if recipe.is_ordered:
+        blocks = [split(shards, sharers, rank) for rank in range(sharers)]
+        nodes = max(len(cover(block)) for block in blocks)
+        waiting = partial_sums(max(blocks, key=lambda block: max(partial_sums(block), default=0)))
+        if sharers == 1:
+            return Sums(shared, waiting=waiting, stays=sizes.computes)
+        return Sums(nodes * sizes.computes + shared, cut, 1, leaves=True, waiting=[*waiting[:-1], 0])
+    if sharers * strategy.context == 1:
+        return Sums(buckets=shared, stays=sizes.computes)
+    if frees:
+        largest = min(sizes.largest + recipe.runtime.bucket_bytes, sizes.computes)
+        rows = _UNDER_WAY * largest
+        return Sums(rows + 2 * shared, sizes.updates + 2 * largest // strategy.shard, leaves=True)
+    moved, stays = (1, sizes.computes) if cut else (0, 0)
+    return Sums(sizes.computes + shared, cut, moved, stays=stays)
+
+
+def partial_sums(shards: range) -> list[int]:
+    """How many sums wait for others after each of these shards, in a tree of additions over all."""
+    return [
+        complete + (index + 1).bit_count()
+        for complete, node in enumerate(cover(shards))
+        for index in range(len(node))
+    ]
+
+
+def whole_bytes(num_values: int) -> dict[str, int]:
+    """Bytes of a model's state anywhere: its weights in fp16, and all that mixed-precision Adam keeps of it.
+
+    That is 2 for the weight that is computed with, 2 for its gradient, and 4 each for the master weight and
+    two moments; or 4 each for weight, gradient and two moments, as here.
+    Source: Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 3.1.
+    """
+    return {"fp16 weights": 2 * num_values, "Adam": (2 + 2 + 3 * FP32_BYTES) * num_values}
+
+
+def gathered_by_block(blocks: Sequence[int], rest: int, shard: int) -> int:
+    """Bytes of whole parameters under ZeRO 3, where each block is gathered for its use.
+
+    Of a block that has come there are the parameters, a buffer with a row for each rank and what came as one
+    tensor; the next one is on its way, and Gloo has not let go of the two before.
+
+    Args:
+        blocks: bytes of each.
+        rest: of what lies in no block, and is there for a whole run.
+        shard: ranks that gather.
+    """
+    each = 3 + 1 + 3 * carried_in_a_gather(shard)
+    alone = rest * (4 + carried_in_a_gather(shard)) if not blocks else rest
+    return int(alone + each * max(blocks, default=0))
+
+
+def carried_in_a_gather(shard: int) -> float:
+    """Times the bytes of all that Gloo carries: what comes, twice, and the own row, twice."""
+    return 2 + 2 / shard

@@ -1,0 +1,198 @@
+"""One micro-batch through a model that has no memory: what its forward keeps, and what its backward takes.
+
+Every operation runs on fake tensors, which have a shape, a type and a device, so that the kernels are those
+of a run and a model of any size takes no memory here. The chain of a pipeline is run chunk by chunk, each by
+itself: its inputs, and the gradients of its outputs, arrive as they would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map
+
+from paceline.data import collate_samples
+from paceline.errors import TaskError
+from paceline.layout import Precision
+from paceline.layout.pipeline.chain import Stage, as_tuple
+from paceline.layout.pipeline.view import Answers, Call, asked
+from paceline.models.dropout import name_dropouts
+from paceline.plan.live_bytes import LiveBytes
+from paceline.task import Task
+
+CPU = torch.device("cpu")
+_LATE = 2
+"""Micro-batches whose messages may still be held: Gloo's thread takes its turn."""
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes that one chunk of a model takes for one micro-batch, beside its parameters.
+
+    Args:
+        kept: from the end of its forward to its backward.
+        forward: the most during its forward.
+        backward: the most during its backward, by the bytes of gradients that were complete by then, which it
+            does not count.
+        passed: of what goes to other ranks or comes from them, which the thread of a backend lets go of late.
+        evaluation: the most of a forward without gradients, with a batch of evaluation.
+    """
+
+    kept: int
+    forward: int
+    backward: Mapping[int, int]
+    passed: int
+    evaluation: int = 0
+
+
+def fake_batch(task: Task, num_samples: int) -> Any:
+    """The first samples as a batch; they repeat where there are too few."""
+    there = len(task.data)
+    samples = [task.data[k % there] for k in range(max(1, num_samples))]
+    return collate_samples(task, samples, CPU)
+
+
+class Rehearsal:
+    """Runs the chunks of a fake model, one after another.
+
+    Args:
+        task: its loss.
+        fake: the mode in which the model was made.
+        precision: of forward and backward.
+        samples, evaluated: of a micro-batch, and of a batch of evaluation (0: there is none).
+        exchanged: bytes that the ranks of a tensor group have sent each other so far.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        fake: FakeTensorMode,
+        precision: Precision,
+        samples: int,
+        evaluated: int,
+        exchanged: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self._task, self._fake, self._precision, self._exchanged = task, fake, precision, exchanged
+        self._batches = [self._faked(fake_batch(task, n)) if n else None for n in (samples, evaluated)]
+
+    def _faked(self, batch: Any) -> Any:
+        return tree_map(lambda x: self._fake.from_tensor(x) if isinstance(x, Tensor) else x, batch)
+
+    def run(self, model: nn.Module, chunks: Sequence[Sequence[nn.Module]] | None) -> list[Footprint]:
+        """By chunk, what it takes.
+
+        Args:
+            model: made of fake tensors; its gradients are gone afterwards.
+            chunks: of the chain that it is; None: it is run as it is, in one.
+        Raises:
+            TaskError: something in it asks for values, which fake tensors have not.
+        """
+        try:
+            with self._fake:
+                found: list[Footprint] = self._chunks(model, chunks, self._batches[0], self._trained)
+                if self._batches[1] is None:
+                    return found
+                with torch.no_grad():
+                    peaks: list[int] = self._chunks(model.eval(), chunks, self._batches[1], self._evaluated)
+                return [replace(one, evaluation=peak) for one, peak in zip(found, peaks, strict=True)]
+        except RuntimeError as error:  # what fake tensors cannot do is one, by its base class
+            raise TaskError(
+                f"the memory of the model cannot be planned, since it cannot run on shapes alone: {error}",
+                next_step="let forward and loss ask no tensor for its values (.item(), if tensor: ...), or"
+                " leave memory.budget out",
+            ) from error
+
+    def _chunks(
+        self,
+        model: nn.Module,
+        chunks: Sequence[Sequence[nn.Module]] | None,
+        batch: Any,
+        measure: Callable[[nn.Module, Callable[[Any], Any], Any], tuple[Any, Any]],
+    ) -> list[Any]:
+        _key_dropouts(model)
+        if chunks is None:
+            found, _ = measure(model, lambda _: self._task.loss(model, batch).total, ())
+            return [found]
+        given = asked(self._task.loss, batch, training=model.training)
+        sizes, x = [], None
+        for number, links in enumerate(chunks):
+            stage = Stage(links).train(model.training)
+            run = partial(_asked, stage, given) if number == 0 else partial(_called, stage)
+            if number == len(chunks) - 1:
+                run = partial(self._answered, run, batch)
+            found, x = measure(model, run, x)
+            sizes.append(found)
+        return sizes
+
+    def _answered(self, run: Callable[[Any], Any], batch: Any, x: Any) -> Tensor:
+        return self._task.loss(Answers(lambda: run(x)), batch).total
+
+    def _trained(self, model: nn.Module, run: Callable[[Any], Any], arrived: Any) -> tuple[Footprint, Any]:
+        """Sizes of a forward and a backward, and what goes on to the next chunk."""
+        live, before = LiveBytes(), self._exchanged()
+        live.leave_out([*model.parameters(), *model.buffers()])
+        with _completing(model, live), live:
+            x = tuple(t.detach().clone().requires_grad_(t.is_floating_point()) for t in arrived or ())
+            live.begin()
+            with self._precision.autocast():
+                outputs = as_tuple(run(x))
+            kept, forward = live.now, live.peak
+            sent = [t.detach() for t in outputs]
+            live.begin()
+            pairs = [(t, torch.ones_like(t)) for t in outputs if t.requires_grad]
+            torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+            backward = dict(live.peaks)
+        for p in model.parameters():
+            p.grad = None
+        crossing = _bytes(x) + _bytes(sent)
+        passed = _LATE * (crossing + self._exchanged() - before)
+        return Footprint(kept, forward, backward, passed), sent
+
+    def _evaluated(self, model: nn.Module, run: Callable[[Any], Any], arrived: Any) -> tuple[int, Any]:
+        """The most of a forward, and what goes on to the next chunk."""
+        live = LiveBytes()
+        live.leave_out([*model.parameters(), *model.buffers()])
+        with live, self._precision.autocast():
+            x = tuple(t.clone() for t in arrived or ())
+            outputs = as_tuple(run(x))
+        return live.peak, outputs
+
+
+def _asked(stage: nn.Module, given: Call, _x: Any) -> Any:
+    return stage(*given.inputs, **given.named)
+
+
+def _called(stage: nn.Module, x: Any) -> Any:
+    return stage(*x)
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _key_dropouts(model: nn.Module) -> None:
+    for dropout in name_dropouts(model):
+        dropout.micro_batch_key = 0
+
+
+@contextmanager
+def _completing(model: nn.Module, live: LiveBytes) -> Iterator[None]:
+    """Tell of gradients as they become complete."""
+
+    def tell(p: Tensor) -> None:
+        if p.grad is not None:
+            live.complete(p.grad)
+
+    hooks = [p.register_post_accumulate_grad_hook(tell) for p in model.parameters() if p.requires_grad]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,177 @@
+"""What a plan of memory is made of: live bytes, closed forms, budgets. No process is started."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+from typer.testing import CliRunner
+
+from paceline import Loss, Task
+from paceline.cli.main import build_app
+from paceline.cluster import Cluster
+from paceline.errors import StrategyError, TaskError
+from paceline.models import GPT, GPTConfig, gpt_chain
+from paceline.plan import nearest_that_fits, plan_memory, refusal, whole_bytes
+from paceline.plan.forms import gathered_by_block, partial_sums, sizes_of
+from paceline.plan.live_bytes import LiveBytes
+from paceline.plan.ranks import places
+from paceline.recipe import Recipe, Strategy, load_recipe
+from paceline.testing.parity import session_of
+
+LARGEST = GPTConfig(vocab=50257, context=2048, layers=96, heads=96, width=12288)
+SMALL = GPTConfig(vocab=257, context=32, layers=4, heads=4, width=64)
+
+
+def gpt(config: GPTConfig = SMALL) -> Task:
+    """A GPT none of whose tensors has memory."""
+    with torch.device("meta"):
+        model = GPT(config)
+
+    def loss(model: nn.Module, tokens: Tensor) -> Loss:
+        logits = model(tokens[:, :-1]).flatten(0, 1)
+        return Loss(F.cross_entropy(logits, tokens[:, 1:].flatten(), reduction="sum"), tokens.numel())
+
+    return Task(model, list(torch.zeros(16, config.context + 1, dtype=torch.int64)), loss, stages=gpt_chain)
+
+
+def recipe(strategy: str, size: int = 16, shards: int = 4, **more: object) -> Recipe:
+    values = {
+        "task": "sum",
+        "steps": 1,
+        "batch": {"size": size, "shards": shards},
+        "optimizer": {"name": "adamw", "lr": 1e-3},
+        "precision": {"compute": "fp32"},
+        "strategy": Strategy.parse(strategy),
+    }
+    return Recipe.model_validate(values | more)
+
+
+def step(model: nn.Module, x: Tensor) -> tuple[int, int, dict[int, int]]:
+    """Bytes that a forward keeps, its peak, and those of its backward."""
+    live = LiveBytes()
+    live.leave_out(model.parameters())
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: live.complete(p.grad))
+    with live:
+        live.begin()
+        loss = model(x).square().sum()
+        kept, forward = live.now, live.peak
+        live.begin()
+        loss.backward()
+    return kept, forward, live.peaks
+
+
+@pytest.mark.capability("L3")
+def test_fake_tensors_take_the_bytes_of_real_ones() -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 4))
+
+    real = step(model(), torch.zeros(16, 8))
+    with FakeTensorMode():
+        assert step(model(), torch.zeros(16, 8)) == real
+    kept, forward, backward = real
+    assert forward >= kept >= 4 * 16 * (32 + 32 + 4)  # what each layer gave
+    assert max(backward) == 4 * (8 * 32 + 32 + 32 * 4 + 4)  # every gradient was complete
+
+
+@pytest.mark.capability("L3")
+def test_the_largest_gpt_3_has_350_gb_of_weights_and_2800_gb_of_state() -> None:
+    assert whole_bytes(175 * 10**9) == {"fp16 weights": 350 * 10**9, "Adam": 2800 * 10**9}
+    task = gpt(LARGEST)
+    held = places(recipe("replicas=1 shard=8 zero=3", size=8, shards=8), task, task.model, 8)
+    sizes = [sizes_of(place.held.values(), dict.fromkeys(place.held, 4)) for place in held]
+    updates = sum(one.updates for one in sizes)  # of all ranks: every value once
+    assert updates == pytest.approx(4 * 175e9, rel=0.01)
+    state = 4 * updates  # with a gradient and two moments
+    assert state == pytest.approx(2.8e12, rel=0.01)
+    assert max(one.updates for one in sizes) <= 1.05 * updates / 8
+
+
+def test_sums_that_wait_for_others_are_those_of_the_tree() -> None:
+    assert partial_sums(range(8)) == [1, 1, 2, 1, 2, 2, 3, 1]
+    assert partial_sums(range(1, 4)) == [1, 2, 2]  # shard 1, then shards 2 and 3
+    assert gathered_by_block([], 100, 2) == 700  # one gather of all
+    assert gathered_by_block([10, 10], 5, 2) == 135
+
+
+@pytest.mark.capability("L3")
+def test_a_strategy_that_needs_more_than_the_budget_is_refused_with_the_nearest_that_fits() -> None:
+    task = gpt()
+    asked = recipe("replicas=2 route=native")
+    needs = plan_memory(asked, task, 2).peak
+    assert refusal(asked.replace(memory={"budget": needs}), task, 2, 1) is None
+    tight = asked.replace(memory={"budget": needs - 1})
+    error = refusal(tight, task, 2, 1)
+    assert isinstance(error, StrategyError)
+    assert "in the backward" in error.what and "memory.budget is" in error.what
+    assert 'the nearest that fits is "replicas=2' in error.next_step
+    assert 'with memory.recompute = "blocks"' in error.next_step
+    found = nearest_that_fits(plan_memory(tight, task, 2), task)
+    assert found.peak < needs and found.recipe.memory.recompute == "blocks"
+
+
+def test_where_nothing_fits_the_least_is_named() -> None:
+    task = Task(nn.Linear(4, 1), list(torch.rand(16, 4)), lambda model, x: Loss(model(x).sum(), len(x)))
+    error = refusal(recipe("replicas=2", memory={"budget": 64}), task, 2, 1)
+    assert error is not None and error.next_step.startswith("no layout of 2 processes fits; ")
+
+
+@pytest.mark.capability("L3")
+def test_a_run_that_does_not_fit_does_not_start() -> None:
+    fits = {"task": "sum", "steps": 1, "memory": {"budget": "64MiB"}}
+    session_of(Cluster.single(), Recipe.model_validate(fits)).close()
+    with pytest.raises(StrategyError, match=r"memory\.budget is 100 B"):
+        session_of(Cluster.single(), Recipe.model_validate(fits | {"memory": {"budget": 100}}))
+
+
+@pytest.mark.parametrize("words", ["sync=local:4", "codec=int8", "lanes=2"])
+def test_what_has_no_form_is_refused_and_not_guessed(words: str) -> None:
+    with pytest.raises(StrategyError, match="has no closed form yet"):
+        plan_memory(recipe(f"replicas=2 {words}", shards=8), gpt(), 2)
+
+
+def test_a_loss_that_asks_for_values_cannot_be_planned() -> None:
+    def loss(model: nn.Module, x: Tensor) -> Loss:
+        y = model(x)
+        return Loss(y.sum() if y.sum() > 0 else -y.sum(), len(x))
+
+    task = Task(nn.Linear(4, 1), list(torch.rand(16, 4)), loss)
+    with pytest.raises(TaskError, match="cannot run on shapes alone"):
+        plan_memory(recipe("replicas=1"), task, 1)
+
+
+@pytest.mark.parametrize(
+    ("written", "found"), [("2GiB", 2**31), ("1.5 kB", 1500), ("64MiB", 2**26), (4096, 4096), ("12b", 12)]
+)
+def test_sizes_are_written_as_people_do(written: object, found: int) -> None:
+    assert recipe("replicas=1", memory={"budget": written}).memory.budget == found
+
+
+@pytest.mark.parametrize("written", ["2", "two GiB", "", 0, True, 1.5, "-1GiB"])
+def test_a_size_that_could_be_misread_is_an_error(written: object) -> None:
+    with pytest.raises(Exception, match=r"memory\.budget"):
+        Recipe(task="sum", steps=1, memory={"budget": written})
+
+
+@pytest.mark.capability("L3")
+def test_the_command_prints_a_table_and_json(tmp_path) -> None:
+    path = tmp_path / "sum.toml"
+    path.write_text('task = "sum"\nsteps = 1\nstrategy = "replicas=1 shard=2 zero=1"\n')
+    words = ["plan", "memory", str(path)]
+    done = CliRunner().invoke(build_app(words), words)
+    assert done.exit_code == 0, done.output
+    head, columns, *rows = done.output.splitlines()
+    assert head.startswith('"replicas=1 shard=2 zero=1') and "on 2 processes" in head
+    assert {"rank", "parameters", "moments", "peak"} <= set(columns.split()) and len(rows) == 2
+    words += ["--json", "--set", "memory.budget=100"]
+    done = CliRunner().invoke(build_app(words), words)
+    assert done.exit_code == StrategyError.exit_code
+    record = json.loads(done.stdout[: done.stdout.rindex("}") + 1])
+    assert not record["fits"] and record["budget_bytes"] == 100
+    assert [rank["rank"] for rank in record["ranks"]] == [0, 1]
+    assert load_recipe(path).memory.budget is None

@@ -182,6 +182,15 @@ def named(one: Case) -> str:
     return " ".join(map(str, words))
 
 
+FEW = {
+    "chain replicas=2 sync=every-step route=native adamw none 2",
+    "chain replicas=1 shard=2 zero=1 sync=every-step adamw none 4",
+    "gpt replicas=1 shard=2 zero=3 sync=every-step adamw none 4",
+    "chain replicas=1 tensor=2 sync=every-step adamw none 2",
+    "gpt replicas=1 pipeline=2 sync=every-step adamw blocks 4",
+}
+
+
 def require_close(cases: list[Case], ranks: int, found: list[list[int]]) -> None:
     """Never less than was allocated, and at most a tenth more."""
     wrong = []
@@ -194,10 +203,14 @@ def require_close(cases: list[Case], ranks: int, found: list[list[int]]) -> None
 
 
 @pytest.mark.capability("L3")
-def test_a_process_alone_allocates_what_was_planned() -> None:
-    require_close(ALONE, 1, [allocated(Cluster.single(), ALONE)])
+def test_ranks_allocate_what_was_planned() -> None:
+    few = [one for one in TWO if named(one) in FEW]
+    assert len(few) == len(FEW)
+    require_close(few, 2, run_ranks(allocated, 2, few))
 
 
+@pytest.mark.soak
 @pytest.mark.capability("L3")
-def test_two_ranks_allocate_what_was_planned() -> None:
+def test_every_configuration_allocates_what_was_planned() -> None:
+    require_close(ALONE, 1, run_ranks(allocated, 1, ALONE))
     require_close(TWO, 2, run_ranks(allocated, 2, TWO))

@@ -70,7 +70,7 @@ def test_a_small_recipe_has_every_default() -> None:
         ({"lr": 0.1}, "lr: unknown key, found 0.1; did you mean optimizer.lr?"),
         (
             {"memory": {"zzz": 1}},
-            "memory.zzz: unknown key, found 1; expected one of recompute",
+            "memory.zzz: unknown key, found 1; expected one of recompute, budget",
         ),
         ({"options": {"a": {1: 2}}}, "options: expected strings as keys, found 1 in options.a"),
         ({"options": 3}, "options: expected a table, found 3"),

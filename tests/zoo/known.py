@@ -48,7 +48,8 @@ REFUSED: tuple[tuple[str, tuple[str, ...], str], ...] = (  # kinds, ways, words 
     ("layer-reused", ("same-bits-pipeline-*",), "3 modules on several stages share"),
     ("loss-closes-over-a-part", (*PIPELINES, "stage-threads-*"), "of a model from around it"),
     ("loss-closes-over-*", LANES, "of a model from around it"),
-    ("half-weights", ("same-bits-zero1-*",), "depends on where it is cut"),
+    ("half-weights", ("same-bits-zero*",), "depends on where it is cut"),
+    ("mixed-types", ("same-bits-zero*",), "depends on where it is cut"),
     ("channels-last-fused", ("same-bits-*",), "a fused optimizer rounds by where a tensor is cut"),
 )
 

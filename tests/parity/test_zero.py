@@ -31,18 +31,31 @@ def digits(strategy: str, **changes: Any) -> Recipe:
 
 
 @pytest.mark.capability("A11")
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_after_24_steps_of_adam_it_is_where_one_process_is(num_ranks: int) -> None:
-    recipe = digits(f"replicas=1 shard={num_ranks} zero=1")
+@pytest.mark.parametrize(
+    "num_ranks", [pytest.param(n, marks=[pytest.mark.soak] * (n != 3)) for n in (2, 3, 4)]
+)
+def test_after_24_steps_of_adam_it_is_where_replicas_are_and_one_process(num_ranks: int) -> None:
+    """At 1e-6 of replicas; beside one process, which adds up in another order, Adam enlarges rounding."""
 
-    def run(cluster: Cluster) -> list[torch.Tensor]:
-        session = session_of(cluster, recipe)
-        list(session.rounds())
-        return [p.detach().clone() for p in session.placed.holding.computes.values()]
+    def run(cluster: Cluster) -> list[dict[str, torch.Tensor]]:
+        ends = []
+        for layout in (
+            f"replicas={num_ranks}",
+            *(f"replicas=1 shard={num_ranks} zero={z}" for z in (1, 2, 3)),
+        ):
+            session = session_of(cluster, digits(layout))
+            list(session.rounds())
+            found = session.snapshot().tensors().items()
+            ends.append({name: t.clone() for name, t in found if name.startswith("model/")})
+            session.close()
+        return ends
 
-    right = run_oracle(recipe, 24).parameters.values()
-    for found in run_ranks(run, num_ranks):
-        assert max(float((a - b).abs().max()) for a, b in zip(found, right, strict=True)) <= 1e-5
+    replicas, *sharded = run_ranks(run, num_ranks)[0]
+    assert len(replicas) == 6
+    right = run_oracle(digits(f"replicas=1 shard={num_ranks} zero=1"), 24).parameters
+    for found in sharded:
+        assert max(float((found[name] - t).abs().max()) for name, t in replicas.items()) <= 1e-6
+        assert max(float((found[f"model/{name}"] - t).abs().max()) for name, t in right.items()) <= 1e-5
 
 
 @pytest.mark.capability("A11")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pytest
@@ -39,7 +40,7 @@ class Found(NamedTuple):
 
 def build() -> Task:
     torch.manual_seed(3)
-    links = [part for a, b in zip(WIDTHS, WIDTHS[1:], strict=False) for part in (nn.Linear(a, b), nn.Tanh())]
+    links = [part for a, b in pairwise(WIDTHS) for part in (nn.Linear(a, b), nn.Tanh())]
     samples = [(torch.randn(6), torch.randint(3, ())) for _ in range(SAMPLES)]
     held_out = {str(k): samples[k : k + 1] for k in range(3)}
     return Task(nn.Sequential(*links[:-1]), samples, loss, held_out=held_out)

@@ -17,6 +17,7 @@ NAMES = (
     "startup",
     "renewal",
     "step_overhead",
+    "monitoring",
     "replicas",
     "sharding",
     "processor",

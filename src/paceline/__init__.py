@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from paceline.calls import verify as verify
     from paceline.cluster import Cluster as Cluster
     from paceline.errors import PacelineError as PacelineError
+    from paceline.optim import ByGroup as ByGroup
     from paceline.optim import UserOptimizer as UserOptimizer
     from paceline.recipe import Recipe as Recipe
     from paceline.recipe import Strategy as Strategy
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 __version__ = VERSION
 _HOMES = {
+    "ByGroup": "optim",
     "Callback": "training",
     "Cluster": "cluster",
     "Loss": "task",
@@ -56,6 +58,7 @@ _HOMES = {
     "verify": "calls",
 }
 __all__ = [
+    "ByGroup",
     "Callback",
     "Cluster",
     "Loss",

@@ -27,5 +27,5 @@ def test_verbs_stay_functions_after_their_rooms_were_imported() -> None:
 
 
 def test_an_unknown_name_says_what_there_is() -> None:
-    with pytest.raises(AttributeError, match="it has Callback, Cluster, Loss"):
+    with pytest.raises(AttributeError, match="it has ByGroup, Callback, Cluster, Loss"):
         paceline.teach

@@ -2,11 +2,13 @@
 
 from paceline.optim.adopt import require_elementwise
 from paceline.optim.build import build_optimizer, fused_is_supported
+from paceline.optim.by_group import ByGroup
 from paceline.optim.fit import require_one_gradient
 from paceline.optim.schedule import Schedule, build_schedule
 from paceline.optim.user import UserOptimizer
 
 __all__ = [
+    "ByGroup",
     "Schedule",
     "UserOptimizer",
     "build_optimizer",

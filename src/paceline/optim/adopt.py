@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import StrategyError
+from paceline.optim.by_group import members_of
 
 if TYPE_CHECKING:
     from paceline.layout import Holding
@@ -54,10 +55,11 @@ def require_fit(optimizer: torch.optim.Optimizer, holding: Holding) -> None:
     Raises:
         StrategyError: as `require_elementwise` and `require_tensorwise` say.
     """
-    if holding.is_cut:
-        require_elementwise(optimizer)
-    elif len(holding.updates) < len(holding.slots):
-        require_tensorwise(optimizer)
+    require = require_elementwise if holding.is_cut else require_tensorwise
+    if holding.is_cut or len(holding.updates) < len(holding.slots):
+        _require_no_hooks(optimizer)
+        for one in members_of(optimizer):
+            require(one)
 
 
 def require_elementwise(optimizer: torch.optim.Optimizer) -> None:

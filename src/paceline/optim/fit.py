@@ -7,6 +7,7 @@ import inspect
 import torch
 
 from paceline.errors import TaskError
+from paceline.optim.by_group import members_of
 
 
 def require_one_gradient(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -16,6 +17,9 @@ def require_one_gradient(optimizer: torch.optim.Optimizer) -> torch.optim.Optimi
         TaskError: it wants to compute the loss again, several times in a step (LBFGS): its line search would
             need every rank and every shard each time. Or it takes sparse gradients only (SparseAdam).
     """
+    for member in members_of(optimizer):
+        if member is not optimizer:
+            require_one_gradient(member)
     name = type(optimizer).__name__
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:

@@ -80,6 +80,24 @@ def test_what_is_complete_is_not_run_again_and_an_axis_may_grow(
     assert found["critical_batch"][0]["values"] == {"replicas": "1"}
 
 
+@pytest.mark.soak
+def test_digits_have_a_critical_batch_beyond_which_steps_are_hardly_saved(tmp_path: Path) -> None:
+    """As in benchmarks/results/critical_batch.txt; an accumulated batch is the batch."""
+    settings = ("options.hidden=[64]", "steps=240", "schedule.decay=constant", "optimizer.lr=5e-3")
+    command = [*command_of(("batch=16,64,256,512", "accumulation=1,2", "replicas=1,2"), settings)]
+    command += ["--target", "accuracy>=0.9"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert len(found["rows"]) == 16 and len(found["critical_batch"]) == 4
+    for one in found["critical_batch"]:
+        assert 4 <= one["batch"] <= 128, one
+        assert all(saved < 0.75 * (after / before) for before, after, saved in one["savings"] if before >= 64)
+    by_values = {tuple(row["values"].values()): row["numbers"]["final loss"]["mean"] for row in found["rows"]}
+    for size in ("16", "512"):
+        assert by_values[size, "2", "1"] == pytest.approx(by_values[size, "1", "2"], rel=1e-4)
+
+
 def test_a_folder_of_another_recipe_is_refused(
     swept: tuple[Path, subprocess.CompletedProcess[str]],
 ) -> None:

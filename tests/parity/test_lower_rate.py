@@ -22,7 +22,7 @@ from tests.parity.unhealthy import BAD_STEP, build, recipe, train
 
 pytestmark = pytest.mark.capability("K8")
 STEPS = 60
-STRATEGIES = [(2, "replicas=all"), (2, "replicas=1 shard=2 zero=1"), (2, "replicas=1 pipeline=2")]
+STRATEGIES = [(2, "replicas=1 shard=2 zero=1"), (2, "replicas=1 pipeline=2")]
 
 
 def steep() -> Task:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from paceline.cluster import Cluster
+from paceline.optim import build_schedule
 from paceline.recipe import Recipe, Strategy
 from paceline.testing import run_ranks
 from paceline.testing.contracts.layout import whole
@@ -113,3 +114,45 @@ def test_a_resize_that_forgets_the_moments_is_seen() -> None:
     """The mutation twin."""
     ends = run(PHASES[0], "moments")
     assert ends[0].distance(run_oracle(digits(ALONE), STEPS)) > 1e-4
+
+
+def growing(strategy: str) -> Recipe:
+    """Eight samples a rank: the batch grows with the ranks, and with it the rate."""
+    recipe = digits(strategy)
+    return recipe.replace(
+        batch={"size": 8 * ranks_of(strategy), "shards": 6},
+        schedule={"batch_scaling": "linear", "base_batch": 8, "warmup_steps": 4, "decay": "cosine"},
+    )
+
+
+def rates(cluster: Cluster, phases: tuple[str, ...], ports: list[int]) -> list[tuple[int, float]]:
+    """By update, the rate of this rank."""
+    cluster.disconnect()
+    snapshot, found = None, []
+    for text, last, port in zip(phases, ENDS, ports, strict=True):
+        if cluster.global_rank >= ranks_of(text):
+            continue
+        job = connect(cluster, port, ranks_of(text))
+        session = session_of(job, growing(text))
+        if last != ENDS[0]:
+            session.take_over(snapshot)
+        for stats in session.rounds():
+            found.append((stats.step, stats.lr))
+            if session.state.step == last:
+                break
+        snapshot = session.snapshot()
+        job.disconnect()
+    return found
+
+
+@pytest.mark.soak
+@pytest.mark.capability("J17")
+def test_a_resize_that_changes_the_batch_applies_the_scaling_rule_anew() -> None:
+    """Two, three, one: in its warm-up and after it the rate is that of the ranks that there are."""
+    phases = PHASES[0]
+    expected = []
+    for text, first, last in zip(phases, (0, *ENDS), ENDS, strict=False):
+        schedule = build_schedule(growing(text).schedule, STEPS, growing(text).batch.size)
+        expected += [(step, 1e-3 * schedule.factor(step)) for step in range(first, last)]
+    assert run_ranks(rates, 3, phases, [free_port() for _ in ENDS])[0] == expected
+    assert len({round(rate / 1e-3, 1) for _, rate in expected}) > 5

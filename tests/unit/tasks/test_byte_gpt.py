@@ -143,3 +143,16 @@ def test_the_recipe_has_between_one_and_five_million_parameters(folder: Path) ->
     task = load_task(recipe.task, recipe.options | {"text": "texts"}, 1, folder, folder / "cache")
     assert 1e6 <= sum(p.numel() for p in task.model.parameters()) <= 5e6
     assert task.num_tokens_per_sample == recipe.options["context"]
+
+
+@pytest.mark.capability("V9")
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [("byte-gpt", 1.82), ("gpt-10m", 10.7), ("gpt-85m", 85.2), ("gpt-300m", 302.3), ("gpt-1b", 1007.2)],
+)
+def test_recipes_reach_from_tiny_to_a_billion_parameters(name: str, millions: float, folder: Path) -> None:
+    """Each is built without memory, as under every strategy; its strategy goes with its shape."""
+    recipe = load_recipe(RECIPES / f"{name}.toml")
+    task = load_task(recipe.task, {**recipe.options, "text": "texts"}, 1, folder, folder / "cache")
+    assert all(p.is_meta for p in task.model.parameters() if p.dim() > 1)
+    assert sum(p.numel() for p in task.model.parameters()) / 1e6 == pytest.approx(millions, rel=2e-3)

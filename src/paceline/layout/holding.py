@@ -6,6 +6,7 @@ the `meta` device, so that nothing reads an old value by mistake, and nothing pa
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -231,3 +232,15 @@ def _require_no_hooks(p: nn.Parameter, slot: Slot) -> None:
             f"'{slot.name}' has gradient hooks, and this rank would hold a part of it only",
             next_step="leave it out of the tensor plan, or remove the hooks",
         )
+
+
+def without_values(model: nn.Module) -> nn.Module:
+    """A copy of a model all of whose tensors have a shape only."""
+    tensors = [*model.parameters(), *model.buffers()]
+    known: dict[int, Any] = {id(t): _shape_of(t) for t in tensors}
+    return copy.deepcopy(model, known)
+
+
+def _shape_of(t: Tensor) -> Tensor:
+    found = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+    return nn.Parameter(found, t.requires_grad) if isinstance(t, nn.Parameter) else found

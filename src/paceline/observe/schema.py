@@ -132,6 +132,16 @@ EVENTS: Mapping[str, Event] = MappingProxyType(
             False,
             {"compute": "str: chosen by the machine", "reason": "str: why, with what was measured"},
         ),
+        "stages": Event(
+            "info",
+            False,
+            {
+                "stages": "str: modules of each stage, by measured time",
+                "link_seconds": "list: of forward and backward of each module",
+                "stage_seconds": "list: of each stage",
+                "imbalance": "float: slowest stage over the mean",
+            },
+        ),
         "route": Event("info", False, ROUTE),
         "codec": Event("info", False, CODEC),
         "resume": Event("info", True, {"step": "int: goes on from here", "checkpoint": "str: its name"}),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 
 from paceline.errors import StrategyError, TaskError
@@ -16,6 +16,11 @@ from paceline.report.facts import spell_bytes
 from paceline.task import Task
 
 _MOST_PLANS = 24
+_KEPT: Mapping[str, Callable[[Strategy, Strategy], bool]] = {
+    "schedule": lambda now, other: other.pipeline > 1,
+    "stages": lambda now, other: other.pipeline == now.pipeline,
+}
+"""Words of a pipeline that another layout keeps, and when."""
 
 
 def refusal(recipe: Recipe, task: Task, processes: int, nodes: int) -> StrategyError | None:
@@ -83,5 +88,6 @@ def _candidates(plan: MemoryPlan) -> Iterator[Recipe]:
 def _laid_out(now: Strategy, other: Strategy) -> Strategy:
     """The same strategy with the layout of another."""
     fields = ("replicas", "shard", "zero", "tensor", "context", "pipeline")
-    schedule = now.schedule if other.pipeline > 1 else Strategy.model_fields["schedule"].default
-    return now.replace(schedule=schedule, **{name: getattr(other, name) for name in fields})
+    gone = [name for name, holds in _KEPT.items() if not holds(now, other)]
+    back = {name: Strategy.model_fields[name].default for name in gone}
+    return now.replace(**back, **{name: getattr(other, name) for name in fields})

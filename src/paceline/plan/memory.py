@@ -15,14 +15,17 @@ from itertools import accumulate, pairwise
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from paceline.cluster import Cluster
+from paceline.data import settled
 from paceline.errors import StrategyError
 from paceline.layout import Precision
+from paceline.layout.holding import without_values
 from paceline.layout.pipeline.chain import chain_of
 from paceline.layout.recompute import recomputed_blocks
 from paceline.plan.forms import Sizes, Sums, bytes_of, gathered_by_block, sizes_of, sums_of
 from paceline.plan.moments import Work, first_step, in_backward, in_update
 from paceline.plan.parts import MemoryPlan, Parts, RankMemory
-from paceline.plan.ranks import CPU, Place, fake_model, places, without_values
+from paceline.plan.ranks import CPU, Place, fake_model, places
 from paceline.plan.rehearsal import Footprint, Rehearsal
 from paceline.plan.updates import Update, update_of
 from paceline.recipe import Recipe, most_sharers, num_micro_batches, resolve
@@ -30,6 +33,7 @@ from paceline.schedule import Action
 from paceline.slot import trained_parameters
 from paceline.task import Task
 from paceline.training.schedules import schedule_of
+from paceline.training.stage_choice import cut_here
 
 _ON_ONE_HOST = ("auto", "shared-memory")
 """Routes by which parameters lie once on a host under ZeRO 3."""
@@ -49,10 +53,13 @@ def plan_memory(recipe: Recipe, task: Task, processes: int, *, nodes: int = 1) -
     Exactness: no less than the tensors that are allocated in a step, and at most 10 % more;
         tests/dist/test_memory_plan.py.
     """
+    task = settled(task, recipe)
     most, called = most_sharers(recipe)
     strategy = resolve(recipe.strategy, processes=processes, shards=most, called=called)
     recipe = recipe.replace(strategy=strategy)
     _require_known(recipe)
+    if strategy.stages == "time":
+        recipe = _cut_here(recipe, task, processes)
     plans = [_Plan(recipe, task, processes, nodes, compute).ranks() for compute in _formats(recipe)]
     ranks = [max(alike, key=lambda one: one.peak.total) for alike in zip(*plans, strict=True)]
     return MemoryPlan(recipe, processes, ranks)
@@ -64,6 +71,13 @@ def _formats(recipe: Recipe) -> list[str]:
     if asked != "auto":
         return [asked]
     return ["fp32"] if recipe.reproducible else ["fp32", "bf16"]
+
+
+def _cut_here(recipe: Recipe, task: Task, processes: int) -> Recipe:
+    """With stages that are even in what links take in this process."""
+    plain = recipe.replace(precision=recipe.precision.replace(compute="fp32"))
+    stages = cut_here(plain, task, Cluster.single(), processes, CPU).stages
+    return recipe.replace(strategy=recipe.strategy.replace(stages=stages))
 
 
 def _require_known(recipe: Recipe) -> None:

@@ -6,11 +6,9 @@ process groups. Only what a cut does to modules is done, on fake tensors, with c
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from paceline.cluster import Cluster
 from paceline.comm import Collective, Handle, Net
-from paceline.layout.holding import hold
+from paceline.layout.holding import hold, without_values
 from paceline.layout.pipeline.stage import Cut
 from paceline.layout.placement import Held, Placement
 from paceline.layout.recompute import recompute_blocks
@@ -121,18 +119,6 @@ def setting_of(recipe: Recipe, processes: int, rank: int) -> _Asked:
         note=lambda name, record: None,
         debugging=Debugging(recipe.debug, net),
     )
-
-
-def without_values(model: nn.Module) -> nn.Module:
-    """A copy of a model all of whose tensors have a shape only."""
-    tensors = [*model.parameters(), *model.buffers()]
-    known: dict[int, Any] = {id(t): _shape_of(t) for t in tensors}
-    return copy.deepcopy(model, known)
-
-
-def _shape_of(t: Tensor) -> Tensor:
-    found = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
-    return nn.Parameter(found, t.requires_grad) if isinstance(t, nn.Parameter) else found
 
 
 def places(recipe: Recipe, task: Task, model: nn.Module, processes: int) -> Iterator[Place]:

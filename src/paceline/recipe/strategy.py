@@ -31,6 +31,7 @@ from paceline.recipe.written_words import (
     check_cut,
     check_route,
     check_schedule,
+    check_stages,
     check_sync,
 )
 
@@ -59,6 +60,10 @@ class Strategy(Table):
     pipeline: int = Field(default=1, ge=1, description="stages of consecutive layers")
     schedule: Annotated[str, AfterValidator(check_schedule)] = Field(
         default="gpipe", description="the order in which a stage runs its micro-batches"
+    )
+    stages: Annotated[str, AfterValidator(check_stages)] = Field(
+        default="parameters",
+        description="what stages are even in: parameters, measured time; or their numbers of modules: 3,5",
     )
     context: int = Field(default=1, ge=1, description="ranks that split the positions of a sequence")
     cut: Annotated[str, AfterValidator(check_cut)] = Field(
@@ -116,6 +121,11 @@ class Strategy(Table):
             "context": self.context,
             "tensor": self.tensor,
         }
+
+    @property
+    def stage_lengths(self) -> list[int] | None:
+        """Numbers of modules, by chunk of the model; None: it is cut evenly."""
+        return [int(n) for n in self.stages.split(",")] if self.stages[0].isdecimal() else None
 
     @property
     def layout(self) -> str:

@@ -129,6 +129,14 @@ _COMBINATIONS = (
         ),
     ),
     _because(
+        "stages says how a pipeline is cut: add pipeline=2",
+        lambda s: s.pipeline == 1 and s.stages != "parameters",
+    ),
+    _because(
+        "stages that are lanes of one process are even in parameters: leave out lanes or stages",
+        lambda s: s.lanes > 1 and s.stages != "parameters",
+    ),
+    _because(
         "schedule orders the stages of a pipeline: add pipeline=2",
         lambda s: s.pipeline == 1 and s.schedule != "gpipe",
     ),

@@ -67,6 +67,15 @@ def check_schedule(text: str) -> str:
     return check_word(as_word(text), ScheduleSpec)
 
 
+def check_stages(text: str) -> str:
+    """How a pipeline is cut: a word, or a number of modules for each of its stages."""
+    counts = text.split(",")
+    if text in ("parameters", "time") or all(n.isdecimal() and int(n) > 0 for n in counts):
+        return text
+    words = ("parameters", "time")
+    raise refused(found_instead("parameters, time, or numbers of modules as in 3,5", text, words))
+
+
 def check_cut(text: str) -> str:
     """A cut that an installed package brings."""
     words = tuple(plugged_in(LayoutSpec))

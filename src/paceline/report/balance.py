@@ -143,7 +143,7 @@ def _axis(shares: Sequence[Share], of: Callable[[Share], float]) -> str:
 
 
 _ADVICE = {
-    ("compute", "pipeline"): "cut the stages otherwise: another number of them, or schedule=interleaved:2",
+    ("compute", "pipeline"): 'cut by what layers take here: strategy.stages = "time"',
     (
         "compute",
         "replica",

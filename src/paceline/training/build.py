@@ -49,6 +49,7 @@ from paceline.training.numerics import check_numerics
 from paceline.training.prepare import make_equal, prepare_model, recompute_and_compile
 from paceline.training.reductions import build_norm
 from paceline.training.session import Grounds, Notes, Session
+from paceline.training.stage_choice import choose_stages
 from paceline.training.switching import enter
 
 
@@ -83,6 +84,7 @@ def build_session(
     strategy = resolve(recipe.strategy, processes=cluster.world_size, shards=most, called=called)
     notes = Notes()
     recipe = choose_by_machine(recipe, task, cluster, device, warn=warn, note=notes.add)
+    recipe, strategy = choose_stages(recipe, strategy, task, cluster, device, warn=warn, note=notes.add)
     recipe, strategy = choose_codec(recipe, strategy, task, cluster, device, warn=warn, note=notes.add)
     net = Net(recipe.runtime.deadline_seconds, times_calls=device.type == "cpu")
     refuse_health(recipe.health, strategy)

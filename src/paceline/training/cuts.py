@@ -36,7 +36,8 @@ def cut_into_stages(setting: Setting, material: Material) -> Cutting:
         )
     stages = setting.mesh.axes["pipeline"]
     chunks = proven_table(setting.recipe, setting.shards).chunks
-    cut = cut_model(material.task, material.model, stages.size, stages.rank, chunks)
+    lengths = setting.recipe.strategy.stage_lengths
+    cut = cut_model(material.task, material.model, stages.size, stages.rank, chunks, lengths)
     if setting.recipe.is_ordered:
         _require_one_addition(material, cut)
     return Cutting(Stages(cut.holders, cut.homes), stage=cut)

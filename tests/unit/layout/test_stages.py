@@ -1,9 +1,13 @@
 """Stages are about equal, and a model that is too short for them is refused."""
 
+import random
+from collections.abc import Iterable, Sequence
+from itertools import combinations, pairwise
+
 import pytest
 
 from paceline.errors import StrategyError
-from paceline.layout.pipeline.stage import cut_evenly
+from paceline.layout.pipeline.stage import cut_at, cut_evenly
 
 
 @pytest.mark.capability("D1")
@@ -26,3 +30,45 @@ def test_stages_are_about_equal(weights: list[int], parts: int, right: list[tupl
 def test_more_stages_than_modules_are_refused() -> None:
     with pytest.raises(StrategyError, match="chain of 2 modules"):
         cut_evenly([3, 0, 3], 3)
+
+
+def slowest(weights: Sequence[int], places: Iterable[range]) -> int:
+    return max(sum(weights[i] for i in place) for place in places)
+
+
+@pytest.mark.capability("C6", "D8")
+def test_a_cut_by_time_is_as_good_as_the_best_of_all_cuts() -> None:
+    draw = random.Random(0)
+    for _ in range(60):
+        links = draw.randint(2, 12)
+        times = [draw.randint(0, 50) for _ in range(links)]
+        sizes = [draw.choice((0, 1, 9)) for _ in range(links)]
+        parts = draw.randint(1, 4)
+        every = [
+            [range(a, b) for a, b in pairwise((0, *inner, links))]
+            for inner in combinations(range(1, links), parts - 1)
+        ]
+        allowed = [cut for cut in every if all(any(sizes[i] for i in place) for place in cut)]
+        if not allowed:
+            with pytest.raises(StrategyError):
+                cut_evenly(times, parts, sizes)
+            continue
+        found = cut_evenly(times, parts, sizes)
+        assert all(any(sizes[i] for i in place) for place in found)
+        assert slowest(times, found) == min(slowest(times, cut) for cut in allowed)
+
+
+def test_a_heavy_link_moves_the_cut_that_parameters_would_not() -> None:
+    sizes, times = [1] * 8, [4, 1, 1, 1, 1, 1, 1, 1]
+    assert slowest(times, cut_evenly(sizes, 2)) == 7  # four and four
+    assert slowest(times, cut_evenly(times, 2, sizes)) == 6  # a fifth less
+
+
+@pytest.mark.parametrize(
+    ("lengths", "said"),
+    [([1, 2], "names 2 of 3"), ([1, 1, 1], "has 3 modules"), ([1, 1, 3], "leaves a stage without")],
+)
+def test_named_lengths_must_fit(lengths: list[int], said: str) -> None:
+    assert cut_at([2, 1, 2], [1, 0, 1, 1, 1], 3) == [range(2), range(2, 3), range(3, 5)]
+    with pytest.raises(StrategyError, match=said):
+        cut_at(lengths, [1, 0, 1, 1, 1], 3)

@@ -3,7 +3,7 @@
 from paceline.layout.pipeline.chain import chain_of
 from paceline.layout.pipeline.flight import Flight
 from paceline.layout.pipeline.placed import Pipeline
-from paceline.layout.pipeline.stage import Cut, cut_model
+from paceline.layout.pipeline.stage import Cut, cut_evenly, cut_model
 from paceline.layout.pipeline.threads import StageThreads
 from paceline.layout.pipeline.wire import StageWire
 
@@ -14,5 +14,6 @@ __all__ = [
     "StageThreads",
     "StageWire",
     "chain_of",
+    "cut_evenly",
     "cut_model",
 ]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from torch import nn
 
 from paceline.errors import StrategyError
 from paceline.layout.pipeline.chain import chain_of, check_chain
-from paceline.slot import trained_parameters
+from paceline.slot import Slot, trained_parameters
 from paceline.task import Task
 
 
@@ -58,9 +59,18 @@ class Cut:
         return self.stage == self.num_stages - 1
 
 
-def cut_model(task: Task, model: nn.Module, num_stages: int, stage: int, num_chunks: int = 1) -> Cut:
+def cut_model(
+    task: Task,
+    model: nn.Module,
+    num_stages: int,
+    stage: int,
+    num_chunks: int = 1,
+    lengths: Sequence[int] | None = None,
+) -> Cut:
     """The links of one stage; all chunks have about equal numbers of parameters.
 
+    Args:
+        lengths: or these numbers of links, by chunk of the model.
     Raises:
         TaskError: the model is no chain, or its links are not the model.
         StrategyError: fewer links than chunks, or two chunks of a stage share a weight.
@@ -68,7 +78,8 @@ def cut_model(task: Task, model: nn.Module, num_stages: int, stage: int, num_chu
     links = chain_of(task, model)
     check_chain(task, model, links)
     weights = [sum(p.numel() for p in link.parameters()) for link in links]
-    places = cut_evenly(weights, num_stages * num_chunks)
+    parts = num_stages * num_chunks
+    places = cut_evenly(weights, parts) if lengths is None else cut_at(lengths, weights, parts)
     used = [{p for i in place for p in links[i].parameters()} for place in places]
     own = range(stage, len(places), num_stages)
     trained = trained_parameters(model)
@@ -76,31 +87,64 @@ def cut_model(task: Task, model: nn.Module, num_stages: int, stage: int, num_chu
         slot.name: tuple(sorted({k % num_stages for k in range(len(places)) if p in used[k]}))
         for slot, p in trained.items()
     }
+    homes = _homes(trained, [used[place] for place in own], stage)
+    return Cut(stage, num_stages, [[links[i] for i in places[k]] for k in own], holders, homes)
+
+
+def _homes(
+    trained: Mapping[Slot, nn.Parameter], used: Sequence[set[nn.Parameter]], stage: int
+) -> dict[str, int]:
+    """By name, the chunk of a stage that uses a parameter."""
     homes: dict[str, int] = {}
-    for chunk, place in enumerate(own):
-        for name in (slot.name for slot, p in trained.items() if p in used[place]):
+    for chunk, own in enumerate(used):
+        for name in (slot.name for slot, p in trained.items() if p in own):
             if name in homes:
                 raise StrategyError(
                     f"two chunks of stage {stage} share '{name}', and their gradients leave apart",
                     next_step="choose schedule=1f1b, or another number of stages",
                 )
             homes[name] = chunk
-    return Cut(stage, num_stages, [[links[i] for i in places[k]] for k in own], holders, homes)
+    return homes
 
 
-def cut_evenly(weights: Sequence[int], num_parts: int) -> list[range]:
-    """Contiguous parts, none of weight 0: the heaviest as light as possible, the others as even; pure.
+def cut_at(lengths: Sequence[int], weights: Sequence[int], num_parts: int) -> list[range]:
+    """Contiguous parts of given lengths, each with parameters; pure.
 
+    Raises:
+        StrategyError: they are not so many, do not add up to the chain, or one has no parameters.
+    """
+    ends = [*accumulate(lengths, initial=0)]
+    places = [range(start, stop) for start, stop in pairwise(ends)]
+    said = f"stages={','.join(map(str, lengths))}"
+    why = ""
+    if len(lengths) != num_parts:
+        why = f"names {len(lengths)} of {num_parts} stages, or chunks of them"
+    elif ends[-1] != len(weights):
+        why = f"has {ends[-1]} modules, and the chain of the model {len(weights)}"
+    elif not all(any(weights[i] for i in place) for place in places):
+        why = "leaves a stage without parameters"
+    if why:
+        raise StrategyError(f"{said} {why}", next_step="stages=time finds some that are even here")
+    return places
+
+
+def cut_evenly(weights: Sequence[int], num_parts: int, sizes: Sequence[int] | None = None) -> list[range]:
+    """Contiguous parts, none without parameters: the heaviest as light as possible, the others as even; pure.
+
+    Args:
+        weights: of what is evened out: numbers of parameters, or times.
+        sizes: numbers of parameters, where the weights are something else.
     Raises:
         StrategyError: fewer links with parameters than parts.
     """
-    heavy = sum(w > 0 for w in weights)
+    sizes = weights if sizes is None else sizes
+    heavy = sum(size > 0 for size in sizes)
     if num_parts > heavy:
         raise StrategyError(
             f"{num_parts} stages, or chunks of them: the model is a chain of {heavy} modules with parameters",
             next_step=f"use at most {heavy} in all: pipeline, times the chunks of schedule=interleaved:V",
         )
-    sums = [sum(weights[:k]) for k in range(len(weights) + 1)]
+    sums, held = ([*accumulate(values, initial=0)] for values in (weights, sizes))
     best = {0: (0, 0, list[range]())}  # by end: heaviest part, sum of squares, parts
     for _ in range(num_parts):
         found: dict[int, tuple[int, int, list[range]]] = {}
@@ -108,7 +152,7 @@ def cut_evenly(weights: Sequence[int], num_parts: int) -> list[range]:
             options = [
                 _extended(before, range(start, end), sums)
                 for start, before in best.items()
-                if sums[end] > sums[start]
+                if held[end] > held[start]
             ]
             if options:
                 found[end] = min(options, key=lambda option: option[:2])

@@ -17,7 +17,6 @@ from torch import nn
 from paceline.cluster import Cluster
 from paceline.comm import Net
 from paceline.data import Feed, Loader, build_order, settled
-from paceline.errors import DataError
 from paceline.layout import Holding
 from paceline.layout.sums import MetricNames
 from paceline.mesh import Mesh
@@ -33,10 +32,12 @@ from paceline.training.arrange import Material, Pieces, Setting
 from paceline.training.averaging import build_average, by_rounds
 from paceline.training.budget import keep_to_budget
 from paceline.training.by_machine import choose_by_machine
+from paceline.training.check_plan import check_plan
 from paceline.training.check_sequences import check_task
 from paceline.training.codec_choice import choose_codec
 from paceline.training.contract import (
     refuse_two_optimizers,
+    require_data,
     require_equal_shapes,
     require_same_order,
     tell_large_batch,
@@ -141,6 +142,7 @@ def lay_grounds(setting: Setting, recipe: Recipe, task: Task, *, fresh: bool) ->
     agree_on_model(model, setting)
     recompute_and_compile(recipe, task, model, device, setting.warn)
     synchronize(setting, model, build_order(recipe, task))
+    check_plan(setting, task, model)
     ear = LossEar(task.loss)
     material = Material(replace(task, loss=ear), model, MetricNames(), device, recipe.seed)
     layout = place(setting, material)
@@ -203,12 +205,6 @@ def build_feed(setting: Setting, task: Task, device: torch.device) -> Feed:
     loader = build_loader(recipe, task, task.data, device)
     intervals = recipe.evaluate.every_steps, recipe.checkpoint.every_steps, recipe.hash_every
     return Feed(work, loader, num_steps_of(recipe, order.steps_per_epoch), intervals)
-
-
-def require_data(task: Task) -> None:
-    """Raises: DataError: there is nothing to train on."""
-    if len(task.data) == 0:
-        raise DataError("the training data is empty", next_step="look at the task's options that select it")
 
 
 def build_loader(recipe: Recipe, task: Task, source: Source, device: torch.device) -> Loader:

@@ -8,7 +8,7 @@ and compares what the model returns, value by value, and what the loss adds up t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -63,13 +63,18 @@ def check_sequences(task: Task, holding: Holding, net: Net, group: Group) -> Non
     farthest = torch.tensor([max(off, default=0.0)], dtype=torch.float64, device=holding.device)
     farthest = net.all_reduce(farthest, group, "max").wait()
     together = net.all_reduce(parts.sums, group).wait()
-    allowed = max([_CLOSE, *(_STEPS * torch.finfo(x.dtype).eps for x in whole.outputs)])
-    _require_equal(float(farthest), whole.sums, together, allowed)
+    _require_equal(float(farthest), whole.sums, together, allowed_for(whole.outputs))
+
+
+def allowed_for(tensors: Sequence[Tensor]) -> float:
+    """How much of the largest value rounding may take, in their coarsest type."""
+    types = {x.dtype for x in tensors if x.is_floating_point()}
+    return max([_CLOSE, *(_STEPS * torch.finfo(one).eps for one in types)])
 
 
 def _look(task: Task, model: nn.Module, batch: Any) -> _Looked:
     found: list[Tensor] = []
-    hook = model.register_forward_hook(lambda _, inputs, output: found.extend(_values(output)))
+    hook = model.register_forward_hook(lambda _, inputs, output: found.extend(values_of(output)))
     model.eval()
     try:
         loss = task.loss(model, batch)
@@ -78,7 +83,8 @@ def _look(task: Task, model: nn.Module, batch: Any) -> _Looked:
     return _Looked(found, _sums(loss))
 
 
-def _values(output: Any) -> list[Tensor]:
+def values_of(output: Any) -> list[Tensor]:
+    """The floating-point tensors in what a module returned."""
     leaves = tree_leaves(dict(output) if isinstance(output, Mapping) else output)
     return [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
 

@@ -32,6 +32,12 @@ _LOOKED_AT = 8  # samples, until one has an item
 _STILL_READ = ("clip_norm",)  # of the recipe's optimizer, when the task brings its own
 
 
+def require_data(task: Task) -> None:
+    """Raises: DataError: there is nothing to train on."""
+    if len(task.data) == 0:
+        raise DataError("the training data is empty", next_step="look at the task's options that select it")
+
+
 def check_loss(task: Task, placed: Placed, net: Net, world: Group) -> None:
     """Call the loss in evaluation, on a sample and on it twice; learns the names of its metrics; collective.
 

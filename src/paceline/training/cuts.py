@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+
+from torch import nn
 
 from paceline.comm.routes import SharedMemoryCollective
 from paceline.errors import StrategyError
@@ -16,6 +19,7 @@ from paceline.layout.tensor import apply_cuts, cuts_of, entries_of, transform_of
 from paceline.mesh import twin_group
 from paceline.models import tensor_plan_of
 from paceline.slot import trained_parameters
+from paceline.task import Task
 from paceline.training.arrange import Material, Setting
 from paceline.training.layouts import Cutting, outermost_dims
 from paceline.training.schedules import proven_table
@@ -66,8 +70,7 @@ def cut_tensors(setting: Setting, material: Material) -> Cutting:
     """
     _refuse_compile(setting, "tensor")
     group, model = setting.mesh.axes["tensor"], material.model
-    plan = {**(material.task.tensor or tensor_plan_of(model)), **setting.recipe.tensor}
-    cuts = cuts_of(entries_of(plan, model), group.size)
+    cuts = cuts_of(entries_of(plan_of(setting, material.task, model), model), group.size)
     if cuts.blocks and setting.mesh.axes["pipeline"].size > 1:
         raise StrategyError(
             f"the tensor plan cuts '{cuts.blocks[0].name}' by positions, and stages send all of them",
@@ -79,6 +82,11 @@ def cut_tensors(setting: Setting, material: Material) -> Cutting:
         return holding
 
     return Cutting(transform_of(cuts, model), prepare=prepare)
+
+
+def plan_of(setting: Setting, task: Task, model: nn.Module) -> Mapping[str, str]:
+    """How a model's layers are cut: words by pattern."""
+    return {**(task.tensor or tensor_plan_of(model)), **setting.recipe.tensor}
 
 
 def cut_sequences(setting: Setting, material: Material) -> Cutting:

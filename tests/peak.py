@@ -1,7 +1,9 @@
 """How much memory tensors take at most while something runs, by PyTorch's own allocator on the processor."""
 
+import gc
 from collections.abc import Callable
 
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 
@@ -15,3 +17,16 @@ def peak_bytes(run: Callable[[], object]) -> int:
         now += event.nbytes()
         most = max(most, now)
     return most
+
+
+def bytes_now() -> int:
+    """Of all storages that a tensor uses; gradients belong to nobody in Python, so they are asked for."""
+    gc.collect()
+    found: dict[int, int] = {}
+    for one in gc.get_objects():
+        if not issubclass(type(one), Tensor):
+            continue
+        for t in (one, one.grad if one.is_leaf else None):
+            if t is not None and t.device.type == "cpu":
+                found[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
+    return sum(found.values())

@@ -29,6 +29,7 @@ from paceline.testing import run_ranks
 from paceline.testing.parity import session_of
 from paceline.training import Pieces, Session
 from paceline.training.saving import build_saver
+from tests.peak import bytes_now
 
 SMALL_BYTES = 2**17  # data, buffers, one batch, numbers
 BUCKET_BYTES = 2**17
@@ -68,19 +69,6 @@ def eager_chain() -> Task:
 
 
 MODELS = {"light": light_gpt, "eager": eager_chain}
-
-
-def bytes_now() -> int:
-    """Of all storages that a tensor uses; gradients belong to nobody in Python, so they are asked for."""
-    gc.collect()
-    found: dict[int, int] = {}
-    for one in gc.get_objects():
-        if not issubclass(type(one), Tensor):
-            continue
-        for t in (one, one.grad if one.is_leaf else None):
-            if t is not None and t.device.type == "cpu":
-                found[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
-    return sum(found.values())
 
 
 def settled_bytes(before: int) -> int:

@@ -29,7 +29,9 @@ def lopsided() -> Task:
     torch.manual_seed(0)
     layers = [Slow(8, 8) if k == HEAVY else nn.Linear(8, 8) for k in range(LINKS)]
     return Task(
-        nn.Sequential(*layers), list(torch.rand(16, 8)), lambda model, x: Loss(model(x).square().sum(), len(x))
+        nn.Sequential(*layers),
+        list(torch.rand(16, 8)),
+        lambda model, x: Loss(model(x).square().sum(), len(x)),
     )
 
 

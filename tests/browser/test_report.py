@@ -113,7 +113,8 @@ def test_the_bars_are_as_wide_as_the_shares_of_the_ranks(browser: Browser, train
 @pytest.mark.capability("P1", "P2")
 def test_words_bytes_recipe_and_events_can_be_read(browser: Browser, trained: Trained) -> None:
     with shown(browser, trained.folder / "report.html") as page:
-        assert page.locator(".words").first.locator("p").all_inner_texts() == summary(read_run(trained.folder))
+        said = page.locator(".words").first.locator("p")
+        assert said.all_inner_texts() == summary(read_run(trained.folder))
         assert page.locator(".ok", has_text="equal").count() == 2
         assert not page.get_by_text('decay = "cosine"').is_visible()
         page.get_by_text("Recipe", exact=True).click()

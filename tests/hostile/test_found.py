@@ -9,7 +9,8 @@ import pytest
 
 from paceline.errors import DataError, PacelineError, RecipeError
 from paceline.recipe import load_recipe
-from tests.hostile.formats import RECIPE, right_tokenizer
+from tests.hostile.checks import read_metrics
+from tests.hostile.formats import METRICS, RANKS, RECIPE, lines_of, right_tokenizer
 
 pytestmark = [pytest.mark.capability("N10"), pytest.mark.timeout(240)]
 
@@ -136,3 +137,10 @@ def test_small_files_that_were_found_once(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "paceline-x").mkdir()
     (tmp_path / "paceline-x" / "owner.json").write_text(f'{{"pid": {endless}}}')
     assert clean_litter() == []
+
+
+def test_a_phase_that_nobody_knows_is_left_out() -> None:
+    """In one record of a rank, and not in the next."""
+    more = {**RANKS, "phases": {"more": 0.5, **RANKS["phases"]}}
+    read_metrics((lines_of([*METRICS, more, RANKS]), b"{}"))
+    read_metrics((lines_of([*METRICS, RANKS, more]), b"{}"))

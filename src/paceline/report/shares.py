@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.observe.phases import PHASES
 from paceline.report.read import Run
 
 PARTS = ("data", "forward", "backward", "transfer", "waiting", "optimizer", "other")
@@ -68,7 +69,7 @@ def rank_times(run: Run) -> list[RankTime]:
 def _of(rank: int, records: Iterable[Mapping[str, Any]]) -> RankTime:
     records = list(records)
     seconds = _sum(records, "seconds")
-    phases = {name: sum(r["phases"][name] for r in records) for name in records[0]["phases"]}
+    phases = {name: sum(r["phases"][name] for r in records) for name in PHASES}  # others may stand there
     waiting = min(_sum(records, "waiting_seconds"), phases["communication"])
     parts = {
         "data": phases["data"],

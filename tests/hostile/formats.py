@@ -106,9 +106,14 @@ SCALARS = {
     "tied": {"a": "b"},
 }
 CHUNK = {"name": "model/w", "dtype": "F32", "shape": [4, 3], "offsets": [0, 0], "sizes": [4, 3]}
-FILE = {"name": "rank-00000.safetensors", "num_bytes": 400, "sha256": "0" * 64, "chunks": [CHUNK]}
+FILE = {
+    "name": "rank-00000.safetensors",
+    "num_bytes": 400,
+    "checksum": "xxh3-128:" + "0" * 32,
+    "chunks": [CHUNK],
+}
 MANIFEST: dict[str, Any] = {
-    "format": 2,
+    "format": 3,
     "step": 3,
     "serial": 1,
     "saved_ns": 5,

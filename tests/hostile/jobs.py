@@ -35,7 +35,7 @@ def linger(seconds):
     reached("leaving")
     time.sleep(seconds)
 
-def build(rank=-1, what="", seconds=0.0, pause=0.0):
+def build(rank=-1, what="", seconds=0.0, pause=0.0, width=0):
     reached("building")
     calls = []
     if what == "build" and rank == RANK:
@@ -59,7 +59,9 @@ def build(rank=-1, what="", seconds=0.0, pause=0.0):
             reached("stepping")
         time.sleep(pause)
         return Loss((model(batch) ** 2).sum(), len(batch))
-    return Task(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), torch.rand(64, 4), loss)
+    large = [nn.Linear(width, width)] if width else []
+    model = nn.Sequential(nn.Linear(4, width or 4), *large, nn.Linear(width or 4, 1))
+    return Task(model, torch.rand(64, 4), loss)
 """
 
 

@@ -35,7 +35,9 @@ OWN = (
 """Words before a command that make namespaces for it: users, mounts, network, segments and processes."""
 
 STEPS, DEADLINE_SECONDS, PATIENCE_SECONDS = 40, 4, 90.0
-TARGETS = ("rank 0", "last rank", "launcher", "fork server", "keeper", "loader worker")
+_WIDTH = 4096
+"""Of a layer whose state is 200 MB, half of it on each of two ranks."""
+TARGETS = ("rank 0", "last rank", "launcher", "fork server", "keeper", "loader worker", "writer")
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGSEGV, signal.SIGSTOP)
 MOMENTS = ("start", "build", "step", "save", "end")
 STRATEGIES = (
@@ -62,14 +64,17 @@ class Trial:
 def trials(seed: int = 7) -> list[Trial]:
     """Every signal to every target at every moment, with the strategies in turn; in an order of chance.
 
-    What cannot be is left out: there are no loader workers before a step, nor under a server.
+    What cannot be is left out: there are no loader workers before a step, nor under a server, and the process
+    that writes checkpoints beside a training comes with the first save.
     """
+    moments = dict.fromkeys(TARGETS, MOMENTS) | {"loader worker": ("step", "save"), "writer": ("save",)}
     places = [
         (target, number, moment)
         for target, number, moment in product(TARGETS, SIGNALS, MOMENTS)
-        if target != "loader worker" or moment in ("step", "save")
+        if moment in moments[target]
     ]
-    again = [place for place in places if place[0] in ("rank 0", "last rank") and place[2] != "start"]
+    often = [place for place in places if place[0] in ("rank 0", "last rank", "writer")]
+    again = [place for place in often if place[2] != "start"]
     chance = random.Random(seed)
     order = [*chance.sample(places, len(places)), *chance.sample(again, len(again))]
     turn = cycle(STRATEGIES)
@@ -127,6 +132,8 @@ def _words(trial: Trial) -> list[str]:
         "checkpoint.grace_seconds": 5,
         "loader.workers": int(trial.target == "loader worker"),
     }
+    if trial.target == "writer":  # it writes what is large, in the background
+        settings |= {"options.width": _WIDTH, "checkpoint.mode": '"background"', "checkpoint.every_steps": 20}
     changes = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     return ["train", "recipe.toml", "-n", str(3 if served else 2), "--strategy", trial.strategy, *changes]
 
@@ -169,7 +176,7 @@ def _pids(launcher: int, server: int, target: str) -> list[int]:
         return [pid for pid in children_of(launcher) if "keeper" in name_of(Path(f"/proc/{pid}"))]
     if target == "fork server":  # the part of it that is this launcher's
         return children_of(server)
-    if target == "loader worker":
+    if target in ("loader worker", "writer"):  # a rank of these jobs has no other children
         return [pid for rank in ranks.values() for pid in children_of(rank)]
     return [ranks[rank] for rank in ([0] if target == "rank 0" else sorted(ranks)[-1:]) if rank in ranks]
 

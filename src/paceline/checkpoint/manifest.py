@@ -1,7 +1,7 @@
 """The manifest: what makes a folder a checkpoint. It is written last, and it names every other file.
 
 Invariant: a manifest that can be read is complete and unchanged (it carries its own SHA-256), and every byte
-of the files that it names is covered by a SHA-256 in it. It is JSON; no pickle is written or read.
+of the files that it names is covered by a checksum in it. It is JSON; no pickle is written or read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from paceline.checkpoint.tensor_file import Chunk
 from paceline.checkpoint.validate import check_cover, check_part, check_record
 
 MANIFEST = "manifest.json"
-_FORMAT = 2
+_FORMAT, _OLDER_FORMAT = 3, 2
 _SEAL = "manifest_sha256"
 
 
@@ -28,7 +28,7 @@ class File:
 
     name: str
     num_bytes: int
-    sha256: str
+    checksum: str
     chunks: tuple[Chunk, ...]
 
 
@@ -93,7 +93,10 @@ class Manifest:
             raise ValueError(f"{MANIFEST} is damaged or is not Paceline's") from None
         if seal != _seal(record):
             raise ValueError(f"{MANIFEST} is damaged: its SHA-256 does not fit")
-        if record.pop("format", None) != _FORMAT:
+        form = record.pop("format", None)
+        if form == _OLDER_FORMAT:
+            _renew(record)
+        elif form != _FORMAT:
             raise ValueError(f"{MANIFEST} is of another format than {_FORMAT}")
         record.setdefault("losses", {})
         try:
@@ -110,8 +113,8 @@ class Manifest:
 
 
 def hash_state(files: Sequence[File], scalars: Mapping[str, Any]) -> str:
-    """SHA-256 over the contents of the files and the scalars."""
-    return _seal({"files": sorted(file.sha256 for file in files), "scalars": scalars})
+    """SHA-256 over the checksums of the files and the scalars."""
+    return _seal({"files": sorted(file.checksum for file in files), "scalars": scalars})
 
 
 def missing_tensors(files: Sequence[File]) -> list[str]:
@@ -124,8 +127,16 @@ def missing_tensors(files: Sequence[File]) -> list[str]:
     return sorted(name for name, count in whole.items() if filled[name] != count)
 
 
-def _file(name: str, num_bytes: int, sha256: str, chunks: Sequence[Mapping[str, Any]]) -> File:
-    return File(name, num_bytes, sha256, tuple(_chunk(**chunk) for chunk in chunks))
+def _file(name: str, num_bytes: int, checksum: str, chunks: Sequence[Mapping[str, Any]]) -> File:
+    return File(name, num_bytes, checksum, tuple(_chunk(**chunk) for chunk in chunks))
+
+
+def _renew(record: Mapping[str, Any]) -> None:
+    """Say it as the present format does: the one before knew no other checksum than SHA-256."""
+    files = record.get("files")
+    for file in files if isinstance(files, list) else []:
+        if isinstance(file, dict) and "sha256" in file:
+            file["checksum"] = f"sha256:{file.pop('sha256')}"
 
 
 def _chunk(name: str, dtype: str, shape: list[int], offsets: list[int], sizes: list[int]) -> Chunk:

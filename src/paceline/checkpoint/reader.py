@@ -1,6 +1,6 @@
 """Load a checkpoint with torch.distributed.checkpoint, from a manifest and safetensors instead of pickles.
 
-Invariant: not a byte is handed on before the file that it is in has the SHA-256 of the manifest. How the
+Invariant: not a byte is handed on before the file that it is in has the checksum of the manifest. How the
 saved chunks are put together again, whatever cut them, is DCP's planning.
 
 Any script may use the reader: `torch.distributed.checkpoint.load(state, storage_reader=ManifestReader(...))`
@@ -9,7 +9,6 @@ fills plain tensors, DTensors and FSDP2 models, under any number of ranks.
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -38,6 +37,7 @@ from paceline.checkpoint.files import Files
 from paceline.checkpoint.manifest import File, Manifest
 from paceline.checkpoint.shelf import open_manifest, unusable
 from paceline.checkpoint.tensor_file import Chunk, decode, dtype_of, keys_of
+from paceline.disk.checksum import again
 from paceline.errors import CheckpointError
 from paceline.slot import Index, Piece, Slot
 from paceline.spans import indexed
@@ -152,9 +152,9 @@ class ManifestReader(StorageReader):
             data = bytearray(self.files.read(f"{self.name}/{file.name}"))
         except OSError as error:
             raise unusable(self.files, self.name, f"{file.name}: {error}") from error
-        found = hashlib.sha256(data).hexdigest()
-        if found != file.sha256:
-            reason = f"{file.name} is damaged: SHA-256 {found[:12]}..., written was {file.sha256[:12]}..."
+        found = again(data, file.checksum)
+        if found != file.checksum:
+            reason = f"{file.name} is damaged: its checksum is {found}, written was {file.checksum}"
             raise unusable(self.files, self.name, reason)
         try:
             found_tensors = decode(data)

@@ -14,10 +14,11 @@ from typing import Any
 from paceline.checkpoint.kept_values import check_kept
 from paceline.checkpoint.strict_json import count, fields, listed, numeric, table, text
 from paceline.checkpoint.tensor_file import Chunk, is_code, keys_of
+from paceline.disk.checksum import is_checksum
 
 _NAME = re.compile(r"rank-\d{5,9}(\.\d{1,4}-of-\d{1,4})?\.safetensors", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
-_FILE = frozenset({"name", "num_bytes", "sha256", "chunks"})
+_FILE = frozenset({"name", "num_bytes", "checksum", "chunks"})
 _CHUNK = frozenset({"name", "dtype", "shape", "offsets", "sizes"})
 _ORIGIN = frozenset({"run", "recipe", "strategy", "world_size", "versions"})
 _SCALARS = frozenset({"step", "updates", "scale", "optimizer", "optimizer_kind", "groups", "others", "tied"})
@@ -53,7 +54,8 @@ def _check_files(files: Any) -> None:
     for file in listed(files, "files"):
         found = fields(file, "a file", _FILE)
         _match(_NAME, found["name"], "the name of a file")
-        _match(_DIGEST, found["sha256"], "sha256")
+        if not is_checksum(text(found["checksum"], "a checksum")):
+            raise ValueError(f"a checksum is {found['checksum'][:80]!r}")
         chunks = [_check_chunk(chunk) for chunk in listed(found["chunks"], "chunks")]
         if found["name"] in names:
             raise ValueError(f"{found['name']} is there twice")

@@ -1,12 +1,11 @@
 """Who writes the files of a part: threads of the training, or a process beside it.
 
-Invariant: the bytes and their SHA-256 do not depend on it.
+Invariant: the bytes and their checksums do not depend on it.
 """
 
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +20,7 @@ from paceline.checkpoint.files import Block, Files
 from paceline.checkpoint.manifest import File
 from paceline.checkpoint.staging import Staged
 from paceline.disk.beside import WriterLostError, WriterProcess
+from paceline.disk.checksum import Checksum
 
 _LEAST_BYTES = 64 * 2**20  # less is written before a process has begun
 
@@ -136,8 +136,8 @@ class ByProcess:
             path = files.make_room(f"{folder}/{file.draft.name}")
             places.append((path, file.begin, file.begin + file.draft.num_bytes))
         patience = max(0.0, self._expires - time.monotonic())
-        hashes = self._process.write(places, patience)
-        return tuple(_written(file.draft, sha256) for file, sha256 in zip(staged, hashes, strict=True))
+        checksums = self._process.write(places, patience)
+        return tuple(_written(file.draft, checksum) for file, checksum in zip(staged, checksums, strict=True))
 
     def _lost(self, error: WriterLostError) -> None:
         self._ready = False
@@ -145,17 +145,17 @@ class ByProcess:
 
 
 def _write_file(files: Files, folder: str, file: Staged) -> File:
-    """Write a file, and hash it on the way."""
-    digest = hashlib.sha256()
+    """Write a file, and take its checksum on the way."""
+    checksum = Checksum()
 
     def hashed() -> Iterator[Block]:
         for block in file.blocks():
-            digest.update(block)
+            checksum.update(block)
             yield block
 
     files.write(f"{folder}/{file.draft.name}", hashed())
-    return _written(file.draft, digest.hexdigest())
+    return _written(file.draft, checksum.text())
 
 
-def _written(draft: Draft, sha256: str) -> File:
-    return File(draft.name, draft.num_bytes, sha256, draft.chunks)
+def _written(draft: Draft, checksum: str) -> File:
+    return File(draft.name, draft.num_bytes, checksum, draft.chunks)

@@ -13,18 +13,24 @@ import select
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
+import xxhash
+
 from paceline.disk.process import LONGEST_MESSAGE
 
-_PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); from paceline.disk.process import main; main()"
-_PACKAGES = str(Path(__file__).parents[2])
+_PROGRAM = "import sys; sys.path[:0] = sys.argv[1:-1]; from paceline.disk.process import main; main()"
+_PACKAGES = [str(Path(file).parents[depth]) for file, depth in ((__file__, 2), (xxhash.__file__, 1))]
+"""Where the two packages lie that the process needs; it looks for no others."""
 _VARIABLES = ("PATH", "LD_LIBRARY_PATH")  # what a Python may need to start; the rest is the training's
 _LEAVE_SECONDS = 5.0
+_LOOK_SECONDS = 0.5
+"""Between two looks whether it still runs."""
 
 
 class WriterLostError(Exception):
@@ -86,24 +92,23 @@ class WriterProcess:
             files: of each the path, and where in the memory it begins and ends.
             patience_seconds: after which it is waited for, and hurries.
         Returns:
-            The SHA-256 of each file; all are on the disk.
+            The checksum of each file; all are on the disk.
         Raises:
             OSError: the disk refused.
-            WriterLostError: the process has ended; the files are not complete.
+            WriterLostError: the process has ended or is stopped; the files are not complete.
         """
         try:
             with self._lock:
                 self._send({"files": files})
-            if not select.select([self._connection], [], [], patience_seconds)[0]:
-                self.hurry()
+            self._await_answer(patience_seconds)
             said = self._connection.recv(LONGEST_MESSAGE)
         except (BrokenPipeError, ConnectionResetError):
             said = b""
         if not said:
             raise WriterLostError("the process that writes checkpoints has ended")
         answer = json.loads(said)
-        if "sha256" in answer:
-            return list(map(str, answer["sha256"]))
+        if "checksums" in answer:
+            return list(map(str, answer["checksums"]))
         raise OSError(answer["errno"], answer["strerror"], answer["path"])
 
     def hurry(self) -> None:
@@ -119,12 +124,33 @@ class WriterProcess:
         self._end()
         self._forget_memory()
 
+    def _await_answer(self, patience_seconds: float) -> None:
+        """Return when it has answered or ended; it hurries once the patience is spent."""
+        hurries, stopped = time.monotonic() + patience_seconds, False
+        while not select.select([self._connection], [], [], _LOOK_SECONDS)[0]:
+            if time.monotonic() >= hurries:
+                self.hurry()
+            before, stopped = stopped, self._is_stopped()
+            if before and stopped:  # once may be a job that was stopped as a whole, and goes on
+                self._end()
+                raise WriterLostError("the process that writes checkpoints was stopped by a signal")
+
+    def _is_stopped(self) -> bool:
+        """Whether a signal has stopped it; whoever has ended is noticed by its connection."""
+        assert self._process is not None
+        flags = os.WSTOPPED | os.WEXITED | os.WNOHANG | os.WNOWAIT
+        with suppress(ChildProcessError):
+            found = os.waitid(os.P_PID, self._process.pid, flags)
+            return found is not None and found.si_code == os.CLD_STOPPED
+        return False
+
     def _end(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait(_LEAVE_SECONDS)
-            self._connection.close()
-            self._process, self._told = None, -1
+        with self._lock:
+            if self._process is not None:
+                self._process.kill()
+                self._process.wait(_LEAVE_SECONDS)
+                self._connection.close()
+                self._process, self._told = None, -1
 
     def _forget_memory(self) -> None:
         if self._memory >= 0:
@@ -133,7 +159,7 @@ class WriterProcess:
 
     def _start(self) -> None:
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        words = [sys.executable, "-I", "-S", "-X", "utf8", "-c", _PROGRAM, _PACKAGES, str(os.getpid())]
+        words = [sys.executable, "-I", "-S", "-X", "utf8", "-c", _PROGRAM, *_PACKAGES, str(os.getpid())]
         try:
             with theirs:
                 self._process = subprocess.Popen(

@@ -1,8 +1,8 @@
 """The process that writes beside a training: it takes of the processor what nobody else wants.
 
 Its standard input is a socket to the process that trains. It is sent memory, and then files to write out of
-it; it answers with their hashes or an error. Invariant: it ends when that process ends, also in the middle of
-a file.
+it; it answers with their checksums or an error. Invariant: it ends when that process ends, also in the middle
+of a file.
 
 A thread can give its priority away and, without rights, never takes it back. So threads that have given it
 away write, until the training waits for them: then others, which have kept it, write the rest.
@@ -123,7 +123,7 @@ class _Order:
                 return
         error = self._error
         if error is None:
-            self._answer({"sha256": [writing.sha256() for writing in self._writings]})
+            self._answer({"checksums": [writing.checksum() for writing in self._writings]})
         else:
             self._answer({"errno": error.errno, "strerror": error.strerror, "path": error.filename})
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import os
 from contextlib import ExitStack
 
+from paceline.disk.checksum import Checksum
 from paceline.disk.writeback import Writeback
 
 BLOCK_BYTES = 2**20
@@ -35,7 +35,7 @@ class Writing:
 
     def __init__(self, path: str, content: memoryview) -> None:
         self.path, self.done = path, False
-        self._content, self._place, self._digest = content, 0, hashlib.sha256()
+        self._content, self._place, self._checksum = content, 0, Checksum()
         self._stack = ExitStack()
         self._file = -1
 
@@ -53,9 +53,9 @@ class Writing:
             self._end()
             raise
 
-    def sha256(self) -> str:
+    def checksum(self) -> str:
         """Of what was written so far."""
-        return self._digest.hexdigest()
+        return self._checksum.text()
 
     def _begin(self) -> None:
         stream = self._stack.enter_context(os.fdopen(_open(self.path), "wb", buffering=0))
@@ -63,7 +63,7 @@ class Writing:
 
     def _next(self) -> None:
         block = self._content[self._place : self._place + BLOCK_BYTES]
-        self._digest.update(block)
+        self._checksum.update(block)
         self._write(block)
         self._writeback.wrote(len(block))
         self._place += len(block)

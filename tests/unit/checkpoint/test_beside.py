@@ -105,6 +105,25 @@ def test_a_process_that_is_killed_is_replaced(tmp_path: Path) -> None:
         assert len(told) == 1 and "has ended" in told[0] and "written by the training" in told[0]
 
 
+def test_a_process_that_is_stopped_is_replaced(tmp_path: Path) -> None:
+    """Nobody may wait for it without end. One that goes on soon, as after Ctrl-Z of a whole job, is kept."""
+    state = make_state()
+    with beside(tmp_path, state, newest=9) as (one, process, told):
+        one.save()
+        one.finish()
+        stopped = process._process
+        state.step += 1
+        stopped.send_signal(signal.SIGSTOP)
+        name = one.save()
+        one.finish()
+        assert holds(tmp_path, name, state) and stopped.returncode == -signal.SIGKILL
+        assert len(told) == 1 and "was stopped by a signal" in told[0]
+        state.step += 1
+        name = one.save()
+        one.finish()
+        assert holds(tmp_path, name, state) and process._process is not stopped and len(told) == 1
+
+
 def test_one_that_cannot_be_started_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "missing"))
     state = make_state()

@@ -1,19 +1,22 @@
 """Damaged, half-written and foreign checkpoints are refused by name, and the newest valid one is used."""
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from paceline.checkpoint import Files, Shelf
+from paceline.checkpoint.manifest import _seal
 from paceline.cluster import Cluster
 from paceline.errors import CheckpointError
 from paceline.recipe import Recipe
 from paceline.testing.parity import session_of
 from paceline.training import fit, saving
-from tests.unit.checkpoint.states import load, make_state, save, whole
+from tests.unit.checkpoint.states import holds, load, make_state, save, whole
 
 pytestmark = pytest.mark.capability("N13")
 TENSORS, MANIFEST = "rank-00000.safetensors", "manifest.json"
@@ -43,18 +46,32 @@ def change_a_digit(path: Path) -> None:
     path.write_text(changed)
 
 
-def other_format(path: Path) -> None:
-    from paceline.checkpoint.manifest import _seal
-
+def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     record = json.loads(path.read_text())
     del record["manifest_sha256"]
-    record["format"] = 1
+    change(record)
     path.write_text(json.dumps({**record, "manifest_sha256": _seal(record)}))
 
 
+def other_format(path: Path) -> None:
+    rewrite(path, lambda record: record.update(format=1))
+
+
+def as_in_format_two(path: Path) -> None:
+    """Every file had its SHA-256."""
+
+    def change(record: dict[str, Any]) -> None:
+        record["format"] = 2
+        for file in record["files"]:
+            del file["checksum"]
+            file["sha256"] = hashlib.sha256((path.parent / file["name"]).read_bytes()).hexdigest()
+
+    rewrite(path, change)
+
+
 DAMAGES = [
-    pytest.param(TENSORS, flip_bit, "SHA-256", id="bit"),
-    pytest.param(TENSORS, flip_header, "SHA-256", id="bit of the header"),
+    pytest.param(TENSORS, flip_bit, "checksum", id="bit"),
+    pytest.param(TENSORS, flip_header, "checksum", id="bit of the header"),
     pytest.param(TENSORS, cut_short, "were written", id="cut short"),
     pytest.param(TENSORS, Path.unlink, "is missing", id="removed"),
     pytest.param(MANIFEST, cut_short, "damaged", id="manifest cut short"),
@@ -102,11 +119,21 @@ def test_a_run_goes_on_from_the_newest_valid_one(
     assert whole(tmp_path / "checkpoints")[-1] == 5
 
 
+def test_a_checkpoint_of_the_format_before_is_read_and_its_damage_found(tmp_path: Path) -> None:
+    state = make_state()
+    name = save(tmp_path, state)
+    as_in_format_two(tmp_path / name / MANIFEST)
+    assert holds(tmp_path, name, state)
+    flip_bit(tmp_path / name / TENSORS)
+    with pytest.raises(CheckpointError, match="checksum is sha256:"):
+        load(tmp_path, name)
+
+
 def test_without_a_valid_one_there_is_an_error_that_says_why(tmp_path: Path) -> None:
     fit(session_of(Cluster.single(), digits(tmp_path, 1)), tmp_path)
     flip_bit(tmp_path / "checkpoints" / "step-00000001" / TENSORS)
     session = session_of(Cluster.single(), digits(tmp_path, 2))
-    with pytest.raises(CheckpointError, match=r"no valid checkpoint.*SHA-256"):
+    with pytest.raises(CheckpointError, match=r"no valid checkpoint.*checksum"):
         saving.restore(session, saving.files_of(session.recipe, tmp_path))
     with pytest.raises(CheckpointError, match="no valid checkpoint"):
         saving.restore(session, Files(str(tmp_path / "nowhere")))

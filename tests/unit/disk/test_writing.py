@@ -1,7 +1,6 @@
 """Files that go past the system's memory hold the same bytes as others, and threads stand back alone."""
 
 import errno
-import hashlib
 import mmap
 import os
 from pathlib import Path
@@ -10,6 +9,7 @@ from threading import Thread
 import pytest
 
 from paceline.disk import process, writing
+from paceline.disk.checksum import KIND, again
 from paceline.disk.writing import PAGE_BYTES, Writing
 
 pytestmark = pytest.mark.capability("N4")
@@ -25,7 +25,7 @@ def written(path: Path, content: memoryview) -> str:
     found = Writing(str(path), content)
     while not found.done:
         found.step()
-    return found.sha256()
+    return found.checksum()
 
 
 @pytest.mark.parametrize("begin", [0, PAGE_BYTES, 8])
@@ -36,7 +36,7 @@ def test_a_file_holds_what_was_written(size: int, begin: int, tmp_path: Path) ->
         (tmp_path / "x").write_bytes(b"older and longer" * BLOCK)
         right = memory[begin : begin + size]
         with memoryview(memory)[begin : begin + size] as content:
-            assert written(tmp_path / "x", content) == hashlib.sha256(right).hexdigest()
+            assert written(tmp_path / "x", content) == again(right, KIND)
         assert (tmp_path / "x").read_bytes() == right
 
 
@@ -57,7 +57,7 @@ def test_where_files_cannot_go_directly_they_go_as_usual(
 
     monkeypatch.setattr(os, refused, refuse)
     data = os.urandom(2 * BLOCK + 5)
-    assert written(tmp_path / "x", memoryview(data)) == hashlib.sha256(data).hexdigest()
+    assert written(tmp_path / "x", memoryview(data)) == again(data, KIND)
     assert (tmp_path / "x").read_bytes() == data
     assert calls[:2] == ["direct", "usual"] and "direct" not in calls[1:]
 

@@ -9,6 +9,7 @@ from paceline.checkpoint.files import Files
 from paceline.checkpoint.lock import LOCK, Lock
 from paceline.checkpoint.manifest import MANIFEST, Manifest, Origin
 from paceline.checkpoint.part import Patience, insist, refused
+from paceline.checkpoint.pretrained import Taken, load_weights
 from paceline.checkpoint.publish import Keep
 from paceline.checkpoint.reader import Loaded, ManifestReader, Stored, load, stored_at
 from paceline.checkpoint.saver import Saver, Saving
@@ -18,7 +19,6 @@ from paceline.checkpoint.weights import (
     Weights,
     export_weights,
     find_checkpoint,
-    load_weights,
     weights_of,
     with_tied_names,
 )
@@ -44,6 +44,7 @@ __all__ = [
     "Saving",
     "Shelf",
     "Stored",
+    "Taken",
     "Weights",
     "Writer",
     "claim",

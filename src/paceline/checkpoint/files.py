@@ -15,6 +15,7 @@ from pathlib import Path
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
+from paceline.checkpoint.ranges import Mapped, Ranges, Requested
 from paceline.disk.writeback import Writeback
 from paceline.errors import CheckpointError
 
@@ -41,9 +42,9 @@ class Files:
             self._fs, root = url_to_fs(url, use_listings_cache=False)
         except (ImportError, ValueError) as error:
             raise CheckpointError(
-                f"cannot reach the folder of the checkpoints: {error}",
+                f"cannot reach the folder: {error}",
                 where=url,
-                next_step="for s3:// install paceline[s3]; a plain path always works",
+                next_step="s3:// needs paceline[s3], https:// paceline[http]; a plain path always works",
             ) from error
         self.url, self._root = url, root.rstrip("/")
         local = isinstance(self._fs, LocalFileSystem)
@@ -87,6 +88,16 @@ class Files:
             OSError: it is not there, or it is a pipe or a device, which might have no end.
         """
         return bytes(self._fs.cat_file(self._checked(self._path(name))))
+
+    def ranges(self, name: str) -> Ranges:
+        """A file, to read parts of.
+
+        Raises:
+            OSError: it is not there, cannot be reached, or is no regular file.
+        """
+        path = self._checked(self._path(name))
+        place = self.local_path(name)
+        return Requested(self._fs, path) if place is None else Mapped(place)
 
     def size(self, name: str) -> int | None:
         """Bytes of a file; None if it is not there."""

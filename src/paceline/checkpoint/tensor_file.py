@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.strict_json import parse
+from paceline.checkpoint.strict_json import count, listed, parse, table, text
 
 _ALIGNMENT = 8
+_METADATA = "__metadata__"
 _CODES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -91,7 +93,7 @@ def encode_header(chunks: Sequence[Chunk]) -> bytes:
     keys = keys_of(chunks)
     offsets = {key: {"saved_offsets": c.offsets} for key, c in zip(keys, chunks, strict=True)}
     entries: dict[str, object] = {
-        "__metadata__": {
+        _METADATA: {
             "format": "pt",
             "DCP_SHARDING_INFO": json.dumps(offsets),
         }
@@ -119,18 +121,55 @@ def decode(data: bytes | bytearray) -> dict[str, Tensor]:
 
 def _decode(data: bytes | bytearray) -> dict[str, Tensor]:
     length = int.from_bytes(data[:8], "little")
-    header = parse(bytes(data[8 : 8 + length]))
     found = {}
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        dtype, (begin, end) = dtype_of(entry["dtype"]), entry["data_offsets"]
-        count = (end - begin) // dtype.itemsize
-        if not 0 <= begin <= end <= len(data) - length - 8:
-            raise ValueError(f"'{name[:80]}' lies outside of the file")
+    for name, entry in entries_of(bytes(data[8 : 8 + length]), len(data) - length - 8).items():
+        count = (entry.end - entry.begin) // entry.dtype.itemsize
         if count:
-            flat = torch.frombuffer(data, dtype=dtype, count=count, offset=8 + length + begin)
+            flat = torch.frombuffer(data, dtype=entry.dtype, count=count, offset=8 + length + entry.begin)
         else:
-            flat = torch.empty(0, dtype=dtype)
-        found[name] = flat.view(entry["shape"])
+            flat = torch.empty(0, dtype=entry.dtype)
+        found[name] = flat.view(entry.shape)
     return found
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor as a header describes it; `begin` and `end` are bytes behind the header."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def entries_of(header: bytes, num_bytes: int) -> dict[str, Entry]:
+    """The tensors of a file, by name.
+
+    Args:
+        header: the JSON.
+        num_bytes: of the data behind it.
+    Raises:
+        ValueError: this is no header of such a file.
+    """
+    found = table(parse(header), "the header")
+    return {name: _entry(name, one, num_bytes) for name, one in found.items() if name != _METADATA}
+
+
+def _entry(name: str, given: Any, num_bytes: int) -> Entry:
+    entry = table(given, f"'{name[:80]}'")
+    code, places = text(entry.get("dtype"), "dtype"), listed(entry.get("data_offsets"), "data_offsets")
+    shape = tuple(count(one, "a size") for one in listed(entry.get("shape"), "shape"))
+    if not is_code(code):
+        raise ValueError(f"'{name[:80]}' has the type {code[:20]}, which is unknown here")
+    begin, end = (count(one, "an offset") for one in places) if len(places) == 2 else (1, 0)
+    if not begin <= end <= num_bytes:
+        raise ValueError(f"'{name[:80]}' lies outside of the file")
+    if end - begin != prod(shape) * dtype_of(code).itemsize:
+        raise ValueError(f"'{name[:80]}' has {end - begin} bytes, which are not those of its shape")
+    return Entry(dtype_of(code), shape, begin, end)
+
+
+def metadata_of(header: bytes) -> Mapping[str, str]:
+    """What a header says beside its tensors; ValueError if it is none."""
+    found = table(table(parse(header), "the header").get(_METADATA, {}), _METADATA)
+    return {name: text(value, name[:80]) for name, value in found.items()}

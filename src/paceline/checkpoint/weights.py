@@ -1,40 +1,35 @@
-"""The weights of a model alone, as one safetensors file: out of a checkpoint, and into a model.
+"""The weights of a model alone, out of a checkpoint, as one safetensors file.
 
 Invariant: a file that `export_weights` wrote loads with `safetensors.torch.load_file` and a strict
-`load_state_dict`: it has every name of the state dict, tied ones too. It carries a SHA-256 of all values,
-and what does not have it is not taken over. Neither side starts processes, runs user code or unpickles.
+`load_state_dict`: it has every name of the state dict, tied ones too. It carries a SHA-256 of all values, by
+which `paceline.checkpoint.pretrained` checks it. No processes are started, no user code is run.
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline.checkpoint.files import Files
 from paceline.checkpoint.reader import Loaded, load
 from paceline.checkpoint.shelf import Shelf
-from paceline.checkpoint.strict_json import parse, text
+from paceline.checkpoint.weight_file import VALUES
 from paceline.errors import CheckpointError
-from paceline.slot import first_names
 
 _MODEL, _AVERAGE = "model/", "average/values/"
 _WANTED = (_MODEL, _AVERAGE)
-_DIGEST = "values_sha256"
 Weights = Literal["last", "average"]
-_WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
@@ -152,84 +147,8 @@ def _origin(found: Loaded, named: Mapping[str, Tensor]) -> dict[str, str]:
         "recipe_sha256": hashlib.sha256(origin.recipe.encode()).hexdigest(),
         "versions": json.dumps(origin.versions),
         "tied": json.dumps(found.scalars["tied"]),
-        _DIGEST: _digest(sorted(named.items())),
+        VALUES: _digest(sorted(named.items())),
     }
-
-
-def load_weights(model: nn.Module, place: str | os.PathLike[str]) -> None:
-    """Take over the values of a file into a model, one memory-mapped tensor after the other.
-
-    Args:
-        model: its parameters and persistent buffers are overwritten; types are converted.
-        place: a safetensors file, or a folder with `model.safetensors` or with the files that a
-            `model.safetensors.index.json` names. Of tied tensors one name is enough.
-    Raises:
-        CheckpointError: it cannot be read, is damaged, or its names or shapes are not those of the model.
-    """
-    own = model.state_dict()
-    with ExitStack() as stack:
-        try:
-            opened = [stack.enter_context(safe_open(path, "pt")) for path in _files_of(Path(place))]
-            holders = {name: file for file in opened for name in file.keys()}  # noqa: SIM118, no mapping
-            shapes = {name: file.get_slice(name).get_shape() for name, file in holders.items()}
-            _refuse_others(own, shapes, place)
-            _refuse_damaged(opened, holders, place)
-            with torch.no_grad():
-                for name in sorted(holders):  # all is right: from here on the model changes
-                    own[name].copy_(holders[name].get_tensor(name))
-        except (OSError, ValueError, SafetensorError) as error:
-            raise _unreadable(place, str(error)) from error
-
-
-def _refuse_damaged(opened: Sequence[Any], holders: Mapping[str, Any], place: str | os.PathLike[str]) -> None:
-    """Read all values of a file that says what their SHA-256 is."""
-    written = (opened[0].metadata() or {}).get(_DIGEST) if len(opened) == 1 else None
-    if written is None:
-        return
-    found = _digest((name, holders[name].get_tensor(name)) for name in sorted(holders))
-    if written != found:
-        raise _unreadable(place, f"damaged: SHA-256 {found[:12]}..., written was {written[:12]}...")
-
-
-def _files_of(place: Path) -> list[Path]:
-    """The files that belong together; ValueError if an index is none."""
-    index = place / _INDEX
-    if not index.exists():
-        return [_regular(place / _WHOLE if place.is_dir() else place)]
-    found = parse(_regular(index).read_bytes())
-    if type(found) is not dict or type(found.get("weight_map")) is not dict:
-        raise ValueError(f"{_INDEX} has no weight_map")
-    names = [text(name, "a name") for name in found["weight_map"].values()]
-    if not all(name == Path(name).name for name in names):
-        raise ValueError(f"{_INDEX} names what is no file beside it")
-    return [_regular(place / name) for name in sorted(set(names))]
-
-
-def _regular(path: Path) -> Path:
-    """The same path; OSError if it is a pipe or a device, which might have no end."""
-    if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
-    return path
-
-
-def _refuse_others(
-    own: Mapping[str, Tensor], given: Mapping[str, list[int]], place: str | os.PathLike[str]
-) -> None:
-    first = first_names(own)
-    filled = {first[name] for name in given if name in own}
-    wrong = [f"{name} is missing" for name in own if first[name] not in filled]
-    wrong += [f"{name} is not in the model" for name in given if name not in own]
-    wrong += [
-        f"{name} has the shape {shape}, the model's has {list(own[name].shape)}"
-        for name, shape in given.items()
-        if name in own and shape != list(own[name].shape)
-    ]
-    if wrong:
-        raise CheckpointError(
-            f"the weights are not those of this model: {len(wrong)} entries differ, the first: {wrong[0]}",
-            where=str(place),
-            next_step="give the task the options of the run that wrote them; an export holds its recipe",
-        )
 
 
 def _digest(values: Iterable[tuple[str, Any]]) -> str:
@@ -239,11 +158,3 @@ def _digest(values: Iterable[tuple[str, Any]]) -> str:
         digest.update(f"{name} {value.dtype} {list(value.shape)}\n".encode())
         digest.update(value.contiguous().reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
-
-
-def _unreadable(place: str | os.PathLike[str], reason: str) -> CheckpointError:
-    return CheckpointError(
-        f"cannot read the weights: {reason}",
-        where=str(place),
-        next_step="check init_from; `paceline export RUN --to FILE` writes such a file",
-    )

@@ -113,7 +113,7 @@ def absolute_paths(recipe: Recipe, base_dir: Path) -> Recipe:
             as outputs are.
     """
     if recipe.init_from is not None:
-        recipe = recipe.replace(init_from=str(Path(recipe.init_from).resolve()))
+        recipe = recipe.replace(init_from=_absolute(recipe.init_from))
     if recipe.runtime.link_profile is not None:
         place = str(Path(recipe.runtime.link_profile).resolve())
         recipe = recipe.replace(runtime=recipe.runtime.replace(link_profile=place))
@@ -155,3 +155,8 @@ def processes_for(recipe: Recipe, asked: int | None, nodes: int) -> int:
             next_step=f'the nearest that is: --strategy "{answer.nearest}"',
         )
     return world // nodes
+
+
+def _absolute(place: str) -> str:
+    """A path from the root; a URL is one already."""
+    return place if "://" in place else str(Path(place).resolve())

@@ -9,14 +9,14 @@ from __future__ import annotations
 import codecs
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.tokenizer_file import read_checked
+from paceline.data.tokenizer_file import end_of_text, in_folder, read_checked
 from paceline.errors import DataError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -62,9 +62,14 @@ class ByteTokenizer:
 
 
 class BpeTokenizer:
-    """A `tokenizers.Tokenizer` that gives text back exactly; made by `load_tokenizer` and `train_bpe`."""
+    """A `tokenizers.Tokenizer` that gives text back exactly; made by `load_tokenizer` and `train_bpe`.
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, where: str) -> None:
+    Args:
+        where: for messages.
+        end: the token that ends a file; None: one of the usual ones.
+    """
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, where: str, end: str | None = None) -> None:
         self._tokenizer = tokenizer
         self.vocab_size = 1 + max(tokenizer.get_vocab().values())  # ids may have holes
         self.fingerprint = hashlib.blake2b(tokenizer.to_str().encode(), digest_size=16).hexdigest()
@@ -74,7 +79,7 @@ class BpeTokenizer:
                 where=where,
                 next_step="use a byte-level tokenizer, for example one trained with `train_bpe`, or bytes",
             )
-        self.separator = self._find_separator(where)
+        self.separator = self._find_separator(where, (end, *_SEPARATORS) if end else _SEPARATORS)
 
     def encode(self, text: str) -> NDArray[np.uint32]:
         """Token ids, uint32 [N], without the markers that a post-processor would add."""
@@ -100,8 +105,8 @@ class BpeTokenizer:
             yield self.encode(text[:cut])
         yield self.encode(kept + decoder.decode(b"", final=True))
 
-    def _find_separator(self, where: str) -> int:
-        for name in _SEPARATORS:
+    def _find_separator(self, where: str, names: Sequence[str]) -> int:
+        for name in names:
             token = self._tokenizer.token_to_id(name)
             if token is not None:
                 return int(token)
@@ -109,7 +114,7 @@ class BpeTokenizer:
         if len(zero) == 1:
             return int(zero[0])
         raise DataError(
-            f"this tokenizer has no token to end a file with: none of {', '.join(_SEPARATORS)}, no byte 0",
+            f"this tokenizer has no token to end a file with: none of {', '.join(names)}, no byte 0",
             where=where,
             next_step=f"add {END_OF_TEXT} to its special tokens",
         )
@@ -118,19 +123,23 @@ class BpeTokenizer:
 def load_tokenizer(path: str | Path) -> BpeTokenizer:
     """Load a `tokenizer.json` (the format of the `tokenizers` library and of model hubs).
 
+    Args:
+        path: the file, or the folder of a model with the file in it: a path or a URL. Of a folder, the token
+            that ends a text is the one that its `tokenizer_config.json` names.
     Raises:
         DataError: the file is missing or broken, or the tokenizer does not give text back exactly.
         MissingExtraError: `tokenizers` is not installed.
     """
     library = _library()
     try:
-        text = read_checked(Path(path))
-    except OSError as error:
+        place, config = in_folder(str(path))
+        text, end = read_checked(place), end_of_text(config)
+    except (OSError, ImportError) as error:
         raise DataError(f"cannot read the tokenizer: {error}", next_step="check the path") from error
     except ValueError as error:
         raise _no_tokenizer(error, path) from error
     try:
-        return BpeTokenizer(library.Tokenizer.from_str(text), str(path))
+        return BpeTokenizer(library.Tokenizer.from_str(text), str(path), end)
     except DataError:
         raise
     except BaseException as error:  # the library raises plain Exception, and PanicException beside it

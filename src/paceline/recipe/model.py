@@ -170,7 +170,7 @@ class Recipe(Table):
     init_from: str | None = Field(
         default=None,
         min_length=1,
-        description="first weights: a safetensors file, or a folder of them; left out: by the seed",
+        description="first weights: a safetensors file or a folder of them, or a URL; left out: by the seed",
     )
     batch: BatchRecipe = Field(default_factory=BatchRecipe, description="the global batch")
     optimizer: OptimizerRecipe = Field(default_factory=OptimizerRecipe, description="the update rule")

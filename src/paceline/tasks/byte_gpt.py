@@ -40,7 +40,8 @@ class ByteGptOptions(Table):
 
     Args:
         text: files, folders, patterns, or "stdlib"; relative to the recipe.
-        tokenizer: path of a `tokenizer.json`; None trains on bytes.
+        tokenizer: path or URL of a `tokenizer.json`, or of the folder of a model that has one; None trains on
+            bytes.
         held_out: fraction of the text, by file, that is never trained on.
         train_tokens, held_out_tokens: at most so many are used of either part; 0 means all.
         prompt: what the sample continues; empty: the start of a file.
@@ -66,7 +67,7 @@ class ByteGptOptions(Table):
 def build(*, seed: int, base_dir: Path, cache_dir: Path, **options: Any) -> Task:
     """Build the task; see `ByteGptOptions`. The held-out files are the same for every seed."""
     chosen = read_options(ByteGptOptions, options)
-    tokenizer = load_tokenizer(base_dir / chosen.tokenizer) if chosen.tokenizer else ByteTokenizer()
+    tokenizer = load_tokenizer(_place_of(chosen.tokenizer, base_dir)) if chosen.tokenizer else ByteTokenizer()
     corpus = open_corpus(chosen.text, tokenizer, cache_dir, held_out=chosen.held_out, base_dir=base_dir)
     train = TextWindows(_first(corpus.train, chosen.train_tokens), chosen.context)
     held_out = TextWindows(_first(corpus.held_out, chosen.held_out_tokens), chosen.context)
@@ -85,6 +86,10 @@ def build(*, seed: int, base_dir: Path, cache_dir: Path, **options: Any) -> Task
         num_tokens_per_sample=chosen.context,
         predict=next_tokens,
     )
+
+
+def _place_of(tokenizer: str, base_dir: Path) -> str:
+    return tokenizer if "://" in tokenizer else str(base_dir / tokenizer)
 
 
 Pair = tuple[Tensor, Tensor]

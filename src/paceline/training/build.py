@@ -138,7 +138,8 @@ def lay_grounds(setting: Setting, recipe: Recipe, task: Task, *, fresh: bool) ->
         fresh: see `build_session`.
     """
     device = setting.device
-    model = prepare_model(recipe if fresh else recipe.replace(init_from=None), task, device)
+    begun = recipe if fresh else recipe.replace(init_from=None)
+    model = prepare_model(begun, task, device, warn=setting.warn)
     agree_on_model(model, setting)
     recompute_and_compile(recipe, task, model, device, setting.warn)
     synchronize(setting, model, build_order(recipe, task))

@@ -20,18 +20,28 @@ from paceline.task import Task
 _RUN_BYTES = 2**24
 
 
-def prepare_model(recipe: Recipe, task: Task, device: torch.device, *, whole: bool = False) -> nn.Module:
+def prepare_model(
+    recipe: Recipe,
+    task: Task,
+    device: torch.device,
+    *,
+    whole: bool = False,
+    warn: Callable[[str], None] = lambda text: None,
+) -> nn.Module:
     """The task's model on its device: weights from a file, or set by name where the task knows how.
 
     Args:
         whole: give memory to all parameters of a model that was built without; else they wait until it is
-            known which of them this rank holds. Weights from a file are read whole.
+            known which of them this rank holds. Weights from a file are read whole, by every rank.
+        warn: is told of files of which nobody says what their bytes should be.
     """
     waits = any(p.is_meta for p in task.model.parameters()) and recipe.init_from is None and not whole
     if task.initialize is not None and not waits:
         task.initialize(task.model, recipe.seed)
     if recipe.init_from is not None:
-        load_weights(task.model, recipe.init_from)
+        doubt = load_weights(task.model, recipe.init_from).warning(recipe.init_from)
+        if doubt:
+            warn(doubt)
     name_dropouts(task.model)
     if not waits:
         return task.model.to(device)

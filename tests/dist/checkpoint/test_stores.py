@@ -2,11 +2,8 @@
 
 import json
 import shutil
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,10 +15,10 @@ from paceline.recipe import Recipe
 from paceline.testing import run_ranks
 from paceline.testing.parity import session_of
 from paceline.training import fit, saving
+from tests.dist.checkpoint.object_store import BUCKET
 
 ROOT = Path(__file__).parents[3]
 DIGITS = {"task": "digits", "options": {"model": "mlp", "hidden": [64]}, "batch": {"size": 8, "shards": 2}}
-BUCKET = "paceline"
 
 
 # A small disk. A mount needs a namespace of its own, so these run in a process that has one.
@@ -97,36 +94,6 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, patience: float) -> None:
 
 
 # A server that speaks S3
-
-
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """moto's server in a process of its own; ranks inherit the variables that point to it."""
-    pytest.importorskip("s3fs")
-    pytest.importorskip("moto")
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    values = {"ENDPOINT_URL": f"http://127.0.0.1:{port}", "ACCESS_KEY_ID": "x", "SECRET_ACCESS_KEY": "y"}
-    for name, value in {**values, "DEFAULT_REGION": "us-east-1"}.items():
-        monkeypatch.setenv(f"AWS_{name}", value)
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        try:
-            _await_port(port)
-            yield f"s3://{BUCKET}/run/checkpoints"
-        finally:
-            process.kill()
-
-
-def _await_port(port: int) -> None:
-    expires = time.monotonic() + 120
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port), 1).close()
-            return
-        except OSError:
-            assert time.monotonic() < expires, "moto's server did not start"
-            time.sleep(0.05)
 
 
 def train_to(cluster: Cluster, url: str, run_dir: Path, steps: int) -> list[tuple[int, str]]:

@@ -14,6 +14,7 @@ import tokenizers
 
 from paceline.data.tokens import END_OF_TEXT, BpeTokenizer, ByteTokenizer, load_tokenizer, train_bpe
 from paceline.errors import DataError, MissingExtraError
+from tests.web import serving
 
 TEXT = inspect.getsource(json.decoder) + inspect.getsource(random)
 
@@ -95,6 +96,27 @@ def test_a_foreign_tokenizer_ends_files_with_its_own_token_or_byte_0(tmp_path: P
     byte_level(initial_alphabet=alphabet).save(str(tmp_path / "zero.json"))
     end, zero = load_tokenizer(tmp_path / "end.json"), load_tokenizer(tmp_path / "zero.json")
     assert (end.decode([end.separator]), zero.decode([zero.separator])) == ("</s>", "\0")
+
+
+@pytest.mark.capability("W6")
+@pytest.mark.parametrize("remote", [False, True])
+def test_the_tokenizer_of_a_folder_of_hugging_face_ends_texts_as_the_folder_says(
+    remote: bool, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    made = byte_level(initial_alphabet=alphabet, special_tokens=["</s>", "<stop>"])
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<stop>").save_pretrained(tmp_path)
+    with serving(tmp_path) as web:
+        place = web.url if remote else tmp_path
+        found = load_tokenizer(place)
+        assert found.decode([found.separator]) == "<stop>"
+        assert found.decode(found.encode(TEXT)) == TEXT
+        file = load_tokenizer(f"{place}/tokenizer.json")  # alone it does not say
+        assert file.decode([file.separator]) == "</s>" and file.fingerprint == found.fingerprint
+        (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "</s>"}}')
+        again = load_tokenizer(place)
+        assert again.decode([again.separator]) == "</s>"
 
 
 def test_a_tokenizer_that_loses_text_is_refused(tmp_path: Path) -> None:

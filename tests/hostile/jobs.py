@@ -86,8 +86,8 @@ def train(folder: Path, *, processes: int = 2, **options: object) -> subprocess.
     return start(folder, "train", "recipe.toml", "-n", str(processes), *words)
 
 
-def end_of(process: subprocess.Popen[str]) -> End:
-    out, err = process.communicate(timeout=120)
+def end_of(process: subprocess.Popen[str], seconds: float = 120.0) -> End:
+    out, err = process.communicate(timeout=seconds)
     return End(process.returncode, out, err)
 
 

@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from safetensors.torch import load as load_tensors
 
 from paceline.checkpoint import Files, Shelf
 from paceline.cluster import Cluster
-from paceline.recipe import Recipe
+from paceline.recipe import Recipe, Strategy
 from paceline.testing import run_ranks
 from paceline.testing.parity import session_of
 from paceline.training import fit, saving
@@ -96,27 +97,41 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, patience: float) -> None:
 # A server that speaks S3
 
 
-def train_to(cluster: Cluster, url: str, run_dir: Path, steps: int) -> list[tuple[int, str]]:
-    """Resume if there is something to resume from, and train; returns what the folder holds then."""
+def train_to(
+    cluster: Cluster, url: str, run_dir: Path, steps: int, strategy: str = "", **settings: object
+) -> tuple[int, list[str], str | None]:
+    """Resume if there is something to resume from, and train.
+
+    Returns:
+        The first step, what the folder holds afterwards, and the hash of a reproducible run.
+    """
     import s3fs
 
     store = s3fs.S3FileSystem(use_listings_cache=False)
     if cluster.global_rank == 0 and not store.exists(BUCKET):
         store.mkdir(BUCKET)
-    recipe = Recipe(**DIGITS, steps=steps, checkpoint={"folder": url, "every_steps": 2, "keep": 2})
+    layout = {"strategy": Strategy.parse(strategy)} if strategy else {}
+    keep = {"folder": url, "every_steps": 2, "keep": 2}
+    recipe = Recipe(**DIGITS, steps=steps, checkpoint=keep, **layout, **settings)
     session = session_of(cluster, recipe)
     if session.sum(float(cluster.global_rank == 0 and bool(Shelf.look(Files(url)).whole))):
         saving.restore(session, Files(url))
     first = session.state.step
-    fit(session, run_dir)
-    return [(first, kept.name) for kept in Shelf.look(Files(url)).whole]
+    sha256 = fit(session, run_dir).sha256
+    return first, [kept.name for kept in Shelf.look(Files(url)).whole], sha256
 
 
-@pytest.mark.capability("N10", "N1", "N2")
+@pytest.mark.capability("N10", "N1", "N2", "N3")
 def test_a_run_saves_to_s3_and_goes_on_from_there(server: str, tmp_path: Path) -> None:
-    assert run_ranks(train_to, 2, server, tmp_path, 5)[0] == [(0, "step-00000004"), (0, "step-00000005")]
-    assert run_ranks(train_to, 1, server, tmp_path, 8)[0] == [(5, "step-00000006"), (5, "step-00000008")]
+    """Saved by two ranks that share all of the state, loaded by one: the bits of a run without a break."""
+    run = partial(train_to, optimizer={"name": "adamw", "lr": 0.01}, reproducible=True)
+    first = run_ranks(partial(run, strategy="replicas=1 shard=2 zero=3"), 2, server, tmp_path, 5)[0]
+    assert first[:2] == (0, ["step-00000004", "step-00000005"])
+    last = run_ranks(run, 1, server, tmp_path, 8)[0]
+    assert last[:2] == (5, ["step-00000006", "step-00000008"])
     assert not (tmp_path / "checkpoints").exists()
+    whole = run_ranks(run, 1, str(tmp_path / "whole"), tmp_path, 8)[0]
+    assert last[2] is not None and last[2] == whole[2] != first[2]
 
 
 def damage(cluster: Cluster, url: str, name: str) -> dict[str, list[int]]:
@@ -136,4 +151,4 @@ def test_a_damaged_object_is_refused_and_the_one_before_it_is_used(server: str, 
     run_ranks(train_to, 1, server, tmp_path, 4)
     found = run_ranks(damage, 1, server, "step-00000004")[0]
     assert found["step"] == [4] and "model/layers.0.weight" in found
-    assert run_ranks(train_to, 1, server, tmp_path, 6)[0][0][0] == 2
+    assert run_ranks(train_to, 1, server, tmp_path, 6)[0][0] == 2

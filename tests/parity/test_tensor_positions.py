@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from torch import Tensor, nn
 
 from paceline import Task
 from paceline.cluster import Cluster
 from paceline.errors import StrategyError, TaskError
 from paceline.layout.tensor import cuts_of, entries_of
 from paceline.models import GPT, GPT_TENSOR_PLAN, GPTConfig, KeyedDropout, tensor_plan_of
+from paceline.models.gpt import gpt_chain
 from paceline.recipe import Recipe
 from paceline.testing import run_ranks
 from paceline.testing.parity import CPU, make_task, session_of
@@ -28,7 +31,7 @@ The embedding, the logits and the losses as ever. Once a step the gradients of f
 
 
 def by_position(**changes: Any) -> Recipe:
-    return recipe("replicas=1 tensor=2", **({"tensor": PARTS, "options": UNEVEN} | changes))
+    return recipe("replicas=1 tensor=2", tensor=PARTS, options=UNEVEN).replace(**changes)
 
 
 def checked(
@@ -84,15 +87,63 @@ def test_what_may_look_at_several_positions_is_refused() -> None:
         cuts_of(entries_of(plan, model), 2)
 
 
-def test_stages_are_refused_with_what_works() -> None:
-    def refused(cluster: Cluster) -> str:
-        settings = recipe("replicas=1 tensor=1 pipeline=2", tensor=PARTS)
-        with pytest.raises(StrategyError) as caught:
-            session_of(cluster, settings.replace(strategy="replicas=1 tensor=2 pipeline=2"))
-        return str(caught.value)
+STAGES = "replicas=1 tensor=2 pipeline=2 schedule=1f1b"
 
-    for text in run_ranks(refused, 4):
-        assert "'blocks.0' by positions, and stages send all of them" in text
+
+def in_halves(model: nn.Module) -> list[nn.Module]:
+    """A chain that runs each block as two modules."""
+    assert isinstance(model, GPT)
+    first, *blocks, last = gpt_chain(model)
+    halves = [half for block in blocks for half in (Attended(block), Fed(block))]
+    return [first, *halves, last]
+
+
+class Attended(nn.Module):
+    """The first half of a block."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.attention = block.attention_norm, block.attention
+        self.dropout = block.attention_dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.attention(self.norm(x)))
+
+
+class Fed(nn.Module):
+    """The second half."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.feed, self.dropout = (
+            block.feed_forward_norm,
+            block.feed_forward,
+            block.feed_forward_dropout,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.feed(self.norm(x)))
+
+
+@pytest.mark.capability("E2", "J10", "J11", "Z1", "Z2")
+def test_stages_of_blocks_that_are_cut_by_positions() -> None:
+    """Against one process, with clip; the twin: gradients of norms that are not summed. And a chain that runs
+    blocks in parts, which would never cut them, is refused."""
+    of = by_position(strategy=STAGES)
+
+    def found(cluster: Cluster) -> tuple[list[str], str, str]:
+        right = [checked(cluster, of), checked(cluster, of.replace(memory={"recompute": "blocks"}))]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("paceline.training.reductions._meet_first", lambda setting, alike: [])
+            wrong = checked(cluster, of, steps=1)
+        with pytest.raises(StrategyError) as caught:
+            session_of(cluster, of, lambda: replace(make_task(of), stages=in_halves))
+        return right, wrong, str(caught.value)
+
+    for right, wrong, refused in run_ranks(found, 4):
+        assert right == ["", ""]
+        assert wrong != ""
+        assert "'blocks.0' by positions, and the chain of stages runs it in parts" in refused
 
 
 def test_a_plan_that_ships_leaves_out_what_a_model_has_not() -> None:

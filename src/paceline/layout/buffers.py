@@ -21,13 +21,16 @@ class MicroBatchBuffers:
 
     Args:
         reports: whether this rank adds its changes to the sums; of ranks that compute the same, one does.
+
+    Attributes:
+        names: of the buffers.
     """
 
     def __init__(self, model: nn.Module, *, reports: bool = True) -> None:
         self._reports = reports
         state = set(model.state_dict(keep_vars=True).keys())
         names = [name for name, _ in model.named_buffers() if name in state]
-        self._places = [_place(model, name) for name in names]
+        self.names, self._places = names, [_place(model, name) for name in names]
         self._base = self._copies()
         self._changes: list[Tensor] = []
         self._passed: dict[tuple[int, int], Tensor] = {}
@@ -95,6 +98,12 @@ class MicroBatchBuffers:
         for (micro_batch, _), change in sorted(self._passed.items(), key=lambda item: item[0]):
             passed[micro_batch] = passed[micro_batch] + change if micro_batch in passed else change
         return [*self._changes, *passed.values()]
+
+    @property
+    def changed(self) -> list[str]:
+        """Names of the buffers of which this rank reports a change."""
+        parts = self.change.split([_real(base).numel() for base in self._base]) if self._base else ()
+        return [name for name, part in zip(self.names, parts, strict=True) if bool(part.any())]
 
     def take_changes(self, others: MicroBatchBuffers) -> None:
         """Note what the micro-batches of a copy have changed."""

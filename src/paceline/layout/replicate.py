@@ -66,7 +66,7 @@ class Replicate:
         self._model, self._device = holding.model, holding.device
         self._loss, self.precision, self._phases = loss, precision, phases
         self._dropouts, self._seeds, self._reports = name_dropouts(holding.model), seeds, reports
-        self._counts = counts
+        self.counts = counts
         self._steady, self._is_alone = Steady(holding.computes), seeds and not overlap
         self._is_watched = True
 
@@ -82,7 +82,7 @@ class Replicate:
 
     def run(self, micro_batches: Iterable[LoadedBatch], count: int, sink: GradientSink, scale: float) -> Sums:
         """See `Placed.run`; a gradient is handed on, during backward, as soon as it is complete."""
-        sums = Sums(self.metric_names, counts=self._counts)
+        sums = Sums(self.metric_names, counts=self.counts)
         if not self._model.training:
             self._model.train()
         self.gradients.begin()
@@ -144,7 +144,7 @@ class Replicate:
             self.holding.use.begin()
             for loaded in micro_batches:
                 self.holding.use.next()
-                with self.holding.seen(loaded.batch) as batch, self.precision.autocast():
+                with self.precision.autocast(), self.holding.seen(loaded.batch) as batch:
                     ask(self._model, batch)
             self.holding.use.end()
 

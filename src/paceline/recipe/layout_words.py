@@ -76,10 +76,6 @@ LAYOUTS = (
                 "lanes run copies of a whole model, and context changes what is around it: leave out lanes",
                 lambda s: s.lanes > 1,
             ),
-            Refusal(
-                "context does not go into the stages of a pipeline yet: leave out pipeline",
-                lambda s: s.pipeline > 1,
-            ),
         ),
     ),
     LayoutSpec(

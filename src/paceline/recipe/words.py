@@ -27,7 +27,8 @@ def _is_bound(text: str) -> bool:
 
 
 _ONE_PIPELINE = Refusal(
-    "pipedream is a rule of one pipeline: replicas=1 and pipeline=2 or more, without shard or tensor",
+    "pipedream is a rule of one pipeline: replicas=1 and pipeline=2 or more, without shard, tensor or"
+    " context",
     lambda s: s.pipeline == 1 or s.replicas != 1 or s.ranks_per_replica != s.stage_ranks,
 )
 _SERVED = Refusal(

@@ -148,6 +148,7 @@ def lay_grounds(setting: Setting, recipe: Recipe, task: Task, *, fresh: bool) ->
     material = Material(replace(task, loss=ear), model, MetricNames(), device, recipe.seed)
     layout = place(setting, material)
     check_task(task, layout.placed, setting.net, setting.mesh)
+    ear.take()  # what a trial said
     return Grounds(setting, layout, ear)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch import nn
@@ -15,7 +15,7 @@ from paceline.layout.pipeline import Cut, chain_of, cut_model
 from paceline.layout.placement import Sequences, Shard, Stages
 from paceline.layout.recompute import recomputed_blocks
 from paceline.layout.shard import GatherAfterUpdate, GatherOnUse, lay_in_common
-from paceline.layout.tensor import apply_cuts, cuts_of, entries_of, transform_of
+from paceline.layout.tensor import PlanEntry, apply_cuts, cuts_of, entries_of, transform_of
 from paceline.mesh import twin_group
 from paceline.models import tensor_plan_of
 from paceline.slot import trained_parameters
@@ -71,17 +71,30 @@ def cut_tensors(setting: Setting, material: Material) -> Cutting:
     _refuse_compile(setting, "tensor")
     group, model = setting.mesh.axes["tensor"], material.model
     cuts = cuts_of(entries_of(plan_of(setting, material.task, model), model), group.size)
-    if cuts.blocks and setting.mesh.axes["pipeline"].size > 1:
-        raise StrategyError(
-            f"the tensor plan cuts '{cuts.blocks[0].name}' by positions, and stages send all of them",
-            next_step="leave 'sequence' out of the tensor plan, or choose a strategy without pipeline",
-        )
+    staged = setting.mesh.axes["pipeline"].size > 1
+    if staged:
+        _require_run_whole(cuts.blocks, chain_of(material.task, model))
 
     def prepare(holding: Holding) -> Holding:
-        apply_cuts(cuts, setting.exact_collective(group))
+        apply_cuts(cuts, setting.exact_collective(group), apart=staged)
         return holding
 
     return Cutting(transform_of(cuts, model), prepare=prepare)
+
+
+def _require_run_whole(blocks: Sequence[PlanEntry], links: Sequence[nn.Module]) -> None:
+    """A block that is cut by positions does so where it is called: the chain has to call it.
+
+    Raises:
+        StrategyError: the chain calls parts of one.
+    """
+    called = {id(module) for link in links for module in link.modules()}
+    for block in blocks:
+        if id(block.module) not in called:
+            raise StrategyError(
+                f"the tensor plan cuts '{block.name}' by positions, and the chain of stages runs it in parts",
+                next_step="let Task(stages=...) name the whole block, or leave 'sequence' out of the plan",
+            )
 
 
 def plan_of(setting: Setting, task: Task, model: nn.Module) -> Mapping[str, str]:

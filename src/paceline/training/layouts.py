@@ -98,7 +98,8 @@ def _stage_wire(setting: Setting, device: torch.device) -> StageWire:
 def _run(setting: Setting, material: Material, holding: Holding, stage: Cut | None) -> Placed:
     strategy = setting.recipe.strategy
     shared: dict[str, Any] = {"precision": setting.precision, "phases": setting.phases}
-    alone = {"overlap": setting.mesh.size_over(holding.summed_over) > 1, "reports": setting.reports}
+    alone = {"overlap": setting.mesh.size_over(holding.summed_over) > 1}
+    alone |= {"reports": setting.reports, "counts": setting.counts}
     schedule, names = schedule_of(strategy), material.metric_names
     if stage is not None:
         wire = _stage_wire(setting, material.device)
@@ -106,7 +107,6 @@ def _run(setting: Setting, material: Material, holding: Holding, stage: Cut | No
             material.task, holding, stage, names, wire=wire, schedule=schedule, **shared, **alone
         )
     if strategy.lanes == 1:
-        alone["counts"] = setting.counts
         return setting.pieces.whole(holding, material.task.loss, names, **shared, **alone)
     _require_processor(material.device)
     shared["deadline_seconds"] = setting.net.deadline_seconds

@@ -41,7 +41,6 @@ def refuse_own_loop(session: Session) -> None:
         "gradients or parameters are here only while a run needs them": session.placed.holding.frees,
         "the rule changes on the way": session.strategy != session.whole_strategy,
         "the rule deals out micro-batches by itself": type(rule) is not EveryStep,
-        "the layout cuts each batch along its sequences": "context" in placed.holding.summed_over,
         "reproducible sums take each micro-batch's gradients apart": recipe.is_ordered,
     }
     why = [reason for reason, holds in reasons.items() if holds]
@@ -93,8 +92,9 @@ class OwnSteps:
                         self._loaded = next(stream)
                     self._is_last = i == count - 1
                     self._begin_micro_batch(first=i == 0)
-                    with self._placed.precision.autocast():
-                        yield self._loaded.batch
+                    seen, autocast = self._placed.holding.seen, self._placed.precision.autocast()
+                    with seen(self._loaded.batch) as batch, autocast:
+                        yield batch
                     self._require_step()
                 if not count:
                     self._follow_others()
@@ -139,7 +139,8 @@ class OwnSteps:
                 next_step=f"set batch.shards = {self._session.mesh.data.size}, the number of replicas",
             )
         if not self._sums or self._sums[-1][0] != part:
-            self._sums.append((part, Sums(self._names.setdefault(part, MetricNames()))))
+            names = self._names.setdefault(part, MetricNames())
+            self._sums.append((part, Sums(names, counts=self._placed.counts)))
         self._sums[-1][1].add(_added(self._losses))
         self._losses, self._stepped = [], True
         self._placed.buffers.end_micro_batch()

@@ -109,7 +109,7 @@ COMBINATIONS = {  # what runs on as many processes, or the reason why not
     "tensor=2 lanes=2": (4, "leave out lanes, or tensor and zero=3"),
     "tensor=2 sync=local:2": (4, "train alone must be whole"),
     "servers=1 sync=server-async tensor=2": (5, "a server holds a whole model"),
-    "replicas=1 pipeline=2 tensor=2 sync=pipedream": (4, "without shard or tensor"),
+    "replicas=1 pipeline=2 tensor=2 sync=pipedream": (4, "without shard, tensor or"),
     "replicas=1 pipeline=2 sync=pipedream schedule=1f1b": (2, "leave out schedule"),
     "pipeline=2 lanes=2 schedule=1f1b": (2, ""),
     "codec=topk:0.3": (2, ""),
@@ -269,7 +269,7 @@ def test_the_nearest_keeps_the_processes_and_what_is_asked_for(text: str) -> Non
 @pytest.mark.parametrize(
     ("text", "processes", "nearest"),
     [
-        ("shard=2 zero=2 context=2 pipeline=2", 8, "replicas=2 shard=2 zero=2 pipeline=2"),
+        ("context=2 lanes=2", 4, "replicas=2 context=2"),
         ("pipeline=2 lanes=2 schedule=interleaved:2", 4, "replicas=4 pipeline=2 lanes=2"),
         ("shard=2 zero=3 lanes=2", 4, "replicas=2 shard=2 zero=3"),
         ("servers=1 sync=backup:1 route=tree", 4, "replicas=3 servers=1 sync=backup:1"),

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 
 from paceline.comm import Net
 from paceline.errors import TaskError
@@ -12,6 +15,17 @@ from paceline.layout.context.attention import OverAllRanks
 from paceline.layout.context.part import Part
 from paceline.mesh import Group
 from paceline.task import CutPositions
+
+
+class Trial(NamedTuple):
+    """A batch that is run to be looked at, in the parameters' type.
+
+    Args:
+        is_whole: every rank runs all positions, as without a cut.
+    """
+
+    batch: Any
+    is_whole: bool
 
 
 class SplitSequences:
@@ -28,11 +42,22 @@ class SplitSequences:
 
     @contextmanager
     def seen(self, batch: Any) -> Iterator[Any]:
-        """See `Holding.seen`.
+        """See `Holding.seen`; of a `Trial` all of it, or its part.
 
         Raises:
             TaskError: the task cuts nothing, or cannot be cut.
         """
+        with ExitStack() as around:
+            if isinstance(_get_current_function_mode(), OverAllRanks):  # an own loop evaluates on its way
+                around.enter_context(_pop_mode_temporarily())
+            if not isinstance(batch, Trial):
+                yield self._entered(batch, around)
+                return
+            around.enter_context(_in_own_types())
+            yield batch.batch if batch.is_whole else self._entered(batch.batch, around)
+
+    def _entered(self, batch: Any, around: ExitStack) -> Any:
+        """This rank's part of a batch, whose mode is on from here."""
         part = Part(self._group.size, self._group.rank)
         own = self._sequence(batch, part)
         if not part.length:
@@ -40,5 +65,14 @@ class SplitSequences:
                 "Task.sequence(batch, part) has not called part(x, dim): every rank would run all positions",
                 next_step="return part(x, dim) of each tensor that has positions along a dimension",
             )
-        with OverAllRanks(part, self._group, self._net):
-            yield own
+        around.enter_context(OverAllRanks(part, self._group, self._net))
+        return own
+
+
+@contextmanager
+def _in_own_types() -> Iterator[None]:
+    """Without the casts of a lower precision."""
+    with ExitStack() as around:
+        for kind in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
+            around.enter_context(torch.autocast(kind, enabled=False))
+        yield

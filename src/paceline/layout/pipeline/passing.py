@@ -39,7 +39,8 @@ class Passing:
     Args:
         task: its loss; the first chunk finds out from it what the model is called with.
         holding, cut, wire, precision, phases: see `Pipeline`.
-        seeds, reports: see `Pipeline`.
+        seeds: see `Pipeline`.
+        reports: whether this rank notes what buffers change.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Passing:
     ) -> None:
         self.buffers = MicroBatchBuffers(holding.model, reports=reports)
         self.chunks = [Stage(links) for links in cut.chunks]
-        self._task, self._cut, self._wire = task, cut, wire
+        self._task, self._cut, self._wire, self._seen = task, cut, wire, holding.seen
         self._device, self._steady = holding.device, Steady(holding.computes)
         self._precision, self._phases = precision, phases
         self._dropouts, self._seeded = name_dropouts(holding.model), holding.device if seeds else None
@@ -81,9 +82,14 @@ class Passing:
             self._seed(loaded.micro_batch.key)
             self.buffers.lend()
             samples = len(loaded.micro_batch.indices)
-            with self._steady, self._precision.autocast(), explained(samples):
+            with (
+                self._seen(loaded.batch) as batch,
+                self._steady,
+                self._precision.autocast(),
+                explained(samples),
+            ):
                 ask = self._scaled_loss(sums, scale)
-                outputs = self._run_links(action, loaded.batch, ask, arrived, stream, weights)
+                outputs = self._run_links(action, batch, ask, arrived, stream, weights)
             buffers = self.buffers.take_back(action.micro_batch, action.chunk)
         micro_batch = loaded.micro_batch
         inputs = [x for x in arrived if x.requires_grad]
@@ -94,8 +100,8 @@ class Passing:
         for chunk in range(len(self.chunks)):
             action = Action("F", 0, chunk)
             arrived, stream = self._arrived(action)
-            with self._precision.autocast():
-                self._run_links(action, loaded.batch, ask, arrived, stream)
+            with self._precision.autocast(), self._seen(loaded.batch) as batch:
+                self._run_links(action, batch, ask, arrived, stream)
 
     def backward(
         self, flight: Flight, weights: Weights | None = None, note: float = 0.0, *, split: bool = False

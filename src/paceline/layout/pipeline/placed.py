@@ -50,7 +50,7 @@ class Pipeline:
         schedule: makes the order of forwards and backwards.
         overlap: see `HandingOn`.
         seeds: seed PyTorch's own generators for every micro-batch; not where other threads share them.
-        reports: see `Replicate`.
+        reports, counts: see `Replicate`.
     """
 
     def __init__(
@@ -67,17 +67,16 @@ class Pipeline:
         overlap: bool = True,
         seeds: bool = True,
         reports: bool = True,
+        counts: bool = True,
     ) -> None:
         self.holding, self.metric_names, self.cut = holding, metric_names, cut
-        self.passing = Passing(task, holding, cut, wire, precision, phases, seeds=seeds, reports=reports)
+        told = reports and counts
+        self.passing = Passing(task, holding, cut, wire, precision, phases, seeds=seeds, reports=told)
         self.gradients = HandingOn(holding.computes, overlap=overlap, frees=holding.frees)
         self.peak_stored = 0
-        self._wire, self._phases, self._reports, self._loss = wire, phases, reports, task.loss
-        self._make_schedule, self._orders = schedule, dict[int, _Order]()
-        self._of_chunk = [
-            [slot for slot in holding.computes if cut.chunk_of(slot.name) == chunk]
-            for chunk in range(cut.num_chunks)
-        ]
+        self._wire, self._phases, self._loss, self._make_schedule = wire, phases, task.loss, schedule
+        self._reports, self._counts, self._orders = reports, counts, dict[int, _Order]()
+        self._of_chunk = _by_chunk(holding, cut)
 
     @property
     def buffers(self) -> MicroBatchBuffers:
@@ -97,7 +96,7 @@ class Pipeline:
     def run(self, micro_batches: Iterable[LoadedBatch], count: int, sink: GradientSink, scale: float) -> Sums:
         """See `Placed`, in the order of the schedule."""
         self.begin_step()
-        sums, flying = Sums(self.metric_names), dict[Place, Flight]()
+        sums, flying = Sums(self.metric_names, counts=self._counts), dict[Place, Flight]()
         order = self._order(count)
         loaded = _Loaded(micro_batches, self._phases)
         self.peak_stored = 0
@@ -178,6 +177,12 @@ class Pipeline:
         sums = Sums(self.metric_names)
         self.answer(micro_batches, lambda model, batch: sums.add(checked(self._loss(model, batch))))
         return sums if self._reports else Sums(self.metric_names)
+
+
+def _by_chunk(holding: Holding, cut: Cut) -> list[list[Slot]]:
+    """What each chunk of a stage computes with, in the model's order."""
+    homes = [(slot, cut.chunk_of(slot.name)) for slot in holding.computes]
+    return [[slot for slot, home in homes if home == chunk] for chunk in range(cut.num_chunks)]
 
 
 class _Order(NamedTuple):

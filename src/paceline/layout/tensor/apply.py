@@ -18,8 +18,12 @@ from paceline.layout.tensor.vocabulary import Vocabulary, make_embedding
 from paceline.models import KeyedDropout
 
 
-def apply_cuts(cuts: TensorCuts, collective: Collective) -> None:
-    """Let every module that is cut run with its part."""
+def apply_cuts(cuts: TensorCuts, collective: Collective, *, apart: bool = False) -> None:
+    """Let every module that is cut run with its part.
+
+    Args:
+        apart: a block that is cut by positions gives all of them, as stages send them on.
+    """
     rank, positions = collective.group.rank, Positions(collective)
     _columns(cuts, collective, positions)
     for cut in cuts.linears:
@@ -35,7 +39,7 @@ def apply_cuts(cuts: TensorCuts, collective: Collective) -> None:
         span = dropout.spans[rank]
         dropout.module.take_part((span[0], span[-1]), dropout.width)
         remember(dropout.module, KeyedDropout.take_all)
-    for stretch in _stretches(cuts.blocks):
+    for stretch in [[block] for block in cuts.blocks] if apart else _stretches(cuts.blocks):
         _apply_stretch(cuts, stretch, positions)
 
 

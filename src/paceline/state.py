@@ -24,6 +24,10 @@ from paceline.stateful import Stateful, plain_state, restored_state
 _SMALLEST_SCALE = 2.0**-24
 
 
+class MisfitError(CheckpointError):
+    """A state of another model or optimizer."""
+
+
 @dataclass
 class LossScale:
     """Dynamic scale of the fp16 loss; 1 and constant for the other precisions.
@@ -152,7 +156,8 @@ class TrainState:
         """Read what this rank holds of a state; nothing changes before the result is called.
 
         Raises:
-            CheckpointError: a name, a shape or the kind of optimizer does not fit.
+            MisfitError: a name, a shape or the kind of optimizer does not fit.
+            CheckpointError: what is read is missing or damaged.
         """
         self._check(source.shapes, scalars)
         pieces = {f"model/{n}": self._model_piece(n, value) for n, value in self._model_tensors().items()}
@@ -199,7 +204,7 @@ class TrainState:
         if has_learned and scalars["optimizer_kind"] != kind:
             wrong.append(f"{scalars['optimizer_kind']} saved it, the optimizer is {kind}")
         if wrong:
-            raise CheckpointError(
+            raise MisfitError(
                 f"the checkpoint does not fit: {len(wrong)} entries differ, the first is '{wrong[0]}'",
                 next_step="resume with the recipe that wrote it; the run folder holds it as recipe.toml",
             )

@@ -21,8 +21,8 @@ from paceline.task import Task
 from paceline.testing import run_ranks
 from paceline.testing.parity import session_of
 from paceline.training import fit, run_folder
-from paceline.training.from_run import rows_of
 from paceline.training.job import sinks
+from paceline.training.predictions import rows_of
 from tests.cli.test_runs_are_kept import command
 
 LAYOUTS = ("replicas=2", "replicas=1 shard=2 zero=3", "replicas=1 pipeline=2", "servers=1 sync=server-async")
@@ -46,8 +46,9 @@ def loss(model, batch):
     return Loss(F.cross_entropy(out, y, reduction="sum"), len(y), {"accuracy": (out.argmax(1) == y).sum()})
 
 def predict(model, batch):
-    out = model(batch[0] if isinstance(batch, list) else batch)
-    return {"class": out.argmax(1), "score": out.softmax(1)[:, 1]}
+    x = batch[0] if isinstance(batch, list) else batch
+    out = model(x)
+    return {"class": out.argmax(1), "score": out.softmax(1)[:, 1], "x": x[:, 0]}
 
 def build():
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
@@ -144,6 +145,7 @@ def test_the_commands_print_json_and_write_files(runs: list[Any]) -> None:
     assert {name: t.shape for name, t in load_file(folder / "found.safetensors").items()} == {
         "class": (3,),
         "score": (3,),
+        "x": (3,),
     }
     with pytest.raises(RecipeError, match=r"found\.txt"):
         predict(run_dir, "flipped", to=Path("found.txt"))

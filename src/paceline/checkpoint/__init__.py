@@ -17,6 +17,7 @@ from paceline.checkpoint.shelf import BEST, NEWEST, Shelf, has_published, name_o
 from paceline.checkpoint.weights import (
     Exported,
     Weights,
+    WeightsAlone,
     export_weights,
     find_checkpoint,
     weights_of,
@@ -46,6 +47,7 @@ __all__ = [
     "Stored",
     "Taken",
     "Weights",
+    "WeightsAlone",
     "Writer",
     "claim",
     "export_weights",

@@ -22,10 +22,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline.checkpoint.files import Files
-from paceline.checkpoint.reader import Loaded, load
+from paceline.checkpoint.reader import Loaded, Stored, load
 from paceline.checkpoint.shelf import Shelf
 from paceline.checkpoint.weight_file import VALUES
 from paceline.errors import CheckpointError
+from paceline.slot import Index
 
 _MODEL, _AVERAGE = "model/", "average/values/"
 _WANTED = (_MODEL, _AVERAGE)
@@ -72,6 +73,39 @@ def find_checkpoint(files: Files, warn: Callable[[str], None], name: str | None 
     )
 
 
+@dataclass(frozen=True)
+class WeightsAlone:
+    """The model's part of a stored state, the average in place of what it is of; see `paceline.slot.Source`.
+
+    Args:
+        which: see `weights_of`.
+    Raises:
+        CheckpointError: an average is wanted, and there is none.
+    """
+
+    stored: Stored
+    which: Weights | None = None
+
+    def __post_init__(self) -> None:
+        if self.which == "average" and not any(name.startswith(_AVERAGE) for name in self.stored.shapes):
+            raise _no_average(self.stored.name)
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Of the whole tensors, by name."""
+        return {name: shape for name, shape in self.stored.shapes.items() if name.startswith(_MODEL)}
+
+    def read(self, wanted: Mapping[str, Index]) -> Mapping[str, Tensor]:
+        """Parts of some tensors, in new memory."""
+        stored = {name: self._place(name) for name in wanted}
+        found = self.stored.read({stored[name]: index for name, index in wanted.items()})
+        return {name: found[stored[name]] for name in wanted}
+
+    def _place(self, name: str) -> str:
+        average = _AVERAGE + name.removeprefix(_MODEL)
+        return average if self.which != "last" and average in self.stored.shapes else name
+
+
 def weights_of(found: Loaded, which: Weights | None = None) -> dict[str, Tensor]:
     """Parameters and persistent buffers, by name, tied ones once; the average in place of what it is of.
 
@@ -83,13 +117,17 @@ def weights_of(found: Loaded, which: Weights | None = None) -> dict[str, Tensor]
     own = _under(_MODEL, found.tensors)
     average = _under(_AVERAGE, found.tensors)
     if which == "average" and not average:
-        raise CheckpointError(
-            f"the checkpoint {found.name} holds no average of the weights",
-            next_step="set average.decay in the recipe before training, or take the last weights",
-        )
+        raise _no_average(found.name)
     if which == "last":
         return own
     return own | {name: value.to(own[name].dtype) for name, value in average.items()}
+
+
+def _no_average(name: str) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint {name} holds no average of the weights",
+        next_step="set average.decay in the recipe before training, or take the last weights",
+    )
 
 
 def with_tied_names(own: Mapping[str, Tensor], found: Loaded) -> dict[str, Tensor]:

@@ -1,19 +1,23 @@
-"""`paceline evaluate` and `paceline predict`: what the weights of a run say of samples, in one process."""
+"""`paceline evaluate` and `paceline predict`: what the weights of a run say of samples."""
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 from rich.console import Console
 
 from paceline.cli.console import output
+from paceline.cli.options import Placement
 from paceline.cli.resume import recipe_of, refuse_strangers
+from paceline.cli.start import launch_again, worker_cluster
 from paceline.errors import DataError, RecipeError
+from paceline.launch import guard
 
 if TYPE_CHECKING:
     from paceline.training.from_run import OpenRun
@@ -35,6 +39,18 @@ WeightsOf = Annotated[
 Most = Annotated[
     int | None, typer.Option("--max-samples", min=0, help="Samples of a set; 0: all. Default: the run's.")
 ]
+Processes = Annotated[
+    int, typer.Option("-n", "--processes", min=1, help="Processes that hold the weights together.")
+]
+Layout = Annotated[
+    str | None,
+    typer.Option(
+        "--strategy", help='How they hold them: "shard=2 zero=3", "tensor=2". Default: as in the training.'
+    ),
+]
+To = Annotated[
+    Path | None, typer.Option("--to", help="A file for the predictions: *.jsonl or *.safetensors.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Trust = Annotated[bool, typer.Option("--trust", help="Run the code that another user's run folder names.")]
 
@@ -46,6 +62,8 @@ def evaluate(
     task: TaskOf = None,
     weights: WeightsOf = None,
     max_samples: Most = None,
+    processes: Processes = 1,
+    strategy: Layout = None,
     as_json: AsJson = False,
     trust: Trust = False,
 ) -> None:
@@ -54,8 +72,10 @@ def evaluate(
     The weights are those of the newest valid checkpoint; RUN/checkpoints/best names the best by evaluation.
     """
     most = 0 if max_samples is None and data is not None else max_samples
-    with _opened(run, task, weights, most, trust) as found:
+    with _opened(_Asked(run, task, weights, most, processes, strategy, trust)) as found:
         result = found.evaluate(None if data is None else _samples(found, data, option))
+    if not found.session.is_first:
+        return
     record = {"checkpoint": found.checkpoint, "step": result.step, "samples": result.num_samples}
     record |= {"loss": result.loss, **result.metrics}
     if as_json:
@@ -72,9 +92,9 @@ def predict(
     task: TaskOf = None,
     weights: WeightsOf = None,
     max_samples: Most = 0,
-    to: Annotated[
-        Path | None, typer.Option("--to", help="A file for the predictions: *.jsonl or *.safetensors.")
-    ] = None,
+    to: To = None,
+    processes: Processes = 1,
+    strategy: Layout = None,
     as_json: AsJson = False,
     trust: Trust = False,
 ) -> None:
@@ -84,20 +104,27 @@ def predict(
     RUN/checkpoints/best names the best by evaluation.
     """
     _check_name(to)
-    with _opened(run, task, weights, max_samples, trust) as found:
+    with _opened(_Asked(run, task, weights, max_samples, processes, strategy, trust)) as found:
         rows = list(found.predict(_samples(found, source, option)))
+    if not found.session.is_first:
+        return
     _write(rows, to)
     if as_json:
         record = {"run": str(run), "checkpoint": found.checkpoint, "data": source, "samples": len(rows)}
-        record |= {"file": str(to)} if to else {"predictions": [_plain(row) for row in rows]}
-        output().print_json(json.dumps(record))
-    elif to is not None:
-        _say(f"{to}: {len(rows)} predictions of {found.checkpoint}")
+        _say_json(record, rows, to)
     else:
-        _say_rows(rows)
+        _say_rows(rows, found.checkpoint, to)
 
 
-def _say_rows(rows: list[Any]) -> None:
+def _say_json(record: dict[str, Any], rows: list[Any], to: Path | None) -> None:
+    more = {"file": str(to)} if to else {"predictions": [_plain(row) for row in rows]}
+    output().print_json(json.dumps({**record, **more}))
+
+
+def _say_rows(rows: list[Any], checkpoint: str, to: Path | None) -> None:
+    if to is not None:
+        _say(f"{to}: {len(rows)} predictions of {checkpoint}")
+        return
     for index, row in enumerate(rows):
         _say(f"{index}  {json.dumps(_plain(row))}")
 
@@ -110,16 +137,48 @@ def _check_name(to: Path | None) -> None:
         )
 
 
+class _Asked(NamedTuple):
+    """The words that both commands share; see their help."""
+
+    run: Path
+    task: str | None
+    weights: Any
+    max_samples: int | None
+    processes: int
+    strategy: str | None
+    trust: bool
+
+
 @contextmanager
-def _opened(
-    run: Path, task: str | None, weights: Any, max_samples: int | None, trust: bool
-) -> Iterator[OpenRun]:
-    recipe_of(run)
-    refuse_strangers(run, trust)
+def _opened(asked: _Asked) -> Iterator[OpenRun]:
+    """The run; on the process that a user started only if it is the only one."""
+    recipe = recipe_of(asked.run)
+    refuse_strangers(asked.run, asked.trust)
+    cluster = worker_cluster()
+    if cluster is None and asked.processes > 1:
+        sys.exit(_launch(asked, recipe))
     from paceline.training.from_run import open_run
 
-    with open_run(run, task, weights=weights, max_samples=max_samples, warn=_warn) as found:
-        yield found
+    more = {"weights": asked.weights, "max_samples": asked.max_samples, "strategy": asked.strategy}
+    with guard(cluster) if cluster else nullcontext():
+        warn = _warn if cluster is None or cluster.global_rank == 0 else _say_nothing
+        with open_run(asked.run, asked.task, cluster=cluster, warn=warn, **more) as found:
+            yield found
+
+
+def _launch(asked: _Asked, recipe: Path) -> int:
+    """Start the processes, whose first one prints; returns the exit code."""
+    from paceline.recipe import load_recipe
+    from paceline.recipe.at_rest import layout_at_rest
+
+    trained = load_recipe(recipe)
+    layout_at_rest(trained.strategy, asked.strategy, asked.processes)
+    placement = Placement(asked.processes, 1, 0, None, "", trained.security.tls)
+    return launch_again(placement, 0, stuck_seconds=trained.runtime.deadline_seconds).exit_code
+
+
+def _say_nothing(text: str) -> None:
+    """The first process has said it."""
 
 
 def _samples(found: OpenRun, spec: str, options: list[str] | None) -> Any:

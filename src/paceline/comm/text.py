@@ -1,4 +1,4 @@
-"""Text that all ranks must agree on."""
+"""Text that all ranks must agree on, and bytes that all must have."""
 
 from __future__ import annotations
 
@@ -18,5 +18,10 @@ def share_text(text: str, group: Group, net: Net, device: torch.device, source: 
 
 def gather_texts(text: str, group: Group, net: Net) -> list[str]:
     """Every rank's text, by rank. Wire: one ragged all_gather."""
-    data = torch.tensor(list(text.encode()), dtype=torch.uint8)
-    return [bytes(part.tolist()).decode() for part in net.all_gather(data, group).wait()]
+    return [part.decode() for part in gather_bytes(text.encode(), group, net)]
+
+
+def gather_bytes(data: bytes, group: Group, net: Net) -> list[bytes]:
+    """Every rank's bytes, by rank; as many as it likes. Wire: one ragged all_gather."""
+    own = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return [part.cpu().numpy().tobytes() for part in net.all_gather(own, group).wait()]

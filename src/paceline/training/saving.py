@@ -22,6 +22,7 @@ from paceline.checkpoint import (
     Saver,
     Saving,
     Shelf,
+    Stored,
     Writer,
     claim,
 )
@@ -116,6 +117,15 @@ def _versions(session: Session) -> dict[str, str]:
     }
 
 
+Take = Callable[[Session, Stored], Callable[[], None]]
+"""Reads what this rank wants of a state; nothing changes before the result is called."""
+
+
+def whole_state(session: Session, found: Stored) -> Callable[[], None]:
+    """All that a training goes on from."""
+    return session.state.read_from(found, found.scalars)
+
+
 def restore(
     session: Session,
     files: Files,
@@ -123,6 +133,7 @@ def restore(
     warn: Callable[[str], None] = lambda text: None,
     *,
     before: str | None = None,
+    take: Take = whole_state,
 ) -> str:
     """Go on from a checkpoint; collective. Every rank reads and checks all of it.
 
@@ -130,6 +141,7 @@ def restore(
         name: which one; "best": by evaluation; None: the newest that is valid.
         warn: is told, on rank 0, which ones cannot be used and why.
         before: only those that were saved before this one.
+        take: what is read of it.
     Returns:
         The name of the checkpoint.
     Raises:
@@ -138,14 +150,14 @@ def restore(
     refusal: CheckpointError | None = None
     name = None if name is None else _named(files, name)
     for candidate in [name] if name else _newest_first(session, files, before, warn):
-        refusal = _try(session, files, candidate, warn)
+        refusal = _try(session, files, candidate, warn, take)
         if refusal is None:
             return candidate
         if name:
             raise refusal
         warn(f"{refusal.what}; the one before it is used")
     raise CheckpointError(
-        "there is no valid checkpoint to resume from" + (f": {refusal.what}" if refusal else ""),
+        "there is no valid checkpoint" + (f": {refusal.what}" if refusal else ""),
         where=files.url,
         next_step="name a run folder with a checkpoint in it, or start the run again",
     )
@@ -171,7 +183,9 @@ def _newest_first(
     return [str(name) for name in json.loads(text)]
 
 
-def _try(session: Session, files: Files, name: str, warn: Callable[[str], None]) -> CheckpointError | None:
+def _try(
+    session: Session, files: Files, name: str, warn: Callable[[str], None], take: Take
+) -> CheckpointError | None:
     """Load one if every rank can read it; else why not, on every rank."""
     refusal: CheckpointError | None = None
     other = CheckpointError(f"the checkpoint {name} cannot be read by another rank", where=files.url)
@@ -183,7 +197,7 @@ def _try(session: Session, files: Files, name: str, warn: Callable[[str], None])
         return refusal or other
     session.enter(int(found.scalars["step"]), carries=False)
     try:
-        take_over = session.state.read_from(found, found.scalars)
+        take_over = take(session, found)
     except CheckpointError as error:
         refusal = error
     if session.sum(float(refusal is not None)):

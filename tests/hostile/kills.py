@@ -188,9 +188,20 @@ def _ranks() -> dict[int, int]:
     return dict(sorted(found, reverse=True))
 
 
+def _await_rest(pid: int) -> None:
+    """Until a server has loaded what it loads at its start: a file that it reads then is not left behind."""
+    expires, spent = time.monotonic() + PATIENCE_SECONDS, ""
+    while time.monotonic() < expires:
+        before, spent = spent, " ".join(text_of(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()[11:13])
+        if spent == before:
+            return
+        time.sleep(1.0)
+
+
 def main(folder: Path, chosen: Sequence[int]) -> None:
     with fork_server(["paceline.cli.main", "paceline.cli.train_job"]) as variables:
         every = trials()
+        _await_rest(int((Path(variables[FORK_SERVER]) / "pid").read_text()))
         for number in chosen:
             place = folder / str(number)
             sys.stdout.write(attempt(every[number], place, variables[FORK_SERVER]).line() + "\n")

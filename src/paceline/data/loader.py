@@ -16,7 +16,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +37,10 @@ if TYPE_CHECKING:
     from paceline.recipe import LoaderRecipe
 
 _PARENT_POLL_SECONDS = 0.5
+_LOOK_SECONDS = 1.0
+"""After so long a stream that waits looks whether its workers live."""
+_REAP_SECONDS = 0.5
+_LATE = "DataLoader timed out"  # as PyTorch says it
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +77,7 @@ class Loader:
         self._source = source
         self._collate = collate or default_collate
         self._device = device
-        self._deadline_seconds = deadline_seconds
+        self.deadline_seconds = deadline_seconds
         self.num_workers = recipe.workers
         self._prefetch = recipe.prefetch
         self._cache = SampleCache(recipe.cache_bytes // max(recipe.workers, 1))
@@ -94,7 +100,7 @@ class Loader:
             collate_fn=_as_it_is,
             num_workers=self.num_workers,
             prefetch_factor=self._prefetch if self.num_workers else None,
-            timeout=self._deadline_seconds if self.num_workers else 0,
+            timeout=min(_LOOK_SECONDS, self.deadline_seconds) if self.num_workers else 0,
             pin_memory=self._device.type == "cuda",
             worker_init_fn=_start_worker,
             multiprocessing_context=_start_method() if self.num_workers else None,
@@ -118,15 +124,16 @@ class Stream(Iterator[LoadedBatch]):
     def __init__(self, loader: Loader, feed: _MicroBatchFeed, batches: Iterable[Reply]) -> None:
         self._loader = loader
         self._feed = feed
-        self._batches: Iterator[Reply] | None = iter(batches)  # starts the workers
+        with _signals_kept():
+            self._batches: Iterator[Reply] | None = iter(batches)  # starts the workers
 
     def __next__(self) -> LoadedBatch:
         if self._batches is None:
             raise StopIteration
         try:
-            reply = next(self._batches)
+            reply = self._wait(self._batches)
         except (RuntimeError, ConnectionError, EOFError) as error:  # DataLoader's: a worker died, or is late
-            failure = self._failure(error)
+            failure = self._failure(_death_of_worker(self._batches) or str(error) or type(error).__name__)
             self.close()
             raise failure from error
         except BaseException:  # the end of the micro-batches (StopIteration), or an interrupt
@@ -157,10 +164,22 @@ class Stream(Iterator[LoadedBatch]):
                 worker.kill()
                 worker.join()
 
-    def _failure(self, error: Exception) -> DataError:
+    def _wait(self, batches: Iterator[Reply]) -> Reply:
+        """The next reply; PyTorch's own limit only lets it look at its workers now and then."""
+        expires = time.monotonic() + self._loader.deadline_seconds
+        while True:
+            try:
+                return next(batches)
+            except RuntimeError as error:
+                if not str(error).startswith(_LATE):
+                    raise
+                if time.monotonic() >= expires:
+                    raise RuntimeError(f"no batch in {self._loader.deadline_seconds:g} s") from None
+
+    def _failure(self, why: str) -> DataError:
         waited_for = f"step {self._feed.ahead[0].step}" if self._feed.ahead else "the first micro-batch"
         return DataError(
-            f"the loader failed: {str(error) or type(error).__name__}",
+            f"the loader failed: {why}",
             where=f"waiting for {waited_for}, with {self._loader.num_workers} workers",
             next_step="set loader.workers = 0 to see it happen in the training process; "
             "if a sample just takes long, raise runtime.deadline_seconds",
@@ -178,6 +197,29 @@ class _MicroBatchFeed:
         for micro_batch in self._micro_batches:
             self.ahead.append(micro_batch)
             yield Request(micro_batch.indices.tolist(), micro_batch.key)
+
+
+@contextmanager
+def _signals_kept() -> Iterator[None]:
+    """Undo PyTorch's handler for the death of a child: it raises at any line, in a save or in a step."""
+    before = signal.getsignal(signal.SIGCHLD)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread() and before is not None:
+            signal.signal(signal.SIGCHLD, before)
+
+
+def _death_of_worker(batches: Iterator[Reply]) -> str:
+    """The signal that has ended a worker; empty if none has been ended by one."""
+    workers = batches._workers if isinstance(batches, _MultiProcessingDataLoaderIter) else []
+    wait([one.sentinel for one in workers], _REAP_SECONDS)  # what broke may be heard of before it has ended
+    for one in workers:
+        if one.exitcode is not None and one.exitcode < 0:
+            name = signal.strsignal(-one.exitcode)
+            hint = ": out of shared memory?" if -one.exitcode == signal.SIGBUS else ""
+            return f"DataLoader worker (pid {one.pid}) is killed by signal: {name}{hint}"
+    return ""
 
 
 def _as_it_is(reply: Any) -> Any:

@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch.utils.data import Subset, TensorDataset
 
+from paceline.data import loader as loader_room
 from paceline.data.loader import Loader
 from paceline.data.order import Order
 from paceline.data.work import LockstepWork, MicroBatch
@@ -283,7 +284,9 @@ def test_a_worker_that_dies_is_an_error_not_a_hang() -> None:
     timer = threading.Timer(0.3, doom.set)  # by then the test waits in `next`
     with Loader(Deadly(), list, recipe(1), CPU).open(micro_batches(4)) as stream:
         timer.start()
-        with pytest.raises(DataError, match=r"the loader failed: DataLoader worker .*") as caught:
+        with pytest.raises(
+            DataError, match=r"the loader failed: DataLoader worker .* by signal: Killed"
+        ) as caught:
             next(stream)
     timer.join()
     assert "step 0" in caught.value.where
@@ -297,9 +300,34 @@ def test_a_worker_that_is_stuck_meets_the_deadline(impatient: None) -> None:
             return index
 
     loader = Loader(Stuck(), list, recipe(2), CPU, deadline_seconds=0.5)
-    with pytest.raises(DataError, match=r"timed out after 0\.5 seconds") as caught:
+    with pytest.raises(DataError, match=r"no batch in 0\.5 s") as caught:
         next(loader.open(micro_batches(4)))
     assert "runtime.deadline_seconds" in caught.value.next_step
+
+
+def test_a_slow_sample_may_take_many_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader_room, "_LOOK_SECONDS", 0.05)
+
+    class Slow(Numbers):
+        def __getitem__(self, index: int) -> int:
+            time.sleep(0.3)
+            return index
+
+    assert read(Slow(), 1, micro_batches(2)) == read(Numbers(), 0, micro_batches(2))
+
+
+@pytest.mark.capability("N10", clause="a lost loader worker leaves nothing")
+def test_the_death_of_a_worker_is_no_signal_to_the_training() -> None:
+    """PyTorch's handler would raise at any line of it: in a save, in a step, or between two system calls."""
+    before = signal.getsignal(signal.SIGCHLD)
+    with Loader(Numbers(), list, recipe(1), CPU).open(itertools.cycle(micro_batches(5))) as stream:
+        next(stream)
+        assert signal.getsignal(signal.SIGCHLD) is before
+        os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
+        time.sleep(0.2)
+        with pytest.raises(DataError, match="is killed by signal: Killed"):
+            while True:
+                next(stream)
 
 
 def test_close_in_the_middle_ends_the_workers_and_may_be_repeated() -> None:

@@ -130,6 +130,7 @@ def test_the_same_seed_writes_the_same_log_of_a_users_own_loop(lab, tmp_path) ->
     assert logs[0] == logs[1] and len(logs[0].splitlines()) >= 3
 
 
+@pytest.mark.soak
 @pytest.mark.capability("G13", "G9", "O9")
 def test_bench_link_finds_the_latency_and_the_slower_direction(lab, tmp_path) -> None:
     made = lab(hosts=2, host_links={"h0": Links(up="80mbit", down="400mbit", latency="20ms")})

@@ -83,7 +83,7 @@ def has_namespaces() -> bool:
 
 @pytest.mark.capability("N13", "N1")
 @pytest.mark.skipif(not has_namespaces(), reason="needs unshare and user namespaces, to mount a small tmpfs")
-@pytest.mark.parametrize("patience", [0.0, 30.0])
+@pytest.mark.parametrize("patience", [pytest.param(0.0, marks=pytest.mark.soak), 30.0])
 def test_a_full_disk_loses_nothing(tmp_path: Path, patience: float) -> None:
     said, whole = on_a_small_disk(tmp_path, patience)
     assert "filled 28" in said, said

@@ -20,7 +20,6 @@ import pytest
 import torch
 from torch.utils.data import Subset, TensorDataset
 
-from paceline.data import loader as loader_room
 from paceline.data.loader import Loader
 from paceline.data.order import Order
 from paceline.data.work import LockstepWork, MicroBatch
@@ -36,12 +35,6 @@ WORKERS = pytest.mark.parametrize("workers", [0, 2])
 def no_worker_is_left() -> Iterator[None]:
     yield
     assert multiprocessing.active_children() == []
-
-
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch gives a worker that is stuck 5 s to leave before it is terminated; here a moment."""
-    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
 
 
 class Numbers:
@@ -291,43 +284,6 @@ def test_a_worker_that_dies_is_an_error_not_a_hang() -> None:
     timer.join()
     assert "step 0" in caught.value.where
     assert "loader.workers = 0" in caught.value.next_step
-
-
-def test_a_worker_that_is_stuck_meets_the_deadline(impatient: None) -> None:
-    class Stuck(Numbers):
-        def __getitem__(self, index: int) -> int:
-            time.sleep(600)
-            return index
-
-    loader = Loader(Stuck(), list, recipe(2), CPU, deadline_seconds=0.5)
-    with pytest.raises(DataError, match=r"no batch in 0\.5 s") as caught:
-        next(loader.open(micro_batches(4)))
-    assert "runtime.deadline_seconds" in caught.value.next_step
-
-
-def test_a_slow_sample_may_take_many_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader_room, "_LOOK_SECONDS", 0.05)
-
-    class Slow(Numbers):
-        def __getitem__(self, index: int) -> int:
-            time.sleep(0.3)
-            return index
-
-    assert read(Slow(), 1, micro_batches(2)) == read(Numbers(), 0, micro_batches(2))
-
-
-@pytest.mark.capability("N10", clause="a lost loader worker leaves nothing")
-def test_the_death_of_a_worker_is_no_signal_to_the_training() -> None:
-    """PyTorch's handler would raise at any line of it: in a save, in a step, or between two system calls."""
-    before = signal.getsignal(signal.SIGCHLD)
-    with Loader(Numbers(), list, recipe(1), CPU).open(itertools.cycle(micro_batches(5))) as stream:
-        next(stream)
-        assert signal.getsignal(signal.SIGCHLD) is before
-        os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
-        time.sleep(0.2)
-        with pytest.raises(DataError, match="is killed by signal: Killed"):
-            while True:
-                next(stream)
 
 
 def test_close_in_the_middle_ends_the_workers_and_may_be_repeated() -> None:

@@ -22,6 +22,7 @@ _WORKERS = (1, 2, 4)
 _MEGABYTES = (10, 100)
 _WAYS = {
     "sync=server": "servers=1 sync=server",
+    "two servers": "servers=2 sync=server",
     "replicas, native": "route=native",
     "replicas, memory": "route=auto",
 }

@@ -52,10 +52,13 @@ def test_a_worker_that_is_lost_between_two_rounds_ends_the_job_by_its_name(what:
     assert "next:" in end.err
 
 
-def test_the_loss_of_the_server_ends_the_job(tmp_path: Path) -> None:
-    with train(tmp_path, processes=3, strategy=SERVED, options__pause=0.02, steps=5000) as process:
-        until((tmp_path / "stepping-1").exists, process)
-        os.kill(int((tmp_path / "building-0").read_text()), signal.SIGKILL)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_loss_of_a_server_ends_the_job(rank: int, tmp_path: Path) -> None:
+    """Of one, and of the second of two, without which nothing can be updated."""
+    strategy = SERVED if rank == 0 else SERVED.replace("servers=1", "servers=2")
+    with train(tmp_path, processes=3, strategy=strategy, options__pause=0.02, steps=5000) as process:
+        until((tmp_path / "stepping-2").exists, process)
+        os.kill(int((tmp_path / f"building-{rank}").read_text()), signal.SIGKILL)
         end = end_of(process)
     assert end.code == 137, end.err
-    assert "rank 0 was killed by SIGKILL" in end.err
+    assert f"rank {rank} was killed by SIGKILL" in end.err

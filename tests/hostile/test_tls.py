@@ -156,7 +156,8 @@ def serve(cluster: Cluster, tls: str) -> dict[str, Any]:
     )
     session = session_of(cluster, recipe)
     losses = [stats.loss for stats in session.rounds()]
-    lines = session.rule.channel._peers.values()
+    channel = session.rule.channel if cluster.global_rank else session.rule.channel._inner
+    lines = channel._peers.values()
     return {"losses": losses, "encrypts": all(isinstance(peer.socket, SecureLine) for peer in lines)}
 
 

@@ -14,6 +14,7 @@ from paceline.cluster import Cluster
 from paceline.data import Feed
 from paceline.observe.schema import mistakes
 from paceline.recipe import Recipe, Strategy, to_toml
+from paceline.sync import tree_pushes
 from paceline.sync.bounded import Bounded
 from paceline.sync.policy import Push, Ticket
 from paceline.task import Task
@@ -50,6 +51,32 @@ def test_with_a_bound_of_0_two_workers_have_the_bits_of_two_replicas() -> None:
     for rank in served:
         for mine, theirs in zip(rank, right, strict=True):
             assert mine.distance(theirs) == 0.0 and mine.losses == theirs.losses
+
+
+ORDERED = (
+    {"optimizer": {"name": "adamw", "lr": 5e-3, "clip_norm": 0.05}},
+    {"options": {"model": "convnet"}, "steps": 6},
+)
+
+
+def in_one_order(cluster: Cluster, strategy: str, twin: bool) -> list[Trajectory]:
+    """Reproducible runs; the twin's server adds the nodes of the tree from the last to the first."""
+    if twin:
+        tree_pushes.tree_sum = lambda places, values: sum(values[-2::-1], start=values[-1])
+    return [run_strategy(cluster, digits(strategy, reproducible=True, **changes)) for changes in ORDERED]
+
+
+@pytest.mark.capability("I4", "Z6", "I10")
+@pytest.mark.parametrize("rule", ["bounded:0", "server"])
+def test_under_reproducible_three_workers_have_the_bits_of_one_process(rule: str) -> None:
+    """Dropout, a clip, BatchNorm and a batch that is not even; and a twin."""
+    right = run_ranks(in_one_order, 1, "replicas=1", False)[0]
+    for rank in run_ranks(in_one_order, 4, f"servers=1 sync={rule}", False):
+        for mine, theirs in zip(rank, right, strict=True):
+            assert mine.distance(theirs) == 0.0 and mine.losses == theirs.losses
+    if rule == "bounded:0":
+        twin = run_ranks(in_one_order, 4, f"servers=1 sync={rule}", True)[0]
+        assert all(mine.distance(theirs) > 0.0 for mine, theirs in zip(twin, right, strict=True))
 
 
 class Ages(Bounded):

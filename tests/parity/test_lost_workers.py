@@ -21,7 +21,7 @@ from paceline.recipe import Recipe, Strategy
 from paceline.sync.policy import ApplyEach
 from paceline.testing import RanksFailed, run_ranks
 from paceline.testing.parity import make_task, session_of
-from paceline.training import Session, rules
+from paceline.training import Session, rules, serving
 from paceline.training.loop import fit
 
 STEPS = 20
@@ -100,7 +100,7 @@ def with_small_buffers() -> None:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
         return found
 
-    rules.listen, rules.connect = listening, connecting
+    serving.listen, serving.connect = listening, connecting
 
 
 class Deaf(Wrapped):
@@ -147,7 +147,7 @@ class Watched(Wrapped):
     def send(self, to: int, message: Message, deadline_seconds: float) -> None:
         self.inner.send(to, message, deadline_seconds)
         self.largest = max(self.largest, sum(t.nbytes for t in message.tensors))
-        self.most = max(self.most, self.inner.num_waiting_bytes(to))
+        self.most = max(self.most, self.inner._inner.num_waiting_bytes(to))
         if self.blocks:
             self.inner.flush()
 

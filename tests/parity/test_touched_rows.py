@@ -44,19 +44,21 @@ def build(sparse: bool) -> Task:
     return Task(model, TensorDataset(words, words.sum(1) % 2), loss)
 
 
-def recipe(optimizer: dict[str, Any]) -> Recipe:
+def recipe(optimizer: dict[str, Any], servers: int = 1) -> Recipe:
     return Recipe(
         task="own",
         steps=STEPS,
         batch={"size": 16, "shards": 4},
         optimizer=optimizer,
-        strategy=Strategy.parse("servers=1 sync=server"),
+        strategy=Strategy.parse(f"servers={servers} sync=server"),
     )
 
 
-def trained(cluster: Cluster, optimizer: dict[str, Any], sparse: bool) -> tuple[Trajectory, float]:
+def trained(
+    cluster: Cluster, optimizer: dict[str, Any], sparse: bool, servers: int = 1
+) -> tuple[Trajectory, float]:
     """Where a run ends, and the bytes that this rank put on the channel."""
-    session = session_of(cluster, recipe(optimizer), partial(build, sparse))
+    session = session_of(cluster, recipe(optimizer, servers), partial(build, sparse))
     session.feed = OneRound(session.feed.work, session.feed.loader, STEPS)
     losses = [stats.loss for stats in session.rounds()]
     sent = session.net.ledger.rows["send", "channel"].sent_bytes
@@ -80,6 +82,17 @@ def test_touched_rows_alone_travel_and_the_run_keeps_its_bits() -> None:
         assert sgd.losses == sparse.losses == whole.losses
         # down, the first ticket and the pause are whole, and the eleven tickets between are not
         assert max(few, also_few) < (0.25 if rank == 0 else 0.05) * all_bytes
+
+
+@pytest.mark.capability("B4", clause="rows of an embedding spread over servers")
+def test_two_servers_have_half_of_the_rows_each_and_move_the_touched_ones() -> None:
+    adamw = {"name": "adamw", "lr": 0.01}
+    one, two = (run_ranks(trained, n + 2, adamw, True, n) for n in (1, 2))
+    assert all(end.distance(one[0][0]) == 0.0 for end, _ in two)
+    (first, sent), (second, also_sent) = two[:2]
+    assert [end.optimizer["0.weight/exp_avg"].shape for end in (first, second)] == [(WORDS // 2, WIDTH)] * 2
+    # halves go to two workers at the first ticket and at the pause, and to the other server: 5, not 8
+    assert max(sent, also_sent) < 0.65 * one[0][1]
 
 
 def test_the_rows_of_a_gradient_and_back() -> None:

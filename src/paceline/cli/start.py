@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 from paceline.cli.options import Placement
 from paceline.cluster import Cluster
@@ -26,7 +25,7 @@ def launch_again(
     grace_seconds: float | None = None,
     log_dir: Path | None = None,
     prefixed: bool = False,
-    ends_with: Literal["any rank", "rank 0"] = "any rank",
+    servers: int = 0,
 ) -> Outcome:
     """Run this command's own arguments, and `more`, in every process of this node.
 
@@ -35,11 +34,11 @@ def launch_again(
         grace_seconds: to save and leave, once a signal has come; None: the command saves nothing.
         log_dir: keeps the output of each rank but the first.
         prefixed: shows it too, each line with its rank in front.
-        ends_with: whose failure ends the job; see `Job`.
+        servers: so many first ranks, whose failure alone ends the job; see `Job`.
     """
     command = (sys.executable, "-m", "paceline", *sys.argv[1:], *more)
     job = job_of(command, placement, threads, log_dir, prefixed=prefixed)
-    job = replace(job, stuck_seconds=stuck_seconds, ends_with=ends_with)
+    job = replace(job, stuck_seconds=stuck_seconds, servers=servers)
     if grace_seconds is not None:
         job = replace(job, grace_seconds=grace_seconds, announces=True)
     return launch(job)

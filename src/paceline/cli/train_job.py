@@ -144,7 +144,7 @@ def _launch_again(
         grace_seconds=recipe.checkpoint.grace_seconds,
         log_dir=logs,
         prefixed=True,
-        ends_with="rank 0" if recipe.strategy.servers else "any rank",
+        servers=recipe.strategy.servers,
     )
 
 

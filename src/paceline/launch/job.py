@@ -39,8 +39,8 @@ class Job:
         announces: the workers say when their first step begins (see `phase`); before that there is nothing
             to save, and a signal ends the job at once.
         tls: whether the nodes encrypt what they say to the store of the job; "auto": they do.
-        ends_with: whose failure ends the job once a step has begun; "rank 0": the others are workers of
-            that one, which knows whether enough of them are left.
+        servers: so many first ranks serve the others: once a step has begun, a failure of one of them ends
+            the job, and rank 0 knows whether enough workers are left; 0: any failure ends it.
     Raises:
         PacelineError: a value is impossible.
     """
@@ -59,7 +59,7 @@ class Job:
     grace_seconds: float = 10.0
     stuck_seconds: float = float("inf")
     announces: bool = False
-    ends_with: Literal["any rank", "rank 0"] = "any rank"
+    servers: int = 0
     tls: Literal["auto", "on", "off"] = "auto"
 
     def __post_init__(self) -> None:

@@ -73,7 +73,7 @@ def launch(job: Job, *, environ: Mapping[str, str] | None = None, say: Say | Non
             shows = job.output in ("prefixed", "shown")
             follow = Follow([one.worker for one in running], tell) if shows else None
             watch = Watch(running, job.stuck_seconds, time.monotonic(), tell)
-            losses = Losses(job.ends_with, tell, endpoint.lose)
+            losses = Losses(job.servers, tell, endpoint.lose)
             _supervise(
                 running, stop, watch, follow, losses, lambda one: _note_end(one, stop, peers, endpoint)
             )

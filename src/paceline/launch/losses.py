@@ -1,7 +1,7 @@
 """Workers that a job can lose: which failures do not end it, and what is said of them.
 
-Invariant: a failure is borne only while rank 0, whose workers the others are, is trained with and lives; in
-the end a job is what rank 0 made of it.
+Invariant: a failure is borne only while the servers, whose workers the others are, live and are trained with;
+in the end a job is what they made of it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ class Losses:
     """The workers that a node has lost.
 
     Args:
-        ends_with: see `Job`.
+        servers: see `Job`.
         tell: shows a line to the user.
         lose: is given the rank of every worker that is lost; the store knows from then on that it is gone.
     """
 
-    def __init__(self, ends_with: str, tell: Callable[[str], object], lose: Callable[[int], object]) -> None:
-        self._may_bear, self._tell, self._lose = ends_with == "rank 0", tell, lose
+    def __init__(self, servers: int, tell: Callable[[str], object], lose: Callable[[int], object]) -> None:
+        self._servers, self._tell, self._lose = servers, tell, lose
         self._lost: list[Running] = []
 
     def bears(self, one: Running, stop: Stop) -> bool:
@@ -47,12 +47,12 @@ class Losses:
         return self.bears(one, stop)
 
     def those_that_count(self, running: Sequence[Running]) -> Sequence[Running]:
-        """Those by which the job is judged: all, if rank 0 has not ended well."""
-        rank_0 = [one for one in running if one.worker.global_rank == 0]
-        if not all(one.process.returncode in (0, 143) for one in rank_0):
+        """Those by which the job is judged: all, if a server has not ended well."""
+        servers = [one for one in running if one.worker.global_rank < max(1, self._servers)]
+        if not all(one.process.returncode in (0, 143) for one in servers):
             return running
         return [one for one in running if one not in self._lost]
 
     def _may_lose(self, one: Running, stop: Stop) -> bool:
         asked = stop.terminated or stop.signal is not None
-        return self._may_bear and stop.begun and not asked and one.worker.global_rank != 0
+        return stop.begun and not asked and one.worker.global_rank >= self._servers > 0

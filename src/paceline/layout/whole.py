@@ -55,9 +55,16 @@ def take_snapshot(state: TrainState, mesh: Mesh, net: Net) -> Snapshot:
     apart = [piece for piece in pieces if "replica" in piece.slot.axes]
     whole = gather_whole([piece for piece in pieces if "replica" not in piece.slot.axes], mesh.inside, net)
     scalars = state.scalars()
-    for text in gather_texts(json.dumps(scalars["optimizer"]), mesh.inside, net):
+    updating = mesh.world if _has_servers(state) else mesh.inside
+    for text in gather_texts(json.dumps(scalars["optimizer"]), updating, net):
         scalars["optimizer"].update(json.loads(text))  # numbers of parameters that another rank updates
     return Snapshot(state.step, whole | gather_whole(apart, mesh.world, net), scalars)
+
+
+def _has_servers(state: TrainState) -> bool:
+    """Whether several servers update other parts of a tensor each; equal on all ranks."""
+    parts = (part for held in state.holding.held.values() for part in held.parts)
+    return any(part is not None and "replica" in part.axes for part in parts)
 
 
 def share_snapshot(

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from paceline.observe.schema_of_health import LOWER_RATE, ROLL_BACK, SKIP
-from paceline.observe.schema_of_speed import GAIN, SHARES, STRAGGLER
+from paceline.observe.schema_of_speed import GAIN, SERVERS, SHARES, STRAGGLER
 from paceline.observe.wire_events import CODEC, ROUTE
 
 SCHEMA = 1
@@ -142,6 +142,7 @@ EVENTS: Mapping[str, Event] = MappingProxyType(
                 "imbalance": "float: slowest stage over the mean",
             },
         ),
+        "servers": Event("info", False, SERVERS),
         "route": Event("info", False, ROUTE),
         "codec": Event("info", False, CODEC),
         "resume": Event("info", True, {"step": "int: goes on from here", "checkpoint": "str: its name"}),

@@ -1,4 +1,9 @@
-"""Fields of the records about who is slow, and what was done; see `schema`."""
+"""Fields of the records about who is slow, what was done, and who serves what; see `schema`."""
+
+SERVERS = {
+    "partition": "str: how tensors are cut for several servers",
+    "bytes": "list: of parameters, by server",
+}
 
 SHARES = {
     "step": "int: index of the first step with these shares",

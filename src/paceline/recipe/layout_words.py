@@ -50,6 +50,13 @@ SCHEDULES = (
 
 LAYOUTS = (
     LayoutSpec(
+        word="servers",
+        summary="parameters and optimizer state spread over several servers, by bytes",
+        build="paceline.training.cuts:cut_among_servers",
+        order=5,
+        applies=lambda s: s.servers > 1,
+    ),
+    LayoutSpec(
         word="pipeline",
         summary="consecutive layers on consecutive ranks",
         build="paceline.training.cuts:cut_into_stages",

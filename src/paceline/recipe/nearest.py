@@ -11,6 +11,7 @@ from paceline.recipe.strategy import Strategy
 
 _COSTS = {  # of a change, by field: what a user would give up last costs most
     "servers": 1,
+    "partition": 1,
     "balance": 1,
     "schedule": 2,
     "stages": 1,
@@ -77,7 +78,7 @@ def _options(strategy: Strategy, field: str, processes: int) -> list[Any]:
         values = [1, *(n for n in (2, 3, 4, 8) if n <= processes and processes % n == 0)]
     elif field == "sync":
         words = (spec for spec in known(SyncSpec).values() if spec.is_built)
-        values = [spec.example for spec in words if spec.needs_server == strategy.servers][:3]
+        values = [spec.example for spec in words if bool(spec.needs_server) == bool(strategy.servers)][:3]
     elif field == "schedule":
         values = [
             spec.example for spec in known(ScheduleSpec).values() if spec.is_built and spec.word != "file"

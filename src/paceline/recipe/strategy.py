@@ -29,6 +29,7 @@ from paceline.recipe.written_words import (
     all_is_none,
     check_codec,
     check_cut,
+    check_partition,
     check_route,
     check_schedule,
     check_stages,
@@ -73,6 +74,10 @@ class Strategy(Table):
         default=1, ge=1, description="threads of a process that run shards, or the stages, side by side"
     )
     servers: int = Field(default=0, ge=0, description="further processes that hold state and do not train")
+    partition: Annotated[str, AfterValidator(check_partition)] = Field(
+        default="fixed",
+        description="pieces of a tensor on several servers: one on each; or as many as have BYTES, or so few",
+    )
     sync: Annotated[str, BeforeValidator(as_text), AfterValidator(check_sync)] = Field(
         default="every-step", description="when replicas agree"
     )
@@ -142,7 +147,7 @@ class Strategy(Table):
 
     @property
     def _is_spread(self) -> bool:
-        return self.ranks_per_replica > 1 or bool(self.cut)
+        return self.ranks_per_replica > 1 or self.servers > 1 or bool(self.cut)
 
     @property
     def rule(self) -> SyncSpec:

@@ -98,7 +98,7 @@ _COMBINATIONS = (
     ),
     _because(
         "this rule needs a server: add servers=1",
-        lambda s: s.servers != s.rule.needs_server > 0,
+        lambda s: s.servers < s.rule.needs_server,
     ),
     _because(
         "this rule uses no server: leave out servers",
@@ -127,6 +127,10 @@ _COMBINATIONS = (
             s.balance == "speed"
             and (s.ranks_per_replica > 1 or s.lanes > 1 or s.sync != "every-step" or bool(s.cut))
         ),
+    ),
+    _because(
+        "partition says how tensors are cut for several servers: add servers=2",
+        lambda s: s.servers < 2 and s.partition != "fixed",
     ),
     _because(
         "stages says how a pipeline is cut: add pipeline=2",

@@ -26,6 +26,11 @@ def _is_bound(text: str) -> bool:
     return text == "inf" or (text.isascii() and text.isdigit() and text == str(int(text)))
 
 
+def _one_exact_server(strategy: Strategy) -> bool:
+    """Whether one server adds what workers bring as it is; several would take norms of their own."""
+    return strategy.servers == 1 and strategy.codec == "fp32"
+
+
 _ONE_PIPELINE = Refusal(
     "pipedream is a rule of one pipeline: replicas=1 and pipeline=2 or more, without shard, tensor or"
     " context",
@@ -73,6 +78,7 @@ SYNCS = (
         needs_server=1,
         sums=False,
         updates_per_step=lambda s: (s.replicas or 1) if s.sync != "bounded:0" else 1,
+        in_order=lambda s: s.sync == "bounded:0" and _one_exact_server(s),
         refusals=(_SERVED,),
     ),
     SyncSpec(
@@ -83,7 +89,7 @@ SYNCS = (
         needs_server=1,
         sums=False,
         exact=True,
-        in_order=lambda s: False,
+        in_order=_one_exact_server,
         refusals=(_SERVED, _NO_LANES),
     ),
     SyncSpec(

@@ -76,6 +76,17 @@ def check_stages(text: str) -> str:
     raise refused(found_instead("parameters, time, or numbers of modules as in 3,5", text, words))
 
 
+_PARTITIONS = ("fixed", "min-size:BYTES", "max-size:BYTES")
+
+
+def check_partition(text: str) -> str:
+    """How tensors are cut for several servers."""
+    kind, _, count = text.partition(":")
+    if text == "fixed" or (kind in ("min-size", "max-size") and count.isdecimal() and int(count) > 0):
+        return text
+    raise refused(found_instead("fixed, min-size:BYTES or max-size:BYTES", text, _PARTITIONS))
+
+
 def check_cut(text: str) -> str:
     """A cut that an installed package brings."""
     words = tuple(plugged_in(LayoutSpec))

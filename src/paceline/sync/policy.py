@@ -63,6 +63,11 @@ class WorkLedger:
                 next_step="this is a mistake of the rule, not of the recipe: please report it",
             )
 
+    def metrics(self) -> dict[str, float]:
+        """How old what was applied was: on average, and at most."""
+        stale = sum(age * count for age, count in self.staleness.items()) / max(1, self.applied)
+        return {"staleness": stale, "staleness_max": float(max(self.staleness, default=0))}
+
     def record(self) -> dict[str, Any]:
         """As JSON values."""
         histogram = {str(age): count for age, count in sorted(self.staleness.items())}

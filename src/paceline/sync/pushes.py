@@ -14,6 +14,7 @@ from paceline.comm.channel import Message
 from paceline.layout import Placed, Sums
 from paceline.slot import Slot
 from paceline.sync.local import add_tallies
+from paceline.sync.shares import SERVER, cut, shares_of
 from paceline.sync.traffic import Traffic
 
 
@@ -43,46 +44,55 @@ class Added:
     scale: float = 1.0
 
 
+Pushed = tuple[dict[str, Any], list[Tensor]]
+"""Fields and tensors of a message."""
+
+
 class Pushes(Protocol):
     """Both ends use one of the same kind."""
 
     def sink(self, placed: Placed, part: int) -> Reduction:
         """What takes the gradients of a part."""
 
-    def made(
-        self, sink: Reduction, sums: Sums, placed: Placed, scale: float, given: Given
-    ) -> tuple[dict[str, Any], list[Tensor]]:
-        """What a worker sends of a part that it has run."""
+    def made(self, sink: Reduction, sums: Sums, placed: Placed, scale: float, given: Given) -> list[Pushed]:
+        """What a worker sends of a part that it has run, by server."""
 
     def add(self, messages: Sequence[Message], placed: Placed) -> Added:
         """The inverse, on the server, and the sum over some parts, in the order in which they are given."""
 
 
 class AnyOrder:
-    """A part is one sum, through a codec or as it is."""
+    """A part is one sum, through a codec or as it is.
 
-    def __init__(self, traffic: Traffic) -> None:
-        self._traffic = traffic
+    Args:
+        traffics: of a worker, by server; a server has its own alone.
+    """
+
+    def __init__(self, traffics: Sequence[Traffic]) -> None:
+        self._traffics = traffics
 
     def sink(self, placed: Placed, part: int) -> Reduction:
         """See `Pushes`."""
         return LocalReducer(placed.holding.computes)
 
-    def made(
-        self, sink: Reduction, sums: Sums, placed: Placed, scale: float, given: Given
-    ) -> tuple[dict[str, Any], list[Tensor]]:
-        """See `Pushes`."""
+    def made(self, sink: Reduction, sums: Sums, placed: Placed, scale: float, given: Given) -> list[Pushed]:
+        """See `Pushes`: all servers hear all sums; rank 0 has the buffers."""
         total, count, metrics = sums.read()
-        grads = sink.finish().tensors
-        there = {slot: g / scale for slot, g in grads.items() if g is not None}
+        grads, place = sink.finish().tensors, (given.step, given.part)
         fields = {
             "micro_batches": sums.micro_batches,
             "total": total,
             "count": count,
             "metrics": dict(metrics),
-            "used": [g is not None for g in grads.values()],
         }
-        return fields, [placed.buffers.change, *self._traffic.push(there, (given.step, given.part))]
+        found: list[Pushed] = []
+        for server, traffic in enumerate(self._traffics):
+            pairs = [(part, slot, grads[slot]) for slot, part in shares_of(placed.holding, server)]
+            there = {part: cut(g, slot, part) / scale for part, slot, g in pairs if g is not None}
+            change = placed.buffers.change if server == SERVER else placed.buffers.change.new_empty(0)
+            used = [g is not None for _, _, g in pairs]
+            found.append(({**fields, "used": used}, [change, *traffic.push(there, place)]))
+        return found
 
     def add(self, messages: Sequence[Message], placed: Placed) -> Added:
         """See `Pushes`."""
@@ -97,7 +107,9 @@ class AnyOrder:
         change, *given = (t.to(placed.holding.device) for t in message.tensors)
         used = [*zip(placed.holding.updates.items(), fields["used"], strict=True)]
         step, part = fields["place"]
-        rest = iter(self._traffic.pushed(given, {s: p for (s, p), there in used if there}, (step, part)))
+        likes = {slot: p for (slot, p), there in used if there}
+        (traffic,) = self._traffics
+        rest = iter(traffic.pushed(given, likes, (step, part)))
         grads = {s: lying_as(p, next(rest)) if there else None for (s, p), there in used}
         tally = Tally(
             micro_batches=fields["micro_batches"],

@@ -1,44 +1,55 @@
-"""What a server and its workers share: the channel, the ledger, and the parameters as a message."""
+"""What servers and their workers share: the channel, the ledger, and an update as all servers make it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.comm import Net
+from paceline.comm import Gradients, Net, Tally
 from paceline.comm.channel import Channel, Message
-from paceline.observe import Phases
+from paceline.comm.reduction import joint_norm
+from paceline.errors import CommunicationError
+from paceline.layout import Placed
+from paceline.observe import Phases, Stats
 from paceline.slot import Keeper, Piece, Slot
+from paceline.state import TrainState
+from paceline.sync.circle import Circle, require_same
 from paceline.sync.policy import WorkLedger
+from paceline.sync.pushes import Pushes
+from paceline.sync.shares import load_buffers, load_share, share_of
 from paceline.sync.traffic import Traffic
-
-SERVER = 0
+from paceline.sync.update import Update, UpdateStep
 
 
 class Served(Keeper):
-    """What server and worker share: the channel, and parameters and sums as messages.
+    """What servers and workers share: the channel, and parameters and sums as messages.
 
+    Args:
+        pushes: makes, reads and adds what workers push.
+        traffics: of a worker, by server; a server has its own alone.
     Attributes:
         left: the ranks that were not lost, as of the last pause; empty before it.
     """
 
     def __init__(
         self,
+        pushes: Pushes,
         channel: Channel,
         net: Net,
         phases: Phases,
         stop_requested: Callable[[], bool],
-        traffic: Traffic,
+        traffics: Sequence[Traffic],
     ) -> None:
-        self.channel, self.net, self.phases, self.traffic = channel, net, phases, traffic
-        self.stop_requested = stop_requested
+        self.channel, self.net, self.phases, self.traffics = channel, net, phases, traffics
+        self.pushes, self.stop_requested = pushes, stop_requested
         self.left: tuple[int, ...] = ()
         self.ledger = WorkLedger()
 
-    def send(self, to: int, kind: str, fields: Mapping[str, Any], tensors: list[Tensor]) -> None:
+    def send(self, to: int, kind: str, fields: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
         """One message; it goes out while this rank receives."""
         self.channel.send(to, Message(kind, fields, tensors), self.net.deadline_seconds)
 
@@ -46,6 +57,16 @@ class Served(Keeper):
         """One message, within so many seconds; None: within the deadline."""
         with self.phases.during("communication"):
             return self.channel.receive(self.net.deadline_seconds if seconds is None else seconds)
+
+    def go_on_from(self, fields: Mapping[str, Any], state: TrainState) -> Stats:
+        """What rank 0 says at the end of a round holds here too; returns its record, with own times."""
+        state.step, state.updates = fields["step"], fields["version"]
+        state.scale.value, state.scale.clean_steps = fields["scale"]["value"], fields["scale"]["clean_steps"]
+        self.ledger = WorkLedger.of(fields["ledger"])
+        self.left = tuple(fields["left"])
+        seconds, spent = self.phases.take()
+        sent = self.net.ledger.total().sent_bytes
+        return replace(Stats(**fields["stats"]), seconds=seconds, phases=spent, sent_bytes=sent)
 
     def pieces(self) -> list[Piece]:
         """The ledger, as numbers: taken, applied, dropped, then pairs of age and count."""
@@ -60,3 +81,73 @@ class Served(Keeper):
             histogram = dict(zip(ages[::2], ages[1::2], strict=True))
             self.ledger = WorkLedger(taken, applied, dropped)
             self.ledger.staleness.update(histogram)
+
+
+class Serving(Served):
+    """A server, the one that decides or another: it holds parts of the model, and updates them.
+
+    Args:
+        rank: of this server, which is its number too.
+        circle: the other servers.
+    """
+
+    def __init__(self, rank: int, circle: Circle, *shared: Any) -> None:
+        super().__init__(*shared)
+        self.rank, self.circle = rank, circle
+        (self.traffic,) = self.traffics
+
+    def parts(self, placed: Placed) -> list[Tensor]:
+        """The newest values of what this server holds."""
+        return [*share_of(placed.holding, self.rank).values()]
+
+    def update(
+        self, messages: Sequence[Message], placed: Placed, update_step: UpdateStep
+    ) -> tuple[Tally, Update]:
+        """Sum the contributions, and make one update of them; collective over the servers."""
+        added, state = self.pushes.add(messages, placed), update_step.state
+        flats = [g for g in added.grads.values() if g is not None]
+        norms = self._norms(torch._foreach_norm(flats) if flats else [], state.updates)
+        with self.phases.during("optimizer"):
+            if added.tally.buffers.numel():
+                placed.buffers.begin_step()
+                placed.buffers.end_step(added.tally.buffers, added.tally.micro_batches)
+            update = update_step.apply(Gradients(added.grads, flats, norms, added.scale), added.tally)
+        return added.tally, update
+
+    def take_others(self, placed: Placed) -> None:
+        """Take the parts of the other servers."""
+        with self.phases.during("communication"):
+            for rank, message in self.circle.answers("share").items():
+                tensors = message.tensors if rank else load_buffers(message.tensors, placed)
+                load_share(tensors, share_of(placed.holding, rank))
+
+    def flush(self, lose: Callable[[int, str], None], comfort: Callable[[], None]) -> None:
+        """Wait until all ranks that are left have received everything: a collective may follow.
+
+        Args:
+            lose: is told of a worker that is lost.
+            comfort: is called now and then.
+        """
+        taken = False
+        while not taken:
+            try:
+                with self.phases.during("communication"):
+                    taken = self.channel.flush(self.net.deadline_seconds / 2)
+                if not taken:
+                    comfort()
+            except CommunicationError as error:
+                if error.peer is None:
+                    raise
+                lose(error.peer, error.what)
+
+    def _norms(self, own: Sequence[Tensor], updates: int) -> Sequence[Tensor]:
+        """Norms that together are that of the whole sum: of all servers, in one order on all of them."""
+        if not self.circle.others:
+            return own
+        mine = joint_norm(own)
+        with self.phases.during("communication"):
+            self.circle.tell("norm", {"norm": mine, "updates": updates})
+            said = {rank: message.fields for rank, message in self.circle.answers("norm").items()}
+        require_same("an update", updates, {rank: fields["updates"] for rank, fields in said.items()})
+        norms = {self.rank: mine} | {rank: fields["norm"] for rank, fields in said.items()}
+        return [torch.tensor(norms[rank], dtype=torch.float64) for rank in sorted(norms)]

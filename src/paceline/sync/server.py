@@ -1,8 +1,9 @@
-"""One server and its workers: gradients come over channels, one update follows another, nobody waits for all.
+"""A server and its workers: gradients come over channels, one update follows another, nobody waits for all.
 
 Rank 0 is the server: it holds the state, hands out tickets with its newest parameters, and applies what comes
 back as its policy says. The others compute. A round is a stretch of steps; at its end the server waits for
-the work that is under way, and gives its parameters to all.
+the work that is under way, and gives its parameters to all. With several servers it holds some parts, and
+tells the others, which hold the rest (`holder`), everything that it does with its own, in that order.
 
 A worker that is gone, or that gives no sign for the deadline, is lost: what it worked on is handed out again,
 and the others go on, as long as they are enough. It does not come back. At the end of a round all hear who is
@@ -21,9 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-import torch
-
-from paceline.comm import Gradients, Tally
+from paceline.comm import Tally
 from paceline.comm.channel import Message
 from paceline.data import Feed
 from paceline.errors import CommunicationError, DeadlineError
@@ -33,21 +32,19 @@ from paceline.state import TrainState
 from paceline.sync.crew import Crew
 from paceline.sync.local import add_tallies
 from paceline.sync.policy import Policy, Push, Ticket, WorkLedger
-from paceline.sync.pushes import Pushes
 from paceline.sync.rule import step_stats
-from paceline.sync.served import SERVER, Served
-from paceline.sync.traffic import newest
+from paceline.sync.served import Serving
+from paceline.sync.shares import SERVER
 from paceline.sync.update import Update, UpdateStep
 
 
-class Server(Served):
+class Server(Serving):
     """Rank 0's rule.
 
     Args:
         policy: hands out work and decides what makes an update.
         workers: their ranks; worker k runs as part k of as many.
         note: is told of every worker that is lost, and after each round of the work and of who was heard.
-        pushes: reads and adds what workers push.
     """
 
     def __init__(
@@ -55,15 +52,16 @@ class Server(Served):
         policy: Policy,
         workers: tuple[int, ...],
         note: Callable[[str, Mapping[str, Any]], None],
-        pushes: Pushes,
         *shared: Any,
     ) -> None:
-        super().__init__(*shared)
-        self._policy, self._note, self._pushes = policy, note, pushes
+        super().__init__(SERVER, *shared)
+        self._policy, self._note = policy, note
         self.crew = Crew(workers)
         self._next_beat = math.inf
         self._taken: list[Tally] = []
         self._heard: list[int] = []
+        self._number = 0  # of the last ticket
+        self._given: dict[int, int] = {}  # by worker
         self._dropped: set[int] = set()  # whose last push was left out, and who do not know it yet
 
     def rounds(self, feed: Feed, placed: Placed, update_step: UpdateStep) -> Iterator[Stats]:
@@ -74,6 +72,7 @@ class Server(Served):
             first = state.step
             self._policy.begin(first, feed.pause_after(first))
             self.crew.begin(time.monotonic())
+            self.circle.begin()
             self._comfort(())
             self._taken, update = [], Update(0.0, 0.0, applied=False)
             ages = WorkLedger()
@@ -134,6 +133,7 @@ class Server(Served):
         """Send a heartbeat, so that workers do not time out while the server waits for others."""
         for rank in ranks:
             self.send(rank, "wait", {}, [])
+        self.circle.look_after()
         self._next_beat = time.monotonic() + self.net.deadline_seconds / 2
 
     def _lose_silent(self) -> None:
@@ -145,9 +145,11 @@ class Server(Served):
 
     def _lose(self, rank: int, why: str) -> None:
         """Go on without a worker: what it worked on is to be done by others."""
+        self.circle.require_signs()  # a worker that waits for a server is not to blame
         ticket = self.crew.lose(rank, why)
         self.traffic.forget(rank)
         self.channel.drop(rank)
+        self.circle.tell("lose", {"rank": rank})
         self.ledger.taken -= ticket is not None
         self._policy.lose(self.crew.number(rank), ticket)
         left = len(self.crew.left)
@@ -156,9 +158,13 @@ class Server(Served):
     def _hand_out(self, rank: int, ticket: Ticket, placed: Placed, state: TrainState) -> None:
         self.crew.give(rank, ticket, state.updates, time.monotonic())
         self.ledger.taken += 1
-        fields = {**asdict(ticket), "version": state.updates, "scale": state.scale.value}
-        tensors = self.traffic.ticket(rank, placed, state.updates)
-        self.send(rank, "ticket", {**fields, "to": rank, "dropped": self._tell_dropped(rank)}, tensors)
+        self._number += 1
+        self._given[rank] = self._number
+        fields = {**asdict(ticket), "number": self._number, "version": state.updates, "to": rank}
+        self.circle.tell("ticket", fields)
+        tensors = self.traffic.ticket(rank, self.parts(placed), state.updates)
+        fields |= {"scale": state.scale.value, "dropped": self._tell_dropped(rank)}
+        self.send(rank, "ticket", fields, [*placed.buffers.values(), *tensors])
 
     def _tell_dropped(self, rank: int) -> bool:
         """Whether the last push of a worker was left out; it is told once."""
@@ -172,18 +178,22 @@ class Server(Served):
         given = self.crew.answered(message.sender)
         if message.fields.get("forgot"):
             self.traffic.forget(message.sender)
+            self.circle.tell("forget", {"rank": message.sender})
         if message.fields.get("stops"):
             self._policy.stop()
         if given is None:
             return None
         (ticket, version), worker = given, self.crew.number(message.sender)
+        number = {"number": self._given[message.sender]}
         if message.kind == "ready":  # it lost what it was doing
             self.ledger.taken -= 1
+            self.circle.tell("drop", number)
             self._policy.give_back(worker, ticket)
             return None
         pushes = self._policy.push(worker, Push(ticket, version, message))
         if pushes is None:
             self.ledger.dropped += 1
+            self.circle.tell("drop", number)
             self._dropped.add(message.sender)
         return self._apply(pushes, placed, update_step, ages) if pushes else None
 
@@ -194,53 +204,43 @@ class Server(Served):
             for ledger in (self.ledger, ages):
                 ledger.applied += 1
                 ledger.staleness[state.updates - push.version] += 1
-        added = self._pushes.add([push.message for push in pushes], placed)
-        tally, flats = added.tally, [g for g in added.grads.values() if g is not None]
-        with self.phases.during("optimizer"):
-            placed.buffers.begin_step()
-            placed.buffers.end_step(tally.buffers, tally.micro_batches)
-            norms = torch._foreach_norm(flats) if flats else []
-            update = update_step.apply(Gradients(added.grads, flats, norms, added.scale), tally)
+        messages = [push.message for push in pushes]
+        numbers = [message.fields["number"] for message in messages]
+        self.circle.tell("apply", {"numbers": numbers, "step": self._policy.step})
+        tally, update = self.update(messages, placed, update_step)
         state.step = self._policy.step
         self._taken.append(tally)
         return update
 
+    def _tell_round(self, step: int) -> None:
+        """Note what was done and who was heard."""
+        self.ledger.require_balance()
+        self._note("work", {"step": step, **self.ledger.record()})
+        self._note("arrivals", {"step": step, "senders": self._heard})
+        self._heard = []
+
     def _pause(self, stats: Stats, ages: WorkLedger, placed: Placed, state: TrainState) -> Stats:
         """Give all workers the newest parameters and the same record, and see that they have taken them."""
-        self.ledger.require_balance()
-        self._note("work", {"step": state.step, **self.ledger.record()})
-        self._note("arrivals", {"step": state.step, "senders": self._heard})
-        self._heard = []
-        stale = sum(age * count for age, count in ages.staleness.items()) / max(1, ages.applied)
-        oldest = float(max(ages.staleness, default=0))
-        metrics = {**stats.metrics, "staleness": stale, "staleness_max": oldest}
-        stops = int(stats.stops) + int(self.stop_requested())
+        self._tell_round(state.step)
+        metrics, stops = {**stats.metrics, **ages.metrics()}, int(stats.stops) + int(self.stop_requested())
         stats = replace(stats, metrics=metrics, stops=stops)
+        self.left = (SERVER, *self.circle.others, *self.crew.left)
         fields = {
             "stats": asdict(stats),
             "ledger": self.ledger.record(),
             "step": state.step,
-            "updates": state.updates,
+            "number": self._number,
+            "version": state.updates,
             "scale": asdict(state.scale),
-            "left": self.crew.left,
+            "left": self.left,
         }
         self.traffic.forget()
-        self.left = (SERVER, *self.crew.left)
+        tensors = [*placed.buffers.values(), *self.parts(placed)]
+        self.circle.tell("end", fields)
+        self.circle.tell("share", {}, tensors)
         for rank in self.crew.left:
-            self.send(rank, "pause", {**fields, "dropped": self._tell_dropped(rank)}, newest(placed))
-        with self.phases.during("communication"):
-            self._flush()
+            self.send(rank, "pause", {**fields, "dropped": self._tell_dropped(rank)}, tensors)
+        self.take_others(placed)
+        self.circle.rest()
+        self.flush(self._lose, lambda: self._comfort(self.crew.left))
         return stats
-
-    def _flush(self) -> None:
-        """Wait until every remaining worker has received everything: a collective may follow."""
-        taken = False
-        while not taken:
-            try:
-                taken = self.channel.flush(self.net.deadline_seconds / 2)
-                if not taken:
-                    self._comfort(self.crew.left)
-            except CommunicationError as error:
-                if error.peer is None:
-                    raise
-                self._lose(error.peer, error.what)

@@ -18,9 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from paceline.layout import Placed
 from paceline.slot import Slot
-from paceline.sync.traffic import Place, load_newest, newest
+from paceline.sync.traffic import Place
 
 FEWEST_ROWS = 256
 """Of a matrix whose rows are looked at."""
@@ -45,24 +44,22 @@ class TouchedRows:
     def settle(self, *, dropped: bool) -> None:
         """See `Traffic`."""
 
-    def ticket(self, rank: int, placed: Placed, version: int) -> list[Tensor]:
+    def ticket(self, rank: int, newest: Sequence[Tensor], version: int) -> list[Tensor]:
         """See `Traffic`."""
-        parameters = [p.detach() for p in placed.holding.computes.values()]
-        self._changed.look(parameters, version)
+        self._changed.look(newest, version)
         since = self._known.get(rank)
         self._known[rank] = version
-        found = [
+        return [
             sent
-            for number, p in enumerate(parameters)
+            for number, p in enumerate(newest)
             for sent in _rows(p, None if since is None else self._changed.after(number, since))
         ]
-        return [*found, *newest(placed)[len(parameters) :]]
 
-    def take(self, tensors: Sequence[Tensor], placed: Placed, rank: int, version: int) -> None:
+    def take(self, tensors: Sequence[Tensor], parts: Sequence[Tensor], rank: int, version: int) -> None:
         """See `Traffic`."""
         given = iter(tensors)
-        parameters = [p.detach() for p in placed.holding.computes.values()]
-        load_newest([*(_whole(given, p, p) for p in parameters), *given], placed)
+        for p in parts:
+            p.copy_(_whole(given, p, p))
 
     def forget(self, rank: int | None = None) -> None:
         """See `Traffic`."""

@@ -17,7 +17,6 @@ from torch import Tensor
 from paceline.comm import Codec
 from paceline.comm.codecs import Keys
 from paceline.keys import key
-from paceline.layout import Placed
 from paceline.slot import Slot
 
 Place = tuple[int, int]
@@ -36,11 +35,11 @@ class Traffic(Protocol):
     def settle(self, *, dropped: bool) -> None:
         """The worker knows what became of its last push."""
 
-    def ticket(self, rank: int, placed: Placed, version: int) -> list[Tensor]:
-        """The server's newest parameters and buffers, as they travel to a worker."""
+    def ticket(self, rank: int, newest: Sequence[Tensor], version: int) -> list[Tensor]:
+        """The newest values of a server's parts of the parameters, as they travel to a worker."""
 
-    def take(self, tensors: Sequence[Tensor], placed: Placed, rank: int, version: int) -> None:
-        """The inverse, on the worker."""
+    def take(self, tensors: Sequence[Tensor], parts: Sequence[Tensor], rank: int, version: int) -> None:
+        """The inverse, on the worker, whose parts are changed in place."""
 
     def forget(self, rank: int | None = None) -> None:
         """A worker (None: all) has, or is given, the parameters in full."""
@@ -52,7 +51,7 @@ class Coded:
     Args:
         codec: the form; each tensor is one row.
         seed: of what coding draws.
-        slots: of all gradients, for the state.
+        slots: of all gradients of the server's parts, for the state.
     Wire: c bytes for a tensor that the codec makes c bytes of; a worker's first parameters of a round in
         full.
     Source: Seide et al. 2014 (error feedback); Richtarik et al. 2021, EF21, arXiv:2106.05203 (coding
@@ -61,7 +60,7 @@ class Coded:
 
     def __init__(self, codec: Codec, seed: int, slots: Mapping[Slot, Tensor]) -> None:
         self._codec, self._seed = codec, seed
-        self._kept = {slot: torch.zeros(slot.shape) for slot in slots} if codec.loses else {}
+        self._kept = {slot: torch.zeros(slot.sizes) for slot in slots} if codec.loses else {}
         self._pending: dict[Slot, Tensor] = {}
         self._known: dict[int, list[Tensor]] = {}
 
@@ -76,7 +75,7 @@ class Coded:
             payload = self._codec.encode(values, keys)
             if slot in self._kept:
                 lost = (values - self._decoded(payload, values, keys)).nan_to_num_(0.0, 0.0, 0.0)
-                self._pending[slot] = lost.view(slot.shape).cpu()
+                self._pending[slot] = lost.view(slot.sizes).cpu()
             found.append(payload)
         return found
 
@@ -94,34 +93,32 @@ class Coded:
             self._kept |= self._pending
         self._pending = {}
 
-    def ticket(self, rank: int, placed: Placed, version: int) -> list[Tensor]:
+    def ticket(self, rank: int, newest: Sequence[Tensor], version: int) -> list[Tensor]:
         """See `Traffic`."""
-        now = newest(placed)
         known = self._known.get(rank)
         if known is None:
-            self._known[rank] = [p.contiguous().clone() for p in now[: len(placed.holding.computes)]]
-            return now
+            self._known[rank] = [p.contiguous().clone() for p in newest]
+            return [*newest]
         coded = []
         for number, p in enumerate(known):
             keys = self._keys("ticket", rank, version, number)
-            change = (now[number] - p).contiguous().view(1, -1)
+            change = (newest[number] - p).contiguous().view(1, -1)
             payload = self._codec.encode(change, keys)
             p.add_(self._decoded(payload, change, keys).view(p.shape))
             coded.append(payload)
-        return [*coded, *now[len(known) :]]
+        return coded
 
-    def take(self, tensors: Sequence[Tensor], placed: Placed, rank: int, version: int) -> None:
+    def take(self, tensors: Sequence[Tensor], parts: Sequence[Tensor], rank: int, version: int) -> None:
         """See `Traffic`."""
         if rank not in self._known:
             self._known[rank] = []
-            load_newest(tensors, placed)
+            for p, value in zip(parts, tensors, strict=True):
+                p.copy_(value)
             return
-        parameters, whole = placed.holding.computes.values(), []
-        for number, (p, payload) in enumerate(zip(parameters, tensors, strict=False)):
+        for number, (p, payload) in enumerate(zip(parts, tensors, strict=True)):
             change = torch.empty(1, p.numel(), dtype=p.dtype, device=payload.device)
             keys = self._keys("ticket", rank, version, number)
-            whole.append(p.detach() + self._decoded(payload, change, keys).view(p.shape).to(p.device))
-        load_newest([*whole, *tensors[len(whole) :]], placed)
+            p.copy_(p + self._decoded(payload, change, keys).view(p.shape).to(p.device))
 
     def forget(self, rank: int | None = None) -> None:
         """See `Traffic`."""
@@ -139,7 +136,7 @@ class Coded:
         self._pending = {}
         for slot in self._kept:
             value = found.get(("sent", slot.name))
-            self._kept[slot] = torch.zeros(slot.shape) if value is None else value.clone().cpu()
+            self._kept[slot] = torch.zeros(slot.sizes) if value is None else value.clone().cpu()
 
     def _decoded(self, payload: Tensor, like: Tensor, keys: Keys) -> Tensor:
         out = torch.empty_like(like)
@@ -149,18 +146,3 @@ class Coded:
     def _keys(self, *parts: int | str) -> Keys:
         shared = key(self._seed, "traffic", *parts)
         return Keys(shared, shared)
-
-
-def newest(placed: Placed) -> list[Tensor]:
-    """Parameters and persistent buffers, as a message carries them."""
-    return [*(p.detach() for p in placed.holding.computes.values()), *placed.buffers.values()]
-
-
-def load_newest(tensors: Sequence[Tensor], placed: Placed) -> None:
-    """The inverse of `newest`, in place."""
-    parameters = placed.holding.computes.values()
-    with torch.no_grad():
-        for p, value in zip(parameters, tensors[: len(parameters)], strict=True):
-            p.copy_(value)
-    device = placed.holding.device
-    placed.buffers.reset([value.to(device) for value in tensors[len(parameters) :]])

@@ -1,21 +1,27 @@
-"""The worker of a server: takes tickets, runs them, pushes what they brought."""
+"""The worker of a server, or of several: takes tickets, runs them, pushes what they brought.
+
+A message of several servers comes in as many pieces, each with the parts of one; it is taken when
+all have come.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+from torch import Tensor
 
 from paceline.comm.channel import Message
 from paceline.data import Feed
+from paceline.errors import CommunicationError
 from paceline.layout import Placed
 from paceline.observe import Stats
 from paceline.state import TrainState
 from paceline.sync.every_step import gradient_scale
-from paceline.sync.policy import WorkLedger
-from paceline.sync.pushes import Given, Pushes
-from paceline.sync.served import SERVER, Served
-from paceline.sync.traffic import load_newest
+from paceline.sync.pushes import Given
+from paceline.sync.served import Served
+from paceline.sync.shares import SERVER, load_buffers, load_share, share_of
 from paceline.sync.update import UpdateStep
 
 
@@ -25,14 +31,14 @@ class Worker(Served):
     Args:
         num_workers: the parts of a step.
         items_per_sample: as for `EveryStep`.
-        pushes: makes what is pushed.
     """
 
-    def __init__(self, num_workers: int, items_per_sample: int, pushes: Pushes, *shared: Any) -> None:
+    def __init__(self, num_workers: int, items_per_sample: int, *shared: Any) -> None:
         super().__init__(*shared)
         self._num_workers, self._items_per_sample = num_workers, items_per_sample
-        self._pushes = pushes
+        self._arrived: list[deque[Message]] = [deque() for _ in self.traffics]
         self._forgot = False
+        self._gone: CommunicationError | None = None  # a server, after its piece of the present message
 
     def rounds(self, feed: Feed, placed: Placed, update_step: UpdateStep) -> Iterator[Stats]:
         """See `Rule`."""
@@ -41,50 +47,81 @@ class Worker(Served):
             self.phases.take()
             self.send(SERVER, "ready", {"stops": self.stop_requested(), "forgot": self._forgot}, [])
             self._forgot = False
-            while (message := self.receive()).kind != "pause":
-                if message.kind == "ticket":  # else the server only says that it lives
-                    self._work(message, feed, placed, state)
-            yield self._take_over(message, placed, state)
+            while (pieces := self._hear())[SERVER].kind == "ticket":
+                self._work(pieces, feed, placed, state)
+            yield self._take_over(pieces, placed, state)
 
     def abort(self) -> None:
         """Whatever was half done is lost; the next `rounds` says that this worker is ready."""
-        self.traffic.forget()
-        self.traffic.settle(dropped=True)
+        for traffic in self.traffics:
+            traffic.forget()
+            traffic.settle(dropped=True)
         self._forgot = True
 
-    def _work(self, message: Message, feed: Feed, placed: Placed, state: TrainState) -> None:
+    def _hear(self) -> list[Message]:
+        """The next ticket or pause, a piece from each server.
+
+        Raises:
+            CommunicationError: the pieces are not of one message.
+        """
+        if self._gone is not None:
+            raise self._gone
+        while not all(self._arrived):
+            try:
+                message = self.receive()
+            except CommunicationError as error:
+                if error.peer is None or not self._arrived[error.peer]:
+                    raise
+                self._gone = error
+                continue
+            if message.kind != "wait":  # else rank 0 only says that it lives
+                self._arrived[message.sender].append(message)
+        pieces = [one.popleft() for one in self._arrived]
+        if len({(piece.kind, piece.fields["number"], piece.fields["version"]) for piece in pieces}) > 1:
+            raise CommunicationError(
+                "servers have sent pieces of different tickets",
+                next_step="this is a mistake of the rule, not of the recipe: please report it",
+            )
+        return pieces
+
+    def _work(self, pieces: Sequence[Message], feed: Feed, placed: Placed, state: TrainState) -> None:
         """Run one ticket with the parameters that came with it, and push what it brought."""
-        step, part = self._take(message, placed, state)
-        work = feed.work.part(part, self._num_workers)
-        micro_batches = work.micro_batches(step, message.fields["version"])
-        sink = self._pushes.sink(placed, part)
+        step, part = self._take(pieces, placed, state)
+        work, fields = feed.work.part(part, self._num_workers), pieces[SERVER].fields
+        micro_batches = work.micro_batches(step, fields["version"])
+        sink = self.pushes.sink(placed, part)
         scale = gradient_scale(work, state, self._items_per_sample)
         sink.begin()
         with feed.open(micro_batches) as stream:
             sums = placed.run(stream, len(micro_batches), sink, scale)
         given = Given(step, part, [micro_batch.shard for micro_batch in micro_batches])
-        fields, tensors = self._pushes.made(sink, sums, placed, scale, given)
-        told = {"place": (step, part), "stops": self.stop_requested()}
-        self.send(SERVER, "push", {**fields, **told}, tensors)
+        told = {"number": fields["number"], "place": (step, part), "stops": self.stop_requested()}
+        for server, (said, tensors) in enumerate(self.pushes.made(sink, sums, placed, scale, given)):
+            self.send(server, "push", {**said, **told}, tensors)
 
-    def _take(self, message: Message, placed: Placed, state: TrainState) -> tuple[int, int]:
+    def _take(self, pieces: Sequence[Message], placed: Placed, state: TrainState) -> tuple[int, int]:
         """The parameters of a ticket, and which step and part of it is to be done."""
-        fields = message.fields
-        self.traffic.settle(dropped=fields["dropped"])
-        self.traffic.take(message.tensors, placed, fields["to"], fields["version"])
+        fields = pieces[SERVER].fields
+        found = zip(_tensors(pieces, placed), self.traffics, strict=True)
+        for server, (tensors, traffic) in enumerate(found):
+            traffic.settle(dropped=fields["dropped"])
+            parts = [*share_of(placed.holding, server).values()]
+            traffic.take(tensors, parts, fields["to"], fields["version"])
         self.net.step = state.step = fields["step"]
         state.scale.value = fields["scale"]
         return fields["step"], fields["part"]
 
-    def _take_over(self, message: Message, placed: Placed, state: TrainState) -> Stats:
-        fields = message.fields
-        self.traffic.settle(dropped=fields["dropped"])
-        self.traffic.forget()
-        load_newest(message.tensors, placed)
-        state.step, state.updates = fields["step"], fields["updates"]
-        state.scale.value, state.scale.clean_steps = fields["scale"]["value"], fields["scale"]["clean_steps"]
-        self.ledger = WorkLedger.of(fields["ledger"])
-        self.left = (SERVER, *fields["left"])
-        seconds, spent = self.phases.take()
-        sent = self.net.ledger.total().sent_bytes
-        return replace(Stats(**fields["stats"]), seconds=seconds, phases=spent, sent_bytes=sent)
+    def _take_over(self, pieces: Sequence[Message], placed: Placed, state: TrainState) -> Stats:
+        fields = pieces[SERVER].fields
+        found = zip(_tensors(pieces, placed), self.traffics, strict=True)
+        for server, (tensors, traffic) in enumerate(found):
+            traffic.settle(dropped=fields["dropped"])
+            traffic.forget()
+            load_share(tensors, share_of(placed.holding, server))
+        return self.go_on_from(fields, state)
+
+
+def _tensors(pieces: Sequence[Message], placed: Placed) -> list[Sequence[Tensor]]:
+    """By server, without the buffers, which are taken over; the server that decides sends them."""
+    first, *others = pieces
+    return [load_buffers(first.tensors, placed), *(piece.tensors for piece in others)]

@@ -5,9 +5,10 @@ from __future__ import annotations
 from paceline.state import TrainState
 from paceline.sync import UpdateStep
 from paceline.sync.average import Average
+from paceline.sync.shares import share_of
 from paceline.training.arrange import Setting
 from paceline.training.layouts import Layout
-from paceline.training.prepare import make_equal
+from paceline.training.prepare import give_all
 
 KEPT_AS = "average"
 
@@ -27,7 +28,8 @@ def build_average(
 
     def bring() -> None:
         if strategy.servers:
-            make_equal(holding.model, setting.net, world)
+            for server in range(strategy.servers):
+                give_all([*share_of(holding, server).values()], setting.net, world, server)
         else:
             layout.gather()
 

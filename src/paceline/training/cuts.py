@@ -11,6 +11,7 @@ from paceline.comm.routes import SharedMemoryCollective
 from paceline.errors import StrategyError
 from paceline.layout import Holding
 from paceline.layout.context import SplitSequences
+from paceline.layout.partition import AmongServers, Extent, bytes_by_server, pieces_of, plan_partition
 from paceline.layout.pipeline import Cut, chain_of, cut_model
 from paceline.layout.placement import Sequences, Shard, Stages
 from paceline.layout.recompute import recomputed_blocks
@@ -23,6 +24,28 @@ from paceline.task import Task
 from paceline.training.arrange import Material, Setting
 from paceline.training.layouts import Cutting, outermost_dims
 from paceline.training.schedules import proven_table
+
+
+def cut_among_servers(setting: Setting, material: Material) -> Cutting:
+    """What is updated, by the strategy's partitioner; its bytes on every server are told.
+
+    Raises:
+        StrategyError: a server would hold nothing.
+    """
+    strategy, dims = setting.recipe.strategy, outermost_dims(material.model)
+    extents = {
+        slot.name: Extent(p.shape[dims[slot.name]] if p.dim() else 1, p.numel() * p.element_size())
+        for slot, p in trained_parameters(material.model).items()
+    }
+    plan = plan_partition(extents, strategy.servers, pieces_of(strategy.partition))
+    held = bytes_by_server(extents, plan)
+    if not all(held):
+        raise StrategyError(
+            f"partition={strategy.partition} leaves nothing to server {held.index(0)} of {strategy.servers}",
+            next_step="take fewer servers, or partition=fixed",
+        )
+    setting.note("servers", {"partition": strategy.partition, "bytes": held})
+    return Cutting(AmongServers(plan, dims))
 
 
 def cut_into_stages(setting: Setting, material: Material) -> Cutting:

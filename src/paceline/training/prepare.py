@@ -63,11 +63,14 @@ def make_equal(model: nn.Module, net: Net, group: Group) -> None:
 
     Wire: n bytes received by each rank but the first, in broadcasts of some megabytes.
     """
-    if group.size == 1:
-        return
     tensors: list[Tensor] = [p.detach() for p in model.parameters()] + list(model.buffers())
-    for alike in _in_runs([t for t in tensors if not t.is_meta]):
-        flat = net.broadcast(torch.cat([t.reshape(-1) for t in alike]), group).wait()
+    give_all([t for t in tensors if not t.is_meta], net, group)
+
+
+def give_all(tensors: Sequence[Tensor], net: Net, group: Group, source: int = 0) -> None:
+    """Every rank takes over the values of one rank of the group, in place; collective."""
+    for alike in _in_runs(tensors) if group.size > 1 else ():
+        flat = net.broadcast(torch.cat([t.reshape(-1) for t in alike]), group, source).wait()
         for t, piece in zip(alike, flat.split([t.numel() for t in alike]), strict=True):
             t.copy_(piece.view_as(t))
 

@@ -6,17 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 
 from paceline.comm import LocalReducer, Reduction
-from paceline.comm.channel import Channel, SocketChannel
-from paceline.comm.channel.hub import accept_all, connect, listen
 from paceline.comm.reduction import InAnyOrder, Reducer
-from paceline.comm.text import share_text
 from paceline.data import LockstepWork, Work, split
 from paceline.errors import StrategyError
-from paceline.handshake import encrypts
 from paceline.layout import Holding
 from paceline.layout.pipeline import Pipeline
 from paceline.mesh import DATA_AXES, Group
@@ -26,20 +21,13 @@ from paceline.sync import EveryStep, InnerState, LocalRounds, Outer, Rule
 from paceline.sync.balance import Balanced
 from paceline.sync.bounded import Bounded
 from paceline.sync.pipedream import PipeDream
-from paceline.sync.policy import ApplyEach, FirstN, Policy
-from paceline.sync.pushes import AnyOrder
+from paceline.sync.policy import ApplyEach, FirstN
 from paceline.sync.residuals import Residuals
-from paceline.sync.served import SERVER
-from paceline.sync.server import Server
 from paceline.sync.straggler import Watched
-from paceline.sync.touched_rows import TouchedRows
-from paceline.sync.traffic import Coded, Traffic
-from paceline.sync.worker import Worker
 from paceline.training.arrange import Setting
-from paceline.training.codecs import make_codec
 from paceline.training.layouts import Layout
 from paceline.training.reductions import build_reduction
-from paceline.training.replay import heard_as_recorded
+from paceline.training.serving import num_workers, served
 
 
 def _step(setting: Setting, reducer: Reduction, group: Group) -> EveryStep:
@@ -122,80 +110,26 @@ def _keep_residuals(setting: Setting, reducer: Reduction, holding: Holding, stat
         state.keepers["residual"] = Residuals(reducer, holding.computes, coders)
 
 
-def served(setting: Setting, layout: Layout, state: TrainState, policy: Policy) -> Rule:
-    """Rank 0 serves by a policy, all others work; also for rules of other packages.
-
-    Raises:
-        StrategyError: loader workers would read ahead.
-    """
-    workers = setting.mesh.world.ranks[1:]
-    if setting.recipe.loader.workers:
-        raise StrategyError(
-            "loader.workers reads ahead, and under a server nobody knows which samples come next",
-            next_step="set loader.workers = 0",
-        )
-    channel = _channel(setting)
-    setting.closers.append(channel.close)
-    traffic = _traffic(setting, layout.placed.holding, state)
-    pushes = AnyOrder(traffic)
-    shared = (pushes, channel, setting.net, setting.phases, setting.stop_requested, traffic)
-    rule = (
-        Server(policy, workers, setting.note, *shared)
-        if setting.mesh.world.rank == SERVER
-        else Worker(len(workers), setting.items_per_sample, *shared)
-    )
-    state.keepers["work"] = rule
-    setting.presence.append(lambda: rule.left)
-    return rule
-
-
-def _traffic(setting: Setting, holding: Holding, state: TrainState) -> Traffic:
-    """The form of what goes to the server and comes from it."""
-    codec = make_codec(setting.recipe.strategy)
-    if codec is None:
-        return TouchedRows()
-    traffic = Coded(codec, setting.recipe.seed, holding.computes)
-    if setting.recipe.strategy.feeds_back:
-        state.keepers["residual"] = Residuals(traffic, holding.computes, setting.mesh.data, first=SERVER + 1)
-    return traffic
-
-
-def _channel(setting: Setting) -> Channel:
-    """Connect every worker with the server; collective."""
-    world, cluster, limit = setting.mesh.world, setting.cluster, setting.net.deadline_seconds
-    device, token = torch.device("cpu"), cluster.token
-    secure = encrypts(setting.recipe.security.tls, cluster.num_nodes)
-    if world.rank == SERVER:
-        with listen(cluster.address) as listener:
-            share_text(str(listener.getsockname()[1]), world, setting.net, device)
-            peers = accept_all(listener, token, world.ranks[1:], limit, tls=secure)
-        channel = SocketChannel(peers, setting.net.ledger)
-        return heard_as_recorded(channel, setting.recipe.debug.replay_arrivals)
-    port = int(share_text("", world, setting.net, device))
-    hub = connect(cluster.address, port, world.rank, token, limit, tls=secure)
-    return SocketChannel({SERVER: hub}, setting.net.ledger)
-
-
 def server(setting: Setting, layout: Layout, state: TrainState) -> Rule:
     """A server makes one update of a batch, once all its parts have come."""
-    return served(setting, layout, state, Bounded(setting.mesh.world.size - 1, 0))
+    return served(setting, layout, state, Bounded(num_workers(setting), 0))
 
 
 def server_async(setting: Setting, layout: Layout, state: TrainState) -> Rule:
     """A server applies every push."""
-    return served(setting, layout, state, ApplyEach(setting.mesh.world.size - 1))
+    return served(setting, layout, state, ApplyEach(num_workers(setting)))
 
 
 def bounded(setting: Setting, layout: Layout, state: TrainState) -> Rule:
     """A server applies every push, and nobody gets too far ahead."""
     bound = float(setting.recipe.strategy.sync.partition(":")[2])
-    return served(setting, layout, state, Bounded(setting.mesh.world.size - 1, bound))
+    return served(setting, layout, state, Bounded(num_workers(setting), bound))
 
 
 def backup(setting: Setting, layout: Layout, state: TrainState) -> Rule:
     """A server applies the first pushes of a step."""
     num_backups = int(setting.recipe.strategy.sync.partition(":")[2])
-    return served(setting, layout, state, FirstN(setting.mesh.world.size - 1, num_backups))
+    return served(setting, layout, state, FirstN(num_workers(setting), num_backups))
 
 
 def pipedream(setting: Setting, layout: Layout, state: TrainState) -> Rule:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -74,28 +71,17 @@ def test_what_arrives_and_what_is_kept_is_all_that_was_pushed(word: str) -> None
 def test_a_worker_follows_the_servers_parameters(word: str) -> None:
     """Both ends agree on what the worker has, to the bit; where the parameters rest, it comes ever closer."""
     server, worker = (Coded(codec_of(word), 3, shapes()) for _ in range(2))
-    here, there = placed(grads(1)), placed(grads(2))
+    here, there = [*grads(1).values()], [*grads(2).values()]
     worker.take(server.ticket(1, here, 0), there, 1, 0)
-    assert all(map(torch.equal, values(here), values(there)))
-    for x in values(here):
+    assert all(map(torch.equal, here, there))
+    for x in here:
         x.add_(0.1 * torch.randn(x.shape, generator=torch.Generator().manual_seed(5)))
     first = distance(here, there)
     for version in range(1, 40):
         worker.take(server.ticket(1, here, version), there, 1, version)
-        assert all(map(torch.equal, server._known[1], values(there)))
+        assert all(map(torch.equal, server._known[1], there))
     assert distance(here, there) < 0.2 * first
 
 
-def placed(parameters: dict[Slot, Tensor]) -> Any:
-    buffers = SimpleNamespace(values=list, reset=lambda values: None)
-    return SimpleNamespace(
-        holding=SimpleNamespace(computes=parameters, device=torch.device("cpu")), buffers=buffers
-    )
-
-
-def values(one: Any) -> list[Tensor]:
-    return [*one.holding.computes.values()]
-
-
-def distance(a: Any, b: Any) -> float:
-    return float(torch.cat([(x - y).view(-1) for x, y in zip(values(a), values(b), strict=True)]).norm())
+def distance(a: list[Tensor], b: list[Tensor]) -> float:
+    return float(torch.cat([(x - y).view(-1) for x, y in zip(a, b, strict=True)]).norm())

@@ -14,6 +14,7 @@ from torch.utils.data import IterableDataset
 from paceline.errors import TaskError
 
 _COUNT_OF = "#count of "
+AGGREGATIONS = ("mean", "sum", "first")
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,9 @@ class Task:
         predict: `predict(model, batch) -> Tensor [N, ...]`, or a list of N, or a mapping of such by name:
             what `paceline predict` says of a batch of N samples. None: the model is called with the batch.
         order: which samples make up each batch (`paceline.data.Batches`); None: as sampler or recipe say.
+        buffers: how the changes that the micro-batches of a step make to a buffer come together, by a pattern
+            of names: "mean", as of all that are not named, "sum" (a counter of samples), or "first": that of
+            the first micro-batch only.
     """
 
     model: nn.Module
@@ -127,6 +131,7 @@ class Task:
     sampler: Any = None
     predict: Predict | None = None
     order: Any = None
+    buffers: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):
@@ -134,6 +139,13 @@ class Task:
                 f"the task's model is {type(self.model).__name__}, not a torch.nn.Module",
                 next_step="return Task(model=..., data=..., loss=...) or (model, data, loss) from build()",
             )
+        for pattern, how in self.buffers.items():
+            if how not in AGGREGATIONS:
+                raise TaskError(
+                    f"Task(buffers={{'{pattern}': '{how}'}}): no buffer comes together so",
+                    next_step=f"one of: {', '.join(AGGREGATIONS)}; values of each device's own would make the"
+                    " answer depend on the number of devices",
+                )
         require_samples("data", self.data)
         for name, source in sets_of(self.held_out).items():
             require_samples(f"held_out['{name}']" if name else "held_out", source)

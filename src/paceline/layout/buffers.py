@@ -2,7 +2,8 @@
 
 Every micro-batch of a step starts from the buffers before the step, and the buffers after it are those plus
 the mean change over all micro-batches of all ranks. So they depend on the virtual shards, never on the world
-size, and the sum can be taken in any order. Integer buffers (counters) are rounded.
+size, and the sum can be taken in any order. Integer buffers (counters) are rounded. A task may say otherwise
+by name (`set_hows`): the sum of all changes in place of their mean, or that of the first virtual shard only.
 
 Invariant: between steps, buffers are equal on all ranks that hold them. Non-persistent buffers (masks) are
 not touched. A buffer on `meta` is another rank's: it has a place in the sums, and nothing else.
@@ -10,10 +11,28 @@ not touched. A buffer on `meta` is another rank's: it has a place in the sums, a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+
+_MARK = "_paceline_buffers"
+
+
+def set_hows(model: nn.Module, hows: Mapping[str, str]) -> None:
+    """Say how changes of buffers come together; copies of the modules, and parts of the model, know it too.
+
+    Args:
+        hows: by name of the buffer: "mean", "sum" or "first".
+    """
+    for name, how in hows.items():
+        module, own = _place(model, name)
+        module.__dict__.setdefault(_MARK, {})[own] = how
+
+
+def _how(module: nn.Module, name: str) -> str:
+    found: str = module.__dict__.get(_MARK, {}).get(name, "mean")
+    return found
 
 
 class MicroBatchBuffers:
@@ -31,6 +50,7 @@ class MicroBatchBuffers:
         state = set(model.state_dict(keep_vars=True).keys())
         names = [name for name, _ in model.named_buffers() if name in state]
         self.names, self._places = names, [_place(model, name) for name in names]
+        self._hows = [_how(*place) for place in self._places]
         self._base = self._copies()
         self._changes: list[Tensor] = []
         self._passed: dict[tuple[int, int], Tensor] = {}
@@ -89,7 +109,11 @@ class MicroBatchBuffers:
     @property
     def change(self) -> Tensor:
         """Sum of the changes that this rank reports, float64 [num_values]."""
-        return sum(self.changes, start=self._no_change())
+        return self.added(self.changes)
+
+    def added(self, changes: Sequence[Tensor]) -> Tensor:
+        """The sum of some changes, float64 [num_values]."""
+        return sum(changes, start=self._no_change())
 
     @property
     def changes(self) -> list[Tensor]:
@@ -104,6 +128,23 @@ class MicroBatchBuffers:
         """Names of the buffers of which this rank reports a change."""
         parts = self.change.split([_real(base).numel() for base in self._base]) if self._base else ()
         return [name for name, part in zip(self.names, parts, strict=True) if bool(part.any())]
+
+    def changes_of(self, shards: Sequence[int]) -> list[Tensor]:
+        """As `changes`, and of buffers that follow the first shard nothing of any other.
+
+        Args:
+            shards: the virtual shards of this rank's micro-batches, in the same order.
+        """
+        changes = self.changes
+        if not changes or "first" not in self._hows:
+            return changes
+        sizes = [_real(base).numel() for base in self._base]
+        follows = [torch.full((n,), how != "first") for n, how in zip(sizes, self._hows, strict=True)]
+        counts = torch.cat(follows).to(changes[0].device)
+        return [
+            change if shard == 0 else torch.where(counts, change, 0.0)
+            for change, shard in zip(changes, shards, strict=True)
+        ]
 
     def take_changes(self, others: MicroBatchBuffers) -> None:
         """Note what the micro-batches of a copy have changed."""
@@ -122,7 +163,7 @@ class MicroBatchBuffers:
         ]
 
     def end_step(self, change: Tensor, micro_batches: float) -> None:
-        """Apply the mean change; a value that no micro-batch changed keeps its bits.
+        """Apply the mean change, or what the task says; a value that no micro-batch changed keeps its bits.
 
         Args:
             change: summed over all micro-batches of all ranks, float64 [num_values].
@@ -130,10 +171,11 @@ class MicroBatchBuffers:
         """
         if not (self._places and micro_batches):
             return
-        pieces = (change / micro_batches).split([_real(base).numel() for base in self._base])
-        for now, base, piece in zip(self._now(), self._base, pieces, strict=True):
+        pieces = change.split([_real(base).numel() for base in self._base])
+        for now, base, piece, how in zip(self._now(), self._base, pieces, self._hows, strict=True):
             if not now.is_meta:
-                _move(_real(now), _real(base), piece.to(now.device))
+                moved = piece / micro_batches if how == "mean" else piece
+                _move(_real(now), _real(base), moved.to(now.device))
 
     def values(self) -> list[Tensor]:
         """Copies of the buffers as they are."""

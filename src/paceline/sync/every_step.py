@@ -121,7 +121,7 @@ class EveryStep:
         self, sums: Sums, placed: Placed, num_shards: int, shards: Sequence[int]
     ) -> Tally | ShardTally:
         total, count, metrics = sums.read()
-        used = placed.used
+        used, changes = placed.used, placed.buffers.changes_of(shards)
         tally = Tally(
             micro_batches=sums.micro_batches,
             total=total,
@@ -129,11 +129,11 @@ class EveryStep:
             metrics=metrics,
             stops=float(self._stop_requested()),
             used=[float(slot.name in used) for slot in placed.holding.slots],
-            buffers=placed.buffers.change,
+            buffers=placed.buffers.added(changes),
         )
         if not self._by_shard:
             return tally
-        return ShardTally(tally, num_shards, shards, sums.per_micro_batch(), placed.buffers.changes)
+        return ShardTally(tally, num_shards, shards, sums.per_micro_batch(), changes)
 
 
 class Taken(Iterator[LoadedBatch]):

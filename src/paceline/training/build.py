@@ -31,6 +31,7 @@ from paceline.task import Source, Task
 from paceline.training.arrange import Material, Pieces, Setting
 from paceline.training.averaging import build_average, by_rounds
 from paceline.training.budget import keep_to_budget
+from paceline.training.buffer_hows import say_hows
 from paceline.training.by_machine import choose_by_machine
 from paceline.training.check_plan import check_plan
 from paceline.training.check_sequences import check_task
@@ -141,6 +142,7 @@ def lay_grounds(setting: Setting, recipe: Recipe, task: Task, *, fresh: bool) ->
     begun = recipe if fresh else recipe.replace(init_from=None)
     model = prepare_model(begun, task, device, warn=setting.warn)
     agree_on_model(model, setting)
+    say_hows(recipe, task, model)
     recompute_and_compile(recipe, task, model, device, setting.warn)
     synchronize(setting, model, build_order(recipe, task))
     check_plan(setting, task, model)

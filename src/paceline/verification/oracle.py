@@ -10,8 +10,9 @@ model, loss and own optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -130,7 +131,7 @@ class Oracle:
         shards = (
             list(self.shards(micro_batches, scale)) if self.ordered else self.shards(micro_batches, scale)
         )
-        sums = accumulate(shards, before)
+        sums = accumulate(shards, before, self.task.buffers)
         if self.ordered:
             sums.gradients = {n: halves(_by_shard(shards, n)) for n in sums.gradients}
         return sums
@@ -192,7 +193,7 @@ class Totals:
         total, count: of the loss.
         gradients: sums, by parameter name; a parameter that no shard used is absent.
         magnitudes: sums of absolute values: what rounding errors of any order of summation are relative to.
-        buffers: mean change over the shards, float64.
+        buffers: change of a step: the mean over the shards, or what the task says, float64.
         num_shards: how many there were.
     """
 
@@ -208,8 +209,9 @@ def _by_shard(shards: Iterable[Shard], name: str) -> dict[int, Tensor]:
     return {s.micro_batch.shard: s.gradients[name] for s in shards if name in s.gradients}
 
 
-def accumulate(shards: Iterable[Shard], before: Tensors) -> Totals:
-    """Add up shards as they come; `before` holds the buffers they all started from."""
+def accumulate(shards: Iterable[Shard], before: Tensors, hows: Mapping[str, str]) -> Totals:
+    """Add up shards as they come; buffers started `before`, and `hows` is `Task.buffers`."""
+    how = {b: next((h for p, h in hows.items() if fnmatchcase(b, p)), "mean") for b in before}
     still = {n: torch.zeros_like(reals(b), dtype=torch.float64) for n, b in before.items()}
     sums = Totals(0.0, 0.0, {}, {}, still, 0)
     for shard in shards:
@@ -221,10 +223,12 @@ def accumulate(shards: Iterable[Shard], before: Tensors) -> Totals:
             size = shard.uses[name] if name in shard.uses else g.abs().to(torch.float64)
             sums.magnitudes[name] = sums.magnitudes[name] + size if name in sums.magnitudes else size
         for name, base in before.items():
+            if how[name] == "first" and shard.micro_batch.shard != 0:
+                continue
             a, b = reals(shard.buffers[name]), reals(base)
             sums.buffers[name] += torch.where(a == b, 0.0, a.to(torch.float64) - b.to(torch.float64))
-    for change in sums.buffers.values():
-        change /= max(1, sums.num_shards)
+    for name, change in sums.buffers.items():
+        change /= max(1, sums.num_shards) if how[name] == "mean" else 1
     return sums
 
 

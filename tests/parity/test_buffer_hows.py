@@ -1,0 +1,105 @@
+"""Buffers whose changes are added up, or followed on the first micro-batch only, on any number of ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paceline.cluster import Cluster
+from paceline.errors import StrategyError, TaskError
+from paceline.layout.buffers import MicroBatchBuffers
+from paceline.recipe import Recipe, Strategy
+from paceline.task import Loss, Task
+from paceline.testing import run_ranks
+from paceline.testing.parity import CPU
+from paceline.training.build import build_session
+from paceline.verification.job import compare_with_oracle
+
+HOWS = {"*.seen": "sum", "1.first": "first"}
+STRATEGIES = ("replicas=2", "replicas=1 shard=2 zero=3", "replicas=1 pipeline=2", "replicas=2 lanes=2")
+STEPS, BATCH = 3, 7
+
+
+class Counting(nn.Module):
+    """Counts samples, and remembers a mean that each micro-batch has its own of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("first", torch.zeros(()))
+        self.register_buffer("middle", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.seen.add_(len(x))
+            self.first.copy_(x.detach().mean())
+            self.middle.copy_(x.detach().mean())
+        return x
+
+
+def build(hows: dict[str, str] | None = None) -> Task:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), Counting(), nn.Linear(6, 5), Counting(), nn.Linear(5, 1))
+    data = torch.randn(28, 4, generator=torch.Generator().manual_seed(1))
+
+    def loss(model: nn.Module, batch: Tensor) -> Loss:
+        return Loss(model(batch).square().sum(), len(batch))
+
+    return Task(model, data, loss, buffers=HOWS if hows is None else hows)
+
+
+def recipe(strategy: str, **more: Any) -> Recipe:
+    sizes = {"size": BATCH, "shards": 4, **more}
+    return Recipe(
+        steps=STEPS, batch=sizes, optimizer={"name": "sgd", "lr": 0.1}, strategy=Strategy.parse(strategy)
+    )
+
+
+def after_steps(cluster: Cluster, strategy: str) -> dict[str, Tensor]:
+    """The buffers that this rank holds, after some steps."""
+    session = build_session(recipe(strategy), build(), cluster, CPU)
+    for _ in session.rounds():
+        pass
+    model = session.complete()
+    session.close()
+    return {name: b.clone() for name, b in model.named_buffers()}
+
+
+def verified(cluster: Cluster, strategies: tuple[str, ...], planted: bool = False) -> Any:
+    torch.set_num_threads(1)
+    if planted:
+        setattr(MicroBatchBuffers, "changes_of", lambda self, shards: self.changes)  # noqa: B010
+    found = [compare_with_oracle(recipe(one), build(), cluster, CPU, STEPS) for one in strategies]
+    return [(report.ok, report.failure.tensor if report.failure else "") for report in found]
+
+
+@pytest.mark.capability("A7")
+def test_every_layout_has_the_buffers_of_the_oracle_and_a_mistake_is_found() -> None:
+    found = run_ranks(verified, 2, STRATEGIES)
+    assert found == [[(True, "")] * len(STRATEGIES)] * 2
+    ok, tensor = run_ranks(verified, 2, STRATEGIES[:1], True)[0][0]
+    assert not ok and tensor == "model/1.first"
+
+
+@pytest.mark.capability("A7")
+def test_sums_count_every_sample_and_the_first_is_that_of_the_first_micro_batch() -> None:
+    one = after_steps(Cluster.single(), "replicas=1")
+    two = run_ranks(after_steps, 2, "replicas=2")[1]
+    for found in (one, two):
+        assert found["1.seen"] == found["3.seen"] == STEPS * BATCH
+        assert found["1.first"] != found["1.middle"]
+        assert found["3.first"] == found["3.middle"]  # no pattern names it: the mean
+    assert torch.equal(one["1.seen"], two["1.seen"]) and torch.allclose(one["1.first"], two["1.first"])
+
+
+def test_what_cannot_be_is_refused_by_name() -> None:
+    cluster = Cluster.single()
+    with pytest.raises(TaskError, match="each device's own"):
+        build({"*": "none"})
+    with pytest.raises(TaskError, match=r"'2\.\*', which fits no persistent buffer"):
+        build_session(recipe("replicas=1"), build({"2.*": "sum"}), cluster, CPU)
+    with pytest.raises(StrategyError, match="sync=local:2"):
+        build_session(recipe("sync=local:2"), build(), cluster, CPU)

@@ -30,7 +30,7 @@ from paceline.training.check_sequences import allowed_for, values_of
 from paceline.training.contract import buffers_kept
 from paceline.training.cuts import plan_of
 
-_CUT = ("column", "row", "split", "heads")
+_CUT = ("column", "row", "gathered", "split", "heads")
 
 
 class _Call(NamedTuple):
@@ -70,7 +70,7 @@ def parts_of(entries: Sequence[PlanEntry]) -> list[str]:
     found: dict[str, None] = {}
     columns, is_open = list[str](), False
     for entry in entries:
-        if entry.word == "heads":
+        if entry.word in ("heads", "gathered"):
             found[entry.name] = None
         elif entry.word == "column":
             columns = [*columns, entry.name] if is_open else [entry.name]

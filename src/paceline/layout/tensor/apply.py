@@ -11,7 +11,7 @@ from paceline.comm import Collective
 from paceline.layout.tensor.become import remember, take_numbers
 from paceline.layout.tensor.cuts import TensorCuts
 from paceline.layout.tensor.exchange import Entrance, enter, leave
-from paceline.layout.tensor.linear import LinearCut, make_column, make_head, make_row
+from paceline.layout.tensor.linear import LinearCut, make_column, make_gathered, make_head, make_row
 from paceline.layout.tensor.plan import PlanEntry
 from paceline.layout.tensor.sequence import Positions, gather, make_attention, make_block, scatter
 from paceline.layout.tensor.vocabulary import Vocabulary, make_embedding
@@ -45,7 +45,9 @@ def apply_cuts(cuts: TensorCuts, collective: Collective, *, apart: bool = False)
 
 def _columns(cuts: TensorCuts, collective: Collective, positions: Positions) -> None:
     """Columns with the same parent take in the same tensor."""
-    columns = [cut for cut in cuts.linears if cut.word != "row"]
+    for cut in (cut for cut in cuts.linears if cut.word == "gathered"):
+        make_gathered(cut, Entrance(partial(enter, collective=collective, key=cut.name), 1), collective)
+    columns = [cut for cut in cuts.linears if cut.word not in ("row", "gathered")]
     parents = [cut.name.rpartition(".")[0] for cut in columns]
     entrances: dict[str, Entrance] = {}
     for cut, parent in zip(columns, parents, strict=True):

@@ -90,8 +90,19 @@ def cuts_of(entries: Sequence[PlanEntry], degree: int) -> TensorCuts:
             linears.append(LinearCut(entry.name, entry.module, entry.word, _even_spans(features, degree)))
     blocks = [entry for entry in entries if entry.word == "sequence"]
     for block in blocks:
+        _refuse_gathered(block.name, linears)
         require_by_position(block.name, block.module, {id(cut.layer) for cut in linears})
     return TensorCuts(linears, attentions, dropouts, embeddings, blocks, degree)
+
+
+def _refuse_gathered(block: str, linears: Sequence[LinearCut]) -> None:
+    """Raises: TaskError: a layer in a block that is cut by positions would give all features of a part."""
+    for cut in linears:
+        if cut.word == "gathered" and cut.name.startswith(f"{block}."):
+            raise TaskError(
+                f"the tensor plan gathers the outputs of '{cut.name}', and cuts '{block}' by positions",
+                next_step=f"plan '{cut.name}' as whole, or as column with a row behind it",
+            )
 
 
 def _even_spans(size: int, degree: int) -> list[Span]:

@@ -5,13 +5,14 @@ Source: Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3 (the funct
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline.comm import Collective
+from paceline.spans import Span
 
 
 class _Enter(torch.autograd.Function):
@@ -48,6 +49,34 @@ def enter(x: Tensor, collective: Collective, key: str) -> Tensor:
 def leave(x: Tensor, collective: Collective, key: str) -> Tensor:
     """The sum of what every rank has a part of."""
     found: Tensor = _Leave.apply(x, collective, key)
+    return found
+
+
+class _PutTogether(torch.autograd.Function):
+    """The features of all ranks, with which every rank goes on alike; its own part of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, spans: Sequence[Span], collective: Collective, key: str) -> Tensor:
+        ctx.span = spans[collective.group.rank]
+        widths = [span[-1] - span[0] for span in spans]
+        padded = x.new_zeros(*x.shape[:-1], max(widths))
+        padded[..., : x.shape[-1]] = x.detach()
+        rows = collective.all_gather(padded.reshape(-1), f"{key}.forward").wait()
+        parts = [row.view(padded.shape)[..., :width] for row, width in zip(rows, widths, strict=True)]
+        return torch.cat(parts, -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0][..., slice(*ctx.span)].contiguous(), None, None, None
+
+
+def put_together(x: Tensor, spans: Sequence[Span], collective: Collective, key: str) -> Tensor:
+    """All features [..., F] of those that each rank has.
+
+    Args:
+        spans: of the features, by rank.
+    """
+    found: Tensor = _PutTogether.apply(x, spans, collective, key)
     return found
 
 

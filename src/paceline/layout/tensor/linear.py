@@ -14,8 +14,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from paceline.comm import Collective
 from paceline.layout.tensor.become import become
-from paceline.layout.tensor.exchange import Entrance
+from paceline.layout.tensor.exchange import Entrance, put_together
 from paceline.layout.tensor.logits import CutLogits
 from paceline.layout.tensor.vocabulary import Vocabulary
 from paceline.spans import Span, own_part
@@ -48,7 +49,7 @@ class LinearCut:
 
     Args:
         name, layer: of the model.
-        word: "column", "row", or "vocabulary": a column whose outputs are logits.
+        word: "column", "row", "gathered", or "vocabulary": a column whose outputs are logits.
         spans: of the features that are cut, by rank.
         is_repeated: a column whose tensors are whole on every rank, which uses its span of them: others use
             it too, and its gradients are to be summed over all.
@@ -85,6 +86,20 @@ def make_column(cut: LinearCut, entrance: Entrance, rank: int) -> None:
         return F.linear(entrance(x), weight.T if dim else weight, bias)
 
     become(cut.layer, "Column", forward)
+
+
+def make_gathered(cut: LinearCut, entrance: Entrance, collective: Collective) -> None:
+    """Let a layer that is cut by outputs give all of them, of any shape [..., features].
+
+    Wire: one all_gather of the outputs in forward, one sum of the gradient of the inputs in backward.
+    """
+    make_column(cut, entrance, collective.group.rank)
+    column = type(cut.layer).forward
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return put_together(column(self, x), cut.spans, collective, cut.name)
+
+    become(cut.layer, "Gathered", forward)
 
 
 def make_head(cut: LinearCut, entrance: Entrance, vocabulary: Vocabulary) -> None:

@@ -13,7 +13,7 @@ from paceline.layout.tensor.linear import dims_of_linear
 from paceline.models import KeyedDropout
 from paceline.recipe.spell import nearest
 
-WORDS = ("column", "row", "split", "heads", "vocabulary", "sequence", "whole")
+WORDS = ("column", "row", "gathered", "split", "heads", "vocabulary", "sequence", "whole")
 Plan = Mapping[str, str]
 
 
@@ -22,7 +22,8 @@ class PlanEntry:
     """What becomes of one module.
 
     Args:
-        word: "column" or "row" of a linear layer; "split": a dropout between the two, on a part of the
+        word: "column" or "row" of a linear layer; "gathered": a column by itself, whose outputs are put
+            together; "split": a dropout between the two, on a part of the
             features of the column before it; "heads": an attention, with all its projections;
             "vocabulary": an embedding or an output layer, by tokens;
             "sequence": a block, by positions wherever it is not cut by features.
@@ -100,12 +101,12 @@ def _require_kind(entry: PlanEntry) -> None:
     linear = dims_of_linear(entry.module) is not None
     tokens = linear or isinstance(entry.module, nn.Embedding)
     keyed = isinstance(entry.module, KeyedDropout)
-    fits = {"column": linear, "row": linear, "split": keyed, "vocabulary": tokens}
+    fits = {"column": linear, "row": linear, "gathered": linear, "split": keyed, "vocabulary": tokens}
     if not fits.get(entry.word, True):
         raise TaskError(
             f"the tensor plan calls '{entry.name}' {entry.word}, and it is a {type(entry.module).__name__}",
-            next_step="column and row are for linear layers, split is for KeyedDropout, heads for attention,"
-            " vocabulary for embeddings and output layers",
+            next_step="column, row and gathered are for linear layers, split is for KeyedDropout, heads for"
+            " attention, vocabulary for embeddings and output layers",
         )
 
 
@@ -114,7 +115,7 @@ def _pairs(model: nn.Module, words: Mapping[str, str]) -> Iterator[list[PlanEntr
     by_parent: dict[str, list[PlanEntry]] = {}
     for name, module in model.named_modules():
         parent = name.rpartition(".")[0]
-        apart = words.get(parent) == "heads" or words.get(name) == "vocabulary"
+        apart = words.get(parent) == "heads" or words.get(name) in ("vocabulary", "gathered")
         if dims_of_linear(module) is not None and not apart:
             by_parent.setdefault(parent, []).append(PlanEntry(name, module, words.get(name, "whole")))
     for parent, children in by_parent.items():

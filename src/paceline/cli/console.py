@@ -1,25 +1,36 @@
-"""Where commands print, and how errors look."""
+"""Where commands print, and how errors look. rich is loaded when something is printed."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Callable
-from typing import IO, TextIO, cast
-
-from rich.console import Console
+from typing import IO, TYPE_CHECKING, TextIO, cast
 
 from paceline.errors import PacelineError
-from paceline.observe.append import say_on_stderr
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def output() -> Console:
     """Standard output; what comes of a command that only shows something must reach the user."""
+    from rich.console import Console
+
     return Console()
+
+
+def error_output() -> Console:
+    """Standard error, where standard output may be JSON."""
+    from rich.console import Console
+
+    return Console(stderr=True)
 
 
 def lasting_output() -> Console:
     """Standard output for a job, which goes on when nobody reads it any more, or its disk is full."""
+    from rich.console import Console
+
     # asked of the stream: a notebook says FORCE_COLOR to all that it starts, and a pipe is no terminal
     return Console(file=cast(IO[str], _Lasting(sys.stdout)), force_terminal=sys.stdout.isatty())
 
@@ -59,6 +70,8 @@ class _Lasting:
         try:
             return act()
         except OSError as error:
+            from paceline.observe.append import say_on_stderr
+
             say_on_stderr(f"standard output cannot be written: {error.strerror}; the run goes on without it")
             forget_output()
             return otherwise
@@ -73,5 +86,5 @@ def forget_output() -> None:
 
 def fail(error: PacelineError) -> None:
     """Print an error to standard error."""
-    console = Console(stderr=True)
+    console = error_output()
     console.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)

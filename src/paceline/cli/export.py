@@ -8,7 +8,6 @@ from typing import Annotated, Literal
 import typer
 
 from paceline.cli.console import output
-from paceline.cli.resume import recipe_of
 
 
 def export(
@@ -26,6 +25,7 @@ def export(
     RUN/checkpoints/best names the best one by evaluation.
     """
     from paceline.checkpoint import export_weights, find_checkpoint
+    from paceline.cli.resume import recipe_of
     from paceline.recipe import load_recipe
     from paceline.training.saving import files_of
 

@@ -10,14 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
-from rich.console import Console
 
-from paceline.cli.console import output
+from paceline.cli.console import error_output, output
 from paceline.cli.options import Placement
-from paceline.cli.resume import recipe_of, refuse_strangers
-from paceline.cli.start import launch_again, worker_cluster
 from paceline.errors import DataError, RecipeError
-from paceline.launch import guard
 
 if TYPE_CHECKING:
     from paceline.training.from_run import OpenRun
@@ -152,6 +148,10 @@ class _Asked(NamedTuple):
 @contextmanager
 def _opened(asked: _Asked) -> Iterator[OpenRun]:
     """The run; on the process that a user started only if it is the only one."""
+    from paceline.cli.resume import recipe_of, refuse_strangers
+    from paceline.cli.start import worker_cluster
+    from paceline.launch import guard
+
     recipe = recipe_of(asked.run)
     refuse_strangers(asked.run, asked.trust)
     cluster = worker_cluster()
@@ -168,6 +168,7 @@ def _opened(asked: _Asked) -> Iterator[OpenRun]:
 
 def _launch(asked: _Asked, recipe: Path) -> int:
     """Start the processes, whose first one prints; returns the exit code."""
+    from paceline.cli.start import launch_again
     from paceline.recipe import load_recipe
     from paceline.recipe.at_rest import layout_at_rest
 
@@ -240,7 +241,7 @@ def _plain(row: Any) -> Any:
 
 def _warn(text: str) -> None:
     """On standard error: standard output may be JSON."""
-    Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
+    error_output().print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _say(text: str) -> None:

@@ -9,8 +9,6 @@ from typing import Annotated
 import typer
 
 from paceline.cli import options
-from paceline.cli.start import job_of
-from paceline.launch import launch, script_command
 
 
 def run(
@@ -28,6 +26,9 @@ def run(
     ] = 0,
 ) -> None:
     """Run SCRIPT with its arguments on every process, as torchrun would."""
+    from paceline.cli.start import job_of
+    from paceline.launch import launch, script_command
+
     token = options.read_token(token_file, insecure, nodes)
     placement = options.Placement(processes or 1, nodes, node_rank, rendezvous, token)
     job = job_of(script_command(script, *context.args), placement, threads, logs, prefixed=True)

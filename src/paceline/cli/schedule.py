@@ -8,9 +8,6 @@ from typing import Annotated
 import typer
 
 from paceline.cli.console import output
-from paceline.recipe import Strategy
-from paceline.recipe.specs import ScheduleSpec, find
-from paceline.schedule import facts, prove, svg, text_lines, write_rows
 
 _Stages = Annotated[int, typer.Option("--stages", min=1, help="Stages of the pipeline, one on each rank.")]
 _Micro = Annotated[int, typer.Option("--micro", min=1, help="Micro-batches of a step on each rank.")]
@@ -30,6 +27,9 @@ def show(
     A forward counts 1, a backward 2, each half of a split one 1; F is a forward, B a backward, W the
     gradients of weights that a B has put off. Letters behind a number are chunks after the first.
     """
+    from paceline.recipe import Strategy
+    from paceline.recipe.specs import ScheduleSpec, find
+    from paceline.schedule import facts, prove, svg, text_lines, write_rows
     from paceline.training.schedules import schedule_of
 
     strategy = Strategy(pipeline=stages, schedule=name)

@@ -17,6 +17,7 @@ NAMES = (
     "startup",
     "renewal",
     "step_overhead",
+    "small_steps",
     "monitoring",
     "replicas",
     "sharding",

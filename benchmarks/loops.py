@@ -112,7 +112,7 @@ class HandLoop:
         batch = self.subject.recipe.batch
         order = Order(len(self.subject.task.data), batch.size, self.subject.recipe.seed)
         work = LockstepWork(
-            order, batch.shards, self.subject.recipe.seed, self.replica_rank, self.num_replicas
+            order, batch.shards or 1, self.subject.recipe.seed, self.replica_rank, self.num_replicas
         )
         self.plan = [
             [micro_batch.indices.tolist() for micro_batch in work.micro_batches(step)]

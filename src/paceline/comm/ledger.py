@@ -125,6 +125,11 @@ class ByteLedger:
         """Of all rows."""
         return sum(entry.sent_bytes for entry in self._entries.values())
 
+    @property
+    def exposed_seconds(self) -> float:
+        """Of all rows."""
+        return sum(entry.exposed_seconds for entry in self._entries.values())
+
     def total(self) -> Entry:
         """The sum of all rows."""
         rows = self._entries.values()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar, Protocol
 
 import numpy as np
@@ -162,7 +163,7 @@ class Order:
                 next_step="lower batch.size or set batch.drop_last = false",
             )
 
-    @property
+    @cached_property
     def steps_per_epoch(self) -> int:
         return self.num_samples // self.size if self.drop_last else -(-self.num_samples // self.size)
 

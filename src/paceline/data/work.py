@@ -8,7 +8,7 @@ This module moves no data; it is the whole of what a lockstep rule knows about d
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from paceline.data.order import Batches, Indices
@@ -100,6 +100,9 @@ class LockstepWork:
     replica_rank: int = 0
     num_replicas: int = 1
     shares: tuple[int, ...] | None = None
+    _dealt: dict[int, list[tuple[int, range]]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         if self.num_replicas > self.shards:
@@ -157,8 +160,17 @@ class LockstepWork:
         return range(first, first + self.shares[self.replica_rank])
 
     def _places(self, step: int) -> list[tuple[int, range]]:
-        """This replica's shards of `step` that are not empty, each with its places in the global batch."""
+        """This replica's shards of `step` that are not empty, each with its places in the global batch.
+
+        They follow from the size of the batch, so they are worked out once for each size.
+        """
         num_samples = self.order.batch_size(step)
+        found = self._dealt.get(num_samples)
+        if found is None:
+            found = self._dealt[num_samples] = self._deal(num_samples)
+        return found
+
+    def _deal(self, num_samples: int) -> list[tuple[int, range]]:
         mine = self._block()
         places = [(shard, split(num_samples, self.shards, shard)) for shard in mine]
         return [(shard, place) for shard, place in places if place]

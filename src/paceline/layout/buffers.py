@@ -55,6 +55,7 @@ class MicroBatchBuffers:
         self._changes: list[Tensor] = []
         self._passed: dict[tuple[int, int], Tensor] = {}
         self._lent: list[Tensor] = []
+        self._nothing = torch.zeros(0, dtype=torch.float64)
 
     @property
     def num_values(self) -> int:
@@ -109,6 +110,8 @@ class MicroBatchBuffers:
     @property
     def change(self) -> Tensor:
         """Sum of the changes that this rank reports, float64 [num_values]."""
+        if not self._places:
+            return self._nothing  # the same in every step: nobody writes to what has no values
         return self.added(self.changes)
 
     def added(self, changes: Sequence[Tensor]) -> Tensor:

@@ -111,16 +111,17 @@ class HandingOn:
 
     def _hand_on(self, slot: Slot, sink: GradientSink) -> None:
         p = self._parameters[slot]
-        if slot in self._sums:
+        grad = p.grad
+        if self._sums and slot in self._sums:
             before = self._sums.pop(slot)
-            p.grad = before if p.grad is None else before + p.grad
-        if p.grad is not None:
+            grad = p.grad = before if grad is None else before + grad
+        if grad is not None:
             self.used.add(slot.name)
-            if p.grad.is_sparse:
-                p.grad = p.grad.to_dense()  # buckets have a place for every row
+            if grad.is_sparse:
+                grad = p.grad = grad.to_dense()  # buckets have a place for every row
             if self._frees:
-                self.norms.setdefault(slot, []).append(torch.linalg.vector_norm(p.grad))
-        sink.ready(slot, p.grad)
+                self.norms.setdefault(slot, []).append(torch.linalg.vector_norm(grad))
+        sink.ready(slot, grad)
         if sink.by_micro_batch or self._frees:
             p.grad = None  # the next micro-batch starts anew
 

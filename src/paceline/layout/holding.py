@@ -27,11 +27,14 @@ class Use(Protocol):
     """What has to be done around the use of a model that is not all in memory.
 
     Attributes:
+        gathers: whether there is anything to do.
         in_backward: whether ranks wait for each other during backward.
         all_run: whether every rank that shares the parameters has begun the present micro-batch; False if
             nobody has asked.
     """
 
+    @property
+    def gathers(self) -> bool: ...
     @property
     def in_backward(self) -> bool: ...
     @property
@@ -53,7 +56,7 @@ class Use(Protocol):
 class NothingToDo:
     """The use of a model that is in memory."""
 
-    in_backward = all_run = False
+    gathers = in_backward = all_run = False
 
     def begin(self) -> None:
         """See `Use`."""

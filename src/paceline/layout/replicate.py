@@ -8,8 +8,8 @@ a sink that takes them apart, handed on micro-batch by micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from paceline.comm import GradientSink
 from paceline.data import LoadedBatch, MicroBatch
+from paceline.layout.back_propagate import back_propagate
 from paceline.layout.buffers import MicroBatchBuffers
 from paceline.layout.handing_on import HandingOn
 from paceline.layout.holding import Holding
@@ -28,7 +29,7 @@ from paceline.layout.sums import MetricNames, Sums, checked, explained
 from paceline.models.dropout import name_dropouts
 from paceline.observe import Phases
 from paceline.slot import Slot
-from paceline.task import LossFunction
+from paceline.task import Loss, LossFunction
 
 
 class Replicate:
@@ -64,7 +65,9 @@ class Replicate:
         self.buffers = MicroBatchBuffers(holding.model, reports=reports and counts)
         self.gradients = HandingOn(holding.computes, overlap=overlap, frees=holding.frees)
         self._model, self._device = holding.model, holding.device
-        self._loss, self.precision, self._phases = loss, precision, phases
+        self._loss, self.precision = loss, precision
+        self._data, self._communication = phases.during("data"), phases.during("communication")
+        self._forward, self._backward = phases.during("forward"), phases.during("backward")
         self._dropouts, self._seeds, self._reports = name_dropouts(holding.model), seeds, reports
         self.counts = counts
         self._steady, self._is_alone = Steady(holding.computes), seeds and not overlap
@@ -82,54 +85,60 @@ class Replicate:
 
     def run(self, micro_batches: Iterable[LoadedBatch], count: int, sink: GradientSink, scale: float) -> Sums:
         """See `Placed.run`; a gradient is handed on, during backward, as soon as it is complete."""
-        sums = Sums(self.metric_names, counts=self.counts)
+        with self._forward:
+            sums, pulled = self._begin(count), iter(micro_batches)
+        if self.holding.use.gathers:
+            with self._communication:
+                self.holding.use.begin()
+        for i in range(count):
+            with self._data:
+                loaded = next(pulled)
+            with self._communication:
+                seen = self._open(loaded, sink, is_last=i == count - 1)
+            with seen as batch:
+                self._forward_backward(loaded.micro_batch, batch, sums, scale)
+        if not (count or sink.by_micro_batch):
+            self.gradients.open(sink)
+            self.gradients.close()
+        if self.holding.use.gathers:
+            with self._communication:
+                self.holding.use.end()
+        return sums if self._reports else Sums(self.metric_names)
+
+    def _begin(self, count: int) -> Sums:
+        """Forget the step before; returns sums of nothing."""
         if not self._model.training:
             self._model.train()
         self.gradients.begin()
         self.buffers.begin_step()
-        with self._phases.during("communication"):
-            self.holding.use.begin()
         self._is_watched = count > 1 or not self._is_alone  # alone, a forward may do what it likes
-        pulled: Iterator[LoadedBatch] = iter(micro_batches)
-        for i in range(count):
-            with self._phases.during("data"):
-                loaded = next(pulled)
-            self._run_one(loaded, sums, scale, sink, is_last=i == count - 1)
-        if not (count or sink.by_micro_batch):
-            self.gradients.open(sink)
-            self.gradients.close()
-        with self._phases.during("communication"):
-            self.holding.use.end()
-        return sums if self._reports else Sums(self.metric_names)
+        return Sums(self.metric_names, counts=self.counts)
 
-    def _run_one(
-        self, loaded: LoadedBatch, sums: Sums, scale: float, sink: GradientSink, *, is_last: bool
-    ) -> None:
-        with self._phases.during("communication"):
-            self.holding.use.next()
+    def _open(self, loaded: LoadedBatch, sink: GradientSink, *, is_last: bool) -> AbstractContextManager[Any]:
+        """Get ready for a micro-batch; returns the block in which it is run."""
+        self.holding.use.next()
         if sink.by_micro_batch:
             sink.micro_batch(range(loaded.micro_batch.shard, loaded.micro_batch.shard + 1), is_last)
         self.gradients.open(sink if is_last or sink.by_micro_batch else None)
-        with self.holding.seen(loaded.batch) as batch:
-            self._forward_backward(loaded.micro_batch, batch, sums, scale)
-        self.gradients.close()
+        return self.holding.seen(loaded.batch)
 
     def _forward_backward(self, micro_batch: MicroBatch, batch: Any, sums: Sums, scale: float) -> None:
-        with self._phases.during("forward"):
-            everything = self._seeds and self.precision.seeds_everything
-            seed_micro_batch(
-                micro_batch.key,
-                self._device if self._seeds else None,
-                self._dropouts,
-                everything=everything,
-            )
-            watching = self._steady if self._is_watched else nullcontext()
-            with watching, self.precision.autocast(), explained(len(micro_batch.indices)):
-                loss = checked(self._loss(self._model, batch))
+        with self._forward:
+            loss = self._run_forward(micro_batch, batch)
             sums.add(loss)
-        with self._phases.during("backward"):
-            (loss.total if scale == 1.0 else loss.total * scale).backward()
+        with self._backward:
+            back_propagate(loss.total, scale)
             self.buffers.end_micro_batch()
+            self.gradients.close()
+
+    def _run_forward(self, micro_batch: MicroBatch, batch: Any) -> Loss:
+        everything = self._seeds and self.precision.seeds_everything
+        seed_micro_batch(
+            micro_batch.key, self._device if self._seeds else None, self._dropouts, everything=everything
+        )
+        watching = self._steady if self._is_watched else nullcontext()
+        with watching, self.precision.autocast(), explained(len(micro_batch.indices)):
+            return checked(self._loss(self._model, batch))
 
     def abort(self) -> None:
         """See `Placed`."""

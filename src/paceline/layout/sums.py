@@ -28,7 +28,7 @@ class MetricNames:
         Raises:
             TaskError: earlier it had others.
         """
-        names = tuple(sorted(loss.metrics))
+        names = tuple(sorted(loss.metrics)) if loss.metrics else ()
         if self.found is None:
             self.found = names
         if names != self.found:

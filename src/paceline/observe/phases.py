@@ -27,16 +27,23 @@ class Phases:
         """Seconds since the last take, and how they fall on the phases; starts anew."""
         now = time.perf_counter()
         whole, self._opened = now - self._opened, now
-        return whole, {phase: span.take() for phase, span in self._spans.items()}
+        spent = {}
+        for phase, span in self._spans.items():
+            spent[phase], span.seconds = span.seconds, 0.0
+        return whole, spent
 
 
 class _Span:
-    """The seconds of one phase; made once, since a step opens it for every micro-batch."""
+    """The seconds of one phase; made once, since a step opens it for every micro-batch.
 
-    __slots__ = ("_began", "_seconds")
+    Attributes:
+        seconds: what has been added since they were taken.
+    """
+
+    __slots__ = ("_began", "seconds")
 
     def __init__(self) -> None:
-        self._seconds = self._began = 0.0
+        self.seconds = self._began = 0.0
 
     def __enter__(self) -> None:
         self._began = time.perf_counter()
@@ -44,9 +51,4 @@ class _Span:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._seconds += time.perf_counter() - self._began
-
-    def take(self) -> float:
-        """What has been added since the last call."""
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
+        self.seconds += time.perf_counter() - self._began

@@ -17,6 +17,7 @@ from paceline.observe.stats import Stats
 
 _WINDOW_STEPS = 20
 _PLAIN_SECONDS = 5.0
+_LIVE_SECONDS = 0.1  # the terminal is drawn 8 times a second, and a line that nobody sees is not made
 _BAR_WIDTH = 24
 
 
@@ -45,21 +46,28 @@ class Progress:
         self._recent: deque[Stats] = deque(maxlen=_WINDOW_STEPS)
         self._ends: deque[int] = deque([first_step - 1], maxlen=_WINDOW_STEPS + 1)
         self._live = Live(console=console, refresh_per_second=8, transient=False)
-        self._next_plain = 0.0
-        if console.is_terminal:
+        self._next_line = 0.0
+        self._is_live = console.is_terminal
+        if self._is_live:
             self._live.start()
 
     def step(self, stats: Stats) -> None:
         """Show one round, which may have been many steps."""
         self._recent.append(stats)
         self._ends.append(stats.step)
-        done = stats.step + 1
-        if self._console.is_terminal:
+        now = time.monotonic()
+        if now < self._next_line and stats.step + 1 != self._last:
+            return
+        self._next_line = now + (_LIVE_SECONDS if self._is_live else _PLAIN_SECONDS)
+        self._show()
+
+    def _show(self) -> None:
+        if self._is_live:
+            done = self._recent[-1].step + 1
             self._live.update(
                 Text(f"{_bar(done, self._last)} {self.line()}", overflow="ellipsis", no_wrap=True)
             )
-        elif time.monotonic() >= self._next_plain or done == self._last:
-            self._next_plain = time.monotonic() + _PLAIN_SECONDS
+        else:
             self._console.print(self.line(), markup=False, highlight=False, soft_wrap=True)
 
     def event(self, name: str, record: Mapping[str, Any]) -> None:
@@ -73,6 +81,8 @@ class Progress:
     def close(self) -> None:
         """Leave the last line standing."""
         if self._live.is_started:
+            if self._recent:
+                self._show()
             self._live.stop()
 
     def line(self) -> str:

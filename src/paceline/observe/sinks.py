@@ -13,6 +13,8 @@ from paceline.observe.append import Appender, Say, say_on_stderr
 from paceline.observe.schema import level_of, passes
 from paceline.observe.stats import Stats
 
+_STRICT = json.JSONEncoder(allow_nan=False)
+
 
 class Sink(Protocol):
     """Receives events in order; `close` once at the end, also after an error."""
@@ -46,6 +48,7 @@ class JsonLines:
         say: Say = say_on_stderr,
     ) -> None:
         self._level, self._now = level, now
+        self._common: dict[str, dict[str, Any] | None] = {}
         self._lines = Appender(path, _put_aside, rotate_bytes, say)
 
     def step(self, stats: Stats) -> None:
@@ -54,10 +57,12 @@ class JsonLines:
 
     def event(self, name: str, record: Mapping[str, Any]) -> None:
         """Write one event, about rank 0 where the record does not say another."""
-        if not passes(name, self._level):
-            return
-        common = {"event": name, "level": level_of(name), "rank": 0, "time": self._now()}
-        self._lines.append(_line({**common, **record}))
+        if name not in self._common:
+            common = {"event": name, "level": level_of(name), "rank": 0}
+            self._common[name] = common if passes(name, self._level) else None
+        found = self._common[name]
+        if found is not None:
+            self._lines.append(_line({**found, "time": self._now(), **record}))
 
     def close(self) -> None:
         """Close the file."""
@@ -81,7 +86,7 @@ def _put_aside(path: Path) -> None:
 def _line(record: Mapping[str, Any]) -> str:
     """Strict JSON; JSON has no NaN, so numbers that are not finite become their names."""
     try:
-        return json.dumps(record, allow_nan=False) + "\n"
+        return _STRICT.encode(record) + "\n"
     except (
         TypeError,
         ValueError,

@@ -21,8 +21,7 @@ from torch import Tensor
 from paceline.errors import NumericError
 from paceline.slot import Keeper, Piece, Slot
 from paceline.sync.update import Part, Update, Updating, lower_scale_or, placed_before
-from paceline.sync.witness import Witness
-from paceline.task import Loss
+from paceline.sync.witness import Heard, Witness
 
 Note = Callable[[str, Mapping[str, Any]], None]
 """Takes an event by name, and what there is to know about it."""
@@ -101,7 +100,7 @@ class Guard:
     def __init__(self, watch: Watch, witness: Witness, answers: Answers, note: Note) -> None:
         self.watch, self.note = watch, note
         self._witness, self._answers = witness, answers
-        self._heard: list[Loss] = []
+        self._heard: list[Heard] = []
         self._skipped = 0
 
     def loss(self, record: Updating) -> None:

@@ -11,9 +11,10 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from paceline.comm import Gradients, Net
 from paceline.comm.text import gather_texts
@@ -26,21 +27,28 @@ _MOST_MICRO_BATCHES = 1024
 _NEXT_STEP = "lower optimizer.lr, set optimizer.clip_norm, look at the samples of this step, or see [health]"
 
 
+class Heard(NamedTuple):
+    """What is kept of a loss."""
+
+    total: Tensor
+    num_items: Tensor | float
+
+
 class LossEar:
     """A loss function that records its results in training, so that an error can name the rank."""
 
     def __init__(self, loss: LossFunction) -> None:
         self._loss = loss
-        self._heard: deque[Loss] = deque(maxlen=_MOST_MICRO_BATCHES)
+        self._heard: deque[Heard] = deque(maxlen=_MOST_MICRO_BATCHES)
 
     def __call__(self, model: Any, batch: Any) -> Loss:
         """The loss itself."""
         found = self._loss(model, batch)
         if model.training and isinstance(found, Loss):
-            self._heard.append(Loss(found.total.detach(), found.count))
+            self._heard.append(Heard(found.total.detach(), found.count))
         return found
 
-    def take(self) -> list[Loss]:
+    def take(self) -> list[Heard]:
         """What was said since the last call."""
         heard = [*self._heard]
         self._heard.clear()
@@ -108,7 +116,7 @@ class Witness:
     group: Group
     net: Net
 
-    def non_finite(self, what: str, step: int, heard: Sequence[Loss], sums: Gradients) -> NumericError:
+    def non_finite(self, what: str, step: int, heard: Sequence[Heard], sums: Gradients) -> NumericError:
         """The error for a sum that is not finite; collective.
 
         Args:
@@ -129,21 +137,21 @@ class Witness:
         text = f"{what} in step {step}: {named}" + (f"; it has reached rank {others}" if others else "")
         return NumericError(text, where=f"rank {named.rank}, step {step}", next_step=_NEXT_STEP)
 
-    def spike(self, what: str, step: int, heard: Sequence[Loss], sums: Gradients) -> NumericError:
+    def spike(self, what: str, step: int, heard: Sequence[Heard], sums: Gradients) -> NumericError:
         """The error for a loss that stands out; collective."""
         seen = self._ask_all(heard, sums)
         worst = max(seen, key=lambda one: -math.inf if one.loss is None else one.loss)
         text = f"{what}: {worst}, and the largest gradient is that of '{worst.tensor}'"
         return NumericError(text, where=f"rank {worst.rank}, step {step}", next_step=_NEXT_STEP)
 
-    def _ask_all(self, heard: Sequence[Loss], sums: Gradients) -> list[Testimony]:
+    def _ask_all(self, heard: Sequence[Heard], sums: Gradients) -> list[Testimony]:
         """What every rank of the group has, by rank. Wire: one ragged all_gather."""
         own = json.dumps(asdict(self._testify(heard, sums)))
         return [Testimony(**json.loads(text)) for text in gather_texts(own, self.group, self.net)]
 
-    def _testify(self, heard: Sequence[Loss], sums: Gradients) -> Testimony:
+    def _testify(self, heard: Sequence[Heard], sums: Gradients) -> Testimony:
         rank = self.group.ranks[self.group.rank]
-        count = sum(float(loss.count) for loss in heard)
+        count = sum(float(loss.num_items) for loss in heard)
         loss = sum(float(loss.total) for loss in heard) / count if count else None
         norms: dict[str, float] = {}
         bad: list[tuple[str, int, int]] = []

@@ -164,6 +164,7 @@ class OffByOneAccumulation(Replicate):
             for p, grad in zip(parameters, before, strict=True):
                 p.grad = grad
         self.gradients._sink = sink
+        self.gradients.close()
 
 
 class UnsyncedBuffers(Replicate):

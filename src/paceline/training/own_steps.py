@@ -18,6 +18,7 @@ from paceline.comm import Tally
 from paceline.data import LoadedBatch
 from paceline.errors import StrategyError, TaskError
 from paceline.layout import Replicate, Sums
+from paceline.layout.back_propagate import back_propagate
 from paceline.layout.seed import seed_micro_batch
 from paceline.layout.sums import MetricNames, checked
 from paceline.models.dropout import name_dropouts
@@ -117,7 +118,7 @@ class OwnSteps:
         self._losses.append(found)
         scale = gradient_scale(session.work, session.state, self._rule.items_per_sample)
         with self._rule.phases.during("backward"):
-            (found.total * scale).backward()
+            back_propagate(found.total, scale)
 
     def step(self, part: str = _ALL) -> Update | None:
         """Sum the gradients over all micro-batches and ranks, and update; collective.

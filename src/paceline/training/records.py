@@ -47,9 +47,9 @@ class RankRecords:
         """After every round; collective when the window is full."""
         if not self._written:
             return
-        busy, exposed, sent, cpu = (b - a for a, b in zip(self._before, self._counters(), strict=True))
-        phases = [stats.phases[phase] for phase in PHASES]
-        self._rows.append([stats.seconds, *phases, busy, exposed, sent, cpu, peak_bytes()])
+        before, now = self._before, self._counters()
+        spent = [b - a for a, b in zip(before, now, strict=True)]
+        self._rows.append([stats.seconds, *[stats.phases[phase] for phase in PHASES], *spent, 0.0])
         self._step = stats.step
         if len(self._rows) >= self._window:
             self.flush()
@@ -59,6 +59,7 @@ class RankRecords:
         if not self._rows:
             return
         session = self._session
+        self._rows[-1][-1] = peak_bytes()  # it only grows, so the last round's is the window's
         mine = torch.tensor(self._rows, dtype=torch.float64, device=session.placed.holding.device)
         tables = session.net.gather(mine, session.mesh.world).wait()
         self._rows = []
@@ -72,8 +73,7 @@ class RankRecords:
 
     def _counters(self) -> tuple[float, float, float, float]:
         ledger = self._session.net.ledger
-        whole = ledger.total()
-        return ledger.busy_seconds, whole.exposed_seconds, whole.sent_bytes, time.process_time()
+        return ledger.busy_seconds, ledger.exposed_seconds, ledger.sent_bytes, time.process_time()
 
 
 def run_record(session: Session) -> dict[str, Any]:

@@ -31,7 +31,7 @@ class Gradients:
     def agreed(self, used: Collection[str], scale: float) -> Gradients:
         """Without those that no rank used (their storage holds zeros), and with their scale."""
         kept = self.tensors
-        if any(slot.name not in used for slot in kept):
+        if [slot for slot in kept if slot.name not in used]:
             kept = {slot: g if slot.name in used else None for slot, g in kept.items()}
         return Gradients(kept, self.flats, self.norms, scale)
 

@@ -48,6 +48,8 @@ class GatherOnUse:
     bytes. As much again for every time that a micro-batch uses blocks in another order.
     """
 
+    gathers = True
+
     def __init__(
         self,
         computes: Mapping[Slot, nn.Parameter],

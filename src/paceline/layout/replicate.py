@@ -116,7 +116,8 @@ class Replicate:
 
     def _open(self, loaded: LoadedBatch, sink: GradientSink, *, is_last: bool) -> AbstractContextManager[Any]:
         """Get ready for a micro-batch; returns the block in which it is run."""
-        self.holding.use.next()
+        if self.holding.use.gathers:
+            self.holding.use.next()
         if sink.by_micro_batch:
             sink.micro_batch(range(loaded.micro_batch.shard, loaded.micro_batch.shard + 1), is_last)
         self.gradients.open(sink if is_last or sink.by_micro_batch else None)

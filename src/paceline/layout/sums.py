@@ -61,7 +61,9 @@ class Sums:
     def add(self, loss: Loss) -> None:
         """Add one micro-batch."""
         names = self._names.check(loss)
-        row = [loss.total, loss.count, *(loss.metrics[name] for name in names)]
+        row = [loss.total, loss.count]
+        if names:
+            row += [loss.metrics[name] for name in names]
         self._rows.append([x.detach() if isinstance(x, Tensor) else float(x) for x in row])
 
     def extend(self, other: Sums) -> None:

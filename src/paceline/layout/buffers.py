@@ -110,12 +110,12 @@ class MicroBatchBuffers:
     @property
     def change(self) -> Tensor:
         """Sum of the changes that this rank reports, float64 [num_values]."""
-        if not self._places:
-            return self._nothing  # the same in every step: nobody writes to what has no values
         return self.added(self.changes)
 
     def added(self, changes: Sequence[Tensor]) -> Tensor:
         """The sum of some changes, float64 [num_values]."""
+        if not self._places:
+            return self._nothing  # the same in every step: nobody writes to what has no values
         return sum(changes, start=self._no_change())
 
     @property
@@ -138,7 +138,7 @@ class MicroBatchBuffers:
         Args:
             shards: the virtual shards of this rank's micro-batches, in the same order.
         """
-        changes = self.changes
+        changes = self.changes if self._places else []
         if not changes or "first" not in self._hows:
             return changes
         sizes = [_real(base).numel() for base in self._base]

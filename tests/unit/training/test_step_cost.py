@@ -1,6 +1,6 @@
 """What a step of a tiny model costs beside PyTorch, counted in calls of functions: the same on any machine.
 
-Seconds are in `benchmarks/results/step_overhead.txt`; counts do not see what one call costs.
+Seconds are in `benchmarks/results/small_steps.txt`; counts do not see what one call costs.
 """
 
 from __future__ import annotations

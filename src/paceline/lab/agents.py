@@ -59,6 +59,11 @@ class Agent:
                 self._say(f"[{self.host}] {self.lines[-1]}\n")
 
     @property
+    def has_entered(self) -> bool:
+        """Whether the command is in its host, or has been."""
+        return bool(members(self._space.first)) or self.poll()
+
+    @property
     def exit_code(self) -> int | None:
         """None while it runs; negative: the signal that ended it."""
         return self._process.returncode

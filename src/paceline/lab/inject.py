@@ -49,12 +49,15 @@ class Injector:
     _done: list[tuple[tuple[int, float, int], dict[str, Any]]] = field(default_factory=list)
     _heals: list[tuple[float, Heal]] = field(default_factory=list)
     _seen: set[str] = field(default_factory=set)
-    _began: float = 0.0
+    _began: float = float("inf")
 
     def begin(self) -> None:
-        """Publish the plan; the clock of `at` starts."""
+        """Publish the plan, before a command runs that looks at it."""
         self.folder.mkdir()
         (self.folder / PLAN).write_text(self.plan.to_json(), encoding="utf-8")
+
+    def start_clock(self) -> None:
+        """From now on `at` counts: every host has its command, which a fault can meet."""
         self._began = time.monotonic()
 
     def poll(self) -> None:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 _TICK_SECONDS = 0.01
 _GRACE_SECONDS = 15.0
+_ENTRY_SECONDS = 30.0
 _FAULTS = "PACELINE_FAULTS"
 _METRICS = re.compile(r"^metrics: +(?P<path>\S.*metrics\.jsonl)\nresume: .* -n (?P<world>\d+)", re.MULTILINE)
 
@@ -90,6 +91,8 @@ class Job:
             agents: list[Agent] = []
             try:
                 self._start(agents)
+                self._await_entry(agents)
+                self._injector.start_clock()
                 self._watch(agents, sampler)
             finally:
                 self._end(agents)
@@ -112,6 +115,12 @@ class Job:
                 directory=self._directory,
             )
             agents.append(agent)
+
+    def _await_entry(self, agents: Sequence[Agent]) -> None:
+        """Until every command is in its host: one that comes after its host was killed would go on."""
+        expires = min(self._stop_at, time.monotonic() + _ENTRY_SECONDS)
+        while time.monotonic() < min(expires, self._stop_at) and not all(one.has_entered for one in agents):
+            time.sleep(_TICK_SECONDS)
 
     def _watch(self, agents: list[Agent], sampler: Sampler) -> None:
         while sum(not agent.poll() for agent in agents):

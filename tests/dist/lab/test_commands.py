@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import LabError
-from paceline.lab import FaultPlan, Lab, Links, clean
+from paceline.lab import FaultPlan, Lab, Links, agents, clean
 from paceline.lab.state import records
 from paceline.testing.labs import Footprint
 
@@ -143,6 +143,19 @@ def test_faults_by_time_act_on_real_processes_files_and_disks(lab, tmp_path) -> 
     assert len(log.read_text().splitlines()) == 4 and "killed by the fault plan" in found.summary
     again = made.run(["sh", "-c", write])
     assert list(again.output["h0"]) == ["wrote"], "a fault is healed when the job has ended"
+
+
+@pytest.mark.capability("N12")
+def test_a_host_that_is_slow_to_start_meets_its_fault_all_the_same(lab, monkeypatch) -> None:
+    """The clock of a plan begins when the commands run: else one comes after its host was killed, and goes on."""
+    begin = agents._start
+
+    def late(argv, *given):
+        return begin(["sh", "-c", 'sleep 1; exec "$@"', "sh", *argv], *given)
+
+    monkeypatch.setattr(agents, "_start", late)
+    found = lab(hosts=1).run(["sleep", "600"], faults=FaultPlan(seed=1).kill("h0", at=0.2), deadline_seconds=60)
+    assert dict(found.exit_codes) == {"h0": -signal.SIGKILL} and found.forced == []
 
 
 def test_a_slowed_host_stands_still_most_of_the_time(lab) -> None:

@@ -17,7 +17,7 @@ from paceline.training.job import sinks
 DIGITS = {"task": "digits", "steps": 1, "options": {"model": "mlp", "hidden": [8]}}
 SMALL = {"size": 8, "shards": 2}
 RUNS = (
-    {"optimizer": {"name": "adamw", "weight_decay": 0.1, "clip_norm": 1.0}, "memory": {"recompute": "none"}},
+    {"optimizer": {"name": "adamw", "weight_decay": 0.1, "clip_norm": 1.0}, "memory": {"budget": "1GiB"}},
     {"optimizer": {"name": "adam", "l2": 0.1}, "precision": {"compute": "fp16"}},
     {"optimizer": {"name": "sgd", "momentum": 0.9, "nesterov": True}, "steps": None, "epochs": 0.01},
     {"optimizer": {"name": "rmsprop"}, "schedule": {"decay": "exponential", "rate": 0.1}},

@@ -12,7 +12,7 @@ from paceline.cli import options
 from paceline.cli.console import fail, output
 
 if TYPE_CHECKING:
-    from paceline.plan import MemoryPlan
+    from paceline.plan import Verdict
 
 
 def memory(
@@ -29,30 +29,32 @@ def memory(
 
     The task is built, one micro-batch runs on tensors without memory, and no process is started. Bytes are
     those of tensors at the moment of a rank's peak: what Python, PyTorch and kernels take for themselves
-    comes on top. With memory.budget the exit code is that of a refused start where it does not fit.
+    comes on top. With memory.budget it says what is computed again to keep it; the exit code is that of a
+    refused start where nothing does.
     """
-    from paceline.plan import plan_memory, refusal
+    from paceline.plan import judge
     from paceline.training.joining import obtain_task
 
     resolved = options.read_recipe(recipe, settings, strategy)
     world = options.processes_for(resolved, processes, nodes) * nodes
     task = obtain_task(resolved, None, options.task_directory(recipe))
-    plan = plan_memory(resolved, task, world, nodes=nodes)
-    refused = refusal(resolved, task, world, nodes)
+    found = judge(resolved, task, world, nodes=nodes)
     if as_json:
-        output().print_json(json.dumps({**plan.record(), "fits": refused is None}))
+        output().print_json(json.dumps({**found.plan.record(), "fits": found.refusal is None}))
     else:
-        _show(plan)
-    if refused is not None:
-        fail(refused)
-        sys.exit(refused.exit_code)
+        _show(found)
+    if found.refusal is not None:
+        fail(found.refusal)
+        sys.exit(found.refusal.exit_code)
 
 
-def _show(plan: MemoryPlan) -> None:
-    """A table, and whether ranks are far apart."""
+def _show(found: Verdict) -> None:
+    """A table, whether ranks are far apart, and what is computed again."""
     from paceline.plan.words import imbalance, table_lines
 
+    plan = found.plan
+    chosen = "" if found.choice is None else str(found.choice)
     many = "es" if plan.processes > 1 else ""
     title = f'"{plan.recipe.strategy}" on {plan.processes} process{many}, bytes of each rank at its peak:'
-    for line in filter(None, (title, *table_lines(plan), imbalance(plan))):
+    for line in filter(None, (title, *table_lines(plan), imbalance(plan), chosen)):
         output().print(line, markup=False, highlight=False, soft_wrap=True)

@@ -31,10 +31,13 @@ def recompute_blocks(
     Args:
         model: changed in place; names of parameters stay.
         choose: the blocks of a model; by default the entries of every `nn.ModuleList`.
-        how: "blocks" keeps the input of every one of L blocks and runs it twice; "segments" keeps about
-            sqrt(L) of them and runs most blocks three times (`paceline.layout.segments`).
+        how: "blocks" keeps the input of every one of L blocks and runs it twice, "0,1,4" that of the blocks
+            with these numbers; "segments" keeps about sqrt(L) of them and runs most blocks three times
+            (`paceline.layout.segments`).
     Returns:
-        Number of blocks.
+        Number of blocks that are computed again.
+    Raises:
+        TaskError: there are no blocks, or not so many.
     Exactness: bitwise; keyed dropout draws the same masks, PyTorch's own has its state restored, and buffers
     that the forward changes are changed once.
     Source: Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost, arXiv:1604.06174.
@@ -45,10 +48,22 @@ def recompute_blocks(
             f'memory.recompute = "{how}", but the model has no nn.ModuleList and the task names no blocks',
             next_step='pass Task(blocks=...), or set memory.recompute = "none"',
         )
-    run = _HOW[how](len(blocks))
+    if how not in _HOW:
+        blocks = [blocks[number] for number in _numbers(how, len(blocks))]
+    run = _HOW.get(how, _each_by_itself)(len(blocks))
     for block in blocks:
         block.__class__ = _recomputing(type(block), run)
     return len(blocks)
+
+
+def _numbers(written: str, num_blocks: int) -> list[int]:
+    found = [int(n) for n in written.split(",")]
+    if found[-1] >= num_blocks:
+        raise TaskError(
+            f"memory.recompute names block {found[-1]}, and the model has blocks 0 to {num_blocks - 1}",
+            next_step='set memory.recompute = "auto"',
+        )
+    return found
 
 
 def recomputed_blocks(
@@ -56,6 +71,15 @@ def recomputed_blocks(
 ) -> list[nn.Module]:
     """The blocks of a model: those that are chosen, or the entries of every `nn.ModuleList`."""
     return list(dict.fromkeys((choose or _module_lists)(model)))
+
+
+def outermost_blocks(
+    model: nn.Module, choose: Callable[[nn.Module], Iterable[nn.Module]] | None
+) -> dict[int, nn.Module]:
+    """By number, the blocks that lie in no other block."""
+    blocks = recomputed_blocks(model, choose)
+    inside = {one for block in blocks for one in block.modules() if one is not block}
+    return {number: block for number, block in enumerate(blocks) if block not in inside}
 
 
 def _module_lists(model: nn.Module) -> Iterable[nn.Module]:
@@ -91,4 +115,8 @@ def _in_segments(num_blocks: int) -> Run:
     return run
 
 
-_HOW: Mapping[str, Callable[[int], Run]] = {"blocks": lambda _: _by_itself, "segments": _in_segments}
+def _each_by_itself(_num_blocks: int) -> Run:
+    return _by_itself
+
+
+_HOW: Mapping[str, Callable[[int], Run]] = {"blocks": _each_by_itself, "segments": _in_segments}

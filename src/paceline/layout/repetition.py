@@ -29,6 +29,11 @@ def contexts_of(block: nn.Module, modes: Sequence[Mode]) -> Contexts | None:
     return partial(_contexts, places, modes) if places or modes else None
 
 
+def is_repeated_in_modes(context_fn: object) -> bool:
+    """Whether a checkpoint was given what `contexts_of` returned."""
+    return isinstance(context_fn, partial) and context_fn.func is _contexts
+
+
 def _contexts(places: Sequence[_Place], modes: Sequence[Mode]) -> tuple[Mode, Mode]:
     first = _First(places)
     return first, _Repeated(first, modes)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from paceline.observe.layout_events import RECOMPUTE, STAGES
 from paceline.observe.schema_of_health import LOWER_RATE, ROLL_BACK, SKIP
 from paceline.observe.schema_of_speed import GAIN, SERVERS, SHARES, STRAGGLER
 from paceline.observe.wire_events import CODEC, ROUTE
@@ -132,16 +133,8 @@ EVENTS: Mapping[str, Event] = MappingProxyType(
             False,
             {"compute": "str: chosen by the machine", "reason": "str: why, with what was measured"},
         ),
-        "stages": Event(
-            "info",
-            False,
-            {
-                "stages": "str: modules of each stage, by measured time",
-                "link_seconds": "list: of forward and backward of each module",
-                "stage_seconds": "list: of each stage",
-                "imbalance": "float: slowest stage over the mean",
-            },
-        ),
+        "stages": Event("info", False, STAGES),
+        "recompute": Event("info", False, RECOMPUTE),
         "servers": Event("info", False, SERVERS),
         "route": Event("info", False, ROUTE),
         "codec": Event("info", False, CODEC),

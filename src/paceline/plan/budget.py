@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
 
 from paceline.errors import StrategyError, TaskError
 from paceline.plan.memory import plan_memory
 from paceline.plan.parts import MemoryPlan
+from paceline.plan.recompute_choice import RecomputeChoice, choose_recompute
 from paceline.plan.words import spell_peak
 from paceline.recipe import Recipe, Strategy, most_sharers, support
 from paceline.recipe.layout_table import layouts
@@ -23,31 +27,55 @@ _KEPT: Mapping[str, Callable[[Strategy, Strategy], bool]] = {
 """Words of a pipeline that another layout keeps, and when."""
 
 
-def refusal(recipe: Recipe, task: Task, processes: int, nodes: int) -> StrategyError | None:
-    """Why a job does not fit into its budget, and the nearest that does; None: it fits, or has no budget.
+@dataclass(frozen=True)
+class Verdict:
+    """What a job needs, and whether it may start.
 
+    Args:
+        plan: with what was chosen.
+        choice: of what is computed again; None: the recipe says it, or has no budget.
+        refusal: why it does not fit into its budget, and the nearest that does; None: it fits, or has none.
+    """
+
+    plan: MemoryPlan
+    choice: RecomputeChoice | None
+    refusal: StrategyError | None
+
+
+def judge(
+    recipe: Recipe, task: Task, processes: int, *, nodes: int = 1, device: torch.device | None = None
+) -> Verdict:
+    """Plan a job, choose what it computes again, and compare with its budget.
+
+    Args:
+        device: where blocks are measured.
     Raises:
         StrategyError, TaskError: see `plan_memory`.
     """
-    budget = recipe.memory.budget
-    if budget is None:
-        return None
-    plan = plan_memory(recipe, task, processes, nodes=nodes)
-    if plan.peak <= budget:
+    if not recipe.memory.chooses:
+        plan = plan_memory(recipe, task, processes, nodes=nodes)
+        return Verdict(plan, None, _refusal(plan, task, nodes))
+    choice = choose_recompute(recipe, task, processes, nodes=nodes, device=device)
+    return Verdict(choice.plan, choice, _refusal(choice.plan, task, nodes))
+
+
+def _refusal(plan: MemoryPlan, task: Task, nodes: int) -> StrategyError | None:
+    budget = plan.recipe.memory.budget
+    if budget is None or plan.peak <= budget:
         return None
     advice = _advice(nearest_that_fits(plan, task, nodes), budget)
     if plan.largest.when == "evaluation":
-        advice = f"lower evaluate.batch, which is {recipe.evaluate.batch}; or {advice}"
+        advice = f"lower evaluate.batch, which is {plan.recipe.evaluate.batch}; or {advice}"
     return StrategyError(
         f"{spell_peak(plan)}, and memory.budget is {spell_bytes(budget)}",
-        where=f'strategy "{plan.recipe.strategy}" on {processes} processes',
+        where=f'strategy "{plan.recipe.strategy}" on {plan.processes} processes',
         next_step=advice,
     )
 
 
 def _advice(found: MemoryPlan, budget: int) -> str:
     words = f'"{found.recipe.strategy}"'
-    if found.recipe.memory.recompute != "none":
+    if found.recipe.memory.recomputes:
         words += f' with memory.recompute = "{found.recipe.memory.recompute}"'
     needs = spell_bytes(found.peak)
     if found.peak <= budget:

@@ -23,14 +23,14 @@ class LiveBytes(TorchDispatchMode):
 
     Attributes:
         now: bytes that are alive.
-        peaks: pairs of (bytes alive, bytes of gradients that were complete), each the most of the first for a
-            value of the second since `begin`.
+        place: where in the model this is, as `at` was told.
+        peaks: by (place, bytes of gradients that were complete), the most bytes alive since `begin`.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = 0
-        self.peaks = {0: 0}
+        self.now, self.place = 0, 0
+        self.peaks = {(0, 0): 0}
         self._completed = 0
         self._sizes: dict[int, int] = {}
         self._outside: set[int] = set()
@@ -41,7 +41,12 @@ class LiveBytes(TorchDispatchMode):
 
     def begin(self) -> None:
         """Look for peaks from here on."""
-        self._completed, self.peaks = 0, {0: self.now}
+        self._completed, self.peaks = 0, {(self.place, 0): self.now}
+
+    def at(self, place: int) -> None:
+        """From here on it is another place of the model."""
+        self.place = place
+        self._note()
 
     def complete(self, grad: Tensor) -> None:
         """A gradient is complete; it is counted apart from now on."""
@@ -82,4 +87,5 @@ class LiveBytes(TorchDispatchMode):
         self._outside.discard(place)  # the next memory may have its address
 
     def _note(self) -> None:
-        self.peaks[self._completed] = max(self.now, self.peaks.get(self._completed, 0))
+        here = self.place, self._completed
+        self.peaks[here] = max(self.now, self.peaks.get(here, 0))

@@ -9,34 +9,16 @@ go.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from itertools import accumulate, pairwise
-
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from paceline.cluster import Cluster
 from paceline.data import settled
 from paceline.errors import StrategyError
-from paceline.layout import Precision
-from paceline.layout.holding import without_values
-from paceline.layout.pipeline.chain import chain_of
-from paceline.layout.recompute import recomputed_blocks
-from paceline.plan.forms import Sizes, Sums, bytes_of, gathered_by_block, sizes_of, sums_of
-from paceline.plan.moments import Work, first_step, in_backward, in_update
-from paceline.plan.parts import MemoryPlan, Parts, RankMemory
-from paceline.plan.ranks import CPU, Place, fake_model, places
-from paceline.plan.rehearsal import Footprint, Rehearsal
-from paceline.plan.updates import Update, update_of
-from paceline.recipe import Recipe, most_sharers, num_micro_batches, resolve
-from paceline.schedule import Action
-from paceline.slot import trained_parameters
+from paceline.plan.parts import MemoryPlan
+from paceline.plan.planner import Planner
+from paceline.plan.ranks import CPU
+from paceline.recipe import Recipe, most_sharers, resolve
 from paceline.task import Task
-from paceline.training.schedules import schedule_of
 from paceline.training.stage_choice import cut_here
-
-_ON_ONE_HOST = ("auto", "shared-memory")
-"""Routes by which parameters lie once on a host under ZeRO 3."""
 
 
 def plan_memory(recipe: Recipe, task: Task, processes: int, *, nodes: int = 1) -> MemoryPlan:
@@ -54,15 +36,37 @@ def plan_memory(recipe: Recipe, task: Task, processes: int, *, nodes: int = 1) -
         tests/dist/test_memory_plan.py.
     """
     task = settled(task, recipe)
+    return plan_of(planners_of(laid_out(recipe, task, processes), task, processes, nodes))
+
+
+def laid_out(recipe: Recipe, task: Task, processes: int) -> Recipe:
+    """A recipe whose strategy has its replicas and stages filled in.
+
+    Raises:
+        StrategyError: it does not fit the processes, or keeps what no form is known for.
+    """
     most, called = most_sharers(recipe)
     strategy = resolve(recipe.strategy, processes=processes, shards=most, called=called)
     recipe = recipe.replace(strategy=strategy)
     _require_known(recipe)
-    if strategy.stages == "time":
-        recipe = _cut_here(recipe, task, processes)
-    plans = [_Plan(recipe, task, processes, nodes, compute).ranks() for compute in _formats(recipe)]
+    return _cut_here(recipe, task, processes) if strategy.stages == "time" else recipe
+
+
+def planners_of(recipe: Recipe, task: Task, processes: int, nodes: int) -> list[Planner]:
+    """One for each number format that the run may have.
+
+    Args:
+        recipe: see `laid_out`.
+        task: as a run settles it.
+    """
+    return [Planner(recipe, task, processes, nodes, compute) for compute in _formats(recipe)]
+
+
+def plan_of(planners: Sequence[Planner]) -> MemoryPlan:
+    """The plan of what needs most in any format."""
+    plans = [one.ranks() for one in planners]
     ranks = [max(alike, key=lambda one: one.peak.total) for alike in zip(*plans, strict=True)]
-    return MemoryPlan(recipe, processes, ranks)
+    return MemoryPlan(planners[0].recipe, planners[0].processes, ranks)
 
 
 def _formats(recipe: Recipe) -> list[str]:
@@ -96,141 +100,3 @@ def _require_known(recipe: Recipe) -> None:
             where=f'strategy "{strategy}"',
             next_step="plan the same layout without it, or leave memory.budget out",
         )
-
-
-class _Plan:
-    """The plan under one number format; ranks that are alike share what is found for them."""
-
-    def __init__(self, recipe: Recipe, task: Task, processes: int, nodes: int, compute: str) -> None:
-        self._recipe, self._task, self._processes = recipe, task, processes
-        self._model = without_values(task.model)
-        self._shards = num_micro_batches(recipe, processes)
-        self._precision = Precision(compute, CPU.type, caches=not recipe.is_ordered)
-        self._item_bytes = {s.name: p.element_size() for s, p in trained_parameters(self._model).items()}
-        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self._found: dict[int, list[Footprint]] = {}
-        self._update: Update | None = None
-        self._in_common = recipe.strategy.route in _ON_ONE_HOST and nodes == 1
-        self._places = list(places(recipe, task, self._model, processes))
-
-    def ranks(self) -> list[RankMemory]:
-        """All of the first replica."""
-        return [self._rank(place) for place in self._places]
-
-    def _rank(self, place: Place) -> RankMemory:
-        held = list(place.held.values())
-        sizes, keeps = sizes_of(held, self._item_bytes), all(one.kept for one in held)
-        frees = any(one.frees for one in held)
-        sums = sums_of(self._recipe, sizes, self._shards, frees=frees, meets=sizes.shared > 0)
-        work = self._work(place)
-        assert self._update is not None  # it was found with the work
-        still = self._still(place, sizes, sums, keeps=keeps)
-        updated = [one.updates for one in held if one.updates is not None]
-        taken = self._update.takes([bytes_of(slot, self._item_bytes) for slot in updated])
-        sharers = self._recipe.strategy.shard if keeps else 1
-        new = replace(still, moments=0, snapshot=0)
-        found = {
-            "building": Parts(parameters=max(still.parameters, self._built())),
-            "first step": in_backward(new, first_step(sums), work),
-            "backward": in_backward(still, sums, work),
-            "update": in_update(
-                replace(still, gathered=0), sums, sizes, taken, sharers=sharers, common=self._in_common
-            ),
-        }
-        if work.evaluation:
-            between = sums.stays + sums.own
-            found["evaluation"] = replace(still, gradients=between, activations=work.evaluation)
-        return RankMemory(place.rank, place.coordinates["pipeline"], found)
-
-    def _still(self, place: Place, sizes: Sizes, sums: Sums, *, keeps: bool) -> Parts:
-        """What stays while a rank trains."""
-        recipe, fixed = self._recipe, self._fixed(place)
-        assert self._update is not None
-        moments = int(self._update.kept * sizes.updates)
-        moments += sizes.updates if recipe.average.decay is not None else 0
-        copies = recipe.strategy.degrees["replica"]
-        saved = fixed + sizes.updates + moments
-        snapshot = saved if copies == 1 else min(saved, -(-saved // copies) + sizes.largest)
-        return Parts(
-            parameters=fixed + (sizes.computes if keeps else sizes.updates),
-            gathered=0 if keeps or self._in_common else self._gathered(place, sizes),
-            moments=moments,
-            wire=sums.buckets,
-            snapshot=snapshot if self._saves() else 0,
-        )
-
-    def _saves(self) -> bool:
-        """Whether a copy for a checkpoint stays in memory while the run goes on."""
-        every = self._recipe.checkpoint
-        return every.mode == "background" and (every.every_steps > 0 or every.every_minutes > 0)
-
-    def _built(self) -> int:
-        """A model that is not built without memory is there whole before it is cut."""
-        return sum(p.nbytes for p in self._task.model.parameters() if not p.is_meta)
-
-    def _fixed(self, place: Place) -> int:
-        """Frozen parameters, and buffers; those of the state are there three times around a step."""
-        modules: Sequence[nn.Module] = [self._model] if place.stage is None else place.stage.links
-        frozen = {p for m in modules for p in m.parameters() if not p.requires_grad}
-        buffers = {b for m in modules for b in m.buffers()}
-        kept = {t for m in modules for t in m.state_dict(keep_vars=True).values()}
-        around = sum(b.nbytes for b in buffers if b in kept)
-        return sum(t.nbytes for t in (*frozen, *buffers)) + 2 * around
-
-    def _gathered(self, place: Place, sizes: Sizes) -> int:
-        """Whole parameters under ZeRO 3; inside a stage they are there for a whole run."""
-        shard = self._recipe.strategy.shard
-        if place.stage is not None:
-            return gathered_by_block([], sizes.computes, shard)
-        names = {id(p): slot.name for slot, p in trained_parameters(self._model).items()}
-        found, left = [], {name: bytes_of(one.computes, self._item_bytes) for name, one in place.held.items()}
-        for block in recomputed_blocks(self._model, self._task.blocks):
-            own = [names[id(p)] for p in block.parameters() if names.get(id(p)) in left]
-            found.append(sum(left.pop(name) for name in own))
-        return gathered_by_block(found, sum(left.values()), shard)
-
-    # -- what one micro-batch takes ------------------------------------------------------------------------
-
-    def _work(self, place: Place) -> Work:
-        """What a rank does in a step, and what each of its chunks takes for it."""
-        strategy = self._recipe.strategy
-        most = -(-self._shards // (strategy.degrees["replica"] * strategy.shard))
-        footprints = self._footprints(place)
-        if place.stage is None:
-            order = [Action(kind, k) for k in range(most) for kind in "FB"]
-            total = sum(bytes_of(one.computes, self._item_bytes) for one in place.held.values())
-            return Work(order, footprints, [total])
-        number, stages = place.stage.stage, place.stage.num_stages
-        order = list(schedule_of(strategy)(stages, most).orders[number])
-        sizes = [0] * place.stage.num_chunks
-        for one in place.held.values():
-            sizes[one.chunk] += bytes_of(one.computes, self._item_bytes)
-        return Work(order, footprints[number::stages], sizes)
-
-    def _footprints(self, place: Place) -> list[Footprint]:
-        """Of all chunks of the model, as the tensor ranks at this place run them."""
-        tensor = place.coordinates["tensor"]
-        if tensor not in self._found:
-            recipe, fake, task = self._recipe, self._fake, self._task
-            found = fake_model(recipe, task, place, self._processes, fake)
-            if self._update is None:
-                self._update = update_of(recipe, task, found.model, fake)
-            samples = -(-recipe.batch.size // self._shards)
-            evaluated = 0 if task.held_out is None else recipe.evaluate.batch
-            rehearsal = Rehearsal(task, fake, self._precision, samples, evaluated, found.exchanged)
-            self._found[tensor] = rehearsal.run(found.model, self._chunks(found.model))
-        return self._found[tensor]
-
-    def _chunks(self, model: nn.Module) -> list[list[nn.Module]] | None:
-        """The links of every chunk, those of all stages one after another; None: there are no stages."""
-        by_number = {
-            chunk * place.stage.num_stages + place.stage.stage: len(links)
-            for place in self._places
-            if place.stage is not None
-            for chunk, links in enumerate(place.stage.chunks)
-        }
-        if not by_number:
-            return None
-        links = chain_of(self._task, model)
-        ends = accumulate((by_number[number] for number in sorted(by_number)), initial=0)
-        return [links[start:stop] for start, stop in pairwise(ends)]

@@ -36,20 +36,29 @@ class Work:
         return max(one.evaluation for one in self.footprints)
 
 
-def in_backward(still: Parts, sums: Sums, work: Work) -> Parts:
-    """The most while micro-batches run.
+@dataclass(frozen=True)
+class Instant:
+    """A moment while micro-batches run.
 
     Args:
-        still: what stays during a step.
+        parts: bytes.
+        chunk, place: which is at work, and where in it; see `paceline.plan.places`.
+        flying: by chunk, other micro-batches whose activations are kept.
     """
-    return max(_Walk(still, sums, work).moments(), key=lambda parts: parts.total)
+
+    parts: Parts
+    chunk: int
+    place: int
+    flying: tuple[int, ...]
 
 
-class _Walk:
+class Walk:
     """A stage on its way through a step.
 
     Args:
-        still, sums, work: see `in_backward`.
+        still: what stays during a step.
+        sums: how its gradients come to be sums.
+        work: what it does.
     """
 
     def __init__(self, still: Parts, sums: Sums, work: Work) -> None:
@@ -57,24 +66,30 @@ class _Walk:
         self._still, self._sums, self._work = replace(still, wire=still.wire + late), sums, work
         self._split = {(a.micro_batch, a.chunk) for a in work.order if a.kind == "W"}
         self._last = {a.chunk: a for a in work.order if a.kind != "F"}
-        self._flying, self._ended = 0, [0] * len(work.footprints)
+        self._flying, self._ended = [0] * len(work.footprints), [0] * len(work.footprints)
 
-    def moments(self) -> Iterator[Parts]:
+    def instants(self) -> Iterator[Instant]:
         """All that may be the largest."""
-        yield self._still
+        yield Instant(self._still, 0, 0, tuple(self._flying))
         for action in self._work.order:
-            if action.kind == "F":
-                yield self._forward(action)
-            else:
-                yield from self._backward(action)
+            yield from self._forward(action) if action.kind == "F" else self._backward(action)
 
-    def _forward(self, action: Action) -> Parts:
-        chunk = self._work.footprints[action.chunk]
-        alive, self._flying = self._flying + chunk.forward, self._flying + chunk.kept
-        grads = sum(self._gradients(k) for k in range(len(self._ended)))
-        return replace(self._still, activations=alive, gradients=grads + self._sums.own)
+    def most(self) -> Parts:
+        """What is the largest."""
+        return max((one.parts for one in self.instants()), key=lambda parts: parts.total)
 
-    def _backward(self, action: Action) -> Iterator[Parts]:
+    def _kept(self) -> int:
+        return sum(n * one.kept for n, one in zip(self._flying, self._work.footprints, strict=True))
+
+    def _forward(self, action: Action) -> Iterator[Instant]:
+        number, chunk = action.chunk, self._work.footprints[action.chunk]
+        grads = sum(self._gradients(k) for k in range(len(self._ended))) + self._sums.own
+        for place, alive in chunk.forward.items():
+            parts = replace(self._still, activations=self._kept() + alive, gradients=grads)
+            yield Instant(parts, number, place, tuple(self._flying))
+        self._flying[number] += 1
+
+    def _backward(self, action: Action) -> Iterator[Instant]:
         """While gradients grow, those of this chunk go over from what there was to what there will be."""
         number, still = action.chunk, self._still
         chunk, total = self._work.footprints[number], self._work.gradients[number]
@@ -82,14 +97,16 @@ class _Walk:
         others = self._sums.own + sum(self._gradients(k) for k in range(len(self._ended)) if k != number)
         before, after = (self._standing(self._ended[number] + more) for more in (0, int(ends)))
         moved = self._sums.moved if action == self._last[number] else 0
-        for done, alive in chunk.backward.items():
-            yield replace(
+        self._flying[number] -= 1
+        for (place, done), alive in chunk.backward.items():
+            parts = replace(
                 still,
-                activations=self._flying - chunk.kept + alive,
+                activations=self._kept() + alive,
                 gradients=others + before * (total - done) + after * done,
                 wire=still.wire + moved * done,
             )
-        self._flying -= chunk.kept if ends else 0
+            yield Instant(parts, number, place, tuple(self._flying))
+        self._flying[number] += 0 if ends else 1
         self._ended[number] += ends
 
     def _gradients(self, chunk: int) -> int:

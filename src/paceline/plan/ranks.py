@@ -176,7 +176,7 @@ class FakeModel:
 def fake_model(recipe: Recipe, task: Task, place: Place, processes: int, fake: FakeTensorMode) -> FakeModel:
     """Make it, in a mode."""
     model = without_values(task.model)
-    if recipe.memory.recompute != "none":
+    if recipe.memory.recomputes:
         recompute_blocks(model, task.blocks, recipe.memory.recompute)
     setting = setting_of(recipe, processes, place.rank)
     cuttings = [c for c in _cuttings(setting, task, model) if c.transform.axis not in _OTHERWISE]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from paceline.layout.pipeline.chain import Stage, as_tuple
 from paceline.layout.pipeline.view import Answers, Call, asked
 from paceline.models.dropout import name_dropouts
 from paceline.plan.live_bytes import LiveBytes
+from paceline.plan.places import Entry, Places
 from paceline.task import Task
 
 CPU = torch.device("cpu")
@@ -38,18 +40,20 @@ class Footprint:
 
     Args:
         kept: from the end of its forward to its backward.
-        forward: the most during its forward.
-        backward: the most during its backward, by the bytes of gradients that were complete by then, which it
-            does not count.
+        forward: by place, the most during its forward; see `Places`.
+        backward: by (place, bytes of gradients that were complete by then, which it does not count), the most
+            during its backward.
         passed: of what goes to other ranks or comes from them, which the thread of a backend lets go of late.
         evaluation: the most of a forward without gradients, with a batch of evaluation.
+        entries: the calls of its blocks.
     """
 
     kept: int
-    forward: int
-    backward: Mapping[int, int]
+    forward: Mapping[int, int]
+    backward: Mapping[tuple[int, int], int]
     passed: int
     evaluation: int = 0
+    entries: Sequence[Entry] = ()
 
 
 def fake_batch(task: Task, num_samples: int) -> Any:
@@ -68,6 +72,7 @@ class Rehearsal:
         precision: of forward and backward.
         samples, evaluated: of a micro-batch, and of a batch of evaluation (0: there is none).
         exchanged: bytes that the ranks of a tensor group have sent each other so far.
+        blocks: of the fake model, by number.
     """
 
     def __init__(
@@ -78,8 +83,10 @@ class Rehearsal:
         samples: int,
         evaluated: int,
         exchanged: Callable[[], int] = lambda: 0,
+        blocks: Mapping[int, nn.Module] = MappingProxyType({}),
     ) -> None:
         self._task, self._fake, self._precision, self._exchanged = task, fake, precision, exchanged
+        self._blocks = blocks
         self._batches = [self._faked(fake_batch(task, n)) if n else None for n in (samples, evaluated)]
 
     def _faked(self, batch: Any) -> Any:
@@ -137,13 +144,14 @@ class Rehearsal:
     def _trained(self, model: nn.Module, run: Callable[[Any], Any], arrived: Any) -> tuple[Footprint, Any]:
         """Sizes of a forward and a backward, and what goes on to the next chunk."""
         live, before = LiveBytes(), self._exchanged()
+        places = Places(self._blocks, live)
         live.leave_out([*model.parameters(), *model.buffers()])
         with _completing(model, live), live:
             x = tuple(t.detach().clone().requires_grad_(t.is_floating_point()) for t in arrived or ())
             live.begin()
-            with self._precision.autocast():
+            with places, self._precision.autocast():
                 outputs = as_tuple(run(x))
-            kept, forward = live.now, live.peak
+            kept, forward = live.now, dict(live.peaks)
             sent = [t.detach() for t in outputs]
             live.begin()
             pairs = [(t, torch.ones_like(t)) for t in outputs if t.requires_grad]
@@ -153,7 +161,8 @@ class Rehearsal:
             p.grad = None
         crossing = _bytes(x) + _bytes(sent)
         passed = _LATE * (crossing + self._exchanged() - before)
-        return Footprint(kept, forward, backward, passed), sent
+        by_place = {place: most for (place, _), most in forward.items()}
+        return Footprint(kept, by_place, backward, passed, entries=places.entries), sent
 
     def _evaluated(self, model: nn.Module, run: Callable[[Any], Any], arrived: Any) -> tuple[int, Any]:
         """The most of a forward, and what goes on to the next chunk."""

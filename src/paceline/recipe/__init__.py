@@ -9,11 +9,11 @@ from paceline.recipe.lasting import CheckpointRecipe, HealthRecipe
 from paceline.recipe.learning import BatchRecipe, OptimizerRecipe, ScheduleRecipe
 from paceline.recipe.load import load_recipe
 from paceline.recipe.log import LogRecipe
+from paceline.recipe.memory import MemoryRecipe
 from paceline.recipe.micro_batches import most_sharers, num_micro_batches
 from paceline.recipe.model import (
     EvaluateRecipe,
     LoaderRecipe,
-    MemoryRecipe,
     PrecisionRecipe,
     Recipe,
     RuntimeRecipe,

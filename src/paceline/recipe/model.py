@@ -8,22 +8,21 @@ world size) is decided later.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from paceline.recipe.acting import Need
 from paceline.recipe.debug import DebugRecipe
-from paceline.recipe.expect import Words
 from paceline.recipe.lasting import AverageRecipe, CheckpointRecipe, HealthRecipe
 from paceline.recipe.learning import BatchRecipe, OptimizerRecipe, ScheduleRecipe
 from paceline.recipe.log import LogRecipe
+from paceline.recipe.memory import MemoryRecipe
 from paceline.recipe.of_several_tables import OF_SEVERAL_TABLES
 from paceline.recipe.plain import plain
 from paceline.recipe.problems import Conflict, refused
 from paceline.recipe.same_bits import lane_conflicts, same_bits_conflicts
 from paceline.recipe.security import SecurityRecipe
-from paceline.recipe.sizes import EXPECTED, as_bytes
 from paceline.recipe.strategy import Strategy
 from paceline.recipe.strict import Table
 from paceline.recipe.whole_batch import synced_conflicts
@@ -47,21 +46,6 @@ class PrecisionRecipe(Table):
     init_scale: float = Field(default=65536.0, gt=0, description="first factor of the loss (fp16)")
     growth_steps: int = Field(
         default=200, ge=1, description="finite updates before the factor doubles (fp16)"
-    )
-
-
-class MemoryRecipe(Table):
-    """What saves memory at the price of time."""
-
-    recompute: Literal["none", "blocks", "segments"] = Field(
-        default="none",
-        description='what backward computes again: "none", the inside of "blocks", or "segments" of about'
-        " sqrt(blocks) blocks, of which one input is kept: the least memory, two more forwards",
-    )
-    budget: Annotated[int | None, BeforeValidator(as_bytes), Words(EXPECTED)] = Field(
-        default=None,
-        ge=1,
-        description='the most that a rank may need, as "2GiB": a run that needs more does not start',
     )
 
 
@@ -235,7 +219,7 @@ class Recipe(Table):
                 self.batch,
                 self.strategy,
                 reproducible=self.reproducible,
-                recomputes=self.memory.recompute != "none",
+                recomputes=self.memory.recomputes,
                 compiles=compiles,
             )
 

@@ -108,7 +108,7 @@ def build_session(
     tell_large_batch(recipe, task, warn)
     tell_before(setting, task)
     require_same_order(build_order(recipe, task), net, setting.mesh.world)
-    keep_to_budget(setting, task)
+    setting, recipe = keep_to_budget(setting, recipe, task)
     grounds = lay_grounds(setting, recipe, task, fresh=fresh)
     holding = grounds.layout.placed.holding
     optimizer = build_task_optimizer(recipe, task, holding)

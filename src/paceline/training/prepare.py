@@ -93,7 +93,7 @@ def recompute_and_compile(
     recipe: Recipe, task: Task, model: nn.Module, device: torch.device, warn: Callable[[str], None]
 ) -> None:
     """Change the model in place as the recipe's memory and runtime sections say."""
-    if recipe.memory.recompute != "none":
+    if recipe.memory.recomputes:
         recompute_blocks(model, task.blocks, recipe.memory.recompute)
     if recipe.runtime.compile:
         reason = compile_or_explain(model, device.type)

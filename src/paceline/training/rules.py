@@ -143,7 +143,7 @@ def pipedream(setting: Setting, layout: Layout, state: TrainState) -> Rule:
         if not isinstance(placed, Pipeline) or placed.cut.shared
         else "",
         "memory.recompute": "it would compute again with the weights of today, not with those of the forward"
-        if recipe.memory.recompute != "none"
+        if recipe.memory.recomputes
         else "",
     }
     reasons = [f"{name} ({why})" for name, why in unfit.items() if why]

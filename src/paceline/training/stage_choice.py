@@ -182,8 +182,11 @@ def _seconds(
     link: nn.Module, run: Run, shapes: Sequence[Tensor], precision: Precision, device: torch.device
 ) -> float:
     """The shortest of some forwards and backwards of a copy, after one that is not counted."""
-    twin, times = _with_memory(link).to(device), []
-    x = [_filled(shape).to(device).requires_grad_(shape.is_floating_point()) for shape in shapes]
+    twin, times = with_memory(link).to(device), []
+    x = [
+        filled(shape.shape, shape.dtype).to(device).requires_grad_(shape.is_floating_point())
+        for shape in shapes
+    ]
     for _ in range(_REPEATS + 1):
         set_micro_batch_key(twin, 0)
         began = time.perf_counter()
@@ -197,19 +200,22 @@ def _seconds(
     return min(times[1:])
 
 
-def _with_memory(link: nn.Module) -> nn.Module:
-    """A copy; parameters without memory get some, with small values."""
+def with_memory(link: nn.Module) -> nn.Module:
+    """A copy; parameters without memory get some, with small values, and buffers with zeros."""
     twin = copy.deepcopy(link).train()
     for module in twin.modules():
         for name, p in module._parameters.items():
             if p is not None and p.is_meta:
                 values = torch.empty(p.shape, dtype=p.dtype).normal_(std=0.02)
                 module._parameters[name] = nn.Parameter(values, p.requires_grad)
+        for name, b in module._buffers.items():
+            if b is not None and b.is_meta:
+                module._buffers[name] = torch.zeros(b.shape, dtype=b.dtype)
     return twin
 
 
-def _filled(shape: Tensor) -> Tensor:
-    """An input of a link: numbers of ordinary size, or zeros where it holds none."""
-    if not shape.is_floating_point():
-        return torch.zeros(shape.shape, dtype=shape.dtype)
-    return torch.randn(shape.shape, dtype=shape.dtype)
+def filled(sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """An input of a module: numbers of ordinary size, or zeros where it holds none."""
+    if not dtype.is_floating_point:
+        return torch.zeros(sizes, dtype=dtype)
+    return torch.randn(sizes, dtype=dtype)

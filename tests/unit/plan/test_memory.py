@@ -16,7 +16,7 @@ from paceline.cli.main import build_app
 from paceline.cluster import Cluster
 from paceline.errors import StrategyError, TaskError
 from paceline.models import GPT, GPTConfig, gpt_chain
-from paceline.plan import nearest_that_fits, plan_memory, refusal, whole_bytes
+from paceline.plan import judge, nearest_that_fits, plan_memory, whole_bytes
 from paceline.plan.forms import gathered_by_block, partial_sums, sizes_of
 from paceline.plan.live_bytes import LiveBytes
 from paceline.plan.ranks import places
@@ -51,7 +51,7 @@ def recipe(strategy: str, size: int = 16, shards: int = 4, **more: object) -> Re
     return Recipe.model_validate(values | more)
 
 
-def step(model: nn.Module, x: Tensor) -> tuple[int, int, dict[int, int]]:
+def step(model: nn.Module, x: Tensor) -> tuple[int, int, dict[tuple[int, int], int]]:
     """Bytes that a forward keeps, its peak, and those of its backward."""
     live = LiveBytes()
     live.leave_out(model.parameters())
@@ -76,7 +76,7 @@ def test_fake_tensors_take_the_bytes_of_real_ones() -> None:
         assert step(model(), torch.zeros(16, 8)) == real
     kept, forward, backward = real
     assert forward >= kept >= 4 * 16 * (32 + 32 + 4)  # what each layer gave
-    assert max(backward) == 4 * (8 * 32 + 32 + 32 * 4 + 4)  # every gradient was complete
+    assert max(done for _, done in backward) == 4 * (8 * 32 + 32 + 32 * 4 + 4)  # every gradient was complete
 
 
 @pytest.mark.capability("L3")
@@ -104,9 +104,9 @@ def test_a_strategy_that_needs_more_than_the_budget_is_refused_with_the_nearest_
     task = gpt()
     asked = recipe("replicas=2 route=native")
     needs = plan_memory(asked, task, 2).peak
-    assert refusal(asked.replace(memory={"budget": needs}), task, 2, 1) is None
-    tight = asked.replace(memory={"budget": needs - 1})
-    error = refusal(tight, task, 2, 1)
+    assert judge(asked.replace(memory={"budget": needs}), task, 2).refusal is None
+    tight = asked.replace(memory={"budget": needs - 1, "recompute": "none"})
+    error = judge(tight, task, 2).refusal
     assert isinstance(error, StrategyError)
     assert "in the backward" in error.what and "memory.budget is" in error.what
     assert 'the nearest that fits is "replicas=2' in error.next_step
@@ -117,7 +117,7 @@ def test_a_strategy_that_needs_more_than_the_budget_is_refused_with_the_nearest_
 
 def test_where_nothing_fits_the_least_is_named() -> None:
     task = Task(nn.Linear(4, 1), list(torch.rand(16, 4)), lambda model, x: Loss(model(x).sum(), len(x)))
-    error = refusal(recipe("replicas=2", memory={"budget": 64}), task, 2, 1)
+    error = judge(recipe("replicas=2", memory={"budget": 64}), task, 2).refusal
     assert error is not None and error.next_step.startswith("no layout of 2 processes fits; ")
 
 

@@ -11,20 +11,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from types import FrameType, FunctionType
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import CheckpointFunction
 
 from paceline.comm import Net
 from paceline.errors import TaskError
 from paceline.layout.context.cost import Call, goes_by_heads
 from paceline.layout.context.heads import GatherPositions, Heads, ScatterPositions
 from paceline.layout.context.kernels import wide
+from paceline.layout.context.own_checkpoint import require_no_own_checkpoint
 from paceline.layout.context.part import Part
 from paceline.layout.context.ring import Ring, ring_attention
 from paceline.mesh import Group
@@ -56,8 +56,7 @@ class OverAllRanks(TorchFunctionMode):
         instead = _INSTEAD.get(func)
         if instead is None:
             return func(*args, **(kwargs or {}))
-        if not torch.is_grad_enabled():
-            _require_not_reentrant()
+        require_no_own_checkpoint(sys._getframe(1))
         return instead(self, *args, **(kwargs or {}))
 
     def attend(
@@ -160,23 +159,6 @@ class OverAllRanks(TorchFunctionMode):
             )
         with self:
             return _BODY(*args, **kwargs)
-
-
-def _require_not_reentrant() -> None:
-    """Its repetition in backward runs outside of every mode: each rank would attend to its part alone.
-
-    Raises:
-        TaskError: PyTorch's reentrant checkpoint runs this part of the model.
-    """
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        if frame.f_code is CheckpointFunction.forward.__code__:
-            raise TaskError(
-                "the model recomputes attention by a reentrant checkpoint, which context=N does not see",
-                next_step="call torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or leave it out"
-                ' and set memory.recompute = "blocks"',
-            )
-        frame = frame.f_back
 
 
 _GUARD = {"has_torch_function": lambda tensors: False}

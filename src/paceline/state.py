@@ -19,7 +19,7 @@ from paceline.layout.holding import Holding
 from paceline.optim.groups import GroupMemory
 from paceline.optim.kept import KeptByOptimizer
 from paceline.slot import Index, InMemory, Keeper, Piece, Slot, Source, below, first_names
-from paceline.stateful import Stateful, plain_state, restored_state
+from paceline.stateful import Stateful, plain_state, restored_state, updates_under
 
 _SMALLEST_SCALE = 2.0**-24
 
@@ -75,6 +75,7 @@ class TrainState:
         keepers: other holders of tensors, by the first part of the tensors' names.
         others: holders of other values, equal on all ranks: callbacks, schedulers; by name.
         alone: the optimizer is this replica's own: others have learned something else.
+        updates_per_step: of the rule; a state of another rule goes on at the same place of the schedule.
     """
 
     holding: Holding
@@ -85,6 +86,7 @@ class TrainState:
     keepers: dict[str, Keeper] = field(default_factory=dict)
     others: dict[str, Stateful] = field(default_factory=dict)
     alone: bool = False
+    updates_per_step: int = 1
 
     def __post_init__(self) -> None:
         self.groups = GroupMemory(self.optimizer)
@@ -137,6 +139,7 @@ class TrainState:
         return {
             "step": self.step,
             "updates": self.updates,
+            "updates_per_step": self.updates_per_step,
             "scale": {"value": self.scale.value, "clean_steps": self.scale.clean_steps},
             "optimizer": self.kept.values(),
             "optimizer_kind": type(self.optimizer).__name__,
@@ -146,10 +149,7 @@ class TrainState:
         }
 
     def load(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
-        """Take over the values of whole tensors; the inverse of `pieces` and `scalars`.
-
-        Nothing changes if anything is wrong; see `read_from`.
-        """
+        """Take over whole tensors, or nothing, see `read_from`; the inverse of `pieces` and `scalars`."""
         self.read_from(InMemory(tensors), scalars)()
 
     def read_from(self, source: Source, scalars: Mapping[str, Any]) -> Callable[[], None]:
@@ -172,7 +172,7 @@ class TrainState:
             same = scalars["optimizer_kind"] == type(self.optimizer).__name__
             self.kept.take(values, scalars["optimizer"] if same else {})
             self.groups.restore(scalars["groups"])
-            self.step, self.updates = int(scalars["step"]), int(scalars["updates"])
+            self.step, self.updates = int(scalars["step"]), updates_under(scalars, self.updates_per_step)
             self.scale = replace(self.scale, **scalars["scale"])
             self._unclaimed = dict(scalars.get("others", {}))
             for name, one in self.others.items():

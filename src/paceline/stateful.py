@@ -51,3 +51,9 @@ def restored_state(value: Any) -> Any:
     if value.keys() == {_PAIRS}:
         return {restored_state(key): restored_state(one) for key, one in value[_PAIRS]}
     return {key: restored_state(one) for key, one in value.items()}
+
+
+def updates_under(scalars: Mapping[str, Any], updates_per_step: int) -> int:
+    """The updates of a state, for a rule that makes so many of a batch; for its own rule, as they are."""
+    theirs = int(scalars.get("updates_per_step", updates_per_step))  # older states lack it
+    return round(int(scalars["updates"]) * updates_per_step / theirs)

@@ -21,7 +21,20 @@ _DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _FILE = frozenset({"name", "num_bytes", "checksum", "chunks"})
 _CHUNK = frozenset({"name", "dtype", "shape", "offsets", "sizes"})
 _ORIGIN = frozenset({"run", "recipe", "strategy", "world_size", "versions"})
-_SCALARS = frozenset({"step", "updates", "scale", "optimizer", "optimizer_kind", "groups", "others", "tied"})
+_SCALARS = frozenset(
+    {
+        "step",
+        "updates",
+        "updates_per_step",
+        "scale",
+        "optimizer",
+        "optimizer_kind",
+        "groups",
+        "others",
+        "tied",
+    }
+)
+_SINCE: Mapping[str, Any] = {"others": {}, "updates_per_step": 1}  # older ones lack these
 _RECORD = frozenset({"step", "serial", "saved_ns", "origin", "files", "scalars", "state_sha256", "losses"})
 _MOST_AXES = 64
 _LENGTH_BYTES = 8
@@ -122,11 +135,13 @@ def _check_origin(value: Any) -> None:
 
 def _check_scalars(value: Any) -> None:
     given = table(value, "the scalars")
-    found: Mapping[str, Any] = fields({"others": {}, **given}, "the scalars", _SCALARS)  # older ones lack it
+    found: Mapping[str, Any] = fields({**_SINCE, **given}, "the scalars", _SCALARS)
     table(found["others"], "others")
     scale = fields(found["scale"], "scale", frozenset({"value", "clean_steps"}))
     for name in ("step", "updates"):
         count(found[name], name)
+    if count(found["updates_per_step"], "updates_per_step") == 0:
+        raise ValueError("updates_per_step is 0")
     numeric(scale["value"], "the loss scale")
     count(scale["clean_steps"], "clean_steps")
     text(found["optimizer_kind"], "optimizer_kind")

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from paceline.observe.layout_events import RECOMPUTE, STAGES
 from paceline.observe.schema_of_health import LOWER_RATE, ROLL_BACK, SKIP
-from paceline.observe.schema_of_speed import GAIN, SERVERS, SHARES, STRAGGLER
+from paceline.observe.schema_of_speed import GAIN, SERVERS, SHARES, STRAGGLER, SYNC
 from paceline.observe.wire_events import CODEC, ROUTE
 
 SCHEMA = 1
@@ -186,6 +186,7 @@ EVENTS: Mapping[str, Event] = MappingProxyType(
         "lower-rate": Event("warning", True, LOWER_RATE),
         "roll-back": Event("warning", True, ROLL_BACK),
         "lost": Event("warning", True, _LOST),
+        "sync": Event("info", False, SYNC),
         "switch": Event("info", True, _SWITCH),
         "shares": Event("info", True, SHARES),
         "gain": Event("info", True, GAIN),

@@ -12,12 +12,23 @@ SHARES = {
 }
 GAIN = {
     "step": "int: steps taken before",
-    "before": "float: seconds of a step on this rank under the shares before, the median of a window",
-    "after": "float: the same under the present shares",
+    "before": "float: seconds of a step on this rank under the shares, or the rule, before",
+    "after": "float: the same under the present ones",
+    "times": "float: how many times as many items a second updates are made of now",
 }
 STRAGGLER = {
     "step": "int: steps taken before",
     "cause": "str: data, compute or communication",
     "seconds": "float: that it takes for a micro-batch, or to be reached",
     "usual": "float: that others take, their median",
+}
+SYNC = {
+    "step": "int: steps taken before",
+    "sync": "str: the rule from here on, chosen among those that the strategy allows",
+    "reason": "str: why, with what was measured",
+    "compute_seconds": "float: of a step, on the slowest rank",
+    "exchange_seconds": "float: of a sum of all gradients while nobody computes",
+    "bits_per_second": "float: of the links, in that sum",
+    "step_seconds": "table: by rule, what a step takes or is expected to take",
+    "break_even": "table: by rule, the bits per second below which it pays",
 }

@@ -19,6 +19,7 @@ from paceline.recipe.learning import BatchRecipe, OptimizerRecipe, ScheduleRecip
 from paceline.recipe.log import LogRecipe
 from paceline.recipe.memory import MemoryRecipe
 from paceline.recipe.of_several_tables import OF_SEVERAL_TABLES
+from paceline.recipe.phases import switch_conflicts
 from paceline.recipe.plain import plain
 from paceline.recipe.problems import Conflict, refused
 from paceline.recipe.same_bits import lane_conflicts, same_bits_conflicts
@@ -197,16 +198,10 @@ class Recipe(Table):
         return epochs
 
     def conflicts(self) -> Iterator[Conflict]:
-        """What cannot keep its bits, or not take one forward of all samples."""
-        if self.reproducible and self.batch.accumulation is not None:
-            yield Conflict(
-                ("batch.accumulation", "reproducible"),
-                "expected batch.shards with reproducible: accumulation times the number of ranks would change"
-                " with the ranks",
-            )
+        """What cannot keep its bits, take one forward of all samples, or switch to another rule."""
         threads, compiles = self.runtime.threads, self.runtime.compile
         if self.reproducible:
-            yield from same_bits_conflicts(self.strategy, threads, compiles=compiles)
+            yield from same_bits_conflicts(self.strategy, self.batch, threads, compiles=compiles)
         elif self.is_ordered:
             yield from lane_conflicts(threads, compiles=compiles)
         if compiles and self.memory.recompute == "segments":
@@ -214,6 +209,12 @@ class Recipe(Table):
                 ("memory.recompute", "runtime.compile"),
                 'expected "blocks" with runtime.compile: a traced graph knows no blocks',
             )
+        yield from switch_conflicts(
+            self.strategy.sync,
+            self.strategy.rules,
+            names_slow=self.health.straggler_factor is not None,
+            reads_ahead=self.loader.workers > 0,
+        )
         if self.batch.sync_batchnorm:
             yield from synced_conflicts(
                 self.batch,

@@ -44,7 +44,7 @@ OF_SEVERAL_TABLES: Mapping[str, Need] = {
     "health.spike_factor": _SEEN_WHOLE,
     "health.straggler_factor": Need(
         ("strategy.sync",),
-        lambda recipe: recipe.strategy.sync_word == "every-step",
+        lambda recipe: any(spec.word == "every-step" for spec in recipe.strategy.rules),
         "with sync=every-step",
         "found sync={t.strategy.sync}",
     ),

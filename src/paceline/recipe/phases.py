@@ -1,20 +1,43 @@
 """A run whose rule changes on the way: `sync = "every-step@1000,diloco:50"`, or a list of tables in a recipe.
 
+A phase ends before a step, or (`every-step@straggler,backup:1`) where a rank is named as slow. Once that has
+happened the step is known, and the run is one that was asked to switch there. Behind `auto:` stand the rules
+that a run may go on with once its first steps were measured.
+
 Invariant: the text says everything; a list of tables is read as it. Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from paceline.recipe.problems import found_instead, refused
+from paceline.recipe.problems import Conflict, found_instead, refused
 from paceline.recipe.specs import Refusal, SyncSpec
 
 _SHAPE = '"every-step@1000,diloco:50", or [{ until = 1000, rule = "every-step" }, { rule = "diloco:50" }]'
-_SWITCHES = Refusal(
-    "a run can switch between rules that sum over replicas: every-step, local and diloco",
-    lambda strategy: not strategy.rule.sums,
+STRAGGLER = "straggler"
+"""Ends a phase where a rank is named as slow."""
+CHOSEN = "sync"
+"""Ends a phase where a rule is chosen by measuring."""
+AUTO = "auto:"
+_REFUSALS = (
+    Refusal(
+        "a run can switch between rules that sum over replicas (every-step, local and diloco), and at last to"
+        " one of a server",
+        lambda strategy: (
+            any(not spec.sums for spec in strategy.rules[:-1])
+            or not (strategy.rules[-1].sums or strategy.rules[-1].needs_server)
+        ),
+    ),
+    Refusal(
+        "a run can switch to one server, which holds all: set servers=1",
+        lambda strategy: strategy.servers > 1,
+    ),
+    Refusal(
+        "what coding has lost is not handed to a server in mid-run: leave out codec",
+        lambda strategy: bool(strategy.rules[-1].needs_server) and strategy.is_coded,
+    ),
 )
 
 
@@ -22,30 +45,52 @@ class Phase(NamedTuple):
     """A stretch of a run under one rule.
 
     Args:
-        until: the step before which it ends; None: the end of the run.
+        until: the step before which it ends; where a rank is named ("straggler"), or a rule is chosen
+            ("sync"); None: the end of the run.
     """
 
     rule: str
-    until: int | None
+    until: int | str | None
+
+    @property
+    def end(self) -> int | None:
+        """The step before which it ends, as far as that is known."""
+        return self.until if isinstance(self.until, int) else None
 
 
 def phases_of(text: str) -> tuple[Phase, ...]:
-    """The phases that a text names, in order.
+    """The phases that a text names, in order; of rules to choose from, all.
 
     Raises:
         ValueError: steps do not ascend, or another phase than the last has no end.
     """
+    if allowed := choices_of(text):
+        return tuple(Phase(rule, CHOSEN) for rule in allowed)
     found = []
     for number, term in enumerate(terms := text.split(",")):
         rule, at, step = term.partition("@")
         is_last = number == len(terms) - 1
-        if bool(at) == is_last or (at and not (step.isascii() and step.isdigit())):
-            raise refused(found_instead(f"a step behind each rule but the last, as in {_SHAPE}", text))
-        found.append(Phase(rule, int(step) if at else None))
-    steps = [phase.until for phase in found if phase.until is not None]
+        waits = step == STRAGGLER and number == len(terms) - 2
+        if bool(at) == is_last or (at and not waits and not (step.isascii() and step.isdigit())):
+            raise refused(
+                found_instead(
+                    f"a step behind each rule but the last, as in {_SHAPE}, or {STRAGGLER} behind the last"
+                    " but one",
+                    text,
+                )
+            )
+        if waits and rule != "every-step":
+            raise refused(found_instead(f"every-step before @{STRAGGLER}, which alone names it", text))
+        found.append(Phase(rule, None if is_last else STRAGGLER if waits else int(step)))
+    steps = [phase.end for phase in found if phase.end is not None]
     if steps != sorted({*steps}) or steps[:1] == [0]:
         raise refused(found_instead("steps that ascend, from 1 on", text))
     return tuple(found)
+
+
+def choices_of(text: str) -> tuple[str, ...]:
+    """The rules that a run may choose from; empty: they are named."""
+    return tuple(text.removeprefix(AUTO).split(",")) if text.startswith(AUTO) else ()
 
 
 def as_text(value: Any) -> Any:
@@ -62,7 +107,30 @@ def as_text(value: Any) -> Any:
 
 def at_step(phases: Sequence[Phase], step: int) -> Phase:
     """The phase that a step belongs to."""
-    return next(phase for phase in phases if phase.until is None or step < phase.until)
+    return next(phase for phase in phases if phase.end is None or step < phase.end)
+
+
+def ended(text: str, step: int, chosen: str = "") -> str:
+    """The phases, once what one of them has waited for has happened before a step.
+
+    Args:
+        chosen: the rule, where some were allowed.
+    """
+    if allowed := choices_of(text):
+        return chosen if chosen == allowed[0] else f"{allowed[0]}@{step},{chosen}"
+    return text.replace(f"@{STRAGGLER}", f"@{step}")
+
+
+def is_reading(text: str, found: str) -> bool:
+    """Whether phases are those of a text, of which it is known by now when they end, and what was chosen."""
+    asked, known = phases_of(text), phases_of(found)
+    if (allowed := choices_of(text)) and found != text:
+        rules = [phase.rule for phase in known]
+        return rules[0] == allowed[0] and len(rules) <= 2 and rules[-1] in allowed
+    return len(asked) == len(known) and all(
+        one.rule == other.rule and (one.until == other.until or isinstance(one.until, str))
+        for one, other in zip(asked, known, strict=True)
+    )
 
 
 def together(specs: Sequence[SyncSpec]) -> SyncSpec:
@@ -77,7 +145,28 @@ def together(specs: Sequence[SyncSpec]) -> SyncSpec:
         steady=all(spec.steady for spec in specs),
         needs_server=max(spec.needs_server for spec in specs),
         whole_replicas=any(spec.whole_replicas for spec in specs),
-        sums=all(spec.sums for spec in specs),
+        sums=any(spec.sums for spec in specs),
         reads=tuple(dict.fromkeys(table for spec in specs for table in spec.reads)),
-        refusals=(_SWITCHES,),
+        refusals=_REFUSALS,
     )
+
+
+def switch_conflicts(
+    text: str, rules: Sequence[SyncSpec], *, names_slow: bool, reads_ahead: bool
+) -> Iterator[Conflict]:
+    """What of a recipe would stop its run where it switches.
+
+    Args:
+        names_slow: a rank that is slow is named.
+        reads_ahead: samples are read by processes of their own.
+    """
+    if any(phase.until == STRAGGLER for phase in phases_of(text)) and not names_slow:
+        yield Conflict(
+            ("strategy.sync", "health.straggler_factor"),
+            f"expected health.straggler_factor with @{STRAGGLER}: without it no rank is named",
+        )
+    if len(rules) > 1 and rules[-1].needs_server and reads_ahead:
+        yield Conflict(
+            ("loader.workers", "strategy.sync"),
+            "expected 0 with a switch to a server: nobody knows which samples come next",
+        )

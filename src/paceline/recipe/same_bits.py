@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from paceline.recipe.learning import BatchRecipe
 from paceline.recipe.problems import Conflict
 from paceline.recipe.specs import LayoutSpec
 from paceline.recipe.strategy import Strategy
 
 
-def same_bits_conflicts(strategy: Strategy, threads: int, *, compiles: bool) -> Iterator[Conflict]:
+def same_bits_conflicts(
+    strategy: Strategy, batch: BatchRecipe, threads: int, *, compiles: bool
+) -> Iterator[Conflict]:
     """Choices under which the bits would depend on how many processes compute them."""
+    if batch.accumulation is not None:
+        yield Conflict(
+            ("batch.accumulation", "reproducible"),
+            "expected batch.shards with reproducible: accumulation times the number of ranks would change"
+            " with the ranks",
+        )
     if not (strategy.rule.in_order(strategy) and all(spec.exact for spec, _ in strategy.links)):
         yield Conflict(
             ("strategy", "reproducible"),

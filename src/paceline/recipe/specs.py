@@ -52,6 +52,7 @@ class Spec:
         build: `module:name` of what constructs it; empty: not built yet.
         with_terms: further terms of the smallest strategy that shows it.
         refusals: what it does not go with.
+        chooses: it stands for one of the words of its argument, until it was measured which one pays.
     """
 
     choice: ClassVar[str]
@@ -63,6 +64,7 @@ class Spec:
     build: str = ""
     with_terms: str = ""
     refusals: tuple[Refusal, ...] = ()
+    chooses: bool = False
 
     @property
     def example(self) -> str:
@@ -136,7 +138,6 @@ class CodecSpec(Spec):
         leaves_values: it leaves out some values, and another codec may code the others: `topk:0.01+int4`.
         after: it may stand behind another word: behind one that leaves "values", or behind any ("bytes").
         join: `join(earlier, this) -> Codec` of what stands behind another; a module and a name, as `build`.
-        chooses: it stands for one of the codecs of its argument, or for none, until a session is built.
         summed: `summed(path, argument, seed) -> Collective` where ranks sum by it, if that is not coding
             parts and adding them up; a module and a name.
     """
@@ -149,7 +150,6 @@ class CodecSpec(Spec):
     after: Literal["", "values", "bytes"] = ""
     join: str = ""
     summed: str = ""
-    chooses: bool = False
 
     def goes_after(self, earlier: CodecSpec) -> bool:
         """Whether it may stand behind another."""

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from paceline.errors import RecipeError, StrategyError
 from paceline.recipe.expect import Words
-from paceline.recipe.phases import Phase, as_text, at_step, phases_of, together
+from paceline.recipe.phases import Phase, as_text, at_step, choices_of, phases_of, together
 from paceline.recipe.specs import (
     CodecSpec,
     LayoutSpec,
@@ -152,12 +152,28 @@ class Strategy(Table):
     @property
     def rule(self) -> SyncSpec:
         """What its rule is; of several what holds of all."""
-        specs = [_described(SyncSpec, phase.rule) for phase in phases_of(self.sync)]
-        return specs[0] if len(specs) == 1 else together(specs)
+        return self.rules[0] if len(self.rules) == 1 else together(self.rules)
+
+    @property
+    def rules(self) -> list[SyncSpec]:
+        """Its rules, one after another."""
+        return [_described(SyncSpec, phase.rule) for phase in phases_of(self.sync)]
 
     def phase(self, step: int) -> Phase:
         """The rule of a step, and until when it holds."""
         return at_step(phases_of(self.sync), step)
+
+    def under(self, rule: str) -> Self:
+        """Itself under one of its rules, on the same ranks: who serves under another trains here."""
+        several = len(self.rules) > 1
+        if not (several and self.servers) or _described(SyncSpec, rule).needs_server:
+            return self.replace(sync=rule)
+        return self.replace(sync=rule, servers=0, replicas=self.replicas and self.replicas + self.servers)
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The rules that a run may choose from, once its first steps were measured; empty: they are named."""
+        return choices_of(self.sync)
 
     @property
     def path(self) -> RouteSpec:
@@ -211,11 +227,6 @@ class Strategy(Table):
     def updates_per_step(self) -> int:
         """Updates that one global batch makes."""
         return self.rule.updates_per_step(self)
-
-    @property
-    def sync_word(self) -> str:
-        """The rule, without its argument."""
-        return self.sync.partition(":")[0]
 
     def __str__(self) -> str:
         """The text that `parse` reads back: who and when always, the rest where it is not the default."""

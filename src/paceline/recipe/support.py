@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from paceline.errors import StrategyError
 from paceline.recipe.nearest import nearest_supported
+from paceline.recipe.phases import phases_of
 from paceline.recipe.specs import CodecSpec, RouteSpec, ScheduleSpec, Spec, SyncSpec, known
 from paceline.recipe.strategy import Strategy
 
@@ -215,8 +216,9 @@ def support(strategy: Strategy, *, processes: int, shards: int, called: str = "b
 def _reasons(filled: Strategy, place: _Place) -> list[str]:
     found = [rule.reason(filled, place) for rule in _RULES if rule.broken(filled, place)]
     found += [reason for reason in _refusals(filled) if reason not in found]
-    if len(filled.alternatives) > 1:
-        for one in filled.alternatives:
+    each_rule = [filled.under(phase.rule) for phase in phases_of(filled.sync)]
+    for others in (filled.alternatives, each_rule):
+        for one in others if len(others) > 1 else ():
             found += [reason for reason in _reasons(one, place) if reason not in found]
     return found
 

@@ -35,7 +35,7 @@ _KEPT_AND_MOMENTUM = Argument(
 )
 _NOT_GRADIENTS = Refusal(
     "dgc gives gradients their momentum once, where whole replicas sum them in every step: choose topk",
-    lambda s: s.sync_word != "every-step" or s.ranks_per_replica > 1,
+    lambda s: s.sync != "every-step" or s.ranks_per_replica > 1,
 )
 _CODED_VALUES = "paceline.comm.codecs.sparse:coded_values"
 

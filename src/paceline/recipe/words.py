@@ -111,6 +111,16 @@ SYNCS = (
         sums=False,
     ),
     SyncSpec(
+        word="gossip",
+        summary="replicas give halves of their weights to each other in pairs, at most S steps late",
+        argument=integer(0, "2"),
+        build="paceline.training.gossip:gossip",
+        agrees="replica",
+        whole_replicas=True,
+        sums=False,
+        refusals=(Refusal("gossip sends values as they are: leave out codec", lambda s: s.codec != "fp32"),),
+    ),
+    SyncSpec(
         word="local",
         summary="replicas train alone for H steps, then average",
         argument=integer(1, "8"),
@@ -147,6 +157,13 @@ SYNCS = (
             ),
             _ONE_PIPELINE,
         ),
+    ),
+    SyncSpec(
+        word="auto",
+        summary="every-step, and after some steps the rule behind it that the measured link makes fastest",
+        argument=Argument("every-step,diloco:8", "every-step, then rules by comma", bool),
+        build="paceline.training.rules:every_step",
+        chooses=True,
     ),
     SyncSpec(word="federated", argument=integer(1, "10")),
 )

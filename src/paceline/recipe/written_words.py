@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.recipe.phases import phases_of
+from paceline.recipe.phases import choices_of, phases_of
 from paceline.recipe.problems import found_instead, refused
 from paceline.recipe.specs import (
     CodecSpec,
@@ -21,6 +21,8 @@ from paceline.recipe.specs import (
     plugged_in,
 )
 from paceline.schedule import as_word
+
+_CHOSEN = "auto:every-step,diloco:8"
 
 
 def check_word(text: str, kind: type[Spec]) -> str:
@@ -40,9 +42,14 @@ def check_word(text: str, kind: type[Spec]) -> str:
 
 
 def check_sync(text: str) -> str:
-    """Every rule of a run."""
-    for phase in phases_of(text):
-        check_word(phase.rule, SyncSpec)
+    """Every rule of a run, or every-step and what it may choose instead."""
+    specs = [known(SyncSpec)[check_word(p.rule, SyncSpec).partition(":")[0]] for p in phases_of(text)]
+    fits = not any(spec.chooses for spec in specs)
+    if allowed := choices_of(text):
+        fits &= all(spec.sums and not spec.needs_server for spec in specs)
+        fits &= allowed[0] == "every-step" and 1 < len(allowed) == len({*allowed})
+    if not fits:
+        raise refused(found_instead(f"every-step, then local:H or diloco:H by comma, as in {_CHOSEN}", text))
     return text
 
 

@@ -114,7 +114,8 @@ class Balanced:
         taken = median(self._steps)
         self._found, self._steps = [], []
         if self._before is not None:
-            self._note("gain", {"step": stats.step + 1, "before": self._before, "after": taken})
+            told = {"before": self._before, "after": taken, "times": self._before / taken}
+            self._note("gain", {"step": stats.step + 1, **told})
             self._before = None
         parts = self._net.all_gather(mine, self._group, equal=True).wait()
         seconds = [float(part) for part in parts]

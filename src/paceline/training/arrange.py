@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,6 +31,29 @@ from paceline.task import Task
 from paceline.training.codecs import code
 from paceline.training.debugging import Debugging
 from paceline.training.routes import Site
+
+
+class Notes:
+    """What has happened beside the steps, until somebody takes it."""
+
+    def __init__(self) -> None:
+        self._events: list[tuple[str, Mapping[str, Any]]] = []
+        self._fresh: dict[str, Mapping[str, Any]] = {}
+
+    def add(self, name: str, record: Mapping[str, Any]) -> None:
+        """An event, and what there is to know about it."""
+        self._events.append((name, record))
+        self._fresh[name] = record
+
+    def fresh(self) -> Mapping[str, Mapping[str, Any]]:
+        """All since the last call, by name, also those that were taken; of several of a name the last."""
+        found, self._fresh = self._fresh, {}
+        return found
+
+    def take(self) -> list[tuple[str, Mapping[str, Any]]]:
+        """All since the last call."""
+        events, self._events = self._events, []
+        return events
 
 
 def _as_it_is(part: Any) -> Any:
@@ -75,6 +98,7 @@ class Setting:
         note: is told of what happens beside the steps; see `Notes`.
         debugging: watches what sums gradients.
         forecasts: what was measured of routes, by ranks.
+        choices: the rules that the run may go on with, once its first steps were measured; empty: none.
     """
 
     recipe: Recipe
@@ -92,6 +116,7 @@ class Setting:
     closers: list[Callable[[], None]] = field(default_factory=list)
     presence: list[Callable[[], Sequence[int]]] = field(default_factory=list)
     forecasts: dict[tuple[int, ...], Forecast] = field(default_factory=dict)
+    choices: Sequence[str] = ()
 
     @property
     def bucket_bytes(self) -> int:

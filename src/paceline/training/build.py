@@ -28,7 +28,7 @@ from paceline.state import LossScale, TrainState
 from paceline.sync import UpdateStep, update_parts
 from paceline.sync.witness import LossEar
 from paceline.task import Source, Task
-from paceline.training.arrange import Material, Pieces, Setting
+from paceline.training.arrange import Material, Notes, Pieces, Setting
 from paceline.training.averaging import build_average, by_rounds
 from paceline.training.budget import keep_to_budget
 from paceline.training.buffer_hows import say_hows
@@ -45,12 +45,12 @@ from paceline.training.contract import (
 )
 from paceline.training.debugging import Debugging
 from paceline.training.guard import guard_update, refuse_health
-from paceline.training.layouts import Layout, place
+from paceline.training.layouts import Grounds, Layout, place
 from paceline.training.micro_batches import synchronize, tell_before
 from paceline.training.numerics import check_numerics
 from paceline.training.prepare import make_equal, prepare_model, recompute_and_compile
 from paceline.training.reductions import build_norm
-from paceline.training.session import Grounds, Notes, Session
+from paceline.training.session import Session
 from paceline.training.stage_choice import choose_stages
 from paceline.training.switching import enter
 
@@ -91,7 +91,7 @@ def build_session(
     net = Net(recipe.runtime.deadline_seconds, times_calls=device.type == "cpu")
     refuse_health(recipe.health, strategy)
     setting = Setting(
-        recipe=recipe.under(strategy.replace(sync=strategy.phase(0).rule)),
+        recipe=recipe.under(strategy.under(strategy.phase(0).rule)),
         cluster=cluster,
         mesh=Mesh.build(cluster, strategy.degrees),
         net=net,
@@ -103,6 +103,7 @@ def build_session(
         device=device,
         warn=warn,
         note=notes.add,
+        choices=strategy.choices,
     )
     require_data(task)
     tell_large_batch(recipe, task, warn)
@@ -189,9 +190,9 @@ def agree_on_model(model: nn.Module, setting: Setting) -> None:
 def build_update_step(setting: Setting, layout: Layout, state: TrainState, num_steps: int) -> UpdateStep:
     """The update step over what this rank updates."""
     recipe, holding = setting.recipe, layout.placed.holding
-    num_updates = num_steps * recipe.strategy.updates_per_step
+    state.updates_per_step = recipe.strategy.updates_per_step
     parts = update_parts(
-        setting.pieces.schedule(recipe.schedule, num_updates, recipe.batch.size),
+        setting.pieces.schedule(recipe.schedule, num_steps * state.updates_per_step, recipe.batch.size),
         reduction=recipe.batch.reduction,
         clip_norm=recipe.optimizer.clip_norm,
         norm=setting.pieces.norm(build_norm(setting, holding)),

@@ -19,6 +19,7 @@ from paceline.layout.pipeline import Cut, StageThreads, StageWire
 from paceline.layout.placement import Placement, Transform
 from paceline.mesh import twin_group
 from paceline.slot import trained_parameters
+from paceline.sync.witness import LossEar
 from paceline.training.arrange import Material, Setting
 from paceline.training.schedules import schedule_of
 
@@ -34,6 +35,20 @@ class Layout:
 
     placed: Placed
     gather: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Grounds:
+    """What a session is made from; with another membership in the setting, what hangs on it is made again.
+
+    Args:
+        layout: the model in its place.
+        ear: hears every loss.
+    """
+
+    setting: Setting
+    layout: Layout
+    ear: LossEar
 
 
 def _as_it_is(holding: Holding) -> Holding:

@@ -30,7 +30,8 @@ from paceline.state import TrainState
 from paceline.task import Task
 from paceline.training.arrange import Pieces
 from paceline.training.build import arrange, build_session
-from paceline.training.session import Grounds, Session
+from paceline.training.layouts import Grounds
+from paceline.training.session import Session
 
 
 def renew(session: Session, seconds: float | None = None) -> None:
@@ -47,7 +48,7 @@ def renew(session: Session, seconds: float | None = None) -> None:
     """
     grounds = renewable(session)
     session.cluster.abort()  # who still waits in this epoch waits no more, also on other ranks
-    session.close()
+    session.release()
     session.abort()
     limit = session.recipe.runtime.deadline_seconds if seconds is None else seconds
     _go_on(session, grounds, session.cluster.renew(limit))

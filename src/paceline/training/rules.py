@@ -20,6 +20,7 @@ from paceline.state import TrainState
 from paceline.sync import EveryStep, InnerState, LocalRounds, Outer, Rule
 from paceline.sync.balance import Balanced
 from paceline.sync.bounded import Bounded
+from paceline.sync.choice import Measured
 from paceline.sync.pipedream import PipeDream
 from paceline.sync.policy import ApplyEach, FirstN
 from paceline.sync.residuals import Residuals
@@ -55,7 +56,13 @@ def every_step(setting: Setting, layout: Layout, state: TrainState) -> Rule:
         rule = balanced = Balanced(step, _deal, shares, **told)
         ran = balanced.ran
     factor = setting.recipe.health.straggler_factor
-    return rule if factor is None or replicas.size == 1 else Watched(rule, ran, factor, **told)
+    if factor is not None and replicas.size > 1:
+        rule = Watched(rule, ran, factor, **told)
+    if setting.choices and replicas.size > 1:
+        rule = Measured(
+            rule, setting.choices, reducer, layout.placed.holding.computes, warn=setting.warn, **told
+        )
+    return rule
 
 
 def _micro_batches(shards: int, group: Group, step: int) -> int:

@@ -75,12 +75,12 @@ def _refuse_used(recipe: Recipe) -> None:
 def _lock(session: Session, run_dir: Path) -> None:
     """Keep other jobs out of the folders of the run and of its checkpoints until the session is closed."""
     with explained(run_dir):
-        session.closers.append(Lock(Files(str(run_dir)), say_on_stderr).release)
+        session.leavers.append(Lock(Files(str(run_dir)), say_on_stderr).release)
     folder = session.recipe.checkpoint.folder
     if folder is None:
         return
     try:
-        session.closers.append(Lock(Files(folder), say_on_stderr).release)
+        session.leavers.append(Lock(Files(folder), say_on_stderr).release)
     except OSError as error:
         raise refused(folder, error) from error
 

@@ -195,7 +195,7 @@ def _try(
         refusal = error
     if session.sum(float(refusal is not None)):
         return refusal or other
-    session.enter(int(found.scalars["step"]), carries=False)
+    session.make_ready(found.scalars)
     try:
         take_over = take(session, found)
     except CheckpointError as error:

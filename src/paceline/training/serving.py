@@ -52,7 +52,7 @@ def served(setting: Setting, layout: Layout, state: TrainState, policy: Policy) 
             next_step="set loader.workers = 0",
         )
     traffics = _traffics(setting, layout.placed.holding, state)
-    channel: Channel = _channel(setting)
+    channel: Channel = connect_first(setting, num_servers)
     setting.closers.append(channel.close)
     told = (setting.net, setting.phases, setting.stop_requested, traffics)
     rule: Server | Holder | Worker
@@ -104,16 +104,16 @@ def _traffics(setting: Setting, holding: Holding, state: TrainState) -> Sequence
     return [*coded.values()]
 
 
-def _channel(setting: Setting) -> SocketChannel:
-    """Connect every server with all ranks after it; collective."""
+def connect_first(setting: Setting, num_ranks: int) -> SocketChannel:
+    """Connect every one of the first ranks with all ranks after it; collective."""
     world, cluster, limit = setting.mesh.world, setting.cluster, setting.net.deadline_seconds
-    me, num_servers, token = world.rank, setting.recipe.strategy.servers, cluster.token
+    me, token = world.rank, cluster.token
     secure = encrypts(setting.recipe.security.tls, cluster.num_nodes)
-    listener = listen(_own_address(setting)) if me < num_servers else None
+    listener = listen(_own_address(setting)) if me < num_ranks else None
     try:
         own = f"{listener.getsockname()[1]} {_own_address(setting)}" if listener else ""
         device = torch.device("cpu")
-        places = [share_text(own, world, setting.net, device, server) for server in range(num_servers)]
+        places = [share_text(own, world, setting.net, device, first) for first in range(num_ranks)]
         peers = {}
         for server, place in enumerate(places[:me]):
             port, _, address = place.partition(" ")

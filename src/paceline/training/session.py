@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,28 +21,12 @@ from paceline.recipe import Recipe, Strategy
 from paceline.state import TrainState
 from paceline.sync import Rule, UpdateStep
 from paceline.sync.average import Average
-from paceline.sync.witness import LossEar
 from paceline.task import Task, finish_metrics
-from paceline.training.arrange import Setting
+from paceline.training.arrange import Notes
 from paceline.training.callback import Callback
 from paceline.training.debugging import Debugging
-from paceline.training.layouts import Layout
-
-
-class Notes:
-    """What has happened beside the steps, until somebody takes it."""
-
-    def __init__(self) -> None:
-        self._events: list[tuple[str, Mapping[str, Any]]] = []
-
-    def add(self, name: str, record: Mapping[str, Any]) -> None:
-        """An event, and what there is to know about it."""
-        self._events.append((name, record))
-
-    def take(self) -> list[tuple[str, Mapping[str, Any]]]:
-        """All since the last call."""
-        events, self._events = self._events, []
-        return events
+from paceline.training.layouts import Grounds
+from paceline.training.turns import KEPT_AS, Turns
 
 
 def _has_gaps(holding: Holding) -> bool:
@@ -51,20 +35,6 @@ def _has_gaps(holding: Holding) -> bool:
 
 def _stay(*args: Any, **options: Any) -> None:
     """One rule for the whole run, and nobody reads the state."""
-
-
-@dataclass(frozen=True)
-class Grounds:
-    """What a session is made from; with another membership in the setting, what hangs on it is made again.
-
-    Args:
-        layout: the model in its place.
-        ear: hears every loss.
-    """
-
-    setting: Setting
-    layout: Layout
-    ear: LossEar
 
 
 @dataclass
@@ -79,7 +49,8 @@ class Session:
         rule: owns the loop.
         debugging: looks at every round, where the recipe asks for it.
         notes: steps that were left out, and why; `fit` hands them to the sinks.
-        closers: what `close` calls.
+        closers: what `close` calls, and whoever makes anew what hangs on the rule or the members.
+        leavers: what only `close` calls.
         presence: says which ranks are left, where a rule goes on without some; nothing before it knows.
         average: of the weights; None: the recipe asks for none.
         averages_rounds: it follows rounds, not updates.
@@ -105,6 +76,7 @@ class Session:
     debugging: Debugging
     notes: Notes = field(default_factory=Notes)
     closers: list[Callable[[], None]] = field(default_factory=list)
+    leavers: list[Callable[[], None]] = field(default_factory=list)
     presence: list[Callable[[], Sequence[int]]] = field(default_factory=list)
     average: Average | None = None
     averages_rounds: bool = False
@@ -126,15 +98,28 @@ class Session:
         """End the run after the present round, on all ranks; for callbacks."""
         self.stop_reason = reason
 
+    def __post_init__(self) -> None:
+        self.turns = Turns(self.recipe.strategy.sync, self.notes.add)
+        if self.turns.waits:
+            self.state.keep(KEPT_AS, self.turns)
+
     def close(self) -> None:
         """Release what the strategy holds besides process groups; the session cannot train afterwards."""
+        self.release()
+        while self.leavers:
+            self.leavers.pop()()
+
+    def release(self) -> None:
+        """Release what hangs on the rule and the members, which is about to be made anew."""
         while self.closers:
             self.closers.pop()()
 
     @property
     def whole_strategy(self) -> Strategy:
         """The strategy with all rules of the run, and its replicas filled in."""
-        return self.strategy.replace(sync=self.recipe.strategy.sync)
+        now, asked = self.strategy, self.recipe.strategy
+        replicas = (now.replicas or 1) + now.servers - asked.servers
+        return now.replace(sync=asked.sync, servers=asked.servers, replicas=replicas)
 
     @property
     def num_steps(self) -> int:
@@ -171,18 +156,24 @@ class Session:
     def _rounds(self) -> Generator[Stats, None, bool]:
         """The rounds of one rule; returns whether the run is to end."""
         before = self.state.step
-        end = self.recipe.strategy.phase(before).until
+        end = self.turns.phase(before).end
         feed = self.feed if end is None else replace(self.feed, num_steps=min(end, self.num_steps))
         rounds = self.rule.rounds(feed, self.placed, self.update_step)
         for stats in self.debugging.rounds(rounds):
             if self.average is not None and self.averages_rounds:
                 self.average.follow(self.state.step - before)
+            turns = self.turns.waits and self.turns.passed(
+                stats, self.state.step - before, self.notes.fresh()
+            )
             before = self.state.step
             for ranks in self.presence:
                 self.mesh = self.mesh.among_left(tuple(ranks()))
             yield self.finished(stats)
             if stats.stops:
                 return True
+            if turns:
+                cast("Generator[Stats, None, None]", rounds).close()  # and the stream, which may read ahead
+                break
         return False
 
     def finished(self, stats: Stats) -> Stats:
@@ -203,8 +194,13 @@ class Session:
 
     def restore(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
         """Go on from a snapshot, taken under this or another strategy or number of ranks; collective."""
-        self.enter(int(scalars["step"]), carries=False)
+        self.make_ready(scalars)
         self.state.load(tensors, scalars)
+
+    def make_ready(self, scalars: Mapping[str, Any]) -> None:
+        """Have the session run under the rule of a state that is about to be loaded; collective."""
+        self.turns.load_state_dict(scalars.get("others", {}).get(KEPT_AS, {}))
+        self.enter(int(scalars["step"]), carries=False)
 
     def take_over(self, snapshot: Snapshot | None) -> None:
         """Go on where another session stopped, under a new number of ranks; collective.

@@ -17,7 +17,8 @@ from typing import Any
 
 from paceline.state import TrainState
 from paceline.task import Task
-from paceline.training.session import Grounds, Session
+from paceline.training.layouts import Grounds
+from paceline.training.session import Session
 
 Arrange = Callable[[Grounds, Task, TrainState], dict[str, Any]]
 
@@ -30,14 +31,18 @@ def enter(session: Session, arrange: Arrange, step: int, *, carries: bool = True
         carries: the state goes on; false: another one is about to be restored.
     """
     grounds, strategy = session.grounds, session.strategy
-    rule = session.recipe.strategy.phase(step).rule
-    if rule == strategy.sync or grounds is None:
+    rule = session.turns.phase(step).rule
+    if grounds is None:
+        return
+    chooses = carries or bool(grounds.setting.choices) == bool(session.turns.choices)
+    if rule == strategy.sync and chooses:
         return
     session.settle()
     snapshot = session.snapshot() if carries else None
-    session.close()
-    recipe = grounds.setting.recipe.under(strategy.replace(sync=rule))
-    session.grounds = replace(grounds, setting=replace(grounds.setting, recipe=recipe, closers=[]))
+    session.release()
+    recipe = grounds.setting.recipe.under(session.whole_strategy.under(rule))
+    setting = replace(grounds.setting, recipe=recipe, closers=[], presence=[], choices=session.turns.choices)
+    session.grounds = replace(grounds, setting=setting)
     state = session.state
     state.keepers.clear()
     state.alone = False

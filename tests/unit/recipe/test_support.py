@@ -46,6 +46,8 @@ WORKS = {
     "central-storage",
     "hogwild",
     "sync=hogwild",
+    "sync=gossip:2",
+    "sync=auto:every-step,diloco:8",
     "servers=1 sync=backup:1",
     "replicas=1 pipeline=2 sync=pipedream",
     "pipeline=2 schedule=gpipe",

@@ -1,0 +1,112 @@
+"""Replicas that meet in pairs over channels: exact limits, the bound in a real job, what is learned."""
+
+from __future__ import annotations
+
+import time
+from statistics import mean, stdev
+from typing import Any
+
+import pytest
+from torch import nn
+
+from paceline.cluster import Cluster
+from paceline.recipe import Recipe, Strategy
+from paceline.testing import run_ranks
+from paceline.testing.contracts import RuleContract
+from paceline.testing.contracts.layout import whole
+from paceline.testing.parity import Trajectory, run_oracle, session_of
+from paceline.training import evaluate
+
+STEPS, BOUND = 24, 2
+
+
+def digits(strategy: str, **changes: Any) -> Recipe:
+    settings: dict[str, Any] = {
+        "task": "digits",
+        "options": {"model": "mlp", "hidden": [32]},
+        "steps": STEPS,
+        "batch": {"size": 48, "shards": 6},
+        "optimizer": {"name": "sgd", "lr": 0.1},
+        "strategy": Strategy.parse(strategy),
+    }
+    return Recipe(**(settings | changes))
+
+
+def of_a_pair(cluster: Cluster) -> Trajectory:
+    session = session_of(cluster, digits("sync=gossip:0"))
+    return whole([stats.loss for stats in session.rounds()], session)
+
+
+@pytest.mark.capability("I2", "I4", clause="without a server: two replicas at S = 0 are every-step")
+def test_two_replicas_that_wait_for_each_other_are_every_step() -> None:
+    right = run_oracle(digits("replicas=1"), STEPS)
+    for end in run_ranks(of_a_pair, 2):
+        assert end.distance(right) < 1e-5
+
+
+@pytest.mark.capability("I2", "Z1")
+class TestGossip(RuleContract):
+    strategy, num_ranks = "replicas=2 sync=gossip:0", 2
+
+
+def alone(cluster: Cluster) -> list[Trajectory]:
+    sessions = [session_of(cluster, digits(f"replicas=1 sync={sync}")) for sync in ("every-step", "gossip:2")]
+    return [whole([stats.loss for stats in session.rounds()], session) for session in sessions]
+
+
+def test_one_replica_alone_has_the_bits_of_every_step() -> None:
+    ((plain, gossip),) = run_ranks(alone, 1)
+    assert plain.distance(gossip) == 0.0
+
+
+def with_a_slow_one(cluster: Cluster) -> dict[str, Any]:
+    session = session_of(cluster, digits(f"sync=gossip:{BOUND}"))
+
+    def wait(module: nn.Module, inputs: Any) -> None:
+        time.sleep(0.01 * (cluster.global_rank == 1))
+
+    session.placed.holding.model.register_forward_pre_hook(wait)
+    rounds = list(session.rounds())
+    weight, sent = session.rule.purse.weight, session.net.ledger.rows["send", "channel"].calls
+    end = whole([stats.loss for stats in rounds], session)
+    session.close()
+    return {"rounds": [stats.metrics for stats in rounds], "weight": weight, "sent": sent, "end": end,
+            "samples": sum(stats.num_samples for stats in rounds)}  # fmt: skip
+
+
+@pytest.mark.capability("I2", "I3", clause="without a server, between hosts")
+def test_a_slow_replica_is_never_more_than_the_bound_late_and_all_end_alike() -> None:
+    first, *others = found = run_ranks(with_a_slow_one, 3)
+    for rank in found:
+        assert all(metrics["staleness_max"] <= BOUND for metrics in rank["rounds"])
+        assert rank["samples"] == STEPS * 48 and rank["weight"] == 3.0
+    assert sum(rank["sent"] for rank in found) == 2 * STEPS  # one of three rests
+    for other in others:
+        assert other["end"].distance(first["end"]) == 0.0
+        assert other["rounds"] == first["rounds"]
+
+
+def learned(cluster: Cluster, strategies: tuple[str, ...], seeds: tuple[int, ...]) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {}
+    for strategy in strategies:
+        for seed in seeds:
+            session = session_of(cluster, digits(strategy, seed=seed, steps=160))
+            for _ in session.rounds():
+                pass
+            evaluation = evaluate(session)
+            assert evaluation is not None
+            found.setdefault(strategy, []).append(evaluation.loss)
+            session.close()
+    return found
+
+
+@pytest.mark.soak
+@pytest.mark.capability("I2", clause="loss over seeds")
+def test_it_learns_as_every_step_does() -> None:
+    """Five seeds: the mean loss within 15 % and two deviations of every-step's."""
+    strategies = ("sync=every-step", "sync=gossip:0", "sync=gossip:2", "sync=gossip:8")
+    found = run_ranks(learned, 3, strategies, (1, 2, 3, 4, 5), deadline=600.0)[0]
+    right = found["sync=every-step"]
+    for strategy in strategies[1:]:
+        losses = found[strategy]
+        assert mean(losses) <= 1.15 * mean(right) + 2 * max(stdev(right), stdev(losses)), found

@@ -1,0 +1,115 @@
+"""`sync=auto` in sessions: ranks agree after some steps, none of which is lost, and the answer is kept."""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.cluster import Cluster
+from paceline.comm import Collective, Handle
+from paceline.layout.whole import Snapshot
+from paceline.recipe import Recipe, Strategy
+from paceline.sync import choice
+from paceline.testing import run_ranks
+from paceline.testing.contracts.layout import whole
+from paceline.testing.parity import make_task
+from paceline.training import Session
+from paceline.training.arrange import Pieces
+from paceline.training.build import build_session
+
+STEPS, KNOWN = 16, choice.WARM + choice.TIMED
+AUTO = "auto:every-step,local:2,diloco:4"
+
+
+class SlowLink:
+    """A sum takes its time once it is waited for."""
+
+    def __init__(self, inner: Collective) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def all_reduce(self, x: Tensor, key: str) -> Handle:
+        def arrive(sums: Tensor) -> Tensor:
+            time.sleep(0.1)
+            return sums
+
+        return self._inner.all_reduce(x, key).then(arrive)
+
+
+def session_of(cluster: Cluster, sync: str, said: list[str], pieces: Pieces | None = None) -> Session:
+    recipe = Recipe(
+        task="digits",
+        options={"model": "mlp", "hidden": [16], "dropout": 0.1},
+        steps=STEPS,
+        batch={"size": 22, "shards": 4},
+        optimizer={"name": "adamw", "lr": 2e-3},
+        strategy=Strategy.parse(f"replicas=2 sync={sync}"),
+    )
+    device = torch.device("cpu")
+    return build_session(recipe, make_task(recipe), cluster, device, pieces=pieces, warn=said.append)
+
+
+def goes_on(session: Session, snapshot: Snapshot) -> Any:
+    session.take_over(snapshot)
+    rule = session.strategy.sync
+    return rule, whole([stats.loss for stats in session.rounds()], session)
+
+
+def chosen(cluster: Cluster) -> dict[str, Any]:
+    """The choice on a slow link; the same run as asked for; and the former, resumed late."""
+    said: list[str] = []
+    session = session_of(cluster, AUTO, said, Pieces(collective=SlowLink))
+    losses, late = [], None
+    for stats in session.rounds():
+        losses.append(stats.loss)
+        if session.state.step == KNOWN + 4:
+            late = copy.deepcopy(session.snapshot())
+    ended, notes = whole(losses, session), dict(session.notes.take())
+    asked = session_of(cluster, f"every-step@{KNOWN},{notes['sync']['sync']}", [])
+    named = whole([stats.loss for stats in asked.rounds()], asked)
+    assert late is not None
+    rule, resumed = goes_on(session_of(cluster, AUTO, []), late)
+    lines = [text for text in said if text.startswith("sync: ")]
+    return {**notes, "lines": lines, "rule": rule, "off": [ended.distance(named), ended.distance(resumed)]}
+
+
+@pytest.mark.capability("I11", clause="measured in the first steps, agreed, kept")
+def test_the_rule_is_chosen_once_alike_on_all_ranks_and_is_the_run_that_was_asked_to_switch() -> None:
+    found = run_ranks(chosen, 2)
+    for rank in found:
+        sync = rank["sync"]
+        assert sync == found[0]["sync"] and sync["step"] == KNOWN
+        assert sync["sync"] == "diloco:4" == rank["rule"] == rank["switch"]["sync"]
+        assert rank["off"] == [0.0, 0.0]
+        assert sync["exchange_seconds"] > 0.1 and sync["step_seconds"]["every-step"] > 0.1
+        (line,) = rank["lines"]
+        assert line == f"sync: diloco:4, as {sync['reason']}; sync=RULE in the strategy chooses another"
+
+
+def stays(cluster: Cluster) -> list[Any]:
+    found = []
+    for sync in (AUTO, "every-step"):
+        session = session_of(cluster, sync, [])
+        choice.choose = lambda allowed, measured: choice.SyncChoice(allowed[0], "nothing pays")
+        losses = [stats.loss for stats in session.rounds()]
+        names = [name for name, _ in session.notes.take() if name in ("sync", "switch")]
+        again = session_of(cluster, sync, [])
+        again.take_over(session.snapshot())
+        found += [(losses, names, type(again.rule).__name__)]
+    return found
+
+
+@pytest.mark.capability("I11", clause="measured in the first steps, agreed, kept")
+def test_where_nothing_pays_the_run_is_every_step_and_is_not_measured_again() -> None:
+    """An exchange that is timed leaves nothing behind: the losses are those of a run without one."""
+    for measured, plain in run_ranks(stays, 2):
+        assert measured[0] == plain[0]
+        assert measured[1] == ["sync"] and plain[1] == []
+        assert measured[2] == plain[2] == "EveryStep"

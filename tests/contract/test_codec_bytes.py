@@ -15,6 +15,7 @@ from paceline.comm.codecs import Keys
 from paceline.comm.codecs.low_rank import near_square
 from paceline.comm.codecs.packing import pack, packed_bytes, unpack
 from paceline.comm.codecs.sparse import place_bytes
+from paceline.comm.workspace import Workspace
 from paceline.recipe import Strategy
 from paceline.training.codecs import make_codec
 
@@ -50,7 +51,7 @@ def codec_of(word: str) -> Codec:
 def test_the_bytes_are_the_closed_form(word: str, closed_form: Callable[[int], int]) -> None:
     codec = codec_of(word)
     for n in (1, 3, 255, 256, 257, 1025, 65536, 70001):
-        found = codec.encode(torch.randn(2, n), KEYS).shape
+        found = codec.encode(torch.randn(2, n), KEYS, Workspace()).shape
         assert found == (2, closed_form(n)) == (2, codec.num_bytes(n))
 
 
@@ -59,8 +60,8 @@ def test_lossless_makes_gradients_smaller_and_noise_not_larger() -> None:
     codec, n = codec_of("lossless"), 100_000
     smooth = torch.randn(1, n) * 1e-3
     noise = torch.randint(-(2**31), 2**31 - 1, (1, n), dtype=torch.int64).to(torch.int32).view(torch.float32)
-    assert codec.encode(smooth, KEYS).shape[1] < 0.9 * 4 * n
-    assert codec.encode(noise, KEYS).shape[1] <= 4 * n + 32
+    assert codec.encode(smooth, KEYS, Workspace()).shape[1] < 0.9 * 4 * n
+    assert codec.encode(noise, KEYS, Workspace()).shape[1] <= 4 * n + 32
 
 
 @given(bits=st.integers(1, 16), n=st.integers(1, 300), seed=st.integers(0, 999))
@@ -70,6 +71,6 @@ def test_packed_codes_come_back(bits: int, n: int, seed: int) -> None:
     codes = torch.randint(
         0, 1 << bits, (n,), generator=torch.Generator().manual_seed(seed), dtype=torch.int32
     )
-    packed = pack(codes, bits)
-    assert packed.dtype == torch.uint8 and packed.numel() == packed_bytes(n, bits)
-    assert torch.equal(unpack(packed, n, bits).to(torch.int32), codes)
+    packed = torch.full((packed_bytes(n, bits),), 255, dtype=torch.uint8)
+    pack(codes, bits, packed, Workspace())
+    assert torch.equal(unpack(packed, n, bits, Workspace()).to(torch.int32), codes)

@@ -15,6 +15,7 @@ from torch import Tensor
 from paceline.comm import Codec
 from paceline.comm.codecs import Keys
 from paceline.comm.codecs.sparse import largest
+from paceline.comm.workspace import Workspace
 from paceline.recipe import Strategy
 from paceline.training.codecs import make_codec
 
@@ -31,7 +32,7 @@ def codec_of(word: str) -> Codec:
 
 def decoded(codec: Codec, x: Tensor, keys: Keys = KEYS) -> Tensor:
     out = torch.full_like(x, torch.nan)
-    codec.decode(codec.encode(x, keys), out, keys)
+    codec.decode(codec.encode(x, keys, Workspace()), out, keys, Workspace())
     return out
 
 
@@ -102,11 +103,11 @@ def test_stochastic_codes_are_right_on_average(bits: int) -> None:
 
 def test_draws_are_functions_of_their_key() -> None:
     codec, x = codec_of("int4:stochastic"), torch.randn(2, 3000)
-    assert torch.equal(codec.encode(x, Keys(0, 1)), codec.encode(x, Keys(9, 1)))
-    assert not torch.equal(codec.encode(x, Keys(0, 1)), codec.encode(x, Keys(0, 2)))
+    assert torch.equal(codec.encode(x, Keys(0, 1), Workspace()), codec.encode(x, Keys(9, 1), Workspace()))
+    assert not torch.equal(codec.encode(x, Keys(0, 1), Workspace()), codec.encode(x, Keys(0, 2), Workspace()))
     codec = codec_of("randomk:0.1")
-    assert torch.equal(codec.encode(x, Keys(3, 1)), codec.encode(x, Keys(3, 2)))
-    assert not torch.equal(codec.encode(x, Keys(3, 1)), codec.encode(x, Keys(4, 1)))
+    assert torch.equal(codec.encode(x, Keys(3, 1), Workspace()), codec.encode(x, Keys(3, 2), Workspace()))
+    assert not torch.equal(codec.encode(x, Keys(3, 1), Workspace()), codec.encode(x, Keys(4, 1), Workspace()))
 
 
 @pytest.mark.capability("H1")
@@ -166,7 +167,7 @@ def test_the_largest_of_a_long_row_are_found_without_sorting_it(kind: str) -> No
     elif kind == "two halves":
         x[::12] *= 1e6  # the sample sees none of these, or too many
     right = torch.sort(x.abs().nan_to_num(torch.inf), descending=True, stable=True).indices[:kept]
-    assert torch.equal(largest(x, kept), right.sort().values)
+    assert torch.equal(largest(x, kept, torch.empty(kept, dtype=torch.int64)), right.sort().values)
 
 
 @pytest.mark.capability("H6")
@@ -177,10 +178,10 @@ def test_lossless_gives_every_bit_back(x: Tensor, bad: float | None, wide: bool)
     if bad is not None:
         x[0, -1] = bad
     codec = codec_of("lossless")
-    payload = codec.encode(x, KEYS)
+    payload = codec.encode(x, KEYS, Workspace())
     found = torch.empty_like(x)
     codec.decode(
-        torch.nn.functional.pad(payload, (0, 5)), found, KEYS
+        torch.nn.functional.pad(payload, (0, 5)), found, KEYS, Workspace()
     )  # as another rank's longer rows make it
     assert torch.equal(found.view(torch.uint8), x.view(torch.uint8))
     assert payload.shape[1] <= x[0].nbytes + 8 * x.element_size()

@@ -116,14 +116,19 @@ class Net:
         if group.handle is None:
             return Handle.ready([part.clone() for part in parts])
         source = _carried(torch.stack(list(parts)))
-        out = torch.empty_like(source)
-        entry = self._launch("all_to_all", source, group)
-        work = self._call(
-            "all_to_all",
-            group,
-            lambda pg: pg.alltoall_base(_real(out), _real(source), [], []),
-        )
-        return launched("all_to_all", group, self, work, entry, lambda: list(out.to(parts[0].dtype)))
+        arriving = self.exchange_rows(source, torch.empty_like(source), group)
+        return arriving.then(lambda out: list(out.to(parts[0].dtype)))
+
+    def exchange_rows(self, x: Tensor, out: Tensor, group: Group) -> Handle:
+        """Send row i of `x` [P, ...] to rank i; the handle returns `out`, what each rank sent here.
+
+        Both are contiguous, of a type that the backend carries. Wire: (P-1)/P n bytes, 1 round.
+        """
+        if group.handle is None:
+            return Handle.ready(out.copy_(x))
+        entry = self._launch("all_to_all", x, group)
+        work = self._call("all_to_all", group, lambda pg: pg.alltoall_base(_real(out), _real(x), [], []))
+        return launched("all_to_all", group, self, work, entry, lambda: out)
 
     # -- one rank has, or gets, all ---------------------------------------------------------------------
 

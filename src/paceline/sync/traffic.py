@@ -16,6 +16,7 @@ from torch import Tensor
 
 from paceline.comm import Codec
 from paceline.comm.codecs import Keys
+from paceline.comm.workspace import Workspace
 from paceline.keys import key
 from paceline.slot import Slot
 
@@ -72,7 +73,7 @@ class Coded:
             values = grad.contiguous().view(1, -1)
             if slot in self._kept:
                 values = values + self._kept[slot].to(values).view(1, -1)
-            payload = self._codec.encode(values, keys)
+            payload = self._codec.encode(values, keys, Workspace())
             if slot in self._kept:
                 lost = (values - self._decoded(payload, values, keys)).nan_to_num_(0.0, 0.0, 0.0)
                 self._pending[slot] = lost.view(slot.sizes).cpu()
@@ -103,7 +104,7 @@ class Coded:
         for number, p in enumerate(known):
             keys = self._keys("ticket", rank, version, number)
             change = (newest[number] - p).contiguous().view(1, -1)
-            payload = self._codec.encode(change, keys)
+            payload = self._codec.encode(change, keys, Workspace())
             p.add_(self._decoded(payload, change, keys).view(p.shape))
             coded.append(payload)
         return coded
@@ -140,7 +141,7 @@ class Coded:
 
     def _decoded(self, payload: Tensor, like: Tensor, keys: Keys) -> Tensor:
         out = torch.empty_like(like)
-        self._codec.decode(payload, out, keys)
+        self._codec.decode(payload, out, keys, Workspace())
         return out
 
     def _keys(self, *parts: int | str) -> Keys:

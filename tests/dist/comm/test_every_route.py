@@ -56,7 +56,7 @@ def wrong_of(path: Exchanging, dtype: torch.dtype, n: int) -> Iterator[str]:
     if not torch.equal(path.reduce_scatter(rows, "s").wait().double(), total):
         yield "reduce_scatter"
     arrived = torch.stack([values(n, torch.float64, 50 * r + rank) for r in range(size)])
-    if not torch.equal(path.all_to_all(rows, "x").wait().double(), arrived):
+    if not torch.equal(path.all_to_all(rows, "x", torch.empty_like(rows)).wait().double(), arrived):
         yield "all_to_all"
     source = (n + 1) % size
     x = values(n, dtype, rank)

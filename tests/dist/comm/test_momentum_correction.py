@@ -30,7 +30,7 @@ def top(x: Tensor) -> Tensor:
     """Of each row the largest values; the rest zero."""
     out = torch.zeros_like(x)
     for row, found in zip(x, out, strict=True):
-        places = largest(row, KEPT)
+        places = largest(row, KEPT, torch.empty(KEPT, dtype=torch.int64))
         found[places] = row[places]
     return out
 

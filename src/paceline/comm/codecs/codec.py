@@ -1,7 +1,8 @@
 """What goes over the wire in place of float values: a codec turns rows of values into rows of bytes and back.
 
 Invariant: encoding is a pure function of the values and of the keys, the same on every rank and device. A
-value that is not finite stays not finite in its row, so that an overflow is seen on the other side.
+value that is not finite stays not finite in its row, so that an overflow is seen on the other side. Memory
+comes from the caller's workspace, so a codec has no state, and a steady step allocates nothing.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from paceline.comm.workspace import Workspace
 
 _STRETCH = 1 << 16  # a multiple of every block
 
@@ -43,10 +46,13 @@ class Codec(Protocol):
         ragged.
         """
 
-    def encode(self, x: Tensor, keys: Keys) -> Tensor:
-        """Code each row alone: float [rows, num_values] to uint8 [rows, num_bytes]; `x` is not changed."""
+    def encode(self, x: Tensor, keys: Keys, workspace: Workspace) -> Tensor:
+        """Code each row alone: float [rows, num_values] to uint8 [rows, num_bytes]; `x` is not changed.
 
-    def decode(self, payload: Tensor, out: Tensor, keys: Keys) -> None:
+        The result may lie in the workspace: it is good until the next call with it.
+        """
+
+    def decode(self, payload: Tensor, out: Tensor, keys: Keys, workspace: Workspace) -> None:
         """Write the values of each row: uint8 [rows, num_bytes] into `out`, float [rows, num_values]."""
 
 
@@ -58,11 +64,11 @@ def stretches(num_values: int) -> Iterator[tuple[int, int]]:
         yield begin, min(begin + _STRETCH, num_values)
 
 
-def values_of(payload: Tensor, dtype: torch.dtype) -> Tensor:
+def values_of(payload: Tensor, dtype: torch.dtype, workspace: Workspace) -> Tensor:
     """Bytes [rows, m] as values of a type, [rows, m / itemsize]; a view where they are aligned."""
     rows, width = payload.shape
     if (payload.storage_offset() | payload.stride(0)) % dtype.itemsize or payload.stride(1) != 1:
-        payload = payload.clone(memory_format=torch.contiguous_format)
+        payload = workspace.like("aligned", payload).copy_(payload)
     return payload.view(dtype) if width else payload.new_empty(rows, 0, dtype=dtype)
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from paceline.comm.codecs.codec import Codec, Keys, bytes_of, stretches, values_of
 from paceline.comm.codecs.halves import top_of
 from paceline.comm.codecs.packing import pack, packed_bytes, unpack
+from paceline.comm.workspace import Workspace
 
 _SCALE_BYTES = 4
 
@@ -33,30 +34,31 @@ class FixedStep:
         """(b + 2) n / 8, by planes of whole bytes, and 4."""
         return packed_bytes(num_values, self._width) + _SCALE_BYTES
 
-    def encode(self, x: Tensor, keys: Keys) -> Tensor:
+    def encode(self, x: Tensor, keys: Keys, workspace: Workspace) -> Tensor:
         """See `Codec`."""
         rows, num_values = x.shape
-        out = torch.empty(rows, self.num_bytes(num_values), dtype=torch.uint8, device=x.device)
+        out = workspace.take("fixed", (rows, self.num_bytes(num_values)), torch.uint8, x.device)
         tops = top_of(x).to(torch.float32)
         out[:, packed_bytes(num_values, self._width) :] = bytes_of(tops)
         for row, found, top in zip(x, out, tops.clamp_min(torch.finfo(torch.float32).tiny), strict=True):
             for begin, end in stretches(num_values):
-                steps = (row[begin:end] / top.to(x.dtype)).mul_(self._top).round_().add_(self._top)
+                part = row[begin:end]
+                steps = torch.div(part, top.to(x.dtype), out=workspace.like("fixed.steps", part))
+                steps.mul_(self._top).round_().add_(self._top)
                 steps.nan_to_num_(0.0, 0.0, 0.0)  # the largest value tells that it was not finite
-                coded = pack(steps.to(torch.int32), self._width)
-                start = packed_bytes(begin, self._width)
-                found[start : start + len(coded)] = coded
+                codes = workspace.take("fixed.codes", steps.shape, torch.int32, x.device).copy_(steps)
+                place = slice(packed_bytes(begin, self._width), packed_bytes(end, self._width))
+                pack(codes, self._width, found[place], workspace)
         return out
 
-    def decode(self, payload: Tensor, out: Tensor, keys: Keys) -> None:
+    def decode(self, payload: Tensor, out: Tensor, keys: Keys, workspace: Workspace) -> None:
         """See `Codec`."""
         num_values = out.shape[1]
-        tops = values_of(payload[:, packed_bytes(num_values, self._width) :], torch.float32).to(out.dtype)
-        for row, found, top in zip(payload, out, tops, strict=True):
+        tops = values_of(payload[:, packed_bytes(num_values, self._width) :], torch.float32, workspace)
+        for row, found, top in zip(payload, out, tops.to(out.dtype), strict=True):
             for begin, end in stretches(num_values):
-                codes = unpack(row[packed_bytes(begin, self._width) :], end - begin, self._width)
-                found[begin:end] = codes.to(torch.int32)
-                found[begin:end].sub_(self._top).div_(self._top).mul_(top)
+                codes = unpack(row[packed_bytes(begin, self._width) :], end - begin, self._width, workspace)
+                found[begin:end].copy_(codes).sub_(self._top).div_(self._top).mul_(top)
 
 
 def fixed(argument: str) -> Codec:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.codecs.codec import Codec, Keys, bytes_of, stretches, values_of
+from paceline.comm.workspace import Workspace
 
 _LARGEST = torch.finfo(torch.bfloat16).max
 _TOP_EXPONENT = 15  # the largest value of a row is scaled to less than 2**15; float16 ends at 65504
@@ -26,15 +27,15 @@ class Bf16:
         """2 n."""
         return 2 * num_values
 
-    def encode(self, x: Tensor, keys: Keys) -> Tensor:
+    def encode(self, x: Tensor, keys: Keys, workspace: Workspace) -> Tensor:
         """See `Codec`."""
         if bool((top_of(x) > _LARGEST).any()):
             x = torch.where(x.isfinite(), x.clamp(-_LARGEST, _LARGEST), x)
-        return bytes_of(x.to(torch.bfloat16))
+        return bytes_of(workspace.take("bf16", x.shape, torch.bfloat16, x.device).copy_(x))
 
-    def decode(self, payload: Tensor, out: Tensor, keys: Keys) -> None:
+    def decode(self, payload: Tensor, out: Tensor, keys: Keys, workspace: Workspace) -> None:
         """See `Codec`."""
-        out.copy_(values_of(payload, torch.bfloat16))
+        out.copy_(values_of(payload, torch.bfloat16, workspace))
 
 
 class Fp16:
@@ -50,23 +51,25 @@ class Fp16:
         """2 n + 4."""
         return 2 * num_values + 4
 
-    def encode(self, x: Tensor, keys: Keys) -> Tensor:
+    def encode(self, x: Tensor, keys: Keys, workspace: Workspace) -> Tensor:
         """See `Codec`."""
         exponents = torch.frexp(top_of(x).to(torch.float32)).exponent.to(torch.int32) - _TOP_EXPONENT
         scales = torch.ldexp(torch.ones(len(x), 1, device=x.device), exponents.clamp_min_(_SMALLEST_EXPONENT))
-        out = torch.empty(len(x), self.num_bytes(x.shape[1]), dtype=torch.uint8, device=x.device)
+        out = workspace.take("fp16", (len(x), self.num_bytes(x.shape[1])), torch.uint8, x.device)
         out[:, :_SCALE_BYTES] = bytes_of(scales)
+        halves, scales = out[:, _SCALE_BYTES:].view(torch.float16), scales.to(x.dtype)
         for begin, end in stretches(x.shape[1]):
-            halves = (x[:, begin:end] / scales.to(x.dtype)).to(torch.float16)
-            out[:, _SCALE_BYTES + 2 * begin : _SCALE_BYTES + 2 * end] = bytes_of(halves)
+            part = x[:, begin:end]
+            scaled = torch.div(part, scales, out=workspace.like("fp16.scaled", part))
+            halves[:, begin:end] = scaled
         return out
 
-    def decode(self, payload: Tensor, out: Tensor, keys: Keys) -> None:
+    def decode(self, payload: Tensor, out: Tensor, keys: Keys, workspace: Workspace) -> None:
         """See `Codec`."""
-        scales = values_of(payload[:, :_SCALE_BYTES], torch.float32).to(out.dtype)
-        halves = values_of(payload[:, _SCALE_BYTES:], torch.float16)
+        scales = values_of(payload[:, :_SCALE_BYTES], torch.float32, workspace).to(out.dtype, copy=True)
+        halves = values_of(payload[:, _SCALE_BYTES:], torch.float16, workspace)
         for begin, end in stretches(out.shape[1]):
-            torch.mul(halves[:, begin:end], scales, out=out[:, begin:end])
+            out[:, begin:end].copy_(halves[:, begin:end]).mul_(scales)
 
 
 def top_of(x: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.codecs.codec import Codec, Keys
+from paceline.comm.workspace import Workspace
 from paceline.errors import MissingExtraError
 
 _PLANE = struct.Struct("<q")  # bytes of a plane; negative: it is as it was
@@ -46,19 +47,19 @@ class Lossless:
             return self._inner.num_bytes(num_values) + _PLANE.size
         return 4 * (num_values + _PLANE.size)
 
-    def encode(self, x: Tensor, keys: Keys) -> Tensor:
+    def encode(self, x: Tensor, keys: Keys, workspace: Workspace) -> Tensor:
         """See `Codec`."""
         if self._inner is None:
             raw, width = x.contiguous().view(torch.uint8), x.element_size()
         else:
-            raw, width = self._inner.encode(x, keys), 1
+            raw, width = self._inner.encode(x, keys, workspace), 1
         coded = [self._row(row, width) for row in raw.view(len(x), -1)]
         out = torch.zeros(len(coded), max(map(len, coded), default=0), dtype=torch.uint8)
         for row, found in zip(out, coded, strict=True):
             row[: len(found)] = torch.frombuffer(bytearray(found), dtype=torch.uint8)
         return out.to(x.device)
 
-    def decode(self, payload: Tensor, out: Tensor, keys: Keys) -> None:
+    def decode(self, payload: Tensor, out: Tensor, keys: Keys, workspace: Workspace) -> None:
         """See `Codec`."""
         if out.numel() == 0:
             return
@@ -66,7 +67,7 @@ class Lossless:
         rows = [self._unpacked(bytes(memoryview(row.numpy())), width) for row in payload.cpu().contiguous()]
         raw = torch.stack(rows).to(out.device)
         if self._inner is not None:
-            self._inner.decode(raw, out, keys)
+            self._inner.decode(raw, out, keys, workspace)
         else:
             out.copy_(raw.view(out.dtype))
 

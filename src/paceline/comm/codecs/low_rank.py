@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.codecs.codec import Codec, Keys, bytes_of, values_of
+from paceline.comm.workspace import Workspace
 
 _DEPENDENT = 1e-4  # of its length is left of a column without what points along those before it
 
@@ -48,18 +49,25 @@ def draw_factor(matrix: Matrix, rank: int, key: int, like: Tensor) -> Tensor:
     return torch.randn(matrix.columns, rank, generator=draw).to(like.device, like.dtype)
 
 
+def has_direction(x: Tensor) -> Tensor:
+    """Which columns of `x` [M, r] are finite and not zero, bool [r]."""
+    norms = torch.linalg.vector_norm(x, dim=0)
+    return (norms > 0) & norms.isfinite()
+
+
 def orthogonalise(x: Tensor) -> Tensor:
     """Make the columns of `x` [M, r] orthonormal, in place; one that depends on those before it becomes zero.
 
     Source: modified Gram-Schmidt, as in PowerSGD, Algorithm 1.
     """
-    x.div_(x.abs().amax(0).clamp_min(torch.finfo(x.dtype).tiny))  # so that no norm overflows
+    tops = torch.linalg.vector_norm(x, torch.inf, 0)
+    x.div_(tops.clamp_min_(torch.finfo(x.dtype).tiny))  # so that no norm overflows
     before = x.norm(dim=0)
     for k in range(x.shape[1]):
         column = x[:, k : k + 1]
         norm = column.norm()
         column.mul_(torch.where(norm <= _DEPENDENT * before[k], 0.0, 1 / norm))
-        x[:, k + 1 :].sub_(column @ (column.T @ x[:, k + 1 :]))
+        x[:, k + 1 :].addmm_(column, column.T @ x[:, k + 1 :], alpha=-1)
     return x
 
 
@@ -96,7 +104,7 @@ class LowRank:
         saved = sum(m.rows * m.columns - self.rank * (m.rows + m.columns) for m in self._matrices(num_values))
         return 4 * (num_values - saved)
 
-    def encode(self, x: Tensor, keys: Keys) -> Tensor:
+    def encode(self, x: Tensor, keys: Keys, workspace: Workspace) -> Tensor:
         """See `Codec`."""
         return bytes_of(torch.stack([self._coded(row, keys) for row in x]) if len(x) else x)
 
@@ -109,9 +117,12 @@ class LowRank:
             parts += [p.reshape(-1), (m.T @ p).reshape(-1)]
         return torch.cat([*parts, *rest_of(values, matrices)])
 
-    def decode(self, payload: Tensor, out: Tensor, keys: Keys) -> None:
+    def decode(self, payload: Tensor, out: Tensor, keys: Keys, workspace: Workspace) -> None:
         """See `Codec`."""
-        found, matrices = values_of(payload, torch.float32).to(out.dtype), self._matrices(out.shape[1])
+        found, matrices = (
+            values_of(payload, torch.float32, workspace).to(out.dtype),
+            self._matrices(out.shape[1]),
+        )
         for row, values in zip(out, found, strict=True):
             place = 0
             for matrix in matrices:

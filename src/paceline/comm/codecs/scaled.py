@@ -7,6 +7,7 @@ from torch import Tensor
 
 from paceline.comm.codecs.codec import Codec, Keys, bytes_of, stretches, values_of
 from paceline.comm.codecs.packing import pack, packed_bytes, unpack
+from paceline.comm.workspace import Workspace
 
 BLOCK = 256
 _TINY = torch.finfo(torch.float32).tiny  # the smallest scale; a block below it becomes zeros
@@ -43,66 +44,71 @@ class Scaled:
         """ceil(n b / 8) + 4 ceil(n / 256)."""
         return packed_bytes(num_values, self.bits) + _SCALE_BYTES * -(-num_values // BLOCK)
 
-    def encode(self, x: Tensor, keys: Keys) -> Tensor:
+    def encode(self, x: Tensor, keys: Keys, workspace: Workspace) -> Tensor:
         """See `Codec`."""
         rows, num_values = x.shape
-        out = torch.empty(rows, self.num_bytes(num_values), dtype=torch.uint8, device=x.device)
-        scales = torch.empty(rows, -(-num_values // BLOCK), device=x.device)
+        out = workspace.take("scaled", (rows, self.num_bytes(num_values)), torch.uint8, x.device)
+        scales = workspace.take("scales", (rows, -(-num_values // BLOCK)), torch.float32, x.device)
         draw = torch.Generator(x.device).manual_seed(keys.own) if self._stochastic else None
         for row, found, own in zip(x, out, scales, strict=True):
             for begin, end in stretches(num_values):
-                codes = self._codes(
-                    in_blocks(row[begin:end], BLOCK), own[begin // BLOCK : -(-end // BLOCK)], draw
-                )
-                coded = pack(codes.view(-1)[: end - begin], self.bits)
-                start = packed_bytes(begin, self.bits)
-                found[start : start + len(coded)] = coded
+                blocks = in_blocks(row[begin:end], BLOCK, workspace)
+                codes = self._codes(blocks, own[begin // BLOCK : -(-end // BLOCK)], draw, workspace)
+                place = slice(packed_bytes(begin, self.bits), packed_bytes(end, self.bits))
+                pack(codes.view(-1)[: end - begin], self.bits, found[place], workspace)
         out[:, packed_bytes(num_values, self.bits) :] = bytes_of(scales)
         return out
 
-    def _codes(self, blocks: Tensor, scales: Tensor, draw: torch.Generator | None) -> Tensor:
+    def _codes(
+        self, blocks: Tensor, scales: Tensor, draw: torch.Generator | None, workspace: Workspace
+    ) -> Tensor:
         """Codes of some blocks, int8 [blocks, 256]; fills in their scales."""
-        torch.amax(blocks.abs(), 1, out=scales)
+        steps = torch.abs(blocks, out=workspace.like("scaled.steps", blocks))
+        torch.amax(steps, 1, out=scales)
         scales.div_(self._most).clamp_min_(_TINY)  # a NaN stays
-        steps = blocks / scales.unsqueeze(1)
+        torch.div(blocks, scales.unsqueeze(1), out=steps)
         if draw is None:
-            return steps.round_().to(torch.int8)
-        noise = torch.rand(steps.shape, generator=draw, device=steps.device)
-        return steps.add_(noise).floor_().clamp_max_(self._most).to(torch.int8)
+            steps.round_()
+        else:
+            noise = torch.rand(steps.shape, generator=draw, out=workspace.like("scaled.noise", steps))
+            steps.add_(noise).floor_().clamp_max_(self._most)
+        return workspace.take("scaled.codes", steps.shape, torch.int8, steps.device).copy_(steps)
 
-    def decode(self, payload: Tensor, out: Tensor, keys: Keys) -> None:
+    def decode(self, payload: Tensor, out: Tensor, keys: Keys, workspace: Workspace) -> None:
         """See `Codec`."""
         num_values = out.shape[1]
-        scales = values_of(payload[:, packed_bytes(num_values, self.bits) :], torch.float32).to(out.dtype)
+        scales = values_of(payload[:, packed_bytes(num_values, self.bits) :], torch.float32, workspace)
+        scales = workspace.copy("scales.wide", scales, out.dtype)
         sign = 1 << (self.bits - 1)  # the highest bit
         for row, found, own in zip(payload, out, scales, strict=True):
             for begin, end in stretches(num_values):
                 coded = row[packed_bytes(begin, self.bits) :]
-                codes = unpack(coded, end - begin, self.bits).view(torch.int8)
+                codes = unpack(coded, end - begin, self.bits, workspace).view(torch.int8)
                 if self.bits < 8:
                     codes.bitwise_xor_(sign).sub_(sign)
                 scale_blocks(codes, own[begin // BLOCK : -(-end // BLOCK)], BLOCK, found[begin:end])
 
 
-def in_blocks(x: Tensor, block: int) -> Tensor:
+def in_blocks(x: Tensor, block: int, workspace: Workspace) -> Tensor:
     """[n] as float32 [ceil(n / block), block], the end filled with zeros; a view where that does."""
     num_values = x.numel()
     num_blocks = -(-num_values // block)
     if num_values == num_blocks * block and x.dtype == torch.float32 and x.is_contiguous():
         return x.view(num_blocks, block)
-    out = torch.zeros(num_blocks * block, device=x.device)
+    out = workspace.take("blocks", (num_blocks * block,), torch.float32, x.device)
     out[:num_values] = x
+    out[num_values:].zero_()
     return out.view(num_blocks, block)
 
 
-def scale_blocks(values: Tensor, scales: Tensor, block: int, out: Tensor) -> None:
-    """Multiply each block of [n] by its scale, [ceil(n / block)], into `out` [n]."""
-    whole = values.numel() // block * block
+def scale_blocks(codes: Tensor, scales: Tensor, block: int, out: Tensor) -> None:
+    """Each block of [n] times its scale, [ceil(n / block)] of the type of `out`, into `out` [n]."""
+    out.copy_(codes)
+    whole = codes.numel() // block * block
     if whole:
-        blocks = values[:whole].view(-1, block)
-        torch.mul(blocks, scales[: len(blocks)].unsqueeze(1), out=out[:whole].view(-1, block))
-    if whole < values.numel():
-        torch.mul(values[whole:], scales[-1:], out=out[whole:])
+        out[:whole].view(-1, block).mul_(scales[: whole // block].unsqueeze(1))
+    if whole < codes.numel():
+        out[whole:].mul_(scales[-1:])
 
 
 def int8(argument: str) -> Codec:

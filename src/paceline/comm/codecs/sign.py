@@ -8,6 +8,7 @@ from torch import Tensor
 from paceline.comm.codecs.codec import Codec, Keys, bytes_of, stretches, values_of
 from paceline.comm.codecs.packing import pack, packed_bytes, unpack
 from paceline.comm.codecs.scaled import in_blocks, scale_blocks
+from paceline.comm.workspace import Workspace
 
 _BLOCK = 1024
 _SCALE_BYTES = 4
@@ -27,30 +28,33 @@ class Sign:
         """ceil(n / 8) + 4 ceil(n / 1024)."""
         return packed_bytes(num_values, 1) + _SCALE_BYTES * -(-num_values // _BLOCK)
 
-    def encode(self, x: Tensor, keys: Keys) -> Tensor:
+    def encode(self, x: Tensor, keys: Keys, workspace: Workspace) -> Tensor:
         """See `Codec`."""
         rows, num_values = x.shape
-        out = torch.empty(rows, self.num_bytes(num_values), dtype=torch.uint8, device=x.device)
-        scales = torch.empty(rows, -(-num_values // _BLOCK), device=x.device)
+        out = workspace.take("sign", (rows, self.num_bytes(num_values)), torch.uint8, x.device)
+        scales = workspace.take("scales", (rows, -(-num_values // _BLOCK)), torch.float32, x.device)
         for row, found, own in zip(x, out, scales, strict=True):
             for begin, end in stretches(num_values):
-                blocks = in_blocks(row[begin:end], _BLOCK)
-                torch.mean(blocks.abs(), 1, out=own[begin // _BLOCK : -(-end // _BLOCK)])
-                found[begin // 8 : -(-end // 8)] = pack((row[begin:end] >= 0).view(torch.uint8), 1)
+                blocks = in_blocks(row[begin:end], _BLOCK, workspace)
+                sizes = torch.abs(blocks, out=workspace.like("sign.sizes", blocks))
+                torch.mean(sizes, 1, out=own[begin // _BLOCK : -(-end // _BLOCK)])
+                positive = workspace.take("sign.positive", (end - begin,), torch.bool, x.device)
+                torch.ge(row[begin:end], 0, out=positive)
+                pack(positive.view(torch.uint8), 1, found[begin // 8 : -(-end // 8)], workspace)
         if num_values % _BLOCK:
             scales[:, -1] *= _BLOCK / (num_values % _BLOCK)
         out[:, packed_bytes(num_values, 1) :] = bytes_of(scales)
         return out
 
-    def decode(self, payload: Tensor, out: Tensor, keys: Keys) -> None:
+    def decode(self, payload: Tensor, out: Tensor, keys: Keys, workspace: Workspace) -> None:
         """See `Codec`."""
         num_values = out.shape[1]
-        scales = values_of(payload[:, packed_bytes(num_values, 1) :], torch.float32).to(out.dtype)
+        scales = values_of(payload[:, packed_bytes(num_values, 1) :], torch.float32, workspace)
+        scales = workspace.copy("scales.wide", scales, out.dtype)
         for row, found, own in zip(payload, out, scales, strict=True):
             for begin, end in stretches(num_values):
-                signs = (
-                    unpack(row[begin // 8 : -(-end // 8)], end - begin, 1).view(torch.int8).mul_(2).sub_(1)
-                )
+                signs = unpack(row[begin // 8 : -(-end // 8)], end - begin, 1, workspace).view(torch.int8)
+                signs.mul_(2).sub_(1)
                 scale_blocks(signs, own[begin // _BLOCK : -(-end // _BLOCK)], _BLOCK, found[begin:end])
 
 

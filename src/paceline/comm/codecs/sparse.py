@@ -14,6 +14,7 @@ from torch import Tensor
 
 from paceline.comm.codecs.codec import Codec, Keys, bytes_of, values_of
 from paceline.comm.codecs.halves import top_of
+from paceline.comm.workspace import Workspace
 from paceline.errors import StrategyError
 
 NumKept = Callable[[int], int]
@@ -35,13 +36,13 @@ class Floats:
         """4 n."""
         return 4 * num_values
 
-    def encode(self, x: Tensor, keys: Keys) -> Tensor:
+    def encode(self, x: Tensor, keys: Keys, workspace: Workspace) -> Tensor:
         """See `Codec`."""
-        return bytes_of(x.to(torch.float32))
+        return bytes_of(workspace.copy("floats", x, torch.float32))
 
-    def decode(self, payload: Tensor, out: Tensor, keys: Keys) -> None:
+    def decode(self, payload: Tensor, out: Tensor, keys: Keys, workspace: Workspace) -> None:
         """See `Codec`."""
-        out.copy_(values_of(payload, torch.float32))
+        out.copy_(values_of(payload, torch.float32, workspace))
 
 
 class TopK:
@@ -68,25 +69,37 @@ class TopK:
         kept = self.num_kept(num_values)
         return self._values.num_bytes(kept) + kept * place_bytes(num_values)
 
-    def encode(self, x: Tensor, keys: Keys) -> Tensor:
+    def encode(self, x: Tensor, keys: Keys, workspace: Workspace) -> Tensor:
         """See `Codec`; places ascend."""
-        kept = self.num_kept(x.shape[1])
-        places = torch.stack([largest(row, kept) for row in x]) if len(x) else x.new_empty(0, kept).long()
-        values = self._values.encode(x.gather(1, places), keys)
-        width = place_bytes(x.shape[1])
-        short = places.to(torch.int32).unsqueeze(2).view(torch.uint8)[:, :, :width]
-        return torch.cat([values, short.reshape(len(x), -1)], 1)
+        rows, num_values = x.shape
+        kept, width = self.num_kept(num_values), place_bytes(num_values)
+        places = workspace.take("topk.places", (rows, kept), torch.int64, x.device)
+        for row, found in zip(x, places, strict=True):
+            largest(row, kept, found)
+        chosen = torch.gather(
+            x, 1, places, out=workspace.take("topk.values", places.shape, x.dtype, x.device)
+        )
+        out = workspace.take("topk", (rows, self.num_bytes(num_values)), torch.uint8, x.device)
+        first = self._values.num_bytes(kept)
+        out[:, :first] = self._values.encode(chosen, keys, workspace)
+        short = workspace.take("topk.short", places.shape, torch.int32, x.device).copy_(places)
+        out[:, first:].view(rows, kept, width).copy_(
+            short.view(torch.uint8).view(rows, kept, 4)[:, :, :width]
+        )
+        return out
 
-    def decode(self, payload: Tensor, out: Tensor, keys: Keys) -> None:
+    def decode(self, payload: Tensor, out: Tensor, keys: Keys, workspace: Workspace) -> None:
         """See `Codec`."""
         rows, num_values = out.shape
         kept, width = self.num_kept(num_values), place_bytes(num_values)
         first = self._values.num_bytes(kept)
-        places = payload.new_zeros(rows, kept, 4)
-        places[:, :, :width] = payload[:, first:].reshape(rows, kept, width)
-        found = out.new_empty(rows, kept)
-        self._values.decode(payload[:, :first], found, keys)
-        out.zero_().scatter_(1, places.view(torch.int32).squeeze(2).to(torch.int64), found)
+        short = workspace.take("topk.read", (rows, kept, 4), torch.uint8, out.device).zero_()
+        short[:, :, :width] = payload[:, first:].view(rows, kept, width)
+        places = workspace.take("topk.places", (rows, kept), torch.int64, out.device)
+        places.copy_(short.view(torch.int32).view(rows, kept))
+        found = workspace.take("topk.values", places.shape, out.dtype, out.device)
+        self._values.decode(payload[:, :first], found, keys, workspace)
+        out.zero_().scatter_(1, places, found)
 
 
 class RandomK:
@@ -113,31 +126,44 @@ class RandomK:
         """The bytes of k values, and one that says whether all of the row is finite."""
         return 1 + self._values.num_bytes(self.num_kept(num_values))
 
-    def encode(self, x: Tensor, keys: Keys) -> Tensor:
+    def encode(self, x: Tensor, keys: Keys, workspace: Workspace) -> Tensor:
         """See `Codec`."""
-        finite = top_of(x).isfinite()
-        values = self._values.encode(x.index_select(1, self._places(x.shape[1], keys).to(x.device)), keys)
-        return torch.cat([finite.view(torch.uint8), values], 1)
+        rows, num_values = x.shape
+        places = self._places(num_values, keys, workspace, x.device)
+        chosen = workspace.take("randomk.values", (rows, len(places)), x.dtype, x.device)
+        torch.index_select(x, 1, places, out=chosen)
+        out = workspace.take("randomk", (rows, self.num_bytes(num_values)), torch.uint8, x.device)
+        out[:, :1] = top_of(x).isfinite()
+        out[:, 1:] = self._values.encode(chosen, keys, workspace)
+        return out
 
-    def decode(self, payload: Tensor, out: Tensor, keys: Keys) -> None:
+    def decode(self, payload: Tensor, out: Tensor, keys: Keys, workspace: Workspace) -> None:
         """See `Codec`."""
         rows, num_values = out.shape
-        found = out.new_empty(rows, self.num_kept(num_values))
-        self._values.decode(payload[:, 1:], found, keys)
+        places = self._places(num_values, keys, workspace, out.device)
+        found = workspace.take("randomk.values", (rows, len(places)), out.dtype, out.device)
+        self._values.decode(payload[:, 1:], found, keys, workspace)
         found.masked_fill_(payload[:, :1] == 0, torch.nan)
-        out.zero_().index_copy_(1, self._places(num_values, keys).to(out.device), found)
+        out.zero_().index_copy_(1, places, found)
 
-    def _places(self, num_values: int, keys: Keys) -> Tensor:
+    def _places(self, num_values: int, keys: Keys, workspace: Workspace, device: torch.device) -> Tensor:
         """k different places, one in each of k stretches that are as equal as can be."""
         kept = self.num_kept(num_values)
-        ends = torch.arange(kept + 1, dtype=torch.int64) * num_values // max(1, kept)
+        ends = torch.arange(kept + 1, out=workspace.take("randomk.ends", (kept + 1,), torch.int64))
+        ends.mul_(num_values).floor_divide_(max(1, kept))
         draw = torch.Generator().manual_seed(keys.shared)
-        within = torch.rand(kept, generator=draw, dtype=torch.float64) * (ends[1:] - ends[:-1])
-        return ends[:-1] + within.long()
+        within = workspace.take("randomk.within", (kept,), torch.float64)
+        torch.rand(kept, generator=draw, dtype=torch.float64, out=within)
+        places = workspace.take("randomk.places", (kept,), torch.int64)
+        torch.sub(ends[1:], ends[:-1], out=places)
+        wide = workspace.take("randomk.wide", (kept,), torch.float64).copy_(places)
+        places.copy_(within.mul_(wide)).add_(ends[:-1])
+        return places.to(device)
 
 
-def largest(x: Tensor, kept: int) -> Tensor:
-    """The places of the `kept` largest magnitudes of `x` [n], ascending; among equals the first.
+def largest(x: Tensor, kept: int, out: Tensor) -> Tensor:
+    """Write the places of the `kept` largest magnitudes of `x` [n], ascending, into `out` int64 [kept]; among
+    equals the first.
 
     A sample gives a threshold that a few more values reach than are wanted; these alone are sorted. If too
     few do, all are. What is not finite counts as largest.
@@ -145,7 +171,7 @@ def largest(x: Tensor, kept: int) -> Tensor:
     candidates = _likely(x, kept)
     sizes = (x if candidates is None else x[candidates]).abs().nan_to_num_(torch.inf, torch.inf)
     order = torch.sort(sizes, descending=True, stable=True).indices[:kept]
-    return (order if candidates is None else candidates[order]).sort().values
+    return out.copy_((order if candidates is None else candidates[order]).sort().values)
 
 
 def _likely(x: Tensor, kept: int) -> Tensor | None:

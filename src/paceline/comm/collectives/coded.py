@@ -3,13 +3,13 @@
 A buffer is cut into P parts; each rank codes its parts and sends them to their owners, who decode, add in the
 order of the ranks, code the sum and send it to all. So values are coded twice, however many ranks there are,
 and nothing is coded again at every hop. What is lost on the way is kept, and added to the next values of the
-same buffer; a step that is aborted leaves it as it was. All of it runs on a `Line`, beside the backward pass.
+same buffer; a step that is aborted leaves it as it was. All of it runs on a `Line`, beside the backward pass,
+in memory that the first steps have taken.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,9 +18,10 @@ from paceline.comm.codecs import Codec, Keys
 from paceline.comm.codecs.low_rank import Matrix
 from paceline.comm.codecs.sparse import MOMENTUM, TopK, num_kept
 from paceline.comm.collectives.collective import Exchanging, in_parts
-from paceline.comm.collectives.lost import Lost, finite
+from paceline.comm.collectives.lost import Lost
 from paceline.comm.handle import Handle
 from paceline.comm.line import Line
+from paceline.comm.workspace import Workspace
 from paceline.keys import key as hashed
 from paceline.mesh import Group
 
@@ -46,7 +47,7 @@ class CodedCollective:
         self._kept: dict[str, Lost] = {}
         self._pending: dict[str, Lost] = {}
         self._spare: dict[str, Lost] = {}  # memory of the step before the last
-        self._one = torch.empty(1, 0)
+        self._workspace = Workspace()  # of the thread of the line
 
     @property
     def group(self) -> Group:
@@ -69,35 +70,44 @@ class CodedCollective:
         keys = self._keys(key)
 
         def hops() -> Tensor:
-            mine = self._sum(in_parts(x, self.group.size), key, keys, shared=True)
-            return self._share(mine, x, key, keys)
+            rows = self._in_parts(x)
+            total = self._workspace.take("total", (1, rows.shape[1]), x.dtype, x.device)
+            return self._share(self._sum(rows, key, keys, total, shared=True), x, key, keys)
 
         return self._line.submit("all_to_all", hops)
 
     def reduce_scatter(self, x: Tensor, key: str) -> Handle:
-        """See `Collective`."""
+        """See `Collective`; the sum is good until the next one of this buffer."""
         if x.numel() == 0:
             return Handle.ready(torch.empty_like(x[0]))
-        return self._line.submit("all_to_all", partial(self._sum, x, key, self._keys(key), shared=False))
+        keys = self._keys(key)
 
-    def _sum(self, x: Tensor, key: str, keys: Keys, shared: bool) -> Tensor:
-        """Code and exchange the rows of `x` [P, n], and add up those of this rank; `shared`: coded again
-        then.
+        def hops() -> Tensor:
+            total = self._workspace.take(f"sum {key}", (1, x.shape[1]), x.dtype, x.device)
+            return self._sum(x, key, keys, total, shared=False)
+
+        return self._line.submit("all_to_all", hops)
+
+    def _sum(self, x: Tensor, key: str, keys: Keys, total: Tensor, shared: bool) -> Tensor:
+        """Code and exchange the rows of `x` [P, n], and add up those of this rank in `total` [1, n].
+
+        `shared`: the sum is coded again then.
         """
-        before, values = self._kept.get(key), x
+        before, values, workspace = self._kept.get(key), x, self._workspace
         own = self._opened(key, x) if self.codec.loses else None
         if own is not None:
             values = own.add(x, before, self._momentum)
-        payload = self.codec.encode(values, keys)
-        one = self._scratch(x.shape[1], x)
+        payload = self.codec.encode(values, keys, workspace)
+        one = workspace.take("one", total.shape, x.dtype, x.device)
         if own is not None:
             for row, coded in enumerate(payload):
-                self.codec.decode(coded.unsqueeze(0), one, keys)
-                own.take_out(row, one[0])
-        arrived = self._inner.all_to_all(self._fitted(payload, key), key).wait(exposed=False)
-        total = torch.empty_like(x[:1])
+                self.codec.decode(coded.unsqueeze(0), one, keys, workspace)
+                own.take_out(row, one[0], workspace)
+        payload = self._fitted(payload, key)
+        arrived = workspace.like("arrived", payload)
+        self._inner.all_to_all(payload, key, arrived).wait(exposed=False)
         for number, coded in enumerate(arrived):
-            self.codec.decode(coded.unsqueeze(0), one if number else total, keys)
+            self.codec.decode(coded.unsqueeze(0), one if number else total, keys, workspace)
             if number:
                 total.add_(one)
         if before is not None and before.owned is not None and not shared:
@@ -107,18 +117,24 @@ class CodedCollective:
     def _share(self, mine: Tensor, x: Tensor, key: str, keys: Keys) -> Tensor:
         """Code the sum of this rank's part and give it to all."""
         keys = Keys(hashed(keys.shared, "sum"), hashed(keys.own, "sum"))
-        before, pending = self._kept.get(key), self._pending.get(key)
+        before, pending, workspace = self._kept.get(key), self._pending.get(key), self._workspace
         if before is not None and before.owned is not None:
             mine.add_(before.owned)
-        values, one = mine.unsqueeze(0), self._scratch(mine.numel(), x)
-        payload = self.codec.encode(values, keys)
+        one = workspace.take("one", (1, mine.numel()), x.dtype, x.device)
+        payload = self.codec.encode(mine.unsqueeze(0), keys, workspace)
         if pending is not None:
-            self.codec.decode(payload, one, keys)
-            pending.owned = finite(mine.sub_(one[0]))
-        found = self._inner.all_gather(self._fitted(payload, key)[0], f"{key}.sum").wait(exposed=False)
+            self.codec.decode(payload, one, keys, workspace)
+            pending.take_out_of_sum(mine, one[0])
+        payload = self._fitted(payload, key)
+        # Gloo's all_gather would allocate all of it again; sent as rows it is as many bytes
+        spread = workspace.take("spread", (self.group.size, payload.shape[1]), payload.dtype, payload.device)
+        found = workspace.like("arrived", spread)
+        self._inner.all_to_all(spread.copy_(payload), f"{key}.sum", found).wait(exposed=False)
         for part, coded in zip(x.view(-1).split(mine.numel()), found, strict=False):
-            self.codec.decode(coded.unsqueeze(0), one, keys)
-            part.copy_(one[0, : part.numel()])
+            whole = part.numel() == mine.numel()
+            self.codec.decode(coded.unsqueeze(0), part.unsqueeze(0) if whole else one, keys, workspace)
+            if not whole:
+                part.copy_(one[0, : part.numel()])
         return x
 
     def _opened(self, key: str, x: Tensor) -> Lost:
@@ -126,24 +142,30 @@ class CodedCollective:
         found = self._spare.pop(key, None)
         if found is None or found.sent.shape != x.shape or found.sent.dtype != x.dtype:
             found = Lost(torch.empty_like(x))
-        found.owned = None
-        self._pending[key] = found
+        self._pending[key] = found.reopen()
         return found
 
-    def _scratch(self, num_values: int, like: Tensor) -> Tensor:
-        """Memory for one row; only the thread of the line uses it."""
-        if self._one.shape[1] != num_values or self._one.dtype != like.dtype:
-            self._one = like.new_empty(1, num_values)
-        return self._one
+    def _in_parts(self, x: Tensor) -> Tensor:
+        """[n] as [P, ceil(n / P)], the end filled with zeros; a view where that does."""
+        size, num_values = self.group.size, x.numel()
+        if num_values % size == 0:
+            return x.reshape(size, -1)
+        width = -(-num_values // size)
+        out = self._workspace.take("parts", (size * width,), x.dtype, x.device)
+        out[:num_values] = x.view(-1)
+        out[num_values:].zero_()
+        return out.view(size, width)
 
     def _fitted(self, payload: Tensor, key: str) -> Tensor:
         """Rows as long as the longest of any rank."""
         if not self.codec.ragged:
-            return payload
+            return payload.contiguous()
         width = torch.tensor([payload.shape[1]], device=payload.device)
         longest = int(self._inner.all_gather(width, f"{key}.width").wait(exposed=False).max())
-        out = payload.new_zeros(len(payload), longest)
+        shape = len(payload), longest
+        out = self._workspace.take("fitted", shape, payload.dtype, payload.device)
         out[:, : payload.shape[1]] = payload
+        out[:, payload.shape[1] :].zero_()
         return out
 
     def all_gather(self, x: Tensor, key: str) -> Handle:

@@ -59,7 +59,10 @@ class Collective(Protocol):
         """Sum `x` [n] over the group, in place; the handle returns it."""
 
     def reduce_scatter(self, x: Tensor, key: str) -> Handle:
-        """Sum `x` [P, n]; the handle returns row `group.rank` of the sum, [n], in memory of its own."""
+        """Sum `x` [P, n]; the handle returns row `group.rank` of the sum, [n], apart from `x`.
+
+        Where sums are coded it is good until the next sum of `key`.
+        """
 
     def all_gather(self, x: Tensor, key: str) -> Handle:
         """Collect `x` [n] of every rank; the handle returns [P, n]. Exact, whatever the codec."""
@@ -78,8 +81,11 @@ class Exchanging(Collective, Protocol):
     def net(self) -> Net:
         """This rank's end of the wires: says the step, and counts."""
 
-    def all_to_all(self, x: Tensor, key: str) -> Handle:
-        """Send row i of `x` [P, n] to rank i; the handle returns what each rank sent here, [P, n]."""
+    def all_to_all(self, x: Tensor, key: str, out: Tensor) -> Handle:
+        """Send row i of `x` [P, n] to rank i; the handle returns what each rank sent here, in `out` [P, n].
+
+        Both are contiguous.
+        """
 
 
 class Coded(Collective, Protocol):

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from paceline.comm.workspace import Workspace
+
 
 @dataclass
 class Lost:
@@ -16,11 +18,19 @@ class Lost:
         sent: of its own values, [P, part].
         owned: of the sum of the part that it coded for all, [part]; None where nobody codes sums.
         velocity: momentum of its own values where they have not been sent, [P, part]; None: there is none.
+        room: memory for `owned`, of an earlier step.
     """
 
     sent: Tensor
     owned: Tensor | None = None
     velocity: Tensor | None = None
+    room: Tensor | None = None
+
+    def reopen(self) -> Lost:
+        """The same memory, for another step."""
+        if self.owned is not None:
+            self.room, self.owned = self.owned, None
+        return self
 
     def add(self, x: Tensor, before: Lost | None, momentum: float) -> Tensor:
         """What is to be sent now, in `sent`: `x`, or its velocity, and what was lost before.
@@ -39,11 +49,19 @@ class Lost:
             return out.copy_(x)
         return torch.add(x, before.velocity, alpha=momentum, out=out)
 
-    def take_out(self, row: int, decoded: Tensor) -> None:
+    def take_out(self, row: int, decoded: Tensor, workspace: Workspace) -> None:
         """A row has been sent as `decoded` [part]; where it was, its velocity begins anew (section 3.2)."""
         finite(self.sent[row].sub_(decoded))
         if self.velocity is not None:
-            finite(self.velocity[row].masked_fill_(decoded != 0, 0.0))
+            was_sent = workspace.take("lost.sent", decoded.shape, torch.bool, decoded.device)
+            torch.ne(decoded, 0, out=was_sent)
+            finite(self.velocity[row].masked_fill_(was_sent, 0.0))
+
+    def take_out_of_sum(self, total: Tensor, decoded: Tensor) -> None:
+        """The sum of the own part [part] has been given to all as `decoded`."""
+        if self.room is None or self.room.shape != total.shape or self.room.dtype != total.dtype:
+            self.room = torch.empty_like(total)
+        self.owned = finite(torch.sub(total, decoded, out=self.room))
 
 
 def finite(x: Tensor) -> Tensor:

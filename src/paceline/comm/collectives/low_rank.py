@@ -10,14 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
 
-from paceline.comm.codecs.low_rank import Matrix, draw_factor, near_square, orthogonalise, rest_of, worthwhile
+from paceline.comm.codecs.low_rank import (
+    Matrix,
+    draw_factor,
+    has_direction,
+    near_square,
+    orthogonalise,
+    rest_of,
+    worthwhile,
+)
 from paceline.comm.collectives.collective import Exchanging
 from paceline.comm.handle import Handle
 from paceline.comm.line import Line
+from paceline.comm.workspace import Workspace
 from paceline.keys import key as hashed
 from paceline.mesh import Group
 
@@ -54,6 +64,8 @@ class LowRankCollective:
         self._matrices: dict[str, Sequence[Matrix]] = {}
         self._kept: dict[str, _Kept] = {}
         self._pending: dict[str, _Kept] = {}
+        self._spare: dict[str, _Kept] = {}  # memory of the step before the last
+        self._workspace = Workspace()  # of the thread of the line
 
     @property
     def group(self) -> Group:
@@ -75,50 +87,92 @@ class LowRankCollective:
 
     def all_reduce(self, x: Tensor, key: str) -> Handle:
         """See `Collective`."""
-        return self._line.submit("all_reduce", lambda: x.copy_(self._sum(x.reshape(-1), key).view(x.shape)))
+        flat = x.view(-1)
+        return self._line.submit("all_reduce", lambda: self._sum(flat, key, flat).view(x.shape))
 
     def reduce_scatter(self, x: Tensor, key: str) -> Handle:
-        """See `Collective`."""
-        handle = self._line.submit("all_reduce", lambda: self._sum(x.reshape(-1), key))
-        return handle.then(lambda total: total.view(x.shape)[self.group.rank].clone())
+        """See `Collective`; the sum is good until the next one of this buffer."""
 
-    def _sum(self, x: Tensor, key: str) -> Tensor:
+        def hops() -> Tensor:
+            total = self._workspace.take(f"sum {key}", (x.numel(),), x.dtype, x.device)
+            return self._sum(x.reshape(-1), key, total).view(x.shape)[self.group.rank]
+
+        return self._line.submit("all_reduce", hops)
+
+    def _sum(self, x: Tensor, key: str, total: Tensor) -> Tensor:
+        """Sum `x` [n] into `total` [n], which may be `x`."""
         kept, matrices = self._kept.get(key), self._worthwhile(key, x.numel())
-        values = x if kept is None else x + kept.sent
+        values = x
+        if kept is not None:
+            values = torch.add(x, kept.sent, out=self._workspace.like("values", x))
+        pending = self._pending[key] = self._opened(key, x, matrices)
         factors = self._factors(key, matrices, values, kept)
-        total, sent = torch.empty_like(x), values.clone()
-        thin = [m.of(values) @ q for m, q in zip(matrices, factors, strict=True)]
-        thin = self._summed([*thin, *rest_of(values, matrices)], f"{key}.p")
-        for place, found in zip(rest_of(total, matrices), thin[len(matrices) :], strict=True):
+        left, plain = self._sum_left(key, values, matrices, factors)
+        right = self._sum_right(key, values, matrices, left, pending)
+        for place, found in zip(rest_of(total, matrices), plain, strict=True):
             place.copy_(found)
-        left = [orthogonalise(p) for p in thin[: len(matrices)]]
-        own = [m.of(values).T @ p for m, p in zip(matrices, left, strict=True)]
-        right = self._summed(own, f"{key}.q")
-        for m, p, q, mine in zip(matrices, left, right, own, strict=True):
-            torch.matmul(p, q.T, out=m.of(total))
-            m.of(sent).sub_(p @ mine.T)
-        for place in rest_of(sent, matrices):
-            place.zero_()
-        self._pending[key] = _Kept(sent.nan_to_num_(0.0, 0.0, 0.0), right)
+        for m, p, q, factor in zip(matrices, left, right, pending.factors, strict=True):
+            torch.mm(p, q.T, out=m.of(total))
+            factor.copy_(q)
         return total
 
-    def _summed(self, parts: Sequence[Tensor], name: str) -> list[Tensor]:
-        """The sums over the ranks of some tensors, in one all_reduce."""
-        flat = torch.cat([part.reshape(-1) for part in parts]) if parts else torch.zeros(0)
-        self._inner.all_reduce(flat, name).wait(exposed=False)
-        pieces = flat.split([part.numel() for part in parts])
-        return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
+    def _sum_left(
+        self, key: str, x: Tensor, matrices: Sequence[Matrix], factors: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Orthonormal P of every matrix, and the sums of what is no matrix."""
+        rest = rest_of(x, matrices)
+        flat, parts = self._pieces("left", [m.rows for m in matrices], x, rest)
+        left, plain = parts[: len(matrices)], parts[len(matrices) :]
+        for m, q, out in zip(matrices, factors, left, strict=True):
+            torch.mm(m.of(x), q, out=out)
+        for place, out in zip(rest, plain, strict=True):
+            out.copy_(place)
+        self._inner.all_reduce(flat, f"{key}.p").wait(exposed=False)
+        return [orthogonalise(p) for p in left], plain
 
-    def _factors(self, key: str, matrices: Sequence[Matrix], x: Tensor, kept: _Kept | None) -> list[Tensor]:
+    def _sum_right(
+        self, key: str, x: Tensor, matrices: Sequence[Matrix], left: Sequence[Tensor], pending: _Kept
+    ) -> list[Tensor]:
+        """The sum of Q of every matrix; what this rank's own products lose is kept."""
+        pending.sent.copy_(x)
+        flat, right = self._pieces("right", [m.columns for m in matrices], x)
+        for m, p, q in zip(matrices, left, right, strict=True):
+            torch.mm(m.of(x).T, p, out=q)
+            m.of(pending.sent).addmm_(p, q.T, alpha=-1)
+        for place in rest_of(pending.sent, matrices):
+            place.zero_()
+        pending.sent.nan_to_num_(0.0, 0.0, 0.0)
+        self._inner.all_reduce(flat, f"{key}.q").wait(exposed=False)
+        return right
+
+    def _pieces(
+        self, name: str, heights: Sequence[int], like: Tensor, rest: Sequence[Tensor] = ()
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Memory for one all_reduce: matrices of so many rows and r columns, and what is no matrix."""
+        shapes = [*((height, self._rank) for height in heights), *(tuple(part.shape) for part in rest)]
+        sizes = [prod(shape) for shape in shapes]
+        flat = self._workspace.take(name, (sum(sizes),), like.dtype, like.device)
+        return flat, [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
+
+    def _opened(self, key: str, x: Tensor, matrices: Sequence[Matrix]) -> _Kept:
+        """Memory for what a buffer loses in this step, and for its factors."""
+        shapes = [(m.columns, self._rank) for m in matrices]
+        found = self._spare.pop(key, None)
+        if found is None or found.sent.shape != x.shape or [q.shape for q in found.factors] != shapes:
+            found = _Kept(torch.empty_like(x), [x.new_empty(shape) for shape in shapes])
+        return found
+
+    def _factors(
+        self, key: str, matrices: Sequence[Matrix], x: Tensor, kept: _Kept | None
+    ) -> Sequence[Tensor]:
         """Q of every matrix; a column that is zero, or not finite, would stay so, and is drawn anew."""
         found = []
         for number, matrix in enumerate(matrices):
-            fresh = draw_factor(matrix, self._rank, hashed(self._seed, "low-rank", key, number), x)
-            if kept is not None:
-                q = kept.factors[number]
-                norms = q.norm(dim=0)
-                fresh = torch.where((norms > 0) & norms.isfinite(), q, fresh)
-            found.append(fresh)
+            before = None if kept is None else kept.factors[number]
+            if before is None or not bool(has_direction(before).all()):
+                fresh = draw_factor(matrix, self._rank, hashed(self._seed, "low-rank", key, number), x)
+                before = fresh if before is None else torch.where(has_direction(before), before, fresh)
+            found.append(before)
         return found
 
     def _worthwhile(self, key: str, num_values: int) -> list[Matrix]:
@@ -136,12 +190,14 @@ class LowRankCollective:
 
     def commit(self) -> None:
         """See `Feedback`."""
-        self._kept.update(self._pending)
+        self._spare |= {key: self._kept[key] for key in self._pending if key in self._kept}
+        self._kept |= self._pending
         self._pending = {}
 
     def abort(self) -> None:
         """See `Collective`."""
         self._line.mend()
+        self._spare |= self._pending
         self._pending = {}
         self._inner.abort()
 

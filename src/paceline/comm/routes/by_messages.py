@@ -18,6 +18,7 @@ from paceline.comm.line import Line
 from paceline.comm.net import Net
 from paceline.comm.routes.hops import Hops, exchange_rows
 from paceline.comm.routes.mail import Mail
+from paceline.comm.workspace import Workspace
 from paceline.mesh import Group
 
 
@@ -38,6 +39,7 @@ class MessageCollective:
         self.net, self.group, self._hops = net, group, hops
         self._line = Line(f"{group.name}-messages", self._waited)
         self._calls = itertools.count(1)
+        self._workspace = Workspace()  # of the thread of the line
 
     def along(self, hops: Hops) -> MessageCollective:
         """Another route on the same process group and thread; closing one closes both."""
@@ -84,13 +86,12 @@ class MessageCollective:
             lambda found: x if found.data_ptr() == x.data_ptr() else x.copy_(found.view(x.shape))
         )
 
-    def all_to_all(self, x: Tensor, key: str) -> Handle:
+    def all_to_all(self, x: Tensor, key: str, out: Tensor) -> Handle:
         """See `Exchanging`; every rank writes to every other."""
-        rows = x.contiguous()
-        if self.group.size == 1 or rows.numel() == 0:
-            return Handle.ready(rows.clone())
-        self._expect((self.group.size - 1) * rows[0].numel() * x.element_size())
-        return self._line.submit("all_to_all", self._on_mail(lambda mail: exchange_rows(mail, rows)))
+        if self.group.size == 1 or x.numel() == 0:
+            return Handle.ready(out.copy_(x))
+        self._expect((self.group.size - 1) * x[0].numel() * x.element_size())
+        return self._line.submit("all_to_all", self._on_mail(lambda mail: exchange_rows(mail, x, out)))
 
     def abort(self) -> None:
         """See `Collective`."""
@@ -112,7 +113,7 @@ class MessageCollective:
 
     def _on_mail(self, hops: Callable[[Mail], Tensor]) -> Callable[[], Tensor]:
         group = self.group
-        mail = Mail(self.net, group, next(self._calls), range(group.size), group.rank)
+        mail = Mail(self.net, group, next(self._calls), range(group.size), group.rank, self._workspace)
         return lambda: hops(mail)
 
     def _waited(self, op: str, seconds: float) -> None:

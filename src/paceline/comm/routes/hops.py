@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 from paceline.comm.routes.mail import Mail
@@ -42,11 +41,10 @@ class Hops(Protocol):
         """The closed form of a collective by its name."""
 
 
-def exchange_rows(mail: Mail, rows: Tensor) -> Tensor:
-    """Send row i of `rows` [P, n] to rank i; what each rank sent here, [P, n]. P - 1 rounds, (P-1) n
+def exchange_rows(mail: Mail, rows: Tensor, out: Tensor) -> Tensor:
+    """Send row i of `rows` [P, n] to rank i; what each rank sent here, in `out` [P, n]. P - 1 rounds, (P-1) n
     values.
     """
-    out = torch.empty_like(rows)
     out[mail.rank] = rows[mail.rank]
     for step in range(1, mail.size):
         to, source = (mail.rank + step) % mail.size, (mail.rank - step) % mail.size

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from paceline.comm.net import Net
+from paceline.comm.workspace import Workspace
 from paceline.mesh import Group
 
 
@@ -19,6 +20,7 @@ class Mail:
         tag: of the collective; its messages do not meet those of another.
         places: of the ranks that take part, in the group.
         rank: this rank's place among these.
+        workspace: of the thread that sends and receives.
     """
 
     net: Net
@@ -26,6 +28,7 @@ class Mail:
     tag: int
     places: Sequence[int]
     rank: int
+    workspace: Workspace
 
     @property
     def size(self) -> int:

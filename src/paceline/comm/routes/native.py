@@ -41,9 +41,9 @@ class NativeCollective:
         """See `Collective`."""
         return self.net.broadcast(x, self.group, source)
 
-    def all_to_all(self, x: Tensor, key: str) -> Handle:
+    def all_to_all(self, x: Tensor, key: str, out: Tensor) -> Handle:
         """See `Exchanging`."""
-        return self.net.all_to_all(list(x), self.group).then(torch.stack)
+        return self.net.exchange_rows(x, out, self.group)
 
     def abort(self) -> None:
         """See `Collective`; nothing is kept between steps."""

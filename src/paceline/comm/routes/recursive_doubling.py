@@ -27,7 +27,7 @@ class RecursiveDoubling:
         if mail.rank >= core:
             mail.send(mail.rank - core, x)
             return mail.receive(mail.rank - core, x)
-        arrived = torch.empty_like(x)
+        arrived = mail.workspace.like("arrived", x)
         extra = mail.rank + core
         if extra < mail.size:
             x += mail.receive(extra, arrived)
@@ -44,11 +44,11 @@ class RecursiveDoubling:
             mail.send(mail.rank - core, rows)
             return mail.receive(mail.rank - core, torch.empty_like(rows[0]))
         if extra < mail.size:
-            rows += mail.receive(extra, torch.empty_like(rows))
+            rows += mail.receive(extra, mail.workspace.like("arrived", rows))
         for bit in reversed(_bits(core)):
             partner = mail.rank ^ bit
             keep, give = (_owned(_half(rank, bit, core), core, mail.size) for rank in (mail.rank, partner))
-            arrived = torch.empty(len(keep), *rows.shape[1:], dtype=rows.dtype, device=rows.device)
+            arrived = mail.workspace.take("arrived", (len(keep), *rows.shape[1:]), rows.dtype, rows.device)
             rows[keep] += mail.exchange(partner, rows[give], partner, arrived)
         if extra < mail.size:
             mail.send(extra, rows[extra])
@@ -65,7 +65,7 @@ class RecursiveDoubling:
         for bit in _bits(core):
             partner = mail.rank ^ bit
             mine, others = (_owned(_block(rank, bit), core, mail.size) for rank in (mail.rank, partner))
-            arrived = torch.empty(len(others), *rows.shape[1:], dtype=rows.dtype, device=rows.device)
+            arrived = mail.workspace.take("arrived", (len(others), *rows.shape[1:]), rows.dtype, rows.device)
             rows[others] = mail.exchange(partner, rows[mine], partner, arrived)
         if extra < mail.size:
             mail.send(extra, rows)

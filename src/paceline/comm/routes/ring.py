@@ -6,7 +6,6 @@ Parallel Distrib. Comput. 69, section 3.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from paceline.comm.routes.hops import Sent, length, stretch
@@ -55,7 +54,8 @@ class Ring:
 def add_round(mail: Mail, parts: list[Tensor]) -> None:
     """Part i of rank i becomes the sum over all ranks; the others' contents are sums of some."""
     before, after = (mail.rank - 1) % mail.size, (mail.rank + 1) % mail.size
-    arrived = torch.empty(max(part.numel() for part in parts), dtype=parts[0].dtype, device=parts[0].device)
+    most = max(part.numel() for part in parts)
+    arrived = mail.workspace.take("arrived", (most,), parts[0].dtype, parts[0].device)
     for step in range(1, mail.size):
         mine = parts[(mail.rank - step - 1) % mail.size]
         out = arrived[: mine.numel()].view_as(mine)

@@ -7,7 +7,6 @@ Collective Communication Operations in MPICH, section 4.2 (binomial trees).
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from paceline.comm.routes.hops import Sent
@@ -33,7 +32,7 @@ class Tree:
 
     def all_reduce(self, mail: Mail, x: Tensor) -> Tensor:
         """See `Hops`."""
-        arrived = torch.empty_like(x)
+        arrived = mail.workspace.like("arrived", x)
         for child in tree_children(mail.rank, mail.size):
             x += mail.receive(child, arrived)
         if mail.rank:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from paceline.comm import Codec
 from paceline.comm.codecs import Keys
+from paceline.comm.workspace import Workspace
 
 KEYS = Keys(11, 12)
 _SIZES = (1, 2, 255, 256, 257, 5000)
@@ -32,13 +33,13 @@ class CodecContract(ABC):
 
     def decoded(self, x: Tensor) -> Tensor:
         codec, out = self.codec(), torch.full_like(x, 7.0)
-        codec.decode(codec.encode(x, KEYS), out, KEYS)
+        codec.decode(codec.encode(x, KEYS, Workspace()), out, KEYS, Workspace())
         return out
 
     def test_the_bytes_are_those_of_the_closed_form(self) -> None:
         codec = self.codec()
         for num_values in _SIZES:
-            payload = codec.encode(torch.randn(3, num_values), KEYS)
+            payload = codec.encode(torch.randn(3, num_values), KEYS, Workspace())
             assert payload.dtype == torch.uint8 and payload.shape[0] == 3
             width = codec.num_bytes(num_values)
             assert payload.shape[1] <= width if codec.ragged else payload.shape[1] == width, num_values
@@ -63,16 +64,28 @@ class CodecContract(ABC):
 
     def test_rows_are_decoded_one_by_one_as_together(self) -> None:
         codec, x = self.codec(), torch.randn(3, 301)
-        payload, whole, one = codec.encode(x, KEYS), torch.empty_like(x), torch.empty(1, 301)
-        codec.decode(payload, whole, KEYS)
-        codec.decode(payload[1:2], one, KEYS)
+        payload, whole, one = codec.encode(x, KEYS, Workspace()), torch.empty_like(x), torch.empty(1, 301)
+        codec.decode(payload, whole, KEYS, Workspace())
+        codec.decode(payload[1:2], one, KEYS, Workspace())
         assert torch.equal(one[0], whole[1])
 
     def test_encoding_is_a_pure_function(self) -> None:
         x, codec = torch.randn(2, 777), self.codec()
         kept = x.clone()
-        assert torch.equal(codec.encode(x, KEYS), codec.encode(x, KEYS))
+        assert torch.equal(codec.encode(x, KEYS, Workspace()), codec.encode(x, KEYS, Workspace()))
         assert torch.equal(x, kept)
+
+    def test_what_lay_in_the_workspace_is_nothing_to_it(self) -> None:
+        codec, worn = self.codec(), Workspace()
+        for num_values in (900, 777):
+            x, out = torch.randn(2, num_values), torch.empty(2, num_values)
+            payload = codec.encode(x, KEYS, worn)
+            assert torch.equal(payload, codec.encode(x, KEYS, Workspace()))
+            sent = payload.clone()
+            codec.decode(sent, out, KEYS, worn)
+            whole = torch.empty_like(out)
+            codec.decode(sent, whole, KEYS, Workspace())
+            assert torch.equal(out, whole)
 
     @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
     def test_what_is_not_finite_is_seen_on_the_other_side(self, bad: float) -> None:

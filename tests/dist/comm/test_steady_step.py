@@ -1,0 +1,117 @@
+"""A steady step allocates nothing for the wire: what coding and sending need is taken again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.cluster import Cluster
+from paceline.comm import CodedCollective, Collective, Handle, NativeCollective, Net
+from paceline.comm.codecs import Keys
+from paceline.comm.collectives import Coded, coded, low_rank
+from paceline.comm.routes import by_messages
+from paceline.comm.routes.by_messages import MessageCollective
+from paceline.comm.routes.recursive_doubling import RecursiveDoubling
+from paceline.comm.routes.ring import Ring
+from paceline.comm.routes.tree import Tree
+from paceline.comm.workspace import Workspace
+from paceline.mesh import Group, Mesh, twin_group
+from paceline.recipe import Strategy
+from paceline.testing.ranks import run_ranks
+from paceline.training.codecs import code
+from tests.peak import allocated
+
+WORLD, N, WARM = 2, 2 * 70_001, 3
+WORDS = (
+    "bf16",
+    "fp16",
+    "int8",
+    "int4",
+    "int2",
+    "int8:stochastic",
+    "fixed:8",
+    "sign",
+    "randomk:0.01",
+    "randomk:0.1+int4",
+    "lowrank:2",
+)
+HOPS = {"ring": Ring(), "tree": Tree(), "recursive-doubling": RecursiveDoubling()}
+
+
+class Inline:
+    """In place of `Line`: hops run on the thread that counts."""
+
+    def __init__(self, name: str, count_seconds: Callable[[str, float], None]) -> None: ...
+
+    def submit(self, op: str, hops: Callable[[], Any]) -> Handle:
+        return Handle.ready(hops())
+
+    def close(self) -> None: ...
+
+
+class Wasteful:
+    """bf16, with memory of its own each time."""
+
+    loses, ragged = True, False
+
+    def num_bytes(self, num_values: int) -> int:
+        return 2 * num_values
+
+    def encode(self, x: Tensor, keys: Keys, workspace: Workspace) -> Tensor:
+        return x.to(torch.bfloat16).view(torch.uint8)
+
+    def decode(self, payload: Tensor, out: Tensor, keys: Keys, workspace: Workspace) -> None:
+        out.copy_(payload.view(torch.bfloat16))
+
+
+def steady(path: Coded, net: Net) -> list[int]:
+    """What steps allocate that are not the first: a sum of a buffer of odd length, and one of rows."""
+    whole, rows = torch.randn(N - 1), torch.randn(WORLD, N // WORLD)
+
+    def step() -> None:
+        net.step += 1
+        path.all_reduce(whole, "whole").wait()
+        path.reduce_scatter(rows, "rows").wait()
+        if path.feedback is not None:
+            path.feedback.commit()
+
+    for _ in range(WARM):
+        step()
+    return allocated(step)
+
+
+def allocated_by_sum(path: Collective) -> list[int]:
+    """What sums allocate that are not the first."""
+    x = torch.randn(N)
+    for _ in range(WARM):
+        path.all_reduce(x, "whole").wait()
+    return allocated(lambda: path.all_reduce(x, "whole").wait())
+
+
+@pytest.mark.capability("L4")
+def test_a_steady_step_allocates_nothing_for_coding_and_sending() -> None:
+    def ranks(cluster: Cluster) -> dict[str, list[int]]:
+        group: Group = twin_group(Mesh.build(cluster, {"replica": WORLD}).replica, "coded")
+        found = {}
+        with ExitStack() as patches:
+            for module in (coded, low_rank, by_messages):
+                patches.enter_context(patch.object(module, "Line", Inline))
+            for word in WORDS:
+                net = Net(60.0)
+                found[word] = steady(code(NativeCollective(net, group), Strategy(codec=word), 5), net)
+            net = Net(60.0)
+            found["wasteful"] = steady(CodedCollective(NativeCollective(net, group), Wasteful()), net)
+            by_word = {name: MessageCollective(net, group, hops) for name, hops in HOPS.items()}
+            found |= {name: allocated_by_sum(path) for name, path in by_word.items()}
+            found["native"] = allocated_by_sum(NativeCollective(net, group))
+        return found
+
+    for found in run_ranks(ranks, WORLD):
+        assert len(found.pop("wasteful")) >= 3  # the count sees what a codec allocates
+        assert found == {word: [] for word in (*WORDS, *HOPS, "native")}

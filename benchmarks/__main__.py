@@ -29,6 +29,7 @@ NAMES = (
     "lab",
     "route",
     "route_choice",
+    "coding",
     "wire",
     "codec_losses",
     "stragglers",

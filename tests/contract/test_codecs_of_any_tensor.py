@@ -14,7 +14,7 @@ from torch import Tensor
 
 from paceline.comm import Codec
 from paceline.comm.codecs import Keys
-from paceline.comm.codecs.sparse import largest
+from paceline.comm.codecs.selection import largest
 from paceline.comm.workspace import Workspace
 from paceline.recipe import Strategy
 from paceline.training.codecs import make_codec
@@ -167,7 +167,9 @@ def test_the_largest_of_a_long_row_are_found_without_sorting_it(kind: str) -> No
     elif kind == "two halves":
         x[::12] *= 1e6  # the sample sees none of these, or too many
     right = torch.sort(x.abs().nan_to_num(torch.inf), descending=True, stable=True).indices[:kept]
-    assert torch.equal(largest(x, kept, torch.empty(kept, dtype=torch.int64)), right.sort().values)
+    found = torch.empty(kept, dtype=torch.int64)
+    largest(x, kept, found, Workspace())
+    assert torch.equal(found, right.sort().values)
 
 
 @pytest.mark.capability("H6")

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from paceline.cluster import Cluster
 from paceline.comm import NativeCollective, Net
-from paceline.comm.codecs.sparse import largest
+from paceline.comm.codecs.selection import largest
 from paceline.comm.collectives import in_parts
+from paceline.comm.workspace import Workspace
 from paceline.errors import StrategyError
 from paceline.mesh import Mesh, twin_group
 from paceline.recipe import Recipe, Strategy, support
@@ -30,7 +31,8 @@ def top(x: Tensor) -> Tensor:
     """Of each row the largest values; the rest zero."""
     out = torch.zeros_like(x)
     for row, found in zip(x, out, strict=True):
-        places = largest(row, KEPT, torch.empty(KEPT, dtype=torch.int64))
+        places = torch.empty(KEPT, dtype=torch.int64)
+        largest(row, KEPT, places, Workspace())
         found[places] = row[places]
     return out
 

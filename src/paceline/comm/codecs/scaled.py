@@ -7,6 +7,7 @@ from torch import Tensor
 
 from paceline.comm.codecs.codec import Codec, Keys, bytes_of, stretches, values_of
 from paceline.comm.codecs.packing import pack, packed_bytes, unpack
+from paceline.comm.kernels import Kernels, load_kernels
 from paceline.comm.workspace import Workspace
 
 BLOCK = 256
@@ -22,6 +23,7 @@ class Scaled:
 
     Args:
         bits: 2, 4 or 8.
+        kernels: code rows of float32 in one pass, nearest only; None: PyTorch does, to the same bytes.
         stochastic: round up with a probability that is the fraction; what is decoded is then right on
             average, and nothing is kept for later.
     Source: Alistarh et al. 2017, QSGD, arXiv:1610.02132, section 3.1 (stochastic); Dettmers 2016, 8-Bit
@@ -30,8 +32,8 @@ class Scaled:
 
     ragged = False
 
-    def __init__(self, bits: int, *, stochastic: bool = False) -> None:
-        self.bits, self._stochastic = bits, stochastic
+    def __init__(self, bits: int, *, stochastic: bool = False, kernels: Kernels | None = None) -> None:
+        self.bits, self._stochastic, self._kernels = bits, stochastic, kernels
         self._most = 2 ** (bits - 1) - 1
         self.loses = not stochastic
 
@@ -51,13 +53,21 @@ class Scaled:
         scales = workspace.take("scales", (rows, -(-num_values // BLOCK)), torch.float32, x.device)
         draw = torch.Generator(x.device).manual_seed(keys.own) if self._stochastic else None
         for row, found, own in zip(x, out, scales, strict=True):
-            for begin, end in stretches(num_values):
-                blocks = in_blocks(row[begin:end], BLOCK, workspace)
-                codes = self._codes(blocks, own[begin // BLOCK : -(-end // BLOCK)], draw, workspace)
-                place = slice(packed_bytes(begin, self.bits), packed_bytes(end, self.bits))
-                pack(codes.view(-1)[: end - begin], self.bits, found[place], workspace)
+            if self._kernels is not None and draw is None and self._kernels.take(row):
+                self._kernels.scaled_encode(row, self.bits, found, own)
+            else:
+                self._encode_row(row, found, own, draw, workspace)
         out[:, packed_bytes(num_values, self.bits) :] = bytes_of(scales)
         return out
+
+    def _encode_row(
+        self, x: Tensor, out: Tensor, scales: Tensor, draw: torch.Generator | None, workspace: Workspace
+    ) -> None:
+        for begin, end in stretches(x.numel()):
+            blocks = in_blocks(x[begin:end], BLOCK, workspace)
+            codes = self._codes(blocks, scales[begin // BLOCK : -(-end // BLOCK)], draw, workspace)
+            place = slice(packed_bytes(begin, self.bits), packed_bytes(end, self.bits))
+            pack(codes.view(-1)[: end - begin], self.bits, out[place], workspace)
 
     def _codes(
         self, blocks: Tensor, scales: Tensor, draw: torch.Generator | None, workspace: Workspace
@@ -79,14 +89,20 @@ class Scaled:
         num_values = out.shape[1]
         scales = values_of(payload[:, packed_bytes(num_values, self.bits) :], torch.float32, workspace)
         scales = workspace.copy("scales.wide", scales, out.dtype)
-        sign = 1 << (self.bits - 1)  # the highest bit
         for row, found, own in zip(payload, out, scales, strict=True):
-            for begin, end in stretches(num_values):
-                coded = row[packed_bytes(begin, self.bits) :]
-                codes = unpack(coded, end - begin, self.bits, workspace).view(torch.int8)
-                if self.bits < 8:
-                    codes.bitwise_xor_(sign).sub_(sign)
-                scale_blocks(codes, own[begin // BLOCK : -(-end // BLOCK)], BLOCK, found[begin:end])
+            if self._kernels is not None and self._kernels.take(found, own):
+                self._kernels.scaled_decode(row, self.bits, own, found)
+            else:
+                self._decode_row(row, found, own, workspace)
+
+    def _decode_row(self, payload: Tensor, out: Tensor, scales: Tensor, workspace: Workspace) -> None:
+        sign = 1 << (self.bits - 1)  # the highest bit
+        for begin, end in stretches(out.numel()):
+            coded = payload[packed_bytes(begin, self.bits) :]
+            codes = unpack(coded, end - begin, self.bits, workspace).view(torch.int8)
+            if self.bits < 8:
+                codes.bitwise_xor_(sign).sub_(sign)
+            scale_blocks(codes, scales[begin // BLOCK : -(-end // BLOCK)], BLOCK, out[begin:end])
 
 
 def in_blocks(x: Tensor, block: int, workspace: Workspace) -> Tensor:
@@ -113,14 +129,14 @@ def scale_blocks(codes: Tensor, scales: Tensor, block: int, out: Tensor) -> None
 
 def int8(argument: str) -> Codec:
     """The word `int8`."""
-    return Scaled(8, stochastic=argument == "stochastic")
+    return Scaled(8, stochastic=argument == "stochastic", kernels=load_kernels())
 
 
 def int4(argument: str) -> Codec:
     """The word `int4`."""
-    return Scaled(4, stochastic=argument == "stochastic")
+    return Scaled(4, stochastic=argument == "stochastic", kernels=load_kernels())
 
 
 def int2(argument: str) -> Codec:
     """The word `int2`."""
-    return Scaled(2, stochastic=argument == "stochastic")
+    return Scaled(2, stochastic=argument == "stochastic", kernels=load_kernels())

@@ -14,15 +14,14 @@ from torch import Tensor
 
 from paceline.comm.codecs.codec import Codec, Keys, bytes_of, values_of
 from paceline.comm.codecs.halves import top_of
+from paceline.comm.codecs.selection import largest, num_candidates, num_wanted, sample_of
+from paceline.comm.kernels import Kernels, load_kernels
 from paceline.comm.workspace import Workspace
 from paceline.errors import StrategyError
 
 NumKept = Callable[[int], int]
 """How many values of a row of so many are kept."""
 
-_SAMPLED_FROM = 1 << 14  # rows longer than this are searched for a threshold first
-_SAMPLES = 1 << 13
-_MARGIN = 1.25
 MOMENTUM = "0.9"
 """Of `dgc`, where the argument does not say."""
 
@@ -51,18 +50,21 @@ class TopK:
     Args:
         num_kept: k.
         values: the form in which they travel.
+        kernels: look for them in rows of float32; None: PyTorch does, and finds the same.
     Source: Aji and Heafield 2017, Sparse Communication for Distributed Gradient Descent, arXiv:1704.05021,
     section 3; Stich et al. 2018, Sparsified SGD with Memory, arXiv:1809.07599, Algorithm 1 (memory).
     """
 
     loses, ragged = True, False
 
-    def __init__(self, num_kept: NumKept, values: Codec | None = None) -> None:
-        self.num_kept, self._values = num_kept, values or Floats()
+    def __init__(
+        self, num_kept: NumKept, values: Codec | None = None, kernels: Kernels | None = None
+    ) -> None:
+        self.num_kept, self._values, self._kernels = num_kept, values or Floats(), kernels
 
     def with_values(self, values: Codec) -> TopK:
         """The same choice, in another form."""
-        return TopK(self.num_kept, values)
+        return TopK(self.num_kept, values, self._kernels)
 
     def num_bytes(self, num_values: int) -> int:
         """The bytes of k values, and k places of 1 to 4 bytes, as many as n - 1 needs."""
@@ -75,7 +77,7 @@ class TopK:
         kept, width = self.num_kept(num_values), place_bytes(num_values)
         places = workspace.take("topk.places", (rows, kept), torch.int64, x.device)
         for row, found in zip(x, places, strict=True):
-            largest(row, kept, found)
+            self._largest(row, kept, found, workspace)
         chosen = torch.gather(
             x, 1, places, out=workspace.take("topk.values", places.shape, x.dtype, x.device)
         )
@@ -87,6 +89,17 @@ class TopK:
             short.view(torch.uint8).view(rows, kept, 4)[:, :, :width]
         )
         return out
+
+    def _largest(self, x: Tensor, kept: int, out: Tensor, workspace: Workspace) -> None:
+        if self._kernels is None or not self._kernels.take(x):
+            largest(x, kept, out, workspace)
+            return
+        sample = sample_of(x, kept, workspace)
+        room = num_candidates(x.numel(), kept)
+        places = workspace.take("topk.room", (room,), torch.int64)
+        values = workspace.take("topk.candidates", (room,), torch.float32)
+        self._kernels.largest(x, kept, places, values, sample, num_wanted(x.numel(), kept, sample.numel()))
+        out.copy_(places[:kept])
 
     def decode(self, payload: Tensor, out: Tensor, keys: Keys, workspace: Workspace) -> None:
         """See `Codec`."""
@@ -161,39 +174,6 @@ class RandomK:
         return places.to(device)
 
 
-def largest(x: Tensor, kept: int, out: Tensor) -> Tensor:
-    """Write the places of the `kept` largest magnitudes of `x` [n], ascending, into `out` int64 [kept]; among
-    equals the first.
-
-    A sample gives a threshold that a few more values reach than are wanted; these alone are sorted. If too
-    few do, all are. What is not finite counts as largest.
-    """
-    candidates = _likely(x, kept)
-    sizes = (x if candidates is None else x[candidates]).abs().nan_to_num_(torch.inf, torch.inf)
-    order = torch.sort(sizes, descending=True, stable=True).indices[:kept]
-    return out.copy_((order if candidates is None else candidates[order]).sort().values)
-
-
-def _likely(x: Tensor, kept: int) -> Tensor | None:
-    """Places that hold the `kept` largest, ascending; None: look at all."""
-    num_values = x.numel()
-    if num_values < _SAMPLED_FROM or kept > num_values // 4:
-        return None
-    sample = x[:: num_values // _SAMPLES].abs()
-    wanted = min(sample.numel(), ceil(_MARGIN * kept * sample.numel() / num_values) + 16)
-    threshold = sample.nan_to_num_(torch.inf).topk(wanted, sorted=False).values.min()
-    found = (~(x.abs() < threshold)).nonzero().view(-1) if threshold > 0 else (x != 0).nonzero().view(-1)
-    if found.numel() >= kept:
-        return found
-    return _with_zeros(x, found, kept) if threshold == 0 else None
-
-
-def _with_zeros(x: Tensor, found: Tensor, kept: int) -> Tensor:
-    """All that are not zero, and the first zeros."""
-    zeros = (x == 0).nonzero().view(-1)[: kept - found.numel()]
-    return torch.cat([found, zeros]).sort().values
-
-
 def place_bytes(num_values: int) -> int:
     """Bytes of a place in a row, 1 to 4."""
     return max(1, -(-max(0, num_values - 1).bit_length() // 8))
@@ -219,7 +199,7 @@ def num_kept(argument: str) -> NumKept:
 
 def top_k(argument: str) -> Codec:
     """The word `topk:K`."""
-    return TopK(num_kept(argument))
+    return TopK(num_kept(argument), kernels=load_kernels())
 
 
 def corrected(argument: str) -> Codec:

@@ -20,6 +20,7 @@ from paceline.comm.codecs.sparse import MOMENTUM, TopK, num_kept
 from paceline.comm.collectives.collective import Exchanging, in_parts
 from paceline.comm.collectives.lost import Lost
 from paceline.comm.handle import Handle
+from paceline.comm.kernels import load_kernels
 from paceline.comm.line import Line
 from paceline.comm.workspace import Workspace
 from paceline.keys import key as hashed
@@ -240,4 +241,6 @@ class CodedCollective:
 def with_momentum(path: Exchanging, argument: str, seed: int) -> CodedCollective:
     """The word `dgc:K:M`, where ranks sum."""
     kept, _, momentum = argument.partition(":")
-    return CodedCollective(path, TopK(num_kept(kept)), seed=seed, momentum=float(momentum or MOMENTUM))
+    return CodedCollective(
+        path, TopK(num_kept(kept), kernels=load_kernels()), seed=seed, momentum=float(momentum or MOMENTUM)
+    )

@@ -1,0 +1,142 @@
+"""Compiled kernels write the bytes that PyTorch's operations write, and nothing that is damaged is loaded."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.comm import Codec
+from paceline.comm.codecs import Keys
+from paceline.comm.codecs.fixed_step import FixedStep
+from paceline.comm.codecs.scaled import Scaled
+from paceline.comm.codecs.sign import Sign
+from paceline.comm.codecs.sparse import TopK, num_kept
+from paceline.comm.kernels import Kernels, compiled, load_kernels
+from paceline.comm.workspace import Workspace
+
+Make = Callable[[Kernels | None], Codec]
+CODECS: dict[str, Make] = {
+    "int8": lambda kernels: Scaled(8, kernels=kernels),
+    "int4": lambda kernels: Scaled(4, kernels=kernels),
+    "int2": lambda kernels: Scaled(2, kernels=kernels),
+    "fixed:1": lambda kernels: FixedStep(1, kernels),
+    "fixed:8": lambda kernels: FixedStep(8, kernels),
+    "fixed:14": lambda kernels: FixedStep(14, kernels),
+    "sign": Sign,
+    "topk:0.01": lambda kernels: TopK(num_kept("0.01"), kernels=kernels),
+    "topk:0.4": lambda kernels: TopK(num_kept("0.4"), kernels=kernels),
+    "topk:7+int4": lambda kernels: TopK(num_kept("7"), Scaled(4, kernels=kernels), kernels),
+}
+LENGTHS = (1, 7, 255, 257, 1025, 65_536, 65_539, 150_001)
+KEYS = Keys(5, 6)
+NEEDS_COMPILER = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+    found = load_kernels(tmp_path_factory.mktemp("kernels"))
+    assert found is not None
+    return found
+
+
+def rows(n: int) -> dict[str, Tensor]:
+    """Values of every kind, by its name, [2, n]."""
+    g = torch.Generator().manual_seed(n)
+    plain = torch.randn(2, n, generator=g)
+    wide = plain * 10.0 ** torch.randint(-30, 30, (2, n), generator=g)
+    few = torch.where(torch.rand(2, n, generator=g) < 0.005, plain, 0.0)
+    levels = torch.randint(-3, 4, (2, n), generator=g).float()
+    return {
+        "plain": plain,
+        "wide": wide,
+        "mostly zeros": few,
+        "zeros": torch.zeros(2, n),
+        "many equal": levels,
+        "halves": torch.randint(-14, 15, (2, n), generator=g) / 2,  # of 1/7 of the largest
+        "denormal": plain * 1e-42,
+        "late": torch.cat([plain[:, : n // 2] * 1e-3, plain[:, n // 2 :]], 1),
+    }
+
+
+def bad_rows(n: int) -> dict[str, Tensor]:
+    """Rows that hold what is not finite."""
+    found = {}
+    for bad in (math.inf, -math.inf, math.nan):
+        found[str(bad)] = torch.randn(2, n, generator=torch.Generator().manual_seed(n))
+        found[str(bad)][1, n // 2] = bad
+    return found
+
+
+def differences(make: Make, kernels: Kernels, n: int) -> list[str]:
+    """Kinds of rows for which a codec with kernels writes other bytes, or reads other values."""
+    wrong, worn = [], Workspace()
+    fast, slow = make(kernels), make(None)
+    for kind, x in (rows(n) | bad_rows(n)).items():
+        payload = slow.encode(x, KEYS, Workspace())
+        found = fast.encode(x, KEYS, worn).clone()
+        right, out = torch.empty_like(x), torch.full_like(x, 7.0)
+        slow.decode(payload, right, KEYS, Workspace())
+        fast.decode(payload, out, KEYS, worn)
+        same = torch.equal(found, payload) or kind == "nan"  # a NaN has many forms
+        slow.decode(found, x.copy_(right), KEYS, Workspace())
+        same &= torch.equal(out.nan_to_num(1e9), right.nan_to_num(1e9))
+        wrong += [] if same and torch.equal(x.isnan(), right.isnan()) else [f"{kind}, {n} values"]
+    return wrong
+
+
+@pytest.mark.capability("H2")
+@NEEDS_COMPILER
+@pytest.mark.parametrize("word", CODECS)
+def test_kernels_write_the_bytes_of_the_operations_that_they_replace(word: str, kernels: Kernels) -> None:
+    assert [kind for n in LENGTHS for kind in differences(CODECS[word], kernels, n)] == []
+
+
+@NEEDS_COMPILER
+def test_kernels_that_round_otherwise_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "kernels.c"
+    source.write_text(compiled._SOURCE.read_text().replace("rintf(", "roundf("))  # halves away from zero
+    monkeypatch.setattr(compiled, "_SOURCE", source)
+    other = load_kernels(tmp_path)
+    assert other is not None
+    assert differences(CODECS["int4"], other, 1025)
+
+
+@NEEDS_COMPILER
+def test_values_of_other_types_and_strides_are_coded_without_kernels(kernels: Kernels) -> None:
+    x = torch.randn(3, 600, dtype=torch.float64)
+    for make in CODECS.values():
+        fast, slow = make(kernels), make(None)
+        for values in (x, x.float().T.contiguous().T):
+            found = fast.encode(values, KEYS, Workspace())
+            assert torch.equal(found, slow.encode(values, KEYS, Workspace()))
+
+
+@NEEDS_COMPILER
+def test_a_file_that_was_damaged_is_compiled_again(tmp_path: Path) -> None:
+    assert load_kernels(tmp_path) is not None
+    (file,) = tmp_path.glob("*.so")
+    whole, written = file.read_bytes(), file.stat().st_ino
+    assert load_kernels(tmp_path) is not None and file.stat().st_ino == written  # compiled once
+    damaged = bytearray(whole)
+    damaged[len(whole) // 2] ^= 1
+    other = file.with_name("copy")
+    other.write_bytes(damaged)
+    other.replace(file)  # the library that is loaded keeps its own
+    assert load_kernels(tmp_path) is not None
+    (again,) = tmp_path.glob("*.so")
+    assert again.read_bytes() != bytes(damaged)
+
+
+def test_without_a_compiler_or_in_a_folder_of_others_there_are_none(tmp_path: Path) -> None:
+    assert load_kernels(tmp_path, compiler="no-such-compiler") is None
+    tmp_path.chmod(0o777)
+    assert load_kernels(tmp_path) is None
+    assert load_kernels(tmp_path / "made") is not None or shutil.which("cc") is None
+    (tmp_path / "a file").touch()
+    assert load_kernels(tmp_path / "a file" / "kernels") is None

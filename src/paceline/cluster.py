@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.addresses import interface_towards
-from paceline.epochs import Candidate, begin, follow, join
+from paceline.epochs import Candidate, Meeting, follow, join, meet
 from paceline.errors import CommunicationError
 from paceline.handshake import encrypts
 from paceline.membership import Membership
@@ -124,13 +124,21 @@ class Cluster:
             )
         return self
 
-    def connect(self, device_type: str, deadline_seconds: float) -> Cluster:
+    def connect(
+        self,
+        device_type: str,
+        deadline_seconds: float,
+        meeting_seconds: float | None = None,
+        say: Callable[[str], object] | None = None,
+    ) -> Cluster:
         """Meet the other ranks and make the default process group; a world of one needs none.
 
         Args:
             device_type: "cpu" (Gloo), or "cuda" (NCCL for GPU tensors, Gloo for CPU tensors); then this
                 rank's GPU is torch's current device.
-            deadline_seconds: for every wait while ranks meet, and afterwards for making groups.
+            deadline_seconds: for reaching the store, and for making groups.
+            meeting_seconds: how long the other ranks may take to start; None: as long as any wait.
+            say: is told now and then which ranks are missing.
         Returns:
             This place with its membership.
         Raises:
@@ -143,8 +151,12 @@ class Cluster:
         if self.world_size == 1:
             return self
         candidate = self._candidate(device, deadline_seconds)
-        self.enter_phase("waiting for the other ranks to start", deadline_seconds)
-        membership = begin(candidate, self.world_size, self.attempt, self.way.job)
+        patience = deadline_seconds if meeting_seconds is None else meeting_seconds
+        self.enter_phase("waiting for the other ranks to start", patience)
+        meeting = Meeting(self.world_size, self.attempt, self.way.job, patience, say or (lambda text: None))
+        membership = meet(candidate, meeting)
+        self.enter_phase("making process groups", deadline_seconds)
+        membership.groups.begin()
         return self._with(membership)
 
     def join(self, device_type: str, deadline_seconds: float) -> Cluster:

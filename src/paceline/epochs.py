@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paceline.errors import CommunicationError, DeadlineError
-from paceline.membership import Groups, Membership, names_of
+from paceline.membership import Groups, Membership, await_members
 from paceline.store import Late, Lost
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Candidate:
         number: its own, and nobody else's.
         note: what it tells the others about itself.
         device: NCCL beside Gloo on "cuda".
-        seconds: the deadline of every wait.
+        seconds: the deadline of every wait but that for the other processes of a job that begins.
     """
 
     number: int
@@ -43,45 +43,58 @@ class Candidate:
     seconds: float
 
 
-def begin(candidate: Candidate, size: int, attempt: int, job: str) -> Membership:
-    """The first membership of a job, of the processes 0 to `size` - 1; collective.
+@dataclass(frozen=True)
+class Meeting:
+    """Where and how long the processes of a job that begins wait for each other.
 
     Args:
+        size: the number of processes.
         attempt: how often an agent has restarted the job; keeps the keys of each attempt apart.
         job: what is begun, for errors.
+        seconds: how long one may take until it is here: starting Python and PyTorch may take minutes.
+        say: is told now and then who is missing.
+    """
+
+    size: int
+    attempt: int
+    job: str
+    seconds: float
+    say: Callable[[str], object]
+
+
+def meet(candidate: Candidate, meeting: Meeting) -> Membership:
+    """The first membership of a job, of the processes 0 to `size` - 1; it has no groups until they begin.
+
     Raises:
         CommunicationError: the sizes differ, or a process is gone.
         DeadlineError: some processes did not come in time; names them.
     """
-    store, number = candidate.store, candidate.number
-    start = f"{attempt}.{store.add(f'{attempt}/starts/{number}', 1)}"
-    _require_size(candidate, size, f"{start}/size", job)
-    keys = [f"{start}/here/{one}" for one in range(size)]
-    store.set(keys[number], candidate.note)
+    store, number, job = candidate.store, candidate.number, meeting.job
+    start = f"{meeting.attempt}.{store.add(f'{meeting.attempt}/starts/{number}', 1)}"
+    everyone = range(meeting.size)
+    keys = [f"{start}/here/{one}" for one in everyone]
     try:
-        notes = store.await_keys(keys, candidate.seconds, range(size))
-    except Late as late:
-        raise _late(f"{names_of(late.keys, keys)} did not join") from late
+        _require_size(candidate, meeting, f"{start}/size")
+        store.set(keys[number], candidate.note)
+        notes = await_members(store, keys, meeting.seconds, everyone, "joined", meeting.say)
     except Lost as lost:
         raise CommunicationError(
             f"rank {', '.join(map(str, lost.members))} left before {job} had met",
             next_step="look at the first rank that ended: it is the cause",
         ) from lost
-    return _enter(candidate, start, 0, tuple(range(size)), tuple(note.decode() for note in notes))
+    return _place(candidate, start, 0, tuple(everyone), tuple(note.decode() for note in notes))
 
 
-def _require_size(candidate: Candidate, size: int, key: str, job: str) -> None:
+def _require_size(candidate: Candidate, meeting: Meeting, key: str) -> None:
     """Leave if the others expect another number of processes, and tell the user of rank 0."""
-    store = candidate.store
+    store, job = candidate.store, meeting.job
     if candidate.number == 0:
-        store.set(key, str(size))
+        store.set(key, str(meeting.size))
         return
-    try:
-        found = int(store.await_keys([key], candidate.seconds, (0,))[0])
-    except Late as late:
-        raise _late(f"rank 0 did not start {job}") from late
-    if found != size:
-        what = f"Rank {candidate.number} expects {size} processes, {job} has {found}."
+    done = f"started {job}"
+    found = int(await_members(store, [key], meeting.seconds, (0,), done, meeting.say)[0])
+    if found != meeting.size:
+        what = f"Rank {candidate.number} expects {meeting.size} processes, {job} has {found}."
         store.tell(what)
         raise CommunicationError(
             what, next_step="give all nodes the same --nodes and the same number of processes"
@@ -185,6 +198,15 @@ def _enter(
     candidate: Candidate, start: str, epoch: int, members: tuple[int, ...], notes: tuple[str, ...]
 ) -> Membership:
     """Take this process's place, and make the group of all members; collective."""
+    membership = _place(candidate, start, epoch, members, notes)
+    membership.groups.begin()
+    return membership
+
+
+def _place(
+    candidate: Candidate, start: str, epoch: int, members: tuple[int, ...], notes: tuple[str, ...]
+) -> Membership:
+    """This process's place among the members, before there is a group."""
     if candidate.number not in members:
         raise CommunicationError(
             f"the other ranks have gone on without this one: it was silent until their deadline"
@@ -193,9 +215,7 @@ def _enter(
         )
     rank, place, store = members.index(candidate.number), f"{start}/{epoch}", candidate.store
     groups = Groups(store, place, members, rank, candidate.device, candidate.seconds)
-    membership = Membership(epoch, members, rank, notes, place, store, groups)
-    groups.begin()
-    return membership
+    return Membership(epoch, members, rank, notes, place, store, groups)
 
 
 def _late(what: str) -> DeadlineError:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from paceline.store.torch_store import Store
 
-_TELL_SECONDS = 10.0
+TELL_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -85,23 +85,42 @@ class Membership:
         turn = self.groups.turn(what)
         keys = [f"{self.place}/did/{what}/{turn}/{number}" for number in self.members]
         self.store.set(keys[self.rank], "1")
-        began = time.monotonic()
-        while True:
-            left = began + seconds - time.monotonic()
-            try:
-                self.store.await_keys(keys, max(0.0, min(left, _TELL_SECONDS)), self.members)
-                return
-            except Late as late:
-                missing = names_of(late.keys, keys)
-                if left <= _TELL_SECONDS:
-                    raise DeadlineError(
-                        f"{missing} has not {what} within {seconds:g} s",
-                        next_step="look at what that rank does, or raise runtime.setup_deadline_seconds",
-                    ) from late
-                passed = time.monotonic() - began
-                say(f"waiting until {missing} has {what}: {passed:.0f} s of {seconds:g} s")
-            except Lost as lost:
-                raise gone(self.members, lost.members, f"before it had {what}") from lost
+        try:
+            await_members(self.store, keys, seconds, self.members, what, say)
+        except Lost as lost:
+            raise gone(self.members, lost.members, f"before it had {what}") from lost
+
+
+def await_members(
+    store: Store,
+    keys: Sequence[str],
+    seconds: float,
+    members: Sequence[int],
+    what: str,
+    say: Callable[[str], object],
+) -> list[bytes]:
+    """The values of `keys`, one for each rank, when all are there; `say` hears now and then who is missing.
+
+    Args:
+        what: the rank has done that has set its key, as in "built the task".
+    Raises:
+        DeadlineError: some ranks have not set theirs in time; names them.
+        Lost: some of `members` are gone.
+    """
+    began = time.monotonic()
+    while True:
+        left = began + seconds - time.monotonic()
+        try:
+            return store.await_keys(keys, max(0.0, min(left, TELL_SECONDS)), members)
+        except Late as late:
+            missing = names_of(late.keys, keys)
+            if left <= TELL_SECONDS:
+                raise DeadlineError(
+                    f"{missing} {'have' if len(late.keys) > 1 else 'has'} not {what} within {seconds:g} s",
+                    next_step="look at what that rank does, or raise runtime.setup_deadline_seconds",
+                ) from late
+            passed = time.monotonic() - began
+            say(f"waiting until {missing} has {what}: {passed:.0f} s of {seconds:g} s")
 
 
 class Groups:

@@ -32,6 +32,18 @@ def test_a_task_may_take_longer_to_build_than_the_deadline_of_a_wait(tmp_path: P
     assert end.code == 0, end.err
 
 
+def test_a_rank_may_take_longer_to_start_than_the_deadline_of_a_wait(tmp_path: Path) -> None:
+    """Its Python does, as one that loads PyTorch from a slow disk."""
+    (tmp_path / "sitecustomize.py").write_text(
+        'import os, time\ntime.sleep(7 if os.environ.get("RANK") == "1" else 0)\n'
+    )
+    prepare(tmp_path)
+    words = ("train", "recipe.toml", "-n", "2", "--set", "runtime.deadline_seconds=4")
+    with start(tmp_path, *words, PYTHONPATH=str(tmp_path), **{FORK_SERVER: "none"}) as process:
+        end = end_of(process)
+    assert end.code == 0, end.err
+
+
 def test_a_task_that_is_not_built_in_time_is_named_with_its_rank(tmp_path: Path) -> None:
     with train(
         tmp_path,

@@ -108,7 +108,9 @@ class RuntimeRecipe(Table):
     compile: bool = Field(default=False, description="compile the model with torch.compile")
     deadline_seconds: float = Field(default=120.0, gt=0, description="seconds that any wait may take")
     setup_deadline_seconds: float = Field(
-        default=1800.0, gt=0, description="seconds to build the task and the session, before the first step"
+        default=1800.0,
+        gt=0,
+        description="seconds until every rank has started, and until all have built task and session",
     )
     bucket_bytes: int = Field(default=16 * 2**20, ge=1, description="bytes of gradients sent together")
     link_profile: str | None = Field(

@@ -114,7 +114,7 @@ def open_run(
     """
     cluster = cluster or Cluster.single()
     found = Resting.find(run, strategy, max_samples, cluster.world_size)
-    with connected(found.recipe, cluster) as (joined, device):
+    with connected(found.recipe, cluster, warn) as (joined, device):
         built = task_at_rest(found.recipe, task, found.folder)
         opened = found.open(built, joined, device, weights, warn)
         try:

@@ -24,18 +24,22 @@ CACHE_DIR = cache_folder()
 
 
 @contextmanager
-def connected(recipe: Recipe, cluster: Cluster | None = None) -> Iterator[tuple[Cluster, torch.device]]:
+def connected(
+    recipe: Recipe, cluster: Cluster | None = None, say: Callable[[str], object] = lambda text: None
+) -> Iterator[tuple[Cluster, torch.device]]:
     """Set up threads and the device, meet the other ranks, and leave at the end of the block.
 
     After an error it closes no connection: the other ranks may be gone, and the process is about to end.
-    The number of intra-op threads is afterwards what it was.
+    The number of intra-op threads is afterwards what it was. `say` is told now and then which ranks have not
+    started; they may take as long as setting up may.
     """
     cluster = cluster or Cluster.from_env()
     device = choose_device(recipe.runtime.device, cluster.local_rank, cluster.local_world_size)
     num_threads = torch.get_num_threads()
     torch.set_num_threads(_num_threads(recipe, cluster.local_world_size))
     try:
-        cluster = cluster.connect(device.type, recipe.runtime.deadline_seconds)
+        runtime = recipe.runtime
+        cluster = cluster.connect(device.type, runtime.deadline_seconds, runtime.setup_deadline_seconds, say)
         yield cluster, device
     finally:
         torch.set_num_threads(num_threads)
@@ -67,7 +71,7 @@ def join(
         fresh: see `build_session`.
         callbacks: beside those of the task.
     """
-    with connected(recipe, cluster) as (found, device):
+    with connected(recipe, cluster, warn) as (found, device):
         for text in idle_gpus(recipe.runtime.device, device, found.local_world_size):
             warn(text)
         built = obtain_together(recipe, task, base_dir, found, warn)

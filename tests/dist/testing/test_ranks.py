@@ -11,8 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from paceline import membership as members
 from paceline.cluster import Cluster
+from paceline.epochs import Candidate, Meeting, meet
 from paceline.errors import CommunicationError, DataError, DeadlineError
 from paceline.testing import RanksFailed, run_ranks
 
@@ -150,7 +153,7 @@ def test_a_process_that_expects_another_number_of_ranks_is_turned_away_and_the_j
         return caught.value.what, add_up(cluster)
 
     (first, answer), (second, _) = run_ranks(disturb, 2)
-    assert first == "At the deadline rank 1 did not join."
+    assert first == "rank 1 has not joined within 1 s"
     assert second == "Rank 1 expects 3 processes, the job has 2."
     assert answer.total == 1.0
 
@@ -162,7 +165,21 @@ def test_ranks_that_do_not_come_are_named() -> None:
             replace(cluster, world_size=3, local_world_size=3).connect("cpu", 0.5)
         return caught.value.what
 
-    assert run_ranks(wait_for_more, 1) == ["At the deadline ranks 1, 2 did not join."]
+    assert run_ranks(wait_for_more, 1) == ["ranks 1, 2 have not joined within 0.5 s"]
+
+
+def test_a_rank_that_starts_late_is_named_and_may_take_longer_than_any_other_wait() -> None:
+    def come(cluster: Cluster) -> tuple[list[str], int]:
+        said: list[str] = []
+        members.TELL_SECONDS = 0.1
+        time.sleep(1.0 * cluster.global_rank)
+        candidate = Candidate(cluster.global_rank, "", cluster.connected.store, torch.device("cpu"), 0.2)
+        membership = meet(candidate, Meeting(2, 1, "the job", 60.0, said.append))
+        return said, membership.rank
+
+    (said, first), (_, second) = run_ranks(come, 2)
+    assert (first, second) == (0, 1)
+    assert said[0].startswith("waiting until rank 1 has joined: 0 s of 60 s")
 
 
 @pytest.mark.capability("O2")

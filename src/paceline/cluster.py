@@ -18,6 +18,7 @@ from paceline.epochs import Candidate, Meeting, follow, join, meet
 from paceline.errors import CommunicationError
 from paceline.handshake import encrypts
 from paceline.membership import Membership
+from paceline.missing import Patience
 from paceline.phase import enter_phase
 from paceline.process_group import claim_device
 from paceline.rendezvous import Way, open_store
@@ -124,37 +125,26 @@ class Cluster:
             )
         return self
 
-    def connect(
-        self,
-        device_type: str,
-        deadline_seconds: float,
-        meeting_seconds: float | None = None,
-        say: Callable[[str], object] | None = None,
-    ) -> Cluster:
-        """Meet the other ranks and make the default process group; a world of one needs none.
+    def connect(self, device_type: str, deadline_seconds: float, patience: Patience | None = None) -> Cluster:
+        """Meet the other ranks and make the default process group: this place with its membership.
 
         Args:
-            device_type: "cpu" (Gloo), or "cuda" (NCCL for GPU tensors, Gloo for CPU tensors); then this
-                rank's GPU is torch's current device.
+            device_type: "cpu" (Gloo), or "cuda" (NCCL, and Gloo for CPU tensors; claims this rank's GPU).
             deadline_seconds: for reaching the store, and for making groups.
-            meeting_seconds: how long the other ranks may take to start; None: as long as any wait.
-            say: is told now and then which ranks are missing.
-        Returns:
-            This place with its membership.
+            patience: with ranks that have not started; None: `deadline_seconds`.
         Raises:
             DeviceError: this node has fewer GPUs than processes.
             DeadlineError: the store or some ranks did not appear in time; names the ranks.
-            CommunicationError: the token or the world size is another job's, the rank has already
-                joined, or the port is taken. Only this process fails; the running job does not notice.
+            CommunicationError: wrong token or world size, the rank has come already, or the port is taken.
+                Only this process fails; the running job does not notice.
         """
         device = claim_device(device_type, self.local_rank)
-        if self.world_size == 1:
+        if self.world_size == 1:  # it needs no group
             return self
         candidate = self._candidate(device, deadline_seconds)
-        patience = deadline_seconds if meeting_seconds is None else meeting_seconds
-        self.enter_phase("waiting for the other ranks to start", patience)
-        meeting = Meeting(self.world_size, self.attempt, self.way.job, patience, say or (lambda text: None))
-        membership = meet(candidate, meeting)
+        patience = patience or Patience(deadline_seconds)
+        self.enter_phase("waiting for the other ranks to start", patience.seconds)
+        membership = meet(candidate, Meeting(self.world_size, self.attempt, self.way.job, patience))
         self.enter_phase("making process groups", deadline_seconds)
         membership.groups.begin()
         return self._with(membership)
@@ -162,10 +152,9 @@ class Cluster:
     def join(self, device_type: str, deadline_seconds: float) -> Cluster:
         """Become a member of a job that runs; its members take this process in at their next change.
 
-        `global_rank` is this process's number, which no other process of the job has had.
+        `global_rank` is this process's number, which no other process of the job has had. The place that is
+        returned is the one among the members.
 
-        Returns:
-            This process's place among them, with its membership.
         Raises:
             DeadlineError, CommunicationError: as for `connect`.
         """

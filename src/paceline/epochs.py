@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paceline.errors import CommunicationError, DeadlineError
-from paceline.membership import Groups, Membership, await_members
+from paceline.membership import Groups, Membership
+from paceline.missing import Patience, await_members, gone
 from paceline.store import Late, Lost
 
 if TYPE_CHECKING:
@@ -51,15 +52,13 @@ class Meeting:
         size: the number of processes.
         attempt: how often an agent has restarted the job; keeps the keys of each attempt apart.
         job: what is begun, for errors.
-        seconds: how long one may take until it is here: starting Python and PyTorch may take minutes.
-        say: is told now and then who is missing.
+        patience: with the others: starting Python and PyTorch may take minutes.
     """
 
     size: int
     attempt: int
     job: str
-    seconds: float
-    say: Callable[[str], object]
+    patience: Patience
 
 
 def meet(candidate: Candidate, meeting: Meeting) -> Membership:
@@ -76,12 +75,9 @@ def meet(candidate: Candidate, meeting: Meeting) -> Membership:
     try:
         _require_size(candidate, meeting, f"{start}/size")
         store.set(keys[number], candidate.note)
-        notes = await_members(store, keys, meeting.seconds, everyone, "joined", meeting.say)
+        notes = await_members(store, keys, everyone, "joined", meeting.patience)
     except Lost as lost:
-        raise CommunicationError(
-            f"rank {', '.join(map(str, lost.members))} left before {job} had met",
-            next_step="look at the first rank that ended: it is the cause",
-        ) from lost
+        raise gone(everyone, lost.members, f"before {job} had met") from lost
     return _place(candidate, start, 0, tuple(everyone), tuple(note.decode() for note in notes))
 
 
@@ -92,7 +88,7 @@ def _require_size(candidate: Candidate, meeting: Meeting, key: str) -> None:
         store.set(key, str(meeting.size))
         return
     done = f"started {job}"
-    found = int(await_members(store, [key], meeting.seconds, (0,), done, meeting.say)[0])
+    found = int(await_members(store, [key], (0,), done, meeting.patience)[0])
     if found != meeting.size:
         what = f"Rank {candidate.number} expects {meeting.size} processes, {job} has {found}."
         store.tell(what)

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import CommunicationError, DeadlineError
+from paceline.missing import Patience, await_members, gone, names
 from paceline.process_group import Made, end_world, make_part, make_world
 from paceline.store import Late, Lost
 
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store as TorchStore
 
     from paceline.store.torch_store import Store
-
-TELL_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -86,41 +84,9 @@ class Membership:
         keys = [f"{self.place}/did/{what}/{turn}/{number}" for number in self.members]
         self.store.set(keys[self.rank], "1")
         try:
-            await_members(self.store, keys, seconds, self.members, what, say)
+            await_members(self.store, keys, self.members, what, Patience(seconds, say))
         except Lost as lost:
             raise gone(self.members, lost.members, f"before it had {what}") from lost
-
-
-def await_members(
-    store: Store,
-    keys: Sequence[str],
-    seconds: float,
-    members: Sequence[int],
-    what: str,
-    say: Callable[[str], object],
-) -> list[bytes]:
-    """The values of `keys`, one for each rank, when all are there; `say` hears now and then who is missing.
-
-    Args:
-        what: the rank has done that has set its key, as in "built the task".
-    Raises:
-        DeadlineError: some ranks have not set theirs in time; names them.
-        Lost: some of `members` are gone.
-    """
-    began = time.monotonic()
-    while True:
-        left = began + seconds - time.monotonic()
-        try:
-            return store.await_keys(keys, max(0.0, min(left, TELL_SECONDS)), members)
-        except Late as late:
-            missing = names_of(late.keys, keys)
-            if left <= TELL_SECONDS:
-                raise DeadlineError(
-                    f"{missing} {'have' if len(late.keys) > 1 else 'has'} not {what} within {seconds:g} s",
-                    next_step="look at what that rank does, or raise runtime.setup_deadline_seconds",
-                ) from late
-            passed = time.monotonic() - began
-            say(f"waiting until {missing} has {what}: {passed:.0f} s of {seconds:g} s")
 
 
 class Groups:
@@ -220,7 +186,7 @@ class Groups:
             ranks = {f"{place}/{number}": rank for rank, number in enumerate(self._members)}
             missing = [ranks[key] for key in late.keys]
             raise DeadlineError(
-                f"at the deadline {_names(missing)} did not come {doing}",
+                f"at the deadline {names(missing)} did not come {doing}",
                 next_step="look at the logs of those ranks, or raise runtime.deadline_seconds",
             ) from late
         except Lost as lost:
@@ -249,20 +215,3 @@ class Groups:
 
     def _all(self) -> list[Made]:
         return [*([] if self._world is None else [self._world]), *self._parts]
-
-
-def gone(members: Sequence[int], lost: Sequence[int], when: str) -> CommunicationError:
-    """What to raise when members have left."""
-    ranks = [rank for rank, number in enumerate(members) if number in lost]
-    return CommunicationError(
-        f"{_names(ranks)} left {when}", next_step="look at the first rank that ended: it is the cause"
-    )
-
-
-def names_of(missing: Sequence[str], keys: Sequence[str]) -> str:
-    """The ranks whose keys are missing, in words."""
-    return _names([rank for rank, key in enumerate(keys) if key in missing])
-
-
-def _names(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

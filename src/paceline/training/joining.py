@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from paceline.cluster import Cluster
+from paceline.missing import Patience
 from paceline.observe.process import cache_folder
 from paceline.recipe import Recipe
 from paceline.task import Task
@@ -39,7 +40,8 @@ def connected(
     torch.set_num_threads(_num_threads(recipe, cluster.local_world_size))
     try:
         runtime = recipe.runtime
-        cluster = cluster.connect(device.type, runtime.deadline_seconds, runtime.setup_deadline_seconds, say)
+        patience = Patience(runtime.setup_deadline_seconds, say)
+        cluster = cluster.connect(device.type, runtime.deadline_seconds, patience)
         yield cluster, device
     finally:
         torch.set_num_threads(num_threads)

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline import membership as members
+from paceline import missing
 from paceline.cluster import Cluster
 from paceline.epochs import Candidate, Meeting, meet
 from paceline.errors import CommunicationError, DataError, DeadlineError
+from paceline.missing import Patience
 from paceline.testing import RanksFailed, run_ranks
 
 
@@ -171,10 +172,10 @@ def test_ranks_that_do_not_come_are_named() -> None:
 def test_a_rank_that_starts_late_is_named_and_may_take_longer_than_any_other_wait() -> None:
     def come(cluster: Cluster) -> tuple[list[str], int]:
         said: list[str] = []
-        members.TELL_SECONDS = 0.1
+        missing.TELL_SECONDS = 0.1
         time.sleep(1.0 * cluster.global_rank)
         candidate = Candidate(cluster.global_rank, "", cluster.connected.store, torch.device("cpu"), 0.2)
-        membership = meet(candidate, Meeting(2, 1, "the job", 60.0, said.append))
+        membership = meet(candidate, Meeting(2, 1, "the job", Patience(60.0, said.append)))
         return said, membership.rank
 
     (said, first), (_, second) = run_ranks(come, 2)

@@ -3,7 +3,8 @@
 ROUTE = {
     "group": "str: whose sums",
     "ranks": "list: of this group",
-    "choice": "str: which route up to which size of a buffer",
+    "choice": "str: which route sums take up to which size of a buffer",
+    "choices": "table: the same by collective; those that were not measured are foretold",
     "source": "str: measured, measured before, or the file of a link profile",
     "routes": "table: by route, what an all_reduce took: alpha, beta and the points that were measured",
 }

@@ -19,7 +19,7 @@ import torch
 from paceline.comm import Collective, NativeCollective
 from paceline.comm.link_profile import LinkProfile
 from paceline.comm.routes.by_size import BySize
-from paceline.comm.routes.forecast import Choice, Forecast, choose, explain
+from paceline.comm.routes.forecast import Choice, Forecast, choose_all, explain, say_others
 from paceline.comm.routes.trial import SIZES, Candidates, candidates, try_routes
 from paceline.comm.text import share_text
 from paceline.errors import DataError
@@ -41,14 +41,14 @@ def by_size(group: Group, site: Site) -> Collective:
     found = candidates(site.net, group)
     began = time.perf_counter()
     forecast, source = _forecast(found, group, site)
-    choice = choose(forecast)
-    site.told("route", _record(group, forecast, choice, source))
-    site.warn(_sentence(group, forecast, choice, site.largest_bytes, source, time.perf_counter() - began))
-    if choice.routes == ["native"]:
+    choices = choose_all(forecast)
+    site.told("route", _record(group, forecast, choices, source))
+    site.warn(_sentence(group, forecast, choices, site.largest_bytes, source, time.perf_counter() - began))
+    if all(choice.routes == ["native"] for choice in choices.values()):
         found.close()
         return path
     site.closers.append(found.close)
-    return BySize(found.paths, choice)
+    return BySize(found.paths, choices)
 
 
 def _forecast(found: Candidates, group: Group, site: Site) -> tuple[Forecast, str]:
@@ -99,23 +99,33 @@ def _read(place: str, found: Candidates, group: Group, site: Site) -> Forecast:
     return Forecast(group.size, found.ranks_per_host, lines)
 
 
-def _record(group: Group, forecast: Forecast, choice: Choice, source: str) -> Mapping[str, Any]:
+def _record(
+    group: Group, forecast: Forecast, choices: Mapping[str, Choice], source: str
+) -> Mapping[str, Any]:
     """What is kept of a choice."""
     return {
         "group": group.name,
         "ranks": list(group.ranks),
-        "choice": str(choice),
+        "choice": str(choices["all_reduce"]),
+        "choices": {op: str(choice) for op, choice in choices.items()},
         "source": source,
         "routes": {route: asdict(line) for route, line in forecast.lines.items()},
     }
 
 
 def _sentence(
-    group: Group, forecast: Forecast, choice: Choice, largest: int, source: str, seconds: float
+    group: Group,
+    forecast: Forecast,
+    choices: Mapping[str, Choice],
+    largest: int,
+    source: str,
+    seconds: float,
 ) -> str:
     took = f"{source} in {seconds:.1f} s" if source == "measured" else source
     size = min(largest, _ALL_BUFFERS)
+    others = say_others(forecast, choices, "native")
     return (
-        f"route: {choice} over group '{group.name}', as a sum of {size:,} bytes takes"
-        f" {explain(forecast, size)} ({took}); route=NAME in the strategy chooses another"
+        f"route: {choices['all_reduce']} over group '{group.name}', as a sum of {size:,} bytes takes"
+        f" {explain(forecast, size)} ({took}); {f'{others}; ' if others else ''}route=NAME in the strategy"
+        " chooses another"
     )

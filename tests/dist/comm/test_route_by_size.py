@@ -16,7 +16,8 @@ from paceline.comm.link_benchmark import measure_links
 from paceline.comm.link_profile import LinkProfile
 from paceline.comm.routes import MessageCollective
 from paceline.comm.routes.by_size import BySize
-from paceline.comm.routes.forecast import Choice, longest_way
+from paceline.comm.routes.forecast import Choice
+from paceline.comm.routes.longest_way import longest_way
 from paceline.comm.routes.trial import candidates, try_routes
 from paceline.errors import DataError
 from paceline.mesh import Group, Mesh
@@ -54,7 +55,10 @@ def test_every_sum_takes_the_path_of_its_size_and_is_right() -> None:
         found = candidates(net, group)
         found.paths.pop("hierarchical", None)
         limits = ((64, "tree"), (256, "recursive-doubling"), (1024, "ring"))
-        path = BySize(found.paths, Choice(limits, "native"))
+        others = {"reduce_scatter": "ring", "all_gather": "recursive-doubling", "broadcast": "tree"}
+        choices = {"all_reduce": Choice(limits, "native")}
+        choices |= {op: Choice(((64, route),), "native") for op, route in others.items()}
+        path = BySize(found.paths, choices)
         handles = []
         for n in (0, 1, 16, 17, 64, 65, 256, 257, 5000):  # all under way at a time
             x = torch.arange(float(n)) + group.rank
@@ -63,9 +67,13 @@ def test_every_sum_takes_the_path_of_its_size_and_is_right() -> None:
             right = 3 * torch.arange(float(n)) + 3
             if not (torch.equal(handle.wait(), right) and torch.equal(x, right)):
                 wrong.append(f"{n}")
-        rows = path.all_gather(torch.full((2,), float(group.rank)), "g").wait()
-        if rows.tolist() != [[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]:
-            wrong.append("all_gather")
+        for n in (2, 100):  # of the routes above, and native
+            rows = path.all_gather(torch.full((n,), float(group.rank)), "g").wait()
+            own = path.reduce_scatter(torch.arange(3.0).repeat_interleave(n).view(3, n), "s").wait()
+            x = path.broadcast(torch.full((n,), float(group.rank)), "b", 1).wait()
+            right = [[float(rank)] * n for rank in range(3)], [3.0 * group.rank] * n, [1.0] * n
+            if (rows.tolist(), own.tolist(), x.tolist()) != right:
+                wrong.append(f"the others, {n}")
         net.ledger.require_forms()
         found.close()
         sent = {f"{op} {name}": row.sent_bytes for (op, name), row in net.ledger.rows.items()}
@@ -73,7 +81,8 @@ def test_every_sum_takes_the_path_of_its_size_and_is_right() -> None:
 
     for wrong, sent in run_ranks(run, 3):
         assert wrong == []
-        assert sent["send replica-messages"] > 0 and sent["all_reduce replica"] > 0
+        assert sent["send replica-messages"] > 0
+        assert all(sent[f"{op} replica"] > 0 for op in ("all_reduce", "reduce_scatter", "all_gather", "broadcast"))
 
 
 @pytest.mark.capability("G9", "G13")

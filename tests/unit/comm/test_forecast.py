@@ -6,7 +6,8 @@ import pytest
 
 from paceline.comm.cost import Cost
 from paceline.comm.link_profile import Line, LinkProfile, Point, fit_line
-from paceline.comm.routes.forecast import SIZES, Choice, Forecast, choose, explain, longest_way
+from paceline.comm.routes.forecast import SIZES, Choice, Forecast, choose, choose_all, explain, say_others
+from paceline.comm.routes.longest_way import longest_way
 
 ROUTES = ("native", "ring", "tree", "recursive-doubling", "grid")
 MEASURED = (1 << 10, 1 << 14, 1 << 18, 1 << 22)
@@ -55,6 +56,32 @@ def test_the_first_route_stays_where_nothing_is_gained() -> None:
     assert choose(near) == Choice((), "native")
     far = forecast({"native": 1e-3, "ring": 0.5e-3}, {"native": 8e-8, "ring": 4e-8})
     assert choose(far) == Choice((), "ring")
+
+
+@pytest.mark.capability("G9")
+def test_other_collectives_go_by_what_alpha_and_beta_of_the_sums_foretell() -> None:
+    known = alike(1e-3, 8e-8, 8)
+    found = choose_all(known)
+    assert [*found] == ["all_reduce", "reduce_scatter", "all_gather", "broadcast"]
+    assert found["all_gather"].route(256) == "recursive-doubling"  # 3 rounds, where a ring has 7
+    assert found["all_gather"].above == found["reduce_scatter"].above == "native"
+    assert found["broadcast"] == found["reduce_scatter"] == Choice((), "native")  # 3 rounds, and 1
+    said = say_others(known, found, "native")
+    limit = found["all_gather"].limits[-1][0]
+    assert said.startswith("all_gather recursive-doubling up to ") and said.count("foretold") == 1
+    assert explain(known, limit, "all_gather") in said
+    assert say_others(known, choose_all(alike(0.0, 8e-8, 8)), "native") == ""
+
+
+@pytest.mark.capability("G9")
+def test_what_was_not_measured_has_to_promise_more(subtests: pytest.Subtests) -> None:
+    """Where sums go by another route, the other collectives may stay on the first one."""
+    for gain, route in ((1.3, "native"), (1.6, "ring")):
+        with subtests.test(gain=gain):
+            betas = {"native": 8e-8, "ring": 8e-8 / gain}
+            found = choose_all(forecast({"native": 1e-3, "ring": 1e-3 / gain}, betas))
+            assert found["all_reduce"].routes == ["ring"]
+            assert found["all_gather"].routes == [route]
 
 
 @pytest.mark.capability("G9")

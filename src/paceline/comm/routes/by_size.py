@@ -1,4 +1,4 @@
-"""Every all_reduce by the route that is best for its size."""
+"""Every collective by the route that is best for its size."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from paceline.mesh import Group
 
 
 class BySize:
-    """Several paths of one group; the size of a buffer says which one its sum takes.
+    """Several paths of one group; operation and size of a buffer say which one it takes.
 
     Args:
-        paths: by route, each on process groups of its own. The first carries all but sums.
-        choice: equal on every rank.
+        paths: by route, each on process groups of its own. The first carries what has no choice.
+        choices: by operation, equal on every rank.
     Wire: that of the path.
     Exactness: that of rounding, as each path; equal bits on every rank.
     Source: Thakur, Rabenseifner, Gropp 2005, Optimization of Collective Communication Operations in MPICH,
@@ -26,8 +26,8 @@ class BySize:
 
     feedback = None
 
-    def __init__(self, paths: Mapping[str, Collective], choice: Choice) -> None:
-        self._paths, self.choice = paths, choice
+    def __init__(self, paths: Mapping[str, Collective], choices: Mapping[str, Choice]) -> None:
+        self._paths, self.choices = paths, choices
         self._first = next(iter(paths.values()))
 
     @property
@@ -41,21 +41,25 @@ class BySize:
 
     def all_reduce(self, x: Tensor, key: str) -> Handle:
         """See `Collective`."""
-        return self._paths[self.choice.route(x.numel() * x.element_size())].all_reduce(x, key)
+        return self._path("all_reduce", x).all_reduce(x, key)
 
     def reduce_scatter(self, x: Tensor, key: str) -> Handle:
         """See `Collective`."""
-        return self._first.reduce_scatter(x, key)
+        return self._path("reduce_scatter", x).reduce_scatter(x, key)
 
     def all_gather(self, x: Tensor, key: str) -> Handle:
         """See `Collective`."""
-        return self._first.all_gather(x, key)
+        return self._path("all_gather", x).all_gather(x, key)
 
     def broadcast(self, x: Tensor, key: str, source: int = 0) -> Handle:
         """See `Collective`."""
-        return self._first.broadcast(x, key, source)
+        return self._path("broadcast", x).broadcast(x, key, source)
 
     def abort(self) -> None:
         """See `Collective`."""
         for path in self._paths.values():
             path.abort()
+
+    def _path(self, op: str, x: Tensor) -> Collective:
+        choice = self.choices.get(op)
+        return self._first if choice is None else self._paths[choice.route(x.numel() * x.element_size())]

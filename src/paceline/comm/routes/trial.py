@@ -18,11 +18,12 @@ from paceline.comm.collectives import Collective
 from paceline.comm.link_profile import Line, Point, fit_line
 from paceline.comm.net import Net
 from paceline.comm.routes.by_messages import MessageCollective
-from paceline.comm.routes.forecast import Forecast, longest_way
+from paceline.comm.routes.forecast import Forecast
 from paceline.comm.routes.grid import Grid, columns_of
 from paceline.comm.routes.hierarchical import HierarchicalCollective
 from paceline.comm.routes.hops import Hops
 from paceline.comm.routes.host_meeting import meet_on_host, this_host
+from paceline.comm.routes.longest_way import longest_way
 from paceline.comm.routes.native import NativeCollective
 from paceline.comm.routes.recursive_doubling import RecursiveDoubling
 from paceline.comm.routes.ring import Ring

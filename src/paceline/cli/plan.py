@@ -21,6 +21,9 @@ def memory(
     strategy: options.StrategyOption = None,
     settings: options.Settings = None,
     nodes: options.Nodes = 1,
+    layers: Annotated[
+        bool, typer.Option("--layers", help="Print a row for each layer of each rank, too.")
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print every moment of every rank, in bytes, as JSON.")
     ] = False,
@@ -42,19 +45,25 @@ def memory(
     if as_json:
         output().print_json(json.dumps({**found.plan.record(), "fits": found.refusal is None}))
     else:
-        _show(found)
+        _show(found, layers=layers)
+    _end(found)
+
+
+def _end(found: Verdict) -> None:
+    """With the exit code of a refused start, where it would be one."""
     if found.refusal is not None:
         fail(found.refusal)
         sys.exit(found.refusal.exit_code)
 
 
-def _show(found: Verdict) -> None:
+def _show(found: Verdict, *, layers: bool) -> None:
     """A table, whether ranks are far apart, and what is computed again."""
-    from paceline.plan.words import imbalance, table_lines
+    from paceline.plan.words import imbalance, layer_lines, table_lines
 
     plan = found.plan
     chosen = "" if found.choice is None else str(found.choice)
     many = "es" if plan.processes > 1 else ""
     title = f'"{plan.recipe.strategy}" on {plan.processes} process{many}, bytes of each rank at its peak:'
-    for line in filter(None, (title, *table_lines(plan), imbalance(plan), chosen)):
+    rows = layer_lines(plan) if layers else ()
+    for line in filter(None, (title, *table_lines(plan), imbalance(plan), chosen, *rows)):
         output().print(line, markup=False, highlight=False, soft_wrap=True)

@@ -4,6 +4,8 @@ STAGES = {
     "stages": "str: modules of each stage, by measured time",
     "link_seconds": "list: of forward and backward of each module",
     "stage_seconds": "list: of each stage",
+    "stage_bytes": "list: planned peak of each stage; empty without memory.budget",
+    "fastest": "str: modules of each stage that would be faster and need more than the budget, or empty",
     "imbalance": "float: slowest stage over the mean",
 }
 RECOMPUTE = {

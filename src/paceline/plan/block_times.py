@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from paceline.layout import Precision
 from paceline.models.dropout import set_micro_batch_key
 from paceline.plan.places import Entry, Shape
-from paceline.training.stage_choice import filled, with_memory
+from paceline.training.link_times import filled, with_memory
 
 _REPEATS = 5
 
@@ -29,17 +29,17 @@ def block_seconds(
 
     Args:
         blocks: by number; they are not changed, and may have no memory.
-        entries: their calls in a micro-batch.
+        entries: calls of layers in a micro-batch; those of others are passed by.
     """
     known: dict[Hashable, float] = {}
     found = dict.fromkeys(blocks, 0.0)
     with torch.random.fork_rng():  # a run draws as if nothing had been measured
-        for entry in entries:
-            block = blocks[entry.block]
+        for entry in (one for one in entries if one.layer in blocks):
+            block = blocks[entry.layer]
             kind = _kind(block, entry)
             if kind not in known:
                 known[kind] = _seconds(block, entry, precision, device)
-            found[entry.block] += known[kind]
+            found[entry.layer] += known[kind]
     return found
 
 

@@ -79,8 +79,7 @@ def _formats(recipe: Recipe) -> list[str]:
 
 def _cut_here(recipe: Recipe, task: Task, processes: int) -> Recipe:
     """With stages that are even in what links take in this process."""
-    plain = recipe.replace(precision=recipe.precision.replace(compute="fp32"))
-    stages = cut_here(plain, task, Cluster.single(), processes, CPU).stages
+    stages = cut_here(recipe, task, Cluster.single(), processes, CPU).stages
     return recipe.replace(strategy=recipe.strategy.replace(stages=stages))
 
 

@@ -38,6 +38,27 @@ class Parts:
 
 
 @dataclass(frozen=True)
+class LayerMemory:
+    """Bytes of one layer on one rank.
+
+    Args:
+        layer: its name in the model.
+        parameters, gradients, moments: that stay from step to step; gradients from the end of a backward.
+        activations: that a micro-batch keeps from its forward to its backward.
+    """
+
+    layer: str
+    parameters: int
+    gradients: int
+    moments: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.moments + self.activations
+
+
+@dataclass(frozen=True)
 class RankMemory:
     """One rank.
 
@@ -45,11 +66,13 @@ class RankMemory:
         rank: its number.
         stage: of a pipeline.
         moments: what it has at each moment of a run.
+        layers: what it has of each of them.
     """
 
     rank: int
     stage: int
     moments: Mapping[str, Parts]
+    layers: Sequence[LayerMemory] = ()
 
     @property
     def when(self) -> str:
@@ -94,6 +117,7 @@ class MemoryPlan:
                 "peak_bytes": one.peak.total,
                 "when": one.when,
                 "moments": {name: asdict(parts) for name, parts in one.moments.items()},
+                "layers": [asdict(layer) for layer in one.layers],
             }
             for one in self.ranks
         ]

@@ -1,6 +1,6 @@
-"""Where in a model a rehearsal is: before, inside or behind which of its blocks.
+"""Where in a model a rehearsal is: before, inside or behind which of its layers.
 
-Place 2k + 1 is inside the k-th call of a block, forward or backward, and 2k between it and the call before.
+Place 2k + 1 is inside the k-th call of a layer, forward or backward, and 2k between it and the call before.
 Modules tell of forward, and the gradients of what a block was given and gave tell of backward; nothing that
 is computed, or kept, changes.
 """
@@ -27,15 +27,15 @@ class Shape(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A call of a block.
+    """A call of a layer.
 
     Args:
-        block: its number.
+        layer: its number; of a block that of the block.
         live: bytes that were alive before it.
         given: its arguments, positional and by name; a `Shape` in place of each tensor.
     """
 
-    block: int
+    layer: int
     live: int
     given: tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -44,41 +44,41 @@ class Places:
     """Around a forward: tells where it is, and where its backward will be.
 
     Args:
-        blocks: by number, none inside another.
+        layers: by number, none inside another.
         live: is told.
     Attributes:
         entries: calls so far, in order.
     """
 
-    def __init__(self, blocks: Mapping[int, nn.Module], live: LiveBytes) -> None:
-        self._blocks, self._live = blocks, live
+    def __init__(self, layers: Mapping[int, nn.Module], live: LiveBytes) -> None:
+        self._layers, self._live = layers, live
         self._hooks: list[RemovableHandle] = []
         self.entries: list[Entry] = []
 
     def __enter__(self) -> None:
-        for number, block in self._blocks.items():
+        for number, layer in self._layers.items():
             self._hooks += [
-                block.register_forward_pre_hook(partial(self._enter, number), with_kwargs=True),
-                block.register_forward_hook(self._leave),
+                layer.register_forward_pre_hook(partial(self._enter, number), with_kwargs=True),
+                layer.register_forward_hook(self._leave),
             ]
 
     def __exit__(self, *error: object) -> None:
         for hook in self._hooks:
             hook.remove()
 
-    def _enter(self, number: int, _block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _enter(self, number: int, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call = len(self.entries)
         self.entries.append(Entry(number, self._live.now, tree_map(_shape, (args, kwargs))))
         self._live.at(2 * call + 1)
         _tell((args, kwargs), lambda: self._out_of(call))
 
-    def _leave(self, _block: nn.Module, _args: Any, results: Any) -> None:
+    def _leave(self, _layer: nn.Module, _args: Any, results: Any) -> None:
         call = len(self.entries) - 1
         self._live.at(2 * call + 2)
         _tell(results, lambda: self._live.at(2 * call + 1))
 
     def _out_of(self, call: int) -> None:
-        """Unless backward is in another block already, which gave what this one was given."""
+        """Unless backward is in another layer already, which gave what this one was given."""
         if self._live.place == 2 * call + 1:
             self._live.at(2 * call)
 

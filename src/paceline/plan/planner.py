@@ -13,8 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from paceline.layout import Precision
 from paceline.layout.holding import without_values
 from paceline.layout.pipeline.chain import chain_of
-from paceline.layout.recompute import outermost_blocks, recomputed_blocks
+from paceline.layout.recompute import recomputed_blocks
 from paceline.plan.forms import Sizes, Sums, bytes_of, gathered_by_block, sizes_of, sums_of
+from paceline.plan.layers import layer_rows, layers_of
 from paceline.plan.moments import Walk, Work, first_step, in_update
 from paceline.plan.parts import Parts, RankMemory
 from paceline.plan.ranks import CPU, Place, fake_model, places
@@ -56,6 +57,7 @@ class Planner:
         self._shards = num_micro_batches(recipe, processes)
         self._precision = Precision(compute, CPU.type, caches=not recipe.is_ordered)
         self._item_bytes = {s.name: p.element_size() for s, p in trained_parameters(self._model).items()}
+        self._names = {number: name for number, (name, _) in layers_of(task, self._model).items()}
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._found: dict[int, list[Footprint]] = {}
         self._update: Update | None = None
@@ -101,7 +103,8 @@ class Planner:
         if work.evaluation:
             between = sums.stays + sums.own
             found["evaluation"] = replace(still, gradients=between, activations=work.evaluation)
-        return RankMemory(place.rank, place.coordinates["pipeline"], found)
+        layers = layer_rows(self._names, place.held, work.footprints, self._item_bytes, self._update.kept)
+        return RankMemory(place.rank, place.coordinates["pipeline"], found, layers)
 
     def _still(self, place: Place, sizes: Sizes, sums: Sums, *, keeps: bool) -> Parts:
         """What stays while a rank trains."""
@@ -178,8 +181,8 @@ class Planner:
                 self._update = update_of(recipe, task, found.model, fake)
             samples = -(-recipe.batch.size // self._shards)
             evaluated = 0 if task.held_out is None else recipe.evaluate.batch
-            blocks = outermost_blocks(found.model, task.blocks)
-            rehearsal = Rehearsal(task, fake, self._precision, samples, evaluated, found.exchanged, blocks)
+            layers = {number: layer for number, (_, layer) in layers_of(task, found.model).items()}
+            rehearsal = Rehearsal(task, fake, self._precision, samples, evaluated, found.exchanged, layers)
             self._found[tensor] = rehearsal.run(found.model, self._chunks(found.model))
         return self._found[tensor]
 

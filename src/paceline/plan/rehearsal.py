@@ -45,7 +45,7 @@ class Footprint:
             during its backward.
         passed: of what goes to other ranks or comes from them, which the thread of a backend lets go of late.
         evaluation: the most of a forward without gradients, with a batch of evaluation.
-        entries: the calls of its blocks.
+        entries: the calls of its layers.
     """
 
     kept: int
@@ -72,7 +72,7 @@ class Rehearsal:
         precision: of forward and backward.
         samples, evaluated: of a micro-batch, and of a batch of evaluation (0: there is none).
         exchanged: bytes that the ranks of a tensor group have sent each other so far.
-        blocks: of the fake model, by number.
+        layers: of the fake model, by number; none inside another.
     """
 
     def __init__(
@@ -83,10 +83,10 @@ class Rehearsal:
         samples: int,
         evaluated: int,
         exchanged: Callable[[], int] = lambda: 0,
-        blocks: Mapping[int, nn.Module] = MappingProxyType({}),
+        layers: Mapping[int, nn.Module] = MappingProxyType({}),
     ) -> None:
         self._task, self._fake, self._precision, self._exchanged = task, fake, precision, exchanged
-        self._blocks = blocks
+        self._layers = layers
         self._batches = [self._faked(fake_batch(task, n)) if n else None for n in (samples, evaluated)]
 
     def _faked(self, batch: Any) -> Any:
@@ -144,7 +144,7 @@ class Rehearsal:
     def _trained(self, model: nn.Module, run: Callable[[Any], Any], arrived: Any) -> tuple[Footprint, Any]:
         """Sizes of a forward and a backward, and what goes on to the next chunk."""
         live, before = LiveBytes(), self._exchanged()
-        places = Places(self._blocks, live)
+        places = Places(self._layers, live)
         live.leave_out([*model.parameters(), *model.buffers()])
         with _completing(model, live), live:
             x = tuple(t.detach().clone().requires_grad_(t.is_floating_point()) for t in arrived or ())

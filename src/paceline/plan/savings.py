@@ -16,7 +16,7 @@ from paceline.plan.planner import Planner
 from paceline.plan.rehearsal import Footprint
 
 Saved = Sequence[Sequence[tuple[int, int]]]
-"""By chunk and call, a block's number, and the bytes that it keeps less from its forward to its backward."""
+"""By chunk and call of a layer, its block (-1: none), and the bytes that it keeps less until its backward."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,8 @@ def sums_by_stage(plain: Planner, lean: Planner, num_blocks: int) -> dict[int, l
     """
     found: dict[int, dict[tuple[tuple[int, ...], tuple[int, bool] | None], int]] = {}
     for (place, work, walks), (_, less, others) in zip(plain.walks(), lean.walks(), strict=True):
-        saved = [_saved(a, b) for a, b in zip(work.footprints, less.footprints, strict=True)]
+        pairs = zip(work.footprints, less.footprints, strict=True)
+        saved = [_saved(a, b, num_blocks) for a, b in pairs]
         most = found.setdefault(place.coordinates["pipeline"], {})
         for again, ways in ((False, walks), (True, others)):
             for one in (_sum(i, saved, num_blocks, again) for way in ways for i in way.instants()):
@@ -69,25 +70,27 @@ _NEVER = (-1, True)
 """Between blocks a job is as in the plan without recomputation."""
 
 
-def _saved(plain: Footprint, lean: Footprint) -> list[tuple[int, int]]:
-    """By call, its block, and what it keeps less."""
-    kept, less = _kept(plain), _kept(lean)
-    return [(e.block, a - b) for e, a, b in zip(plain.entries, kept, less, strict=True)]
+def _saved(plain: Footprint, lean: Footprint, num_blocks: int) -> list[tuple[int, int]]:
+    """By call of a layer, its block, and what it keeps less; (-1, 0) if it is none."""
+    calls = [entry.layer if entry.layer < num_blocks else -1 for entry in plain.entries]
+    kept, less = (iter(_kept(one, calls)) for one in (plain, lean))
+    return [(-1, 0) if block < 0 else (block, next(kept) - next(less)) for block in calls]
 
 
-def _kept(footprint: Footprint) -> list[int]:
-    """By call, bytes that have come from its begin to that of the next."""
-    lives = [*(entry.live for entry in footprint.entries), footprint.kept]
-    return [after - before for before, after in pairwise(lives)]
+def _kept(footprint: Footprint, calls: Sequence[int]) -> list[int]:
+    """By call of a block, bytes that have come from its begin to that of the next."""
+    lives = [entry.live for entry, block in zip(footprint.entries, calls, strict=True) if block >= 0]
+    return [after - before for before, after in pairwise([*lives, footprint.kept])]
 
 
 def _sum(instant: Instant, saved: Saved, num_blocks: int, again: bool) -> Sum:
     call, inside = divmod(instant.place, 2)
     less = [0] * num_blocks
     for block, size in _still_kept(instant, saved, call):
-        less[block] += size
-    own = saved[instant.chunk][call][0] if inside else None
-    only = (own, again) if own is not None else (_NEVER if again else None)
+        if block >= 0:
+            less[block] += size
+    own = saved[instant.chunk][call][0] if inside else -1
+    only = (own, again) if own >= 0 else (_NEVER if again else None)
     return Sum(instant.parts.total + (sum(less) if again else 0), tuple(less), only)
 
 

@@ -1,40 +1,32 @@
 """`stages=time`: a pipeline is cut where the slowest of its stages is fastest, by what its links take here.
 
-Every rank measures some of the links, each by itself: forward and backward of one micro-batch. Invariant: all
-ranks cut by the same numbers; the cut goes into the recipe of the run folder in place of the word, so a run
-that goes on has the stages with which it began.
+With `memory.budget` it is the fastest cut whose every stage keeps that. Invariant: all ranks cut by the same
+numbers; the cut goes into the recipe of the run folder in place of the word, so a run that goes on has the
+stages with which it began.
 """
 
 from __future__ import annotations
 
-import copy
 import json
-import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
 
 from paceline.cluster import Cluster
 from paceline.comm import Net
 from paceline.comm.text import gather_texts
-from paceline.data import collate_samples
-from paceline.layout import Precision
-from paceline.layout.holding import without_values
+from paceline.errors import StrategyError, TaskError
 from paceline.layout.pipeline import chain_of, cut_evenly
-from paceline.layout.pipeline.chain import as_tuple, check_chain
-from paceline.layout.pipeline.view import Answers, asked
 from paceline.mesh import Mesh
-from paceline.models.dropout import set_micro_batch_key
 from paceline.recipe import Recipe, Strategy, num_micro_batches
+from paceline.report.facts import spell_bytes
 from paceline.task import Task
+from paceline.training.link_times import measure_links
 from paceline.training.schedules import proven_table
 
-_REPEATS = 3
 _NANOSECONDS = 1e9
-Run = Callable[[nn.Module, Any], Any]
 
 
 def choose_stages(
@@ -56,12 +48,13 @@ def choose_stages(
         note: the same, for the run folder.
     Raises:
         TaskError: the model is no chain.
-        StrategyError: it has fewer links with parameters than stages.
+        StrategyError: it has fewer links with parameters than stages, or no cut keeps `memory.budget`.
     Wire: one ragged all_gather of some bytes for each link.
     """
     if strategy.stages != "time":
         return recipe, strategy
-    choice = cut_here(recipe.replace(strategy=strategy), task, cluster, cluster.world_size, device)
+    first = recipe.under(strategy.replace(sync=strategy.phase(0).rule))
+    choice = cut_here(first, task, cluster, cluster.world_size, device)
     warn(str(choice))
     note("stages", choice.record())
     mended = recipe.strategy.replace(stages=choice.stages)
@@ -74,11 +67,15 @@ class StageChoice(NamedTuple):
     Args:
         stages: numbers of links.
         link_seconds, stage_seconds: of forward and backward of a micro-batch.
+        stage_bytes: planned peaks, where there is a budget.
+        fastest: numbers of links that would be faster, and need more than the budget; or nothing.
     """
 
     stages: str
     link_seconds: Sequence[float]
     stage_seconds: Sequence[float]
+    stage_bytes: Sequence[int] = ()
+    fastest: str = ""
 
     @property
     def imbalance(self) -> float:
@@ -93,8 +90,16 @@ class StageChoice(NamedTuple):
         slowest, whole = 1e3 * max(self.stage_seconds), 1e3 * sum(self.stage_seconds)
         return (
             f"stages: {self.stages} modules, the slowest {slowest:.3g} ms of {whole:.3g} ms a micro-batch,"
-            f" {self.imbalance:.2f} times the mean; stages={self.stages} in the strategy names them"
+            f" {self.imbalance:.2f} times the mean{self._within};"
+            f" stages={self.stages} in the strategy names them"
         )
+
+    @property
+    def _within(self) -> str:
+        if not self.fastest:
+            return ""
+        most = spell_bytes(max(self.stage_bytes))
+        return f" ({self.fastest} is faster and does not keep memory.budget; this needs {most})"
 
 
 def cut_here(
@@ -109,9 +114,51 @@ def cut_here(
     with torch.random.fork_rng():  # a run draws as if nothing had been measured
         seconds = measure_links(recipe, task, cluster, shards, device)
     sizes = [sum(p.numel() for p in link.parameters()) for link in chain_of(task, task.model)]
-    places = cut_by_time(seconds, sizes, recipe.strategy.pipeline * proven_table(recipe, shards).chunks)
-    stages = [sum(seconds[i] for i in place) for place in places]
-    return StageChoice(",".join(str(len(place)) for place in places), seconds, stages)
+    chunks = proven_table(recipe, shards).chunks
+    fastest = cut_by_time(seconds, sizes, recipe.strategy.pipeline * chunks)
+    if recipe.memory.budget is None or chunks > 1:
+        return _choice(fastest, seconds)
+    places, stage_bytes = _within_budget(recipe, task, cluster, processes, seconds, sizes)
+    other = "" if places == fastest else _spelled(fastest)
+    return _choice(places, seconds)._replace(stage_bytes=stage_bytes, fastest=other)
+
+
+def _choice(places: Sequence[range], seconds: Sequence[float]) -> StageChoice:
+    return StageChoice(_spelled(places), seconds, [sum(seconds[i] for i in place) for place in places])
+
+
+def _spelled(places: Sequence[range]) -> str:
+    return ",".join(str(len(place)) for place in places)
+
+
+def _within_budget(
+    recipe: Recipe,
+    task: Task,
+    cluster: Cluster,
+    processes: int,
+    seconds: Sequence[float],
+    sizes: Sequence[int],
+) -> tuple[list[range], list[int]]:
+    """The cut of the first rank, on all ranks."""
+    from paceline.plan.stage_budget import cut_within_budget  # which knows how a session is built
+
+    group = Mesh.build(cluster, {"replica": cluster.world_size}).world
+    mine: dict[str, Any] = {}
+    if group.rank == 0:
+        try:
+            cut = cut_within_budget(recipe, task, processes, in_nanoseconds(seconds), sizes)
+            mine = {"ends": [place.stop for place in cut.places], "bytes": cut.stage_bytes}
+        except (StrategyError, TaskError) as error:
+            mine = {"what": error.what, "where": error.where, "next_step": error.next_step}
+    texts = gather_texts(json.dumps(mine), group, Net(recipe.runtime.deadline_seconds))
+    found = json.loads(texts[0])
+    if "what" in found:
+        raise StrategyError(**found)
+    return [range(a, b) for a, b in pairwise((0, *found["ends"]))], found["bytes"]
+
+
+def in_nanoseconds(seconds: Sequence[float]) -> list[int]:
+    return [round(one * _NANOSECONDS) for one in seconds]
 
 
 def cut_by_time(seconds: Sequence[float], sizes: Sequence[int], num_parts: int) -> list[range]:
@@ -122,100 +169,4 @@ def cut_by_time(seconds: Sequence[float], sizes: Sequence[int], num_parts: int) 
         sizes: numbers of its parameters.
     Source: the exact dynamic program of `cut_evenly`, over times in place of numbers of parameters.
     """
-    return cut_evenly([round(one * _NANOSECONDS) for one in seconds], num_parts, sizes)
-
-
-def measure_links(
-    recipe: Recipe, task: Task, cluster: Cluster, shards: int, device: torch.device
-) -> list[float]:
-    """Seconds of forward and backward of one micro-batch, by link; collective, equal on every rank."""
-    check_chain(task, task.model, chain_of(task, task.model))
-    samples = -(-recipe.batch.size // shards)
-    runs = _runs(recipe, task, samples, device)
-    world = cluster.world_size
-    mine = {k: run() for k, run in enumerate(runs) if k % world == cluster.global_rank}
-    group = Mesh.build(cluster, {"replica": world}).world
-    texts = gather_texts(json.dumps(mine), group, Net(recipe.runtime.deadline_seconds))
-    found = {int(k): float(one) for text in texts for k, one in json.loads(text).items()}
-    return [found[k] for k in sorted(found)]
-
-
-def _runs(recipe: Recipe, task: Task, samples: int, device: torch.device) -> list[Callable[[], float]]:
-    """What measures each link, whose input has the shape that it has in the chain."""
-    there = [task.data[k % len(task.data)] for k in range(max(1, samples))]
-    batch = collate_samples(task, there, device)
-    given = asked(task.loss, batch, training=True)
-    links, precision = chain_of(task, task.model), Precision(recipe.precision.compute, device.type)
-    inputs = _shapes(task, collate_samples(task, there, torch.device("meta")))
-    found: list[Callable[[], float]] = []
-    for number, link in enumerate(links):
-        first, last = number == 0, number == len(links) - 1
-        run: Run = (lambda twin, _: twin(*given.inputs, **given.named)) if first else _called
-        if last:
-            run = partial(_answered, task, batch, run)
-        found.append(partial(_seconds, link, run, inputs[number], precision, device))
-    return found
-
-
-def _shapes(task: Task, batch: Any) -> list[tuple[Tensor, ...]]:
-    """What goes into each link, as shapes; nothing for the first."""
-    model = without_values(task.model).train()
-    set_micro_batch_key(model, 0)
-    given = asked(task.loss, batch, training=True)
-    found: list[tuple[Tensor, ...]] = [()]
-    with torch.no_grad():
-        for number, link in enumerate(chain_of(task, model)):
-            x = link(*found[-1]) if number else link(*given.inputs, **given.named)
-            found.append(as_tuple(x))
-    return found
-
-
-def _called(twin: nn.Module, x: Any) -> Any:
-    return twin(*x)
-
-
-def _answered(task: Task, batch: Any, run: Run, twin: nn.Module, x: Any) -> Tensor:
-    return task.loss(Answers(lambda: run(twin, x)), batch).total
-
-
-def _seconds(
-    link: nn.Module, run: Run, shapes: Sequence[Tensor], precision: Precision, device: torch.device
-) -> float:
-    """The shortest of some forwards and backwards of a copy, after one that is not counted."""
-    twin, times = with_memory(link).to(device), []
-    x = [
-        filled(shape.shape, shape.dtype).to(device).requires_grad_(shape.is_floating_point())
-        for shape in shapes
-    ]
-    for _ in range(_REPEATS + 1):
-        set_micro_batch_key(twin, 0)
-        began = time.perf_counter()
-        with precision.autocast():
-            outputs = [t for t in as_tuple(run(twin, x)) if t.requires_grad]
-        if outputs:
-            torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - began)
-    return min(times[1:])
-
-
-def with_memory(link: nn.Module) -> nn.Module:
-    """A copy; parameters without memory get some, with small values, and buffers with zeros."""
-    twin = copy.deepcopy(link).train()
-    for module in twin.modules():
-        for name, p in module._parameters.items():
-            if p is not None and p.is_meta:
-                values = torch.empty(p.shape, dtype=p.dtype).normal_(std=0.02)
-                module._parameters[name] = nn.Parameter(values, p.requires_grad)
-        for name, b in module._buffers.items():
-            if b is not None and b.is_meta:
-                module._buffers[name] = torch.zeros(b.shape, dtype=b.dtype)
-    return twin
-
-
-def filled(sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """An input of a module: numbers of ordinary size, or zeros where it holds none."""
-    if not dtype.is_floating_point:
-        return torch.zeros(sizes, dtype=dtype)
-    return torch.randn(sizes, dtype=dtype)
+    return cut_evenly(in_nanoseconds(seconds), num_parts, sizes)

@@ -8,6 +8,7 @@ import pytest
 
 from paceline.errors import StrategyError
 from paceline.layout.pipeline.stage import cut_at, cut_evenly
+from paceline.plan.stage_budget import cut_within
 
 
 @pytest.mark.capability("D1")
@@ -56,6 +57,37 @@ def test_a_cut_by_time_is_as_good_as_the_best_of_all_cuts() -> None:
         found = cut_evenly(times, parts, sizes)
         assert all(any(sizes[i] for i in place) for place in found)
         assert slowest(times, found) == min(slowest(times, cut) for cut in allowed)
+
+
+@pytest.mark.capability("C6")
+@pytest.mark.parametrize("longest", [12, 15])  # of a longer chain, parts conclude from parts in them
+def test_under_a_cap_a_cut_is_as_good_as_the_best_of_all_that_keep_it(longest: int) -> None:
+    draw, moved = random.Random(longest), 0
+    for _ in range(40):
+        links = draw.randint(longest - 3, longest)
+        times, sizes = [draw.randint(0, 50) for _ in range(links)], [1] * links
+        kept = [draw.randint(1, 50) for _ in range(links)]
+        parts = draw.randint(2, 4)
+        cap = draw.randint(sum(kept) * 2 // 3, sum(kept) * 4 // 3)
+
+        def fits(cut: Sequence[range], kept: list[int] = kept, cap: int = cap) -> list[bool]:
+            """As under 1F1B: stage k keeps as many micro-batches as there are stages from it on."""
+            flying = range(len(cut), 0, -1)
+            return [n * sum(kept[i] for i in place) <= cap for n, place in zip(flying, cut, strict=True)]
+
+        every = [
+            [range(a, b) for a, b in pairwise((0, *inner, links))]
+            for inner in combinations(range(1, links), parts - 1)
+        ]
+        allowed = [cut for cut in every if all(fits(cut))]
+        found = cut_within(times, sizes, parts, fits)
+        if not allowed:
+            assert found == []
+            continue
+        assert all(fits(found))
+        assert slowest(times, found) == min(slowest(times, cut) for cut in allowed)
+        moved += not all(fits(cut_evenly(times, parts, sizes)))
+    assert moved > 3  # the twin: times alone would not have kept it
 
 
 def test_a_heavy_link_moves_the_cut_that_parameters_would_not() -> None:

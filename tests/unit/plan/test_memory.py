@@ -168,6 +168,9 @@ def test_the_command_prints_a_table_and_json(tmp_path) -> None:
     head, columns, *rows = done.output.splitlines()
     assert head.startswith('"replicas=1 shard=2 zero=1') and "on 2 processes" in head
     assert {"rank", "parameters", "moments", "peak"} <= set(columns.split()) and len(rows) == 2
+    by_layer = CliRunner().invoke(build_app(words), [*words, "--layers"]).output.splitlines()[len(rows) + 2 :]
+    assert by_layer[0].split() == ["rank", "layer", "parameters", "gradients", "moments", "activations"]
+    assert len(by_layer) > 2 and all(line.split()[0] in "01" for line in by_layer[1:])
     words += ["--json", "--set", "memory.budget=100"]
     done = CliRunner().invoke(build_app(words), words)
     assert done.exit_code == StrategyError.exit_code

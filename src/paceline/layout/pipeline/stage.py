@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -128,36 +128,48 @@ def cut_at(lengths: Sequence[int], weights: Sequence[int], num_parts: int) -> li
     return places
 
 
-def cut_evenly(weights: Sequence[int], num_parts: int, sizes: Sequence[int] | None = None) -> list[range]:
+def cut_evenly(
+    weights: Sequence[int],
+    num_parts: int,
+    sizes: Sequence[int] | None = None,
+    allowed: Callable[[int, range], bool] = lambda part, place: True,
+) -> list[range]:
     """Contiguous parts, none without parameters: the heaviest as light as possible, the others as even; pure.
 
     Args:
         weights: of what is evened out: numbers of parameters, or times.
         sizes: numbers of parameters, where the weights are something else.
+        allowed: whether a part may be this place.
+    Returns:
+        The parts; nothing if no cut is allowed.
     Raises:
         StrategyError: fewer links with parameters than parts.
     """
     sizes = weights if sizes is None else sizes
+    _require_enough(sizes, num_parts)
+    sums, held = ([*accumulate(values, initial=0)] for values in (weights, sizes))
+    best = {0: (0, 0, list[range]())}  # by end: heaviest part, sum of squares, parts
+    for part in range(num_parts):
+        found: dict[int, tuple[int, int, list[range]]] = {}
+        for end in range(1, len(weights) + 1):
+            options = [
+                _extended(before, range(start, end), sums)
+                for start, before in best.items()
+                if held[end] > held[start] and allowed(part, range(start, end))
+            ]
+            if options:
+                found[end] = min(options, key=lambda option: option[:2])
+        best = found
+    return best[len(weights)][2] if len(weights) in best else []
+
+
+def _require_enough(sizes: Sequence[int], num_parts: int) -> None:
     heavy = sum(size > 0 for size in sizes)
     if num_parts > heavy:
         raise StrategyError(
             f"{num_parts} stages, or chunks of them: the model is a chain of {heavy} modules with parameters",
             next_step=f"use at most {heavy} in all: pipeline, times the chunks of schedule=interleaved:V",
         )
-    sums, held = ([*accumulate(values, initial=0)] for values in (weights, sizes))
-    best = {0: (0, 0, list[range]())}  # by end: heaviest part, sum of squares, parts
-    for _ in range(num_parts):
-        found: dict[int, tuple[int, int, list[range]]] = {}
-        for end in range(1, len(weights) + 1):
-            options = [
-                _extended(before, range(start, end), sums)
-                for start, before in best.items()
-                if held[end] > held[start]
-            ]
-            if options:
-                found[end] = min(options, key=lambda option: option[:2])
-        best = found
-    return best[len(weights)][2]
 
 
 def _extended(

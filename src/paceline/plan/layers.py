@@ -1,0 +1,88 @@
+"""The layers of a model as a plan tells of them: its blocks, and beside them whatever lies in none.
+
+M = sum of M_i: parameters, gradients, moments and what a micro-batch keeps are sums over layers; the peak is
+none, since activations go while gradients come (`paceline.plan.moments`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import nn
+
+from paceline.layout.placement import Held
+from paceline.layout.recompute import outermost_blocks, recomputed_blocks
+from paceline.plan.forms import bytes_of
+from paceline.plan.parts import LayerMemory
+from paceline.plan.rehearsal import Footprint
+from paceline.task import Task
+
+REST = "(rest)"
+"""What lies in no layer: parameters of the model itself, and what it does between them."""
+
+
+def layers_of(task: Task, model: nn.Module) -> dict[int, tuple[str, nn.Module]]:
+    """By number, name and module, none inside another; blocks have the numbers that `memory.recompute` names.
+
+    Args:
+        model: the task's, or a copy of it that was cut.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    blocks = outermost_blocks(model, task.blocks)
+    found = {number: (names.get(block, str(number)), block) for number, block in blocks.items()}
+    first = len(recomputed_blocks(model, task.blocks))
+    others = _others(model, "", set(blocks.values()))
+    return found | {first + k: other for k, other in enumerate(others)}
+
+
+def _others(module: nn.Module, prefix: str, blocks: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_children():
+        if child in blocks:
+            continue
+        if blocks & set(child.modules()):
+            yield from _others(child, f"{prefix}{name}.", blocks)
+        else:
+            yield prefix + name, child
+
+
+def layer_rows(
+    names: Mapping[int, str],
+    held: Mapping[str, Held],
+    footprints: Sequence[Footprint],
+    item_bytes: Mapping[str, int],
+    kept: float,
+) -> list[LayerMemory]:
+    """Of one rank, in the order of their numbers; those of which it has nothing are left out.
+
+    Args:
+        names: by number.
+        held: by name of a tensor, what the rank has of it.
+        footprints: of its chunks.
+        item_bytes: by name, of one value.
+        kept: bytes of the optimizer's state for each byte of what is updated.
+    """
+    activations = dict.fromkeys([*names.values(), REST], 0)
+    for chunk in footprints:
+        lives = [*(entry.live for entry in chunk.entries), chunk.kept]
+        for entry, live, after in zip(chunk.entries, lives, lives[1:], strict=False):
+            activations[names[entry.layer]] += after - live
+        activations[REST] += lives[0]
+    tensors: dict[str, list[Held]] = {name: [] for name in activations}
+    for name, one in held.items():
+        home = next((layer for layer in names.values() if name.startswith(f"{layer}.")), REST)
+        tensors[home].append(one)
+    rows = (_row(layer, tensors[layer], size, item_bytes, kept) for layer, size in activations.items())
+    return [row for row in rows if row.total]
+
+
+def _row(
+    layer: str, held: Sequence[Held], activations: int, item_bytes: Mapping[str, int], kept: float
+) -> LayerMemory:
+    updates = parameters = gradients = 0
+    for one in held:
+        computes = bytes_of(one.computes, item_bytes)
+        own = 0 if one.updates is None else bytes_of(one.updates, item_bytes)
+        parameters += computes if one.kept else own
+        gradients += own if one.frees else computes
+        updates += own
+    return LayerMemory(layer, parameters, gradients, int(kept * updates), activations)

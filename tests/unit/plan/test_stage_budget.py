@@ -1,0 +1,55 @@
+"""A pipeline that is cut by time under a budget: the fastest of all cuts that keep it, or a refusal."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline import Task
+from paceline.errors import StrategyError
+from paceline.models import GPTConfig
+from paceline.plan import judge, plan_memory
+from paceline.training import stage_choice
+from tests.unit.plan.test_memory import gpt, recipe
+
+WORDS = "replicas=1 pipeline=2 schedule=1f1b"  # the first stage keeps twice as many micro-batches
+
+
+def small(layers: int) -> Task:
+    return gpt(GPTConfig(vocab=17, context=32, layers=layers, heads=4, width=64))
+
+
+def peaks_of_cuts(task: Task, links: int, how: str = "none") -> dict[int, int]:
+    asked = (
+        recipe(f"{WORDS} stages={cut},{links - cut}", memory={"recompute": how}) for cut in range(1, links)
+    )
+    return {cut: plan_memory(one, task, 2).peak for cut, one in enumerate(asked, 1)}
+
+
+@pytest.mark.capability("C6")
+def test_the_fastest_cut_that_keeps_the_budget_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = [0.1, 1.0, 1.0, 1.0, 3.0, 0.1]  # embedding, blocks, output layer
+    monkeypatch.setattr(stage_choice, "measure_links", lambda *args: seconds)
+    task, keeping = small(4), recipe(WORDS + " stages=time")
+    slowest = {cut: max(sum(seconds[:cut]), sum(seconds[cut:])) for cut in range(1, 6)}
+    peaks = peaks_of_cuts(task, 6)
+    fastest = min(slowest, key=slowest.__getitem__)
+    for budget in (max(peaks.values()), peaks[fastest] - 1, min(peaks.values())):
+        plan = plan_memory(keeping.replace(memory={"budget": budget, "recompute": "none"}), task, 2)
+        chosen = int(plan.recipe.strategy.stages.split(",")[0])
+        assert plan.peak <= budget
+        assert slowest[chosen] == min(slowest[cut] for cut in peaks if peaks[cut] <= budget)
+        assert (chosen == fastest) == (budget >= peaks[fastest])
+    memory = {"budget": min(peaks.values()) - 1, "recompute": "none"}
+    with pytest.raises(StrategyError, match=r"no cut of 6 modules into 2 stages keeps memory\.budget"):
+        plan_memory(keeping.replace(memory=memory), task, 2)
+
+
+@pytest.mark.capability("C6", "L2")
+def test_where_no_cut_keeps_it_blocks_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage_choice, "measure_links", lambda *args: [0.1, 1.0, 1.0, 0.1])
+    task = small(2)
+    lean, plain = (min(peaks_of_cuts(task, 4, how).values()) for how in ("blocks", "none"))
+    assert lean < plain
+    found = judge(recipe(WORDS + " stages=time", memory={"budget": lean}), task, 2)
+    assert found.refusal is None and found.plan.peak <= lean
+    assert found.choice is not None and found.choice.recompute != "none"

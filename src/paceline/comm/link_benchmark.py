@@ -45,7 +45,7 @@ def measure_links(net: Net, group: Group, host: str) -> LinkProfile:
     dist.all_gather_object(hosts, host, group.handle)
     ordered = itertools.permutations(range(group.size), 2)
     lines = [(pair, _measure_pair(*pair, net, group)) for pair in ordered]
-    world = _measure_all_reduce(net, group)
+    world = measure_all_reduce(net, group)
     mine = {pair: line for pair, line in lines if line is not None}
     gathered: list[Any] = [None] * group.size
     dist.all_gather_object(gathered, mine, group.handle)
@@ -135,7 +135,8 @@ def _seconds(once: Callable[[], float]) -> float:
     return statistics.median(found)
 
 
-def _measure_all_reduce(net: Net, group: Group) -> Line:
+def measure_all_reduce(net: Net, group: Group) -> Line:
+    """Sums of a group over sizes, by the native route; collective, equal on every rank."""
     points = []
     for size in _SIZES:
         seconds = _time_all_reduce(net, group, torch.zeros(max(group.size, size // 4)))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from paceline.observe.layout_events import RECOMPUTE, STAGES
 from paceline.observe.schema_of_health import LOWER_RATE, ROLL_BACK, SKIP
 from paceline.observe.schema_of_speed import GAIN, SERVERS, SHARES, STRAGGLER, SYNC
-from paceline.observe.wire_events import CODEC, ROUTE
+from paceline.observe.wire_events import BUCKETS, CODEC, ROUTE
 
 SCHEMA = 1
 LEVELS = ("debug", "info", "warning", "error")
@@ -137,6 +137,7 @@ EVENTS: Mapping[str, Event] = MappingProxyType(
         "recompute": Event("info", False, RECOMPUTE),
         "servers": Event("info", False, SERVERS),
         "route": Event("info", False, ROUTE),
+        "buckets": Event("info", False, BUCKETS),
         "codec": Event("info", False, CODEC),
         "resume": Event("info", True, {"step": "int: goes on from here", "checkpoint": "str: its name"}),
         "step": Event("info", False, _STEP),

@@ -1,4 +1,4 @@
-"""What is told of the choices of the wire: fields of the events `route` and `codec`."""
+"""What is told of the choices of the wire: fields of the events `route`, `buckets` and `codec`."""
 
 ROUTE = {
     "group": "str: whose sums",
@@ -7,6 +7,11 @@ ROUTE = {
     "choices": "table: the same by collective; those that were not measured are foretold",
     "source": "str: measured, measured before, or the file of a link profile",
     "routes": "table: by route, what an all_reduce took: alpha, beta and the points that were measured",
+}
+BUCKETS = {
+    "bucket_bytes": "int: of gradients that are sent together",
+    "reason": "str: why, with alpha and beta of the links",
+    "source": "str: measured, or the file of a link profile",
 }
 CODEC = {
     "codec": "str: chosen among those that the strategy allows; fp32: none of them pays",

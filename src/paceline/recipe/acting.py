@@ -29,6 +29,7 @@ HERE: Mapping[str, str] = MappingProxyType(
         "strategy.codec": _SUMMED,
         "strategy.route": "where several ranks send each other tensors",
         "runtime.bucket_bytes": _SUMMED,
+        "runtime.bucket_latency": "where ranks of several hosts sum gradients",
         "runtime.link_profile": "where ranks of several hosts sum gradients",
     }
 )

@@ -79,9 +79,7 @@ class EvaluateRecipe(Table):
     batch: int = Field(default=64, ge=1, description="samples per forward")
     max_samples: int = Field(default=0, ge=0, description="held-out samples that are used; 0: all")
     metric: str = Field(
-        default="loss",
-        min_length=1,
-        description="what is best goes by it: loss, or a metric",
+        default="loss", min_length=1, description="what is best goes by it: loss, or a metric"
     )
     better: Literal["lower", "higher"] = Field(default="lower", description="which value of it is better")
     patience: int = Field(
@@ -113,10 +111,17 @@ class RuntimeRecipe(Table):
         description="seconds until every rank has started, and until all have built task and session",
     )
     bucket_bytes: int = Field(default=16 * 2**20, ge=1, description="bytes of gradients sent together")
+    bucket_latency: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="most share of latency in the sum of a bucket; left out: bucket_bytes as they are",
+    )
     link_profile: str | None = Field(
         default=None,
         min_length=1,
-        description="file of `paceline bench link --out`, for route=auto; left out: links are measured",
+        description="file of `paceline bench link --out`, for route=auto and bucket_latency; left out: links"
+        " are measured",
     )
 
 

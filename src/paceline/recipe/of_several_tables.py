@@ -59,9 +59,16 @@ OF_SEVERAL_TABLES: Mapping[str, Need] = {
     "runtime.link_profile": Need(
         ("strategy.route", "strategy.codec", "reproducible"),
         lambda recipe: (
-            recipe.strategy.route == "auto" and not (recipe.strategy.is_coded or recipe.is_ordered)
+            (recipe.strategy.route == "auto" or recipe.runtime.bucket_latency is not None)
+            and not (recipe.strategy.is_coded or recipe.is_ordered)
         ),
-        "with route=auto and codec=fp32, and without reproducible and lanes",
+        "with route=auto or bucket_latency, and codec=fp32, and without reproducible and lanes",
+        "found '{t.strategy}'",
+    ),
+    "runtime.bucket_latency": Need(
+        ("strategy.sync", "strategy.codec", "reproducible"),
+        lambda recipe: recipe.strategy.rule.sums and not (recipe.strategy.is_coded or recipe.is_ordered),
+        "where gradients are summed with codec=fp32, and without reproducible and lanes",
         "found '{t.strategy}'",
     ),
     "runtime.bucket_bytes": Need(

@@ -35,7 +35,6 @@ from paceline.training.buffer_hows import say_hows
 from paceline.training.by_machine import choose_by_machine
 from paceline.training.check_plan import check_plan
 from paceline.training.check_sequences import check_task
-from paceline.training.codec_choice import choose_codec
 from paceline.training.contract import (
     refuse_two_optimizers,
     require_data,
@@ -53,6 +52,7 @@ from paceline.training.reductions import build_norm
 from paceline.training.session import Session
 from paceline.training.stage_choice import choose_stages
 from paceline.training.switching import enter
+from paceline.training.wire_choice import choose_wire
 
 
 def build_session(
@@ -87,7 +87,7 @@ def build_session(
     notes = Notes()
     recipe = choose_by_machine(recipe, task, cluster, device, warn=warn, note=notes.add)
     recipe, strategy = choose_stages(recipe, strategy, task, cluster, device, warn=warn, note=notes.add)
-    recipe, strategy = choose_codec(recipe, strategy, task, cluster, device, warn=warn, note=notes.add)
+    recipe, strategy = choose_wire(recipe, strategy, task, cluster, device, warn=warn, note=notes.add)
     net = Net(recipe.runtime.deadline_seconds, times_calls=device.type == "cpu")
     refuse_health(recipe.health, strategy)
     setting = Setting(

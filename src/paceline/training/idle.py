@@ -39,7 +39,7 @@ def _idle(recipe: Recipe, task: Task, mesh: Mesh, num_nodes: int) -> Iterator[tu
         yield from ((key, no_data) for key, acts in HERE.items() if acts == HELD_OUT)
     if rule.sums and mesh.data.size == 1:
         alone = "one rank runs all samples, so no gradient is sent"
-        summed = "strategy.codec", "runtime.bucket_bytes", "runtime.link_profile"
+        summed = "strategy.codec", "runtime.bucket_bytes", "runtime.bucket_latency", "runtime.link_profile"
         yield from ((key, alone) for key in summed)
         if sharers == 1:
             yield "strategy.route", alone

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from paceline.comm import Collective, NativeCollective
+from paceline.comm import Collective, NativeCollective, Net
 from paceline.comm.link_profile import LinkProfile
 from paceline.comm.routes.by_size import BySize
 from paceline.comm.routes.forecast import Choice, Forecast, choose_all, explain, say_others
@@ -72,21 +72,12 @@ def _all_have(mine: bool, group: Group, site: Site) -> bool:
 
 
 def _read(place: str, found: Candidates, group: Group, site: Site) -> Forecast:
-    """What a profile says, by the file of the group's first rank.
+    """What a profile says of the routes of a group.
 
     Raises:
         DataError: it cannot be read, or is of another group of ranks.
     """
-    said = ""
-    if group.rank == 0:
-        try:
-            said = json.dumps(LinkProfile.load(Path(place)).record())
-        except DataError as error:
-            said = json.dumps({"error": str(error)})
-    record = json.loads(share_text(said, group, site.net, site.device))
-    if "error" in record:
-        raise DataError(record["error"], next_step="paceline bench link --out FILE")
-    profile = LinkProfile.read(record)
+    profile = read_profile(place, group, site.net, site.device)
     lines = {route: profile.routes[route] for route in found.paths if route in profile.routes}
     if len(profile.hosts) != group.size or "native" not in lines:
         raise DataError(
@@ -97,6 +88,24 @@ def _read(place: str, found: Candidates, group: Group, site: Site) -> Forecast:
             " runtime.link_profile out",
         )
     return Forecast(group.size, found.ranks_per_host, lines)
+
+
+def read_profile(place: str, group: Group, net: Net, device: torch.device) -> LinkProfile:
+    """A profile, by the file of the group's first rank; collective.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    said = ""
+    if group.rank == 0:
+        try:
+            said = json.dumps(LinkProfile.load(Path(place)).record())
+        except DataError as error:
+            said = json.dumps({"error": str(error)})
+    record = json.loads(share_text(said, group, net, device))
+    if "error" in record:
+        raise DataError(record["error"], next_step="paceline bench link --out FILE")
+    return LinkProfile.read(record)
 
 
 def _record(

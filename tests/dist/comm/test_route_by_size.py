@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,10 @@ from paceline.comm.routes.longest_way import longest_way
 from paceline.comm.routes.trial import candidates, try_routes
 from paceline.errors import DataError
 from paceline.mesh import Group, Mesh
+from paceline.recipe import Recipe, Strategy
 from paceline.testing.ranks import run_ranks
 from paceline.training import route_choice
+from paceline.training.bucket_choice import choose_buckets
 from paceline.training.routes import Site, native
 
 
@@ -40,6 +43,10 @@ def site_of(cluster: Cluster, group: Group, net: Net, said: list[str], told: lis
         largest_bytes=1 << 16,
         **more,
     )
+
+
+def told_to(told: list[Any]) -> Callable[[str, Mapping[str, Any]], None]:
+    return lambda name, record: told.append((name, record))
 
 
 def chosen(group: Group, site: Site) -> Any:
@@ -108,6 +115,11 @@ def test_a_session_measures_once_chooses_alike_and_says_why(tmp_path: Path) -> N
                 chosen(group, site_of(cluster, group, net, said, told, link_profile=str(place)))
             except DataError as error:
                 refused.append(str(error))
+        asked = Recipe(task="none", steps=1, runtime={"bucket_latency": 0.05, "link_profile": str(file)})
+        for route in ("native", "auto"):  # the ranks of a test share a host
+            choose_buckets(
+                asked, Strategy(route=route), cluster, torch.device("cpu"), warn=said.append, note=told_to(told)
+            )
         ordered = chosen(group, site_of(cluster, group, net, said, told, is_ordered=True))
         kinds = [type(path).__name__ for path in (first, again, by_file)]
         for close in site.closers:
@@ -116,12 +128,16 @@ def test_a_session_measures_once_chooses_alike_and_says_why(tmp_path: Path) -> N
 
     (told, said, total, kinds, refused, is_native), other = run_ranks(run, 2)
     assert total == 3.0 and is_native and set(kinds) <= {"NativeCollective", "BySize"}
-    assert [record["choice"] for _, record in told] == [record["choice"] for _, record in other[0]]
+    assert [record["choice"] for _, record in told[:-1]] == [record["choice"] for _, record in other[0][:-1]]
     assert told == other[0] or other[3] == kinds
     assert [record["source"] for _, record in told[:2]] == ["measured", "measured before"]
     assert told[0][1]["choice"] == told[1][1]["choice"] and told[2][1]["source"].endswith("links-0.json")
     assert said[0].startswith("route: ") and "as a sum of 65,536 bytes takes" in said[0]
     assert all(f"{route} " in said[0] for route in ("native", "ring", "tree", "recursive-doubling"))
+    name, buckets = told[-1]
+    assert name == "buckets" and buckets["bucket_bytes"] == other[0][-1][1]["bucket_bytes"]
+    assert buckets["source"].endswith("links-0.json")
+    assert said[-2].startswith(f"buckets: {buckets['bucket_bytes']:,} bytes, as ") and "no effect" in said[-1]
     assert len(refused) == 2 and "has 2" in refused[1] and other[4][0] == refused[0]
 
 

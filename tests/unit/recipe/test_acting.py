@@ -74,6 +74,7 @@ CASES = {
     "outer.momentum": Case(0.5, DILOCO),
     "debug.replay_arrivals": Case("runs/one", SERVED),
     "runtime.bucket_bytes": Case(1024, {}, SERVED),
+    "runtime.bucket_latency": Case(0.05, {}, {"strategy.codec": "int8"}),
     "runtime.link_profile": Case("links.json", {}, {"strategy.route": "ring"}),
 }
 
@@ -129,6 +130,7 @@ HERE_CASES: dict[str, Any] = {
     "strategy.codec": "int8",
     "strategy.route": "tree",
     "runtime.bucket_bytes": 1024,
+    "runtime.bucket_latency": 0.05,
     "runtime.link_profile": "links.json",
 }
 

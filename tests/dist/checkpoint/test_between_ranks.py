@@ -28,6 +28,7 @@ STRATEGIES = [
     ("replicas=2 sync=local:2", 2, "replicas=2 sync=local:2", 2),
     ("replicas=2 sync=diloco:2", 2, "replicas=2 sync=diloco:2", 2),
     ("replicas=2 codec=int8", 2, "replicas=2 codec=int8", 2),
+    ("replicas=1 shard=2 zero=3 codec=int8", 2, "replicas=1 shard=2 zero=3 codec=int8", 2),
     ("servers=2 sync=server", 4, "servers=3 sync=server", 4),
     ("servers=2 sync=server codec=topk:0.1", 3, "servers=2 sync=server codec=topk:0.1", 3),
 ]

@@ -22,7 +22,7 @@ from paceline.comm.collectives import Collective, Feedback
 from paceline.comm.handle import Handle
 from paceline.comm.reduction.gradients import Gradients
 from paceline.comm.reduction.local import without_negative_zeros
-from paceline.comm.reduction.part_buffer import PartBuffer, Parts, plan_buckets
+from paceline.comm.reduction.part_buffer import PartBuffer, Parts, nothing_like, plan_buckets
 from paceline.comm.reduction.tree import Carry
 from paceline.errors import CommunicationError
 from paceline.slot import Slot
@@ -240,10 +240,9 @@ class Reducer:
                 buffer = bucket.buffers[0]
                 for side, flat in feedback.lost(bucket.keys[0], self._span(buffer, word).numel()).items():
                     values = self._filled(buffer, word, flat)
-                    found += [
-                        (f"{word}{side}", slot, values.read(slot, torch.zeros_like(self._tensors[slot])))
-                        for slot in buffer.slots
-                    ]
+                    for slot in buffer.slots:
+                        own = nothing_like(self._tensors[slot]).new_zeros(slot.sizes)
+                        found.append((f"{word}{side}", slot, values.read(slot, own)))
         return found
 
     def set_lost(self, found: Mapping[tuple[str, str], Tensor]) -> None:

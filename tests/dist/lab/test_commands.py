@@ -154,7 +154,9 @@ def test_a_host_that_is_slow_to_start_meets_its_fault_all_the_same(lab, monkeypa
         return begin(["sh", "-c", 'sleep 1; exec "$@"', "sh", *argv], *given)
 
     monkeypatch.setattr(agents, "_start", late)
-    found = lab(hosts=1).run(["sleep", "600"], faults=FaultPlan(seed=1).kill("h0", at=0.2), deadline_seconds=60)
+    found = lab(hosts=1).run(
+        ["sleep", "600"], faults=FaultPlan(seed=1).kill("h0", at=0.2), deadline_seconds=60
+    )
     assert dict(found.exit_codes) == {"h0": -signal.SIGKILL} and found.forced == []
 
 

@@ -115,6 +115,7 @@ def test_the_clip_sees_unscaled_gradients() -> None:
     assert all(run_ranks(check, 2))
 
 
+@pytest.mark.soak
 @pytest.mark.capability("K5")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on the processor needs g++")
 def test_compiled_and_plain_training_agree() -> None:
@@ -211,6 +212,7 @@ def test_the_sum_is_learned_on_two_ranks() -> None:
     assert max(run_ranks(error, 2, deadline=360)) < 1e-3
 
 
+@pytest.mark.soak
 @pytest.mark.capability("V2", "A1")
 def test_digits_reach_97_percent_on_two_ranks() -> None:
     def accuracy(cluster: Cluster) -> float:

@@ -1,5 +1,6 @@
 """Replicas of one host on the same parameters, without a lock; and a store of which the host has one copy."""
 
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -122,6 +123,32 @@ def test_one_worker_alone_has_the_bits_of_every_step() -> None:
 
     ((right, found),) = run_ranks(run, 1)
     assert found.distance(right) == 0.0
+
+
+def with_a_slow_one(cluster: Cluster, sync: str) -> dict[str, Any]:
+    """Rank 1 sleeps in every forward; how far behind a rank the slowest was when it began a step, at most."""
+    session, behind = session_of(cluster, digits(f"sync={sync}")), [0]
+    session.placed.holding.model.register_forward_pre_hook(
+        lambda module, inputs: time.sleep(0.01 * (cluster.global_rank == 1))
+    )
+    board, inner = session.rule.board, session.rule._step
+
+    def seen(*given: Any) -> None:
+        behind.append(session.state.step - int(board.clocks.min()))
+        inner(*given)
+
+    session.rule._step = seen
+    rounds = [stats.metrics["staleness"] for stats in session.rounds()]
+    session.close()
+    return {"behind": max(behind), "steps": len(behind) - 1, "staleness": max(rounds)}
+
+
+@pytest.mark.capability("I2", "I4", clause="without a server, on one host")
+def test_with_a_bound_nobody_is_further_ahead_of_a_slow_rank() -> None:
+    for rank in run_ranks(with_a_slow_one, 3, "hogwild:1"):
+        assert rank["behind"] <= 1 and rank["steps"] == STEPS
+        assert rank["staleness"] <= 2 * (2 * 1 + 1)  # of two others, while one step is taken
+    assert max(rank["behind"] for rank in run_ranks(with_a_slow_one, 3, "hogwild")) > 1
 
 
 def asked_to_stop(cluster: Cluster) -> tuple[int, float, int]:

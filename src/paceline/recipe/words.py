@@ -104,7 +104,9 @@ SYNCS = (
     ),
     SyncSpec(
         word="hogwild",
-        summary="replicas of one host update the same weights in memory, without a lock",
+        summary="replicas of one host update one set of weights without a lock; with S at most S steps apart",
+        argument=Argument("2", "a number of steps >= 0, or inf", _is_bound),
+        argument_may_be_missing=True,
         build="paceline.training.hogwild:hogwild",
         agrees="replica",
         whole_replicas=True,

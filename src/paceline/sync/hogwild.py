@@ -11,11 +11,18 @@ A round is a stretch of steps, in which no rank waits for another. Invariant: ev
 between two rounds nobody writes, all ranks have taken the same number of steps, and all hold equal parameters
 (the same memory) and equal buffers (moved by the mean of what they moved on each rank, as in local SGD).
 Two runs do not compute the same bits.
-Source: Recht, Re, Wright and Niu 2011, Hogwild!, NIPS, arXiv:1106.5730, Algorithm 1.
+
+With a bound S no rank begins a step while another has not taken all before the last S: so a gradient misses
+at most S steps of any rank before its own, and when it is applied nobody has applied one of more than S
+steps later (`bounded` without a server).
+Source: Recht, Re, Wright and Niu 2011, Hogwild!, NIPS, arXiv:1106.5730, Algorithm 1; Ho et al. 2013, A Stale
+Synchronous Parallel Parameter Server, NIPS, section 3.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -24,6 +31,7 @@ from torch import Tensor
 
 from paceline.comm import Net, Tally
 from paceline.data import Feed, Stream
+from paceline.errors import DeadlineError
 from paceline.layout import Placed
 from paceline.mesh import Group
 from paceline.observe import Phases, Stats
@@ -32,6 +40,8 @@ from paceline.sync.every_step import EveryStep
 from paceline.sync.local import add_tallies, counted
 from paceline.sync.rule import step_stats
 from paceline.sync.update import Update, UpdateStep
+
+_LOOK_SECONDS = 5e-4
 
 
 class Board:
@@ -42,12 +52,13 @@ class Board:
     Args:
         taken: by rank, updates that it has made since the run began, int64 [P].
         stops: by rank, whether it was asked to stop, int64 [P].
+        clocks: by rank, steps before this one are taken, int64 [P].
         ones: every update adds one to each value, as updates change parameters, float32 [N].
         rank: this one.
     """
 
-    def __init__(self, taken: Tensor, stops: Tensor, ones: Tensor, rank: int) -> None:
-        self.taken, self.stops, self.ones, self._rank = taken, stops, ones, rank
+    def __init__(self, taken: Tensor, stops: Tensor, clocks: Tensor, ones: Tensor, rank: int) -> None:
+        self.taken, self.stops, self.clocks, self.ones, self._rank = taken, stops, clocks, ones, rank
         self._before, self._ones_before = 0, 0.0
 
     @property
@@ -63,6 +74,15 @@ class Board:
     def ask_to_stop(self, asked: bool) -> None:
         """Tell the others whether this rank was asked."""
         self.stops[self._rank] = int(asked)
+
+    def reach(self, step: int) -> None:
+        """This rank has taken all steps before this one."""
+        self.clocks[self._rank] = step
+
+    def behind(self, step: int, bound: float) -> int | None:
+        """A rank that has not taken all steps before the last `bound` ones before `step`; None: all have."""
+        slowest = int(self.clocks.argmin())
+        return slowest if int(self.clocks[slowest]) < step - bound else None
 
     def count(self) -> None:
         """This rank has made an update."""
@@ -107,6 +127,7 @@ class Hogwild:
     Args:
         inner: the step of one rank, on parameters that lie in common.
         board: in memory of the same ranks.
+        bound: S; `math.inf`: none.
         world: all ranks.
         stop_requested: see `EveryStep`.
     Wire: at the end of a round one all_gather of 8 bytes a rank, one all_reduce of the tally, and a barrier.
@@ -116,13 +137,14 @@ class Hogwild:
         self,
         inner: EveryStep,
         board: Board,
+        bound: float = math.inf,
         *,
         world: Group,
         net: Net,
         phases: Phases,
         stop_requested: Callable[[], bool],
     ) -> None:
-        self.inner, self.board = inner, board
+        self.inner, self.board, self._bound = inner, board, bound
         self._world, self._net, self._phases, self._stop_requested = world, net, phases, stop_requested
         self._half = _Half()
 
@@ -134,7 +156,8 @@ class Hogwild:
                 self._phases.take()
                 half = self._begin(feed, placed, state)
                 while state.step < half.end:
-                    self._step(feed, stream, placed, update_step)
+                    if self._may_begin(state.step):
+                        self._step(feed, stream, placed, update_step)
                     if not half.is_agreed and (self.board.stopping or state.step == half.end):
                         half.end, half.is_agreed = self._farthest(state.step), True
                 tally, lost = self._meet(placed), self.board.lost_share()
@@ -151,11 +174,35 @@ class Hogwild:
         """A new round, once nobody reads what it will change; one that an abort has interrupted goes on."""
         if self._half.first < 0:
             self.board.begin()
+            self.board.reach(state.step)
             with self._phases.during("communication"):
                 self._net.barrier(self._world)
             end, buffers = feed.pause_after(state.step), placed.buffers.values()
             self._half = _Half(state.step, end, buffers=buffers)
         return self._half
+
+    def _may_begin(self, step: int) -> bool:
+        """Wait for those who are too far behind; false: the round is about to end instead.
+
+        Raises:
+            DeadlineError: one stays behind for a deadline.
+        """
+        if self.board.behind(step, self._bound) is None:
+            return True
+        expires = time.monotonic() + self._net.deadline_seconds
+        with self._phases.during("communication"):
+            while (rank := self.board.behind(step, self._bound)) is not None:
+                self.board.ask_to_stop(self._stop_requested())
+                if self.board.stopping and not self._half.is_agreed:
+                    return False
+                if time.monotonic() > expires:
+                    raise DeadlineError(
+                        f"rank {rank} is more than {self._bound:g} steps behind step {step} for"
+                        f" {self._net.deadline_seconds:g} s",
+                        next_step="look at what that rank does, or raise runtime.deadline_seconds",
+                    )
+                time.sleep(_LOOK_SECONDS)
+        return True
 
     def _step(self, feed: Feed, stream: Stream, placed: Placed, update_step: UpdateStep) -> None:
         """One step of this rank; what others do meanwhile is its staleness."""
@@ -167,6 +214,7 @@ class Hogwild:
             self.board.count()
         self._half.taken.append(counted(tally, update))
         update_step.state.step += 1
+        self.board.reach(update_step.state.step)
 
     def _farthest(self, step: int) -> int:
         """Where the round ends: as far as the rank that has come farthest; collective."""

@@ -47,6 +47,7 @@ def hogwild(setting: Setting, layout: Layout, state: TrainState) -> Rule:
     return Hogwild(
         inner,
         board,
+        float(setting.recipe.strategy.sync.partition(":")[2] or "inf"),
         world=world,
         net=setting.net,
         phases=setting.phases,
@@ -55,8 +56,8 @@ def hogwild(setting: Setting, layout: Layout, state: TrainState) -> Rule:
 
 
 def _board(rank: int, num_ranks: int, num_ones: int, zeros: Callable[[int, torch.dtype], Tensor]) -> Board:
-    taken, stops = zeros(num_ranks, torch.int64), zeros(num_ranks, torch.int64)
-    return Board(taken, stops, zeros(num_ones, torch.float32), rank)
+    taken, stops, clocks = (zeros(num_ranks, torch.int64) for _ in range(3))
+    return Board(taken, stops, clocks, zeros(num_ones, torch.float32), rank)
 
 
 def _memory(setting: Setting) -> SharedMemoryCollective:

@@ -1,15 +1,21 @@
 """What ranks tell each other without a lock: how many updates were made, and how many arrived."""
 
+import heapq
+import math
+import random
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from paceline.sync.hogwild import Board
 
 
 def boards(num_ranks: int, num_ones: int = 8) -> list[Board]:
-    taken, stops = torch.zeros(num_ranks, dtype=torch.int64), torch.zeros(num_ranks, dtype=torch.int64)
+    taken, stops, clocks = (torch.zeros(num_ranks, dtype=torch.int64) for _ in range(3))
     ones = torch.zeros(num_ones)
-    return [Board(taken, stops, ones, rank) for rank in range(num_ranks)]
+    return [Board(taken, stops, clocks, ones, rank) for rank in range(num_ranks)]
 
 
 @pytest.mark.capability("I5")
@@ -53,3 +59,37 @@ def test_a_request_to_stop_is_seen_by_all() -> None:
     assert not first.stopping
     second.ask_to_stop(True)
     assert first.stopping and second.stopping
+
+
+def play(num_ranks: int, bound: float, seed: int, steps: int = 20) -> list[int]:
+    """Ranks that take random times, and look at the board; how far ahead others were at every update."""
+    draw, all_boards, ahead = random.Random(seed), boards(num_ranks), list[int]()
+    speeds = [draw.choice((1.0, 1.0, 3.0, 30.0)) for _ in range(num_ranks)]
+    due = [(0.0, rank) for rank in range(num_ranks)]
+    step, computes = [0] * num_ranks, [False] * num_ranks
+    while due:
+        now, rank = heapq.heappop(due)
+        board = all_boards[rank]
+        if computes[rank]:
+            ahead.append(max(step) - 1 - step[rank])  # the newest that anybody has applied
+            step[rank] += 1
+            board.reach(step[rank])
+            computes[rank] = False
+        if step[rank] == steps:
+            continue
+        computes[rank] = board.behind(step[rank], bound) is None
+        heapq.heappush(due, (now + draw.random() * (speeds[rank] if computes[rank] else 0.1), rank))
+    assert step == [steps] * num_ranks
+    return ahead
+
+
+@pytest.mark.capability("I2", "I4", clause="without a server, on one host")
+@settings(max_examples=60, deadline=None)
+@given(num_ranks=st.integers(1, 6), bound=st.integers(0, 4), seed=st.integers(0, 2**32))
+def test_nobody_is_ever_more_than_the_bound_ahead(num_ranks: int, bound: int, seed: int) -> None:
+    assert max(play(num_ranks, bound, seed)) <= bound
+
+
+def test_without_a_bound_some_are() -> None:
+    """The twin."""
+    assert max(max(play(4, math.inf, seed)) for seed in range(20)) > 4

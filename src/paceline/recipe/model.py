@@ -94,6 +94,11 @@ class OuterRecipe(Table):
 
     lr: float = Field(default=0.7, gt=0, description="share of the mean movement that is taken")
     momentum: float = Field(default=0.9, ge=0, lt=1, description="Nesterov momentum of the movements")
+    fragments: int = Field(default=1, ge=1, description="parts of the parameters, which travel in turn")
+    delay_steps: int = Field(default=0, ge=0, description="steps that go on while one is on its way")
+    mixing: float = Field(
+        default=0.0, ge=0, lt=1, description="share of what a replica has that stays when one arrives"
+    )
 
 
 class RuntimeRecipe(Table):

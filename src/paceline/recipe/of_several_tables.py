@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from paceline.recipe.acting import Need
+from paceline.recipe.phases import phases_of
 
 _NO_BEST = Need(
     ("evaluate.patience", "checkpoint.keep_best"),
@@ -24,6 +26,13 @@ _SEEN_WHOLE = Need(
     "with sync=every-step, local or diloco",
     "found sync={t.strategy.sync}, under which no rank sees all of a step",
 )
+
+
+def _rounds(recipe: Any) -> list[int]:
+    """H of every diloco:H that the run may come to."""
+    rules = [phase.rule.partition(":") for phase in phases_of(recipe.strategy.sync)]
+    return [int(steps) for word, _, steps in rules if word == "diloco"]
+
 
 OF_SEVERAL_TABLES: Mapping[str, Need] = {
     "on_divergence": Need(
@@ -50,6 +59,19 @@ OF_SEVERAL_TABLES: Mapping[str, Need] = {
     ),
     "outer.lr": _OUTER,
     "outer.momentum": _OUTER,
+    "outer.fragments": Need(
+        ("strategy.sync",),
+        lambda recipe: recipe.outer.fragments <= min(_rounds(recipe), default=0),
+        "with sync=diloco:H, and H as large or larger",
+        "found sync={t.strategy.sync}",
+    ),
+    "outer.delay_steps": Need(
+        ("outer.fragments", "strategy.sync"),
+        lambda recipe: recipe.outer.delay_steps * recipe.outer.fragments <= min(_rounds(recipe), default=0),
+        "with sync=diloco:H, and at most H / outer.fragments",
+        "found fragments = {t.outer.fragments} and sync={t.strategy.sync}",
+    ),
+    "outer.mixing": _OUTER,
     "debug.replay_arrivals": Need(
         ("strategy.sync",),
         lambda recipe: recipe.strategy.rule.needs_server,

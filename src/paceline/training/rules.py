@@ -21,10 +21,12 @@ from paceline.sync import EveryStep, InnerState, LocalRounds, Outer, Rule
 from paceline.sync.balance import Balanced
 from paceline.sync.bounded import Bounded
 from paceline.sync.choice import Measured
+from paceline.sync.fragments import Streaming
 from paceline.sync.pipedream import PipeDream
 from paceline.sync.policy import ApplyEach, FirstN
 from paceline.sync.residuals import Residuals
 from paceline.sync.straggler import Watched
+from paceline.sync.streamed import StreamedRounds
 from paceline.training.arrange import Setting
 from paceline.training.layouts import Layout
 from paceline.training.reductions import build_reduction
@@ -74,41 +76,44 @@ def _deal(work: Work, shares: Sequence[int]) -> Work:
     return cast("LockstepWork", work).dealt(shares)
 
 
-def _local(setting: Setting, layout: Layout, state: TrainState, outer: Outer) -> Rule:
-    mesh = setting.mesh
-    holding = layout.placed.holding
+def _alone(setting: Setting, layout: Layout, state: TrainState, outer: Outer, streaming: Streaming) -> Rule:
+    """Replicas that train alone; what they have moved travels at once, or in fragments."""
+    mesh, holding = setting.mesh, layout.placed.holding
 
-    def sums(anchors: Mapping[Slot, Tensor]) -> Reduction:
+    def sums(anchors: Mapping[Slot, Tensor], number: int = 0) -> Reduction:
         if mesh.replica.size == 1:
             return LocalReducer(anchors)
         path = InAnyOrder(setting.collective(mesh.axes["shard"]), setting.collective(mesh.replica))
-        return Reducer(anchors, holding.parts, path, setting.bucket_bytes)
+        name = f"fragment-{number}/" if streaming.fragments > 1 else ""
+        return Reducer(anchors, holding.parts, path, setting.bucket_bytes, name=name)
 
-    rule = LocalRounds(
-        _step(setting, LocalReducer(holding.computes), mesh.inside),
-        int(setting.recipe.strategy.sync.partition(":")[2]),
-        outer,
-        sums,
-        layout.placed,
-        world=mesh.world,
-        net=setting.net,
-        phases=setting.phases,
-    )
+    step = _step(setting, LocalReducer(holding.computes), mesh.inside)
+    told: dict[str, Any] = {"world": mesh.world, "net": setting.net, "phases": setting.phases}
+    rule: LocalRounds | StreamedRounds
+    if streaming.is_whole:
+        rule = LocalRounds(step, streaming.steps, outer, sums, layout.placed, **told)
+    else:
+        rule = StreamedRounds(step, streaming, outer, sums, layout.placed, **told)
     _keep_residuals(setting, rule.reducer, holding, state)
     state.keepers["outer"] = rule
     state.keepers["inner"], state.alone = InnerState(state, mesh.replica), True
     return rule
 
 
+def _steps(setting: Setting) -> int:
+    return int(setting.recipe.strategy.sync.partition(":")[2])
+
+
 def local(setting: Setting, layout: Layout, state: TrainState) -> Rule:
     """Replicas train alone, then average."""
-    return _local(setting, layout, state, Outer())
+    return _alone(setting, layout, state, Outer(), Streaming(_steps(setting)))
 
 
 def diloco(setting: Setting, layout: Layout, state: TrainState) -> Rule:
-    """Replicas train alone, then an outer optimizer moves them."""
+    """Replicas train alone, then an outer optimizer moves them; in fragments, if the recipe says so."""
     outer = setting.recipe.outer
-    return _local(setting, layout, state, Outer(outer.lr, outer.momentum))
+    streaming = Streaming(_steps(setting), outer.fragments, outer.delay_steps, outer.mixing)
+    return _alone(setting, layout, state, Outer(outer.lr, outer.momentum), streaming)
 
 
 def _keep_residuals(setting: Setting, reducer: Reduction, holding: Holding, state: TrainState) -> None:

@@ -1,0 +1,131 @@
+"""Fragments of the parameters, and when they travel; one by itself. See `streamed`.
+
+Source: Douillard et al. 2025, Streaming DiLoCo with overlapping communication, arXiv:2501.18512, section 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm import Net, Reduction, Tally
+from paceline.comm.tally import AgreedTally
+from paceline.layout import Placed
+from paceline.mesh import Group
+from paceline.slot import Slot
+from paceline.state import LossScale, TrainState
+from paceline.sync.local import ConstantRate, Outer
+from paceline.sync.update import UpdateStep, update_parts
+
+
+class Streaming(NamedTuple):
+    """How fragments travel.
+
+    Args:
+        steps: H, between two times that a fragment leaves.
+        fragments: at most H.
+        delay: steps from when one leaves until it arrives; at most H / fragments, so that one is under way.
+        mixing: alpha: the share of what a replica has that stays when one arrives.
+    """
+
+    steps: int
+    fragments: int = 1
+    delay: int = 0
+    mixing: float = 0.0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all parameters travel at once, and nobody computes meanwhile."""
+        return self == Streaming(self.steps)
+
+    def leaves(self, number: int, step: int) -> bool:
+        """Whether a fragment leaves after so many steps of a round."""
+        return step % self.steps == number * self.steps // self.fragments
+
+
+def plan_fragments(sizes: Sequence[int], fragments: int) -> list[range]:
+    """Which of the tensors, in the model's order, are in each: about as many values in all; pure.
+
+    Args:
+        sizes: values of each tensor; there may be fewer of them than fragments: then each is one.
+    """
+    fragments = min(fragments, len(sizes))
+    whole, ends, done = sum(sizes), list[int](), 0
+    for index, size in enumerate(sizes, start=1):
+        done += size
+        left = fragments - len(ends)
+        is_due = done * fragments >= whole * (len(ends) + 1) or len(sizes) - index < left
+        if left > 1 and is_due and len(sizes) - index >= left - 1:
+            ends.append(index)
+    return [range(a, b) for a, b in zip([0, *ends], [*ends, len(sizes)], strict=True)]
+
+
+class Fragment:
+    """Some tensors, where all were when they met last, and what is on its way.
+
+    Args:
+        anchors: by slot.
+        computes: what this rank computes with.
+        reducer: sums movements over the replicas.
+    """
+
+    def __init__(
+        self,
+        anchors: Mapping[Slot, nn.Parameter],
+        placed: Placed,
+        outer: Outer,
+        reducer: Reduction,
+    ) -> None:
+        self.anchors, self.reducer, self._computes = anchors, reducer, placed.holding.computes
+        state = TrainState(placed.holding, outer.optimizer(anchors.values()), LossScale())
+        self.outer = UpdateStep(state, anchors, update_parts(ConstantRate()))
+        self._agreement: AgreedTally | None = None
+        self.left = 0  # steps of the round after which it left last
+        self.count = 0.0  # items since then
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether it has left and not arrived."""
+        return self._agreement is not None
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """A round begins: all are at the same place."""
+        torch._foreach_copy_([*self.anchors.values()], [self._computes[slot] for slot in self.anchors])
+        self.left, self.count = 0, 0.0
+
+    @torch.no_grad()
+    def leave(self, step: int, net: Net, world: Group, device: torch.device) -> None:
+        """Launch the sum of what has moved; collective."""
+        self.reducer.begin()
+        for slot in reversed([*self.anchors]):
+            self.reducer.ready(slot, (self.anchors[slot] - self._computes[slot]) * self.count)
+        self.reducer.close()
+        nothing = torch.zeros(0, dtype=torch.float64)
+        self._agreement = Tally(0.0, 0.0, self.count, {}, 0.0, (), nothing).agree(net, world, device)
+        self.left, self.count = step, 0.0
+
+    @torch.no_grad()
+    def arrive(self, mixing: float) -> None:
+        """Move where all were, and go on from there; collective."""
+        assert self._agreement is not None
+        grads, tally = self.reducer.finish(), self._agreement.wait()
+        self._agreement = None
+        self.outer.apply(grads, tally)
+        self.reducer.commit()
+        mine: list[Tensor] = [self._computes[slot] for slot in self.anchors]
+        theirs: list[Tensor] = [*self.anchors.values()]
+        if not mixing:
+            torch._foreach_copy_(mine, theirs)
+            return
+        torch._foreach_mul_(mine, mixing)
+        torch._foreach_add_(mine, theirs, alpha=1.0 - mixing)
+
+    def drop(self) -> None:
+        """Forget what is on its way."""
+        if self._agreement is not None:
+            self.reducer.abort()
+            self._agreement = None

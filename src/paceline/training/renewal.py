@@ -119,6 +119,7 @@ def _go_on(session: Session, grounds: Grounds, cluster: Cluster) -> None:
         cluster=cluster,
         mesh=Mesh.build(cluster, strategy.degrees),
         closers=[],
+        choices=session.turns.choices,
     )
     session.grounds = replace(grounds, setting=setting)
     kept = _take_kept(session.state)

@@ -15,7 +15,7 @@ from paceline.lab import Lab, Links
 from paceline.sync.choice import GAIN
 
 RULE, STEPS, FIRST = "diloco:8", 24, 8
-RATES = (80, 110, 150, 200, 270, 360)  # Mbit/s, around where an exchange takes a tenth of the compute
+RATES = (12, 16, 20, 29, 38, 55)  # Mbit/s, around where a link carries as much as backward takes, and a tenth
 TASK = """
 import time
 import torch
@@ -23,25 +23,47 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from paceline import Loss, Task
 
-def build(pause):
+class Long(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, seconds):
+        ctx.seconds = seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        time.sleep(ctx.seconds)
+        return grad, None
+
+class Model(nn.Module):
+    # backward begins with the layers, whose gradients leave, and goes on for long
+    def __init__(self, seconds):
+        super().__init__()
+        self.seconds, self.scale = seconds, nn.Parameter(torch.ones(1))
+        wide = nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU()
+        self.layers = nn.Sequential(*wide, nn.Linear(512, 1))
+
+    def forward(self, x):
+        return self.layers(Long.apply(x * self.scale, self.seconds))
+
+def build(seconds):
     torch.manual_seed(0)
     x = torch.randn(512, 64)
-    model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 1))
 
     def loss(model, batch):
-        time.sleep(pause)
         x, y = batch
         return Loss(((model(x) - y) ** 2).sum(), len(x))
 
-    return Task(model=model, data=TensorDataset(x, x.sum(1, keepdim=True)), loss=loss)
+    return Task(model=Model(seconds), data=TensorDataset(x, x.sum(1, keepdim=True)), loss=loss)
 """
 RECIPE = f"""
 task = "job.py:build"
 steps = {STEPS}
 [options]
-pause = 0.5
+seconds = 0.3
 [batch]
 size = 16
+[runtime]
+bucket_bytes = 65536
 """
 
 

@@ -101,7 +101,7 @@ def choose(allowed: Sequence[str], found: Found) -> SyncChoice:
     best = min(found.seconds(rule) for rule in allowed)
     chosen = next(rule for rule in allowed if found.seconds(rule) <= GAIN * best)
     times = ", ".join(f"{rule} {_spell(found.seconds(rule))}" for rule in allowed)
-    pays = ", ".join(f"{rule} {_spell_limit(found, rule)}" for rule in allowed[1:])
+    pays = ", ".join(_spell_limit(found, rule) for rule in allowed[1:])
     return SyncChoice(
         chosen,
         f"a step takes {times} (compute {_spell(found.compute_seconds)}, an exchange"

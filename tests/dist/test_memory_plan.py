@@ -194,10 +194,10 @@ def named(one: Case) -> str:
 
 
 FEW = {
-    "chain replicas=2 sync=every-step route=native adamw none 2",
-    "chain replicas=1 shard=2 zero=1 sync=every-step adamw none 4",
-    "gpt replicas=1 shard=2 zero=3 sync=every-step adamw none 4",
-    "chain replicas=1 tensor=2 sync=every-step adamw none 2",
+    "chain replicas=2 sync=every-step route=native adamw auto 2",
+    "chain replicas=1 shard=2 zero=1 sync=every-step adamw auto 4",
+    "gpt replicas=1 shard=2 zero=3 sync=every-step adamw auto 4",
+    "chain replicas=1 tensor=2 sync=every-step adamw auto 2",
     "gpt replicas=1 pipeline=2 sync=every-step adamw blocks 4",
 }
 

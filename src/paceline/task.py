@@ -111,6 +111,9 @@ class Task:
         buffers: how the changes that the micro-batches of a step make to a buffer come together, by a pattern
             of names: "mean", as of all that are not named, "sum" (a counter of samples), or "first": that of
             the first micro-batch only.
+        vocabulary: hash of which number stands for which piece of text, as
+            `paceline.data.vocabulary.vocabulary_of(text)` says it of a tokenizer.json; weights of another are
+            refused. Empty: nothing is compared.
     """
 
     model: nn.Module
@@ -132,6 +135,7 @@ class Task:
     predict: Predict | None = None
     order: Any = None
     buffers: Mapping[str, str] = field(default_factory=dict)
+    vocabulary: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):

@@ -12,6 +12,7 @@ from paceline.checkpoint.part import Patience, insist, refused
 from paceline.checkpoint.pretrained import Taken, load_weights
 from paceline.checkpoint.publish import Keep
 from paceline.checkpoint.reader import Loaded, ManifestReader, Stored, load, stored_at
+from paceline.checkpoint.same_vocabulary import VOCABULARY, refuse_other_vocabulary
 from paceline.checkpoint.saver import Saver, Saving
 from paceline.checkpoint.shelf import BEST, NEWEST, Shelf, has_published, name_of
 from paceline.checkpoint.weights import (
@@ -30,6 +31,7 @@ __all__ = [
     "LOCK",
     "MANIFEST",
     "NEWEST",
+    "VOCABULARY",
     "ByProcess",
     "ByThreads",
     "Exported",
@@ -57,6 +59,7 @@ __all__ = [
     "load",
     "load_weights",
     "name_of",
+    "refuse_other_vocabulary",
     "refused",
     "stored_at",
     "weights_of",

@@ -23,8 +23,11 @@ from torch import Tensor, nn
 
 from paceline.checkpoint.checksums import PIN, SUMS, known_checksums, read_small
 from paceline.checkpoint.files import Files
+from paceline.checkpoint.same_vocabulary import refuse_other_vocabulary
 from paceline.checkpoint.strict_json import parse, text
 from paceline.checkpoint.weight_file import WeightFile
+from paceline.data.tokenizer_file import TOKENIZER
+from paceline.data.vocabulary import vocabulary_of
 from paceline.errors import CheckpointError
 from paceline.slot import first_names
 
@@ -53,7 +56,7 @@ class Taken:
         )
 
 
-def load_weights(model: nn.Module, place: str | os.PathLike[str]) -> Taken:
+def load_weights(model: nn.Module, place: str | os.PathLike[str], *, vocabulary: str = "") -> Taken:
     """Take over the values of files into a model, one block after the other.
 
     Args:
@@ -62,8 +65,9 @@ def load_weights(model: nn.Module, place: str | os.PathLike[str]) -> Taken:
             `model.safetensors.index.json` names: a path or a URL (`https://`, `s3://`, `file://` and what
             else fsspec knows). A file may be followed by `#sha256=` and its SHA-256. Of tied tensors one name
             is enough.
+        vocabulary: of the data, see `Task`; compared with that of the weights, if both are known.
     Raises:
-        CheckpointError: it cannot be read, is damaged, or its names or shapes are not those of the model.
+        CheckpointError: it cannot be read, is damaged, or its names, shapes or vocabulary are others.
     """
     own = model.state_dict()
     with ExitStack() as stack:
@@ -71,6 +75,7 @@ def load_weights(model: nn.Module, place: str | os.PathLike[str]) -> Taken:
             files = [stack.enter_context(closing(file)) for file in _opened(os.fspath(place))]
             shapes = {name: [*entry.shape] for file in files for name, entry in file.entries.items()}
             _refuse_others(own, shapes, place)
+            refuse_other_vocabulary(vocabulary, _vocabulary_beside(os.fspath(place), files), str(place))
             for file in files:
                 file.verify()
             with torch.no_grad():
@@ -141,6 +146,18 @@ def _refuse_others(
             where=str(place),
             next_step="give the task the options of the run that wrote them; an export holds its recipe",
         )
+
+
+def _vocabulary_beside(place: str, files: Sequence[WeightFile]) -> str:
+    """Of the weights, by their own header or by a `tokenizer.json` in their folder; empty: nobody says."""
+    said = next((file.vocabulary for file in files if file.vocabulary), "")
+    folder, name = _folder_of(place.partition(PIN)[0])
+    if said or (name and "://" in folder):  # of one file behind a URL, others may not be asked for
+        return said
+    beside = Files(folder)
+    if beside.size(TOKENIZER) is None:
+        return ""
+    return vocabulary_of(read_small(beside, TOKENIZER).decode())
 
 
 def _unreadable(place: str | os.PathLike[str], reason: str) -> CheckpointError:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from paceline.checkpoint.checksums import Checksum
 from paceline.checkpoint.files import Files
+from paceline.checkpoint.same_vocabulary import VOCABULARY
 from paceline.checkpoint.tensor_file import Entry, entries_of, metadata_of
 
 VALUES = "values_sha256"  # in the header of an own export: of names, types, shapes and bytes, by name
@@ -28,6 +29,9 @@ class WeightFile:
 
     Args:
         checksum: of the whole file, if anybody knows it.
+
+    Attributes:
+        vocabulary: of the weights, if an export says it.
     Raises:
         OSError: it cannot be read.
         ValueError: it is no safetensors file.
@@ -41,7 +45,9 @@ class WeightFile:
             header = self._head[_LENGTH_BYTES:]
             self.entries = entries_of(header, self._ranges.num_bytes - len(self._head))
             self._require_no_gaps()
-            self._checksum, self._values = checksum, metadata_of(header).get(VALUES)
+            said = metadata_of(header)
+            self._checksum, self._values = checksum, said.get(VALUES)
+            self.vocabulary = said.get(VOCABULARY, "")
             stack.pop_all()
         self.vouched = checksum.by if checksum else "the export" if self._values else None
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from paceline.checkpoint.files import Files
 from paceline.checkpoint.reader import Loaded, Stored, load
+from paceline.checkpoint.same_vocabulary import VOCABULARY
 from paceline.checkpoint.shelf import Shelf
 from paceline.checkpoint.weight_file import VALUES
 from paceline.errors import CheckpointError
@@ -186,6 +187,7 @@ def _origin(found: Loaded, named: Mapping[str, Tensor]) -> dict[str, str]:
         "versions": json.dumps(origin.versions),
         "tied": json.dumps(found.scalars["tied"]),
         VALUES: _digest(sorted(named.items())),
+        **{key: said for key, said in origin.versions.items() if key == VOCABULARY},
     }
 
 

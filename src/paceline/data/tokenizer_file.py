@@ -12,7 +12,8 @@ from typing import Any
 
 from fsspec.core import url_to_fs
 
-_FILE, _CONFIG = "tokenizer.json", "tokenizer_config.json"
+TOKENIZER = "tokenizer.json"
+_CONFIG = "tokenizer_config.json"
 _MOST_BYTES = 2**28
 _MOST_TOKENS = 2**24
 
@@ -23,7 +24,7 @@ def in_folder(place: str) -> tuple[str, str | None]:
     if not is_folder:
         return place, None
     folder = place.rstrip("/")
-    return f"{folder}/{_FILE}", f"{folder}/{_CONFIG}"
+    return f"{folder}/{TOKENIZER}", f"{folder}/{_CONFIG}"
 
 
 def end_of_text(config: str | None) -> str | None:

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data.tokenizer_file import end_of_text, in_folder, read_checked
+from paceline.data.vocabulary import BYTES, vocabulary_of
 from paceline.errors import DataError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -28,7 +29,11 @@ _PROBE = ' Two  spaces,\ttab\r\n\n"Zürich" — 東京 🚲 \x00x=[1.5,-2]\n'
 
 
 class Tokenizer(Protocol):
-    """What a source of text needs. `separator` ends every file; `fingerprint` is a hash of the vocabulary."""
+    """What a source of text needs.
+
+    `separator` ends every file; `fingerprint` is a hash of all that turns text into tokens, `vocabulary` of
+    which number stands for which piece.
+    """
 
     @property
     def vocab_size(self) -> int: ...
@@ -36,6 +41,8 @@ class Tokenizer(Protocol):
     def separator(self) -> int: ...
     @property
     def fingerprint(self) -> str: ...
+    @property
+    def vocabulary(self) -> str: ...
     def encode(self, text: str) -> NDArray[Any]: ...
     def decode(self, tokens: Iterable[int]) -> str: ...
     def encode_chunks(self, chunks: Iterable[bytes]) -> Iterator[NDArray[Any]]: ...
@@ -46,7 +53,7 @@ class ByteTokenizer:
 
     vocab_size = 256
     separator = 0
-    fingerprint = "bytes"
+    fingerprint = vocabulary = BYTES
 
     def encode(self, text: str) -> NDArray[np.uint8]:
         """Token ids, uint8 [bytes of the text in UTF-8]."""
@@ -72,7 +79,9 @@ class BpeTokenizer:
     def __init__(self, tokenizer: tokenizers.Tokenizer, where: str, end: str | None = None) -> None:
         self._tokenizer = tokenizer
         self.vocab_size = 1 + max(tokenizer.get_vocab().values())  # ids may have holes
-        self.fingerprint = hashlib.blake2b(tokenizer.to_str().encode(), digest_size=16).hexdigest()
+        text = tokenizer.to_str()
+        self.fingerprint = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        self.vocabulary = vocabulary_of(text)
         if self.decode(self.encode(_PROBE)) != _PROBE:
             raise DataError(
                 "this tokenizer does not give text back exactly: it normalises or drops characters",

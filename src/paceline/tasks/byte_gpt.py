@@ -85,6 +85,7 @@ def build(*, seed: int, base_dir: Path, cache_dir: Path, **options: Any) -> Task
         report=_build_report(chosen, tokenizer, train, held_out, corpus.split, seed),
         num_tokens_per_sample=chosen.context,
         predict=next_tokens,
+        vocabulary=tokenizer.vocabulary,
     )
 
 

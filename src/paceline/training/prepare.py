@@ -39,7 +39,8 @@ def prepare_model(
     if task.initialize is not None and not waits:
         task.initialize(task.model, recipe.seed)
     if recipe.init_from is not None:
-        doubt = load_weights(task.model, recipe.init_from).warning(recipe.init_from)
+        taken = load_weights(task.model, recipe.init_from, vocabulary=task.vocabulary)
+        doubt = taken.warning(recipe.init_from)
         if doubt:
             warn(doubt)
     name_dropouts(task.model)

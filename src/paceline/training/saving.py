@@ -13,6 +13,7 @@ import torch
 from paceline import checkpoint
 from paceline._version import VERSION
 from paceline.checkpoint import (
+    VOCABULARY,
     ByProcess,
     ByThreads,
     Files,
@@ -25,6 +26,7 @@ from paceline.checkpoint import (
     Stored,
     Writer,
     claim,
+    refuse_other_vocabulary,
 )
 from paceline.cluster import process_environment
 from paceline.comm.text import gather_texts, share_text
@@ -114,6 +116,7 @@ def _versions(session: Session) -> dict[str, str]:
         "python": platform.python_version(),
         "precision": precision,
         **fingerprint(),
+        **({VOCABULARY: session.task.vocabulary} if session.task.vocabulary else {}),
     }
 
 
@@ -191,6 +194,8 @@ def _try(
     other = CheckpointError(f"the checkpoint {name} cannot be read by another rank", where=files.url)
     try:
         found = checkpoint.stored_at(files, name)
+        theirs = found.manifest.origin.versions.get(VOCABULARY, "")
+        refuse_other_vocabulary(session.task.vocabulary, theirs, name)
     except CheckpointError as error:
         refusal = error
     if session.sum(float(refusal is not None)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -95,11 +96,46 @@ def test_sums_count_every_sample_and_the_first_is_that_of_the_first_micro_batch(
     assert torch.equal(one["1.seen"], two["1.seen"]) and torch.allclose(one["1.first"], two["1.first"])
 
 
+ALONE = ("sync=local:2", "sync=diloco:3", "sync=hogwild", "replicas=1 pipeline=2 sync=pipedream")
+SERVED = ("servers=1 sync=server-async", "servers=1 sync=bounded:0", "servers=1 sync=backup:0")
+
+
+def of_the_data(cluster: Cluster, strategies: tuple[str, ...], planted: bool = False) -> list[list[float]]:
+    """By rule: buffers that follow from the data alone, samples seen and the first micro-batch's mean."""
+    torch.set_num_threads(1)
+    if planted:
+        plain = MicroBatchBuffers.change_since
+        setattr(MicroBatchBuffers, "moved_since", lambda self, b, n: plain(self, b) * n)  # noqa: B010
+    found = []
+    for strategy in strategies:
+        task = build({"*.seen": "sum", "0.first": "first"})
+        task = replace(task, model=nn.Sequential(Counting(), *task.model))
+        session = build_session(recipe(strategy), task, cluster, CPU)
+        list(session.rounds())
+        model = session.complete()
+        session.close()
+        found.append([float(model.get_buffer(name)) for name in ("0.seen", "2.seen", "0.first")])
+    return found
+
+
+@pytest.mark.capability("A7")
+def test_rules_under_which_replicas_train_alone_add_up_and_follow_the_first_alike() -> None:
+    (right,) = of_the_data(Cluster.single(), ("replicas=1",))
+    assert right[:2] == [STEPS * BATCH] * 2
+    for found in (*run_ranks(of_the_data, 2, ALONE), *run_ranks(of_the_data, 3, SERVED)):
+        for strategy, values in zip(ALONE if len(found) == len(ALONE) else SERVED, found, strict=True):
+            stale = strategy.endswith(("server-async", "hogwild"))  # changes of several steps at a time
+            assert values[:2] == right[:2], strategy
+            assert stale or values[2] == pytest.approx(right[2], abs=1e-6), strategy
+    weighted = run_ranks(of_the_data, 2, ALONE[:1], True)[0]
+    assert weighted[0][0] > right[0], "weighed as a mean, every sample counts several times"
+
+
 def test_what_cannot_be_is_refused_by_name() -> None:
     cluster = Cluster.single()
     with pytest.raises(TaskError, match="each device's own"):
         build({"*": "none"})
     with pytest.raises(TaskError, match=r"'2\.\*', which fits no persistent buffer"):
         build_session(recipe("replicas=1"), build({"2.*": "sum"}), cluster, CPU)
-    with pytest.raises(StrategyError, match="sync=local:2"):
-        build_session(recipe("sync=local:2"), build(), cluster, CPU)
+    with pytest.raises(StrategyError, match="sync_batchnorm"):
+        build_session(recipe("replicas=1", shards=1, sync_batchnorm=True), build(), cluster, CPU)

@@ -190,6 +190,15 @@ class MicroBatchBuffers:
         device = self._no_change().device
         return torch.cat([change.to(device) for change in changes]) if changes else self._no_change()
 
+    def moved_since(self, before: list[Tensor], micro_batches: float) -> Tensor:
+        """The change since earlier `values` as replicas that were alone add it up, float64 [num_values].
+
+        What a mean is meant of is weighed by this replica's micro-batches; the first shard is one replica's.
+        """
+        parts = self.change_since(before).split([_real(base).numel() for base in self._base] or [0])
+        pairs = zip(parts, self._hows or ["mean"], strict=True)
+        return torch.cat([part * micro_batches if how == "mean" else part for part, how in pairs])
+
     def reset(self, before: list[Tensor]) -> None:
         """Restore earlier `values`, and start the step from them."""
         self._base = before

@@ -226,7 +226,7 @@ class Hogwild:
         """The sums over all ranks, and buffers that are equal; afterwards nobody writes."""
         half = self._half
         mine = add_tallies([tally for tally, _ in half.taken])
-        change = placed.buffers.change_since(half.buffers) * mine.micro_batches
+        change = placed.buffers.moved_since(half.buffers, mine.micro_batches)
         metrics = {**mine.metrics, _AGES: float(sum(half.ages)), _STEPS: float(len(half.ages))}
         mine = replace(mine, buffers=change, metrics=metrics)
         with self._phases.during("communication"):

@@ -144,7 +144,7 @@ class LocalRounds(Keeper):
     def _agree(self, half: _Half, placed: Placed) -> Tally:
         """Sum the movements, step from the anchors, and go on from there."""
         mine = add_tallies([tally for tally, _ in half.taken])
-        change = placed.buffers.change_since(half.buffers) * mine.micro_batches
+        change = placed.buffers.moved_since(half.buffers, mine.micro_batches)
         metrics = {**mine.metrics, _SKIPPED: float(sum(not update.applied for _, update in half.taken))}
         mine = replace(mine, buffers=change, metrics=metrics)
         self.reducer.begin()

@@ -150,7 +150,8 @@ class PipeDream:
             stage.passing.forward(Action("F", number), micro_batch, own, scale, weights)
             for number, micro_batch in enumerate(micro_batches)
         ]
-        stage.buffers.end_step(stage.buffers.change, len(flights))
+        changes = stage.buffers.changes_of([one.micro_batch.shard for one in micro_batches])
+        stage.buffers.end_step(stage.buffers.added(changes), len(flights))
         sums.extend(own)
         return InFlight(version, weights, flights, own.read()[1], scale)
 

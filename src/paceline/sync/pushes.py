@@ -85,11 +85,12 @@ class AnyOrder:
             "count": count,
             "metrics": dict(metrics),
         }
+        moved = placed.buffers.added(placed.buffers.changes_of(given.shards))
         found: list[Pushed] = []
         for server, traffic in enumerate(self._traffics):
             pairs = [(part, slot, grads[slot]) for slot, part in shares_of(placed.holding, server)]
             there = {part: cut(g, slot, part) / scale for part, slot, g in pairs if g is not None}
-            change = placed.buffers.change if server == SERVER else placed.buffers.change.new_empty(0)
+            change = moved if server == SERVER else moved.new_empty(0)
             used = [g is not None for _, _, g in pairs]
             found.append(({**fields, "used": used}, [change, *traffic.push(there, place)]))
         return found

@@ -54,7 +54,7 @@ class InTreeOrder:
             "scale": scale,
             "nodes": [sorted(found) for found in by_node],
         }
-        changes = [*placed.buffers.changes] or [placed.buffers.change.new_zeros(0)]
+        changes = placed.buffers.changes_of(given.shards) or [placed.buffers.added([])]
         nodes = [found[node] for found in by_node for node in sorted(found)]
         return [(fields, [torch.stack(changes), *nodes])]
 

@@ -17,7 +17,7 @@ def say_hows(recipe: Recipe, task: Task, model: nn.Module) -> None:
 
     Raises:
         TaskError: a pattern fits no persistent buffer.
-        StrategyError: ranks do not see the changes of single micro-batches, or the oracle sees others.
+        StrategyError: there are no micro-batches of ranks.
     """
     if not task.buffers:
         return
@@ -36,13 +36,9 @@ def say_hows(recipe: Recipe, task: Task, model: nn.Module) -> None:
 
 
 def _refuse(recipe: Recipe) -> None:
-    what = ""
-    if recipe.strategy.servers or recipe.strategy.sync != "every-step":
-        what = f"sync={recipe.strategy.sync}: replicas meet after several steps, and know the changes as one"
-    elif recipe.batch.sync_batchnorm:
-        what = "batch.sync_batchnorm: its forward is one of all ranks"
-    if what:
+    if recipe.batch.sync_batchnorm:
         raise StrategyError(
-            f"Task(buffers=...) asks for the sum of changes, or those of the first micro-batch, and {what}",
-            next_step='choose sync=every-step without sync_batchnorm, or "mean"',
+            "Task(buffers=...) asks for the sum of changes, or those of the first micro-batch, and"
+            " batch.sync_batchnorm has one forward of all ranks",
+            next_step='leave sync_batchnorm out, or choose "mean"',
         )

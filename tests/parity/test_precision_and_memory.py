@@ -140,7 +140,7 @@ def test_without_a_compiler_it_says_so_and_trains(monkeypatch: pytest.MonkeyPatc
     recipe = Recipe(task="digits", steps=2, runtime={"compile": True})
     session = build_session(recipe, make_task(recipe), Cluster.single(), CPU, warn=said.append)
     assert len(list(session.rounds())) == 2
-    assert "g++" in said[-1]
+    assert any("g++" in text for text in said)
 
 
 class Decaying(UserOptimizer):

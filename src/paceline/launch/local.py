@@ -6,7 +6,6 @@ handlers are what they were. What to start is decided in `render`, when to stop 
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from pathlib import Path
 
 from paceline.cluster import process_environment
+from paceline.cores import num_cores
 from paceline.launch.endpoint import Endpoint, serving
 from paceline.launch.follow import Follow
 from paceline.launch.forked import ForkClient, fork_server, pays
@@ -136,7 +136,7 @@ def _started(
         try:
             keeper.remove_at_death(folder if job.log_dir is None else None)
             workers = render_workers(job, _place(endpoint, token, folder, beacon_port), environ)
-            with _server_of(workers, _count_cores(), environ) as variables:  # what it has forked outlives it
+            with _server_of(workers, num_cores(), environ) as variables:  # what it has forked outlives it
                 keeper.remove_at_death(*map(Path, variables.values()))
                 forks = forking.enter_context(ForkClient({**environ, **variables}, stop.is_asked))
                 start_all(running, workers, keeper, forks, stop)
@@ -157,7 +157,7 @@ def _place(endpoint: Endpoint, token: str, folder: Path, beacon_port: int) -> Pl
         tuple(line.fileno() for line in endpoint.lines),
         token,
         folder,
-        _count_cores(),
+        num_cores(),
         beacon_port,
     )
 
@@ -167,10 +167,6 @@ def _server_of(
 ) -> AbstractContextManager[Mapping[str, str]]:
     """A fork server for one job, if that pays; the variables that name it."""
     return fork_server((), environ) if pays(workers, cores) else nullcontext({})
-
-
-def _count_cores() -> int:
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def _supervise(

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from paceline.observe.layout_events import RECOMPUTE, STAGES
+from paceline.observe.machine_events import COMPILE, OPTIMIZER, PRECISION, THREADS
 from paceline.observe.schema_of_health import LOWER_RATE, ROLL_BACK, SKIP
 from paceline.observe.schema_of_speed import GAIN, SERVERS, SHARES, STRAGGLER, SYNC
 from paceline.observe.wire_events import BUCKETS, CODEC, ROUTE
@@ -128,11 +129,10 @@ _ERROR = {
 EVENTS: Mapping[str, Event] = MappingProxyType(
     {
         "run": Event("info", False, _RUN),
-        "precision": Event(
-            "info",
-            False,
-            {"compute": "str: chosen by the machine", "reason": "str: why, with what was measured"},
-        ),
+        "precision": Event("info", False, PRECISION),
+        "threads": Event("info", False, THREADS),
+        "optimizer": Event("info", False, OPTIMIZER),
+        "compile": Event("info", True, COMPILE),
         "stages": Event("info", False, STAGES),
         "recompute": Event("info", False, RECOMPUTE),
         "servers": Event("info", False, SERVERS),

@@ -43,11 +43,30 @@ def build_optimizer(model: nn.Module, recipe: OptimizerRecipe, fused_allowed: bo
             next_step="unfreeze some: parameter.requires_grad_(True) in the task's build function",
         )
     spec = recipe.spec
-    here = [(name, p) for name, p in trained if not p.is_meta]  # the others are updated by other ranks
-    fused = recipe.fused and fused_allowed and fused_is_supported(spec.word, here)
+    fused = not why_not_fused(model, recipe, fused_allowed)
     groups = _group(trained, recipe.decay_on, getattr(recipe, spec.decays_by))
     optimizer: torch.optim.Optimizer = spec.load()(model, groups, recipe, fused=fused)
     return optimizer
+
+
+def why_not_fused(model: nn.Module, recipe: OptimizerRecipe, fused_allowed: bool) -> str:
+    """Why the update of what is here of a model takes no fused kernel; empty if it does.
+
+    Args:
+        model, recipe, fused_allowed: see `build_optimizer`.
+    """
+    if not recipe.fused:
+        return "optimizer.fused = false"
+    if not fused_allowed:
+        return "reproducible = true: a fused kernel rounds by where a tensor is cut"
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad and not p.is_meta]
+    if fused_is_supported(recipe.spec.word, trained):
+        return ""
+    if not recipe.spec.has_kernel:
+        return f"there is no kernel of {recipe.name}"
+    name, p = next((name, p) for name, p in trained if not _suits_kernels(p))
+    kind = str(p.dtype).removeprefix("torch.") + ("" if p.is_contiguous() else ", not contiguous,")
+    return f"no kernel is right for '{name}' ({kind} on the {p.device.type})"
 
 
 def fused_is_supported(name: str, named_parameters: Iterable[NamedParameter]) -> bool:

@@ -17,12 +17,9 @@ from torch import nn
 from paceline.cluster import Cluster
 from paceline.comm import Net
 from paceline.data import Feed, Loader, build_order, settled
-from paceline.layout import Holding
 from paceline.layout.sums import MetricNames
 from paceline.mesh import Mesh
 from paceline.observe import Phases
-from paceline.optim import build_optimizer, require_one_gradient
-from paceline.optim.adopt import adopt, require_fit
 from paceline.recipe import Recipe, most_sharers, resolve
 from paceline.state import LossScale, TrainState
 from paceline.sync import UpdateStep, update_parts
@@ -36,7 +33,6 @@ from paceline.training.by_machine import choose_by_machine
 from paceline.training.check_plan import check_plan
 from paceline.training.check_sequences import check_task
 from paceline.training.contract import (
-    refuse_two_optimizers,
     require_data,
     require_equal_shapes,
     require_same_order,
@@ -47,6 +43,7 @@ from paceline.training.guard import guard_update, refuse_health
 from paceline.training.layouts import Grounds, Layout, place
 from paceline.training.micro_batches import synchronize, tell_before
 from paceline.training.numerics import check_numerics
+from paceline.training.optimizers import build_task_optimizer
 from paceline.training.prepare import make_equal, prepare_model, recompute_and_compile
 from paceline.training.reductions import build_norm
 from paceline.training.session import Session
@@ -112,7 +109,7 @@ def build_session(
     setting, recipe = keep_to_budget(setting, recipe, task)
     grounds = lay_grounds(setting, recipe, task, fresh=fresh)
     holding = grounds.layout.placed.holding
-    optimizer = build_task_optimizer(recipe, task, holding)
+    optimizer = build_task_optimizer(setting, task, holding)
     if recipe.reproducible:
         check_numerics(setting.mesh, net, holding, optimizer)
     state = TrainState(holding, optimizer, loss_scale(recipe))
@@ -222,25 +219,6 @@ def build_loader(recipe: Recipe, task: Task, source: Source, device: torch.devic
 def num_steps_of(recipe: Recipe, steps_per_epoch: int) -> int:
     """Length of the run in steps."""
     return recipe.steps or math.ceil((recipe.epochs or 0) * steps_per_epoch)
-
-
-def build_task_optimizer(recipe: Recipe, task: Task, holding: Holding) -> torch.optim.Optimizer:
-    """The task's own optimizer, or the recipe's by name, over what this rank updates.
-
-    Raises:
-        StrategyError: it looks at more than one value, or tensor, at a time, and this rank would update a
-            part of them.
-        TaskError: the task brings its own, and the recipe sets options of one.
-    """
-    if task.optimizer is None:
-        optimizer = build_optimizer(holding.model, recipe.optimizer, fused_allowed=not recipe.reproducible)
-    else:
-        refuse_two_optimizers(recipe)
-        optimizer = require_one_gradient(task.optimizer(holding.model))
-    if task.optimizer is not None or not recipe.optimizer.spec.elementwise:
-        require_fit(optimizer, holding)
-    adopt(optimizer, holding)
-    return optimizer
 
 
 def loss_scale(recipe: Recipe) -> LossScale:

@@ -1,4 +1,4 @@
-"""What a recipe leaves to the machine: the number format of forward and backward.
+"""What a recipe leaves to the machine: the number format of forward and backward, and the number of threads.
 
 Invariant: all ranks come to the same answer, and it comes with its reason. A measured choice is made once,
 when a run begins: its folder keeps the answer, so a run that goes on computes as it began. It costs one small
@@ -8,8 +8,6 @@ product, and nothing where the model's products are too small to gain.
 from __future__ import annotations
 
 import json
-import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,40 +15,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from paceline.cluster import Cluster
 from paceline.comm import Net
 from paceline.comm.text import gather_texts
-from paceline.layout import Precision
+from paceline.cores import find_cores
 from paceline.mesh import Mesh
 from paceline.recipe import Recipe, num_micro_batches
 from paceline.task import Task
+from paceline.training.probe import GAIN, Product, few_threads, measure_gain
+from paceline.training.threads import choose_threads, crowded, share_of
 
-GAIN = 1.2
-"""bf16 has to be this many times as fast as fp32 to be chosen, or an explicit choice this slow to be told."""
-SMALLEST_PRODUCT = 2**24
-"""Multiplications below which the time of a product is not that of its arithmetic."""
-_LARGEST_SIDE = 512
-_PROBE_SECONDS = 0.1
-_MOST_REPEATS = 9
 _CPUINFO = Path("/proc/cpuinfo")
 _BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"})
-
-
-class Product(NamedTuple):
-    """The largest product of a model's forward: rows x inner times inner x columns."""
-
-    rows: int
-    inner: int
-    columns: int
-
-    @property
-    def is_small(self) -> bool:
-        return self.rows * self.inner * self.columns < SMALLEST_PRODUCT
-
-    def __str__(self) -> str:
-        return f"{self.rows} x {self.inner} x {self.columns}"
 
 
 @dataclass(frozen=True)
@@ -87,7 +64,7 @@ def choose_by_machine(
     warn: Callable[[str], None] = lambda text: None,
     note: Callable[[str, Mapping[str, Any]], None] = lambda name, record: None,
 ) -> Recipe:
-    """The recipe with a number format in place of "auto"; collective.
+    """The recipe with a number format in place of "auto"; collective. What is slow here is told.
 
     Args:
         cluster: connected.
@@ -96,10 +73,14 @@ def choose_by_machine(
     Wire: one ragged all_gather of some bytes.
     """
     asked, product = recipe.precision.compute, largest_product(recipe, task, cluster.world_size)
-    slow = [crowded(recipe.runtime.threads, cluster.local_world_size, num_cores())]
+    here, cores = cluster.local_world_size, find_cores()
+    threads = choose_threads(recipe, here, cores)
+    slow = [crowded(recipe.runtime.threads, here, cores.number)]
+    slow += [few_threads(recipe.runtime.threads, share_of(cores, here), product, device)]
     slow += [] if asked == "auto" else [slow_choice(asked, product, device)]
-    for text in filter(None, slow):
+    for text in filter(None, [*slow, "" if recipe.runtime.threads else str(threads)]):
         warn(text)
+    note("threads", threads._asdict())
     if asked != "auto":
         return recipe
     choice = _agree(recipe, product, cluster, device)
@@ -115,11 +96,6 @@ def _agree(recipe: Recipe, product: Product | None, cluster: Cluster, device: to
     mine = json.dumps(find_gain(product, device).__dict__)
     texts = gather_texts(mine, world, Net(recipe.runtime.deadline_seconds))
     return choose([Finding(**json.loads(text)) for text in texts])
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0))
 
 
 def choose(found: Sequence[Finding]) -> Choice:
@@ -152,17 +128,6 @@ def slow_choice(asked: str, product: Product | None, device: torch.device) -> st
     return (
         f'precision.compute = "{asked}" is slow here: a product of {product} takes {times:.1f} times'
         f' as long as in {other}; "auto" chooses by the machine'
-    )
-
-
-def crowded(threads: int, processes_here: int, cores: int) -> str:
-    """By how much the threads of this host's processes are more than its cores; empty if they are not."""
-    wanted = threads * processes_here
-    if wanted <= cores:
-        return ""
-    return (
-        f"runtime.threads = {threads} in {processes_here} processes is {wanted / cores:.1f} times the"
-        f" {cores} cores here, so threads wait for each other; 0 shares the cores"
     )
 
 
@@ -209,30 +174,3 @@ def has_bf16(device: torch.device, cpuinfo: Path = _CPUINFO) -> bool:
         return True
     flags = next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
     return not flags or not _BF16_FLAGS.isdisjoint(flags.partition(":")[2].split())
-
-
-def measure_gain(product: Product, device: torch.device, compute: str) -> float:
-    """Seconds in fp32 over seconds in `compute`, of a product and its gradients; weights are kept in fp32."""
-    rows, inner, columns = (min(side, _LARGEST_SIDE) for side in product)
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(rows, inner, generator=generator).to(device).requires_grad_()
-    weight = torch.randn(columns, inner, generator=generator).to(device).requires_grad_()
-
-    def seconds(precision: Precision) -> float:
-        begin = time.perf_counter()
-        with precision.autocast():
-            y = F.linear(x, weight)
-        torch.autograd.grad(y.float().sum(), [x, weight])
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - begin
-
-    formats = [Precision("fp32", device.type), Precision(compute, device.type)]
-    for one in formats:
-        seconds(one)  # the first call chooses kernels
-    times: list[list[float]] = [[], []]
-    end = time.perf_counter() + _PROBE_SECONDS
-    while len(times[0]) < 2 or (len(times[0]) < _MOST_REPEATS and time.perf_counter() < end):
-        for found, one in zip(times, formats, strict=True):
-            found.append(seconds(one))
-    return min(times[0]) / min(times[1])

@@ -9,6 +9,7 @@ from typing import Any
 from paceline.comm.text import gather_texts
 from paceline.observe import Sink, Stats
 from paceline.sync.health import RollBack
+from paceline.training.compile_cost import CompileCost
 from paceline.training.evaluation import Evaluation, evaluate
 from paceline.training.hashes import hash_at_interval
 from paceline.training.intervals import reached
@@ -32,6 +33,7 @@ class Course:
         self._session, self._saves, self._sinks = session, saves, sinks
         self.reason, self.stopped, self.heeds_stop = "", False, False
         self._evaluation: Evaluation | None = None
+        self._compiling = CompileCost() if session.recipe.runtime.compile else None
 
     def rounds(self) -> Iterator[Stats]:
         """The rounds of the session; where health asks for it, on from an earlier checkpoint."""
@@ -62,6 +64,9 @@ class Course:
         session = self._session
         for sink in self._sinks:
             sink.step(stats)
+        compiled = self._compiling.follow(stats.seconds) if self._compiling is not None else None
+        if compiled is not None:
+            self.tell("compile", compiled)
         for name, record in session.notes.take():
             self.tell(name, record)
         for callback in session.callbacks:

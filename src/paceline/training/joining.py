@@ -9,17 +9,18 @@ from pathlib import Path
 import torch
 
 from paceline.cluster import Cluster
+from paceline.cores import find_cores
 from paceline.missing import Patience
 from paceline.observe.process import cache_folder
 from paceline.recipe import Recipe
 from paceline.task import Task
 from paceline.tasks import load_task, run_build
 from paceline.training.build import build_session
-from paceline.training.by_machine import num_cores
 from paceline.training.callback import Callback
 from paceline.training.device import choose_device, idle_gpus
 from paceline.training.given import TaskLike, given_task
 from paceline.training.session import Session
+from paceline.training.threads import choose_threads
 
 CACHE_DIR = cache_folder()
 
@@ -37,7 +38,7 @@ def connected(
     cluster = cluster or Cluster.from_env()
     device = choose_device(recipe.runtime.device, cluster.local_rank, cluster.local_world_size)
     num_threads = torch.get_num_threads()
-    torch.set_num_threads(_num_threads(recipe, cluster.local_world_size))
+    torch.set_num_threads(choose_threads(recipe, cluster.local_world_size, find_cores()).number)
     try:
         runtime = recipe.runtime
         patience = Patience(runtime.setup_deadline_seconds, say)
@@ -117,10 +118,3 @@ def obtain_task(recipe: Recipe, task: TaskLike | None, base_dir: Path | None) ->
     if task is None:
         return load_task(recipe.task, options, recipe.seed, folder, CACHE_DIR)
     return run_build(task, task.__name__, options, recipe.seed, folder, CACHE_DIR)
-
-
-def _num_threads(recipe: Recipe, processes_here: int) -> int:
-    """Intra-op threads; one where sums have one order, since their number changes the bits."""
-    if recipe.is_ordered:
-        return 1
-    return recipe.runtime.threads or max(1, num_cores() // processes_here)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from paceline.cluster import Cluster
+from paceline.cores import num_cores
 from paceline.recipe import Recipe
 from paceline.task import Loss, Task
 from paceline.testing import run_ranks
@@ -19,12 +20,11 @@ from paceline.training.by_machine import (
     Product,
     choose,
     choose_by_machine,
-    crowded,
     has_bf16,
     largest_product,
-    num_cores,
     slow_choice,
 )
+from paceline.training.threads import crowded
 
 LARGE = Product(512, 512, 512)
 
@@ -132,7 +132,7 @@ def on_two_ranks(cluster: Cluster) -> tuple[str, list[str], list[str]]:
         cluster,
         CPU,
         warn=said.append,
-        note=lambda name, record: noted.append(f"{name} {record['compute']}"),
+        note=lambda name, record: noted.append(f"{name} {record.get('compute', record.get('number'))}"),
     )
     return chosen.precision.compute, said, noted
 
@@ -140,8 +140,9 @@ def on_two_ranks(cluster: Cluster) -> tuple[str, list[str], list[str]]:
 def test_ranks_agree() -> None:
     ranks = run_ranks(on_two_ranks, 2)
     assert {rank[0] for rank in ranks} == {"fp32"} and ranks[0][1] == ranks[1][1]
-    assert len(ranks[0][1]) == 1 and "on rank" in ranks[0][1][0]
-    assert ranks[0][2] == ["precision fp32"]
+    threads, precision = ranks[0][1]
+    assert threads.startswith("threads: ") and "on rank" in precision
+    assert ranks[0][2] == [f"threads {max(1, num_cores() // 2)}", "precision fp32"]
 
 
 def test_a_session_has_the_answer_and_an_explicit_choice_stays(tmp_path: Path) -> None:
@@ -149,7 +150,7 @@ def test_a_session_has_the_answer_and_an_explicit_choice_stays(tmp_path: Path) -
     assert recipe.precision.compute == "auto"
     session = session_of(Cluster.single(), recipe)
     assert session.recipe.precision.compute == "fp32"
-    assert [name for name, _ in session.notes.take()] == ["precision"]
+    assert [name for name, _ in session.notes.take()] == ["threads", "precision", "optimizer"]
     asked = recipe.replace(precision=replace_compute(recipe, "fp16"))
     assert session_of(Cluster.single(), asked).recipe.precision.compute == "fp16"
 

@@ -1,0 +1,114 @@
+"""Threads and fused kernels that follow from the machine, and what is told of choices that are slow on it."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.cluster import Cluster
+from paceline.cores import Cores, find_cores
+from paceline.observe.schema import mistakes
+from paceline.optim import build_optimizer, why_not_fused
+from paceline.recipe import OptimizerRecipe, Recipe
+from paceline.testing.parity import CPU
+from paceline.training import probe
+from paceline.training.by_machine import Product, choose_by_machine
+from paceline.training.compile_cost import CompileCost
+from paceline.training.probe import few_threads, slow_updates
+from paceline.training.threads import choose_threads
+from tests.unit.training.test_by_machine import LARGE, task_of
+
+
+@pytest.mark.parametrize(
+    "settings, processes, chosen",
+    [
+        ({}, 1, "threads: 4, as one process has 4 cores"),
+        ({}, 2, "threads: 2, as 2 processes share 4 cores"),
+        ({}, 8, "threads: 1, as 8 processes share 4 cores"),
+        ({"runtime": {"threads": 3}}, 2, "threads: 3, as runtime.threads says"),
+        ({"reproducible": True}, 1, "threads: 1, as reproducible = true: their number changes"),
+        ({"strategy": "lanes=2"}, 1, "threads: 1, as lanes have the cores"),
+    ],
+)
+def test_threads_share_the_cores(settings: dict[str, object], processes: int, chosen: str) -> None:
+    recipe = Recipe(task="x", steps=1, **settings)
+    assert str(choose_threads(recipe, processes, Cores(4, "4 cores"))).startswith(chosen)
+
+
+def test_what_is_chosen_stands_in_the_run_folder_with_its_reason() -> None:
+    said: list[str] = []
+    notes: dict[str, object] = {}
+    recipe = Recipe(task="x", steps=1)
+    choose_by_machine(
+        recipe, task_of(nn.Linear(4, 4)), Cluster.single(), CPU, warn=said.append, note=notes.__setitem__
+    )
+    threads = choose_threads(recipe, 1, find_cores())
+    assert said[0] == str(threads) and notes["threads"] == threads._asdict()
+    record = {"event": "threads", "level": "info", "rank": 0, "time": 0.0, **threads._asdict()}
+    assert not mistakes(record)
+
+
+def test_fewer_threads_than_the_cores_are_slow_by_so_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is measured is the wall time of a product: here it follows from the number of threads."""
+    numbers: list[int] = []
+    clock = [0.0]
+    monkeypatch.setattr(torch, "set_num_threads", numbers.append)
+    monkeypatch.setattr(probe.time, "perf_counter", lambda: clock[0])
+
+    def take_time(*args: object) -> torch.Tensor:
+        clock[0] += 1.0 / (numbers[-1] if numbers else 1)
+        return torch.zeros(1, requires_grad=True)
+
+    monkeypatch.setattr(probe.F, "linear", take_time)
+    monkeypatch.setattr(torch.autograd, "grad", lambda *args: None)
+    assert "takes 4.0 times as long as on 4 threads" in few_threads(1, 4, LARGE, CPU)
+    assert numbers[-1] == torch.get_num_threads(), "they are put back"
+    for asked, product in ((0, LARGE), (4, LARGE), (1, Product(4, 4, 4)), (1, None)):
+        assert few_threads(asked, 4, product, CPU) == ""
+
+
+def test_updates_without_a_kernel_are_told_to_be_slow_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    ways: list[Callable[[], None]] = []
+
+    def times(first: Callable[[], None], second: Callable[[], None]) -> float:
+        ways[:] = [first, second]
+        return 3.0
+
+    plain = OptimizerRecipe(name="adamw", fused=False)
+    assert probe._times_as_fast(lambda: None, lambda: None) > 0
+    monkeypatch.setattr(probe, "_times_as_fast", times)
+    assert "65,536 values takes 3.0 times as long as in a fused kernel" in slow_updates(plain, 2**16, CPU)
+    for way in ways:
+        way()
+    assert slow_updates(plain, 100, CPU) == "", "too few to tell"
+    monkeypatch.setattr(probe, "_times_as_fast", lambda *ways: 1.1)
+    assert slow_updates(plain, 2**16, CPU) == ""
+
+
+@pytest.mark.parametrize(
+    "fields, dtype, allowed, why",
+    [
+        ({}, torch.float32, True, ""),
+        ({"fused": False}, torch.float32, True, "optimizer.fused = false"),
+        ({}, torch.float32, False, "reproducible = true"),
+        ({"name": "rmsprop"}, torch.float32, True, "there is no kernel of rmsprop"),
+        ({}, torch.bfloat16, True, "no kernel is right for 'weight' (bfloat16 on the cpu)"),
+    ],
+)
+def test_why_an_update_takes_no_fused_kernel(
+    fields: dict[str, object], dtype: torch.dtype, allowed: bool, why: str
+) -> None:
+    model = nn.Linear(4, 4, dtype=dtype)
+    recipe = OptimizerRecipe(**fields)
+    found = why_not_fused(model, recipe, allowed)
+    assert found.startswith(why) and bool(found) == bool(why)
+    made = build_optimizer(model, recipe, allowed)
+    assert bool(made.param_groups[0].get("fused")) == (not found), "what is said is what is built"
+
+
+def test_what_compiling_has_cost_is_said_in_steps() -> None:
+    watch = CompileCost()
+    assert [watch.follow(seconds) for seconds in (20.5, 2.0, 0.5, 0.5, 0.5)] == [None] * 5
+    assert watch.follow(0.5) == {"seconds": 20.0, "steps": 40}
+    assert watch.follow(0.5) is None

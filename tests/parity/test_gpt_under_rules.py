@@ -1,0 +1,99 @@
+"""A GPT on real text under asynchronous and local rules: not exact, so judged by its loss over several seeds.
+
+What is equal is the number of samples. Means over the seeds are compared, with two standard errors of their
+difference. The twin is every-step after half of the samples: it has to be beyond the bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import mean, variance
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.cluster import Cluster
+from paceline.recipe import Recipe, Strategy
+from paceline.testing import run_ranks
+from paceline.testing.parity import session_of
+from paceline.training import evaluate
+
+SMALL = {"context": 32, "layers": 1, "heads": 2, "width": 32, "train_tokens": 2**16, "held_out_tokens": 2**13}
+LARGER = {
+    "context": 64,
+    "layers": 2,
+    "heads": 2,
+    "width": 64,
+    "train_tokens": 2**20,
+    "held_out_tokens": 2**15,
+}
+SYNC = "replicas=2"
+SERVED = ("servers=1 sync=server-async", "servers=1 sync=bounded:2")
+
+
+def recipe_of(strategy: str, options: Mapping[str, Any], steps: int, seed: int) -> Recipe:
+    lr = 2e-3 if strategy in SERVED else 4e-3  # two updates a step, each of half a batch
+    settings: dict[str, Any] = {
+        "task": "byte-gpt",
+        "options": dict(options),
+        "steps": steps,
+        "seed": seed,
+        "batch": {"size": 16, "shards": 2},
+        "optimizer": {"name": "adamw", "lr": lr, "betas": [0.9, 0.95], "clip_norm": 1.0},
+        "schedule": {"decay": "cosine", "final": 0.1},
+        "precision": {"compute": "fp32"},
+        "strategy": Strategy.parse(strategy),
+    }
+    return Recipe(**settings)
+
+
+def losses(
+    cluster: Cluster, strategies: Sequence[str], options: Mapping[str, Any], steps: int, seeds: Sequence[int]
+) -> dict[str, list[float]]:
+    """Held-out losses in nats a byte, by strategy."""
+    torch.set_num_threads(1)
+    found: dict[str, list[float]] = {}
+    for strategy in strategies:
+        for seed in seeds:
+            session = session_of(cluster, recipe_of(strategy, options, steps, seed))
+            list(session.rounds())
+            evaluation = evaluate(session)
+            assert evaluation is not None
+            found.setdefault(strategy, []).append(evaluation.loss)
+            session.close()
+    return found
+
+
+def bound_of(right: Sequence[float], own: Sequence[float], times: float) -> float:
+    """So many times the mean of every-step, and two standard errors of the difference of the means."""
+    error = (variance(right) / len(right) + variance(own) / len(own)) ** 0.5
+    return times * mean(right) + 2 * error
+
+
+def require_near(
+    bounds: Mapping[str, float], options: Mapping[str, Any], steps: int, seeds: Sequence[int]
+) -> None:
+    """Every rule is near every-step after the same samples, and every-step after half of them is not."""
+    alone = [SYNC, *(strategy for strategy in bounds if strategy not in SERVED)]
+    found = run_ranks(losses, 2, alone, options, steps, seeds, deadline=800)[0]
+    found |= run_ranks(losses, 3, SERVED, options, steps, seeds, deadline=800)[0]
+    right = found[SYNC]
+    for strategy, times in bounds.items():
+        assert mean(found[strategy]) <= bound_of(right, found[strategy], times), (strategy, found)
+    half = run_ranks(losses, 2, [SYNC], options, steps // 2, seeds, deadline=800)[0][SYNC]
+    assert mean(half) > bound_of(right, half, min(bounds.values())), (half, right)
+
+
+@pytest.mark.capability("V9", "B3", "I4", "I6")
+def test_a_small_gpt_learns_as_much_as_under_every_step() -> None:
+    bounds = {"sync=local:4": 1.03, **dict.fromkeys(SERVED, 1.03)}
+    require_near(bounds, SMALL, 60, (1, 2, 3))
+
+
+@pytest.mark.soak
+@pytest.mark.capability("V9", "B3", "I4", "I6")
+@pytest.mark.timeout(1800)
+def test_a_larger_gpt_learns_nearly_as_much_as_under_every_step() -> None:
+    bounds = {"sync=local:4": 1.03, "sync=diloco:8": 1.15, **dict.fromkeys(SERVED, 1.08)}
+    require_near(bounds, LARGER, 300, (1, 2, 3, 4, 5))

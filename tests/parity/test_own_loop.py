@@ -109,7 +109,10 @@ def generator_loss(model: Any, x: Tensor) -> Loss:
     return Loss(F.softplus(-model["critic"](model["generator"](-x))).sum(), len(x))
 
 
-def test_two_updates_a_step_are_those_of_a_plain_loop() -> None:
+UPDATES = (("critic", critic_loss), ("critic", critic_loss), ("generator", generator_loss))
+
+
+def test_several_updates_a_step_are_those_of_a_plain_loop() -> None:
     def run(cluster: Cluster, folder: str) -> dict[str, Tensor]:
         torch.set_num_threads(1)
         optimizer = {"name": "adam", "lr": 1e-2}
@@ -118,7 +121,7 @@ def test_two_updates_a_step_are_those_of_a_plain_loop() -> None:
         with fitting(session, None, ()) as found:
             loop = OwnLoop(session, found)
             for x in loop.batches():
-                for part, loss in (("critic", critic_loss), ("generator", generator_loss)):
+                for part, loss in UPDATES:
                     loop.backward(loss(loop.model, x))
                     loop.step(part)
             loop.end()
@@ -128,14 +131,14 @@ def test_two_updates_a_step_are_those_of_a_plain_loop() -> None:
 
     task = gan()
     model: Any = task.model
-    optimizers = [torch.optim.Adam(model[part].parameters(), lr=1e-2) for part in ("critic", "generator")]
+    optimizers = {n: torch.optim.Adam(model[n].parameters(), lr=1e-2) for n in ("critic", "generator")}
     for step in range(6):
         x = torch.stack(task.data[8 * (step % 5) : 8 * (step % 5) + 8])  # in step 4 a rank has none
-        for optimizer, loss in zip(optimizers, (critic_loss, generator_loss), strict=True):
-            for other in optimizers:
-                other.zero_grad()
+        for part, loss in UPDATES:
+            for optimizer in optimizers.values():
+                optimizer.zero_grad()
             (loss(model, x).total / len(x)).backward()
-            optimizer.step()
+            optimizers[part].step()
     for found in run_ranks(run, 2, ""):
         for name, p in model.named_parameters():
             assert torch.allclose(found[f"model/{name}"], p, atol=1e-6), name

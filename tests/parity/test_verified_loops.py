@@ -57,9 +57,34 @@ def parts(loop: Any) -> None:
         loop.step("0")
 
 
-def scheduled(loop: Any) -> None:
-    loop.schedule(lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2))
-    one(loop)
+def counting(loop: Any) -> None:
+    """A loss that grows with the batches that were seen, and a part of it that grows with the updates."""
+    updates = 0
+    for i, (x, y) in enumerate(loop.batches()):
+        total = F.cross_entropy(loop.model(x), y, reduction="sum")
+        loop.backward(Loss(total * (1.0 + i) + updates * loop.model[0].weight.square().sum(), len(y)))
+        updates += loop.step() is not None
+
+
+def looking(loop: Any) -> None:
+    """A forward in training behind the update, as to count hits: statistics are not this rank's to move."""
+    for x, y in loop.batches():
+        loop.backward(Loss(F.cross_entropy(loop.model(x), y, reduction="sum"), len(y)))
+        loop.step()
+        loop.model(x)
+
+
+def scheduled(loop: Any, most: float = 1e-2) -> None:
+    scheduler = loop.schedule(lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, most, 20))
+    for x, y in loop.batches():
+        loop.backward(Loss(F.cross_entropy(loop.model(x), y, reduction="sum"), len(y)))
+        if loop.step() is not None:
+            scheduler.step()
+
+
+def evaluating(loop: Any) -> None:
+    for _ in loop.batches():
+        loop.evaluate()
 
 
 def short(loop: Any) -> None:
@@ -78,7 +103,11 @@ def raising(loop: Any) -> None:
     raise ValueError("the user's own")
 
 
-REFUSED = {parts: "updates '0' alone", scheduled: "cannot call loop.schedule", short: "the loop ended"}
+REFUSED = {
+    parts: "the whole batch of a rank",
+    evaluating: "cannot call loop.evaluate",
+    short: "the loop ended",
+}
 REFUSED |= {stepless: "without step"}
 
 
@@ -96,7 +125,7 @@ def on_two(cluster: Cluster) -> None:
     torch.set_num_threads(1)
     before = threading.active_count()
     for strategy in ("replicas=2", "replicas=1 shard=2 zero=1"):
-        for loop in (one, two_losses):
+        for loop in (one, two_losses, counting, looking, scheduled):
             report = check(cluster, loop, strategy)
             assert report.ok and report.steps == 6, (strategy, loop, report)
     for fault in ("bucket-not-reduced", "shared-dropout-seed", "not-divided"):
@@ -105,6 +134,8 @@ def on_two(cluster: Cluster) -> None:
     assert (
         not found.ok and found.failure is not None and found.failure.quantity in ("loss", "gradient", "task")
     )
+    found = check(cluster, lambda loop: scheduled(loop, 1e-2 * (1 + cluster.global_rank)), "replicas=2")
+    assert found.failure is not None and (found.failure.quantity, found.failure.tensor) == ("update", "rate")
     for loop, says in REFUSED.items():
         with pytest.raises(PacelineError, match=says) as error:
             check(cluster, loop, "replicas=2")
@@ -133,4 +164,6 @@ def test_an_own_loop_is_verified_with_its_own_losses() -> None:
 
 def test_alone_and_by_the_public_call() -> None:
     recipe = Recipe(task="own", steps=9, batch={"size": 16, "shards": 4}, precision={"compute": "fp32"})
-    assert paceline.verify(recipe, build, steps=4, loop=one).ok
+    assert paceline.verify(recipe, build, steps=4, loop=counting).ok
+    report = paceline.verify(recipe, build, steps=2, loop=two_losses, strict=True)
+    assert report.ok, report.diagnosis

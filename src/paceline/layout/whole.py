@@ -48,6 +48,10 @@ class Snapshot:
         """As `TrainState.load` takes them."""
         return self.numbers
 
+    def copied(self) -> Snapshot:
+        """The same in memory of its own."""
+        return Snapshot(self.step, {n: t.detach().clone() for n, t in self.whole.items()}, self.numbers)
+
 
 def take_snapshot(state: TrainState, mesh: Mesh, net: Net) -> Snapshot:
     """Gather the whole state; collective, equal on every rank."""

@@ -45,7 +45,7 @@ class GroupMemory:
                 {key: own[key] for key in own if key not in given or not _same(own[key], given[key])}
             )
         for key, value in (entry for values in found for entry in values.items()):
-            if not isinstance(value, _PLAIN):
+            if not (isinstance(value, _PLAIN) or _is_plain_tuple(value)):
                 raise _cannot_be_saved(self._optimizer, key, value)
         return found
 
@@ -55,11 +55,21 @@ class GroupMemory:
         for group, given, values in groups:
             for key in _own(group).keys() - given.keys():
                 del group[key]
-            group.update(_copied(given) | dict(values))
+            group.update(_copied(given) | {key: _as_tuple(value) for key, value in values.items()})
 
 
 def _own(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in _SET_ELSEWHERE}
+
+
+def _is_plain_tuple(value: Any) -> bool:
+    """Such as the betas that a scheduler moves."""
+    return type(value) is tuple and all(isinstance(one, _PLAIN) for one in value)
+
+
+def _as_tuple(value: Any) -> Any:
+    """JSON has lists in the place of tuples; no list is saved."""
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,6 +86,6 @@ def _same(a: Any, b: Any) -> bool:
 def _cannot_be_saved(optimizer: torch.optim.Optimizer, key: str, value: Any) -> CheckpointError:
     return CheckpointError(
         f"{type(optimizer).__name__} keeps {type(value).__name__} in group[{key!r}], and of a group only"
-        " numbers and strings are saved",
+        " numbers and strings are saved, and tuples of them",
         next_step="keep tensors in self.state[parameter], which is saved, and numbers in the group",
     )

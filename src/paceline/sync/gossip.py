@@ -169,7 +169,7 @@ class Gossip:
             self._channel.flush(self._net.deadline_seconds)
             self._hear(half.end, late=0)
         ages, mine = half.ages, add_tallies([tally for tally, _ in half.taken])
-        change = placed.buffers.change_since(half.buffers) * mine.micro_batches
+        change = placed.buffers.moved_since(half.buffers, mine.micro_batches)
         told = {_AGES: float(sum(age * n for age, n in ages.items())), _HEARD: float(sum(ages.values()))}
         mine = replace(mine, buffers=change, metrics={**mine.metrics, **told})
         with self._phases.during("communication"):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.errors import RecipeError
 from paceline.observe import Stats
@@ -52,6 +52,19 @@ class OwnLoop:
         """Over what this rank updates. `step` calls it."""
         return self.session.state.optimizer
 
+    @property
+    def step_number(self) -> int:
+        """Steps taken before this one: equal on all ranks, where a count of batches need not be.
+
+        A rank may have no samples in the last step of an epoch; then it has no batch in it.
+        """
+        return self.session.state.step
+
+    @property
+    def updated(self) -> Sequence[str]:
+        """What the last step has updated, in its order; an empty name stands for all of the model."""
+        return self._steps.updated
+
     def batches(self) -> Iterator[Any]:
         """This rank's micro-batches from the state's step to the end of the run.
 
@@ -67,6 +80,23 @@ class OwnLoop:
     def step(self, part: str = "") -> Update | None:
         """Update all parameters, or those of one submodule by name; see `OwnSteps.step`. Collective."""
         return self._steps.step(part)
+
+    @property
+    def num_replicas(self) -> int:
+        """How many share the batch of a step."""
+        return self.session.mesh.data.size
+
+    def reduce(self, value: Tensor | float, how: str = "sum") -> Tensor:
+        """A value of every rank as one, equal on all: their "sum", "max" or "min"; collective.
+
+        For what is small: a number of samples, a score, the mean of a statistic. Where a rank has several
+        micro-batches in a step it can only be asked outside of the loop over batches; a rank that has none
+        has no part in it. No gradient flows through it: what is trained on goes to `backward`.
+
+        Raises:
+            TaskError: values cannot come together so, or the batch of a rank comes in parts.
+        """
+        return self._steps.reduce(value, how)
 
     def evaluate(self, source: Source | None = None) -> Evaluation | None:
         """Evaluate now, on the held-out data or on other samples; collective; ends the step."""

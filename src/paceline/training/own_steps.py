@@ -7,12 +7,12 @@ Invariant: with one loss and one update a step, the result is to the bit that of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from paceline.comm import Tally
 from paceline.data import LoadedBatch
@@ -23,11 +23,12 @@ from paceline.layout.seed import seed_micro_batch
 from paceline.layout.sums import MetricNames, checked
 from paceline.models.dropout import name_dropouts
 from paceline.observe import Stats
-from paceline.slot import Slot
 from paceline.sync import EveryStep, Update
 from paceline.sync.every_step import gradient_scale
 from paceline.sync.rule import step_stats
 from paceline.task import Loss
+from paceline.training.between_ranks import BetweenRanks, Told
+from paceline.training.one_update import added, keep_only, require_same_part
 from paceline.training.session import Session
 
 _ALL = ""
@@ -59,6 +60,9 @@ class OwnSteps:
     Args:
         after_round: is told of every step that is complete; collective.
         is_over: whether the run ends before its last step.
+
+    Attributes:
+        updated: the parts that the last step has updated, in their order; an empty name: all of the model.
     """
 
     def __init__(
@@ -73,12 +77,14 @@ class OwnSteps:
         self._placed: Any = session.placed
         self._rule: Any = session.rule
         self._dropouts = name_dropouts(session.placed.holding.model)
+        self._ranks = BetweenRanks(session)
         self._names: dict[str, MetricNames] = {}
         self._sums: list[tuple[str, Sums]] = []
         self._losses: list[Loss] = []
         self._made: list[tuple[str, Tally, Update]] = []
         self._loaded: LoadedBatch | None = None
-        self._is_last = self._stepped = False
+        self._is_last = self._stepped = self._runs_body = False
+        self.updated: tuple[str, ...] = ()
 
     def batches(self) -> Iterator[Any]:
         """This rank's micro-batches to the end of the run, each on its device, as the task collates them."""
@@ -133,29 +139,39 @@ class OwnSteps:
         """
         if not self._losses:
             raise TaskError("step() without a loss: nothing was given to backward()", next_step=_NEXT)
-        if part and self._session.work.num_micro_batches(self._session.state.step) > 1:
-            raise TaskError(
-                "several updates a step need the whole batch of a rank at once, and it comes in several"
-                " micro-batches",
-                next_step=f"set batch.shards = {self._session.mesh.data.size}, the number of replicas",
-            )
+        if part:
+            self._require_whole_batch("several updates a step need")
         if not self._sums or self._sums[-1][0] != part:
             names = self._names.setdefault(part, MetricNames())
             self._sums.append((part, Sums(names, counts=self._placed.counts)))
-        self._sums[-1][1].add(_added(self._losses))
+        self._sums[-1][1].add(added(self._losses, part))
         self._losses, self._stepped = [], True
         self._placed.buffers.end_micro_batch()
-        return self._update(part) if self._is_last else None
+        if not self._is_last:
+            return None
+        self._ranks.tell(Told("update", part, self._names[part].found or ()))
+        return self._update(part)
+
+    def reduce(self, value: Tensor | float, how: str) -> Tensor:
+        """See `OwnLoop.reduce`."""
+        if self._runs_body:
+            self._require_whole_batch("a value of all replicas needs")
+        return self._ranks.reduce(value, how, tells=self._runs_body)
 
     def end_round(self) -> None:
         """The step is complete, if an update was made; called where the loop goes on or ends."""
         if not self._made:
             return
+        if self._runs_body:
+            self._ranks.tell(None)
+            self._placed.buffers.abort_step()  # a forward behind the last update moves no statistics
+        self._runs_body = False
         session, state = self._session, self._session.state
         _, tally, update = self._made[-1]
         steps, phases = range(state.step, state.step + 1), self._rule.phases
         stats = step_stats(steps, session.work, state, tally, update, phases, session.net)
         losses = {f"{name} loss": t.total / (t.count or 1.0) for name, t, _ in self._made if name}
+        self.updated = tuple(name for name, _, _ in self._made)
         self._made = []
         state.step += 1
         self._after_round(session.finished(replace(stats, metrics={**stats.metrics, **losses})))
@@ -166,6 +182,13 @@ class OwnSteps:
             self._sums, self._losses = [], []
             self._session.abort()
 
+    def _require_whole_batch(self, what: str) -> None:
+        if self._session.work.num_micro_batches(self._session.state.step) > 1:
+            raise TaskError(
+                f"{what} the whole batch of a rank at once, and it comes in several micro-batches",
+                next_step=f"set batch.shards = {self._session.mesh.data.size}, the number of replicas",
+            )
+
     def _require_step(self) -> None:
         """Raises: TaskError: the loop goes on, and a batch has trained nothing."""
         if not self._stepped:
@@ -174,12 +197,14 @@ class OwnSteps:
     def _begin_micro_batch(self, *, first: bool) -> None:
         placed, loaded = self._placed, self._loaded
         assert loaded is not None
-        self._stepped = False
+        self._stepped, self._runs_body = False, True
         if first:
             placed.holding.model.train()
             placed.gradients.begin()
             placed.gradients.open(None)
             placed.buffers.begin_step()
+        else:
+            placed.buffers.abort_step()  # of a forward behind `step`
         seed_micro_batch(loaded.micro_batch.key, placed.holding.device, self._dropouts)
 
     def _update(self, part: str) -> Update:
@@ -187,7 +212,7 @@ class OwnSteps:
         session, placed, rule = self._session, self._placed, self._rule
         _, sums = self._sums.pop()
         if part:
-            _only(placed.holding.computes, part)
+            keep_only(placed.holding.computes, part)
         rule.reducer.begin()
         placed.gradients.open(rule.reducer)
         placed.gradients.close()
@@ -196,6 +221,7 @@ class OwnSteps:
         scale = gradient_scale(session.work, session.state, self._rule.items_per_sample)
         shards = [one.shard for one in session.work.micro_batches(step)]
         tally, update = rule.agree(sums, placed, session.update_step, scale, shards, session.work.shards)
+        require_same_part(part, tally)
         torch.clear_autocast_cache()  # it holds weights of before the update
         placed.gradients.begin()
         placed.gradients.open(None)
@@ -205,30 +231,7 @@ class OwnSteps:
 
     def _follow_others(self) -> None:
         """A step in which this rank has no samples: it makes the updates that the others make."""
-        for part in self._names:
-            self._is_last = True
-            self._sums = [(part, Sums(self._names[part]))]
-            self._update(part)
-
-
-def _only(computes: Mapping[Slot, nn.Parameter], part: str) -> None:
-    """Leave a gradient to the parameters of one submodule.
-
-    Raises:
-        TaskError: no parameter is in it.
-    """
-    own = [p for slot, p in computes.items() if slot.name.startswith(f"{part}.")]
-    if not own:
-        names = sorted({slot.name.partition(".")[0] for slot in computes})
-        raise TaskError(f"the model has no part '{part}' that is trained, but {', '.join(names)}")
-    kept = {id(p) for p in own}
-    for p in computes.values():
-        if id(p) not in kept:
-            p.grad = None
-
-
-def _added(losses: Sequence[Loss]) -> Loss:
-    """Losses of one micro-batch over the same items."""
-    total = torch.stack([loss.total.detach().reshape(()) for loss in losses]).sum()
-    metrics = {name: value for loss in losses for name, value in loss.metrics.items()}
-    return Loss(total, losses[0].count, metrics)
+        self._is_last = True
+        while (told := self._ranks.hear_update()) is not None:
+            self._sums = [(told.name, Sums(MetricNames(told.metrics), counts=self._placed.counts))]
+            self._update(told.name)

@@ -29,6 +29,7 @@ def _row(f: Finding) -> dict[str, Any]:
     return {
         "quantity": f.quantity,
         "tensor": f.tensor,
+        "part": f.part,
         "class": "bitwise" if f.error == 0.0 else "exact",
         "error": min(f.error, 1e308),
         "bound": f.bound,
@@ -52,8 +53,9 @@ def conclusion(report: Report) -> list[str]:
             f"{equal} of them have equal bits"
         ]
     f = report.failure
+    where = f"step {f.step}, update of '{f.part}'" if f.part else f"step {f.step}"
     lines = [
-        f"diverges in step {f.step}: {f.quantity} of {f.tensor}, rank {f.errors.index(f.error)}: "
+        f"diverges in {where}: {f.quantity} of {f.tensor}, rank {f.errors.index(f.error)}: "
         f"error {f.error:.3e}, bound {f.bound:.3e}"
     ]
     if report.diagnosis is not None:

@@ -53,6 +53,7 @@ class Finding:
         quantity: "initial value", "loss", "gradient", "update" (norm and rate), "final gradient" or "state".
         errors: largest absolute difference from the oracle on each rank; infinite if one side has none.
         bound: what rounding alone may cause.
+        part: of the model, whose update it was; empty: there is one for all of it.
     """
 
     step: int
@@ -60,6 +61,7 @@ class Finding:
     tensor: str
     errors: tuple[float, ...]
     bound: float
+    part: str = ""
 
     @property
     def error(self) -> float:

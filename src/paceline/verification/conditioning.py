@@ -12,7 +12,8 @@ from torch import Tensor
 
 from paceline.state import TrainState
 from paceline.verification.compare import largest, unit_of
-from paceline.verification.oracle import Oracle, Tensors
+from paceline.verification.oracle import Oracle
+from paceline.verification.plain_buffers import Tensors
 from paceline.verification.plain_norm import reals
 
 
@@ -27,7 +28,7 @@ class Conditioning:
 
     oracle: Oracle
     state: TrainState
-    before: Tensors
+    before: Mapping[str, Tensor]
     scalars: Mapping[str, Any]
     gradients: Tensors
 

@@ -49,6 +49,10 @@ def _explain_gradient(
     shards = list(v.oracle.shards(micro_batches))
     again = sum(s.total for s in shards)
     if abs(again - reference.sums.total) > 1e-5 * sum(abs(s.total) for s in shards):
+        if v.loop is not None:
+            return replace(
+                UNKNOWN, explanation="what the loop keeps from earlier batches decides: look there"
+            )
         return replace(NOT_REPEATED, explanation=NOT_REPEATED.explanation.format(reference.sums.total, again))
     if not tensors:
         return replace(UNKNOWN, explanation="the loss differs and no gradient does: look at what it counts")
@@ -73,8 +77,8 @@ def _explain_gradient(
 def _explain_tail(
     v: Verifier, step: int, update: int, reference: Reference, tensors: list[str], observed: list[Tensor]
 ) -> Diagnosis:
-    record, schedule = v.record, v.oracle.schedule
-    base = v.oracle.base_rates[0]
+    record = v.record
+    rates = {k: float(v.oracle.options(max(0, update + k))[0]["lr"]) for k in (-1, 0, 1)}
     names = sorted(reference.final)
     seen, right = _flat(record.final, names, v), _flat(reference.final, names, v)
     ratio = float(seen @ right) / max(float(right @ right), 1e-300)
@@ -90,8 +94,8 @@ def _explain_tail(
             local_norms=_local_norms(v, step, reference),
             norm=record.update.grad_norm if record.update is not None else 0.0,
             lr=record.update.lr if record.update is not None else 0.0,
-            right_lr=base * schedule.factor(update),
-            near_lrs={k: base * schedule.factor(max(0, update + k)) for k in (-1, 1)},
+            right_lr=rates[0],
+            near_lrs={k: rates[k] for k in (-1, 1)},
         )
     )
 

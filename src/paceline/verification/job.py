@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ from paceline.training.by_machine import choose_by_machine
 from paceline.training.given import RecipeLike, TaskLike, given_recipe
 from paceline.training.joining import connected, obtain_together
 from paceline.training.prepare import prepare_model
-from paceline.verification.loops import Loop, rounds_of, spoken_by
+from paceline.verification.loop_side import Loop
+from paceline.verification.loops import BothLoops, spoken_by
 from paceline.verification.oracle import Oracle
 from paceline.verification.plain_optimizer import plain_optimizer
 from paceline.verification.plain_schedule import PlainSchedule
@@ -82,17 +84,22 @@ def compare_with_oracle(
     """`verify` on a cluster that is connected already."""
     _refuse(recipe)
     task = settled(task, recipe)
-    # a step that is left out has nothing to compare, and the oracle keeps no average
-    recipe = recipe.replace(health=HealthRecipe(), average=AverageRecipe())
-    recipe = choose_by_machine(recipe, task, cluster, device)
+    recipe = choose_by_machine(_without_extras(recipe), task, cluster, device)
     oracle = _oracle_beside(recipe, task, cluster, device)
-    with spoken_by(oracle, loop):
-        mistake = _look_at_task(recipe, oracle, cluster, strict)
-        if mistake is not None:
-            return Report(str(recipe.strategy), cluster.world_size, failure=mistake[0], diagnosis=mistake[1])
-        session = build_session(recipe, task, cluster, device, pieces=pieces)
-        with rounds_of(session, loop) as rounds:
-            return Verifier(session, oracle, rounds).run(steps, observe)
+    spoken_by(oracle, loop)
+    mistake = _look_at_task(recipe, oracle, cluster, strict)
+    if mistake is not None:
+        return Report(str(recipe.strategy), cluster.world_size, failure=mistake[0], diagnosis=mistake[1])
+    session = build_session(recipe, task, cluster, device, pieces=pieces)
+    if loop is None:
+        return Verifier(session, oracle).run(steps, observe)
+    with closing(BothLoops(session, oracle, loop)) as both:
+        return Verifier(session, oracle, both).run(steps, observe)
+
+
+def _without_extras(recipe: Recipe) -> Recipe:
+    """A step that is left out has nothing to compare, and the oracle keeps no average."""
+    return recipe.replace(health=HealthRecipe(), average=AverageRecipe())
 
 
 def _oracle_beside(recipe: Recipe, task: Task, cluster: Cluster, device: torch.device) -> Oracle:

@@ -1,32 +1,34 @@
-"""A user's own loop on both sides of a verification: a round of the session, and the loss of the oracle.
+"""A user's own loop on both sides of a verification: a round of the session, and the losses of the oracle.
 
 The loop is a function of `loop`, as `paceline.own_loop` gives one. On the strategy's side it runs as it is,
-from one complete step to the next. For the oracle the same function runs a second time, on the oracle's model
-and batches: what it gives to `backward` until it calls `step` is the loss of a micro-batch, and the oracle
-does the rest by itself. So the loop's own losses are verified, not those of the task.
+from one complete step to the next. For the oracle the same function runs again, once for each replica
+(`LoopReplicas`): what it gives to `backward` until it calls `step` is the loss of an update, and the oracle
+does the rest by itself. So the loop's own losses are verified, not those of the task. What asks for a loss
+beside the steps, to look at the task or to explain a failure, gets it from a loop that begins anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, NoReturn
+from typing import Any
 
-import torch
 from torch import nn
 
-from paceline.errors import StrategyError, TaskError
-from paceline.layout.sums import checked
+from paceline.data import MicroBatch
+from paceline.errors import StrategyError
 from paceline.observe import Stats
+from paceline.sync import Update
 from paceline.task import Loss
 from paceline.training import Session
 from paceline.training.loop import fitting
 from paceline.training.own import OwnLoop
-from paceline.verification.oracle import Oracle
+from paceline.verification.loop_replicas import LoopReplicas
+from paceline.verification.loop_side import Draws, Loop, LoopSide, loop_ended, met, no_step
+from paceline.verification.oracle import Oracle, Totals
 from paceline.verification.turns import Turns
 
-Loop = Callable[[Any], None]
+_MOST_TURNS = 100
 
 
 class LoopRounds(Iterator[Stats]):
@@ -35,13 +37,21 @@ class LoopRounds(Iterator[Stats]):
     def __init__(self, session: Session, loop: Loop) -> None:
         self._session, self._loop = session, loop
         self._turns = Turns(self._run, "own loop")
+        self._own: OwnLoop | None = None
 
     def __next__(self) -> Stats:
         stats = self._turns.resume()
         if stats is None:
+            if self._session.state.step < self._session.num_steps:
+                raise loop_ended()
             raise StopIteration
         found: Stats = stats
         return found
+
+    @property
+    def parts(self) -> Sequence[str]:
+        """What the last step has updated, in its order."""
+        return self._own.updated if self._own is not None else ()
 
     def close(self) -> None:
         """Leave the loop where it stands."""
@@ -49,121 +59,86 @@ class LoopRounds(Iterator[Stats]):
 
     def _run(self) -> None:
         with fitting(self._session, None, ()) as found:
-            own = OwnLoop(self._session, found, after_round=self._turns.hand_over)
-            self._loop(own)
-            own.end()
+            self._own = OwnLoop(self._session, found, after_round=self._turns.hand_over)
+            self._loop(self._own)
+            self._own.end()
 
 
-@contextmanager
-def rounds_of(session: Session, loop: Loop | None) -> Iterator[Iterator[Stats]]:
-    """The rounds of a session: its rule's, or those of an own loop, which is left at the end of the block."""
-    if loop is None:
-        yield session.rounds()
-        return
-    rounds = LoopRounds(session, loop)
-    try:
-        yield rounds
-    finally:
-        rounds.close()
+class BothLoops:
+    """A user's loop on the side of a session and on that of its oracle.
+
+    Args:
+        oracle: whose loss is the loop's from now on.
+    """
+
+    def __init__(self, session: Session, oracle: Oracle, loop: Loop) -> None:
+        self.rounds, self._spoken = LoopRounds(session, loop), LoopLoss(oracle, loop)
+        oracle.task = replace(oracle.task, loss=self._spoken)
+        num_replicas = min(session.mesh.data.size, oracle.work.num_shards)  # it may run all samples at once
+        self._replicas = LoopReplicas(oracle, loop, num_replicas) if session.is_first else None
+
+    def parts(self) -> Sequence[str]:
+        """What the last step has updated, in its order; an empty name stands for all of the model."""
+        return self.rounds.parts
+
+    def totals(
+        self, micro_batches: tuple[MicroBatch, ...], scale: float, part: str, number: int, made: Update | None
+    ) -> Totals:
+        """See `LoopReplicas.totals`; on rank 0."""
+        assert self._replicas is not None
+        self._spoken.update, self._spoken.step_number = number, micro_batches[0].step
+        return self._replicas.totals(micro_batches, scale, part, number, made)
+
+    def close(self) -> None:
+        """Leave all loops where they stand."""
+        self.rounds.close()
+        if self._replicas is not None:
+            self._replicas.close()
 
 
-@contextmanager
-def spoken_by(oracle: Oracle, loop: Loop | None) -> Iterator[None]:
-    """Inside of the block the oracle's loss is that of an own loop, if there is one."""
-    if loop is None:
-        yield
-        return
-    spoken = LoopLoss(oracle, loop)
-    oracle.task = replace(oracle.task, loss=spoken)
-    try:
-        yield
-    finally:
-        spoken.close()
-
-
-class _Quiet(NamedTuple):
-    """In place of a session: the oracle writes no files and talks to nobody."""
-
-    is_first: bool = False
+def spoken_by(oracle: Oracle, loop: Loop | None) -> None:
+    """Let the oracle's loss be that of an own loop, if there is one."""
+    if loop is not None:
+        oracle.task = replace(oracle.task, loss=LoopLoss(oracle, loop))
 
 
 class LoopLoss:
-    """The loss of a micro-batch, as an own loop computes it on the oracle's model; see `LossFunction`.
+    """The loss of a micro-batch as an own loop computes it from its beginning; see `LossFunction`.
 
-    Args:
-        oracle: whose model and optimizer the loop sees.
+    Attributes:
+        update: which of a step's updates is asked for, from 0; those before it are not made.
+        step_number: of the step.
     """
 
     def __init__(self, oracle: Oracle, loop: Loop) -> None:
-        self._loop = loop
-        self._turns = Turns(lambda: loop(self), "own loop of the oracle")
-        self.model, self.optimizer, self.session = oracle.model, oracle.optimizer, _Quiet()
-        self._autocast, self._losses = oracle.autocast, list[Loss]()
-        self._waits = False
+        self._oracle, self._loop = oracle, loop
+        self.update = self.step_number = 0
 
     def __call__(self, model: nn.Module, batch: Any) -> Loss:
-        """One turn of the loop: from the batch to its `step`."""
-        while not self._waits:
-            self._turns.resume()
-            self._require_more()
-        self._waits, found = False, self._turns.resume((batch, torch.is_grad_enabled()))
-        self._require_more()
-        if not isinstance(found, Loss):
-            raise TaskError(
-                "the loop took the next batch without step()",
-                next_step="for batch in loop.batches(): loss = ...; loop.backward(loss); loop.step()",
-            )
-        return found
+        """The loss of one update."""
+        side = LoopSide(self._loop, model, self._oracle)
+        side.step_number = self.step_number
+        try:
+            return self._asked(side, batch)
+        finally:
+            side.close()
 
-    def close(self) -> None:
-        """Leave the loop where it stands."""
-        self._turns.end()
-
-    def batches(self) -> Iterator[Any]:
-        """As `OwnLoop.batches`, without an end."""
-        while True:
-            self._waits = True
-            batch, learns = self._turns.hand_over()
-            self._losses = []
-            with torch.set_grad_enabled(learns), self._autocast():
-                yield batch
-
-    def backward(self, loss: Loss) -> None:
-        """As `OwnLoop.backward`; the oracle runs backward itself."""
-        self._losses.append(checked(loss))
-
-    def step(self, part: str = "") -> None:
-        """As `OwnLoop.step`; the oracle updates by itself."""
-        if part:
-            raise StrategyError(
-                f"verify compares steps of one update, and this loop updates '{part}' alone: what it does"
-                " next hangs on that update",
-                next_step="verify a loop of each part alone; or the layout with a loss that has one update",
-            )
-        if not self._losses:
-            raise TaskError("step() without a loss: nothing was given to backward()")
-        total = torch.stack([loss.total.reshape(()) for loss in self._losses]).sum()
-        self._turns.hand_over(Loss(total, self._losses[0].count))
-
-    def evaluate(self, source: Any = None) -> NoReturn:
-        """Raises: StrategyError: an oracle has no evaluations."""
-        raise _not_here("evaluate()", "let evaluate.every_steps say when")
-
-    def schedule(self, make: Any) -> NoReturn:
-        """Raises: StrategyError: the oracle has the rates of the recipe."""
-        raise _not_here("schedule()", "verify with the rates of the recipe's [schedule], or without")
-
-    def stop(self, reason: str) -> NoReturn:
-        """Raises: StrategyError: an oracle goes as far as it is asked."""
-        raise _not_here("stop()", "leave it to a callback")
-
-    def _require_more(self) -> None:
-        if self._turns.is_over:
-            raise StrategyError(
-                "the loop ended before the steps that are compared",
-                next_step="let it go on to the end of loop.batches(), or verify fewer steps",
-            )
-
-
-def _not_here(what: str, next_step: str) -> StrategyError:
-    return StrategyError(f"a loop that is verified cannot call loop.{what}", next_step=next_step)
+    def _asked(self, side: LoopSide, batch: Any) -> Loss:
+        draws = Draws()
+        met([side], [side.go_on(None)])
+        draws.put_back()
+        for _ in range(_MOST_TURNS):  # not every turn of a loop makes every update
+            (asked,) = met([side], [side.take(batch)])
+            if asked is None:
+                raise no_step()
+            for _ in range(self.update):
+                (found,) = met([side], [side.go_on(None)])
+                if found is None:
+                    break
+                asked = found
+            else:
+                return asked.loss
+        raise StrategyError(
+            f"in {_MOST_TURNS} steps on the same batch the loop makes no update number {self.update + 1}",
+            next_step="let what decides which parts are updated follow from the batches",
+        )

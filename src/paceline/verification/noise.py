@@ -15,7 +15,8 @@ from torch import Tensor
 
 from paceline.data import MicroBatch
 from paceline.verification.compare import largest, unit_of
-from paceline.verification.oracle import Oracle, Tensors
+from paceline.verification.oracle import Oracle
+from paceline.verification.plain_buffers import Tensors
 
 _DRAWS = 3
 

@@ -10,7 +10,7 @@ model, loss and own optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -21,12 +21,11 @@ from torch import Tensor, nn
 from paceline.data import Batches, MicroBatch, to_device
 from paceline.task import Loss, Task
 from paceline.verification.halves import halves
+from paceline.verification.plain_buffers import Tensors, buffers_of, moved
 from paceline.verification.plain_micro_batches import PlainMicroBatches, read, seed_all
 from paceline.verification.plain_norm import norm_by_rows, plain_norm, reals
 from paceline.verification.plain_schedule import PlainSchedule
 from paceline.verification.tied import apart, magnitudes
-
-Tensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -57,6 +56,9 @@ class Oracle:
         clip_norm, reduction: as in the recipe.
         autocast: makes the context of a forward.
         ordered: add shards in the tree of a reproducible run, and take its norm and its one multiplier.
+
+    Attributes:
+        options: of every group of the optimizer, in an update of a number; another's schedule may take over.
     """
 
     def __init__(
@@ -73,8 +75,9 @@ class Oracle:
         autocast: Any = None,
         ordered: bool = False,
     ) -> None:
-        self.task, self.model, self.optimizer, self.schedule = task, task.model, optimizer, schedule
-        self.base_rates = [float(group["lr"]) for group in optimizer.param_groups]
+        self.task, self.model, self.optimizer, self._schedule = task, task.model, optimizer, schedule
+        self._base_rates = [float(group["lr"]) for group in optimizer.param_groups]
+        self.options = self._scheduled
         self.work = PlainMicroBatches(order, shards, seed)
         self.clip_norm, self.reduction = clip_norm, reduction
         self.ordered = ordered
@@ -156,9 +159,14 @@ class Oracle:
 
     def update(self, update: int) -> None:
         """One step of the optimizer, with the rate of this update."""
-        for group, rate in zip(self.optimizer.param_groups, self.base_rates, strict=True):
-            group["lr"] = rate * self.schedule.factor(update)
+        for group, options in zip(self.optimizer.param_groups, self.options(update), strict=True):
+            group.update(options)
         self.optimizer.step()
+
+    def _scheduled(self, update: int) -> Sequence[Mapping[str, Any]]:
+        """What the recipe's schedule says of each group."""
+        factor = self._schedule.factor(update)
+        return [{"lr": rate * factor} for rate in self._base_rates]
 
     def _trained(self) -> list[tuple[str, nn.Parameter]]:
         return [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
@@ -169,8 +177,7 @@ class Oracle:
 
     def buffers(self) -> Tensors:
         """Copies of the persistent buffers."""
-        state = self.model.state_dict()
-        return {n: b.detach().clone() for n, b in self.model.named_buffers() if n in state}
+        return buffers_of(self.model)
 
     def set_buffers(self, values: Tensors) -> None:
         """Write the persistent buffers."""
@@ -230,16 +237,3 @@ def accumulate(shards: Iterable[Shard], before: Tensors, hows: Mapping[str, str]
     for name, change in sums.buffers.items():
         change /= max(1, sums.num_shards) if how[name] == "mean" else 1
     return sums
-
-
-def moved(before: Tensors, change: Tensors) -> Tensors:
-    """Buffers after a step: what no shard changed keeps its bits, counters are rounded."""
-    return {name: _moved(base, change[name]) for name, base in before.items()}
-
-
-def _moved(base: Tensor, change: Tensor) -> Tensor:
-    start = reals(base)
-    value = start.to(torch.float64) + change
-    value = value if start.dtype.is_floating_point else value.round()
-    after = torch.where(change == 0, start, value.to(start.dtype))
-    return torch.view_as_complex(after) if base.is_complex() else after

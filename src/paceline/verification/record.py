@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from paceline.layout.whole import Snapshot
 from paceline.slot import Slot
 from paceline.sync import Update, UpdateStep, Updating
 
@@ -15,13 +16,14 @@ Parts = Mapping[Slot, Tensor]
 
 @dataclass(frozen=True)
 class Record:
-    """One step on one rank.
+    """One update on one rank.
 
     Args:
         total, count: agreed sums of the loss.
         sums: gradients as they reached the update step, their scale taken out: this rank's parts.
         final: gradients as the optimizer saw them.
         update: what the update step said it did.
+        after: copies of the whole state behind it, if others of the same step may follow.
     """
 
     total: float = 0.0
@@ -29,11 +31,12 @@ class Record:
     sums: Parts = field(default_factory=dict)
     final: Parts = field(default_factory=dict)
     update: Update | None = None
+    after: Snapshot | None = None
 
 
 @dataclass(frozen=True)
 class WholeRecord:
-    """One step, put together from the records of the ranks of a replica; tensors are whole, by name."""
+    """One update, put together from the records of the ranks of a replica; tensors are whole, by name."""
 
     total: float = 0.0
     count: float = 0.0
@@ -43,13 +46,22 @@ class WholeRecord:
 
 
 class Recorder:
-    """Listens to an update step; `last` is the record of the latest one."""
+    """Listens to an update step.
 
-    def __init__(self, step: UpdateStep) -> None:
-        self.last = Record()
+    Args:
+        snapshot: takes the whole state, for steps of several updates; collective.
+    """
+
+    def __init__(self, step: UpdateStep, snapshot: Callable[[], Snapshot] | None = None) -> None:
+        self._snapshot, self._records = snapshot, list[Record]()
         self._sums: Parts = {}
         step.parts = {"record": self._enter, **step.parts}
         step.observers.append(self._leave)
+
+    def take(self) -> list[Record]:
+        """The updates since the last call, in their order."""
+        found, self._records = self._records, []
+        return found
 
     def _enter(self, record: Updating) -> None:
         grads = record.grads
@@ -57,4 +69,6 @@ class Recorder:
 
     def _leave(self, record: Updating) -> None:
         final = {slot: p.grad.clone() for slot, p in record.updates.items() if p.grad is not None}
-        self.last = Record(record.tally.total, record.tally.count, self._sums, final, record.update)
+        after = self._snapshot().copied() if self._snapshot is not None else None
+        of = record.tally
+        self._records.append(Record(of.total, of.count, self._sums, final, record.update, after))

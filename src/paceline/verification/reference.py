@@ -1,4 +1,4 @@
-"""What the oracle computes in a step of a strategy, from the bits that the strategy starts from."""
+"""What the oracle computes in an update of a strategy, from the bits that the strategy starts from."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Any
 
 from torch import Tensor
 
-from paceline.layout.whole import Snapshot
 from paceline.state import TrainState
 from paceline.sync import gradient_scale
 from paceline.training import Session
 from paceline.verification.compare import largest
 from paceline.verification.conditioning import Conditioning
 from paceline.verification.noise import rounding_noise
-from paceline.verification.oracle import Oracle, Tensors, Totals, moved
+from paceline.verification.oracle import Oracle, Totals
+from paceline.verification.plain_buffers import Tensors, moved
 
 
 @dataclass
 class Reference:
-    """The oracle's view of one step, on rank 0.
+    """The oracle's view of one update, on rank 0.
 
     Args:
-        before: the state that the step starts from.
+        before: the state that the update starts from.
         sums: of loss, count, gradients and buffers over all shards.
         norm: of the mean gradient, before the clip; from `finish` on.
         final: gradients as the optimizer got them; from `finish` on.
@@ -31,7 +31,7 @@ class Reference:
         moved: by name of a tensor, see `compare.state_bounds`; from `finish` on.
     """
 
-    before: Tensors
+    before: Mapping[str, Tensor]
     scalars: Mapping[str, Any]
     sums: Totals
     norm: float = 0.0
@@ -39,10 +39,19 @@ class Reference:
     moved: dict[str, float] = field(default_factory=dict)
     noise: dict[str, float] = field(default_factory=dict)
 
-    def measure_noise(self, oracle: Oracle, session: Session, roundoff: float) -> None:
-        """Where ranks compute a shard together; before `finish`."""
-        micro_batches = oracle.work.micro_batches(session.state.step)
-        self.noise = rounding_noise(oracle, micro_batches, _scale(session), self.sums.gradients, roundoff)
+    def measure_noise(
+        self, oracle: Oracle, state: TrainState, scale: float, roundoff: float, *, anew: bool
+    ) -> None:
+        """Where ranks compute a shard together; the oracle's state is that before the update.
+
+        Args:
+            scale: of the loss.
+            roundoff: of the arithmetic.
+            anew: what is asked beside the steps may be another sum; see `LoopLoss`.
+        """
+        micro_batches = oracle.work.micro_batches(state.step)
+        sums = oracle.accumulate(micro_batches, scale) if anew else self.sums
+        self.noise = rounding_noise(oracle, micro_batches, scale, sums.gradients, roundoff)
 
     def finish(self, oracle: Oracle, state: TrainState, sums: Mapping[str, Tensor], update: int) -> None:
         """Let the oracle divide, clip and update, with the gradients that rank 0 really had.
@@ -66,13 +75,6 @@ class Reference:
         self.final = {n: p.grad for n, p in oracle.model.named_parameters() if p.grad is not None}
 
 
-def look_up(oracle: Oracle, oracle_state: TrainState, session: Session, before: Snapshot) -> Reference:
-    """The oracle's sums of the step that comes next in the session, from the state before it."""
-    tensors = {name: t.detach().clone() for name, t in before.tensors().items()}
-    oracle_state.load(tensors, before.scalars())
-    micro_batches = oracle.work.micro_batches(session.state.step)
-    return Reference(tensors, before.scalars(), oracle.accumulate(micro_batches, _scale(session)))
-
-
-def _scale(session: Session) -> float:
-    return gradient_scale(session.work, session.state, max(1, session.task.num_tokens_per_sample))
+def scale_of(session: Session, state: TrainState) -> float:
+    """What losses are multiplied with before backward in a state."""
+    return gradient_scale(session.work, state, max(1, session.task.num_tokens_per_sample))

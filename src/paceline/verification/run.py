@@ -2,14 +2,15 @@
 
 Before each step the oracle takes over the state of rank 0, so both compute the same step from the same
 bits and errors cannot pile up: what is compared is the step itself, and its bounds are those of rounding.
-By induction a run of such steps is right. Then, in this order: loss, summed gradients, final gradients,
-parameters, optimizer state, buffers, on every rank. It stops at the first step that rounding does not
-explain, and guesses the cause.
+By induction a run of such steps is right. A step of several updates is compared update by update, in this
+order: loss, summed gradients, final gradients, parameters, optimizer state, buffers, on every rank. It stops
+at the first update that rounding does not explain, and guesses the cause.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,12 +19,13 @@ from torch import Tensor
 from paceline.comm import Net
 from paceline.layout.digest import state_sha256
 from paceline.layout.holding import hold_whole
-from paceline.layout.whole import gather_whole
+from paceline.layout.whole import Snapshot, gather_whole
 from paceline.slot import Piece
 from paceline.state import TrainState
 from paceline.training import Session
 from paceline.verification.compare import (
     UNIT_ROUNDOFF,
+    Finding,
     Kernels,
     compare,
     final_bounds,
@@ -34,9 +36,11 @@ from paceline.verification.compare import (
 )
 from paceline.verification.diagnose import DIFFERENT_START
 from paceline.verification.explain import explain
-from paceline.verification.oracle import Oracle, Tensors
-from paceline.verification.record import Recorder, WholeRecord
-from paceline.verification.reference import Reference, look_up
+from paceline.verification.loops import BothLoops
+from paceline.verification.oracle import Oracle
+from paceline.verification.plain_buffers import Tensors
+from paceline.verification.record import Record, Recorder, WholeRecord
+from paceline.verification.reference import Reference, scale_of
 from paceline.verification.report import Report
 
 
@@ -46,13 +50,12 @@ class Verifier:
     Args:
         session: whose update step is listened to.
         oracle: its own model and optimizer of the same task, on every rank (only rank 0 computes).
-        rounds: of the session, if somebody else makes them.
+        loop: makes the session's rounds, and the oracle's losses; None: the recipe's rule and task do.
     """
 
-    def __init__(self, session: Session, oracle: Oracle, rounds: Iterator[Any] | None = None) -> None:
-        self.session, self.oracle = session, oracle
-        self._rounds = rounds
-        self.recorder = Recorder(session.update_step)
+    def __init__(self, session: Session, oracle: Oracle, loop: BothLoops | None = None) -> None:
+        self.session, self.oracle, self.loop = session, oracle, loop
+        self.recorder = Recorder(session.update_step, session.snapshot if loop is not None else None)
         self.net = Net(session.net.deadline_seconds, times_calls=session.net.times_calls)
         self.oracle_state = TrainState(hold_whole(oracle.model), oracle.optimizer)
         self.report = Report(str(session.recipe.strategy), session.cluster.world_size)
@@ -65,11 +68,12 @@ class Verifier:
         self.previous: Tensors | None = None
         self.record = WholeRecord()
         self.now: Mapping[str, Tensor] = {}
+        self.part = ""
 
     def run(self, steps: int, observe: Callable[[int], None] = lambda step: None) -> Report:
         """Compare up to `steps` steps; stop after the first that diverges."""
         self._check_start()
-        rounds = self._rounds if self._rounds is not None else self.session.rounds()
+        rounds = self.session.rounds() if self.loop is None else self.loop.rounds
         for step in range(self.session.state.step, self.session.state.step + steps):
             if self.report.failure is not None or not self._one(step, rounds):
                 break
@@ -91,36 +95,63 @@ class Verifier:
     def _one(self, step: int, rounds: Iterator[Any]) -> bool:
         update = self.session.state.updates
         before = self.session.snapshot()
-        reference = None
-        if self.session.is_first:
-            reference = look_up(self.oracle, self.oracle_state, self.session, before)
-            if self.kernels.in_parts:
-                reference.measure_noise(self.oracle, self.session, UNIT_ROUNDOFF[self.kernels.compute])
+        before = before.copied() if self.session.is_first else before
+        self.recorder.take()
         if next(rounds, None) is None:
             return False
-        self.record = record = self._whole_record()
-        self.now = self.session.snapshot().tensors()
+        records = self.recorder.take() or [Record()]
+        parts = self.loop.parts() if self.loop is not None else ("",)
+        for number, (self.part, record) in enumerate(zip(parts, records[-len(parts) :], strict=True)):
+            self.record = self._whole(record)
+            is_last = number == len(parts) - 1 or record.after is None
+            after = self.session.snapshot() if is_last else record.after
+            assert after is not None
+            self.now = after.tensors()
+            self._one_update(step, number, update, before)
+            if self.report.failure is not None:
+                break
+            update += record.update is not None and record.update.applied
+            before = after
+        return True
+
+    def _one_update(self, step: int, number: int, update: int, before: Snapshot) -> None:
+        record, reference = self.record, None
+        if self.session.is_first:
+            reference = self._look_up(number, before)
         if record.update is None or record.update.applied:
             self._compare_sums(step, reference)
         if record.update is not None and record.update.applied:
             if reference is not None:
-                reference.finish(self.oracle, self.oracle_state, self.record.sums, update)
+                reference.finish(self.oracle, self.oracle_state, record.sums, update)
             self._compare_update(step, reference)
         else:
             self._compare_skip(step, reference)
         if self.report.failure is not None:
             self.report.diagnosis = explain(self, step, update, reference)
         self.previous = reference.sums.gradients if reference is not None else None
-        return True
 
-    def _whole_record(self) -> WholeRecord:
+    def _look_up(self, number: int, before: Snapshot) -> Reference:
+        """What the oracle computes in an update of the step; on rank 0."""
+        state, oracle = self.oracle_state, self.oracle
+        state.load(before.tensors(), before.scalars())
+        scale, micro_batches = scale_of(self.session, state), oracle.work.micro_batches(state.step)
+        if self.loop is None:
+            sums = oracle.accumulate(micro_batches, scale)
+        else:
+            sums = self.loop.totals(micro_batches, scale, self.part, number, self.record.update)
+        reference = Reference(before.tensors(), before.scalars(), sums)
+        if self.kernels.in_parts:
+            roundoff = UNIT_ROUNDOFF[self.kernels.compute]
+            reference.measure_noise(oracle, state, scale, roundoff, anew=self.loop is not None)
+        return reference
+
+    def _whole(self, record: Record) -> WholeRecord:
         """What the ranks of a replica recorded, put together."""
-        last = self.recorder.last
         sums, final = (
             gather_whole([Piece(slot, g) for slot, g in found.items()], self.session.mesh.inside, self.net)
-            for found in (last.sums, last.final)
+            for found in (record.sums, record.final)
         )
-        return WholeRecord(last.total, last.count, sums, final, last.update)
+        return WholeRecord(record.total, record.count, sums, final, record.update)
 
     def _compare_sums(self, step: int, reference: Reference | None) -> None:
         record, like = self.record, self._slots()
@@ -203,7 +234,16 @@ class Verifier:
         given = (theirs, bounds) if self.session.is_first else (None, None)
         device = self.session.placed.holding.device
         world = self.session.mesh.world
-        self.report.add(compare(step, quantity, mine, *given, like, self.net, world, device))
+        findings = compare(step, quantity, mine, *given, like, self.net, world, device)
+        self.report.add([replace(f, part=self.part) for f in findings if self._is_about(f, quantity)])
+
+    def _is_about(self, f: Finding, quantity: str) -> bool:
+        """Whether it says something: of a part's update, other gradients are nowhere."""
+        return "gradient" not in quantity or f.tensor.startswith(_inside(self.part)) or not f.ok
+
+
+def _inside(part: str) -> str:
+    return f"{part}." if part else ""
 
 
 def _scalar(value: float) -> Tensor:

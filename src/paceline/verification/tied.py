@@ -33,6 +33,11 @@ def apart(model: nn.Module) -> Iterator[Uses]:
                 table[key] = p
 
 
+def has_tied(model: nn.Module) -> bool:
+    """Whether a trained parameter is in several modules."""
+    return bool(_tied(model))
+
+
 _Place = tuple[dict[str, nn.Parameter | None], str]
 
 

@@ -109,6 +109,17 @@ def test_what_cannot_be_saved_is_refused_at_the_first_save(value: Any) -> None:
         state.groups.changed()
 
 
+def test_betas_that_a_scheduler_moves_are_kept_and_stay_a_tuple() -> None:
+    """`OneCycleLR` moves the momentum by default."""
+    old, new = (torch.optim.AdamW([nn.Parameter(torch.ones(2))], lr=0.1) for _ in range(2))
+    before, after = GroupMemory(old), GroupMemory(new)
+    torch.optim.lr_scheduler.OneCycleLR(old, 0.1, 20)
+    moved = old.param_groups[0]["betas"]
+    assert moved != new.param_groups[0]["betas"]
+    after.restore(json.loads(json.dumps(before.changed())))
+    assert new.param_groups[0]["betas"] == moved and type(moved) is tuple
+
+
 def test_a_list_that_grows_in_place_is_seen() -> None:
     optimizer = optimizer_of()
     optimizer.param_groups[0]["history"] = []

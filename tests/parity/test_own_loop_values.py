@@ -1,0 +1,126 @@
+"""Values of all replicas in an own loop: equal on all, of a rank without samples too, and verified."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paceline.cluster import Cluster
+from paceline.errors import PacelineError
+from paceline.recipe import Recipe, Strategy
+from paceline.task import Loss, Task
+from paceline.testing import run_ranks
+from paceline.testing.parity import CPU, session_of
+from paceline.training import OwnLoop
+from paceline.training.loop import fitting
+from paceline.training.reduced import as_bytes, from_bytes, reduced
+from paceline.verification.job import compare_with_oracle
+
+STEPS, SIZES = 5, [8, 8, 1, 8, 8]  # 17 samples: in the third step one of two ranks has none
+
+
+def build() -> Task:
+    torch.manual_seed(0)
+    data = torch.randn(17, 3, generator=torch.Generator().manual_seed(1)) + 1.0
+    return Task(nn.Linear(3, 2), data, lambda model, x: Loss(model(x).square().sum(), len(x)))
+
+
+def recipe_of(**batch: Any) -> Recipe:
+    return Recipe(
+        task="own",
+        steps=STEPS,
+        batch={"size": 8, "shards": 2, "shuffle": False, **batch},
+        optimizer={"name": "sgd", "lr": 0.1},
+        precision={"compute": "fp32"},
+        strategy=Strategy.parse("replicas=2"),
+    )
+
+
+def centred(loop: Any, found: list[Any] | None = None) -> None:
+    """Takes off the mean of the whole batch, as one process would."""
+    assert float(loop.reduce(1.0)) == loop.num_replicas, "before the first batch every rank is asked"
+    for x in loop.batches():
+        count, total = loop.reduce(len(x)), loop.reduce(x.sum(0))
+        loop.backward(Loss(loop.model(x - total / count).square().sum(), len(x)))
+        loop.step()
+        most = loop.reduce(x.amax(), "max")
+        if found is not None:
+            found.append((int(count), float(most)))
+
+
+def alone(loop: Any) -> None:
+    """The mutation twin: each rank takes off its own mean."""
+    for x in loop.batches():
+        loop.backward(Loss(loop.model(x - x.mean(0)).square().sum(), len(x)))
+        loop.step()
+
+
+def uneven(loop: Any) -> None:
+    for x in loop.batches():
+        if float(x[0, 0]) > 1.0:
+            loop.reduce(1.0)
+        loop.backward(Loss(loop.model(x).square().sum(), len(x)))
+        loop.step()
+
+
+def trained(cluster: Cluster, loop: Callable[[Any], None], **batch: Any) -> dict[str, Tensor]:
+    session = session_of(cluster, recipe_of(**batch), build)
+    with fitting(session, None, ()) as found:
+        own = OwnLoop(session, found)
+        loop(own)
+        own.end()
+    return {n: p.detach().clone() for n, p in session.placed.holding.model.named_parameters()}
+
+
+def on_two(cluster: Cluster) -> tuple[list[Any], list[dict[str, Tensor]], list[str]]:
+    torch.set_num_threads(1)
+    said: list[Any] = []
+    ends = [trained(cluster, lambda loop: centred(loop, said)), trained(cluster, alone)]
+    report = compare_with_oracle(recipe_of(), build(), cluster, CPU, STEPS, loop=centred)
+    assert report.ok and report.steps == STEPS, report
+    refused = []
+    for loop, batch in ((lambda loop: loop.reduce(1.0, "mean"), {}), (centred, {"shards": 4})):
+        with pytest.raises(PacelineError) as error:
+            trained(cluster, loop, **batch)
+        refused.append(str(error.value))
+    return said, ends, refused
+
+
+@pytest.mark.capability("B1")
+def test_every_rank_has_the_values_of_all_replicas() -> None:
+    model, data = build().model, build().data
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    most, place = [], 0
+    for size in SIZES:
+        x = data[place % 17 : place % 17 + size]
+        place += size
+        most.append(float(x.max()))
+        optimizer.zero_grad()
+        (model(x - x.mean(0)).square().sum() / size).backward()
+        optimizer.step()
+    ranks = run_ranks(on_two, 2)
+    assert max((said for said, _, _ in ranks), key=len) == [*zip(SIZES, most, strict=True)]
+    for _, (right, wrong), (mean, parts) in ranks:
+        for name, p in model.named_parameters():
+            assert torch.allclose(right[name], p, atol=1e-6), name
+        assert not torch.allclose(wrong["weight"], model.get_parameter("weight"), atol=1e-3)
+        assert "come together by sum, max, min" in mean and "whole batch of a rank at once" in parts
+
+
+def test_values_keep_their_type_and_travel_whole() -> None:
+    for value in (
+        torch.tensor(3),
+        torch.zeros(0, 2),
+        torch.arange(6.0).reshape(2, 3).t(),
+        torch.ones(2).bfloat16(),
+    ):
+        again = from_bytes(as_bytes(value))
+        assert torch.equal(again, value) and again.dtype == value.dtype
+    assert torch.equal(reduced([torch.tensor([1, 5]), torch.tensor([2, 3])], "max"), torch.tensor([2, 5]))
+    assert reduced([torch.tensor(True), torch.tensor(True)], "sum").dtype == torch.bool
+    with pytest.raises(PacelineError, match="several shapes"):
+        reduced([torch.zeros(2), torch.zeros(3)], "sum")

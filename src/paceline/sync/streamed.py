@@ -144,7 +144,7 @@ class StreamedRounds(Keeper):
         """All that is under way arrives, and all replicas go on from one place."""
         step, device = len(half.taken), placed.holding.device
         mine = add_tallies([tally for tally, _ in half.taken])
-        change = placed.buffers.change_since(half.buffers) * mine.micro_batches
+        change = placed.buffers.moved_since(half.buffers, mine.micro_batches)
         metrics = {**mine.metrics, _SKIPPED: float(sum(not update.applied for _, update in half.taken))}
         with self._phases.during("communication"):
             for fragment in self.fragments:

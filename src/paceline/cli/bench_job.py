@@ -91,7 +91,7 @@ def _measure_comm(cluster: Cluster, asked: Asked, as_json: bool, page: Path | No
 
         if not all(size.isdecimal() and int(size) >= 4 for size in asked.sizes):
             raise StrategyError("--sizes takes bytes, 4 or more", next_step="as in --sizes 1024,1048576")
-        cluster.connect("cpu", deadline)
+        cluster = cluster.connect("cpu", deadline)
         rows = measure_comm(
             cluster,
             Net(deadline),

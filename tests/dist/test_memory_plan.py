@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from paceline import Loss, Task
@@ -22,6 +21,7 @@ from paceline.cluster import Cluster
 from paceline.models import GPT, GPTConfig, gpt_chain, initialize_gpt, without_memory
 from paceline.plan import plan_memory
 from paceline.recipe import Recipe, Strategy
+from paceline.tasks.byte_gpt import next_token_loss
 from paceline.testing import run_ranks
 from paceline.testing.parity import session_of
 from tests.peak import bytes_now
@@ -31,20 +31,14 @@ SMALL_BYTES = 2**16  # numbers, one batch, tallies
 SAMPLES = 32
 
 
-def small_gpt(dropout: float = 0.0) -> Task:
+def small_gpt() -> Task:
     """A GPT whose activations weigh about as much as its parameters."""
     with without_memory():
-        model = GPT(GPTConfig(vocab=257, context=32, layers=4, heads=4, width=128, dropout=dropout))
-
-    def loss(model: nn.Module, tokens: Tensor) -> Loss:
-        targets = tokens[:, 1:].flatten()
-        logits = model(tokens[:, :-1]).flatten(0, 1)
-        return Loss(F.cross_entropy(logits, targets, reduction="sum"), targets.numel())
-
+        model = GPT(GPTConfig(vocab=257, context=32, layers=4, heads=4, width=128))
     return Task(
         model,
         list(torch.arange(SAMPLES * 33).remainder(257).view(SAMPLES, 33)),
-        loss,
+        next_token_loss,
         stages=gpt_chain,
         initialize=initialize_gpt,
         tensor={"blocks.*.feed_forward.expand": "column", "blocks.*.feed_forward.project": "row"},
@@ -184,6 +178,8 @@ TWO = [
     case("replicas=1 pipeline=2 schedule=1f1b", shards=8),
     case("replicas=1 pipeline=2 schedule=interleaved:2", "chain"),
     case("replicas=1 pipeline=2", memory={"recompute": "blocks"}),
+    case("replicas=2 sync=local:1"),
+    case("replicas=2 sync=diloco:1", "chain", shards=2),
 ]
 
 
@@ -194,6 +190,8 @@ def named(one: Case) -> str:
 
 
 FEW = {
+    "gpt replicas=2 sync=local:1 adamw auto 4",
+    "chain replicas=2 sync=diloco:1 adamw auto 2",
     "chain replicas=2 sync=every-step route=native adamw auto 2",
     "chain replicas=1 shard=2 zero=1 sync=every-step adamw auto 4",
     "gpt replicas=1 shard=2 zero=3 sync=every-step adamw auto 4",

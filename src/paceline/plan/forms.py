@@ -21,6 +21,8 @@ FP32_BYTES = 4
 GATHERED_TOGETHER = 2**26
 """Bytes of parameters that ZeRO 1 and 2 gather at a time after an update."""
 _UNDER_WAY = 3
+_ALONE = ("local", "diloco")
+"""Rules under which replicas train alone for a round."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ def sums_of(recipe: Recipe, sizes: Sizes, shards: int, *, frees: bool, meets: bo
         meets: gradients of shared tensors meet first.
     """
     strategy = recipe.strategy
-    sharers = strategy.degrees["replica"] * strategy.shard
+    sharers = strategy.shard * (1 if trains_alone(recipe) else strategy.degrees["replica"])
     shared = sizes.shared if meets else 0
     cut = sizes.updates if strategy.shard > 1 else 0
     if recipe.is_ordered:
@@ -110,6 +112,19 @@ def sums_of(recipe: Recipe, sizes: Sizes, shards: int, *, frees: bool, meets: bo
         return Sums(rows + 2 * shared, sizes.updates + 2 * largest // strategy.shard, leaves=True)
     moved, stays = (1, sizes.computes) if cut else (0, 0)
     return Sums(sizes.computes + shared, cut, moved, stays=stays)
+
+
+def trains_alone(recipe: Recipe) -> bool:
+    """Whether replicas take steps of their own, and agree between rounds."""
+    return recipe.strategy.rule.word in _ALONE
+
+
+def kept_for_rounds(recipe: Recipe, sizes: Sizes) -> tuple[int, int]:
+    """Of a replica that trains alone: where a round began and outer momentum, and buckets of movements."""
+    if not trains_alone(recipe):
+        return 0, 0
+    momentum = sizes.computes if recipe.strategy.rule.word == "diloco" and recipe.outer.momentum else 0
+    return sizes.computes + momentum, sizes.computes if recipe.strategy.degrees["replica"] > 1 else 0
 
 
 def partial_sums(shards: range) -> list[int]:

@@ -86,7 +86,7 @@ def _cut_here(recipe: Recipe, task: Task, processes: int) -> Recipe:
 def _require_known(recipe: Recipe) -> None:
     strategy = recipe.strategy
     unknown = {
-        f"sync={strategy.sync}": strategy.sync != "every-step",
+        f"sync={strategy.sync}": strategy.rule.word not in ("every-step", "local", "diloco"),
         f"codec={strategy.codec}": strategy.is_coded,
         f"lanes={strategy.lanes}": strategy.lanes > 1,
         f"cut={strategy.cut}": bool(strategy.cut),

@@ -140,3 +140,8 @@ def in_update(still: Parts, sums: Sums, sizes: Sizes, taken: int, *, sharers: in
 def first_step(sums: Sums) -> Sums:
     """In the first step nobody knows yet when a gradient is complete: all leave at the end of a backward."""
     return replace(sums, leaves=False)
+
+
+def in_agreement(still: Parts, sums: Sums, sizes: Sizes) -> Parts:
+    """Between two rounds of replicas that train alone: movements are made tensor by tensor."""
+    return replace(still, gradients=sums.stays + sums.own, activations=2 * sizes.largest)

@@ -14,9 +14,18 @@ from paceline.layout import Precision
 from paceline.layout.holding import without_values
 from paceline.layout.pipeline.chain import chain_of
 from paceline.layout.recompute import recomputed_blocks
-from paceline.plan.forms import Sizes, Sums, bytes_of, gathered_by_block, sizes_of, sums_of
+from paceline.plan.forms import (
+    Sizes,
+    Sums,
+    bytes_of,
+    gathered_by_block,
+    kept_for_rounds,
+    sizes_of,
+    sums_of,
+    trains_alone,
+)
 from paceline.plan.layers import layer_rows, layers_of
-from paceline.plan.moments import Walk, Work, first_step, in_update
+from paceline.plan.moments import Walk, Work, first_step, in_agreement, in_update
 from paceline.plan.parts import Parts, RankMemory
 from paceline.plan.ranks import CPU, Place, fake_model, places
 from paceline.plan.rehearsal import Footprint, Rehearsal
@@ -100,6 +109,8 @@ class Planner:
                 replace(still, gathered=0), sums, sizes, taken, sharers=sharers, common=self._in_common
             ),
         }
+        if trains_alone(self.recipe):
+            found["agreement"] = in_agreement(still, sums, sizes)
         if work.evaluation:
             between = sums.stays + sums.own
             found["evaluation"] = replace(still, gradients=between, activations=work.evaluation)
@@ -112,14 +123,15 @@ class Planner:
         assert self._update is not None
         moments = int(self._update.kept * sizes.updates)
         moments += sizes.updates if recipe.average.decay is not None else 0
+        begun, movements = kept_for_rounds(recipe, sizes)
         copies = recipe.strategy.degrees["replica"]
         saved = fixed + sizes.updates + moments
         snapshot = saved if copies == 1 else min(saved, -(-saved // copies) + sizes.largest)
         return Parts(
             parameters=fixed + (sizes.computes if keeps else sizes.updates),
             gathered=0 if keeps or self._in_common else self._gathered(place, sizes),
-            moments=moments,
-            wire=sums.buckets,
+            moments=moments + begun,
+            wire=sums.buckets + movements,
             snapshot=snapshot if self._saves() else 0,
         )
 

@@ -27,7 +27,7 @@ def keep_to_budget(setting: Setting, recipe: Recipe, task: Task) -> tuple[Settin
     if recipe.memory.budget is None:
         return setting, recipe
     world = setting.mesh.world
-    text = json.dumps(_judged(setting, task)) if world.rank == 0 else ""
+    text = json.dumps(_judged(setting, recipe, task)) if world.rank == 0 else ""
     found = json.loads(share_text(text, world, setting.net, setting.device))
     if "what" in found:
         raise StrategyError(**found)
@@ -39,16 +39,18 @@ def keep_to_budget(setting: Setting, recipe: Recipe, task: Task) -> tuple[Settin
     return replace(setting, recipe=setting.recipe.replace(memory=memory)), recipe.replace(memory=memory)
 
 
-def _judged(setting: Setting, task: Task) -> dict[str, Any]:
-    """Words of an error, or what was chosen; nothing if the recipe says it and that fits."""
+def _judged(setting: Setting, recipe: Recipe, task: Task) -> dict[str, Any]:
+    """Words of an error, or what was chosen; nothing if the recipe says it and that fits.
+
+    Args:
+        recipe: with every rule of the run: what a later one keeps has to fit, too.
+    """
     from paceline.plan import judge  # which knows how a session is built
 
     cluster = setting.cluster
     error: StrategyError | TaskError | None
     try:
-        found = judge(
-            setting.recipe, task, cluster.world_size, nodes=cluster.num_nodes, device=setting.device
-        )
+        found = judge(recipe, task, cluster.world_size, nodes=cluster.num_nodes, device=setting.device)
         error = found.refusal
     except (StrategyError, TaskError) as unknown:
         error = unknown

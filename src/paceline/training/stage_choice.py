@@ -53,8 +53,7 @@ def choose_stages(
     """
     if strategy.stages != "time":
         return recipe, strategy
-    first = recipe.under(strategy.replace(sync=strategy.phase(0).rule))
-    choice = cut_here(first, task, cluster, cluster.world_size, device)
+    choice = cut_here(recipe.replace(strategy=strategy), task, cluster, cluster.world_size, device)
     warn(str(choice))
     note("stages", choice.record())
     mended = recipe.strategy.replace(stages=choice.stages)

@@ -129,7 +129,14 @@ def test_a_run_that_does_not_fit_does_not_start() -> None:
         session_of(Cluster.single(), Recipe.model_validate(fits | {"memory": {"budget": 100}}))
 
 
-@pytest.mark.parametrize("words", ["sync=local:4", "codec=int8", "lanes=2"])
+def test_a_budget_holds_for_every_rule_of_a_run() -> None:
+    switching = {"task": "sum", "steps": 4, "strategy": "replicas=1 sync=every-step@2,diloco:2"}
+    session_of(Cluster.single(), Recipe.model_validate(switching)).close()
+    with pytest.raises(StrategyError, match="has no closed form yet"):
+        session_of(Cluster.single(), Recipe.model_validate(switching | {"memory": {"budget": "64MiB"}}))
+
+
+@pytest.mark.parametrize("words", ["codec=int8", "lanes=2", "sync=every-step@2,diloco:2"])
 def test_what_has_no_form_is_refused_and_not_guessed(words: str) -> None:
     with pytest.raises(StrategyError, match="has no closed form yet"):
         plan_memory(recipe(f"replicas=2 {words}", shards=8), gpt(), 2)

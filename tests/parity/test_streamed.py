@@ -146,6 +146,8 @@ def test_more_than_one_under_way_is_refused(outer: dict[str, Any]) -> None:
 
 
 def learned(cluster: Cluster) -> dict[str, list[float]]:
+    """Two pauses a run, so that fragments do travel; at a pause all meet."""
+    feed._FEWEST_PAUSES = 2
     found: dict[str, list[float]] = {}
     for name, (strategy, outer) in {
         "every-step": ("replicas=2", {}),

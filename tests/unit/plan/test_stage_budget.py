@@ -27,20 +27,20 @@ def peaks_of_cuts(task: Task, links: int, how: str = "none") -> dict[int, int]:
 
 @pytest.mark.capability("C6")
 def test_the_fastest_cut_that_keeps_the_budget_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = [0.1, 1.0, 1.0, 1.0, 3.0, 0.1]  # embedding, blocks, output layer
+    seconds = [0.1, 1.0, 1.0, 2.0, 0.1]  # embedding, blocks, output layer
     monkeypatch.setattr(stage_choice, "measure_links", lambda *args: seconds)
-    task, keeping = small(4), recipe(WORDS + " stages=time")
-    slowest = {cut: max(sum(seconds[:cut]), sum(seconds[cut:])) for cut in range(1, 6)}
-    peaks = peaks_of_cuts(task, 6)
+    task, keeping = small(3), recipe(WORDS + " stages=time")
+    slowest = {cut: max(sum(seconds[:cut]), sum(seconds[cut:])) for cut in range(1, 5)}
+    peaks = peaks_of_cuts(task, 5)
     fastest = min(slowest, key=slowest.__getitem__)
-    for budget in (max(peaks.values()), peaks[fastest] - 1, min(peaks.values())):
+    for budget in (peaks[fastest], peaks[fastest] - 1):
         plan = plan_memory(keeping.replace(memory={"budget": budget, "recompute": "none"}), task, 2)
         chosen = int(plan.recipe.strategy.stages.split(",")[0])
         assert plan.peak <= budget
         assert slowest[chosen] == min(slowest[cut] for cut in peaks if peaks[cut] <= budget)
         assert (chosen == fastest) == (budget >= peaks[fastest])
     memory = {"budget": min(peaks.values()) - 1, "recompute": "none"}
-    with pytest.raises(StrategyError, match=r"no cut of 6 modules into 2 stages keeps memory\.budget"):
+    with pytest.raises(StrategyError, match=r"no cut of 5 modules into 2 stages keeps memory\.budget"):
         plan_memory(keeping.replace(memory=memory), task, 2)
 
 

@@ -213,7 +213,7 @@ class Cluster:
         store = open_store(self.way, seconds)
         _choose_gloo_interface(self.address, self.port)
         note = announce(self.node_rank, self.beacon_port, self.address, self.port)
-        return Candidate(self.global_rank, note, store, device, seconds)
+        return Candidate(self.global_rank, note, store, device, seconds, str(os.getpid()))
 
     @property
     def way(self) -> Way:

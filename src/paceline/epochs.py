@@ -7,10 +7,11 @@ compare-and-set is one).
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from paceline.errors import CommunicationError, DeadlineError
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from paceline.store.torch_store import Store
 
 _ASKED_TO_JOIN = "joining"
+_LOOK_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Candidate:
         note: what it tells the others about itself.
         device: NCCL beside Gloo on "cuda".
         seconds: the deadline of every wait but that for the other processes of a job that begins.
+        life: tells this process from one that had its number before, which a launcher has started anew.
     """
 
     number: int
@@ -42,6 +45,7 @@ class Candidate:
     store: Store
     device: torch.device
     seconds: float
+    life: str = ""
 
 
 @dataclass(frozen=True)
@@ -69,16 +73,37 @@ def meet(candidate: Candidate, meeting: Meeting) -> Membership:
         DeadlineError: some processes did not come in time; names them.
     """
     store, number, job = candidate.store, candidate.number, meeting.job
-    start = f"{meeting.attempt}.{store.add(f'{meeting.attempt}/starts/{number}', 1)}"
+    start = f"{meeting.attempt}.{store.add(f'{meeting.attempt}/starts/{number}/{candidate.life}', 1)}"
     everyone = range(meeting.size)
-    keys = [f"{start}/here/{one}" for one in everyone]
     try:
         _require_size(candidate, meeting, f"{start}/size")
-        store.set(keys[number], candidate.note)
-        notes = await_members(store, keys, everyone, "joined", meeting.patience)
+        store.set(f"{start}/here/{number}", f"{candidate.life} {candidate.note}")
+        lives, notes = _those_that_met(candidate, meeting, start)
     except Lost as lost:
         raise gone(everyone, lost.members, f"before {job} had met") from lost
-    return _place(candidate, start, 0, tuple(everyone), tuple(note.decode() for note in notes))
+    return _place(candidate, f"{start}.{lives}", 0, tuple(everyone), tuple(notes))
+
+
+def _those_that_met(candidate: Candidate, meeting: Meeting, start: str) -> tuple[str, list[str]]:
+    """A name for the processes that are here, by their lives, and their notes, when all of them see the same.
+
+    One that has been started anew has another life than the one whose words others may have read.
+    """
+    store, everyone, left = candidate.store, range(meeting.size), meeting.patience
+    expires = time.monotonic() + left.seconds
+    while True:
+        keys = [f"{start}/here/{one}" for one in everyone]
+        said = [one.decode() for one in await_members(store, keys, everyone, "joined", left)]
+        lives = hashlib.sha256(" ".join(one.partition(" ")[0] for one in said).encode()).hexdigest()[:16]
+        seen = [f"{start}/seen/{lives}/{one}" for one in everyone]
+        store.set(seen[candidate.number], "1")
+        left = replace(left, seconds=max(0.0, expires - time.monotonic()))
+        try:
+            store.await_keys(seen, min(_LOOK_SECONDS, left.seconds), everyone)
+            return lives, [one.partition(" ")[2] for one in said]
+        except Late:
+            if left.seconds < _LOOK_SECONDS:
+                await_members(store, seen, everyone, "joined", left)
 
 
 def _require_size(candidate: Candidate, meeting: Meeting, key: str) -> None:

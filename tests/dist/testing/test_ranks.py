@@ -183,6 +183,26 @@ def test_a_rank_that_starts_late_is_named_and_may_take_longer_than_any_other_wai
     assert said[0].startswith("waiting until rank 1 has joined: 0 s of 60 s")
 
 
+def test_a_rank_that_is_started_anew_meets_the_others_and_its_earlier_life_does_not() -> None:
+    """As after the end of a fork server: others may have seen the process that went with it."""
+
+    def come(cluster: Cluster) -> tuple[str, bool]:
+        rank, store, cpu = cluster.global_rank, cluster.connected.store, torch.device("cpu")
+        if rank == 0:
+            with pytest.raises(DeadlineError):
+                meet(Candidate(0, "", store, cpu, 9.0, "early"), Meeting(2, 1, "the job", Patience(0.2)))
+            store.set("died", "1")
+            time.sleep(1.0)
+            store.set("began anew", "1")
+        store.await_keys(["died"], 60.0)
+        candidate = Candidate(rank, "", store, cpu, 9.0, "late")
+        place = meet(candidate, Meeting(2, 1, "the job", Patience(60.0))).place
+        return place, store.check(["began anew"])
+
+    (first, _), (second, after) = run_ranks(come, 2)
+    assert first == second and after
+
+
 @pytest.mark.capability("O2")
 def test_a_port_that_accepts_but_does_not_answer_ends_at_the_deadline() -> None:
 

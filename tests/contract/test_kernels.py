@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -140,3 +141,13 @@ def test_without_a_compiler_or_in_a_folder_of_others_there_are_none(tmp_path: Pa
     assert load_kernels(tmp_path / "made") is not None or shutil.which("cc") is None
     (tmp_path / "a file").touch()
     assert load_kernels(tmp_path / "a file" / "kernels") is None
+
+
+@NEEDS_COMPILER
+def test_a_user_whose_group_may_write_what_is_made_has_kernels_too(tmp_path: Path) -> None:
+    before = os.umask(0o002)
+    try:
+        assert load_kernels(tmp_path / "made") is not None
+    finally:
+        os.umask(before)
+    assert (tmp_path / "made").stat().st_mode & 0o777 == 0o700

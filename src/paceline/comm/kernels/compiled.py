@@ -116,7 +116,7 @@ def load_kernels(folder: Path | None = None, compiler: str = "cc") -> Kernels | 
         return None
     place = folder or cache_folder() / "kernels"
     try:
-        place.mkdir(parents=True, exist_ok=True)
+        place.mkdir(0o700, parents=True, exist_ok=True)  # whatever the umask lets others do
         file = _kept(place, _key(found)) or _compile(place, _key(found), found)
         return None if file is None else Kernels(file)
     except OSError:  # a folder that cannot be written to, or a file that the loader does not take

@@ -1,11 +1,13 @@
 """An own loop with two updates a step: a generator learns where points lie, a critic tells them apart."""
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 import paceline
-from paceline import Loss, Recipe, Task
+from paceline import Loss, Task
 
 
 def critic_loss(model: nn.ModuleDict, x: torch.Tensor) -> Loss:
@@ -32,13 +34,18 @@ def optimizer(model: nn.ModuleDict) -> torch.optim.Optimizer:
     return torch.optim.Adam(groups, betas=(0.5, 0.9))
 
 
-recipe = Recipe(steps=300, batch={"size": 64, "shards": 2})
-with paceline.own_loop(recipe, build) as loop:
+def train_loop(loop: Any) -> None:
+    """Two updates a step, each of one part; `paceline verify --loop` runs it beside the oracle."""
     for x in loop.batches():
         loop.backward(critic_loss(loop.model, x))
         loop.step("critic")
         loop.backward(generator_loss(loop.model, x))
         loop.step("generator")
-if loop.session.is_first:
-    middle = loop.model["generator"].bias.tolist()
-    print(f"{loop.result.steps} steps; the generator's middle is {middle[0]:.1f}, {middle[1]:.1f}")
+
+
+if __name__ == "__main__":
+    with paceline.own_loop("gan.toml", build) as loop:
+        train_loop(loop)
+    if loop.session.is_first:
+        middle = loop.model["generator"].bias.tolist()
+        print(f"{loop.result.steps} steps; the generator's middle is {middle[0]:.1f}, {middle[1]:.1f}")

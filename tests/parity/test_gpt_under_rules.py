@@ -48,19 +48,23 @@ def recipe_of(strategy: str, options: Mapping[str, Any], steps: int, seed: int) 
     return Recipe(**settings)
 
 
+Run = tuple[str, int]
+"""A strategy, and the steps of a run."""
+
+
 def losses(
-    cluster: Cluster, strategies: Sequence[str], options: Mapping[str, Any], steps: int, seeds: Sequence[int]
-) -> dict[str, list[float]]:
-    """Held-out losses in nats a byte, by strategy."""
+    cluster: Cluster, runs: Sequence[Run], options: Mapping[str, Any], seeds: Sequence[int]
+) -> dict[Run, list[float]]:
+    """Held-out losses in nats a byte."""
     torch.set_num_threads(1)
-    found: dict[str, list[float]] = {}
-    for strategy in strategies:
+    found: dict[Run, list[float]] = {}
+    for run in runs:
         for seed in seeds:
-            session = session_of(cluster, recipe_of(strategy, options, steps, seed))
+            session = session_of(cluster, recipe_of(run[0], options, run[1], seed))
             list(session.rounds())
             evaluation = evaluate(session)
             assert evaluation is not None
-            found.setdefault(strategy, []).append(evaluation.loss)
+            found.setdefault(run, []).append(evaluation.loss)
             session.close()
     return found
 
@@ -75,13 +79,13 @@ def require_near(
     bounds: Mapping[str, float], options: Mapping[str, Any], steps: int, seeds: Sequence[int]
 ) -> None:
     """Every rule is near every-step after the same samples, and every-step after half of them is not."""
-    alone = [SYNC, *(strategy for strategy in bounds if strategy not in SERVED)]
-    found = run_ranks(losses, 2, alone, options, steps, seeds, deadline=800)[0]
-    found |= run_ranks(losses, 3, SERVED, options, steps, seeds, deadline=800)[0]
-    right = found[SYNC]
+    alone = [(SYNC, steps), (SYNC, steps // 2), *((one, steps) for one in bounds if one not in SERVED)]
+    found = run_ranks(losses, 2, alone, options, seeds, deadline=800)[0]
+    found |= run_ranks(losses, 3, [(one, steps) for one in SERVED], options, seeds, deadline=800)[0]
+    right, half = found[SYNC, steps], found[SYNC, steps // 2]
     for strategy, times in bounds.items():
-        assert mean(found[strategy]) <= bound_of(right, found[strategy], times), (strategy, found)
-    half = run_ranks(losses, 2, [SYNC], options, steps // 2, seeds, deadline=800)[0][SYNC]
+        own = found[strategy, steps]
+        assert mean(own) <= bound_of(right, own, times), (strategy, found)
     assert mean(half) > bound_of(right, half, min(bounds.values())), (half, right)
 
 

@@ -71,6 +71,11 @@ STEPS = (
     Step("The same, against one process", "verify stream.toml -n 2 --steps 5", "verified"),
     Step("An own loop with two updates a step", "run -n 2 gan.py", "300 steps; the generator's middle"),
     Step(
+        "Both updates, against one process",
+        "verify gan.toml -n 2 --steps 5 --loop gan.py:train_loop",
+        "verified",
+    ),
+    Step(
         "The best weights of the CNN as a file",
         "export runs/cnn/checkpoints/best --to cnn.safetensors",
         "tensors",

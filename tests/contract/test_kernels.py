@@ -139,6 +139,10 @@ def test_without_a_compiler_or_in_a_folder_of_others_there_are_none(tmp_path: Pa
     tmp_path.chmod(0o777)
     assert load_kernels(tmp_path) is None
     assert load_kernels(tmp_path / "made") is not None or shutil.which("cc") is None
+    if os.getuid() == 0:
+        os.chown(tmp_path, 12345, -1)  # whoever that is could put another folder in place of ours
+        assert load_kernels(tmp_path / "made") is None
+        os.chown(tmp_path, 0, -1)
     (tmp_path / "a file").touch()
     assert load_kernels(tmp_path / "a file" / "kernels") is None
 

@@ -74,7 +74,7 @@ def choose_buckets(
     warn: Callable[[str], None],
     note: Callable[[str, Mapping[str, Any]], None],
 ) -> Recipe:
-    """The recipe with the bucket size of these links, where `runtime.bucket_latency` is set; collective.
+    """The recipe with the bucket size of these links in place of `runtime.bucket_latency`; collective.
 
     Raises:
         DataError: the link profile cannot be read, or is of another number of ranks.
@@ -93,7 +93,12 @@ def choose_buckets(
     choice = choose_bytes(line, group.size, runtime.bucket_latency, runtime.bucket_bytes)
     warn(f"{choice} ({runtime.link_profile or took})")
     note("buckets", {**choice._asdict(), "source": runtime.link_profile or "measured"})
-    return recipe.replace(runtime=runtime.replace(bucket_bytes=choice.bucket_bytes))
+    settled = runtime.replace(
+        bucket_bytes=choice.bucket_bytes,
+        bucket_latency=None,  # a run that goes on keeps to the choice
+        link_profile=runtime.link_profile if strategy.route == "auto" else None,
+    )
+    return recipe.replace(runtime=settled)
 
 
 def _without_links(strategy: Strategy, device: torch.device, group: Group, net: Net) -> str:

@@ -2,7 +2,8 @@
 
 The file is named by a hash of source, flags, compiler and processor, and by a hash of its own bytes.
 Invariant: a file whose bytes are not those it was written with is never loaded, and neither is one in a
-folder that others may write to. A call holds no lock of Python, so it runs beside the training.
+folder that others may write to, or may put another one in place of. A call holds no lock of Python, so it
+runs beside the training.
 """
 
 from __future__ import annotations
@@ -140,9 +141,9 @@ def _processor() -> list[str]:
 
 def _kept(folder: Path, key: str) -> Path | None:
     """A file that was compiled before, whole; what is damaged is removed."""
-    about = folder.stat()
-    if about.st_uid != os.getuid() or about.st_mode & 0o022:
-        raise PermissionError(f"{folder} is not this user's alone")
+    about, above = folder.stat(), folder.parent.stat()
+    if about.st_uid != os.getuid() or about.st_mode & 0o022 or above.st_uid not in (0, os.getuid()):
+        raise PermissionError(f"{folder} is not this user's alone")  # who owns what is above can swap it
     for file in folder.glob(f"{key}-*.so"):
         if file.name == _name(key, file.read_bytes()):
             return file

@@ -15,7 +15,7 @@ from paceline.errors import StrategyError, TaskError
 from paceline.recipe import Recipe, Strategy
 from paceline.testing import run_ranks
 from paceline.testing.parity import session_of
-from paceline.training import build
+from paceline.training import optimizers
 from tests.zoo.kind import Kind, Made, mlp
 from tests.zoo.plain import End
 from tests.zoo.runs import distance_from
@@ -174,7 +174,7 @@ def trained(cluster: Cluster, strategy: str, make: Make) -> End | str:
 def all_of_them(cluster: Cluster, strategy: str, refuse: bool) -> dict[str, End | str]:
     """Every optimizer; without the refusals if so asked."""
     if not refuse:
-        build.require_fit = lambda optimizer, holding: None
+        optimizers.require_fit = lambda optimizer, holding: None
     return {name: trained(cluster, strategy, make) for name, make in OPTIMIZERS.items()}
 
 

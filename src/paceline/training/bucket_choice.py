@@ -93,12 +93,14 @@ def choose_buckets(
     choice = choose_bytes(line, group.size, runtime.bucket_latency, runtime.bucket_bytes)
     warn(f"{choice} ({runtime.link_profile or took})")
     note("buckets", {**choice._asdict(), "source": runtime.link_profile or "measured"})
-    settled = runtime.replace(
-        bucket_bytes=choice.bucket_bytes,
-        bucket_latency=None,  # a run that goes on keeps to the choice
-        link_profile=runtime.link_profile if strategy.route == "auto" else None,
-    )
-    return recipe.replace(runtime=settled)
+    return _settled(recipe, strategy, choice.bucket_bytes)
+
+
+def _settled(recipe: Recipe, strategy: Strategy, bucket_bytes: int) -> Recipe:
+    """The recipe with the choice alone: a run that goes on keeps to it."""
+    profile = recipe.runtime.link_profile if strategy.route == "auto" else None
+    told = {"bucket_bytes": bucket_bytes, "bucket_latency": None, "link_profile": profile}
+    return recipe.replace(runtime=recipe.runtime.replace(**told))
 
 
 def _without_links(strategy: Strategy, device: torch.device, group: Group, net: Net) -> str:

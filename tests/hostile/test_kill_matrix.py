@@ -18,7 +18,7 @@ import pytest
 
 from tests.dist.launch.actors import as_users_have_it
 from tests.hostile.kills import MOMENTS, OWN, SIGNALS, TARGETS, trials
-from tests.hostile.traces import left_of, things
+from tests.hostile.traces import left_of, name_of, things
 
 pytestmark = [pytest.mark.capability("N10"), pytest.mark.timeout(400)]
 ROOT = Path(__file__).parents[2]
@@ -112,6 +112,15 @@ def test_what_is_left_is_seen(tmp_path: Path) -> None:
         server.kill()
     assert left["temporary folders"] == ["paceline-x"]
     assert any(str(other.pid) in line for line in left["processes"]) and left["descriptors"]
+
+
+def test_a_process_is_seen_from_its_first_moment_on() -> None:
+    names = []
+    for _ in range(50):
+        with subprocess.Popen(["sleep", "600"]) as process:
+            names.append(name_of(Path(f"/proc/{process.pid}")))
+            process.kill()
+    assert names == ["sleep 600 "] * 50
 
 
 @pytest.mark.soak

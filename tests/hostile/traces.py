@@ -16,7 +16,7 @@ def things(folder: Path, server: int) -> dict[str, set[str]]:
     running = [path for path in Path("/proc").glob("[0-9]*") if int(path.name) not in (own, server)]
     left = {path.name for path in (folder / "tmp").iterdir() if "inductor" not in path.name}
     return {
-        "processes": {f"{path.name} {name_of(path)}" for path in running if name_of(path)},
+        "processes": {f"{path.name} {name}" for path in running if (name := name_of(path))},
         "descriptors": {f"{pid}: {_count(Path(f'/proc/{pid}/fd'))}" for pid in (own, server)},
         "shared memory": {path.name for path in Path("/dev/shm").iterdir()},
         "ports": _listening(),
@@ -26,7 +26,16 @@ def things(folder: Path, server: int) -> dict[str, set[str]]:
 
 
 def name_of(process: Path) -> str:
-    return text_of(process / "cmdline").replace("\0", " ")
+    """The words that it was started by, empty for one without memory: a zombie, a thread of the kernel.
+
+    Between the start of a program and its first instruction they are empty too, so they are waited for.
+    """
+    expires = time.monotonic() + 5.0
+    while not (words := text_of(process / "cmdline")) and "VmSize" in text_of(process / "status"):
+        if time.monotonic() > expires:
+            return "without words"
+        time.sleep(0.001)
+    return words.replace("\0", " ")
 
 
 def _count(folder: Path) -> int:

@@ -1,5 +1,6 @@
 """Replicas that train alone and meet at times: exact where the paper says so, and the bytes fall."""
 
+from dataclasses import replace
 from statistics import mean, stdev
 from typing import Any
 
@@ -50,13 +51,11 @@ def test_an_unweighted_mean_is_not_every_step() -> None:
     """The mutation twin."""
 
     def unweighted(cluster: Cluster, recipe: Recipe) -> Trajectory:
-        from paceline.sync import local
-
         plain = LocalRounds._agree
 
         def agree(self: LocalRounds, half: Any, placed: Any) -> Any:
-            same = [(local.replace(tally, count=1.0), update) for tally, update in half.taken]
-            return plain(self, local.replace(half, taken=same), placed)
+            same = [(replace(tally, count=1.0), update) for tally, update in half.taken]
+            return plain(self, replace(half, taken=same), placed)
 
         LocalRounds._agree = agree
         return run(cluster, recipe)

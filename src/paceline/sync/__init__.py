@@ -2,7 +2,8 @@
 
 from paceline.sync.every_step import EveryStep, gradient_scale
 from paceline.sync.inner import InnerState
-from paceline.sync.local import LocalRounds, Outer
+from paceline.sync.local import LocalRounds
+from paceline.sync.outer import Outer
 from paceline.sync.rule import Rule, step_stats
 from paceline.sync.update import Part, Update, UpdateStep, Updating, update_parts
 

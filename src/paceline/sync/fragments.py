@@ -5,20 +5,15 @@ Source: Douillard et al. 2025, Streaming DiLoCo with overlapping communication, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
 
-from paceline.comm import Net, Reduction, Tally
+from paceline.comm import Net, Tally
 from paceline.comm.tally import AgreedTally
-from paceline.layout import Placed
 from paceline.mesh import Group
-from paceline.slot import Slot
-from paceline.state import LossScale, TrainState
-from paceline.sync.local import ConstantRate, Outer
-from paceline.sync.update import UpdateStep, update_parts
+from paceline.sync.outer import Movement
 
 
 class Streaming(NamedTuple):
@@ -67,21 +62,11 @@ class Fragment:
     """Some tensors, where all were when they met last, and what is on its way.
 
     Args:
-        anchors: by slot.
-        computes: what this rank computes with.
-        reducer: sums movements over the replicas.
+        movement: of these tensors.
     """
 
-    def __init__(
-        self,
-        anchors: Mapping[Slot, nn.Parameter],
-        placed: Placed,
-        outer: Outer,
-        reducer: Reduction,
-    ) -> None:
-        self.anchors, self.reducer, self._computes = anchors, reducer, placed.holding.computes
-        state = TrainState(placed.holding, outer.optimizer(anchors.values()), LossScale())
-        self.outer = UpdateStep(state, anchors, update_parts(ConstantRate()))
+    def __init__(self, movement: Movement) -> None:
+        self.movement, self.anchors = movement, movement.anchors
         self._agreement: AgreedTally | None = None
         self.left = 0  # steps of the round after which it left last
         self.count = 0.0  # items since then
@@ -91,41 +76,27 @@ class Fragment:
         """Whether it has left and not arrived."""
         return self._agreement is not None
 
-    @torch.no_grad()
     def begin(self) -> None:
         """A round begins: all are at the same place."""
-        torch._foreach_copy_([*self.anchors.values()], [self._computes[slot] for slot in self.anchors])
+        self.movement.begin()
         self.left, self.count = 0, 0.0
 
-    @torch.no_grad()
     def leave(self, step: int, net: Net, world: Group, device: torch.device) -> None:
         """Launch the sum of what has moved; collective."""
-        self.reducer.begin()
-        for slot in reversed([*self.anchors]):
-            self.reducer.ready(slot, (self.anchors[slot] - self._computes[slot]) * self.count)
-        self.reducer.close()
+        self.movement.leave(self.count)
         nothing = torch.zeros(0, dtype=torch.float64)
         self._agreement = Tally(0.0, 0.0, self.count, {}, 0.0, (), nothing).agree(net, world, device)
         self.left, self.count = step, 0.0
 
-    @torch.no_grad()
     def arrive(self, mixing: float) -> None:
         """Move where all were, and go on from there; collective."""
         assert self._agreement is not None
-        grads, tally = self.reducer.finish(), self._agreement.wait()
-        self._agreement = None
-        self.outer.apply(grads, tally)
-        self.reducer.commit()
-        mine: list[Tensor] = [self._computes[slot] for slot in self.anchors]
-        theirs: list[Tensor] = [*self.anchors.values()]
-        if not mixing:
-            torch._foreach_copy_(mine, theirs)
-            return
-        torch._foreach_mul_(mine, mixing)
-        torch._foreach_add_(mine, theirs, alpha=1.0 - mixing)
+        agreement, self._agreement = self._agreement, None
+        self.movement.arrive(agreement.wait())
+        self.movement.mix(mixing)
 
     def drop(self) -> None:
         """Forget what is on its way."""
         if self._agreement is not None:
-            self.reducer.abort()
+            self.movement.reducer.abort()
             self._agreement = None

@@ -15,45 +15,22 @@ Source: Assran, Loizou, Ballas and Rabbat 2019, Stochastic Gradient Push, ICML, 
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from paceline.comm import Net, Tally
 from paceline.comm.channel import Channel, Message
-from paceline.data import Feed, Stream
+from paceline.data import Feed
 from paceline.errors import DeadlineError
 from paceline.layout import Placed
 from paceline.mesh import Group
 from paceline.observe import Phases, Stats
-from paceline.state import TrainState
+from paceline.sync.alone import Alone, Stretch, Take
 from paceline.sync.every_step import EveryStep
-from paceline.sync.local import add_tallies, counted
 from paceline.sync.pairs import Mailbox, Purse, partner
-from paceline.sync.rule import step_stats
-from paceline.sync.update import Update, UpdateStep
-
-
-@dataclass
-class _Half:
-    """A round under way.
-
-    Args:
-        first: its first step; negative: none is under way.
-        end: the step before which it ends.
-        buffers: what it started from.
-        taken: its steps so far.
-        ages: how many messages were so many clocks late.
-    """
-
-    first: int = -1
-    end: int = -1
-    buffers: list[Tensor] = field(default_factory=list)
-    taken: list[tuple[Tally, Update]] = field(default_factory=list)
-    ages: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+from paceline.sync.update import UpdateStep
 
 
 class Gossip:
@@ -81,47 +58,36 @@ class Gossip:
     ) -> None:
         self.inner, self.purse = inner, Purse(params)
         self.mailbox = Mailbox(world.rank, world.size, bound)
+        self._alone = Alone(inner, world=world, net=net, phases=phases)
         self._channel, self._world, self._net, self._phases = channel, world, net, phases
-        self._half, self._early = _Half(), dict[int, Message]()
+        self._ages, self._early = list[int](), dict[int, Message]()
 
     def rounds(self, feed: Feed, placed: Placed, update_step: UpdateStep) -> Iterator[Stats]:
         """See `Rule`: a round ends where the feed wants a pause."""
-        state = update_step.state
-        with feed.from_step(state.step) as stream:
-            while state.step < feed.num_steps:
-                self._phases.take()
-                half = self._begin(feed, placed, state)
-                while state.step < half.end:
-                    self._step(feed, stream, placed, update_step)
-                tally, oldest = self._meet(placed)
-                self._half = _Half()
-                steps, update = range(half.first, half.end), half.taken[-1][1]
-                stats = step_stats(steps, feed.work, state, tally, update, self._phases, self._net)
-                yield _told(stats, tally, oldest)
+        return self._alone.rounds(
+            feed, placed, update_step, begin=self._begin, step=self._step, meet=self._meet
+        )
 
     def abort(self) -> None:
         """See `Rule`."""
         self.inner.abort()
 
-    def _begin(self, feed: Feed, placed: Placed, state: TrainState) -> _Half:
-        """A new round; one that an abort has interrupted goes on."""
-        if self._half.first < 0:
-            self.purse.fill()
-            self.mailbox.begin(state.step)
-            self._half = _Half(state.step, feed.pause_after(state.step), buffers=placed.buffers.values())
-        return self._half
+    def _begin(self, feed: Feed, step: int) -> int:
+        self._ages.clear()
+        self.purse.fill()
+        self.mailbox.begin(step)
+        return feed.pause_after(step)
 
-    def _step(self, feed: Feed, stream: Stream, placed: Placed, update_step: UpdateStep) -> None:
+    def _step(self, stretch: Stretch, take: Take) -> None:
         """One clock: what has come, a step, and a half to the peer."""
-        state = update_step.state
+        clock = stretch.step
         with self._phases.during("communication"):
-            self._hear(state.step)
+            self._hear(clock)
         before = self.purse.spend()
-        self._half.taken.append(counted(*self.inner.step(feed.work, stream, placed, update_step)))
+        take()
         self.purse.move(before)
         with self._phases.during("communication"):
-            self._give(state.step)
-        state.step += 1
+            self._give(clock)
 
     def _give(self, clock: int) -> None:
         other = partner(self._world.rank, clock, self._world.size)
@@ -158,41 +124,21 @@ class Gossip:
         if self.mailbox.is_early(made):
             self._early[made] = message
             return
-        self._half.ages[self.mailbox.take(made)] += 1
+        self._ages.append(self.mailbox.take(made))
         self.purse.add(message.tensors, message.fields["weight"])
 
     @torch.no_grad()
-    def _meet(self, placed: Placed) -> tuple[Tally, int]:
-        """All that is under way comes in, and all go on from the mean; also how late the latest was."""
-        half = self._half
-        with self._phases.during("communication"):
-            self._channel.flush(self._net.deadline_seconds)
-            self._hear(half.end, late=0)
-        ages, mine = half.ages, add_tallies([tally for tally, _ in half.taken])
-        change = placed.buffers.moved_since(half.buffers, mine.micro_batches)
-        told = {_AGES: float(sum(age * n for age, n in ages.items())), _HEARD: float(sum(ages.values()))}
-        mine = replace(mine, buffers=change, metrics={**mine.metrics, **told})
-        with self._phases.during("communication"):
-            device = placed.holding.device
-            tally = mine.agree(self._net, self._world, device).wait()
-            oldest = torch.tensor([float(max(ages, default=0))], dtype=torch.float64, device=device)
-            latest = int(self._net.all_reduce(oldest, self._world, "max").wait())
-            going = [self._net.all_reduce(x, self._world) for x in self.purse.sums]
-            self.purse.sums = [handle.wait() for handle in going]
+    def _meet(self, stretch: Stretch, placed: Placed) -> tuple[Tally, Mapping[str, float]]:
+        """All that is under way comes in, and all go on from the mean."""
+        self._channel.flush(self._net.deadline_seconds)
+        self._hear(stretch.end, late=0)
+        tally, own = self._alone.agree(stretch, placed, ages=sum(self._ages), heard=len(self._ages))
+        oldest = torch.tensor(
+            [float(max(self._ages, default=0))], dtype=torch.float64, device=placed.holding.device
+        )
+        going = [self._net.all_reduce(x, self._world) for x in self.purse.sums]
+        latest = float(self._net.all_reduce(oldest, self._world, "max").wait())
+        self.purse.sums = [handle.wait() for handle in going]
         self.purse.weight = float(self._world.size)
         self.purse.spend()
-        placed.buffers.reset(half.buffers)
-        placed.buffers.end_step(tally.buffers, tally.micro_batches)
-        return tally, latest
-
-
-_AGES, _HEARD = "ages", "heard"
-
-
-def _told(stats: Stats, tally: Tally, oldest: int) -> Stats:
-    """With how late messages were, beside the metrics of the task."""
-    metrics: Mapping[str, float] = {
-        name: value for name, value in stats.metrics.items() if name not in (_AGES, _HEARD)
-    }
-    mean = tally.metrics[_AGES] / max(1.0, tally.metrics[_HEARD])
-    return replace(stats, metrics={**metrics, "staleness": mean, "staleness_max": float(oldest)})
+        return tally, {"staleness": own["ages"] / max(1.0, own["heard"]), "staleness_max": latest}

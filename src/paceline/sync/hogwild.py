@@ -23,23 +23,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from paceline.comm import Net, Tally
-from paceline.data import Feed, Stream
+from paceline.data import Feed
 from paceline.errors import DeadlineError
 from paceline.layout import Placed
 from paceline.mesh import Group
 from paceline.observe import Phases, Stats
-from paceline.state import TrainState
+from paceline.sync.alone import Alone, Stretch, Take
 from paceline.sync.every_step import EveryStep
-from paceline.sync.local import add_tallies, counted
-from paceline.sync.rule import step_stats
-from paceline.sync.update import Update, UpdateStep
+from paceline.sync.update import UpdateStep
 
 _LOOK_SECONDS = 5e-4
 
@@ -100,27 +97,6 @@ class Board:
         return 1.0 - arrived / made if made else 0.0
 
 
-@dataclass
-class _Half:
-    """A round under way.
-
-    Args:
-        first: its first step; negative: none is under way.
-        end: the step before which it ends.
-        is_agreed: all ranks end it there, whatever they are asked from now on.
-        buffers: what it started from.
-        taken: its steps so far.
-        ages: of each, how many updates others made while it was computed and applied.
-    """
-
-    first: int = -1
-    end: int = -1
-    is_agreed: bool = False
-    buffers: list[Tensor] = field(default_factory=list)
-    taken: list[tuple[Tally, Update]] = field(default_factory=list)
-    ages: list[int] = field(default_factory=list)
-
-
 class Hogwild:
     """The rule.
 
@@ -145,55 +121,54 @@ class Hogwild:
         stop_requested: Callable[[], bool],
     ) -> None:
         self.inner, self.board, self._bound = inner, board, bound
+        self._alone = Alone(inner, world=world, net=net, phases=phases)
         self._world, self._net, self._phases, self._stop_requested = world, net, phases, stop_requested
-        self._half = _Half()
+        self._ages = list[int]()  # of each step of a round, the updates that others made while it was taken
 
     def rounds(self, feed: Feed, placed: Placed, update_step: UpdateStep) -> Iterator[Stats]:
         """See `Rule`: a round ends where the feed wants a pause, or a rank was asked to stop."""
-        state = update_step.state
-        with feed.from_step(state.step) as stream:
-            while state.step < feed.num_steps:
-                self._phases.take()
-                half = self._begin(feed, placed, state)
-                while state.step < half.end:
-                    if self._may_begin(state.step):
-                        self._step(feed, stream, placed, update_step)
-                    if not half.is_agreed and (self.board.stopping or state.step == half.end):
-                        half.end, half.is_agreed = self._farthest(state.step), True
-                tally, lost = self._meet(placed), self.board.lost_share()
-                self._half = _Half()
-                steps, update = range(half.first, half.end), half.taken[-1][1]
-                stats = step_stats(steps, feed.work, state, tally, update, self._phases, self._net)
-                yield _told(stats, tally, lost)
+        return self._alone.rounds(
+            feed, placed, update_step, begin=self._begin, step=self._go_on, meet=self._meet
+        )
 
     def abort(self) -> None:
         """See `Rule`."""
         self.inner.abort()
 
-    def _begin(self, feed: Feed, placed: Placed, state: TrainState) -> _Half:
-        """A new round, once nobody reads what it will change; one that an abort has interrupted goes on."""
-        if self._half.first < 0:
-            self.board.begin()
-            self.board.reach(state.step)
-            with self._phases.during("communication"):
-                self._net.barrier(self._world)
-            end, buffers = feed.pause_after(state.step), placed.buffers.values()
-            self._half = _Half(state.step, end, buffers=buffers)
-        return self._half
+    def _begin(self, feed: Feed, step: int) -> int:
+        """A new round, once nobody reads what it will change."""
+        self._ages.clear()
+        self.board.begin()
+        self.board.reach(step)
+        with self._phases.during("communication"):
+            self._net.barrier(self._world)
+        return feed.pause_after(step)
 
-    def _may_begin(self, step: int) -> bool:
+    def _go_on(self, stretch: Stretch, take: Take) -> None:
+        """A step, unless the round is about to end instead; and where it ends, once that is asked."""
+        if self._may_begin(stretch):
+            self._step(stretch, take)
+        if not stretch.is_agreed and (self.board.stopping or stretch.step == stretch.end):
+            with self._phases.during("communication"):
+                own = torch.tensor([stretch.step])
+                stretch.end_with(
+                    int(one) for one in self._net.all_gather(own, self._world, equal=True).wait()
+                )
+
+    def _may_begin(self, stretch: Stretch) -> bool:
         """Wait for those who are too far behind; false: the round is about to end instead.
 
         Raises:
             DeadlineError: one stays behind for a deadline.
         """
+        step = stretch.step
         if self.board.behind(step, self._bound) is None:
             return True
         expires = time.monotonic() + self._net.deadline_seconds
         with self._phases.during("communication"):
             while (rank := self.board.behind(step, self._bound)) is not None:
                 self.board.ask_to_stop(self._stop_requested())
-                if self.board.stopping and not self._half.is_agreed:
+                if self.board.stopping and not stretch.is_agreed:
                     return False
                 if time.monotonic() > expires:
                     raise DeadlineError(
@@ -204,43 +179,17 @@ class Hogwild:
                 time.sleep(_LOOK_SECONDS)
         return True
 
-    def _step(self, feed: Feed, stream: Stream, placed: Placed, update_step: UpdateStep) -> None:
+    def _step(self, stretch: Stretch, take: Take) -> None:
         """One step of this rank; what others do meanwhile is its staleness."""
         self.board.ask_to_stop(self._stop_requested())
         read = self.board.updates
-        tally, update = self.inner.step(feed.work, stream, placed, update_step)
-        self._half.ages.append(self.board.updates - read)
+        update = take()
+        self._ages.append(self.board.updates - read)
         if update.applied:
             self.board.count()
-        self._half.taken.append(counted(tally, update))
-        update_step.state.step += 1
-        self.board.reach(update_step.state.step)
+        self.board.reach(stretch.step)
 
-    def _farthest(self, step: int) -> int:
-        """Where the round ends: as far as the rank that has come farthest; collective."""
-        with self._phases.during("communication"):
-            steps = self._net.all_gather(torch.tensor([step]), self._world, equal=True).wait()
-        return max(int(found) for found in steps)
-
-    def _meet(self, placed: Placed) -> Tally:
+    def _meet(self, stretch: Stretch, placed: Placed) -> tuple[Tally, Mapping[str, float]]:
         """The sums over all ranks, and buffers that are equal; afterwards nobody writes."""
-        half = self._half
-        mine = add_tallies([tally for tally, _ in half.taken])
-        change = placed.buffers.moved_since(half.buffers, mine.micro_batches)
-        metrics = {**mine.metrics, _AGES: float(sum(half.ages)), _STEPS: float(len(half.ages))}
-        mine = replace(mine, buffers=change, metrics=metrics)
-        with self._phases.during("communication"):
-            tally = mine.agree(self._net, self._world, placed.holding.device).wait()
-        placed.buffers.reset(half.buffers)
-        placed.buffers.end_step(tally.buffers, tally.micro_batches)
-        return tally
-
-
-_AGES, _STEPS = "ages", "steps"
-
-
-def _told(stats: Stats, tally: Tally, lost: float) -> Stats:
-    """With how old gradients were, and how many updates were lost, beside the metrics of the task."""
-    metrics = {name: value for name, value in stats.metrics.items() if name not in (_AGES, _STEPS)}
-    staleness = tally.metrics[_AGES] / tally.metrics[_STEPS]
-    return replace(stats, metrics={**metrics, "staleness": staleness, "lost_updates": lost})
+        tally, own = self._alone.agree(stretch, placed, ages=sum(self._ages), steps=len(self._ages))
+        return tally, {"staleness": own["ages"] / own["steps"], "lost_updates": self.board.lost_share()}

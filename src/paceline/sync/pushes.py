@@ -13,7 +13,7 @@ from paceline.comm import LocalReducer, Reduction, Tally
 from paceline.comm.channel import Message
 from paceline.layout import Placed, Sums
 from paceline.slot import Slot
-from paceline.sync.local import add_tallies
+from paceline.sync.alone import add_tallies
 from paceline.sync.shares import SERVER, cut, shares_of
 from paceline.sync.traffic import Traffic
 

@@ -29,8 +29,8 @@ from paceline.errors import CommunicationError, DeadlineError
 from paceline.layout import Placed
 from paceline.observe import Stats
 from paceline.state import TrainState
+from paceline.sync.alone import add_tallies
 from paceline.sync.crew import Crew
-from paceline.sync.local import add_tallies
 from paceline.sync.policy import Policy, Push, Ticket, WorkLedger
 from paceline.sync.rule import step_stats
 from paceline.sync.served import Serving

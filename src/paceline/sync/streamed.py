@@ -17,10 +17,8 @@ Source: Douillard et al. 2025, Streaming DiLoCo with overlapping communication, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline.comm import Net, Reduction, Tally
 from paceline.comm.reduction import Reducers
@@ -29,29 +27,11 @@ from paceline.layout import Placed
 from paceline.mesh import Group
 from paceline.observe import Phases, Stats
 from paceline.slot import Keeper, Piece, Slot
-from paceline.state import TrainState
+from paceline.sync.alone import Alone, Stretch, Take
 from paceline.sync.every_step import EveryStep
 from paceline.sync.fragments import Fragment, Streaming, plan_fragments
-from paceline.sync.local import Outer, add_tallies, counted
-from paceline.sync.rule import step_stats
-from paceline.sync.update import Update, UpdateStep
-
-
-@dataclass
-class _Half:
-    """A round under way.
-
-    Args:
-        first: its first step; negative: none is.
-        end: the step before which it ends.
-        buffers: what it started from.
-        taken: its steps so far.
-    """
-
-    first: int = -1
-    end: int = -1
-    buffers: list[Tensor] = field(default_factory=list)
-    taken: list[tuple[Tally, Update]] = field(default_factory=list)
+from paceline.sync.outer import Movement, Outer, anchors_of
+from paceline.sync.update import UpdateStep
 
 
 class StreamedRounds(Keeper):
@@ -82,53 +62,39 @@ class StreamedRounds(Keeper):
         phases: Phases,
     ) -> None:
         self.inner, self.streaming = inner, streaming
-        self._world, self._net, self._phases = world, net, phases
-        self.anchors = {s: nn.Parameter(p.detach().clone()) for s, p in placed.holding.computes.items()}
-        slots = [*self.anchors]
+        self._alone = Alone(inner, world=world, net=net, phases=phases)
+        self._phases, self._wire = phases, (net, world, placed.holding.device)
+        slots, anchors = [*placed.holding.computes], anchors_of(placed)
         self.fragments = []
         for number, part in enumerate(plan_fragments([s.numel for s in slots], streaming.fragments)):
-            anchors = {slots[index]: self.anchors[slots[index]] for index in part}
-            self.fragments.append(Fragment(anchors, placed, outer, reducer(anchors, number)))
-        by_slot = {slot: one.reducer for one in self.fragments for slot in one.anchors}
-        self.reducer = Reducers(by_slot, [one.reducer for one in self.fragments])
-        self._half = _Half()
+            own = {slots[index]: anchors[slots[index]] for index in part}
+            self.fragments.append(Fragment(Movement(own, placed, outer, reducer(own, number))))
+        reducers = [one.movement.reducer for one in self.fragments]
+        by_slot = {slot: one.movement.reducer for one in self.fragments for slot in one.anchors}
+        self.reducer = Reducers(by_slot, reducers)
 
     def rounds(self, feed: Feed, placed: Placed, update_step: UpdateStep) -> Iterator[Stats]:
         """See `Rule`: a round ends where the feed wants a pause, or the next time that H steps are over."""
-        state = update_step.state
-        with feed.from_step(state.step) as stream:
-            while state.step < feed.num_steps:
-                self._phases.take()
-                half = self._begin(feed, placed, state)
-                while state.step < half.end:
-                    tally, update = counted(*self.inner.step(feed.work, stream, placed, update_step))
-                    half.taken.append((tally, update))
-                    state.step += 1
-                    self._travel(tally.count, placed, is_last=state.step == half.end)
-                tally = self._meet(half, placed)
-                self._half = _Half()
-                steps, update = range(half.first, half.end), half.taken[-1][1]
-                stats = step_stats(steps, feed.work, state, tally, update, self._phases, self._net)
-                yield replace(stats, metrics={**stats.metrics, _SKIPPED: tally.metrics[_SKIPPED]})
+        return self._alone.rounds(
+            feed, placed, update_step, begin=self._begin, step=self._step, meet=self._meet
+        )
 
     def abort(self) -> None:
         """See `Rule`; what is under way goes on, as the others count on it."""
         self.inner.abort()
 
-    def _begin(self, feed: Feed, placed: Placed, state: TrainState) -> _Half:
-        """A new round; one that an abort has interrupted goes on."""
-        if self._half.first < 0:
-            wanted = feed.pause_after(state.step) - state.step
-            length = -(-wanted // self.streaming.steps) * self.streaming.steps
-            end = min(state.step + length, feed.num_steps)
-            self._half = _Half(state.step, end, placed.buffers.values())
-            for fragment in self.fragments:
-                fragment.begin()
-        return self._half
+    def _begin(self, feed: Feed, step: int) -> int:
+        for fragment in self.fragments:
+            fragment.begin()
+        rounds = -(-(feed.pause_after(step) - step) // self.streaming.steps)
+        return min(step + rounds * self.streaming.steps, feed.num_steps)
 
-    def _travel(self, count: float, placed: Placed, *, is_last: bool) -> None:
-        """After a step: who is due arrives, and who is due leaves."""
-        step = len(self._half.taken)
+    def _step(self, stretch: Stretch, take: Take) -> None:
+        take()
+        self._travel(stretch.taken[-1][0].count, len(stretch.taken), is_last=stretch.step == stretch.end)
+
+    def _travel(self, count: float, step: int, *, is_last: bool) -> None:
+        """After a step of a round: who is due arrives, and who is due leaves."""
         with self._phases.during("communication"):
             for fragment in self.fragments:
                 fragment.count += count
@@ -136,51 +102,27 @@ class StreamedRounds(Keeper):
                     fragment.arrive(self.streaming.mixing)
             for number, fragment in enumerate(self.fragments):
                 if self.streaming.leaves(number, step) and not is_last:
-                    fragment.leave(step, self._net, self._world, placed.holding.device)
+                    fragment.leave(step, *self._wire)
                     if not self.streaming.delay:
                         fragment.arrive(self.streaming.mixing)
 
-    def _meet(self, half: _Half, placed: Placed) -> Tally:
+    def _meet(self, stretch: Stretch, placed: Placed) -> tuple[Tally, Mapping[str, float]]:
         """All that is under way arrives, and all replicas go on from one place."""
-        step, device = len(half.taken), placed.holding.device
-        mine = add_tallies([tally for tally, _ in half.taken])
-        change = placed.buffers.moved_since(half.buffers, mine.micro_batches)
-        metrics = {**mine.metrics, _SKIPPED: float(sum(not update.applied for _, update in half.taken))}
-        with self._phases.during("communication"):
-            for fragment in self.fragments:
-                if fragment.is_under_way:
-                    fragment.arrive(self.streaming.mixing)
-            for fragment in self.fragments:
-                fragment.leave(step, self._net, self._world, device)
-                fragment.arrive(0.0)
-            mine = replace(mine, buffers=change, metrics=metrics)
-            tally = mine.agree(self._net, self._world, device).wait()
-        placed.buffers.reset(half.buffers)
-        placed.buffers.end_step(tally.buffers, tally.micro_batches)
-        return tally
+        for fragment in self.fragments:
+            if fragment.is_under_way:
+                fragment.arrive(self.streaming.mixing)
+        for fragment in self.fragments:
+            fragment.leave(len(stretch.taken), *self._wire)
+            fragment.arrive(0.0)
+        return self._alone.agree(stretch, placed, skipped=stretch.skipped)
 
     def pieces(self) -> list[Piece]:
         """Momentum of the outer optimizers, by parameter, under the names of `LocalRounds`."""
-        found = []
-        for fragment in self.fragments:
-            states = fragment.outer.state.optimizer.state
-            for slot, anchor in fragment.anchors.items():
-                buffer = states.get(anchor, {}).get("momentum_buffer")
-                if buffer is not None:
-                    found.append(Piece(Slot.whole(f"momentum/{slot.name}", buffer), buffer))
-        return found
+        return [piece for fragment in self.fragments for piece in fragment.movement.pieces()]
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """The inverse of `pieces`; a round that was under way is forgotten."""
-        self._half = _Half()
+        self._alone.forget()
         for fragment in self.fragments:
             fragment.drop()
-            states = fragment.outer.state.optimizer.state
-            states.clear()
-            for slot, anchor in fragment.anchors.items():
-                if f"momentum/{slot.name}" in tensors:
-                    buffer = torch.empty_like(anchor).copy_(tensors[f"momentum/{slot.name}"])
-                    states[anchor] = {"momentum_buffer": buffer.detach()}
-
-
-_SKIPPED = "skipped"
+            fragment.movement.load(tensors)

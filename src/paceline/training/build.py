@@ -5,7 +5,6 @@ The pieces are arguments, so that a test, a fault or a later strategy replaces o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -16,15 +15,15 @@ from torch import nn
 
 from paceline.cluster import Cluster
 from paceline.comm import Net
-from paceline.data import Feed, Loader, build_order, settled
+from paceline.data import build_order, settled
 from paceline.layout.sums import MetricNames
 from paceline.mesh import Mesh
 from paceline.observe import Phases
-from paceline.recipe import Recipe, most_sharers, resolve
+from paceline.recipe import Recipe, Strategy, most_sharers, resolve
 from paceline.state import LossScale, TrainState
 from paceline.sync import UpdateStep, update_parts
 from paceline.sync.witness import LossEar
-from paceline.task import Source, Task
+from paceline.task import Task
 from paceline.training.arrange import Material, Notes, Pieces, Setting
 from paceline.training.averaging import build_average, by_rounds
 from paceline.training.budget import keep_to_budget
@@ -39,6 +38,7 @@ from paceline.training.contract import (
     tell_large_batch,
 )
 from paceline.training.debugging import Debugging
+from paceline.training.feeds import build_feed
 from paceline.training.guard import guard_update, refuse_health
 from paceline.training.layouts import Grounds, Layout, place
 from paceline.training.micro_batches import synchronize, tell_before
@@ -78,44 +78,76 @@ def build_session(
         TaskError, DataError: the task breaks its contract, or there is no data.
         CheckpointError: the first weights cannot be read, or are those of another model.
     """
-    task = settled(task, recipe)
+    task, notes = settled(task, recipe), Notes()
+    told: dict[str, Any] = {"warn": warn, "note": notes.add}
+    recipe, strategy = choose(recipe, task, cluster, device, **told)
+    refuse_health(recipe.health, strategy)
+    found = pieces or Pieces()
+    setting = lay_out(
+        recipe, strategy, task, cluster, device, pieces=found, stop_requested=stop_requested, **told
+    )
+    require(setting, recipe, task)
+    setting, recipe = keep_to_budget(setting, recipe, task)
+    return begin(setting, recipe, task, notes, fresh=fresh)
+
+
+def choose(
+    recipe: Recipe, task: Task, cluster: Cluster, device: torch.device, **told: Any
+) -> tuple[Recipe, Strategy]:
+    """What the recipe leaves to the processes, the machine and the network; collective.
+
+    Args:
+        told: who is told what was chosen.
+    """
     most, called = most_sharers(recipe)
     strategy = resolve(recipe.strategy, processes=cluster.world_size, shards=most, called=called)
-    notes = Notes()
-    recipe = choose_by_machine(recipe, task, cluster, device, warn=warn, note=notes.add)
-    recipe, strategy = choose_stages(recipe, strategy, task, cluster, device, warn=warn, note=notes.add)
-    recipe, strategy = choose_wire(recipe, strategy, task, cluster, device, warn=warn, note=notes.add)
+    recipe = choose_by_machine(recipe, task, cluster, device, **told)
+    recipe, strategy = choose_stages(recipe, strategy, task, cluster, device, **told)
+    return choose_wire(recipe, strategy, task, cluster, device, **told)
+
+
+def lay_out(
+    recipe: Recipe, strategy: Strategy, task: Task, cluster: Cluster, device: torch.device, **given: Any
+) -> Setting:
+    """The mesh, this rank's wires, and all else that constructors are given; collective.
+
+    Args:
+        given: further fields of the setting.
+    """
     net = Net(recipe.runtime.deadline_seconds, times_calls=device.type == "cpu")
-    refuse_health(recipe.health, strategy)
-    setting = Setting(
+    return Setting(
         recipe=recipe.under(strategy.under(strategy.phase(0).rule)),
         cluster=cluster,
         mesh=Mesh.build(cluster, strategy.degrees),
         net=net,
         debugging=Debugging(recipe.debug, net),
         phases=Phases(),
-        pieces=pieces or Pieces(),
         items_per_sample=max(1, task.num_tokens_per_sample),
-        stop_requested=stop_requested,
         device=device,
-        warn=warn,
-        note=notes.add,
         choices=strategy.choices,
+        **given,
     )
+
+
+def require(setting: Setting, recipe: Recipe, task: Task) -> None:
+    """See that the task can be trained, alike on all ranks; collective."""
     require_data(task)
-    tell_large_batch(recipe, task, warn)
+    tell_large_batch(recipe, task, setting.warn)
     tell_before(setting, task)
-    require_same_order(build_order(recipe, task), net, setting.mesh.world)
-    setting, recipe = keep_to_budget(setting, recipe, task)
+    require_same_order(build_order(recipe, task), setting.net, setting.mesh.world)
+
+
+def begin(setting: Setting, recipe: Recipe, task: Task, notes: Notes, *, fresh: bool) -> Session:
+    """The model where it lies, its state, and the session of both; collective."""
     grounds = lay_grounds(setting, recipe, task, fresh=fresh)
     holding = grounds.layout.placed.holding
     optimizer = build_task_optimizer(setting, task, holding)
     if recipe.reproducible:
-        check_numerics(setting.mesh, net, holding, optimizer)
+        check_numerics(setting.mesh, setting.net, holding, optimizer)
     state = TrainState(holding, optimizer, loss_scale(recipe))
     session = Session(
         recipe=recipe,
-        net=net,
+        net=setting.net,
         task=task,
         state=state,
         placed=grounds.layout.placed,
@@ -196,29 +228,6 @@ def build_update_step(setting: Setting, layout: Layout, state: TrainState, num_s
         gather=layout.gather,
     )
     return UpdateStep(state, holding.updates, parts)
-
-
-def build_feed(setting: Setting, task: Task, device: torch.device) -> Feed:
-    """The micro-batches of this rank's replica, and their loader."""
-    recipe, data, servers = setting.recipe, setting.mesh.data, setting.recipe.strategy.servers
-    order = build_order(recipe, task)
-    place = max(0, data.rank - servers), data.size - servers  # servers come first, and train nothing
-    work = setting.pieces.work(order, setting.shards, recipe.seed, *place)
-    loader = build_loader(recipe, task, task.data, device)
-    intervals = recipe.evaluate.every_steps, recipe.checkpoint.every_steps, recipe.hash_every
-    return Feed(work, loader, num_steps_of(recipe, order.steps_per_epoch), intervals)
-
-
-def build_loader(recipe: Recipe, task: Task, source: Source, device: torch.device) -> Loader:
-    """A loader of one source, as the recipe says."""
-    return Loader(
-        source, task.collate, recipe.loader, device, deadline_seconds=recipe.runtime.deadline_seconds
-    )
-
-
-def num_steps_of(recipe: Recipe, steps_per_epoch: int) -> int:
-    """Length of the run in steps."""
-    return recipe.steps or math.ceil((recipe.epochs or 0) * steps_per_epoch)
 
 
 def loss_scale(recipe: Recipe) -> LossScale:

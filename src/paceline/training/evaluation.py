@@ -16,7 +16,7 @@ import torch
 
 from paceline.data import MicroBatch, in_memory, split
 from paceline.task import Source, finish_metrics, sets_of
-from paceline.training.build import build_loader
+from paceline.training.feeds import build_loader
 from paceline.training.session import Session
 
 

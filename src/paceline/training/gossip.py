@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from paceline.comm import LocalReducer
 from paceline.state import TrainState
-from paceline.sync import InnerState, Rule
+from paceline.sync import Rule
 from paceline.sync.gossip import Gossip
+from paceline.training.alone import number_of, step_alone, those_who_meet
 from paceline.training.arrange import Setting
 from paceline.training.layouts import Layout
 from paceline.training.serving import connect_first
@@ -13,24 +13,13 @@ from paceline.training.serving import connect_first
 
 def gossip(setting: Setting, layout: Layout, state: TrainState) -> Rule:
     """Replicas give halves of what they have to each other, in pairs."""
-    world, holding = setting.mesh.world, layout.placed.holding
-    channel = connect_first(setting, world.size)
+    holding = layout.placed.holding
+    channel = connect_first(setting, setting.mesh.world.size)
     setting.closers.append(channel.close)
-    state.keepers["inner"], state.alone = InnerState(state, setting.mesh.replica), True
-    inner = setting.pieces.rule(
-        setting.mesh.inside,
-        setting.net,
-        LocalReducer(holding.computes),
-        phases=setting.phases,
-        items_per_sample=setting.items_per_sample,
-        stop_requested=setting.stop_requested,
-    )
     return Gossip(
-        inner,
-        int(setting.recipe.strategy.sync.partition(":")[2]),
+        step_alone(setting, holding, state),
+        int(number_of(setting)),
         [*holding.computes.values()],
         channel,
-        world=world,
-        net=setting.net,
-        phases=setting.phases,
+        **those_who_meet(setting),
     )

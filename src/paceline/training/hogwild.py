@@ -8,13 +8,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from paceline.comm import LocalReducer
 from paceline.comm.routes import SharedMemoryCollective
 from paceline.errors import StrategyError
 from paceline.layout.shard import lay_whole_in_common
 from paceline.state import TrainState
-from paceline.sync import InnerState, Rule
+from paceline.sync import Rule
 from paceline.sync.hogwild import Board, Hogwild
+from paceline.training.alone import number_of, step_alone, those_who_meet
 from paceline.training.arrange import Setting
 from paceline.training.layouts import Layout
 
@@ -35,23 +35,12 @@ def hogwild(setting: Setting, layout: Layout, state: TrainState) -> Rule:
         memory = _memory(setting)
         lay_whole_in_common(holding, memory)
         board = _board(world.rank, world.size, num_ones, partial(_zeros, memory))
-    state.keepers["inner"], state.alone = InnerState(state, setting.mesh.replica), True
-    inner = setting.pieces.rule(
-        setting.mesh.inside,
-        setting.net,
-        LocalReducer(holding.computes),
-        phases=setting.phases,
-        items_per_sample=setting.items_per_sample,
-        stop_requested=setting.stop_requested,
-    )
     return Hogwild(
-        inner,
+        step_alone(setting, holding, state),
         board,
-        float(setting.recipe.strategy.sync.partition(":")[2] or "inf"),
-        world=world,
-        net=setting.net,
-        phases=setting.phases,
+        number_of(setting),
         stop_requested=setting.stop_requested,
+        **those_who_meet(setting),
     )
 
 

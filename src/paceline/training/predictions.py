@@ -20,7 +20,7 @@ from paceline.comm.text import gather_bytes
 from paceline.data import MicroBatch, in_memory, split
 from paceline.errors import DataError, StrategyError, TaskError
 from paceline.task import Source, Task, sets_of
-from paceline.training.build import build_loader
+from paceline.training.feeds import build_loader
 from paceline.training.session import Session
 
 _BLOCKS_AT_A_TIME = 16  # of each replica: predictions of so many are in memory

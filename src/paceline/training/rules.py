@@ -17,7 +17,7 @@ from paceline.layout.pipeline import Pipeline
 from paceline.mesh import DATA_AXES, Group
 from paceline.slot import Slot
 from paceline.state import TrainState
-from paceline.sync import EveryStep, InnerState, LocalRounds, Outer, Rule
+from paceline.sync import LocalRounds, Outer, Rule
 from paceline.sync.balance import Balanced
 from paceline.sync.bounded import Bounded
 from paceline.sync.choice import Measured
@@ -27,29 +27,18 @@ from paceline.sync.policy import ApplyEach, FirstN
 from paceline.sync.residuals import Residuals
 from paceline.sync.straggler import Watched
 from paceline.sync.streamed import StreamedRounds
+from paceline.training.alone import build_step, number_of, step_alone, those_who_meet
 from paceline.training.arrange import Setting
 from paceline.training.layouts import Layout
 from paceline.training.reductions import build_reduction
 from paceline.training.serving import num_workers, served
 
 
-def _step(setting: Setting, reducer: Reduction, group: Group) -> EveryStep:
-    return setting.pieces.rule(
-        group,
-        setting.net,
-        reducer,
-        phases=setting.phases,
-        items_per_sample=setting.items_per_sample,
-        stop_requested=setting.stop_requested,
-        by_shard=setting.recipe.is_ordered,
-    )
-
-
 def every_step(setting: Setting, layout: Layout, state: TrainState) -> Rule:
     """All replicas average their gradients in every step."""
     reducer = build_reduction(setting, layout.placed.holding)
     _keep_residuals(setting, reducer, layout.placed.holding, state)
-    step, replicas = _step(setting, reducer, setting.mesh.world), setting.mesh.data
+    step, replicas = build_step(setting, reducer, setting.mesh.world), setting.mesh.data
     told: dict[str, Any] = {"group": replicas, "net": setting.net, "note": setting.note}
     rule: Rule = step
     ran: Callable[[int], int] = partial(_micro_batches, setting.shards, replicas)
@@ -87,8 +76,7 @@ def _alone(setting: Setting, layout: Layout, state: TrainState, outer: Outer, st
         name = f"fragment-{number}/" if streaming.fragments > 1 else ""
         return Reducer(anchors, holding.parts, path, setting.bucket_bytes, name=name)
 
-    step = _step(setting, LocalReducer(holding.computes), mesh.inside)
-    told: dict[str, Any] = {"world": mesh.world, "net": setting.net, "phases": setting.phases}
+    step, told = step_alone(setting, holding, state), those_who_meet(setting)
     rule: LocalRounds | StreamedRounds
     if streaming.is_whole:
         rule = LocalRounds(step, streaming.steps, outer, sums, layout.placed, **told)
@@ -96,23 +84,18 @@ def _alone(setting: Setting, layout: Layout, state: TrainState, outer: Outer, st
         rule = StreamedRounds(step, streaming, outer, sums, layout.placed, **told)
     _keep_residuals(setting, rule.reducer, holding, state)
     state.keepers["outer"] = rule
-    state.keepers["inner"], state.alone = InnerState(state, mesh.replica), True
     return rule
-
-
-def _steps(setting: Setting) -> int:
-    return int(setting.recipe.strategy.sync.partition(":")[2])
 
 
 def local(setting: Setting, layout: Layout, state: TrainState) -> Rule:
     """Replicas train alone, then average."""
-    return _alone(setting, layout, state, Outer(), Streaming(_steps(setting)))
+    return _alone(setting, layout, state, Outer(), Streaming(int(number_of(setting))))
 
 
 def diloco(setting: Setting, layout: Layout, state: TrainState) -> Rule:
     """Replicas train alone, then an outer optimizer moves them; in fragments, if the recipe says so."""
     outer = setting.recipe.outer
-    streaming = Streaming(_steps(setting), outer.fragments, outer.delay_steps, outer.mixing)
+    streaming = Streaming(int(number_of(setting)), outer.fragments, outer.delay_steps, outer.mixing)
     return _alone(setting, layout, state, Outer(outer.lr, outer.momentum), streaming)
 
 
@@ -134,14 +117,12 @@ def server_async(setting: Setting, layout: Layout, state: TrainState) -> Rule:
 
 def bounded(setting: Setting, layout: Layout, state: TrainState) -> Rule:
     """A server applies every push, and nobody gets too far ahead."""
-    bound = float(setting.recipe.strategy.sync.partition(":")[2])
-    return served(setting, layout, state, Bounded(num_workers(setting), bound))
+    return served(setting, layout, state, Bounded(num_workers(setting), number_of(setting)))
 
 
 def backup(setting: Setting, layout: Layout, state: TrainState) -> Rule:
     """A server applies the first pushes of a step."""
-    num_backups = int(setting.recipe.strategy.sync.partition(":")[2])
-    return served(setting, layout, state, FirstN(num_workers(setting), num_backups))
+    return served(setting, layout, state, FirstN(num_workers(setting), int(number_of(setting))))
 
 
 def pipedream(setting: Setting, layout: Layout, state: TrainState) -> Rule:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from statistics import mean, stdev
 from typing import Any
 
@@ -80,10 +81,35 @@ def test_a_slow_replica_is_never_more_than_the_bound_late_and_all_end_alike() ->
     for rank in found:
         assert all(metrics["staleness_max"] <= BOUND for metrics in rank["rounds"])
         assert rank["samples"] == STEPS * 48 and rank["weight"] == 3.0
-    assert sum(rank["sent"] for rank in found) == 2 * STEPS  # one of three rests
+    ends = 3 * 2 * len(first["rounds"])  # each tells each how far it has come
+    assert sum(rank["sent"] for rank in found) == 2 * STEPS + ends  # one of three rests
     for other in others:
         assert other["end"].distance(first["end"]) == 0.0
         assert other["rounds"] == first["rounds"]
+
+
+def asked_to_stop(cluster: Cluster, slow: int) -> tuple[int, float, float]:
+    """Rank 1 is asked in its tenth step; one rank is slower than the others."""
+    session = session_of(cluster, digits(f"sync=gossip:{BOUND}"))
+    session.feed = replace(session.feed, intervals=(), num_steps=40_000)
+    session.placed.holding.model.register_forward_pre_hook(
+        lambda module, inputs: time.sleep(0.01 * (cluster.global_rank == slow))
+    )
+    if cluster.global_rank == 1:
+        session.rule._stop_requested = session.rule.inner._stop_requested = lambda: session.state.step >= 10
+    stops = [stats.stops for stats in session.rounds()]
+    state, weight = session.state, session.rule.purse.weight
+    assert weight == 3.0  # nothing is under way
+    return state.step, float(session.sum(state.step)), stops[-1]
+
+
+@pytest.mark.capability("I2", clause="without a server, between hosts")
+@pytest.mark.parametrize("slow", [1, 2])
+def test_a_stop_ends_all_after_the_same_step_and_soon(slow: int) -> None:
+    """Nobody is further ahead than the bound, a turn of the pairs, and the step that it was in."""
+    (step, total, stops), *others = run_ranks(asked_to_stop, 3, slow)
+    assert others == [(step, total, stops)] * 2 and total == 3 * step and stops == 1
+    assert 10 <= step <= 10 + BOUND + 3 + 1  # the next pause is at step 2,000
 
 
 def learned(cluster: Cluster, strategies: tuple[str, ...], seeds: tuple[int, ...]) -> dict[str, list[float]]:

@@ -15,7 +15,7 @@ Source: Assran, Loizou, Ballas and Rabbat 2019, Stochastic Gradient Push, ICML, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -42,7 +42,9 @@ class Gossip:
         params: what this rank computes with.
         channel: to all other ranks.
         world: all ranks.
-    Wire: a message of the parameters a step; at the end of a round an all_reduce of them and of the tally.
+        stop_requested: see `EveryStep`.
+    Wire: a message of the parameters a step; at the end of a round a few bytes to every other rank, and an
+        all_reduce of the parameters and of the tally.
     """
 
     def __init__(
@@ -55,15 +57,18 @@ class Gossip:
         world: Group,
         net: Net,
         phases: Phases,
+        stop_requested: Callable[[], bool],
     ) -> None:
         self.inner, self.purse = inner, Purse(params)
         self.mailbox = Mailbox(world.rank, world.size, bound)
         self._alone = Alone(inner, world=world, net=net, phases=phases)
         self._channel, self._world, self._net, self._phases = channel, world, net, phases
+        self._stop_requested = stop_requested
         self._ages, self._early = list[int](), dict[int, Message]()
+        self._come = dict[int, int]()  # how far ranks have come that are about to end the round
 
     def rounds(self, feed: Feed, placed: Placed, update_step: UpdateStep) -> Iterator[Stats]:
-        """See `Rule`: a round ends where the feed wants a pause."""
+        """See `Rule`: a round ends where the feed wants a pause, or a rank was asked to stop."""
         return self._alone.rounds(
             feed, placed, update_step, begin=self._begin, step=self._step, meet=self._meet
         )
@@ -74,20 +79,42 @@ class Gossip:
 
     def _begin(self, feed: Feed, step: int) -> int:
         self._ages.clear()
+        self._come.clear()
         self.purse.fill()
         self.mailbox.begin(step)
         return feed.pause_after(step)
 
     def _step(self, stretch: Stretch, take: Take) -> None:
-        """One clock: what has come, a step, and a half to the peer."""
+        """One clock: what has come, a step, a half to the peer; and where the round ends, once it is due."""
         clock = stretch.step
         with self._phases.during("communication"):
-            self._hear(clock)
-        before = self.purse.spend()
-        take()
-        self.purse.move(before)
+            may_begin = self._hear(stretch)
+        if may_begin:
+            before = self.purse.spend()
+            take()
+            self.purse.move(before)
         with self._phases.during("communication"):
-            self._give(clock)
+            if may_begin:
+                self._give(clock)
+            is_due = stretch.step == stretch.end or self._stop_requested() or self._ends_early(stretch)
+            if is_due and not stretch.is_agreed:
+                self._agree_on_end(stretch)
+
+    def _ends_early(self, stretch: Stretch) -> bool:
+        """Whether a rank has said that it is asked to stop, and all have not agreed yet."""
+        return not stretch.is_agreed and any(step < stretch.end for step in self._come.values())
+
+    def _agree_on_end(self, stretch: Stretch) -> None:
+        """Say how far this rank has come, and hear it of all; they end where the farthest is."""
+        me = self._world.ranks[self._world.rank]
+        self._come[me] = stretch.step
+        for rank in self._world.ranks:
+            if rank != me:
+                said = Message("end", {"step": stretch.step})
+                self._channel.send(rank, said, self._net.deadline_seconds)
+        while len(self._come) < self._world.size:
+            self._take_in(self._channel.receive(self._net.deadline_seconds))
+        stretch.end_with(self._come.values())
 
     def _give(self, clock: int) -> None:
         other = partner(self._world.rank, clock, self._world.size)
@@ -99,24 +126,34 @@ class Gossip:
             self._world.ranks[other], Message("half", fields, self.purse.sums), self._net.deadline_seconds
         )
 
-    def _hear(self, clock: int, late: int | None = None) -> None:
-        """Take what is there, and wait for what may not be later.
+    def _hear(self, stretch: Stretch, late: int | None = None) -> bool:
+        """Take what is there, and wait for what may not be later; false: the round is about to end instead.
 
         Raises:
             CommunicationError: a peer is gone, or says nothing for the deadline.
         """
-        self.mailbox.reach(clock)
+        self.mailbox.reach(stretch.step)
         for made in sorted(self._early):
             if not self.mailbox.is_early(made):
                 self._add(self._early.pop(made))
         while self._world.size > 1:
             waits = self.mailbox.is_due(late)
+            if waits and self._ends_early(stretch):
+                return False
             try:
-                self._add(self._channel.receive(self._net.deadline_seconds if waits else 0.0))
+                self._take_in(self._channel.receive(self._net.deadline_seconds if waits else 0.0))
             except DeadlineError:
                 if waits:
                     raise
-                return
+                break
+        return True
+
+    def _take_in(self, message: Message) -> None:
+        """A half; or a rank says how far it has come."""
+        if message.kind == "end":
+            self._come[message.sender] = int(message.fields["step"])
+        else:
+            self._add(message)
 
     def _add(self, message: Message) -> None:
         """Add a half; one of a clock that is not made here yet waits for it."""
@@ -131,7 +168,7 @@ class Gossip:
     def _meet(self, stretch: Stretch, placed: Placed) -> tuple[Tally, Mapping[str, float]]:
         """All that is under way comes in, and all go on from the mean."""
         self._channel.flush(self._net.deadline_seconds)
-        self._hear(stretch.end, late=0)
+        self._hear(stretch, late=0)
         tally, own = self._alone.agree(stretch, placed, ages=sum(self._ages), heard=len(self._ages))
         oldest = torch.tensor(
             [float(max(self._ages, default=0))], dtype=torch.float64, device=placed.holding.device

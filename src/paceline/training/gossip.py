@@ -21,5 +21,6 @@ def gossip(setting: Setting, layout: Layout, state: TrainState) -> Rule:
         int(number_of(setting)),
         [*holding.computes.values()],
         channel,
+        stop_requested=setting.stop_requested,
         **those_who_meet(setting),
     )

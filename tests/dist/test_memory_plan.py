@@ -176,6 +176,8 @@ TWO = [
     case("replicas=1 tensor=2", "chain", shards=2),
     case("replicas=1 pipeline=2"),
     case("replicas=1 pipeline=2 schedule=1f1b", shards=8),
+    case("replicas=1 pipeline=2 schedule=1f1b rechunk=1,4", shards=2),
+    case("replicas=1 pipeline=2 schedule=1f1b rechunk=2,1", "chain", shards=2),
     case("replicas=1 pipeline=2 schedule=interleaved:2", "chain"),
     case("replicas=1 pipeline=2", memory={"recompute": "blocks"}),
     case("replicas=2 sync=local:1"),
@@ -197,6 +199,7 @@ FEW = {
     "gpt replicas=1 shard=2 zero=3 sync=every-step adamw auto 4",
     "chain replicas=1 tensor=2 sync=every-step adamw auto 2",
     "gpt replicas=1 pipeline=2 sync=every-step adamw blocks 4",
+    "gpt replicas=1 pipeline=2 schedule=1f1b rechunk=1,4 sync=every-step adamw auto 2",
 }
 
 
@@ -211,7 +214,7 @@ def require_close(cases: list[Case], ranks: int, found: list[list[int]]) -> None
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.capability("L3")
+@pytest.mark.capability("L3", "D9")
 def test_ranks_allocate_what_was_planned() -> None:
     few = [one for one in TWO if named(one) in FEW]
     assert len(few) == len(FEW)

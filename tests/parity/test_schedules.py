@@ -150,12 +150,12 @@ def test_what_does_not_fit_is_refused_with_what_does(tmp_path: Path) -> None:
 ARRIVED = Passing._arrived
 
 
-def off_by_one(self: Passing, action: Action) -> Any:
+def off_by_one(self: Passing, action: Action, *samples: int) -> Any:
     """The first two micro-batches of a step take each other's activations."""
     if not torch.is_grad_enabled():
-        return ARRIVED(self, action)
+        return ARRIVED(self, action, *samples)
     k = action.micro_batch
-    return ARRIVED(self, action._replace(micro_batch={0: 1, 1: 0}.get(k, k)))
+    return ARRIVED(self, action._replace(micro_batch={0: 1, 1: 0}.get(k, k)), *samples)
 
 
 TWINS: dict[str, tuple[Any, str, Any, str]] = {

@@ -11,6 +11,10 @@ from paceline.cli.console import output
 
 _Stages = Annotated[int, typer.Option("--stages", min=1, help="Stages of the pipeline, one on each rank.")]
 _Micro = Annotated[int, typer.Option("--micro", min=1, help="Micro-batches of a step on each rank.")]
+_Rechunk = Annotated[
+    str,
+    typer.Option("--rechunk", help="By stage, in how many parts it runs each micro-batch, as in 1,1,2,4."),
+]
 _Svg = Annotated[Path | None, typer.Option("--svg", help="Write a picture to this file.")]
 _Csv = Annotated[Path | None, typer.Option("--csv", help="Write its rows, which schedule=FILE.csv reads.")]
 
@@ -19,23 +23,24 @@ def show(
     name: Annotated[str, typer.Argument(help="gpipe, 1f1b, interleaved:V, zero-bubble or FILE.csv.")],
     stages: _Stages = 4,
     micro: _Micro = 8,
+    rechunk: _Rechunk = "",
     picture: _Svg = None,
     rows: _Csv = None,
 ) -> None:
     """Prove a schedule, and print it with its bubble and the micro-batches that each stage has in flight.
 
     A forward counts 1, a backward 2, each half of a split one 1; F is a forward, B a backward, W the
-    gradients of weights that a B has put off. Letters behind a number are chunks after the first.
+    gradients of weights that a B has put off. Letters behind a number are chunks after the first, and
+    numbers behind a dot parts of a micro-batch.
     """
     from paceline.recipe import Strategy
     from paceline.recipe.specs import ScheduleSpec, find
     from paceline.schedule import facts, prove, svg, text_lines, write_rows
     from paceline.training.schedules import schedule_of
 
-    strategy = Strategy(pipeline=stages, schedule=name)
+    strategy = Strategy(pipeline=stages, schedule=name, rechunk=rechunk)
     spec = find(ScheduleSpec, strategy.schedule.partition(":")[0])
-    table = schedule_of(strategy)(stages, micro)
-    proof = prove(table, micro)
+    proof = prove(schedule_of(strategy)(stages, micro), micro)
     console = output()
     title = f"{name}: {stages} stages, {micro} micro-batches"
     summary = spec.summary if spec is not None else ""

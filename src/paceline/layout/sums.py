@@ -58,13 +58,20 @@ class Sums:
         """How many micro-batches were added, and count."""
         return len(self._rows) if self._counts else 0
 
-    def add(self, loss: Loss) -> None:
-        """Add one micro-batch."""
+    def add(self, loss: Loss, *, joins: bool = False) -> None:
+        """Add one micro-batch.
+
+        Args:
+            joins: it is a further part of the one that was added last.
+        """
         names = self._names.check(loss)
         row = [loss.total, loss.count]
         if names:
             row += [loss.metrics[name] for name in names]
-        self._rows.append([x.detach() if isinstance(x, Tensor) else float(x) for x in row])
+        found = [x.detach() if isinstance(x, Tensor) else float(x) for x in row]
+        if joins:
+            found = [a + b for a, b in zip(self._rows.pop(), found, strict=True)]
+        self._rows.append(found)
 
     def extend(self, other: Sums) -> None:
         """Add the micro-batches of another step."""

@@ -50,6 +50,7 @@ class KeyedDropout(nn.Module):
         self._part: tuple[int, int] | None = None
         self._width = 0
         self._positions: Spans | None = None
+        self._samples: tuple[range, int] | None = None
 
     def take_part(self, span: tuple[int, int], width: int) -> None:
         """See a span of the features only; the mask is that part of the mask of all `width` features."""
@@ -59,9 +60,13 @@ class KeyedDropout(nn.Module):
         """See a part of the positions only, dimension 1; the mask is that part of the mask of all of them."""
         self._positions = positions
 
+    def take_samples(self, own: range, num_samples: int) -> None:
+        """See some samples of a micro-batch, dimension 0; the mask is that part of the mask of all."""
+        self._samples = None if len(own) == num_samples else (own, num_samples)
+
     def take_all(self) -> None:
         """See everything again."""
-        self._part = self._positions = None
+        self._part = self._positions = self._samples = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Drop values of x, of any shape; the result has its shape and dtype."""
@@ -89,6 +94,8 @@ def keep_mask(module: KeyedDropout, x: Tensor) -> Tensor:
     if has_torch_function_unary(x):  # x may be a part of a sequence
         found: Tensor = handle_torch_function(keep_mask, (x,), module, x)
         return found
+    if module._samples is not None:
+        return _of_own_samples(module, x, *module._samples)
     return at_own_positions(module, drawn_mask(module, shared_shape(module, x), x.device))
 
 
@@ -100,6 +107,19 @@ def shared_shape(module: KeyedDropout, x: Tensor) -> tuple[int, ...]:
 def at_own_positions(module: KeyedDropout, mask: Tensor) -> Tensor:
     """Of a mask of `shared_shape` what is here."""
     return mask if module._positions is None else mask[:, slice(*module._positions.own())]
+
+
+def _of_own_samples(module: KeyedDropout, x: Tensor, own: range, num_samples: int) -> Tensor:
+    """The mask of some samples; each has as many rows of x as the others."""
+    rows = len(x) // len(own)
+    if rows * len(own) != len(x):
+        raise TaskError(
+            f"dropout {module.name!r} sees {len(x)} rows of {len(own)} samples, and which belong to which is"
+            " not known",
+            next_step="let samples be its first dimension, or leave out rechunk",
+        )
+    mask = drawn_mask(module, (rows * num_samples, *x.shape[1:]), x.device)
+    return mask[rows * own.start : rows * own.stop]
 
 
 def drawn_mask(module: KeyedDropout, shape: Sequence[int], device: torch.device) -> Tensor:

@@ -22,13 +22,15 @@ class Work:
 
     Args:
         order: its operations.
-        footprints: by chunk.
+        footprints: by chunk, of what the stage runs at a time: a micro-batch, or a part of one.
         gradients: bytes of all gradients of a chunk, by chunk.
+        divided: bytes of larger parts that neighbours have sent, beside the own part of them.
     """
 
     order: Sequence[Action]
     footprints: Sequence[Footprint]
     gradients: Sequence[int]
+    divided: int = 0
 
     @property
     def evaluation(self) -> int:
@@ -43,7 +45,7 @@ class Instant:
     Args:
         parts: bytes.
         chunk, place: which is at work, and where in it; see `paceline.plan.places`.
-        flying: by chunk, other micro-batches whose activations are kept.
+        flying: by chunk, other micro-batches, or parts, whose activations are kept.
     """
 
     parts: Parts
@@ -62,11 +64,13 @@ class Walk:
     """
 
     def __init__(self, still: Parts, sums: Sums, work: Work) -> None:
-        late = max(one.passed for one in work.footprints)
+        late = max(one.passed for one in work.footprints) + work.divided
         self._still, self._sums, self._work = replace(still, wire=still.wire + late), sums, work
-        self._split = {(a.micro_batch, a.chunk) for a in work.order if a.kind == "W"}
+        self._split = {a.place for a in work.order if a.kind == "W"}
+        self._last_part = max(a.part for a in work.order)
         self._last = {a.chunk: a for a in work.order if a.kind != "F"}
         self._flying, self._ended = [0] * len(work.footprints), [0] * len(work.footprints)
+        self._begun = [False] * len(work.footprints)  # some parts of a micro-batch have added gradients
 
     def instants(self) -> Iterator[Instant]:
         """All that may be the largest."""
@@ -93,9 +97,11 @@ class Walk:
         """While gradients grow, those of this chunk go over from what there was to what there will be."""
         number, still = action.chunk, self._still
         chunk, total = self._work.footprints[number], self._work.gradients[number]
-        ends = action.kind == "W" or (action.micro_batch, number) not in self._split
+        ends = action.ends(self._split)
+        completes = ends and action.part == self._last_part
         others = self._sums.own + sum(self._gradients(k) for k in range(len(self._ended)) if k != number)
-        before, after = (self._standing(self._ended[number] + more) for more in (0, int(ends)))
+        before = self._gradients_stand(number)
+        after = self._standing(self._ended[number] + completes) if completes == ends else 1
         moved = self._sums.moved if action == self._last[number] else 0
         self._flying[number] -= 1
         for (place, done), alive in chunk.backward.items():
@@ -107,10 +113,15 @@ class Walk:
             )
             yield Instant(parts, number, place, tuple(self._flying))
         self._flying[number] += 0 if ends else 1
-        self._ended[number] += ends
+        self._ended[number] += completes
+        self._begun[number] = ends and not completes
 
     def _gradients(self, chunk: int) -> int:
-        return self._standing(self._ended[chunk]) * self._work.gradients[chunk]
+        return self._gradients_stand(chunk) * self._work.gradients[chunk]
+
+    def _gradients_stand(self, chunk: int) -> int:
+        """How many times they are there now."""
+        return self._standing(self._ended[chunk]) or int(self._begun[chunk])
 
     def _standing(self, ended: int) -> int:
         """How many times the gradients of a chunk are there after so many of its backwards."""

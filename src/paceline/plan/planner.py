@@ -68,7 +68,7 @@ class Planner:
         self._item_bytes = {s.name: p.element_size() for s, p in trained_parameters(self._model).items()}
         self._names = {number: name for number, (name, _) in layers_of(task, self._model).items()}
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self._found: dict[int, list[Footprint]] = {}
+        self._found: dict[tuple[int, int], list[Footprint]] = {}
         self._update: Update | None = None
         self._in_common = recipe.strategy.route in _ON_ONE_HOST and nodes == 1
         self._places = list(places(recipe, task, self._model, processes))
@@ -171,32 +171,36 @@ class Planner:
         """What a rank does in a step, and what each of its chunks takes for it."""
         strategy = self.recipe.strategy
         most = -(-self._shards // (strategy.degrees["replica"] * strategy.shard))
-        footprints = self._footprints(place)
         if place.stage is None:
+            footprints = self._footprints(place)
             order = [Action(kind, k) for k in range(most) for kind in "FB"]
             total = sum(bytes_of(one.computes, self._item_bytes) for one in place.held.values())
             return Work(order, footprints, [total])
         number, stages = place.stage.stage, place.stage.num_stages
-        order = list(schedule_of(strategy)(stages, most).orders[number])
+        table = schedule_of(strategy)(stages, most)
+        order, parts = list(table.orders[number]), table.parts
         sizes = [0] * place.stage.num_chunks
         for one in place.held.values():
             sizes[one.chunk] += bytes_of(one.computes, self._item_bytes)
-        return Work(order, footprints[number::stages], sizes)
+        own = self._footprints(place, parts[number])[number::stages]
+        before, after = (parts[number] // parts[n % stages] for n in (number - 1, number + 1))
+        divided = sum(max(0, before - 1) * f.arriving + max(0, after - 1) * f.departing for f in own)
+        return Work(order, own, sizes, divided)
 
-    def _footprints(self, place: Place) -> list[Footprint]:
-        """Of all chunks of the model, as the tensor ranks at this place run them."""
-        tensor = place.coordinates["tensor"]
-        if tensor not in self._found:
+    def _footprints(self, place: Place, parts: int = 1) -> list[Footprint]:
+        """Of all chunks of the model, as tensor ranks at this place run a micro-batch, or a part of one."""
+        of = place.coordinates["tensor"], parts
+        if of not in self._found:
             recipe, fake, task = self.recipe, self._fake, self._task
             found = fake_model(recipe, task, place, self.processes, fake)
             if self._update is None:
                 self._update = update_of(recipe, task, found.model, fake)
-            samples = -(-recipe.batch.size // self._shards)
+            samples = -(-recipe.batch.size // (self._shards * parts))
             evaluated = 0 if task.held_out is None else recipe.evaluate.batch
             layers = {number: layer for number, (_, layer) in layers_of(task, found.model).items()}
             rehearsal = Rehearsal(task, fake, self._precision, samples, evaluated, found.exchanged, layers)
-            self._found[tensor] = rehearsal.run(found.model, self._chunks(found.model))
-        return self._found[tensor]
+            self._found[of] = rehearsal.run(found.model, self._chunks(found.model))
+        return self._found[of]
 
     def _chunks(self, model: nn.Module) -> list[list[nn.Module]] | None:
         """The links of every chunk, those of all stages one after another; None: there are no stages."""

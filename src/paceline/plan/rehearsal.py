@@ -44,6 +44,7 @@ class Footprint:
         backward: by (place, bytes of gradients that were complete by then, which it does not count), the most
             during its backward.
         passed: of what goes to other ranks or comes from them, which the thread of a backend lets go of late.
+        arriving, departing: of what comes from the chunk before, and of what goes to the next.
         evaluation: the most of a forward without gradients, with a batch of evaluation.
         entries: the calls of its layers.
     """
@@ -52,6 +53,8 @@ class Footprint:
     forward: Mapping[int, int]
     backward: Mapping[tuple[int, int], int]
     passed: int
+    arriving: int
+    departing: int
     evaluation: int = 0
     entries: Sequence[Entry] = ()
 
@@ -159,10 +162,10 @@ class Rehearsal:
             backward = dict(live.peaks)
         for p in model.parameters():
             p.grad = None
-        crossing = _bytes(x) + _bytes(sent)
-        passed = _LATE * (crossing + self._exchanged() - before)
+        crossing = _bytes(x), _bytes(sent)
+        passed = _LATE * (sum(crossing) + self._exchanged() - before)
         by_place = {place: most for (place, _), most in forward.items()}
-        return Footprint(kept, by_place, backward, passed, entries=places.entries), sent
+        return Footprint(kept, by_place, backward, passed, *crossing, entries=places.entries), sent
 
     def _evaluated(self, model: nn.Module, run: Callable[[Any], Any], arrived: Any) -> tuple[int, Any]:
         """The most of a forward, and what goes on to the next chunk."""

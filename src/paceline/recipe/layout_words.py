@@ -2,12 +2,39 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from paceline.recipe.specs import Argument, LayoutSpec, Refusal, ScheduleSpec
-from paceline.schedule import is_file
+from paceline.recipe.written_words import numbers_in
+from paceline.schedule import fit_together, is_file
+
+if TYPE_CHECKING:
+    from paceline.recipe.strategy import Strategy
 
 _NO_LANES = Refusal(
     "stages that are lanes of one process run gpipe or 1f1b: leave out lanes, or choose one of these",
     lambda s: s.lanes > 1,
+)
+
+
+def _is_divided(strategy: Strategy) -> bool:
+    parts = numbers_in(strategy.rechunk)
+    return len(parts) == strategy.pipeline and fit_together(parts)
+
+
+_UNEVEN = Refusal(
+    "rechunk gives each stage of a pipeline a number, which divides its neighbours' or is divided by them,"
+    " as in 1,2,4",
+    lambda s: bool(s.rechunk) and not _is_divided(s),
+)
+_NO_PARTS = Refusal(
+    "rechunk divides micro-batches by samples, for ranks that run all positions: leave out rechunk, or lanes"
+    " and context",
+    lambda s: bool(s.rechunk) and (s.lanes > 1 or s.context > 1),
+)
+_NO_RECHUNK = Refusal(
+    "rechunk makes a gpipe or 1f1b of parts, and a file names parts itself: leave out rechunk or schedule",
+    lambda s: bool(s.rechunk),
 )
 
 SCHEDULES = (
@@ -16,12 +43,14 @@ SCHEDULES = (
         summary="all forwards, then all backwards",
         build="paceline.schedule:gpipe",
         with_terms="pipeline=2",
+        refusals=(_UNEVEN, _NO_PARTS),
     ),
     ScheduleSpec(
         word="1f1b",
         summary="forwards and backwards in turn",
         build="paceline.schedule:one_f_one_b",
         with_terms="pipeline=2",
+        refusals=(_UNEVEN, _NO_PARTS),
     ),
     ScheduleSpec(
         word="interleaved",
@@ -29,14 +58,14 @@ SCHEDULES = (
         argument=Argument("2", "an integer >= 2", lambda text: text.isdecimal() and int(text) >= 2),
         build="paceline.schedule:interleaved",
         with_terms="pipeline=2",
-        refusals=(_NO_LANES,),
+        refusals=(_NO_LANES, _NO_RECHUNK),
     ),
     ScheduleSpec(
         word="zero-bubble",
         summary="gradients of weights put off into what would be waiting",
         build="paceline.schedule:zero_bubble",
         with_terms="pipeline=2",
-        refusals=(_NO_LANES,),
+        refusals=(_NO_LANES, _NO_RECHUNK),
     ),
     ScheduleSpec(
         word="file",
@@ -44,7 +73,7 @@ SCHEDULES = (
         argument=Argument("schedule.csv", "a path that ends with .csv", is_file),
         build="paceline.schedule:read_table",
         with_terms="pipeline=2",
-        refusals=(_NO_LANES,),
+        refusals=(_NO_LANES, _NO_RECHUNK),
     ),
 )
 

@@ -15,6 +15,7 @@ _COSTS = {  # of a change, by field: what a user would give up last costs most
     "balance": 1,
     "schedule": 2,
     "stages": 1,
+    "rechunk": 1,
     "route": 2,
     "lanes": 2,
     "cut": 3,

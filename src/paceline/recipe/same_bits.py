@@ -38,6 +38,12 @@ def same_bits_conflicts(
             f"expected balance=even with reproducible, found balance={strategy.balance}: which rank adds"
             " which node of the tree of additions is laid out once, for equal shares",
         )
+    if strategy.rechunk:
+        yield Conflict(
+            ("strategy", "reproducible"),
+            f"expected no rechunk with reproducible, found rechunk={strategy.rechunk}: a gradient that is"
+            " added part by part has other bits",
+        )
     for spec in strategy.cuts:
         if spec.adds_otherwise:
             yield Conflict(("strategy", "reproducible"), _other_order(spec, strategy))

@@ -30,10 +30,12 @@ from paceline.recipe.written_words import (
     check_codec,
     check_cut,
     check_partition,
+    check_rechunk,
     check_route,
     check_schedule,
     check_stages,
     check_sync,
+    numbers_in,
 )
 
 
@@ -63,8 +65,10 @@ class Strategy(Table):
         default="gpipe", description="the order in which a stage runs its micro-batches"
     )
     stages: Annotated[str, AfterValidator(check_stages)] = Field(
-        default="parameters",
-        description="what stages are even in: parameters, measured time; or their numbers of modules: 3,5",
+        default="parameters", description="even in parameters or measured time; or numbers of modules: 3,5"
+    )
+    rechunk: Annotated[str, AfterValidator(check_rechunk)] = Field(
+        default="", description="parts in which each stage runs a micro-batch: 1,4; empty: all of it at once"
     )
     context: int = Field(default=1, ge=1, description="ranks that split the positions of a sequence")
     cut: Annotated[str, AfterValidator(check_cut)] = Field(
@@ -82,8 +86,7 @@ class Strategy(Table):
         default="every-step", description="when replicas agree"
     )
     balance: Literal["even", "speed"] = Field(
-        default="even",
-        description="shards of a batch that a replica runs: as many as others, or by speed",
+        default="even", description="shards of a batch that a replica runs: as many as others, or by speed"
     )
     codec: Annotated[str, AfterValidator(check_codec)] = Field(
         default="fp32", description="what goes over the wire"
@@ -130,7 +133,7 @@ class Strategy(Table):
     @property
     def stage_lengths(self) -> list[int] | None:
         """Numbers of modules, by chunk of the model; None: it is cut evenly."""
-        return [int(n) for n in self.stages.split(",")] if self.stages[0].isdecimal() else None
+        return numbers_in(self.stages) if self.stages[0].isdecimal() else None
 
     @property
     def layout(self) -> str:

@@ -155,7 +155,8 @@ SYNCS = (
                 lambda s: s.codec != "fp32",
             ),
             Refusal(
-                "pipedream orders its stages itself: leave out schedule", lambda s: s.schedule != "gpipe"
+                "pipedream orders its stages itself: leave out schedule and rechunk",
+                lambda s: s.schedule != "gpipe" or bool(s.rechunk),
             ),
             _ONE_PIPELINE,
         ),

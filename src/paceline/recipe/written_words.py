@@ -83,6 +83,18 @@ def check_stages(text: str) -> str:
     raise refused(found_instead("parameters, time, or numbers of modules as in 3,5", text, words))
 
 
+def check_rechunk(text: str) -> str:
+    """In how many parts stages run micro-batches: a number for each stage."""
+    if all(n.isdecimal() and int(n) > 0 for n in text.split(",") if text):
+        return text
+    raise refused(found_instead("a number of parts for each stage, as in 1,4", text))
+
+
+def numbers_in(text: str) -> list[int]:
+    """What stands between commas, once it was checked."""
+    return [int(n) for n in text.split(",") if n]
+
+
 _PARTITIONS = ("fixed", "min-size:BYTES", "max-size:BYTES")
 
 

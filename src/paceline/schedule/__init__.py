@@ -4,11 +4,22 @@ from paceline.schedule.families import gpipe, interleaved, one_f_one_b, zero_bub
 from paceline.schedule.file import as_word, is_file, read_table, write_rows
 from paceline.schedule.picture import facts, svg, text_lines
 from paceline.schedule.proof import Proof, Row, prove
-from paceline.schedule.table import Action, MakeTable, Table, after, before
+from paceline.schedule.table import (
+    Action,
+    MakeTable,
+    Place,
+    Table,
+    after,
+    before,
+    fit_together,
+    parts_within,
+    samples_of,
+)
 
 __all__ = [
     "Action",
     "MakeTable",
+    "Place",
     "Proof",
     "Row",
     "Table",
@@ -16,12 +27,15 @@ __all__ = [
     "as_word",
     "before",
     "facts",
+    "fit_together",
     "gpipe",
     "interleaved",
     "is_file",
     "one_f_one_b",
+    "parts_within",
     "prove",
     "read_table",
+    "samples_of",
     "svg",
     "text_lines",
     "write_rows",

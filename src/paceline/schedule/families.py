@@ -2,35 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, pairwise
+from typing import TypeVar
 
 from paceline.errors import StrategyError
 from paceline.schedule.proof import prove
 from paceline.schedule.table import Action, Table, after, before
 
+T = TypeVar("T")
 
-def gpipe(num_stages: int, num_micro_batches: int) -> Table:
+
+def gpipe(num_stages: int, num_micro_batches: int, parts: Sequence[int] = ()) -> Table:
     """All forwards, then all backwards in the opposite order.
 
     A stage stores the activations of all micro-batches.
+
+    Args:
+        parts: by stage, in how many parts it runs each micro-batch; one if there are none.
     Source: Huang et al. 2019, GPipe, arXiv:1811.06965, section 2.3 and figure 2c.
     """
-    forwards = [Action("F", k) for k in range(num_micro_batches)]
-    backwards = [Action("B", k) for k in reversed(range(num_micro_batches))]
-    return Table([forwards + backwards for _ in range(num_stages)])
+    up = range(num_micro_batches)
+    return Table([_in_parts("F", up, n) + _in_parts("B", reversed(up), n) for n in parts or [1] * num_stages])
 
 
-def one_f_one_b(num_stages: int, num_items: int) -> Table:
+def one_f_one_b(num_stages: int, num_items: int, parts: Sequence[int] = ()) -> Table:
     """One forward, one backward in turn: stage s runs p-s-1 forwards ahead.
 
     A stage stores the activations of at most p-s items, however many there are. PipeDream runs it over steps,
-    without a flush between them; a synchronous pipeline over the micro-batches of one step.
+    without a flush between them; a synchronous pipeline over the micro-batches of one step. Where stages run
+    items in parts, none stores more for it, and those before smaller parts may store less.
+
+    Args:
+        parts: see `gpipe`.
     Source: Narayanan et al. 2019, PipeDream, section 3.2 and figure 8 (1F1B); Narayanan et al. 2021,
     Memory-Efficient Pipeline-Parallel DNN Training, arXiv:2006.09503, section 2.2 (with a flush).
     """
-    forwards, backwards = ([Action(kind, k) for k in range(num_items)] for kind in "FB")
-    ahead = [min(num_stages - 1 - stage, num_items) for stage in range(num_stages)]
-    return Table([_in_turn(forwards, backwards, n) for n in ahead])
+    parts = parts or [1] * num_stages
+    orders = []
+    for stage, (n, kept) in enumerate(zip(parts, _kept_in_turn(parts), strict=True)):
+        forwards, backwards = (_in_parts(kind, range(num_items), n) for kind in "FB")
+        turn = _in_one_turn(parts, stage)
+        ahead = -(-kept // turn) - 1
+        orders.append(_in_turn(_taken_together(forwards, turn), _taken_together(backwards, turn), ahead))
+    return Table([[*chain.from_iterable(order)] for order in orders])
 
 
 def interleaved(num_stages: int, num_micro_batches: int, chunks: int | str = 2) -> Table:
@@ -98,10 +113,37 @@ def _came(source: tuple[int, Action] | None, ends: dict[tuple[int, Action], int]
     return source is None or ends.get(source, clock + 1) <= clock
 
 
-def _in_turn(forwards: Sequence[Action], backwards: Sequence[Action], ahead: int) -> list[Action]:
+def _in_parts(kind: str, micro_batches: Iterable[int], parts: int) -> list[Action]:
+    return [Action(kind, k, 0, part) for k in micro_batches for part in range(parts)]
+
+
+def _kept_in_turn(parts: Sequence[int]) -> list[int]:
+    """By stage, how many of its parts 1F1B keeps: all of which the next stage keeps some, and what travels.
+
+    What the next stage keeps need not begin where a part of this stage begins. Never more than without parts.
+    """
+    found = [1]
+    for later, earlier in pairwise(reversed(parts)):
+        travelling, joined = min(later, earlier), max(1, later // earlier)
+        touched = (found[-1] + joined - 2) // joined + 1
+        found.append(min((touched + 1) * earlier // travelling, (len(found) + 1) * earlier))
+    return found[::-1]
+
+
+def _in_one_turn(parts: Sequence[int], stage: int) -> int:
+    """Parts that 1F1B runs in one turn: as many as neighbours on both sides have joined, else one."""
+    around = parts[max(0, stage - 1) : stage + 2]
+    return parts[stage] // min(parts[stage], max(around[0], around[-1]))
+
+
+def _taken_together(actions: Sequence[Action], turn: int) -> list[Sequence[Action]]:
+    return [actions[start : start + turn] for start in range(0, len(actions), turn)]
+
+
+def _in_turn(forwards: Sequence[T], backwards: Sequence[T], ahead: int) -> list[T]:
     """Some forwards ahead, then a forward and a backward in turn, then the rest of the backwards."""
 
-    def order() -> Iterator[Action]:
+    def order() -> Iterator[T]:
         yield from forwards[:ahead]
         for place, backward in enumerate(backwards):
             yield from forwards[ahead + place : ahead + place + 1]

@@ -1,7 +1,7 @@
 """A schedule in a file: rows of time, stage, operation, micro_batch and chunk, separated by commas.
 
 A stage runs its rows in the order of their times. Times only order: a stage goes on when what it needs is
-there.
+there. Where a stage runs micro-batches in parts, a further column says which.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from paceline.schedule.proof import Proof
 from paceline.schedule.table import Action, Table
 
 COLUMNS = ("time", "stage", "operation", "micro_batch", "chunk")
+_PART = "part"
 
 
 def is_file(word: str) -> bool:
@@ -31,8 +32,9 @@ def write_rows(proof: Proof, path: Path) -> None:
     """Write a schedule as `read_table` reads it."""
     with path.open("w", encoding="utf-8", newline="") as file:
         rows = csv.writer(file, lineterminator="\n")
-        rows.writerow(COLUMNS)
-        rows.writerows((f"{row.time:g}", *row[1:5]) for row in proof.rows)
+        columns = (*COLUMNS, *[_PART] * any(row.part for row in proof.rows))
+        rows.writerow(columns)
+        rows.writerows((f"{row.time:g}", *row[1 : len(columns)]) for row in proof.rows)
 
 
 def read_table(path: Path) -> Table:
@@ -62,7 +64,8 @@ def _row(row: Mapping[str, str | None], line: int, path: Path) -> tuple[float, i
     try:
         stage, micro_batch, chunk = (int(row[name] or "") for name in ("stage", "micro_batch", "chunk"))
         time, kind = float(row["time"] or ""), row["operation"] or ""
-        if kind not in ("F", "B", "W") or min(stage, micro_batch, chunk) < 0:
+        part = int(row[_PART] or "") if _PART in row else 0
+        if kind not in ("F", "B", "W") or min(stage, micro_batch, chunk, part) < 0:
             raise ValueError
     except (KeyError, ValueError):
         raise StrategyError(
@@ -70,8 +73,11 @@ def _row(row: Mapping[str, str | None], line: int, path: Path) -> tuple[float, i
             where=f"{path}, line {line}",
             next_step=_expected(),
         ) from None
-    return time, line, stage, Action(kind, micro_batch, chunk)
+    return time, line, stage, Action(kind, micro_batch, chunk, part)
 
 
 def _expected() -> str:
-    return f"the first line is {','.join(COLUMNS)}; operations are F, B and W, numbers begin at 0"
+    return (
+        f"the first line is {','.join(COLUMNS)}, and {_PART} where there are parts; operations are F, B and"
+        " W, numbers begin at 0"
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from html import escape
 
 from paceline.schedule.proof import Proof, Row
@@ -13,14 +13,14 @@ _NAMES = {"F": "forward", "B": "backward", "W": "gradients of weights"}
 
 
 def text_lines(proof: Proof) -> Iterator[str]:
-    """One line for each stage, one cell for each unit of time; chunks after the first have a letter."""
-    unit = min(row.seconds for row in proof.rows)
-    width = max(len(_label(row)) for row in proof.rows) + 1
+    """One line for each stage, one cell for each unit of time; letters are chunks, behind a dot are parts."""
+    unit, parted = min(row.seconds for row in proof.rows), _in_parts(proof)
+    width = max(len(_label(row, parted)) for row in proof.rows) + 1
     for stage in range(len(proof.in_flight)):
         cells = ["." for _ in range(round(proof.total / unit))]
         for row in (row for row in proof.rows if row.stage == stage):
             first, last = (round(t / unit) for t in (row.time, row.time + row.seconds))
-            cells[first:last] = [_label(row)] + ["-"] * (last - first - 1)
+            cells[first:last] = [_label(row, parted)] + ["-"] * (last - first - 1)
         yield f"stage {stage}  " + "".join(cell.ljust(width) for cell in cells).rstrip()
 
 
@@ -43,21 +43,28 @@ def svg(proof: Proof, title: str) -> str:
     ]
     for stage in range(len(proof.in_flight)):
         parts.append(f'<text x="4" y="{40 + _HEIGHT * stage}">stage {stage}</text>')
-    parts += [_box(row, scale) for row in proof.rows]
+    parts += [_box(row, scale, _in_parts(proof)) for row in proof.rows]
     parts.append(f'<text x="4" y="{height - 8:g}">{escape("; ".join(facts(proof)))}</text></svg>')
     return "\n".join(parts) + "\n"
 
 
-def _box(row: Row, scale: float) -> str:
+def _box(row: Row, scale: float, parted: Collection[int]) -> str:
     x, y = _LEFT + scale * row.time, 24 + _HEIGHT * row.stage
     chunk = f", chunk {row.chunk}" if row.chunk else ""
+    chunk += f", part {row.part}" if row.stage in parted else ""
     return (
         f'<rect x="{x:g}" y="{y}" width="{scale * row.seconds - 1:g}" height="{_HEIGHT - 3}" rx="2"'
         f' fill="{_COLORS[row.operation]}" opacity="{0.55 if row.chunk else 1:g}">'
         f"<title>{_NAMES[row.operation]} of micro-batch {row.micro_batch}{chunk}</title></rect>"
-        f'<text x="{x + 4:g}" y="{y + 15}" fill="#fff">{_label(row)}</text>'
+        f'<text x="{x + 4:g}" y="{y + 15}" fill="#fff">{_label(row, parted)}</text>'
     )
 
 
-def _label(row: Row) -> str:
-    return f"{row.operation}{row.micro_batch}" + ("" if not row.chunk else chr(ord("a") + row.chunk))
+def _label(row: Row, parted: Collection[int]) -> str:
+    chunk = "" if not row.chunk else chr(ord("a") + row.chunk)
+    return f"{row.operation}{row.micro_batch}{chunk}" + (f".{row.part}" if row.stage in parted else "")
+
+
+def _in_parts(proof: Proof) -> set[int]:
+    """Stages that run micro-batches in parts."""
+    return {row.stage for row in proof.rows if row.part}

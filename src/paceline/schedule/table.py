@@ -1,14 +1,19 @@
 """What a schedule is: for every stage, in which order it runs which operation of which micro-batch.
 
 A rank runs one stage, or several chunks of the model: chunk c of rank r is number c P + r of all v P chunks,
-which follow each other in the model. Pure values, without torch.
+which follow each other in the model. A stage may run a micro-batch in parts, by its samples; its neighbours
+may run it in more, or in fewer. Pure values, without torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
+
+Place = tuple[int, int, int]
+"""Micro-batch, chunk and part."""
 
 
 class Action(NamedTuple):
@@ -19,11 +24,22 @@ class Action(NamedTuple):
             micro-batch and chunk, its B makes the gradients of what came in only.
         micro_batch: counted from 0 in a step, on every rank of a replica alike.
         chunk: which of the rank's chunks.
+        part: which of the parts in which the stage runs a micro-batch.
     """
 
     kind: str
     micro_batch: int
     chunk: int = 0
+    part: int = 0
+
+    @property
+    def place(self) -> Place:
+        """Micro-batch, chunk and part: what a forward and its backward have in common."""
+        return self.micro_batch, self.chunk, self.part
+
+    def ends(self, split: Collection[Place]) -> bool:
+        """Whether it is the last of its micro-batch there, if these backwards are split."""
+        return self.kind == "W" or (self.kind == "B" and self.place not in split)
 
 
 @dataclass(frozen=True)
@@ -47,6 +63,11 @@ class Table:
     def num_micro_batches(self) -> int:
         """In a step."""
         return 1 + max((action.micro_batch for order in self.orders for action in order), default=-1)
+
+    @property
+    def parts(self) -> list[int]:
+        """By stage, in how many parts it runs each micro-batch."""
+        return [1 + max((action.part for action in order), default=0) for order in self.orders]
 
     @property
     def splits(self) -> bool:
@@ -75,3 +96,18 @@ def after(stage: int, action: Action, num_stages: int, chunks: int) -> tuple[int
     if stage < num_stages - 1:
         return stage + 1, action
     return (0, action._replace(chunk=action.chunk + 1)) if action.chunk < chunks - 1 else None
+
+
+def parts_within(part: int, own: int, theirs: int) -> range:
+    """Which parts of a neighbour, who has so many, have samples of one of the own parts."""
+    return range(part * theirs // own, -(-(part + 1) * theirs // own))
+
+
+def samples_of(num_samples: int, parts: int, part: int) -> range:
+    """The samples of a part. With fewer samples than parts the first are empty; the last never is."""
+    return range(num_samples * part // parts, num_samples * (part + 1) // parts)
+
+
+def fit_together(parts: Sequence[int]) -> bool:
+    """Whether neighbours can join each other's parts, or divide them, by an integer."""
+    return all(max(pair) % min(pair) == 0 for pair in pairwise(parts))

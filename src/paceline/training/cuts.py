@@ -62,9 +62,10 @@ def cut_into_stages(setting: Setting, material: Material) -> Cutting:
             next_step="set runtime.compile = false, or choose a strategy without pipeline",
         )
     stages = setting.mesh.axes["pipeline"]
-    chunks = proven_table(setting.recipe, setting.shards).chunks
+    table = proven_table(setting.recipe, setting.shards)
     lengths = setting.recipe.strategy.stage_lengths
-    cut = cut_model(material.task, material.model, stages.size, stages.rank, chunks, lengths)
+    place = stages.size, stages.rank, table.chunks, lengths
+    cut = cut_model(material.task, material.model, *place, divided=table.parts)
     if setting.recipe.is_ordered:
         _require_one_addition(material, cut)
     return Cutting(Stages(cut.holders, cut.homes), stage=cut)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from paceline.errors import StrategyError
 from paceline.recipe import Recipe, Strategy
+from paceline.recipe.written_words import numbers_in
 from paceline.schedule import MakeTable, Table, prove, read_table
 
 
@@ -20,6 +21,8 @@ def schedule_of(strategy: Strategy) -> MakeTable:
     if word == "file":
         return partial(_rows_of, read_table(Path(argument)), argument)
     make: MakeTable = strategy.order.load()
+    if strategy.rechunk:
+        return partial(make, parts=numbers_in(strategy.rechunk))
     return partial(_with_argument, make, argument) if argument else make
 
 

@@ -185,3 +185,16 @@ def test_the_command_prints_a_table_and_json(tmp_path) -> None:
     assert not record["fits"] and record["budget_bytes"] == 100
     assert [rank["rank"] for rank in record["ranks"]] == [0, 1]
     assert load_recipe(path).memory.budget is None
+
+
+@pytest.mark.capability("D9")
+def test_a_stage_that_runs_a_quarter_at_a_time_keeps_a_quarter() -> None:
+    """The last stage has the logits; the first keeps what it kept."""
+
+    def activations(text: str) -> list[int]:
+        found = plan_memory(recipe(f"replicas=1 pipeline=2 schedule=1f1b{text}", shards=2), gpt(), 2)
+        return [rank.moments["backward"].activations for rank in found.ranks]
+
+    whole, quarters = activations(""), activations(" rechunk=1,4")
+    assert quarters[0] == whole[0]
+    assert 0.24 * whole[1] <= quarters[1] <= 0.28 * whole[1]

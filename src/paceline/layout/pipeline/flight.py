@@ -24,6 +24,7 @@ class Flight:
         inputs: the tensors that came in and can have a gradient.
         outputs: those that went out; the scaled loss on the last stage.
         action: its forward.
+        num_samples: of the whole micro-batch.
         buffers: of the rank's model, as this micro-batch has left them.
         again: those that a second half of the backward sees: what the first half saw.
     """
@@ -33,6 +34,7 @@ class Flight:
     inputs: Sequence[Tensor]
     outputs: Sequence[Tensor]
     action: Action
+    num_samples: int
     buffers: Sequence[Tensor]
     halves: Halves | AtOnce | None = None
     again: Sequence[Tensor] | None = None

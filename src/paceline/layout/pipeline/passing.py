@@ -18,7 +18,10 @@ from paceline.data import LoadedBatch
 from paceline.layout.buffers import MicroBatchBuffers
 from paceline.layout.holding import Holding
 from paceline.layout.pipeline.chain import Enter, Stage, as_tuple
+from paceline.layout.pipeline.check_parts import changes_buffers
+from paceline.layout.pipeline.drawn import require_no_draws, with_state
 from paceline.layout.pipeline.flight import Flight, Weights
+from paceline.layout.pipeline.parts import Inbox, batch_part
 from paceline.layout.pipeline.stage import Cut
 from paceline.layout.pipeline.view import Answers, Call, asked
 from paceline.layout.pipeline.wire import Neighbours
@@ -29,7 +32,7 @@ from paceline.layout.steady import Steady
 from paceline.layout.sums import Sums, checked, explained
 from paceline.models.dropout import name_dropouts
 from paceline.observe import Phases
-from paceline.schedule import Action, after, before
+from paceline.schedule import Action, after, before, samples_of
 from paceline.task import Task
 
 
@@ -59,6 +62,8 @@ class Passing:
         self.chunks = [Stage(links) for links in cut.chunks]
         self._task, self._cut, self._wire, self._seen = task, cut, wire, holding.seen
         self._device, self._steady = holding.device, Steady(holding.computes)
+        self._parts = cut.parts[cut.stage]
+        self._inbox = Inbox(wire, cut.stage, cut.parts, cut.num_chunks)
         self._precision, self._phases = precision, phases
         self._dropouts, self._seeded = name_dropouts(holding.model), holding.device if seeds else None
 
@@ -71,29 +76,33 @@ class Passing:
     def forward(
         self, action: Action, loaded: LoadedBatch, sums: Sums, scale: float, weights: Weights | None
     ) -> Flight:
-        """Run one micro-batch through a chunk, and send on what comes out.
+        """Run one micro-batch, or a part of it, through a chunk, and send on what comes out.
 
         Args:
+            loaded: the whole micro-batch.
             sums: takes the loss, on the last chunk.
             weights: in place of the chunk's parameters, by their names in it.
         """
-        arrived, stream = self._arrived(action)
+        micro_batch, num_samples = loaded.micro_batch, len(loaded.micro_batch.indices)
+        own = samples_of(num_samples, self._parts, action.part)
+        arrived, stream = self._arrived(action, num_samples)
+        part = loaded.batch if self._parts == 1 else batch_part(loaded.batch, own, num_samples)
         with self._phases.during("forward"):
-            self._seed(loaded.micro_batch.key)
+            self._seed(micro_batch.key, own, num_samples)
             self.buffers.lend()
-            samples = len(loaded.micro_batch.indices)
             with (
-                self._seen(loaded.batch) as batch,
+                self._seen(part) as batch,
                 self._steady,
                 self._precision.autocast(),
-                explained(samples),
+                explained(len(own)),
             ):
-                ask = self._scaled_loss(sums, scale)
+                ask = self._scaled_loss(sums, scale, joins=own.start > 0)
                 outputs = self._run_links(action, batch, ask, arrived, stream, weights)
             buffers = self.buffers.take_back(action.micro_batch, action.chunk)
-        micro_batch = loaded.micro_batch
+            if self._parts > 1 and self.buffers.changed:
+                raise changes_buffers(self.buffers.changed[0])
         inputs = [x for x in arrived if x.requires_grad]
-        return Flight(micro_batch.shard, micro_batch.key, inputs, outputs, action, buffers)
+        return Flight(micro_batch.shard, micro_batch.key, inputs, outputs, action, num_samples, buffers)
 
     def answer(self, loaded: LoadedBatch, ask: Ask) -> None:
         """Run one batch forward through every chunk of this rank; see `Placed.answer`."""
@@ -126,7 +135,7 @@ class Passing:
                 found, back = flight.gradients(arrived, weights)
         there = before(self._cut.stage, action, self._cut.num_stages)
         if there is not None:
-            self._wire.send(there[0], back, note, key=self._key(there[1]))
+            self._wire.send(there[0], back, note, key=self._inbox.key(there[1]))
         return found, note
 
     def end_backward(self, flight: Flight) -> None:
@@ -140,29 +149,36 @@ class Passing:
 
         A second half repeats what the first has recomputed, and some of its hooks: buffers do not count then.
         """
-        self._seed(flight.key)
-        place, again = (flight.action.micro_batch, flight.action.chunk), flight.again
+        action, again, num_samples = flight.action, flight.again, flight.num_samples
+        self._seed(flight.key, samples_of(num_samples, self._parts, action.part), num_samples)
         self.buffers.lend(flight.buffers if again is None else again)
         yield
-        flight.buffers = self.buffers.take_back(*place, counts=again is None)
+        flight.buffers = self.buffers.take_back(action.micro_batch, action.chunk, counts=again is None)
 
     # -- what comes and goes --------------------------------------------------------------------------------
 
-    def _key(self, action: Action) -> int:
-        """What a message is for: the operation that takes it."""
-        return 2 * (action.micro_batch * len(self.chunks) + action.chunk) + (action.kind == "B")
+    def abort(self) -> None:
+        """Forget what has come and was not taken."""
+        self._inbox.abort()
 
-    def _seed(self, key: int) -> None:
+    def _seed(self, key: int, own: range, num_samples: int) -> None:
         everything = self._seeded is not None and self._precision.seeds_everything
         seed_micro_batch(key, self._seeded, self._dropouts, everything=everything)
+        if self._parts > 1:
+            for dropout in self._dropouts:
+                dropout.take_samples(own, num_samples)
 
-    def _arrived(self, action: Action) -> tuple[list[Tensor], Tensor | None]:
-        """What the chunk before has sent, leaves if they can have a gradient, and its generator's state."""
+    def _arrived(self, action: Action, num_samples: int = 0) -> tuple[list[Tensor], Tensor | None]:
+        """What the chunk before has sent, leaves if they can have a gradient, and its generator's state.
+
+        Args:
+            num_samples: of the whole micro-batch; 0: of an evaluation, which nobody divides.
+        """
         source = before(self._cut.stage, action, self._cut.num_stages)
         if source is None:
             return [], None
         with self._phases.during("communication"):
-            received, drawn = self._wire.receive(source[0], key=self._key(action))
+            received, drawn = self._inbox.take(source[0], action, num_samples)
         stream = received.pop() if drawn else None
         wanted = torch.is_grad_enabled()
         return [x.requires_grad_(wanted and _differentiable(x)) for x in received], stream
@@ -172,7 +188,7 @@ class Passing:
         if source is None:
             return [torch.ones_like(flight.outputs[0])], note
         with self._phases.during("communication"):
-            return self._wire.receive(source[0], key=self._key(action))
+            return self._inbox.take(source[0], action, flight.num_samples)
 
     def _after(self, action: Action) -> tuple[int, Action] | None:
         return after(self._cut.stage, action, self._cut.num_stages, len(self.chunks))
@@ -198,16 +214,17 @@ class Passing:
                 return chunk(*given.inputs, **given.named)
             return torch.func.functional_call(chunk, dict(weights), given.inputs, given.named)
 
-        if there is None:
-            return [ask(Answers(links).train(chunk.training), batch)]
-        return self._send_on(there, as_tuple(links()), fresh)
+        made = ask(Answers(links).train(chunk.training), batch) if there is None else links()
+        if self._parts > 1 and torch.is_grad_enabled():
+            require_no_draws(fresh if stream is None else stream)
+        return [made] if there is None else self._send_on(there, as_tuple(made), fresh)
 
-    def _scaled_loss(self, sums: Sums, scale: float) -> Ask:
+    def _scaled_loss(self, sums: Sums, scale: float, *, joins: bool) -> Ask:
         """Asks for the task's loss, which goes to the sums, and is multiplied for backward."""
 
         def ask(model: nn.Module, batch: Any) -> Tensor:
             loss = checked(self._task.loss(model, batch))
-            sums.add(loss)
+            sums.add(loss, joins=joins)
             return loss.total if scale == 1.0 else loss.total * scale
 
         return ask
@@ -216,12 +233,8 @@ class Passing:
         self, there: tuple[int, Action], found: Sequence[Tensor], fresh: Tensor | None
     ) -> list[Tensor]:
         """Send what came out, and, once somebody has drawn, where the generator stands."""
-        now = torch.default_generator.get_state() if fresh is not None else None
-        if now is None or fresh is None or torch.equal(now, fresh):
-            self._wire.send(there[0], found, key=self._key(there[1]))
-        else:
-            state = now.to(self._device)
-            self._wire.send(there[0], [*found, state], note=1.0, key=self._key(there[1]))
+        sent, drawn = with_state(found, fresh, self._device)
+        self._wire.send(there[0], sent, drawn, key=self._inbox.key(there[1]))
         return [x for x in found if _differentiable(x)]
 
     def _given(self, action: Action, batch: Any, ask: Ask, arrived: Sequence[Tensor]) -> Call:

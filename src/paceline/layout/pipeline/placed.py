@@ -2,7 +2,7 @@
 
 Every stage reads the same micro-batches. A stage receives activations, runs its links, sends what comes out;
 the last one runs the task's own loss on it. Gradients come back the same way (`passing`). A stage has one
-chunk of the model, or several.
+chunk of the model, or several, and runs micro-batches whole or in parts.
 
 Invariant: gradients are added over the micro-batches as autograd does it, and those of a chunk are handed on
 while its last backward runs. In which order a stage works is a table (`paceline.schedule`), proven before it
@@ -30,13 +30,11 @@ from paceline.layout.placed import Ask
 from paceline.layout.precision import Precision
 from paceline.layout.sums import MetricNames, Sums, checked
 from paceline.observe import Phases
-from paceline.schedule import Action, MakeTable, gpipe, prove
+from paceline.schedule import Action, MakeTable, Place, gpipe, prove, samples_of
 from paceline.slot import Slot
 from paceline.task import Task
 
 _FEW = 8  # messages, each of a description and its tensors
-Place = tuple[int, int]
-"""Micro-batch and chunk."""
 
 
 class Pipeline:
@@ -76,7 +74,7 @@ class Pipeline:
         self.peak_stored = 0
         self._wire, self._phases, self._loss, self._make_schedule = wire, phases, task.loss, schedule
         self._reports, self._counts, self._orders = reports, counts, dict[int, _Order]()
-        self._of_chunk = _by_chunk(holding, cut)
+        self._of_chunk, self._parts = _by_chunk(holding, cut), cut.parts[cut.stage]
 
     @property
     def buffers(self) -> MicroBatchBuffers:
@@ -102,15 +100,14 @@ class Pipeline:
         self.peak_stored = 0
         self.holding.use.begin()
         for action in order.actions:
-            place = action.micro_batch, action.chunk
             if action.kind == "F":
-                flying[place] = self.passing.forward(action, loaded[action.micro_batch], sums, scale, None)
-                if action.chunk == self.cut.num_chunks - 1:
-                    loaded.drop(action.micro_batch)
-            elif action.kind == "B" and place in order.split:
-                self.passing.backward(flying[place], split=True)
+                self._start(action, loaded, flying, sums, scale)
+            elif action.place not in flying:  # it has no samples
+                continue
+            elif not action.ends(order.split):
+                self.passing.backward(flying[action.place], split=True)
             else:
-                self._end(action, flying.pop(place), sink, order)
+                self._end(action, flying.pop(action.place), sink, order)
             self.peak_stored = max(self.peak_stored, len(flying))
         self.flush()
         self.holding.use.end()
@@ -127,12 +124,23 @@ class Pipeline:
             self._orders[count] = _Order.of(table.orders[self.cut.stage])
         return self._orders[count]
 
+    def _start(
+        self, action: Action, loaded: _Loaded, flying: dict[Place, Flight], sums: Sums, scale: float
+    ) -> None:
+        """A forward, if there is something to run: a small micro-batch may have fewer samples than parts."""
+        micro_batch = loaded[action.micro_batch]
+        if samples_of(len(micro_batch.micro_batch.indices), self._parts, action.part):
+            flying[action.place] = self.passing.forward(action, micro_batch, sums, scale, None)
+        if (action.chunk, action.part) == (self.cut.num_chunks - 1, self._parts - 1):
+            loaded.drop(action.micro_batch)
+
     def _end(self, action: Action, flight: Flight, sink: GradientSink, order: _Order) -> None:
         """A backward, or its second half, after which gradients may leave: the chunk's, if it is its last."""
-        is_last = order.last[action.chunk] == action.micro_batch
-        if sink.by_micro_batch:
+        is_complete = action.part == self._parts - 1
+        is_last = is_complete and order.last[action.chunk] == action.micro_batch
+        leaves = is_last or (is_complete and sink.by_micro_batch)
+        if leaves and sink.by_micro_batch:
             sink.micro_batch(range(flight.shard, flight.shard + 1), is_last)
-        leaves = is_last or sink.by_micro_batch
         self.gradients.open(sink if leaves else None, self._of_chunk[action.chunk])
         if action.kind == "W":
             self.passing.end_backward(flight)
@@ -158,6 +166,7 @@ class Pipeline:
         self.gradients.stop()
         self.holding.use.drop()
         self._wire.abort()
+        self.passing.abort()
         self.buffers.abort_step()
 
     def answer(self, micro_batches: Iterable[LoadedBatch], ask: Ask) -> None:
@@ -189,7 +198,7 @@ class _Order(NamedTuple):
     """What one stage does.
 
     Args:
-        split: micro-batch and chunk of backwards in two halves.
+        split: backwards in two halves.
         last: by chunk, the micro-batch whose backward ends last.
     """
 
@@ -199,11 +208,8 @@ class _Order(NamedTuple):
 
     @classmethod
     def of(cls, actions: Sequence[Action]) -> _Order:
-        split = frozenset((a.micro_batch, a.chunk) for a in actions if a.kind == "W")
-        ends = [
-            a for a in actions if a.kind == "W" or (a.kind == "B" and (a.micro_batch, a.chunk) not in split)
-        ]
-        return cls(actions, split, {a.chunk: a.micro_batch for a in ends})
+        split = frozenset(a.place for a in actions if a.kind == "W")
+        return cls(actions, split, {a.chunk: a.micro_batch for a in actions if a.ends(split)})
 
 
 class _Loaded:

@@ -10,6 +10,7 @@ from torch import nn
 
 from paceline.errors import StrategyError
 from paceline.layout.pipeline.chain import chain_of, check_chain
+from paceline.layout.pipeline.check_parts import check_parts
 from paceline.slot import Slot, trained_parameters
 from paceline.task import Task
 
@@ -24,6 +25,7 @@ class Cut:
         chunks: the modules that it runs, in order, by chunk of the model.
         holders: by name of every trained parameter, the stages that use it, ascending.
         homes: by name of those that this stage uses, in which of its chunks.
+        parts: by stage, in how many parts it runs each micro-batch.
     """
 
     stage: int
@@ -31,6 +33,7 @@ class Cut:
     chunks: Sequence[Sequence[nn.Module]]
     holders: Mapping[str, tuple[int, ...]]
     homes: Mapping[str, int]
+    parts: Sequence[int]
 
     @property
     def links(self) -> list[nn.Module]:
@@ -66,29 +69,39 @@ def cut_model(
     stage: int,
     num_chunks: int = 1,
     lengths: Sequence[int] | None = None,
+    *,
+    divided: Sequence[int] = (),
 ) -> Cut:
     """The links of one stage; all chunks have about equal numbers of parameters.
 
     Args:
         lengths: or these numbers of links, by chunk of the model.
+        divided: by stage, in how many parts it runs each micro-batch; one if there are none.
     Raises:
-        TaskError: the model is no chain, or its links are not the model.
+        TaskError: the model is no chain, its links are not the model, or samples see each other where a
+            micro-batch is run in parts.
         StrategyError: fewer links than chunks, or two chunks of a stage share a weight.
     """
     links = chain_of(task, model)
     check_chain(task, model, links)
-    weights = [sum(p.numel() for p in link.parameters()) for link in links]
-    parts = num_stages * num_chunks
-    places = cut_evenly(weights, parts) if lengths is None else cut_at(lengths, weights, parts)
-    used = [{p for i in place for p in links[i].parameters()} for place in places]
-    own = range(stage, len(places), num_stages)
+    chunks = _chunks(links, num_stages * num_chunks, lengths)
+    used = [{p for link in chunk for p in link.parameters()} for chunk in chunks]
+    own = range(stage, len(chunks), num_stages)
     trained = trained_parameters(model)
     holders = {
-        slot.name: tuple(sorted({k % num_stages for k in range(len(places)) if p in used[k]}))
+        slot.name: tuple(sorted({k % num_stages for k in range(len(chunks)) if p in used[k]}))
         for slot, p in trained.items()
     }
     homes = _homes(trained, [used[place] for place in own], stage)
-    return Cut(stage, num_stages, [[links[i] for i in places[k]] for k in own], holders, homes)
+    divided = divided or [1] * num_stages
+    check_parts(task, model, chunks, divided)
+    return Cut(stage, num_stages, [chunks[k] for k in own], holders, homes, divided)
+
+
+def _chunks(links: Sequence[nn.Module], number: int, lengths: Sequence[int] | None) -> list[list[nn.Module]]:
+    weights = [sum(p.numel() for p in link.parameters()) for link in links]
+    places = cut_evenly(weights, number) if lengths is None else cut_at(lengths, weights, number)
+    return [[links[i] for i in place] for place in places]
 
 
 def _homes(

@@ -1,0 +1,128 @@
+"""A stage may run a micro-batch in parts: the answer is that of one process, and it keeps what was proven."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.cluster import Cluster
+from paceline.layout.pipeline import parts, passing
+from paceline.models import KeyedDropout
+from paceline.recipe import Recipe
+from paceline.schedule import Table, one_f_one_b, prove, write_rows
+from paceline.testing import run_ranks
+from paceline.testing.contracts.layout import whole
+from paceline.testing.parity import Trajectory, session_of
+from paceline.verification import Report
+from tests.parity.test_products import verify
+from tests.parity.test_schedules import deep
+
+SMALLER = "replicas=1 pipeline=3 schedule=1f1b rechunk=1,2,4"
+FEW_SAMPLES: dict[str, Any] = {"batch": {"size": 7, "shards": 4}}  # some have one sample, and parts have none
+THREE: list[tuple[str, dict[str, Any]]] = [
+    (SMALLER, {}),
+    (SMALLER, FEW_SAMPLES),
+    ("replicas=1 pipeline=3 rechunk=4,1,2", FEW_SAMPLES),
+    (SMALLER, {"memory": {"recompute": "blocks"}}),
+]
+FOUR = [
+    "replicas=2 pipeline=2 schedule=1f1b rechunk=1,4",
+    "replicas=1 shard=2 zero=2 pipeline=2 schedule=1f1b rechunk=2,1",
+    "replicas=1 shard=2 zero=3 pipeline=2 rechunk=1,2",
+    "replicas=1 tensor=2 pipeline=2 schedule=1f1b rechunk=1,3",
+    "replicas=1 pipeline=4 schedule=1f1b rechunk=1,2,1,4",
+]
+
+
+def reports(cluster: Cluster, cases: Sequence[tuple[str, dict[str, Any]]]) -> list[Report]:
+    return [verify(cluster, deep(text, **changes)) for text, changes in cases]
+
+
+def require_ok(cases: Sequence[tuple[str, dict[str, Any]]], ranks: int) -> None:
+    for found in run_ranks(reports, ranks, cases, deadline=600):
+        for case, report in zip(cases, found, strict=True):
+            assert report.ok, (case, report.failure, report.diagnosis)
+
+
+@pytest.mark.capability("D9", "Z1", "Z2")
+def test_every_step_in_parts_is_that_of_the_oracle() -> None:
+    require_ok(THREE, 3)
+
+
+@pytest.mark.soak
+@pytest.mark.capability("D9", "Z1", "Z2")
+def test_under_every_product_too(tmp_path: Path) -> None:
+    require_ok([(text, {}) for text in FOUR], 4)
+    rows = halved(one_f_one_b(2, 5, (1, 2)))
+    write_rows(prove(rows, 5), tmp_path / "own.csv")
+    require_ok([(f"replicas=1 pipeline=2 schedule={tmp_path / 'own.csv'}", {})], 2)
+
+
+def halved(table: Table) -> Table:
+    """The last stage makes gradients of weights after those of what came in."""
+    *others, last = table.orders
+    return Table([*others, [b for a in last for b in ([a, a._replace(kind="W")] if a.kind == "B" else [a])]])
+
+
+def three_steps(cluster: Cluster, recipe: Recipe) -> tuple[Trajectory, int]:
+    """What was trained, and the most parts that this rank kept at a time."""
+    session = session_of(cluster, recipe)
+    losses = [stats.loss for stats in session.rounds()]
+    return whole(losses, session), getattr(session.placed, "peak_stored", 0)
+
+
+@pytest.mark.capability("D9")
+def test_gradients_are_those_of_whole_micro_batches_and_a_stage_keeps_what_was_proven() -> None:
+    """Plain gradient descent, so that a gradient is what a parameter has moved by; the steps are large."""
+    more: dict[str, Any] = {"steps": 3, "optimizer": {"name": "sgd", "lr": 0.5}}
+    ((right, _),) = run_ranks(three_steps, 1, deep("replicas=1", **more))
+    proof = prove(one_f_one_b(3, 5, (1, 2, 4)), 5)
+    assert list(proof.in_flight) == [3, 1, 0.25]
+    for stage, (found, peak) in enumerate(run_ranks(three_steps, 3, deep(SMALLER, **more))):
+        assert found.distance(right) <= 1e-6
+        assert found.losses == pytest.approx(right.losses, rel=1e-6)
+        assert peak == proof.in_flight[stage] * (1, 2, 4)[stage]
+
+
+OWN = parts.batch_part
+
+
+def backwards(column: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    """Parts are joined in the wrong order."""
+    return torch.cat(list(reversed(column)))
+
+
+def first_samples(batch: Any, samples: range, num_samples: int) -> Any:
+    """The last stage holds every part against the labels of the first."""
+    return OWN(batch, range(len(samples)), num_samples)
+
+
+def own_mask(self: KeyedDropout, own: range, num_samples: int) -> None:
+    """A part draws a mask of its own."""
+
+
+TWINS: dict[str, tuple[Any, str, Any, str]] = {
+    "joined backwards": (parts, "_joined", backwards, "2,1"),
+    "labels of another part": (passing, "batch_part", first_samples, "1,2"),
+    "a mask for each part": (KeyedDropout, "take_samples", own_mask, "1,2"),
+}
+
+
+@pytest.mark.capability("D9", "Z2")
+@pytest.mark.parametrize("twin", TWINS)
+def test_a_mistake_in_the_parts_is_found(twin: str) -> None:
+    """The mutation twins; samples of a part are exchanged with others of the same number."""
+    owner, name, broken, numbers = TWINS[twin]
+
+    def found(cluster: Cluster) -> Report:
+        setattr(owner, name, broken)
+        even = {"batch": {"size": 16, "shards": 4}}
+        return verify(cluster, deep(f"replicas=1 pipeline=2 rechunk={numbers}", **even))
+
+    for report in run_ranks(found, 2):
+        assert not report.ok

@@ -1,0 +1,181 @@
+"""Parts of micro-batches: messages are divided and joined by samples, and what cannot be divided is named."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paceline import Loss, Task
+from paceline.errors import TaskError
+from paceline.layout.pipeline import cut_model
+from paceline.layout.pipeline.drawn import require_no_draws
+from paceline.layout.pipeline.parts import Inbox, batch_part
+from paceline.models import KeyedDropout
+from paceline.schedule import Action, samples_of
+
+SAMPLES = 5
+
+
+class Post:
+    """A neighbour that has sent everything: samples are numbers."""
+
+    def __init__(self, inbox_parts: Sequence[int], source: int, kind: str = "F", state: bool = False) -> None:
+        parts = inbox_parts[source]
+        key = Inbox(self, source, inbox_parts, 1).key
+        self.taken = 0
+        self._there = {
+            key(Action(kind, 3, 0, part)): self._message(samples_of(SAMPLES, parts, part), state)
+            for part in range(parts)
+            if samples_of(SAMPLES, parts, part)
+        }
+
+    @staticmethod
+    def _message(samples: range, state: bool) -> tuple[list[Tensor], float]:
+        x = torch.tensor([float(i) for i in samples])
+        return [x, x.view(-1, 1) + 10.0, *[torch.zeros(7)] * state], float(state)
+
+    def receive(self, source: int, *, key: int = 0) -> tuple[list[Tensor], float]:
+        self.taken += 1
+        return self._there.pop(key)
+
+    def send(self, to: int, tensors: Sequence[Tensor], note: float = 0.0, *, key: int = 0) -> None:
+        raise AssertionError("nobody sends here")
+
+    def flush(self, most: int = 0) -> None:
+        raise AssertionError("nobody sends here")
+
+    abort = flush
+
+
+@pytest.mark.capability("D9")
+@pytest.mark.parametrize("state", [False, True])
+@pytest.mark.parametrize("own, theirs", [(1, 4), (4, 1), (2, 6), (6, 2), (3, 3), (8, 1), (1, 8), (12, 6)])
+def test_a_stage_gets_its_own_samples_whatever_its_neighbour_sends(
+    own: int, theirs: int, state: bool
+) -> None:
+    for kind, stage in (("F", 1), ("B", 0)):
+        parts = [theirs, own] if stage else [own, theirs]
+        post = Post(parts, 1 - stage, kind, state and kind == "F")
+        inbox = Inbox(post, stage, parts, 1)
+        for part in range(own):
+            wanted = [float(i) for i in samples_of(SAMPLES, own, part)]
+            if not wanted:
+                continue
+            (x, y, *rest), note = inbox.take(1 - stage, Action(kind, 3, 0, part), SAMPLES)
+            assert x.tolist() == wanted and y.tolist() == [[i + 10.0] for i in wanted]
+            assert len(rest) == int(note) == int(state and kind == "F")
+        assert not post._there and not inbox._divided  # everything was taken, nothing is kept
+
+
+def test_what_an_aborted_step_has_left_is_forgotten() -> None:
+    inbox = Inbox(Post([1, 2], 0), 1, [1, 2], 1)
+    inbox.take(0, Action("F", 3, 0, 0), SAMPLES)
+    inbox.abort()
+    inbox._wire = Post([1, 2], 0)
+    (x, _), _ = inbox.take(0, Action("F", 3, 0, 1), SAMPLES)
+    assert inbox._wire.taken == 1 and x.tolist() == [2.0, 3.0, 4.0]
+
+
+def test_a_batch_is_divided_in_all_its_containers() -> None:
+    x = torch.arange(4.0)
+    found = batch_part({"x": x, "more": (x.view(4, 1), [None, 3])}, range(1, 3), 4)
+    assert found["x"].tolist() == [1.0, 2.0] and found["more"][0].tolist() == [[1.0], [2.0]]
+    assert found["more"][1] == [None, 3]
+    for wrong, says in (({"x": x[:3]}, r"\[3\] is no 4 samples"), ([x, "names"], "has str in it")):
+        with pytest.raises(TaskError, match=says):
+            batch_part(wrong, range(1), 4)
+
+
+def cut(links: Sequence[nn.Module], loss: Any = None, parts: Sequence[int] = (1, 2)) -> None:
+    samples = [(torch.linspace(-1.0, k, 6), torch.tensor(k % 3)) for k in range(4)]
+    task = Task(nn.Sequential(*links), samples, loss or cross_entropy)
+    cut_model(task, task.model, 2, 0, lengths=[1, len(links) - 1], divided=parts)
+
+
+def cross_entropy(model: nn.Module, batch: Any) -> Loss:
+    x, labels = batch
+    return Loss(nn.functional.cross_entropy(model(x), labels, reduction="sum"), len(labels))
+
+
+def of_the_batch(model: nn.Module, batch: Any) -> Loss:
+    """What a sample adds depends on how many there are."""
+    logits = model(batch[0])
+    return Loss(logits.square().sum() * len(logits), len(logits))
+
+
+class Mixes(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+def hooked() -> nn.Module:
+    layer = nn.Linear(8, 3)
+    layer.weight.register_post_accumulate_grad_hook(lambda p: None)
+    return layer
+
+
+@pytest.mark.capability("D9")
+@pytest.mark.parametrize(
+    "middle, loss, says",
+    [
+        (Mixes(), None, "another for two samples one by one"),
+        (nn.BatchNorm1d(8), None, "changes the buffer 'running_mean'|changes the buffer '1.running_mean'"),
+        (nn.Dropout(0.5), None, "another for two samples one by one"),
+        (nn.Identity(), of_the_batch, "the loss is another"),
+    ],
+    ids=["mixes", "batch norm", "own generator", "loss"],
+)
+def test_samples_that_see_each_other_are_refused(middle: nn.Module, loss: Any, says: str) -> None:
+    torch.manual_seed(1)
+    links = [nn.Linear(6, 8), middle, nn.Linear(8, 3)]
+    cut(links, loss, parts=(1, 1))
+    with pytest.raises(TaskError, match=says):
+        cut(links, loss)
+
+
+@pytest.mark.capability("D9")
+def test_a_hook_that_waits_for_a_gradient_is_refused() -> None:
+    with pytest.raises(TaskError, match="part by part"):
+        cut([nn.Linear(6, 8), hooked()])
+
+
+@pytest.mark.capability("D9")
+def test_samples_that_do_not_see_each_other_are_not_refused() -> None:
+    """Masks are those of both samples, and a norm over features is one over each sample's own."""
+    links = [nn.Linear(6, 8), nn.LayerNorm(8), KeyedDropout(0.5), nn.Flatten(), nn.Linear(8, 3)]
+    for parts in ((1, 2), (4, 2), (3, 3)):
+        cut(links, parts=parts)
+    assert all(m.micro_batch_key is None for m in links if isinstance(m, KeyedDropout))
+
+
+@pytest.mark.capability("D9")
+def test_who_draws_from_the_generator_of_pytorch_is_named() -> None:
+    stood = torch.default_generator.get_state()
+    require_no_draws(None)
+    require_no_draws(stood)
+    torch.rand(1)
+    with pytest.raises(TaskError, match=r"nn\.Dropout"):
+        require_no_draws(stood)
+
+
+@pytest.mark.capability("D9")
+def test_a_mask_of_a_part_is_that_part_of_the_mask() -> None:
+    dropout = KeyedDropout(0.5)
+    dropout.name, dropout.micro_batch_key = "d", 7
+    x = torch.ones(6, 5, 2)
+    right = dropout(x)
+    found = []
+    for span in (range(1), range(1, 4), range(4, 6)):
+        dropout.take_samples(span, 6)
+        found.append(dropout(x[span.start : span.stop]))
+        flat = dropout(x[span.start : span.stop].flatten(0, 1))  # every sample has five rows
+        dropout.take_all()
+        assert torch.equal(flat, dropout(x.flatten(0, 1))[5 * span.start : 5 * span.stop])
+    assert torch.equal(torch.cat(found), right)
+    dropout.take_samples(range(2, 4), 6)
+    with pytest.raises(TaskError, match="3 rows of 2 samples"):
+        dropout(x[:3])

@@ -1,0 +1,132 @@
+"""Schedules whose stages run micro-batches in parts: what is proven of them, written and drawn."""
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from paceline.cli import schedule
+from paceline.errors import RecipeError, StrategyError
+from paceline.recipe import Recipe, Strategy, support
+from paceline.schedule import (
+    Action,
+    Table,
+    fit_together,
+    gpipe,
+    one_f_one_b,
+    parts_within,
+    prove,
+    read_table,
+    samples_of,
+    text_lines,
+    write_rows,
+)
+
+NUMBERS = [parts for p in (1, 2, 3) for parts in product((1, 2, 3, 4, 12), repeat=p) if fit_together(parts)]
+
+
+@pytest.mark.capability("D9")
+@pytest.mark.parametrize("m", [1, 3, 8])
+def test_parts_never_store_more_nor_wait_longer(m: int) -> None:
+    for parts in NUMBERS:
+        p = len(parts)
+        whole, found = prove(one_f_one_b(p, m), m), prove(one_f_one_b(p, m, parts), m)
+        assert all(a <= b for a, b in zip(found.in_flight, whole.in_flight, strict=True)), parts
+        assert found.in_flight[-1] == pytest.approx(1 / parts[-1])  # the last stage keeps one part
+        assert found.bubble <= whole.bubble + 1e-9, parts
+        assert prove(gpipe(p, m, parts), m).in_flight == [m] * p
+
+
+@pytest.mark.capability("D9")
+def test_parts_of_neighbours_have_the_same_samples() -> None:
+    for own, theirs, samples in product((1, 2, 4, 12), (1, 2, 4, 12), (1, 3, 5, 24)):
+        for part in range(own):
+            span = samples_of(samples, own, part)
+            there = [samples_of(samples, theirs, k) for k in parts_within(part, own, theirs)]
+            assert there[0].start <= span.start and span.stop <= there[-1].stop
+            if theirs >= own:
+                assert [i for one in there for i in one] == [*span]
+        assert [i for k in range(own) for i in samples_of(samples, own, k)] == [*range(samples)]
+        assert samples_of(samples, own, own - 1)  # the last part is never empty
+
+
+F, B = (lambda *place, kind=kind: Action(kind, place[0], 0, place[1]) for kind in "FB")
+WHOLE = [Action("F", 0), Action("F", 1), Action("B", 0), Action("B", 1)]
+
+
+@pytest.mark.capability("D9", "D11")
+@pytest.mark.parametrize(
+    "second, says",
+    [
+        ([F(0, 0), F(0, 1), B(0, 0), B(0, 1), F(1, 0), B(1, 0), B(1, 1)], "once in each of 2 parts"),
+        ([F(0, 1), F(0, 0), B(0, 0), B(0, 1), F(1, 0), F(1, 1), B(1, 0), B(1, 1)], "forwards out of order"),
+        ([F(0, 0), F(0, 1), F(1, 0), F(1, 1), B(0, 0), B(1, 0), B(0, 1), B(1, 1)], "mixes backwards"),
+        ([F(0, 0), F(0, 1), F(1, 0), F(1, 1), B(0, 1), B(0, 0), B(1, 0), B(1, 1)], "mixes backwards"),
+    ],
+    ids=["incomplete", "forwards", "mixed", "backwards"],
+)
+def test_parts_that_cannot_be_run_are_refused(second: list[Action], says: str) -> None:
+    with pytest.raises(StrategyError, match=says):
+        prove(Table([WHOLE, second]), 2)
+
+
+@pytest.mark.capability("D9", "D11")
+def test_stages_that_wait_for_parts_of_each_other_are_refused() -> None:
+    """The second stage would go backward with the first half before the third has seen the other."""
+    halves = [F(0, 0), B(0, 0), F(0, 1), B(0, 1)]
+    ends = [Action("F", 0), Action("B", 0)]
+    with pytest.raises(StrategyError, match=r"stage 1 at B0.0 of chunk 0, stage 2 at F0 of chunk 0"):
+        prove(Table([ends, halves, ends]), 1)
+    assert prove(Table([ends, halves]), 1).in_flight == [1, 0.5]
+    with pytest.raises(StrategyError, match="2, 3 parts"):
+        prove(gpipe(2, 1, (2, 3)), 1)
+
+
+@pytest.mark.capability("D9", "D11")
+def test_parts_are_written_read_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, table = tmp_path / "rows.csv", one_f_one_b(2, 2, (1, 2))
+    write_rows(prove(table, 2), path)
+    assert path.read_text().splitlines()[:2] == ["time,stage,operation,micro_batch,chunk,part", "0,0,F,0,0,0"]
+    assert read_table(path) == table
+    assert list(text_lines(prove(table, 2))) == [
+        "stage 0  F0   -    F1   -    .    .    .    .    B0   -    -    -    .    .    B1   -    -    -",
+        "stage 1  .    .    F0.0 B0.0 -    F0.1 B0.1 -    F1.0 B1.0 -    F1.1 B1.1 -    .    .    .    .",
+    ]
+    schedule.show("1f1b", stages=2, micro=2, rechunk="1,2")
+    assert "micro-batches in flight, by stage: 2, 0.5" in capsys.readouterr().out
+    path.write_text("time,stage,operation,micro_batch,chunk,part\n0,0,F,0,0,-1\n")
+    with pytest.raises(StrategyError, match="a row that is none"):
+        read_table(path)
+
+
+@pytest.mark.capability("D9")
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ("pipeline=2 rechunk=1,2,4", "a number, which divides its neighbours' or is divided"),
+        ("pipeline=2 rechunk=2,3", "a number, which divides its neighbours' or is divided"),
+        ("rechunk=1,2", "a number, which divides its neighbours' or is divided"),
+        ("pipeline=2 schedule=interleaved:2 rechunk=1,2", "rechunk makes a gpipe or 1f1b"),
+        ("pipeline=2 schedule=zero-bubble rechunk=1,2", "rechunk makes a gpipe or 1f1b"),
+        ("pipeline=2 schedule=own.csv rechunk=1,2", "a file names parts itself"),
+        ("pipeline=2 lanes=2 rechunk=1,2", "leave out rechunk, or lanes and context"),
+        ("pipeline=2 context=2 rechunk=1,2", "leave out rechunk, or lanes and context"),
+        ("replicas=1 pipeline=2 sync=pipedream rechunk=1,2", "leave out schedule and rechunk"),
+    ],
+)
+def test_what_rechunk_does_not_go_with_is_said(text: str, says: str) -> None:
+    answer = support(Strategy.parse(text), processes=4, shards=8)
+    assert not answer.ok and says in answer.reason
+    assert support(answer.nearest, processes=4, shards=8).ok
+
+
+@pytest.mark.capability("D9")
+def test_it_is_a_word_of_a_strategy_and_not_of_a_reproducible_run() -> None:
+    strategy = Strategy.parse("pipeline=2 schedule=1f1b rechunk=1,2")
+    assert Strategy.parse(str(strategy)) == strategy and strategy.rechunk == "1,2"
+    for wrong in ("1,x", "0,1", "1,,2"):
+        with pytest.raises(RecipeError, match="a number of parts for each stage"):
+            Strategy.parse(f"pipeline=2 rechunk={wrong}")
+    values = {"task": "sum", "steps": 1, "batch": {"size": 4}, "optimizer": {"name": "sgd", "lr": 0.1}}
+    with pytest.raises(RecipeError, match="added part by part has other bits"):
+        Recipe(**values, strategy=strategy, reproducible=True)

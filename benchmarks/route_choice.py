@@ -38,7 +38,7 @@ class Case:
     racks: dict[str, list[str]] | None = None
     uplinks: Links | None = None
     most_bytes: int = 1 << 26
-    repeats: int = 5
+    repeats: int = 15
 
 
 def cases(options: Options) -> list[Case]:

@@ -6,8 +6,18 @@ import pytest
 
 from paceline.comm.cost import Cost
 from paceline.comm.link_profile import Line, LinkProfile, Point, fit_line
-from paceline.comm.routes.forecast import SIZES, Choice, Forecast, choose, choose_all, explain, say_others
+from paceline.comm.routes.forecast import (
+    SIZES,
+    Choice,
+    Forecast,
+    choose,
+    choose_all,
+    evened,
+    explain,
+    say_others,
+)
 from paceline.comm.routes.longest_way import longest_way
+from paceline.comm.routes.trial import worth_trying
 
 ROUTES = ("native", "ring", "tree", "recursive-doubling", "grid")
 MEASURED = (1 << 10, 1 << 14, 1 << 18, 1 << 22)
@@ -107,11 +117,46 @@ def test_a_route_that_was_given_up_is_not_chosen_for_larger_buffers() -> None:
 def test_a_time_between_two_sizes_is_on_the_line_between_them() -> None:
     points = (Point(1000.0, 6, 1e-3), Point(2000.0, 6, 3e-3), Point(4000.0, 6, 3e-3))
     known = Forecast(4, 1, {"native": Line(0.0, 0.0, 0.0, points)})
-    at = {size: known.seconds("native", size * 2 // 3) for size in (500, 1500, 3000, 8000)}
+    at = {size: known.seconds("native", size * 2 // 3) for size in (500, 1500, 3000)}
     assert at[500] == 1e-3 and at[1500] == pytest.approx(2e-3, rel=1e-2)
-    assert at[3000] == at[8000] == 3e-3  # a later size that took no longer
+    assert at[3000] == 3e-3  # a later size that took no longer
     one = Forecast(4, 1, {"native": Line(1e-3, 1e-6, 0.0, points[:1])})
     assert one.seconds("native", 2000) == pytest.approx(6e-3 + 3e-3)
+
+
+@pytest.mark.capability("G13")
+def test_a_disturbed_time_is_set_right_by_a_larger_buffer_and_no_byte_is_free(
+    subtests: pytest.Subtests,
+) -> None:
+    """Links of 2 ms and 10 ns a byte, of which one size was measured wrong."""
+    true = {size: 2e-3 + 1e-8 * size for size in MEASURED[1:]}
+    wrong = [(size, factor) for size in true for factor in (0.5, 2.0)]
+    wrong += [(size, 10.0) for size in MEASURED[1:-1]]  # nothing sets the largest one right
+    for size, factor in wrong:
+        points = [Point(float(b), 6, t * (factor if b == size else 1)) for b, t in true.items()]
+        times = [point.seconds for point in evened(points)]
+        assert times == sorted(times) and all(t <= p.seconds for t, p in zip(times, points, strict=True))
+        known = Forecast(4, 1, {"native": fit_line(points)})
+        with subtests.test(size=size, factor=factor):
+            told, right = known.seconds("native", 1 << 26), 2e-3 + 1e-8 * 1.5 * (1 << 26)
+            assert 0.45 * right < told < 2.2 * right
+
+
+@pytest.mark.capability("G13")
+def test_beyond_the_largest_buffer_a_time_grows_with_the_bytes() -> None:
+    for alpha, beta in ((1e-3, 8e-8), (1e-2, 8e-9)):
+        known = alike(alpha, beta)
+        for route in ROUTES:
+            way = longest_way(route, 1 << 26, 4)
+            right = way.rounds * alpha + way.sent_bytes * beta
+            assert known.seconds(route, 1 << 26) == pytest.approx(right, rel=1e-3)
+
+
+@pytest.mark.capability("G9")
+def test_the_first_route_is_tried_throughout_and_others_are_given_up_on_large_buffers_only() -> None:
+    times = {"native": 9.0, "ring": 4.0, "tree": 1.0, "grid": 1.9}
+    assert worth_trying(times, 1 << 10) == [*times]
+    assert worth_trying(times, 1 << 18) == ["native", "tree", "grid"]
 
 
 @pytest.mark.capability("G13")

@@ -1,18 +1,21 @@
 """How long a collective takes by each route, and which route is best for a size. Pure.
 
 Sums were measured: between two sizes a time is that of the straight line, so that there alpha and beta are
-their own. Of the other collectives only the closed forms are known (`longest_way`), with the alpha and beta
-of the sums of each route: there a route has to promise more before it takes the place of the first.
+their own, and beyond the largest one it is that of the line through the last few. A larger buffer takes no
+less time, so a smaller one that took more was disturbed, and is set right. Of the other collectives only the
+closed forms are known (`longest_way`), with the alpha and beta of the sums of each route: there a route has
+to promise more before it takes the place of the first.
 Invariant: equal times give equal choices, so ranks that know the same choose the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from paceline.comm.link_profile import Line, Point
+from paceline.comm.link_profile import Line, Point, fit_line
 from paceline.comm.routes.longest_way import OPS, longest_way
 
 GAIN = 1.1
@@ -21,6 +24,7 @@ FORETOLD_GAIN = 1.5
 """The same of collectives that were not measured; alpha-beta is often a third off (G13)."""
 SIZES = tuple(1 << k for k in range(8, 28))
 """Bytes at which the best route is looked for; from 256 bytes to 128 MiB."""
+_LAST = 3  # sizes, of which a larger one is told
 
 
 class Forecast(NamedTuple):
@@ -40,12 +44,14 @@ class Forecast(NamedTuple):
         """How long a collective of so many bytes of a rank takes by a route."""
         way = longest_way(route, num_bytes, self.world, self.ranks_per_host, op)
         line = self.lines[route]
-        points = sorted(line.points, key=lambda point: point.sent_bytes)
-        if len(points) < 2 or op != "all_reduce":
+        if len(line.points) < 2 or op != "all_reduce":
             return line.seconds(way)
+        points = evened(line.points)
+        if way.sent_bytes > points[-1].sent_bytes:
+            return points[-1].seconds + _last_slope(points) * (way.sent_bytes - points[-1].sent_bytes)
         if way.sent_bytes <= points[0].sent_bytes:
             return points[0].seconds
-        return _on_line(_around(points, way.sent_bytes), way.sent_bytes)
+        return _on_line(points, way.sent_bytes)
 
     def best(self, num_bytes: int, op: str = "all_reduce") -> str:
         """The route of a size: the first one, unless another is `GAIN` times as fast, or `FORETOLD_GAIN`.
@@ -67,16 +73,24 @@ class Forecast(NamedTuple):
         return len(points) == most or way.sent_bytes <= max(point.sent_bytes for point in points)
 
 
-def _around(points: Sequence[Point], sent_bytes: float) -> tuple[Point, Point]:
-    """The measured points between which so many bytes lie; the last two beyond them."""
-    found = (pair for pair in pairwise(points) if sent_bytes <= pair[1].sent_bytes)
-    return next(found, (points[-2], points[-1]))
+def evened(points: Sequence[Point]) -> list[Point]:
+    """By bytes, each with the least time that it or a larger buffer took: other work only adds to one."""
+    found: list[Point] = []
+    for point in sorted(points, key=lambda point: point.sent_bytes, reverse=True):
+        least = min(point.seconds, found[-1].seconds) if found else point.seconds
+        found.append(replace(point, seconds=least))
+    return found[::-1]
 
 
-def _on_line(ends: tuple[Point, Point], sent_bytes: float) -> float:
-    low, high = ends
-    slope = max(0.0, high.seconds - low.seconds) / (high.sent_bytes - low.sent_bytes)
+def _on_line(points: Sequence[Point], sent_bytes: float) -> float:
+    low, high = next(pair for pair in pairwise(points) if sent_bytes <= pair[1].sent_bytes)
+    slope = (high.seconds - low.seconds) / (high.sent_bytes - low.sent_bytes)
     return low.seconds + slope * (sent_bytes - low.sent_bytes)
+
+
+def _last_slope(points: Sequence[Point]) -> float:
+    """Seconds of a byte on the largest buffers; three of them, as of two a noisy one may make bytes free."""
+    return fit_line(points[-_LAST:]).beta_seconds_per_byte
 
 
 class Choice(NamedTuple):

@@ -1,7 +1,8 @@
 """Try the routes of a group on its links, in the first moments of a session or for a link profile.
 
-Invariant: a time is that of the slowest rank, and every rank has the same times. A route that is far from the
-best is not tried on larger buffers, and a size that takes long is the last, so that a trial stays short.
+Invariant: a time is that of the slowest rank, and every rank has the same times. Routes take turns, so that
+what else the machine does meets all of them. A route that is far from the best on a large buffer is not tried
+on larger ones, and a size that takes long is the last, so that a trial stays short.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from paceline.comm.collectives import Collective
 from paceline.comm.link_profile import Line, Point, fit_line
@@ -33,9 +35,14 @@ from paceline.comm.text import gather_texts
 from paceline.mesh import Group, Levels, span_nodes, twin_group
 
 SIZES = (1 << 10, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
-_REPEATS = 5
-_ENOUGH_SECONDS = 0.1  # a size that takes this long is the last
-_HOPELESS = 3.0  # times the best: not tried on larger buffers
+_REPEATS = 11
+_SIZE_SECONDS = 0.4  # of all routes: no further repeat of a size after it
+_ENOUGH_SECONDS = 0.15  # a size whose best route takes this long is the last
+_SHORT_SECONDS = 0.1  # a first sum that is not longer is a warm-up
+_HOPELESS = 2.0  # times the best: not tried on larger buffers
+_LARGE_BYTES = (
+    1 << 18
+)  # of smaller buffers a time is mostly that of the rounds, and says nothing of larger ones
 
 
 @dataclass
@@ -108,36 +115,49 @@ def try_routes(found: Candidates, net: Net, group: Group, sizes: Sequence[int] =
     points: dict[str, list[Point]] = {word: [] for word in found.paths}
     left: Mapping[str, Collective] = found.paths
     for size in sizes:
-        times = {word: _seconds(path, net, group, size) for word, path in left.items()}
+        times = _medians(left, net, group, size)
         for word, seconds in times.items():
             way = forms[word](num_bytes=size, ranks_per_host=found.ranks_per_host)
             points[word].append(Point(way.sent_bytes, way.rounds, seconds))
-        best = min(times.values())
-        left = {word: path for word, path in left.items() if times[word] <= _HOPELESS * best}
-        if best > _ENOUGH_SECONDS:
+        left = {word: left[word] for word in worth_trying(times, size)}
+        if min(times.values()) > _ENOUGH_SECONDS:
             break
     return Forecast(group.size, found.ranks_per_host, _lines(points))
+
+
+def worth_trying(times: Mapping[str, float], num_bytes: int) -> list[str]:
+    """The routes to try on larger buffers: the first, to which others are compared, and all near the best.
+
+    Args:
+        times: of a buffer of `num_bytes` by route.
+    """
+    first, most = next(iter(times)), _HOPELESS * min(times.values())
+    return [word for word, took in times.items() if word == first or num_bytes < _LARGE_BYTES or took <= most]
 
 
 def _lines(points: Mapping[str, Sequence[Point]]) -> dict[str, Line]:
     return {word: fit_line(own) for word, own in points.items()}
 
 
-def _seconds(path: Collective, net: Net, group: Group, num_bytes: int) -> float:
-    """The median of some repeats of the slowest rank, fewer where one takes long; the first is a warm-up
-    where it is short.
-    """
+def _medians(paths: Mapping[str, Collective], net: Net, group: Group, num_bytes: int) -> dict[str, float]:
+    """Of some repeats by each route, fewer where they take long."""
     key = f"trial {num_bytes}"
-    x = path.buffer(max(1, num_bytes // 4), torch.zeros(1), key)
-    found: list[float] = []
+    buffers = {word: path.buffer(max(1, num_bytes // 4), torch.zeros(1), key) for word, path in paths.items()}
+    found: dict[str, list[float]] = {word: [] for word in paths}
     for repeat in range(_REPEATS + 1):
-        net.barrier(group)
-        began = time.perf_counter()
-        path.all_reduce(x, key).wait(exposed=False)
-        slowest = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
-        seconds = float(net.all_reduce(slowest, group, "max").wait(exposed=False))
-        if repeat or seconds > _ENOUGH_SECONDS:
-            found.append(seconds)
-        if sum(found) > _ENOUGH_SECONDS:
+        for word, path in paths.items():
+            seconds = _seconds(path, net, group, buffers[word], key)
+            if repeat or seconds > _SHORT_SECONDS:
+                found[word].append(seconds)
+        if all(found.values()) and sum(map(sum, found.values())) > _SIZE_SECONDS:
             break
-    return statistics.median(found)
+    return {word: statistics.median(times) for word, times in found.items()}
+
+
+def _seconds(path: Collective, net: Net, group: Group, x: Tensor, key: str) -> float:
+    """One sum of the slowest rank."""
+    net.barrier(group)
+    began = time.perf_counter()
+    path.all_reduce(x, key).wait(exposed=False)
+    slowest = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
+    return float(net.all_reduce(slowest, group, "max").wait(exposed=False))

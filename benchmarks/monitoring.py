@@ -27,7 +27,7 @@ from benchmarks.pair import measure_pair
 from benchmarks.report import Options, Report, Table, blocks, comparison_table, present, series_data
 from benchmarks.subjects import Subject, byte_gpt, mlp
 from paceline.cluster import Cluster
-from paceline.observe import Phases
+from paceline.observe import Phase, Phases
 from paceline.testing import run_ranks
 from paceline.training import Session, build_session
 from paceline.training.job import sinks
@@ -36,7 +36,7 @@ from paceline.training.saves import Saves
 
 _REFERENCE = "nothing"
 _WATCHED_STEPS = 40
-_SPANS = 20_000
+_MARKS = 20_000
 
 
 @dataclass(frozen=True)
@@ -71,18 +71,8 @@ CASES = (
 class Unmeasured(Phases):
     """Reads no clock within a step."""
 
-    def during(self, phase: str) -> Any:
-        """A block of any phase."""
-        return _NOTHING
-
-
-class _Nothing:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-
-_NOTHING = _Nothing()
+    def begin(self, phase: Phase) -> None:
+        """Nothing is measured."""
 
 
 def session_of(subject: Subject, cluster: Cluster) -> Session:
@@ -135,26 +125,25 @@ class Watched:
 
 
 class Counted(Phases):
-    """Knows how many spans were opened."""
+    """Knows how many phases were begun."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.spans = 0
+        self.begun = 0
 
-    def during(self, phase: str) -> Any:
+    def begin(self, phase: Phase) -> None:
         """See `Phases`."""
-        self.spans += 1
-        return super().during(phase)
+        self.begun += 1
+        super().begin(phase)
 
 
-def span_seconds() -> float:
-    """Processor seconds of one span."""
+def mark_seconds() -> float:
+    """Processor seconds of one mark."""
     phases = Phases()
     began = time.thread_time()
-    for _ in range(_SPANS):
-        with phases.during("data"):
-            pass
-    return (time.thread_time() - began) / _SPANS
+    for _ in range(_MARKS):
+        phases.begin("data")
+    return (time.thread_time() - began) / _MARKS
 
 
 def watch(case: Case, options: Options, folder: Path, cluster: Cluster) -> Watched:
@@ -174,7 +163,7 @@ def watch(case: Case, options: Options, folder: Path, cluster: Cluster) -> Watch
         if len(steps) == (5 if options.quick else _WATCHED_STEPS):
             break
     phases: Any = getattr(session.rule, "phases")  # noqa: B009, another rule might have none
-    inside = phases.spans / len(steps) * span_seconds()
+    inside = phases.begun / len(steps) * mark_seconds()
     return Watched(statistics.median(steps), statistics.fmean(behind), inside, statistics.median(uncovered))
 
 

@@ -85,7 +85,7 @@ def test_the_numbers_of_every_rank_are_there_and_cost_no_collective_in_a_step(tr
 
 @pytest.mark.capability("P10")
 def test_the_parts_of_a_step_add_up_and_the_slow_rank_is_the_one_that_is_waited_for(trained: Trained) -> None:
-    assert unaccounted(trained.records) <= 0.03 and covered(trained.records) >= 0.5
+    assert unaccounted(trained.records) <= 0.03 and covered(trained.records) >= 0.97
     first, slow = rank_times(read_run(trained.folder))
     assert sum(first.parts.values()) == pytest.approx(first.seconds, rel=0.03)
     assert first.share("waiting") > 0.3 > 0.1 > slow.share("waiting")
@@ -110,7 +110,7 @@ def test_a_phase_that_is_not_counted_leaves_a_gap(trained: Trained) -> None:
     for record in records:
         if record["event"] == "ranks":
             record["phases"]["forward"] = 0.0
-    assert covered(records) < 0.5
+    assert covered(records) < 0.97
 
 
 def covered(records: Sequence[dict[str, Any]]) -> float:

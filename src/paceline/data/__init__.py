@@ -5,13 +5,13 @@
 
 from paceline.data.device import to_device
 from paceline.data.feed import Feed, Reader, Stream
-from paceline.data.loader import LoadedBatch, Loader
+from paceline.data.loader import Loader
 from paceline.data.order import Batches, Order, Permutation
 from paceline.data.produced import Produced
 from paceline.data.reader import seeded
 from paceline.data.samples import collate_samples
 from paceline.data.settled import build_order, in_memory, settled
-from paceline.data.work import LockstepWork, MicroBatch, Work, split
+from paceline.data.work import LoadedBatch, LockstepWork, MicroBatch, Work, split
 
 __all__ = [
     "Batches",

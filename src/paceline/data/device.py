@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_SEQUENCES = (list, tuple)
+
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """Copy the tensors of a batch to `device`; what is already there, and what is no tensor, stays as it is.
@@ -23,7 +25,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, Tensor):
         there = type(batch) is Tensor and batch.device == device
         return batch if there else batch.to(device, non_blocking=device.type == "cuda")
-    if isinstance(batch, list | tuple) and not hasattr(batch, "to"):
+    if isinstance(batch, _SEQUENCES) and not hasattr(batch, "to"):
         moved = [to_device(part, device) for part in batch]
         return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
     if isinstance(batch, Mapping) and not hasattr(batch, "to"):

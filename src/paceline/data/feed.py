@@ -7,8 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from paceline.data.loader import LoadedBatch
-from paceline.data.work import MicroBatch, Work
+from paceline.data.work import LoadedBatch, MicroBatch, Work
 
 _FEWEST_PAUSES = 20
 

@@ -17,7 +17,6 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from multiprocessing.connection import wait
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -28,8 +27,9 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from paceline.data.cache import SampleCache
 from paceline.data.device import to_device
+from paceline.data.produced import ProducedStream
 from paceline.data.reader import Collate, MicroBatchReader, Reply, Request
-from paceline.data.work import MicroBatch
+from paceline.data.work import LoadedBatch, MicroBatch
 from paceline.errors import DataError
 from paceline.task import Source
 
@@ -41,14 +41,6 @@ _LOOK_SECONDS = 1.0
 """After so long a stream that waits looks whether its workers live."""
 _REAP_SECONDS = 0.5
 _LATE = "DataLoader timed out"  # as PyTorch says it
-
-
-@dataclass(frozen=True, eq=False)
-class LoadedBatch:
-    """A micro-batch and its batch, on the device of the loader."""
-
-    micro_batch: MicroBatch
-    batch: Any
 
 
 class Loader:
@@ -84,13 +76,23 @@ class Loader:
         self.cache_hits = 0
         self.cache_lookups = 0
 
-    def open(self, micro_batches: Iterable[MicroBatch]) -> Stream:
+    def open(self, micro_batches: Iterable[MicroBatch]) -> Stream | ProducedStream:
         """Start reading, finitely or endlessly. Close the stream when done, or use it in a `with`."""
         cache = SampleCache(self._cache.capacity_bytes) if self.num_workers else self._cache
-        feed, reader = _MicroBatchFeed(micro_batches), MicroBatchReader(self._source, self._collate, cache)
+        reader = MicroBatchReader(self._source, self._collate, cache)
         if not self.num_workers and self._device.type != "cuda":
-            return Stream(self, feed, map(reader.__getitem__, feed))
+            return ProducedStream(self._read_here(reader, micro_batches))
+        feed = _MicroBatchFeed(micro_batches)
         return Stream(self, feed, self._data_loader(reader, feed))
+
+    def _read_here(
+        self, reader: MicroBatchReader, micro_batches: Iterable[MicroBatch]
+    ) -> Iterator[LoadedBatch]:
+        """Each when it is asked for."""
+        for micro_batch in micro_batches:
+            batch = reader.read(micro_batch.indices.tolist(), micro_batch.key)
+            self.cache_hits, self.cache_lookups = self._cache.hits, self._cache.lookups
+            yield LoadedBatch(micro_batch, to_device(batch, self._device))
 
     def _data_loader(self, reader: MicroBatchReader, feed: _MicroBatchFeed) -> DataLoader[Reply]:
         return DataLoader(

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from paceline.data.device import to_device
-from paceline.data.loader import LoadedBatch
-from paceline.data.work import MicroBatch
+from paceline.data.work import LoadedBatch, MicroBatch
 
 
 class Produced:

@@ -67,21 +67,26 @@ class MicroBatchReader(Dataset[Reply]):
         """Called by DataLoader. A failure is returned, not raised, so that it arrives as it was made."""
         hits, lookups = self._cache.hits, self._cache.lookups
         try:
-            batch = self._read(request)
+            batch = self.read(*request)
         except DataError as error:
             return Reply(None, 0, 0, error, "".join(traceback.format_exception(error)))
         return Reply(batch, self._cache.hits - hits, self._cache.lookups - lookups)
 
-    def _read(self, request: Request) -> Any:
-        batch = batch_at_once(self._source, request.indices) if self._at_once else None
+    def read(self, indices: list[int], micro_batch_key: int) -> Any:
+        """The batch of some samples.
+
+        Raises:
+            DataError: they cannot be read or collated.
+        """
+        batch = batch_at_once(self._source, indices) if self._at_once else None
         if batch is not None:
             return batch
-        with seeded(key(request.key, "loader"), self._numpy_bits):
-            samples = self._samples(request.indices)
+        with seeded(key(micro_batch_key, "loader"), self._numpy_bits):
+            samples = self._samples(indices)
             try:
                 return self._collate(samples)
             except Exception as error:
-                raise self._failure(f"samples {_spell(request.indices)} cannot be collated", error) from error
+                raise self._failure(f"samples {_spell(indices)} cannot be collated", error) from error
 
     def _samples(self, indices: list[int]) -> list[Any]:
         if not self._cache.capacity_bytes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from paceline.data.order import Batches, Indices
 from paceline.errors import StrategyError
@@ -33,6 +33,14 @@ class MicroBatch:
     indices: Indices
     key: int
     version: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedBatch:
+    """A micro-batch and its batch, on the device of whoever reads it."""
+
+    micro_batch: MicroBatch
+    batch: Any
 
 
 class Work(Protocol):

@@ -69,8 +69,13 @@ class HandingOn:
             sink, self._sink = self._sink, None
             for slot in reversed(list(self._pending)):
                 self._hand_on(slot, sink)
-        else:
+        elif self._hooked:
             self._put_aside()
+        if self._additions:
+            self._learn()
+
+    def _learn(self) -> None:
+        """Which parameters a backward adds to more than once."""
         for slot, count in self._additions.items():
             (self._once if count == 1 and slot not in self._late else self._late).add(slot)
         self._additions.clear()

@@ -65,8 +65,8 @@ class Lanes(LedByFirst):
 
     def run(self, micro_batches: Iterable[LoadedBatch], count: int, sink: GradientSink, scale: float) -> Sums:
         """See `Placed.run`; each lane takes a contiguous share of the micro-batches."""
-        with self._phases.during("data"):
-            came = list(islice(micro_batches, count))
+        self._phases.begin("data")
+        came = list(islice(micro_batches, count))
         loaded = sorted(came, key=_shard)  # so that a lane has neighbours, which meet low in the tree
         shares = [_share(loaded, len(self._lanes), k) for k in range(len(self._lanes))]
         before = self.buffers.values()

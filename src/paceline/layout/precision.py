@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_AS_IT_IS: AbstractContextManager[Any] = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Precision:
         """Around one micro-batch's forward, anew for each: casts are cached inside it, with their graph."""
         off = self.compute == "fp32"
         if off and self.caches and not torch.is_autocast_enabled(self.device_type):
-            return nullcontext()  # what is off already costs nothing
+            return _AS_IT_IS  # what is off already costs nothing
         return torch.autocast(
             self.device_type,
             dtype=_TYPES[self.compute],

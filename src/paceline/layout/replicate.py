@@ -8,7 +8,7 @@ a sink that takes them apart, handed on micro-batch by micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -25,7 +25,7 @@ from paceline.layout.placed import Ask
 from paceline.layout.precision import Precision
 from paceline.layout.seed import seed_micro_batch
 from paceline.layout.steady import Steady
-from paceline.layout.sums import MetricNames, Sums, checked, explained
+from paceline.layout.sums import MetricNames, Sums, checked, explain_few_values
 from paceline.models.dropout import name_dropouts
 from paceline.observe import Phases
 from paceline.slot import Slot
@@ -65,13 +65,11 @@ class Replicate:
         self.buffers = MicroBatchBuffers(holding.model, reports=reports and counts)
         self.gradients = HandingOn(holding.computes, overlap=overlap, frees=holding.frees)
         self._model, self._device = holding.model, holding.device
-        self._loss, self.precision = loss, precision
-        self._data, self._communication = phases.during("data"), phases.during("communication")
-        self._forward, self._backward = phases.during("forward"), phases.during("backward")
+        self._loss, self.precision, self._phases = loss, precision, phases
         self._dropouts, self._seeds, self._reports = name_dropouts(holding.model), seeds, reports
         self.counts = counts
         self._steady, self._is_alone = Steady(holding.computes), seeds and not overlap
-        self._is_watched = True
+        self._watching: AbstractContextManager[None] = self._steady
 
     @property
     def used(self) -> Collection[str]:
@@ -85,25 +83,25 @@ class Replicate:
 
     def run(self, micro_batches: Iterable[LoadedBatch], count: int, sink: GradientSink, scale: float) -> Sums:
         """See `Placed.run`; a gradient is handed on, during backward, as soon as it is complete."""
-        with self._forward:
-            sums, pulled = self._begin(count), iter(micro_batches)
-        if self.holding.use.gathers:
-            with self._communication:
-                self.holding.use.begin()
+        self._phases.begin("forward")
+        sums, pulled = self._begin(count), iter(micro_batches)
+        self._gather(self.holding.use.begin)
         for i in range(count):
-            with self._data:
-                loaded = next(pulled)
-            with self._communication:
-                seen = self._open(loaded, sink, is_last=i == count - 1)
-            with seen as batch:
+            self._phases.begin("data")
+            loaded = next(pulled)
+            with self._open(loaded, sink, is_last=i == count - 1) as batch:
                 self._forward_backward(loaded.micro_batch, batch, sums, scale)
         if not (count or sink.by_micro_batch):
             self.gradients.open(sink)
             self.gradients.close()
-        if self.holding.use.gathers:
-            with self._communication:
-                self.holding.use.end()
+        self._gather(self.holding.use.end)
         return sums if self._reports else Sums(self.metric_names)
+
+    def _gather(self, move: Callable[[], None]) -> None:
+        """One of the moves around the use of a model that is not all in memory; else there is none."""
+        if self.holding.use.gathers:
+            self._phases.begin("communication")
+            move()
 
     def _begin(self, count: int) -> Sums:
         """Forget the step before; returns sums of nothing."""
@@ -111,35 +109,38 @@ class Replicate:
             self._model.train()
         self.gradients.begin()
         self.buffers.begin_step()
-        self._is_watched = count > 1 or not self._is_alone  # alone, a forward may do what it likes
+        may_write = self._is_alone and count <= 1  # alone, a forward may do what it likes
+        self._watching = nullcontext() if may_write else self._steady
         return Sums(self.metric_names, counts=self.counts)
 
     def _open(self, loaded: LoadedBatch, sink: GradientSink, *, is_last: bool) -> AbstractContextManager[Any]:
         """Get ready for a micro-batch; returns the block in which it is run."""
-        if self.holding.use.gathers:
-            self.holding.use.next()
+        self._gather(self.holding.use.next)
         if sink.by_micro_batch:
             sink.micro_batch(range(loaded.micro_batch.shard, loaded.micro_batch.shard + 1), is_last)
         self.gradients.open(sink if is_last or sink.by_micro_batch else None)
         return self.holding.seen(loaded.batch)
 
     def _forward_backward(self, micro_batch: MicroBatch, batch: Any, sums: Sums, scale: float) -> None:
-        with self._forward:
-            loss = self._run_forward(micro_batch, batch)
-            sums.add(loss)
-        with self._backward:
-            back_propagate(loss.total, scale)
-            self.buffers.end_micro_batch()
-            self.gradients.close()
+        self._phases.begin("forward")
+        loss = self._run_forward(micro_batch, batch)
+        sums.add(loss)
+        self._phases.begin("backward")
+        back_propagate(loss.total, scale)
+        self.buffers.end_micro_batch()
+        self.gradients.close()
 
     def _run_forward(self, micro_batch: MicroBatch, batch: Any) -> Loss:
         everything = self._seeds and self.precision.seeds_everything
         seed_micro_batch(
             micro_batch.key, self._device if self._seeds else None, self._dropouts, everything=everything
         )
-        watching = self._steady if self._is_watched else nullcontext()
-        with watching, self.precision.autocast(), explained(len(micro_batch.indices)):
-            return checked(self._loss(self._model, batch))
+        try:
+            with self._watching, self.precision.autocast():
+                return checked(self._loss(self._model, batch))
+        except ValueError as error:
+            explain_few_values(error, len(micro_batch.indices))
+            raise
 
     def abort(self) -> None:
         """See `Placed`."""

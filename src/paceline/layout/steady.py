@@ -7,11 +7,14 @@ it on the same rank, and ranks would change their parameters differently, withou
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import attrgetter
 
 from torch import nn
 
 from paceline.errors import TaskError
 from paceline.slot import Slot
+
+_version = attrgetter("_version")
 
 
 class Steady:
@@ -24,14 +27,11 @@ class Steady:
     """
 
     def __init__(self, parameters: Mapping[Slot, nn.Parameter]) -> None:
-        self._parameters = parameters
+        self._parameters, self._own = parameters, [*parameters.values()]
         self._before: list[int] = []
 
-    def _versions(self) -> list[int]:
-        return [p._version for p in self._parameters.values()]
-
     def __enter__(self) -> None:
-        self._before = self._versions()
+        self._before = [*map(_version, self._own)]
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         """Compare with what was before a forward.
@@ -39,7 +39,7 @@ class Steady:
         Raises:
             TaskError: it wrote to a parameter.
         """
-        if error is not None or self._before == (after := self._versions()):
+        if error is not None or self._before == (after := [*map(_version, self._own)]):
             return
         before = self._before
         changed = [s.name for s, a, b in zip(self._parameters, before, after, strict=True) if a != b]

@@ -97,41 +97,32 @@ class Sums:
         return torch.tensor(table, dtype=torch.float64)
 
     def _table(self) -> list[list[float]]:
-        """The rows as numbers; waits for the device."""
-        tensors = [x for row in self._rows for x in row if isinstance(x, Tensor)]
-        numbers = iter(_read(tensors))
+        """The rows as numbers; waits for the device, from which all come in one transfer."""
+        if not (self._rows and self._rows[0][0].is_cuda):
+            return [list(map(float, row)) for row in self._rows]
+        numbers = iter(_read([x for row in self._rows for x in row if isinstance(x, Tensor)]))
         return [[next(numbers) if isinstance(x, Tensor) else x for x in row] for row in self._rows]
 
 
 def _read(scalars: list[Tensor]) -> list[float]:
-    """Their values; from a GPU in one transfer, from the device of the first."""
-    if all(x.device.type == "cpu" for x in scalars):
-        return [float(x) for x in scalars]
+    """Their values, in one transfer from the device of the first."""
     device = scalars[0].device
     found: list[float] = torch.stack([x.to(device, torch.float64).reshape(()) for x in scalars]).tolist()
     return found
 
 
-class explained:
+def explain_few_values(error: ValueError, num_samples: int) -> None:
     """Say in one sentence what PyTorch's BatchNorm says of too few values.
 
+    Args:
+        error: what a forward has raised; another one is left as it is.
+        num_samples: of the micro-batch.
     Raises:
         TaskError: a shard of one sample went through a norm over the batch.
     """
-
-    __slots__ = ("_num_samples",)
-
-    def __init__(self, num_samples: int) -> None:
-        self._num_samples = num_samples
-
-    def __enter__(self) -> None:
-        """Nothing to do."""
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if not isinstance(error, ValueError) or "more than 1 value per channel" not in str(error):
-            return
+    if "more than 1 value per channel" in str(error):
         raise TaskError(
-            f"a micro-batch of {self._num_samples} samples has too few values for a norm over the batch",
+            f"a micro-batch of {num_samples} samples has too few values for a norm over the batch",
             next_step="give every micro-batch two samples or more: a larger batch.size, fewer batch.shards or"
             " processes, batch.drop_last = true where the last batch is the small one; or"
             " batch.sync_batchnorm = true",

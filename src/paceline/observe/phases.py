@@ -1,5 +1,8 @@
 """Where the time of a step goes, on this rank.
 
+Invariant: a phase lasts until the next one begins, so that each moment of a step is in one phase: their
+seconds are those of the step. What belongs to a phase is said by whoever begins the next.
+
 Seconds are wall time between marks on the host. On a GPU the host runs ahead of the device, so there the
 shares say where the host waited. It does not synchronise the device.
 """
@@ -7,48 +10,32 @@ shares say where the host waited. It does not synchronise the device.
 from __future__ import annotations
 
 import time
-from types import TracebackType
+from typing import Literal, get_args
 
-PHASES = ("data", "forward", "backward", "communication", "optimizer")
+Phase = Literal["data", "forward", "backward", "communication", "optimizer"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 class Phases:
-    """Seconds by phase since the last `take`."""
+    """Seconds by phase since the last `take`; what lies before the first phase is in none."""
 
     def __init__(self) -> None:
-        self._spans = {phase: _Span() for phase in PHASES}
-        self._opened = time.perf_counter()
+        self._opened = self._since = time.perf_counter()
+        self._present = ""
+        self._spent = dict.fromkeys(("", *PHASES), 0.0)
 
-    def during(self, phase: str) -> _Span:
-        """Add the time of a `with` block to `phase`; blocks of one phase do not lie in each other."""
-        return self._spans[phase]
+    def begin(self, phase: Phase) -> None:
+        """From here on time belongs to `phase`, until another begins."""
+        now = time.perf_counter()
+        self._spent[self._present] += now - self._since
+        self._present, self._since = phase, now
 
     def take(self) -> tuple[float, dict[str, float]]:
-        """Seconds since the last take, and how they fall on the phases; starts anew."""
+        """Seconds since the last take, and how they fall on the phases; starts anew, in no phase."""
         now = time.perf_counter()
-        whole, self._opened = now - self._opened, now
-        spent = {}
-        for phase, span in self._spans.items():
-            spent[phase], span.seconds = span.seconds, 0.0
+        self._spent[self._present] += now - self._since
+        whole, self._opened, self._since = now - self._opened, now, now
+        spent: dict[str, float] = {phase: self._spent[phase] for phase in PHASES}
+        self._present = ""
+        self._spent = dict.fromkeys(self._spent, 0.0)
         return whole, spent
-
-
-class _Span:
-    """The seconds of one phase; made once, since a step opens it for every micro-batch.
-
-    Attributes:
-        seconds: what has been added since they were taken.
-    """
-
-    __slots__ = ("_began", "seconds")
-
-    def __init__(self) -> None:
-        self.seconds = self._began = 0.0
-
-    def __enter__(self) -> None:
-        self._began = time.perf_counter()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.seconds += time.perf_counter() - self._began

@@ -105,8 +105,8 @@ class Alone:
                 take = self._taking(stretch, feed, stream, placed, update_step)
                 while state.step < stretch.end:
                     step(stretch, take)
-                with self._phases.during("communication"):
-                    tally, told = meet(stretch, placed)
+                self._phases.begin("communication")
+                tally, told = meet(stretch, placed)
                 self._stretch = None
                 steps, update = range(stretch.first, stretch.end), stretch.taken[-1][1]
                 stats = step_stats(steps, feed.work, state, tally, update, self._phases, self._net)

@@ -48,8 +48,6 @@ class EveryStep:
     ) -> None:
         self.reducer = reducer
         self._group, self._net, self.phases = group, net, phases
-        self._data, self._communication = phases.during("data"), phases.during("communication")
-        self._optimizer = phases.during("optimizer")
         self.items_per_sample = items_per_sample
         self._stop_requested, self._by_shard = stop_requested, by_shard
 
@@ -81,12 +79,12 @@ class EveryStep:
             placed: this rank's part of the model.
             update_step: applies the update to the state.
         """
-        with self._data:
-            self._net.step = update_step.state.step
-            count = work.num_micro_batches(update_step.state.step)
-            self.reducer.begin(count)
-            scale = gradient_scale(work, update_step.state, self.items_per_sample)
-            taken = Taken(stream)
+        self.phases.begin("data")
+        self._net.step = update_step.state.step
+        count = work.num_micro_batches(update_step.state.step)
+        self.reducer.begin(count)
+        scale = gradient_scale(work, update_step.state, self.items_per_sample)
+        taken = Taken(stream)
         sums = placed.run(taken, count, self.reducer, scale)
         return self.agree(sums, placed, update_step, scale, taken.shards, work.shards)
 
@@ -107,16 +105,16 @@ class EveryStep:
             shards: of this rank, in the order in which they were run.
             num_shards: of the step, over all ranks.
         """
-        with self._communication:
-            self.reducer.close()
-            tallied = self._tally(sums, placed, num_shards, shards)
-            agreement = tallied.agree(self._net, self._group, placed.holding.device)
-            grads = self.reducer.finish()
-            tally = agreement.wait()
-        with self._optimizer:
-            placed.buffers.end_step(tally.buffers, tally.micro_batches)
-            update = update_step.apply(grads.agreed(tally.used_names(placed.holding.slots), scale), tally)
-            (self.reducer.commit if update.applied else self.reducer.abort)()
+        self.phases.begin("communication")
+        self.reducer.close()
+        tallied = self._tally(sums, placed, num_shards, shards)
+        agreement = tallied.agree(self._net, self._group, placed.holding.device)
+        grads = self.reducer.finish()
+        tally = agreement.wait()
+        self.phases.begin("optimizer")
+        placed.buffers.end_step(tally.buffers, tally.micro_batches)
+        update = update_step.apply(grads.agreed(tally.used_names(placed.holding.slots), scale), tally)
+        (self.reducer.commit if update.applied else self.reducer.abort)()
         return tally, update
 
     def _tally(

@@ -87,18 +87,18 @@ class Gossip:
     def _step(self, stretch: Stretch, take: Take) -> None:
         """One clock: what has come, a step, a half to the peer; and where the round ends, once it is due."""
         clock = stretch.step
-        with self._phases.during("communication"):
-            may_begin = self._hear(stretch)
+        self._phases.begin("communication")
+        may_begin = self._hear(stretch)
         if may_begin:
             before = self.purse.spend()
             take()
             self.purse.move(before)
-        with self._phases.during("communication"):
-            if may_begin:
-                self._give(clock)
-            is_due = stretch.step == stretch.end or self._stop_requested() or self._ends_early(stretch)
-            if is_due and not stretch.is_agreed:
-                self._agree_on_end(stretch)
+        self._phases.begin("communication")
+        if may_begin:
+            self._give(clock)
+        is_due = stretch.step == stretch.end or self._stop_requested() or self._ends_early(stretch)
+        if is_due and not stretch.is_agreed:
+            self._agree_on_end(stretch)
 
     def _ends_early(self, stretch: Stretch) -> bool:
         """Whether a rank has said that it is asked to stop, and all have not agreed yet."""

@@ -140,8 +140,8 @@ class Hogwild:
         self._ages.clear()
         self.board.begin()
         self.board.reach(step)
-        with self._phases.during("communication"):
-            self._net.barrier(self._world)
+        self._phases.begin("communication")
+        self._net.barrier(self._world)
         return feed.pause_after(step)
 
     def _go_on(self, stretch: Stretch, take: Take) -> None:
@@ -149,11 +149,9 @@ class Hogwild:
         if self._may_begin(stretch):
             self._step(stretch, take)
         if not stretch.is_agreed and (self.board.stopping or stretch.step == stretch.end):
-            with self._phases.during("communication"):
-                own = torch.tensor([stretch.step])
-                stretch.end_with(
-                    int(one) for one in self._net.all_gather(own, self._world, equal=True).wait()
-                )
+            self._phases.begin("communication")
+            own = torch.tensor([stretch.step])
+            stretch.end_with(int(one) for one in self._net.all_gather(own, self._world, equal=True).wait())
 
     def _may_begin(self, stretch: Stretch) -> bool:
         """Wait for those who are too far behind; false: the round is about to end instead.
@@ -165,18 +163,18 @@ class Hogwild:
         if self.board.behind(step, self._bound) is None:
             return True
         expires = time.monotonic() + self._net.deadline_seconds
-        with self._phases.during("communication"):
-            while (rank := self.board.behind(step, self._bound)) is not None:
-                self.board.ask_to_stop(self._stop_requested())
-                if self.board.stopping and not stretch.is_agreed:
-                    return False
-                if time.monotonic() > expires:
-                    raise DeadlineError(
-                        f"rank {rank} is more than {self._bound:g} steps behind step {step} for"
-                        f" {self._net.deadline_seconds:g} s",
-                        next_step="look at what that rank does, or raise runtime.deadline_seconds",
-                    )
-                time.sleep(_LOOK_SECONDS)
+        self._phases.begin("communication")
+        while (rank := self.board.behind(step, self._bound)) is not None:
+            self.board.ask_to_stop(self._stop_requested())
+            if self.board.stopping and not stretch.is_agreed:
+                return False
+            if time.monotonic() > expires:
+                raise DeadlineError(
+                    f"rank {rank} is more than {self._bound:g} steps behind step {step} for"
+                    f" {self._net.deadline_seconds:g} s",
+                    next_step="look at what that rank does, or raise runtime.deadline_seconds",
+                )
+            time.sleep(_LOOK_SECONDS)
         return True
 
     def _step(self, stretch: Stretch, take: Take) -> None:

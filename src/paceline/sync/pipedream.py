@@ -104,8 +104,9 @@ class PipeDream:
             sums, update = self._run(first, end, feed, update_step)
             change = placed.buffers.change_since(buffers)
             agreement = self._tally(sums, placed, change).agree(self._net, self._world, placed.holding.device)
-            with self._phases.during("communication"):
-                tally = agreement.wait()
+            self._phases.begin("communication")
+            tally = agreement.wait()
+            self._phases.begin("optimizer")
             placed.buffers.reset(buffers)
             placed.buffers.end_step(tally.buffers, 1.0)  # every stage moved its own
             state.step, self._undo = end, _nothing
@@ -129,8 +130,8 @@ class PipeDream:
             for action in schedule.orders[cut.stage]:
                 step = self._net.step = update_step.state.step = first + action.micro_batch
                 if action.kind == "F":
-                    with self._phases.during("data"):
-                        micro_batches = [next(stream) for _ in range(feed.work.num_micro_batches(step))]
+                    self._phases.begin("data")
+                    micro_batches = [next(stream) for _ in range(feed.work.num_micro_batches(step))]
                     scale = gradient_scale(feed.work, update_step.state, self._items_per_sample)
                     self._flying[step] = self._forward(micro_batches, sums, scale, update_step.state.updates)
                 else:
@@ -167,8 +168,8 @@ class PipeDream:
                     total[name] = total[name] + g if name in total else g
         state = update_step.state
         self.versions.append(Versions(step, flown.version, _version_of(flown), state.updates))
-        with self._phases.during("optimizer"):
-            return update_step.apply(self._gradients(total, flown.scale), _counted(count, stage))
+        self._phases.begin("optimizer")
+        return update_step.apply(self._gradients(total, flown.scale), _counted(count, stage))
 
     def _gradients(self, total: Mapping[str, Tensor], scale: float) -> Gradients:
         """By what this stage updates."""

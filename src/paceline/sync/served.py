@@ -55,8 +55,8 @@ class Served(Keeper):
 
     def receive(self, seconds: float | None = None) -> Message:
         """One message, within so many seconds; None: within the deadline."""
-        with self.phases.during("communication"):
-            return self.channel.receive(self.net.deadline_seconds if seconds is None else seconds)
+        self.phases.begin("communication")
+        return self.channel.receive(self.net.deadline_seconds if seconds is None else seconds)
 
     def go_on_from(self, fields: Mapping[str, Any], state: TrainState) -> Stats:
         """What rank 0 says at the end of a round holds here too; returns its record, with own times."""
@@ -104,22 +104,23 @@ class Serving(Served):
         self, messages: Sequence[Message], placed: Placed, update_step: UpdateStep
     ) -> tuple[Tally, Update]:
         """Sum the contributions, and make one update of them; collective over the servers."""
+        self.phases.begin("optimizer")
         added, state = self.pushes.add(messages, placed), update_step.state
         flats = [g for g in added.grads.values() if g is not None]
         norms = self._norms(torch._foreach_norm(flats) if flats else [], state.updates)
-        with self.phases.during("optimizer"):
-            if added.tally.buffers.numel():
-                placed.buffers.begin_step()
-                placed.buffers.end_step(added.tally.buffers, added.tally.micro_batches)
-            update = update_step.apply(Gradients(added.grads, flats, norms, added.scale), added.tally)
+        self.phases.begin("optimizer")
+        if added.tally.buffers.numel():
+            placed.buffers.begin_step()
+            placed.buffers.end_step(added.tally.buffers, added.tally.micro_batches)
+        update = update_step.apply(Gradients(added.grads, flats, norms, added.scale), added.tally)
         return added.tally, update
 
     def take_others(self, placed: Placed) -> None:
         """Take the parts of the other servers."""
-        with self.phases.during("communication"):
-            for rank, message in self.circle.answers("share").items():
-                tensors = message.tensors if rank else load_buffers(message.tensors, placed)
-                load_share(tensors, share_of(placed.holding, rank))
+        self.phases.begin("communication")
+        for rank, message in self.circle.answers("share").items():
+            tensors = message.tensors if rank else load_buffers(message.tensors, placed)
+            load_share(tensors, share_of(placed.holding, rank))
 
     def flush(self, lose: Callable[[int, str], None], comfort: Callable[[], None]) -> None:
         """Wait until all ranks that are left have received everything: a collective may follow.
@@ -131,8 +132,8 @@ class Serving(Served):
         taken = False
         while not taken:
             try:
-                with self.phases.during("communication"):
-                    taken = self.channel.flush(self.net.deadline_seconds / 2)
+                self.phases.begin("communication")
+                taken = self.channel.flush(self.net.deadline_seconds / 2)
                 if not taken:
                     comfort()
             except CommunicationError as error:
@@ -145,9 +146,9 @@ class Serving(Served):
         if not self.circle.others:
             return own
         mine = joint_norm(own)
-        with self.phases.during("communication"):
-            self.circle.tell("norm", {"norm": mine, "updates": updates})
-            said = {rank: message.fields for rank, message in self.circle.answers("norm").items()}
+        self.phases.begin("communication")
+        self.circle.tell("norm", {"norm": mine, "updates": updates})
+        said = {rank: message.fields for rank, message in self.circle.answers("norm").items()}
         require_same("an update", updates, {rank: fields["updates"] for rank, fields in said.items()})
         norms = {self.rank: mine} | {rank: fields["norm"] for rank, fields in said.items()}
         return [torch.tensor(norms[rank], dtype=torch.float64) for rank in sorted(norms)]

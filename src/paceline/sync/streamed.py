@@ -95,16 +95,16 @@ class StreamedRounds(Keeper):
 
     def _travel(self, count: float, step: int, *, is_last: bool) -> None:
         """After a step of a round: who is due arrives, and who is due leaves."""
-        with self._phases.during("communication"):
-            for fragment in self.fragments:
-                fragment.count += count
-                if fragment.is_under_way and step - fragment.left >= self.streaming.delay:
+        self._phases.begin("communication")
+        for fragment in self.fragments:
+            fragment.count += count
+            if fragment.is_under_way and step - fragment.left >= self.streaming.delay:
+                fragment.arrive(self.streaming.mixing)
+        for number, fragment in enumerate(self.fragments):
+            if self.streaming.leaves(number, step) and not is_last:
+                fragment.leave(step, *self._wire)
+                if not self.streaming.delay:
                     fragment.arrive(self.streaming.mixing)
-            for number, fragment in enumerate(self.fragments):
-                if self.streaming.leaves(number, step) and not is_last:
-                    fragment.leave(step, *self._wire)
-                    if not self.streaming.delay:
-                        fragment.arrive(self.streaming.mixing)
 
     def _meet(self, stretch: Stretch, placed: Placed) -> tuple[Tally, Mapping[str, float]]:
         """All that is under way arrives, and all replicas go on from one place."""

@@ -11,7 +11,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,11 +27,8 @@ _MOST_MICRO_BATCHES = 1024
 _NEXT_STEP = "lower optimizer.lr, set optimizer.clip_norm, look at the samples of this step, or see [health]"
 
 
-class Heard(NamedTuple):
-    """What is kept of a loss."""
-
-    total: Tensor
-    num_items: Tensor | float
+Heard = tuple[Tensor, Tensor | float]
+"""What is kept of a loss: the total, and the number of items."""
 
 
 class LossEar:
@@ -45,7 +42,7 @@ class LossEar:
         """The loss itself."""
         found = self._loss(model, batch)
         if model.training and isinstance(found, Loss):
-            self._heard.append(Heard(found.total.detach(), found.count))
+            self._heard.append((found.total.detach(), found.count))
         return found
 
     def take(self) -> list[Heard]:
@@ -151,8 +148,8 @@ class Witness:
 
     def _testify(self, heard: Sequence[Heard], sums: Gradients) -> Testimony:
         rank = self.group.ranks[self.group.rank]
-        count = sum(float(loss.num_items) for loss in heard)
-        loss = sum(float(loss.total) for loss in heard) / count if count else None
+        count = sum(float(num_items) for _, num_items in heard)
+        loss = sum(float(total) for total, _ in heard) / count if count else None
         norms: dict[str, float] = {}
         bad: list[tuple[str, int, int]] = []
         grads = {slot: p.grad for slot, p in self.placed.holding.computes.items()}

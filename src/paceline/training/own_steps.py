@@ -95,9 +95,10 @@ class OwnSteps:
                 step = session.state.step
                 count = session.work.num_micro_batches(step)
                 for i in range(count):
-                    with self._rule.phases.during("data"):
-                        self._loaded = next(stream)
+                    self._rule.phases.begin("data")
+                    self._loaded = next(stream)
                     self._is_last = i == count - 1
+                    self._rule.phases.begin("forward")
                     self._begin_micro_batch(first=i == 0)
                     seen, autocast = self._placed.holding.seen, self._placed.precision.autocast()
                     with seen(self._loaded.batch) as batch, autocast:
@@ -123,8 +124,8 @@ class OwnSteps:
             )
         self._losses.append(found)
         scale = gradient_scale(session.work, session.state, self._rule.items_per_sample)
-        with self._rule.phases.during("backward"):
-            back_propagate(found.total, scale)
+        self._rule.phases.begin("backward")
+        back_propagate(found.total, scale)
 
     def step(self, part: str = _ALL) -> Update | None:
         """Sum the gradients over all micro-batches and ranks, and update; collective.

@@ -1,4 +1,4 @@
-"""Phases: seconds add up by name, start anew at every take, and are counted when a block raises."""
+"""Phases: each lasts until the next begins, seconds add up by name, and every take starts anew."""
 
 import pytest
 
@@ -24,36 +24,28 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.mark.capability("I1")
-def test_seconds_add_up_by_phase_and_the_whole_includes_what_has_no_phase(clock: Clock) -> None:
+def test_seconds_add_up_by_phase_and_each_lasts_until_the_next_begins(clock: Clock) -> None:
     phases = Phases()
+    clock.now += 0.5  # before the first one
     for phase, seconds in (("forward", 1.0), ("backward", 2.0), ("forward", 4.0), ("communication", 8.0)):
-        with phases.during(phase):
-            clock.now += seconds
-        clock.now += 0.5
+        phases.begin(phase)
+        clock.now += seconds
     whole, parts = phases.take()
-    assert whole == 17.0
+    assert whole == 15.5
     assert parts == {"data": 0.0, "forward": 5.0, "backward": 2.0, "communication": 8.0, "optimizer": 0.0}
 
 
-def test_a_take_starts_anew(clock: Clock) -> None:
+def test_a_take_starts_anew_and_ends_the_phase(clock: Clock) -> None:
     phases = Phases()
-    clock.now += 3.0
-    with phases.during("data"):
-        clock.now += 1.0
-    first = phases.take()
+    phases.begin("data")
+    clock.now += 1.0
+    assert phases.take() == (1.0, {**dict.fromkeys(PHASES, 0.0), "data": 1.0})
     clock.now += 0.25
-    assert first == (4.0, {**dict.fromkeys(PHASES, 0.0), "data": 1.0})
     assert phases.take() == (0.25, dict.fromkeys(PHASES, 0.0))
 
 
-def test_a_block_that_raises_is_counted(clock: Clock) -> None:
-    phases = Phases()
-    with pytest.raises(ValueError, match="boom"), phases.during("optimizer"):
-        clock.now += 2.0
-        raise ValueError("boom")
-    assert phases.take()[1]["optimizer"] == 2.0
-
-
 def test_an_unknown_phase_is_an_error(clock: Clock) -> None:
-    with pytest.raises(KeyError, match="forwards"), Phases().during("forwards"):
-        pass
+    phases = Phases()
+    phases.begin("forwards")  # type: ignore[arg-type]
+    with pytest.raises(KeyError, match="forwards"):
+        phases.take()

@@ -29,7 +29,7 @@ from paceline.layout.placed import Ask
 from paceline.layout.precision import Precision
 from paceline.layout.seed import seed_micro_batch
 from paceline.layout.steady import Steady
-from paceline.layout.sums import Sums, checked, explained
+from paceline.layout.sums import Sums, checked, explain_few_values
 from paceline.models.dropout import name_dropouts
 from paceline.observe import Phases
 from paceline.schedule import Action, after, before, samples_of
@@ -87,20 +87,19 @@ class Passing:
         own = samples_of(num_samples, self._parts, action.part)
         arrived, stream = self._arrived(action, num_samples)
         part = loaded.batch if self._parts == 1 else batch_part(loaded.batch, own, num_samples)
-        with self._phases.during("forward"):
-            self._seed(micro_batch.key, own, num_samples)
-            self.buffers.lend()
-            with (
-                self._seen(part) as batch,
-                self._steady,
-                self._precision.autocast(),
-                explained(len(own)),
-            ):
+        self._phases.begin("forward")
+        self._seed(micro_batch.key, own, num_samples)
+        self.buffers.lend()
+        try:
+            with self._seen(part) as batch, self._steady, self._precision.autocast():
                 ask = self._scaled_loss(sums, scale, joins=own.start > 0)
                 outputs = self._run_links(action, batch, ask, arrived, stream, weights)
-            buffers = self.buffers.take_back(action.micro_batch, action.chunk)
-            if self._parts > 1 and self.buffers.changed:
-                raise changes_buffers(self.buffers.changed[0])
+        except ValueError as error:
+            explain_few_values(error, len(own))
+            raise
+        buffers = self.buffers.take_back(action.micro_batch, action.chunk)
+        if self._parts > 1 and self.buffers.changed:
+            raise changes_buffers(self.buffers.changed[0])
         inputs = [x for x in arrived if x.requires_grad]
         return Flight(micro_batch.shard, micro_batch.key, inputs, outputs, action, num_samples, buffers)
 
@@ -127,7 +126,8 @@ class Passing:
         """
         action = flight.action._replace(kind="B")
         arrived, note = self._arrived_gradients(action, flight, note)
-        with self._phases.during("backward"), self._as_forward_left(flight):
+        self._phases.begin("backward")
+        with self._as_forward_left(flight):
             if split:
                 own = [p for p in self.chunks[action.chunk].parameters() if p.requires_grad]
                 found, back = list[Tensor | None](), flight.first_half(arrived, own)
@@ -140,7 +140,8 @@ class Passing:
 
     def end_backward(self, flight: Flight) -> None:
         """The gradients of weights that were put off, added to `.grad`."""
-        with self._phases.during("backward"), self._as_forward_left(flight):
+        self._phases.begin("backward")
+        with self._as_forward_left(flight):
             flight.second_half()
 
     @contextmanager
@@ -177,8 +178,8 @@ class Passing:
         source = before(self._cut.stage, action, self._cut.num_stages)
         if source is None:
             return [], None
-        with self._phases.during("communication"):
-            received, drawn = self._inbox.take(source[0], action, num_samples)
+        self._phases.begin("communication")
+        received, drawn = self._inbox.take(source[0], action, num_samples)
         stream = received.pop() if drawn else None
         wanted = torch.is_grad_enabled()
         return [x.requires_grad_(wanted and _differentiable(x)) for x in received], stream
@@ -187,8 +188,8 @@ class Passing:
         source = self._after(action)
         if source is None:
             return [torch.ones_like(flight.outputs[0])], note
-        with self._phases.during("communication"):
-            return self._inbox.take(source[0], action, flight.num_samples)
+        self._phases.begin("communication")
+        return self._inbox.take(source[0], action, flight.num_samples)
 
     def _after(self, action: Action) -> tuple[int, Action] | None:
         return after(self._cut.stage, action, self._cut.num_stages, len(self.chunks))

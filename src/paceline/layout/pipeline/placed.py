@@ -158,8 +158,8 @@ class Pipeline:
 
     def flush(self) -> None:
         """Wait until the neighbours have taken everything."""
-        with self._phases.during("communication"):
-            self._wire.flush()
+        self._phases.begin("communication")
+        self._wire.flush()
 
     def abort(self) -> None:
         """See `Placed`."""
@@ -221,10 +221,10 @@ class _Loaded:
         self._num_pulled = 0
 
     def __getitem__(self, number: int) -> LoadedBatch:
-        with self._phases.during("data"):
-            while number >= self._num_pulled:
-                self._here[self._num_pulled] = next(self._pulled)
-                self._num_pulled += 1
+        self._phases.begin("data")
+        while number >= self._num_pulled:
+            self._here[self._num_pulled] = next(self._pulled)
+            self._num_pulled += 1
         return self._here[number]
 
     def drop(self, number: int) -> None:

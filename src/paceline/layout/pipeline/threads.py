@@ -85,8 +85,8 @@ class StageThreads(LedByFirst):
 
     def run(self, micro_batches: Iterable[LoadedBatch], count: int, sink: GradientSink, scale: float) -> Sums:
         """See `Placed.run`; each stage works in the order of its schedule."""
-        with self._phases.during("data"):
-            loaded = list(islice(micro_batches, count))
+        self._phases.begin("data")
+        loaded = list(islice(micro_batches, count))
         before = self.buffers.values()
         self.buffers.begin_step()
         for stage in self._stages:

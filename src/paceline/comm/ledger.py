@@ -123,12 +123,15 @@ class ByteLedger:
     @property
     def sent_bytes(self) -> float:
         """Of all rows."""
-        return sum(entry.sent_bytes for entry in self._entries.values())
+        return sum([entry.sent_bytes for entry in self._entries.values()])
 
-    @property
-    def exposed_seconds(self) -> float:
-        """Of all rows."""
-        return sum(entry.exposed_seconds for entry in self._entries.values())
+    def spent(self) -> tuple[float, float, float]:
+        """Busy and exposed seconds and the bytes that were sent, so far; asked for after every round."""
+        exposed = sent = 0.0
+        for entry in self._entries.values():
+            exposed += entry.exposed_seconds
+            sent += entry.sent_bytes
+        return self._any.busy_seconds, exposed, sent
 
     def total(self) -> Entry:
         """The sum of all rows."""

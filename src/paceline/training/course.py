@@ -59,8 +59,12 @@ class Course:
         """Whether the last step was taken."""
         return self._session.state.step >= self._session.num_steps
 
-    def after_round(self, stats: Stats, before: int) -> None:
-        """Tell of a round that began at step `before`, and do what is due; collective."""
+    def after_round(self, stats: Stats, before: int) -> bool:
+        """Tell of a round that began at step `before`, and do what is due; collective.
+
+        Returns:
+            Whether more was done than telling: what that took belongs to no round.
+        """
         session = self._session
         for sink in self._sinks:
             sink.step(stats)
@@ -71,13 +75,14 @@ class Course:
             self.tell(name, record)
         for callback in session.callbacks:
             callback.on_step(session, stats)
-        hash_at_interval(session, before, self._sinks)
+        more = hash_at_interval(session, before, self._sinks)
         self.stopped = stats.stops > 0 and not self.done
         if self.stopped:
             self.reason = "asked by a signal"
         elif not self.done:
-            self._at_intervals(before)
+            more |= self._at_intervals(before)
             self._heed_callbacks()
+        return more or self._heeds
 
     def evaluate(self) -> Evaluation | None:
         """Evaluate, unless the present state has been; collective."""
@@ -97,7 +102,13 @@ class Course:
         for sink in self._sinks:
             sink.event(event, record)
 
-    def _at_intervals(self, before: int) -> None:
+    @property
+    def _heeds(self) -> bool:
+        """Whether somebody else has a say after every round."""
+        return bool(self._session.callbacks) or self.heeds_stop
+
+    def _at_intervals(self, before: int) -> bool:
+        """Evaluate and save where that is due; returns whether it was."""
         session, best = self._session, self._saves.best
         evaluated = None
         if reached(session.recipe.evaluate.every_steps, before, session.state.step):
@@ -105,7 +116,8 @@ class Course:
             if best.is_over():
                 self.reason = self._patience()
                 self.tell("early-stop", best.record(session.state.step))
-        self._saves.at_interval(before, is_best=evaluated is not None and best.is_best(evaluated.step))
+        is_best = evaluated is not None and best.is_best(evaluated.step)
+        return self._saves.at_interval(before, is_best=is_best) or evaluated is not None
 
     def _patience(self) -> str:
         recipe = self._session.recipe.evaluate
@@ -114,8 +126,7 @@ class Course:
     def _heed_callbacks(self) -> None:
         """End on all ranks if a callback of any has asked for it; 8 bytes a round if there are callbacks."""
         session = self._session
-        heeds = session.callbacks or self.heeds_stop
-        if self.reason or not heeds or not session.sum(float(bool(session.stop_reason))):
+        if self.reason or not self._heeds or not session.sum(float(bool(session.stop_reason))):
             return
         texts = gather_texts(session.stop_reason, session.mesh.world, session.net)
         self.reason = next(text for text in texts if text)

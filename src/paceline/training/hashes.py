@@ -11,16 +11,20 @@ from paceline.training.intervals import reached
 from paceline.training.session import Session
 
 
-def hash_at_interval(session: Session, before: int, sinks: Sequence[Sink]) -> None:
+def hash_at_interval(session: Session, before: int, sinks: Sequence[Sink]) -> bool:
     """Every `hash_every` steps: hash, compare, tell; collective.
 
     Args:
         before: the step at which the last round began.
+    Returns:
+        Whether it was time.
     Raises:
         DivergenceError: ranks that should be equal are not, and the recipe says stop.
     """
-    if reached(session.recipe.hash_every, before, session.state.step):
+    is_due = reached(session.recipe.hash_every, before, session.state.step)
+    if is_due:
         tell_hash(session, sinks)
+    return is_due
 
 
 def tell_hash(session: Session, sinks: Sequence[Sink]) -> str:

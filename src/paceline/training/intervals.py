@@ -34,6 +34,11 @@ class EveryMinutes:
         self._seconds, self._is_first, self._total, self._now = 60.0 * minutes, is_first, total, now
         self._since, self._steps, self._ask_in = now(), 0, 1
 
+    @property
+    def asks(self) -> bool:
+        """Whether ranks talk about the time at all."""
+        return self._seconds > 0
+
     def due(self, steps: int) -> bool:
         """Whether the interval is over; collective.
 
@@ -42,7 +47,7 @@ class EveryMinutes:
         """
         self._steps += steps
         self._ask_in -= steps
-        if not self._seconds or self._ask_in > 0:
+        if not self.asks or self._ask_in > 0:
             return False
         answer = int(self._total(self._steps_left() if self._is_first else 0.0))
         self._ask_in = max(1, answer)

@@ -71,9 +71,9 @@ class Fitting:
         """Tell of a round, and do what is due; collective."""
         self._last = stats
         self._ranks.step(stats)
-        self.course.after_round(stats, self._before)
+        if self.course.after_round(stats, self._before):
+            self._ranks.begin()
         self._before = self._session.state.step
-        self._ranks.begin()
 
     def finish(self) -> Result:
         """Save, evaluate and say how the run ended; collective."""

@@ -24,6 +24,9 @@ from paceline.training.session import Session
 
 _WINDOW_ROUNDS = 20
 
+_Counters = tuple[float, float, float, float]
+"""Seconds of communication that was under way and that was waited for, bytes sent, processor seconds."""
+
 
 class RankRecords:
     """Measures this rank's rounds, and lets rank 0 write those of all.
@@ -39,41 +42,45 @@ class RankRecords:
         self, session: Session, sinks: Sequence[Sink], *, written: bool, window: int = _WINDOW_ROUNDS
     ) -> None:
         self._session, self._sinks, self._written, self._window = session, sinks, written, window
-        self._rows: list[list[float]] = []
-        self._step = -1
-        self.begin()
+        self._rounds: list[tuple[Stats, _Counters, _Counters]] = []
+        self._before: _Counters = self._counters()
 
     def step(self, stats: Stats) -> None:
         """After every round; collective when the window is full."""
         if not self._written:
             return
-        before, now = self._before, self._counters()
-        spent = [b - a for a, b in zip(before, now, strict=True)]
-        self._rows.append([stats.seconds, *[stats.phases[phase] for phase in PHASES], *spent, 0.0])
-        self._step = stats.step
-        if len(self._rows) >= self._window:
+        before, self._before = self._before, self._counters()
+        self._rounds.append((stats, before, self._before))
+        if len(self._rounds) >= self._window:
             self.flush()
 
     def flush(self) -> None:
         """Write what the window holds; collective. All ranks have made the same number of rounds."""
-        if not self._rows:
+        if not self._rounds:
             return
-        session = self._session
-        self._rows[-1][-1] = peak_bytes()  # it only grows, so the last round's is the window's
-        mine = torch.tensor(self._rows, dtype=torch.float64, device=session.placed.holding.device)
+        session, rounds = self._session, self._rounds
+        rows = [_row(*one) for one in rounds]
+        rows[-1][-1] = peak_bytes()  # it only grows, so the last round's is the window's
+        mine = torch.tensor(rows, dtype=torch.float64, device=session.placed.holding.device)
         tables = session.net.gather(mine, session.mesh.world).wait()
-        self._rows = []
-        for record in rank_records(self._step, [t.tolist() for t in tables]) if tables else ():
+        self._rounds = []
+        for record in rank_records(rounds[-1][0].step, [t.tolist() for t in tables]) if tables else ():
             for sink in self._sinks:
                 sink.event("ranks", record)
+        self.begin()
 
     def begin(self) -> None:
         """A round begins: what evaluations, checkpoints and these records cost belongs to none."""
         self._before = self._counters()
 
-    def _counters(self) -> tuple[float, float, float, float]:
-        ledger = self._session.net.ledger
-        return ledger.busy_seconds, ledger.exposed_seconds, ledger.sent_bytes, time.process_time()
+    def _counters(self) -> _Counters:
+        return *self._session.net.ledger.spent(), time.process_time()
+
+
+def _row(stats: Stats, before: _Counters, after: _Counters) -> list[float]:
+    """What a round is in the table of a window; the last column is filled in for all of it."""
+    spent = [b - a for a, b in zip(before, after, strict=True)]
+    return [stats.seconds, *[stats.phases[phase] for phase in PHASES], *spent, 0.0]
 
 
 def run_record(session: Session) -> dict[str, Any]:

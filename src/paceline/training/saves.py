@@ -62,21 +62,26 @@ class Saves:
         minutes = session.recipe.checkpoint.every_minutes if saver is not None else 0.0
         self._clock = EveryMinutes(minutes, session.is_first, session.sum)
 
-    def at_interval(self, before: int, *, is_best: bool = False) -> None:
+    def at_interval(self, before: int, *, is_best: bool = False) -> bool:
         """Save if a round from step `before` to now has made it due; collective.
 
         Args:
             is_best: the state has just been evaluated, and none was better; the same on every rank.
+        Returns:
+            Whether ranks may have talked about it.
         """
         if self._saver is None:
-            return
+            return False
         if not self._saver.busy:
             self._tell()
         step = self._session.state.step
         by_time = self._clock.due(step - before)
         options = self._session.recipe.checkpoint
-        if by_time or (is_best and options.keep_best) or reached(options.every_steps, before, step):
+        as_best = is_best and options.keep_best > 0
+        is_due = by_time or as_best or reached(options.every_steps, before, step)
+        if is_due:
             self._save(self._saver)
+        return is_due or self._clock.asks
 
     def begin(self) -> None:
         """Save where the fit begins, if the run may have to go back there; collective."""

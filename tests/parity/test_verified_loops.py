@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,15 +25,17 @@ from paceline.verification.report import Report
 
 
 def task_loss(model: nn.Module, batch: list[Tensor]) -> Loss:
-    """Another one than that of the loops: theirs is what is verified."""
-    return Loss(model(batch[0]).square().sum(), len(batch[0]))
+    """Another one than that of the loops: theirs is what is verified, and this what evaluations are of."""
+    out = model(batch[0])
+    return Loss(out.square().sum(), len(batch[0]), {"accuracy": (out.argmax(1) == batch[1]).sum()})
 
 
 def build() -> Task:
-    x = torch.randn(56, 4, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(91, 4, generator=torch.Generator().manual_seed(0))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.2), nn.Linear(6, 2))
-    return Task(model, list(zip(x, (x[:, 0] > 0).long(), strict=True)), task_loss)
+    samples = list(zip(x, (x[:, 0] > 0).long(), strict=True))
+    return Task(model, samples[:56], task_loss, held_out=samples[56:])
 
 
 def one(loop: Any) -> None:
@@ -83,8 +86,29 @@ def scheduled(loop: Any, most: float = 1e-2) -> None:
 
 
 def evaluating(loop: Any) -> None:
-    for _ in loop.batches():
-        loop.evaluate()
+    """What it finds, on two sets and before the first step too, weighs the losses that come."""
+    weight = loop.evaluate().loss
+    for x, y in loop.batches():
+        loop.backward(Loss(weight * F.cross_entropy(loop.model(x), y, reduction="sum"), len(y)))
+        if loop.step() is not None and loop.step_number % 2:
+            found = loop.evaluate()
+            other = loop.evaluate([(torch.ones(4) * i, torch.tensor(i % 2)) for i in range(5)])
+            weight = found.loss + other.metrics["accuracy"] + 0.1 * loop.step_number
+
+
+def asking(loop: Any) -> None:
+    for x, y in loop.batches():
+        loop.backward(Loss(F.cross_entropy(loop.model(x), y, reduction="sum"), len(y)))
+        if loop.step() is not None:
+            loop.evaluate()
+
+
+def stopping(loop: Any) -> None:
+    for x, y in loop.batches():
+        loop.backward(Loss(F.cross_entropy(loop.model(x), y, reduction="sum"), len(y)))
+        loop.step()
+        if loop.step_number == 3:
+            loop.stop("it has seen enough")
 
 
 def short(loop: Any) -> None:
@@ -105,29 +129,35 @@ def raising(loop: Any) -> None:
 
 REFUSED = {
     parts: "the whole batch of a rank",
-    evaluating: "cannot call loop.evaluate",
     short: "the loop ended",
 }
 REFUSED |= {stepless: "without step"}
 
 
 def check(
-    cluster: Cluster, loop: Callable[[Any], None], strategy: str, fault: str = "", **more: Any
+    cluster: Cluster,
+    loop: Callable[[Any], None],
+    strategy: str,
+    fault: str = "",
+    task: Task | None = None,
+    **more: Any,
 ) -> Report:
     settings: dict[str, Any] = {"task": "own", "steps": 9, "batch": {"size": 16, "shards": 4}}
     settings |= {"optimizer": {"name": "adamw", "lr": 1e-2, "clip_norm": 1.0}}
     settings |= {"precision": {"compute": "fp32"}, "strategy": Strategy.parse(strategy), **more}
     pieces = FAULTS[fault].pieces(cluster.world_size) if fault else None
-    return compare_with_oracle(Recipe(**settings), build(), cluster, CPU, 6, pieces=pieces, loop=loop)
+    return compare_with_oracle(Recipe(**settings), task or build(), cluster, CPU, 6, pieces=pieces, loop=loop)
 
 
 def on_two(cluster: Cluster) -> None:
     torch.set_num_threads(1)
     before = threading.active_count()
     for strategy in ("replicas=2", "replicas=1 shard=2 zero=1"):
-        for loop in (one, two_losses, counting, looking, scheduled):
+        for loop in (one, two_losses, counting, looking, scheduled, evaluating):
             report = check(cluster, loop, strategy)
             assert report.ok and report.steps == 6, (strategy, loop, report)
+    report = check(cluster, stopping, "replicas=2")
+    assert report.ok and report.steps == 4, report
     for fault in ("bucket-not-reduced", "shared-dropout-seed", "not-divided"):
         assert not check(cluster, one, "replicas=2", fault).ok, fault
     found = check(cluster, by_rank_of(cluster.global_rank), "replicas=2")
@@ -136,6 +166,8 @@ def on_two(cluster: Cluster) -> None:
     )
     found = check(cluster, lambda loop: scheduled(loop, 1e-2 * (1 + cluster.global_rank)), "replicas=2")
     assert found.failure is not None and (found.failure.quantity, found.failure.tensor) == ("update", "rate")
+    found = check(cluster, asking, "replicas=2", task=with_another_evaluation(cluster.global_rank))
+    assert found.failure is not None and found.failure.quantity == "evaluation", found
     for loop, says in REFUSED.items():
         with pytest.raises(PacelineError, match=says) as error:
             check(cluster, loop, "replicas=2")
@@ -145,6 +177,16 @@ def on_two(cluster: Cluster) -> None:
     with pytest.raises(PacelineError, match="an own loop does not go with"):
         check(cluster, one, "replicas=1 pipeline=2")
     assert threading.active_count() == before, "no thread is left"
+
+
+def with_another_evaluation(rank: int) -> Task:
+    """The twin: a rank finds something else on the held-out samples."""
+
+    def loss(model: nn.Module, batch: list[Tensor]) -> Loss:
+        found = task_loss(model, batch)
+        return found if model.training else replace(found, total=found.total * (1 + 0.01 * rank))
+
+    return replace(build(), loss=loss)
 
 
 def by_rank_of(rank: int) -> Callable[[Any], None]:

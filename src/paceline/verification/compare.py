@@ -50,7 +50,8 @@ class Finding:
     """The comparison of one tensor in one step.
 
     Args:
-        quantity: "initial value", "loss", "gradient", "update" (norm and rate), "final gradient" or "state".
+        quantity: "initial value", "loss", "gradient", "update" (norm and rate), "final gradient", "state" or
+            "evaluation".
         errors: largest absolute difference from the oracle on each rank; infinite if one side has none.
         bound: what rounding alone may cause.
         part: of the model, whose update it was; empty: there is one for all of it.

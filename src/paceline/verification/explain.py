@@ -115,7 +115,15 @@ def _explain_state(
     return diagnose_update(v, update, reference)
 
 
+def _explain_evaluation(*evidence: object) -> Diagnosis:
+    return Diagnosis(
+        "another evaluation",
+        "the state is the same: look at the held-out samples, and at what model and loss do in evaluation",
+    )
+
+
 _STAGES: dict[str, Callable[..., Diagnosis]] = {
+    "evaluation": _explain_evaluation,
     "gradient": _explain_gradient,
     "loss": _explain_gradient,
     "update": _explain_tail,

@@ -7,14 +7,18 @@ of these only what an update has changed is written, as in a run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import torch
+from torch import nn
 
 from paceline.data import MicroBatch, split
 from paceline.errors import StrategyError
 from paceline.sync import Update
-from paceline.verification.loop_side import Asked, Loop, LoopSide, Said, met
+from paceline.training.evaluation import Evaluation
+from paceline.verification.loop_side import Asked, Evaluated, Loop, LoopSide, Said, met
 from paceline.verification.oracle import Oracle, Shard, Totals, accumulate
 from paceline.verification.plain_buffers import Tensors, buffers_of
 from paceline.verification.plain_micro_batches import seed_all
@@ -27,12 +31,23 @@ class LoopReplicas:
 
     Args:
         oracle: whose state each of them computes with.
+        evaluates: in one process.
         num_replicas: that share the virtual shards.
+
+    Attributes:
+        told: the evaluations of the run, which its loops hear here too.
+        found: each of these as it is in one process, once the first replica's loop has asked for it.
     """
 
-    def __init__(self, oracle: Oracle, loop: Loop, num_replicas: int) -> None:
-        self._oracle = oracle
-        self._sides = [LoopSide(loop, twin(oracle.model), oracle, num_replicas) for _ in range(num_replicas)]
+    def __init__(self, oracle: Oracle, loop: Loop, evaluates: Evaluated, num_replicas: int) -> None:
+        self._oracle, self._evaluates = oracle, evaluates
+        self.told: Sequence[Evaluation | None] = ()
+        self.found: list[Evaluation | None] = []
+        self._asked = [0] * num_replicas
+        self._sides = [
+            LoopSide(loop, twin(oracle.model), oracle, partial(self._evaluated, rank), num_replicas)
+            for rank in range(num_replicas)
+        ]
         self._made: Update | None = None
 
     def totals(
@@ -57,6 +72,16 @@ class LoopReplicas:
         if options is not None:
             self._oracle.options = lambda update: options
         return totals
+
+    def _evaluated(self, rank: int, model: nn.Module, step: int, source: Any) -> Evaluation | None:
+        """What the run has found where a replica's loop evaluates."""
+        place, self._asked[rank] = self._asked[rank], self._asked[rank] + 1
+        if place >= len(self.told):
+            raise _other_updates("no evaluation", f"one after {step} steps")
+        model.eval()
+        if rank == 0:
+            self.found.append(self._evaluates(model, step, source))
+        return self.told[place]
 
     def close(self) -> None:
         """Leave all loops where they stand."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -19,11 +19,14 @@ from paceline.errors import StrategyError, TaskError
 from paceline.layout.sums import checked
 from paceline.sync import Update
 from paceline.task import Loss
+from paceline.training.evaluation import Evaluation
 from paceline.training.reduced import reduced, require_how
 from paceline.verification.oracle import Oracle
 from paceline.verification.turns import Turns
 
 Loop = Callable[[Any], None]
+Evaluated = Callable[[nn.Module, int, Any], Evaluation | None]
+"""Evaluates a model after so many steps, on some samples; None: on the held-out ones."""
 S = TypeVar("S")
 
 
@@ -57,19 +60,22 @@ class LoopSide:
         loop: the user's function.
         model: whose losses it computes.
         oracle: whose optimizer it sees, and whose autocast it runs in.
+        evaluated: answers `evaluate`.
 
     Attributes:
         step_number: of the batch that it takes next.
     """
 
-    def __init__(self, loop: Loop, model: nn.Module, oracle: Oracle, num_replicas: int = 1) -> None:
+    def __init__(
+        self, loop: Loop, model: nn.Module, oracle: Oracle, evaluated: Evaluated, num_replicas: int = 1
+    ) -> None:
         self.model, self.optimizer, self.session = model, oracle.optimizer, _Quiet()
-        self.num_replicas = num_replicas
+        self._evaluated, self.num_replicas = evaluated, num_replicas
         self._autocast, self._losses = oracle.autocast, list[Loss]()
         self._turns = Turns(lambda: loop(self), "own loop of the oracle")
         self._draws, self._waits_for_batch = Draws(), False
         self._rates: _Rates | None = None
-        self.step_number = 0
+        self._made, self.step_number = False, 0
 
     @property
     def waits_for_batch(self) -> bool:
@@ -95,7 +101,7 @@ class LoopSide:
         """As `OwnLoop.batches`, without an end."""
         while True:
             batch, learns = self._turns.hand_over()
-            self._losses = []
+            self._losses, self._made = [], False
             with torch.set_grad_enabled(learns), self._autocast():
                 yield batch
 
@@ -111,6 +117,7 @@ class LoopSide:
         asked, self._losses = Asked(part, Loss(total, self._losses[0].count)), []
         update: Update | None = self._turns.hand_over(asked)
         torch.clear_autocast_cache()  # it holds weights of before the update
+        self._made = update is not None
         if update is not None and self._rates is not None:
             self._rates.step()
         return update
@@ -122,9 +129,11 @@ class LoopSide:
         found: Tensor = self._turns.hand_over(Value(own, how))
         return found.to(own.device)
 
-    def evaluate(self, source: Any = None) -> NoReturn:
-        """Raises: StrategyError: an oracle has no evaluations."""
-        raise _not_here("evaluate()", "let evaluate.every_steps say when")
+    def evaluate(self, source: Any = None) -> Evaluation | None:
+        """As `OwnLoop.evaluate`: the step is complete."""
+        self.step_number += self._made
+        self._made = False
+        return self._evaluated(self.model, self.step_number, source)
 
     def schedule(self, make: Callable[[torch.optim.Optimizer], S]) -> S:
         """As `OwnLoop.schedule`; what it sets, the oracle's optimizer takes over before its update."""
@@ -135,9 +144,8 @@ class LoopSide:
         """What a scheduler of the loop's has set in each group; None: it has none."""
         return self._rates.options() if self._rates is not None else None
 
-    def stop(self, reason: str) -> NoReturn:
-        """Raises: StrategyError: an oracle goes as far as it is asked."""
-        raise _not_here("stop()", "leave it to a callback")
+    def stop(self, reason: str) -> None:
+        """As `OwnLoop.stop`; the oracle ends where the run ends."""
 
     def _resume(self, value: Any) -> Said:
         found: Said = self._turns.resume(value)
@@ -229,7 +237,3 @@ def loop_ended() -> StrategyError:
         "the loop ended before the steps that are compared",
         next_step="let it go on to the end of loop.batches(), or verify fewer steps",
     )
-
-
-def _not_here(what: str, next_step: str) -> StrategyError:
-    return StrategyError(f"a loop that is verified cannot call loop.{what}", next_step=next_step)

@@ -21,10 +21,11 @@ from paceline.observe import Stats
 from paceline.sync import Update
 from paceline.task import Loss
 from paceline.training import Session
+from paceline.training.evaluation import Evaluation
 from paceline.training.loop import fitting
 from paceline.training.own import OwnLoop
 from paceline.verification.loop_replicas import LoopReplicas
-from paceline.verification.loop_side import Draws, Loop, LoopSide, loop_ended, met, no_step
+from paceline.verification.loop_side import Draws, Evaluated, Loop, LoopSide, loop_ended, met, no_step
 from paceline.verification.oracle import Oracle, Totals
 from paceline.verification.turns import Turns
 
@@ -37,12 +38,13 @@ class LoopRounds(Iterator[Stats]):
     def __init__(self, session: Session, loop: Loop) -> None:
         self._session, self._loop = session, loop
         self._turns = Turns(self._run, "own loop")
-        self._own: OwnLoop | None = None
+        self._own: _Heard | None = None
+        self._reason = ""
 
     def __next__(self) -> Stats:
         stats = self._turns.resume()
         if stats is None:
-            if self._session.state.step < self._session.num_steps:
+            if self._session.state.step < self._session.num_steps and not self._reason:
                 raise loop_ended()
             raise StopIteration
         found: Stats = stats
@@ -53,15 +55,34 @@ class LoopRounds(Iterator[Stats]):
         """What the last step has updated, in its order."""
         return self._own.updated if self._own is not None else ()
 
+    @property
+    def evaluations(self) -> Sequence[Evaluation | None]:
+        """All that the loop has asked for so far."""
+        return self._own.evaluations if self._own is not None else ()
+
     def close(self) -> None:
         """Leave the loop where it stands."""
         self._turns.end()
 
     def _run(self) -> None:
         with fitting(self._session, None, ()) as found:
-            self._own = OwnLoop(self._session, found, after_round=self._turns.hand_over)
+            self._own = _Heard(self._session, found, after_round=self._turns.hand_over)
             self._loop(self._own)
             self._own.end()
+            self._reason = found.course.reason
+
+
+class _Heard(OwnLoop):
+    """A loop whose evaluations are kept."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.evaluations: list[Evaluation | None] = []
+
+    def evaluate(self, source: Any = None) -> Evaluation | None:
+        """See `OwnLoop`."""
+        self.evaluations.append(super().evaluate(source))
+        return self.evaluations[-1]
 
 
 class BothLoops:
@@ -69,13 +90,15 @@ class BothLoops:
 
     Args:
         oracle: whose loss is the loop's from now on.
+        evaluates: in one process.
     """
 
-    def __init__(self, session: Session, oracle: Oracle, loop: Loop) -> None:
-        self.rounds, self._spoken = LoopRounds(session, loop), LoopLoss(oracle, loop)
+    def __init__(self, session: Session, oracle: Oracle, loop: Loop, evaluates: Evaluated) -> None:
+        self.rounds, self._spoken = LoopRounds(session, loop), LoopLoss(oracle, loop, evaluates)
         oracle.task = replace(oracle.task, loss=self._spoken)
         num_replicas = min(session.mesh.data.size, oracle.work.num_shards)  # it may run all samples at once
-        self._replicas = LoopReplicas(oracle, loop, num_replicas) if session.is_first else None
+        self._replicas = LoopReplicas(oracle, loop, evaluates, num_replicas) if session.is_first else None
+        self._compared = 0
 
     def parts(self) -> Sequence[str]:
         """What the last step has updated, in its order; an empty name stands for all of the model."""
@@ -86,8 +109,25 @@ class BothLoops:
     ) -> Totals:
         """See `LoopReplicas.totals`; on rank 0."""
         assert self._replicas is not None
+        self._replicas.told = self.rounds.evaluations
         self._spoken.update, self._spoken.step_number = number, micro_batches[0].step
         return self._replicas.totals(micro_batches, scale, part, number, made)
+
+    def evaluations(self) -> Sequence[tuple[Evaluation | None, Evaluation | None]]:
+        """Those since the last call; behind `totals`. Each as the run has it and, on rank 0, one process.
+
+        Raises:
+            StrategyError: the oracle's loop has not asked for all of them.
+        """
+        told, first = self.rounds.evaluations, self._compared
+        self._compared = len(told)
+        found = self._replicas.found if self._replicas is not None else [None] * len(told)
+        if len(found) < len(told):
+            raise StrategyError(
+                "run a second time, for the oracle, the loop does not evaluate where it did",
+                next_step="let loop.step_number say when",
+            )
+        return list(zip(told, found, strict=True))[first:]
 
     def close(self) -> None:
         """Leave all loops where they stand."""
@@ -96,10 +136,10 @@ class BothLoops:
             self._replicas.close()
 
 
-def spoken_by(oracle: Oracle, loop: Loop | None) -> None:
+def spoken_by(oracle: Oracle, loop: Loop | None, evaluates: Evaluated) -> None:
     """Let the oracle's loss be that of an own loop, if there is one."""
     if loop is not None:
-        oracle.task = replace(oracle.task, loss=LoopLoss(oracle, loop))
+        oracle.task = replace(oracle.task, loss=LoopLoss(oracle, loop, evaluates))
 
 
 class LoopLoss:
@@ -110,13 +150,13 @@ class LoopLoss:
         step_number: of the step.
     """
 
-    def __init__(self, oracle: Oracle, loop: Loop) -> None:
-        self._oracle, self._loop = oracle, loop
+    def __init__(self, oracle: Oracle, loop: Loop, evaluates: Evaluated) -> None:
+        self._oracle, self._loop, self._evaluates = oracle, loop, evaluates
         self.update = self.step_number = 0
 
     def __call__(self, model: nn.Module, batch: Any) -> Loss:
         """The loss of one update."""
-        side = LoopSide(self._loop, model, self._oracle)
+        side = LoopSide(self._loop, model, self._oracle, self._evaluates)
         side.step_number = self.step_number
         try:
             return self._asked(side, batch)

@@ -39,6 +39,7 @@ from paceline.verification.explain import explain
 from paceline.verification.loops import BothLoops
 from paceline.verification.oracle import Oracle
 from paceline.verification.plain_buffers import Tensors
+from paceline.verification.plain_evaluation import values_of
 from paceline.verification.record import Record, Recorder, WholeRecord
 from paceline.verification.reference import Reference, scale_of
 from paceline.verification.report import Report
@@ -118,6 +119,8 @@ class Verifier:
         record, reference = self.record, None
         if self.session.is_first:
             reference = self._look_up(number, before)
+        if self.loop is not None and number == 0:
+            self._compare_evaluations(self.loop)
         if record.update is None or record.update.applied:
             self._compare_sums(step, reference)
         if record.update is not None and record.update.applied:
@@ -169,6 +172,19 @@ class Verifier:
         self._compare(step, "loss", mine, theirs, scalar_bounds, mine)
         count = record.count or 1.0
         self._compare(step, "gradient", {n: g / count for n, g in record.sums.items()}, mean, bounds, like)
+
+    def _compare_evaluations(self, loop: BothLoops) -> None:
+        """Those that the loop has asked for since the last step: losses, and metrics of the same kernels."""
+        same = self.kernels.same and not self.kernels.in_parts
+        for told, found in loop.evaluations():
+            if told is None:
+                continue
+            mine = {n: _scalar(v) for n, v in values_of(told).items() if same or n.endswith("loss")}
+            theirs = bounds = None
+            if found is not None:
+                theirs = {n: _scalar(v) for n, v in values_of(found).items() if n in mine}
+                bounds = {n: (1e-6 if same else 1e-2) * float(v.abs()) for n, v in theirs.items()}
+            self._compare(told.step - 1, "evaluation", mine, theirs, bounds, mine)
 
     def _loss_slack(self, total: float) -> float:
         return 0.0 if self.kernels.same else 1e-2 * abs(total)

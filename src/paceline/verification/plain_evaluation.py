@@ -1,0 +1,80 @@
+"""Evaluation in one process, block after block, written apart from `paceline.training.evaluation`.
+
+Shared with it: what blocks there are (of `evaluate.batch` samples, in their order), since a loss may depend
+on what is in its batch, and what makes metrics of sums (`finish_metrics`), which is the task's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from paceline.data import MicroBatch, in_memory, to_device
+from paceline.recipe import Recipe
+from paceline.task import Loss, Task, finish_metrics, sets_of
+from paceline.training.evaluation import Evaluation
+from paceline.verification.oracle import Oracle
+from paceline.verification.plain_micro_batches import read
+
+
+class PlainEvaluation:
+    """Evaluates a model as the task of a recipe asks for it.
+
+    Args:
+        oracle: in whose autocast and on whose device it runs.
+        task: with its own loss, whatever else the oracle is trained on.
+    """
+
+    def __init__(self, oracle: Oracle, task: Task, recipe: Recipe) -> None:
+        self._oracle, self._task, self._recipe = oracle, task, recipe
+
+    def __call__(self, model: nn.Module, step: int, source: Any = None) -> Evaluation | None:
+        """On the held-out data, or on other samples; the model is left in evaluation, as in a run.
+
+        Args:
+            step: training steps taken before it.
+        Returns:
+            None if there is nothing to evaluate on.
+        """
+        model.eval()
+        sets = sets_of(self._task.held_out if source is None else source)
+        found = {n: self._one(model, step, in_memory(n, one, self._recipe)) for n, one in sets.items()}
+        named = {f"{n}.{key}": v for n, one in found.items() if n for key, v in values_of(one).items()}
+        return next((replace(one, metrics=named) if n else one for n, one in found.items()), None)
+
+    def _one(self, model: nn.Module, step: int, held_out: Any) -> Evaluation:
+        options = self._recipe.evaluate
+        num_samples = min(len(held_out), options.max_samples or len(held_out))
+        sums: dict[str, float] = {}
+        for first in range(0, num_samples, options.batch):
+            block = range(first, min(first + options.batch, num_samples))
+            for name, value in _sums_of(self._loss(model, held_out, block)).items():
+                sums[name] = sums.get(name, 0.0) + value
+        total, count = sums.pop(_TOTAL, 0.0), sums.pop(_COUNT, 0.0)
+        means = {name: value / (count or 1.0) for name, value in sums.items()}
+        loss = total / (count or 1.0)
+        return Evaluation(step, loss, finish_metrics(self._task, loss, count, means), num_samples, count)
+
+    def _loss(self, model: nn.Module, held_out: Any, block: Sequence[int]) -> Loss:
+        task = replace(self._task, data=held_out)
+        batch = read(task, MicroBatch(0, 0, np.array(block, dtype=np.int64), 0))
+        with torch.no_grad(), self._oracle.autocast():
+            return task.loss(model, to_device(batch, self._oracle.device))
+
+
+_TOTAL, _COUNT = "#total", "#count"
+
+
+def _sums_of(loss: Loss) -> dict[str, float]:
+    metrics = {name: float(value) for name, value in loss.metrics.items()}
+    return {_TOTAL: float(loss.total), _COUNT: float(loss.count), **metrics}
+
+
+def values_of(evaluation: Evaluation) -> Mapping[str, float]:
+    """The loss and the metrics by name."""
+    return {"loss": evaluation.loss, **evaluation.metrics}

@@ -23,6 +23,7 @@ NAMES = (
     "layouts",
     "pipelines",
     "processor",
+    "precision",
     "reproducible",
     "heap",
     "checkpoint",

@@ -124,6 +124,23 @@ def llama(*, quick: bool = False, precision: str = "bf16") -> Subject:
     return Subject(recipe, Task(model, tokens, _next_token_loss), _mean_llama_loss)
 
 
+def digits(model: str, *, quick: bool = False) -> Subject:
+    """A classifier of scikit-learn's digits, with the sizes of its recipe.
+
+    Args:
+        model: "convnet" or "mlp".
+    """
+    name = {"convnet": "digits-convnet.toml", "mlp": "digits.toml"}[model]
+    sizes = ["options.channels=4"] if quick and model == "convnet" else []
+    recipe = load_recipe(
+        _ROOT / "recipes" / name, [f"steps={_STEPS}", 'precision.compute="fp32"', *sizes], strategy="ddp"
+    )
+    task = load_task(recipe.task, recipe.options, recipe.seed, _ROOT / "recipes", CACHE_DIR)
+    if task.initialize is not None:
+        task.initialize(task.model, recipe.seed)
+    return Subject(recipe, task, _mean_class_loss)
+
+
 def mlp(hidden: tuple[int, ...], *, batch_size: int, shards: int, inputs: int = 1024) -> Subject:
     """A classifier of made-up vectors: no data cost, so communication and overhead show.
 

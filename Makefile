@@ -29,7 +29,7 @@ test: $(VENV)/.dev ## run the CPU test suite (TESTS=, ARGS=); the capability rep
 	@mkdir -p build
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=15 --capability-report=build/capabilities.json $(TESTS) $(ARGS)
 
-soak: $(VENV)/.dev ## run the long tests
+soak: $(VENV)/.soak ## run the long tests
 	$(BIN)/python -m pytest --soak -m soak --durations=15 --timeout=3600 $(TESTS) $(ARGS)
 
 bench: $(VENV)/.bench ## measure speed against other libraries
@@ -72,6 +72,11 @@ $(VENV)/.core: pyproject.toml constraints.txt
 $(VENV)/.dev: $(VENV)/.core
 	@echo "installing what tests and checks need into $(VENV)"
 	@$(PIP_INSTALL) -e '.[dev]'
+	@touch $@
+
+$(VENV)/.soak: $(VENV)/.dev
+	@echo "installing what the walk of a first day needs into $(VENV)"
+	@$(PIP_INSTALL) -e '.[walk]'
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.dev

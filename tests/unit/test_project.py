@@ -245,12 +245,3 @@ def test_no_file_names_a_machine_path_or_a_registry() -> None:
 def test_a_room_of_the_command_line_does_not_load_torch(room: str) -> None:
     code = f"import sys, paceline.{room}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=240).returncode == 0
-
-
-def test_the_soak_installs_what_its_walk_needs(tmp_path: Path) -> None:
-    """Without it the walk of a first day is skipped, and nobody sees it."""
-    asked = ["make", "-n", "soak", f"VENV={tmp_path / 'fresh'}"]
-    said = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True, timeout=30).stdout
-    extras = (ROOT / "pyproject.toml").read_text("utf-8")
-    assert "-e '.[walk]'" in said and "nbclient" in extras
-    assert said.index("-e '.[dev]'") < said.index("-e '.[walk]'") < said.index("pytest --soak")

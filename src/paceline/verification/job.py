@@ -29,7 +29,6 @@ from paceline.training.prepare import prepare_model
 from paceline.verification.loop_side import Loop
 from paceline.verification.loops import BothLoops, spoken_by
 from paceline.verification.oracle import Oracle
-from paceline.verification.plain_evaluation import PlainEvaluation
 from paceline.verification.plain_optimizer import plain_optimizer
 from paceline.verification.plain_schedule import PlainSchedule
 from paceline.verification.preflight import Fault, preflight
@@ -87,8 +86,7 @@ def compare_with_oracle(
     task = settled(task, recipe)
     recipe = choose_by_machine(_without_extras(recipe), task, cluster, device)
     oracle = _oracle_beside(recipe, task, cluster, device)
-    evaluates = PlainEvaluation(oracle, oracle.task, recipe)
-    spoken_by(oracle, loop, evaluates)
+    evaluates = spoken_by(oracle, loop, recipe)
     mistake = _look_at_task(recipe, oracle, cluster, strict)
     if mistake is not None:
         return Report(str(recipe.strategy), cluster.world_size, failure=mistake[0], diagnosis=mistake[1])

@@ -18,15 +18,18 @@ from torch import nn
 from paceline.data import MicroBatch
 from paceline.errors import StrategyError
 from paceline.observe import Stats
+from paceline.recipe import Recipe
 from paceline.sync import Update
 from paceline.task import Loss
 from paceline.training import Session
 from paceline.training.evaluation import Evaluation
 from paceline.training.loop import fitting
 from paceline.training.own import OwnLoop
+from paceline.verification.compare import Kernels
 from paceline.verification.loop_replicas import LoopReplicas
 from paceline.verification.loop_side import Draws, Evaluated, Loop, LoopSide, loop_ended, met, no_step
 from paceline.verification.oracle import Oracle, Totals
+from paceline.verification.plain_evaluation import PlainEvaluation, Values, values_of
 from paceline.verification.turns import Turns
 
 _MOST_TURNS = 100
@@ -113,8 +116,8 @@ class BothLoops:
         self._spoken.update, self._spoken.step_number = number, micro_batches[0].step
         return self._replicas.totals(micro_batches, scale, part, number, made)
 
-    def evaluations(self) -> Sequence[tuple[Evaluation | None, Evaluation | None]]:
-        """Those since the last call; behind `totals`. Each as the run has it and, on rank 0, one process.
+    def evaluations(self, kernels: Kernels) -> Sequence[Values]:
+        """What is to be compared of the evaluations since the last call; behind `totals`.
 
         Raises:
             StrategyError: the oracle's loop has not asked for all of them.
@@ -127,7 +130,8 @@ class BothLoops:
                 "run a second time, for the oracle, the loop does not evaluate where it did",
                 next_step="let loop.step_number say when",
             )
-        return list(zip(told, found, strict=True))[first:]
+        pairs = list(zip(told, found, strict=True))[first:]
+        return [values_of(mine, right, kernels) for mine, right in pairs if mine is not None]
 
     def close(self) -> None:
         """Leave all loops where they stand."""
@@ -136,10 +140,12 @@ class BothLoops:
             self._replicas.close()
 
 
-def spoken_by(oracle: Oracle, loop: Loop | None, evaluates: Evaluated) -> None:
-    """Let the oracle's loss be that of an own loop, if there is one."""
+def spoken_by(oracle: Oracle, loop: Loop | None, recipe: Recipe) -> Evaluated:
+    """Let the oracle's loss be that of an own loop, if there is one; returns what evaluates by the task's."""
+    evaluates = PlainEvaluation(oracle, oracle.task, recipe)
     if loop is not None:
         oracle.task = replace(oracle.task, loss=LoopLoss(oracle, loop, evaluates))
+    return evaluates
 
 
 class LoopLoss:

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.data import MicroBatch, in_memory, to_device
 from paceline.recipe import Recipe
 from paceline.task import Loss, Task, finish_metrics, sets_of
 from paceline.training.evaluation import Evaluation
+from paceline.verification.compare import Kernels
 from paceline.verification.oracle import Oracle
 from paceline.verification.plain_micro_batches import read
 
@@ -44,7 +45,7 @@ class PlainEvaluation:
         model.eval()
         sets = sets_of(self._task.held_out if source is None else source)
         found = {n: self._one(model, step, in_memory(n, one, self._recipe)) for n, one in sets.items()}
-        named = {f"{n}.{key}": v for n, one in found.items() if n for key, v in values_of(one).items()}
+        named = {f"{n}.{key}": v for n, one in found.items() if n for key, v in _by_name(one).items()}
         return next((replace(one, metrics=named) if n else one for n, one in found.items()), None)
 
     def _one(self, model: nn.Module, step: int, held_out: Any) -> Evaluation:
@@ -75,6 +76,36 @@ def _sums_of(loss: Loss) -> dict[str, float]:
     return {_TOTAL: float(loss.total), _COUNT: float(loss.count), **metrics}
 
 
-def values_of(evaluation: Evaluation) -> Mapping[str, float]:
-    """The loss and the metrics by name."""
+class Values(NamedTuple):
+    """What is compared of an evaluation.
+
+    Args:
+        step: the last before it.
+        mine: the loss and the metrics by name, each float64 [1]; of other kernels losses only, since one
+            rounding may change what is right.
+        theirs, bounds: as they should be; None where nobody has looked.
+    """
+
+    step: int
+    mine: Mapping[str, Tensor]
+    theirs: Mapping[str, Tensor] | None
+    bounds: Mapping[str, float] | None
+
+
+def values_of(told: Evaluation, found: Evaluation | None, kernels: Kernels) -> Values:
+    """An evaluation of the run beside that of one process."""
+    same = kernels.same and not kernels.in_parts
+    mine = {name: x for name, x in _by_name(told).items() if same or name.endswith("loss")}
+    if found is None:
+        return Values(told.step - 1, _tensors(mine), None, None)
+    right = {name: x for name, x in _by_name(found).items() if name in mine}
+    bounds = {name: (1e-6 if same else 1e-2) * abs(x) for name, x in right.items()}
+    return Values(told.step - 1, _tensors(mine), _tensors(right), bounds)
+
+
+def _by_name(evaluation: Evaluation) -> Mapping[str, float]:
     return {"loss": evaluation.loss, **evaluation.metrics}
+
+
+def _tensors(values: Mapping[str, float]) -> Mapping[str, Tensor]:
+    return {name: torch.tensor([x], dtype=torch.float64) for name, x in values.items()}

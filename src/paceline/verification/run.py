@@ -39,7 +39,6 @@ from paceline.verification.explain import explain
 from paceline.verification.loops import BothLoops
 from paceline.verification.oracle import Oracle
 from paceline.verification.plain_buffers import Tensors
-from paceline.verification.plain_evaluation import values_of
 from paceline.verification.record import Record, Recorder, WholeRecord
 from paceline.verification.reference import Reference, scale_of
 from paceline.verification.report import Report
@@ -119,8 +118,8 @@ class Verifier:
         record, reference = self.record, None
         if self.session.is_first:
             reference = self._look_up(number, before)
-        if self.loop is not None and number == 0:
-            self._compare_evaluations(self.loop)
+        for one in self.loop.evaluations(self.kernels) if self.loop is not None else ():
+            self._compare(one.step, "evaluation", one.mine, one.theirs, one.bounds, one.mine)
         if record.update is None or record.update.applied:
             self._compare_sums(step, reference)
         if record.update is not None and record.update.applied:
@@ -167,27 +166,12 @@ class Verifier:
             bounds = self.kernels.gradient_bounds(
                 sums.magnitudes, roundoffs, sums.num_shards, sums.count, reference.noise
             )
-            scalar_bounds = {"loss": 1e-6 * abs(sums.total) + self._loss_slack(sums.total), "count": 0.0}
+            share = 1e-6 + (0.0 if self.kernels.same else 1e-2)
+            scalar_bounds = {"loss": share * abs(sums.total), "count": 0.0}
             mean = {n: g / sums.count for n, g in sums.gradients.items()}
         self._compare(step, "loss", mine, theirs, scalar_bounds, mine)
         count = record.count or 1.0
         self._compare(step, "gradient", {n: g / count for n, g in record.sums.items()}, mean, bounds, like)
-
-    def _compare_evaluations(self, loop: BothLoops) -> None:
-        """Those that the loop has asked for since the last step: losses, and metrics of the same kernels."""
-        same = self.kernels.same and not self.kernels.in_parts
-        for told, found in loop.evaluations():
-            if told is None:
-                continue
-            mine = {n: _scalar(v) for n, v in values_of(told).items() if same or n.endswith("loss")}
-            theirs = bounds = None
-            if found is not None:
-                theirs = {n: _scalar(v) for n, v in values_of(found).items() if n in mine}
-                bounds = {n: (1e-6 if same else 1e-2) * float(v.abs()) for n, v in theirs.items()}
-            self._compare(told.step - 1, "evaluation", mine, theirs, bounds, mine)
-
-    def _loss_slack(self, total: float) -> float:
-        return 0.0 if self.kernels.same else 1e-2 * abs(total)
 
     def _compare_update(self, step: int, reference: Reference | None) -> None:
         self._compare_scalars(step, reference)

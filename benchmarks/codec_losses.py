@@ -54,9 +54,21 @@ def cases(options: Options) -> list[Case]:
         return [Case("quick digits", "digits", ("epochs=0.2", "schedule.warmup_steps=1"), ("fp32", "int8"))]
     small = ("options.layers=1", "options.width=64", "options.context=64", "epochs=", "steps=150")
     sgd = ('optimizer.name="sgd"', "optimizer.lr=0.2", "epochs=12")
+    plain = (
+        'optimizer.name="sgd"',
+        "optimizer.lr=0.1",
+        "epochs=40",
+        "options.hidden=[64]",
+        "options.dropout=0.0",
+    )
     return [
         Case("digits, AdamW, 12 epochs", "digits", ("epochs=12",)),
         Case("byte-gpt of 1 layer, width 64, AdamW, 150 steps", "byte-gpt", small),
+        Case(
+            "digits, a small MLP, plain SGD, 40 epochs",
+            "digits",
+            (*plain, "options.shifts=false", "batch.size=64"),
+        ),
         Case("digits, SGD with momentum 0.9 where gradients are sent", "digits", sgd, ("fp32", MOMENTUM)),
     ]
 

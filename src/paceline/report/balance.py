@@ -151,7 +151,10 @@ _ADVICE = {
     ("compute", "shard"): "look at what else runs on its host; shards of the batch are dealt evenly",
     ("compute", "tensor"): "its parts of the layers are larger: choose a degree that divides them",
     ("compute", "context"): "its positions cost more: choose a degree that divides the sequence",
-    ("memory", "pipeline"): "schedule=1f1b keeps fewer micro-batches, and zero cuts the state inside a stage",
+    (
+        "memory",
+        "pipeline",
+    ): "schedule=1f1b keeps fewer micro-batches, rechunk runs them in parts, zero cuts the state in a stage",
     ("memory", "tensor"): "its parts of the layers are larger: choose a degree that divides them",
     (
         "memory",

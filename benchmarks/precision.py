@@ -1,7 +1,8 @@
 """What halves save and cost on this processor: fp16 and bf16 beside fp32, in time and in memory.
 
-Three sessions of the same job take turns in one process. Memory is counted, not sampled: what one micro-batch
-keeps from its forward for its backward, and what stays between two steps; it is the same on any machine.
+Three sessions of the same job take turns in one process; of each the least processor time of its blocks says
+what it takes where others run too. Memory is counted, not sampled: what one micro-batch keeps from its
+forward for its backward, and what stays between two steps; it is the same on any machine.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from benchmarks.loops import paceline_side
 from benchmarks.measure import Series, take_turns
-from benchmarks.report import Options, Report, Table, blocks, present, rate_table, series_data
+from benchmarks.report import Options, Report, Table, blocks, present, series_data
 from benchmarks.subjects import Subject, byte_gpt, digits
 from paceline.cluster import Cluster
 from paceline.training import Session, build_session
@@ -80,6 +81,27 @@ def subjects(quick: bool) -> dict[str, Subject]:
     }
 
 
+def time_table(title: str, found: Sequence[Series], samples: int) -> Table:
+    """Every number format beside the first, by processor time."""
+    least = [min(series.cpu_seconds) for series in found]
+    rows = [
+        (
+            series.name,
+            f"{1e3 * own:.1f}",
+            f"{own / least[0]:.2f}",
+            f"{1e3 * series.median_seconds:.1f}",
+            f"{samples / own:,.0f}",
+            f"{series.losses[0]:.4f} > {series.losses[-1]:.4f}",
+        )
+        for series, own in zip(found, least, strict=True)
+    ]
+    columns = (
+        "format", "processor ms a step", "of fp32", "wall ms, median", "samples a processor second",
+        "first > last loss",
+    )  # fmt: skip
+    return Table(title, columns, rows)
+
+
 def memory_table(title: str, kept: Sequence[Kept]) -> Table:
     """Every number format beside the first."""
     rows = [
@@ -100,7 +122,7 @@ def measure(options: Options) -> Report:
     """Both jobs."""
     torch.set_num_threads(1)
     tables, data = list[Table](), {}
-    repeats, steps = (2, 1) if options.quick else (7, 4)
+    repeats, steps = (2, 1) if options.quick else (7, 1)
     for name, subject in subjects(options.quick).items():
         sides = [
             paceline_side(
@@ -115,7 +137,7 @@ def measure(options: Options) -> Report:
         kept = [kept_by(session_of(subject, compute)) for compute in PRECISIONS]
         samples = subject.recipe.batch.size
         tables += [
-            rate_table(f"{name}: time, 1 process, 1 thread ({blocks(found)})", found, samples, "samples"),
+            time_table(f"{name}: time, 1 process, 1 thread ({blocks(found)})", found, samples),
             memory_table(f"{name}: memory, counted", kept),
         ]
         data[name] = {"series": series_data(found), "kept": [asdict(one) for one in kept]}

@@ -7,7 +7,8 @@ may run it in more, or in fewer. Pure values, without torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -96,6 +97,18 @@ def after(stage: int, action: Action, num_stages: int, chunks: int) -> tuple[int
     if stage < num_stages - 1:
         return stage + 1, action
     return (0, action._replace(chunk=action.chunk + 1)) if action.chunk < chunks - 1 else None
+
+
+def arrivals(table: Table, stage: int) -> Mapping[int, int]:
+    """By neighbour, how many messages it sends; nothing where there are parts, which may be empty."""
+    if max(table.parts) > 1:
+        return {}
+    sources = {
+        "F": lambda action: before(stage, action, table.num_stages),
+        "B": lambda action: after(stage, action, table.num_stages, table.chunks),
+    }
+    found = [sources[action.kind](action) for action in table.orders[stage] if action.kind in sources]
+    return Counter(source[0] for source in found if source is not None)
 
 
 def parts_within(part: int, own: int, theirs: int) -> range:

@@ -8,7 +8,11 @@ import pytest
 from paceline.errors import StrategyError
 from paceline.schedule import (
     Action,
+    MakeTable,
     Table,
+    after,
+    arrivals,
+    before,
     gpipe,
     interleaved,
     one_f_one_b,
@@ -152,3 +156,22 @@ def test_it_is_drawn_as_text_and_as_a_picture() -> None:
     picture = ElementTree.fromstring(svg(proof, "two <stages>"))
     boxes = picture.findall("{http://www.w3.org/2000/svg}rect")
     assert len(boxes) == len(proof.rows) == 12
+
+
+@pytest.mark.capability("D1")
+@pytest.mark.parametrize("make", [gpipe, one_f_one_b, zero_bubble, interleaved])
+def test_what_arrives_at_a_stage_is_what_its_neighbours_send(make: MakeTable) -> None:
+    for p, m in ((2, 1), (2, 5), (3, 4), (4, 8)):
+        table = make(p, m)
+        sent = dict.fromkeys(range(p), 0)
+        for stage, order in enumerate(table.orders):
+            own = [a for a in order if a.kind != "W"]
+            forward = [a for a in own if a.kind == "F" and after(stage, a, p, table.chunks)]
+            sent[stage] = len(forward) + sum(a.kind == "B" and before(stage, a, p) is not None for a in own)
+        assert sum(sent.values()) == sum(sum(arrivals(table, stage).values()) for stage in range(p))
+        assert all(
+            abs(source - stage) in (1, p - 1) for stage in range(p) for source in arrivals(table, stage)
+        )
+    assert arrivals(gpipe(3, 4), 1) == {0: 4, 2: 4}
+    assert arrivals(interleaved(2, 4), 0) == {1: 12}
+    assert arrivals(gpipe(2, 4, (2, 1)), 1) == {}  # a part may be empty

@@ -30,7 +30,7 @@ from paceline.layout.placed import Ask
 from paceline.layout.precision import Precision
 from paceline.layout.sums import MetricNames, Sums, checked
 from paceline.observe import Phases
-from paceline.schedule import Action, MakeTable, Place, gpipe, prove, samples_of
+from paceline.schedule import Action, MakeTable, Place, Table, arrivals, gpipe, prove, samples_of
 from paceline.slot import Slot
 from paceline.task import Task
 
@@ -96,6 +96,7 @@ class Pipeline:
         self.begin_step()
         sums, flying = Sums(self.metric_names, counts=self._counts), dict[Place, Flight]()
         order = self._order(count)
+        self._wire.await_messages(order.awaited)
         loaded = _Loaded(micro_batches, self._phases)
         self.peak_stored = 0
         self.holding.use.begin()
@@ -121,7 +122,7 @@ class Pipeline:
         if count not in self._orders:
             table = self._make_schedule(self.cut.num_stages, count)
             prove(table, count)
-            self._orders[count] = _Order.of(table.orders[self.cut.stage])
+            self._orders[count] = _Order.of(table, self.cut.stage)
         return self._orders[count]
 
     def _start(
@@ -200,16 +201,20 @@ class _Order(NamedTuple):
     Args:
         split: backwards in two halves.
         last: by chunk, the micro-batch whose backward ends last.
+        awaited: by neighbour, how many messages it sends.
     """
 
     actions: Sequence[Action]
     split: frozenset[Place]
     last: Mapping[int, int]
+    awaited: Mapping[int, int]
 
     @classmethod
-    def of(cls, actions: Sequence[Action]) -> _Order:
+    def of(cls, table: Table, stage: int) -> _Order:
+        actions = table.orders[stage]
         split = frozenset(a.place for a in actions if a.kind == "W")
-        return cls(actions, split, {a.chunk: a.micro_batch for a in actions if a.ends(split)})
+        last = {a.chunk: a.micro_batch for a in actions if a.ends(split)}
+        return cls(actions, split, last, arrivals(table, stage))
 
 
 class _Loaded:

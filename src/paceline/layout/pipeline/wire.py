@@ -1,15 +1,15 @@
 """What neighbouring stages send each other: tensors of any shape and dtype, and a number.
 
 Invariant: messages between two stages arrive in order, and each is found by its key; an aborted run uses
-other tags, so what it left on the way is never taken for something new.
+other tags, so what it left on the way is never taken for something new. Both sides know how long the first
+part of a message is (`letter`).
 """
 
 from __future__ import annotations
 
 import queue
 from collections import deque
-from collections.abc import Sequence
-from math import prod
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -17,11 +17,10 @@ from torch import Tensor
 
 from paceline.comm import Handle, Net
 from paceline.errors import CommunicationError, DeadlineError
+from paceline.layout.pipeline.letter import HEAD_BYTES, Letter, next_size, parts_of, shaped, words_in
 from paceline.mesh import Group
 
 Message = tuple[list[Tensor], float]
-_HEAD = 64  # whole numbers; a description that is longer goes on in a second message
-_DTYPES = tuple(sorted({x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str))
 
 
 class Neighbours(Protocol):
@@ -41,6 +40,13 @@ class Neighbours(Protocol):
             CommunicationError: it is gone; DeadlineError: it says nothing.
         """
 
+    def await_messages(self, counts: Mapping[int, int]) -> None:
+        """So many messages will be asked for, by neighbour: they may come before they are.
+
+        Args:
+            counts: all are asked for before this is called again, unless the run is aborted.
+        """
+
     def flush(self, most: int = 0) -> None:
         """Wait until the neighbours have taken what was sent, all but the last `most` messages' parts."""
 
@@ -54,7 +60,9 @@ class StageWire:
     Args:
         back: by which messages to earlier stages go; None: the same group. NCCL runs what two ranks send each
             other over one group in one order, and both ways in one order is a deadlock.
-    Wire: a header of 512 bytes for each message, longer with many tensors, and the bytes of the tensors.
+    Wire: a description of 512 bytes for each message, longer with many tensors, and the bytes of the tensors.
+        On a processor both go in one part where the message before was as long, up to 64 KiB; tensors then
+        begin at multiples of 64 bytes.
     """
 
     def __init__(self, group: Group, net: Net, device: torch.device, back: Group | None = None) -> None:
@@ -63,44 +71,66 @@ class StageWire:
         self._abandoned: list[Handle] = []
         self._attempt = 0
         self._early: dict[tuple[int, int], deque[Message]] = {}
+        self._first_sent: dict[int, int] = {}  # by neighbour, bytes of the first part of the next message
+        self._first_taken: dict[int, int] = {}
+        self._awaited: dict[int, int] = {}  # by neighbour, messages whose first part may be taken ahead
+        self._ahead_of_time: dict[int, Handle] = {}
 
     def send(self, to: int, tensors: Sequence[Tensor], note: float = 0.0, *, key: int = 0) -> None:
         """See `Neighbours`."""
         way = self._ahead if to > self._ahead.rank else self._back
-        words = _describe(tensors, note, key, self._attempt)
-        words += [0] * (_HEAD - len(words))
-        parts = [torch.tensor(words[:_HEAD]), torch.tensor(words[_HEAD:])]
-        for x in (*(part.to(self._device) for part in parts), *map(_as_bytes, tensors)):
-            if x.numel():
-                self._under_way.append(self._net.send(x, way, to, self._attempt))
+        letter = Letter.of(tensors, note, key, self._attempt)
+        for part in parts_of(letter, tensors, self._first_sent.get(to, HEAD_BYTES)):
+            if part.numel():
+                self._under_way.append(self._net.send(part.to(self._device), way, to, self._attempt))
+        self._expect(self._first_sent, to, letter)
+
+    def await_messages(self, counts: Mapping[int, int]) -> None:
+        """See `Neighbours`; a message goes at once to whom waits for it, and else has to ask first."""
+        if self._device.type == "cpu":  # NCCL runs calls in their order
+            self._awaited = dict(counts)
+            for source in counts:
+                self._take_ahead(source)
+
+    def _take_ahead(self, source: int) -> None:
+        if self._awaited.get(source, 0) and source not in self._ahead_of_time:
+            self._awaited[source] -= 1
+            self._ahead_of_time[source] = self._first_part(source)
 
     def receive(self, source: int, *, key: int = 0) -> Message:
         """See `Neighbours`."""
         while not self._early.get((source, key)):
-            found, of, attempt = self._next(source)
-            if attempt == self._attempt:  # NCCL knows no tags: what an aborted run has left comes first
-                self._early.setdefault((source, of), deque()).append(found)
+            letter, found = self._next(source)
+            if letter.attempt == self._attempt:  # without tags, what an aborted run has left comes first
+                self._early.setdefault((source, letter.key), deque()).append((found, letter.note))
+                self._expect(self._first_taken, source, letter)
+                self._take_ahead(source)
         return self._early[source, key].popleft()
 
-    def _next(self, source: int) -> tuple[Message, int, int]:
-        """The next message of a neighbour, its key, and of which attempt it is."""
-        words: list[int] = self._take(_HEAD, torch.int64, source).tolist()
-        words += self._take(max(0, words[0] - _HEAD), torch.int64, source).tolist()
-        num_tensors, note, key, attempt = words[1], torch.tensor(words[2]).view(torch.float64), *words[3:5]
-        place = 5
-        found = []
-        for _ in range(num_tensors):
-            dtype, dims = _DTYPES[words[place]], words[place + 1]
-            shape = words[place + 2 : place + 2 + dims]
-            place += 2 + dims
-            data = self._take(prod(shape) * dtype.itemsize, torch.uint8, source)
-            found.append(data.view(dtype).view(shape))
-        return (found, float(note)), key, attempt
+    def _next(self, source: int) -> tuple[Letter, list[Tensor]]:
+        """The next message of a neighbour."""
+        first = (self._ahead_of_time.pop(source, None) or self._first_part(source)).wait()
+        words, missing = words_in(first)
+        if missing:
+            words += self._taken(missing, source).wait().view(torch.int64).tolist()
+        letter = Letter.read(words)
+        if letter.fits(len(first)):
+            return letter, list(letter.tensors_in(first))
+        taken = [self._taken(size, source) for size in letter.sizes]
+        return letter, [shaped(x.wait(), kind) for x, kind in zip(taken, letter.kinds, strict=True)]
 
-    def _take(self, size: int, dtype: torch.dtype, source: int) -> Tensor:
-        x = torch.empty(size, dtype=dtype, device=self._device)
+    def _expect(self, sizes: dict[int, int], neighbour: int, letter: Letter) -> None:
+        """Elsewhere than on a processor what an aborted run has left may come later, and says nothing."""
+        if self._device.type == "cpu":
+            sizes[neighbour] = next_size(letter)
+
+    def _first_part(self, source: int) -> Handle:
+        return self._taken(self._first_taken.get(source, HEAD_BYTES), source)
+
+    def _taken(self, size: int, source: int) -> Handle:
+        x = torch.empty(size, dtype=torch.uint8, device=self._device)
         way = self._back if source > self._ahead.rank else self._ahead
-        return self._net.receive(x, way, source, self._attempt).wait() if size else x
+        return self._net.receive(x, way, source, self._attempt) if size else Handle.ready(x)
 
     def flush(self, most: int = 0) -> None:
         """See `Neighbours`."""
@@ -109,8 +139,10 @@ class StageWire:
 
     def abort(self) -> None:
         """Forget what is on the way; its memory stays, since the backend may still read it."""
-        self._abandoned += self._under_way
+        self._abandoned += [*self._under_way, *self._ahead_of_time.values()]
         self._under_way, self._early = [], {}
+        self._first_sent, self._first_taken = {}, {}
+        self._awaited, self._ahead_of_time = {}, {}
         self._attempt += 1
 
 
@@ -148,6 +180,9 @@ class ThreadWire:
             raise self._gone(source)
         return found
 
+    def await_messages(self, counts: Mapping[int, int]) -> None:
+        """Does nothing: they come by themselves."""
+
     def leave(self) -> None:
         """Tell the neighbours that nothing more will come in this step."""
         self._left.add(self._stage)
@@ -178,21 +213,3 @@ def thread_wires(num_stages: int, deadline_seconds: float) -> list[ThreadWire]:
     boxes: Boxes = {way: queue.SimpleQueue() for way in ways}
     left: set[int] = set()
     return [ThreadWire(stage, boxes, left, deadline_seconds) for stage in range(num_stages)]
-
-
-def _describe(tensors: Sequence[Tensor], note: float, key: int, attempt: int) -> list[int]:
-    """A header: how many numbers and tensors, note, key, attempt; type, dimensions and sizes of each."""
-    rows = [x for t in tensors for x in (_DTYPES.index(t.dtype), t.dim(), *t.shape)]
-    return [
-        5 + len(rows),
-        len(tensors),
-        int(torch.tensor(note, dtype=torch.float64).view(torch.int64)),
-        key,
-        attempt,
-        *rows,
-    ]
-
-
-def _as_bytes(x: Tensor) -> Tensor:
-    """Gloo carries few types, and bytes carry all."""
-    return x.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)

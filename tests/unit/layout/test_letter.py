@@ -1,0 +1,42 @@
+"""A message in one part has the tensors that were sent, and says where they are."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.layout.pipeline.letter import HEAD_BYTES, Letter, next_size, parts_of, words_in
+
+TYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool, torch.complex128)
+tensors = st.lists(
+    st.tuples(st.sampled_from(TYPES), st.lists(st.integers(0, 5), max_size=3)), min_size=0, max_size=14
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(tensors, st.floats(allow_nan=False), st.integers(0, 10**6), st.sampled_from([512, 1024, 4096, 2**20]))
+def test_the_parts_of_a_message_are_what_was_sent(
+    kinds: list[tuple[torch.dtype, list[int]]], note: float, key: int, size: int
+) -> None:
+    sent = [torch.arange(3.0).sum().to(dtype).expand(shape) for dtype, shape in kinds]
+    letter = Letter.of(sent, note, key, 3)
+    first, *rest = parts_of(letter, sent, size)
+    words, missing = words_in(first)
+    if missing:
+        words += rest[0].view(torch.int64).tolist()
+    found = Letter.read(words)
+    assert (found.note, found.key, found.attempt) == (note, key, 3)
+    assert [(dtype, tuple(shape)) for dtype, shape in kinds] == list(found.kinds)
+    assert found.fits(len(first)) == (not rest)
+    whole = found.tensors_in(first) if not rest else [torch.empty(0)] * 0
+    assert all(torch.equal(a, b) for a, b in zip(whole, sent, strict=False))
+    assert [part.numel() for part in rest] == ([missing, *found.sizes] if rest else [])
+
+
+def test_a_part_is_as_long_as_the_message_before_unless_that_was_large() -> None:
+    small, large = torch.ones(100), torch.ones(2**14)
+    assert next_size(Letter.of([small], 0.0, 1, 0)) == HEAD_BYTES + 448
+    assert next_size(Letter.of([large], 0.0, 1, 0)) == HEAD_BYTES
+    many = Letter.of([torch.ones(1)] * 40, 0.0, 1, 0)
+    assert next_size(many) == HEAD_BYTES  # its description takes more than the first part has

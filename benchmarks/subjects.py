@@ -91,7 +91,7 @@ def _gpt(precision: str, sizes: Sequence[str]) -> Subject:
 def large_gpt(*, quick: bool = False, precision: str = "bf16") -> Subject:
     """19 million parameters and two short windows a step: much state, few activations."""
     large = ["options.width=512", "options.layers=6", "options.context=128"]
-    return _gpt(precision, ["batch.size=2", *(_QUICK if quick else large)])
+    return _gpt(precision, ["batch.size=2", "batch.shards=2", *(_QUICK if quick else large)])
 
 
 def deep_gpt(*, quick: bool = False, precision: str = "bf16") -> Subject:

@@ -57,7 +57,8 @@ def test_every_step_in_parts_is_that_of_the_oracle() -> None:
 @pytest.mark.soak
 @pytest.mark.capability("D9", "Z1", "Z2")
 def test_under_every_product_too(tmp_path: Path) -> None:
-    require_ok([(text, {}) for text in FOUR], 4)
+    by_position = {"tensor": {"blocks.*": "sequence"}}
+    require_ok([*((text, {}) for text in FOUR), (FOUR[3], by_position)], 4)
     rows = halved(one_f_one_b(2, 5, (1, 2)))
     write_rows(prove(rows, 5), tmp_path / "own.csv")
     require_ok([(f"replicas=1 pipeline=2 schedule={tmp_path / 'own.csv'}", {})], 2)

@@ -118,8 +118,8 @@ def _of_own_samples(module: KeyedDropout, x: Tensor, own: range, num_samples: in
             " not known",
             next_step="let samples be its first dimension, or leave out rechunk",
         )
-    mask = drawn_mask(module, (rows * num_samples, *x.shape[1:]), x.device)
-    return mask[rows * own.start : rows * own.stop]
+    mask = drawn_mask(module, (rows * num_samples, *shared_shape(module, x)[1:]), x.device)
+    return at_own_positions(module, mask[rows * own.start : rows * own.stop])
 
 
 def drawn_mask(module: KeyedDropout, shape: Sequence[int], device: torch.device) -> Tensor:

@@ -179,3 +179,22 @@ def test_a_mask_of_a_part_is_that_part_of_the_mask() -> None:
     dropout.take_samples(range(2, 4), 6)
     with pytest.raises(TaskError, match="3 rows of 2 samples"):
         dropout(x[:3])
+
+
+@pytest.mark.capability("D9")
+def test_a_mask_of_a_part_is_that_of_the_positions_that_are_here() -> None:
+    """Tensor ranks may run a block by positions: a part of the samples, and a part of the positions."""
+    dropout = KeyedDropout(0.5)
+    dropout.name, dropout.micro_batch_key = "d", 7
+    x = torch.ones(6, 5, 2)
+    right = dropout(x)
+    dropout.take_positions(LastPositions())
+    dropout.take_samples(range(1, 4), 6)
+    assert torch.equal(dropout(x[1:4, 3:]), right[1:4, 3:])
+
+
+class LastPositions:
+    length = 5
+
+    def own(self) -> tuple[int, int]:
+        return 3, 5

@@ -38,6 +38,8 @@ def proven_table(recipe: Recipe, shards: int) -> Table:
     most = -(-shards // ((strategy.replicas or 1) * strategy.shard))
     table = schedule_of(strategy)(strategy.pipeline, most)
     prove(table, most)
+    if max(table.parts) > 1:
+        _refuse_parts(recipe)
     if recipe.is_ordered and not all(_is_in_order(table, stage) for stage in range(table.num_stages)):
         raise StrategyError(
             f"schedule={strategy.schedule} runs backwards neither from the first micro-batch to the last nor"
@@ -45,6 +47,21 @@ def proven_table(recipe: Recipe, shards: int) -> Table:
             next_step="leave out reproducible, or choose gpipe, 1f1b, interleaved or zero-bubble",
         )
     return table
+
+
+def _refuse_parts(recipe: Recipe) -> None:
+    """A file names parts where nobody sees it before it is read; of `rechunk` the recipe says the same.
+
+    Raises:
+        StrategyError: sums have one order, or ranks split the positions of a sequence.
+    """
+    strategy = recipe.strategy
+    if recipe.is_ordered or strategy.context > 1:
+        raise StrategyError(
+            f"schedule={strategy.schedule} runs micro-batches in parts: their sums have other bits, and masks"
+            " are those of all positions",
+            next_step="leave out reproducible and context, or take a schedule without parts",
+        )
 
 
 def _with_argument(make: MakeTable, argument: str, num_stages: int, num_micro_batches: int) -> Table:
@@ -64,10 +81,11 @@ def _rows_of(table: Table, name: str, num_stages: int, num_micro_batches: int) -
 
 
 def _is_in_order(table: Table, stage: int) -> bool:
-    """Whether the backwards of each chunk go up, or down."""
+    """Whether the backwards of each chunk end going up, or down."""
+    order = table.orders[stage]
+    split = {action.place for action in order if action.kind == "W"}
     for chunk in range(table.chunks):
-        kind = "W" if table.splits else "B"
-        own = [a.micro_batch for a in table.orders[stage] if (a.kind, a.chunk) == (kind, chunk)]
+        own = [a.micro_batch for a in order if a.chunk == chunk and a.ends(split)]
         if own not in (sorted(own), sorted(own, reverse=True)):
             return False
     return True

@@ -2,6 +2,7 @@
 
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,14 @@ from paceline.schedule import (
     text_lines,
     write_rows,
 )
+from paceline.training.schedules import proven_table
 
+VALUES: dict[str, Any] = {
+    "task": "sum",
+    "steps": 1,
+    "batch": {"size": 4},
+    "optimizer": {"name": "sgd", "lr": 0.1},
+}
 NUMBERS = [parts for p in (1, 2, 3) for parts in product((1, 2, 3, 4, 12), repeat=p) if fit_together(parts)]
 
 
@@ -127,6 +135,37 @@ def test_it_is_a_word_of_a_strategy_and_not_of_a_reproducible_run() -> None:
     for wrong in ("1,x", "0,1", "1,,2"):
         with pytest.raises(RecipeError, match="a number of parts for each stage"):
             Strategy.parse(f"pipeline=2 rechunk={wrong}")
-    values = {"task": "sum", "steps": 1, "batch": {"size": 4}, "optimizer": {"name": "sgd", "lr": 0.1}}
     with pytest.raises(RecipeError, match="added part by part has other bits"):
-        Recipe(**values, strategy=strategy, reproducible=True)
+        Recipe(**VALUES, strategy=strategy, reproducible=True)
+
+
+@pytest.mark.capability("D9", "D11")
+@pytest.mark.parametrize(
+    "text, more",
+    [("pipeline=2", {"reproducible": True}), ("pipeline=2 context=2", {})],
+    ids=["bits", "context"],
+)
+def test_a_file_with_parts_is_refused_where_rechunk_is(
+    text: str, more: dict[str, Any], tmp_path: Path
+) -> None:
+    for parts in ((1, 1), (1, 2)):
+        write_rows(prove(one_f_one_b(2, 2, parts), 2), tmp_path / f"{parts[1]}.csv")
+    whole, divided = (
+        Recipe(**VALUES, **more, strategy=Strategy.parse(f"replicas=1 {text} schedule={tmp_path}/{n}.csv"))
+        for n in (1, 2)
+    )
+    assert proven_table(whole, 2).parts == [1, 1]
+    with pytest.raises(StrategyError, match="runs micro-batches in parts"):
+        proven_table(divided, 2)
+
+
+@pytest.mark.capability("D11")
+def test_the_order_of_sums_is_looked_at_on_stages_that_split_no_backward_too(tmp_path: Path) -> None:
+    """One stage adds in the order 1, 0, 2, and another one has all that makes a backward in halves."""
+    mixed = [Action("F", k) for k in range(3)] + [Action("B", k) for k in (1, 0, 2)]
+    halves = [*mixed, *(Action("W", k) for k in range(3))]
+    write_rows(prove(Table([mixed, halves]), 3), tmp_path / "own.csv")
+    strategy = Strategy.parse(f"replicas=1 pipeline=2 schedule={tmp_path}/own.csv")
+    assert proven_table(Recipe(**VALUES, strategy=strategy), 3).splits
+    with pytest.raises(StrategyError, match="neither from the first"):
+        proven_table(Recipe(**VALUES, strategy=strategy, reproducible=True), 3)

@@ -91,6 +91,8 @@ def test_every_field_is_read_outside_the_recipe_room(read: set[tuple[str, str]],
     elsewhere |= {("CheckpointRecipe", "grace_seconds"), ("CheckpointRecipe", "notice")}
     # Read where a server meets its workers; see tests/hostile/test_tls.py.
     elsewhere |= {("SecurityRecipe", "tls")}
+    # Read where gRPC encrypts; see tests/hostile/test_grpc_tls.py.
+    elsewhere |= {("SecurityRecipe", "certificate")}
     # Read where the strategy has tensor; see tests/parity/test_tensor.py.
     elsewhere |= {("Recipe", "tensor")}
     # Read by a server; see tests/parity/test_bounded.py.

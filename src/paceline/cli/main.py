@@ -77,6 +77,11 @@ COMMANDS = (
         "Print the strategies that are supported, and what each stands for.",
     ),
     Command(
+        "certificate",
+        "certificate:certificate",
+        "Make the certificate of a job, and an authority of its own, for channel=grpc.",
+    ),
+    Command(
         "recipe show",
         "recipe:show",
         "Print the resolved recipe: every key, set or not, with its value and what it means.",

@@ -80,7 +80,7 @@ def _say_layouts(rows: Sequence[Row], ranks: int) -> None:
 
 def _is_choice(row: Row) -> bool:
     """Is it one word of many that may stand behind the same key?"""
-    return row.name.split()[-1].partition("=")[0] in ("sync", "codec", "route", "schedule")
+    return row.name.split()[-1].partition("=")[0] in ("sync", "codec", "route", "channel", "schedule")
 
 
 def _say_choices(names: Sequence[str], width: int) -> None:

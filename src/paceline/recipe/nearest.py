@@ -17,6 +17,7 @@ _COSTS = {  # of a change, by field: what a user would give up last costs most
     "stages": 1,
     "rechunk": 1,
     "route": 2,
+    "channel": 1,
     "lanes": 2,
     "cut": 3,
     "zero": 3,
@@ -60,7 +61,12 @@ def cost_of_change(now: Strategy, other: Strategy) -> int:
 
 def _built_words(strategy: Strategy) -> Strategy:
     """Without the words of its wire that are not built, which cannot be kept whatever else changes."""
-    described = {"codec": strategy.form, "route": strategy.path, "schedule": strategy.order}
+    described = {
+        "codec": strategy.form,
+        "route": strategy.path,
+        "channel": strategy.carrier,
+        "schedule": strategy.order,
+    }
     defaults = {
         field: Strategy.model_fields[field].default for field, spec in described.items() if not spec.is_built
     }

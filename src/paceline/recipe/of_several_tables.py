@@ -78,6 +78,12 @@ OF_SEVERAL_TABLES: Mapping[str, Need] = {
         "with a rule of a server",
         "found sync={t.strategy.sync}",
     ),
+    "security.certificate": Need(
+        ("strategy.channel", "security.tls"),
+        lambda recipe: recipe.strategy.carrier.takes_certificate and recipe.security.tls != "off",
+        'with channel=grpc, and without security.tls = "off"',
+        'found channel={t.strategy.channel} and tls = "{t.security.tls}"',
+    ),
     "runtime.link_profile": Need(
         ("strategy.route", "strategy.codec", "reproducible"),
         lambda recipe: (

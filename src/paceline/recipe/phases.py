@@ -146,6 +146,7 @@ def together(specs: Sequence[SyncSpec]) -> SyncSpec:
         needs_server=max(spec.needs_server for spec in specs),
         whole_replicas=any(spec.whole_replicas for spec in specs),
         sums=any(spec.sums for spec in specs),
+        sends=any(spec.sends for spec in specs),
         reads=tuple(dict.fromkeys(table for spec in specs for table in spec.reads)),
         refusals=_REFUSALS,
     )

@@ -17,3 +17,9 @@ class SecurityRecipe(Table):
         description="encrypt what nodes say in the store of the job, and the channels of a server; "
         "auto: where there are several nodes",
     )
+    certificate: str | None = Field(
+        default=None,
+        min_length=1,
+        description="folder of `paceline certificate`, on every host: who has not the same cannot call;"
+        " left out: one is made at the start",
+    )

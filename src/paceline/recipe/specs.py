@@ -1,9 +1,8 @@
 """What is known of a word before anything is built, of a strategy or an optimizer: torch-free descriptions.
 
-From them follow parsing, the support table, refusals, who guards and who saves, the report's closed forms,
-and what constructs the piece. A word is described in one place (`words`), or in another package, which names
-its description as an entry point of the group `paceline.sync`, `paceline.codec`, `paceline.route`,
-`paceline.schedule`, `paceline.layout` or `paceline.optimizer`: one file and one line of registration.
+From them follow parsing, the support table, refusals, who guards and who saves, closed forms, and what
+constructs the piece. A word is described in one place (`words`), or in another package, as an entry point of
+the group `paceline.CHOICE` (such as `paceline.codec`): one file and one line of registration.
 """
 
 from __future__ import annotations
@@ -96,8 +95,7 @@ Agrees = Literal["world", "replica", "nobody"]
 class SyncSpec(Spec):
     """When replicas agree. `build(setting, layout, state) -> Rule`.
 
-    A rule of a server and its workers is a policy (`paceline.sync.policy`): `training.rules.served` makes the
-    rest.
+    A rule of a server is a policy (`paceline.sync.policy`): `training.rules.served` makes the rest.
 
     Args:
         exact: whether the result is that of one process but for rounding.
@@ -107,6 +105,7 @@ class SyncSpec(Spec):
         needs_server: how many servers it has at least.
         whole_replicas: a replica must be whole on one rank.
         sums: it sums over replicas by collectives, which have a route and a codec.
+        sends: ranks send each other messages, over a channel; those of a server always do.
         reads: tables of the recipe that it alone reads.
         updates_per_step: how many updates a global batch makes, of a strategy with its replicas filled in.
         in_order: whether its sums can follow the tree of a reproducible run.
@@ -122,6 +121,7 @@ class SyncSpec(Spec):
     needs_server: int = 0
     whole_replicas: bool = False
     sums: bool = True
+    sends: bool = False
     reads: tuple[str, ...] = ()
     updates_per_step: Callable[[Strategy], int] = lambda strategy: 1
     in_order: Callable[[Strategy], bool] = lambda strategy: strategy.rule.exact

@@ -11,22 +11,15 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from paceline.errors import RecipeError, StrategyError
+from paceline.recipe.channel_words import PLAIN, ChannelSpec, has_channel
 from paceline.recipe.expect import Words
 from paceline.recipe.phases import Phase, as_text, at_step, choices_of, phases_of, together
-from paceline.recipe.specs import (
-    CodecSpec,
-    LayoutSpec,
-    RouteSpec,
-    ScheduleSpec,
-    Spec,
-    SyncSpec,
-    find,
-    known,
-)
+from paceline.recipe.specs import CodecSpec, LayoutSpec, RouteSpec, ScheduleSpec, Spec, SyncSpec, find, known
 from paceline.recipe.strict import Table
 from paceline.recipe.terms import read_terms
 from paceline.recipe.written_words import (
     all_is_none,
+    check_channel,
     check_codec,
     check_cut,
     check_partition,
@@ -56,9 +49,7 @@ class Strategy(Table):
         default=None, ge=1, description='whole copies of the model; "all" fills the processes that are left'
     )
     shard: int = Field(default=1, ge=1, description="ranks that share the state of one replica (ZeRO)")
-    zero: int = Field(
-        default=0, ge=0, le=3, description="what they share: 1 optimizer, 2 + grads, 3 + weights"
-    )
+    zero: int = Field(default=0, ge=0, le=3, description="they share: 1 optimizer, 2 + grads, 3 + weights")
     tensor: int = Field(default=1, ge=1, description="ranks that split each large tensor")
     pipeline: int = Field(default=1, ge=1, description="stages of consecutive layers")
     schedule: Annotated[str, AfterValidator(check_schedule)] = Field(
@@ -93,6 +84,9 @@ class Strategy(Table):
     )
     route: Annotated[str, AfterValidator(check_route)] = Field(
         default="auto", description="along which path it goes; auto: memory within a host, else as measured"
+    )
+    channel: Annotated[str, AfterValidator(check_channel)] = Field(
+        default=PLAIN, description="what carries the messages of servers and of gossip"
     )
 
     @classmethod
@@ -168,10 +162,11 @@ class Strategy(Table):
 
     def under(self, rule: str) -> Self:
         """Itself under one of its rules, on the same ranks: who serves under another trains here."""
-        several = len(self.rules) > 1
-        if not (several and self.servers) or _described(SyncSpec, rule).needs_server:
-            return self.replace(sync=rule)
-        return self.replace(sync=rule, servers=0, replicas=self.replicas and self.replicas + self.servers)
+        several, spec = len(self.rules) > 1, _described(SyncSpec, rule)
+        changes: dict[str, Any] = {"channel": PLAIN} if several and not has_channel(spec) else {}
+        if several and self.servers and not spec.needs_server:
+            changes |= {"servers": 0, "replicas": self.replicas and self.replicas + self.servers}
+        return self.replace(sync=rule, **changes)
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -182,6 +177,11 @@ class Strategy(Table):
     def path(self) -> RouteSpec:
         """What its route is."""
         return _described(RouteSpec, self.route)
+
+    @property
+    def carrier(self) -> ChannelSpec:
+        """What its channel is."""
+        return _described(ChannelSpec, self.channel)
 
     @property
     def form(self) -> CodecSpec:

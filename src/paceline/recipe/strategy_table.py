@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from paceline.recipe.channel_words import ChannelSpec
 from paceline.recipe.presets import PRESETS
 from paceline.recipe.specs import (
     CodecSpec,
@@ -19,7 +20,7 @@ from paceline.recipe.specs import (
 from paceline.recipe.strategy import Strategy
 from paceline.recipe.support import Support, num_ranks, support
 
-_CHOICES: tuple[type[Spec], ...] = (SyncSpec, CodecSpec, RouteSpec, ScheduleSpec)
+_CHOICES: tuple[type[Spec], ...] = (SyncSpec, CodecSpec, RouteSpec, ChannelSpec, ScheduleSpec)
 
 
 class Row(NamedTuple):

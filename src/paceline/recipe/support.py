@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from paceline.errors import StrategyError
+from paceline.recipe.channel_words import PLAIN, ChannelSpec, has_channel
 from paceline.recipe.nearest import nearest_supported
 from paceline.recipe.phases import phases_of
 from paceline.recipe.specs import CodecSpec, RouteSpec, ScheduleSpec, Spec, SyncSpec, known
@@ -64,7 +65,8 @@ def _because(reason: str, broken: Callable[[Strategy], bool]) -> _Rule:
 
 def _refusals(strategy: Strategy) -> list[str]:
     """What the words themselves do not go with."""
-    specs: list[Spec] = [strategy.rule, strategy.form, strategy.path, strategy.order, *strategy.cuts]
+    specs: list[Spec] = [strategy.rule, strategy.form, strategy.path, strategy.carrier, strategy.order]
+    specs += strategy.cuts
     return [refusal.reason for spec in specs for refusal in spec.refusals if refusal.holds(strategy)]
 
 
@@ -94,13 +96,14 @@ _COMBINATIONS = (
         lambda s: not s.path.by_default and not s.rule.sums,
     ),
     _because(
+        "this rule sends no messages from rank to rank: leave out channel",
+        lambda s: s.channel != PLAIN and not has_channel(s.rule),
+    ),
+    _because(
         "this route sends no bytes, so a codec has no effect: leave out codec or route",
         lambda s: not s.path.codable and s.codec != "fp32",
     ),
-    _because(
-        "this rule needs a server: add servers=1",
-        lambda s: s.servers < s.rule.needs_server,
-    ),
+    _because("this rule needs a server: add servers=1", lambda s: s.servers < s.rule.needs_server),
     _because(
         "this rule uses no server: leave out servers",
         lambda s: s.servers > s.rule.needs_server == 0,
@@ -188,6 +191,7 @@ _RULES = (
     _word_not_built(SyncSpec, lambda s: s.rule, "see `paceline strategies`"),
     _word_not_built(CodecSpec, lambda s: s.form, "the form of what travels"),
     _word_not_built(RouteSpec, lambda s: s.path, "the path on which it travels"),
+    _word_not_built(ChannelSpec, lambda s: s.carrier, "what carries messages"),
     _word_not_built(ScheduleSpec, lambda s: s.order, "the order of a stage's micro-batches"),
     *_COMBINATIONS,
     _Rule(lambda strategy, place: num_ranks(strategy) != place.processes, _explain_ranks),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from paceline.recipe.channel_words import CHANNELS
 from paceline.recipe.layout_words import LAYOUTS, SCHEDULES
 from paceline.recipe.optimizer_words import OPTIMIZERS
 from paceline.recipe.specs import (
@@ -120,6 +121,7 @@ SYNCS = (
         agrees="replica",
         whole_replicas=True,
         sums=False,
+        sends=True,
         refusals=(Refusal("gossip sends values as they are: leave out codec", lambda s: s.codec != "fp32"),),
     ),
     SyncSpec(
@@ -171,4 +173,4 @@ SYNCS = (
     SyncSpec(word="federated", argument=integer(1, "10")),
 )
 
-WORDS: tuple[Spec, ...] = (*SYNCS, *CODECS, *ROUTES, *SCHEDULES, *LAYOUTS, *OPTIMIZERS)
+WORDS: tuple[Spec, ...] = (*SYNCS, *CODECS, *ROUTES, *CHANNELS, *SCHEDULES, *LAYOUTS, *OPTIMIZERS)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from paceline.recipe.channel_words import ChannelSpec
 from paceline.recipe.phases import choices_of, phases_of
 from paceline.recipe.problems import found_instead, refused
 from paceline.recipe.specs import (
@@ -67,6 +68,11 @@ def check_codec(text: str) -> str:
 def check_route(text: str) -> str:
     """A route."""
     return check_word(text, RouteSpec)
+
+
+def check_channel(text: str) -> str:
+    """A channel."""
+    return check_word(text, ChannelSpec)
 
 
 def check_schedule(text: str) -> str:

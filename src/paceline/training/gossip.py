@@ -7,8 +7,8 @@ from paceline.sync import Rule
 from paceline.sync.gossip import Gossip
 from paceline.training.alone import number_of, step_alone, those_who_meet
 from paceline.training.arrange import Setting
+from paceline.training.channels import connect_first
 from paceline.training.layouts import Layout
-from paceline.training.serving import connect_first
 
 
 def gossip(setting: Setting, layout: Layout, state: TrainState) -> Rule:

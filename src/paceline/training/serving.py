@@ -5,14 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
-from paceline.addresses import address_towards
-from paceline.comm.channel import Channel, SocketChannel
-from paceline.comm.channel.hub import accept_all, connect, listen
-from paceline.comm.text import share_text
+from paceline.comm.channel import Channel
 from paceline.errors import StrategyError
-from paceline.handshake import encrypts
 from paceline.keys import key
 from paceline.layout import Holding
 from paceline.state import TrainState
@@ -29,6 +23,7 @@ from paceline.sync.traffic import Coded, Traffic
 from paceline.sync.tree_pushes import InTreeOrder
 from paceline.sync.worker import Worker
 from paceline.training.arrange import Setting
+from paceline.training.channels import connect_first
 from paceline.training.codecs import make_codec
 from paceline.training.layouts import Layout
 from paceline.training.replay import heard_as_recorded
@@ -52,7 +47,7 @@ def served(setting: Setting, layout: Layout, state: TrainState, policy: Policy) 
             next_step="set loader.workers = 0",
         )
     traffics = _traffics(setting, layout.placed.holding, state)
-    channel: Channel = connect_first(setting, num_servers)
+    channel = connect_first(setting, num_servers)
     setting.closers.append(channel.close)
     told = (setting.net, setting.phases, setting.stop_requested, traffics)
     rule: Server | Holder | Worker
@@ -102,33 +97,3 @@ def _traffics(setting: Setting, holding: Holding, state: TrainState) -> Sequence
         first = setting.recipe.strategy.servers
         state.keepers["residual"] = Residuals(lost, holding.computes, setting.mesh.data, first=first)
     return [*coded.values()]
-
-
-def connect_first(setting: Setting, num_ranks: int) -> SocketChannel:
-    """Connect every one of the first ranks with all ranks after it; collective."""
-    world, cluster, limit = setting.mesh.world, setting.cluster, setting.net.deadline_seconds
-    me, token = world.rank, cluster.token
-    secure = encrypts(setting.recipe.security.tls, cluster.num_nodes)
-    listener = listen(_own_address(setting)) if me < num_ranks else None
-    try:
-        own = f"{listener.getsockname()[1]} {_own_address(setting)}" if listener else ""
-        device = torch.device("cpu")
-        places = [share_text(own, world, setting.net, device, first) for first in range(num_ranks)]
-        peers = {}
-        for server, place in enumerate(places[:me]):
-            port, _, address = place.partition(" ")
-            peers[server] = connect(address, int(port), me, token, limit, tls=secure)
-        if listener:
-            peers |= accept_all(listener, token, world.ranks[me + 1 :], limit, tls=secure)
-    finally:
-        if listener:
-            listener.close()
-    return SocketChannel(peers, setting.net.ledger)
-
-
-def _own_address(setting: Setting) -> str:
-    """By which the other ranks reach this server."""
-    cluster = setting.cluster
-    if cluster.node_rank == 0:
-        return cluster.address
-    return address_towards(cluster.address, cluster.port)

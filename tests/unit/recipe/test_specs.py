@@ -10,6 +10,7 @@ import pytest
 from paceline.errors import StrategyError
 from paceline.recipe import Strategy, support
 from paceline.recipe import specs as specs_module
+from paceline.recipe.channel_words import ChannelSpec
 from paceline.recipe.specs import (
     CodecSpec,
     LayoutSpec,
@@ -26,9 +27,18 @@ from paceline.recipe.specs import (
 )
 from paceline.recipe.words import WORDS
 
-KINDS: tuple[type[Spec], ...] = (SyncSpec, CodecSpec, RouteSpec, ScheduleSpec, LayoutSpec, OptimizerSpec)
+KINDS: tuple[type[Spec], ...] = (
+    SyncSpec,
+    CodecSpec,
+    RouteSpec,
+    ChannelSpec,
+    ScheduleSpec,
+    LayoutSpec,
+    OptimizerSpec,
+)
 
 PLUGIN = """
+from paceline.recipe.channel_words import ChannelSpec
 from paceline.recipe.specs import CodecSpec, LayoutSpec, Refusal
 
 ROUND = CodecSpec(
@@ -37,6 +47,7 @@ ROUND = CodecSpec(
     refusals=(Refusal("round goes with replicas only", lambda s: s.pipeline > 1),),
 )
 AUTO = CodecSpec(word="fp32", summary="another one of that name", build="math:ceil")
+PIGEON = ChannelSpec(word="pigeon", build="math:sqrt")
 FOLD = LayoutSpec(word="fold", build="math:trunc", order=15, applies=lambda s: s.cut == "fold")
 """
 
@@ -50,7 +61,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "other_words.py").write_text(PLUGIN)
     (about / "entry_points.txt").write_text(
         "[paceline.codec]\nround = other_words:ROUND\nfp32 = other_words:AUTO\n"
-        "[paceline.layout]\nfold = other_words:FOLD\n"
+        "[paceline.layout]\nfold = other_words:FOLD\n[paceline.channel]\npigeon = other_words:PIGEON\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     specs_module._plugged_in.cache_clear()
@@ -98,6 +109,8 @@ def test_words_of_an_installed_package_are_known_beside_the_own(package: None) -
     assert list(plugged_in(LayoutSpec)) == ["fold"] and not plugged_in(RouteSpec)
     assert Strategy.parse("codec=round").form is found
     assert support(Strategy.parse("codec=round"), processes=2, shards=8).ok
+    carried = Strategy.parse("servers=1 sync=server channel=pigeon")
+    assert carried.carrier.load()(4) == 2 and support(carried, processes=2, shards=8).ok
     refused = support(Strategy.parse("pipeline=2 codec=round"), processes=2, shards=8)
     assert not refused.ok and refused.reason == "round goes with replicas only"
     folded = Strategy.parse("tensor=2 pipeline=2 cut=fold")

@@ -10,6 +10,7 @@ import pytest
 
 from paceline.errors import StrategyError
 from paceline.recipe import PRESETS, Recipe, Strategy
+from paceline.recipe.channel_words import ChannelSpec
 from paceline.recipe.specs import CodecSpec, RouteSpec, ScheduleSpec, Spec, SyncSpec, known
 
 
@@ -31,6 +32,7 @@ def draw(rng: random.Random) -> Strategy:
         sync=rng.choice(examples(SyncSpec)),
         codec="+".join(rng.sample(examples(CodecSpec), rng.randint(1, 3))),
         route=rng.choice(examples(RouteSpec)),
+        channel=rng.choice(examples(ChannelSpec)),
         schedule=rng.choice(examples(ScheduleSpec)),
     )
 

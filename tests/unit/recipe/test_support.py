@@ -9,6 +9,7 @@ import pytest
 
 from paceline.errors import StrategyError
 from paceline.recipe import PRESETS, Strategy, resolve, support, table
+from paceline.recipe.channel_words import ChannelSpec
 from paceline.recipe.specs import CodecSpec, RouteSpec, ScheduleSpec, SyncSpec, known
 from paceline.recipe.support import Support, num_ranks
 from tests.unit.recipe.test_strategy import draw
@@ -50,6 +51,8 @@ WORKS = {
     "sync=auto:every-step,diloco:8",
     "servers=1 sync=backup:1",
     "replicas=1 pipeline=2 sync=pipedream",
+    "servers=1 sync=server channel=socket",
+    "servers=1 sync=server channel=grpc",
     "pipeline=2 schedule=gpipe",
     "pipeline=2 schedule=1f1b",
     "pipeline=2 schedule=interleaved:2",
@@ -128,6 +131,10 @@ COMBINATIONS = {  # what runs on as many processes, or the reason why not
     "route=tree codec=topk:0.3": (3, ""),
     "lanes=2 route=tree": (4, "leave out lanes or route"),
     "servers=1 sync=backup:1 route=tree": (4, "leave out route"),
+    "sync=gossip:1 channel=grpc": (2, ""),
+    "channel=grpc": (2, "leave out channel"),
+    "sync=hogwild channel=grpc": (2, "leave out channel"),
+    "servers=1 sync=every-step@4,server channel=grpc": (3, ""),
     "route=shared-memory codec=int8": (2, "leave out codec or route"),
     "servers=1 sync=backup:1 route=shared-memory": (3, "leave out route"),
     "schedule=1f1b": (2, "add pipeline=2"),
@@ -301,7 +308,7 @@ def test_resolve_returns_the_strategy_or_raises_with_reason_and_nearest() -> Non
 def test_the_table_answers_for_every_word_that_can_be_written() -> None:
     rows = {row.name: row for row in table()}
     written = {term for name in rows for term in name.split()}
-    for kind in (SyncSpec, CodecSpec, RouteSpec, ScheduleSpec):
+    for kind in (SyncSpec, CodecSpec, RouteSpec, ChannelSpec, ScheduleSpec):
         assert {f"{kind.choice}={spec.example}" for spec in known(kind).values()} <= written
     assert set(PRESETS) <= set(rows)
     works = {name for name, row in rows.items() if row.support.ok}

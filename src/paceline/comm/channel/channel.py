@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.channel.frame_header import MOST_HEADER_BYTES, parse_header
+from paceline.comm.channel.lost import gone, no_message
 from paceline.comm.channel.outbox import Outbox
 from paceline.errors import CommunicationError
 from paceline.tls import SecureLine
@@ -28,7 +29,6 @@ from paceline.tls import SecureLine
 FRAME_LENGTHS = struct.Struct("!QQ")  # bytes of the header, bytes of all tensors
 _CHUNK_BYTES = 1 << 20
 _BELIEVED_BYTES = 1 << 24  # of a length that somebody says
-LOOK_ELSEWHERE = "look at the first rank that ended: it is the cause"
 
 
 @dataclass(frozen=True)
@@ -171,10 +171,7 @@ class Peer:
         return FRAME_LENGTHS.size + length
 
     def _broken(self, what: str) -> CommunicationError:
-        return CommunicationError(
-            f"rank {self.rank} sent what is no message: {what}",
-            next_step="run the same version of Paceline on every node; else look at the network",
-        )
+        return no_message(self.rank, what)
 
     def _some(self, data: bytes) -> bytes:
         if not data:
@@ -182,11 +179,7 @@ class Peer:
         return data
 
     def _gone(self, error: OSError | None) -> CommunicationError:
-        why = f": {error}" if error is not None else ""
-        return CommunicationError(
-            f"rank {self.rank} is gone{why}",
-            next_step=LOOK_ELSEWHERE,
-        )
+        return gone(self.rank, "" if error is None else str(error))
 
 
 def _bytes_of(x: Tensor) -> memoryview:

@@ -10,7 +10,8 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from paceline.comm.channel.channel import LOOK_ELSEWHERE, Message, Peer
+from paceline.comm.channel.channel import Message, Peer
+from paceline.comm.channel.lost import LOOK_ELSEWHERE, gone, late
 from paceline.comm.ledger import ByteLedger
 from paceline.errors import CommunicationError, DeadlineError
 
@@ -41,7 +42,7 @@ class SocketChannel:
         if peer is None:
             if any(error.peer == to for error in self._lost):
                 return  # `receive` or `flush` will tell
-            raise _lost(to, f"rank {to} is gone")
+            raise gone(to)
         head, bodies = message.encode()
         with self._losing(peer):
             peer.outbox.put((memoryview(head), *bodies), deadline_seconds)
@@ -124,7 +125,7 @@ class SocketChannel:
                     self._watch(peer)
         for peer in list(self._peers.values()):
             if peer.outbox.expires_at <= time.monotonic():
-                self._lose(peer, _late(peer.rank))
+                self._lose(peer, late(peer.rank))
         return bool(ready)
 
     def _watch(self, peer: Peer) -> None:
@@ -138,7 +139,7 @@ class SocketChannel:
         try:
             yield
         except OSError as error:
-            self._lose(peer, _lost(peer.rank, f"rank {peer.rank} is gone: {error}"))
+            self._lose(peer, gone(peer.rank, str(error)))
         except CommunicationError as error:
             self._lose(peer, error)
 
@@ -148,16 +149,3 @@ class SocketChannel:
         self._selector.unregister(peer.socket)
         peer.socket.close()
         del self._peers[peer.rank]
-
-
-def _lost(rank: int, what: str) -> CommunicationError:
-    error = CommunicationError(what, next_step=LOOK_ELSEWHERE)
-    error.peer = rank
-    return error
-
-
-def _late(rank: int) -> DeadlineError:
-    return DeadlineError(
-        f"rank {rank} does not read what it is sent",
-        next_step="look at what that rank does, or raise runtime.deadline_seconds",
-    )

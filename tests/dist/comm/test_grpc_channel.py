@@ -1,0 +1,117 @@
+"""The contract of channels over gRPC: the same as over plain sockets."""
+
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+import torch
+
+from paceline.comm.channel import Channel, Message
+from paceline.comm.channel.grpc_caller import Caller
+from paceline.comm.channel.grpc_calls import BRING, Claim, path_of, require_grpc
+from paceline.comm.channel.grpc_channel import GrpcChannel
+from paceline.comm.channel.grpc_hub import Hub
+from paceline.comm.channel.letters import Place, chunks_of
+from paceline.comm.channel.mailroom import Mailroom
+from paceline.comm.ledger import ByteLedger
+from paceline.errors import CommunicationError, DeadlineError, MissingExtraError
+from paceline.testing.contracts import ChannelContract
+
+pytestmark = [pytest.mark.capability("G12"), pytest.mark.timeout(240)]
+GRACE, SECONDS = 60.0, 60.0
+
+
+def star(num_peers: int, ledger: ByteLedger) -> tuple[Channel, list[Channel]]:
+    room, ranks = Mailroom(GRACE), range(1, num_peers + 1)
+    hub = Hub(room, "127.0.0.1", ranks, "token")
+    peers = [calling(hub.port, rank) for rank in ranks]
+    hub.wait_for_all(SECONDS)
+    return GrpcChannel(room, [hub], ledger), peers
+
+
+def calling(port: int, rank: int, token: str = "token") -> Channel:
+    room = Mailroom(GRACE)
+    caller = Caller(room, "127.0.0.1", port, rank, token)
+    caller.connect(SECONDS)
+    return GrpcChannel(room, [caller], ByteLedger())
+
+
+def close(channels: Sequence[Channel]) -> None:
+    for channel in channels:
+        channel.close()
+
+
+class TestGrpcChannel(ChannelContract):
+    def star(self, num_peers: int) -> tuple[Channel, list[Channel]]:
+        return star(num_peers, ByteLedger())
+
+
+def test_the_ledger_has_the_bytes_of_the_frame() -> None:
+    ledger = ByteLedger()
+    a, (b,) = star(1, ledger)
+    a.send(1, Message("x", {}, [torch.zeros(1000), torch.zeros(3, dtype=torch.uint8)]), SECONDS)
+    header = len('["x", {}, [["float32", [1000]], ["uint8", [3]]]]')
+    assert ledger.rows["send", "channel"].sent_bytes == 16 + header + 4000 + 3
+    close([a, b])
+
+
+def test_a_stranger_is_turned_away_and_a_missing_rank_is_named() -> None:
+    said: list[str] = []
+    hub = Hub(Mailroom(GRACE), "127.0.0.1", [1, 2, 3], "right", say=said.append)
+    with ThreadPoolExecutor(2) as others:
+        friend = others.submit(calling, hub.port, 1, "right")
+        with pytest.raises(CommunicationError, match="Rank 2 has another token than the server"):
+            others.submit(calling, hub.port, 2, "wrong").result()
+        with pytest.raises(CommunicationError, match="Rank 1 has already joined"):
+            friend.result() and calling(hub.port, 1, "right")
+        with pytest.raises(DeadlineError, match=r"ranks \[2, 3\] did not connect.*rank 2 has another token"):
+            hub.wait_for_all(0.1)
+    assert said == ["the server has turned away 1 calls that are not of this job"]
+    close([hub, friend.result()])
+
+
+def test_a_call_that_was_heard_brings_nothing_again() -> None:
+    """Somebody says once more, word for word, what a rank has said; and what it said for another place."""
+    room = Mailroom(GRACE)
+    hub = Hub(room, "127.0.0.1", [1], "token")
+    caller = Caller(there := Mailroom(GRACE), "127.0.0.1", hub.port, 1, "token")
+    caller.connect(SECONDS)
+    ours, theirs = GrpcChannel(room, [hub], ByteLedger()), GrpcChannel(there, [caller], ByteLedger())
+    theirs.send(0, Message("once"), SECONDS)
+    assert ours.receive(SECONDS).kind == "once"
+    theirs.flush(SECONDS)
+    body = b"".join(chunks_of(Message("twice")))
+    with grpc.insecure_channel(f"127.0.0.1:{hub.port}") as line:
+        again = line.unary_unary(path_of(BRING))
+        again(body, timeout=SECONDS, metadata=caller._claimed(BRING, Place(1, 0)))
+        assert room.place(1) == Place(1, 0)
+        claim = Claim.read(caller._claimed(BRING, Place(1, 0)))._replace(place=Place(2, 0))
+        with pytest.raises(grpc.RpcError, match="another token"):
+            again(body, timeout=SECONDS, metadata=claim.metadata())
+        with pytest.raises(grpc.RpcError, match="no call of a job"):
+            again(body, timeout=SECONDS)
+    assert room.place(1) == Place(1, 0)
+    close([theirs, ours])
+
+
+def test_without_grpcio_the_command_that_installs_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "grpc", None)
+    with pytest.raises(MissingExtraError, match="channel=grpc needs grpcio") as caught:
+        require_grpc()
+    assert caught.value.next_step == "pip install 'paceline[grpc]'"
+
+
+class Impostor(Hub):
+    """Does not know the key, and believes everybody."""
+
+    def _claim(self, method: str, context: grpc.ServicerContext) -> Claim:
+        return Claim.read(context.invocation_metadata())
+
+
+def test_a_hub_that_does_not_know_the_key_is_found_by_who_calls_it() -> None:
+    hub = Impostor(Mailroom(GRACE), "127.0.0.1", [1], "guessed")
+    with pytest.raises(CommunicationError, match="Rank 1 has another token than the server"):
+        calling(hub.port, 1, "right")
+    hub.close()

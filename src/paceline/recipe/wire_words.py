@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from math import inf
+from typing import TYPE_CHECKING
+
 from paceline.recipe.specs import Argument, CodecSpec, Refusal, RouteSpec
+
+if TYPE_CHECKING:
+    from paceline.recipe.strategy import Strategy
 
 
 def integer(smallest: int, example: str, largest: int = 1 << 31) -> Argument:
@@ -20,22 +26,36 @@ def _is_share_or_count(text: str) -> bool:
         return False
 
 
-def _is_kept_and_momentum(text: str) -> bool:
-    kept, _, momentum = text.partition(":")
+def _is_kept_and_more(text: str) -> bool:
+    kept, *more = text.split(":")
     try:
-        return _is_share_or_count(kept) and 0.0 < float(momentum or "0.9") < 1.0
+        numbers = [float(x) for x in more]
     except ValueError:
         return False
+    positive = all(0.0 < x < inf for x in numbers)
+    return _is_share_or_count(kept) and len(numbers) <= 2 and positive and all(x < 1.0 for x in numbers[:1])
+
+
+def _clips(strategy: Strategy) -> bool:
+    """Whether each rank clips what it sends."""
+    return any(spec.word == "dgc" and said.count(":") == 2 for spec, said in strategy.links)
 
 
 _ROUNDING = Argument("stochastic", "nearest or stochastic", lambda text: text in ("nearest", "stochastic"))
 _KEPT = Argument("0.01", "a share above 0 and at most 1, or a count", _is_share_or_count)
-_KEPT_AND_MOMENTUM = Argument(
-    "0.01:0.9", "a share or a count, and a momentum below 1 behind a colon", _is_kept_and_momentum
+_KEPT_AND_MORE = Argument(
+    "0.01:0.9",
+    "a share or a count, behind a colon a momentum below 1, behind another the norm that ranks clip to",
+    _is_kept_and_more,
 )
 _NOT_GRADIENTS = Refusal(
     "dgc gives gradients their momentum once, where whole replicas sum them in every step: choose topk",
     lambda s: s.sync != "every-step" or s.ranks_per_replica > 1,
+)
+_CLIPS_EQUALLY = Refusal(
+    "dgc clips on each rank to a part of the norm that goes with an equal share of the batch: leave out the"
+    " norm behind the momentum, or balance=speed",
+    lambda s: s.balance == "speed" and any(map(_clips, s.alternatives)),
 )
 _CODED_VALUES = "paceline.comm.codecs.sparse:coded_values"
 
@@ -85,10 +105,10 @@ CODECS = (
     CodecSpec(
         word="dgc",
         summary="topk of velocities: momentum where gradients are sent (Deep Gradient Compression)",
-        argument=_KEPT_AND_MOMENTUM,
+        argument=_KEPT_AND_MORE,
         build="paceline.comm.codecs.sparse:corrected",
         summed="paceline.comm.collectives.coded:with_momentum",
-        refusals=(_NOT_GRADIENTS,),
+        refusals=(_NOT_GRADIENTS, _CLIPS_EQUALLY),
     ),
     CodecSpec(
         word="randomk",

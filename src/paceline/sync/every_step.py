@@ -31,6 +31,7 @@ class EveryStep:
             division costs nothing; the update step divides by the rest.
         stop_requested: whether this rank was asked to stop; all ranks learn of it in the same step.
         by_shard: add up losses and buffers in the order of the shards, whoever ran them.
+        ran: is told what this rank has run and the scale of its losses, before the reduction is closed.
     Wire: one all_reduce a bucket and one for the tally.
     Source: Chen et al. 2016, Revisiting Distributed Synchronous SGD, arXiv:1604.00981, section 2.1.
     """
@@ -45,11 +46,12 @@ class EveryStep:
         items_per_sample: int = 1,
         stop_requested: Callable[[], bool] = lambda: False,
         by_shard: bool = False,
+        ran: Callable[[Sums, float], None] | None = None,
     ) -> None:
         self.reducer = reducer
         self._group, self._net, self.phases = group, net, phases
         self.items_per_sample = items_per_sample
-        self._stop_requested, self._by_shard = stop_requested, by_shard
+        self._stop_requested, self._by_shard, self._ran = stop_requested, by_shard, ran
 
     def rounds(self, feed: Feed, placed: Placed, update_step: UpdateStep) -> Iterator[Stats]:
         """See `Rule`: a round is a step."""
@@ -106,6 +108,8 @@ class EveryStep:
             num_shards: of the step, over all ranks.
         """
         self.phases.begin("communication")
+        if self._ran is not None:
+            self._ran(sums, scale)
         self.reducer.close()
         tallied = self._tally(sums, placed, num_shards, shards)
         agreement = tallied.agree(self._net, self._group, placed.holding.device)

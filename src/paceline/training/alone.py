@@ -12,7 +12,7 @@ from paceline.sync import EveryStep, InnerState
 from paceline.training.arrange import Setting
 
 
-def build_step(setting: Setting, reducer: Reduction, group: Group) -> EveryStep:
+def build_step(setting: Setting, reducer: Reduction, group: Group, **more: Any) -> EveryStep:
     """The training step of the ranks of a group."""
     return setting.pieces.rule(
         group,
@@ -22,6 +22,7 @@ def build_step(setting: Setting, reducer: Reduction, group: Group) -> EveryStep:
         items_per_sample=setting.items_per_sample,
         stop_requested=setting.stop_requested,
         by_shard=setting.recipe.is_ordered,
+        **more,
     )
 
 

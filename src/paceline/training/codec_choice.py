@@ -24,7 +24,7 @@ from paceline.mesh import Group, Mesh
 from paceline.models.dropout import set_micro_batch_key
 from paceline.recipe import Recipe, Strategy, num_micro_batches
 from paceline.task import Task
-from paceline.training.codecs import refuse_second_momentum
+from paceline.training.codecs import refuse_twice
 from paceline.training.comm_benchmark import Row, measure_sum
 
 GAIN = 1.1
@@ -120,7 +120,7 @@ def choose_codec(
     Raises:
         StrategyError: a codec does not go with the recipe's optimizer.
     """
-    refuse_second_momentum(recipe, task)
+    refuse_twice(recipe, task)
     if len(strategy.alternatives) == 1:
         return recipe, strategy
     choice, record = _decide(recipe, strategy, task, cluster, device)

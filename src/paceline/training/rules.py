@@ -9,7 +9,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from paceline.comm import LocalReducer, Reduction
-from paceline.comm.reduction import InAnyOrder, Reducer
+from paceline.comm.reduction import InAnyOrder, LocalClip, Reducer
 from paceline.data import LockstepWork, Work, split
 from paceline.errors import StrategyError
 from paceline.layout import Holding
@@ -17,7 +17,7 @@ from paceline.layout.pipeline import Pipeline
 from paceline.mesh import DATA_AXES, Group
 from paceline.slot import Slot
 from paceline.state import TrainState
-from paceline.sync import LocalRounds, Outer, Rule
+from paceline.sync import EveryStep, LocalRounds, Outer, Rule
 from paceline.sync.balance import Balanced
 from paceline.sync.bounded import Bounded
 from paceline.sync.choice import Measured
@@ -29,6 +29,7 @@ from paceline.sync.straggler import Watched
 from paceline.sync.streamed import StreamedRounds
 from paceline.training.alone import build_step, number_of, step_alone, those_who_meet
 from paceline.training.arrange import Setting
+from paceline.training.codecs import local_clip_norm
 from paceline.training.layouts import Layout
 from paceline.training.reductions import build_reduction
 from paceline.training.serving import num_workers, served
@@ -38,7 +39,7 @@ def every_step(setting: Setting, layout: Layout, state: TrainState) -> Rule:
     """All replicas average their gradients in every step."""
     reducer = build_reduction(setting, layout.placed.holding)
     _keep_residuals(setting, reducer, layout.placed.holding, state)
-    step, replicas = build_step(setting, reducer, setting.mesh.world), setting.mesh.data
+    step, replicas = _clipped_step(setting, reducer), setting.mesh.data
     told: dict[str, Any] = {"group": replicas, "net": setting.net, "note": setting.note}
     rule: Rule = step
     ran: Callable[[int], int] = partial(_micro_batches, setting.shards, replicas)
@@ -54,6 +55,15 @@ def every_step(setting: Setting, layout: Layout, state: TrainState) -> Rule:
             rule, setting.choices, reducer, layout.placed.holding.computes, warn=setting.warn, **told
         )
     return rule
+
+
+def _clipped_step(setting: Setting, reducer: Reduction) -> EveryStep:
+    """A step of all ranks, each of which clips its gradient first, if the codec says so."""
+    clip_norm, world = local_clip_norm(setting.recipe.strategy), setting.mesh.world
+    if clip_norm is None or world.size == 1:
+        return build_step(setting, reducer, world)
+    clip = LocalClip(reducer, clip_norm, world.size, divides=setting.recipe.batch.reduction == "mean")
+    return build_step(setting, clip, world, ran=lambda sums, scale: clip.ran(sums.read()[1], scale))
 
 
 def _micro_batches(shards: int, group: Group, step: int) -> int:

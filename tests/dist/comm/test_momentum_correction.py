@@ -13,12 +13,14 @@ from paceline.comm import NativeCollective, Net
 from paceline.comm.codecs.selection import largest
 from paceline.comm.collectives import in_parts
 from paceline.comm.workspace import Workspace
+from paceline.data import collate_samples
 from paceline.errors import StrategyError
 from paceline.mesh import Mesh, twin_group
 from paceline.recipe import Recipe, Strategy, support
+from paceline.testing.parity import run_strategy, session_of
 from paceline.testing.ranks import run_ranks
 from paceline.task import Loss, Task
-from paceline.training.codecs import code, refuse_second_momentum
+from paceline.training.codecs import code, refuse_twice
 
 WORLD, STEPS, N, KEPT, MOMENTUM = 3, 7, 301, 20, 0.9
 
@@ -109,6 +111,71 @@ def test_an_optimizer_with_momentum_beside_it_is_an_error(optimizer: dict[str, A
     task = Task(torch.nn.Linear(2, 1), [0], lambda model, batch: Loss(torch.zeros(()), 1))
     recipe = Recipe(task="sum", steps=1, optimizer=optimizer, strategy=Strategy(replicas=2, codec=codec))
     with pytest.raises(StrategyError, match="the optimizer would again"):
-        refuse_second_momentum(recipe, task)
-    refuse_second_momentum(recipe.replace(optimizer={"name": "sgd"}), task)
-    refuse_second_momentum(recipe.replace(strategy=Strategy(replicas=2, codec="topk:0.01")), task)
+        refuse_twice(recipe, task)
+    refuse_twice(recipe.replace(optimizer={"name": "sgd"}), task)
+    refuse_twice(recipe.replace(strategy=Strategy(replicas=2, codec="topk:0.01")), task)
+
+
+CLIP = 0.05
+"""Of the norm of the whole gradient; the ranks' own are clipped in every step, not equally much."""
+
+
+def clipped_job(clip: str) -> Recipe:
+    """Everything travels, so nothing is left for later, and velocities begin anew in every step."""
+    return Recipe(
+        task="digits",
+        options={"model": "mlp", "hidden": [12]},
+        steps=3,
+        batch={"size": 12, "shards": 4},
+        optimizer={"name": "sgd", "lr": 0.5},
+        precision={"compute": "fp32"},
+        strategy=Strategy(replicas=2, codec=f"dgc:1.0:0.9{clip}"),
+    )
+
+
+def clipped_by_hand(limit: float) -> dict[str, Tensor]:
+    """SGD over two halves of each batch, each of which is clipped before they are added."""
+    recipe = clipped_job("")
+    session = session_of(Cluster.single(), recipe.replace(strategy=Strategy(replicas=1)))
+    task, model = session.task, session.placed.holding.model
+    for step in range(recipe.steps):
+        taken, total = session.work.micro_batches(step), [torch.zeros_like(p) for p in model.parameters()]
+        for half in (taken[:2], taken[2:]):
+            model.zero_grad()
+            for one in half:
+                samples = [task.data[int(k)] for k in one.indices]
+                task.loss(model, collate_samples(task, samples, torch.device("cpu"))).total.backward()
+            grads = [p.grad / recipe.batch.size for p in model.parameters() if p.grad is not None]
+            norm = float(torch.stack([g.norm() for g in grads]).norm())
+            total = [t + g * min(1.0, limit / norm) for t, g in zip(total, grads, strict=True)]
+        with torch.no_grad():
+            for p, t in zip(model.parameters(), total, strict=True):
+                p -= recipe.optimizer.lr * t
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.capability("H3")
+def test_each_rank_clips_its_gradient_to_its_part_of_the_norm() -> None:
+    def run(cluster: Cluster) -> dict[str, Tensor]:
+        return run_strategy(cluster, clipped_job(f":{CLIP}")).parameters
+
+    right = clipped_by_hand(CLIP / 2**0.5)
+    for found in run_ranks(run, 2):
+        for name, value in right.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6)
+    for wrong in (CLIP, 1e9):  # the twins: the whole norm on each rank, and no clip
+        assert any(
+            not torch.allclose(value, right[name], rtol=1e-3, atol=1e-5)
+            for name, value in clipped_by_hand(wrong).items()
+        )
+
+
+def test_a_clip_beside_another_and_with_uneven_shares_is_refused() -> None:
+    task = Task(torch.nn.Linear(2, 1), [0], lambda model, batch: Loss(torch.zeros(()), 1))
+    sgd = {"name": "sgd", "clip_norm": 1.0}
+    recipe = Recipe(task="sum", steps=1, optimizer=sgd, strategy=Strategy(replicas=2, codec="dgc:0.01:0.9:1"))
+    with pytest.raises(StrategyError, match="their sum again"):
+        refuse_twice(recipe, task)
+    refuse_twice(recipe.replace(strategy=Strategy(replicas=2, codec="dgc:0.01:0.9")), task)
+    answer = support(Strategy(replicas=2, codec="dgc:0.01:0.9:1", balance="speed"), processes=2, shards=4)
+    assert not answer.ok and "an equal share of the batch" in answer.reason

@@ -203,7 +203,7 @@ def top_k(argument: str) -> Codec:
 
 
 def corrected(argument: str) -> Codec:
-    """The word `dgc:K:M`: what travels is that of `topk:K`; where ranks sum, velocities are sent."""
+    """The word `dgc:K:M:C`: what travels is that of `topk:K`; where ranks sum, velocities are sent."""
     return top_k(argument.partition(":")[0])
 
 

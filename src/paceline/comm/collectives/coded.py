@@ -239,8 +239,7 @@ class CodedCollective:
 
 
 def with_momentum(path: Exchanging, argument: str, seed: int) -> CodedCollective:
-    """The word `dgc:K:M`, where ranks sum."""
-    kept, _, momentum = argument.partition(":")
-    return CodedCollective(
-        path, TopK(num_kept(kept), kernels=load_kernels()), seed=seed, momentum=float(momentum or MOMENTUM)
-    )
+    """The word `dgc:K:M:C`, where ranks sum; what is clipped is clipped before (`reduction.local_clip`)."""
+    kept, momentum, *_ = [*argument.split(":"), MOMENTUM]
+    codec = TopK(num_kept(kept), kernels=load_kernels())
+    return CodedCollective(path, codec, seed=seed, momentum=float(momentum))

@@ -2,6 +2,7 @@
 
 from paceline.comm.reduction.gradients import Gradients, GradientSink, Reduction
 from paceline.comm.reduction.local import LocalReducer, TreeReducer
+from paceline.comm.reduction.local_clip import LocalClip
 from paceline.comm.reduction.meeting import Meeting
 from paceline.comm.reduction.norm import AnyOrderNorm, CanonicalNorm, joint_norm
 from paceline.comm.reduction.part_buffer import PartBuffer
@@ -21,6 +22,7 @@ __all__ = [
     "Gradients",
     "InAnyOrder",
     "InMemory",
+    "LocalClip",
     "LocalReducer",
     "Meeting",
     "PartBuffer",

@@ -18,7 +18,7 @@ from paceline.comm.codecs.fixed_step import FixedStep
 from paceline.comm.codecs.scaled import Scaled
 from paceline.comm.codecs.sign import Sign
 from paceline.comm.codecs.sparse import TopK, num_kept
-from paceline.comm.kernels import Kernels, compiled, load_kernels
+from paceline.comm.kernels import Kernels, compiled, find_kernels, load_kernels
 from paceline.comm.workspace import Workspace
 
 Make = Callable[[Kernels | None], Codec]
@@ -136,6 +136,8 @@ def test_a_file_that_was_damaged_is_compiled_again(tmp_path: Path) -> None:
 
 def test_without_a_compiler_or_in_a_folder_of_others_there_are_none(tmp_path: Path) -> None:
     assert load_kernels(tmp_path, compiler="no-such-compiler") is None
+    assert find_kernels(tmp_path, compiler="no-such-compiler") == "there is no C compiler (no-such-compiler)"
+    assert "does not compile" in str(find_kernels(tmp_path, compiler="false"))
     tmp_path.chmod(0o777)
     assert load_kernels(tmp_path) is None
     assert load_kernels(tmp_path / "made") is not None or shutil.which("cc") is None

@@ -42,6 +42,7 @@ from paceline.training.feeds import build_feed
 from paceline.training.guard import guard_update, refuse_health
 from paceline.training.layouts import Grounds, Layout, place
 from paceline.training.micro_batches import synchronize, tell_before
+from paceline.training.missing_kernels import say_missing_kernels
 from paceline.training.numerics import check_numerics
 from paceline.training.optimizers import build_task_optimizer
 from paceline.training.prepare import make_equal, prepare_model, recompute_and_compile
@@ -87,6 +88,7 @@ def build_session(
         recipe, strategy, task, cluster, device, pieces=found, stop_requested=stop_requested, **told
     )
     require(setting, recipe, task)
+    say_missing_kernels(setting)
     setting, recipe = keep_to_budget(setting, recipe, task)
     return begin(setting, recipe, task, notes, fresh=fresh)
 

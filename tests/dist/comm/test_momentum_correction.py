@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,14 +13,17 @@ from paceline.cluster import Cluster
 from paceline.comm import NativeCollective, Net
 from paceline.comm.codecs.selection import largest
 from paceline.comm.collectives import in_parts
+from paceline.comm.kernels import load_kernels
 from paceline.comm.workspace import Workspace
 from paceline.data import collate_samples
 from paceline.errors import StrategyError
 from paceline.mesh import Mesh, twin_group
 from paceline.recipe import Recipe, Strategy, support
-from paceline.testing.parity import run_strategy, session_of
+from paceline.testing.parity import ended, make_task, session_of
 from paceline.testing.ranks import run_ranks
 from paceline.task import Loss, Task
+from paceline.training import missing_kernels
+from paceline.training.build import build_session
 from paceline.training.codecs import code, refuse_twice
 
 WORLD, STEPS, N, KEPT, MOMENTUM = 3, 7, 301, 20, 0.9
@@ -156,11 +160,18 @@ def clipped_by_hand(limit: float) -> dict[str, Tensor]:
 
 @pytest.mark.capability("H3")
 def test_each_rank_clips_its_gradient_to_its_part_of_the_norm() -> None:
-    def run(cluster: Cluster) -> dict[str, Tensor]:
-        return run_strategy(cluster, clipped_job(f":{CLIP}")).parameters
+    def run(cluster: Cluster) -> tuple[dict[str, Tensor], list[str]]:
+        recipe, said = clipped_job(f":{CLIP}"), list[str]()
+        lacks = "there is no C compiler (cc)" if cluster.global_rank else load_kernels() or "why"
+        with patch.object(missing_kernels, "find_kernels", lambda: lacks):
+            session = build_session(recipe, make_task(recipe), cluster, torch.device("cpu"), warn=said.append)
+        losses = [stats.loss for stats in session.rounds()]
+        return ended(losses, session).parameters, [text for text in said if "kernels" in text]
 
     right = clipped_by_hand(CLIP / 2**0.5)
-    for found in run_ranks(run, 2):
+    for found, said in run_ranks(run, 2):
+        (line,) = said  # once, on every rank, whoever lacks them
+        assert "dgc:1.0:0.9:0.05 has no compiled kernels on ranks" in line and "4 to 8 times" in line
         for name, value in right.items():
             torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6)
     for wrong in (CLIP, 1e9):  # the twins: the whole norm on each rank, and no clip

@@ -4,6 +4,6 @@ A codec is given kernels, or None: then PyTorch's own operations write the same 
 rank has a compiler changes nothing that it sends (tests/contract/test_kernels.py).
 """
 
-from paceline.comm.kernels.compiled import Kernels, load_kernels
+from paceline.comm.kernels.compiled import Kernels, find_kernels, load_kernels
 
-__all__ = ["Kernels", "load_kernels"]
+__all__ = ["Kernels", "find_kernels", "load_kernels"]

@@ -107,21 +107,29 @@ class Kernels:
 
 
 def load_kernels(folder: Path | None = None, compiler: str = "cc") -> Kernels | None:
-    """The kernels, compiled before or now; None: no compiler, or no folder that is this user's alone.
+    """The kernels, compiled before or now; None: see `find_kernels`."""
+    found = find_kernels(folder, compiler)
+    return found if isinstance(found, Kernels) else None
+
+
+def find_kernels(folder: Path | None = None, compiler: str = "cc") -> Kernels | str:
+    """The kernels, compiled before or now; or why there are none.
 
     Args:
         folder: where they are kept; the cache folder of this user if None.
     """
     found = shutil.which(compiler)
-    if found is None or sys.byteorder != "little":
-        return None
+    if found is None:
+        return f"there is no C compiler ({compiler})"
+    if sys.byteorder != "little":
+        return "this processor is not little-endian"
     place = folder or cache_folder() / "kernels"
     try:
         place.mkdir(0o700, parents=True, exist_ok=True)  # whatever the umask lets others do
         file = _kept(place, _key(found)) or _compile(place, _key(found), found)
-        return None if file is None else Kernels(file)
-    except OSError:  # a folder that cannot be written to, or a file that the loader does not take
-        return None
+        return f"{found} does not compile them" if file is None else Kernels(file)
+    except OSError as error:  # a folder that cannot be written to, or a file that the loader does not take
+        return str(error)
 
 
 def _key(compiler: str) -> str:

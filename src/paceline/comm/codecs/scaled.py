@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from paceline.comm.codecs.codec import Codec, Keys, bytes_of, stretches, values_of
 from paceline.comm.codecs.packing import pack, packed_bytes, unpack
+from paceline.comm.codecs.philox import uniform
 from paceline.comm.kernels import Kernels, load_kernels
 from paceline.comm.workspace import Workspace
 
 BLOCK = 256
+Draw = Callable[[range], Tensor]
+"""Random numbers for some blocks of a row, [blocks, 256]."""
+
 _TINY = torch.finfo(torch.float32).tiny  # the smallest scale; a block below it becomes zeros
 _SCALE_BYTES = 4
 
@@ -23,7 +30,7 @@ class Scaled:
 
     Args:
         bits: 2, 4 or 8.
-        kernels: code rows of float32 in one pass, nearest only; None: PyTorch does, to the same bytes.
+        kernels: code rows of float32 in one pass; None: PyTorch does, to the same bytes.
         stochastic: round up with a probability that is the fraction; what is decoded is then right on
             average, and nothing is kept for later.
     Source: Alistarh et al. 2017, QSGD, arXiv:1610.02132, section 3.1 (stochastic); Dettmers 2016, 8-Bit
@@ -51,36 +58,37 @@ class Scaled:
         rows, num_values = x.shape
         out = workspace.take("scaled", (rows, self.num_bytes(num_values)), torch.uint8, x.device)
         scales = workspace.take("scales", (rows, -(-num_values // BLOCK)), torch.float32, x.device)
-        draw = torch.Generator(x.device).manual_seed(keys.own) if self._stochastic else None
-        for row, found, own in zip(x, out, scales, strict=True):
-            if self._kernels is not None and draw is None and self._kernels.take(row):
-                self._kernels.scaled_encode(row, self.bits, found, own)
+        for number, (row, found, own) in enumerate(zip(x, out, scales, strict=True)):
+            if self._kernels is None or not self._kernels.take(row):
+                draw = partial(uniform, keys.own, number, device=x.device, workspace=workspace)
+                self._encode_row(row, found, own, draw if self._stochastic else None, workspace)
+            elif self._stochastic:
+                self._kernels.scaled_draw(row, self.bits, found, own, keys.own, number)
             else:
-                self._encode_row(row, found, own, draw, workspace)
+                self._kernels.scaled_encode(row, self.bits, found, own)
         out[:, packed_bytes(num_values, self.bits) :] = bytes_of(scales)
         return out
 
     def _encode_row(
-        self, x: Tensor, out: Tensor, scales: Tensor, draw: torch.Generator | None, workspace: Workspace
+        self, x: Tensor, out: Tensor, scales: Tensor, draw: Draw | None, workspace: Workspace
     ) -> None:
         for begin, end in stretches(x.numel()):
             blocks = in_blocks(x[begin:end], BLOCK, workspace)
-            codes = self._codes(blocks, scales[begin // BLOCK : -(-end // BLOCK)], draw, workspace)
+            numbers = range(begin // BLOCK, -(-end // BLOCK))
+            noise = None if draw is None else draw(numbers)
+            codes = self._codes(blocks, scales[numbers.start : numbers.stop], noise, workspace)
             place = slice(packed_bytes(begin, self.bits), packed_bytes(end, self.bits))
             pack(codes.view(-1)[: end - begin], self.bits, out[place], workspace)
 
-    def _codes(
-        self, blocks: Tensor, scales: Tensor, draw: torch.Generator | None, workspace: Workspace
-    ) -> Tensor:
+    def _codes(self, blocks: Tensor, scales: Tensor, noise: Tensor | None, workspace: Workspace) -> Tensor:
         """Codes of some blocks, int8 [blocks, 256]; fills in their scales."""
         steps = torch.abs(blocks, out=workspace.like("scaled.steps", blocks))
         torch.amax(steps, 1, out=scales)
         scales.div_(self._most).clamp_min_(_TINY)  # a NaN stays
         torch.div(blocks, scales.unsqueeze(1), out=steps)
-        if draw is None:
+        if noise is None:
             steps.round_()
         else:
-            noise = torch.rand(steps.shape, generator=draw, out=workspace.like("scaled.noise", steps))
             steps.add_(noise).floor_().clamp_max_(self._most)
         return workspace.take("scaled.codes", steps.shape, torch.int8, steps.device).copy_(steps)
 

@@ -30,6 +30,7 @@ _SECONDS = 60.0
 _POINTER, _COUNT, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 _ARGUMENTS: dict[str, list[Any]] = {
     "paceline_scaled_encode": [_POINTER, _COUNT, _INT, _POINTER, _POINTER],
+    "paceline_scaled_draw": [_POINTER, _COUNT, _INT, _POINTER, _POINTER, ctypes.c_uint64, ctypes.c_uint32],
     "paceline_scaled_decode": [_POINTER, _COUNT, _INT, _POINTER, _POINTER],
     "paceline_fixed_encode": [_POINTER, _COUNT, _INT, ctypes.c_float, _POINTER],
     "paceline_fixed_decode": [_POINTER, _COUNT, _INT, ctypes.c_float, _POINTER],
@@ -60,6 +61,12 @@ class Kernels:
     def scaled_encode(self, x: Tensor, bits: int, out: Tensor, scales: Tensor) -> None:
         """`x` [n] as packed codes in `out`, uint8 [ceil(n bits / 8)], with `scales` [ceil(n / 256)]."""
         self._library.paceline_scaled_encode(x.data_ptr(), x.numel(), bits, out.data_ptr(), scales.data_ptr())
+
+    def scaled_draw(self, x: Tensor, bits: int, out: Tensor, scales: Tensor, key: int, row: int) -> None:
+        """The same, rounded up or down at random, by the numbers of `codecs.philox`."""
+        self._library.paceline_scaled_draw(
+            x.data_ptr(), x.numel(), bits, out.data_ptr(), scales.data_ptr(), key, row
+        )
 
     def scaled_decode(self, payload: Tensor, bits: int, scales: Tensor, out: Tensor) -> None:
         """The inverse, into `out` [n]."""

@@ -10,6 +10,7 @@
 #define STRETCH 65536 /* codec.py: codes are packed stretch by stretch */
 #define BLOCK 256     /* scaled.py */
 #define SIGN_BLOCK 1024
+#define LANES 64 /* philox.py */
 #define INFINITE 0x7f800000u
 #define BUCKETS 2048
 
@@ -35,8 +36,38 @@ static inline uint32_t size_of(float x) {
 
 static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* Codes of up to one stretch, and a scale for every block. */
-static void quantise(const float *x, int64_t n, float most, int8_t *codes, float *scales) {
+/* philox.py: 256 numbers in [0, 1) for one block of a row, of four words of each of 64 counters. Words lie in 64
+ * bits, whose upper halves may have anything, so that products need no shuffles. */
+static void draw(uint64_t key, uint32_t row, uint32_t block, float *noise) {
+  for (uint32_t lane = 0; lane < LANES; lane++) {
+    uint64_t a = (uint32_t)(block * LANES + lane), b = row, c = 0, d = 0;
+    uint32_t k = (uint32_t)key, l = (uint32_t)(key >> 32);
+#pragma GCC unroll 10
+    for (int round = 0; round < 10; round++) {
+      uint64_t first = (uint32_t)a * (uint64_t)0xD2511F53u, second = (uint32_t)c * (uint64_t)0xCD9E8D57u;
+      a = (second >> 32) ^ b ^ k;
+      b = second;
+      c = (first >> 32) ^ d ^ l;
+      d = first;
+      k += 0x9E3779B9u;
+      l += 0xBB67AE85u;
+    }
+    noise[lane] = (float)(int32_t)((uint32_t)a >> 8) * 0x1p-24f;
+    noise[LANES + lane] = (float)(int32_t)((uint32_t)b >> 8) * 0x1p-24f;
+    noise[2 * LANES + lane] = (float)(int32_t)((uint32_t)c >> 8) * 0x1p-24f;
+    noise[3 * LANES + lane] = (float)(int32_t)((uint32_t)d >> 8) * 0x1p-24f;
+  }
+}
+
+/* What the random numbers of a stretch are a function of; its first block. */
+typedef struct {
+  uint64_t key;
+  uint32_t row, block;
+} random_t;
+
+/* Codes of up to one stretch, and a scale for every block; to the nearest where `random` is null. */
+static void quantise(const float *x, int64_t n, float most, int8_t *codes, float *scales,
+                     const random_t *random) {
   for (int64_t start = 0; start < n; start += BLOCK) {
     const float *block = x + start;
     int64_t length = smaller(BLOCK, n - start);
@@ -48,6 +79,16 @@ static void quantise(const float *x, int64_t n, float most, int8_t *codes, float
     float scale = float_of(top) / most;
     if (scale < 0x1p-126f) scale = 0x1p-126f; /* a NaN stays */
     scales[start / BLOCK] = scale;
+    if (random != 0) {
+      float noise[BLOCK];
+      draw(random->key, random->row, random->block + (uint32_t)(start / BLOCK), noise);
+      for (int64_t i = 0; i < length; i++) {
+        float step = floorf(block[i] / scale + noise[i]);
+        step = step > most ? most : step;
+        codes[start + i] = (int8_t)(int32_t)(step == step ? step : 0.0f);
+      }
+      continue;
+    }
     for (int64_t i = 0; i < length; i++) {
       float step = rintf(block[i] / scale);
       codes[start + i] = (int8_t)(int32_t)(step == step ? step : 0.0f);
@@ -55,8 +96,8 @@ static void quantise(const float *x, int64_t n, float most, int8_t *codes, float
   }
 }
 
-/* scaled.py: a payload of packed codes; scales [ceil(n / 256)]. */
-void paceline_scaled_encode(const float *x, int64_t n, int32_t bits, uint8_t *out, float *scales) {
+static void scaled_encode(const float *x, int64_t n, int32_t bits, uint8_t *out, float *scales,
+                          random_t *random) {
   int8_t codes[STRETCH];
   float most = (float)((1 << (bits - 1)) - 1);
   uint8_t mask = (uint8_t)((1 << bits) - 1);
@@ -64,11 +105,12 @@ void paceline_scaled_encode(const float *x, int64_t n, int32_t bits, uint8_t *ou
   for (int64_t begin = 0; begin < n; begin += STRETCH) {
     int64_t length = smaller(STRETCH, n - begin), width = (length * bits + 7) / 8;
     uint8_t *packed = out + begin * bits / 8;
+    if (random != 0) random->block = (uint32_t)(begin / BLOCK);
     if (bits == 8) {
-      quantise(x + begin, length, most, (int8_t *)packed, scales + begin / BLOCK);
+      quantise(x + begin, length, most, (int8_t *)packed, scales + begin / BLOCK, random);
       continue;
     }
-    quantise(x + begin, length, most, codes, scales + begin / BLOCK);
+    quantise(x + begin, length, most, codes, scales + begin / BLOCK, random);
     for (int64_t i = 0; i < width; i++) packed[i] = (uint8_t)codes[i] & mask;
     for (int64_t run = 1; run < per_byte; run++) {
       const int8_t *above = codes + run * width;
@@ -77,6 +119,18 @@ void paceline_scaled_encode(const float *x, int64_t n, int32_t bits, uint8_t *ou
       for (int64_t i = 0; i < rest; i++) packed[i] |= (uint8_t)(((uint8_t)above[i] & mask) << shift);
     }
   }
+}
+
+/* scaled.py: a payload of packed codes; scales [ceil(n / 256)]. */
+void paceline_scaled_encode(const float *x, int64_t n, int32_t bits, uint8_t *out, float *scales) {
+  scaled_encode(x, n, bits, out, scales, 0);
+}
+
+/* The same, up with a probability that is the fraction, else down. */
+void paceline_scaled_draw(const float *x, int64_t n, int32_t bits, uint8_t *out, float *scales, uint64_t key,
+                          uint32_t row) {
+  random_t random = {key, row, 0};
+  scaled_encode(x, n, bits, out, scales, &random);
 }
 
 static void scale_codes(const int8_t *codes, int64_t n, const float *scales, int64_t block, float *out) {

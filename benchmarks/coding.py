@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch
 
 from benchmarks.report import Options, Report, Table, present
-from paceline.comm.codecs import Codec, Keys, fixed_step, scaled, sign, sparse
+from paceline.comm.codecs import Codec, Keys, fixed_step, halves, scaled, sign, sparse
 from paceline.comm.kernels import load_kernels
 from paceline.comm.workspace import Workspace
 from paceline.recipe import Strategy
@@ -41,7 +41,7 @@ _KEYS = Keys(1, 2)
 def without_kernels(word: str) -> Codec:
     """A codec as it is where there is no compiler."""
     with ExitStack() as patches:
-        for module in (fixed_step, scaled, sign, sparse):
+        for module in (fixed_step, halves, scaled, sign, sparse):
             patches.enter_context(patch.object(module, "load_kernels", lambda: None))
         return built(word)
 

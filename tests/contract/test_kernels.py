@@ -15,6 +15,7 @@ from torch import Tensor
 from paceline.comm import Codec
 from paceline.comm.codecs import Keys
 from paceline.comm.codecs.fixed_step import FixedStep
+from paceline.comm.codecs.halves import Bf16, Fp16
 from paceline.comm.codecs.scaled import Scaled
 from paceline.comm.codecs.sign import Sign
 from paceline.comm.codecs.sparse import TopK, num_kept
@@ -29,6 +30,8 @@ CODECS: dict[str, Make] = {
     "int8:stochastic": lambda kernels: Scaled(8, stochastic=True, kernels=kernels),
     "int4:stochastic": lambda kernels: Scaled(4, stochastic=True, kernels=kernels),
     "int2:stochastic": lambda kernels: Scaled(2, stochastic=True, kernels=kernels),
+    "bf16": Bf16,
+    "fp16": Fp16,
     "fixed:1": lambda kernels: FixedStep(1, kernels),
     "fixed:8": lambda kernels: FixedStep(8, kernels),
     "fixed:14": lambda kernels: FixedStep(14, kernels),

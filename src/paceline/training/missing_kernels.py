@@ -6,7 +6,7 @@ from paceline.comm.kernels import Kernels, find_kernels
 from paceline.comm.text import gather_texts
 from paceline.training.arrange import Setting
 
-_COMPILED = {"int8", "int4", "int2", "fixed", "sign", "topk", "dgc"}
+_COMPILED = {"bf16", "fp16", "int8", "int4", "int2", "fixed", "sign", "topk", "dgc"}
 
 
 def say_missing_kernels(setting: Setting) -> None:

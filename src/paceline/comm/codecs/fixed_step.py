@@ -40,7 +40,7 @@ class FixedStep:
         """See `Codec`."""
         rows, num_values = x.shape
         out = workspace.take("fixed", (rows, self.num_bytes(num_values)), torch.uint8, x.device)
-        tops = top_of(x).to(torch.float32)
+        tops = top_of(x, self._kernels).to(torch.float32)
         out[:, packed_bytes(num_values, self._width) :] = bytes_of(tops)
         for row, found, top in zip(x, out, tops.clamp_min(torch.finfo(torch.float32).tiny), strict=True):
             if self._kernels is not None and self._kernels.take(row):

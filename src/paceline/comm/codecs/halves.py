@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.codecs.codec import Codec, Keys, bytes_of, stretches, values_of
+from paceline.comm.kernels import Kernels, load_kernels
 from paceline.comm.workspace import Workspace
 
 _LARGEST = torch.finfo(torch.bfloat16).max
@@ -18,10 +19,15 @@ class Bf16:
     """The upper half of a float32, rounded to nearest; what is finite stays finite.
 
     The error of a value is at most 2**-8 of it, and 2**-134 where it is below the smallest normal float32.
+    Args:
+        kernels: code rows of float32 in one pass; None: PyTorch does, to the same bytes.
     Source: Kalamkar et al. 2019, A Study of BFLOAT16 for Deep Learning Training, arXiv:1905.12322.
     """
 
     loses, ragged = True, False
+
+    def __init__(self, kernels: Kernels | None = None) -> None:
+        self._kernels = kernels
 
     def num_bytes(self, num_values: int) -> int:
         """2 n."""
@@ -29,9 +35,12 @@ class Bf16:
 
     def encode(self, x: Tensor, keys: Keys, workspace: Workspace) -> Tensor:
         """See `Codec`."""
+        out = workspace.take("bf16", x.shape, torch.bfloat16, x.device)
+        if self._kernels is not None and self._kernels.take(x) and self._kernels.bf16_encode(x, out):
+            return bytes_of(out)
         if bool((top_of(x) > _LARGEST).any()):
             x = torch.where(x.isfinite(), x.clamp(-_LARGEST, _LARGEST), x)
-        return bytes_of(workspace.take("bf16", x.shape, torch.bfloat16, x.device).copy_(x))
+        return bytes_of(out.copy_(x))
 
     def decode(self, payload: Tensor, out: Tensor, keys: Keys, workspace: Workspace) -> None:
         """See `Codec`."""
@@ -42,10 +51,15 @@ class Fp16:
     """float16 of x / s, where s is the power of two that brings the largest value of a row below 2**15.
 
     The error of a value is at most 2**-11 of it, or 2**-40 of the largest of its row.
+    Args:
+        kernels: find the largest values; None: PyTorch does.
     Source: Micikevicius et al. 2018, Mixed Precision Training, arXiv:1710.03740, section 3.2 (scaling).
     """
 
     loses, ragged = True, False
+
+    def __init__(self, kernels: Kernels | None = None) -> None:
+        self._kernels = kernels
 
     def num_bytes(self, num_values: int) -> int:
         """2 n + 4."""
@@ -53,7 +67,8 @@ class Fp16:
 
     def encode(self, x: Tensor, keys: Keys, workspace: Workspace) -> Tensor:
         """See `Codec`."""
-        exponents = torch.frexp(top_of(x).to(torch.float32)).exponent.to(torch.int32) - _TOP_EXPONENT
+        tops = top_of(x, self._kernels).to(torch.float32)
+        exponents = torch.frexp(tops).exponent.to(torch.int32) - _TOP_EXPONENT
         scales = torch.ldexp(torch.ones(len(x), 1, device=x.device), exponents.clamp_min_(_SMALLEST_EXPONENT))
         out = workspace.take("fp16", (len(x), self.num_bytes(x.shape[1])), torch.uint8, x.device)
         out[:, :_SCALE_BYTES] = bytes_of(scales)
@@ -72,18 +87,23 @@ class Fp16:
             out[:, begin:end].copy_(halves[:, begin:end]).mul_(scales)
 
 
-def top_of(x: Tensor) -> Tensor:
-    """The largest magnitude of each row, [rows, 1]; zero of an empty one."""
+def top_of(x: Tensor, kernels: Kernels | None = None) -> Tensor:
+    """The largest magnitude of each row, [rows, 1]; zero of an empty one, and NaN of one that has a NaN."""
+    found = x.new_zeros(len(x), 1)
     if not x.shape[1]:
-        return x.new_zeros(len(x), 1)
-    return torch.maximum(x.amax(1, keepdim=True), x.amin(1, keepdim=True).neg_()).abs_()
+        return found
+    if kernels is not None and kernels.take(x):
+        kernels.top(x, found)
+        return found
+    found = torch.maximum(x.amax(1, keepdim=True), x.amin(1, keepdim=True).neg_()).abs_()
+    return torch.where(found.isnan(), torch.nan, found)
 
 
 def bf16(argument: str) -> Codec:
     """The word `bf16`."""
-    return Bf16()
+    return Bf16(load_kernels())
 
 
 def fp16(argument: str) -> Codec:
     """The word `fp16`."""
-    return Fp16()
+    return Fp16(load_kernels())

@@ -32,6 +32,8 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "paceline_scaled_encode": [_POINTER, _COUNT, _INT, _POINTER, _POINTER],
     "paceline_scaled_draw": [_POINTER, _COUNT, _INT, _POINTER, _POINTER, ctypes.c_uint64, ctypes.c_uint32],
     "paceline_scaled_decode": [_POINTER, _COUNT, _INT, _POINTER, _POINTER],
+    "paceline_top": [_POINTER, _COUNT, _POINTER],
+    "paceline_bf16_encode": [_POINTER, _COUNT, _POINTER, _POINTER],
     "paceline_fixed_encode": [_POINTER, _COUNT, _INT, ctypes.c_float, _POINTER],
     "paceline_fixed_decode": [_POINTER, _COUNT, _INT, ctypes.c_float, _POINTER],
     "paceline_sign_encode": [_POINTER, _COUNT, _POINTER, _POINTER],
@@ -57,6 +59,17 @@ class Kernels:
     def take(self, *tensors: Tensor) -> bool:
         """Whether these functions may be called with such rows of values."""
         return all(x.dtype == torch.float32 and x.is_cpu and x.is_contiguous() for x in tensors)
+
+    def top(self, x: Tensor, out: Tensor) -> None:
+        """The largest magnitude of each row of `x` [rows, n], in `out` [rows, 1]."""
+        for row, found in zip(x, out, strict=True):
+            self._library.paceline_top(row.data_ptr(), row.numel(), found.data_ptr())
+
+    def bf16_encode(self, x: Tensor, out: Tensor) -> bool:
+        """`x` rounded to bfloat16 `out`; false: something in it is not finite, and `out` may be anything."""
+        odd = ctypes.c_int32()
+        self._library.paceline_bf16_encode(x.data_ptr(), x.numel(), out.data_ptr(), ctypes.byref(odd))
+        return not odd.value
 
     def scaled_encode(self, x: Tensor, bits: int, out: Tensor, scales: Tensor) -> None:
         """`x` [n] as packed codes in `out`, uint8 [ceil(n bits / 8)], with `scales` [ceil(n / 256)]."""

@@ -13,6 +13,7 @@
 #define LANES 64 /* philox.py */
 #define INFINITE 0x7f800000u
 #define BUCKETS 2048
+#define GROUP 64
 
 static inline uint32_t bits_of(float x) {
   uint32_t bits;
@@ -35,6 +36,28 @@ static inline uint32_t size_of(float x) {
 }
 
 static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* halves.py: the largest magnitude; what is not a number is above all, and is written as one. */
+void paceline_top(const float *x, int64_t n, float *top) {
+  uint32_t found = 0;
+  for (int64_t i = 0; i < n; i++) {
+    uint32_t size = magnitude(x[i]);
+    found = size > found ? size : found;
+  }
+  *top = float_of(found > INFINITE ? 0x7fc00000u : found);
+}
+
+/* halves.py: the upper halves, rounded to even; `odd` is not 0 where one of them is not finite. */
+void paceline_bf16_encode(const float *x, int64_t n, uint16_t *out, int32_t *odd) {
+  uint32_t found = 0;
+  for (int64_t i = 0; i < n; i++) {
+    uint32_t bits = bits_of(x[i]);
+    uint32_t half = (bits + 0x7fffu + ((bits >> 16) & 1)) >> 16;
+    found |= (bits & INFINITE) == INFINITE || (half & 0x7f80u) == 0x7f80u;
+    out[i] = (uint16_t)half;
+  }
+  *odd = (int32_t)found;
+}
 
 /* philox.py: 256 numbers in [0, 1) for one block of a row, of four words of each of 64 counters. Words lie in 64
  * bits, whose upper halves may have anything, so that products need no shuffles. */
@@ -304,17 +327,17 @@ void paceline_largest(const float *x, int64_t n, int64_t kept, int64_t *places, 
   if (num_samples > 0) {
     uint32_t least = limit_of(sample, num_samples, wanted, &num_equal);
     int64_t i = 0;
-    for (; i + 32 <= n && found + 32 <= room; i += 32) {
-      uint32_t top = 0;
-      for (int k = 0; k < 32; k++) {
-        uint32_t size = magnitude(x[i + k]);
-        top = size > top ? size : top;
-      }
-      if (top < least) continue;
-      for (int k = 0; k < 32; k++) {
-        values[found] = x[i + k];
-        places[found] = i + k;
-        found += size_of(x[i + k]) >= least;
+    for (; i + GROUP <= n && found + GROUP <= room; i += GROUP) {
+      uint8_t reach[GROUP]; /* what is not a number reaches any size */
+      for (int k = 0; k < GROUP; k++) reach[k] = magnitude(x[i + k]) >= least;
+      for (int part = 0; part < GROUP; part += 8) {
+        uint64_t eight;
+        memcpy(&eight, reach + part, 8);
+        for (; eight != 0; eight &= eight - 1) {
+          int64_t place = i + part + __builtin_ctzll(eight) / 8;
+          values[found] = x[place];
+          places[found++] = place;
+        }
       }
     }
     for (; i < n && found < room; i++) {

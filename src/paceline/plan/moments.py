@@ -137,12 +137,11 @@ def in_update(still: Parts, sums: Sums, sizes: Sizes, taken: int, *, sharers: in
     Args:
         taken: what the optimizer takes for itself.
         sharers: whose parameters come then (ZeRO 1 and 2).
-        common: in memory of their host: there are a buffer for all, the own row there, and what came. Else
-            Gloo carries them, which has not let go of what moved gradients.
+        common: in memory of their host, where they are read. Else there is a buffer for all, and Gloo carries
+            them, which has not let go of what moved gradients.
     """
     together = min(sizes.computes, GATHERED_TOGETHER + sizes.largest)
-    carried = 1 + 1 / sharers if common else carried_in_a_gather(sharers)
-    arriving = int((1 + carried) * together) if sharers > 1 else 0
+    arriving = int((1 + carried_in_a_gather(sharers)) * together) if sharers > 1 and not common else 0
     late = sums.moved * sizes.computes if sharers > 1 and not common else 0
     grads = sums.stays + sums.own
     return replace(still, gradients=grads, activations=max(taken, arriving), wire=still.wire + late)

@@ -124,14 +124,15 @@ class Planner:
         moments = int(self._update.kept * sizes.updates)
         moments += sizes.updates if recipe.average.decay is not None else 0
         begun, movements = kept_for_rounds(recipe, sizes)
-        copies = recipe.strategy.degrees["replica"]
+        copies, reads = recipe.strategy.degrees["replica"], keeps and self._in_common
+        reads &= recipe.strategy.shard > 1  # parts of an update lie where the other ranks read them
         saved = fixed + sizes.updates + moments
         snapshot = saved if copies == 1 else min(saved, -(-saved // copies) + sizes.largest)
         return Parts(
             parameters=fixed + (sizes.computes if keeps else sizes.updates),
             gathered=0 if keeps or self._in_common else self._gathered(place, sizes),
             moments=moments + begun,
-            wire=sums.buckets + movements,
+            wire=sums.buckets + movements + (sizes.updates if reads else 0),
             snapshot=snapshot if self._saves() else 0,
         )
 

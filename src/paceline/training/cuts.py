@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from torch import nn
@@ -15,7 +15,7 @@ from paceline.layout.partition import AmongServers, Extent, bytes_by_server, pie
 from paceline.layout.pipeline import Cut, chain_of, cut_model
 from paceline.layout.placement import Sequences, Shard, Stages
 from paceline.layout.recompute import recomputed_blocks
-from paceline.layout.shard import GatherAfterUpdate, GatherOnUse, lay_in_common
+from paceline.layout.shard import GatherAfterUpdate, GatherOnUse, ReadAfterUpdate, lay_in_common
 from paceline.layout.tensor import PlanEntry, apply_cuts, cuts_of, entries_of, transform_of
 from paceline.mesh import twin_group
 from paceline.models import tensor_plan_of
@@ -147,10 +147,14 @@ def cut_sequences(setting: Setting, material: Material) -> Cutting:
 def cut_updates(setting: Setting, material: Material, *, frees: bool = False) -> Cutting:
     """What is updated; everybody computes with whole tensors, which are gathered after an update."""
     group = setting.mesh.axes["shard"]
-    return Cutting(
-        Shard(group.size, _dims(setting, material), frees=frees),
-        gather=lambda holding: GatherAfterUpdate(holding, setting.exact_collective(group)),
-    )
+
+    def gather(holding: Holding) -> Callable[[], None]:
+        collective = setting.exact_collective(group)
+        if isinstance(collective, SharedMemoryCollective):
+            return ReadAfterUpdate(holding, collective)
+        return GatherAfterUpdate(holding, collective)
+
+    return Cutting(Shard(group.size, _dims(setting, material), frees=frees), gather=gather)
 
 
 def cut_gradients(setting: Setting, material: Material) -> Cutting:

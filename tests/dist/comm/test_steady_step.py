@@ -16,14 +16,15 @@ from paceline.comm import CodedCollective, Collective, Handle, NativeCollective,
 from paceline.comm.codecs import Keys
 from paceline.comm.collectives import Coded, coded, low_rank
 from paceline.comm.kernels import load_kernels
-from paceline.comm.routes import by_messages
+from paceline.comm.routes import SharedMemoryCollective, by_messages, meet_on_host
 from paceline.comm.routes.by_messages import MessageCollective
 from paceline.comm.routes.recursive_doubling import RecursiveDoubling
 from paceline.comm.routes.ring import Ring
 from paceline.comm.routes.tree import Tree
 from paceline.comm.workspace import Workspace
 from paceline.mesh import Group, Mesh, twin_group
-from paceline.recipe import Strategy
+from paceline.recipe import Recipe, Strategy
+from paceline.testing.parity import session_of
 from paceline.testing.ranks import run_ranks
 from paceline.training.codecs import code
 from tests.peak import allocated
@@ -120,3 +121,36 @@ def test_a_steady_step_allocates_nothing_for_coding_and_sending() -> None:
     for found in run_ranks(ranks, WORLD):
         assert len(found.pop("wasteful")) >= 3  # the count sees what a codec allocates
         assert {*found} >= {*HOPS, "native"} and not any(found.values()), found
+
+
+@pytest.mark.capability("L4")
+def test_scatters_and_gathers_of_zero_on_one_host_allocate_nothing() -> None:
+    def ranks(cluster: Cluster) -> dict[str, list[int]]:
+        group, net = Mesh.build(cluster, {"shard": WORLD}).axes["shard"], Net(60.0)
+        links = meet_on_host(group, net)
+        assert links is not None
+        memory, rows = SharedMemoryCollective(net, group, links), torch.randn(WORLD, N // WORLD)
+        found = {"scatter": steadily(lambda: memory.reduce_scatter(rows, "rows").wait())}
+        memory.close()
+        for word in ("auto", "native"):
+            session = session_of(cluster, sharded(word))
+            assert session.grounds is not None
+            found[word] = steadily(session.grounds.layout.gather)
+            session.close()
+        return found
+
+    for found in run_ranks(ranks, WORLD):
+        assert found["native"]  # the count sees what a gather allocates
+        assert not (found["scatter"] or found["auto"]), found
+
+
+def steadily(call: Callable[[], object]) -> list[int]:
+    """What calls allocate that are not the first."""
+    for _ in range(WARM):
+        call()
+    return allocated(call)
+
+
+def sharded(route: str) -> Recipe:
+    strategy = Strategy(replicas=1, shard=WORLD, zero=1, route=route)
+    return Recipe(task="digits", options={"model": "mlp", "hidden": [48]}, steps=1, strategy=strategy)

@@ -61,7 +61,7 @@ class Collective(Protocol):
     def reduce_scatter(self, x: Tensor, key: str) -> Handle:
         """Sum `x` [P, n]; the handle returns row `group.rank` of the sum, [n], apart from `x`.
 
-        Where sums are coded it is good until the next sum of `key`.
+        It is good until the next sum of `key`.
         """
 
     def all_gather(self, x: Tensor, key: str) -> Handle:

@@ -102,14 +102,27 @@ class PartBuffer:
             else:
                 self._views[row][part].copy_(value[self._index[slot][row]] if part is not slot else value)
 
-    def write_row(self, row: int, tensors: Mapping[Slot, Tensor]) -> None:
-        """Fill in one row from the parts themselves, or from what they are parts of."""
+    def write_row(self, row: int, tensors: Mapping[Slot, Tensor], into: Tensor | None = None) -> None:
+        """Fill in one row from the parts themselves, or from what they are parts of.
+
+        Args:
+            into: [width], in place of the row of this buffer.
+        """
+        views = self._views[row] if into is None else self.views(into, row)
         with torch.no_grad():
             for slot in self.slots:
                 part = self._held[slot][row]
                 if part is not None:
                     value = tensors[part] if part in tensors else tensors[slot][part.inside(slot)]
-                    self._views[row][part].copy_(value)
+                    views[part].copy_(value)
+
+    def read_row(self, row: int, flat: Tensor, tensors: Mapping[Slot, Tensor]) -> None:
+        """Put the parts of one row, which lie in `flat` [width], in their places in the tensors."""
+        views = self.views(flat, row)
+        for slot in self.slots:
+            part = self._held[slot][row]
+            if part is not None:
+                tensors[slot].data[self._index[slot][row]].copy_(views[part])
 
     def read(self, slot: Slot, out: Tensor) -> Tensor:
         """Put one tensor together again, in place."""

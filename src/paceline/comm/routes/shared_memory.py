@@ -18,6 +18,7 @@ from torch import Tensor
 from paceline.comm.handle import Handle
 from paceline.comm.net import Net
 from paceline.comm.routes.host_links import HostLinks, Signal
+from paceline.comm.workspace import Workspace
 from paceline.errors import CommunicationError
 from paceline.mesh import Group
 
@@ -49,6 +50,7 @@ class SharedMemoryCollective:
         self._links = links
         self._parts: dict[str, list[Tensor]] = {}
         self._num_sums = 0
+        self._workspace = Workspace()
 
     def buffer(self, num_values: int, like: Tensor, key: str) -> Tensor:
         """See `Collective`; collective. Sums of this very tensor copy nothing."""
@@ -70,10 +72,11 @@ class SharedMemoryCollective:
         return self._launch(calls, key, add, lambda: x if in_place else x.copy_(mine.view_as(x)))
 
     def reduce_scatter(self, x: Tensor, key: str) -> Handle:
-        """See `Collective`; the result is a tensor of its own."""
+        """See `Collective`; the result is a tensor of its own, good until the next sum of `key`."""
         parts = self._parts_of(x, key)
-        parts[self.group.rank].copy_(x.reshape(-1))
-        row = torch.empty_like(x[0])
+        if x.data_ptr() != parts[self.group.rank].data_ptr():
+            parts[self.group.rank].copy_(x.reshape(-1))
+        row = self._workspace.take(f"sum {key}", x.shape[1:], x.dtype)
 
         def add() -> None:
             first, *others = (part.view_as(x)[self.group.rank] for part in parts)

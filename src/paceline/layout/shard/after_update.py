@@ -5,14 +5,19 @@ Source: Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5.1 (optimizer 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 from torch import Tensor
 
 from paceline.comm import Collective
 from paceline.comm.reduction import PartBuffer
-from paceline.comm.reduction.part_buffer import plan_buckets
+from paceline.comm.reduction.part_buffer import nothing_like, plan_buckets
+from paceline.comm.routes import SharedMemoryCollective
 from paceline.layout.holding import Holding
 
 _GROUP_BYTES = 2**26  # a buffer is there only while it is filled and read
+_ALL_BYTES = 2**62
 
 
 class GatherAfterUpdate:
@@ -39,6 +44,41 @@ class GatherAfterUpdate:
             buffer.rows.copy_(rows)
             for slot in buffer.slots:
                 buffer.read(slot, self._tensors[slot].data)
+
+
+class ReadAfterUpdate:
+    """The same on one host: each rank reads the others' parts where these have put them.
+
+    Args:
+        holding: see `GatherAfterUpdate`.
+        memory: of the ranks of the shard group.
+    Wire: nothing; the ledger counts an all_gather for each dtype. A call allocates nothing.
+    """
+
+    def __init__(self, holding: Holding, memory: SharedMemoryCollective) -> None:
+        self._memory, self._tensors = memory, holding.computes
+        self._rows: list[tuple[str, PartBuffer, Tensor]] = []
+        for number, slots in enumerate(plan_buckets(self._tensors, _ALL_BYTES)):
+            shape = PartBuffer(slots, self._tensors, holding.parts, _without_memory)
+            key, like = f"parameters.{number}", nothing_like(self._tensors[slots[0]])
+            self._rows.append((key, shape, memory.buffer(shape.rows.shape[1], like, key)))
+
+    def __call__(self) -> None:
+        """Put this rank's parts where the others read them, and read theirs."""
+        group = self._memory.group
+        for key, shape, own in self._rows:
+            shape.write_row(group.rank, self._tensors, own)
+            calls = [("all_gather", group, own.nbytes)]
+            self._memory.combine([key], calls, partial(self._read, shape)).wait()
+
+    def _read(self, shape: PartBuffer, parts: Sequence[Sequence[Tensor]]) -> None:
+        for row, part in enumerate(parts[0]):
+            if row != self._memory.group.rank:
+                shape.read_row(row, part, self._tensors)
+
+
+def _without_memory(num_values: int, like: Tensor) -> Tensor:
+    return like.new_empty(num_values, device="meta")
 
 
 def _zeros(num_values: int, like: Tensor) -> Tensor:

@@ -60,7 +60,8 @@ class Positions:
         rows = torch.stack([_padded(x[:, slice(*span)], widest).reshape(-1) for span in spans])
         first, last = self.own()
         own: Tensor = self._collective.reduce_scatter(rows, key).wait()
-        return own.view(len(x), widest, *x.shape[2:])[:, : last - first].contiguous()
+        kept = own.view(len(x), widest, *x.shape[2:])[:, : last - first]  # until the next sum of this key
+        return kept.clone(memory_format=torch.contiguous_format)
 
 
 def _padded(x: Tensor, width: int) -> Tensor:

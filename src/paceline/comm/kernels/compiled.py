@@ -34,6 +34,7 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "paceline_scaled_decode": [_POINTER, _COUNT, _INT, _POINTER, _POINTER],
     "paceline_top": [_POINTER, _COUNT, _POINTER],
     "paceline_bf16_encode": [_POINTER, _COUNT, _POINTER, _POINTER],
+    "paceline_fp16_encode": [_POINTER, _COUNT, ctypes.c_float, _POINTER],
     "paceline_fixed_encode": [_POINTER, _COUNT, _INT, ctypes.c_float, _POINTER],
     "paceline_fixed_decode": [_POINTER, _COUNT, _INT, ctypes.c_float, _POINTER],
     "paceline_sign_encode": [_POINTER, _COUNT, _POINTER, _POINTER],
@@ -70,6 +71,10 @@ class Kernels:
         odd = ctypes.c_int32()
         self._library.paceline_bf16_encode(x.data_ptr(), x.numel(), out.data_ptr(), ctypes.byref(odd))
         return not odd.value
+
+    def fp16_encode(self, x: Tensor, scale: Tensor, out: Tensor) -> None:
+        """`x` [n] divided by `scale` [1], a power of two from 2**-126 to 2**126, as float16 `out` [n]."""
+        self._library.paceline_fp16_encode(x.data_ptr(), x.numel(), float(scale), out.data_ptr())
 
     def scaled_encode(self, x: Tensor, bits: int, out: Tensor, scales: Tensor) -> None:
         """`x` [n] as packed codes in `out`, uint8 [ceil(n bits / 8)], with `scales` [ceil(n / 256)]."""

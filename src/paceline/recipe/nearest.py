@@ -97,4 +97,5 @@ def _options(strategy: Strategy, field: str, processes: int) -> list[Any]:
 
 def _refilled(candidate: Strategy, processes: int) -> Strategy:
     """With as many replicas as fill the processes."""
-    return candidate.replace(replicas=max(1, (processes - candidate.servers) // candidate.ranks_per_replica))
+    replicas = max(1, (processes - candidate.servers) // candidate.ranks_per_replica)
+    return candidate if candidate.replicas == replicas else candidate.replace(replicas=replicas)

@@ -10,6 +10,7 @@ Invariant: the text says everything; a list of tables is read as it. Pure.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from paceline.recipe.problems import Conflict, found_instead, refused
@@ -58,6 +59,7 @@ class Phase(NamedTuple):
         return self.until if isinstance(self.until, int) else None
 
 
+@lru_cache(maxsize=256)
 def phases_of(text: str) -> tuple[Phase, ...]:
     """The phases that a text names, in order; of rules to choose from, all.
 

@@ -7,11 +7,12 @@ the group `paceline.CHOICE` (such as `paceline.codec`): one file and one line of
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
@@ -230,14 +231,19 @@ def find(kind: type[S], word: str) -> S | None:
 def known(kind: type[S]) -> dict[str, S]:
     """All words of a choice, by word."""
     own = own_words(kind)
-    return own | {word: spec for word, spec in plugged_in(kind).items() if word not in own}
+    return {**own, **{word: spec for word, spec in plugged_in(kind).items() if word not in own}}
 
 
-def own_words(kind: type[S]) -> dict[str, S]:
+def own_words(kind: type[S]) -> Mapping[str, S]:
     """Those that come with this package."""
+    return _own_words(kind.choice)
+
+
+@cache
+def _own_words(choice: str) -> Mapping[str, Any]:
     from paceline.recipe.words import WORDS
 
-    return {spec.word: spec for spec in WORDS if isinstance(spec, kind)}
+    return MappingProxyType({spec.word: spec for spec in WORDS if spec.choice == choice})
 
 
 @cache

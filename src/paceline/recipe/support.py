@@ -6,7 +6,7 @@ reasons of a refusal are all its reasons. What is not built is refused, never re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -210,21 +210,22 @@ def support(strategy: Strategy, *, processes: int, shards: int, called: str = "b
     """
     filled = fill(strategy, processes)
     place = _Place(processes, shards, called)
-    reasons = _reasons(filled, place)
+    reasons = list(dict.fromkeys(_reasons(filled, place)))
     if not reasons:
         return Support(True, "", filled)
-    nearest = nearest_supported(filled, processes, shards, lambda other: not _reasons(other, place))
+    nearest = nearest_supported(filled, processes, shards, lambda other: not any(_reasons(other, place)))
     return Support(False, "; ".join(reasons), nearest)
 
 
-def _reasons(filled: Strategy, place: _Place) -> list[str]:
-    found = [rule.reason(filled, place) for rule in _RULES if rule.broken(filled, place)]
-    found += [reason for reason in _refusals(filled) if reason not in found]
-    each_rule = [filled.under(phase.rule) for phase in phases_of(filled.sync)]
-    for others in (filled.alternatives, each_rule):
-        for one in others if len(others) > 1 else ():
-            found += [reason for reason in _reasons(one, place) if reason not in found]
-    return found
+def _reasons(filled: Strategy, place: _Place) -> Iterator[str]:
+    """Some of them more than once; one that is asked for the first only looks no further."""
+    yield from (rule.reason(filled, place) for rule in _RULES if rule.broken(filled, place))
+    yield from _refusals(filled)
+    phases = phases_of(filled.sync)
+    each_rule = [filled.under(phase.rule) for phase in phases] if len(phases) > 1 else []
+    others = filled.alternatives
+    for one in [*(others if len(others) > 1 else ()), *each_rule]:
+        yield from _reasons(one, place)
 
 
 def resolve(strategy: Strategy, *, processes: int, shards: int, called: str = "batch.shards") -> Strategy:

@@ -44,7 +44,8 @@ def check_word(text: str, kind: type[Spec]) -> str:
 
 def check_sync(text: str) -> str:
     """Every rule of a run, or every-step and what it may choose instead."""
-    specs = [known(SyncSpec)[check_word(p.rule, SyncSpec).partition(":")[0]] for p in phases_of(text)]
+    words = known(SyncSpec)
+    specs = [words[check_word(p.rule, SyncSpec).partition(":")[0]] for p in phases_of(text)]
     fits = not any(spec.chooses for spec in specs)
     if allowed := choices_of(text):
         fits &= all(spec.sums and not spec.needs_server for spec in specs)
@@ -57,7 +58,8 @@ def check_sync(text: str) -> str:
 def check_codec(text: str) -> str:
     """A codec, a chain of them, or some to choose from."""
     word, _, allowed = text.partition(":")
-    if word in known(CodecSpec) and known(CodecSpec)[word].chooses:
+    whole = find(CodecSpec, word)
+    if whole is not None and whole.chooses:
         for one in allowed.split(",") if allowed else ():
             if check_codec(one).partition(":")[0] in (word, "fp32"):
                 raise refused(found_instead(f"codecs by comma behind {word}", one))

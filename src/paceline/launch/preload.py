@@ -19,10 +19,26 @@ _NOT_ROOMS = ("__main__", "cli", "testing")
 
 
 def preload(more: Iterable[str] = ()) -> None:
-    """Import the libraries that every process uses, every room of the package, and `more`."""
+    """Import the libraries that every process uses, the rooms of the package, what words name, and `more`."""
     rooms = [room.name for room in pkgutil.iter_modules(paceline.__path__) if room.name not in _NOT_ROOMS]
-    for name in (*_LIBRARIES, *(f"paceline.{room}" for room in rooms), *more):
+    for name in (*_LIBRARIES, *(f"paceline.{room}" for room in rooms), *_of_words(), *more):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    _build_tables()
     gc.collect()
     gc.freeze()  # else every first collection of a forked process copies all of this
+
+
+def _of_words() -> list[str]:
+    """The modules that construct what a word of a strategy stands for, those of the package alone."""
+    from paceline.recipe.words import WORDS
+
+    return sorted({spec.build.partition(":")[0] for spec in WORDS if spec.is_built})
+
+
+def _build_tables() -> None:
+    """Those of recipes are built at their first use, which takes longer than to read a recipe."""
+    from paceline.recipe.strict import Table
+
+    for table in Table.__subclasses__():
+        table.model_rebuild()

@@ -2,4 +2,4 @@
 
 from paceline.launch.preload import preload
 
-preload(("cloudpickle", "pytest", "sklearn.datasets"))
+preload(("cloudpickle", "pytest", "sklearn.datasets", "paceline.testing.contracts", "paceline.tasks.digits"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,7 +19,24 @@ from paceline.cluster import Cluster
 from paceline.epochs import Candidate, Meeting, meet
 from paceline.errors import CommunicationError, DataError, DeadlineError
 from paceline.missing import Patience
+from paceline.recipe import Recipe, Strategy
 from paceline.testing import RanksFailed, run_ranks
+from paceline.testing.parity import session_of
+
+
+def imports_of_a_session(cluster: Cluster) -> list[str]:
+    """Modules of the package that this rank imports itself, and tables that it builds."""
+    before = {*sys.modules}
+    tables = [table.__name__ for table in (Recipe, Strategy) if not table.__pydantic_complete__]
+    recipe = Recipe(
+        task="digits",
+        options={"model": "mlp", "hidden": [4]},
+        steps=1,
+        batch={"size": 4, "shards": 2},
+        strategy="servers=1 sync=server-async",
+    )
+    session_of(cluster, recipe).close()
+    return tables + [name for name in {*sys.modules} - before if name.startswith("paceline.")]
 
 
 @dataclass
@@ -63,6 +81,10 @@ def hang() -> None:
 
 def test_results_come_by_rank() -> None:
     assert run_ranks(add_up, 3, 1.0) == [Answer(0, 6.0), Answer(1, 6.0), Answer(2, 6.0)]
+
+
+def test_a_rank_finds_imported_what_a_session_needs() -> None:
+    assert run_ranks(imports_of_a_session, 3) == [[], [], []]
 
 
 def test_one_rank_has_no_group() -> None:

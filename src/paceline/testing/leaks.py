@@ -124,11 +124,12 @@ def _has_group() -> bool:
 
 def _descendants(root: int) -> dict[int, str]:
     children: dict[int, list[int]] = {}
-    for process in Path("/proc").glob("[0-9]*"):  # a longer pattern fails for a process that is just ending
-        with suppress(OSError):
-            state, parent = (process / "stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
-            if state not in "ZX":
-                children.setdefault(int(parent), []).append(int(process.name))
+    for process in Path("/proc").iterdir():
+        if process.name.isdecimal():
+            with suppress(OSError):
+                state, parent = _status(process.name).rpartition(b")")[2].split(maxsplit=2)[:2]
+                if state not in b"ZX":
+                    children.setdefault(int(parent), []).append(int(process.name))
     found: dict[int, str] = {}
     todo = list(children.get(root, ()))
     while todo:
@@ -142,6 +143,15 @@ def _descendants(root: int) -> dict[int, str]:
             if pid not in children.get(root, ()) or not any(name in command for name in _SERVERS):
                 found[pid] = command
     return found
+
+
+def _status(pid: str) -> bytes:
+    """What the system says of a process; by two calls, as every test asks it twice of every process."""
+    file = os.open(f"/proc/{pid}/stat", os.O_RDONLY)
+    try:
+        return os.read(file, 4096)
+    finally:
+        os.close(file)
 
 
 def _own_shared_memory() -> list[str]:

@@ -59,14 +59,16 @@ class LayoutContract(ABC):
             assert report.steps == self.steps
 
     @pytest.fixture(scope="class")
-    def plain(self) -> list[Trajectory]:
+    @classmethod
+    def plain(cls) -> list[Trajectory]:
         """Where every rank of the undisturbed run ends, whole; it is run once for all tests."""
+        recipe = cls().recipe()
 
         def run(cluster: Cluster) -> Trajectory:
-            session = session_of(cluster, self.recipe())
+            session = session_of(cluster, recipe)
             return whole([stats.loss for stats in session.rounds()], session)
 
-        return run_ranks(run, self.num_ranks)
+        return run_ranks(run, cls.num_ranks)
 
     def test_it_ends_where_the_oracle_ends(self, plain: list[Trajectory]) -> None:
         right = run_oracle(self.recipe(), self.steps)

@@ -46,14 +46,16 @@ class RuleContract(ABC):
         return Recipe(**(settings | changes))
 
     @pytest.fixture(scope="class")
-    def plain(self) -> list[Trajectory]:
+    @classmethod
+    def plain(cls) -> list[Trajectory]:
         """Where every rank of the plain run ends, run once for all tests; none where runs differ."""
+        recipe = cls().recipe()
 
         def train(cluster: Cluster) -> Trajectory:
-            session = session_of(cluster, self.recipe())
+            session = session_of(cluster, recipe)
             return whole([stats.loss for stats in session.rounds()], session)
 
-        return run_ranks(train, self.num_ranks) if self.deterministic else []
+        return run_ranks(train, cls.num_ranks) if cls.deterministic else []
 
     def test_it_learns_and_ends_at_the_last_step_with_all_ranks_equal(self) -> None:
         def train(cluster: Cluster) -> tuple[int, float, float, Trajectory]:

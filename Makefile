@@ -27,9 +27,11 @@ train: $(VENV)/.core ## train the byte-level GPT of recipes/byte-gpt.toml (RECIP
 
 test: $(VENV)/.dev ## run the CPU test suite (TESTS=, ARGS=); the capability report goes to build/
 	@mkdir -p build
+	@$(BIN)/python -m compileall -q src  # else, where Python keeps no bytecode, each of many processes compiles it
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=15 --capability-report=build/capabilities.json $(TESTS) $(ARGS)
 
 soak: $(VENV)/.soak ## run the long tests
+	@$(BIN)/python -m compileall -q src  # else, where Python keeps no bytecode, each of many processes compiles it
 	$(BIN)/python -m pytest --soak -m soak --durations=15 --timeout=3600 $(TESTS) $(ARGS)
 
 bench: $(VENV)/.bench ## measure speed against other libraries

@@ -27,6 +27,7 @@ from paceline.training.arrange import Setting
 from paceline.training.build import build_order
 
 STEPS = 50
+FEW_STEPS = 6  # each mistake of the twins is in the first update
 GPT: dict[str, Any] = {
     "task": "byte-gpt",
     "options": {"layers": 2, "width": 16, "heads": 2, "context": 16, "dropout": 0.1, "sample_tokens": 0},
@@ -43,8 +44,8 @@ MODELS = {"byte-gpt": GPT, "convnet": CONVNET}
 BOTH = ("byte-gpt", "convnet")
 # By strategy, the models that have it in `make test`: every way once, and ways that could meet.
 STRATEGIES: dict[str, tuple[str, ...]] = {
-    "replicas=2": BOTH[:1],
-    "replicas=3 route=native": BOTH,
+    "replicas=2": (),
+    "replicas=3 route=native": BOTH[1:],
     "replicas=4": (),
     "replicas=5": BOTH[:1],
     "replicas=8": (),
@@ -53,11 +54,11 @@ STRATEGIES: dict[str, tuple[str, ...]] = {
     "replicas=2 lanes=2 route=native": BOTH[:1],
     "replicas=1 shard=2 zero=1": (),
     "replicas=1 shard=3 zero=1 lanes=2": BOTH[:1],
-    "replicas=2 shard=2 zero=1": BOTH,
+    "replicas=2 shard=2 zero=1": BOTH[1:],
     "replicas=1 shard=3 zero=1 route=native": (),
-    "replicas=1 pipeline=2": (),
+    "replicas=1 pipeline=2": BOTH[:1],
     "replicas=3 pipeline=2": (),
-    "replicas=1 pipeline=3": BOTH[:1],
+    "replicas=1 pipeline=3": (),
     "replicas=1 pipeline=2 lanes=2": BOTH[1:],
     "replicas=2 pipeline=3 lanes=3": BOTH[:1],
     "replicas=1 shard=2 zero=1 pipeline=2 lanes=2": BOTH[:1],
@@ -106,9 +107,9 @@ def run(recipe: Recipe) -> list[Bits]:
 
 
 @cache
-def alone(model: str) -> Bits:
+def alone(model: str, steps: int = STEPS) -> Bits:
     """One process, one lane."""
-    return run(recipe_of(model, "replicas=1"))[0]
+    return run(recipe_of(model, "replicas=1", steps=steps))[0]
 
 
 @pytest.mark.capability("I10", "A2", "A7", "A9", "J10", "J11")
@@ -238,6 +239,6 @@ def test_without_one_mechanism_the_hashes_differ(
     model: str, strategy: str, break_it: Callable[[], None]
 ) -> None:
     """Twins: each mechanism is needed, and the matrix above would see that it is gone."""
-    recipe = recipe_of(model, strategy)
+    recipe = recipe_of(model, strategy, steps=FEW_STEPS)
     found = run_ranks(broken_bits, 3, recipe, break_it, deadline=720.0)[0]
-    assert found.first_difference(alone(model)) is not None
+    assert found.first_difference(alone(model, FEW_STEPS)) is not None

@@ -46,7 +46,7 @@ def hold(url: str) -> subprocess.Popen[str]:
 def test_a_second_job_is_refused_and_who_resumes_is_told_host_and_process(
     words: tuple[str, ...], code: int, tmp_path: Path
 ) -> None:
-    with train(tmp_path, options__pause=0.02, steps=100000) as first:
+    with train(tmp_path, options__pause=0.2, steps=100000) as first:
         until((tmp_path / "run" / "checkpoints" / "step-00000002" / "manifest.json").exists, first)
         recipe = (tmp_path / "run" / "recipe.toml").read_bytes()
         with start(tmp_path, *words, "--set", "steps=4") as second:
@@ -130,7 +130,7 @@ def test_nothing_that_is_published_is_ever_written_again(tmp_path: Path) -> None
 
 def test_a_resume_before_the_first_checkpoint_begins_at_step_0_and_says_so(tmp_path: Path) -> None:
     prepare(tmp_path)
-    with train(tmp_path, checkpoint__every_steps=0, options__pause=0.02, steps=100000) as process:
+    with train(tmp_path, checkpoint__every_steps=0, options__pause=0.2, steps=100000) as process:
         metrics = tmp_path / "run" / "metrics.jsonl"
         until(lambda: metrics.exists() and '"step"' in metrics.read_text(), process)
         process.kill()

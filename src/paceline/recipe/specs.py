@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
@@ -236,14 +235,9 @@ def known(kind: type[S]) -> dict[str, S]:
 
 def own_words(kind: type[S]) -> Mapping[str, S]:
     """Those that come with this package."""
-    return _own_words(kind.choice)
+    from paceline.recipe.words import BY_CHOICE
 
-
-@cache
-def _own_words(choice: str) -> Mapping[str, Any]:
-    from paceline.recipe.words import WORDS
-
-    return MappingProxyType({spec.word: spec for spec in WORDS if spec.choice == choice})
+    return BY_CHOICE[kind.choice]
 
 
 @cache

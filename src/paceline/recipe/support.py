@@ -218,7 +218,6 @@ def support(strategy: Strategy, *, processes: int, shards: int, called: str = "b
 
 
 def _reasons(filled: Strategy, place: _Place) -> Iterator[str]:
-    """Some of them more than once; one that is asked for the first only looks no further."""
     yield from (rule.reason(filled, place) for rule in _RULES if rule.broken(filled, place))
     yield from _refusals(filled)
     phases = phases_of(filled.sync)

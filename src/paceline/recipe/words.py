@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from paceline.recipe.channel_words import CHANNELS
 from paceline.recipe.layout_words import LAYOUTS, SCHEDULES
@@ -174,3 +175,8 @@ SYNCS = (
 )
 
 WORDS: tuple[Spec, ...] = (*SYNCS, *CODECS, *ROUTES, *CHANNELS, *SCHEDULES, *LAYOUTS, *OPTIMIZERS)
+BY_CHOICE: Mapping[str, Mapping[str, Any]] = {
+    choice: {spec.word: spec for spec in WORDS if spec.choice == choice}
+    for choice in {spec.choice for spec in WORDS}
+}
+"""The same, by what they are a choice of, and by word."""

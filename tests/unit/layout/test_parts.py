@@ -14,6 +14,7 @@ from paceline.errors import TaskError
 from paceline.layout.pipeline import cut_model
 from paceline.layout.pipeline.drawn import require_no_draws
 from paceline.layout.pipeline.parts import Inbox, batch_part
+from paceline.layout.sums import MetricNames, Sums
 from paceline.models import KeyedDropout
 from paceline.schedule import Action, samples_of
 
@@ -198,3 +199,13 @@ class LastPositions:
 
     def own(self) -> tuple[int, int]:
         return 3, 5
+
+
+@pytest.mark.capability("D9")
+def test_parts_are_one_micro_batch_of_the_sums() -> None:
+    """Buffers of other stages move by the mean over micro-batches, so parts may not count as some."""
+    sums = Sums(MetricNames())
+    for total, joins in ((1.0, False), (2.0, True), (4.0, True), (8.0, False)):
+        sums.add(Loss(torch.tensor(total), 2, {"right": 1.0}), joins=joins)
+    assert sums.micro_batches == 2
+    assert sums.read() == (15.0, 8.0, {"right": 4.0})

@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 TRAINING = "training"
+SERVED = "training for a server"
+"""The job may go on without a worker that is lost."""
 LEAVING = "leaving"
 NOTHING_TO_SAVE = "stopped before the first step: there was nothing to save"
 

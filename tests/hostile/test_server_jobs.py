@@ -52,6 +52,18 @@ def test_a_worker_that_is_lost_between_two_rounds_ends_the_job_by_its_name(what:
     assert "next:" in end.err
 
 
+def test_a_worker_that_is_lost_before_a_server_takes_over_ends_the_job(tmp_path: Path) -> None:
+    """All are needed in every-step, though the job has a server later; nobody is told otherwise."""
+    keys = {"batch__shards": 4, "options__pause": 0.02, "steps": 5000, "health__straggler_factor": 1000.0}
+    strategy = '"servers=1 sync=every-step@straggler,server-async"'
+    with train(tmp_path, processes=3, strategy=strategy, **keys) as process:
+        until((tmp_path / "stepping-2").exists, process)
+        os.kill(int((tmp_path / "building-2").read_text()), signal.SIGKILL)
+        end = end_of(process)
+    assert end.code == 137, end.err
+    assert "rank 2 was killed by SIGKILL" in end.err and "goes on without it" not in end.err
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_loss_of_a_server_ends_the_job(rank: int, tmp_path: Path) -> None:
     """Of one, and of the second of two, without which nothing can be updated."""

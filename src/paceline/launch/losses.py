@@ -1,7 +1,7 @@
 """Workers that a job can lose: which failures do not end it, and what is said of them.
 
-Invariant: a failure is borne only while the servers, whose workers the others are, live and are trained with;
-in the end a job is what they made of it.
+Invariant: a failure is borne only while the servers, whose workers the others are, live and are trained with
+(a run may begin under another rule); in the end a job is what they made of it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from paceline.launch.judge import failed, judge
 from paceline.launch.process import Running
 from paceline.launch.stop import Stop
+from paceline.launch.watch import phase_of
+from paceline.phase import TRAINING
 
 _UNKILLABLE_SECONDS = 5.0
 
@@ -55,4 +57,11 @@ class Losses:
 
     def _may_lose(self, one: Running, stop: Stop) -> bool:
         asked = stop.terminated or stop.signal is not None
-        return stop.begun and not asked and one.worker.global_rank >= self._servers > 0
+        is_worker = one.worker.global_rank >= self._servers > 0
+        return stop.begun and not asked and is_worker and not _is_needed(one)
+
+
+def _is_needed(one: Running) -> bool:
+    """Whether it trains under a rule that needs all."""
+    phase = phase_of(one)
+    return phase is not None and phase.what == TRAINING

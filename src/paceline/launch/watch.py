@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 from paceline.launch.process import Running
 from paceline.launch.procfs import is_stopped
 from paceline.launch.stacks import read_position, request_stack
-from paceline.phase import LEAVING, TRAINING, Phase, read_phase
+from paceline.phase import LEAVING, SERVED, TRAINING, Phase, read_phase
 
 _LOOK_SECONDS = 0.25
 _SLACK_SECONDS = 5.0  # the worker keeps its deadline itself where it can, and its error says more
 _STACK_SECONDS = 0.05
-_BEGUN = (TRAINING, LEAVING)
+_BEGUN = (TRAINING, SERVED, LEAVING)
 
 
 class Watch:
@@ -41,7 +41,7 @@ class Watch:
 
     def begun(self) -> bool:
         """Whether a worker has said that it trains."""
-        phases = (_phase(one) for one in self._running)
+        phases = (phase_of(one) for one in self._running)
         return any(phase is not None and phase.what in _BEGUN for phase in phases)
 
     def late(self, now: float) -> list[Running]:
@@ -68,14 +68,14 @@ class Watch:
         if stopped_seconds and before and not self._told[i]:
             ends = math.isfinite(self._stuck_seconds)
             then = f"it has {self._stuck_seconds:g} s to go on" if ends else "the job waits for it"
-            self._tell(f"{name} is stopped by a signal (SIGSTOP?){_doing(_phase(one))}: {then}\n")
+            self._tell(f"{name} is stopped by a signal (SIGSTOP?){_doing(phase_of(one))}: {then}\n")
             self._told[i] = True
         elif self._told[i] and not stopped_seconds:
             self._tell(f"{name} goes on after {before:.1f} s\n")
             self._told[i] = False
 
     def _why(self, one: Running, stopped_seconds: float, now: float) -> str:
-        phase = _phase(one)
+        phase = phase_of(one)
         doing = _doing(phase)
         if stopped_seconds > self._stuck_seconds:
             return f"was stopped by a signal (SIGSTOP?) for more than {self._stuck_seconds:g} s{doing}"
@@ -87,7 +87,8 @@ class Watch:
         return f"did not come to an end{doing}" + (f"; it was in {where}" if where else "")
 
 
-def _phase(one: Running) -> Phase | None:
+def phase_of(one: Running) -> Phase | None:
+    """What a worker said last, of this node."""
     return read_phase(one.worker.error_file.parent, one.worker.global_rank)
 
 

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from paceline.cluster import Cluster
 from paceline.observe import JsonLines, Progress, Sink, TextLog
-from paceline.phase import LEAVING, TRAINING
+from paceline.phase import LEAVING
 from paceline.report import write_report
 from paceline.report.folder import LOG, METRICS
 from paceline.training import run_folder
@@ -139,7 +139,7 @@ def _begun(
         folder = run_folder.prepare(session, before, name or _name_of(task))
         used = None if source is None else run_folder.restore(session, source, warn)
         stop.setting_up = False
-        cluster.enter_phase(TRAINING)
+        cluster.enter_phase(session.doing)
         yield _Run(session, folder, sinks(session, folder, talks, used), talks)
     cluster.enter_phase(LEAVING)  # a script may go on for as long as it likes
 

@@ -17,6 +17,7 @@ from paceline.layout import Holding, Placed
 from paceline.layout.whole import Snapshot, gather_whole, share_snapshot, take_snapshot, whole_model
 from paceline.mesh import Mesh
 from paceline.observe import Stats
+from paceline.phase import SERVED, TRAINING
 from paceline.recipe import Recipe, Strategy
 from paceline.state import TrainState
 from paceline.sync import Rule, UpdateStep
@@ -122,6 +123,11 @@ class Session:
         return now.replace(sync=asked.sync, servers=asked.servers, replicas=replicas)
 
     @property
+    def doing(self) -> str:
+        """What its launcher is told that it does; see `phase`."""
+        return SERVED if self.strategy.rule.needs_server else TRAINING
+
+    @property
     def num_steps(self) -> int:
         """Length of the run; `state.step` says how far it is."""
         return self.feed.num_steps
@@ -149,6 +155,7 @@ class Session:
         """
         while self.state.step < self.num_steps:
             self.enter(self.state.step)
+            self.cluster.enter_phase(self.doing)
             last = yield from self._rounds()
             if last:
                 return

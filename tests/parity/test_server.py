@@ -10,7 +10,8 @@ import torch
 from paceline.cluster import Cluster
 from paceline.comm.channel import Message
 from paceline.recipe import Recipe, Strategy
-from paceline.sync.policy import ApplyEach, FirstN, Policy, Push, Ticket
+from paceline.sync.backup import FirstN
+from paceline.sync.policy import ApplyEach, Policy, Push, Ticket
 from paceline.task import Task
 from paceline.testing import RanksFailed, run_ranks
 from paceline.testing.contracts.layout import whole

@@ -14,6 +14,7 @@ from paceline.cluster import Cluster
 from paceline.errors import RecipeError
 from paceline.layout.whole import Snapshot
 from paceline.recipe import Recipe, Strategy, support
+from paceline.sync.recovery import Recovery
 from paceline.testing import run_ranks
 from paceline.testing.contracts.layout import whole
 from paceline.testing.parity import Trajectory, session_of
@@ -76,6 +77,7 @@ def goes_on(session: Session, snapshot: Snapshot) -> Trajectory:
 
 def server_takes_over(cluster: Cluster) -> dict[str, Any]:
     """The run; every-step to where it turned and the server from there; and the former, resumed late."""
+    Recovery.hear = lambda self, worker, seconds: None  # nobody recovers
     taken = take(cluster, "server")
     notes = dict(taken.notes)
     ended = whole(taken.losses, taken.session)

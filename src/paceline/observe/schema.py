@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from paceline.observe.layout_events import RECOMPUTE, STAGES
 from paceline.observe.machine_events import COMPILE, OPTIMIZER, PRECISION, THREADS
 from paceline.observe.schema_of_health import LOWER_RATE, ROLL_BACK, SKIP
-from paceline.observe.schema_of_speed import GAIN, SERVERS, SHARES, STRAGGLER, SYNC
+from paceline.observe.schema_of_speed import GAIN, RECOVERED, SERVERS, SHARES, STRAGGLER, SYNC
 from paceline.observe.wire_events import BUCKETS, CODEC, ROUTE
 
 SCHEMA = 1
@@ -192,6 +192,7 @@ EVENTS: Mapping[str, Event] = MappingProxyType(
         "shares": Event("info", True, SHARES),
         "gain": Event("info", True, GAIN),
         "straggler": Event("warning", True, STRAGGLER),
+        "recovered": Event("info", True, RECOVERED),
         "work": Event("info", False, _WORK),
         "arrivals": Event("debug", False, _ARRIVALS),
         "warning": Event("warning", True, {"text": "str: what the user should know"}),

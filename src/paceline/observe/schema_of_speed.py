@@ -22,6 +22,11 @@ STRAGGLER = {
     "seconds": "float: that it takes for a micro-batch, or to be reached",
     "usual": "float: that others take, their median",
 }
+RECOVERED = {
+    "step": "int: steps taken before",
+    "seconds": "float: in which it answers the server now, its median",
+    "usual": "float: in which others do",
+}
 SYNC = {
     "step": "int: steps taken before",
     "sync": "str: the rule from here on, chosen among those that the strategy allows",

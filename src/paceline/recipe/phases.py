@@ -1,8 +1,8 @@
 """A run whose rule changes on the way: `sync = "every-step@1000,diloco:50"`, or a list of tables in a recipe.
 
 A phase ends before a step, or (`every-step@straggler,backup:1`) where a rank is named as slow. Once that has
-happened the step is known, and the run is one that was asked to switch there. Behind `auto:` stand the rules
-that a run may go on with once its first steps were measured.
+happened the step is known, and the run is one that was asked to switch there; so with the way back, and the
+next time. Behind `auto:` stand the rules that a run may go on with once its first steps were measured.
 
 Invariant: the text says everything; a list of tables is read as it. Pure.
 """
@@ -123,14 +123,26 @@ def ended(text: str, step: int, chosen: str = "") -> str:
     return text.replace(f"@{STRAGGLER}", f"@{step}")
 
 
+def returned(asked: str, found: str, step: int) -> str:
+    """The phases, once the slow rank is as fast as others again: back, until the next one is slow."""
+    return f"{found}@{step},{','.join(asked.split(',')[-2:])}"
+
+
+def num_returns(asked: str, found: str) -> int:
+    """How often a run has gone back."""
+    return (len(phases_of(found)) - len(phases_of(asked))) // 2
+
+
 def is_reading(text: str, found: str) -> bool:
     """Whether phases are those of a text, of which it is known by now when they end, and what was chosen."""
     asked, known = phases_of(text), phases_of(found)
     if (allowed := choices_of(text)) and found != text:
         rules = [phase.rule for phase in known]
         return rules[0] == allowed[0] and len(rules) <= 2 and rules[-1] in allowed
+    if asked[-2:-1] and asked[-2].until == STRAGGLER:  # the last two may have come again and again
+        asked = (*asked, *asked[-2:] * num_returns(text, found))
     return len(asked) == len(known) and all(
-        one.rule == other.rule and (one.until == other.until or isinstance(one.until, str))
+        one.rule == other.rule and (one.until == other.until or not isinstance(one.until, int))
         for one, other in zip(asked, known, strict=True)
     )
 

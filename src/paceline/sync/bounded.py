@@ -29,6 +29,8 @@ class Bounded:
         bound: S, at least 0; `math.inf`: none.
     """
 
+    drops = False
+
     def __init__(self, num_workers: int, bound: float) -> None:
         self._num_workers, self._bound = num_workers, bound
         self._first = self._next = self._end = self.step = 0
@@ -76,6 +78,10 @@ class Bounded:
         """Somebody else does what it had."""
         if ticket is not None:
             self._returned.append(ticket)
+
+    def is_late(self, ticket: Ticket) -> bool:
+        """Nothing is."""
+        return False
 
     def stop(self) -> None:
         """Finish the clock that is open, and at least one."""

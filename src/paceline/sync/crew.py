@@ -19,6 +19,7 @@ class Crew:
         self._tickets: dict[int, tuple[Ticket, int]] = {}
         self._awaited = dict.fromkeys(ranks, 0.0)  # since when
         self._idle: set[int] = set()
+        self._recalled: set[int] = set()
         self.lost: dict[int, str] = {}
 
     @property
@@ -49,6 +50,7 @@ class Crew:
         """An idle worker gets work, and the parameters after `version` updates."""
         self._idle.remove(rank)
         self._tickets[rank] = ticket, version
+        self._recalled.discard(rank)
         self._awaited[rank] = now
 
     def answered(self, rank: int) -> tuple[Ticket, int] | None:
@@ -56,6 +58,13 @@ class Crew:
         self._idle.add(rank)
         self._awaited.pop(rank, None)
         return self._tickets.pop(rank, None)
+
+    def recall(self, is_late: Callable[[Ticket], bool]) -> list[int]:
+        """Those who work on what comes too late, and do not know it yet."""
+        working = {rank: ticket for rank, (ticket, _) in self._tickets.items()}
+        late = [rank for rank, ticket in working.items() if is_late(ticket) and rank not in self._recalled]
+        self._recalled.update(late)
+        return late
 
     def lose(self, rank: int, why: str) -> Ticket | None:
         """Mark a worker as lost. Returns the ticket that it worked on."""

@@ -63,6 +63,11 @@ class WorkLedger:
                 next_step="this is a mistake of the rule, not of the recipe: please report it",
             )
 
+    def come_back(self, *, late: bool) -> None:
+        """A ticket has come back without a push: it came too late, or is to be handed out again."""
+        self.dropped += late
+        self.taken -= not late
+
     def metrics(self) -> dict[str, float]:
         """How old what was applied was: on average, and at most."""
         stale = sum(age * count for age, count in self.staleness.items()) / max(1, self.applied)
@@ -86,7 +91,13 @@ class WorkLedger:
 
 
 class Policy(Protocol):
-    """Which work there is, and what is done with it, between two quiescent points."""
+    """Which work there is, and what is done with it, between two quiescent points.
+
+    Attributes:
+        drops: work may come too late.
+    """
+
+    drops: bool
 
     def begin(self, first: int, end: int) -> None:
         """Open steps `first` to `end` - 1."""
@@ -102,6 +113,9 @@ class Policy(Protocol):
 
     def lose(self, worker: int, ticket: Ticket | None) -> None:
         """The worker does not come back; it worked on this ticket, or (None) on nothing."""
+
+    def is_late(self, ticket: Ticket) -> bool:
+        """Whether what it brings would be dropped."""
 
     def stop(self) -> None:
         """Open no further step."""
@@ -124,6 +138,8 @@ class ApplyEach:
 
     Source: Dean et al. 2012, Large Scale Distributed Deep Networks, section 4.1 (Downpour SGD).
     """
+
+    drops = False
 
     def __init__(self, num_workers: int) -> None:
         self._num_workers = num_workers
@@ -160,6 +176,10 @@ class ApplyEach:
         if ticket is not None:
             self._returned.append(ticket)
 
+    def is_late(self, ticket: Ticket) -> bool:
+        """Nothing is."""
+        return False
+
     def stop(self) -> None:
         """Finish the step that is open, and at least one."""
         opened = max(self._next, self._first * self._num_workers + 1)
@@ -179,61 +199,3 @@ class ApplyEach:
     def step(self) -> int:
         """See `Policy`."""
         return self._first + self._applied // self._num_workers
-
-
-class FirstN:
-    """Backup workers: the first N pushes of a step make its update, later ones are dropped.
-
-    Source: Chen et al. 2016, Revisiting Distributed Synchronous SGD, arXiv:1604.00981, section 3.
-    """
-
-    def __init__(self, num_workers: int, num_backups: int) -> None:
-        self.num_needed = num_workers - num_backups
-        self._step = self._end = 0
-        self._given: set[int] = set()
-        self._found: list[Push] = []
-
-    def begin(self, first: int, end: int) -> None:
-        """See `Policy`."""
-        self._step, self._end = first, end
-        self._given, self._found = set(), []
-
-    def ticket(self, worker: int) -> Ticket | None:
-        """The worker's own part of the open step, once."""
-        if self._step >= self._end or worker in self._given:
-            return None
-        self._given.add(worker)
-        return Ticket(self._step, worker)
-
-    def push(self, worker: int, push: Push) -> Sequence[Push] | None:
-        """Collect what belongs to the open step."""
-        if push.ticket.step != self._step:
-            return None
-        self._found.append(push)
-        if len(self._found) < self.num_needed:
-            return []
-        found = sorted(self._found, key=lambda p: p.ticket.part)  # so that arrival does not change a sum
-        self._step, self._given, self._found = self._step + 1, set(), []
-        return found
-
-    def give_back(self, worker: int, ticket: Ticket) -> None:
-        """The worker may take its own part again; nobody else does it."""
-        if ticket.step == self._step:
-            self._given.discard(worker)
-
-    def lose(self, worker: int, ticket: Ticket | None) -> None:
-        """Nobody else does its part: as many as are needed are left, or the server ends."""
-
-    def stop(self) -> None:
-        """Finish the step that is open."""
-        self._end = min(self._end, self._step + 1)
-
-    @property
-    def is_complete(self) -> bool:
-        """See `Policy`."""
-        return self._step >= self._end
-
-    @property
-    def step(self) -> int:
-        """See `Policy`."""
-        return self._step

@@ -18,11 +18,15 @@ from paceline.observe import Phases, Stats
 from paceline.slot import Keeper, Piece, Slot
 from paceline.state import TrainState
 from paceline.sync.circle import Circle, require_same
+from paceline.sync.health import Note
 from paceline.sync.policy import WorkLedger
 from paceline.sync.pushes import Pushes
 from paceline.sync.shares import load_buffers, load_share, share_of
 from paceline.sync.traffic import Traffic
 from paceline.sync.update import Update, UpdateStep
+
+News = Mapping[str, Mapping[str, Any]]
+"""What has happened, by the name of the event."""
 
 
 class Served(Keeper):
@@ -31,6 +35,7 @@ class Served(Keeper):
     Args:
         pushes: makes, reads and adds what workers push.
         traffics: of a worker, by server; a server has its own alone.
+        note: is told of what happens beside the steps.
     Attributes:
         left: the ranks that were not lost, as of the last pause; empty before it.
     """
@@ -43,9 +48,10 @@ class Served(Keeper):
         phases: Phases,
         stop_requested: Callable[[], bool],
         traffics: Sequence[Traffic],
+        note: Note,
     ) -> None:
         self.channel, self.net, self.phases, self.traffics = channel, net, phases, traffics
-        self.pushes, self.stop_requested = pushes, stop_requested
+        self.pushes, self.stop_requested, self.note = pushes, stop_requested, note
         self.left: tuple[int, ...] = ()
         self.ledger = WorkLedger()
 
@@ -64,9 +70,16 @@ class Served(Keeper):
         state.scale.value, state.scale.clean_steps = fields["scale"]["value"], fields["scale"]["clean_steps"]
         self.ledger = WorkLedger.of(fields["ledger"])
         self.left = tuple(fields["left"])
+        self.tell(fields["news"])
         seconds, spent = self.phases.take()
         sent = self.net.ledger.total().sent_bytes
         return replace(Stats(**fields["stats"]), seconds=seconds, phases=spent, sent_bytes=sent)
+
+    def tell(self, news: News) -> News:
+        """Note what has happened, which is the same on all ranks; returns it."""
+        for name, record in news.items():
+            self.note(name, record)
+        return news
 
     def pieces(self) -> list[Piece]:
         """The ledger, as numbers: taken, applied, dropped, then pairs of age and count."""

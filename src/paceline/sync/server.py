@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -33,7 +33,7 @@ from paceline.sync.alone import add_tallies
 from paceline.sync.crew import Crew
 from paceline.sync.policy import Policy, Push, Ticket, WorkLedger
 from paceline.sync.rule import step_stats
-from paceline.sync.served import Serving
+from paceline.sync.served import News, Serving
 from paceline.sync.shares import SERVER
 from paceline.sync.update import Update, UpdateStep
 
@@ -44,18 +44,19 @@ class Server(Serving):
     Args:
         policy: hands out work and decides what makes an update.
         workers: their ranks; worker k runs as part k of as many.
-        note: is told of every worker that is lost, and after each round of the work and of who was heard.
+        news: what all ranks are to be told at the end of a round, by the name of the event.
+        shared: see `Serving`; every worker that is lost, and after a round the work and its order, is noted.
     """
 
     def __init__(
         self,
         policy: Policy,
         workers: tuple[int, ...],
-        note: Callable[[str, Mapping[str, Any]], None],
+        news: Callable[[], News],
         *shared: Any,
     ) -> None:
         super().__init__(SERVER, *shared)
-        self._policy, self._note = policy, note
+        self._policy, self._news = policy, news
         self.crew = Crew(workers)
         self._next_beat = math.inf
         self._taken: list[Tally] = []
@@ -153,7 +154,7 @@ class Server(Serving):
         self.ledger.taken -= ticket is not None
         self._policy.lose(self.crew.number(rank), ticket)
         left = len(self.crew.left)
-        self._note("lost", {"step": self._policy.step, "rank": rank, "reason": why, "workers_left": left})
+        self.note("lost", {"step": self._policy.step, "rank": rank, "reason": why, "workers_left": left})
 
     def _hand_out(self, rank: int, ticket: Ticket, placed: Placed, state: TrainState) -> None:
         self.crew.give(rank, ticket, state.updates, time.monotonic())
@@ -185,8 +186,8 @@ class Server(Serving):
             return None
         (ticket, version), worker = given, self.crew.number(message.sender)
         number = {"number": self._given[message.sender]}
-        if message.kind == "ready":  # it lost what it was doing
-            self.ledger.taken -= 1
+        if message.kind == "ready":  # it lost what it was doing, or has left it
+            self.ledger.come_back(late="recalled" in message.fields)
             self.circle.tell("drop", number)
             self._policy.give_back(worker, ticket)
             return None
@@ -210,13 +211,15 @@ class Server(Serving):
         tally, update = self.update(messages, placed, update_step)
         state.step = self._policy.step
         self._taken.append(tally)
+        for rank in self.crew.recall(self._policy.is_late):
+            self.send(rank, "recall", {"number": self._given[rank]}, [])
         return update
 
     def _tell_round(self, step: int) -> None:
         """Note what was done and who was heard."""
         self.ledger.require_balance()
-        self._note("work", {"step": step, **self.ledger.record()})
-        self._note("arrivals", {"step": step, "senders": self._heard})
+        self.note("work", {"step": step, **self.ledger.record()})
+        self.note("arrivals", {"step": step, "senders": self._heard})
         self._heard = []
 
     def _pause(self, stats: Stats, ages: WorkLedger, placed: Placed, state: TrainState) -> Stats:
@@ -233,6 +236,7 @@ class Server(Serving):
             "version": state.updates,
             "scale": asdict(state.scale),
             "left": self.left,
+            "news": self.tell(self._news()),
         }
         self.traffic.forget()
         tensors = [*placed.buffers.values(), *self.parts(placed)]

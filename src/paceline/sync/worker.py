@@ -1,7 +1,8 @@
 """The worker of a server, or of several: takes tickets, runs them, pushes what they brought.
 
 A message of several servers comes in as many pieces, each with the parts of one; it is taken when
-all have come.
+all have come. Between two micro-batches a worker hears whether what it does comes too late (backup workers):
+then it leaves it, and asks for other work.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from typing import Any
 from torch import Tensor
 
 from paceline.comm.channel import Message
-from paceline.data import Feed
-from paceline.errors import CommunicationError
+from paceline.data import Feed, LoadedBatch, Stream
+from paceline.errors import CommunicationError, DeadlineError
 from paceline.layout import Placed
 from paceline.observe import Stats
 from paceline.state import TrainState
@@ -25,17 +26,22 @@ from paceline.sync.shares import SERVER, load_buffers, load_share, share_of
 from paceline.sync.update import UpdateStep
 
 
+class RecalledError(Exception):
+    """What is under way comes too late."""
+
+
 class Worker(Served):
     """The rule of all other ranks.
 
     Args:
         num_workers: the parts of a step.
         items_per_sample: as for `EveryStep`.
+        heeds: it hears between two micro-batches whether what it does comes too late.
     """
 
-    def __init__(self, num_workers: int, items_per_sample: int, *shared: Any) -> None:
+    def __init__(self, num_workers: int, items_per_sample: int, heeds: bool, *shared: Any) -> None:
         super().__init__(*shared)
-        self._num_workers, self._items_per_sample = num_workers, items_per_sample
+        self._num_workers, self._items_per_sample, self._heeds = num_workers, items_per_sample, heeds
         self._arrived: list[deque[Message]] = [deque() for _ in self.traffics]
         self._forgot = False
         self._gone: CommunicationError | None = None  # a server, after its piece of the present message
@@ -74,7 +80,7 @@ class Worker(Served):
                     raise
                 self._gone = error
                 continue
-            if message.kind != "wait":  # else rank 0 only says that it lives
+            if message.kind not in _BESIDE:
                 self._arrived[message.sender].append(message)
         pieces = [one.popleft() for one in self._arrived]
         if len({(piece.kind, piece.fields["number"], piece.fields["version"]) for piece in pieces}) > 1:
@@ -92,12 +98,36 @@ class Worker(Served):
         sink = self.pushes.sink(placed, part)
         scale = gradient_scale(work, state, self._items_per_sample)
         sink.begin()
-        with feed.open(micro_batches) as stream:
-            sums = placed.run(stream, len(micro_batches), sink, scale)
+        try:
+            with feed.open(micro_batches) as stream:
+                sums = placed.run(self._until_recalled(stream), len(micro_batches), sink, scale)
+        except RecalledError:
+            placed.abort()
+            self.send(SERVER, "ready", {"stops": self.stop_requested(), "recalled": True}, [])
+            return
         given = Given(step, part, [micro_batch.shard for micro_batch in micro_batches])
         told = {"number": fields["number"], "place": (step, part), "stops": self.stop_requested()}
         for server, (said, tensors) in enumerate(self.pushes.made(sink, sums, placed, scale, given)):
             self.send(server, "push", {**said, **told}, tensors)
+
+    def _until_recalled(self, stream: Stream) -> Iterator[LoadedBatch]:
+        """The micro-batches.
+
+        Raises:
+            RecalledError: the server says that they come too late; nothing of them was sent.
+        """
+        for loaded in stream:
+            yield loaded
+            while self._heeds and (message := self._heard()) is not None:
+                if message.kind == "recall":
+                    raise RecalledError
+
+    def _heard(self) -> Message | None:
+        """What rank 0 says beside tickets, if it says anything; it sends none while this worker has one."""
+        try:
+            return self.channel.receive(0.0)
+        except DeadlineError:
+            return None
 
     def _take(self, pieces: Sequence[Message], placed: Placed, state: TrainState) -> tuple[int, int]:
         """The parameters of a ticket, and which step and part of it is to be done."""
@@ -119,6 +149,10 @@ class Worker(Served):
             traffic.forget()
             load_share(tensors, share_of(placed.holding, server))
         return self.go_on_from(fields, state)
+
+
+_BESIDE = ("wait", "recall")
+"""Rank 0 lives; what was under way comes too late, or came at the same time."""
 
 
 def _tensors(pieces: Sequence[Message], placed: Placed) -> list[Sequence[Tensor]]:

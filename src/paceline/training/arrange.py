@@ -26,6 +26,7 @@ from paceline.recipe import Recipe, num_micro_batches
 from paceline.slot import Slot
 from paceline.sync import EveryStep, Part
 from paceline.sync.health import Note
+from paceline.sync.recovery import Awaited
 from paceline.sync.update import Norm
 from paceline.task import Task
 from paceline.training.codecs import code
@@ -99,6 +100,7 @@ class Setting:
         debugging: watches what sums gradients.
         forecasts: what was measured of routes, by ranks.
         choices: the rules that the run may go on with, once its first steps were measured; empty: none.
+        awaited: who has to recover, for the run to go back to every-step; None: nobody.
     """
 
     recipe: Recipe
@@ -117,6 +119,7 @@ class Setting:
     presence: list[Callable[[], Sequence[int]]] = field(default_factory=list)
     forecasts: dict[tuple[int, ...], Forecast] = field(default_factory=dict)
     choices: Sequence[str] = ()
+    awaited: Awaited | None = None
 
     @property
     def bucket_bytes(self) -> int:

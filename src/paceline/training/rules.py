@@ -18,12 +18,13 @@ from paceline.mesh import DATA_AXES, Group
 from paceline.slot import Slot
 from paceline.state import TrainState
 from paceline.sync import EveryStep, LocalRounds, Outer, Rule
+from paceline.sync.backup import FirstN
 from paceline.sync.balance import Balanced
 from paceline.sync.bounded import Bounded
 from paceline.sync.choice import Measured
 from paceline.sync.fragments import Streaming
 from paceline.sync.pipedream import PipeDream
-from paceline.sync.policy import ApplyEach, FirstN
+from paceline.sync.policy import ApplyEach
 from paceline.sync.residuals import Residuals
 from paceline.sync.straggler import Watched
 from paceline.sync.streamed import StreamedRounds

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from paceline.comm.channel import Channel
@@ -15,6 +16,7 @@ from paceline.sync.circle import Circle
 from paceline.sync.holder import Holder
 from paceline.sync.policy import Policy
 from paceline.sync.pushes import AnyOrder, Pushes
+from paceline.sync.recovery import Recovery, UntilRecovered
 from paceline.sync.residuals import Residuals
 from paceline.sync.server import Server
 from paceline.sync.shares import SERVER, Together, share_of
@@ -47,30 +49,45 @@ def served(setting: Setting, layout: Layout, state: TrainState, policy: Policy) 
             next_step="set loader.workers = 0",
         )
     traffics = _traffics(setting, layout.placed.holding, state)
+    recovery = until_recovered(setting, policy)
     channel = connect_first(setting, num_servers)
     setting.closers.append(channel.close)
-    told = (setting.net, setting.phases, setting.stop_requested, traffics)
+    told = (setting.net, setting.phases, setting.stop_requested, traffics, setting.note)
     rule: Server | Holder | Worker
     if me < num_servers:
-        rule = _serving(setting, policy, channel, *told)
+        news = recovery.news if recovery is not None else dict[str, Any]
+        rule = _serving(setting, recovery or policy, news, channel, *told)
     else:
         pushes = _pushes(setting, traffics)
-        rule = Worker(num_workers(setting), setting.items_per_sample, pushes, channel, *told)
+        items = setting.items_per_sample
+        rule = Worker(num_workers(setting), items, policy.drops, pushes, channel, *told)
     state.keepers["work"] = rule
     setting.presence.append(lambda: rule.left)
     return rule
 
 
-def _serving(setting: Setting, policy: Policy, channel: Channel, *told: Any) -> Server | Holder:
+def until_recovered(setting: Setting, policy: Policy) -> UntilRecovered | None:
+    """The policy, until a slow worker keeps up again; None: nobody waits for one, or nobody can tell."""
+    awaited, factor = setting.awaited, setting.recipe.health.straggler_factor
+    servers, workers = setting.recipe.strategy.servers, num_workers(setting)
+    if awaited is None or factor is None or awaited.rank < servers or workers < 2:
+        return None
+    recovery = Recovery(awaited.rank - servers, workers, factor, awaited.returns)
+    return UntilRecovered(policy, recovery.hear, awaited.rank, time.monotonic)
+
+
+def _serving(
+    setting: Setting, policy: Policy, news: Callable[[], Any], channel: Channel, *told: Any
+) -> Server | Holder:
     """The rule of a server: rank 0 decides, the others hold."""
     me, num_servers = setting.mesh.world.rank, setting.recipe.strategy.servers
-    others, pushes = [rank for rank in range(num_servers) if rank != me], _pushes(setting, told[-1])
+    others, pushes = [rank for rank in range(num_servers) if rank != me], _pushes(setting, told[3])
     circle = Circle(channel, others, setting.net.deadline_seconds, decides=me == SERVER)
     if me != SERVER:
         return Holder(me, circle, pushes, circle, *told)
     heard = heard_as_recorded(circle, setting.recipe.debug.replay_arrivals)
     workers = setting.mesh.world.ranks[num_servers:]
-    return Server(policy, workers, setting.note, circle, pushes, heard, *told)
+    return Server(policy, workers, news, circle, pushes, heard, *told)
 
 
 def _pushes(setting: Setting, traffics: Sequence[Traffic]) -> Pushes:

@@ -41,7 +41,8 @@ def enter(session: Session, arrange: Arrange, step: int, *, carries: bool = True
     snapshot = session.snapshot() if carries else None
     session.release()
     recipe = grounds.setting.recipe.under(session.whole_strategy.under(rule))
-    setting = replace(grounds.setting, recipe=recipe, closers=[], presence=[], choices=session.turns.choices)
+    setting = replace(grounds.setting, recipe=recipe, closers=[], presence=[])
+    setting = replace(setting, choices=session.turns.choices, awaited=session.turns.awaited)
     session.grounds = replace(grounds, setting=setting)
     state = session.state
     state.keepers.clear()

@@ -2,7 +2,8 @@
 
 A phase that waits for something ends after the round in which that has happened, on all ranks, since what
 happens is found from numbers that all have. From then on its step is known, and is state: a run that goes on
-from a later checkpoint has switched there, one from an earlier checkpoint has not.
+from a later checkpoint has switched there, one from an earlier checkpoint has not. Where a rule of a server
+has taken over from a slow rank, the run goes back once that has recovered, and waits for the next one.
 """
 
 from __future__ import annotations
@@ -12,8 +13,19 @@ from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from paceline.observe import Stats
-from paceline.recipe.phases import CHOSEN, Phase, at_step, choices_of, ended, is_reading, phases_of
+from paceline.recipe.phases import (
+    CHOSEN,
+    Phase,
+    at_step,
+    choices_of,
+    ended,
+    is_reading,
+    num_returns,
+    phases_of,
+    returned,
+)
 from paceline.sync.health import Note
+from paceline.sync.recovery import RECOVERED, Awaited
 
 KEPT_AS = "turns"
 _BEFORE = 4  # rounds of a step: a window of those who name slow ranks
@@ -46,6 +58,7 @@ class Turns:
         self._asked, self._note = asked, note
         self.waits = any(isinstance(phase.until, str) for phase in phases_of(asked))
         self._found = asked
+        self._slow: int | None = None  # the rank that was named, until it has recovered
         self._recent: deque[Round] = deque(maxlen=_AFTER)
         self._before: Round | None = None
 
@@ -58,6 +71,13 @@ class Turns:
         """The rules that the run may still choose from; empty: it is known."""
         return choices_of(self._found)
 
+    @property
+    def awaited(self) -> Awaited | None:
+        """Who has to recover, for the run to go back; None: nobody was named."""
+        if self._slow is None:
+            return None
+        return Awaited(self._slow, num_returns(self._asked, self._found))
+
     def passed(self, stats: Stats, steps: int, events: Mapping[str, Mapping[str, Any]]) -> bool:
         """A round is over; whether another rule begins here, by one of these events.
 
@@ -68,10 +88,12 @@ class Turns:
         self._recent.append(Round(steps, stats.num_items, stats.seconds))
         self._tell_gain(stats.step + 1)
         rule, until = self.phase(stats.step)
-        if until not in events:
-            return False
-        chosen = str(events[str(until)].get(CHOSEN, ""))
-        self._found = ended(self._found, stats.step + 1, chosen)
+        if until in events:
+            happened = events[str(until)]
+            self._found = ended(self._found, stats.step + 1, str(happened.get(CHOSEN, "")))
+            self._slow = happened.get("rank")
+        elif until is None and RECOVERED in events:
+            self._found, self._slow = returned(self._asked, self._found, stats.step + 1), None
         if self.phase(stats.step + 1).rule == rule:
             return False
         self._before = add_up(list(self._recent)[-_BEFORE:])
@@ -80,12 +102,13 @@ class Turns:
 
     def state_dict(self) -> dict[str, Any]:
         """What is known."""
-        return {"sync": self._found}
+        return {"sync": self._found, "slow": self._slow}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what was known; a recipe that asks for other phases begins anew."""
         known = str(state.get("sync", self._asked))
         found = known if is_reading(self._asked, known) else self._asked
+        self._slow = state.get("slow") if found == known else None
         if found != self._found:
             self._found, self._before = found, None
             self._recent.clear()

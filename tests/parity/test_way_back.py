@@ -1,0 +1,95 @@
+"""A run that a server has taken over goes back to every-step once the slow rank keeps up; nothing is lost."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.cluster import Cluster
+from paceline.layout.whole import Snapshot
+from paceline.phase import SERVED, read_phase
+from paceline.recipe.phases import is_reading
+from paceline.sync import recovery, straggler
+from paceline.sync.straggler import Slow
+from paceline.testing import run_ranks
+from paceline.testing.contracts.layout import whole
+from paceline.testing.parity import session_of
+from tests.parity.test_takeover import digits, goes_on, waiting
+
+STEPS, RECOVERS, PUSH = 80, (20, 60), recovery.UntilRecovered.push
+
+
+def script(named: int) -> None:
+    """Rank 2 is named so often, after two windows of every-step; and has recovered in certain steps."""
+    looks = [0]
+
+    def find(data: Any, compute: Any, factor: float) -> Slow | None:
+        looks[0] += 1
+        return Slow(2, "compute", 0.9, 0.1) if looks[0] <= 2 * named else None
+
+    straggler.find_slow = find
+    recovery.Recovery.hear = lambda self, worker, seconds: None
+    recovery.UntilRecovered.push = _push
+
+
+def _push(self: Any, worker: int, push: Any) -> Any:
+    if push.ticket.step in RECOVERS:
+        self._hear = lambda worker, seconds: {"seconds": 0.1, "usual": 0.1}
+    return PUSH(self, worker, push)
+
+
+def there_and_back(cluster: Cluster, folder: Path) -> dict[str, Any]:
+    """The run; every-step from where it goes back, by itself; and the run, resumed after it has."""
+    script(2)
+    cluster = replace(cluster, error_dir=folder)
+    session = session_of(cluster, waiting("server").replace(steps=STEPS))
+    losses, num_samples, back, kept = dict[int, float](), 0, None, None
+    for stats in session.rounds():
+        losses[stats.step] = stats.loss
+        num_samples += stats.num_samples
+        told = read_phase(folder, cluster.global_rank)
+        assert told is not None and (told.what == SERVED) == (session.strategy.sync == "server")
+        rules = session.strategy.sync, session.turns.phase(session.state.step).rule
+        if back is None and rules == ("server", "every-step"):
+            back = copy.deepcopy(session.snapshot())
+        elif back is not None and kept is None:
+            kept = copy.deepcopy(session.snapshot())
+    assert back is not None and kept is not None
+    plain = session_of(cluster, digits("replicas=3", steps=STEPS))
+    plain.take_over(Snapshot(back.step, back.whole, {**back.numbers, "others": {}}))
+    alone = {stats.step: stats.loss for stats, _ in zip(plain.rounds(), range(4), strict=False)}
+    names = [name for name, _ in session.notes.take() if name in ("straggler", "recovered", "switch", "gain")]
+    ended = whole([*losses.values()], session)
+    script(1)
+    again = session_of(cluster, waiting("server").replace(steps=STEPS))
+    resumed = goes_on(again, kept)
+    return {
+        "ended": ended,
+        "resumed": ended.distance(resumed),
+        "names": names,
+        "missing": sum(session.work.num_samples(step) for step in range(STEPS)) - num_samples,
+        "phases": [session.turns.state_dict(), again.turns.state_dict()],
+        "alone": alone,
+        "same": {step: losses[step] for step in alone},
+    }
+
+
+@pytest.mark.capability("I9", clause="the way back")
+def test_a_run_goes_back_once_the_rank_keeps_up_and_waits_for_the_next_time(tmp_path: Path) -> None:
+    """Every-step to step 8, the server to 21, every-step to 28, the server to 61, every-step."""
+    first, *others = run_ranks(there_and_back, 3, tmp_path)
+    once = ["straggler", "switch", "recovered", "switch"]
+    assert [name for name in first["names"] if name != "gain"] == 2 * once
+    assert first["names"].count("gain") >= 2
+    for rank in (first, *others):
+        assert rank["resumed"] == 0.0 and rank["alone"] == rank["same"] and len(rank["alone"]) == 4
+        assert rank["phases"] == first["phases"]
+        assert rank["ended"].distance(first["ended"]) == 0.0 and rank["missing"] == 0
+    (found, resumed), asked = first["phases"], "every-step@straggler,server"
+    assert found == resumed and found["slow"] is None
+    known = "every-step@8,server@21,every-step@28,server@61"
+    assert found["sync"] == f"{known},{asked}" and is_reading(asked, found["sync"])

@@ -1,0 +1,127 @@
+"""When a worker that was slow is as fast as others again, from made-up times; phases of such a run."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+
+import pytest
+
+from paceline.comm.channel import Message
+from paceline.recipe.phases import at_step, ended, is_reading, num_returns, phases_of, returned
+from paceline.sync.bounded import Bounded
+from paceline.sync.policy import Push, Ticket
+from paceline.sync.recovery import RECOVERED, WINDOW, WINDOWS, Recovery, UntilRecovered
+
+FACTOR, SLOW = 3.0, 1
+ASKED = "local:2@4,every-step@straggler,bounded:2"
+
+
+def drawn(draw: random.Random, seconds: float) -> float:
+    return seconds * draw.lognormvariate(0, 0.15)
+
+
+def recovered_after(times: list[float], seed: int = 0, returns: int = 0) -> int | None:
+    """After how many answers of the slow worker, which takes so many times what the two others take."""
+    draw, judge = random.Random(seed), Recovery(SLOW, 3, FACTOR, returns)
+    for count, factor in enumerate(times, start=1):
+        for worker in (0, SLOW, 2):
+            found = judge.hear(worker, drawn(draw, 0.1 * (factor if worker == SLOW else 1.0)))
+            if found is not None:
+                return count
+    return None
+
+
+@pytest.mark.capability("I9", clause="the way back")
+def test_it_has_recovered_after_three_windows_and_not_while_it_is_slow() -> None:
+    for seed in range(50):
+        assert recovered_after([FACTOR] * 400, seed) is None
+        assert recovered_after([FACTOR] * 8 + [1.0] * 40, seed) == 8 + WINDOW * WINDOWS
+
+
+@pytest.mark.capability("I9", clause="the way back: hysteresis")
+def test_what_is_no_longer_named_has_not_recovered_yet() -> None:
+    """A worker between the two bounds stays where it is, and good windows between bad ones do not count."""
+    assert recovered_after([2.6] * 400) is None
+    in_turn = ([1.0] * WINDOW * (WINDOWS - 1) + [FACTOR] * WINDOW) * 30
+    assert recovered_after(in_turn) is None
+
+
+def test_after_every_return_it_has_to_keep_up_for_twice_as_long() -> None:
+    found = [recovered_after([1.0] * 100, returns=returns) for returns in range(3)]
+    assert found == [12, 24, 48]
+
+
+class Played:
+    """A policy of two workers, the second of which is slow for its first parts; and what time it is."""
+
+    def __init__(self) -> None:
+        self.now, self.step = 0.0, 0
+        self.policy = UntilRecovered(Bounded(2, 0), self.hear, 2, lambda: self.now)
+        self.judge = Recovery(1, 2, FACTOR, 0)
+        self.policy.begin(0, 100)
+
+    def hear(self, worker: int, seconds: float) -> Mapping[str, float] | None:
+        return self.judge.hear(worker, seconds)
+
+    def one_step(self, seconds: float) -> bool:
+        """Whether there was one."""
+        tickets = [self.policy.ticket(worker) for worker in (0, 1)]
+        if None in tickets:
+            return False
+        for worker, ticket in enumerate(tickets):
+            assert isinstance(ticket, Ticket)
+            self.now += seconds if worker else 0.1
+            self.policy.push(worker, Push(ticket, 0, Message("push")))
+        return True
+
+
+@pytest.mark.capability("I9", clause="the way back")
+def test_the_policy_opens_no_further_step_then_and_says_so_at_the_end_of_the_round() -> None:
+    played = Played()
+    for _ in range(10):
+        assert played.one_step(0.9)
+    assert played.policy.news() == {}
+    steps = 0
+    while played.one_step(0.0):
+        steps += 1
+    assert (
+        steps == 14
+    )  # two more until the third window ends, which was slow by half, and three that were not
+    assert played.policy.is_complete and played.policy.step == 24
+    (told,) = played.policy.news().items()
+    assert told[0] == RECOVERED and (told[1]["step"], told[1]["rank"]) == (24, 2)
+
+
+def test_a_run_that_has_lost_a_worker_does_not_go_back() -> None:
+    played = Played()
+    played.policy.lose(0, None)
+    while played.one_step(0.0):
+        pass
+    assert played.policy.step == 100 and played.policy.news() == {}
+
+
+@pytest.mark.capability("I9", clause="the way back")
+def test_the_phases_of_a_run_that_has_gone_there_and_back_are_a_reading_of_what_was_asked() -> None:
+    there = ended(ASKED, 12)
+    back = returned(ASKED, there, 40)
+    again = ended(back, 90)
+    assert back == "local:2@4,every-step@12,bounded:2@40,every-step@straggler,bounded:2"
+    assert [at_step(phases_of(back), step).rule for step in (3, 11, 12, 39, 40, 999)] == [
+        "local:2",
+        "every-step",
+        "bounded:2",
+        "bounded:2",
+        "every-step",
+        "every-step",
+    ]
+    assert at_step(phases_of(again), 90) == ("bounded:2", None)
+    assert [num_returns(ASKED, found) for found in (ASKED, there, back, again)] == [0, 0, 1, 1]
+    assert all(is_reading(ASKED, found) for found in (ASKED, there, back, again))
+    for other in (
+        "local:2@5,every-step@12,bounded:2@40,every-step@straggler,bounded:2",
+        "local:2@4,every-step@12,bounded:2@40,every-step@straggler,bounded:3",
+        "local:2@4,every-step@12,bounded:2@40,every-step",
+    ):
+        assert not is_reading(ASKED, other)
+    assert not is_reading("every-step@12,bounded:2", "every-step@12,bounded:2@40,every-step@50,bounded:2")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from statistics import mean, stdev
 from typing import Any
 
@@ -127,6 +128,22 @@ def test_without_the_delay_it_would_be_something_else() -> None:
         return by_hand(cluster, OUTER, 14)
 
     assert all(off > 1e-4 for off, _ in run_ranks(hasty, 2))
+
+
+def asked_to_stop(cluster: Cluster) -> tuple[int, float]:
+    """Rank 1 is asked in its tenth step."""
+    session = session_of(cluster, digits("sync=diloco:6", OUTER))
+    session.feed = replace(session.feed, intervals=(), num_steps=40_000)
+    if cluster.global_rank == 1:
+        session.rule.inner._stop_requested = lambda: session.state.step >= 10
+    stops = [stats.stops for stats in session.rounds()]
+    return session.state.step, stops[-1]
+
+
+def test_a_stop_ends_all_where_the_next_fragment_arrives() -> None:
+    """One leaves every two steps, and arrives two later; the next pause is at step 2,004."""
+    first, other = run_ranks(asked_to_stop, 2)
+    assert first == other == (14, 1)
 
 
 @pytest.mark.capability("I6", "Z1", clause="streamed fragments that overlap with compute")

@@ -68,6 +68,7 @@ class Fragment:
     def __init__(self, movement: Movement) -> None:
         self.movement, self.anchors = movement, movement.anchors
         self._agreement: AgreedTally | None = None
+        self.stops = 0.0  # ranks that were asked to stop, as of the last arrival
         self.left = 0  # steps of the round after which it left last
         self.count = 0.0  # items since then
 
@@ -79,20 +80,27 @@ class Fragment:
     def begin(self) -> None:
         """A round begins: all are at the same place."""
         self.movement.begin()
-        self.left, self.count = 0, 0.0
+        self.left, self.count, self.stops = 0, 0.0, 0.0
 
-    def leave(self, step: int, net: Net, world: Group, device: torch.device) -> None:
-        """Launch the sum of what has moved; collective."""
+    def leave(self, step: int, stops: float, net: Net, world: Group, device: torch.device) -> None:
+        """Launch the sum of what has moved; collective.
+
+        Args:
+            step: of the round.
+            stops: whether this rank was asked to stop.
+        """
         self.movement.leave(self.count)
         nothing = torch.zeros(0, dtype=torch.float64)
-        self._agreement = Tally(0.0, 0.0, self.count, {}, 0.0, (), nothing).agree(net, world, device)
+        self._agreement = Tally(0.0, 0.0, self.count, {}, stops, (), nothing).agree(net, world, device)
         self.left, self.count = step, 0.0
 
     def arrive(self, mixing: float) -> None:
         """Move where all were, and go on from there; collective."""
         assert self._agreement is not None
         agreement, self._agreement = self._agreement, None
-        self.movement.arrive(agreement.wait())
+        tally = agreement.wait()
+        self.stops = tally.stops
+        self.movement.arrive(tally)
         self.movement.mix(mixing)
 
     def drop(self) -> None:

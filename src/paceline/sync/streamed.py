@@ -5,7 +5,8 @@ moved since it left last, weighted by items, is summed over the replicas beside 
 steps later it arrives: the outer optimizer takes the mean from where all were, and a replica goes on from
 mixing x what it has + (1 - mixing) x that.
 
-A round is at least as long as the run may go without a pause, in whole H. At its end all that is under way
+A round is at least as long as the run may go without a pause, in whole H, or ends where a fragment arrives
+that says that a rank was asked to stop. At its end all that is under way
 arrives, and all fragments meet as in `local`: a round of one fragment, without delay or mixing, is that of
 `LocalRounds`, to the bit.
 
@@ -74,7 +75,7 @@ class StreamedRounds(Keeper):
         self.reducer = Reducers(by_slot, reducers)
 
     def rounds(self, feed: Feed, placed: Placed, update_step: UpdateStep) -> Iterator[Stats]:
-        """See `Rule`: a round ends where the feed wants a pause, or the next time that H steps are over."""
+        """See `Rule`: a round ends where the feed wants a pause, in whole H, or a rank was asked to stop."""
         return self._alone.rounds(
             feed, placed, update_step, begin=self._begin, step=self._step, meet=self._meet
         )
@@ -91,18 +92,20 @@ class StreamedRounds(Keeper):
 
     def _step(self, stretch: Stretch, take: Take) -> None:
         take()
-        self._travel(stretch.taken[-1][0].count, len(stretch.taken), is_last=stretch.step == stretch.end)
+        self._travel(stretch.taken[-1][0], len(stretch.taken), is_last=stretch.step == stretch.end)
+        if any(fragment.stops for fragment in self.fragments):
+            stretch.end_with([stretch.step])
 
-    def _travel(self, count: float, step: int, *, is_last: bool) -> None:
+    def _travel(self, tally: Tally, step: int, *, is_last: bool) -> None:
         """After a step of a round: who is due arrives, and who is due leaves."""
         self._phases.begin("communication")
         for fragment in self.fragments:
-            fragment.count += count
+            fragment.count += tally.count
             if fragment.is_under_way and step - fragment.left >= self.streaming.delay:
                 fragment.arrive(self.streaming.mixing)
         for number, fragment in enumerate(self.fragments):
             if self.streaming.leaves(number, step) and not is_last:
-                fragment.leave(step, *self._wire)
+                fragment.leave(step, tally.stops, *self._wire)
                 if not self.streaming.delay:
                     fragment.arrive(self.streaming.mixing)
 
@@ -112,7 +115,7 @@ class StreamedRounds(Keeper):
             if fragment.is_under_way:
                 fragment.arrive(self.streaming.mixing)
         for fragment in self.fragments:
-            fragment.leave(len(stretch.taken), *self._wire)
+            fragment.leave(len(stretch.taken), 0.0, *self._wire)
             fragment.arrive(0.0)
         return self._alone.agree(stretch, placed, skipped=stretch.skipped)
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from paceline.errors import StrategyError
 from paceline.schedule.proof import prove
-from paceline.schedule.table import Action, Table, after, before
+from paceline.schedule.table import Action, Table
 
 T = TypeVar("T")
 
@@ -71,46 +71,24 @@ def interleaved(num_stages: int, num_micro_batches: int, chunks: int | str = 2) 
 def zero_bubble(num_stages: int, num_micro_batches: int) -> Table:
     """The backward split in two: gradients of weights fill the time in which a stage would wait.
 
-    Whoever is idle takes a backward that can run, else a forward while fewer than p micro-batches are in
-    flight, else the gradients of weights that were put off.
-    Source: Qi et al. 2023, Zero Bubble Pipeline Parallelism, arXiv:2401.10241, section 3 (ZB-H1).
+    1F1B, in which stage s puts the gradients of weights off by s micro-batches. So each stage keeps at most p
+    micro-batches, and the last ones of a step have work while the first fill and drain.
+    Source: Qi et al. 2023, Zero Bubble Pipeline Parallelism, arXiv:2401.10241, section 2.3 (ZB-H1).
     """
-    orders: list[list[Action]] = [[] for _ in range(num_stages)]
-    ends: dict[tuple[int, Action], int] = {}
-    clock = 0
-    while any(len(order) < 3 * num_micro_batches for order in orders):
-        taken = [
-            (s, _choice(s, order, orders, ends, clock, num_micro_batches)) for s, order in enumerate(orders)
-        ]
-        for stage, action in taken:
-            if action is not None:
-                orders[stage].append(action)
-                ends[stage, action] = clock + 1
-        clock += 1
-    return Table(orders)
+    forwards, backwards = ([Action(kind, k) for k in range(num_micro_batches)] for kind in "FB")
+    ahead = [min(num_stages - 1 - stage, num_micro_batches) for stage in range(num_stages)]
+    in_turn = [_in_turn(forwards, backwards, n) for n in ahead]
+    return Table([[*_with_weights(order, stage)] for stage, order in enumerate(in_turn)])
 
 
-def _choice(
-    stage: int,
-    order: Sequence[Action],
-    orders: Sequence[Sequence[Action]],
-    ends: dict[tuple[int, Action], int],
-    clock: int,
-    num_micro_batches: int,
-) -> Action | None:
-    """What an idle stage does next; None: it waits."""
-    count = {kind: sum(action.kind == kind for action in order) for kind in "FBW"}
-    backward, forward = Action("B", count["B"]), Action("F", count["F"])
-    if count["B"] < count["F"] and _came(after(stage, backward, len(orders), 1), ends, clock):
-        return backward
-    may = count["F"] < num_micro_batches and count["F"] - count["W"] < len(orders)
-    if may and _came(before(stage, forward, len(orders)), ends, clock):
-        return forward
-    return Action("W", count["W"]) if count["W"] < count["B"] else None
-
-
-def _came(source: tuple[int, Action] | None, ends: dict[tuple[int, Action], int], clock: int) -> bool:
-    return source is None or ends.get(source, clock + 1) <= clock
+def _with_weights(order: Sequence[Action], later: int) -> Iterator[Action]:
+    """The gradients of weights after the backward that comes so many micro-batches later, or at the end."""
+    for action in order:
+        yield action
+        if action.kind == "B" and action.micro_batch >= later:
+            yield Action("W", action.micro_batch - later)
+    num_micro_batches = len(order) // 2
+    yield from (Action("W", k) for k in range(max(0, num_micro_batches - later), num_micro_batches))
 
 
 def _in_parts(kind: str, micro_batches: Iterable[int], parts: int) -> list[Action]:

@@ -103,6 +103,22 @@ def test_without_grpcio_the_command_that_installs_it_is_named(monkeypatch: pytes
     assert caught.value.next_step == "pip install 'paceline[grpc]'"
 
 
+def test_a_peer_that_has_all_may_leave_while_it_is_waited_for() -> None:
+    """That it has left is for `receive` to say; one that leaves without what it was sent, for `flush`."""
+    a, (b, c) = star(2, ByteLedger())
+    a.send(1, Message("last"), SECONDS)
+    b.receive(SECONDS)
+    b.close()
+    assert a.flush(SECONDS)
+    with pytest.raises(CommunicationError, match="rank 1 is gone"):
+        a.receive(SECONDS)
+    a.send(2, Message("large", {}, [torch.zeros(10_000_000)]), SECONDS)
+    c.close()
+    with pytest.raises(CommunicationError, match="rank 2 is gone"):
+        a.flush(SECONDS)
+    a.close()
+
+
 class Impostor(Hub):
     """Does not know the key, and believes everybody."""
 

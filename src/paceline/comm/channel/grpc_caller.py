@@ -105,8 +105,8 @@ class Caller:
     def close(self) -> None:
         """Say that this rank leaves, and end."""
         if self._hub in self._room.ranks:
-            with suppress(grpc.RpcError):
-                self._call(LEAVE, _NOWHERE, _LAST_WORD_SECONDS)
+            with suppress(grpc.RpcError, PeerIsGoneError):
+                self._call(LEAVE, self._room.place(self._hub), _LAST_WORD_SECONDS)
         self._closing.set()
         self._room.forget(self._hub)
         self._line.close()

@@ -191,7 +191,9 @@ class Hub:
     def _leave(self, request: bytes, context: grpc.ServicerContext) -> bytes:
         """A rank leaves, once what it has brought was taken."""
         claim = self._known(self._claim(LEAVE, context), context)
-        self._room.lose(gone(claim.rank))
+        with self._there(claim.rank, context):
+            self._room.has(claim.rank, claim.place)
+            self._room.lose(gone(claim.rank))
         self._has_heard(claim.rank)
         return b""
 

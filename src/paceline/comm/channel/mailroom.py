@@ -40,6 +40,7 @@ class Mailroom:
         self._boxes: dict[int, Box] = {}
         self._arrived: deque[tuple[Message, int]] = deque()
         self._lost: deque[CommunicationError] = deque()  # not told yet
+        self._short: set[int] = set()  # peers that were lost before they had all
         self._readers = 0
 
     def add(self, rank: int) -> None:
@@ -53,8 +54,6 @@ class Mailroom:
         """The peers that are there."""
         with self._changed:
             return sorted(self._boxes)
-
-    # For who speaks.
 
     def put(self, rank: int, chunks: tuple[bytes, ...], patience_seconds: float) -> None:
         """One more letter for a peer.
@@ -86,11 +85,12 @@ class Mailroom:
             return message
 
     def settle(self, seconds: float) -> bool:
-        """Wait until every peer has its letters; whether it has. Errors as of `hear`."""
+        """Wait until every peer has its letters; whether it has. Errors as of `hear`, of who has not."""
         with self._reading():
             done = self._until(lambda: all(box.sent.next is None for box in self._boxes.values()), seconds)
-            if self._lost:
-                raise self._lost.popleft()
+            for error in [error for error in self._lost if error.peer in self._short]:
+                self._lost.remove(error)
+                raise error
             return done
 
     def give_time(self, seconds: float) -> None:
@@ -147,7 +147,7 @@ class Mailroom:
 
     def _lose(self, error: CommunicationError) -> None:
         if error.peer is not None and error.peer in self._boxes:
-            del self._boxes[error.peer]
+            self._short |= {error.peer} if self._boxes.pop(error.peer).sent.next else set()
             self._lost.append(error)
         self._changed.notify_all()
 

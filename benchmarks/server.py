@@ -1,4 +1,6 @@
-"""A step of a synchronous server beside one of replicas: parameters down and gradients up, or an all_reduce.
+"""A step of a synchronous server beside one of replicas, and what a message costs over each channel.
+
+A step of a server sends parameters down and gradients up; one of replicas is an all_reduce.
 
 The model is one matrix, of which a sample reads all, so a step is little else than sending it.
 """
@@ -10,6 +12,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from benchmarks.channel_trip import measure_trips
 from benchmarks.report import Options, Report, Table, present
 from paceline.cluster import Cluster
 from paceline.data import Feed
@@ -22,6 +25,7 @@ _WORKERS = (1, 2, 4)
 _MEGABYTES = (10, 100)
 _WAYS = {
     "sync=server": "servers=1 sync=server",
+    "over grpc": "servers=1 sync=server channel=grpc",
     "two servers": "servers=2 sync=server",
     "replicas, native": "route=native",
     "replicas, memory": "route=auto",
@@ -85,7 +89,9 @@ def measure(options: Options) -> Report:
         " an all_reduce sends 2 (W - 1) / W n bytes of every rank. One worker has nobody to reduce with.",
     )
     title = f"Mean of {steps} steps, with forward, backward and the update in them; the slowest rank"
-    return Report("A server's round trip beside an all_reduce.", [Table(title, columns, rows, remarks)], data)
+    trips, seconds = measure_trips(quick=options.quick)
+    question = "A server's round trip beside an all_reduce, and a message over sockets beside one over gRPC."
+    return Report(question, [Table(title, columns, rows, remarks), trips], {**data, "trips": seconds})
 
 
 if __name__ == "__main__":

@@ -206,3 +206,25 @@ def test_pipedream_goes_back_to_where_it_was_empty() -> None:
     disturbed = run_ranks(run, 2, Pieces(update=raises_once))
     assert plain[0].losses == disturbed[0].losses
     assert plain[0].distance(disturbed[0]) == 0.0
+
+
+@pytest.mark.capability("D6")
+@pytest.mark.parametrize("flow", ["pipedream", "pipedream:2bw"])
+def test_stages_agree_once_in_a_round_and_wait_for_nobody_in_an_update(flow: str) -> None:
+    """The norm of a gradient is that of the own part, until the round is told."""
+
+    def run(cluster: Cluster) -> tuple[int, list[float], float]:
+        session = session_of(cluster, digits(f"replicas=1 pipeline=2 sync={flow}"))
+        norms: list[float] = []
+        session.update_step.observers.append(lambda record: norms.append(record.norm))
+        before = sums_of(session)
+        stats = next(session.rounds())
+        return sums_of(session) - before, norms, stats.grad_norm
+
+    def sums_of(session: Session) -> int:
+        return sum(row.calls for (op, _), row in session.net.ledger.rows.items() if op == "all_reduce")
+
+    ranks = run_ranks(run, 2)
+    for calls, norms, norm in ranks:
+        assert (calls, len(norms)) == (1, ROUND)
+        assert norm == pytest.approx(sum(own[-1] ** 2 for _, own, _ in ranks) ** 0.5)

@@ -148,7 +148,9 @@ SYNCS = (
     ),
     SyncSpec(
         word="pipedream",
-        summary="stages update as gradients reach them",
+        summary="stages update as gradients reach them; 2bw: with two versions of weights on each",
+        argument=Argument("2bw", "2bw or nothing", lambda text: text == "2bw"),
+        argument_may_be_missing=True,
         build="paceline.training.rules:pipedream",
         with_terms="replicas=1 pipeline=2",
         sums=False,

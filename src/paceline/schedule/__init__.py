@@ -1,6 +1,6 @@
 """Pipeline schedules as data: tables, where they come from, and what is proven of them. Torch-free."""
 
-from paceline.schedule.families import gpipe, interleaved, one_f_one_b, zero_bubble
+from paceline.schedule.families import gpipe, interleaved, one_f_one_b, two_buffered, zero_bubble
 from paceline.schedule.file import as_word, is_file, read_table, write_rows
 from paceline.schedule.picture import facts, svg, text_lines
 from paceline.schedule.proof import Proof, Row, prove
@@ -40,6 +40,7 @@ __all__ = [
     "samples_of",
     "svg",
     "text_lines",
+    "two_buffered",
     "write_rows",
     "zero_bubble",
 ]

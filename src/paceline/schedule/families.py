@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import TypeVar
 
 from paceline.errors import StrategyError
@@ -46,6 +46,32 @@ def one_f_one_b(num_stages: int, num_items: int, parts: Sequence[int] = ()) -> T
         ahead = -(-kept // turn) - 1
         orders.append(_in_turn(_taken_together(forwards, turn), _taken_together(backwards, turn), ahead))
     return Table([[*chain.from_iterable(order)] for order in orders])
+
+
+def two_buffered(num_stages: int, counts: Sequence[int]) -> Table:
+    """1F1B over the micro-batches of several steps without a flush between them, never two updates behind.
+
+    A step's first forward waits for the last backward of the step before the one before it.
+
+    Args:
+        counts: micro-batches of each step.
+    Source: Narayanan et al. 2021, Memory-Efficient Pipeline-Parallel DNN Training, arXiv:2006.09503, section
+    3.1 (2BW).
+    """
+    before_steps = [*accumulate(counts, initial=0)]
+    needed = [max(0, before_steps[k - 1]) if k else 0 for k, n in enumerate(counts) for _ in range(n)]
+    return Table([[*_not_far_behind(num_stages - 1 - stage, needed)] for stage in range(num_stages)])
+
+
+def _not_far_behind(ahead: int, needed: Sequence[int]) -> Iterator[Action]:
+    """Forwards so many ahead of backwards, and behind those that each needs."""
+    done = 0
+    for number, least in enumerate([*needed, len(needed)]):
+        until = max(least, number - ahead) if number < len(needed) else len(needed)
+        yield from (Action("B", k) for k in range(done, until))
+        done = max(done, until)
+        if number < len(needed):
+            yield Action("F", number)
 
 
 def interleaved(num_stages: int, num_micro_batches: int, chunks: int | str = 2) -> Table:

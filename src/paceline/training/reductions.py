@@ -22,6 +22,7 @@ from paceline.comm.reduction import (
     TreeReducer,
     Ways,
     cover,
+    of_own_part,
 )
 from paceline.comm.routes import SharedMemoryCollective
 from paceline.data import split
@@ -169,10 +170,14 @@ def _ways(setting: Setting, holding: Holding, axes: Sequence[str]) -> Ways:
 
 
 def build_norm(setting: Setting, holding: Holding) -> Norm:
-    """The norm of the whole gradient, each value counted once in a replica."""
+    """The norm of the whole gradient, each value counted once in a replica.
+
+    Where nobody agrees in a step it is that of the own part: to ask others would be to wait for them.
+    """
     inside = setting.mesh.inside
     if not setting.recipe.is_ordered:
-        return AnyOrderNorm(inside, setting.net)
+        alone = setting.recipe.strategy.rule.agrees == "nobody"
+        return of_own_part if alone else AnyOrderNorm(inside, setting.net)
     counted = [held.updates for held in holding.held.values() if held.counts and held.updates is not None]
     return CanonicalNorm(holding.slots, counted, inside, setting.net)
 

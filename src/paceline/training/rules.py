@@ -23,11 +23,13 @@ from paceline.sync.balance import Balanced
 from paceline.sync.bounded import Bounded
 from paceline.sync.choice import Measured
 from paceline.sync.fragments import Streaming
-from paceline.sync.pipedream import PipeDream
+from paceline.sync.pipedream import Flow, PipeDream
 from paceline.sync.policy import ApplyEach
 from paceline.sync.residuals import Residuals
 from paceline.sync.straggler import Watched
 from paceline.sync.streamed import StreamedRounds
+from paceline.sync.two_buffers import TwoBuffers
+from paceline.sync.weight_stash import WeightStash
 from paceline.training.alone import build_step, number_of, step_alone, those_who_meet
 from paceline.training.arrange import Setting
 from paceline.training.codecs import local_clip_norm
@@ -156,9 +158,9 @@ def pipedream(setting: Setting, layout: Layout, state: TrainState) -> Rule:
             f"pipedream does not go with {'; '.join(reasons)}",
             next_step="leave it out, or choose sync=every-step",
         )
-    shared = (placed, setting.mesh.world, setting.net, setting.phases)
-    return PipeDream(
-        *shared,
-        items_per_sample=setting.items_per_sample,
-        stop_requested=setting.stop_requested,
-    )
+    net, phases = setting.net, setting.phases
+    flow = _FLOWS[recipe.strategy.sync.partition(":")[2]](placed, net, phases, setting.items_per_sample)
+    return PipeDream(placed, flow, setting.mesh.world, net, phases, stop_requested=setting.stop_requested)
+
+
+_FLOWS: Mapping[str, Callable[..., Flow]] = {"": WeightStash, "2bw": TwoBuffers}

@@ -20,6 +20,7 @@ from paceline.schedule import (
     read_table,
     svg,
     text_lines,
+    two_buffered,
     write_rows,
     zero_bubble,
 )
@@ -55,6 +56,26 @@ def test_1f1b_alternates_once_it_is_full() -> None:
     first, last = one_f_one_b(2, 4).orders
     assert text(first) == "F0 F1 B0 F2 B1 F3 B2 B3"
     assert text(last) == "F0 B0 F1 B1 F2 B2 F3 B3"
+
+
+@pytest.mark.capability("D6", "D7")
+@pytest.mark.parametrize("p, m", [(p, m) for p, m in GRID if m >= p - 1])
+def test_two_buffers_of_weights_cost_no_time_where_a_step_fills_the_pipeline(p: int, m: int) -> None:
+    counts = [m, m + 2, m, m]
+    assert two_buffered(p, counts).orders == one_f_one_b(p, sum(counts)).orders
+
+
+@pytest.mark.capability("D6")
+@pytest.mark.parametrize("counts", [[1] * 7, [2, 1, 3, 1], [4, 4]])
+def test_no_step_goes_forward_before_the_update_of_two_steps_before(counts: list[int]) -> None:
+    steps = [step for step, n in enumerate(counts) for _ in range(n)]
+    table = two_buffered(4, counts)
+    prove(table, len(steps))
+    for order in table.orders:
+        for place, action in enumerate(order):
+            needed = [k for k, step in enumerate(steps) if step < steps[action.micro_batch] - 1]
+            done = [a.micro_batch for a in order[:place] if a.kind == "B"]
+            assert action.kind == "B" or done[: len(needed)] == needed
 
 
 @pytest.mark.capability("D5", "D7")

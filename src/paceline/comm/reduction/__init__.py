@@ -4,7 +4,7 @@ from paceline.comm.reduction.gradients import Gradients, GradientSink, Reduction
 from paceline.comm.reduction.local import LocalReducer, TreeReducer
 from paceline.comm.reduction.local_clip import LocalClip
 from paceline.comm.reduction.meeting import Meeting
-from paceline.comm.reduction.norm import AnyOrderNorm, CanonicalNorm, joint_norm
+from paceline.comm.reduction.norm import AnyOrderNorm, CanonicalNorm, joint_norm, of_own_part
 from paceline.comm.reduction.part_buffer import PartBuffer
 from paceline.comm.reduction.reducer import InAnyOrder, Reducer, Sums
 from paceline.comm.reduction.scatterer import Scatterer
@@ -35,4 +35,5 @@ __all__ = [
     "Ways",
     "cover",
     "joint_norm",
+    "of_own_part",
 ]

@@ -70,6 +70,11 @@ class CanonicalNorm:
         return float(self._net.all_reduce(squares, self._group).wait().sum().sqrt())
 
 
+def of_own_part(grads: Gradients) -> float:
+    """Of this rank's share alone, not yet divided. Waits for the device, and for nobody else."""
+    return joint_norm(grads.norms)
+
+
 def row_squares(x: Tensor) -> Tensor:
     """Sums of squares of the rows of x [rows, ...], float64 [rows]; a scalar is one row.
 

@@ -127,7 +127,7 @@ class Passing:
         action = flight.action._replace(kind="B")
         arrived, note = self._arrived_gradients(action, flight, note)
         self._phases.begin("backward")
-        with self._as_forward_left(flight):
+        with self._as_forward_left(flight, counts=weights is None):
             if split:
                 own = [p for p in self.chunks[action.chunk].parameters() if p.requires_grad]
                 found, back = list[Tensor | None](), flight.first_half(arrived, own)
@@ -145,7 +145,7 @@ class Passing:
             flight.second_half()
 
     @contextmanager
-    def _as_forward_left(self, flight: Flight) -> Iterator[None]:
+    def _as_forward_left(self, flight: Flight, *, counts: bool = True) -> Iterator[None]:
         """Around a backward: what it draws for activations that are recomputed, and the buffers it sees.
 
         A second half repeats what the first has recomputed, and some of its hooks: buffers do not count then.
@@ -154,7 +154,9 @@ class Passing:
         self._seed(flight.key, samples_of(num_samples, self._parts, action.part), num_samples)
         self.buffers.lend(flight.buffers if again is None else again)
         yield
-        flight.buffers = self.buffers.take_back(action.micro_batch, action.chunk, counts=again is None)
+        flight.buffers = self.buffers.take_back(
+            action.micro_batch, action.chunk, counts=counts and again is None
+        )
 
     # -- what comes and goes --------------------------------------------------------------------------------
 
@@ -165,9 +167,8 @@ class Passing:
     def _seed(self, key: int, own: range, num_samples: int) -> None:
         everything = self._seeded is not None and self._precision.seeds_everything
         seed_micro_batch(key, self._seeded, self._dropouts, everything=everything)
-        if self._parts > 1:
-            for dropout in self._dropouts:
-                dropout.take_samples(own, num_samples)
+        for dropout in self._dropouts if self._parts > 1 else ():
+            dropout.take_samples(own, num_samples)
 
     def _arrived(self, action: Action, num_samples: int = 0) -> tuple[list[Tensor], Tensor | None]:
         """What the chunk before has sent, leaves if they can have a gradient, and its generator's state.
@@ -181,8 +182,7 @@ class Passing:
         self._phases.begin("communication")
         received, drawn = self._inbox.take(source[0], action, num_samples)
         stream = received.pop() if drawn else None
-        wanted = torch.is_grad_enabled()
-        return [x.requires_grad_(wanted and _differentiable(x)) for x in received], stream
+        return [x.requires_grad_(torch.is_grad_enabled() and _differentiable(x)) for x in received], stream
 
     def _arrived_gradients(self, action: Action, flight: Flight, note: float) -> tuple[list[Tensor], float]:
         source = self._after(action)

@@ -21,7 +21,7 @@ from paceline.recipe import Recipe, Strategy
 from paceline.sync.policy import ApplyEach
 from paceline.testing import RanksFailed, run_ranks
 from paceline.testing.parity import make_task, session_of
-from paceline.training import Session, rules, serving
+from paceline.training import Session, channels, rules
 from paceline.training.loop import fit
 
 STEPS = 20
@@ -100,7 +100,7 @@ def with_small_buffers() -> None:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
         return found
 
-    serving.listen, serving.connect = listening, connecting
+    channels.listen, channels.connect = listening, connecting
 
 
 class Deaf(Wrapped):

@@ -131,7 +131,7 @@ def live(cluster: Cluster, strategy: str, model: str, folder: str) -> Life:
 
     def when_placed(kind: Callable[..., Any]) -> Callable[..., Any]:
         def build(*args: Any, **kwargs: Any) -> Any:
-            life.placed = bytes_now() - before
+            life.placed = settled_bytes(before)
             record.stop()
             return kind(*args, **kwargs)
 

@@ -28,7 +28,6 @@ HERE: Mapping[str, str] = MappingProxyType(
         "strategy.balance": "where several replicas share a batch",
         "strategy.codec": _SUMMED,
         "strategy.route": "where several ranks send each other tensors",
-        "strategy.channel": "with a server, or with sync=gossip:S",
         "runtime.bucket_bytes": _SUMMED,
         "runtime.bucket_latency": "where ranks of several hosts sum gradients",
         "runtime.link_profile": "where ranks of several hosts sum gradients",

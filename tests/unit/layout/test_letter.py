@@ -40,3 +40,27 @@ def test_a_part_is_as_long_as_the_message_before_unless_that_was_large() -> None
     assert next_size(Letter.of([large], 0.0, 1, 0)) == HEAD_BYTES
     many = Letter.of([torch.ones(1)] * 40, 0.0, 1, 0)
     assert next_size(many) == HEAD_BYTES  # its description takes more than the first part has
+
+
+def taken(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """What arrives of tensors that go in one part."""
+    letter = Letter.of(tensors, 1.0, 0, 0)
+    (part,) = parts_of(letter, tensors, letter.num_bytes)
+    return letter.taken_from(part)
+
+
+def test_a_generator_goes_on_from_a_state_that_came_behind_other_tensors() -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        _, state = taken(torch.ones(100), torch.default_generator.get_state())
+        right = torch.rand(3)
+        torch.default_generator.set_state(state)
+        assert torch.equal(torch.rand(3), right)
+
+
+def test_one_tensor_may_be_changed_in_place_while_backward_needs_another() -> None:
+    x, mask = taken(torch.arange(3.0), torch.ones(3, dtype=torch.int64))
+    squares = x.requires_grad_().square()
+    mask.zero_()
+    squares.sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, 2 * torch.arange(3.0))

@@ -83,6 +83,13 @@ class Letter(NamedTuple):
         for place, size, kind in zip(places, self.sizes, self.kinds, strict=False):
             yield shaped(part[place : place + size], kind)
 
+    def taken_from(self, part: Tensor) -> list[Tensor]:
+        """The tensors in one part that has everything, each with memory of its own.
+
+        A module may change one in place, and a generator reads its state from where the memory begins.
+        """
+        return [x.clone() for x in self.tensors_in(part)]
+
 
 def parts_of(letter: Letter, tensors: Sequence[Tensor], size: int) -> Iterator[Tensor]:
     """What is sent, one after another, as bytes.

@@ -115,7 +115,7 @@ class StageWire:
             words += self._taken(missing, source).wait().view(torch.int64).tolist()
         letter = Letter.read(words)
         if letter.fits(len(first)):
-            return letter, list(letter.tensors_in(first))
+            return letter, letter.taken_from(first)
         taken = [self._taken(size, source) for size in letter.sizes]
         return letter, [shaped(x.wait(), kind) for x, kind in zip(taken, letter.kinds, strict=True)]
 

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.cluster import Cluster
 from paceline.layout.pipeline import parts, passing
 from paceline.models import KeyedDropout
-from paceline.recipe import Recipe
+from paceline.recipe import Recipe, Strategy
 from paceline.schedule import Table, one_f_one_b, prove, write_rows
+from paceline.task import Loss, Task
 from paceline.testing import run_ranks
 from paceline.testing.contracts.layout import whole
 from paceline.testing.parity import Trajectory, session_of
@@ -127,3 +128,32 @@ def test_a_mistake_in_the_parts_is_found(twin: str) -> None:
 
     for report in run_ranks(found, 2):
         assert not report.ok
+
+
+def normed() -> Task:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    return Task(model, torch.rand(64, 4), lambda model, x: Loss(model(x).square().sum(), len(x)))
+
+
+def running_means(cluster: Cluster) -> list[list[float]]:
+    """Of the first stage, where the last one runs whole micro-batches, and parts of them."""
+    found = []
+    for words in ("", " rechunk=1,2"):
+        strategy = Strategy.parse(f"replicas=1 pipeline=2 stages=2,3 schedule=1f1b{words}")
+        sgd: Any = {"optimizer": {"name": "sgd", "lr": 0.01}, "batch": {"size": 16, "shards": 4}}
+        recipe = Recipe(task="sum", steps=3, strategy=strategy, **sgd)
+        session = session_of(cluster, recipe, normed)
+        for _ in session.rounds():
+            pass
+        means = [x for name, x in whole([], session).parameters.items() if "running_mean" in name]
+        found.append(means[0].tolist())
+        session.close()
+    return found
+
+
+@pytest.mark.capability("D9")
+def test_statistics_of_another_stage_move_as_by_whole_micro_batches() -> None:
+    """Parts that counted as micro-batches would let them move half as far."""
+    for plain, parted in run_ranks(running_means, 2):
+        assert max(map(abs, plain)) > 0.01 and parted == pytest.approx(plain, rel=1e-5, abs=1e-7)

@@ -181,12 +181,13 @@ def _supervise(
     while any(one.ended_at is None for one in running):
         wait_for_end(running, _TICK_SECONDS)
         now = time.monotonic()
-        for one in running:
-            if one.poll() and not losses.bears(one, stop):
+        ended = [one for one in running if one.poll()]
+        if not stop.begun and watch.begun():  # asked after: what one said before it ended counts
+            stop.on_begin(now)
+        for one in ended:
+            if not losses.bears(one, stop):
                 note_end(one)
         _give_up([one for one in watch.late(now) if not losses.gives_up(one, stop)], stop, now)
-        if not stop.begun and watch.begun():
-            stop.on_begin(now)
         if follow is not None:
             follow.show()
         if _act(running, stop, now) == "kill":

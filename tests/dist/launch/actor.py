@@ -16,6 +16,7 @@ from pathlib import Path
 from paceline.cluster import Cluster
 from paceline.errors import CommunicationError, DataError
 from paceline.launch import guard
+from paceline.phase import SERVED
 
 
 def wait() -> None:
@@ -46,6 +47,16 @@ def kill() -> None:
 
 def late_kill() -> None:
     time.sleep(0.2)
+    kill()
+
+
+def end_well() -> None:
+    time.sleep(0.5)
+
+
+def kill_served() -> None:
+    """Die as soon as it has said that it trains."""
+    cluster.enter_phase(SERVED)
     kill()
 
 

@@ -142,6 +142,13 @@ def test_a_launcher_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
         until(lambda: not any(alive(path) for path in numbers))
 
 
+@pytest.mark.capability("N5", clause="a server and its launcher outlive workers")
+def test_a_worker_that_dies_in_its_first_step_is_borne(tmp_path: Path) -> None:
+    """The launcher may not have looked since; it said that a server trains it, and the server goes on."""
+    outcome = act(tmp_path, "0=end_well", "1=kill_served", num_processes=2, servers=1, announces=True)
+    assert outcome.exit_code == 0, outcome.report
+
+
 def test_a_command_that_does_not_exist_is_an_error() -> None:
     with pytest.raises(PacelineError, match="Cannot start '/no/such/program'"):
         launch(Job(("/no/such/program",), 2))

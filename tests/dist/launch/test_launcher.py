@@ -66,7 +66,7 @@ def test_a_worker_that_raises_is_shown_first_with_its_traceback(tmp_path: Path) 
     assert outcome.report.startswith("rank 1 raised ValueError: boom\n  Traceback")
     assert "in raise_value" in outcome.report
     assert "\nrank 0 raised CommunicationError: rank 1 is gone\n" in outcome.report
-    assert outcome.report.splitlines()[-1] == "rank 2 was ended because of that; it was in wait (actor.py:22)"
+    assert outcome.report.splitlines()[-1] == "rank 2 was ended because of that; it was in wait (actor.py:23)"
 
 
 def test_the_exit_code_is_that_of_the_error(tmp_path: Path) -> None:

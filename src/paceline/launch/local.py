@@ -28,14 +28,13 @@ from paceline.launch.outcome import Outcome, conclude
 from paceline.launch.peers import Peers
 from paceline.launch.process import Keeper, Running, wait_for_end
 from paceline.launch.render import Place, Worker, render_workers
-from paceline.launch.stacks import request_stack
+from paceline.launch.stacks import request_stacks
 from paceline.launch.starting import UNKILLABLE_SECONDS, clean_after, start_all
 from paceline.launch.stop import Action, Stop
 from paceline.launch.watch import Watch
 from paceline.phase import NOTHING_TO_SAVE
 
 _TICK_SECONDS = 0.1
-_STACK_SECONDS = 0.05
 _ASKED = (128 + signal.SIGTERM, 128 + signal.SIGINT, 128 + signal.SIGHUP)
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
@@ -228,7 +227,5 @@ def _act(running: Sequence[Running], stop: Stop, now: float) -> Action:
 
 
 def _ask_where(alive: Sequence[Running], stop: Stop) -> None:
-    if stop.signal is None and alive:
-        for one in alive:
-            request_stack(one.pid, one.worker.stack_file)
-        time.sleep(_STACK_SECONDS)
+    if stop.signal is None:
+        request_stacks([(one.pid, one.worker.stack_file) for one in alive])

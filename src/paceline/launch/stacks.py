@@ -1,6 +1,6 @@
 """Where a process hangs: its Python stack, written on a signal and read by whoever waits for it.
 
-Invariant: asking a process that is not prepared does nothing, and never ends it.
+Invariant: asking a process that is not prepared, or that has ended, does nothing, and never ends it.
 """
 
 from __future__ import annotations
@@ -10,11 +10,18 @@ import os
 import re
 import signal
 import sysconfig
+import time
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+from paceline.launch.procfs import is_handling
+
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 _SIGNAL = signal.SIGUSR2  # SIGUSR1 is what batch systems send before they take a machine away
+_ANSWER_SECONDS = 2.0  # on a busy machine a process may wait so long for a core
+_LOOK_SECONDS = 0.05
 
 
 def prepare_stack(path: Path) -> IO[str]:
@@ -31,10 +38,23 @@ def prepare_stack(path: Path) -> IO[str]:
     return stream
 
 
-def request_stack(pid: int, path: Path) -> None:
-    """Ask process `pid` for its stack. It writes within milliseconds, also while a C call blocks it."""
-    if path.exists():
-        os.kill(pid, _SIGNAL)
+def request_stacks(asked: Sequence[tuple[int, Path]]) -> None:
+    """Ask processes for their stacks, and wait until they have written, also while a C call blocks them.
+
+    Who is stopped by a signal is not waited for, nor is anybody for longer than `_ANSWER_SECONDS`: a process
+    that the system cannot interrupt.
+
+    Args:
+        asked: the number of each process, and its file of `prepare_stack`.
+    """
+    prepared = [pid for pid, path in asked if path.exists()]
+    for pid in prepared:
+        with suppress(ProcessLookupError):  # it has ended just now
+            os.kill(pid, _SIGNAL)
+    expires, owing = time.monotonic() + _ANSWER_SECONDS, prepared
+    while owing and time.monotonic() < expires:
+        time.sleep(_LOOK_SECONDS)
+        owing = [pid for pid in owing if is_handling(pid, _SIGNAL)]
 
 
 def read_position(path: Path) -> str:

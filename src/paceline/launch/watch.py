@@ -13,12 +13,11 @@ from collections.abc import Callable, Sequence
 
 from paceline.launch.process import Running
 from paceline.launch.procfs import is_stopped
-from paceline.launch.stacks import read_position, request_stack
+from paceline.launch.stacks import read_position, request_stacks
 from paceline.phase import LEAVING, SERVED, TRAINING, Phase, read_phase
 
 _LOOK_SECONDS = 0.25
 _SLACK_SECONDS = 5.0  # the worker keeps its deadline itself where it can, and its error says more
-_STACK_SECONDS = 0.05
 _BEGUN = (TRAINING, SERVED, LEAVING)
 
 
@@ -81,8 +80,7 @@ class Watch:
             return f"was stopped by a signal (SIGSTOP?) for more than {self._stuck_seconds:g} s{doing}"
         if phase is None or phase.until is None or now <= phase.until + _SLACK_SECONDS or stopped_seconds:
             return ""
-        request_stack(one.pid, one.worker.stack_file)
-        time.sleep(_STACK_SECONDS)
+        request_stacks([(one.pid, one.worker.stack_file)])
         where = read_position(one.worker.stack_file)
         return f"did not come to an end{doing}" + (f"; it was in {where}" if where else "")
 

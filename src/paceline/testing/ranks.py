@@ -28,7 +28,7 @@ from paceline.errors import MissingExtraError
 from paceline.launch.judge import raised
 from paceline.launch.keeper import kill_session
 from paceline.launch.outcome import Failure, signal_headline
-from paceline.launch.stacks import read_position, request_stack
+from paceline.launch.stacks import read_position, request_stacks
 from paceline.launch.worker import ErrorReport
 from paceline.store import StoreServer
 from paceline.testing.failures import RanksFailed
@@ -36,7 +36,6 @@ from paceline.testing.rank_process import RankOrder, run_rank
 
 _SETTLE_SECONDS = 2.0
 _EXIT_SECONDS = 10.0
-_STACK_SECONDS = 0.2
 
 
 def run_ranks(
@@ -172,10 +171,8 @@ def _collect(ranks: list[_Rank], expires: float, dying: Collection[int]) -> None
 
 
 def _stop(ranks: list[_Rank], why: str) -> None:
-    for rank in ranks:
-        if rank.process.pid is not None and rank.process.is_alive():
-            request_stack(rank.process.pid, rank.stack_file)
-    time.sleep(_STACK_SECONDS)
+    living = [(rank.process.pid, rank.stack_file) for rank in ranks if rank.process.is_alive()]
+    request_stacks([(pid, path) for pid, path in living if pid is not None])
     for rank in ranks:
         rank.stop(why)
 

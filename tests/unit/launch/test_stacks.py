@@ -1,0 +1,64 @@
+"""Where a worker hangs is known however late it is to say so, and asking one that has ended does no harm."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from paceline.launch.procfs import is_stopped
+from paceline.launch.stacks import read_position, request_stacks
+
+pytestmark = pytest.mark.capability("N5", clause="where a rank that hangs is")
+WORKER = """
+import signal, sys, time
+from pathlib import Path
+from paceline.launch.stacks import prepare_stack
+
+def busy():
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])  # as if it waited for a core
+    print("ready", flush=True)
+    while signal.SIGUSR2 not in signal.sigpending():
+        time.sleep(0.001)
+    time.sleep(0.3)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR2])
+    time.sleep(600)
+
+stack = prepare_stack(Path(sys.argv[1]))
+busy()
+"""
+
+
+@contextmanager
+def worker(stack: Path) -> Iterator[subprocess.Popen[str]]:
+    """A worker that is asked and cannot answer yet."""
+    words = [sys.executable, "-c", WORKER, str(stack)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        yield process
+        process.kill()
+
+
+def test_a_worker_that_is_late_to_say_where_it_is_is_waited_for(tmp_path: Path) -> None:
+    with worker(tmp_path / "stack") as process:
+        request_stacks([(process.pid, tmp_path / "stack")])
+        assert read_position(tmp_path / "stack").startswith("busy (<string>:")
+
+
+def test_who_is_stopped_is_not_waited_for_and_who_has_ended_is_not_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.launch.stacks._ANSWER_SECONDS", 1000.0)  # nobody waits so long
+    with worker(tmp_path / "stack") as process:
+        process.send_signal(signal.SIGSTOP)
+        while not is_stopped(process.pid):
+            time.sleep(0.001)
+        request_stacks([(process.pid, tmp_path / "stack")])
+    assert read_position(tmp_path / "stack") == ""
+    request_stacks([(process.pid, tmp_path / "stack"), (process.pid, tmp_path / "none")])

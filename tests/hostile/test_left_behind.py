@@ -74,12 +74,13 @@ def test_only_what_a_dead_process_of_this_system_owned_is_litter(
 
 def test_a_job_whose_keeper_is_killed_goes_on(tmp_path: Path) -> None:
     prepare(tmp_path)
-    words = ("train", "recipe.toml", "-n", "2", "--set", "options.pause=0.05")
+    words = ("train", "recipe.toml", "-n", "2", "--set", "options.what=wait")
     with start(tmp_path, *words, PACELINE_FORK_SERVER="none") as process:
-        until((tmp_path / "building-1").exists, process)
+        until((tmp_path / "stepping-1").exists, process)
         for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
             if b"keeper" in Path(f"/proc/{child}/cmdline").read_bytes():
                 os.kill(int(child), signal.SIGKILL)
+        (tmp_path / "go").touch()
         assert end_of(process).code == 0
 
 

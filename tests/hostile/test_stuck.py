@@ -128,12 +128,13 @@ def test_a_fork_server_that_is_stopped_costs_a_start_and_nothing_else(when: str,
         if when == "before":
             os.kill(server, signal.SIGSTOP)
         prepare(tmp_path)
-        words = ("train", "recipe.toml", "-n", "2", "--set", "options.pause=0.05")
+        words = ("train", "recipe.toml", "-n", "2", "--set", "options.what=wait")
         with start(tmp_path, *words, **variables) as process:
             if when == "later":
-                until((tmp_path / "building-1").exists, process)
+                until((tmp_path / "stepping-1").exists, process)
                 (service,) = children_of(server)
                 os.kill(service, signal.SIGSTOP)
+            (tmp_path / "go").touch()
             end = end_of(process)
     assert end.code == 0, end.err
     assert not [path for path in (tmp_path / "tmp").iterdir() if path.name.startswith("paceline-")]

@@ -6,24 +6,40 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from paceline.checkpoint import Files, Shelf, load
+from paceline.training.stopping import SAME_SECONDS
 
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.capability("N7")
 
 TASK = """
 import os, time
+from pathlib import Path
 import torch
 from torch import nn
 from paceline import Loss
+from paceline.training.stopping import StopRequest
+
+RANK = int(os.environ.get("RANK", "0"))
+ask = StopRequest.ask
+
+def told(self, now):
+    found = ask(self, now)
+    Path(f"asked-{RANK}").touch()
+    return found
 
 def build(pause):
+    StopRequest.ask = told
     def loss(model, batch):
-        time.sleep(pause * (int(os.environ.get("RANK", "0")) + 1))
+        time.sleep(pause * (RANK + 1))
+        while Path("hold").exists():
+            Path(f"held-{RANK}").touch()
+            time.sleep(0.01)
         return Loss((model(batch) ** 2).sum(), len(batch))
     return nn.Linear(4, 1), torch.rand(64, 4), loss
 """
@@ -48,13 +64,14 @@ def start(folder: Path, pause: float) -> subprocess.Popen[str]:
 
 def steps_done(folder: Path) -> list[int]:
     path = folder / "run" / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
+    text = path.read_text() if path.exists() else ""
+    lines = text[: text.rfind("\n") + 1].splitlines()  # the last one may be under way
     return [record["step"] for record in map(json.loads, lines) if record["event"] == "step"]
 
 
-def await_steps(process: subprocess.Popen[str], folder: Path, count: int) -> None:
+def until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
     expires = time.monotonic() + 240
-    while len(steps_done(folder)) < count:
+    while not condition():
         assert process.poll() is None and time.monotonic() < expires
         time.sleep(0.02)
 
@@ -75,7 +92,7 @@ def worker(folder: Path, rank: int) -> int:
 
 def stop_and_look(folder: Path, rank: int, number: signal.Signals) -> None:
     with start(folder, 0.005) as process:
-        await_steps(process, folder, 3)
+        until(lambda: len(steps_done(folder)) >= 3, process)
         os.kill(worker(folder, rank), number)
         _, said = process.communicate(timeout=160)
     assert process.returncode == 143, said
@@ -106,16 +123,15 @@ def test_twenty_of_twenty(tmp_path: Path) -> None:
 
 
 def test_a_second_signal_ends_at_once_and_nothing_that_was_saved_is_lost(tmp_path: Path) -> None:
-    with start(tmp_path, 2.5) as process:
-        expires = time.monotonic() + 240
-        while not (tmp_path / "run" / "recipe.toml").exists():
-            assert process.poll() is None and time.monotonic() < expires
-            time.sleep(0.02)
-        time.sleep(0.5)
+    with start(tmp_path, 0.005) as process:
+        until(lambda: len(steps_done(tmp_path)) >= 3, process)
+        (tmp_path / "hold").touch()
+        until((tmp_path / "held-1").exists, process)
         pid = worker(tmp_path, 1)
         os.kill(pid, signal.SIGTERM)
-        time.sleep(1.3)
-        assert process.poll() is None  # it is in a step of five seconds
+        until((tmp_path / "asked-1").exists, process)
+        time.sleep(SAME_SECONDS + 0.1)
+        assert process.poll() is None  # it is in a step without end
         os.kill(pid, signal.SIGTERM)
         _, said = process.communicate(timeout=120)
     assert process.returncode == 130

@@ -23,8 +23,10 @@ from paceline import Cluster, Loss, Task
 HERE = Path(__file__).parent
 RANK = Cluster.from_env().global_rank
 
-def reach(seconds):
+def reach(seconds=0.0):
     (HERE / "reached").touch()
+    while not (HERE / "sent").exists():
+        time.sleep(0.01)
     time.sleep(seconds)
 
 class Slow(LocalFileSystem):
@@ -60,6 +62,8 @@ def build(what="", pause=0.0):
     def loss(model, batch):
         calls.append(1)
         time.sleep(pause)
+        if what == "training" and len(calls) == 12:
+            reach()
         factor = fail(what) if RANK == 1 and len(calls) == 7 else 1.0
         return Loss((model(batch) ** 2).sum() * factor, len(batch))
     data = torch.rand(64, 40000 if what == "shared" else 4)
@@ -99,7 +103,8 @@ def end_of(process: subprocess.Popen[str], folder: Path) -> End:
 
 def steps_done(folder: Path) -> int:
     path = folder / "run" / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
+    text = path.read_text() if path.exists() else ""
+    lines = text[: text.rfind("\n") + 1].splitlines()  # the last one may be under way
     return sum(json.loads(line)["event"] == "step" for line in lines)
 
 

@@ -20,7 +20,7 @@ import pytest
 from paceline.observe.schema import mistakes
 from paceline.report import read_run, summary
 from paceline.testing.leaks import find_leaks, observe
-from tests.cli.jobs import End, end_of, has_handlers, start, steps_done
+from tests.cli.jobs import End, end_of, has_handlers, start
 
 # Jobs that fail at the seventh call of the loss on rank 1 (two were before the first step), in the fifth step
 
@@ -52,10 +52,9 @@ PHASES = {
 }
 
 
-def is_there(phase: str, process: subprocess.Popen[str], folder: Path) -> bool:
-    if phase == "rendezvous":
-        return has_handlers(folder)
-    return steps_done(folder) >= 3 if phase == "training" else (folder / "reached").exists()
+def is_there(phase: str, folder: Path) -> bool:
+    """In its phase a job waits until the signal is sent."""
+    return has_handlers(folder) if phase == "rendezvous" else (folder / "reached").exists()
 
 
 def interrupted(folder: Path, phase: str) -> End:
@@ -65,11 +64,12 @@ def interrupted(folder: Path, phase: str) -> End:
             more = ["--insecure", "--nodes", "2", "--rendezvous", f"127.0.0.1:{probe.getsockname()[1]}"]
     with start(folder, "--set", f"options.what={phase}", *more) as process:
         expires = time.monotonic() + 480
-        while not is_there(phase, process, folder):
+        while not is_there(phase, folder):
             assert process.poll() is None and time.monotonic() < expires, process.communicate()
             time.sleep(0.02)
         time.sleep(0.3)
         process.send_signal(signal.SIGINT)
+        (folder / "sent").touch()
         return end_of(process, folder)
 
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -81,7 +82,7 @@ def newest_step(folder: Path) -> int | None:
 # A job of several processes that is killed and goes on
 
 TASK = """
-import os
+import os, time
 from pathlib import Path
 import torch
 from torch import nn
@@ -99,7 +100,11 @@ class Source:
         return x, x.sum()
 
 def build(log):
+    calls = []
     def loss(model, batch):
+        calls.append(1)
+        while len(calls) > 28 and Path(f"{log}.hold").exists():
+            time.sleep(0.01)
         x, y = batch
         return Loss(((model(x).squeeze(-1) - y) ** 2).sum(), len(x))
     model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.2), nn.Linear(16, 1))
@@ -130,29 +135,47 @@ def write_job(folder: Path) -> Path:
     return folder / "recipe.toml"
 
 
-def start(*arguments: object) -> subprocess.Popen[str]:
+def start(*arguments: object, folder: Path = ROOT) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "paceline", "train", *map(str, arguments)]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environ
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder, env=environ
     )
 
 
-def finish(process: subprocess.Popen[str], seconds: float = 60) -> None:
+def finish(process: subprocess.Popen[str], seconds: float = 240) -> None:
     _, said = process.communicate(timeout=seconds)
     assert process.returncode == 0, said
 
 
-def kill_after(process: subprocess.Popen[str], run: Path, step: int, pause: float) -> None:
-    """kill -9 of the launcher when a checkpoint of `step` is there; its workers die with it."""
+def kill_after(recipe: Path, step: int, pause: float) -> None:
+    """kill -9 of a launcher when a checkpoint of `step` is there; its workers die with it.
+
+    The job waits a few steps later, or it might be over on a machine that lets this process wait.
+    """
+    folder, hold = recipe.parent, recipe.parent / "samples.hold"
+    hold.touch()
+    process = start(recipe, "-n", 2, folder=folder)
     expires = time.monotonic() + 240
-    while (newest_step(run / "checkpoints") or 0) < step:
+    while (newest_step(folder / "run" / "checkpoints") or 0) < step:
         assert process.poll() is None and time.monotonic() < expires
         time.sleep(0.01)
     time.sleep(pause)
     process.kill()
     process.communicate()
-    time.sleep(0.3)  # the keeper ends the workers
+    while anybody_in(folder):
+        assert time.monotonic() < expires
+        time.sleep(0.01)
+    hold.unlink()
+
+
+def anybody_in(folder: Path) -> bool:
+    """Whether a process still works in a folder."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or is another user's
+            if (process / "cwd").readlink() == folder:
+                return True
+    return False
 
 
 def losses(run: Path) -> dict[int, float]:
@@ -173,7 +196,7 @@ def test_a_job_that_is_killed_goes_on_with_the_same_samples(tmp_path: Path) -> N
     """Reproducible: with the same bits, also under another number of processes."""
     whole, cut = write_job(tmp_path / "whole"), write_job(tmp_path / "cut")
     finish(start(whole, "-n", 2))
-    kill_after(start(cut, "-n", 2), cut.parent / "run", 9, 0.02)
+    kill_after(cut, 9, 0.02)
     alike, fewer = cut.parent / "run", cut.parent / "fewer"
     shutil.copytree(alike, fewer)
     finish(start("--resume", alike, "-n", 2))

@@ -14,6 +14,7 @@ from paceline.checkpoint import Files, load, name_of
 from paceline.cli.main import COMMANDS
 from paceline.cli.main import load as load_command
 from paceline.report import read_run
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 DIGITS = str(ROOT / "recipes" / "digits.toml")
@@ -136,16 +137,8 @@ def test_sigterm_saves_the_step_and_resume_goes_on(tmp_path: Path) -> None:
 @pytest.mark.capability("A2")
 def test_torchrun_starts_the_same_job(tmp_path: Path) -> None:
     train(tmp_path / "ours", steps=4, processes=2)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "paceline",
-        "train",
-    ]
+    agent = ["torch.distributed.run", "--master-port", str(free_port()), "--nproc-per-node", "2"]
+    command = [sys.executable, "-m", *agent, "-m", "paceline", "train"]
     length = ["--set", "epochs=", "--set", "steps=4", "--set", f"run_dir={tmp_path / 'theirs'}"]
     done = subprocess.run(
         [*command, DIGITS, *SMALL, *length], capture_output=True, timeout=360, cwd=ROOT, check=False

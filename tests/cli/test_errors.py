@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from paceline.observe.schema import mistakes
 from paceline.report import read_run, summary
 from paceline.testing.leaks import find_leaks, observe
 from tests.cli.jobs import End, end_of, has_handlers, start
+from tests.ports import free_port
 
 # Jobs that fail at the seventh call of the loss on rank 1 (two were before the first step), in the fifth step
 
@@ -60,8 +60,7 @@ def is_there(phase: str, folder: Path) -> bool:
 def interrupted(folder: Path, phase: str) -> End:
     more = [word.format(folder) for word in PHASES[phase]]
     if phase == "rendezvous":
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            more = ["--insecure", "--nodes", "2", "--rendezvous", f"127.0.0.1:{probe.getsockname()[1]}"]
+        more = ["--insecure", "--nodes", "2", "--rendezvous", f"127.0.0.1:{free_port()}"]
     with start(folder, "--set", f"options.what={phase}", *more) as process:
         expires = time.monotonic() + 480
         while not is_there(phase, folder):

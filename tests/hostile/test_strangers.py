@@ -23,6 +23,7 @@ from paceline.errors import CommunicationError
 from paceline.handshake import CHALLENGE_BYTES, encode_hello, is_proof, nonce, prove
 from paceline.mesh import Group
 from tests.dist.launch.actors import until
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.capability("O2"), pytest.mark.timeout(120)]
 KEY = "the key of the job"
@@ -230,8 +231,7 @@ def test_no_command_takes_a_key_as_an_argument() -> None:
 
 
 def test_a_node_with_another_key_is_named_on_both_sides(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     (tmp_path / "x.py").write_text(
         "import torch.distributed as dist\nfrom paceline import Cluster\n"
         "Cluster.from_env().connect('cpu', 60.0)\ndist.barrier()\n"

@@ -1,6 +1,5 @@
 """The number of ranks changes between steps, and the run ends where it would have ended."""
 
-import socket
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +11,7 @@ from paceline.recipe import Recipe, Strategy
 from paceline.testing import run_ranks
 from paceline.testing.contracts.layout import whole
 from paceline.testing.parity import Trajectory, run_oracle, session_of
+from tests.ports import free_port
 
 ENDS = (3, 6, 9)  # the step at which each phase ends
 STEPS = ENDS[-1]
@@ -23,12 +23,6 @@ PHASES = [  # one strategy for each
     ("replicas=1 pipeline=2", "replicas=1 pipeline=3", ALONE),
     ("replicas=1 pipeline=2", ZERO_3, "replicas=1 pipeline=2"),
 ]
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def digits(strategy: str) -> Recipe:

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.ports import free_port
+
 BUCKET = "paceline"
 
 
@@ -16,8 +18,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """moto's server in a process of its own; ranks inherit the variables that point to it."""
     pytest.importorskip("s3fs")
     pytest.importorskip("moto")
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     values = {"ENDPOINT_URL": f"http://127.0.0.1:{port}", "ACCESS_KEY_ID": "x", "SECRET_ACCESS_KEY": "y"}
     for name, value in {**values, "DEFAULT_REGION": "us-east-1"}.items():
         monkeypatch.setenv(f"AWS_{name}", value)

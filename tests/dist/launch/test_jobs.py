@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -16,15 +15,10 @@ from pathlib import Path
 import pytest
 
 from paceline.launch import Job, launch, script_command
+from tests.ports import free_port
 
 HERE = Path(__file__).parent
 TRAINER = (sys.executable, str(HERE / "trainer.py"))
-
-
-def free_port() -> int:
-    """A port of the loopback that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 @contextmanager

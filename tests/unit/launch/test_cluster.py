@@ -13,6 +13,7 @@ from paceline.addresses import interface_towards
 from paceline.cluster import Cluster, process_environment
 from paceline.errors import CommunicationError
 from paceline.rendezvous import Way, open_store
+from tests.ports import free_port
 
 TORCHRUN = {  # recorded from torchrun --nnodes 2 --nproc-per-node 2, node 1, second process
     "RANK": "3",
@@ -104,10 +105,8 @@ def test_the_loopback_leads_to_itself() -> None:
 
 
 def test_a_port_where_nobody_listens_ends_at_the_deadline() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     with pytest.raises(CommunicationError, match="cannot reach the store of the job at"):
-        open_store(Way(1, "127.0.0.1", port, "token"), 0.3)
+        open_store(Way(1, "127.0.0.1", free_port(), "token"), 0.3)
 
 
 def test_a_store_whose_port_is_taken_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

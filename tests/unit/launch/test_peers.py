@@ -1,6 +1,5 @@
 """Who is asked when a connection is lost, and what the report says."""
 
-import socket
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,17 +9,13 @@ from paceline.launch import peers as module
 from paceline.launch.outcome import Failure, conclude
 from paceline.launch.peers import Peers, ask
 from paceline.roster import Node, announce, node_of, read_roster, write_roster
-
-
-def closed_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+from tests.ports import free_port
 
 
 def test_a_launcher_that_lives_answers_and_one_that_is_gone_is_named(tmp_path) -> None:
     with Peers(2, 1, tmp_path, ("127.0.0.1", 9)) as peers:
         assert ask(Node(1, "b", "127.0.0.1", peers.port)) == ""
-    gone = ask(Node(0, "a", "127.0.0.1", closed_port()))
+    gone = ask(Node(0, "a", "127.0.0.1", free_port()))
     assert gone == "node 0 (a, 127.0.0.1) is gone: its launcher no longer runs"
 
 
@@ -29,7 +24,7 @@ def test_all_others_are_asked_once_and_only_when_there_are_several_nodes(
 ) -> None:
     waits: list[float] = []
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 7.0, sleep=waits.append))
-    said = [announce(0, closed_port(), "127.0.0.1", 1), announce(1, 5, "127.0.0.1", 1)]
+    said = [announce(0, free_port(), "127.0.0.1", 1), announce(1, 5, "127.0.0.1", 1)]
     write_roster(tmp_path, [*said, said[0]])
     assert [node.rank for node in read_roster(tmp_path)] == [0, 1]
     with Peers(2, 1, tmp_path, ("127.0.0.1", 9)) as peers:

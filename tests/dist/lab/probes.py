@@ -30,6 +30,20 @@ for i in range(int(sys.argv[2])):
         trips.append(None)
 print(json.dumps(trips))
 """
+BURST = """
+import json, socket, sys
+s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+s.settimeout(2.0)
+s.connect((sys.argv[1], 7))
+for i in range(int(sys.argv[2])):
+    s.send(bytes([i]) * 64)
+back = []
+try:
+    while True:
+        back.append(s.recv(2048)[0])
+except OSError:
+    print(json.dumps(back))
+"""
 SINK = """
 import socket
 with socket.create_server(("", 9)) as listener:
@@ -71,9 +85,19 @@ def serving(lab, host: str, program: str):
             server.terminate()
 
 
-def trips(lab, host: str, to: str, count: int = 20, wait: float = 5.0) -> list:
-    """Seconds of every round trip of a small datagram; None where none came back."""
+def trips(lab, host: str, to: str, count: int = 20, wait: float = 60.0) -> list:
+    """Seconds of every round trip of a small datagram; None where none came back in `wait` seconds."""
     return json.loads(ask(lab, host, TRIPS, lab.topology.host(to).address, count, wait))
+
+
+def burst(lab, host: str, to: str, count: int) -> list[int]:
+    """Which of so many small datagrams, sent without a pause, came back before two seconds without any."""
+    return json.loads(ask(lab, host, BURST, lab.topology.host(to).address, count))
+
+
+def pushes_faster(lab, host: str, to: str, num_bytes: int, seconds: float) -> bool:
+    """Whether bytes ever take less than so many seconds over TCP: a busy machine may be slow many times."""
+    return any(push(lab, host, to, num_bytes) < seconds for _ in range(20))
 
 
 def push(lab, host: str, to: str, num_bytes: int) -> float:

@@ -20,7 +20,7 @@ def train(lab: Lab, route: str, run_dir: Path) -> tuple[float, float]:
     command += ["--strategy", f"replicas=4 route={route}"]
     for name, value in {**SETTINGS, "run_dir": run_dir}.items():
         command += ["--set", f"{name}={value}"]
-    found = lab.run(command, deadline_seconds=90)
+    found = lab.run(command, deadline_seconds=240)
     assert found.exit_code == 0, found.output
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     ledger = next(row["rows"] for row in rows if row["event"] == "communication")

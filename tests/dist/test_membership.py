@@ -159,11 +159,12 @@ def test_a_rank_that_does_not_come_while_a_group_is_made_is_named_at_the_deadlin
     def make(cluster: Cluster) -> str:
         if cluster.global_rank == 1:
             return ""
+        cluster.connected.groups.seconds = 0.5  # the ranks have met by now, which may take longer
         with pytest.raises(DeadlineError) as caught:
             cluster.connected.groups.make("shard", (0, 1))
         return caught.value.what
 
-    assert run_ranks(make, 2, group_deadline=1.0)[0] == (
+    assert run_ranks(make, 2)[0] == (
         "at the deadline rank 1 did not come while the group 'shard' of ranks (0, 1) was made"
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import sys
@@ -171,8 +172,8 @@ def test_no_process_is_left(tmp_path: Path) -> None:
 def test_a_process_that_expects_another_number_of_ranks_is_turned_away_and_the_job_goes_on() -> None:
     def disturb(cluster: Cluster) -> tuple[str, Answer]:
         change = {"world_size": 2 + cluster.global_rank, "local_world_size": 2 + cluster.global_rank}
-        with pytest.raises(CommunicationError) as caught:
-            replace(cluster, **change).connect("cpu", 1.0)
+        with pytest.raises(CommunicationError) as caught:  # the first has to wait for nobody, the second for it
+            replace(cluster, **change).connect("cpu", 60.0 if cluster.global_rank else 1.0)
         return caught.value.what, add_up(cluster)
 
     (first, answer), (second, _) = run_ranks(disturb, 2)
@@ -192,17 +193,18 @@ def test_ranks_that_do_not_come_are_named() -> None:
 
 
 def test_a_rank_that_starts_late_is_named_and_may_take_longer_than_any_other_wait() -> None:
-    def come(cluster: Cluster) -> tuple[list[str], int]:
-        said: list[str] = []
-        missing.TELL_SECONDS = 0.1
-        time.sleep(1.0 * cluster.global_rank)
-        candidate = Candidate(cluster.global_rank, "", cluster.connected.store, torch.device("cpu"), 0.2)
-        membership = meet(candidate, Meeting(2, 1, "the job", Patience(60.0, said.append)))
-        return said, membership.rank
+    def come(cluster: Cluster) -> tuple[str, int]:
+        store, missing.TELL_SECONDS = cluster.connected.store, 0.1
+        if cluster.global_rank == 1:
+            store.await_keys(["said"], 60.0)
+        candidate = Candidate(cluster.global_rank, "", store, torch.device("cpu"), 0.2)
+        patience = Patience(60.0, lambda text: store.compare_set("said", "", text))
+        membership = meet(candidate, Meeting(2, 1, "the job", patience))
+        return store.get("said").decode(), membership.rank
 
     (said, first), (_, second) = run_ranks(come, 2)
     assert (first, second) == (0, 1)
-    assert said[0].startswith("waiting until rank 1 has joined: 0 s of 60 s")
+    assert re.match(r"waiting until rank 1 has joined: \d+ s of 60 s", said)
 
 
 def test_a_rank_that_is_started_anew_meets_the_others_and_its_earlier_life_does_not() -> None:

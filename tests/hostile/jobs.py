@@ -92,7 +92,7 @@ def train(folder: Path, *, processes: int = 2, **options: object) -> subprocess.
     return start(folder, "train", "recipe.toml", "-n", str(processes), *words)
 
 
-def end_of(process: subprocess.Popen[str], seconds: float = 120.0) -> End:
+def end_of(process: subprocess.Popen[str], seconds: float = 200.0) -> End:
     out, err = process.communicate(timeout=seconds)
     return End(process.returncode, out, err)
 

@@ -17,7 +17,7 @@ from paceline.observe import JsonLines, TextLog
 from tests.command_jobs import in_namespaces
 from tests.hostile.jobs import end_of, prepare, start
 
-pytestmark = [pytest.mark.capability("N13", "P2"), pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.capability("N13", "P2"), pytest.mark.timeout(240)]
 
 
 def may_mount() -> bool:

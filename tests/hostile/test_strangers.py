@@ -25,7 +25,7 @@ from paceline.mesh import Group
 from tests.dist.launch.actors import until
 from tests.ports import free_port
 
-pytestmark = [pytest.mark.capability("O2"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.capability("O2"), pytest.mark.timeout(240)]
 KEY = "the key of the job"
 
 GREETINGS = {

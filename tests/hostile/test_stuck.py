@@ -16,7 +16,7 @@ from paceline.launch.stop import SETUP_GRACE_SECONDS, Stop
 from tests.hostile.jobs import end_of, prepare, start, train, until
 from tests.unit.launch.workers import ended
 
-pytestmark = [pytest.mark.capability("N10"), pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.capability("N10"), pytest.mark.timeout(240)]
 
 
 def report_of(err: str) -> str:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.hostile.jobs import end_of, prepare, start
 
-pytestmark = [pytest.mark.capability("N13"), pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.capability("N13"), pytest.mark.timeout(240)]
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="gives a folder to another user")

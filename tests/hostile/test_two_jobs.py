@@ -17,7 +17,7 @@ from paceline.errors import CheckpointError
 from tests.hostile.jobs import end_of, prepare, start, train, until
 from tests.unit.checkpoint.states import load, make_state, save, saver
 
-pytestmark = [pytest.mark.capability("N13"), pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.capability("N13"), pytest.mark.timeout(240)]
 
 HOLD = """
 import os, sys, time

@@ -77,7 +77,7 @@ def ends() -> Sequence[dict[str, End]]:
         f"mended {name}": (steps.Wrapped if issubclass(loop, steps.Wrapped) else Loop, setup)
         for name, (loop, setup) in wrong.items()
     }
-    return run_ranks(all_of_them, WORLD, wrong | mended, deadline=100)
+    return run_ranks(all_of_them, WORLD, wrong | mended)
 
 
 @pytest.mark.capability("Z17")

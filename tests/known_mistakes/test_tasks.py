@@ -34,7 +34,7 @@ def all_of_them(cluster: Cluster) -> dict[str, tuple[Report, Report]]:
 
 @pytest.fixture(scope="module")
 def reports() -> dict[str, tuple[Report, Report]]:
-    found: Sequence[dict[str, tuple[Report, Report]]] = run_ranks(all_of_them, 2, deadline=100)
+    found: Sequence[dict[str, tuple[Report, Report]]] = run_ranks(all_of_them, 2)
     return found[0]
 
 

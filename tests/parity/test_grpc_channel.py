@@ -66,7 +66,7 @@ def both(cluster: Cluster) -> dict[str, Any]:
 
 @pytest.mark.timeout(300)
 def test_two_servers_have_the_same_bits_over_grpc_and_over_connections_that_break() -> None:
-    ranks = run_ranks(both, 4, deadline=240.0)
+    ranks = run_ranks(both, 4)
     for rank in ranks:
         right, done = rank["plain"]
         for found, ledger, *_ in (rank["calls"], rank["bad"]):

@@ -155,7 +155,7 @@ def resumed(
 @pytest.mark.capability("I6", "N1")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_resume_keeps_what_each_replica_has_learned(optimizer: str) -> None:
-    for rank in run_ranks(resumed, 2, "diloco:2", optimizer, deadline=100):
+    for rank in run_ranks(resumed, 2, "diloco:2", optimizer):
         assert len(rank) == 3
         for step, straight, again in rank:
             assert straight.keys() == again.keys()

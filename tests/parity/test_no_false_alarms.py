@@ -36,7 +36,7 @@ def test_right_code_of_users_raises_no_alarm(world: int) -> None:
         reports = {name: verified(cluster, name) for name in INNOCENT}
         return {name: conclusion(r) for name, r in reports.items() if not (r.ok and r.steps == STEPS)}
 
-    assert run_ranks(all_of_them, world, deadline=200)[0] == {}
+    assert run_ranks(all_of_them, world)[0] == {}
 
 
 @pytest.mark.capability("Z2")
@@ -54,5 +54,5 @@ def test_layouts_raise_no_alarm(name: str, changes: dict[str, object]) -> None:
     def one(cluster: Cluster) -> Report:
         return verified(cluster, name, **changes)
 
-    report = run_ranks(one, 2, deadline=100)[0]
+    report = run_ranks(one, 2)[0]
     assert report.ok, conclusion(report)

@@ -13,9 +13,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LIMITS = {
-    r"mark\.timeout\(([\d_]+)": 120,
-    r"subprocess\.run\(.*\btimeout=([\d_]+)": 100,
-    r"run_ranks\(.*\bdeadline=([\d_]+)": 100,
+    r"mark\.timeout\(([\d_]+)": 240,
+    r"(?:run|communicate)\(.*\btimeout=([\d_]+)": 100,
+    r"\.wait\((?:timeout=)?(\d+)\)": 60,
+    r"run_ranks\(.*\bdeadline=([\d_]+)": 240,
 }
 THE_LIMIT_IS_TESTED = {"test_ranks.py", "test_plugin.py", "test_failures.py", "test_limits.py"}
 

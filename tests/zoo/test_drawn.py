@@ -65,7 +65,7 @@ def smallest(case: Drawn) -> Drawn:
 )
 def test_drawn_cases_end_where_the_plain_loop_ends(first: int, number: int, processes: int) -> None:
     cases = [draw(first + k, processes) for k in range(number)]
-    found = run_ranks(distances, processes, cases, deadline=120 + 2 * number)
+    found = run_ranks(distances, processes, cases, deadline=300 + 5 * number)
     apart = [
         case for case, gaps in zip(cases, zip(*found, strict=True), strict=True) if max(gaps) > TOLERANCE
     ]

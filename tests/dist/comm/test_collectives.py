@@ -72,7 +72,7 @@ def problems(tmp_path_factory: pytest.TempPathFactory):
 
     @functools.cache
     def find(world: int, kind: type[Net]) -> list[dict[str, list[str]]]:
-        return run_ranks(run_checks, world, kind, tmp_path_factory.mktemp("barrier"), deadline=240.0)
+        return run_ranks(run_checks, world, kind, tmp_path_factory.mktemp("barrier"))
 
     return find
 

@@ -111,7 +111,7 @@ def test_the_ledger_counts_a_sum_in_memory_as_one_on_a_wire() -> None:
 
 def failing(function: Callable[..., object], world: int, *args: object) -> RanksFailed:
     with pytest.raises(RanksFailed) as caught:
-        run_ranks(function, world, *args, deadline=120.0)
+        run_ranks(function, world, *args)
     return caught.value
 
 

@@ -103,7 +103,7 @@ def assert_parity(ranks: list[dict[str, Any]], oracle: dict[str, Any]) -> None:
 
 @pytest.mark.capability("A12")
 def test_seven_and_ten_batches_end_together_and_average_who_contributed() -> None:
-    ranks = run_ranks(train, 2, Pieces(work=FirstRunsOut), *UNEVEN, deadline=120.0)
+    ranks = run_ranks(train, 2, Pieces(work=FirstRunsOut), *UNEVEN)
     (oracle,) = run_ranks(train, 1, Pieces(work=Both), *UNEVEN)
     assert_parity(ranks, oracle)
     assert [len(rank["used"]) for rank in ranks] == [BATCH * n for n in NUM_BATCHES]
@@ -125,7 +125,7 @@ def test_the_comparison_sees_an_average_over_a_rank_that_had_nothing() -> None:
 @pytest.mark.parametrize("num_samples", [9, 10, 15, 19])
 def test_a_tail_with_fewer_samples_than_ranks_leaves_some_without_a_micro_batch(num_samples: int) -> None:
     setting = (num_samples, 2 * -(-num_samples // 8), 4, 8)  # two epochs; a tail of 1, 2, 7 or 3 samples
-    ranks = run_ranks(train, 4, Pieces(), *setting, deadline=120.0)
+    ranks = run_ranks(train, 4, Pieces(), *setting)
     (oracle,) = run_ranks(train, 1, Pieces(), *setting)
     assert_parity(ranks, oracle)
     assert sorted(i for rank in ranks for i in rank["used"]) == sorted([*range(num_samples)] * 2)

@@ -17,7 +17,7 @@ from paceline.errors import CommunicationError, PacelineError
 from paceline.launch import Job, launch
 from tests.dist.launch.actors import ACTOR, act, alive, driving, until
 
-pytestmark = [pytest.mark.capability("O1"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.capability("O1"), pytest.mark.timeout(240)]
 
 
 def test_every_worker_gets_its_place(tmp_path: Path) -> None:

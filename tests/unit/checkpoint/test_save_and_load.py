@@ -215,7 +215,7 @@ def test_an_update_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.Monkey
     go = threading.Event()
     with saver(tmp_path, state := make_state()) as one:
         complete = one._staging.complete
-        monkeypatch.setattr(one._staging, "complete", lambda: (go.wait(10), complete())[1])
+        monkeypatch.setattr(one._staging, "complete", lambda: (go.wait(100), complete())[1])
         early = make_state()
         name = one.save()
         assert one._staging._rest.unfinished_tasks

@@ -70,18 +70,18 @@ class Clocked:
         began = self.now[0]
         self._wire(self.rank, to).messages.put((began, x.clone()))
         arrived = self._received(source, out, began)
-        left = self._wire(self.rank, to).arrivals.get(timeout=20.0)
+        left = self._wire(self.rank, to).arrivals.get(timeout=60.0)
         self.now[0] = max(arrived, left)
         return out
 
     def _sent(self, to: int, x: Tensor, began: float) -> float:
         wire = self._wire(self.rank, to)
         wire.messages.put((began, x.clone()))
-        return wire.arrivals.get(timeout=20.0)
+        return wire.arrivals.get(timeout=60.0)
 
     def _received(self, source: int, out: Tensor, ready: float) -> float:
         wire = self._wire(source, self.rank)
-        began, x = wire.messages.get(timeout=20.0)
+        began, x = wire.messages.get(timeout=60.0)
         out.copy_(x.view_as(out))
         done = max(began, ready) + self.alpha + self.beta * x.nbytes
         wire.arrivals.put(done)

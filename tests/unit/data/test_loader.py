@@ -321,7 +321,7 @@ def test_workers_of_a_killed_parent_leave_even_when_stuck() -> None:
         worker = int(parent.stdout.readline())
         parent.kill()
         try:
-            parent.communicate(timeout=80)  # the pipe closes when the last process that holds it is gone
+            parent.communicate(timeout=200)  # the pipe closes when the last process that holds it is gone
         except subprocess.TimeoutExpired:
             os.kill(worker, signal.SIGKILL)
             raise

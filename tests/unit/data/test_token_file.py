@@ -103,7 +103,7 @@ def test_many_processes_at_once_write_once(files: list[TextFile], cache: Path, t
         process.start()
     contents = {results.get(timeout=120) for _ in processes}
     for process in processes:
-        process.join(30)
+        process.join(100)
     assert contents == {map_tokens(files, BYTES, cache).tobytes()}
     assert log.read_text().count("file") == len(files)
 

@@ -42,7 +42,7 @@ def test_it_ends_with_the_training_however_that_ends(moment: str, tmp_path: Path
         time.sleep(0.05)
         assert alive(pid)
         job.kill()
-    expires = time.monotonic() + 30
+    expires = time.monotonic() + 100
     while alive(pid) and time.monotonic() < expires:
         time.sleep(0.01)
     assert not alive(pid)
@@ -57,7 +57,7 @@ def policies(process: WriterProcess) -> list[int]:
 
 
 def wait_until(what: Callable[[], bool]) -> None:
-    expires = time.monotonic() + 30
+    expires = time.monotonic() + 100
     while not what():
         assert time.monotonic() < expires
         time.sleep(0.005)
@@ -87,7 +87,7 @@ def test_it_stands_back_until_it_is_waited_for(asked: str, tmp_path: Path) -> No
             while more := pipe.read(2**16):
                 found += more
         with pytest.raises(OSError, match="Invalid argument"):
-            written.result(30)
+            written.result(100)
     assert found == data
 
 

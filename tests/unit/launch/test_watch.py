@@ -38,7 +38,7 @@ def running(tmp_path: Path) -> Iterator[list[Running]]:
 
 def send(one: Running, number: signal.Signals) -> None:
     os.kill(one.pid, number)
-    expires = time.monotonic() + 30
+    expires = time.monotonic() + 100
     while is_stopped(one.pid) != (number == signal.SIGSTOP):
         assert time.monotonic() < expires
         time.sleep(0.001)

@@ -149,17 +149,19 @@ class Fails(nn.Module):
 
 @pytest.mark.parametrize("last", [False, True], ids=["first stage", "last stage"])
 @pytest.mark.parametrize(
-    ("how", "kind", "words"),
-    [("raises", ValueError, "in a stage"), ("hangs", PacelineError, "within 0.5 s")],
+    ("how", "deadline", "kind", "words"),
+    [("raises", 60.0, ValueError, "in a stage"), ("hangs", 0.5, PacelineError, "within 0.5 s")],
 )
-def test_a_stage_that_fails_ends_the_others(last: bool, how: str, kind: type[Exception], words: str) -> None:
+def test_a_stage_that_fails_ends_the_others(
+    last: bool, how: str, deadline: float, kind: type[Exception], words: str
+) -> None:
     def run(cluster: Cluster) -> list[str]:
         def task() -> Task:
             first, second = ("", how) if last else (how, "")
             links = nn.Sequential(nn.Linear(10, 16), Fails(first), nn.Linear(16, 3), Fails(second))
             return replace(two_layers(), model=links, stages=lambda m: [m[0:2], m[2:4]])
 
-        changed = recipe_of(STAGES, runtime={"deadline_seconds": 0.5})
+        changed = recipe_of(STAGES, runtime={"deadline_seconds": deadline})
         session, said = session_of(cluster, changed, task), []
         for _ in range(2):  # and the stages are there for the next try
             try:

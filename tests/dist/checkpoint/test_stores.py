@@ -48,7 +48,8 @@ session = session_of(Cluster.single(), recipe)
 class Filler(Listener):
     def step(self, stats):
         if stats.step == 2:
-            time.sleep(0.5)  # the save of step 2 is written
+            while not (disk / "checkpoints" / "step-00000002" / "manifest.json").exists():
+                time.sleep(0.01)
             fill()
 def fill():
     try:

@@ -34,10 +34,11 @@ OWN = (
 )
 """Words before a command that make namespaces for it: users, mounts, network, segments and processes."""
 
-STEPS, DEADLINE_SECONDS, PATIENCE_SECONDS = 40, 4, 90.0
+STEPS, DEADLINE_SECONDS, PATIENCE_SECONDS = 40, 4, 200.0
 _WIDTH = 4096
 """Of a layer whose state is 200 MB, half of it on each of two ranks."""
 TARGETS = ("rank 0", "last rank", "launcher", "fork server", "keeper", "loader worker", "writer")
+_OF_RANKS = ("loader worker", "writer")
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGSEGV, signal.SIGSTOP)
 MOMENTS = ("start", "build", "step", "save", "end")
 STRATEGIES = (
@@ -123,12 +124,13 @@ def attempt(trial: Trial, folder: Path, server: str) -> Found:
 
 def _words(trial: Trial) -> list[str]:
     served = "servers" in trial.strategy
+    stands = trial.number == signal.SIGSTOP and trial.target in ("rank 0", "last rank", *_OF_RANKS)
     settings = {
         "steps": STEPS,
         "options.pause": 0.02,
         "options.what": '"linger"',
         "options.seconds": 0.5,
-        "runtime.deadline_seconds": DEADLINE_SECONDS,
+        "runtime.deadline_seconds": DEADLINE_SECONDS if stands else PATIENCE_SECONDS,  # nobody is just slow
         "checkpoint.grace_seconds": 5,
         "loader.workers": int(trial.target == "loader worker"),
     }
@@ -176,7 +178,7 @@ def _pids(launcher: int, server: int, target: str) -> list[int]:
         return [pid for pid in children_of(launcher) if "keeper" in name_of(Path(f"/proc/{pid}"))]
     if target == "fork server":  # the part of it that is this launcher's
         return children_of(server)
-    if target in ("loader worker", "writer"):  # a rank of these jobs has no other children
+    if target in _OF_RANKS:  # a rank of these jobs has no other children
         return [pid for rank in ranks.values() for pid in children_of(rank)]
     return [ranks[rank] for rank in ([0] if target == "rank 0" else sorted(ranks)[-1:]) if rank in ranks]
 

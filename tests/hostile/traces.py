@@ -59,7 +59,7 @@ def _listening() -> set[str]:
 
 
 def left_of(
-    folder: Path, server: int, before: dict[str, set[str]], seconds: float = 20.0
+    folder: Path, server: int, before: dict[str, set[str]], seconds: float = 60.0
 ) -> dict[str, list[str]]:
     """What is there and was not, once it has had some seconds to go."""
     expires = time.monotonic() + seconds

@@ -1,6 +1,5 @@
 """A replica that is slow gets fewer shards, and the answer stays that of one process."""
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,6 +12,7 @@ from paceline.errors import RecipeError
 from paceline.recipe import Recipe, Strategy
 from paceline.testing import run_ranks
 from paceline.testing.parity import Trajectory, ended, make_task, run_oracle, session_of
+from tests.parity.clock import Clock, own_clock
 
 STEPS = 28
 TURN = 15  # the step in which the other rank becomes the slow one
@@ -33,23 +33,23 @@ def digits(strategy: str, **changes: Any) -> Recipe:
 class Slow:
     """Samples that take their time on a rank while it is slow."""
 
-    def __init__(self, data: Any) -> None:
-        self.data, self.seconds = data, 0.0
+    def __init__(self, data: Any, clock: Clock) -> None:
+        self.data, self.seconds, self.clock = data, 0.0, clock
 
     def __len__(self) -> int:
         return len(self.data)
 
     def __getitem__(self, index: int) -> Any:
-        time.sleep(self.seconds)
+        self.clock.spend(self.seconds)
         return self.data[index]
 
 
 def slowed(cluster: Cluster, steps: int = STEPS, deal: Any = None) -> tuple[Trajectory, list[Any]]:
-    """First rank 1 is slow, then rank 0; a rank that is not does not sleep."""
+    """First rank 1 is slow, then rank 0."""
     recipe = digits("replicas=2 balance=speed", steps=steps)
     task = make_task(recipe)
-    data = Slow(task.data)
-    data.seconds = 0.01 * (cluster.global_rank == 1)
+    data = Slow(task.data, own_clock())
+    data.seconds = 0.01 if cluster.global_rank == 1 else 0.002
     session = session_of(cluster, recipe, lambda: replace(task, data=data))
     if deal is not None:
         session.rule._deal = deal
@@ -57,7 +57,7 @@ def slowed(cluster: Cluster, steps: int = STEPS, deal: Any = None) -> tuple[Traj
     for stats in session.rounds():
         losses.append(stats.loss)
         if stats.step == TURN:
-            data.seconds = 0.01 * (cluster.global_rank == 0)
+            data.seconds = 0.01 if cluster.global_rank == 0 else 0.002
     found = [(record["step"], record["shares"]) for name, record in session.notes.take() if name == "shares"]
     return ended(losses, session), found
 

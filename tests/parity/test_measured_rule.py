@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ from paceline.testing.parity import make_task
 from paceline.training import Session
 from paceline.training.arrange import Pieces
 from paceline.training.build import build_session
+from tests.parity.clock import Clock, own_clock
 
 STEPS, KNOWN = 16, choice.WARM + choice.TIMED
 AUTO = "auto:every-step,local:2,diloco:4"
@@ -29,15 +30,15 @@ AUTO = "auto:every-step,local:2,diloco:4"
 class SlowLink:
     """A sum takes its time once it is waited for."""
 
-    def __init__(self, inner: Collective) -> None:
-        self._inner = inner
+    def __init__(self, clock: Clock, inner: Collective) -> None:
+        self._clock, self._inner = clock, inner
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     def all_reduce(self, x: Tensor, key: str) -> Handle:
         def arrive(sums: Tensor) -> Tensor:
-            time.sleep(0.1)
+            self._clock.spend(0.1)
             return sums
 
         return self._inner.all_reduce(x, key).then(arrive)
@@ -65,7 +66,8 @@ def goes_on(session: Session, snapshot: Snapshot) -> Any:
 def chosen(cluster: Cluster) -> dict[str, Any]:
     """The choice on a slow link; the same run as asked for; and the former, resumed late."""
     said: list[str] = []
-    session = session_of(cluster, AUTO, said, Pieces(collective=SlowLink))
+    choice.time = clock = own_clock()
+    session = session_of(cluster, AUTO, said, Pieces(collective=partial(SlowLink, clock)))
     losses, late = [], None
     for stats in session.rounds():
         losses.append(stats.loss)

@@ -1,8 +1,7 @@
-"""A replica that is slow is named in a real job, with its cause; shares by speed say what they gained."""
+"""A replica that is slow is named in a job, with its cause; shares by speed say what they gained."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -15,9 +14,10 @@ from paceline.errors import RecipeError
 from paceline.recipe import Recipe
 from paceline.testing import run_ranks
 from paceline.testing.parity import make_task, session_of
+from tests.parity.clock import own_clock
 from tests.parity.test_balance import Slow, digits
 
-SECONDS = 0.03
+SECONDS, USUAL = 0.03, 0.01  # a sample that is read slowly, and a micro-batch that is computed as ever
 BEGINS = {"data": 9, "compute": 25, "nothing": 37}
 
 
@@ -29,13 +29,14 @@ def told(cluster: Cluster) -> list[tuple[str, Mapping[str, Any]]]:
     """Rank 1 reads slowly for a while, then rank 2 computes slowly, and shares follow."""
     recipe = watched("replicas=3 balance=speed", 41)
     task = make_task(recipe)
-    data, pause = Slow(task.data), [0.0]
+    clock, pause = own_clock(), [0.0]
+    data = Slow(task.data, clock)
     session = session_of(cluster, recipe, lambda: replace(task, data=data))
 
-    def wait(module: nn.Module, inputs: Any) -> None:
-        time.sleep(pause[0])
+    def compute(module: nn.Module, inputs: Any) -> None:
+        clock.spend(USUAL + pause[0])
 
-    session.placed.holding.model.register_forward_pre_hook(wait)
+    session.placed.holding.model.register_forward_pre_hook(compute)
     for stats in session.rounds():
         begun = [name for name, step in BEGINS.items() if stats.step + 1 >= step]
         now = begun[-1] if begun else "nothing"

@@ -137,12 +137,17 @@ def _descendants(root: int) -> dict[int, str]:
         todo += children.get(pid, ())
         with suppress(OSError):
             command = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ").strip()
-            if not command:
-                continue  # it is ending: its memory is gone
+            if not command and not _has_memory(pid):
+                continue  # it is ending
             # Ranks have the command line of the server that forked them, but they are its children, not ours.
             if pid not in children.get(root, ()) or not any(name in command for name in _SERVERS):
                 found[pid] = command
     return found
+
+
+def _has_memory(pid: int) -> bool:
+    """Not once it ends; a program that has just begun has memory, and no words yet."""
+    return "VmSize" in Path(f"/proc/{pid}/status").read_text(errors="replace")
 
 
 def _status(pid: str) -> bytes:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from paceline.testing.leaks import observe
 
 LEAKS = """
 import os, subprocess, sys, threading, time
@@ -154,6 +157,16 @@ def test_a_semaphore_of_another_program_is_no_leak() -> None:
         del others
     assert none == "[]"
     assert own.startswith("['shared memory /dev/shm/sem.") and "," not in own
+
+
+def test_a_program_that_has_no_words_yet_is_seen() -> None:
+    """As between its start and its first instruction; a process that ends has no memory either."""
+    with subprocess.Popen([""], executable="/bin/cat", stdin=subprocess.PIPE) as process:
+        assert process.pid in observe().processes
+        process.kill()
+    with subprocess.Popen(["true"]) as process:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert process.pid not in observe().processes
 
 
 @pytest.mark.parametrize("options", [(), ("-n", "2")], ids=["one process", "two processes"])

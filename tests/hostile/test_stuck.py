@@ -14,6 +14,7 @@ from paceline.launch.judge import has_stopped, judge
 from paceline.launch.outcome import conclude
 from paceline.launch.stop import SETUP_GRACE_SECONDS, Stop
 from tests.hostile.jobs import end_of, prepare, start, train, until
+from tests.unit.launch.test_outcome import looks
 from tests.unit.launch.workers import ended
 
 pytestmark = [pytest.mark.capability("N10"), pytest.mark.timeout(240)]
@@ -95,11 +96,12 @@ def test_before_the_first_step_a_request_to_stop_has_two_seconds_and_later_the_g
     stop = Stop(1.0, 3.0, 30.0, begun=False)
     stop.on_signal(signal.SIGTERM, 100.0)
     assert SETUP_GRACE_SECONDS < 2
-    assert (stop.due(100.0), stop.due(101.0), stop.due(102.0)) == ("terminate", "wait", "kill")
+    assert looks(stop, 100.0, 101.625) == {100.0: "terminate", 101.5: "kill"}
     late = Stop(1.0, 3.0, 30.0, begun=False)
     late.on_signal(signal.SIGTERM, 100.0)
+    assert looks(late, 100.0, 100.5) == {100.0: "terminate"}
     late.on_begin(100.5)
-    assert (late.due(100.5), late.due(129.0), late.due(130.5)) == ("terminate", "wait", "kill")
+    assert looks(late, 100.5, 130.625) == {130.5: "kill"}
 
 
 @pytest.mark.capability("O1", "N7")

@@ -1,12 +1,15 @@
 """When to ask the workers to end and when to end them. Pure: the clock is an argument.
 
 Invariant: once stopping has begun it ends, at the latest after the settle, kill and grace times of the job.
+Of these, time in which the launcher stood still does not count: the workers had none of it either.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
+
+from paceline.launch.awake import Awake
 
 SETUP_GRACE_SECONDS = 1.5
 Action = Literal["wait", "terminate", "kill"]
@@ -14,7 +17,7 @@ Action = Literal["wait", "terminate", "kill"]
 
 @dataclass
 class Stop:
-    """The plan for the end of a job. Times are seconds of one monotonic clock; infinity: not planned.
+    """The plan for the end of a job; `due` is asked several times a second. Infinity: not planned.
 
     Args:
         settle_seconds: after a failure, until SIGTERM.
@@ -32,9 +35,11 @@ class Stop:
     kill_at: float = float("inf")
     terminated: bool = False
     _before_kill: float = float("inf")
+    _awake: Awake = field(default_factory=Awake, repr=False)
 
     def on_signal(self, number: int, now: float) -> None:
         """The launcher was told to stop: the first time pass it on, the second time kill."""
+        now = self._awake.at(now)
         if self.signal is None:
             self.signal = number
             self.terminate_at = min(self.terminate_at, now)
@@ -50,21 +55,25 @@ class Stop:
 
     def on_begin(self, now: float) -> None:
         """The first step begins: if a signal has come a moment before, it can still be saved."""
+        now = self._awake.at(now)
         if not self.begun and self.signal is not None and now < self.kill_at:
             self.kill_at = min(self._before_kill, now + self.grace_seconds)
         self.begun = True
 
     def on_failure(self, now: float) -> None:
         """A worker failed: let the others find out, then end them. Later failures change nothing."""
+        now = self._awake.at(now)
         self.terminate_at = min(self.terminate_at, now + self.settle_seconds)
         self.kill_at = min(self.kill_at, now + self.settle_seconds + self.kill_seconds)
 
     def on_leave(self, now: float) -> None:
         """A worker was asked to stop by someone else, and has left: so will the others, or they are stuck."""
+        now = self._awake.at(now)
         self.kill_at = min(self.kill_at, now + self.grace_seconds)
 
     def due(self, now: float) -> Action:
         """What to do now. "terminate" is said once, "kill" as long as it is asked."""
+        now = self._awake.at(now)
         if now >= self.kill_at:
             return "kill"
         if now >= self.terminate_at and not self.terminated:

@@ -91,37 +91,57 @@ def make_stop() -> Stop:
     return Stop(settle_seconds=1.0, kill_seconds=3.0, grace_seconds=10.0)
 
 
+def looks(stop: Stop, begin: float, end: float) -> dict[float, str]:
+    """What is done when, by a launcher that looks eight times a second."""
+    times = [begin + i / 8 for i in range(round((end - begin) * 8))]
+    return {now: action for now in times if (action := stop.due(now)) != "wait"}
+
+
 def test_after_a_failure_the_others_may_settle_then_obey_then_are_killed() -> None:
     stop = make_stop()
     stop.on_failure(100.0)
-    actions = [(now, stop.due(now)) for now in (100.5, 101.0, 101.5, 103.9, 104.0, 104.1)]
-    assert [action for _, action in actions] == ["wait", "terminate", "wait", "wait", "kill", "kill"]
+    assert looks(stop, 100.0, 104.25) == {101.0: "terminate", 104.0: "kill", 104.125: "kill"}
 
 
 def test_later_failures_do_not_move_the_plan() -> None:
     stop = make_stop()
     stop.on_failure(100.0)
+    assert looks(stop, 100.0, 101.0) == {}
     stop.on_failure(100.9)
-    assert stop.due(101.0) == "terminate"
-    assert stop.due(104.0) == "kill"
+    assert looks(stop, 101.0, 104.125) == {101.0: "terminate", 104.0: "kill"}
 
 
 def test_a_signal_is_passed_on_at_once_and_the_second_kills() -> None:
     stop = make_stop()
     stop.on_signal(signal.SIGINT, 50.0)
-    assert stop.due(50.0) == "terminate"
-    assert stop.due(59.9) == "wait"
+    assert looks(stop, 50.0, 60.0) == {50.0: "terminate"}
     stop.on_signal(signal.SIGINT, 59.95)
     assert stop.due(60.0) == "kill"
     assert stop.signal == signal.SIGINT
+
+
+def test_time_in_which_the_launcher_stood_still_is_nobodys_grace() -> None:
+    """Else what all of a machine that was asleep had to do in a second would be over when it wakes up."""
+    stop = make_stop()
+    stop.on_failure(100.0)
+    assert looks(stop, 100.0, 100.5) == {}
+    assert looks(stop, 3600.0, 3604.0) == {3600.375: "terminate", 3603.375: "kill"} | {
+        3603.375 + i / 8: "kill" for i in range(5)
+    }
+    asked = make_stop()
+    asked.on_signal(signal.SIGINT, 50.0)
+    assert looks(asked, 50.0, 51.0) == {50.0: "terminate"}
+    asked.on_signal(signal.SIGINT, 3600.0)
+    assert asked.due(3600.0) == "kill", "the second one kills at once all the same"
 
 
 @pytest.mark.capability("N7")
 def test_when_one_has_left_the_others_have_the_grace_time() -> None:
     stop = make_stop()
     stop.on_leave(100.0)
+    assert looks(stop, 100.0, 105.0) == {}
     stop.on_leave(105.0)
-    assert [stop.due(now) for now in (100.0, 109.9, 110.0)] == ["wait", "wait", "kill"]
+    assert looks(stop, 105.0, 110.125) == {110.0: "kill"}
 
 
 def test_nothing_happens_without_a_reason() -> None:

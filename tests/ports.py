@@ -9,7 +9,7 @@ from contextlib import suppress
 from paceline.cluster import process_environment
 
 _FIRST, _EACH, _RUNS = 16_000, 1_000, 16
-"""Below those that the system gives to whoever asks for any (32,768 and up); a block for each worker of a suite."""
+"""Below those that the system gives to whoever asks for any (32,768 and up); a block for each worker."""
 
 
 def free_port() -> int:

@@ -8,7 +8,6 @@ time. Invariant: time in which the launcher itself was stopped does not count.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 
 from paceline.launch.process import Running

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -56,7 +57,9 @@ def test_a_task_that_is_not_built_in_time_is_named_with_its_rank(tmp_path: Path)
         end = end_of(process)
     assert end.code == 4, end.err
     assert "rank 0 raised DeadlineError: rank 1 has not built the task within 2 s" in end.err
-    assert "rank 1 was ended because of that; it was in build (task.py" in end.err
+    # a launcher that hears of rank 0 late gives rank 1 up by itself
+    why = "(was ended because of that|did not come to an end while building the task)"
+    assert re.search(rf"rank 1 {why}; it was in build \(task\.py", end.err), end.err
 
 
 @pytest.mark.parametrize("rank", [0, 1])

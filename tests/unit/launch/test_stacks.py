@@ -40,15 +40,17 @@ def worker(stack: Path) -> Iterator[subprocess.Popen[str]]:
     """A worker that is asked and cannot answer yet."""
     words = [sys.executable, "-c", WORKER, str(stack)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        yield process
-        process.kill()
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+            yield process
+        finally:
+            process.kill()
 
 
 def test_a_worker_that_is_late_to_say_where_it_is_is_waited_for(tmp_path: Path) -> None:
     with worker(tmp_path / "stack") as process:
         request_stacks([(process.pid, tmp_path / "stack")])
-        assert read_position(tmp_path / "stack").startswith("busy (<string>:")
+        assert read_position(tmp_path / "stack").startswith("pthread_sigmask (signal.py:")
 
 
 def test_who_is_stopped_is_not_waited_for_and_who_has_ended_is_not_asked(

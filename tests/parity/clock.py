@@ -29,5 +29,5 @@ class Clock:
 def own_clock(real: float = 1e-3) -> Clock:
     """By which all phases of this rank are measured from now on, until its process ends."""
     clock = Clock(real)
-    phases.time = clock  # type: ignore[attr-defined]
+    phases.time = clock
     return clock

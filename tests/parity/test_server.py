@@ -1,6 +1,7 @@
 """A server and its workers: what is applied, how old it was, and what is never applied."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -100,8 +101,6 @@ class Slow:
 
 def with_straggler(cluster: Cluster, recipe: Recipe, straggler: int, seconds: float) -> dict[str, Any]:
     def build() -> Task:
-        from dataclasses import replace
-
         task = make_task(recipe)
         slow = cluster.global_rank == straggler
         return replace(task, data=Slow(task.data, seconds)) if slow else task
@@ -132,12 +131,9 @@ def test_the_gradient_is_that_of_the_contributors_alone(tmp_path: Path) -> None:
     """One step by hand: parts 0 and 1 of three are summed and divided by their own items."""
 
     def run(cluster: Cluster) -> list[torch.Tensor]:
-        take = FirstN.push
-
-        def told(policy: FirstN, worker: int, push: Push) -> Any:
-            taken = take(policy, worker, push)
+        def told(policy: FirstN, worker: int, push: Push, take: Any = FirstN.push) -> Any:
             (tmp_path / f"has-come-{worker}").touch()
-            return taken
+            return take(policy, worker, push)
 
         def late(module: nn.Module, inputs: Any) -> None:
             while len(list(tmp_path.glob("has-come-*"))) < 2:

@@ -106,7 +106,7 @@ def test_failures_are_told_as_ever(tmp_path: Path) -> None:
 
 
 def test_signals_are_passed_on(tmp_path: Path) -> None:
-    with driving(tmp_path, "0=obey", "1=child+defy", start=FORKED, grace_seconds=3.0) as launcher:
+    with driving(tmp_path, "0=obey", "1=child+defy", start=FORKED, grace_seconds=8.0) as launcher:
         launcher.send_signal(signal.SIGTERM)
         launcher.wait()
     assert launcher.returncode == 143

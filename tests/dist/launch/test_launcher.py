@@ -124,7 +124,7 @@ def test_the_second_signal_kills(tmp_path: Path) -> None:
 
 
 def test_grace_ends(tmp_path: Path) -> None:
-    with driving(tmp_path, "0=obey", "1=defy", grace_seconds=1.0) as launcher:
+    with driving(tmp_path, "0=obey", "1=defy", grace_seconds=4.0) as launcher:
         launcher.send_signal(signal.SIGTERM)
         launcher.wait()
     assert launcher.returncode == 143

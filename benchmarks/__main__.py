@@ -29,6 +29,7 @@ NAMES = (
     "checkpoint",
     "loader",
     "lab",
+    "stage_messages",
     "route",
     "route_choice",
     "coding",

@@ -24,13 +24,14 @@ class Work:
         order: its operations.
         footprints: by chunk, of what the stage runs at a time: a micro-batch, or a part of one.
         gradients: bytes of all gradients of a chunk, by chunk.
-        divided: bytes of larger parts that neighbours have sent, beside the own part of them.
+        messages: bytes of larger parts that neighbours have sent, beside the own part of them, and of what
+            the thread of a backend has not let go of.
     """
 
     order: Sequence[Action]
     footprints: Sequence[Footprint]
     gradients: Sequence[int]
-    divided: int = 0
+    messages: int = 0
 
     @property
     def evaluation(self) -> int:
@@ -64,7 +65,7 @@ class Walk:
     """
 
     def __init__(self, still: Parts, sums: Sums, work: Work) -> None:
-        late = max(one.passed for one in work.footprints) + work.divided
+        late = max(one.passed for one in work.footprints) + work.messages
         self._still, self._sums, self._work = replace(still, wire=still.wire + late), sums, work
         self._split = {a.place for a in work.order if a.kind == "W"}
         self._last_part = max(a.part for a in work.order)

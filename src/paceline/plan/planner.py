@@ -25,19 +25,17 @@ from paceline.plan.forms import (
     trains_alone,
 )
 from paceline.plan.layers import layer_rows, layers_of
+from paceline.plan.messages import buffer_bytes, late_bytes
 from paceline.plan.moments import Walk, Work, first_step, in_agreement, in_update
 from paceline.plan.parts import Parts, RankMemory
 from paceline.plan.ranks import CPU, Place, fake_model, places
 from paceline.plan.rehearsal import Footprint, Rehearsal
 from paceline.plan.updates import Update, update_of
 from paceline.recipe import Recipe, num_micro_batches
-from paceline.schedule import Action
+from paceline.schedule import Action, Table
 from paceline.slot import trained_parameters
 from paceline.task import Task
 from paceline.training.schedules import schedule_of
-
-_ON_ONE_HOST = ("auto", "shared-memory")
-"""Routes by which parameters lie once on a host under ZeRO 3."""
 
 
 class _Basis(NamedTuple):
@@ -70,7 +68,7 @@ class Planner:
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._found: dict[tuple[int, int], list[Footprint]] = {}
         self._update: Update | None = None
-        self._in_common = recipe.strategy.route in _ON_ONE_HOST and nodes == 1
+        self._in_common = recipe.strategy.path.in_memory and nodes == 1
         self._places = list(places(recipe, task, self._model, processes))
 
     def ranks(self) -> list[RankMemory]:
@@ -132,9 +130,28 @@ class Planner:
             parameters=fixed + (sizes.computes if keeps else sizes.updates),
             gathered=0 if keeps or self._in_common else self._gathered(place, sizes),
             moments=moments + begun,
-            wire=sums.buckets + movements + (sizes.updates if reads else 0),
+            wire=sums.buckets + movements + self._mail(place) + (sizes.updates if reads else 0),
             snapshot=snapshot if self._saves() else 0,
         )
+
+    def _mail(self, place: Place) -> int:
+        """Memory in which the messages of a stage lie for its neighbours, on one host."""
+        if place.stage is None or not self._in_common:
+            return 0
+        number, stages = place.stage.stage, place.stage.num_stages
+        table = self._table(stages)
+        own = self._footprints(place, table.parts[number])[number::stages]
+        return buffer_bytes(own, table, number)
+
+    def _table(self, num_stages: int) -> Table:
+        """Of the rank that has most micro-batches."""
+        return schedule_of(self.recipe.strategy)(num_stages, self._most)
+
+    @property
+    def _most(self) -> int:
+        """Micro-batches of the rank that has most."""
+        strategy = self.recipe.strategy
+        return -(-self._shards // (strategy.degrees["replica"] * strategy.shard))
 
     def _saves(self) -> bool:
         """Whether a copy for a checkpoint stays in memory while the run goes on."""
@@ -170,15 +187,13 @@ class Planner:
 
     def _work(self, place: Place) -> Work:
         """What a rank does in a step, and what each of its chunks takes for it."""
-        strategy = self.recipe.strategy
-        most = -(-self._shards // (strategy.degrees["replica"] * strategy.shard))
         if place.stage is None:
             footprints = self._footprints(place)
-            order = [Action(kind, k) for k in range(most) for kind in "FB"]
+            order = [Action(kind, k) for k in range(self._most) for kind in "FB"]
             total = sum(bytes_of(one.computes, self._item_bytes) for one in place.held.values())
             return Work(order, footprints, [total])
         number, stages = place.stage.stage, place.stage.num_stages
-        table = schedule_of(strategy)(stages, most)
+        table = self._table(stages)
         order, parts = list(table.orders[number]), table.parts
         sizes = [0] * place.stage.num_chunks
         for one in place.held.values():
@@ -186,7 +201,7 @@ class Planner:
         own = self._footprints(place, parts[number])[number::stages]
         before, after = (parts[number] // parts[n % stages] for n in (number - 1, number + 1))
         divided = sum(max(0, before - 1) * f.arriving + max(0, after - 1) * f.departing for f in own)
-        return Work(order, own, sizes, divided)
+        return Work(order, own, sizes, divided + (0 if self._in_common else late_bytes(own)))
 
     def _footprints(self, place: Place, parts: int = 1) -> list[Footprint]:
         """Of all chunks of the model, as tensor ranks at this place run a micro-batch, or a part of one."""

@@ -30,7 +30,7 @@ from paceline.plan.places import Entry, Places
 from paceline.task import Task
 
 CPU = torch.device("cpu")
-_LATE = 2
+LATE = 2
 """Micro-batches whose messages may still be held: Gloo's thread takes its turn."""
 
 
@@ -43,9 +43,10 @@ class Footprint:
         forward: by place, the most during its forward; see `Places`.
         backward: by (place, bytes of gradients that were complete by then, which it does not count), the most
             during its backward.
-        passed: of what goes to other ranks or comes from them, which the thread of a backend lets go of late.
+        passed: of what tensor ranks send each other, which the thread of a backend lets go of late.
         arriving, departing: of what comes from the chunk before, and of what goes to the next.
         evaluation: the most of a forward without gradients, with a batch of evaluation.
+        departing_evaluated: of what goes to the next with such a batch.
         entries: the calls of its layers.
     """
 
@@ -56,6 +57,7 @@ class Footprint:
     arriving: int
     departing: int
     evaluation: int = 0
+    departing_evaluated: int = 0
     entries: Sequence[Entry] = ()
 
 
@@ -110,8 +112,11 @@ class Rehearsal:
                 if self._batches[1] is None:
                     return found
                 with torch.no_grad():
-                    peaks: list[int] = self._chunks(model.eval(), chunks, self._batches[1], self._evaluated)
-                return [replace(one, evaluation=peak) for one, peak in zip(found, peaks, strict=True)]
+                    peaks = self._chunks(model.eval(), chunks, self._batches[1], self._evaluated)
+                return [
+                    replace(one, evaluation=peak, departing_evaluated=departing)
+                    for one, (peak, departing) in zip(found, peaks, strict=True)
+                ]
         except RuntimeError as error:  # what fake tensors cannot do is one, by its base class
             raise TaskError(
                 f"the memory of the model cannot be planned, since it cannot run on shapes alone: {error}",
@@ -163,18 +168,20 @@ class Rehearsal:
         for p in model.parameters():
             p.grad = None
         crossing = _bytes(x), _bytes(sent)
-        passed = _LATE * (sum(crossing) + self._exchanged() - before)
+        passed = LATE * (self._exchanged() - before)
         by_place = {place: most for (place, _), most in forward.items()}
         return Footprint(kept, by_place, backward, passed, *crossing, entries=places.entries), sent
 
-    def _evaluated(self, model: nn.Module, run: Callable[[Any], Any], arrived: Any) -> tuple[int, Any]:
-        """The most of a forward, and what goes on to the next chunk."""
+    def _evaluated(
+        self, model: nn.Module, run: Callable[[Any], Any], arrived: Any
+    ) -> tuple[tuple[int, int], Any]:
+        """The most of a forward and of what goes on to the next chunk, and that itself."""
         live = LiveBytes()
         live.leave_out([*model.parameters(), *model.buffers()])
         with live, self._precision.autocast():
             x = tuple(t.clone() for t in arrived or ())
             outputs = as_tuple(run(x))
-        return live.peak, outputs
+        return (live.peak, _bytes(outputs)), outputs
 
 
 def _asked(stage: nn.Module, given: Call, _x: Any) -> Any:

@@ -165,14 +165,15 @@ class RouteSpec(Spec):
         any_order: it sums in an order of its own, so a reproducible run, or lanes, cannot have it.
         by_default: what a user gets who says nothing, or what costs nothing to name anyway.
         ring_bytes: an all_reduce sends 2 (P-1)/P n bytes of a rank.
+        in_memory: what ranks of one host have for each other lies in memory that they share.
     """
 
     choice = "route"
-
     codable: bool = True
     any_order: bool = False
     by_default: bool = False
     ring_bytes: bool = False
+    in_memory: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,7 +194,6 @@ class LayoutSpec(Spec):
     """
 
     choice = "layout"
-
     order: int = 0
     adds_otherwise: str = ""
     applies: Callable[[Strategy], bool] = lambda strategy: False

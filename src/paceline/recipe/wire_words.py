@@ -151,6 +151,7 @@ ROUTES = (
         build="paceline.training.route_choice:by_size",
         by_default=True,
         ring_bytes=True,
+        in_memory=True,
     ),
     RouteSpec(
         word="native",
@@ -197,6 +198,7 @@ ROUTES = (
         build="paceline.training.routes:shared_memory",
         codable=False,
         ring_bytes=True,
+        in_memory=True,
     ),
     RouteSpec(word="server"),
 )

@@ -13,6 +13,7 @@ from paceline.schedule.table import (
     arrivals,
     before,
     fit_together,
+    on_the_way,
     parts_within,
     samples_of,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "gpipe",
     "interleaved",
     "is_file",
+    "on_the_way",
     "one_f_one_b",
     "parts_within",
     "prove",

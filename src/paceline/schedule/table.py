@@ -111,6 +111,33 @@ def arrivals(table: Table, stage: int) -> Mapping[int, int]:
     return Counter(source[0] for source in found if source is not None)
 
 
+def on_the_way(table: Table, stage: int, to: int) -> int:
+    """The most messages of one stage that another may not have taken yet; the order of both says so.
+
+    Forwards of which no gradient has come back, and gradients of forwards that the other has not followed up.
+    """
+    own = table.parts[stage]
+    return _most_open(table, stage, to, own) + _most_open(table, to, stage, own)
+
+
+def _most_open(table: Table, stage: int, there: int, parts: int) -> int:
+    """The most forwards of a stage that went on to another and whose backward has not been.
+
+    Args:
+        parts: in how many of a micro-batch they are counted.
+    """
+    open_places, most = set[Place](), 0
+    for action in table.orders[stage]:
+        then = after(stage, action, table.num_stages, table.chunks) if action.kind in ("F", "B") else None
+        if then is None or then[0] != there:
+            continue
+        found = parts_within(action.part, table.parts[stage], parts)
+        places = {action._replace(part=part).place for part in found}
+        open_places = open_places | places if action.kind == "F" else open_places - places
+        most = max(most, len(open_places))
+    return most
+
+
 def parts_within(part: int, own: int, theirs: int) -> range:
     """Which parts of a neighbour, who has so many, have samples of one of the own parts."""
     return range(part * theirs // own, -(-(part + 1) * theirs // own))

@@ -27,7 +27,6 @@ from paceline.training.route_choice import read_profile
 
 LEAST = 1 << 16
 """Smaller buckets cost more calls than they hide."""
-_MEMORY = "auto", "shared-memory"
 
 
 class BucketChoice(NamedTuple):
@@ -108,7 +107,7 @@ def _without_links(strategy: Strategy, device: torch.device, group: Group, net: 
     if device.type != "cpu":
         return "this job computes on GPUs, whose links are not measured"
     hosts = set(gather_texts(this_host(), group, net))
-    if strategy.route in _MEMORY and len(hosts) == 1 and hosts != {""}:
+    if strategy.path.in_memory and len(hosts) == 1 and hosts != {""}:
         return "the ranks share the memory of one host"
     return ""
 

@@ -155,6 +155,7 @@ def begin(setting: Setting, recipe: Recipe, task: Task, notes: Notes, *, fresh: 
         placed=grounds.layout.placed,
         notes=notes,
         grounds=grounds,
+        leavers=grounds.layout.leavers,
         **arrange(grounds, task, state),
     )
     session.enter = partial(enter, session, arrange)

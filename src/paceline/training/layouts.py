@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.comm.routes import HostMail, meet_on_host
 from paceline.errors import StrategyError
 from paceline.layout import Holding, Lanes, Placed
 from paceline.layout.holding import hold
-from paceline.layout.pipeline import Cut, StageThreads, StageWire
+from paceline.layout.pipeline import Cut, HostWire, Neighbours, StageThreads, StageWire
 from paceline.layout.placement import Placement, Transform
 from paceline.mesh import twin_group
 from paceline.slot import trained_parameters
@@ -31,10 +32,12 @@ class Layout:
     Args:
         placed: forward and backward.
         gather: brings what this rank computes with up to date after an update; collective.
+        leavers: what a session calls when it is closed; the layout outlives its rules.
     """
 
     placed: Placed
     gather: Callable[[], None]
+    leavers: list[Callable[[], None]]
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,11 @@ def place(setting: Setting, material: Material) -> Layout:
     for cutting in cuttings:
         holding = cutting.prepare(holding)
     gathers = [cutting.gather(holding) for cutting in cuttings]
-    return Layout(_run(setting, material, holding, stage), setting.pieces.gather(_one_after_another(gathers)))
+    after_update, leavers = setting.pieces.gather(_one_after_another(gathers)), list[Callable[[], None]]()
+    if stage is None:
+        return Layout(_run(setting, material, holding), after_update, leavers)
+    wire = _stage_wire(setting, material.device, leavers)
+    return Layout(_run_stage(setting, material, holding, stage, wire), after_update, leavers)
 
 
 def _one_after_another(calls: Sequence[Callable[[], None]]) -> Callable[[], None]:
@@ -104,30 +111,43 @@ def _one_after_another(calls: Sequence[Callable[[], None]]) -> Callable[[], None
     return call_all
 
 
-def _stage_wire(setting: Setting, device: torch.device) -> StageWire:
-    ahead = setting.mesh.axes["pipeline"]
+def _stage_wire(setting: Setting, device: torch.device, leavers: list[Callable[[], None]]) -> Neighbours:
+    """Memory between stages of one host, where the route may be memory; else the backend. Collective."""
+    ahead, in_memory = setting.mesh.axes["pipeline"], setting.recipe.strategy.path.in_memory
+    links = meet_on_host(ahead, setting.net) if in_memory and device.type == "cpu" else None
+    if links is not None:
+        wire = HostWire(HostMail(setting.net, ahead, links))
+        leavers.append(wire.close)
+        return wire
     back = twin_group(ahead, "back") if device.type == "cuda" else None
     return StageWire(ahead, setting.net, device, back)
 
 
-def _run(setting: Setting, material: Material, holding: Holding, stage: Cut | None) -> Placed:
-    strategy = setting.recipe.strategy
-    shared: dict[str, Any] = {"precision": setting.precision, "phases": setting.phases}
-    alone = {"overlap": setting.mesh.size_over(holding.summed_over) > 1}
-    alone |= {"reports": setting.reports, "counts": setting.counts}
-    schedule, names = schedule_of(strategy), material.metric_names
-    if stage is not None:
-        wire = _stage_wire(setting, material.device)
-        return setting.pieces.stage(
-            material.task, holding, stage, names, wire=wire, schedule=schedule, **shared, **alone
-        )
+def _of_both(setting: Setting, holding: Holding) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What every way to run a model is given, and what one that runs in one thread is."""
+    shared = {"precision": setting.precision, "phases": setting.phases}
+    overlap = setting.mesh.size_over(holding.summed_over) > 1
+    return shared, {"overlap": overlap, "reports": setting.reports, "counts": setting.counts}
+
+
+def _run_stage(
+    setting: Setting, material: Material, holding: Holding, stage: Cut, wire: Neighbours
+) -> Placed:
+    shared, alone = _of_both(setting, holding)
+    shared |= {"wire": wire, "schedule": schedule_of(setting.recipe.strategy)}
+    return setting.pieces.stage(material.task, holding, stage, material.metric_names, **shared, **alone)
+
+
+def _run(setting: Setting, material: Material, holding: Holding) -> Placed:
+    strategy, names = setting.recipe.strategy, material.metric_names
+    shared, alone = _of_both(setting, holding)
     if strategy.lanes == 1:
         return setting.pieces.whole(holding, material.task.loss, names, **shared, **alone)
     _require_processor(material.device)
     shared["deadline_seconds"] = setting.net.deadline_seconds
     threads: Lanes | StageThreads
     if strategy.pipeline > 1:
-        shared |= {"schedule": schedule, "num_stages": strategy.pipeline}
+        shared |= {"schedule": schedule_of(strategy), "num_stages": strategy.pipeline}
         threads = StageThreads(material.task, holding, names, **shared)
     else:
         threads = Lanes(holding, material.task.loss, names, num_lanes=strategy.lanes, **shared)

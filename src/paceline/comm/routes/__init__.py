@@ -2,12 +2,14 @@
 
 from paceline.comm.routes.by_messages import MessageCollective
 from paceline.comm.routes.hierarchical import HierarchicalCollective
+from paceline.comm.routes.host_mail import HostMail
 from paceline.comm.routes.host_meeting import meet_on_host
 from paceline.comm.routes.native import NativeCollective
 from paceline.comm.routes.shared_memory import SharedMemoryCollective
 
 __all__ = [
     "HierarchicalCollective",
+    "HostMail",
     "MessageCollective",
     "NativeCollective",
     "SharedMemoryCollective",

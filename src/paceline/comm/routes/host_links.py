@@ -6,6 +6,7 @@ who has heard it, on every processor. A wait sleeps, has a deadline, and ends at
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 import threading
@@ -18,6 +19,7 @@ from paceline.errors import CommunicationError, DeadlineError
 from paceline.mesh import Group
 
 _LARGEST_BYTES = 4096  # of a message
+_IN_A_SUM, _FULL = "did not join in a sum", "did not listen"
 _NEXT_STEP = "look at the first rank that ended: it is the cause"
 
 
@@ -58,7 +60,7 @@ class _Peer:
         """Take one message, if there is one."""
         try:
             data, files, _, _ = socket.recv_fds(self.socket, _LARGEST_BYTES, 1, socket.MSG_DONTWAIT)
-        except BlockingIOError:
+        except (BlockingIOError, ConnectionResetError):  # it left unheard; what it said before is still there
             return
         except OSError:
             data, files = b"", []
@@ -80,7 +82,8 @@ class HostLinks:
     """
 
     def __init__(self, peers: Mapping[int, socket.socket], group: Group, net: Net) -> None:
-        self._peers = [_Peer(rank, s) for rank, s in sorted(peers.items())]
+        self._by_rank = {rank: _Peer(rank, s) for rank, s in sorted(peers.items())}
+        self._peers = [*self._by_rank.values()]
         self._group, self._net = group, net
         self._turn, self._is_reading = threading.Condition(), False
 
@@ -90,7 +93,7 @@ class HostLinks:
         Raises:
             CommunicationError: a rank is gone; DeadlineError: it does not listen.
         """
-        self._send(signal.encode(), [])
+        self._send(signal.encode(), [], self._peers, _IN_A_SUM)
 
     def hear(self, signal: Signal) -> None:
         """Wait until every other rank has said the same.
@@ -99,7 +102,7 @@ class HostLinks:
             CommunicationError: a rank is gone, or is out of step; DeadlineError: it says nothing.
         """
         key = (signal.phase, signal.number)
-        self._listen(lambda peer: key in peer.said)
+        self._listen(lambda peer: key in peer.said, self._peers, _IN_A_SUM)
         for peer in self._peers:
             if (label := peer.said.pop(key)) != signal.label:
                 raise self._error(
@@ -109,21 +112,62 @@ class HostLinks:
 
     def share(self, file: int) -> dict[int, int]:
         """Give an open file to every other rank, and get theirs, by rank; the caller closes them."""
-        self._send(b"file", [file])
-        self._listen(lambda peer: bool(peer.files))
+        self._send(b"file", [file], self._peers, _IN_A_SUM)
+        self._listen(lambda peer: bool(peer.files), self._peers, _IN_A_SUM)
         return {peer.rank: peer.files.pop(0) for peer in self._peers}
+
+    # -- with one of them -----------------------------------------------------------------------------------
+
+    def tell_one(self, rank: int, signal: Signal, file: int | None = None) -> None:
+        """Say something to one rank, and give it an open file before; the caller closes that.
+
+        Raises:
+            CommunicationError: it is gone; DeadlineError: it does not listen.
+        """
+        to = [self._by_rank[rank]]
+        if file is not None:
+            self._send(b"file", [file], to, _FULL)
+        self._send(signal.encode(), [], to, _FULL)
+
+    def hear_one(self, rank: int, phase: int, number: int, what: str) -> str:
+        """Wait until one rank has said something; its label.
+
+        Args:
+            what: it failed to do, if it is late.
+        Raises:
+            CommunicationError: it is gone; DeadlineError: it says nothing.
+        """
+        peer, key = self._by_rank[rank], (phase, number)
+        self._listen(lambda peer: key in peer.said, [peer], what)
+        return peer.said.pop(key)
+
+    def has_said(self, rank: int, phase: int, number: int) -> bool:
+        """Whether one rank has said so by now; once."""
+        return self._by_rank[rank].said.pop((phase, number), None) is not None
+
+    def take_file(self, rank: int) -> int:
+        """The oldest file that one rank has given; the caller closes it."""
+        return self._by_rank[rank].files.pop(0)
+
+    def catch_up(self) -> None:
+        """Read all that has come, without a wait."""
+        with self._turn:
+            while self._read(None, 0.0):
+                pass
 
     def close(self) -> None:
         """Leave."""
         for peer in self._peers:
             peer.socket.close()
+            while peer.files:
+                os.close(peer.files.pop())
 
-    def _send(self, data: bytes, files: Sequence[int]) -> None:
+    def _send(self, data: bytes, files: Sequence[int], to: Sequence[_Peer], what: str) -> None:
         expires = time.monotonic() + self._net.deadline_seconds
-        for peer in self._peers:
+        for peer in to:
             while not self._sent(peer, data, files):
                 with self._turn:
-                    self._await(self._peers, peer, expires)
+                    self._await([peer], peer, expires, what)
 
     def _sent(self, peer: _Peer, data: bytes, files: Sequence[int]) -> bool:
         try:
@@ -134,15 +178,15 @@ class HostLinks:
             raise self._error(f"rank {peer.rank} is gone: {error}", _NEXT_STEP) from error
         return True
 
-    def _listen(self, has_said: Callable[[_Peer], bool]) -> None:
+    def _listen(self, has_said: Callable[[_Peer], bool], to: Sequence[_Peer], what: str) -> None:
         expires = time.monotonic() + self._net.deadline_seconds
         with self._turn:
-            while silent := [peer for peer in self._peers if not has_said(peer)]:
+            while silent := [peer for peer in to if not has_said(peer)]:
                 if lost := [peer.rank for peer in silent if peer.gone]:
                     raise self._error(f"rank {lost[0]} is gone", _NEXT_STEP)
-                self._await(silent, None, expires)
+                self._await(silent, None, expires, what)
 
-    def _await(self, silent: Sequence[_Peer], full: _Peer | None, expires: float) -> None:
+    def _await(self, silent: Sequence[_Peer], full: _Peer | None, expires: float, what: str) -> None:
         """Sleep until a peer says something, or `full` takes more; read what was said. The turn is held."""
         left = max(0.0, expires - time.monotonic())
         if self._is_reading and full is None:
@@ -150,7 +194,7 @@ class HostLinks:
         else:
             has_come = self._read(full, left)
         if not has_come:
-            raise self._late([peer.rank for peer in silent] if full is None else [full.rank])
+            raise self._late([peer.rank for peer in silent], what)
 
     def _read(self, full: _Peer | None, seconds: float) -> bool:
         """Wait without the turn; read for all threads, unless one does so. Whether there was anything."""
@@ -177,9 +221,9 @@ class HostLinks:
     def _error(self, what: str, next_step: str) -> CommunicationError:
         return CommunicationError(what, where=self._where(), next_step=next_step)
 
-    def _late(self, ranks: Sequence[int]) -> DeadlineError:
+    def _late(self, ranks: Sequence[int], what: str) -> DeadlineError:
         return DeadlineError(
-            f"ranks {list(ranks)} did not join in a sum within {self._net.deadline_seconds:g} s",
+            f"ranks {list(ranks)} {what} within {self._net.deadline_seconds:g} s",
             where=self._where(),
             next_step="look for the rank that is stuck, or raise runtime.deadline_seconds",
         )

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from torch import Tensor
 from paceline.comm.handle import Handle
 from paceline.comm.net import Net
 from paceline.comm.routes.host_links import HostLinks, Signal
+from paceline.comm.routes.host_memory import mapped, reserve
 from paceline.comm.workspace import Workspace
 from paceline.errors import CommunicationError
 from paceline.mesh import Group
@@ -176,7 +176,7 @@ class SharedMemoryCollective:
             shares: of every rank; as many on each if None.
         """
         num_bytes = max(1, num_values) * dtype.itemsize
-        mine = self._reserve(num_bytes)
+        mine = reserve(num_bytes, "paceline-sums")
         files = {self.group.ranks[self.group.rank]: mine}
         try:
             files |= self._links.share(mine)
@@ -186,20 +186,6 @@ class SharedMemoryCollective:
             for file in files.values():
                 os.close(file)
 
-    def _reserve(self, num_bytes: int) -> int:
-        with ExitStack() as cleanup:
-            try:
-                file = os.memfd_create("paceline-sums")
-                cleanup.callback(os.close, file)
-                os.posix_fallocate(file, 0, num_bytes)
-            except OSError as error:
-                raise CommunicationError(
-                    f"there are no {num_bytes} bytes of shared memory: {error}",
-                    next_step="free memory, or choose route=native",
-                ) from error
-            cleanup.pop_all()
-        return file
-
     def _view(self, file: int, num_values: int, dtype: torch.dtype) -> Tensor:
         num_bytes = max(1, num_values) * dtype.itemsize
         if os.fstat(file).st_size != num_bytes:
@@ -207,8 +193,7 @@ class SharedMemoryCollective:
                 f"a rank of {self.group.ranks} shares {os.fstat(file).st_size} bytes, this one {num_bytes}",
                 next_step="every rank must sum the same buffers in the same order",
             )
-        path = f"/proc/self/fd/{file}"  # mapped, and not kept open
-        return torch.from_file(path, shared=True, size=max(1, num_values), dtype=dtype)[:num_values]
+        return mapped(file, num_values, dtype)
 
 
 def add_slice(parts: Sequence[Tensor], place: int) -> None:

@@ -2,14 +2,17 @@
 
 from paceline.layout.pipeline.chain import chain_of
 from paceline.layout.pipeline.flight import Flight
+from paceline.layout.pipeline.host_wire import HostWire
 from paceline.layout.pipeline.placed import Pipeline
 from paceline.layout.pipeline.stage import Cut, cut_evenly, cut_model
 from paceline.layout.pipeline.threads import StageThreads
-from paceline.layout.pipeline.wire import StageWire
+from paceline.layout.pipeline.wire import Neighbours, StageWire
 
 __all__ = [
     "Cut",
     "Flight",
+    "HostWire",
+    "Neighbours",
     "Pipeline",
     "StageThreads",
     "StageWire",

@@ -69,9 +69,14 @@ class Letter(NamedTuple):
         return [prod(shape) * dtype.itemsize for dtype, shape in self.kinds]
 
     @property
+    def head_bytes(self) -> int:
+        """Of the description, in one part with everything."""
+        return max(HEAD_BYTES, _aligned(8 * self.num_words))
+
+    @property
     def num_bytes(self) -> int:
         """Of one part with everything."""
-        return HEAD_BYTES + sum(map(_aligned, self.sizes))
+        return self.head_bytes + sum(map(_aligned, self.sizes))
 
     def fits(self, size: int) -> bool:
         """Whether a first part of so many bytes has everything."""
@@ -79,7 +84,7 @@ class Letter(NamedTuple):
 
     def tensors_in(self, part: Tensor) -> Iterator[Tensor]:
         """Views of the tensors in one part that has everything; they begin at multiples of 64 bytes."""
-        places = accumulate(map(_aligned, self.sizes), initial=HEAD_BYTES)
+        places = accumulate(map(_aligned, self.sizes), initial=self.head_bytes)
         for place, size, kind in zip(places, self.sizes, self.kinds, strict=False):
             yield shaped(part[place : place + size], kind)
 
@@ -91,21 +96,35 @@ class Letter(NamedTuple):
         return [x.clone() for x in self.tensors_in(part)]
 
 
+def write_whole(letter: Letter, tensors: Sequence[Tensor], part: Tensor) -> None:
+    """Lay the description and the tensors into one part that has room for everything."""
+    words = torch.tensor(letter.words()).view(torch.uint8)
+    part[: len(words)] = words
+    for place, t in zip(letter.tensors_in(part), tensors, strict=True):
+        place.copy_(t.detach())
+
+
+def read_whole(part: Tensor) -> tuple[Letter, list[Tensor]]:
+    """What lies in one part that has everything; the tensors have memory of their own."""
+    num_words = int(part[:8].view(torch.int64))
+    letter = Letter.read(part[: 8 * num_words].view(torch.int64).tolist())
+    return letter, letter.taken_from(part)
+
+
 def parts_of(letter: Letter, tensors: Sequence[Tensor], size: int) -> Iterator[Tensor]:
     """What is sent, one after another, as bytes.
 
     Args:
         size: of the first part.
     """
-    words = letter.words()
     first = torch.zeros(size, dtype=torch.uint8)
-    shown = torch.tensor(words[:_HEAD_WORDS]).view(torch.uint8)
-    first[: len(shown)] = shown
     if letter.fits(size):
-        for place, t in zip(letter.tensors_in(first), tensors, strict=True):
-            place.copy_(t.detach())
+        write_whole(letter, tensors, first)
         yield first
     else:
+        words = letter.words()
+        shown = torch.tensor(words[:_HEAD_WORDS]).view(torch.uint8)
+        first[: len(shown)] = shown
         yield first
         yield torch.tensor(words[_HEAD_WORDS:], dtype=torch.int64).view(torch.uint8)
         yield from map(_as_bytes, tensors)

@@ -34,7 +34,8 @@ from paceline.schedule import Action, MakeTable, Place, Table, arrivals, gpipe, 
 from paceline.slot import Slot
 from paceline.task import Task
 
-_FEW = 8  # messages, each of a description and its tensors
+AHEAD = 2
+"""Parts of messages that the next stage has not taken, when an evaluation goes on."""
 
 
 class Pipeline:
@@ -178,7 +179,7 @@ class Pipeline:
             self.holding.use.begin()
             for loaded in micro_batches:
                 self.passing.answer(loaded, ask)
-                self._wire.flush(most=_FEW)  # the first stage must not run far ahead of the last
+                self._wire.flush(most=AHEAD)  # the first stage must not run far ahead of the last
             self.flush()
             self.holding.use.end()
 

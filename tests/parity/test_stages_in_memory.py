@@ -1,0 +1,77 @@
+"""A pipeline whose stages find messages in memory has the bits of one whose messages a backend carries."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.cluster import Cluster
+from paceline.comm.routes import host_meeting
+from paceline.layout.pipeline import HostWire, Pipeline, StageWire
+from paceline.recipe import Recipe, Strategy
+from paceline.testing import run_ranks
+from paceline.testing.parity import session_of
+
+SCHEDULES = ("schedule=gpipe", "schedule=1f1b", "schedule=zero-bubble", "sync=pipedream")
+INTERLEAVED = "schedule=interleaved:2"
+
+
+def digits(words: str, stages: int) -> Recipe:
+    settings: dict[str, Any] = {
+        "task": "digits",
+        "options": {"model": "mlp", "hidden": [24, 20, 16, 12, 16, 20, 24], "dropout": 0.1},
+        "steps": 4,
+        "batch": {"size": 23, "shards": 4},
+        "optimizer": {"name": "adamw", "lr": 2e-3},
+        "strategy": Strategy.parse(f"replicas=1 pipeline={stages} {words}"),
+    }
+    return Recipe(**settings)
+
+
+def num_maps() -> int:
+    """Of messages."""
+    return Path("/proc/self/maps").read_text().count("paceline-messages")
+
+
+def ends(cluster: Cluster, words: str) -> tuple[str, list[Tensor], int]:
+    """What carries messages, the state of this rank after a few steps, and whether memory was mapped."""
+    session = session_of(cluster, digits(words, cluster.world_size))
+    assert isinstance(session.placed, Pipeline)
+    list(session.rounds())
+    wire, maps = type(session.placed._wire).__name__, num_maps()
+    tensors = [t.clone() for _, t in sorted(session.state.tensors().items())]
+    session.close()
+    assert num_maps() == 0
+    return wire, tensors, maps
+
+
+def other_than(right: tuple[str, list[Tensor], int], found: tuple[str, list[Tensor], int], wire: type) -> str:
+    """What is wrong with an end; empty: nothing."""
+    if not all(map(torch.equal, right[1], found[1])):
+        return "other bits"
+    name, is_mapped = wire.__name__, wire is HostWire
+    return "" if (found[0], found[2] > 0) == (name, is_mapped) else f"{found[0]}, {found[2]} maps"
+
+
+def both(cluster: Cluster, schedules: tuple[str, ...]) -> list[str]:
+    """What is wrong, by schedule; under the first also where stages are on hosts of their own."""
+    found = []
+    for words in schedules:
+        right = ends(cluster, f"{words} route=native")
+        found += [other_than(right, right, StageWire), other_than(right, ends(cluster, words), HostWire)]
+    with patch.object(host_meeting, "this_host", lambda: f"host {cluster.global_rank}"):
+        apart = ends(cluster, schedules[0])
+    return [*found, other_than(ends(cluster, schedules[0]), apart, StageWire)]
+
+
+@pytest.mark.capability("D1", "D2", "D4", "D5", "D6")
+@pytest.mark.parametrize("stages", [2, 4])
+def test_stages_of_one_host_have_the_bits_that_a_backend_gives(stages: int) -> None:
+    schedules = (*SCHEDULES, INTERLEAVED) if stages == 2 else ("schedule=1f1b", "sync=pipedream")
+    for wrong in run_ranks(both, stages, schedules):
+        assert not any(wrong)

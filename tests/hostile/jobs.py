@@ -50,6 +50,9 @@ def build(rank=-1, what="", seconds=0.0, pause=0.0, width=0):
     if what == "die-in-write" and rank == RANK:
         from paceline.checkpoint import saver
         saver.write_part = lambda *given: os.kill(os.getpid(), signal.SIGKILL)
+    if what == "die-in-evaluation" and rank == RANK:
+        from paceline.training import evaluation
+        evaluation._run = lambda *given: os.kill(os.getpid(), signal.SIGKILL)
     if what == "freeze-at-end" and rank == RANK:
         atexit.register(freeze)
     if what == "linger":
@@ -67,7 +70,8 @@ def build(rank=-1, what="", seconds=0.0, pause=0.0, width=0):
         return Loss((model(batch) ** 2).sum(), len(batch))
     large = [nn.Linear(width, width)] if width else []
     model = nn.Sequential(nn.Linear(4, width or 4), *large, nn.Linear(width or 4, 1))
-    return Task(model, torch.rand(64, 4), loss)
+    held_out = torch.linspace(0.0, 1.0, 128).view(32, 4) if what.startswith("die") else None
+    return Task(model, torch.rand(64, 4), loss, held_out=held_out)
 """
 
 

@@ -193,7 +193,7 @@ def test_an_average_of_half_precision_has_the_digits_of_float32() -> None:
     (p,) = holding.updates.values()
     with torch.no_grad():
         p.fill_(1.0)
-        average = Average(holding.updates, 0.999, lambda: None, keeps=True)
+        average = Average(holding.updates, 0.999, lambda world: None, keeps=True)
         average.count.fill_(10**5)
         p.fill_(2.0)
     average.follow(1)

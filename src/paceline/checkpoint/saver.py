@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as Overdue
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-import torch
-
 from paceline.checkpoint.drafts import draft_files
 from paceline.checkpoint.manifest import MANIFEST, Origin
-from paceline.checkpoint.part import Patience, write_part
+from paceline.checkpoint.part import Patience, report_name, write_part
 from paceline.checkpoint.plan import chunk_of, parse_table, plan_writes, render_table
-from paceline.checkpoint.publish import Keep, publish
+from paceline.checkpoint.publish import Keep, PartLostError, publish
 from paceline.checkpoint.shelf import Shelf, refuse_published
-from paceline.checkpoint.staging import Staging
+from paceline.checkpoint.staging import Staging, changed_by
 from paceline.checkpoint.tensor_file import Chunk
 from paceline.checkpoint.writers import Writer
 from paceline.errors import DeadlineError
@@ -32,8 +30,8 @@ from paceline.state import TrainState
 _POLL_SECONDS = 0.05
 _SLACK_SECONDS = 5.0  # the background keeps the deadline itself, and its error says more
 
-Exchange = Callable[[str], Sequence[str]]
-"""Gives every rank's text to every rank; collective."""
+Exchange = Callable[[Callable[[], str]], Sequence[str]]
+"""Gives a text of every rank, which is made once more where a rank is lost on the way, to all; collective."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +49,8 @@ class Saving:
         patience: with a full disk.
         writer: who writes this rank's part.
         left: see `publish`.
+        outlives: whether the job goes on without a rank that is lost now; then a draft that cannot become a
+            checkpoint is dropped.
     """
 
     rank: int
@@ -62,6 +62,7 @@ class Saving:
     patience: Patience
     writer: Writer
     left: Callable[[], Collection[int]] = tuple
+    outlives: Callable[[], bool] = lambda: False
 
 
 class Saver:
@@ -75,6 +76,7 @@ class Saver:
         exchange: see there.
     Attributes:
         blocked_seconds: how long training has waited for saves so far.
+        dropped: the names of drafts of which nothing could be made, as far as this rank knows.
     Wire: one exchange of the tables of contents for each save.
     """
 
@@ -84,9 +86,10 @@ class Saver:
         self.shelf = shelf
         self._state, self._origin, self._saving, self._exchange = state, origin, saving, exchange
         self._staging = Staging(saving.writer.allocate)
-        self.blocked_seconds = 0.0
+        self.blocked_seconds, self.dropped = 0.0, set[str]()
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
+        self._name = ""  # of the draft under way
         self._overdue = DeadlineError(
             f"a checkpoint was not written within {saving.deadline_seconds:g} s",
             where=shelf.files.url,
@@ -101,13 +104,14 @@ class Saver:
         """
         self.finish()
         with self._blocking():
-            name, ranks, written = self._agree()
+            self._name, writers, written = self._agree()
+            self.dropped.discard(self._name)  # a name of which nothing is left may come again
             self._stage(written)
             expires = time.monotonic() + self._saving.deadline_seconds
-            self._writing = self._pool.submit(self._job(name, ranks, expires))
+            self._writing = self._pool.submit(self._job(self._name, writers, expires))
         if not self._saving.background:
             self.finish()
-        return name
+        return self._name
 
     @property
     def busy(self) -> bool:
@@ -135,19 +139,34 @@ class Saver:
                     writing.result(self._saving.deadline_seconds + _SLACK_SECONDS)
                 except Overdue:
                     raise self._overdue from None
+                except PartLostError as error:
+                    if not self._saving.outlives():
+                        raise
+                    self._drop(error)
 
-    def wait_published(self, name: str) -> None:
+    def _drop(self, error: PartLostError) -> None:
+        """Leave nothing of a draft that cannot become a checkpoint; those of before stay."""
+        self.dropped.add(self._name)
+        self.shelf.files.remove(self._name)
+        self._saving.patience.warn(f"{error.what}: it is left out, and those before it stay")
+
+    def wait_published(self, name: str) -> bool:
         """Wait until a checkpoint that this rank has helped to write can be loaded.
 
+        Returns:
+            False if its draft was dropped, on all ranks.
         Raises:
             DeadlineError: it did not appear in time.
         """
         self.finish()
-        expires = time.monotonic() + self._saving.deadline_seconds
-        while self._saving.rank and self.shelf.files.size(f"{name}/{MANIFEST}") is None:
+        expires, files = time.monotonic() + self._saving.deadline_seconds, self.shelf.files
+        while self._saving.rank and files.size(f"{name}/{MANIFEST}") is None:
+            if files.size(f"{name}/{report_name(self._saving.rank)}") is None:
+                return False
             if time.monotonic() >= expires:
                 raise self._overdue
             time.sleep(_POLL_SECONDS)
+        return name not in self.dropped
 
     def score(self, step: int, loss: float) -> None:
         """Tell the evaluation loss of a step; rank 0 remembers it for what is kept from the next save on."""
@@ -176,18 +195,22 @@ class Saver:
             self._saving.writer.close()
         self._pool.shutdown(wait=not busy, cancel_futures=True)
 
-    def _agree(self) -> tuple[str, list[int], list[tuple[Chunk, Piece]]]:
-        """The name of the checkpoint, the ranks that write it, and what this one writes of it."""
-        pieces = [box for piece in self._state.pieces() for box in piece.boxes()]
-        chunks = [chunk_of(piece) for piece in pieces]
-        name = self.shelf.free_name(self._state.step)
-        own = {"name": name, "rank": self._saving.rank, "table": render_table(chunks)}
-        heard = [json.loads(text) for text in self._exchange(json.dumps(own))]
+    def _agree(self) -> tuple[str, dict[int, bool], list[tuple[Chunk, Piece]]]:
+        """The name of the checkpoint, by rank whether it has something to write, and what this one writes."""
+        name, found = self.shelf.free_name(self._state.step), list[tuple[Chunk, Piece]]()
+
+        def own() -> str:
+            pieces = [box for piece in self._state.pieces() for box in piece.boxes()]
+            found[:] = [(chunk_of(piece), piece) for piece in pieces]
+            table = render_table(chunk for chunk, _ in found)
+            return json.dumps({"name": name, "rank": self._saving.rank, "table": table})
+
+        heard = [json.loads(text) for text in self._exchange(own)]
         plan = plan_writes([parse_table(told["table"]) for told in heard], self._saving.shared)
-        ranks = [int(told["rank"]) for told in heard]
-        mine = plan[ranks.index(self._saving.rank)]
-        written = [(chunk, piece) for chunk, piece in zip(chunks, pieces, strict=True) if chunk in mine]
-        return str(heard[0]["name"]), ranks, written
+        by_rank = {int(told["rank"]): part for told, part in zip(heard, plan, strict=True)}
+        mine = by_rank[self._saving.rank]
+        written = [(chunk, piece) for chunk, piece in found if chunk in mine]
+        return str(heard[0]["name"]), {rank: bool(part) for rank, part in by_rank.items()}, written
 
     @contextmanager
     def _blocking(self) -> Iterator[None]:
@@ -204,10 +227,10 @@ class Saver:
         if not self._saving.background:
             self._staging.borrow(drafts, tensors)
             return
-        steady = _changed_by(self._state.optimizer) if self._saving.steady else set()
+        steady = changed_by(self._state.optimizer) if self._saving.steady else set()
         self._staging.begin(drafts, tensors, [t.data_ptr() in steady for t in tensors])
 
-    def _job(self, name: str, ranks: Sequence[int], expires: float) -> Callable[[], None]:
+    def _job(self, name: str, writers: Mapping[int, bool], expires: float) -> Callable[[], None]:
         """What the background does; scalars are taken now."""
         step, scalars, saving = self._state.step, self._state.scalars(), self._saving
 
@@ -218,15 +241,9 @@ class Saver:
             write_part(files, name, saving.rank, staged, scalars, saving.patience, saving.writer)
             self._staging.give_back()
             if saving.rank == 0:
-                origin = replace(self._origin, world_size=len(ranks))
-                told = (saving.patience, ranks, saving.left)
+                origin = replace(self._origin, world_size=len(writers))
+                idle = {rank for rank, writes in writers.items() if not writes}
+                told = (saving.patience, [*writers], saving.left, idle)
                 publish(self.shelf, name, step, origin, saving.keep, expires, *told)
 
         return run
-
-
-def _changed_by(optimizer: torch.optim.Optimizer) -> set[int]:
-    """Addresses of what only the optimizer's step changes: its parameters and their moments."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    moments = [v for p in parameters for v in optimizer.state.get(p, {}).values() if torch.is_tensor(v)]
-    return {t.data_ptr() for t in [*parameters, *moments]}

@@ -145,3 +145,10 @@ def _header_of(draft: Draft) -> np.ndarray:
 def _on_host(tensor: Tensor) -> np.ndarray:
     """The values of a tensor, uint8 [num_bytes]; its own memory if that is contiguous and on the host."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def changed_by(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Addresses of what only the optimizer's step changes: its parameters and their moments."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    moments = [v for p in parameters for v in optimizer.state.get(p, {}).values() if torch.is_tensor(v)]
+    return {t.data_ptr() for t in [*parameters, *moments]}

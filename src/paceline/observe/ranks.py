@@ -17,15 +17,15 @@ COLUMNS = ("seconds", *PHASES, "busy_seconds", "exposed_seconds", "sent_bytes", 
 _COMMUNICATION = 1 + PHASES.index("communication")
 
 
-def rank_records(step: int, windows: Sequence[Sequence[Sequence[float]]]) -> list[dict[str, Any]]:
+def rank_records(step: int, windows: Mapping[int, Sequence[Sequence[float]]]) -> list[dict[str, Any]]:
     """One record a rank.
 
     Args:
         step: last step of the window.
         windows: by rank, by round, the columns.
     """
-    waits = [[row[_COMMUNICATION] for row in rounds] for rounds in windows]
-    least = [min(column) for column in zip(*waits, strict=True)]
+    waits = {rank: [row[_COMMUNICATION] for row in rounds] for rank, rounds in windows.items()}
+    least = [min(column) for column in zip(*waits.values(), strict=True)]
     return [
         {
             "step": step,
@@ -34,7 +34,7 @@ def rank_records(step: int, windows: Sequence[Sequence[Sequence[float]]]) -> lis
             **_sums(rounds),
             "waiting_seconds": sum(wait - low for wait, low in zip(waits[rank], least, strict=True)),
         }
-        for rank, rounds in enumerate(windows)
+        for rank, rounds in windows.items()
     ]
 
 

@@ -112,6 +112,7 @@ class AgentStore:
         self.torch: TorchStore = store
         self.set, self.get, self.add = store.set, store.get, store.add
         self.append, self.compare_set, self.check = store.append, store.compare_set, store.check
+        self.delete_key = store.delete_key
 
     @contextmanager
     def watching(self, members: Sequence[int]) -> Iterator[None]:

@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from paceline.mesh import Group
 from paceline.slot import Index, Keeper, Piece, Slot
 from paceline.sync.update import Updating
 
@@ -27,14 +28,19 @@ class Average(Keeper):
     Args:
         updates: what this rank updates, by slot; only read, but for `in_place`.
         decay: share of the average that stays at an update.
-        bring: brings what ranks compute with up to date when `updates` have changed; collective.
+        bring: brings what ranks compute with up to date when `updates` have changed; collective over a group.
         keeps: false on a rank that only takes what another one updates (the worker of a server).
     Source: Polyak and Juditsky 1992, Acceleration of Stochastic Approximation by Averaging; the decay rises
         as (1 + n) / (10 + n) in the first updates, as in TensorFlow's ExponentialMovingAverage.
     """
 
     def __init__(
-        self, updates: Mapping[Slot, nn.Parameter], decay: float, bring: Callable[[], None], *, keeps: bool
+        self,
+        updates: Mapping[Slot, nn.Parameter],
+        decay: float,
+        bring: Callable[[Group], None],
+        *,
+        keeps: bool,
     ) -> None:
         self._updates, self._decay, self._bring = updates, decay, bring
         self.values = {slot: _wide(p) for slot, p in updates.items()} if keeps else {}
@@ -59,25 +65,25 @@ class Average(Keeper):
             value.add_((self._updates[slot] - value).mul_(1.0 - keep))
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
+    def in_place(self, world: Group) -> Iterator[None]:
         """Compute with the average inside of the block, with the parameters again after it; collective."""
         kept = [p.detach().clone() for p in self._updates.values()]
-        self.put()
+        self.put(world)
         try:
             yield
         finally:
             with torch.no_grad():
                 for p, value in zip(self._updates.values(), kept, strict=True):
                     p.copy_(value)
-            self._bring()
+            self._bring(world)
 
-    def put(self) -> None:
+    def put(self, world: Group) -> None:
         """Let the average take the place of the parameters; collective."""
         self.settle()
         with torch.no_grad():
             for slot, value in self.values.items():
                 self._updates[slot].copy_(value)
-        self._bring()
+        self._bring(world)
 
     def pieces(self) -> Sequence[Piece]:
         """See `Keeper`."""

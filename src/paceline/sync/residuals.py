@@ -5,7 +5,7 @@ Source: Seide et al. 2014; what is lost must be sent later, so a checkpoint that
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -32,19 +32,29 @@ class Residuals(Keeper):
         slots: what this rank computes with.
         group: the ranks that code.
         first: the one of them that takes what the others had, where their number has changed.
+        left: those that are not lost; empty: nobody is. What the others have not sent is lost with them.
     """
 
-    def __init__(self, reducer: Coder, slots: Collection[Slot], group: Group, first: int = 0) -> None:
-        self._reducer, self._group, self._first = reducer, group, first
+    def __init__(
+        self,
+        reducer: Coder,
+        slots: Collection[Slot],
+        group: Group,
+        first: int = 0,
+        left: Callable[[], Collection[int]] = tuple,
+    ) -> None:
+        self._reducer, self._group, self._first, self._left = reducer, group, first, left
         self._slots = {slot.name: slot for slot in slots}
         self._goes_on: dict[str, bool] = {}  # by name, whether as many ranks code as when it was saved
 
     def pieces(self) -> list[Piece]:
-        """This rank's row of each."""
-        row = (self._group.rank, self._group.rank + 1)
+        """This rank's row of each, of as many as there are ranks left."""
+        group = self._group
+        left = [rank for rank in group.ranks if rank in (self._left() or group.ranks)]
+        place = left.index(group.ranks[group.rank])
         found = []
         for side, slot, value in self._reducer.lost():
-            shape, part = (self._group.size, *slot.shape), (row, *slot.part)
+            shape, part = (len(left), *slot.shape), ((place, place + 1), *slot.part)
             axes = slot.axes | {"replica"}
             found.append(Piece(Slot(f"{side}/{slot.name}", shape, part, axes), value))
         return found

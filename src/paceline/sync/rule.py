@@ -13,6 +13,16 @@ from paceline.state import TrainState
 from paceline.sync.update import Update, UpdateStep
 
 
+class Outliving(Protocol):
+    """A rule that goes on without some ranks.
+
+    Attributes:
+        left: the ranks that are not lost, as of the last round; empty: that is not known yet.
+    """
+
+    left: tuple[int, ...]
+
+
 class Rule(Protocol):
     """When replicas agree."""
 

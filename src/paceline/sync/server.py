@@ -7,8 +7,8 @@ tells the others, which hold the rest (`holder`), everything that it does with i
 
 A worker that is gone, or that gives no sign for the deadline, is lost: what it worked on is handed out again,
 and the others go on, as long as they are enough. It does not come back. At the end of a round all hear who is
-left, and what is collective between two rounds (evaluation, records, saves) is among those. One that is lost
-between two rounds is not survived.
+left, and what is collective between two rounds (evaluation, records, saves) is among those; where one is lost
+there, it is done again without it (`training.agreed`).
 
 Invariant: every push carries the version that it read; the update step divides by the items of those that
 contributed. Between two rounds all ranks that are left hold the server's parameters and buffers.

@@ -27,6 +27,7 @@ from paceline.slot import Slot
 from paceline.sync import EveryStep, Part
 from paceline.sync.health import Note
 from paceline.sync.recovery import Awaited
+from paceline.sync.rule import Outliving
 from paceline.sync.update import Norm
 from paceline.task import Task
 from paceline.training.codecs import code
@@ -116,7 +117,7 @@ class Setting:
     note: Note
     debugging: Debugging
     closers: list[Callable[[], None]] = field(default_factory=list)
-    presence: list[Callable[[], Sequence[int]]] = field(default_factory=list)
+    presence: list[Outliving] = field(default_factory=list)
     forecasts: dict[tuple[int, ...], Forecast] = field(default_factory=dict)
     choices: Sequence[str] = ()
     awaited: Awaited | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from paceline.mesh import Group
 from paceline.state import TrainState
 from paceline.sync import UpdateStep
 from paceline.sync.average import Average
@@ -23,10 +24,10 @@ def build_average(
     decay, strategy = setting.recipe.average.decay, setting.recipe.strategy
     if decay is None:
         return None
-    holding, world = layout.placed.holding, setting.mesh.world
-    keeps = not strategy.servers or world.rank < strategy.servers
+    holding = layout.placed.holding
+    keeps = not strategy.servers or setting.mesh.world.rank < strategy.servers
 
-    def bring() -> None:
+    def bring(world: Group) -> None:
         if strategy.servers:
             for server in range(strategy.servers):
                 give_all([*share_of(holding, server).values()], setting.net, world, server)

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from paceline.comm.text import gather_texts
 from paceline.observe import Sink, Stats
 from paceline.sync.health import RollBack
+from paceline.training.agreed import gather_from_all
 from paceline.training.compile_cost import CompileCost
 from paceline.training.evaluation import Evaluation, evaluate
 from paceline.training.hashes import hash_at_interval
@@ -128,6 +128,6 @@ class Course:
         session = self._session
         if self.reason or not self._heeds or not session.sum(float(bool(session.stop_reason))):
             return
-        texts = gather_texts(session.stop_reason, session.mesh.world, session.net)
-        self.reason = next(text for text in texts if text)
+        reasons = gather_from_all(session, lambda: session.stop_reason)
+        self.reason = next(text for text in reasons if text)
         self.tell("stop", {"step": session.state.step, "reason": self.reason})

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 
 from paceline.data import MicroBatch, in_memory, split
 from paceline.task import Source, finish_metrics, sets_of
+from paceline.training.agreed import agreed
 from paceline.training.feeds import build_loader
 from paceline.training.session import Session
 
@@ -52,7 +54,10 @@ def evaluate(session: Session, source: Any = None) -> Evaluation | None:
     Wire: for each set one all_reduce of 8 (2 + num_metrics) bytes a block.
     """
     sets = sets_of(session.task.held_out if source is None else source)
-    found = {name: _evaluate_set(session, in_memory(name, one, session.recipe)) for name, one in sets.items()}
+    found = {}
+    for name, one in sets.items():
+        samples = in_memory(name, one, session.recipe)
+        found[name] = agreed(session, partial(_evaluate_set, session, samples))
     return _together(found) if found else None
 
 

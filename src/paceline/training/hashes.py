@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from paceline.errors import DivergenceError
 from paceline.layout.digest import find_divergence, whole_sha256
 from paceline.observe import Sink
+from paceline.training.agreed import agreed
 from paceline.training.intervals import reached
 from paceline.training.session import Session
 
@@ -30,8 +31,8 @@ def hash_at_interval(session: Session, before: int, sinks: Sequence[Sink]) -> bo
 def tell_hash(session: Session, sinks: Sequence[Sink]) -> str:
     """Hash the whole state, in hex, after comparing what ranks hold in common; collective."""
     state = session.state
-    found = find_divergence(state, session.mesh, session.net)
-    sha256 = whole_sha256(state, session.mesh, session.net)
+    found = agreed(session, lambda: find_divergence(state, session.mesh, session.net))
+    sha256 = agreed(session, lambda: whole_sha256(state, session.mesh, session.net))
     for sink in sinks:
         sink.event("hash", {"step": state.step - 1, "sha256": sha256, "equal": found is None})
     if found is None:

@@ -20,6 +20,7 @@ from paceline.phase import LEAVING
 from paceline.report import write_report
 from paceline.report.folder import LOG, METRICS
 from paceline.training import run_folder
+from paceline.training.agreed import agreed
 from paceline.training.callback import Callback
 from paceline.training.conclusion import conclude, plain_lines
 from paceline.training.given import RecipeLike, TaskLike, given_recipe, given_run
@@ -102,8 +103,9 @@ class _Run:
         """Say what came out; collective."""
         session = self.session
         session.cluster.enter_phase(LEAVING, session.recipe.runtime.setup_deadline_seconds)
-        if session.average is not None:
-            session.average.put()
+        average = session.average
+        if average is not None:
+            agreed(session, lambda: average.put(session.mesh.world))
         wanted = session.task.report is not None and result.evaluation is not None
         whole = session.complete() if wanted else None
         result = replace(result, model=session.holding_all())

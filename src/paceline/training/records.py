@@ -20,6 +20,7 @@ from paceline.observe import PHASES, Sink, Stats
 from paceline.observe.process import peak_bytes, process_start
 from paceline.observe.ranks import rank_records
 from paceline.observe.schema import SCHEMA
+from paceline.training.agreed import agreed
 from paceline.training.session import Session
 
 _WINDOW_ROUNDS = 20
@@ -62,9 +63,10 @@ class RankRecords:
         rows = [_row(*one) for one in rounds]
         rows[-1][-1] = peak_bytes()  # it only grows, so the last round's is the window's
         mine = torch.tensor(rows, dtype=torch.float64, device=session.placed.holding.device)
-        tables = session.net.gather(mine, session.mesh.world).wait()
+        tables = agreed(session, lambda: session.net.gather(mine, session.mesh.world).wait())
         self._rounds = []
-        for record in rank_records(rounds[-1][0].step, [t.tolist() for t in tables]) if tables else ():
+        found = dict(zip(session.mesh.world.ranks, (t.tolist() for t in tables), strict=False))
+        for record in rank_records(rounds[-1][0].step, found) if found else ():
             for sink in self._sinks:
                 sink.event("ranks", record)
         self.begin()

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from paceline.checkpoint import BEST, Saver
-from paceline.comm.text import share_text
 from paceline.errors import CheckpointError, NumericError
 from paceline.observe import Sink
 from paceline.sync.health import RollBack
+from paceline.training.agreed import share_with_all
 from paceline.training.early import BestSoFar
 from paceline.training.intervals import EveryMinutes, reached
 from paceline.training.saving import build_saver, restore
@@ -136,8 +136,7 @@ class Saves:
         if saver is None or session.state.step == 0:
             return {}
         mine = json.dumps(saver.shelf.losses if session.is_first else {})
-        text = share_text(mine, session.mesh.world, session.net, session.placed.holding.device)
-        found = {int(step): float(score) for step, score in json.loads(text).items()}
+        found = {int(step): float(score) for step, score in json.loads(share_with_all(session, mine)).items()}
         return {step: score for step, score in found.items() if step <= session.state.step}
 
     def begin_last(self) -> None:
@@ -151,10 +150,11 @@ class Saves:
             self._save(self._saver)
 
     def finish(self) -> str | None:
-        """Wait until the last one can be loaded, and say where it is."""
+        """Wait until the last one can be loaded, and say where it is; collective where a rank was lost."""
         if self._saver is None or self._name is None:
             return None
-        self._saver.wait_published(self._name)
+        while not self._saver.wait_published(self._name):
+            self._save(self._saver)
         self._tell()
         self._saver.tidy()
         return self._saver.shelf.files.place(self._name)
@@ -167,14 +167,14 @@ class Saves:
         shelf, name = saver.shelf, ""
         if session.is_first and any(kept.step in shelf.losses for kept in shelf.whole):
             name = shelf.named(BEST)
-        name = share_text(name, session.mesh.world, session.net, session.placed.holding.device)
+        name = share_with_all(session, name)
         return shelf.files.place(name) if name else None
 
     def _here(self) -> str | None:
         """The newest checkpoint, if it is of the present step; collective."""
         session, saver = self._session, self._saver
         found = saver.shelf.newest_at(session.state.step) if saver is not None and session.is_first else None
-        return share_text(found or "", session.mesh.world, session.net, session.placed.holding.device) or None
+        return share_with_all(session, found or "") or None
 
     def _save(self, saver: Saver) -> None:
         saver.finish()
@@ -190,6 +190,8 @@ class Saves:
             return
         self._saver.finish()
         (step, name), self._untold = self._untold, None
+        if name in self._saver.dropped:
+            return
         path = self._saver.shelf.files.place(name)
         for sink in self._sinks:
             sink.event("checkpoint", {"step": step, "path": path})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -29,11 +29,12 @@ from paceline.checkpoint import (
     refuse_other_vocabulary,
 )
 from paceline.cluster import process_environment
-from paceline.comm.text import gather_texts, share_text
 from paceline.disk.beside import WriterProcess, can_write_beside
 from paceline.errors import CheckpointError
+from paceline.phase import SERVED
 from paceline.recipe import CheckpointRecipe, Recipe, to_toml
 from paceline.sync.update import placed_before
+from paceline.training.agreed import gather_from_all, share_with_all
 from paceline.training.numerics import differences, fingerprint
 from paceline.training.session import Session
 
@@ -52,7 +53,7 @@ def build_saver(session: Session, run_dir: Path, warn: Callable[[str], None]) ->
     options, strategy = session.recipe.checkpoint, session.whole_strategy
     patience = Patience(options.full_disk_seconds, warn)
     shelf = claim(files, patience) if session.is_first else Shelf(files)
-    run = share_text(shelf.run, session.mesh.world, session.net, session.placed.holding.device)
+    run = share_with_all(session, shelf.run)
     saving = Saving(
         rank=session.cluster.global_rank,
         background=options.mode == "background",
@@ -63,8 +64,9 @@ def build_saver(session: Session, run_dir: Path, warn: Callable[[str], None]) ->
         patience=patience,
         writer=_writer(files, options, patience),
         left=partial(_present, session),
+        outlives=lambda: session.doing == SERVED,
     )
-    saver = Saver(session.state, shelf, _origin(session, run), saving, lambda text: _exchange(session, text))
+    saver = Saver(session.state, shelf, _origin(session, run), saving, partial(gather_from_all, session))
     session.settle = saver.settle
     session.puts.append(partial(_wait_before_updates, session))
     _wait_before_updates(session)
@@ -182,8 +184,7 @@ def _newest_first(
         found = found[found.index(before) + 1 :] if before in found else found
         for error in shelf.broken.values():
             warn(error.what)
-    text = share_text(json.dumps(found), session.mesh.world, session.net, session.placed.holding.device)
-    return [str(name) for name in json.loads(text)]
+    return [str(name) for name in json.loads(share_with_all(session, json.dumps(found)))]
 
 
 def _try(
@@ -212,7 +213,3 @@ def _try(
         warn(f"{name} was computed otherwise ({differing}): from here on the bits may be others")
     take_over()
     return None
-
-
-def _exchange(session: Session, text: str) -> Sequence[str]:
-    return gather_texts(text, session.mesh.world, session.net)

@@ -62,7 +62,7 @@ def served(setting: Setting, layout: Layout, state: TrainState, policy: Policy) 
         items = setting.items_per_sample
         rule = Worker(num_workers(setting), items, policy.drops, pushes, channel, *told)
     state.keepers["work"] = rule
-    setting.presence.append(lambda: rule.left)
+    setting.presence.append(rule)
     return rule
 
 
@@ -112,5 +112,7 @@ def _traffics(setting: Setting, holding: Holding, state: TrainState) -> Sequence
     if setting.recipe.strategy.feeds_back:
         lost = Together(coded, holding)
         first = setting.recipe.strategy.servers
-        state.keepers["residual"] = Residuals(lost, holding.computes, setting.mesh.data, first=first)
+        state.keepers["residual"] = Residuals(
+            lost, holding.computes, setting.mesh.data, first=first, left=lambda: setting.presence[0].left
+        )
     return [*coded.values()]

@@ -7,11 +7,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 
 from paceline.cluster import Cluster
 from paceline.comm import Net
+from paceline.commit import Commit
 from paceline.data import Feed, MicroBatch, Reader, Work
 from paceline.layout import Holding, Placed
 from paceline.layout.whole import Snapshot, gather_whole, share_snapshot, take_snapshot, whole_model
@@ -22,7 +22,9 @@ from paceline.recipe import Recipe, Strategy
 from paceline.state import TrainState
 from paceline.sync import Rule, UpdateStep
 from paceline.sync.average import Average
+from paceline.sync.rule import Outliving
 from paceline.task import Task, finish_metrics
+from paceline.training.agreed import regroup, total
 from paceline.training.arrange import Notes
 from paceline.training.callback import Callback
 from paceline.training.debugging import Debugging
@@ -52,7 +54,7 @@ class Session:
         notes: steps that were left out, and why; `fit` hands them to the sinks.
         closers: what `close` calls, and whoever makes anew what hangs on the rule or the members.
         leavers: what only `close` calls.
-        presence: says which ranks are left, where a rule goes on without some; nothing before it knows.
+        presence: the rule, where it goes on without some ranks.
         average: of the weights; None: the recipe asks for none.
         averages_rounds: it follows rounds, not updates.
         callbacks: what `fit` calls; see `listen`.
@@ -61,6 +63,7 @@ class Session:
         puts: put into the update step again what others than its constructor have put there.
         settle: waits until nothing reads the state any more.
         stop_reason: why a callback wants the run to end; empty: it does not.
+        commit: the votes of `agreed`; made at the first of them.
     """
 
     recipe: Recipe
@@ -78,7 +81,7 @@ class Session:
     notes: Notes = field(default_factory=Notes)
     closers: list[Callable[[], None]] = field(default_factory=list)
     leavers: list[Callable[[], None]] = field(default_factory=list)
-    presence: list[Callable[[], Sequence[int]]] = field(default_factory=list)
+    presence: list[Outliving] = field(default_factory=list)
     average: Average | None = None
     averages_rounds: bool = False
     callbacks: list[Callback] = field(default_factory=list)
@@ -87,6 +90,7 @@ class Session:
     puts: list[Callable[[], None]] = field(default_factory=list)
     settle: Callable[[], None] = field(default_factory=lambda: _stay)
     grounds: Grounds | None = None
+    commit: Commit | None = None
 
     def listen(self, callbacks: Sequence[Callback]) -> None:
         """Have callbacks called by `fit`, and their state in checkpoints; before anything is restored."""
@@ -173,8 +177,7 @@ class Session:
                 stats, self.state.step - before, self.notes.fresh()
             )
             before = self.state.step
-            for ranks in self.presence:
-                self.mesh = self.mesh.among_left(tuple(ranks()))
+            regroup(self)
             yield self.finished(stats)
             if stats.stops:
                 return True
@@ -235,12 +238,11 @@ class Session:
 
     def averaged(self) -> AbstractContextManager[None]:
         """Inside of the block ranks compute with the average of the weights, if there is one; collective."""
-        return nullcontext() if self.average is None else self.average.in_place()
+        return nullcontext() if self.average is None else self.average.in_place(self.mesh.world)
 
     def sum(self, value: float) -> float:
         """Add up a number of every rank; collective, equal on all. Wire: one all_reduce of 8 bytes."""
-        mine = torch.tensor(value, dtype=torch.float64, device=self.placed.holding.device)
-        return float(self.net.all_reduce(mine, self.mesh.world).wait())
+        return total(self, value)
 
     def micro_batches(self) -> Iterator[MicroBatch]:
         """This rank's micro-batches from the state's step to the end of the run."""

@@ -49,7 +49,7 @@ def saver(url: object, state: TrainState, **changes: Any) -> Iterator[Saver]:
         "writer": ByThreads(changes.pop("writers", 2)),
     }
     saving = Saving(rank=0, keep=keep, **(options | changes))
-    found = Saver(state, shelf, Origin(run=shelf.run, **ORIGIN), saving, exchange)
+    found = Saver(state, shelf, Origin(run=shelf.run, **ORIGIN), saving, lambda make: exchange(make()))
     try:
         yield found
     finally:

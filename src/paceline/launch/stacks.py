@@ -30,6 +30,7 @@ def prepare_stack(path: Path) -> IO[str]:
     Returns:
         The open file; the caller keeps it as long as the process may be asked.
     """
+    faulthandler.unregister(_SIGNAL)  # else, the second time in a process, it would stay ignored
     signal.signal(_SIGNAL, signal.SIG_IGN)  # what is left when the interpreter takes its handlers down
     hidden = path.with_suffix(".preparing")
     stream = hidden.open("w", encoding="utf-8")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import faulthandler
+import os
 import signal
 import subprocess
 import sys
@@ -13,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from paceline.launch.procfs import is_stopped
-from paceline.launch.stacks import read_position, request_stacks
+from paceline.launch.stacks import prepare_stack, read_position, request_stacks
 
 pytestmark = pytest.mark.capability("N5", clause="where a rank that hangs is")
 WORKER = """
@@ -64,3 +66,14 @@ def test_who_is_stopped_is_not_waited_for_and_who_has_ended_is_not_asked(
         request_stacks([(process.pid, tmp_path / "stack")])
     assert read_position(tmp_path / "stack") == ""
     request_stacks([(process.pid, tmp_path / "stack"), (process.pid, tmp_path / "none")])
+
+
+def test_a_process_may_be_prepared_more_than_once(tmp_path: Path) -> None:
+    """Else the signal is ignored from then on, here and in all that this process starts."""
+    before = signal.getsignal(signal.SIGUSR2)
+    for name in ("first", "second"):
+        with prepare_stack(tmp_path / name):
+            request_stacks([(os.getpid(), tmp_path / name)])
+        assert "request_stacks (stacks.py:" in read_position(tmp_path / name)
+    faulthandler.unregister(signal.SIGUSR2)
+    signal.signal(signal.SIGUSR2, before)

@@ -43,7 +43,7 @@ class HandingOn:
         self._late: set[Slot] = set()
         self.used: set[str] = set()
         self.norms: dict[Slot, list[Tensor]] = {}
-        self._hooked = set[Slot]() if frees else {s for s, p in parameters.items() if _has_own_hook(p)}
+        self._hooked = {slot for slot, p in parameters.items() if _has_own_hook(p)}
         self._sums: dict[Slot, Tensor] = {}
         for slot, p in parameters.items() if overlap else ():
             p.register_post_accumulate_grad_hook(partial(self._on_gradient, slot))

@@ -116,7 +116,7 @@ class Holding:
 
     @property
     def frees(self) -> bool:
-        """Whether a gradient is let go of once it was handed on."""
+        """Whether a gradient is let go of with every micro-batch, once it was handed on."""
         return any(one.frees for one in self.held.values())
 
     @property

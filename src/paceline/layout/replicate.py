@@ -63,7 +63,8 @@ class Replicate:
     ) -> None:
         self.holding, self.metric_names = holding, metric_names
         self.buffers = MicroBatchBuffers(holding.model, reports=reports and counts)
-        self.gradients = HandingOn(holding.computes, overlap=overlap, frees=holding.frees)
+        lets_go = holding.frees or holding.is_cut  # what is updated has another shape than the gradient
+        self.gradients = HandingOn(holding.computes, overlap=overlap, frees=lets_go)
         self._model, self._device = holding.model, holding.device
         self._loss, self.precision, self._phases = loss, precision, phases
         self._dropouts, self._seeds, self._reports = name_dropouts(holding.model), seeds, reports

@@ -11,15 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from paceline.comm.reduction import cover
+from paceline.comm.reduction import cover, share_in_turn
 from paceline.data import split
 from paceline.layout.placement import Held
 from paceline.recipe import Recipe
 from paceline.slot import Slot
 
 FP32_BYTES = 4
-GATHERED_TOGETHER = 2**26
-"""Bytes of parameters that ZeRO 1 and 2 gather at a time after an update."""
+GATHERED_TOGETHER, _READ_TOGETHER = 2**26, 2**24
+"""Bytes of parameters that ZeRO 1 and 2 gather at a time after an update; and read, on one host."""
 _UNDER_WAY = 3
 _ALONE = ("local", "diloco")
 """Rules under which replicas train alone for a round."""
@@ -84,7 +84,7 @@ class Sums:
     stays: int = 0
 
 
-def sums_of(recipe: Recipe, sizes: Sizes, shards: int, *, frees: bool, meets: bool) -> Sums:
+def sums_of(recipe: Recipe, sizes: Sizes, shards: int, *, frees: bool, meets: bool, common: bool) -> Sums:
     """What the reduction of a rank takes.
 
     Args:
@@ -92,26 +92,37 @@ def sums_of(recipe: Recipe, sizes: Sizes, shards: int, *, frees: bool, meets: bo
         shards: micro-batches of a step, over all ranks.
         frees: the rank keeps gradients of its own parts only (ZeRO 2 and 3).
         meets: gradients of shared tensors meet first.
+        common: sums are made in memory that ranks share, where the gradients lie.
     """
     strategy = recipe.strategy
     sharers = strategy.shard * (1 if trains_alone(recipe) else strategy.degrees["replica"])
     shared = sizes.shared if meets else 0
-    cut = sizes.updates if strategy.shard > 1 else 0
+    is_cut = strategy.shard > 1
     if recipe.is_ordered:
         blocks = [split(shards, sharers, rank) for rank in range(sharers)]
         nodes = max(len(cover(block)) for block in blocks)
         waiting = partial_sums(max(blocks, key=lambda block: max(partial_sums(block), default=0)))
         if sharers == 1:
             return Sums(shared, waiting=waiting, stays=sizes.computes)
-        return Sums(nodes * sizes.computes + shared, cut, 1, leaves=True, waiting=[*waiting[:-1], 0])
+        own = sizes.updates if is_cut else 0
+        return Sums(nodes * sizes.computes + shared, own, 1, leaves=True, waiting=[*waiting[:-1], 0])
     if sharers * strategy.context == 1:
         return Sums(buckets=shared, stays=sizes.computes)
     if frees:
-        largest = min(sizes.largest + recipe.runtime.bucket_bytes, sizes.computes)
-        rows = _UNDER_WAY * largest
-        return Sums(rows + 2 * shared, sizes.updates + 2 * largest // strategy.shard, leaves=True)
-    moved, stays = (1, sizes.computes) if cut else (0, 0)
-    return Sums(sizes.computes + shared, cut, moved, stays=stays)
+        together = share_in_turn(sizes.computes, recipe.runtime.bucket_bytes)
+        largest = min(sizes.largest + together, sizes.computes)
+        arriving = 0 if common and strategy.form.exact else 2 * largest // strategy.shard
+        return Sums(_UNDER_WAY * largest + 2 * shared, sizes.updates + arriving, leaves=True)
+    if not is_cut:
+        return Sums(sizes.computes + shared)
+    most = max(len(split(shards, sharers, rank)) for rank in range(sharers))
+    own = 0 if common and strategy.form.exact else sizes.updates
+    return Sums(sizes.computes + shared, own, 1, waiting=[1] * (most - 1) + [0])
+
+
+def read_in_turn(sizes: Sizes, shard: int) -> int:
+    """Bytes of the memory in which others of the host read a rank's updated parts (ZeRO 1 and 2)."""
+    return (sizes.largest + share_in_turn(sizes.computes, _READ_TOGETHER)) // shard
 
 
 def trains_alone(recipe: Recipe) -> bool:

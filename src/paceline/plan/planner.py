@@ -20,6 +20,7 @@ from paceline.plan.forms import (
     bytes_of,
     gathered_by_block,
     kept_for_rounds,
+    read_in_turn,
     sizes_of,
     sums_of,
     trains_alone,
@@ -89,7 +90,8 @@ class Planner:
         held = list(place.held.values())
         sizes, keeps = sizes_of(held, self._item_bytes), all(one.kept for one in held)
         frees = any(one.frees for one in held)
-        sums = sums_of(self.recipe, sizes, self._shards, frees=frees, meets=sizes.shared > 0)
+        meets, common = sizes.shared > 0, self._in_common
+        sums = sums_of(self.recipe, sizes, self._shards, frees=frees, meets=meets, common=common)
         work = self._work(place)  # which finds out what an update takes
         return _Basis(self._still(place, sizes, sums, keeps=keeps), sums, sizes, work)
 
@@ -123,14 +125,15 @@ class Planner:
         moments += sizes.updates if recipe.average.decay is not None else 0
         begun, movements = kept_for_rounds(recipe, sizes)
         copies, reads = recipe.strategy.degrees["replica"], keeps and self._in_common
-        reads &= recipe.strategy.shard > 1  # parts of an update lie where the other ranks read them
+        shard = recipe.strategy.shard
+        read = read_in_turn(sizes, shard) if reads and shard > 1 else 0
         saved = fixed + sizes.updates + moments
         snapshot = saved if copies == 1 else min(saved, -(-saved // copies) + sizes.largest)
         return Parts(
             parameters=fixed + (sizes.computes if keeps else sizes.updates),
             gathered=0 if keeps or self._in_common else self._gathered(place, sizes),
             moments=moments + begun,
-            wire=sums.buckets + movements + self._mail(place) + (sizes.updates if reads else 0),
+            wire=sums.buckets + movements + self._mail(place) + read,
             snapshot=snapshot if self._saves() else 0,
         )
 

@@ -59,9 +59,9 @@ class Collective(Protocol):
         """Sum `x` [n] over the group, in place; the handle returns it."""
 
     def reduce_scatter(self, x: Tensor, key: str) -> Handle:
-        """Sum `x` [P, n]; the handle returns row `group.rank` of the sum, [n], apart from `x`.
+        """Sum `x` [P, n]; the handle returns row `group.rank` of the sum, [n].
 
-        It is good until the next sum of `key`.
+        It may be that row of `x` itself, and is good until `x` changes or the next sum of `key`.
         """
 
     def all_gather(self, x: Tensor, key: str) -> Handle:

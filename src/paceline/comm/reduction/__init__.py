@@ -5,7 +5,7 @@ from paceline.comm.reduction.local import LocalReducer, TreeReducer
 from paceline.comm.reduction.local_clip import LocalClip
 from paceline.comm.reduction.meeting import Meeting
 from paceline.comm.reduction.norm import AnyOrderNorm, CanonicalNorm, joint_norm, of_own_part
-from paceline.comm.reduction.part_buffer import PartBuffer
+from paceline.comm.reduction.part_buffer import PartBuffer, share_in_turn
 from paceline.comm.reduction.reducer import InAnyOrder, Reducer, Sums
 from paceline.comm.reduction.scatterer import Scatterer
 from paceline.comm.reduction.several import Reducers
@@ -36,4 +36,5 @@ __all__ = [
     "cover",
     "joint_norm",
     "of_own_part",
+    "share_in_turn",
 ]

@@ -6,7 +6,7 @@ kernel that walks parameter, gradient and moments side by side meets the same el
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from paceline.slot import Slot
 
 Parts = Mapping[Slot, Sequence[Slot | None]]
 """By slot, the part of it that each rank gets; None: nothing."""
+_LEAST_IN_TURN, _TURNS = 2**20, 32
 Zeros = Callable[[int, Tensor], Tensor]
 """Makes a buffer of so many values, like a tensor."""
 
@@ -130,6 +131,23 @@ class PartBuffer:
             if part is not None:
                 out[self._index[slot][row]].copy_(self._views[row][part])
         return out
+
+
+def share_in_turn(num_bytes: int, most_bytes: int) -> int:
+    """Bytes of tensors that go through a buffer at a time, where it is to be small beside all of them.
+
+    At most a thirty-second of all, but a mebibyte at least: its latency is small beside its transfer.
+
+    Args:
+        num_bytes: of all.
+        most_bytes: what was asked for, at most.
+    """
+    return min(most_bytes, max(_LEAST_IN_TURN, num_bytes // _TURNS))
+
+
+def bytes_in_turn(tensors: Iterable[Tensor], most_bytes: int) -> int:
+    """`share_in_turn` of these tensors, which may have no memory now."""
+    return share_in_turn(sum(x.numel() * x.element_size() for x in tensors), most_bytes)
 
 
 def nothing_like(x: Tensor) -> Tensor:

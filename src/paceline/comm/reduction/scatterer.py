@@ -22,7 +22,13 @@ from paceline.comm.handle import Handle
 from paceline.comm.reduction.blocks import Blocks
 from paceline.comm.reduction.gradients import Gradients
 from paceline.comm.reduction.launches import Launches, Scatter
-from paceline.comm.reduction.part_buffer import PartBuffer, Parts, nothing_like, plan_buckets
+from paceline.comm.reduction.part_buffer import (
+    PartBuffer,
+    Parts,
+    bytes_in_turn,
+    nothing_like,
+    plan_buckets,
+)
 from paceline.comm.reduction.ways import Ways
 from paceline.errors import CommunicationError
 from paceline.slot import Slot
@@ -60,8 +66,8 @@ class Scatterer:
         tensors: what this rank computes with, by slot, in the model's order; equal on every rank of `ways`.
         parts: the part of each that every rank of the shard group gets.
         ways: over which ranks, how.
-        bucket_bytes: see `Reducer`; a rank keeps up to three such buckets. Where it may not wait, those under
-            way come on top, up to all of a micro-batch.
+        bucket_bytes: see `Reducer` and `bytes_in_turn`; a rank keeps up to three such buckets. Where it may
+            not wait, those under way come on top, up to all of a micro-batch.
         counts: see `Reducer`.
         name: see `Reducer`.
     Wire: with K micro-batches on the rank that has most, K (S-1)/S n + 2 (R-1)/R n/S bytes for n bytes of
@@ -85,8 +91,9 @@ class Scatterer:
         self._tensors, self._parts, self._ways = tensors, parts, ways
         self._counts, self._name = counts, name
         self._row = ways.shard.group.rank
+        together = bytes_in_turn(tensors.values(), bucket_bytes)
         self._buckets = [
-            self._bucket(number, slots) for number, slots in enumerate(plan_buckets(tensors, bucket_bytes))
+            self._bucket(number, slots) for number, slots in enumerate(plan_buckets(tensors, together))
         ]
         self._home = {slot: bucket for bucket in self._buckets for slot in bucket.missing}
         self._blocks = self._make_blocks()

@@ -72,20 +72,18 @@ class SharedMemoryCollective:
         return self._launch(calls, key, add, lambda: x if in_place else x.copy_(mine.view_as(x)))
 
     def reduce_scatter(self, x: Tensor, key: str) -> Handle:
-        """See `Collective`; the result is a tensor of its own, good until the next sum of `key`."""
-        parts = self._parts_of(x, key)
-        if x.data_ptr() != parts[self.group.rank].data_ptr():
-            parts[self.group.rank].copy_(x.reshape(-1))
-        row = self._workspace.take(f"sum {key}", x.shape[1:], x.dtype)
+        """See `Collective`; the result lies in this rank's buffer, whose own row nobody else reads."""
+        parts, place = self._parts_of(x, key), self.group.rank
+        if x.data_ptr() != parts[place].data_ptr():
+            parts[place].copy_(x.reshape(-1))
+        rows = [part.view_as(x)[place] for part in parts]
+        scratch = self._workspace.take("slice", (CHUNK_VALUES,), x.dtype)
 
         def add() -> None:
-            first, *others = (part.view_as(x)[self.group.rank] for part in parts)
-            row.copy_(first)
-            for other in others:
-                row.add_(other)
+            add_rows([row.reshape(-1) for row in rows], place, scratch)
 
         calls = [("reduce_scatter", self.group, x.numel() * x.element_size())]
-        return self._launch(calls, key, add, lambda: row)
+        return self._launch(calls, key, add, lambda: rows[place])
 
     def all_gather(self, x: Tensor, key: str) -> Handle:
         """See `Collective`; every rank copies the others' values from where they lie."""
@@ -194,6 +192,20 @@ class SharedMemoryCollective:
                 next_step="every rank must sum the same buffers in the same order",
             )
         return mapped(file, num_values, dtype)
+
+
+def add_rows(rows: Sequence[Tensor], place: int, scratch: Tensor) -> None:
+    """Replace row number `place`, [n] each, by the sum of all, added in their order.
+
+    Args:
+        scratch: as much as is added at a time [m].
+    """
+    for start in range(0, rows[0].numel(), scratch.numel()):
+        first, *others = (row[start : start + scratch.numel()] for row in rows)
+        total = scratch[: first.numel()].copy_(first)
+        for other in others:
+            total.add_(other)
+        rows[place][start : start + scratch.numel()].copy_(total)
 
 
 def add_slice(parts: Sequence[Tensor], place: int) -> None:

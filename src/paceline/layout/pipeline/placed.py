@@ -71,7 +71,8 @@ class Pipeline:
         self.holding, self.metric_names, self.cut = holding, metric_names, cut
         told = reports and counts
         self.passing = Passing(task, holding, cut, wire, precision, phases, seeds=seeds, reports=told)
-        self.gradients = HandingOn(holding.computes, overlap=overlap, frees=holding.frees)
+        lets_go = holding.frees or holding.is_cut  # what is updated has another shape than the gradient
+        self.gradients = HandingOn(holding.computes, overlap=overlap, frees=lets_go)
         self.peak_stored = 0
         self._wire, self._phases, self._loss, self._make_schedule = wire, phases, task.loss, schedule
         self._reports, self._counts, self._orders = reports, counts, dict[int, _Order]()

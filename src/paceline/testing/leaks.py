@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,9 @@ _SERVERS = (
     "paceline.launch.fork_server",
 )
 
+Entry = tuple[int, int]
+"""A process by its number and the inode of its folder: a number comes again, both together do not."""
+
 
 @dataclass(frozen=True)
 class Observation:
@@ -40,6 +43,7 @@ class Observation:
             stay (fork servers, resource tracker, compile workers) are left out, what they start is not.
         shared_memory: this user's files in /dev/shm.
         group: torch has a default process group.
+        strangers: numbers and inodes of processes that are no descendants, and never will be.
     """
 
     environment: Mapping[str, str]
@@ -47,10 +51,12 @@ class Observation:
     processes: Mapping[int, str]
     shared_memory: frozenset[str]
     group: bool
+    strangers: frozenset[Entry] = frozenset()
 
 
-def observe() -> Observation:
-    """Look around, within a few milliseconds."""
+def observe(before: Observation | None = None) -> Observation:
+    """Look around, within a millisecond or two; who was a stranger `before` is not looked at again."""
+    family = _Family.look(os.getpid(), frozenset() if before is None else before.strangers)
     return Observation(
         environment={
             name: value
@@ -58,9 +64,10 @@ def observe() -> Observation:
             if not name.startswith(_IGNORED_VARIABLES)
         },
         threads={thread.ident or 0: thread.name for thread in threading.enumerate() if not thread.daemon},
-        processes=_descendants(os.getpid()),
+        processes=family.describe(),
         shared_memory=frozenset(_own_shared_memory()),
         group=_has_group(),
+        strangers=family.strangers,
     )
 
 
@@ -71,14 +78,15 @@ def find_leaks(before: Observation) -> list[str]:
         One line for each leak; empty if there is none.
     """
     expires = time.monotonic() + _SETTLE_SECONDS
-    now = observe()
+    now = observe(before)
     lasting = _compare_state(before, now)
     passing = _compare_resources(before, now)
     if passing:
         gc.collect()
     while passing and time.monotonic() < expires:
         time.sleep(0.02)
-        passing = _compare_resources(before, observe())
+        now = observe(now)
+        passing = _compare_resources(before, now)
     return lasting + passing
 
 
@@ -122,27 +130,54 @@ def _has_group() -> bool:
     return module is not None and bool(module.is_available() and module.is_initialized())
 
 
-def _descendants(root: int) -> dict[int, str]:
-    children: dict[int, list[int]] = {}
-    for process in Path("/proc").iterdir():
-        if process.name.isdecimal():
+@dataclass(frozen=True)
+class _Family:
+    """The processes that come from one.
+
+    Args:
+        root: that one.
+        children: by parent, of all that were read.
+        strangers: those whose ancestors are all known, and `root` is none of them.
+    """
+
+    root: int
+    children: Mapping[int, Sequence[int]]
+    strangers: frozenset[Entry]
+
+    @classmethod
+    def look(cls, root: int, known: frozenset[Entry] = frozenset()) -> _Family:
+        """Read the processes that are there and are not known to be strangers."""
+        with os.scandir("/proc") as processes:
+            there = {(int(one.name), one.inode()) for one in processes if one.name.isdecimal()}
+        parents: dict[int, int] = {}
+        children: dict[int, list[int]] = {}
+        for pid, _ in there - known:
             with suppress(OSError):
-                state, parent = _status(process.name).rpartition(b")")[2].split(maxsplit=2)[:2]
+                state, parent = _status(str(pid)).rpartition(b")")[2].split(maxsplit=2)[:2]
+                parents[pid] = int(parent)
                 if state not in b"ZX":
-                    children.setdefault(int(parent), []).append(int(process.name))
-    found: dict[int, str] = {}
-    todo = list(children.get(root, ()))
-    while todo:
-        pid = todo.pop()
-        todo += children.get(pid, ())
-        with suppress(OSError):
-            command = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ").strip()
-            if not command and not _has_memory(pid):
-                continue  # it is ending
-            # Ranks have the command line of the server that forked them, but they are its children, not ours.
-            if pid not in children.get(root, ()) or not any(name in command for name in _SERVERS):
-                found[pid] = command
-    return found
+                    children.setdefault(int(parent), []).append(pid)
+        theirs = {0, *(pid for pid, _ in known & there)}
+        while more := {pid for pid, parent in parents.items() if parent in theirs} - theirs - {root}:
+            theirs |= more
+        return cls(root, children, frozenset(entry for entry in there if entry[0] in theirs))
+
+    def describe(self) -> dict[int, str]:
+        """By number, the command lines; servers that are meant to stay, and what is ending, are left out."""
+        found: dict[int, str] = {}
+        own = self.children.get(self.root, ())
+        todo = list(own)
+        while todo:
+            pid = todo.pop()
+            todo += self.children.get(pid, ())
+            with suppress(OSError):
+                command = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ").strip()
+                if not command and not _has_memory(pid):
+                    continue  # it is ending
+                # Ranks have the command line of the server that forked them, but are its children, not ours.
+                if pid not in own or not any(name in command for name in _SERVERS):
+                    found[pid] = command
+        return found
 
 
 def _has_memory(pid: int) -> bool:
@@ -151,7 +186,7 @@ def _has_memory(pid: int) -> bool:
 
 
 def _status(pid: str) -> bytes:
-    """What the system says of a process; by two calls, as every test asks it twice of every process."""
+    """What the system says of a process, by two calls."""
     file = os.open(f"/proc/{pid}/stat", os.O_RDONLY)
     try:
         return os.read(file, 4096)
@@ -178,7 +213,7 @@ def _used_elsewhere(name: str) -> bool:
         there = (_SHARED_MEMORY / name).stat()
     except OSError:
         return True  # it is gone
-    ours = {os.getpid(), *_descendants(os.getpid())}
+    ours = {os.getpid(), *_Family.look(os.getpid()).describe()}
     needle = f" {os.major(there.st_dev):02x}:{os.minor(there.st_dev):02x} {there.st_ino} "
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):

@@ -9,6 +9,7 @@ It adds one fixture that every test uses (leaks), `lab` (a cluster on this machi
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import pytest
 
 from paceline.testing.capabilities import CapabilityReport
 from paceline.testing.labs import lab, why_no_lab
-from paceline.testing.leaks import clean_up, find_leaks, observe
+from paceline.testing.leaks import Observation, clean_up, find_leaks, observe
 
 __all__ = ["lab", "no_leaks", "why_no_lab"]
 
@@ -25,6 +26,8 @@ _MARKS = (
     "gpu: needs an NVIDIA GPU",
     "soak: long; runs only with --soak",
 )
+
+_LAST = pytest.StashKey[Observation]()  # what was seen before the last test
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -59,15 +62,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _has_gpu() -> bool:
+    """PyTorch takes seconds to load: it is asked only where there is a driver that it could use."""
+    drivers = ("nvidia*", "nvhost*", "nvgpu*", "dxg")  # the last one is that of Windows, under WSL
+    if sys.platform == "linux" and not any(any(Path("/dev").glob(name)) for name in drivers):
+        return False
     import torch
 
     return torch.cuda.is_available()
 
 
 @pytest.fixture(autouse=True)
-def no_leaks() -> Iterator[None]:
+def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail the test if it leaves behind a variable, a thread, a process, shared memory or a process group."""
-    before = observe()
+    last = request.config.stash.get(_LAST, None)
+    before = request.config.stash[_LAST] = observe(last)
     yield
     leaks = find_leaks(before)
     if leaks:

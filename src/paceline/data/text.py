@@ -26,7 +26,9 @@ from paceline.keys import key
 
 STDLIB = "stdlib"
 # Third-party code, tests, and what programs wrote: not prose, or not the same everywhere.
-_NOT_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings"})
+_NOT_STDLIB = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "__pycache__"}
+)
 _NOT_STDLIB_FILES = ("_sysconfigdata", "sitecustomize", "usercustomize")
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -64,6 +67,17 @@ def load_digits() -> tuple[TensorDataset, TensorDataset]:
     Raises:
         MissingExtraError: scikit-learn, which brings the images, is not installed.
     """
+    pixels, classes, held_out = _read_digits()
+    images, targets, is_held_out = torch.tensor(pixels), torch.tensor(classes), torch.tensor(held_out)
+    return (
+        TensorDataset(images[~is_held_out], targets[~is_held_out]),
+        TensorDataset(images[is_held_out], targets[is_held_out]),
+    )
+
+
+@cache
+def _read_digits() -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.bool_]]:
+    """Pixels [N, 64], classes [N] and who is held out [N], read-only; their text is parsed once."""
     try:
         from sklearn.datasets import load_digits as load_images
     except ImportError as error:
@@ -72,14 +86,11 @@ def load_digits() -> tuple[TensorDataset, TensorDataset]:
             next_step="pip install 'paceline[digits]'",
         ) from error
     pixels, classes = load_images(return_X_y=True)
-    images, targets = torch.tensor(pixels / 16.0, dtype=torch.float32), torch.tensor(classes)
-    is_held_out = torch.tensor(
-        [key("digits", "held out", i) % _HELD_OUT_ONE_IN == 0 for i in range(len(images))]
-    )
-    return (
-        TensorDataset(images[~is_held_out], targets[~is_held_out]),
-        TensorDataset(images[is_held_out], targets[is_held_out]),
-    )
+    held_out = [key("digits", "held out", i) % _HELD_OUT_ONE_IN == 0 for i in range(len(pixels))]
+    found = (pixels.astype(np.float32) / 16, classes.astype(np.int64), np.array(held_out))
+    for array in found:
+        array.setflags(write=False)
+    return found
 
 
 def add_shifts(data: TensorDataset) -> TensorDataset:

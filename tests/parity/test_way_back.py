@@ -18,18 +18,18 @@ from paceline.sync.straggler import Slow
 from paceline.testing import run_ranks
 from paceline.testing.contracts.layout import whole
 from paceline.testing.parity import session_of
-from tests.parity.test_takeover import digits, goes_on, waiting
+from tests.parity.test_takeover import HEALTH, digits, goes_on, waiting
 
 STEPS, RECOVERS, PUSH = 80, (20, 60), recovery.UntilRecovered.push
 
 
-def script(named: int) -> None:
-    """Rank 2 is named so often, after two windows of every-step; and has recovered in certain steps."""
+def script(named: int, rank: int = 2) -> None:
+    """A rank is named so often, after two windows of every-step; and has recovered in certain steps."""
     looks = [0]
 
     def find(data: Any, compute: Any, factor: float) -> Slow | None:
         looks[0] += 1
-        return Slow(2, "compute", 0.9, 0.1) if looks[0] <= 2 * named else None
+        return Slow(rank, "compute", 0.9, 0.1) if looks[0] <= 2 * named else None
 
     straggler.find_slow = find
     recovery.Recovery.hear = lambda self, worker, seconds: None
@@ -93,3 +93,44 @@ def test_a_run_goes_back_once_the_rank_keeps_up_and_waits_for_the_next_time(tmp_
     assert found == resumed and found["slow"] is None
     known = "every-step@8,server@21,every-step@28,server@61"
     assert found["sync"] == f"{known},{asked}" and is_reading(asked, found["sync"])
+
+
+def back_from_local(cluster: Cluster) -> dict[str, Any]:
+    """The run that trains alone for a while; and the run, resumed after it has gone back."""
+    script(1, rank=1)
+    heard = [0]
+
+    def hear(self: Any, worker: int, seconds: float) -> dict[str, float] | None:
+        heard[0] += 1
+        return {"seconds": seconds, "usual": seconds} if heard[0] == 24 else None
+
+    recovery.Recovery.hear = hear
+    asked = digits(f"replicas=2 sync={ASKED}", steps=24, health=HEALTH)
+    session, kept, num_samples, losses = session_of(cluster, asked), None, 0, list[float]()
+    for stats in session.rounds():
+        losses.append(stats.loss)
+        num_samples += stats.num_samples
+        if session.state.step == 22:
+            kept = copy.deepcopy(session.snapshot())
+    assert kept is not None
+    names = [name for name, _ in session.notes.take() if name in ("straggler", "recovered", "switch")]
+    ended, again = whole(losses, session), session_of(cluster, asked)
+    return {
+        "names": names,
+        "phases": session.turns.state_dict(),
+        "missing": sum(session.work.num_samples(step) for step in range(24)) - num_samples,
+        "resumed": ended.distance(goes_on(again, kept)),
+    }
+
+
+ASKED = "every-step@straggler,local:2"
+
+
+@pytest.mark.capability("I9", clause="the way back")
+def test_a_run_goes_back_from_replicas_that_trained_alone_too() -> None:
+    """Every-step to step 8, alone to 20 in six rounds, and every-step; alike on both ranks."""
+    first, second = run_ranks(back_from_local, 2)
+    assert first == second
+    assert first["names"] == ["straggler", "switch", "recovered", "switch"]
+    assert first["phases"]["sync"] == f"every-step@8,local:2@20,{ASKED}" and first["phases"]["slow"] is None
+    assert (first["missing"], first["resumed"]) == (0, 0.0)

@@ -24,7 +24,7 @@ STRAGGLER = {
 }
 RECOVERED = {
     "step": "int: steps taken before",
-    "seconds": "float: in which it answers the server now, its median",
+    "seconds": "float: in which it answers the server, or runs a micro-batch, now, its median",
     "usual": "float: in which others do",
 }
 SYNC = {

@@ -29,6 +29,8 @@ from paceline.sync.rule import Rule
 from paceline.sync.update import UpdateStep
 
 WINDOW = 4  # steps; two windows name a rank within ten steps, wherever in a window it became slow
+COMMUNICATION = "communication"
+"""The cause where a link is slow."""
 _PROBE_BYTES = 1 << 16
 _PROBES = 3
 _FEWEST_FOR_PROBE = 3  # of two ranks nobody can tell whose link it is
@@ -80,7 +82,7 @@ def find_slow_link(received: Sequence[float], factor: float) -> Slow | None:
     each = [min(received[rank], received[(rank + 1) % ring]) for rank in range(ring)]
     rank = max(range(ring), key=each.__getitem__)
     usual = max(_LEAST_SECONDS, median(each[i] for i in range(ring) if i != rank))
-    return Slow(rank, "communication", each[rank], usual) if each[rank] >= factor * usual else None
+    return Slow(rank, COMMUNICATION, each[rank], usual) if each[rank] >= factor * usual else None
 
 
 class Judge:

@@ -25,8 +25,9 @@ from paceline.sync.choice import Measured
 from paceline.sync.fragments import Streaming
 from paceline.sync.pipedream import Flow, PipeDream
 from paceline.sync.policy import ApplyEach
+from paceline.sync.recovery import Followed, Recovery
 from paceline.sync.residuals import Residuals
-from paceline.sync.straggler import Watched
+from paceline.sync.straggler import COMMUNICATION, Watched
 from paceline.sync.streamed import StreamedRounds
 from paceline.sync.two_buffers import TwoBuffers
 from paceline.sync.weight_stash import WeightStash
@@ -97,7 +98,18 @@ def _alone(setting: Setting, layout: Layout, state: TrainState, outer: Outer, st
         rule = StreamedRounds(step, streaming, outer, sums, layout.placed, **told)
     _keep_residuals(setting, rule.reducer, holding, state)
     state.keepers["outer"] = rule
-    return rule
+    return _followed(setting, rule)
+
+
+def _followed(setting: Setting, rule: Rule) -> Rule:
+    """The rule, until a slow replica keeps up again; where its link was slow, or nobody was, for good."""
+    awaited, factor, replicas = setting.awaited, setting.recipe.health.straggler_factor, setting.mesh.replica
+    if awaited is None or factor is None or awaited.cause == COMMUNICATION:
+        return rule
+    recovery = Recovery(replicas.ranks.index(awaited.rank), replicas.size, factor, awaited.returns)
+    ran = partial(_micro_batches, setting.shards, replicas)
+    told: dict[str, Any] = {"group": replicas, "net": setting.net, "note": setting.note}
+    return Followed(rule, recovery.hear, awaited.rank, ran, **told)
 
 
 def local(setting: Setting, layout: Layout, state: TrainState) -> Rule:

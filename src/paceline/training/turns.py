@@ -2,8 +2,8 @@
 
 A phase that waits for something ends after the round in which that has happened, on all ranks, since what
 happens is found from numbers that all have. From then on its step is known, and is state: a run that goes on
-from a later checkpoint has switched there, one from an earlier checkpoint has not. Where a rule of a server
-has taken over from a slow rank, the run goes back once that has recovered, and waits for the next one.
+from a later checkpoint has switched there, one from an earlier checkpoint has not. Where a rule has taken
+over from a slow rank, the run goes back once that has recovered, and waits for the next one.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ class Turns:
         self.waits = any(isinstance(phase.until, str) for phase in phases_of(asked))
         self._found = asked
         self._slow: int | None = None  # the rank that was named, until it has recovered
+        self._cause = ""
         self._recent: deque[Round] = deque(maxlen=_AFTER)
         self._before: Round | None = None
 
@@ -76,7 +77,7 @@ class Turns:
         """Who has to recover, for the run to go back; None: nobody was named."""
         if self._slow is None:
             return None
-        return Awaited(self._slow, num_returns(self._asked, self._found))
+        return Awaited(self._slow, self._cause, num_returns(self._asked, self._found))
 
     def passed(self, stats: Stats, steps: int, events: Mapping[str, Mapping[str, Any]]) -> bool:
         """A round is over; whether another rule begins here, by one of these events.
@@ -91,7 +92,7 @@ class Turns:
         if until in events:
             happened = events[str(until)]
             self._found = ended(self._found, stats.step + 1, str(happened.get(CHOSEN, "")))
-            self._slow = happened.get("rank")
+            self._slow, self._cause = happened.get("rank"), str(happened.get("cause", ""))
         elif until is None and RECOVERED in events:
             self._found, self._slow = returned(self._asked, self._found, stats.step + 1), None
         if self.phase(stats.step + 1).rule == rule:
@@ -102,13 +103,14 @@ class Turns:
 
     def state_dict(self) -> dict[str, Any]:
         """What is known."""
-        return {"sync": self._found, "slow": self._slow}
+        return {"sync": self._found, "slow": self._slow, "cause": self._cause}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what was known; a recipe that asks for other phases begins anew."""
         known = str(state.get("sync", self._asked))
         found = known if is_reading(self._asked, known) else self._asked
         self._slow = state.get("slow") if found == known else None
+        self._cause = str(state.get("cause", ""))
         if found != self._found:
             self._found, self._before = found, None
             self._recent.clear()

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
+from torch import Tensor
 
+from paceline.comm import Handle
 from paceline.comm.channel import Message
+from paceline.mesh import Group
+from paceline.observe import PHASES, Stats
 from paceline.recipe.phases import at_step, ended, is_reading, num_returns, phases_of, returned
 from paceline.sync.bounded import Bounded
 from paceline.sync.policy import Push, Ticket
-from paceline.sync.recovery import RECOVERED, WINDOW, WINDOWS, Recovery, UntilRecovered
+from paceline.sync.recovery import RECOVERED, WINDOW, WINDOWS, Followed, Recovery, UntilRecovered
 
 FACTOR, SLOW = 3.0, 1
 ASKED = "local:2@4,every-step@straggler,bounded:2"
@@ -125,3 +133,51 @@ def test_the_phases_of_a_run_that_has_gone_there_and_back_are_a_reading_of_what_
     ):
         assert not is_reading(ASKED, other)
     assert not is_reading("every-step@12,bounded:2", "every-step@12,bounded:2@40,every-step@50,bounded:2")
+
+
+STATS = Stats(0, 0, 1.0, {}, 8, 8.0, 1.0, 0.1, True, 1.0, 0, 1.0, {}, 0.0)
+
+
+class Rounds:
+    """Rounds of `steps` steps; replica 1, whose numbers these are not, is slow in the first so many."""
+
+    def __init__(self, steps: int, slow_rounds: int) -> None:
+        self.steps, self.slow_rounds, self.made = steps, slow_rounds, 0
+
+    def rounds(self, *given: Any) -> Iterator[Stats]:
+        for number in range(40):
+            self.made = number + 1
+            spent = {**dict.fromkeys(PHASES, 0.0), "forward": 0.1 * self.steps, "communication": 9.0}
+            yield replace(STATS, step=(number + 1) * self.steps - 1, phases=spent)
+
+    def all_gather(self, mine: Tensor, group: Group, *, equal: bool) -> Handle:
+        other = mine * (FACTOR if self.made <= self.slow_rounds else 1.0)
+        return Handle.ready([mine, other])
+
+
+def told_of(made: Rounds) -> list[tuple[str, Any]]:
+    """What is told in all rounds, while replica 1, of rank 5, is followed."""
+    told: list[tuple[str, Any]] = []
+    rule: Any = Followed(
+        cast("Any", made),
+        Recovery(1, 2, FACTOR, 0).hear,
+        5,
+        lambda step: 2,
+        group=Group("replica", (0, 5), 0),
+        net=cast("Any", made),
+        note=lambda name, record: told.append((name, record)),
+    )
+    placed = SimpleNamespace(holding=SimpleNamespace(device=torch.device("cpu")))
+    assert len([*rule.rounds(None, placed, SimpleNamespace(state=SimpleNamespace(step=0)))]) == 40
+    return told
+
+
+@pytest.mark.capability("I9", clause="the way back")
+@pytest.mark.parametrize(("steps", "rounds"), [(8, 3), (4, 3), (2, 6), (1, 12)])
+def test_replicas_that_train_alone_see_it_where_they_meet(steps: int, rounds: int) -> None:
+    """A round is an answer a step, and a window at most; it is told once, and waiting is not counted."""
+    for slow in (0, 12):
+        ((name, record),) = told_of(Rounds(steps, slow))
+        assert name == RECOVERED and record["rank"] == 5 and record["step"] == (slow + rounds) * steps
+        assert record["seconds"] == record["usual"] == pytest.approx(0.05)
+    assert told_of(Rounds(steps, 40)) == []

@@ -1,12 +1,15 @@
 """`stages=time` with `memory.budget`: the fastest cut of a pipeline whose every stage keeps the budget.
 
-The fastest cut is planned; a stage that needs too much must not be that part of the chain, and the fastest of
-the cuts that are left is next. Invariant: what is returned was planned as it will run, and keeps the budget.
+The fastest cut is planned; a stage that needs too much must not be these parts of the chain, and the fastest
+of the cuts that are left is next. Invariant: what is returned was planned as it will run, and keeps the
+budget.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from heapq import heappop, heappush
+from itertools import count
 from typing import NamedTuple
 
 from paceline.errors import StrategyError, TaskError
@@ -26,42 +29,108 @@ class CappedCut(NamedTuple):
     """A cut, and what it needs.
 
     Args:
-        places: modules of each stage.
-        stage_bytes: planned peak of each.
+        places: modules of each chunk of the model.
+        stage_bytes: planned peak of each stage.
     """
 
     places: Sequence[range]
     stage_bytes: Sequence[int]
 
 
+class _Limit(NamedTuple):
+    """What a part of the chain has to be, or must not be.
+
+    Args:
+        part: its number.
+        place: modules.
+        holds: whether it has to be that (of a longer chain: contain it).
+    """
+
+    part: int
+    place: range
+    holds: bool
+
+
 def cut_within(
     weights: Sequence[int],
     sizes: Sequence[int],
-    num_parts: int,
+    num_stages: int,
     fits: Callable[[Sequence[range]], Sequence[bool]],
+    chunks: int = 1,
 ) -> list[range]:
-    """The cut whose heaviest part is lightest among those whose every part fits; nothing if there is none.
+    """The cut whose heaviest part is lightest among those whose every stage fits; nothing if there is none.
+
+    Cuts come in their order, the best first. Where a stage does not fit, it must not have these parts
+    together: the cuts that are left are those without the first of them, those with the first and without
+    the second, and so on; the best of each comes back in the order.
 
     Args:
-        weights, sizes, num_parts: see `cut_evenly`.
-        fits: of a cut, which of its parts do; it depends on a part's number and place alone.
+        weights, sizes: see `cut_evenly`.
+        fits: of a cut, which of its stages do; it depends on the parts of a stage alone.
+        chunks: parts of each stage; stage s of p has parts s, s + p and so on.
     Exactness: up to 12 modules that of trying every cut, tests/unit/layout/test_stages.py. Of a longer chain
-        parts are left out that contain one which does not fit as the same stage.
+        parts are left out that contain those which do not fit as the same stage.
+    Source: Murty 1968, An Algorithm for Ranking all the Assignments in Order of Increasing Cost (branching).
     """
-    too_large: set[tuple[int, range]] = set()
+    search = _Search(weights, sizes, num_stages, chunks)
+    search.wait([])
+    while search.waiting:
+        _, _, places, limits = heappop(search.waiting)
+        own = [places[stage::num_stages] for stage in range(num_stages)]
+        wrong = search.known(own)
+        if wrong is None:
+            found = [(stage, own[stage]) for stage, fit in enumerate(fits(places)) if not fit]
+            if not found:
+                return places
+            search.too_large += found
+            wrong = found[0]
+        search.split(limits, *wrong)
+    return []
 
-    def allowed(part: int, place: range) -> bool:
-        if len(weights) <= _FEW:
-            return (part, place) not in too_large
-        return not any(part == k and _contains(place, other) for k, other in too_large)
 
-    while places := cut_evenly(weights, num_parts, sizes, allowed):
-        answers = list(enumerate(zip(places, fits(places), strict=True)))
-        wrong = {(part, place) for part, (place, fit) in answers if not fit}
-        if not wrong:
-            break
-        too_large |= wrong
-    return places
+class _Search:
+    """Cuts that may still be the one, the best first.
+
+    Args: see `cut_within`.
+    """
+
+    def __init__(self, weights: Sequence[int], sizes: Sequence[int], num_stages: int, chunks: int) -> None:
+        self._weights, self._sizes, self._num_stages, self._chunks = weights, sizes, num_stages, chunks
+        self._covers = range.__eq__ if len(weights) <= _FEW else _contains
+        self._numbers = count()
+        self.waiting: list[tuple[tuple[int, int], int, list[range], list[_Limit]]] = []
+        self.too_large: list[tuple[int, Sequence[range]]] = []
+
+    def wait(self, limits: list[_Limit]) -> None:
+        """The best cut within these limits waits for its turn, if there is one."""
+
+        def allowed(part: int, place: range) -> bool:
+            return all(self._covers(place, one.place) == one.holds for one in limits if one.part == part)
+
+        places = cut_evenly(self._weights, self._num_stages * self._chunks, self._sizes, allowed)
+        if places:
+            heappush(self.waiting, (_heaviest(self._weights, places), next(self._numbers), places, limits))
+
+    def known(self, own: Sequence[Sequence[range]]) -> tuple[int, Sequence[range]] | None:
+        """A stage of a cut that is known not to fit, with the parts that are too large."""
+        found = (
+            (stage, parts)
+            for stage, parts in self.too_large
+            if all(self._covers(place, other) for place, other in zip(own[stage], parts, strict=True))
+        )
+        return next(found, None)
+
+    def split(self, limits: list[_Limit], stage: int, parts: Sequence[range]) -> None:
+        """The cuts within these limits whose stage has not all of these parts wait for their turn."""
+        of = [_Limit(stage + k * self._num_stages, place, True) for k, place in enumerate(parts)]
+        for number, one in enumerate(of):
+            self.wait([*limits, *of[:number], one._replace(holds=False)])
+
+
+def _heaviest(weights: Sequence[int], places: Sequence[range]) -> tuple[int, int]:
+    """By which cuts are ordered, see `cut_evenly`."""
+    sums = [sum(weights[i] for i in place) for place in places]
+    return max(sums), sum(one**2 for one in sums)
 
 
 def _contains(place: range, other: range) -> bool:
@@ -69,14 +138,15 @@ def _contains(place: range, other: range) -> bool:
 
 
 def cut_within_budget(
-    recipe: Recipe, task: Task, processes: int, weights: Sequence[int], sizes: Sequence[int]
+    recipe: Recipe, task: Task, processes: int, weights: Sequence[int], sizes: Sequence[int], chunks: int = 1
 ) -> CappedCut:
     """The fastest cut that keeps the budget as it is; if none does, with every block computed again.
 
     Args:
-        recipe: its strategy has its replicas filled in, and one chunk of the model on each stage.
+        recipe: its strategy has its replicas filled in.
         weights: times of the links.
         sizes: numbers of their parameters.
+        chunks: of the model, on each stage.
     Raises:
         StrategyError: no cut keeps it; says which needs least.
         TaskError: see `plan_memory`.
@@ -84,18 +154,23 @@ def cut_within_budget(
     tried: list[MemoryPlan] = []
     for way in _ways(recipe):
         budget = _Budget(way, task, processes, tried)
-        places = cut_within(weights, sizes, recipe.strategy.pipeline, budget.fits)
+        places = cut_within(weights, sizes, recipe.strategy.pipeline, budget.fits, chunks)
         if places:
             return CappedCut(places, budget.peaks(places))
     least, budget_bytes = min(tried, key=lambda plan: plan.peak), recipe.memory.budget or 0
     raise StrategyError(
-        f"no cut of {len(weights)} modules into {recipe.strategy.pipeline} stages keeps memory.budget ="
+        f"no cut of {len(weights)} modules into {_spelled(recipe, chunks)} keeps memory.budget ="
         f" {spell_bytes(budget_bytes)}; of those that were tried stages={least.recipe.strategy.stages} needs"
         f" least: {spell_peak(least)}",
         where=f'strategy "{recipe.strategy}" on {processes} processes',
         next_step="take more stages, shards of the state (shard=2 zero=1), or smaller micro-batches"
         " (batch.shards)",
     )
+
+
+def _spelled(recipe: Recipe, chunks: int) -> str:
+    stages = f"{recipe.strategy.pipeline} stages"
+    return stages if chunks == 1 else f"{stages} of {chunks} chunks"
 
 
 def _ways(recipe: Recipe) -> Iterator[Recipe]:
@@ -122,7 +197,7 @@ class _Budget:
         recipe = self._recipe.replace(strategy=self._recipe.strategy.replace(stages=stages))
         plan = plan_memory(recipe, self._task, self._processes)
         self._tried.append(plan)
-        found = [0] * len(places)
+        found = [0] * recipe.strategy.pipeline
         for rank in plan.ranks:
             steps = (parts.total for when, parts in rank.moments.items() if when != "building")
             found[rank.stage] = max(found[rank.stage], *steps)
@@ -135,4 +210,4 @@ class _Budget:
         except TaskError:
             if self._recipe.memory.recompute != "blocks":
                 raise
-            return [False] * len(places)  # the model has no blocks
+            return [False] * self._recipe.strategy.pipeline  # the model has no blocks

@@ -115,9 +115,9 @@ def cut_here(
     sizes = [sum(p.numel() for p in link.parameters()) for link in chain_of(task, task.model)]
     chunks = proven_table(recipe, shards).chunks
     fastest = cut_by_time(seconds, sizes, recipe.strategy.pipeline * chunks)
-    if recipe.memory.budget is None or chunks > 1:
+    if recipe.memory.budget is None:
         return _choice(fastest, seconds)
-    places, stage_bytes = _within_budget(recipe, task, cluster, processes, seconds, sizes)
+    places, stage_bytes = _within_budget(recipe, task, cluster, processes, seconds, sizes, chunks)
     other = "" if places == fastest else _spelled(fastest)
     return _choice(places, seconds)._replace(stage_bytes=stage_bytes, fastest=other)
 
@@ -137,6 +137,7 @@ def _within_budget(
     processes: int,
     seconds: Sequence[float],
     sizes: Sequence[int],
+    chunks: int,
 ) -> tuple[list[range], list[int]]:
     """The cut of the first rank, on all ranks."""
     from paceline.plan.stage_budget import cut_within_budget  # which knows how a session is built
@@ -145,7 +146,7 @@ def _within_budget(
     mine: dict[str, Any] = {}
     if group.rank == 0:
         try:
-            cut = cut_within_budget(recipe, task, processes, in_nanoseconds(seconds), sizes)
+            cut = cut_within_budget(recipe, task, processes, in_nanoseconds(seconds), sizes, chunks)
             mine = {"ends": [place.stop for place in cut.places], "bytes": cut.stage_bytes}
         except (StrategyError, TaskError) as error:
             mine = {"what": error.what, "where": error.where, "next_step": error.next_step}

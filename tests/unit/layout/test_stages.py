@@ -90,6 +90,38 @@ def test_under_a_cap_a_cut_is_as_good_as_the_best_of_all_that_keep_it(longest: i
     assert moved > 3  # the twin: times alone would not have kept it
 
 
+@pytest.mark.capability("C6")
+def test_under_a_cap_stages_of_two_chunks_are_as_good_as_the_best_of_all_that_keep_it() -> None:
+    """What a stage keeps is the sum of its chunks: each may be as large alone."""
+    draw, moved, none = random.Random(7), 0, 0
+    for _ in range(25):
+        links, stages = draw.randint(6, 10), draw.randint(2, 3)
+        times, sizes = [draw.randint(0, 50) for _ in range(links)], [1] * links
+        kept = [draw.randint(1, 50) for _ in range(links)]
+        cap = draw.randint(sum(kept) // stages, sum(kept) * 3 // 2 // stages)
+
+        def fits(
+            cut: Sequence[range], kept: list[int] = kept, cap: int = cap, stages: int = stages
+        ) -> list[bool]:
+            sums = [sum(kept[i] for i in place) for place in cut]
+            return [sum(sums[stage::stages]) <= cap for stage in range(stages)]
+
+        every = [
+            [range(a, b) for a, b in pairwise((0, *inner, links))]
+            for inner in combinations(range(1, links), 2 * stages - 1)
+        ]
+        allowed = [cut for cut in every if all(fits(cut))]
+        found = cut_within(times, sizes, stages, fits, 2)
+        if not allowed:
+            none += 1
+            assert found == []
+            continue
+        assert all(fits(found))
+        assert slowest(times, found) == min(slowest(times, cut) for cut in allowed)
+        moved += not all(fits(cut_evenly(times, 2 * stages, sizes)))
+    assert moved > 3 and none > 3  # the twins: times alone would not have kept it; nothing would
+
+
 def test_a_heavy_link_moves_the_cut_that_parameters_would_not() -> None:
     sizes, times = [1] * 8, [4, 1, 1, 1, 1, 1, 1, 1]
     assert slowest(times, cut_evenly(sizes, 2)) == 7  # four and four

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from paceline import Task
@@ -53,3 +55,35 @@ def test_where_no_cut_keeps_it_blocks_are_computed_again(monkeypatch: pytest.Mon
     found = judge(recipe(WORDS + " stages=time", memory={"budget": lean}), task, 2)
     assert found.refusal is None and found.plan.peak <= lean
     assert found.choice is not None and found.choice.recompute != "none"
+
+
+@pytest.mark.capability("C6")
+def test_a_budget_caps_what_the_chunks_of_a_stage_hold_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first stage holds the embedding and a block of the middle, the last one the output layer."""
+    seconds = [0.1, 1.0, 1.0, 1.0, 1.0, 0.1]
+    monkeypatch.setattr(stage_choice, "measure_links", lambda *args: seconds)
+    task, words = small(4), "replicas=1 pipeline=2 schedule=interleaved:2"
+    cuts = [(a, b, c, 6 - a - b - c) for a in range(1, 4) for b in range(1, 4) for c in range(1, 4)]
+    cuts = [cut for cut in cuts if cut[-1] > 0]
+    slowest = {cut: max(sum(seconds[i] for i in place) for place in places_of(cut)) for cut in cuts}
+    stages = {cut: ",".join(map(str, cut)) for cut in cuts}
+    memory = {"recompute": "none"}
+    peaks = {
+        cut: plan_memory(recipe(f"{words} stages={stages[cut]}", memory=memory), task, 2).peak for cut in cuts
+    }
+    free = plan_memory(recipe(words + " stages=time", memory=memory), task, 2)
+    budget = free.peak - 1
+    keeping = [cut for cut in cuts if peaks[cut] <= budget]
+    assert keeping  # another cut needs less
+    plan = plan_memory(recipe(words + " stages=time", memory=memory | {"budget": budget}), task, 2)
+    chosen = tuple(map(int, plan.recipe.strategy.stages.split(",")))
+    assert plan.peak <= budget and free.peak > budget
+    assert slowest[chosen] == min(slowest[cut] for cut in keeping)
+    with pytest.raises(StrategyError, match="into 2 stages of 2 chunks keeps"):
+        tight = memory | {"budget": min(peaks.values()) - 1}
+        plan_memory(recipe(words + " stages=time", memory=tight), task, 2)
+
+
+def places_of(cut: tuple[int, ...]) -> list[range]:
+    ends = [sum(cut[:k]) for k in range(len(cut) + 1)]
+    return [range(a, b) for a, b in pairwise(ends)]

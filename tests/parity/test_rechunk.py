@@ -19,7 +19,7 @@ from paceline.task import Loss, Task
 from paceline.testing import run_ranks
 from paceline.testing.contracts.layout import whole
 from paceline.testing.parity import Trajectory, session_of
-from paceline.verification import Report
+from paceline.verification import Report, compare_with_oracle
 from tests.parity.test_products import verify
 from tests.parity.test_schedules import deep
 
@@ -29,6 +29,7 @@ THREE: list[tuple[str, dict[str, Any]]] = [
     (SMALLER, {}),
     (SMALLER, FEW_SAMPLES),
     ("replicas=1 pipeline=3 rechunk=4,1,2", FEW_SAMPLES),
+    ("replicas=1 pipeline=3 schedule=zero-bubble rechunk=1,2,4", FEW_SAMPLES),
     (SMALLER, {"memory": {"recompute": "blocks"}}),
 ]
 FOUR = [
@@ -157,3 +158,58 @@ def test_statistics_of_another_stage_move_as_by_whole_micro_batches() -> None:
     """Parts that counted as micro-batches would let them move half as far."""
     for plain, parted in run_ranks(running_means, 2):
         assert max(map(abs, plain)) > 0.01 and parted == pytest.approx(plain, rel=1e-5, abs=1e-7)
+
+
+class Both(nn.Module):
+    """Sends two tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 8), nn.Linear(4, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.a(x), self.b(x)
+
+
+class Overwrites(nn.Module):
+    """Keeps what it makes of one tensor for backward, then writes to the other, and to the first."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        kept = x.clone().square()
+        y.mul_(kept).relu_()
+        return y + x.sigmoid_()
+
+
+class Overwritten(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.both, self.over, self.last = Both(), Overwrites(), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.over(*self.both(x)))
+
+
+def overwritten() -> Task:
+    torch.manual_seed(0)
+    return Task(
+        Overwritten(),
+        torch.rand(64, 4),
+        lambda model, x: Loss(model(x).square().sum(), len(x)),
+        stages=lambda m: [m.both, m.over, m.last],
+    )
+
+
+@pytest.mark.capability("D1", "D9")
+def test_a_stage_may_write_to_all_that_came_in_one_message_whole_or_in_parts() -> None:
+    """Parts of a tensor lie in one memory: what one of them writes must not disturb another's backward."""
+
+    def run(cluster: Cluster) -> list[Report]:
+        found = []
+        for words in ("", " rechunk=1,2", " rechunk=2,1"):
+            strategy = Strategy.parse(f"replicas=1 pipeline=2 stages=1,2 schedule=1f1b{words}")
+            recipe = Recipe(task="sum", steps=2, strategy=strategy, batch={"size": 16, "shards": 4})
+            found.append(compare_with_oracle(recipe, overwritten(), cluster, torch.device("cpu"), 2))
+        return found
+
+    for report in run_ranks(run, 2)[0]:
+        assert report.ok, (report.failure, report.diagnosis)

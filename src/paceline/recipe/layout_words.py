@@ -33,7 +33,8 @@ _NO_PARTS = Refusal(
     lambda s: bool(s.rechunk) and (s.lanes > 1 or s.context > 1),
 )
 _NO_RECHUNK = Refusal(
-    "rechunk makes a gpipe or 1f1b of parts, and a file names parts itself: leave out rechunk or schedule",
+    "rechunk makes a gpipe, 1f1b or zero-bubble of parts, and a file names parts itself: leave out rechunk or"
+    " schedule",
     lambda s: bool(s.rechunk),
 )
 
@@ -65,7 +66,7 @@ SCHEDULES = (
         summary="gradients of weights put off into what would be waiting",
         build="paceline.schedule:zero_bubble",
         with_terms="pipeline=2",
-        refusals=(_NO_LANES, _NO_RECHUNK),
+        refusals=(_NO_LANES, _UNEVEN, _NO_PARTS),
     ),
     ScheduleSpec(
         word="file",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, chain, pairwise
 from typing import TypeVar
@@ -94,27 +95,32 @@ def interleaved(num_stages: int, num_micro_batches: int, chunks: int | str = 2) 
     raise AssertionError("all forwards before all backwards can always run")
 
 
-def zero_bubble(num_stages: int, num_micro_batches: int) -> Table:
+def zero_bubble(num_stages: int, num_micro_batches: int, parts: Sequence[int] = ()) -> Table:
     """The backward split in two: gradients of weights fill the time in which a stage would wait.
 
     1F1B, in which stage s puts the gradients of weights off by s micro-batches. So each stage keeps at most p
     micro-batches, and the last ones of a step have work while the first fill and drain.
+
+    Args:
+        parts: see `gpipe`.
     Source: Qi et al. 2023, Zero Bubble Pipeline Parallelism, arXiv:2401.10241, section 2.3 (ZB-H1).
     """
-    forwards, backwards = ([Action(kind, k) for k in range(num_micro_batches)] for kind in "FB")
-    ahead = [min(num_stages - 1 - stage, num_micro_batches) for stage in range(num_stages)]
-    in_turn = [_in_turn(forwards, backwards, n) for n in ahead]
-    return Table([[*_with_weights(order, stage)] for stage, order in enumerate(in_turn)])
+    parts = parts or [1] * num_stages
+    in_turn = one_f_one_b(num_stages, num_micro_batches, parts).orders
+    orders = enumerate(zip(in_turn, parts, strict=True))
+    return Table([[*_with_weights(order, stage * n)] for stage, (order, n) in orders])
 
 
 def _with_weights(order: Sequence[Action], later: int) -> Iterator[Action]:
-    """The gradients of weights after the backward that comes so many micro-batches later, or at the end."""
+    """The gradients of weights after the backward that comes so many backwards later, or at the end."""
+    waiting = deque[Action]()
     for action in order:
         yield action
-        if action.kind == "B" and action.micro_batch >= later:
-            yield Action("W", action.micro_batch - later)
-    num_micro_batches = len(order) // 2
-    yield from (Action("W", k) for k in range(max(0, num_micro_batches - later), num_micro_batches))
+        if action.kind == "B":
+            waiting.append(action._replace(kind="W"))
+        if len(waiting) > later:
+            yield waiting.popleft()
+    yield from waiting
 
 
 def _in_parts(kind: str, micro_batches: Iterable[int], parts: int) -> list[Action]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from paceline import Loss, Task
 from paceline.errors import TaskError
 from paceline.layout.pipeline import cut_model
+from paceline.layout.pipeline.chain import Enter
 from paceline.layout.pipeline.drawn import require_no_draws
 from paceline.layout.pipeline.parts import Inbox, batch_part
 from paceline.layout.sums import MetricNames, Sums
@@ -209,3 +210,18 @@ def test_parts_are_one_micro_batch_of_the_sums() -> None:
         sums.add(Loss(torch.tensor(total), 2, {"right": 1.0}), joins=joins)
     assert sums.micro_batches == 2
     assert sums.read() == (15.0, 8.0, {"right": 4.0})
+
+
+@pytest.mark.capability("D9")
+def test_a_part_may_be_written_to_while_the_backward_of_another_needs_it() -> None:
+    """All lie in the memory of one message, and each is its own for autograd."""
+    parts, samples = (2, 1), torch.arange(float(SAMPLES))
+    inbox = Inbox(Post(parts, 1), 0, parts, 1)
+    took = [inbox.take(1, Action("F", 3, 0, part), SAMPLES)[0][0] for part in range(2)]
+    assert took[0].untyped_storage().data_ptr() == took[1].untyped_storage().data_ptr()
+    first, second = (Enter.apply(x.requires_grad_()) for x in took)
+    squares = first.square()
+    second.zero_()
+    squares.sum().backward()
+    assert torch.equal(took[0].grad, 2 * samples[: len(first)])
+    assert torch.equal(took[0], samples[: len(first)]) and not second.any()

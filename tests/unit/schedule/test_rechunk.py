@@ -21,6 +21,7 @@ from paceline.schedule import (
     samples_of,
     text_lines,
     write_rows,
+    zero_bubble,
 )
 from paceline.training.schedules import proven_table
 
@@ -43,6 +44,19 @@ def test_parts_never_store_more_nor_wait_longer(m: int) -> None:
         assert found.in_flight[-1] == pytest.approx(1 / parts[-1])  # the last stage keeps one part
         assert found.bubble <= whole.bubble + 1e-9, parts
         assert prove(gpipe(p, m, parts), m).in_flight == [m] * p
+
+
+@pytest.mark.capability("D9", "D7")
+def test_a_backward_in_halves_has_parts_too() -> None:
+    """No stage keeps more than with whole micro-batches, and the bubble is that of halves."""
+    for m in (1, 3, 8):
+        for parts in NUMBERS:
+            whole, found = prove(zero_bubble(len(parts), m), m), prove(zero_bubble(len(parts), m, parts), m)
+            assert all(a <= b for a, b in zip(found.in_flight, whole.in_flight, strict=True)), parts
+    for parts, kept in (((1, 2), [2, 1.5]), ((2, 1), [2, 2]), ((1, 2, 4), [3, 2, 2.25])):
+        found = prove(zero_bubble(len(parts), 8, parts), 8)
+        assert found.in_flight == kept
+        assert found.bubble < 0.6 * prove(one_f_one_b(len(parts), 8, parts), 8).bubble
 
 
 @pytest.mark.capability("D9")
@@ -114,8 +128,8 @@ def test_parts_are_written_read_and_drawn(tmp_path: Path, capsys: pytest.Capture
         ("pipeline=2 rechunk=1,2,4", "a number, which divides its neighbours' or is divided"),
         ("pipeline=2 rechunk=2,3", "a number, which divides its neighbours' or is divided"),
         ("rechunk=1,2", "a number, which divides its neighbours' or is divided"),
-        ("pipeline=2 schedule=interleaved:2 rechunk=1,2", "rechunk makes a gpipe or 1f1b"),
-        ("pipeline=2 schedule=zero-bubble rechunk=1,2", "rechunk makes a gpipe or 1f1b"),
+        ("pipeline=2 schedule=interleaved:2 rechunk=1,2", "rechunk makes a gpipe, 1f1b or zero-bubble"),
+        ("pipeline=2 schedule=zero-bubble rechunk=2,3", "a number, which divides its neighbours' or is div"),
         ("pipeline=2 schedule=own.csv rechunk=1,2", "a file names parts itself"),
         ("pipeline=2 lanes=2 rechunk=1,2", "leave out rechunk, or lanes and context"),
         ("pipeline=2 context=2 rechunk=1,2", "leave out rechunk, or lanes and context"),

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from paceline.data import collate_samples
 from paceline.errors import TaskError
@@ -97,7 +98,7 @@ class _Trial:
             dropout.take_key(0)
             dropout.take_samples(samples, _TRIED)
         torch.manual_seed(0)
-        batch = self._batch
+        batch, x = (tree_map(_copied, one) for one in (self._batch, x))
         if len(samples) < _TRIED:
             batch, x = (batch_part(one, samples, _TRIED) for one in (batch, x))
         given = Call(x, {})
@@ -122,6 +123,11 @@ class _Trial:
                     " parts of a micro-batch",
                     next_step="use layers and a loss that see one sample at a time, or leave out rechunk",
                 )
+
+
+def _copied(value: Any) -> Any:
+    """A stage may write to what it is given, and others are given it again."""
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _close(right: Tensor, ours: Tensor, parts: Sequence[Tensor]) -> bool:

@@ -95,6 +95,24 @@ def test_the_rule_is_chosen_once_alike_on_all_ranks_and_is_the_run_that_was_aske
         assert line == f"sync: diloco:4, as {sync['reason']}; sync=RULE in the strategy chooses another"
 
 
+def goes_asynchronous(cluster: Cluster) -> dict[str, Any]:
+    """As `chosen`, where the last of the rules is chosen; with no clock of lateness it has one answer."""
+    choice.choose = lambda allowed, measured: choice.SyncChoice(allowed[-1], "it is the last")
+    session = session_of(cluster, "auto:every-step,gossip:0", [])
+    ended = whole([stats.loss for stats in session.rounds()], session)
+    notes = dict(session.notes.take())
+    asked = session_of(cluster, f"every-step@{KNOWN},gossip:0", [])
+    named = whole([stats.loss for stats in asked.rounds()], asked)
+    return {"rule": session.strategy.sync, "off": ended.distance(named), **notes["sync"]}
+
+
+@pytest.mark.capability("I11", clause="measured in the first steps, agreed, kept")
+def test_an_asynchronous_rule_that_was_allowed_goes_on_from_every_step() -> None:
+    for rank in run_ranks(goes_asynchronous, 2):
+        assert (rank["rule"], rank["off"], rank["step"]) == ("gossip:0", 0.0, KNOWN)
+        assert rank["message_seconds"] > 0 and rank["step_seconds"]["gossip:0"] > rank["compute_seconds"]
+
+
 def stays(cluster: Cluster) -> list[Any]:
     found = []
     for sync in (AUTO, "every-step"):

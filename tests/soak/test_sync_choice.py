@@ -12,7 +12,7 @@ from statistics import median
 import pytest
 
 from paceline.lab import Lab, Links
-from paceline.sync.choice import GAIN
+from paceline.sync.step_seconds import GAIN
 
 RULE, STEPS, FIRST = "diloco:8", 24, 8
 RATES = (12, 16, 20, 29, 38, 55)  # Mbit/s, around where a link carries as much as backward takes, and a tenth

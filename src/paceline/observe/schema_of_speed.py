@@ -33,6 +33,7 @@ SYNC = {
     "reason": "str: why, with what was measured",
     "compute_seconds": "float: of a step, on the slowest rank",
     "exchange_seconds": "float: of a sum of all gradients while nobody computes",
+    "message_seconds": "float: of all parameters from each rank to the next; 0: nobody would send them",
     "bits_per_second": "float: of the links, in that sum",
     "step_seconds": "table: by rule, what a step takes or is expected to take",
     "break_even": "table: by rule, the bits per second below which it pays",

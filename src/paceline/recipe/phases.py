@@ -11,10 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.recipe.problems import Conflict, found_instead, refused
 from paceline.recipe.specs import Refusal, SyncSpec
+
+if TYPE_CHECKING:
+    from paceline.recipe.strategy import Strategy
 
 _SHAPE = '"every-step@1000,diloco:50", or [{ until = 1000, rule = "every-step" }, { rule = "diloco:50" }]'
 STRAGGLER = "straggler"
@@ -22,14 +25,18 @@ STRAGGLER = "straggler"
 CHOSEN = "sync"
 """Ends a phase where a rule is chosen by measuring."""
 AUTO = "auto:"
+
+
+def _can_be_last(strategy: Strategy) -> bool:
+    last = strategy.rules[-1]
+    return last.sums or last.sends or last.needs_server > 0
+
+
 _REFUSALS = (
     Refusal(
         "a run can switch between rules that sum over replicas (every-step, local and diloco), and at last to"
-        " one of a server",
-        lambda strategy: (
-            any(not spec.sums for spec in strategy.rules[:-1])
-            or not (strategy.rules[-1].sums or strategy.rules[-1].needs_server)
-        ),
+        " one of a server, or to gossip",
+        lambda strategy: any(not spec.sums for spec in strategy.rules[:-1]) or not _can_be_last(strategy),
     ),
     Refusal(
         "a run can switch to one server, which holds all: set servers=1",

@@ -48,10 +48,11 @@ def check_sync(text: str) -> str:
     specs = [words[check_word(p.rule, SyncSpec).partition(":")[0]] for p in phases_of(text)]
     fits = not any(spec.chooses for spec in specs)
     if allowed := choices_of(text):
-        fits &= all(spec.sums and not spec.needs_server for spec in specs)
+        fits &= all((spec.sums or spec.sends) and not spec.needs_server for spec in specs)
         fits &= allowed[0] == "every-step" and 1 < len(allowed) == len({*allowed})
     if not fits:
-        raise refused(found_instead(f"every-step, then local:H or diloco:H by comma, as in {_CHOSEN}", text))
+        rules = "every-step, then local:H, diloco:H or gossip:S by comma"
+        raise refused(found_instead(f"{rules}, as in {_CHOSEN}", text))
     return text
 
 

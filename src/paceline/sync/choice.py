@@ -1,7 +1,8 @@
 """`sync=auto:every-step,diloco:8`: a rule that was allowed, where the link is so slow that it pays.
 
 A run begins with every-step. Its first steps are timed as they are, then an exchange by itself: all that a
-gradient is, summed while nobody computes, as replicas that train alone do it. From that follows what a step
+gradient is, summed while nobody computes, as replicas that train alone do it; and, where gossip is allowed,
+which waits for no sum, a message of all parameters from each rank to the next. From that follows what a step
 takes under every rule; the run goes on under the first of those allowed that is nearly as fast as the best.
 
 Invariant: all ranks decide from the same numbers, by a pure function, after the same step. No step is lost:
@@ -27,57 +28,12 @@ from paceline.observe import Stats
 from paceline.slot import Slot
 from paceline.sync.health import Note
 from paceline.sync.rule import Rule
+from paceline.sync.step_seconds import GAIN, GOSSIP, Found
+from paceline.sync.straggler import seconds_from_before
 from paceline.sync.update import UpdateStep
 
-GAIN = 1.1
-"""A rule is chosen where it makes a step this many times as fast as those that were named before it."""
 WARM, TIMED = 2, 6  # steps: the first ones allocate and connect
 _EXCHANGES = 2
-_HIDDEN = 0.05  # of an exchange: where a step is longer than its compute by less, all of it was hidden
-
-
-class Found(NamedTuple):
-    """What was measured, equal on every rank; each on the slowest.
-
-    Args:
-        step_seconds: of every-step.
-        compute_seconds: of a step, without what it waits for.
-        backward_seconds: of these, those in which sums can go on.
-        exchange_seconds: of all gradients, while nobody computes.
-        exchange_bytes: that a rank sends in it.
-    """
-
-    step_seconds: float
-    compute_seconds: float
-    backward_seconds: float
-    exchange_seconds: float
-    exchange_bytes: float
-
-    def seconds(self, rule: str) -> float:
-        """A step under a rule, over a whole round of it."""
-        every = steps_of(rule)
-        if every is None:
-            return self.step_seconds
-        return self.compute_seconds + self.exchange_seconds / every
-
-    @property
-    def hidden_seconds(self) -> float:
-        """Of an exchange, what every-step hides behind backward; where all of it is hidden, what it could."""
-        waited = max(0.0, self.step_seconds - self.compute_seconds)
-        if waited <= _HIDDEN * self.exchange_seconds:
-            return max(self.exchange_seconds, self.backward_seconds)
-        return max(0.0, self.exchange_seconds - waited)
-
-    def break_even(self, rule: str) -> float:
-        """Seconds of an exchange above which a rule is chosen over every-step; infinite: it never is."""
-        every = steps_of(rule)
-        if every is None or every <= GAIN:
-            return float("inf")
-        return ((GAIN - 1) * self.compute_seconds + self.hidden_seconds) / (1 - GAIN / every)
-
-    def bits_per_second(self, exchange_seconds: float) -> float:
-        """What a link carries over which an exchange takes so long."""
-        return 8 * self.exchange_bytes / exchange_seconds
 
 
 class SyncChoice(NamedTuple):
@@ -90,22 +46,17 @@ class SyncChoice(NamedTuple):
         return f"sync: {self.rule}, as {self.reason}; sync=RULE in the strategy chooses another"
 
 
-def steps_of(rule: str) -> int | None:
-    """Steps between two exchanges of a rule; None: every-step, whose exchanges go on beside backward."""
-    steps = rule.partition(":")[2]
-    return int(steps) if steps else None
-
-
 def choose(allowed: Sequence[str], found: Found) -> SyncChoice:
     """The first rule that is nearly as fast as the fastest; pure."""
     best = min(found.seconds(rule) for rule in allowed)
     chosen = next(rule for rule in allowed if found.seconds(rule) <= GAIN * best)
     times = ", ".join(f"{rule} {_spell(found.seconds(rule))}" for rule in allowed)
     pays = ", ".join(_spell_limit(found, rule) for rule in allowed[1:])
+    message = f", a message {_spell(found.message_seconds)}" if found.message_seconds else ""
     return SyncChoice(
         chosen,
         f"a step takes {times} (compute {_spell(found.compute_seconds)}, an exchange"
-        f" {_spell(found.exchange_seconds)}); a rule pays below about {pays}",
+        f" {_spell(found.exchange_seconds)}{message}); a rule pays below about {pays}",
     )
 
 
@@ -120,7 +71,8 @@ class Measured:
         group: the ranks that sum.
         note: is told what was chosen, which ends the phase.
         warn: is told the same, in words.
-    Wire: once, after some steps: two sums of all gradients, and 40 bytes a rank.
+    Wire: once, after some steps: two sums of all gradients, and 64 bytes a rank; where gossip is allowed two
+        messages of all parameters to the next rank as well.
     """
 
     def __init__(
@@ -147,14 +99,14 @@ class Measured:
         with closing(rounds):
             for stats in rounds:
                 if not self._decided:
-                    self._look(stats, placed.holding.device)
+                    self._look(stats, feed.pause_after(0), placed.holding.device)
                 yield stats
 
     def abort(self) -> None:
         """See `Rule`."""
         self.inner.abort()
 
-    def _look(self, stats: Stats, device: torch.device) -> None:
+    def _look(self, stats: Stats, round_steps: int, device: torch.device) -> None:
         """Take the times of a step; collective once there are enough."""
         phases = stats.phases
         self._taken.append((stats.seconds, stats.seconds - phases["communication"], phases["backward"]))
@@ -164,11 +116,23 @@ class Measured:
         before = self._net.ledger.sent_bytes
         mine.append(min(self._exchange() for _ in range(_EXCHANGES)))
         mine.append((self._net.ledger.sent_bytes - before) / _EXCHANGES)
+        mine += [*self._messages(device), float(round_steps)]
         numbers = torch.tensor(mine, dtype=torch.float64, device=device)
         found = Found(*self._net.all_reduce(numbers, self._group, "max").wait().tolist())
         choice, self._decided = choose(self._allowed, found), True
         self._warn(str(choice))
         self._note("sync", {"step": stats.step + 1, **record(self._allowed, choice, found)})
+
+    def _messages(self, device: torch.device) -> tuple[float, float]:
+        """Seconds of a message of all parameters, and of a byte, to the next rank; where one may be sent."""
+        if all(rule.partition(":")[0] != GOSSIP for rule in self._allowed):
+            return 0.0, 0.0
+        sizes = sum(x.nbytes for x in self._tensors.values()), 1
+        whole, one = (
+            min(seconds_from_before(self._net, self._group, size, device) for _ in range(_EXCHANGES))
+            for size in sizes
+        )
+        return whole, min(one, whole)
 
     def _exchange(self) -> float:
         """Seconds until all has been summed, from when all are ready; nothing of it is used."""
@@ -192,6 +156,7 @@ def record(allowed: Sequence[str], choice: SyncChoice, found: Found) -> dict[str
         "reason": choice.reason,
         "compute_seconds": found.compute_seconds,
         "exchange_seconds": found.exchange_seconds,
+        "message_seconds": found.message_seconds,
         "bits_per_second": found.bits_per_second(found.exchange_seconds),
         "step_seconds": {rule: found.seconds(rule) for rule in allowed},
         "break_even": {rule: found.bits_per_second(limit) for rule, limit in limits.items()},

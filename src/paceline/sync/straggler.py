@@ -85,6 +85,18 @@ def find_slow_link(received: Sequence[float], factor: float) -> Slow | None:
     return Slow(rank, COMMUNICATION, each[rank], usual) if each[rank] >= factor * usual else None
 
 
+def seconds_from_before(net: Net, group: Group, num_bytes: int, device: torch.device) -> float:
+    """How long a rank receives so many bytes from the one before it, while it sends as many to the next."""
+    sent, size = torch.zeros(num_bytes, dtype=torch.uint8, device=device), group.size
+    net.barrier(group)
+    began = time.perf_counter()
+    going = net.send(sent, group, (group.rank + 1) % size)
+    net.receive(torch.empty_like(sent), group, (group.rank - 1) % size).wait()
+    seconds = time.perf_counter() - began
+    going.wait()
+    return seconds
+
+
 class Judge:
     """Who is named, from one window after another; pure.
 
@@ -183,17 +195,8 @@ class Watched:
 
     def _probe(self, device: torch.device) -> Slow | None:
         """How long each rank receives from the one before it; the shortest of some."""
-        size, rank = self._group.size, self._group.rank
-        if size < _FEWEST_FOR_PROBE:
+        if self._group.size < _FEWEST_FOR_PROBE:
             return None
-        sent = torch.zeros(_PROBE_BYTES, dtype=torch.uint8, device=device)
-        seconds = []
-        for _ in range(_PROBES):
-            self._net.barrier(self._group)
-            began = time.perf_counter()
-            going = self._net.send(sent, self._group, (rank + 1) % size)
-            self._net.receive(torch.empty_like(sent), self._group, (rank - 1) % size).wait()
-            seconds.append(time.perf_counter() - began)
-            going.wait()
+        seconds = [seconds_from_before(self._net, self._group, _PROBE_BYTES, device) for _ in range(_PROBES)]
         (received,) = self._agree([min(seconds)], device)
         return find_slow_link(received, self._factor)

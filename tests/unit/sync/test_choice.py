@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
 from statistics import median
 
 import pytest
@@ -12,7 +12,8 @@ import pytest
 from paceline.errors import StrategyError
 from paceline.recipe import Strategy, support
 from paceline.recipe.phases import ended, is_reading
-from paceline.sync.choice import GAIN, TIMED, Found, choose
+from paceline.sync.choice import TIMED, choose
+from paceline.sync.step_seconds import GAIN, Found
 
 MB = 1e6
 
@@ -44,7 +45,9 @@ class World:
 
     def step(self, rule: str, rate: float) -> float:
         """What a step really takes, at so many bytes a second."""
-        steps = rule.partition(":")[2]
+        word, _, steps = rule.partition(":")
+        if word == "gossip":
+            return self.gossip(int(steps), rate)
         if steps:
             return self.compute + self.exchange(rate) / int(steps)
         free = 0.0
@@ -52,6 +55,16 @@ class World:
             ready = self.forward + self.backward * number / len(self.buckets)
             free = max(free, ready) + self.latency + size / rate
         return free + self.optimizer
+
+    def gossip(self, bound: int, rate: float) -> float:
+        """One clock after another, in a round without an end: what is sent after one is needed S later."""
+        arrivals, ends, line = list[float](), [0.0], 0.0
+        for clock in range(400):
+            due = arrivals[clock - bound - 1] if clock > bound else 0.0
+            ends.append(max(ends[-1], due) + self.compute)
+            line = max(line, ends[-1]) + sum(self.buckets) / rate
+            arrivals.append(line + self.latency)
+        return (ends[-1] - ends[200]) / 200
 
     def best(self, rate: float) -> str:
         """The first rule that is nearly as fast as the fastest, by running all of them."""
@@ -68,7 +81,9 @@ class World:
             median(seen(seconds, TIMED))
             for seconds in (self.step("every-step", rate), self.compute, self.backward)
         )
-        return Found(step, compute, backward, min(seen(self.exchange(rate), 2)), sum(self.buckets))
+        exchange, size = min(seen(self.exchange(rate), 2)), sum(self.buckets)
+        message = min(seen(self.latency + size / rate, 2))
+        return Found(step, compute, backward, exchange, size, message, self.latency + 1 / rate, 1e9)
 
     def chosen(self, rate: float, draw: random.Random, noise: float) -> str:
         return choose(self.rules, self.measured(rate, draw, noise)).rule
@@ -118,6 +133,33 @@ def test_a_choice_by_bandwidth_alone_would_not_be() -> None:
     assert wrong > held / 10
 
 
+@pytest.mark.capability("I11", clause="every-step, local, asynchronous as latency grows")
+def test_as_latency_grows_it_is_every_step_then_local_then_asynchronous() -> None:
+    """Where running each of them shows it, within 15 % of the latency; on fast links of many lengths."""
+    draw = random.Random(7)
+    for _ in range(8):
+        backward, bound = draw.uniform(0.02, 0.2), draw.choice([4, 8])
+        rules = ("every-step", "local:16", f"gossip:{bound}")
+        world = World(0.4 * backward, backward, 0.1 * backward, (MB,) * draw.randint(2, 8), 0.0, rules)
+        worlds = [replace(world, latency=1e-4 * 1.03**number) for number in range(300)]
+        best = [one.best(1e10) for one in worlds]
+        assert [rule for rule, _ in groupby(best)][:3] == [*rules]
+        last = max(number for number, rule in enumerate(best) if rule == rules[-1])  # then it waits, too
+        crossed = [number for number in range(1, last) if best[number] != best[number - 1]]
+        for number in [beside for at in crossed for beside in (at - 6, at + 5)]:  # 16 % to both sides
+            assert worlds[number].chosen(1e10, draw, noise=0.0) == best[number], (world, number)
+
+
+def test_messages_that_took_no_time_would_choose_it_on_slow_links() -> None:
+    """The twin: gossip is not what a narrow link asks for, as it sends all parameters in every step."""
+    world = World(0.02, 0.05, 0.01, (MB,) * 4, 1e-4, ("every-step", "local:16", "gossip:8"))
+    found = world.measured(1e6, random.Random(1), 0.0)
+    assert choose(world.rules, found).rule == world.best(1e6) == "local:16"
+    assert choose(world.rules, found._replace(message_seconds=0.0)).rule == "gossip:8"
+    often = found._replace(message_seconds=0.0, round_steps=2.0)  # all meet every other step
+    assert choose(world.rules, often).rule == "local:16"
+
+
 @pytest.mark.capability("I11", clause="the break-even is named")
 def test_the_break_even_is_where_the_choice_changes() -> None:
     """Measured on a slow link, where sums are seen to go on after backward; of many buckets."""
@@ -152,6 +194,7 @@ def test_what_is_allowed_first_stays_where_a_later_one_gains_little() -> None:
         "auto:every-step,every-step",
         "auto:every-step,hogwild",
         "auto:every-step,backup:1",
+        "auto:gossip:2",
         "auto:every-step,auto:local:2",
         "auto:every-step,diloco",
         "every-step@9,auto:every-step",
@@ -160,6 +203,17 @@ def test_what_is_allowed_first_stays_where_a_later_one_gains_little() -> None:
 def test_only_rules_that_sum_can_be_chosen_from_every_step_first(sync: str) -> None:
     with pytest.raises(StrategyError, match="expected"):
         Strategy.parse(f"replicas=2 sync={sync}")
+
+
+def test_gossip_may_stand_at_the_end_and_nothing_follows_it() -> None:
+    for sync, fits in {
+        "auto:every-step,diloco:8,gossip:2": True,
+        "every-step@9,gossip:2": True,
+        "auto:every-step,gossip:2,diloco:8": False,
+        "gossip:2@9,every-step": False,
+    }.items():
+        answer = support(Strategy.parse(f"replicas=2 sync={sync}"), processes=2, shards=4)
+        assert answer.ok == fits and (fits or "at last to one of a server, or to gossip" in answer.reason)
 
 
 def test_it_is_every_step_until_it_is_known() -> None:

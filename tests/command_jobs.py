@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from paceline.cluster import process_environment
+from tests.commands import Command
 
 RECIPE = """
 task = "task.py:build"
@@ -31,12 +29,10 @@ def prepare(folder: Path, task: str) -> None:
     (folder / "recipe.toml").write_text(RECIPE)
 
 
-def start(folder: Path, *words: str, before: Sequence[str] = (), **environ: str) -> subprocess.Popen[str]:
+def start(folder: Path, *words: str, before: Sequence[str] = (), **environ: str) -> Command:
     """`paceline WORDS` in a prepared folder, behind the words `before`."""
-    variables = {**process_environment(), "TMPDIR": str(folder / "tmp"), **environ}
-    pipe = subprocess.PIPE
-    command = [*before, sys.executable, "-m", "paceline", *words]
-    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=folder, env=variables)
+    variables = {"TMPDIR": str(folder / "tmp"), **environ}
+    return Command(["paceline", *words], folder, variables, before=before)
 
 
 def in_namespaces(script: str) -> list[str]:

@@ -2,8 +2,6 @@
 
 import json
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +12,7 @@ import torch
 
 from paceline.cluster import change_environment, process_environment
 from paceline.launch import fork_server
+from tests.commands import run
 
 _UNIT = Path(__file__).parent / "unit"
 STEPS, EVERY = 50, 20
@@ -111,7 +110,7 @@ def threads_as_before() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def quick_workers() -> Iterator[None]:
     """The workers of commands are forked, where that makes no difference but in time."""
-    with fork_server(["paceline.cli.main", "paceline.cli.train_job", "sklearn.datasets"]) as variables:
+    with fork_server(["tests.preloaded"]) as variables:
         change_environment(variables)
         yield
         change_environment(dict.fromkeys(variables))
@@ -125,10 +124,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
         place = tmp_path_factory.mktemp("project")
         (place / "task.py").write_text(TASK)
         (place / "recipe.toml").write_text(RECIPE)
-        command = [sys.executable, "-m", "paceline", "train", "recipe.toml", "-n", str(processes)]
-        done = subprocess.run(
-            [*command, *arguments], cwd=place, capture_output=True, text=True, timeout=360, check=False
-        )
+        done = run(place, "train", "recipe.toml", "-n", processes, *arguments)
         assert done.returncode == 0, done.stderr
         (folder,) = (place / "runs").iterdir()
         lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()

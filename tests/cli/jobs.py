@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.checkpoint import Files, Shelf
 from tests import command_jobs
+from tests.commands import Command
 from tests.dist.launch.test_signals import worker
 
 TASK = """
@@ -86,14 +86,14 @@ class End:
     run: Path
 
 
-def start(folder: Path, *arguments: str, prefix: str = "") -> subprocess.Popen[str]:
+def start(folder: Path, *arguments: str, prefix: str = "") -> Command:
     """A job of 60 steps; `prefix` is what a shell does before it, in namespaces of its own."""
     command_jobs.prepare(folder, TASK)
     words = ("train", "recipe.toml", "--set", "steps=60", *arguments)
     return command_jobs.start(folder, *words, before=command_jobs.in_namespaces(prefix) if prefix else ())
 
 
-def end_of(process: subprocess.Popen[str], folder: Path) -> End:
+def end_of(process: Command, folder: Path) -> End:
     out, err = process.communicate(timeout=600)
     shelf = Shelf.look(Files(str(folder / "run" / "checkpoints")))
     whole = [kept.step for kept in shelf.whole]

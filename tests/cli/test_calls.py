@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,8 @@ import paceline
 from paceline.checkpoint import load_weights
 from paceline.errors import DataError, RecipeError, TaskError
 from paceline.task import Loss, Task
-from tests.cli.test_runs_are_kept import SUM, command, small
+from tests.cli.test_runs_are_kept import SUM, small
+from tests.commands import run
 
 SCRIPT = """
 import torch, paceline
@@ -41,7 +40,7 @@ RECIPE = paceline.Recipe(steps=3, batch={"size": 4, "shards": 2})
 @pytest.mark.parametrize("processes", [1, 3])
 def test_a_loop_over_rates_then_verify_then_an_own_loop_in_one_script(tmp_path: Path, processes: int) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    done = command(tmp_path, "run", "-n", processes, "script.py")
+    done = run(tmp_path, "run", "-n", processes, "script.py")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "folders 2 verified True steps [0, 1, 2]"
     assert len([*(tmp_path / "runs").iterdir()]) == 2
@@ -55,8 +54,8 @@ def test_the_result_has_the_model_the_folder_and_the_checkpoint(
     assert result.run_dir is not None and result.model is not None
     assert result.checkpoint == str(result.run_dir / "checkpoints" / "step-00000003")
     other = nn.Linear(3, 1)
-    exported = [sys.executable, "-m", "paceline", "export", str(result.run_dir), "--to", "m.safetensors"]
-    subprocess.run(exported, check=True, timeout=240, cwd=tmp_path)
+    exported = run(tmp_path, "export", result.run_dir, "--to", "m.safetensors")
+    assert exported.returncode == 0, exported.stderr
     load_weights(other, "m.safetensors")
     assert all(torch.equal(a, b) for a, b in zip(other.parameters(), result.model.parameters(), strict=True))
 
@@ -86,5 +85,5 @@ def test_what_cannot_be_says_what_to_give(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "runs").mkdir()
     with pytest.raises(DataError, match="there is no run in"):
         paceline.train(RECIPE, small, resume="runs")
-    assert command(tmp_path, "train", SUM, "--set", "task=").returncode == 2
+    assert run(tmp_path, "train", SUM, "--set", "task=").returncode == 2
     assert isinstance(small(), Task)

@@ -14,6 +14,7 @@ from paceline.checkpoint import Files, load, name_of
 from paceline.cli.main import COMMANDS
 from paceline.cli.main import load as load_command
 from paceline.report import read_run
+from tests.commands import run
 from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -28,16 +29,13 @@ SMALL = [
 ]
 
 
-def paceline(
-    *arguments: object, timeout: float = 360.0, cwd: Path = ROOT
-) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "paceline", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=cwd, check=False)
+def paceline(*arguments: object, cwd: Path = ROOT, anew: bool = False) -> subprocess.CompletedProcess[str]:
+    return run(cwd, *arguments, anew=anew)
 
 
-def train(run_dir: Path, *arguments: object, steps: int, processes: int = 1) -> str:
+def train(run_dir: Path, *arguments: object, steps: int, processes: int = 1, anew: bool = False) -> str:
     length = ["--set", "epochs=", "--set", f"steps={steps}", "--set", f"run_dir={run_dir}"]
-    done = paceline("train", DIGITS, "-n", processes, *SMALL, *length, *arguments)
+    done = paceline("train", DIGITS, "-n", processes, *SMALL, *length, *arguments, anew=anew)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -69,7 +67,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(tmp_path: Path, pr
 @pytest.mark.capability("A1", "N1")
 def test_what_a_run_prints_and_keeps(tmp_path: Path) -> None:
     printed = train(
-        tmp_path / "run", "--set", "evaluate.every_steps=4", "--set", "checkpoint.keep=2", steps=12
+        tmp_path / "run", "--set", "evaluate.every_steps=4", "--set", "checkpoint.keep=2", steps=12, anew=True
     )
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     first = next(record for record in lines if record["event"] == "step")
@@ -91,9 +89,9 @@ def test_the_recipe_of_a_run_is_complete(tmp_path: Path) -> None:
 
 @pytest.mark.capability("B1")
 def test_a_strategy_that_cannot_run_is_refused_before_any_process_starts() -> None:
-    refused = paceline("train", DIGITS, "-n", 2, "--strategy", "sync=federated:10", timeout=120)
+    refused = paceline("train", DIGITS, "-n", 2, "--strategy", "sync=federated:10")
     assert refused.returncode == 2 and "not built yet" in refused.stderr and "nearest" in refused.stderr
-    many = paceline("train", DIGITS, "-n", 9, "--set", "batch.shards=8", timeout=120)
+    many = paceline("train", DIGITS, "-n", 9, "--set", "batch.shards=8")
     assert many.returncode == 2 and "batch.shards" in many.stderr
     listed = json.loads(paceline("strategies", "--json").stdout)
     assert {row["name"] for row in listed} >= {"ddp", "fsdp", "diloco", "gpipe", "hogwild"}
@@ -103,7 +101,7 @@ def test_a_strategy_that_cannot_run_is_refused_before_any_process_starts() -> No
 def test_errors_name_the_key_and_the_line(tmp_path: Path) -> None:
     recipe = tmp_path / "bad.toml"
     recipe.write_text('task = "digits"\nsteps = 3\n\n[optimizer]\nname = "adam"\nlearning = 1e-3\n')
-    found = paceline("train", recipe, timeout=120)
+    found = paceline("train", recipe, anew=True)
     assert found.returncode == 2
     assert "bad.toml, line 6" in found.stderr and "optimizer.learning" in found.stderr
 
@@ -149,7 +147,7 @@ def test_torchrun_starts_the_same_job(tmp_path: Path) -> None:
 
 @pytest.mark.capability("Z2")
 def test_verify_says_yes_and_no(tmp_path: Path) -> None:
-    right = paceline("verify", DIGITS, "-n", 2, "--steps", 2, *SMALL)
+    right = paceline("verify", DIGITS, "-n", 2, "--steps", 2, *SMALL, anew=True)
     assert right.returncode == 0 and "verified: 2 steps" in right.stdout, right.stderr
     kept = tmp_path / "certificate.json"
     wrong = paceline(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.commands import run
 
 pytestmark = [pytest.mark.capability("B7", "I12", "Z18"), pytest.mark.timeout(1600)]
 ROOT = Path(__file__).parents[2]
@@ -22,10 +23,10 @@ never = "replicas=9"
 
 def compare(folder: Path, *words: str, text: str = FILE) -> subprocess.CompletedProcess[str]:
     (folder / "strategies.toml").write_text(text)
-    command = [sys.executable, "-m", "paceline", "compare", str(ROOT / "recipes" / "digits.toml")]
+    command = ["compare", str(ROOT / "recipes" / "digits.toml")]
     command += ["--strategies", "strategies.toml", "--out", "out", "--json", *words]
     command += [word for setting in SETTINGS for word in ("--set", setting)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=folder, check=False)
+    return run(folder, *command, seconds=900)
 
 
 def test_strategies_side_by_side(tmp_path: Path) -> None:

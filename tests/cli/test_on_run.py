@@ -23,7 +23,7 @@ from paceline.testing.parity import session_of
 from paceline.training import fit, run_folder
 from paceline.training.job import sinks
 from paceline.training.predictions import rows_of
-from tests.cli.test_runs_are_kept import command
+from tests import commands
 
 LAYOUTS = ("replicas=2", "replicas=1 shard=2 zero=3", "replicas=1 pipeline=2", "servers=1 sync=server-async")
 WEIGHTS: tuple[Any, ...] = (None, "average", "last")
@@ -133,13 +133,13 @@ def test_early_stopping_and_the_best_go_by_one_of_several_sets(runs: list[Any]) 
 def test_the_commands_print_json_and_write_files(runs: list[Any]) -> None:
     run_dir, result = runs[1]
     folder = run_dir.parent
-    done = command(folder, "evaluate", run_dir, "--json", "--data", "task.py:points", "--option", "first=40",
-                   "--option", "count=16")  # fmt: skip
+    data = ("--data", "task.py:points", "--option", "first=40", "--option", "count=16")
+    done = commands.run(folder, "evaluate", run_dir, "--json", *data, anew=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["loss"] == pytest.approx(result.evaluation.metrics["near.loss"], rel=1e-5)
     assert (found["samples"], found["step"]) == (16, result.steps)
-    done = command(folder, "predict", run_dir, "task.py:only_x", "--to", "found.safetensors", "--json")
+    done = commands.run(folder, "predict", run_dir, "task.py:only_x", "--to", "found.safetensors", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["samples"] == 3
     assert {name: t.shape for name, t in load_file(folder / "found.safetensors").items()} == {

@@ -24,8 +24,8 @@ from paceline.testing import run_ranks
 from paceline.testing.parity import CPU, session_of
 from paceline.training import fit, predictions, run_folder
 from paceline.training.from_run import Resting, task_at_rest
+from tests import commands
 from tests.cli.test_on_run import TASK, recipe_of
-from tests.cli.test_runs_are_kept import command
 
 TENSOR_TASK = TASK.replace("nn.BatchNorm1d(8), ", "").replace(
     "predict=predict)", 'predict=predict, tensor={"0": "column", "2": "row"})'
@@ -108,14 +108,14 @@ def test_tensor_shards_answer_by_command(tmp_path: Path) -> None:
     run_dir = trained(tmp_path, TENSOR_TASK)
     alone = answers(Cluster.single(), run_dir, None)
     layout = ("-n", 2, "--strategy", "tensor=2")
-    done = command(tmp_path, "evaluate", run_dir, *layout, "--json")
+    done = commands.run(tmp_path, "evaluate", run_dir, *layout, "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["loss"] == pytest.approx(alone[0].loss, rel=1e-5)
-    done = command(tmp_path, "predict", run_dir, "near", *layout, "--to", "found.safetensors", "--json")
+    done = commands.run(tmp_path, "predict", run_dir, "near", *layout, "--to", "found.safetensors", "--json")
     assert done.returncode == 0, done.stderr
     right = [float(row["x"]) for row in alone[1][:16]]
     assert load_file(tmp_path / "found.safetensors")["x"].tolist() == right
-    done = command(tmp_path, "evaluate", run_dir, "-n", 3, "--strategy", "tensor=2 replicas=1")
+    done = commands.run(tmp_path, "evaluate", run_dir, "-n", 3, "--strategy", "tensor=2 replicas=1")
     assert done.returncode == 2 and "needs 2 processes, and there are 3" in done.stderr
 
 

@@ -4,7 +4,6 @@ import copy
 import json
 import re
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from paceline.observe.schema import mistakes
 from paceline.report import Run, read_run, render, summary
 from paceline.report.closed_form import sent
 from paceline.report.shares import rank_times
+from tests.commands import run
 from tests.conftest import EVERY, STEPS, Train, Trained
 
 PARAMETERS = 2 * 64 + 64 + 64 * 2 + 2
@@ -25,8 +25,7 @@ TALLY = 8 * (4 + 1 + 4)  # loss, count, micro-batches, stops; one metric; four t
 
 
 def paceline(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "paceline", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=cwd, check=False)
+    return run(cwd, *arguments)
 
 
 @pytest.mark.capability("P2")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,16 +11,11 @@ import paceline
 from paceline.errors import RecipeError, RunFolderError
 from paceline.report.folder import claim_run_dir, name_of_task
 from paceline.task import Loss, Task
-from tests.cli.test_errors import has_namespaces
+from tests.commands import run
 
 pytestmark = pytest.mark.capability("N1")
 SUM = str(Path(__file__).parents[2] / "recipes" / "sum.toml")
 SHORT = ["--set", "steps=2", "--set", "runtime.threads=1"]
-
-
-def command(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "paceline", *map(str, arguments)]
-    return subprocess.run(line, capture_output=True, text=True, timeout=400, cwd=folder, check=False)
 
 
 def small(width: int = 3) -> Task:
@@ -64,36 +57,36 @@ def test_a_run_is_called_after_its_function(task: str, name: str) -> None:
 
 def test_a_taken_folder_is_refused_and_left_as_it_was(tmp_path: Path) -> None:
     mine = ["--set", "run_dir=mine"]
-    first = command(tmp_path, "train", SUM, "-n", 1, *SHORT, *mine)
+    first = run(tmp_path, "train", SUM, "-n", 1, *SHORT, *mine)
     assert first.returncode == 0, first.stderr
     before = {path: path.read_bytes() for path in (tmp_path / "mine").rglob("*") if path.is_file()}
-    again = command(tmp_path, "train", SUM, "-n", 1, *SHORT, *mine, "--set", "seed=2")
+    again = run(tmp_path, "train", SUM, "-n", 1, *SHORT, *mine, "--set", "seed=2")
     assert again.returncode == 2, again.stderr
     assert "holds a run already" in again.stderr and "--resume mine" in again.stderr
     assert {path: path.read_bytes() for path in (tmp_path / "mine").rglob("*") if path.is_file()} == before
     (tmp_path / "dead").mkdir()
     (tmp_path / "dead" / "recipe.toml").write_text((tmp_path / "mine" / "recipe.toml").read_text())
-    dead = command(tmp_path, "train", SUM, "-n", 1, *SHORT, "--set", "run_dir=dead")
+    dead = run(tmp_path, "train", SUM, "-n", 1, *SHORT, "--set", "run_dir=dead")
     assert dead.returncode == 2 and "remove it: nothing was saved" in dead.stderr
-    longer = command(tmp_path, "train", "--resume", "mine", "-n", 1, "--set", "steps=3")
+    longer = run(tmp_path, "train", "--resume", "mine", "-n", 1, "--set", "steps=3")
     assert longer.returncode == 0, longer.stderr
 
 
 def test_the_folder_has_the_name_of_the_recipe_or_the_one_that_was_asked_for(tmp_path: Path) -> None:
     for more in ([], ["--name", "first.try"]):
-        assert command(tmp_path, "train", SUM, "-n", 1, *SHORT, *more).returncode == 0
+        assert run(tmp_path, "train", SUM, "-n", 1, *SHORT, *more).returncode == 0
     names = sorted(path.name.split("-", 2)[2] for path in (tmp_path / "runs").iterdir())
     assert names == ["first.try", "sum"]
     for more, why in (
         (["--name", "a/b"], "is no name of a folder"),
         (["--name", "a", "--set", "run_dir=x"], "names a new folder, and run_dir = x names one"),
     ):
-        wrong = command(tmp_path, "train", SUM, "-n", 1, *SHORT, *more)
+        wrong = run(tmp_path, "train", SUM, "-n", 1, *SHORT, *more)
         assert wrong.returncode == 2 and why in wrong.stderr
 
 
 def test_a_run_that_never_began_leaves_no_folder(tmp_path: Path) -> None:
-    done = command(tmp_path, "train", SUM, "-n", 1, *SHORT, "--set", "options.hidden=[0.5]")
+    done = run(tmp_path, "train", SUM, "-n", 1, *SHORT, "--set", "options.hidden=[0.5]")
     assert done.returncode != 0 and not any((tmp_path / "runs").iterdir())
 
 
@@ -116,40 +109,9 @@ def test_a_folder_that_cannot_be_made_says_why(tmp_path: Path, monkeypatch: pyte
         paceline.train(recipe, small)
 
 
-FULL = "mkdir -p small && mount -t tmpfs -o size=200k tmpfs small && exec "
-READ_ONLY = "mkdir -p small && mount -t tmpfs -o ro tmpfs small && exec "
-
-
-@pytest.mark.skipif(not has_namespaces(), reason="needs namespaces of its own user")
-@pytest.mark.parametrize(
-    "what, prefix",
-    [
-        ("cannot write a checkpoint: [Errno 28] No space left on device", FULL),
-        ("cannot write the files of the run: Read-only file system", READ_ONLY),
-    ],
-)
-def test_a_disk_that_takes_nothing_is_one_error_with_a_next_step(
-    tmp_path: Path, what: str, prefix: str
-) -> None:
-    """The metrics alone fill the disk: training goes on until a checkpoint is due at its end."""
-    settings = ["--set", "run_dir=small/run", "--set", "steps=1500", "--set", "runtime.threads=1"]
-    line = [sys.executable, "-m", "paceline", "train", SUM, "-n", "1", *settings]
-    done = subprocess.run(
-        ["unshare", "-Urm", "sh", "-c", prefix + '"$@"', "sh", *line],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        cwd=tmp_path,
-        check=False,
-    )
-    assert done.returncode == 3, done.stderr
-    assert what in done.stderr and "next:" in done.stderr
-    assert "Traceback" not in done.stderr and len(done.stderr.splitlines()) < 8
-
-
 def test_nodes_without_a_place_to_meet_are_refused_and_leave_nothing(tmp_path: Path) -> None:
-    done = command(tmp_path, "train", SUM, "--nodes", 2, "-n", 1, "--insecure", *SHORT)
+    done = run(tmp_path, "train", SUM, "--nodes", 2, "-n", 1, "--insecure", *SHORT)
     assert done.returncode == 2 and "--rendezvous HOST:PORT" in done.stderr
     assert not any((tmp_path / "runs").iterdir())
-    none = command(tmp_path, "train", SUM, "-n", 0)
+    none = run(tmp_path, "train", SUM, "-n", 0)
     assert none.returncode == 2 and "greater than or" in none.stderr

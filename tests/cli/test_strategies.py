@@ -1,11 +1,11 @@
 """One recipe file, trained under every strategy by one argument."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.commands import run
 
 ROOT = Path(__file__).parents[2]
 STRATEGIES = {
@@ -32,11 +32,11 @@ def test_the_same_recipe_trains_under_every_strategy(strategy: str, tmp_path: Pa
         f"run_dir={tmp_path}",
         "evaluate.every_steps=20",
     ]
-    command = [sys.executable, "-m", "paceline", "train", str(ROOT / "recipes" / "digits.toml")]
+    command = ["train", str(ROOT / "recipes" / "digits.toml")]
     command += ["-n", str(STRATEGIES[strategy]), "--strategy", strategy]
     for setting in settings:
         command += ["--set", setting]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=400, cwd=tmp_path)
+    done = run(tmp_path, *command)
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     scores = [row for row in rows if row["event"] == "evaluation"]

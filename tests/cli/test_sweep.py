@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+
+from tests.commands import run, start
 
 pytestmark = [pytest.mark.capability("A14"), pytest.mark.timeout(1600)]
 ROOT = Path(__file__).parents[2]
@@ -19,15 +20,13 @@ SETTINGS += ["schedule.warmup_steps=0", "runtime.threads=1", "optimizer.lr=0.02"
 
 
 def command_of(over: tuple[str, ...], settings: tuple[str, ...] = ()) -> list[str]:
-    command = [sys.executable, "-m", "paceline", "sweep", str(ROOT / "recipes" / "digits.toml")]
-    command += ["--out", "out", "--json"]
+    command = ["sweep", str(ROOT / "recipes" / "digits.toml"), "--out", "out", "--json"]
     command += [word for setting in (*SETTINGS, *settings) for word in ("--set", setting)]
     return command + [word for axis in over for word in ("--over", axis)]
 
 
 def sweep(folder: Path, *over: str, settings: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    command = command_of(over, settings)
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=folder, check=False)
+    return run(folder, *command_of(over, settings))
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +85,7 @@ def test_digits_have_a_critical_batch_beyond_which_steps_are_hardly_saved(tmp_pa
     settings = ("options.hidden=[64]", "steps=240", "schedule.decay=constant", "optimizer.lr=5e-3")
     command = [*command_of(("batch=16,64,256,512", "accumulation=1,2", "replicas=1,2"), settings)]
     command += ["--target", "accuracy>=0.9"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=tmp_path, check=False)
+    done = run(tmp_path, *command, seconds=900)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert len(found["rows"]) == 16 and len(found["critical_batch"]) == 4
@@ -111,14 +110,14 @@ def test_a_sweep_that_was_stopped_goes_on_and_a_run_that_fails_does_not_end_it(t
     more = ("steps=600", "batch.size=16", "evaluate.every_steps=300")
     metrics = tmp_path / "out" / "optimizer.lr=0.02" / "metrics.jsonl"
     command = command_of(("optimizer.lr=0.02,1e38",), more)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path) as process:
+    with start(tmp_path, *command) as process:
         expires = time.monotonic() + 480
         while not (metrics.exists() and metrics.read_bytes()):
             assert process.poll() is None and time.monotonic() < expires
             time.sleep(0.01)
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=240)
-    assert process.returncode == 130 and b"stopped: the same command" in said
+    assert process.returncode == 130 and "stopped: the same command" in said
     done = sweep(tmp_path, "optimizer.lr=0.02,1e38", settings=more)
     assert done.returncode == 1, done.stderr
     found = json.loads(done.stdout)

@@ -3,10 +3,7 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -15,7 +12,8 @@ from paceline.checkpoint import Files, load
 from paceline.cluster import Cluster
 from paceline.recipe import load_recipe
 from paceline.testing.parity import run_oracle
-from tests.dist.launch.actors import without_fork_server
+from tests.commands import Command, start
+from tests.dist.launch.test_signals import worker
 from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -28,29 +26,17 @@ SETTINGS = [
 ]
 
 
-def start_nodes(
-    run_dir: Path, steps: int, strategy: str, environ: Mapping[str, str] | None = None
-) -> list[subprocess.Popen[str]]:
+def start_nodes(run_dir: Path, steps: int, strategy: str) -> list[Command]:
     port = free_port()
     settings = [*SETTINGS, f"steps={steps}", f"run_dir={run_dir}"]
-    command = [sys.executable, "-m", "paceline", "train", str(ROOT / "recipes" / "digits.toml"), "-n", "2"]
+    command = ["train", str(ROOT / "recipes" / "digits.toml"), "-n", "2"]
     command += [word for setting in settings for word in ("--set", setting)]
     command += ["--nodes", "2", "--rendezvous", f"127.0.0.1:{port}", "--insecure"]
     command += ["--strategy", strategy]
-    return [
-        subprocess.Popen(
-            [*command, "--node-rank", str(node)],
-            cwd=ROOT,
-            env=environ,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for node in range(2)
-    ]
+    return [start(run_dir, *command, "--node-rank", node) for node in range(2)]
 
 
-def finish(nodes: list[subprocess.Popen[str]], seconds: float) -> list[str]:
+def finish(nodes: list[Command], seconds: float) -> list[str]:
     expires = time.monotonic() + seconds
     try:
         return [node.communicate(timeout=max(0.1, expires - time.monotonic()))[1] for node in nodes]
@@ -82,34 +68,20 @@ def test_two_nodes_of_two_end_where_one_process_ends(strategy: str, group: str, 
     assert Cluster.single().world_size == 1
 
 
-def workers_of(launcher: int) -> list[int]:
-    """Its children; a fork server's are not."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            fields = (process / "stat").read_text().rpartition(")")[2].split()
-            command = (process / "cmdline").read_text()
-        except OSError:
-            continue  # it has ended meanwhile
-        if int(fields[1]) == launcher and "paceline" in command and "train" in command:
-            found.append(int(process.name))
-    return sorted(found)
-
-
 @pytest.mark.capability("O2", "A8")
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("multi-worker-mirrored", marks=pytest.mark.soak)])
 def test_a_worker_that_dies_ends_both_nodes(strategy: str, tmp_path: Path) -> None:
-    nodes = start_nodes(tmp_path, 1_000_000, strategy, without_fork_server())
+    nodes = start_nodes(tmp_path, 1_000_000, strategy)
     try:
         expires = time.monotonic() + 240
         while not (tmp_path / "metrics.jsonl").exists() or not (tmp_path / "metrics.jsonl").read_text():
             assert time.monotonic() < expires and all(node.poll() is None for node in nodes)
             time.sleep(0.05)
-        os.kill(workers_of(nodes[1].pid)[-1], signal.SIGKILL)
+        os.kill(worker(tmp_path, 3), signal.SIGKILL)
         errors = finish(nodes, 100)  # not at the deadline of a wait, which is later
     finally:
         for node in nodes:
             node.kill()
     assert "was killed by SIGKILL" in errors[1]
-    assert errors[1].splitlines()[0].startswith("rank 3 ") or errors[1].splitlines()[0].startswith("rank 2 ")
+    assert errors[1].startswith("rank 3 ")
     assert nodes[0].returncode not in (0, None) and "look at the other nodes" in errors[0]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_runs_are_kept import command
+from tests import commands
 
 TASK = """
 import torch
@@ -37,12 +37,12 @@ def test_a_loop_is_verified_by_command_and_a_planted_mistake_is_found(tmp_path: 
     (tmp_path / "task.py").write_text(TASK)
     (tmp_path / "recipe.toml").write_text(RECIPE)
     asked = ("verify", "recipe.toml", "-n", 2, "--steps", 3, "--json", "--loop")
-    done = command(tmp_path, *asked, "task.py:train_loop")
+    done = commands.run(tmp_path, *asked, "task.py:train_loop")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["ok"] and found["steps"] == 3
-    done = command(tmp_path, *asked, "task.py:train_loop", "--plant", "bucket-not-reduced")
+    done = commands.run(tmp_path, *asked, "task.py:train_loop", "--plant", "bucket-not-reduced")
     assert done.returncode == 1, done.stderr
     assert not json.loads(done.stdout)["ok"]
-    done = command(tmp_path, *asked, "task.py:nothing")
+    done = commands.run(tmp_path, *asked, "task.py:nothing")
     assert done.returncode == 2 and "nothing" in done.stderr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from tests import command_jobs
 from tests.command_jobs import start
+from tests.commands import Command
 
 TASK = """
 import atexit, os, signal, time
@@ -88,7 +88,7 @@ def prepare(folder: Path) -> None:
     command_jobs.prepare(folder, TASK)
 
 
-def train(folder: Path, *, processes: int = 2, **options: object) -> subprocess.Popen[str]:
+def train(folder: Path, *, processes: int = 2, **options: object) -> Command:
     """A job; options are keys of the recipe, "__" for the dot."""
     prepare(folder)
     changes = [f"{key.replace('__', '.')}={value}" for key, value in options.items()]
@@ -96,12 +96,12 @@ def train(folder: Path, *, processes: int = 2, **options: object) -> subprocess.
     return start(folder, "train", "recipe.toml", "-n", str(processes), *words)
 
 
-def end_of(process: subprocess.Popen[str], seconds: float = 200.0) -> End:
+def end_of(process: Command, seconds: float = 200.0) -> End:
     out, err = process.communicate(timeout=seconds)
     return End(process.returncode, out, err)
 
 
-def until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+def until(condition: Callable[[], bool], process: Command) -> None:
     expires = time.monotonic() + 200
     while True:
         ended = process.poll() is not None  # before the look: what it did last counts

@@ -24,6 +24,7 @@ from pathlib import Path
 from paceline.launch import fork_server
 from paceline.launch.forked import FORK_SERVER
 from tests.command_jobs import start
+from tests.commands import Command
 from tests.hostile.jobs import prepare
 from tests.hostile.traces import children_of, left_of, name_of, text_of, things
 
@@ -140,7 +141,7 @@ def _words(trial: Trial) -> list[str]:
     return ["train", "recipe.toml", "-n", str(3 if served else 2), "--strategy", trial.strategy, *changes]
 
 
-def _await(moment: str, process: subprocess.Popen[str], folder: Path) -> bool:
+def _await(moment: str, process: Command, folder: Path) -> bool:
     """Wait for the moment; False if the job has ended before."""
     drafts = folder / "run" / "checkpoints"
     signs: dict[str, Callable[[], object]] = {

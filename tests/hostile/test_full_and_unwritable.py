@@ -14,8 +14,8 @@ import pytest
 
 from paceline.checkpoint import Files, Shelf
 from paceline.observe import JsonLines, TextLog
-from tests.command_jobs import in_namespaces
-from tests.hostile.jobs import end_of, prepare, start
+from tests.hostile.jobs import prepare
+from tests.mounted import Mounted, run_mounted
 
 pytestmark = [pytest.mark.capability("N13", "P2"), pytest.mark.timeout(240)]
 
@@ -25,6 +25,7 @@ def may_mount() -> bool:
     return tool is not None and subprocess.run([tool, "-Urm", "true"], check=False).returncode == 0
 
 
+Ends = dict[str, subprocess.CompletedProcess[str]]
 mounts = pytest.mark.skipif(not may_mount(), reason="needs user namespaces")
 
 
@@ -72,69 +73,89 @@ def test_a_log_that_is_never_written_ends_nothing_and_its_loss_is_told(tmp_path:
     )
 
 
-def in_namespace(folder: Path, before: str, *words: str) -> subprocess.CompletedProcess[str]:
-    """A command after `before`, as root of a namespace of its own."""
-    command = [*in_namespaces(f"{before} && exec "), sys.executable, "-m", "paceline", *words]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
+SUM = str(Path(__file__).parents[2] / "recipes" / "sum.toml")
+READ_ONLY = "mount --bind {0} {0} && mount -o remount,bind,ro {0}"
+TRAIN = ("train", "recipe.toml")
+ON_SMALL = ("train", SUM, "-n", "1", "--set", "run_dir=small/run", "--set", "runtime.threads=1")
+JOBS = {  # the name of a folder, a script that mounts something in it ({} is its path), and a command there
+    "full log": (
+        "a",
+        "mkdir kept && mount -t tmpfs -o size=16k tmpfs run && head -c 8k /dev/zero > run/ballast",
+        (*TRAIN, "--set", "checkpoint.folder=kept", "--set", "steps=40"),
+    ),
+    "read-only run folder": ("b", "mount -t tmpfs -o ro tmpfs run", TRAIN),
+    "full run folder": ("c", "mount -t tmpfs -o size=4k tmpfs run && head -c 4k /dev/zero > run/x", TRAIN),
+    "read-only working directory": ("d", READ_ONLY.format("{}"), (*TRAIN, "--set", "run_dir=other")),
+    "disk that the metrics fill": (
+        "e",
+        "mkdir small && mount -t tmpfs -o size=200k tmpfs small",
+        (*ON_SMALL, "--set", "steps=1500"),
+    ),
+    "read-only disk": ("f", "mkdir small && mount -t tmpfs -o ro tmpfs small", ON_SMALL),
+    "trained": ("g", "", TRAIN),
+    "report": ("g", READ_ONLY.format("{}/run"), ("report", "run")),
+    "resume": ("g", "", ("train", "--resume", "run", "--set", "steps=8")),
+}
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory: pytest.TempPathFactory) -> Ends:
+    """How the commands ended on their disks."""
+    place, jobs = tmp_path_factory.mktemp("disks"), {}
+    for name, (where, before, words) in JOBS.items():
+        folder = place / where
+        prepare(folder)
+        (folder / "run").mkdir(exist_ok=True)
+        jobs[name] = Mounted(str(folder), before.format(folder), words)
+    return run_mounted(jobs)
 
 
 @mounts
-def test_training_ends_well_although_the_disk_of_its_log_is_full(tmp_path: Path) -> None:
+def test_training_ends_well_although_the_disk_of_its_log_is_full(ends: Ends) -> None:
     """The checkpoints are on another disk; the run folder has no room for a line."""
-    prepare(tmp_path)
-    (tmp_path / "run").mkdir()
-    (tmp_path / "kept").mkdir()
-    fill = "mount -t tmpfs -o size=16k tmpfs run && (head -c 8k /dev/zero > run/ballast)"
-    done = in_namespace(
-        tmp_path,
-        fill,
-        *("train", "recipe.toml", "--set", f'checkpoint.folder="{tmp_path}/kept"', "--set", "steps=40"),
-    )
+    done = ends["full log"]
     assert done.returncode == 0, done.stderr
     assert "cannot be written: No space left on device; the run goes on without it" in done.stderr
     assert "Traceback" not in done.stderr
-    assert Shelf.look(Files(str(tmp_path / "kept"))).whole[-1].step == 40
+    assert Shelf.look(Files(f"{done.args}/kept")).whole[-1].step == 40
 
 
 @mounts
-@pytest.mark.parametrize(
-    ("before", "words", "code"),
-    [
-        ("mount -t tmpfs -o ro tmpfs run", ("train", "recipe.toml"), 3),
-        (
-            "mount -t tmpfs -o size=4k tmpfs run && (head -c 4k /dev/zero > run/x)",
-            ("train", "recipe.toml"),
-            3,
-        ),
-        (
-            "mount --bind . . && mount -o remount,bind,ro . ; cd .",
-            ("train", "recipe.toml", "--set", 'run_dir="other"'),
-            3,
-        ),
-    ],
-    ids=["read-only run folder", "full run folder", "read-only working directory"],
-)
-def test_a_run_folder_that_cannot_be_written_is_an_error_with_a_next_step(
-    before: str, words: tuple[str, ...], code: int, tmp_path: Path
-) -> None:
-    prepare(tmp_path)
-    (tmp_path / "run").mkdir()
-    done = in_namespace(tmp_path, f"cd {tmp_path} && {before} && cd {tmp_path}", *words)
-    assert done.returncode == code, done.stderr
+@pytest.mark.parametrize("disk", ["read-only run folder", "full run folder", "read-only working directory"])
+def test_a_run_folder_that_cannot_be_written_is_an_error_with_a_next_step(disk: str, ends: Ends) -> None:
+    done = ends[disk]
+    assert done.returncode == 3, done.stderr
     assert "RunFolderError: cannot write the files of the run" in done.stderr and "next:" in done.stderr
     assert "Traceback" not in done.stderr
 
 
 @mounts
-def test_a_report_is_shown_although_its_page_cannot_be_written(tmp_path: Path) -> None:
-    prepare(tmp_path)
-    with start(tmp_path, "train", "recipe.toml") as process:
-        assert end_of(process).code == 0
-    read_only = f"mount --bind {tmp_path}/run {tmp_path}/run && mount -o remount,bind,ro {tmp_path}/run"
-    done = in_namespace(tmp_path, read_only, "report", "run")
+@pytest.mark.capability("N1")
+@pytest.mark.parametrize(
+    "disk, what",
+    [
+        (
+            "disk that the metrics fill",
+            "cannot write a checkpoint: [Errno 28] No space left on device",
+        ),
+        ("read-only disk", "cannot write the files of the run: Read-only file system"),
+    ],
+)
+def test_a_disk_that_takes_nothing_is_one_error_with_a_next_step(disk: str, what: str, ends: Ends) -> None:
+    """The metrics alone fill the disk: training goes on until a checkpoint is due at its end."""
+    done = ends[disk]
+    assert done.returncode == 3, done.stderr
+    assert what in done.stderr and "next:" in done.stderr
+    assert "Traceback" not in done.stderr and len(done.stderr.splitlines()) < 8
+
+
+@mounts
+def test_a_report_is_shown_although_its_page_cannot_be_written(ends: Ends) -> None:
+    assert ends["trained"].returncode == 0, ends["trained"].stderr
+    done = ends["report"]
     assert done.returncode == 2, done.stderr
     assert "Finished" in done.stdout and "next:  choose another place: -o FILE" in done.stderr
-    going_on = in_namespace(tmp_path, read_only, "train", "--resume", "run", "--set", "steps=8")
+    going_on = ends["resume"]
     assert going_on.returncode == 3 and "Read-only file system" in going_on.stderr, going_on.stderr
 
 

@@ -32,7 +32,7 @@ def folders(folder: Path) -> list[str]:
 @pytest.mark.parametrize("keeper", ["lives", "is killed too"])
 def test_a_launcher_that_is_killed_leaves_nothing_for_long(keeper: str, tmp_path: Path) -> None:
     prepare(tmp_path)
-    environ = {"PACELINE_FORK_SERVER": "none"}
+    environ = {} if keeper == "lives" else {"PACELINE_FORK_SERVER": "none"}
     words = ("train", "recipe.toml", "--set", "options.what=build", "--set", "options.rank=0")
     with start(tmp_path, *words, "--set", "options.seconds=100", **environ) as process:
         until((tmp_path / "building-0").exists, process)
@@ -75,7 +75,7 @@ def test_only_what_a_dead_process_of_this_system_owned_is_litter(
 def test_a_job_whose_keeper_is_killed_goes_on(tmp_path: Path) -> None:
     prepare(tmp_path)
     words = ("train", "recipe.toml", "-n", "2", "--set", "options.what=wait")
-    with start(tmp_path, *words, PACELINE_FORK_SERVER="none") as process:
+    with start(tmp_path, *words) as process:
         until((tmp_path / "stepping-1").exists, process)
         for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
             if b"keeper" in Path(f"/proc/{child}/cmdline").read_bytes():

@@ -22,6 +22,7 @@ from paceline.comm.routes.host_meeting import _listen, _meet
 from paceline.errors import CommunicationError
 from paceline.handshake import CHALLENGE_BYTES, encode_hello, is_proof, nonce, prove
 from paceline.mesh import Group
+from tests.commands import run
 from tests.dist.launch.actors import until
 from tests.ports import free_port
 
@@ -188,13 +189,6 @@ def test_a_caller_of_the_same_user_that_says_something_else_is_hung_up(said: byt
 # The key of a job of several nodes
 
 
-def paceline(*words: str, stdin: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "paceline", *words]
-    return subprocess.run(
-        command, env={**os.environ, **environ}, input=stdin, capture_output=True, text=True, check=False
-    )
-
-
 NODES = ("run", "--nodes", "2", "--rendezvous", "192.0.2.77:29500")
 
 
@@ -207,26 +201,26 @@ NODES = ("run", "--nodes", "2", "--rendezvous", "192.0.2.77:29500")
         (("--token-file", "-"), "the key of the job cannot be read: it is empty"),
     ],
 )
-def test_several_nodes_without_a_key_are_refused(words: tuple[str, ...], text: str) -> None:
-    done = paceline(*NODES, *words, "x.py")
+def test_several_nodes_without_a_key_are_refused(words: tuple[str, ...], text: str, tmp_path: Path) -> None:
+    done = run(tmp_path, *NODES, *words, "x.py")
     assert done.returncode == 2 and text in done.stderr and "next:" in done.stderr
 
 
 def test_a_key_comes_by_file_or_standard_input_or_environment(tmp_path: Path) -> None:
     """With one, the job gets as far as binding an address that is not this machine's."""
     (tmp_path / "key").write_text("secret\n")
-    for words, stdin, environ in (
-        (("--token-file", str(tmp_path / "key")), "", {}),
-        (("--token-file", "-"), "secret\n", {}),
-        ((), "", {"PACELINE_TOKEN": "secret"}),
-        (("--insecure",), "", {}),
+    command = [sys.executable, "-m", "paceline", *NODES, "--token-file", "-", "x.py"]
+    for done in (
+        subprocess.run(command, input="secret\n", capture_output=True, text=True, check=False),
+        run(tmp_path, *NODES, "--token-file", tmp_path / "key", "x.py"),
+        run(tmp_path, *NODES, "x.py", PACELINE_TOKEN="secret"),
+        run(tmp_path, *NODES, "--insecure", "x.py"),
     ):
-        done = paceline(*NODES, *words, "x.py", stdin=stdin, **environ)
         assert done.returncode == 4 and "cannot listen on 192.0.2.77" in done.stderr, done.stderr
 
 
-def test_no_command_takes_a_key_as_an_argument() -> None:
-    done = paceline(*NODES, "--token", "secret", "x.py")
+def test_no_command_takes_a_key_as_an_argument(tmp_path: Path) -> None:
+    done = run(tmp_path, *NODES, "--token", "secret", "x.py")
     assert done.returncode == 2
 
 
@@ -240,9 +234,9 @@ def test_a_node_with_another_key_is_named_on_both_sides(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "paceline", *meet, "0", str(tmp_path / "x.py")]
     with (tmp_path / "said").open("w") as said:
         first = subprocess.Popen(command, env={**os.environ, "PACELINE_TOKEN": "a"}, stderr=said)
-    wrong = paceline(*meet, "1", str(tmp_path / "x.py"), PACELINE_TOKEN="b")
+    wrong = run(tmp_path, *meet, "1", "x.py", PACELINE_TOKEN="b")
     assert wrong.returncode == 4 and "Rank 1 has another token than the job" in wrong.stderr
     until(lambda: "turned away: " in (tmp_path / "said").read_text())
     assert "Rank 1 has another token" in (tmp_path / "said").read_text()
-    right = paceline(*meet, "1", str(tmp_path / "x.py"), PACELINE_TOKEN="a")
+    right = run(tmp_path, *meet, "1", "x.py", PACELINE_TOKEN="a")
     assert (right.returncode, first.wait()) == (0, 0), right.stderr

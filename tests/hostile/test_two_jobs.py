@@ -6,33 +6,33 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from paceline.checkpoint import LOCK, Files, Lock, Shelf
 from paceline.errors import CheckpointError
+from tests.commands import Command
 from tests.hostile.jobs import end_of, prepare, start, train, until
 from tests.unit.checkpoint.states import load, make_state, save, saver
 
 pytestmark = [pytest.mark.capability("N13"), pytest.mark.timeout(240)]
 
 HOLD = """
-import os, sys, time
+import sys, time
+from pathlib import Path
 from paceline.checkpoint import Files, Lock
 lock = Lock(Files(sys.argv[1]), print)
-print("held", flush=True)
+Path(sys.argv[1], "held").touch()
 time.sleep(600)
 """
 
 
-def hold(url: str) -> subprocess.Popen[str]:
+def hold(folder: Path) -> Command:
     """Another process that has the lock of a folder."""
-    process = subprocess.Popen([sys.executable, "-c", HOLD, url], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "held\n"
+    (folder / "hold.py").write_text(HOLD)
+    process = Command(["paceline.launch", str(folder / "hold.py"), str(folder)], folder, {})
+    until((folder / "held").exists, process)
     return process
 
 
@@ -65,7 +65,7 @@ def test_a_second_job_is_refused_and_who_resumes_is_told_host_and_process(
 
 
 def test_a_job_that_was_killed_holds_nothing(tmp_path: Path) -> None:
-    with hold(str(tmp_path)) as other:
+    with hold(tmp_path) as other:
         with pytest.raises(CheckpointError, match=f"process {other.pid} on"):
             Lock(Files(str(tmp_path)), print)
         other.kill()

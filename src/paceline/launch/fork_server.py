@@ -29,9 +29,11 @@ from typing import Any
 from paceline.cluster import change_environment, process_environment
 from paceline.launch import messages
 from paceline.launch.circumstances import circumstances
+from paceline.launch.ending import run_to_its_end
 from paceline.launch.preload import preload
 from paceline.launch.process import die_with_parent
 
+_COMMAND = "paceline"
 _NAME_BYTES = 15
 _OUTPUTS = 3
 _CREDENTIALS = struct.Struct("3i")  # process, user and group of the other end
@@ -88,7 +90,10 @@ def main(folder: Path, handle: int, modules: list[str]) -> None:
     if order is None:
         os._exit(0)  # at once: there is nothing to tidy up
     _become(order)
-    runpy.run_module(order.argv[0], run_name="__main__", alter_sys=True)
+    if order.argv[0] == _COMMAND:
+        run_to_its_end(_COMMAND)
+    else:  # a user's script may leave more to Python
+        runpy.run_module(order.argv[0], run_name="__main__", alter_sys=True)
 
 
 def _accept(listener: socket.socket) -> socket.socket | None:
@@ -182,7 +187,8 @@ def _become(order: Order) -> None:
     if not sys.flags.safe_path:
         sys.path[0] = order.directory
     sys.argv = ["-m", *order.argv[1:]]
-    _name_process(f"rank {order.environ.get('RANK', '')}")
+    rank = order.environ.get("RANK")
+    _name_process(_COMMAND if rank is None else f"rank {rank}")
     _fix_libraries(order.environ)
 
 
@@ -197,7 +203,7 @@ def _fix_libraries(environ: dict[str, str]) -> None:
     if numpy is not None:
         numpy.random.seed()  # the global generator; Python's own does this by itself
     if torch is not None:
-        torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))
+        torch.set_num_threads(int(environ.get("OMP_NUM_THREADS", len(os.sched_getaffinity(0)))))
 
 
 def _fork() -> int:

@@ -240,8 +240,8 @@ def _order(connection: socket.socket, worker: Worker, output: Sequence[int], awa
         opened.callback(os.close, report)
         files = [*output, far_end, *worker.files.values()]
         try:
-            what = [worker.argv[2:], dict(worker.environ), str(Path.cwd()), [*worker.files]]
-            messages.send(connection, what, files)
+            place = str(worker.directory or Path.cwd())
+            messages.send(connection, [worker.argv[2:], dict(worker.environ), place, [*worker.files]], files)
         finally:
             os.close(far_end)
         await_answer(connection)

@@ -183,6 +183,7 @@ def _execute(worker: Worker, output: int, errors: int) -> subprocess.Popen[bytes
         return subprocess.Popen(
             worker.argv,
             env=dict(worker.environ),
+            cwd=worker.directory,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=errors,

@@ -69,6 +69,7 @@ class Worker:
         files: open files that it inherits, by the variable that tells it their number.
         log_file: where its output goes; None: to the launcher's own output.
         error_file, stack_file: where it reports an exception, and where its stack goes when asked.
+        directory: where it runs; None: where the launcher does.
     """
 
     global_rank: int
@@ -79,6 +80,7 @@ class Worker:
     log_file: Path | None
     error_file: Path
     stack_file: Path
+    directory: Path | None = None
 
 
 def common_environment(inherited: Mapping[str, str]) -> dict[str, str]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -23,6 +21,7 @@ from paceline.recipe import Recipe, Strategy
 from paceline.testing import run_ranks
 from paceline.testing.parity import make_task, session_of
 from paceline.training import evaluate, fit, join, run_folder
+from tests import commands
 
 pytestmark = pytest.mark.capability("W6")
 STRATEGIES = ("replicas=2", "replicas=1 shard=2 zero=1", "replicas=1 pipeline=2")
@@ -87,17 +86,12 @@ def test_what_was_exported_evaluates_to_the_same_bits(
     assert other is not None and other.loss != evaluation["loss"]
 
 
-def paceline(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "paceline", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-
-
 def test_the_command_and_what_the_file_says_of_itself(
     trained: tuple[Path, list[Any]], tmp_path: Path
 ) -> None:
     run = trained[0] / "1"
     path = tmp_path / "new" / "model.safetensors"
-    done = paceline("export", run, "--to", path)
+    done = commands.run(tmp_path, "export", run, "--to", path)
     assert done.returncode == 0, done.stderr
     assert f"{path}: " in done.stdout and "step 3" in done.stdout
     with safe_open(path, "pt") as file:

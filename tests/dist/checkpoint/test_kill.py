@@ -6,8 +6,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +15,8 @@ import torch
 
 from paceline.checkpoint import Files, Shelf, load
 from paceline.data import LockstepWork, Order
+from tests import commands
+from tests.commands import Command
 
 ROOT = Path(__file__).parents[3]
 STEPS = 24
@@ -135,15 +135,11 @@ def write_job(folder: Path) -> Path:
     return folder / "recipe.toml"
 
 
-def start(*arguments: object, folder: Path = ROOT) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "paceline", "train", *map(str, arguments)]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder, env=environ
-    )
+def start(*arguments: object, folder: Path = ROOT) -> Command:
+    return commands.start(folder, "train", *arguments, OMP_NUM_THREADS="1")
 
 
-def finish(process: subprocess.Popen[str], seconds: float = 240) -> None:
+def finish(process: Command, seconds: float = 240) -> None:
     _, said = process.communicate(timeout=seconds)
     assert process.returncode == 0, said
 

@@ -90,14 +90,27 @@ def report() -> None:
     sys.stderr.write(f"err of {rank}\n")
 
 
+def own_facts() -> dict[str, object]:
+    """What every process has of its own."""
+    parent = Path(f"/proc/{os.getppid()}/cmdline").read_text()
+    return {
+        "forked": "paceline.launch.fork_server" in parent,
+        "limit": resource.getrlimit(resource.RLIMIT_CORE)[0],
+    }
+
+
+def say_whence() -> None:
+    """Whether it was forked; without what takes long to import."""
+    (folder / f"said-{rank}").write_text(json.dumps(own_facts()))
+
+
 def describe() -> None:
     """What a forked process might have from another."""
     import numpy as np
     import torch
 
-    parent = Path(f"/proc/{os.getppid()}/cmdline").read_text()
     said = {
-        "forked": "paceline.launch.fork_server" in parent,
+        **own_facts(),
         "session": os.getsid(0) == os.getpid(),
         "directory": str(Path.cwd()),
         "path": sys.path[0],
@@ -105,7 +118,6 @@ def describe() -> None:
         "threads": torch.get_num_threads(),
         "drawn": [random.random(), np.random.random()],
         "files": len(list(Path("/proc/self/fd").iterdir())),
-        "limit": resource.getrlimit(resource.RLIMIT_CORE)[0],
         "name": Path("/proc/self/comm").read_text().strip(),
         "open": sorted(os.readlink(file) for file in Path("/proc/self/fd").iterdir() if file.exists()),
     }

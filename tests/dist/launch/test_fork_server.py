@@ -32,31 +32,36 @@ from tests.dist.launch.actors import (
 pytestmark = [pytest.mark.capability("O1"), pytest.mark.timeout(240)]
 
 
-def described(
-    folder: Path, num_processes: int = 2, start: tuple[str, ...] = FORKED, **options: Any
+def told(
+    folder: Path, action: str, num_processes: int = 2, start: tuple[str, ...] = FORKED, **options: Any
 ) -> list[dict[str, Any]]:
     """What workers say about themselves."""
-    done = act(folder, "all=describe", num_processes=num_processes, start=start, **options)
+    done = act(folder, f"all={action}", num_processes=num_processes, start=start, **options)
     assert done.exit_code == 0, done.report
     return [json.loads((folder / f"said-{rank}").read_text()) for rank in range(num_processes)]
+
+
+def forked(folder: Path, *about: Any, **options: Any) -> list[bool]:
+    """Which workers a fork server has started."""
+    return [one["forked"] for one in told(folder, "say_whence", *about, **options)]
 
 
 def test_a_forked_worker_is_what_a_new_process_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    forked = described(tmp_path, threads=2)
-    assert [one.pop("forked") for one in forked] == [True, True]
-    assert [one.pop("name") for one in forked] == ["rank 0", "rank 1"]
-    new = described(tmp_path, environ=without_fork_server(), threads=2)
+    copies = told(tmp_path, "describe", threads=2)
+    assert [one.pop("forked") for one in copies] == [True, True]
+    assert [one.pop("name") for one in copies] == ["rank 0", "rank 1"]
+    new = told(tmp_path, "describe", environ=without_fork_server(), threads=2)
     assert [one.pop("forked") for one in new] == [False, False]
-    drawn = {number for one in (*forked, *new) for number in one["drawn"]}
+    drawn = {number for one in (*copies, *new) for number in one["drawn"]}
     assert len(drawn) == 8, "generators of two processes are alike"
     varying = ("drawn", "name", "files", "open")
-    assert [{k: v for k, v in one.items() if k not in varying} for one in forked] == [
+    assert [{k: v for k, v in one.items() if k not in varying} for one in copies] == [
         {k: v for k, v in one.items() if k not in varying} for one in new
     ]
-    assert forked[0]["directory"] == str(tmp_path / "elsewhere") and forked[0]["threads"] == 2
-    assert forked[1]["files"] <= new[1]["files"], (forked[1]["open"], new[1]["open"])
+    assert copies[0]["directory"] == str(tmp_path / "elsewhere") and copies[0]["threads"] == 2
+    assert copies[1]["files"] <= new[1]["files"], (copies[1]["open"], new[1]["open"])
 
 
 @contextmanager
@@ -71,17 +76,15 @@ def core_limit(soft: int) -> Iterator[None]:
 
 def test_what_a_fork_could_not_have_gets_a_process_of_its_own(tmp_path: Path) -> None:
     with core_limit(4096):
-        (limited,) = described(tmp_path, 1)
+        (limited,) = told(tmp_path, "say_whence", 1)
     assert (limited["forked"], limited["limit"]) == (False, 4096)
     was_deaf = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # and so is the fork server: nohup did it
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL if was_deaf else signal.SIG_IGN)
     try:
-        (other,) = described(tmp_path, 1)
+        assert forked(tmp_path, 1) == [False]
     finally:
         signal.signal(signal.SIGHUP, before)
-    assert not other["forked"]
-    (told,) = described(tmp_path, 1, environ={**process_environment(), "PYTHONHASHSEED": "1"})
-    assert not told["forked"]
+    assert forked(tmp_path, 1, environ={**process_environment(), "PYTHONHASHSEED": "1"}) == [False]
 
 
 @pytest.mark.parametrize("folder", ["nowhere", "dead"])
@@ -89,7 +92,7 @@ def test_a_server_that_is_gone_is_none(tmp_path: Path, folder: str) -> None:
     (tmp_path / "dead").mkdir()
     (tmp_path / "dead" / "socket").touch()
     environ: Mapping[str, str] = {**process_environment(), FORK_SERVER: str(tmp_path / folder)}
-    assert [one["forked"] for one in described(tmp_path, 1, environ=environ)] == [False]
+    assert forked(tmp_path, 1, environ=environ) == [False]
 
 
 def test_failures_are_told_as_ever(tmp_path: Path) -> None:
@@ -217,14 +220,13 @@ def children(parent: int) -> list[Path]:
 
 
 def test_a_command_that_is_not_ours_is_never_forked(tmp_path: Path) -> None:
-    assert [one["forked"] for one in described(tmp_path, 1, ANEW)] == [False]
+    assert forked(tmp_path, 1, ANEW) == [False]
 
 
 def test_a_users_script_is_forked_only_where_that_was_asked_for(tmp_path: Path) -> None:
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, sorted(before)[:2])
     try:
-        said = described(tmp_path, 2, environ=as_users_have_it())
+        assert forked(tmp_path, 2, environ=as_users_have_it()) == [False, False]
     finally:
         os.sched_setaffinity(0, before)
-    assert not any(one["forked"] for one in said)

@@ -18,7 +18,7 @@ from paceline.launch import Job, launch, script_command
 from tests.ports import free_port
 
 HERE = Path(__file__).parent
-TRAINER = (sys.executable, str(HERE / "trainer.py"))
+TRAINER = script_command(str(HERE / "trainer.py"))
 
 
 @contextmanager
@@ -60,7 +60,7 @@ def test_a_plain_script_runs_as_under_torchrun(tmp_path: Path) -> None:
 @pytest.mark.soak  # tests/cli has a job of torchrun
 @pytest.mark.capability("O1")
 def test_torchrun_starts_the_same_workers() -> None:
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", TRAINER[1]]
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", TRAINER[3]]
     done = subprocess.run(run, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["rank 0 of 2: 1", "rank 1 of 2: 1"]

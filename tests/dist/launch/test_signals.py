@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +11,8 @@ import pytest
 
 from paceline.checkpoint import Files, Shelf, load
 from paceline.training.stopping import SAME_SECONDS
+from tests import commands
+from tests.commands import Command
 
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.capability("N7")
@@ -55,11 +55,10 @@ shards = 2
 """
 
 
-def start(folder: Path, pause: float) -> subprocess.Popen[str]:
+def start(folder: Path, pause: float) -> Command:
     (folder / "task.py").write_text(TASK)
     (folder / "recipe.toml").write_text(RECIPE.format(pause=pause))
-    command = [sys.executable, "-m", "paceline", "train", "recipe.toml", "-n", "2"]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder)
+    return commands.start(folder, "train", "recipe.toml", "-n", 2)
 
 
 def steps_done(folder: Path) -> list[int]:
@@ -69,7 +68,7 @@ def steps_done(folder: Path) -> list[int]:
     return [record["step"] for record in map(json.loads, lines) if record["event"] == "step"]
 
 
-def until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+def until(condition: Callable[[], bool], process: Command) -> None:
     expires = time.monotonic() + 240
     while not condition():
         assert process.poll() is None and time.monotonic() < expires

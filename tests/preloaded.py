@@ -1,0 +1,18 @@
+"""What commands and workers of the suite find in memory: the fork server of the suite imports this module."""
+
+from contextlib import suppress
+from importlib import import_module
+
+from paceline.cli.main import COMMANDS
+from paceline.errors import MissingExtraError
+from paceline.tasks.digits import load_digits
+
+_LATER = ("train_job", "verify_job", "runs_job", "sweep_job", "compare_job", "bench_job", "resume", "start")
+_SHOWN = ("rich.console", "rich.progress", "rich.table", "rich.live")
+
+for name in (*(f"paceline.cli.{one}" for one in _LATER), *_SHOWN):
+    import_module(name)
+for command in COMMANDS:
+    import_module(f"paceline.cli.{command.home.partition(':')[0]}")
+with suppress(MissingExtraError):
+    load_digits()  # they are parsed

@@ -35,7 +35,9 @@ def test_no_limit_measures_the_machine() -> None:
     assert re.search(r"^timeout = (\d+)", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1] >= "300"
 
 
-@pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL])
+@pytest.mark.parametrize(  # the other one is that of the suite itself
+    "handler", [signal.SIG_IGN, pytest.param(signal.SIG_DFL, marks=pytest.mark.soak)]
+)
 def test_the_suite_may_ignore_ctrl_c(handler: signal.Handlers) -> None:
     """As `nohup make test &` starts it: a test that sends SIGINT to a launcher passes all the same."""
     name = "tests/dist/launch/test_launcher.py::test_a_signal_is_passed_on_and_workers_may_finish_the_step"

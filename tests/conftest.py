@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from paceline import Cluster, Loss, Task
 
 
-def build(rest_seconds=0.02):
+def build(rest_seconds=0.05):
     points = torch.rand(512, 2, generator=torch.Generator().manual_seed(0))
     data = list(zip(points, (points.sum(1) > 1).long(), strict=True))
     model = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 2))

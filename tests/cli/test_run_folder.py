@@ -88,7 +88,7 @@ def test_the_parts_of_a_step_add_up_and_the_slow_rank_is_the_one_that_is_waited_
     first, slow = rank_times(read_run(trained.folder))
     assert sum(first.parts.values()) == pytest.approx(first.seconds, rel=0.03)
     assert first.share("waiting") > 0.3 > 0.1 > slow.share("waiting")
-    assert slow.share("forward") > 0.5 > first.share("forward")
+    assert max(slow.parts, key=slow.share) == "forward" and slow.share("forward") > 2 * first.share("forward")
     assert first.hidden_fraction < 0.3  # while it waits for rank 1 it does nothing else
 
 

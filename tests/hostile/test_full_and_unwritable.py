@@ -77,7 +77,7 @@ SUM = str(Path(__file__).parents[2] / "recipes" / "sum.toml")
 READ_ONLY = "mount --bind {0} {0} && mount -o remount,bind,ro {0}"
 TRAIN = ("train", "recipe.toml")
 ON_SMALL = ("train", SUM, "-n", "1", "--set", "run_dir=small/run", "--set", "runtime.threads=1")
-JOBS = {  # the name of a folder, a script that mounts something in it ({} is its path), and a command there
+JOBS = {  # the name of a folder, a script that mounts something in it ({0} is its path), and a command there
     "full log": (
         "a",
         "mkdir kept && mount -t tmpfs -o size=16k tmpfs run && head -c 8k /dev/zero > run/ballast",
@@ -85,7 +85,7 @@ JOBS = {  # the name of a folder, a script that mounts something in it ({} is it
     ),
     "read-only run folder": ("b", "mount -t tmpfs -o ro tmpfs run", TRAIN),
     "full run folder": ("c", "mount -t tmpfs -o size=4k tmpfs run && head -c 4k /dev/zero > run/x", TRAIN),
-    "read-only working directory": ("d", READ_ONLY.format("{}"), (*TRAIN, "--set", "run_dir=other")),
+    "read-only working directory": ("d", READ_ONLY, (*TRAIN, "--set", "run_dir=other")),
     "disk that the metrics fill": (
         "e",
         "mkdir small && mount -t tmpfs -o size=200k tmpfs small",
@@ -93,7 +93,7 @@ JOBS = {  # the name of a folder, a script that mounts something in it ({} is it
     ),
     "read-only disk": ("f", "mkdir small && mount -t tmpfs -o ro tmpfs small", ON_SMALL),
     "trained": ("g", "", TRAIN),
-    "report": ("g", READ_ONLY.format("{}/run"), ("report", "run")),
+    "report": ("g", READ_ONLY.replace("{0}", "{0}/run"), ("report", "run")),
     "resume": ("g", "", ("train", "--resume", "run", "--set", "steps=8")),
 }
 

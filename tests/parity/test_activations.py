@@ -14,8 +14,9 @@ from paceline.recipe import Recipe, Strategy
 from paceline.testing import run_ranks
 from paceline.testing.parity import Trajectory, run_strategy, session_of
 from tests.peak import peak_bytes
+from tests.texts import SMALL_TEXT
 
-GPT = {"text": "stdlib", "context": 32, "layers": 4, "heads": 2, "width": 16, "dropout": 0.2}
+GPT = {"text": SMALL_TEXT, "context": 32, "layers": 4, "heads": 2, "width": 16, "dropout": 0.2}
 GPT |= {"train_tokens": 20_000, "held_out_tokens": 2048}
 STRATEGIES = (
     "replicas=1 shard=2 zero=3 route=native",

@@ -27,6 +27,7 @@ from paceline.testing import run_ranks
 from paceline.testing.parity import CPU, make_task, session_of
 from paceline.training import build_session, check_sequences, evaluate
 from paceline.verification import compare_with_oracle
+from tests.texts import SMALL_TEXT
 
 STEPS = 20
 
@@ -36,7 +37,7 @@ def recipe(strategy: str, **options: Any) -> Recipe:
     settings: dict[str, Any] = {
         "task": "byte-gpt",
         "options": {"layers": 2, "width": 48, "heads": 6, "context": 21, "dropout": 0.1, "sample_tokens": 0}
-        | {"train_tokens": 20_000, "held_out_tokens": 400}
+        | {"text": SMALL_TEXT, "train_tokens": 20_000, "held_out_tokens": 400}
         | options,
         "steps": STEPS,
         "batch": {"size": 9, "shards": 4},

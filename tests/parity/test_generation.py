@@ -13,6 +13,7 @@ from paceline.recipe import Recipe
 from paceline.testing import run_ranks
 from paceline.testing.parity import session_of
 from tests.parity.test_products import gpt
+from tests.texts import SMALL_TEXT
 
 PROMPT = torch.tensor([80, 97, 99, 101])
 TOKENS = 20
@@ -71,6 +72,7 @@ OPTIONS = {
     "width": 32,
     "heads": 2,
     "context": 16,
+    "text": SMALL_TEXT,
     "sample_tokens": 0,
     "train_tokens": 5000,
     "held_out_tokens": 200,

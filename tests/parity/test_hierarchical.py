@@ -14,6 +14,7 @@ from paceline.training import Pieces, build_session
 from paceline.verification import Report, compare_with_oracle
 from tests.dist.comm.nodes import on_nodes
 from tests.dist.comm.test_hierarchical import BETWEEN, ForgetsTheOtherNodes, PadsInFront
+from tests.texts import SMALL_TEXT
 
 STEPS = 6
 MLP = {"task": "digits", "options": {"model": "mlp", "hidden": [33]}}
@@ -22,7 +23,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "convnet": {"task": "digits", "options": {"model": "convnet"}},
     "gpt": {
         "task": "byte-gpt",
-        "options": {"text": "stdlib", "context": 16, "width": 20, "layers": 1, "heads": 2},
+        "options": {"text": SMALL_TEXT, "context": 16, "width": 20, "layers": 1, "heads": 2},
     },
 }
 

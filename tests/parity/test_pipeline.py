@@ -20,6 +20,7 @@ from paceline.testing import run_ranks
 from paceline.testing.parity import CPU, make_task, session_of
 from paceline.training import Pieces
 from paceline.verification import Report, compare_with_oracle
+from tests.texts import SMALL_TEXT
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 def gpt(strategy: str) -> Recipe:
     """A byte GPT of three blocks on the standard library's text; output layer and embedding are tied."""
     recipe = load_recipe(ROOT / "recipes" / "byte-gpt.toml")
-    small = {"layers": 3, "width": 32, "heads": 4, "context": 32, "train_tokens": 100_000}
+    small = {"layers": 3, "width": 32, "heads": 4, "context": 32, "text": SMALL_TEXT, "train_tokens": 100_000}
     return recipe.replace(
         strategy=Strategy.parse(strategy),
         options={**dict(recipe.options), **small},

@@ -16,8 +16,9 @@ from paceline.testing import run_ranks
 from paceline.testing.parity import CPU, Trajectory, make_task, run_oracle, run_strategy, session_of
 from paceline.training import build_session
 from paceline.verification import compare_with_oracle
+from tests.texts import SMALL_TEXT
 
-TINY = {"text": "stdlib", "context": 64, "layers": 2, "heads": 2, "width": 32, "held_out_tokens": 4096}
+TINY = {"text": SMALL_TEXT, "context": 64, "layers": 2, "heads": 2, "width": 32, "held_out_tokens": 4096}
 TINY |= {"train_tokens": 200_000}
 
 

@@ -24,6 +24,7 @@ from paceline.testing.parity import CPU, make_task, session_of
 from paceline.training import Pieces
 from paceline.verification import Report, compare_with_oracle
 from tests.dist.comm.nodes import on_nodes
+from tests.texts import SMALL_TEXT
 
 STEPS = 4
 PRODUCTS = {
@@ -66,6 +67,7 @@ def gpt(strategy: str, **changes: Any) -> Recipe:
             "heads": 2,
             "context": 16,
             "dropout": 0.1,
+            "text": SMALL_TEXT,
             "sample_tokens": 0,
             "train_tokens": 20_000,
             "held_out_tokens": 200,

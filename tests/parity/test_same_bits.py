@@ -25,12 +25,14 @@ from paceline.testing.parity import make_task, session_of
 from paceline.training import reductions
 from paceline.training.arrange import Setting
 from paceline.training.build import build_order
+from tests.texts import SMALL_TEXT
 
 STEPS = 50
 FEW_STEPS = 6  # each mistake of the twins is in the first update
 GPT: dict[str, Any] = {
     "task": "byte-gpt",
-    "options": {"layers": 2, "width": 16, "heads": 2, "context": 16, "dropout": 0.1, "sample_tokens": 0},
+    "options": {"layers": 2, "width": 16, "heads": 2, "context": 16, "dropout": 0.1, "sample_tokens": 0}
+    | {"text": SMALL_TEXT},
     "batch": {"size": 21, "shards": 8},
     "optimizer": {"name": "adamw", "lr": 3e-3, "clip_norm": 0.5, "weight_decay": 0.1},
 }

@@ -23,6 +23,7 @@ from paceline.testing import run_ranks
 from paceline.testing.parity import session_of
 from paceline.verification import Report
 from tests.parity.test_products import gpt, verify
+from tests.texts import SMALL_TEXT
 
 SHAPE = {"layers": 4, "width": 32, "heads": 2, "context": 16, "dropout": 0.1, "sample_tokens": 0}
 TWO = ["1f1b", "interleaved:2", "zero-bubble"]
@@ -38,7 +39,7 @@ FOUR = [
 
 def deep(strategy: str, **changes: Any) -> Recipe:
     """Four blocks, embedding and output layer tied, five shards of unequal size."""
-    options = {**SHAPE, "train_tokens": 20_000, "held_out_tokens": 200}
+    options = {**SHAPE, "text": SMALL_TEXT, "train_tokens": 20_000, "held_out_tokens": 200}
     return gpt(strategy, **({"options": options, "batch": {"size": 21, "shards": 5}} | changes))
 
 

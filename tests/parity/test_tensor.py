@@ -24,9 +24,10 @@ from paceline.testing.parity import CPU, make_task, session_of
 from paceline.training import fit, saving
 from paceline.verification import Report, compare_with_oracle
 from tests.parity import tensor_models
+from tests.texts import SMALL_TEXT
 
 GPT = {"layers": 2, "width": 48, "heads": 3, "context": 16, "dropout": 0.1, "sample_tokens": 0}
-DATA = {"train_tokens": 20_000, "held_out_tokens": 200}
+DATA = {"text": SMALL_TEXT, "train_tokens": 20_000, "held_out_tokens": 200}
 
 
 def recipe(strategy: str, **changes: Any) -> Recipe:

@@ -16,6 +16,7 @@ from paceline.testing.parity import CPU, make_task, run_oracle, session_of
 from paceline.training import Pieces
 from paceline.verification import Report, compare_with_oracle
 from tests.parity.unhealthy import build, recipe
+from tests.texts import SMALL_TEXT
 
 
 def digits(strategy: str, **changes: Any) -> Recipe:
@@ -111,7 +112,7 @@ def test_the_bytes_of_scattered_gradients_are_those_of_the_closed_form(zero: int
     options = {"layers": blocks, "width": width, "heads": 2, "context": 16, "sample_tokens": 0}
     recipe = Recipe(
         task="byte-gpt",
-        options={**options, "train_tokens": 20_000, "held_out_tokens": 200},
+        options={**options, "text": SMALL_TEXT, "train_tokens": 20_000, "held_out_tokens": 200},
         steps=num_steps,
         batch={"size": 16, "shards": 8},
         strategy=Strategy.parse(f"replicas={replicas} shard={shard} zero={zero} route=native"),

@@ -240,7 +240,7 @@ def waiting(cluster: Cluster) -> None:
 @pytest.mark.capability("D1", "A12")
 def test_a_late_and_a_lost_stage_are_named_and_leave_nothing() -> None:
     with pytest.raises(RanksFailed) as caught:
-        run_ranks(waiting, 2, deadline=120.0)
+        run_ranks(waiting, 2)
     assert caught.value.of(1).headline.startswith("was killed by SIGKILL")
     text = caught.value.of(0).details
     assert "ranks [1] sent nothing within 0.5 s" in text

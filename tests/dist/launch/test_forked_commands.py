@@ -110,7 +110,7 @@ def test_signals_end_it_as_they_end_a_new_process(number: signal.Signals, tmp_pa
 def test_who_leaves_it_by_an_exception_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(subprocess.TimeoutExpired), start(tmp_path, "wait") as command:
         until((tmp_path / "pid").exists)
-        command.communicate(timeout=0.01)
+        command.wait(0.01)
     assert command.returncode == -signal.SIGKILL and not alive(tmp_path / "pid")
 
 

@@ -29,7 +29,11 @@ from tests.dist.launch.actors import (
     without_fork_server,
 )
 
-pytestmark = [pytest.mark.capability("O1"), pytest.mark.timeout(240)]
+pytestmark = [
+    pytest.mark.capability("O1"),
+    pytest.mark.timeout(400),
+    pytest.mark.usefixtures("server_has_imported"),
+]
 
 
 def told(

@@ -19,7 +19,11 @@ from tests.command_jobs import start as start_job
 from tests.commands import Command, run
 from tests.dist.launch.actors import alive, until
 
-pytestmark = [pytest.mark.capability("O1"), pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.capability("O1"),
+    pytest.mark.timeout(600),
+    pytest.mark.usefixtures("server_has_imported"),
+]
 SCRIPT = """
 import json, os, signal, sys, tempfile, time
 from pathlib import Path

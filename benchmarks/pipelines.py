@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -33,6 +34,7 @@ from paceline.training.schedules import schedule_of
 
 _MICRO_BATCHES = 8
 _LAYERS = 2  # of a stage: as many chunks as interleaving needs
+_FORWARD_SECONDS = (0.03, 0.1)  # of a stage: what a step costs beside its layers weighs less on long ones
 _POINTS = 3.0  # percent of the time, that a measured idle share may be off
 _HEAVY_SECONDS = (*[1.0] * 4, 4.0, *[1.0] * 7)  # in units of a light layer's forward
 _HEAVY_WAYS = {"equal layer counts": "stages=3,3,3,3", "stages by time": "stages=time"}
@@ -205,15 +207,16 @@ def heavy_sides(light: float, cluster: Cluster) -> Sequence[Side]:
 
 def measure(options: Options) -> Report:
     """All of it."""
-    forward, repeats = (0.004, 3) if options.quick else (0.03, 5)
+    repeats = 3 if options.quick else 5
     tables: list[Table] = []
     data, idle = {}, {}
-    for stages in (2,) if options.quick else (2, 4):
+    for stages, forward in [(2, 0.004)] if options.quick else product((2, 4), _FORWARD_SECONDS):
         found = run_sleeping(stages, forward, repeats)
         tables.append(idle_table(stages, forward, found))
-        data[f"{stages} sleeping stages"] = series_data([one.series for one in found])
-        idle[f"{stages} sleeping stages"] = [one.idle for one in found]
-    light = forward / 6
+        name = f"{stages} stages that sleep {forward * 1e3:g} ms"
+        data[name] = series_data([one.series for one in found])
+        idle[name] = [one.idle for one in found]
+    light = 0.001 if options.quick else 0.02
     heavy = measure_pair(partial(heavy_sides, light), repeats=repeats, steps=1, warmup=2, num_ranks=4)
     title = f"4 stages of 12 layers that sleep {light * 1e3:g} ms forward, the fifth four times as long"
     less = 100 * (1 - heavy[1].median_seconds / heavy[0].median_seconds)

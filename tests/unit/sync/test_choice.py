@@ -238,3 +238,11 @@ def test_it_is_every_step_until_it_is_known() -> None:
         "every-step@8,local:4@9,diloco:8": False,
     }.items():
         assert is_reading(text, known) == fits, known
+
+
+@pytest.mark.capability("I11")
+@pytest.mark.parametrize(("bound", "seconds"), [(0, 0.5), (1, 0.25), (3, 0.125), (9, 0.1)])
+def test_a_step_of_gossip_waits_for_a_message_that_is_as_many_steps_old(bound: int, seconds: float) -> None:
+    """Compute of 0.1 s, and a message of 0.4 s that is latency alone: bound + 1 steps are under way."""
+    found = Found(1.0, 0.1, 0.0, 1.0, MB, message_seconds=0.4, latency_seconds=0.4, round_steps=1e12)
+    assert found.seconds(f"gossip:{bound}") == pytest.approx(seconds)

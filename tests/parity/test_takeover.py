@@ -160,7 +160,6 @@ def test_what_would_stop_a_run_where_it_switches_is_refused_before_the_start() -
     with pytest.raises(RecipeError, match=r"loader\.workers"):
         digits("servers=1 sync=every-step@9,server", loader={"workers": 1})
     for text, reason in {
-        "replicas=2 servers=1 codec=int8 sync=every-step@9,server": "leave out codec",
         "replicas=1 servers=2 sync=every-step@9,server": "servers=1",
         "replicas=3 sync=every-step@9,server": "needs a server",
         "replicas=2 servers=1 sync=server@9,every-step": "at last to one of a server",

@@ -42,10 +42,6 @@ _REFUSALS = (
         "a run can switch to one server, which holds all: set servers=1",
         lambda strategy: strategy.servers > 1,
     ),
-    Refusal(
-        "what coding has lost is not handed to a server in mid-run: leave out codec",
-        lambda strategy: bool(strategy.rules[-1].needs_server) and strategy.is_coded,
-    ),
 )
 
 

@@ -72,10 +72,20 @@ class Alone:
     Args:
         inner: the step of one replica.
         world: all ranks.
+        settled: is called where a round ends in which no replica has left out a step.
     """
 
-    def __init__(self, inner: EveryStep, *, world: Group, net: Net, phases: Phases) -> None:
+    def __init__(
+        self,
+        inner: EveryStep,
+        *,
+        world: Group,
+        net: Net,
+        phases: Phases,
+        settled: Callable[[], None] = lambda: None,
+    ) -> None:
         self.inner, self._world, self._net, self._phases = inner, world, net, phases
+        self._settled = settled
         self._stretch: Stretch | None = None
 
     def rounds(
@@ -127,6 +137,8 @@ class Alone:
         tally = told.agree(self._net, self._world, placed.holding.device).wait()
         placed.buffers.reset(stretch.buffers)
         placed.buffers.end_step(tally.buffers, tally.micro_batches)
+        if tally.metrics.get(f"{_OWN}skipped") == 0.0:
+            self._settled()
         metrics = {name: tally.metrics[name] for name in mine.metrics}
         return replace(tally, metrics=metrics), {name: tally.metrics[f"{_OWN}{name}"] for name in own}
 

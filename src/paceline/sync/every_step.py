@@ -6,7 +6,7 @@ gradients, update. Invariant: after each step all replicas hold equal parameters
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from paceline.comm import Net, Reduction, ShardTally, Tally
 from paceline.data import Feed, LoadedBatch, Stream, Work
@@ -32,6 +32,7 @@ class EveryStep:
         stop_requested: whether this rank was asked to stop; all ranks learn of it in the same step.
         by_shard: add up losses and buffers in the order of the shards, whoever ran them.
         ran: is told what this rank has run and the scale of its losses, before the reduction is closed.
+        owes: names that have a gradient in this step even if nobody uses them; see `OwedReducer`.
     Wire: one all_reduce a bucket and one for the tally.
     Source: Chen et al. 2016, Revisiting Distributed Synchronous SGD, arXiv:1604.00981, section 2.1.
     """
@@ -47,11 +48,13 @@ class EveryStep:
         stop_requested: Callable[[], bool] = lambda: False,
         by_shard: bool = False,
         ran: Callable[[Sums, float], None] | None = None,
+        owes: Callable[[], Collection[str]] | None = None,
     ) -> None:
         self.reducer = reducer
         self._group, self._net, self.phases = group, net, phases
         self.items_per_sample = items_per_sample
         self._stop_requested, self._by_shard, self._ran = stop_requested, by_shard, ran
+        self._owes = owes
 
     def rounds(self, feed: Feed, placed: Placed, update_step: UpdateStep) -> Iterator[Stats]:
         """See `Rule`: a round is a step."""
@@ -126,6 +129,8 @@ class EveryStep:
     ) -> Tally | ShardTally:
         total, count, metrics = sums.read()
         used, changes = placed.used, placed.buffers.changes_of(shards)
+        if self._owes is not None:
+            used = {*used, *self._owes()}
         tally = Tally(
             micro_batches=sums.micro_batches,
             total=total,

@@ -55,6 +55,7 @@ class LocalRounds(Keeper):
         anchors = anchors_of(placed)
         self.reducer = reducer(anchors)
         self._movement = Movement(anchors, placed, outer, self.reducer)
+        self.movements = [self._movement]
 
     def rounds(self, feed: Feed, placed: Placed, update_step: UpdateStep) -> Iterator[Stats]:
         """See `Rule`: a round is H steps."""

@@ -56,12 +56,15 @@ class Movement:
     Args:
         anchors: where all were, by slot.
         reducer: sums movements over the replicas; its coding and residuals are those of any reducer.
+    Attributes:
+        share: what a value of the last sum moved its parameter by, at once; 0: there was none.
     """
 
     def __init__(
         self, anchors: Mapping[Slot, nn.Parameter], placed: Placed, outer: Outer, reducer: Reduction
     ) -> None:
-        self.anchors, self.reducer = anchors, reducer
+        self.anchors, self.reducer, self.share = anchors, reducer, 0.0
+        self._rate = outer.lr * (1.0 + outer.momentum)
         self.computes: list[Tensor] = [placed.holding.computes[slot] for slot in anchors]
         state = TrainState(placed.holding, outer.optimizer(anchors.values()), LossScale())
         self._step = UpdateStep(state, anchors, update_parts(ConstantRate()))
@@ -88,6 +91,8 @@ class Movement:
         """
         self._step.apply(self.reducer.finish(), tally)
         self.reducer.commit()
+        if tally.count:
+            self.share = self._rate / tally.count
 
     @torch.no_grad()
     def mix(self, mixing: float) -> None:

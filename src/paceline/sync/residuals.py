@@ -1,5 +1,8 @@
 """What coding has lost, as state: one row for each rank that codes.
 
+Of gradients it is saved beside what they were multiplied with, so that a rule that multiplies them with
+something else, or with nothing, goes on from the same loss.
+
 Source: Seide et al. 2014; what is lost must be sent later, so a checkpoint that forgets it changes the run.
 """
 
@@ -8,10 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from paceline.mesh import Group
 from paceline.slot import Index, Keeper, Piece, Slot
+
+SCALE = "scale"
+"""Kept beside them: what they are multiples of."""
 
 
 class Coder(Protocol):
@@ -32,7 +39,9 @@ class Residuals(Keeper):
         slots: what this rank computes with.
         group: the ranks that code.
         first: the one of them that takes what the others had, where their number has changed.
+            Ranks before it send nothing.
         left: those that are not lost; empty: nobody is. What the others have not sent is lost with them.
+        scale: what these values are multiples of; equal on all ranks.
     """
 
     def __init__(
@@ -42,8 +51,10 @@ class Residuals(Keeper):
         group: Group,
         first: int = 0,
         left: Callable[[], Collection[int]] = tuple,
+        scale: Callable[[], float] = lambda: 1.0,
     ) -> None:
         self._reducer, self._group, self._first, self._left = reducer, group, first, left
+        self._scale = scale
         self._slots = {slot.name: slot for slot in slots}
         self._goes_on: dict[str, bool] = {}  # by name, whether as many ranks code as when it was saved
 
@@ -57,30 +68,43 @@ class Residuals(Keeper):
             shape, part = (len(left), *slot.shape), ((place, place + 1), *slot.part)
             axes = slot.axes | {"replica"}
             found.append(Piece(Slot(f"{side}/{slot.name}", shape, part, axes), value))
+        if found:
+            scale = torch.tensor([self._scale()], dtype=torch.float64)
+            found.append(Piece(Slot.whole(SCALE, scale), scale))
         return found
 
     def wanted(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, Index]:
-        """This rank's rows; where the number of ranks has changed, the first one takes all of them."""
-        mine, found = self._group.rank, dict[str, Index]()
+        """This rank's rows; the first that sends takes those of ranks that do not send any more.
+
+        Where the number of ranks has changed those are all.
+        """
+        mine, first = self._group.rank, self._first
+        own = slice(mine if mine > first else 0, mine + 1 if mine >= first else 0)
+        found: dict[str, Index] = {SCALE: ()} if SCALE in shapes else {}
         for full, (rows, *_) in shapes.items():
             side, _, name = full.partition("/")
             if name not in self._slots:  # another rank's
                 continue
             self._goes_on[full] = rows == self._group.size
             if self._goes_on[full]:
-                found[full] = (slice(mine, mine + 1), *self._slots[name].index)
+                found[full] = (own, *self._slots[name].index)
             elif not side.endswith("factor"):  # factors are no loss: they are found anew
-                found[full] = (slice(0, rows if mine == self._first else 0), *self._slots[name].index)
+                found[full] = (slice(0, rows if mine == first else 0), *self._slots[name].index)
         return found
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Go on from these rows; the first rank sends the sum of what others had."""
         found: dict[tuple[str, str], Tensor] = {}
+        saved = float(tensors[SCALE]) if SCALE in tensors else self._scale()
         for full, rows in tensors.items():
             side, _, name = full.partition("/")
-            if self._goes_on[full]:
-                found[side, name] = rows[0]
-            else:
-                into = "velocity" if side.endswith("velocity") else "sent", name
-                found[into] = rows.sum(0) + found[into] if into in found else rows.sum(0)
+            if not name:
+                continue
+            value = rows[0] if len(rows) == 1 else rows.sum(0)
+            into = side
+            if not self._goes_on[full]:
+                into = "velocity" if side.endswith("velocity") else "sent"
+            found[into, name] = value + found[into, name] if (into, name) in found else value
+        if self._scale() != saved:
+            found = {place: value * (self._scale() / saved) for place, value in found.items()}
         self._reducer.set_lost(found)

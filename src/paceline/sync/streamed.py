@@ -18,6 +18,7 @@ Source: Douillard et al. 2025, Streaming DiLoCo with overlapping communication, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from torch import Tensor
 
@@ -44,8 +45,10 @@ class StreamedRounds(Keeper):
         outer: what an arrival does.
         reducer: makes one for a fragment, by its number.
         world: all ranks.
+        told: see `Alone`.
     Attributes:
         reducer: those of all fragments as one.
+        movements: of all fragments.
     Wire: every H steps an all_reduce of the parameters, in parts, and 8 numbers for each; at the end of a
         round one more of what has moved since, and one of the tally.
     """
@@ -61,16 +64,18 @@ class StreamedRounds(Keeper):
         world: Group,
         net: Net,
         phases: Phases,
+        **told: Any,
     ) -> None:
         self.inner, self.streaming = inner, streaming
-        self._alone = Alone(inner, world=world, net=net, phases=phases)
+        self._alone = Alone(inner, world=world, net=net, phases=phases, **told)
         self._phases, self._wire = phases, (net, world, placed.holding.device)
         slots, anchors = [*placed.holding.computes], anchors_of(placed)
         self.fragments = []
         for number, part in enumerate(plan_fragments([s.numel for s in slots], streaming.fragments)):
             own = {slots[index]: anchors[slots[index]] for index in part}
             self.fragments.append(Fragment(Movement(own, placed, outer, reducer(own, number))))
-        reducers = [one.movement.reducer for one in self.fragments]
+        self.movements = [one.movement for one in self.fragments]
+        reducers = [one.reducer for one in self.movements]
         by_slot = {slot: one.movement.reducer for one in self.fragments for slot in one.anchors}
         self.reducer = Reducers(by_slot, reducers)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from paceline.comm import Codec
 from paceline.comm.codecs import Keys
+from paceline.comm.reduction import all_lost
 from paceline.comm.workspace import Workspace
 from paceline.keys import key
 from paceline.slot import Slot
@@ -129,14 +130,14 @@ class Coded:
             self._known.pop(rank, None)
 
     def lost(self) -> Sequence[tuple[str, Slot, Tensor]]:
-        """See `Reduction`: what this rank's coding has lost; zeros on the server."""
+        """See `Reduction`: what this rank's coding has lost, unscaled; zeros on the server."""
         return [("sent", slot, value) for slot, value in (self._kept | self._pending).items()]
 
     def set_lost(self, found: Mapping[tuple[str, str], Tensor]) -> None:
         """See `Reduction`."""
-        self._pending = {}
+        self._pending, sums = {}, all_lost(found)
         for slot in self._kept:
-            value = found.get(("sent", slot.name))
+            value = sums.get(slot.name)
             self._kept[slot] = torch.zeros(slot.sizes) if value is None else value.clone().cpu()
 
     def _decoded(self, payload: Tensor, like: Tensor, keys: Keys) -> Tensor:

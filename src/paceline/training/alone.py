@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from paceline.comm import LocalReducer, Reduction
+from paceline.comm.reduction import OwedReducer
 from paceline.layout import Holding
 from paceline.mesh import Group
 from paceline.state import TrainState
@@ -26,10 +27,19 @@ def build_step(setting: Setting, reducer: Reduction, group: Group, **more: Any) 
     )
 
 
-def step_alone(setting: Setting, holding: Holding, state: TrainState) -> EveryStep:
-    """That of a replica by itself, whose optimizer is its own; changes the state."""
+def step_alone(
+    setting: Setting, holding: Holding, state: TrainState, owed: OwedReducer | None = None
+) -> EveryStep:
+    """That of a replica by itself, whose optimizer is its own; changes the state.
+
+    Args:
+        owed: takes its gradients, and what coding had lost under another rule.
+    """
     state.keepers["inner"], state.alone = InnerState(state, setting.mesh.replica), True
-    return build_step(setting, LocalReducer(holding.computes), setting.mesh.inside)
+    if owed is None:
+        return build_step(setting, LocalReducer(holding.computes), setting.mesh.inside)
+    more = {"ran": lambda sums, scale: owed.ran(scale), "owes": lambda: owed.names}
+    return build_step(setting, owed, setting.mesh.inside, **more)
 
 
 def those_who_meet(setting: Setting) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from paceline.comm import LocalReducer, Reduction
-from paceline.comm.reduction import InAnyOrder, LocalClip, Reducer
+from paceline.comm.reduction import InAnyOrder, LocalClip, OwedReducer, Reducer
 from paceline.data import LockstepWork, Work, split
 from paceline.errors import StrategyError
 from paceline.layout import Holding
@@ -22,11 +22,13 @@ from paceline.sync.backup import FirstN
 from paceline.sync.balance import Balanced
 from paceline.sync.bounded import Bounded
 from paceline.sync.choice import Measured
+from paceline.sync.every_step import power_of_two
 from paceline.sync.fragments import Streaming
+from paceline.sync.moved import Moved, MovedAtOnce
 from paceline.sync.pipedream import Flow, PipeDream
 from paceline.sync.policy import ApplyEach
 from paceline.sync.recovery import Followed, Recovery
-from paceline.sync.residuals import Residuals
+from paceline.sync.residuals import Coder, Residuals
 from paceline.sync.straggler import COMMUNICATION, Watched
 from paceline.sync.streamed import StreamedRounds
 from paceline.sync.two_buffers import TwoBuffers
@@ -41,8 +43,11 @@ from paceline.training.serving import num_workers, served
 
 def every_step(setting: Setting, layout: Layout, state: TrainState) -> Rule:
     """All replicas average their gradients in every step."""
-    reducer = build_reduction(setting, layout.placed.holding)
-    _keep_residuals(setting, reducer, layout.placed.holding, state)
+    reducer, holding = build_reduction(setting, layout.placed.holding), layout.placed.holding
+    if setting.recipe.strategy.feeds_back:
+        scale = partial(_gradient_scale, setting, state)
+        state.keepers["residual"] = _residuals(setting, reducer, holding, scale)
+    state.keepers["moved"] = MovedAtOnce(holding)
     step, replicas = _clipped_step(setting, reducer), setting.mesh.data
     told: dict[str, Any] = {"group": replicas, "net": setting.net, "note": setting.note}
     rule: Rule = step
@@ -55,10 +60,14 @@ def every_step(setting: Setting, layout: Layout, state: TrainState) -> Rule:
     if factor is not None and replicas.size > 1:
         rule = Watched(rule, ran, factor, **told)
     if setting.choices and replicas.size > 1:
-        rule = Measured(
-            rule, setting.choices, reducer, layout.placed.holding.computes, warn=setting.warn, **told
-        )
+        rule = Measured(rule, setting.choices, reducer, holding.computes, warn=setting.warn, **told)
     return rule
+
+
+def _gradient_scale(setting: Setting, state: TrainState) -> float:
+    """What gradients of a full batch are multiplied with before backward."""
+    items = setting.recipe.batch.size * setting.items_per_sample
+    return state.scale.value / power_of_two(items)
 
 
 def _clipped_step(setting: Setting, reducer: Reduction) -> EveryStep:
@@ -90,15 +99,27 @@ def _alone(setting: Setting, layout: Layout, state: TrainState, outer: Outer, st
         name = f"fragment-{number}/" if streaming.fragments > 1 else ""
         return Reducer(anchors, holding.parts, path, setting.bucket_bytes, name=name)
 
-    step, told = step_alone(setting, holding, state), those_who_meet(setting)
+    owed = OwedReducer(holding.computes) if setting.recipe.strategy.feeds_back else None
+    step, told = step_alone(setting, holding, state, owed), those_who_meet(setting)
+    told |= {"settled": owed.forget} if owed is not None else {}
     rule: LocalRounds | StreamedRounds
     if streaming.is_whole:
         rule = LocalRounds(step, streaming.steps, outer, sums, layout.placed, **told)
     else:
         rule = StreamedRounds(step, streaming, outer, sums, layout.placed, **told)
-    _keep_residuals(setting, rule.reducer, holding, state)
+    state.keepers["moved"] = MovedAtOnce(holding)
+    if owed is not None:
+        state.keepers["residual"] = _residuals(setting, owed, holding)
+        if mesh.replica.size > 1:
+            state.keepers["moved"] = _moved(setting, rule, streaming.steps, holding)
     state.keepers["outer"] = rule
     return _followed(setting, rule)
+
+
+def _moved(setting: Setting, rule: LocalRounds | StreamedRounds, steps: int, holding: Holding) -> Moved:
+    """Weighted by items, movements are multiples of the steps between two meetings."""
+    residuals = _residuals(setting, rule.reducer, holding, lambda: float(steps))
+    return Moved(residuals, rule.movements)
 
 
 def _followed(setting: Setting, rule: Rule) -> Rule:
@@ -124,10 +145,11 @@ def diloco(setting: Setting, layout: Layout, state: TrainState) -> Rule:
     return _alone(setting, layout, state, Outer(outer.lr, outer.momentum), streaming)
 
 
-def _keep_residuals(setting: Setting, reducer: Reduction, holding: Holding, state: TrainState) -> None:
-    if setting.recipe.strategy.feeds_back:
-        coders = setting.mesh.over([*DATA_AXES, *holding.summed_over])
-        state.keepers["residual"] = Residuals(reducer, holding.computes, coders)
+def _residuals(
+    setting: Setting, coder: Coder, holding: Holding, scale: Callable[[], float] = lambda: 1.0
+) -> Residuals:
+    coders = setting.mesh.over([*DATA_AXES, *holding.summed_over])
+    return Residuals(coder, holding.computes, coders, scale=scale)
 
 
 def server(setting: Setting, layout: Layout, state: TrainState) -> Rule:

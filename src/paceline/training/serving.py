@@ -14,6 +14,7 @@ from paceline.state import TrainState
 from paceline.sync import Rule
 from paceline.sync.circle import Circle
 from paceline.sync.holder import Holder
+from paceline.sync.moved import MovedAtOnce
 from paceline.sync.policy import Policy
 from paceline.sync.pushes import AnyOrder, Pushes
 from paceline.sync.recovery import Recovery, UntilRecovered
@@ -61,7 +62,7 @@ def served(setting: Setting, layout: Layout, state: TrainState, policy: Policy) 
         pushes = _pushes(setting, traffics)
         items = setting.items_per_sample
         rule = Worker(num_workers(setting), items, policy.drops, pushes, channel, *told)
-    state.keepers["work"] = rule
+    state.keepers["work"], state.keepers["moved"] = rule, MovedAtOnce(layout.placed.holding)
     setting.presence.append(rule)
     return rule
 

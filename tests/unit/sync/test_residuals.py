@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -31,10 +32,13 @@ class Taker:
         self.found = found
 
 
-def read(rank: int, size: int) -> tuple[int, Mapping[tuple[str, str], Tensor]]:
+def read(
+    rank: int, size: int, more: Mapping[str, Tensor] | None = None, **options: Any
+) -> tuple[int, Mapping[tuple[str, str], Tensor]]:
     """How many values a rank reads, and what it goes on from."""
-    taker, source = Taker(), InMemory({**SAVED, "sent/of another rank": torch.zeros(3, 9)})
-    kept = Residuals(taker, [SLOT], Group("replica", tuple(range(size)), rank))
+    saved = {**SAVED, "sent/of another rank": torch.zeros(3, 9), **(more or {})}
+    taker, source = Taker(), InMemory(saved)
+    kept = Residuals(taker, [SLOT], Group("replica", tuple(range(size)), rank), **options)
     values = source.read(kept.wanted(source.shapes))
     kept.load(values)
     return sum(value.numel() for value in values.values()), taker.found
@@ -59,3 +63,18 @@ def test_under_another_number_of_ranks_the_sum_stays(size: int) -> None:
     velocity = sum(found["velocity", "w"] for _, found in reads)
     assert torch.equal(velocity, SAVED["velocity/w"].sum(0)[2:4])  # momentum is no loss: it goes on apart
     assert all(found.keys() == {("sent", "w"), ("velocity", "w")} for _, found in reads)
+
+
+@pytest.mark.capability("H4")
+def test_the_rows_of_ranks_that_send_no_more_are_sent_by_the_first_that_does() -> None:
+    _, gone = read(0, 3, first=1)
+    _, first = read(1, 3, first=1)
+    for side in ("sent", "owned"):
+        rows = SAVED[f"{side}/w"][:, 2:4]
+        assert not gone[side, "w"].any() and torch.equal(first[side, "w"], rows[0] + rows[1])
+
+
+@pytest.mark.capability("H4")
+def test_a_rule_that_multiplies_gradients_with_something_else_goes_on_from_the_same_loss() -> None:
+    _, found = read(1, 3, {"scale": torch.tensor([0.25], dtype=torch.float64)}, scale=lambda: 2.0)
+    assert torch.equal(found["sent", "w"], 8 * SAVED["sent/w"][1, 2:4])

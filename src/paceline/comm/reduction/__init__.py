@@ -5,6 +5,7 @@ from paceline.comm.reduction.local import LocalReducer, TreeReducer
 from paceline.comm.reduction.local_clip import LocalClip
 from paceline.comm.reduction.meeting import Meeting
 from paceline.comm.reduction.norm import AnyOrderNorm, CanonicalNorm, joint_norm, of_own_part
+from paceline.comm.reduction.owed import OwedReducer, all_lost
 from paceline.comm.reduction.part_buffer import PartBuffer, share_in_turn
 from paceline.comm.reduction.reducer import InAnyOrder, Reducer, Sums
 from paceline.comm.reduction.scatterer import Scatterer
@@ -25,6 +26,7 @@ __all__ = [
     "LocalClip",
     "LocalReducer",
     "Meeting",
+    "OwedReducer",
     "PartBuffer",
     "Reducer",
     "Reducers",
@@ -33,6 +35,7 @@ __all__ = [
     "Sums",
     "TreeReducer",
     "Ways",
+    "all_lost",
     "cover",
     "joint_norm",
     "of_own_part",

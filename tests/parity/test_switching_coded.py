@@ -1,0 +1,137 @@
+"""What coding has lost is handed over where the rule changes: nothing is dropped, or counts otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.cluster import Cluster
+from paceline.comm.reduction import OwedReducer, all_lost
+from paceline.recipe import Recipe, Strategy
+from paceline.sync.moved import MovedAtOnce
+from paceline.sync.traffic import Coded
+from paceline.testing import run_ranks
+from paceline.testing.contracts.layout import whole
+from paceline.testing.parity import session_of
+from paceline.training import Session
+from tests.parity.test_switching import SWITCH, goes_on, until
+from tests.parity.test_switching import digits as plain
+
+TOPK = "codec=topk:0.1"
+
+
+def digits(strategy: str, **changes: Any) -> Recipe:
+    return plain("every-step", **({"strategy": Strategy.parse(strategy)} | changes))
+
+
+def ends(cluster: Cluster, first: str, second: str, switching: str) -> list[float]:
+    """How far the run that switches ends from the second rule alone, and from itself, resumed late."""
+    session = session_of(cluster, digits(switching))
+    switched = whole([stats.loss for stats in session.rounds()], session)
+    kept = session_of(cluster, digits(first))
+    early = [stats.loss for stats in until(kept, SWITCH)]
+    apart = goes_on(session_of(cluster, digits(second)), kept, early)
+    again = session_of(cluster, digits(switching))
+    late = [stats.loss for stats in until(again, SWITCH + 3)]
+    resumed = goes_on(session_of(cluster, digits(switching)), again, late)
+    assert switched.losses == apart.losses == resumed.losses
+    return [switched.distance(apart), switched.distance(resumed)]
+
+
+def all_pairs(cluster: Cluster) -> list[float]:
+    """A server has one worker: of two, who asks first gets the part, and each has a loss of its own."""
+    switching = f"servers=1 {TOPK} sync=every-step@{SWITCH},server"
+    found = ends(cluster, f"replicas=2 {TOPK}", f"servers=1 {TOPK} sync=server", switching)
+    for first, second, codec in [
+        ("every-step", "diloco:3", "topk:0.1"),
+        ("diloco:3", "every-step", "int4"),
+        ("local:3", "local:2", "topk:0.1"),
+    ]:
+        one, other = (f"replicas=2 codec={codec} sync={rule}" for rule in (first, second))
+        found += ends(cluster, one, other, f"replicas=2 codec={codec} sync={first}@{SWITCH},{second}")
+    return found
+
+
+@pytest.mark.capability("Z1", "H4")
+def test_a_coded_run_that_switches_is_the_second_rule_from_that_state() -> None:
+    for distances in run_ranks(all_pairs, 2):
+        assert distances == [0.0] * 8
+
+
+def lost(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Of gradients, unscaled, the sum over ranks and sides."""
+    found = {
+        (side, parameter): rows.sum(0) / tensors["residual/scale"].item()
+        for name, rows in tensors.items()
+        for side, _, parameter in [name.removeprefix("residual/").partition("/")]
+        if name.startswith("residual/") and parameter
+    }
+    return all_lost(found)
+
+
+def handed(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> tuple[float, float]:
+    """How much was lost before, and how much of it is missing now; largest values."""
+    there, now = lost(before), lost(after)
+    most = max(float(value.abs().max()) for value in there.values())
+    return most, max(float((value - now.get(name, 0)).abs().max()) for name, value in there.items()) / most
+
+
+def gradients(cluster: Cluster) -> list[tuple[float, float]]:
+    """From every-step to replicas alone and to a server, and from that to every-step; then with faults."""
+    found, kept = [], (OwedReducer.set_lost, Coded.set_lost)
+    three, one_server = f"replicas=3 {TOPK}", f"servers=1 {TOPK} sync=server"
+    pairs = [(three, f"{three} sync=local:3"), (three, one_server), (one_server, three)]
+    for forgets in (False, True):
+        if forgets:
+            OwedReducer.set_lost = lambda self, found: None
+            Coded.set_lost = lambda self, found: None
+        for first, second in pairs[: 2 if forgets else 3]:
+            session = session_of(cluster, digits(first))
+            until(session, SWITCH)
+            before = session.snapshot().copied()
+            then = session_of(cluster, digits(second))
+            then.take_over(before)
+            found.append(handed(before.tensors(), then.snapshot().tensors()))
+            session.close()
+            then.close()
+    OwedReducer.set_lost, Coded.set_lost = kept
+    return found
+
+
+@pytest.mark.capability("Z1", "H4")
+def test_the_sum_of_what_gradients_have_lost_is_handed_over() -> None:
+    """Whatever each rule multiplies gradients with; the rows of a rank that serves from then on as well."""
+    for rank in run_ranks(gradients, 3):
+        assert all(most > 1e-2 for most, _ in rank)
+        assert all(missing < 1e-5 for _, missing in rank[:3]), rank
+        assert all(missing > 0.5 for _, missing in rank[3:]), rank
+
+
+def values(session: Session) -> Tensor:
+    return torch.cat([p.detach().flatten().clone() for p in session.placed.holding.computes.values()])
+
+
+def movements(cluster: Cluster) -> list[float]:
+    """How far every-step begins from where uncoded movements led: with what was lost, and without."""
+    first = session_of(cluster, digits("replicas=2 sync=local:6"))
+    until(first, SWITCH)
+    found, load = [], MovedAtOnce.load
+    for forgets in (False, True):
+        if forgets:
+            MovedAtOnce.load = lambda self, tensors: None
+        session = session_of(cluster, digits(f"replicas=2 {TOPK} sync=local:6@{SWITCH},every-step"))
+        until(session, SWITCH)
+        session.enter(SWITCH)
+        found.append(float((values(session) - values(first)).abs().max()))
+    MovedAtOnce.load = load
+    return found
+
+
+@pytest.mark.capability("Z1", "H4")
+def test_what_movements_have_lost_moves_the_parameters_where_a_rule_sums_gradients() -> None:
+    for whole_of_it, forgotten in run_ranks(movements, 2):
+        assert whole_of_it < 1e-6 < 1e-3 < forgotten

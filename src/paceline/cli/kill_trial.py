@@ -73,16 +73,21 @@ def _measure(run: Run, words: Sequence[str], mark: str, made: Path, after: int) 
         killed_at = _kill(victim, mark)
         if killed_at is None:
             return None
-        records.look()
-        steps = [r for r in records.known if r["event"] == "step"]
-        done = max(int(step["step"]) for step in steps if step["time"] <= killed_at)
-        next_step = records.first(lambda record: _beyond(record, done, killed_at), job)
-    if next_step is not None:
-        return Recovery("goes on", next_step["time"] - killed_at, 0)
-    return _resume(run, made, records, killed_at, done)
+        records.first(lambda record: False, job)  # a step that was under way may end after the kill
+        code = job.poll()
+    return _resume(run, made, records, killed_at) if code else _went_on(records, killed_at)
 
 
-def _resume(run: Run, made: Path, records: _Records, killed_at: float, done: int) -> Recovery:
+def _went_on(records: _Records, killed_at: float) -> Recovery | None:
+    """Of a job that has ended well; None: its last step was done before the kill."""
+    done = max(int(r["step"]) for r in records.known if _is_step(r, 0) and r["time"] <= killed_at)
+    beyond = [r for r in records.known if _beyond(r, done, killed_at)]
+    return Recovery("goes on", beyond[0]["time"] - killed_at, 0) if beyond else None
+
+
+def _resume(run: Run, made: Path, records: _Records, killed_at: float) -> Recovery:
+    """Of a job that has ended badly, or was ended as it hung."""
+    done = max(int(record["step"]) for record in records.known if _is_step(record, 0))
     with _Started(command_of(run, ["train", "--resume", str(made)]), run.folder / "resumed.log") as job:
         next_step = records.first(lambda record: _beyond(record, done, killed_at), job)
     if next_step is None:

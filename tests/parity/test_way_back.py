@@ -12,24 +12,26 @@ import pytest
 from paceline.cluster import Cluster
 from paceline.layout.whole import Snapshot
 from paceline.phase import SERVED, read_phase
+from paceline.recipe import Recipe
 from paceline.recipe.phases import is_reading
 from paceline.sync import recovery, straggler
+from paceline.sync import tried as tried_out
 from paceline.sync.straggler import Slow
 from paceline.testing import run_ranks
 from paceline.testing.contracts.layout import whole
-from paceline.testing.parity import session_of
+from paceline.testing.parity import Trajectory, session_of
 from tests.parity.test_takeover import HEALTH, digits, goes_on, waiting
 
 STEPS, RECOVERS, PUSH = 80, (20, 60), recovery.UntilRecovered.push
 
 
-def script(named: int, rank: int = 2) -> None:
+def script(named: int, rank: int = 2, cause: str = "compute") -> None:
     """A rank is named so often, after two windows of every-step; and has recovered in certain steps."""
     looks = [0]
 
     def find(data: Any, compute: Any, factor: float) -> Slow | None:
         looks[0] += 1
-        return Slow(rank, "compute", 0.9, 0.1) if looks[0] <= 2 * named else None
+        return Slow(rank, cause, 0.9, 0.1) if looks[0] <= 2 * named else None
 
     straggler.find_slow = find
     recovery.Recovery.hear = lambda self, worker, seconds: None
@@ -134,3 +136,51 @@ def test_a_run_goes_back_from_replicas_that_trained_alone_too() -> None:
     assert first["names"] == ["straggler", "switch", "recovered", "switch"]
     assert first["phases"]["sync"] == f"every-step@8,local:2@20,{ASKED}" and first["phases"]["slow"] is None
     assert (first["missing"], first["resumed"]) == (0, 0.0)
+
+
+def until_heard(times: int, number: int) -> None:
+    """From now on a rank has recovered once one was heard so often."""
+    heard = [0]
+
+    def hear(self: Any, worker: int, seconds: float) -> dict[str, float] | None:
+        heard[0] += worker == number
+        return {"seconds": seconds, "usual": seconds} if heard[0] == times and worker == number else None
+
+    recovery.Recovery.hear = hear
+
+
+def once(cluster: Cluster, asked: Recipe) -> tuple[Trajectory, dict[str, Any]]:
+    session, num_samples, losses = session_of(cluster, asked), 0, list[float]()
+    for stats in session.rounds():
+        losses.append(stats.loss)
+        num_samples += stats.num_samples
+    names = [name for name, _ in session.notes.take() if name in ("straggler", "recovered", "switch")]
+    told = {"names": names, "phases": session.turns.state_dict()["sync"]}
+    missing = sum(session.work.num_samples(step) for step in range(asked.steps or 0)) - num_samples
+    return whole(losses, session), {**told, "missing": missing}
+
+
+def back_from_where_nobody_saw_it(cluster: Cluster) -> dict[str, Any]:
+    """Rank 0 was slow, and serves; the same with a trial that runs nothing; and a link was slow."""
+    found, ends, tried = {}, [], tried_out.try_out
+    for trial in (tried, lambda *given: 0.0):
+        tried_out.try_out = trial
+        script(1, rank=0)
+        until_heard(12, 2)
+        end, found["server"] = once(cluster, waiting("server").replace(steps=24))
+        ends.append(end)
+    script(1, rank=1, cause="communication")
+    until_heard(6, 1)
+    _, found["link"] = once(cluster, digits(f"replicas=3 sync={ASKED}", steps=24, health=HEALTH))
+    return {**found, "trials": ends[0].distance(ends[1])}
+
+
+@pytest.mark.capability("I9", clause="the way back from a slow server, and of a slow link")
+def test_a_run_goes_back_where_the_slow_rank_serves_and_where_a_link_was_slow() -> None:
+    """Three rounds of tries each; a trial changes nothing, and none of its samples counts."""
+    for rank in run_ranks(back_from_where_nobody_saw_it, 3):
+        for name, known in (("server", "every-step@8,server@11"), ("link", "every-step@8,local:2@14")):
+            asked = "every-step@straggler," + ("server" if name == "server" else "local:2")
+            assert rank[name]["names"] == ["straggler", "switch", "recovered", "switch"], rank
+            assert (rank[name]["phases"], rank[name]["missing"]) == (f"{known},{asked}", 0)
+        assert rank["trials"] == 0.0

@@ -14,6 +14,8 @@ from typing import Literal, get_args
 
 Phase = Literal["data", "forward", "backward", "communication", "optimizer"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
+OWN: tuple[Phase, ...] = ("data", "forward", "backward")
+"""Those in which a rank waits for nobody."""
 
 
 class Phases:
@@ -29,6 +31,13 @@ class Phases:
         now = time.perf_counter()
         self._spent[self._present] += now - self._since
         self._present, self._since = phase, now
+
+    def spent(self, *phases: Phase) -> float:
+        """Seconds of some phases since the last take."""
+        now = time.perf_counter()
+        self._spent[self._present] += now - self._since
+        self._since = now
+        return sum(self._spent[phase] for phase in phases)
 
     def take(self) -> tuple[float, dict[str, float]]:
         """Seconds since the last take, and how they fall on the phases; starts anew, in no phase."""

@@ -1,7 +1,8 @@
-"""Whether a rank that was slow keeps up again: by its answers, which a server hears, or by what it computes.
+"""Whether a rank that was slow keeps up again: by its answers, which a server hears, or by a trial.
 
-Replicas that train alone say how long a micro-batch takes them where they meet, and all judge from the same
-numbers. Of a link that was slow these show nothing.
+A rank that serves computes nothing that shows it: it is tried with some micro-batches where a round ends
+(`tried`), and workers say how long theirs took. Replicas that train alone are followed where they meet
+(`followed`).
 
 To be named a rank has to take `factor` times what others take, in two windows; to have recovered, half of
 that excess at most, in three windows one after another, and in twice as many after every return. So a run
@@ -10,25 +11,16 @@ that goes back and forth does so ever more seldom.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
-import torch
-
-from paceline.comm import Net
-from paceline.data import Feed
-from paceline.layout import Placed
-from paceline.mesh import Group
-from paceline.observe import Stats
-from paceline.sync.health import Note
 from paceline.sync.policy import Policy, Push, Ticket
-from paceline.sync.rule import Rule
-from paceline.sync.update import UpdateStep
 
 RECOVERED = "recovered"
 """The event that ends the phase of a rule that took over."""
+TOOK = "took"
+"""Of a push, where a worker says it: how long a micro-batch has taken it."""
 WINDOW = 4  # answers of the slow worker
 WINDOWS = 3
 
@@ -74,6 +66,22 @@ class Recovery:
         return {"seconds": mine, "usual": usual} if self._good >= self._wanted else None
 
 
+class Trial(NamedTuple):
+    """Of a rank that is tried, for it answers nobody.
+
+    Args:
+        number: among those that are heard.
+        seconds: runs some micro-batches, and says how long one took; None: nobody is tried.
+    """
+
+    number: int = 0
+    seconds: Callable[[], float] | None = None
+
+    def answers(self) -> list[float]:
+        """As many as a window has."""
+        return [] if self.seconds is None else [self.seconds()] * WINDOW
+
+
 class UntilRecovered:
     """A policy that opens no further step once the slow worker has recovered; all others are the inner one's.
 
@@ -83,6 +91,7 @@ class UntilRecovered:
         hear: of a `Recovery`.
         rank: of the slow worker.
         clock: in seconds.
+        took: of what a worker brought, and how long it was away, what is heard of it.
     """
 
     def __init__(
@@ -91,8 +100,10 @@ class UntilRecovered:
         hear: Callable[[int, float], Mapping[str, float] | None],
         rank: int,
         clock: Callable[[], float],
+        took: Callable[[Push, float], float] = lambda push, seconds: seconds,
     ) -> None:
         self._inner, self._hear, self._rank, self._clock = inner, hear, rank, clock
+        self._took, self._trial = took, Trial()
         self.begin, self.stop, self.give_back = inner.begin, inner.stop, inner.give_back
         self.is_late, self.drops = inner.is_late, inner.drops
         self._given: dict[int, float] = {}
@@ -106,9 +117,13 @@ class UntilRecovered:
             self._given[worker] = self._clock()
         return found
 
+    def try_with(self, number: int, seconds: Callable[[], float]) -> None:
+        """The slow rank is this one, which serves; see `Trial`."""
+        self._trial = Trial(number, seconds)
+
     def push(self, worker: int, push: Push) -> Sequence[Push] | None:
         """See `Policy`."""
-        found = self._hear(worker, self._clock() - self._given[worker])
+        found = self._hear(worker, self._took(push, self._clock() - self._given[worker]))
         if found is not None and self._is_whole:
             self._found = found
         applied = self._inner.push(worker, push)
@@ -123,6 +138,9 @@ class UntilRecovered:
 
     def news(self) -> Mapping[str, Mapping[str, Any]]:
         """What all ranks are to be told at the end of a round, by the name of the event."""
+        if self._is_whole and self._found is None:
+            for seconds in self._trial.answers():
+                self._found = self._hear(self._trial.number, seconds) or self._found
         if self._found is None:
             return {}
         return {RECOVERED: {"step": self._inner.step, "rank": self._rank, **self._found}}
@@ -141,63 +159,3 @@ class UntilRecovered:
     def step(self) -> int:
         """See `Policy`."""
         return self._inner.step
-
-
-class Followed:
-    """A rule of replicas that train alone, under which one of them is followed until it keeps up again.
-
-    A round is as many answers as it has steps, and a window at most.
-
-    Args:
-        inner: takes the steps; replicas meet where a round ends.
-        hear: of a `Recovery`; a worker is a place in the group.
-        rank: the slow one.
-        ran: how many micro-batches this rank ran in a step.
-        group: the replicas.
-        note: is told once it keeps up, which ends the phase.
-    Wire: one all_gather of 8 bytes a rank for each round.
-    """
-
-    def __init__(
-        self,
-        inner: Rule,
-        hear: Callable[[int, float], Mapping[str, float] | None],
-        rank: int,
-        ran: Callable[[int], int],
-        *,
-        group: Group,
-        net: Net,
-        note: Note,
-    ) -> None:
-        self.inner, self._hear, self._rank, self._ran = inner, hear, rank, ran
-        self._group, self._net, self._note = group, net, note
-        self._has_recovered = False
-
-    def rounds(self, feed: Feed, placed: Placed, update_step: UpdateStep) -> Iterator[Stats]:
-        """See `Rule`: a round is one of the inner rule."""
-        before = update_step.state.step
-        rounds = cast("Generator[Stats, None, None]", self.inner.rounds(feed, placed, update_step))
-        with closing(rounds):
-            for stats in rounds:
-                steps = range(before, stats.step + 1)
-                before = stats.step + 1
-                if not self._has_recovered:
-                    self._look(stats, steps, placed.holding.device)
-                yield stats
-
-    def abort(self) -> None:
-        """See `Rule`."""
-        self.inner.abort()
-
-    def _look(self, stats: Stats, steps: range, device: torch.device) -> None:
-        """Hear how long a micro-batch of the round took each replica; collective."""
-        phases, ran = stats.phases, max(1, sum(map(self._ran, steps)))
-        mine = (phases["data"] + phases["forward"] + phases["backward"]) / ran
-        seconds = torch.tensor([mine], dtype=torch.float64, device=device)
-        parts = self._net.all_gather(seconds, self._group, equal=True).wait()
-        for _ in range(min(WINDOW, len(steps))):
-            for place, part in enumerate(parts):
-                found = self._hear(place, float(part))
-                if found is not None and not self._has_recovered:
-                    self._has_recovered = True
-                    self._note(RECOVERED, {"step": stats.step + 1, "rank": self._rank, **found})

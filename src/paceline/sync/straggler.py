@@ -78,11 +78,29 @@ def find_slow_link(received: Sequence[float], factor: float) -> Slow | None:
     Args:
         received: seconds in which each rank received from the one before it, in a ring of at least three.
     """
-    ring = len(received)
-    each = [min(received[rank], received[(rank + 1) % ring]) for rank in range(ring)]
-    rank = max(range(ring), key=each.__getitem__)
-    usual = max(_LEAST_SECONDS, median(each[i] for i in range(ring) if i != rank))
+    each = of_both_links(received)
+    rank = max(range(len(each)), key=each.__getitem__)
+    usual = median(each[i] for i in range(len(each)) if i != rank)
     return Slow(rank, COMMUNICATION, each[rank], usual) if each[rank] >= factor * usual else None
+
+
+def of_both_links(received: Sequence[float]) -> list[float]:
+    """By rank, the seconds of the faster one of its two links; pure. See `find_slow_link`."""
+    ring = len(received)
+    faster = [min(received[rank], received[(rank + 1) % ring]) for rank in range(ring)]
+    return [max(_LEAST_SECONDS, seconds) for seconds in faster]
+
+
+def probe(net: Net, group: Group, device: torch.device) -> list[float]:
+    """How long each rank receives from the one before it, the shortest of some; collective."""
+    seconds = [seconds_from_before(net, group, _PROBE_BYTES, device) for _ in range(_PROBES)]
+    return [column[0] for column in gather_numbers(net, group, [min(seconds)], device)]
+
+
+def gather_numbers(net: Net, group: Group, mine: Sequence[float], device: torch.device) -> list[list[float]]:
+    """By rank, the numbers of all; collective."""
+    numbers = torch.tensor(mine, dtype=torch.float64, device=device)
+    return [part.tolist() for part in net.all_gather(numbers, group, equal=True).wait()]
 
 
 def seconds_from_before(net: Net, group: Group, num_bytes: int, device: torch.device) -> float:
@@ -177,7 +195,8 @@ class Watched:
         if (stats.step + 1) % WINDOW:
             return
         mine = [median(column) for column in zip(*self._found, strict=True)]
-        data, compute_of, communication = self._agree(mine, device)
+        of_ranks = gather_numbers(self._net, self._group, mine, device)
+        data, compute_of, communication = map(list, zip(*of_ranks, strict=True))
         self._found = []
         found = find_slow(data, compute_of, self._factor)
         if self._judge.is_wire_slow(communication) and found is None:
@@ -187,16 +206,8 @@ class Watched:
             rank = self._group.ranks[named.rank]
             self._note("straggler", {"step": stats.step + 1, **named._asdict(), "rank": rank})
 
-    def _agree(self, mine: Sequence[float], device: torch.device) -> list[list[float]]:
-        """By column, the numbers of all ranks."""
-        numbers = torch.tensor(mine, dtype=torch.float64, device=device)
-        parts = self._net.all_gather(numbers, self._group, equal=True).wait()
-        return [[float(part[column]) for part in parts] for column in range(len(mine))]
-
     def _probe(self, device: torch.device) -> Slow | None:
         """How long each rank receives from the one before it; the shortest of some."""
         if self._group.size < _FEWEST_FOR_PROBE:
             return None
-        seconds = [seconds_from_before(self._net, self._group, _PROBE_BYTES, device) for _ in range(_PROBES)]
-        (received,) = self._agree([min(seconds)], device)
-        return find_slow_link(received, self._factor)
+        return find_slow_link(probe(self._net, self._group, device), self._factor)

@@ -17,10 +17,11 @@ from paceline.comm.channel import Message
 from paceline.data import Feed, LoadedBatch, Stream
 from paceline.errors import CommunicationError, DeadlineError
 from paceline.layout import Placed
-from paceline.observe import Stats
+from paceline.observe import OWN, Stats
 from paceline.state import TrainState
 from paceline.sync.every_step import gradient_scale
 from paceline.sync.pushes import Given
+from paceline.sync.recovery import TOOK
 from paceline.sync.served import Served
 from paceline.sync.shares import SERVER, load_buffers, load_share, share_of
 from paceline.sync.update import UpdateStep
@@ -37,11 +38,15 @@ class Worker(Served):
         num_workers: the parts of a step.
         items_per_sample: as for `EveryStep`.
         heeds: it hears between two micro-batches whether what it does comes too late.
+        tells: it says how long a micro-batch takes it.
     """
 
-    def __init__(self, num_workers: int, items_per_sample: int, heeds: bool, *shared: Any) -> None:
+    def __init__(
+        self, num_workers: int, items_per_sample: int, heeds: bool, tells: bool, *shared: Any
+    ) -> None:
         super().__init__(*shared)
         self._num_workers, self._items_per_sample, self._heeds = num_workers, items_per_sample, heeds
+        self._tells = tells
         self._arrived: list[deque[Message]] = [deque() for _ in self.traffics]
         self._forgot = False
         self._gone: CommunicationError | None = None  # a server, after its piece of the present message
@@ -98,6 +103,7 @@ class Worker(Served):
         sink = self.pushes.sink(placed, part)
         scale = gradient_scale(work, state, self._items_per_sample)
         sink.begin()
+        before = self.phases.spent(*OWN)
         try:
             with feed.open(micro_batches) as stream:
                 sums = placed.run(self._until_recalled(stream), len(micro_batches), sink, scale)
@@ -107,6 +113,8 @@ class Worker(Served):
             return
         given = Given(step, part, [micro_batch.shard for micro_batch in micro_batches])
         told = {"number": fields["number"], "place": (step, part), "stops": self.stop_requested()}
+        if self._tells:
+            told[TOOK] = (self.phases.spent(*OWN) - before) / max(1, len(micro_batches))
         for server, (said, tensors) in enumerate(self.pushes.made(sink, sums, placed, scale, given)):
             self.send(server, "push", {**said, **told}, tensors)
 

@@ -23,11 +23,12 @@ from paceline.sync.balance import Balanced
 from paceline.sync.bounded import Bounded
 from paceline.sync.choice import Measured
 from paceline.sync.every_step import power_of_two
+from paceline.sync.followed import Followed, by_compute, by_links
 from paceline.sync.fragments import Streaming
 from paceline.sync.moved import Moved, MovedAtOnce
 from paceline.sync.pipedream import Flow, PipeDream
 from paceline.sync.policy import ApplyEach
-from paceline.sync.recovery import Followed, Recovery
+from paceline.sync.recovery import Recovery
 from paceline.sync.residuals import Coder, Residuals
 from paceline.sync.straggler import COMMUNICATION, Watched
 from paceline.sync.streamed import StreamedRounds
@@ -123,14 +124,15 @@ def _moved(setting: Setting, rule: LocalRounds | StreamedRounds, steps: int, hol
 
 
 def _followed(setting: Setting, rule: Rule) -> Rule:
-    """The rule, until a slow replica keeps up again; where its link was slow, or nobody was, for good."""
+    """The rule, until a slow replica, or its link, keeps up again; where nobody was slow, for good."""
     awaited, factor, replicas = setting.awaited, setting.recipe.health.straggler_factor, setting.mesh.replica
-    if awaited is None or factor is None or awaited.cause == COMMUNICATION:
+    if awaited is None or factor is None:
         return rule
     recovery = Recovery(replicas.ranks.index(awaited.rank), replicas.size, factor, awaited.returns)
-    ran = partial(_micro_batches, setting.shards, replicas)
-    told: dict[str, Any] = {"group": replicas, "net": setting.net, "note": setting.note}
-    return Followed(rule, recovery.hear, awaited.rank, ran, **told)
+    look = by_compute(partial(_micro_batches, setting.shards, replicas), replicas, setting.net)
+    if awaited.cause == COMMUNICATION:
+        look = by_links(replicas, setting.net)
+    return Followed(rule, recovery.hear, awaited.rank, look, setting.note)
 
 
 def local(setting: Setting, layout: Layout, state: TrainState) -> Rule:

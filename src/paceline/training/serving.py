@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from paceline.comm.channel import Channel
@@ -15,15 +16,17 @@ from paceline.sync import Rule
 from paceline.sync.circle import Circle
 from paceline.sync.holder import Holder
 from paceline.sync.moved import MovedAtOnce
-from paceline.sync.policy import Policy
+from paceline.sync.policy import Policy, Push
 from paceline.sync.pushes import AnyOrder, Pushes
-from paceline.sync.recovery import Recovery, UntilRecovered
+from paceline.sync.recovery import TOOK, Recovery, UntilRecovered
 from paceline.sync.residuals import Residuals
 from paceline.sync.server import Server
 from paceline.sync.shares import SERVER, Together, share_of
+from paceline.sync.straggler import COMMUNICATION
 from paceline.sync.touched_rows import TouchedRows
 from paceline.sync.traffic import Coded, Traffic
 from paceline.sync.tree_pushes import InTreeOrder
+from paceline.sync.tried import Tried
 from paceline.sync.worker import Worker
 from paceline.training.arrange import Setting
 from paceline.training.channels import connect_first
@@ -61,20 +64,38 @@ def served(setting: Setting, layout: Layout, state: TrainState, policy: Policy) 
     else:
         pushes = _pushes(setting, traffics)
         items = setting.items_per_sample
-        rule = Worker(num_workers(setting), items, policy.drops, pushes, channel, *told)
+        rule = Worker(num_workers(setting), items, policy.drops, _tries(setting), pushes, channel, *told)
     state.keepers["work"], state.keepers["moved"] = rule, MovedAtOnce(layout.placed.holding)
     setting.presence.append(rule)
-    return rule
+    if recovery is None or me != SERVER or not _tries(setting):
+        return rule
+    return Tried(rule, partial(recovery.try_with, num_workers(setting)), setting.phases)
 
 
 def until_recovered(setting: Setting, policy: Policy) -> UntilRecovered | None:
-    """The policy, until a slow worker keeps up again; None: nobody waits for one, or nobody can tell."""
+    """The policy, until the slow rank keeps up again; None: nobody waits for one, or nobody can tell."""
     awaited, factor = setting.awaited, setting.recipe.health.straggler_factor
     servers, workers = setting.recipe.strategy.servers, num_workers(setting)
-    if awaited is None or factor is None or awaited.rank < servers or workers < 2:
+    if awaited is None or factor is None:
+        return None
+    if _tries(setting):
+        recovery = Recovery(workers, workers + 1, factor, awaited.returns)
+        return UntilRecovered(policy, recovery.hear, awaited.rank, time.monotonic, _as_told)
+    if awaited.rank < servers or workers < 2:
         return None
     recovery = Recovery(awaited.rank - servers, workers, factor, awaited.returns)
     return UntilRecovered(policy, recovery.hear, awaited.rank, time.monotonic)
+
+
+def _tries(setting: Setting) -> bool:
+    """Whether the slow rank serves: what it computes has to be tried, and of its link that shows nothing."""
+    awaited = setting.awaited
+    return awaited is not None and awaited.rank == SERVER and awaited.cause != COMMUNICATION
+
+
+def _as_told(push: Push, seconds: float) -> float:
+    """What a worker says of a micro-batch, as a trial is measured; not how long it was away."""
+    return float(push.message.fields[TOOK])
 
 
 def _serving(

@@ -17,9 +17,11 @@ from paceline.comm.channel import Message
 from paceline.mesh import Group
 from paceline.observe import PHASES, Stats
 from paceline.recipe.phases import at_step, ended, is_reading, num_returns, phases_of, returned
+from paceline.sync import straggler
 from paceline.sync.bounded import Bounded
+from paceline.sync.followed import Followed, by_compute, by_links
 from paceline.sync.policy import Push, Ticket
-from paceline.sync.recovery import RECOVERED, WINDOW, WINDOWS, Followed, Recovery, UntilRecovered
+from paceline.sync.recovery import RECOVERED, WINDOW, WINDOWS, Recovery, UntilRecovered
 
 FACTOR, SLOW = 3.0, 1
 ASKED = "local:2@4,every-step@straggler,bounded:2"
@@ -135,6 +137,41 @@ def test_the_phases_of_a_run_that_has_gone_there_and_back_are_a_reading_of_what_
     assert not is_reading("every-step@12,bounded:2", "every-step@12,bounded:2@40,every-step@50,bounded:2")
 
 
+class Serving:
+    """Two workers, and a server that was slow, of which only trials say how long a micro-batch takes it."""
+
+    def __init__(self, trials: list[float]) -> None:
+        judge, self.trials = Recovery(2, 3, FACTOR, 0), iter(trials)
+        took = lambda push, seconds: push.message.fields["took"]  # noqa: E731
+        self.policy = UntilRecovered(Bounded(2, 0), judge.hear, 0, lambda: 0.0, took)
+        self.policy.try_with(2, lambda: next(self.trials))
+
+    def rounds(self) -> Iterator[Mapping[str, Mapping[str, Any]]]:
+        """What is told after each, of four steps."""
+        for first in range(0, 100, 4):
+            self.policy.begin(first, first + 4)
+            for _ in range(4):
+                for worker, ticket in enumerate([self.policy.ticket(worker) for worker in (0, 1)]):
+                    assert ticket is not None
+                    self.policy.push(worker, Push(ticket, 0, Message("push", {"took": 0.1})))
+            yield self.policy.news()
+
+
+@pytest.mark.capability("I9", clause="the way back from a slow server")
+def test_a_server_that_was_slow_has_recovered_after_three_rounds_in_which_it_was_tried() -> None:
+    """A round is a window: two good ones and a slow one between them do not count."""
+    slow, good = 0.1 * FACTOR, 0.1
+    rounds = Serving([slow, good, good, slow, good, good, good]).rounds()
+    told = [news for _, news in zip(range(7), rounds, strict=False)]
+    assert told == [{}] * 6 + [{RECOVERED: {"step": 28, "rank": 0, "seconds": good, "usual": good}}]
+
+
+def test_a_server_that_has_lost_a_worker_is_not_tried() -> None:
+    serving = Serving([])
+    serving.policy.lose(0, None)
+    assert serving.policy.news() == {}
+
+
 STATS = Stats(0, 0, 1.0, {}, 8, 8.0, 1.0, 0.1, True, 1.0, 0, 1.0, {}, 0.0)
 
 
@@ -162,10 +199,8 @@ def told_of(made: Rounds) -> list[tuple[str, Any]]:
         cast("Any", made),
         Recovery(1, 2, FACTOR, 0).hear,
         5,
-        lambda step: 2,
-        group=Group("replica", (0, 5), 0),
-        net=cast("Any", made),
-        note=lambda name, record: told.append((name, record)),
+        by_compute(lambda step: 2, Group("replica", (0, 5), 0), cast("Any", made)),
+        lambda name, record: told.append((name, record)),
     )
     placed = SimpleNamespace(holding=SimpleNamespace(device=torch.device("cpu")))
     assert len([*rule.rounds(None, placed, SimpleNamespace(state=SimpleNamespace(step=0)))]) == 40
@@ -181,3 +216,34 @@ def test_replicas_that_train_alone_see_it_where_they_meet(steps: int, rounds: in
         assert name == RECOVERED and record["rank"] == 5 and record["step"] == (slow + rounds) * steps
         assert record["seconds"] == record["usual"] == pytest.approx(0.05)
     assert told_of(Rounds(steps, 40)) == []
+
+
+@pytest.mark.capability("I9", clause="the way back of a slow link")
+def test_replicas_that_train_alone_try_the_link_where_they_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both links of replica 1 of four are slow for five rounds; the faster of a replica's two counts."""
+    made, received = Rounds(4, 5), [[0.01, 0.3, 0.4, 0.02], [0.01, 0.01, 0.02, 0.01]]
+    told: list[tuple[str, Any]] = []
+    recovered = Recovery(1, 4, FACTOR, 0)
+
+    def all_gather(mine: Tensor, group: Group, *, equal: bool) -> Handle:
+        return Handle.ready([torch.tensor([one]) for one in received[made.made > 5]])
+
+    monkeypatch.setattr(made, "all_gather", all_gather)
+    monkeypatch.setattr(straggler, "seconds_from_before", lambda *given: 0.0)
+    look = by_links(Group("replica", (0, 1, 2, 3), 0), cast("Any", made))
+    note = lambda name, record: told.append((name, record))  # noqa: E731
+    rule = Followed(cast("Any", made), recovered.hear, 1, look, note)
+    placed = SimpleNamespace(holding=SimpleNamespace(device=torch.device("cpu")))
+    assert (
+        len(
+            [
+                *rule.rounds(
+                    None, cast("Any", placed), cast("Any", SimpleNamespace(state=SimpleNamespace(step=0)))
+                )
+            ]
+        )
+        == 40
+    )
+    ((name, record),) = told
+    assert (name, record["rank"], record["step"]) == (RECOVERED, 1, 8 * 4)
+    assert record["seconds"] == pytest.approx(0.01) == record["usual"]

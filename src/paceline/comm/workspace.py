@@ -22,13 +22,23 @@ class Workspace:
         self._kept: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
 
     def take(
-        self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device = _PROCESSOR
+        self,
+        name: str,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device = _PROCESSOR,
+        *,
+        room: int = 0,
     ) -> Tensor:
-        """A contiguous tensor [shape] whose values are anything."""
+        """A contiguous tensor [shape] whose values are anything.
+
+        Args:
+            room: values that a later one of this name may have; memory that is made is for so many.
+        """
         place, num_values = (name, dtype, device), prod(shape)
         found = self._kept.get(place)
         if found is None or found.numel() < num_values:
-            found = self._kept[place] = torch.empty(num_values, dtype=dtype, device=device)
+            found = self._kept[place] = torch.empty(max(num_values, room), dtype=dtype, device=device)
         return found[:num_values].view(*shape)
 
     def like(self, name: str, x: Tensor) -> Tensor:

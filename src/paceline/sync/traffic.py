@@ -62,22 +62,26 @@ class Coded:
 
     def __init__(self, codec: Codec, seed: int, slots: Mapping[Slot, Tensor]) -> None:
         self._codec, self._seed = codec, seed
+        self._workspace = Workspace()
         self._kept = {slot: torch.zeros(slot.sizes) for slot in slots} if codec.loses else {}
         self._pending: dict[Slot, Tensor] = {}
+        self._spare: dict[Slot, Tensor] = {}  # memory of the push before the last
         self._known: dict[int, list[Tensor]] = {}
 
     def push(self, grads: Mapping[Slot, Tensor], place: Place) -> list[Tensor]:
-        """See `Traffic`."""
+        """See `Traffic`; the bytes are good until the next push."""
         found = []
         for slot, grad in grads.items():
             keys = self._keys("push", *place, slot.name)
-            values = grad.contiguous().view(1, -1)
-            if slot in self._kept:
-                values = values + self._kept[slot].to(values).view(1, -1)
-            payload = self._codec.encode(values, keys, Workspace())
-            if slot in self._kept:
-                lost = (values - self._decoded(payload, values, keys)).nan_to_num_(0.0, 0.0, 0.0)
-                self._pending[slot] = lost.view(slot.sizes).cpu()
+            values = self._workspace.copy("values", grad).view(1, -1)
+            kept = self._kept.get(slot)
+            if kept is not None:
+                kept = self._workspace.copy("kept", kept.to(grad.device), grad.dtype).view(1, -1)
+                values = torch.add(values, kept, out=self._workspace.like("sum", values))
+            payload = self._laid(f"push {slot.name}", self._codec.encode(values, keys, self._workspace))
+            if kept is not None:
+                lost = values.sub_(self._decoded(payload, values, keys)).nan_to_num_(0.0, 0.0, 0.0)
+                self._pending[slot] = self._opened(slot).copy_(lost.view(slot.sizes))
             found.append(payload)
         return found
 
@@ -85,18 +89,23 @@ class Coded:
         """See `Traffic`."""
         found = []
         for x, (slot, like) in zip(tensors, likes.items(), strict=True):
+            # of its own, as several pushes are added up
             row = torch.empty(1, like.numel(), dtype=like.dtype, device=x.device)
-            found.append(self._decoded(x, row, self._keys("push", *place, slot.name)).view(like.shape))
+            self._codec.decode(x, row, self._keys("push", *place, slot.name), self._workspace)
+            found.append(row.view(like.shape))
         return found
 
     def settle(self, *, dropped: bool) -> None:
         """See `Traffic`."""
-        if not dropped:
+        if dropped:
+            self._spare |= self._pending
+        else:
+            self._spare |= {slot: self._kept[slot] for slot in self._pending}
             self._kept |= self._pending
         self._pending = {}
 
     def ticket(self, rank: int, newest: Sequence[Tensor], version: int) -> list[Tensor]:
-        """See `Traffic`."""
+        """See `Traffic`; the bytes are good until the next ticket."""
         known = self._known.get(rank)
         if known is None:
             self._known[rank] = [p.contiguous().clone() for p in newest]
@@ -104,8 +113,8 @@ class Coded:
         coded = []
         for number, p in enumerate(known):
             keys = self._keys("ticket", rank, version, number)
-            change = (newest[number] - p).contiguous().view(1, -1)
-            payload = self._codec.encode(change, keys, Workspace())
+            change = torch.sub(newest[number].detach(), p, out=self._workspace.like("change", p)).view(1, -1)
+            payload = self._laid(f"ticket {number}", self._codec.encode(change, keys, self._workspace))
             p.add_(self._decoded(payload, change, keys).view(p.shape))
             coded.append(payload)
         return coded
@@ -118,9 +127,9 @@ class Coded:
                 p.copy_(value)
             return
         for number, (p, payload) in enumerate(zip(parts, tensors, strict=True)):
-            change = torch.empty(1, p.numel(), dtype=p.dtype, device=payload.device)
+            change = self._workspace.take("change", (1, p.numel()), p.dtype, payload.device)
             keys = self._keys("ticket", rank, version, number)
-            p.copy_(p + self._decoded(payload, change, keys).view(p.shape).to(p.device))
+            p.add_(self._decoded(payload, change, keys).view(p.shape).to(p.device))
 
     def forget(self, rank: int | None = None) -> None:
         """See `Traffic`."""
@@ -140,9 +149,21 @@ class Coded:
             value = sums.get(slot.name)
             self._kept[slot] = torch.zeros(slot.sizes) if value is None else value.clone().cpu()
 
+    def _opened(self, slot: Slot) -> Tensor:
+        """Memory for what the coding of a gradient loses, on the processor; not where that is kept now."""
+        found = self._spare.pop(slot, None)
+        return torch.empty(slot.sizes) if found is None else found
+
+    def _laid(self, name: str, payload: Tensor) -> Tensor:
+        """The same bytes where no further coding writes; there is room for a ragged row that is longer."""
+        room = 2 * payload.numel() if self._codec.ragged else 0
+        place = self._workspace.take(name, payload.shape, payload.dtype, payload.device, room=room)
+        return place.copy_(payload)
+
     def _decoded(self, payload: Tensor, like: Tensor, keys: Keys) -> Tensor:
-        out = torch.empty_like(like)
-        self._codec.decode(payload, out, keys, Workspace())
+        """The values of a payload, good until the next call."""
+        out = self._workspace.like("decoded", like)
+        self._codec.decode(payload, out, keys, self._workspace)
         return out
 
     def _keys(self, *parts: int | str) -> Keys:

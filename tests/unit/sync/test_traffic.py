@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch import Tensor
 
 from paceline.comm import Codec
+from paceline.comm.workspace import Workspace
 from paceline.recipe import Strategy
 from paceline.slot import Slot
+from paceline.sync import traffic
 from paceline.sync.traffic import Coded
 from paceline.training.codecs import make_codec
+from tests.peak import allocated
 
 WORDS = (
     "bf16",
@@ -38,8 +45,12 @@ def shapes() -> dict[Slot, Tensor]:
 
 
 def grads(step: int) -> dict[Slot, Tensor]:
+    return grads_of(shapes(), step)
+
+
+def grads_of(likes: Mapping[Slot, Tensor], step: int) -> dict[Slot, Tensor]:
     g = torch.Generator().manual_seed(step)
-    return {slot: torch.randn(x.shape, generator=g) for slot, x in shapes().items()}
+    return {slot: torch.randn(x.shape, generator=g) for slot, x in likes.items()}
 
 
 @pytest.mark.capability("H5", "H8")
@@ -85,3 +96,76 @@ def test_a_worker_follows_the_servers_parameters(word: str) -> None:
 
 def distance(a: list[Tensor], b: list[Tensor]) -> float:
     return float(torch.cat([(x - y).view(-1) for x, y in zip(a, b, strict=True)]).norm())
+
+
+class Fresh(Workspace):
+    """Memory that nobody has had, full of bytes that say so."""
+
+    def take(self, name: str, shape: Sequence[int], *rest: Any, room: int = 0) -> Tensor:
+        found = Workspace().take(name, shape, *rest)
+        found.view(-1).view(torch.uint8).fill_(0xA5)
+        return found
+
+
+def said(word: str, workspace: type[Workspace]) -> list[Tensor]:
+    """What both ends send and find in some steps, one of which is dropped; read when a step has ended."""
+    with patch.object(traffic, "Workspace", workspace):
+        worker, server = (Coded(codec_of(word), 3, shapes()) for _ in range(2))
+    found, there = list[Tensor](), [*grads(90).values()]
+    worker.take(server.ticket(1, [*grads(91).values()], 0), there, 1, 0)
+    for step in range(STEPS):
+        pushed, place = worker.push(grads(step), (step, 1)), (step, 1)
+        ticket = server.ticket(1, [*grads(50 + step).values()], step + 1)
+        worker.take(ticket, there, 1, step + 1)
+        arrived = server.pushed(pushed, shapes(), place)
+        worker.settle(dropped=step == 1)
+        kept = [x for _, _, x in worker.lost()]
+        found += [x.clone() for x in (*pushed, *ticket, *arrived, *there, *kept)]
+    return found
+
+
+@pytest.mark.capability("L4")
+@pytest.mark.parametrize("word", [*WORDS, "topk:0.5"])
+def test_memory_that_is_taken_again_changes_nothing(word: str) -> None:
+    kept, fresh = said(word, Workspace), said(word, Fresh)
+    assert len(kept) == len(fresh) > 0
+    assert all(map(torch.equal, map(as_bytes, kept), map(as_bytes, fresh)))
+
+
+@pytest.mark.capability("L4")
+def test_bytes_of_one_tensor_in_the_place_of_another_are_found() -> None:
+    """The mutation twin: what is sent of a gradient stays where the next one is coded."""
+    with patch.object(Coded, "_laid", lambda self, name, payload: payload):
+        wrong = said("int8", Workspace)
+    right = said("int8", Workspace)
+    assert not all(map(torch.equal, map(as_bytes, right), map(as_bytes, wrong)))
+
+
+@pytest.mark.capability("L4")
+@pytest.mark.parametrize("word", [word for word in WORDS if word != "lowrank:1"])
+def test_a_steady_push_and_ticket_allocate_nothing(word: str) -> None:
+    """But for factors of `lowrank`, and what a server reads of a push: several are added up."""
+    worker, server = (Coded(codec_of(word), 3, large()) for _ in range(2))
+    there = [*grads_of(large(), 1).values()]
+
+    pushes, newest = ([grads_of(large(), start + number) for number in range(8)] for start in (0, 100))
+
+    def step(number: int) -> None:
+        worker.push(pushes[number], (number, 1))
+        worker.settle(dropped=number % 3 == 0)
+        worker.take(server.ticket(1, [*newest[number].values()], number), there, 1, number)
+
+    for number in range(7):
+        step(number)
+    assert not allocated(lambda: step(7))
+    assert allocated(lambda: server.pushed(worker.push(pushes[0], (8, 1)), large(), (8, 1)))
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """What is not a number equals itself."""
+    return x.contiguous().view(-1).view(torch.uint8)
+
+
+def large() -> dict[Slot, Tensor]:
+    tensors = {"w": torch.zeros(150, 301), "b": torch.zeros(701)}
+    return {Slot.whole(name, x): x for name, x in tensors.items()}

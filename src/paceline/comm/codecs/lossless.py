@@ -1,13 +1,14 @@
 """Fewer bytes, and every bit comes back: bytes of equal weight together, then a general compressor.
 
 Neighbouring gradients have signs and exponents alike and mantissas that nothing predicts, so the bytes of a
-value are put apart, and each plane is compressed alone or left as it is, whichever is smaller.
+value are put apart, and each plane is compressed alone or left as it is, whichever is smaller. All of it goes
+from one piece of kept memory into another.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from math import ceil
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from paceline.comm.codecs.codec import Codec, Keys
 from paceline.comm.workspace import Workspace
-from paceline.errors import MissingExtraError
+from paceline.errors import CommunicationError, MissingExtraError
 
 _PLANE = struct.Struct("<q")  # bytes of a plane; negative: it is as it was
 _LEVEL = 1
@@ -39,7 +40,7 @@ class Lossless:
     def __init__(self, inner: Codec | None = None) -> None:
         self._inner = inner
         self.loses = inner is not None and inner.loses
-        self._compressor, self._decompress = _zstandard()
+        self._compressor, self._decompressor = _zstandard()
 
     def num_bytes(self, num_values: int) -> int:
         """At most 4 n + 32 (of float32; 8 n + 64 of float64); c + 8 for c bytes of another codec."""
@@ -50,54 +51,84 @@ class Lossless:
     def encode(self, x: Tensor, keys: Keys, workspace: Workspace) -> Tensor:
         """See `Codec`."""
         if self._inner is None:
-            raw, width = x.contiguous().view(torch.uint8), x.element_size()
+            raw, width = workspace.copy("lossless.values", x).view(torch.uint8), x.element_size()
         else:
             raw, width = self._inner.encode(x, keys, workspace), 1
-        coded = [self._row(row, width) for row in raw.view(len(x), -1)]
-        out = torch.zeros(len(coded), max(map(len, coded), default=0), dtype=torch.uint8)
-        for row, found in zip(out, coded, strict=True):
-            row[: len(found)] = torch.frombuffer(bytearray(found), dtype=torch.uint8)
-        return out.to(x.device)
+        raw = raw.view(len(x), -1)
+        room = raw.shape[1] + width * _PLANE.size
+        out = workspace.take("lossless", (len(raw), room), torch.uint8)
+        sizes = [self._pack(row, width, into, workspace) for row, into in zip(raw, out, strict=True)]
+        longest = max(sizes, default=0)
+        for into, size in zip(out, sizes, strict=True):
+            into[size:longest].zero_()
+        return out[:, :longest].to(x.device)
 
     def decode(self, payload: Tensor, out: Tensor, keys: Keys, workspace: Workspace) -> None:
-        """See `Codec`."""
+        """See `Codec`.
+
+        Raises:
+            CommunicationError: a plane has other bytes than its values need.
+        """
         if out.numel() == 0:
             return
+        rows, num_values = out.shape
         width = out.element_size() if self._inner is None else 1
-        rows = [self._unpacked(bytes(memoryview(row.numpy())), width) for row in payload.cpu().contiguous()]
-        raw = torch.stack(rows).to(out.device)
+        size = num_values * width if self._inner is None else self._inner.num_bytes(num_values)
+        raw = workspace.take("lossless.raw", (rows, size), torch.uint8)
+        for row, found in zip(workspace.copy("lossless.read", payload.cpu()), raw, strict=True):
+            self._unpack(row.numpy().data, width, found, workspace)
         if self._inner is not None:
-            self._inner.decode(raw, out, keys, workspace)
+            self._inner.decode(raw.to(out.device), out, keys, workspace)
         else:
             out.copy_(raw.view(out.dtype))
 
-    def _row(self, raw: Tensor, width: int) -> bytes:
-        planes = raw.view(-1, width).T.contiguous().cpu()
-        return b"".join(self._plane(bytes(memoryview(plane.numpy()))) for plane in planes)
+    def _pack(self, raw: Tensor, width: int, out: Tensor, workspace: Workspace) -> int:
+        """Write the planes of a row's bytes; how many bytes they are."""
+        plane = workspace.take("lossless.plane", (raw.numel() // width,), torch.uint8)
+        room, end = out.numpy().data, 0
+        for column in raw.view(-1, width).T:
+            end += self._pack_plane(plane.copy_(column).numpy().data, room[end:])
+        return end
 
-    def _plane(self, plane: bytes) -> bytes:
-        if _is_worth(len(self._compressor(plane[:_PROBE_BYTES])), min(len(plane), _PROBE_BYTES)):
-            found = self._compressor(plane)
-            if _is_worth(len(found), len(plane)):
-                return _PLANE.pack(len(found)) + found
-        return _PLANE.pack(-len(plane)) + plane
+    def _pack_plane(self, plane: memoryview, out: memoryview) -> int:
+        body = out[_PLANE.size :]
+        size = self._compressed(plane[:_PROBE_BYTES], body) and self._compressed(plane, body)
+        if not size:
+            body[: len(plane)] = plane
+        _PLANE.pack_into(out, 0, size or -len(plane))
+        return _PLANE.size + (size or len(plane))
 
-    def _unpacked(self, row: bytes, width: int) -> Tensor:
-        """The bytes of a row's values."""
-        place, planes = 0, []
-        for _ in range(width):
+    def _compressed(self, plane: memoryview, out: memoryview) -> int:
+        """Compress into `out`; how many bytes that are, 0 where it is not worth it."""
+        most = ceil(_WORTH * len(plane))
+        size: int = self._compressor.stream_reader(plane, size=len(plane)).readinto(out[:most]) if most else 0
+        return size if size < most else 0
+
+    def _unpack(self, row: memoryview, width: int, out: Tensor, workspace: Workspace) -> None:
+        """Write the bytes of a row's values."""
+        plane, place = workspace.take("lossless.plane", (out.numel() // width,), torch.uint8), 0
+        for column in out.view(-1, width).T:
             (size,) = _PLANE.unpack_from(row, place)
-            part = row[place + _PLANE.size : place + _PLANE.size + abs(size)]
+            part = row[place + _PLANE.size :][: abs(size)]
             place += _PLANE.size + len(part)
-            planes.append(bytearray(self._decompress(part) if size > 0 else part))
-        return torch.stack([torch.frombuffer(plane, dtype=torch.uint8) for plane in planes], 1).view(-1)
+            self._unpack_plane(part, plane.numpy().data, is_packed=size > 0)
+            column.copy_(plane)
+
+    def _unpack_plane(self, part: memoryview, out: memoryview, *, is_packed: bool) -> None:
+        size = len(part)
+        if is_packed:
+            size = self._decompressor.stream_reader(part).readinto(out)
+        elif size == len(out):
+            out[:] = part
+        if size != len(out):
+            raise CommunicationError(
+                f"a coded plane has {size} bytes where its values need {len(out)}",
+                next_step="every rank must sum the same buffers in the same order",
+            )
 
 
-def _is_worth(found: int, before: int) -> bool:
-    return found < _WORTH * before
-
-
-def _zstandard() -> tuple[Callable[[bytes], bytes], Callable[[bytes], bytes]]:
+def _zstandard() -> tuple[Any, Any]:
+    """What compresses, and what is its inverse; each keeps its own memory."""
     try:
         import zstandard
     except ImportError as error:
@@ -105,9 +136,7 @@ def _zstandard() -> tuple[Callable[[bytes], bytes], Callable[[bytes], bytes]]:
             "codec=lossless needs zstandard, which is not installed.",
             next_step="pip install 'paceline[lossless]'",
         ) from error
-    compressor: Any = zstandard.ZstdCompressor(level=_LEVEL)
-    decompressor: Any = zstandard.ZstdDecompressor()
-    return compressor.compress, decompressor.decompress
+    return zstandard.ZstdCompressor(level=_LEVEL), zstandard.ZstdDecompressor()
 
 
 def lossless(argument: str) -> Codec:

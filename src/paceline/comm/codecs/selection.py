@@ -1,4 +1,4 @@
-"""The largest magnitudes of a row: a sample says where to look, so that few values are sorted."""
+"""The largest magnitudes of a row: a sample says where to look, so that few values are ranked."""
 
 from __future__ import annotations
 
@@ -19,13 +19,44 @@ def largest(x: Tensor, kept: int, out: Tensor, workspace: Workspace) -> None:
     """Write the places of the `kept` largest magnitudes of `x` [n], ascending, into `out` int64 [kept]; among
     equals the first.
 
-    A sample gives a threshold that a few more values reach than are wanted; these alone are sorted. If too
+    A sample gives a threshold that a few more values reach than are wanted; only these are ranked. If too
     few do, all are. What is not finite counts as largest.
     """
+    if not kept:
+        return
     candidates = _likely(x, kept, workspace)
-    sizes = (x if candidates is None else x[candidates]).abs().nan_to_num_(torch.inf, torch.inf)
-    order = torch.sort(sizes, descending=True, stable=True).indices[:kept]
-    out.copy_((order if candidates is None else candidates[order]).sort().values)
+    if candidates is None:
+        out.copy_(_first_largest(x, kept, x.numel(), workspace))
+        return
+    room = num_candidates(x.numel(), kept)
+    values = workspace.take("topk.likely", candidates.shape, x.dtype, x.device, room=room)
+    torch.index_select(x, 0, candidates, out=values)
+    torch.index_select(candidates, 0, _first_largest(values, kept, room, workspace), out=out)
+
+
+def _first_largest(values: Tensor, kept: int, room: int, workspace: Workspace) -> Tensor:
+    """Places in `values` [n], ascending: what is larger than the smallest that is kept, and the first of its
+    size. A sort would find the same, and allocate.
+    """
+    sizes, larger, equal = (
+        workspace.take(f"topk.{name}", values.shape, dtype, values.device, room=room)
+        for name, dtype in (("sizes", values.dtype), ("larger", torch.bool), ("equal", torch.bool))
+    )
+    torch.abs(values, out=sizes).nan_to_num_(torch.inf, torch.inf)
+    least = _most(sizes, kept, workspace).min()
+    torch.gt(sizes, least, out=larger)
+    torch.eq(sizes, least, out=equal)
+    missing = kept - int(larger.count_nonzero())
+    larger.index_fill_(0, _places_of(equal, room, workspace, "topk.ties")[:missing], True)
+    return _places_of(larger, room, workspace, "topk.first")
+
+
+def _most(sizes: Tensor, wanted: int, workspace: Workspace) -> Tensor:
+    """The largest of some sizes, in any order."""
+    found = workspace.take("topk.most", (wanted,), sizes.dtype, sizes.device)
+    where = workspace.take("topk.where", (wanted,), torch.int64, sizes.device)
+    torch.topk(sizes, wanted, sorted=False, out=(found, where))
+    return found
 
 
 def sample_of(x: Tensor, kept: int, workspace: Workspace) -> Tensor:
@@ -48,22 +79,29 @@ def _likely(x: Tensor, kept: int, workspace: Workspace) -> Tensor | None:
     if not sample.numel():
         return None
     wanted = num_wanted(x.numel(), kept, sample.numel())
-    threshold = sample.abs_().nan_to_num_(torch.inf).topk(wanted, sorted=False).values.min()
+    threshold = _most(sample.abs_().nan_to_num_(torch.inf), wanted, workspace).min()
+    reaches = workspace.take("topk.reaches", x.shape, torch.bool, x.device)
     if threshold > 0:
-        sizes = torch.abs(x, out=workspace.like("topk.sizes", x))
-        below = torch.lt(sizes, threshold, out=workspace.take("topk.below", x.shape, torch.bool, x.device))
-        found = below.logical_not_().nonzero().view(-1)
+        torch.lt(torch.abs(x, out=workspace.like("topk.all", x)), threshold, out=reaches).logical_not_()
     else:
-        found = (x != 0).nonzero().view(-1)
-    if found.numel() >= kept:
-        return found
-    return _with_zeros(x, found, kept) if threshold == 0 else None
+        _fill_up(torch.ne(x, 0, out=reaches), kept, workspace)
+    found = _places_of(reaches, num_candidates(x.numel(), kept), workspace, "topk.reaching")
+    return found if found.numel() >= kept else None
 
 
-def _with_zeros(x: Tensor, found: Tensor, kept: int) -> Tensor:
-    """All that are not zero, and the first zeros."""
-    zeros = (x == 0).nonzero().view(-1)[: kept - found.numel()]
-    return torch.cat([found, zeros]).sort().values
+def _fill_up(holds: Tensor, kept: int, workspace: Workspace) -> None:
+    """Let a mask [n] hold at `kept` places: where it does, and at the first others, all among as many."""
+    missing = kept - int(holds.count_nonzero())
+    if missing > 0:
+        others = workspace.take("topk.others", (kept,), torch.bool, holds.device)
+        torch.logical_not(holds[:kept], out=others)
+        holds.index_fill_(0, _places_of(others, kept, workspace, "topk.zeros")[:missing], True)
+
+
+def _places_of(holds: Tensor, room: int, workspace: Workspace, name: str) -> Tensor:
+    """Where a mask [n] is true, ascending."""
+    place = workspace.take(name, (int(holds.count_nonzero()), 1), torch.int64, holds.device, room=room)
+    return torch.nonzero(holds, out=place).view(-1)
 
 
 def num_candidates(num_values: int, kept: int) -> int:

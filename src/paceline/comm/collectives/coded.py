@@ -104,8 +104,8 @@ class CodedCollective:
             for row, coded in enumerate(payload):
                 self.codec.decode(coded.unsqueeze(0), one, keys, workspace)
                 own.take_out(row, one[0], workspace)
-        payload = self._fitted(payload, key)
-        arrived = workspace.like("arrived", payload)
+        payload = self._fitted(payload, key, x.shape[1])
+        arrived = self._rows("arrived", payload.shape, payload, x.shape[1])
         self._inner.all_to_all(payload, key, arrived).wait(exposed=False)
         for number, coded in enumerate(arrived):
             self.codec.decode(coded.unsqueeze(0), one if number else total, keys, workspace)
@@ -126,10 +126,10 @@ class CodedCollective:
         if pending is not None:
             self.codec.decode(payload, one, keys, workspace)
             pending.take_out_of_sum(mine, one[0])
-        payload = self._fitted(payload, key)
+        payload = self._fitted(payload, key, mine.numel())
         # Gloo's all_gather would allocate all of it again; sent as rows it is as many bytes
-        spread = workspace.take("spread", (self.group.size, payload.shape[1]), payload.dtype, payload.device)
-        found = workspace.like("arrived", spread)
+        shape = self.group.size, payload.shape[1]
+        spread, found = (self._rows(name, shape, payload, mine.numel()) for name in ("spread", "arrived"))
         self._inner.all_to_all(spread.copy_(payload), f"{key}.sum", found).wait(exposed=False)
         for part, coded in zip(x.view(-1).split(mine.numel()), found, strict=False):
             whole = part.numel() == mine.numel()
@@ -157,17 +157,21 @@ class CodedCollective:
         out[num_values:].zero_()
         return out.view(size, width)
 
-    def _fitted(self, payload: Tensor, key: str) -> Tensor:
+    def _fitted(self, payload: Tensor, key: str, num_values: int) -> Tensor:
         """Rows as long as the longest of any rank."""
         if not self.codec.ragged:
             return payload.contiguous()
         width = torch.tensor([payload.shape[1]], device=payload.device)
         longest = int(self._inner.all_gather(width, f"{key}.width").wait(exposed=False).max())
-        shape = len(payload), longest
-        out = self._workspace.take("fitted", shape, payload.dtype, payload.device)
+        out = self._rows("fitted", (len(payload), longest), payload, num_values)
         out[:, : payload.shape[1]] = payload
         out[:, payload.shape[1] :].zero_()
         return out
+
+    def _rows(self, name: str, shape: Sequence[int], like: Tensor, num_values: int) -> Tensor:
+        """Memory for coded rows, with room for the longest that so many values can have."""
+        room = shape[0] * self.codec.num_bytes(num_values)
+        return self._workspace.take(name, shape, like.dtype, like.device, room=room)
 
     def all_gather(self, x: Tensor, key: str) -> Handle:
         """See `Collective`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from paceline.checkpoint import Files, Shelf, load
+from tests.command_jobs import start
 from tests.hostile.jobs import end_of, train, until
 
 pytestmark = [
@@ -52,7 +54,6 @@ def test_a_job_goes_on_without_a_worker_that_is_lost_and_says_so(
             '"servers=1 sync=server-async codec=int8"',
             1,
         ),  # what it has not sent, nobody else has
-        pytest.param("die-in-write", SERVED, 0, marks=pytest.mark.soak),
         pytest.param("die-in-save", SERVED, 0, marks=pytest.mark.soak),
         pytest.param("die-in-save", '"servers=2 sync=server-async codec=int8"', 0, marks=pytest.mark.soak),
     ],
@@ -76,6 +77,31 @@ def test_a_job_goes_on_without_a_worker_that_is_lost_between_two_rounds(
     assert losses.keys() == {2, 4, 6}
     for one in kept.whole:
         assert losses[one.step] == pytest.approx(held_out_loss(kept.files, one.name), rel=1e-5)
+
+
+def test_a_run_is_resumed_from_what_was_saved_after_a_worker_was_lost_in_that_save(tmp_path: Path) -> None:
+    """By those that are left, it ends where the job ended that went on without the worker."""
+    strategy, checkpoints = '"servers=1 sync=server"', tmp_path / "run" / "checkpoints"
+    keys = {"batch__shards": 4, "options__what": '"die-in-write"', "options__rank": 3, "steps": 6}
+    keys |= {"checkpoint__keep": 9, "checkpoint__every_steps": 2, "runtime__deadline_seconds": 600}
+    with train(tmp_path, processes=4, strategy=strategy, **keys) as process:
+        end = end_of(process)
+    assert end.code == 0 and "rank 3 was killed by SIGKILL" in end.err, end.err
+    first, *later = Shelf.look(Files(str(checkpoints))).whole
+    assert [one.step for one in (first, *later)] == [2, 4, 6]
+    expected = load(Files(str(checkpoints)), later[-1].name).tensors
+    for one in later:
+        shutil.rmtree(checkpoints / one.name)
+    with start(tmp_path, "train", "--resume", "run", "-n", "3") as process:
+        end = end_of(process)
+    assert end.code == 0, end.err
+    kept = Shelf.look(Files(str(checkpoints)))
+    assert [one.step for one in kept.whole] == [2, 4, 6] and not kept.broken
+    found = load(kept.files, kept.whole[-1].name).tensors
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        if name != "work/work":  # how many parts there were: a worker less
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-7)
 
 
 def held_out_loss(files: Files, name: str) -> float:

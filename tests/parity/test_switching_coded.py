@@ -22,10 +22,13 @@ from tests.parity.test_switching import SWITCH, goes_on, until
 from tests.parity.test_switching import digits as plain
 
 TOPK = "codec=topk:0.1"
+STREAMED = {"fragments": 2, "delay_steps": 1, "mixing": 0.5}
 
 
 def digits(strategy: str, **changes: Any) -> Recipe:
-    return plain("every-step", **({"strategy": Strategy.parse(strategy)} | changes))
+    """DiLoCo of six steps is streamed, in two fragments."""
+    streamed = {"outer": STREAMED} if "diloco:6" in strategy else {}
+    return plain("every-step", **({"strategy": Strategy.parse(strategy)} | streamed | changes))
 
 
 def ends(cluster: Cluster, first: str, second: str, switching: str) -> list[float]:
@@ -42,7 +45,33 @@ def ends(cluster: Cluster, first: str, second: str, switching: str) -> list[floa
     return [switched.distance(apart), switched.distance(resumed)]
 
 
-def all_pairs(cluster: Cluster) -> list[float]:
+def owed(cluster: Cluster) -> list[tuple[bool, ...]]:
+    """Once it is taken over, and after a round: whether losses of gradients, and of movements, are kept."""
+    first, second = (digits(f"replicas=2 {TOPK} sync={rule}") for rule in ("every-step", "local:3"))
+    before, session = session_of(cluster, first), session_of(cluster, second)
+    until(before, SWITCH)
+    session.take_over(before.snapshot())
+    found = []
+    for step in (SWITCH, SWITCH + 3):
+        if step > SWITCH:
+            until(session, step)
+        names = session.snapshot().tensors()
+        found.append(tuple(any(name.startswith(word) for name in names) for word in ("residual/", "moved/")))
+    return found
+
+
+def by_one(cluster: Cluster) -> tuple[float, bool]:
+    """How much of what two ranks have lost one that goes on alone misses, and whether it is kept for good."""
+    before = session_of(cluster, digits(f"replicas=2 {TOPK}"))
+    until(before, SWITCH)
+    snapshot, one = before.snapshot(), session_of(Cluster.single(), digits(f"replicas=1 {TOPK}"))
+    one.restore(snapshot.tensors(), snapshot.scalars())
+    _, missing = handed(snapshot.tensors(), one.snapshot().tensors())
+    until(one, SWITCH + 1)
+    return missing, any(name.startswith("residual/") for name in one.snapshot().tensors())
+
+
+def all_pairs(cluster: Cluster) -> tuple[list[float], list[tuple[bool, ...]], tuple[float, bool]]:
     """A server has one worker: of two, who asks first gets the part, and each has a loss of its own."""
     switching = f"servers=1 {TOPK} sync=every-step@{SWITCH},server"
     found = ends(cluster, f"replicas=2 {TOPK}", f"servers=1 {TOPK} sync=server", switching)
@@ -50,16 +79,21 @@ def all_pairs(cluster: Cluster) -> list[float]:
         ("every-step", "diloco:3", "topk:0.1"),
         ("diloco:3", "every-step", "int4"),
         ("local:3", "local:2", "topk:0.1"),
+        ("diloco:6", "every-step", "topk:0.1"),
+        ("every-step", "diloco:6", "topk:0.1"),
     ]:
         one, other = (f"replicas=2 codec={codec} sync={rule}" for rule in (first, second))
         found += ends(cluster, one, other, f"replicas=2 codec={codec} sync={first}@{SWITCH},{second}")
-    return found
+    return found, owed(cluster), by_one(cluster)
 
 
 @pytest.mark.capability("Z1", "H4")
 def test_a_coded_run_that_switches_is_the_second_rule_from_that_state() -> None:
-    for distances in run_ranks(all_pairs, 2):
-        assert distances == [0.0] * 8
+    """And what has been applied is state no more, also by one rank that goes on alone."""
+    for distances, kept, (missing, is_kept) in run_ranks(all_pairs, 2):
+        assert distances == [0.0] * 12
+        assert kept == [(True, False), (False, True)]
+        assert missing < 1e-5 and not is_kept
 
 
 def lost(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

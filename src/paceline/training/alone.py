@@ -38,8 +38,13 @@ def step_alone(
     state.keepers["inner"], state.alone = InnerState(state, setting.mesh.replica), True
     if owed is None:
         return build_step(setting, LocalReducer(holding.computes), setting.mesh.inside)
-    more = {"ran": lambda sums, scale: owed.ran(scale), "owes": lambda: owed.names}
-    return build_step(setting, owed, setting.mesh.inside, **more)
+    return step_owing(setting, owed, setting.mesh.inside)
+
+
+def step_owing(setting: Setting, owed: OwedReducer, group: Group) -> EveryStep:
+    """That of a rank that sends no gradients, and has taken over what coding had lost."""
+    more: dict[str, Any] = {"ran": lambda sums, scale: owed.ran(scale), "owes": lambda: owed.names}
+    return build_step(setting, owed, group, **more)
 
 
 def those_who_meet(setting: Setting) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from paceline.sync.straggler import COMMUNICATION, Watched
 from paceline.sync.streamed import StreamedRounds
 from paceline.sync.two_buffers import TwoBuffers
 from paceline.sync.weight_stash import WeightStash
-from paceline.training.alone import build_step, number_of, step_alone, those_who_meet
+from paceline.training.alone import build_step, number_of, step_alone, step_owing, those_who_meet
 from paceline.training.arrange import Setting
 from paceline.training.codecs import local_clip_norm
 from paceline.training.layouts import Layout
@@ -44,12 +44,9 @@ from paceline.training.serving import num_workers, served
 
 def every_step(setting: Setting, layout: Layout, state: TrainState) -> Rule:
     """All replicas average their gradients in every step."""
-    reducer, holding = build_reduction(setting, layout.placed.holding), layout.placed.holding
-    if setting.recipe.strategy.feeds_back:
-        scale = partial(_gradient_scale, setting, state)
-        state.keepers["residual"] = _residuals(setting, reducer, holding, scale)
+    holding, replicas = layout.placed.holding, setting.mesh.data
+    step, reducer = _coded_step(setting, holding, state)
     state.keepers["moved"] = MovedAtOnce(holding)
-    step, replicas = _clipped_step(setting, reducer), setting.mesh.data
     told: dict[str, Any] = {"group": replicas, "net": setting.net, "note": setting.note}
     rule: Rule = step
     ran: Callable[[int], int] = partial(_micro_batches, setting.shards, replicas)
@@ -63,6 +60,23 @@ def every_step(setting: Setting, layout: Layout, state: TrainState) -> Rule:
     if setting.choices and replicas.size > 1:
         rule = Measured(rule, setting.choices, reducer, holding.computes, warn=setting.warn, **told)
     return rule
+
+
+def _coded_step(setting: Setting, holding: Holding, state: TrainState) -> tuple[EveryStep, Reduction]:
+    """A step of all ranks, and what sums; what their coding loses is kept.
+
+    One rank codes nothing, and applies what others had lost.
+    """
+    codes, world = setting.recipe.strategy.feeds_back, setting.mesh.world
+    if codes and world.size == 1 and not setting.recipe.is_ordered:
+        owed = OwedReducer(holding.computes, others=False)
+        state.keepers["residual"] = _residuals(setting, owed, holding)
+        return step_owing(setting, owed, world), owed
+    reducer = build_reduction(setting, holding)
+    if codes:
+        scale = partial(_gradient_scale, setting, state)
+        state.keepers["residual"] = _residuals(setting, reducer, holding, scale)
+    return _clipped_step(setting, reducer), reducer
 
 
 def _gradient_scale(setting: Setting, state: TrainState) -> float:

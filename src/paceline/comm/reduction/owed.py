@@ -28,11 +28,12 @@ class OwedReducer(LocalReducer):
 
     Args:
         tensors: what this rank computes with, by slot.
+        others: other ranks have taken over some of it, too.
     """
 
-    def __init__(self, tensors: Mapping[Slot, Tensor]) -> None:
+    def __init__(self, tensors: Mapping[Slot, Tensor], *, others: bool = True) -> None:
         super().__init__(tensors)
-        self._tensors = tensors
+        self._tensors, self._others = tensors, others
         self._owed: dict[Slot, Tensor] = {}
         self._is_paid, self._scale = False, 1.0
 
@@ -55,6 +56,8 @@ class OwedReducer(LocalReducer):
     def commit(self) -> None:
         """What was owed has been applied."""
         self._is_paid = True
+        if not self._others:
+            self.forget()
 
     def forget(self) -> None:
         """All ranks have applied what they owed: it is state no more."""

@@ -1,4 +1,7 @@
-"""A pipeline whose stages find messages in memory has the bits of one whose messages a backend carries."""
+"""A pipeline whose stages find messages in memory has the bits of one whose messages a backend carries.
+
+So has one that lies on two hosts, where memory is for stages of one host only.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from torch import Tensor
 
 from paceline.cluster import Cluster
 from paceline.comm.routes import host_meeting
-from paceline.layout.pipeline import HostWire, Pipeline, StageWire
+from paceline.layout.pipeline import HostWire, Pipeline, StageWire, WireByHost
 from paceline.recipe import Recipe, Strategy
 from paceline.testing import run_ranks
 from paceline.testing.parity import session_of
@@ -54,19 +57,21 @@ def other_than(right: tuple[str, list[Tensor], int], found: tuple[str, list[Tens
     """What is wrong with an end; empty: nothing."""
     if not all(map(torch.equal, right[1], found[1])):
         return "other bits"
-    name, is_mapped = wire.__name__, wire is HostWire
+    name, is_mapped = wire.__name__, wire is not StageWire
     return "" if (found[0], found[2] > 0) == (name, is_mapped) else f"{found[0]}, {found[2]} maps"
 
 
 def both(cluster: Cluster, schedules: tuple[str, ...]) -> list[str]:
-    """What is wrong, by schedule; under the first also where stages are on hosts of their own."""
-    found = []
+    """What is wrong, by schedule; also where stages are on hosts of their own, and where four are on two."""
+    found, right = [], {words: ends(cluster, f"{words} route=native") for words in schedules}
     for words in schedules:
-        right = ends(cluster, f"{words} route=native")
-        found += [other_than(right, right, StageWire), other_than(right, ends(cluster, words), HostWire)]
-    with patch.object(host_meeting, "this_host", lambda: f"host {cluster.global_rank}"):
-        apart = ends(cluster, schedules[0])
-    return [*found, other_than(ends(cluster, schedules[0]), apart, StageWire)]
+        found += [other_than(right[words], right[words], StageWire)]
+        found += [other_than(right[words], ends(cluster, words), HostWire)]
+    halves = max(1, cluster.world_size // 2)
+    for here, wire in ((1, StageWire), *((n, WireByHost) for n in {halves} - {1})):
+        with patch.object(host_meeting, "this_host", lambda n=here: f"host {cluster.global_rank // n}"):
+            found += [other_than(right[words], ends(cluster, words), wire) for words in schedules[:here]]
+    return found
 
 
 @pytest.mark.capability("D1", "D2", "D4", "D5", "D6")

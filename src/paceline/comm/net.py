@@ -166,12 +166,13 @@ class Net:
         """Send a contiguous tensor to the group's rank `to`; do not change it before `wait`."""
         self._launch("send", x, group)
         work = self._call("send", group, lambda pg: pg.send([_real(_carried(x))], to, tag))
-        return launched("send", group, self, work, None, lambda: x)  # Gloo does not tell when it ends
+        there = f"send to rank {group.ranks[to]}"
+        return launched(there, group, self, work, None, lambda: x)  # Gloo does not tell when it ends
 
     def receive(self, x: Tensor, group: Group, source: int, tag: int = 0) -> Handle:
         """Receive into a contiguous tensor from the group's rank `source`; the handle returns it."""
         work = self._call("receive", group, lambda pg: pg.recv([_real(x)], source, tag))
-        return launched("receive", group, self, work, None, lambda: x)
+        return launched(f"receive from rank {group.ranks[source]}", group, self, work, None, lambda: x)
 
     def barrier(self, group: Group) -> None:
         """Wait until all ranks of the group are here."""

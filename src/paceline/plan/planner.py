@@ -26,7 +26,7 @@ from paceline.plan.forms import (
     trains_alone,
 )
 from paceline.plan.layers import layer_rows, layers_of
-from paceline.plan.messages import buffer_bytes, late_bytes
+from paceline.plan.messages import buffer_bytes, late_bytes, near_stages
 from paceline.plan.moments import Walk, Work, first_step, in_agreement, in_update
 from paceline.plan.parts import Parts, RankMemory
 from paceline.plan.ranks import CPU, Place, fake_model, places
@@ -69,7 +69,8 @@ class Planner:
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._found: dict[tuple[int, int], list[Footprint]] = {}
         self._update: Update | None = None
-        self._in_common = recipe.strategy.path.in_memory and nodes == 1
+        self._per_host = -(-processes // nodes) if recipe.strategy.path.in_memory else 0
+        self._in_common = self._per_host == processes
         self._places = list(places(recipe, task, self._model, processes))
 
     def ranks(self) -> list[RankMemory]:
@@ -138,13 +139,14 @@ class Planner:
         )
 
     def _mail(self, place: Place) -> int:
-        """Memory in which the messages of a stage lie for its neighbours, on one host."""
-        if place.stage is None or not self._in_common:
+        """Memory in which the messages of a stage lie for its neighbours on its host."""
+        if place.stage is None:
             return 0
         number, stages = place.stage.stage, place.stage.num_stages
         table = self._table(stages)
         own = self._footprints(place, table.parts[number])[number::stages]
-        return buffer_bytes(own, table, number)
+        near = near_stages(self.recipe.strategy.degrees, place.rank, self._per_host)
+        return buffer_bytes(own, table, number, near)
 
     def _table(self, num_stages: int) -> Table:
         """Of the rank that has most micro-batches."""
@@ -204,7 +206,8 @@ class Planner:
         own = self._footprints(place, parts[number])[number::stages]
         before, after = (parts[number] // parts[n % stages] for n in (number - 1, number + 1))
         divided = sum(max(0, before - 1) * f.arriving + max(0, after - 1) * f.departing for f in own)
-        return Work(order, own, sizes, divided + (0 if self._in_common else late_bytes(own)))
+        near = near_stages(self.recipe.strategy.degrees, place.rank, self._per_host)
+        return Work(order, own, sizes, divided + late_bytes(own, table, number, near))
 
     def _footprints(self, place: Place, parts: int = 1) -> list[Footprint]:
         """Of all chunks of the model, as tensor ranks at this place run a micro-batch, or a part of one."""

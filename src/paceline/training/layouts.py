@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.comm.routes import HostMail, meet_on_host
+from paceline.comm.routes import HostMail, meet_those_here
 from paceline.errors import StrategyError
 from paceline.layout import Holding, Lanes, Placed
 from paceline.layout.holding import hold
-from paceline.layout.pipeline import Cut, HostWire, Neighbours, StageThreads, StageWire
+from paceline.layout.pipeline import Cut, HostWire, Neighbours, StageThreads, StageWire, WireByHost
 from paceline.layout.placement import Placement, Transform
 from paceline.mesh import twin_group
 from paceline.slot import trained_parameters
@@ -114,13 +114,14 @@ def _one_after_another(calls: Sequence[Callable[[], None]]) -> Callable[[], None
 def _stage_wire(setting: Setting, device: torch.device, leavers: list[Callable[[], None]]) -> Neighbours:
     """Memory between stages of one host, where the route may be memory; else the backend. Collective."""
     ahead, in_memory = setting.mesh.axes["pipeline"], setting.recipe.strategy.path.in_memory
-    links = meet_on_host(ahead, setting.net) if in_memory and device.type == "cpu" else None
-    if links is not None:
-        wire = HostWire(HostMail(setting.net, ahead, links))
-        leavers.append(wire.close)
-        return wire
     back = twin_group(ahead, "back") if device.type == "cuda" else None
-    return StageWire(ahead, setting.net, device, back)
+    far = StageWire(ahead, setting.net, device, back)
+    links = meet_those_here(ahead, setting.net) if in_memory and device.type == "cpu" else None
+    if links is None:
+        return far
+    near = HostWire(HostMail(setting.net, ahead, links))
+    leavers.append(near.close)
+    return near if len(near.stages) == ahead.size - 1 else WireByHost(near, far)
 
 
 def _of_both(setting: Setting, holding: Holding) -> tuple[dict[str, Any], dict[str, Any]]:

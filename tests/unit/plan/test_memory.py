@@ -15,15 +15,18 @@ from paceline import Loss, Task
 from paceline.cli.main import build_app
 from paceline.cluster import Cluster
 from paceline.errors import StrategyError, TaskError
+from paceline.mesh import AXES
 from paceline.models import GPT, GPTConfig, gpt_chain
 from paceline.plan import judge, nearest_that_fits, plan_memory, whole_bytes
 from paceline.plan.forms import gathered_by_block, partial_sums, sizes_of
 from paceline.plan.live_bytes import LiveBytes
+from paceline.plan.messages import near_stages
 from paceline.plan.ranks import places
 from paceline.recipe import Recipe, Strategy, load_recipe
 from paceline.testing.parity import session_of
 
 LARGEST = GPTConfig(vocab=50257, context=2048, layers=96, heads=96, width=12288)
+MOMENTS = "update", "backward"
 SMALL = GPTConfig(vocab=257, context=32, layers=4, heads=4, width=64)
 
 
@@ -198,3 +201,38 @@ def test_a_stage_that_runs_a_quarter_at_a_time_keeps_a_quarter() -> None:
     whole, quarters = activations(""), activations(" rechunk=1,4")
     assert quarters[0] == whole[0]
     assert 0.24 * whole[1] <= quarters[1] <= 0.28 * whole[1]
+
+
+@pytest.mark.capability("D1", "L3")
+def test_messages_lie_in_memory_for_the_stages_of_one_host_only() -> None:
+    """Of four stages on two hosts; the thread of a backend keeps a few of what it carries in backward."""
+
+    def wires(nodes: int) -> tuple[list[int], list[int]]:
+        plan = plan_memory(recipe("replicas=1 pipeline=4 schedule=1f1b"), gpt(), 4, nodes=nodes)
+        update, backward = ([rank.moments[moment].wire for rank in plan.ranks] for moment in MOMENTS)
+        return update, backward
+
+    (none, _), (two_hosts, of_both), (one_host, in_memory) = (wires(nodes) for nodes in (4, 2, 1))
+    assert two_hosts[0] == one_host[0] > none[0] and two_hosts[3] == one_host[3] > none[3]
+    assert all(none[stage] < two_hosts[stage] < one_host[stage] for stage in (1, 2))
+    late = [a - b for a, b in zip(of_both, in_memory, strict=True)]
+    assert late[0] == late[3] == 0 and late[1] > two_hosts[1] - one_host[1]
+
+
+@pytest.mark.capability("L3")
+@pytest.mark.parametrize(
+    ("rank", "per_host", "near"),
+    [
+        (5, 4, {2, 3}),
+        (2, 4, {0, 1}),
+        (9, 4, {0, 1}),
+        (9, 16, {0, 1, 2, 3}),
+        (6, 2, {3}),
+        (6, 3, {3}),
+        (0, 0, set()),
+    ],
+)
+def test_stages_of_a_host_are_those_whose_ranks_it_has(rank: int, per_host: int, near: set[int]) -> None:
+    """Two replicas of four stages of two tensor ranks."""
+    degrees = dict.fromkeys(AXES, 1) | {"replica": 2, "pipeline": 4, "tensor": 2}
+    assert near_stages(degrees, rank, per_host) == near

@@ -3,7 +3,7 @@
 from paceline.comm.routes.by_messages import MessageCollective
 from paceline.comm.routes.hierarchical import HierarchicalCollective
 from paceline.comm.routes.host_mail import HostMail
-from paceline.comm.routes.host_meeting import meet_on_host
+from paceline.comm.routes.host_meeting import meet_on_host, meet_those_here
 from paceline.comm.routes.native import NativeCollective
 from paceline.comm.routes.shared_memory import SharedMemoryCollective
 
@@ -14,4 +14,5 @@ __all__ = [
     "NativeCollective",
     "SharedMemoryCollective",
     "meet_on_host",
+    "meet_those_here",
 ]

@@ -79,11 +79,13 @@ class HostLinks:
     Args:
         peers: connected sockets of type SEQPACKET, by global rank.
         group, net: for what errors say, and for the deadline.
+    Attributes:
+        ranks: those at the other ends.
     """
 
     def __init__(self, peers: Mapping[int, socket.socket], group: Group, net: Net) -> None:
         self._by_rank = {rank: _Peer(rank, s) for rank, s in sorted(peers.items())}
-        self._peers = [*self._by_rank.values()]
+        self._peers, self.ranks = [*self._by_rank.values()], frozenset(peers)
         self._group, self._net = group, net
         self._turn, self._is_reading = threading.Condition(), False
 

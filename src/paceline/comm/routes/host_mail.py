@@ -45,17 +45,20 @@ class _Way:
 
 
 class HostMail:
-    """Messages of one rank with the others of its group, on one host; for one thread.
+    """Messages of one rank with those of its group that are on its host; for one thread.
 
     Args:
-        links: connects the group, for nothing else; `close` closes it.
+        links: connects them, for nothing else; `close` closes it.
+    Attributes:
+        places: in the group, of those that this one sends to and hears.
     Wire: nothing. The ledger counts each message as one that is sent.
     Memory: for each rank that this one sends to, as many buffers as messages to it are on the way at a time.
     """
 
     def __init__(self, net: Net, group: Group, links: HostLinks) -> None:
         self._net, self._group, self._links = net, group, links
-        self._ways = {place: _Way(rank) for place, rank in enumerate(group.ranks) if place != group.rank}
+        self._ways = {place: _Way(rank) for place, rank in enumerate(group.ranks) if rank in links.ranks}
+        self.places = frozenset(self._ways)
 
     def send(self, to: int, num_bytes: int, write: Callable[[Tensor], None]) -> None:
         """Send a message to a place in the group.

@@ -13,7 +13,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -41,18 +41,15 @@ def meet_on_host(group: Group, net: Net) -> HostLinks | None:
         CommunicationError: a rank cannot be reached.
     Wire: one ragged all_gather of about a hundred bytes a rank.
     """
-    host = this_host()
-    listener = _listen() if host else None
-    try:
-        address = listener.getsockname().hex() if listener else ""
-        said = [json.loads(text) for text in gather_texts(json.dumps([host, address]), group, net)]
-        if listener is None or any(there != host for there, _ in said):
-            return None
-        expires = time.monotonic() + net.deadline_seconds
-        return HostLinks(_meet(listener, [address for _, address in said], group, expires), group, net)
-    finally:
-        if listener is not None:
-            listener.close()
+    return _meet_here(group, net, fewest=group.size)
+
+
+def meet_those_here(group: Group, net: Net) -> HostLinks | None:
+    """Connect this rank with those of its group that are on its host; None if it is alone there.
+
+    Collective. Raises and sends what `meet_on_host` does.
+    """
+    return _meet_here(group, net, fewest=2)
 
 
 def this_host() -> str:
@@ -61,6 +58,20 @@ def this_host() -> str:
     if sys.platform != "linux" or not (kernel.exists() and network.exists()):
         return ""
     return f"{kernel.read_text().strip()} {network.stat().st_ino}"
+
+
+def _meet_here(group: Group, net: Net, fewest: int) -> HostLinks | None:
+    """Connect the ranks of this host if there are so many of the group."""
+    host = this_host()
+    with ExitStack() as closing:
+        listener = closing.enter_context(_listen()) if host else None
+        address = listener.getsockname().hex() if listener else ""
+        said = [json.loads(text) for text in gather_texts(json.dumps([host, address]), group, net)]
+        here = {place: address for place, (there, address) in enumerate(said) if there == host}
+        if listener is None or len(here) < fewest:
+            return None
+        expires = time.monotonic() + net.deadline_seconds
+        return HostLinks(_meet(listener, here, group, expires), group, net)
 
 
 def _listen() -> socket.socket:
@@ -72,12 +83,10 @@ def _listen() -> socket.socket:
 
 
 def _meet(
-    listener: socket.socket, addresses: Sequence[str], group: Group, expires: float
+    listener: socket.socket, addresses: Mapping[int, str], group: Group, expires: float
 ) -> dict[int, socket.socket]:
-    """Call those before this rank, hear those after it, all side by side."""
-    meeting = _Meeting(
-        listener, {place: bytes.fromhex(addresses[place]) for place in range(group.rank)}, group
-    )
+    """Call those before this rank, hear those after it, all side by side; addresses are by place."""
+    meeting = _Meeting(listener, {place: bytes.fromhex(text) for place, text in addresses.items()}, group)
     with ExitStack() as failing:
         failing.callback(meeting.give_up)
         try:
@@ -101,11 +110,12 @@ class _Meeting:
     """The calls of one rank. An abstract address has no rights: any user may call it, so strangers may come.
 
     Args:
-        calls: addresses to call, by place in the group.
+        addresses: of the ranks that meet, this one among them, by place in the group.
     """
 
-    def __init__(self, listener: socket.socket, calls: Mapping[int, bytes], group: Group) -> None:
-        self._listener, self._calls, self._group = listener, dict(calls), group
+    def __init__(self, listener: socket.socket, addresses: Mapping[int, bytes], group: Group) -> None:
+        self._listener, self._places, self._group = listener, {*addresses} - {group.rank}, group
+        self._calls = {place: address for place, address in addresses.items() if place < group.rank}
         self._callers: dict[socket.socket, float] = {}
         self.found: dict[int, socket.socket] = {}
         self.strangers = 0
@@ -113,8 +123,7 @@ class _Meeting:
     @property
     def missing(self) -> list[int]:
         """Ranks that are not connected."""
-        others = set(self._group.ranks) - {self._group.ranks[self._group.rank]}
-        return sorted(others - self.found.keys())
+        return sorted({self._group.ranks[place] for place in self._places} - self.found.keys())
 
     def go_on(self) -> None:
         """Whatever can be done now; wait a moment if that is nothing."""
@@ -189,7 +198,7 @@ class _Meeting:
             said = b""
         place = int(_HELLO.unpack(said)[0]) if len(said) == _HELLO.size else -1
         group = self._group
-        if group.rank < place < group.size and group.ranks[place] not in self.found:
+        if place > group.rank and place in self._places and group.ranks[place] not in self.found:
             del self._callers[caller]
             self.found[group.ranks[place]] = caller
         else:

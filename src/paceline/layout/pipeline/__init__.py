@@ -7,6 +7,7 @@ from paceline.layout.pipeline.placed import Pipeline
 from paceline.layout.pipeline.stage import Cut, cut_evenly, cut_model
 from paceline.layout.pipeline.threads import StageThreads
 from paceline.layout.pipeline.wire import Neighbours, StageWire
+from paceline.layout.pipeline.wire_by_host import WireByHost
 
 __all__ = [
     "Cut",
@@ -16,6 +17,7 @@ __all__ = [
     "Pipeline",
     "StageThreads",
     "StageWire",
+    "WireByHost",
     "chain_of",
     "cut_evenly",
     "cut_model",

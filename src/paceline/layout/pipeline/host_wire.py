@@ -23,12 +23,14 @@ class HostWire:
 
     Args:
         mail: between them; `close` closes it.
+    Attributes:
+        stages: those that it reaches.
     Wire: nothing. The ledger counts a description of 512 bytes for each message, longer with many tensors,
         and the tensors, which begin at multiples of 64 bytes.
     """
 
     def __init__(self, mail: HostMail) -> None:
-        self._mail = mail
+        self._mail, self.stages = mail, mail.places
         self._attempt = 0
         self._early: dict[tuple[int, int, int], deque[Message]] = {}
 

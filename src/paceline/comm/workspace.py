@@ -21,6 +21,11 @@ class Workspace:
     def __init__(self) -> None:
         self._kept: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
 
+    @property
+    def num_bytes(self) -> int:
+        """Of all that it keeps."""
+        return sum(x.nbytes for x in self._kept.values())
+
     def take(
         self,
         name: str,

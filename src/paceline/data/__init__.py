@@ -4,7 +4,7 @@
 """
 
 from paceline.data.device import to_device
-from paceline.data.feed import Feed, Reader, Stream
+from paceline.data.feed import Feed, Reader, Stream, longest_stretch
 from paceline.data.loader import Loader
 from paceline.data.order import Batches, Order, Permutation
 from paceline.data.produced import Produced
@@ -29,6 +29,7 @@ __all__ = [
     "build_order",
     "collate_samples",
     "in_memory",
+    "longest_stretch",
     "seeded",
     "settled",
     "split",

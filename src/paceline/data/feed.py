@@ -33,6 +33,17 @@ class Reader(Protocol):
         """Start, finitely or endlessly; micro-batches are taken as they are needed."""
 
 
+def longest_stretch(num_steps: int, intervals: Sequence[int]) -> int:
+    """The most steps between two pauses, see `Feed.pause_after`."""
+    return min(num_steps, *_wanted(num_steps, intervals))
+
+
+def _wanted(num_steps: int, intervals: Sequence[int]) -> Sequence[int]:
+    """Every so many steps a pause."""
+    seen = max(1, num_steps // _FEWEST_PAUSES)  # so that progress shows and a run can be stopped
+    return [n for n in (*intervals, seen) if n > 0]
+
+
 @dataclass(frozen=True, eq=False)
 class Feed:
     """What a rule trains on.
@@ -51,8 +62,8 @@ class Feed:
 
     def pause_after(self, step: int) -> int:
         """The next step, after `step`, before which a rule must come to rest if it does not at every step."""
-        seen = max(1, self.num_steps // _FEWEST_PAUSES)  # so that progress shows and a run can be stopped
-        return min(self.num_steps, *((step // n + 1) * n for n in (*self.intervals, seen) if n > 0))
+        wanted = _wanted(self.num_steps, self.intervals)
+        return min(self.num_steps, *((step // n + 1) * n for n in wanted))
 
     def open(self, micro_batches: Iterable[MicroBatch]) -> Stream:
         """Start reading some micro-batches; whoever opens a stream closes it."""

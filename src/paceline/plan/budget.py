@@ -64,7 +64,7 @@ def _refusal(plan: MemoryPlan, task: Task, nodes: int) -> StrategyError | None:
     if budget is None or plan.peak <= budget:
         return None
     advice = _advice(nearest_that_fits(plan, task, nodes), budget)
-    if plan.largest.when == "evaluation":
+    if plan.largest.when.startswith("evaluation"):
         advice = f"lower evaluate.batch, which is {plan.recipe.evaluate.batch}; or {advice}"
     return StrategyError(
         f"{spell_peak(plan)}, and memory.budget is {spell_bytes(budget)}",

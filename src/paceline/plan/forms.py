@@ -8,59 +8,18 @@ Source: Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5 (what each st
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.comm.reduction import cover, share_in_turn
 from paceline.data import split
-from paceline.layout.placement import Held
+from paceline.layout.sizes import Sizes
 from paceline.recipe import Recipe
-from paceline.slot import Slot
 
 FP32_BYTES = 4
 GATHERED_TOGETHER, _READ_TOGETHER = 2**26, 2**24
 """Bytes of parameters that ZeRO 1 and 2 gather at a time after an update; and read, on one host."""
 _UNDER_WAY = 3
-_ALONE = ("local", "diloco")
-"""Rules under which replicas train alone for a round."""
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Bytes of one rank's trained tensors.
-
-    Args:
-        computes: of what it computes with.
-        updates: of what it updates.
-        shared: of what it computes with and another stage too.
-        largest: of one tensor that it computes with.
-    """
-
-    computes: int
-    updates: int
-    shared: int
-    largest: int
-
-
-def sizes_of(held: Iterable[Held], item_bytes: Mapping[str, int]) -> Sizes:
-    """Add up what a rank holds.
-
-    Args:
-        item_bytes: by name, of one value.
-    """
-    computes = updates = shared = largest = 0
-    for one in held:
-        own = bytes_of(one.computes, item_bytes)
-        computes += own
-        updates += 0 if one.updates is None else bytes_of(one.updates, item_bytes)
-        shared += own if one.holders else 0
-        largest = max(largest, own)
-    return Sizes(computes, updates, shared, largest)
-
-
-def bytes_of(slot: Slot, item_bytes: Mapping[str, int]) -> int:
-    """Of one part of a tensor."""
-    return slot.numel * item_bytes[slot.name]
 
 
 @dataclass(frozen=True)
@@ -95,7 +54,7 @@ def sums_of(recipe: Recipe, sizes: Sizes, shards: int, *, frees: bool, meets: bo
         common: sums are made in memory that ranks share, where the gradients lie.
     """
     strategy = recipe.strategy
-    sharers = strategy.shard * (1 if trains_alone(recipe) else strategy.degrees["replica"])
+    sharers = strategy.shard * (strategy.degrees["replica"] if strategy.rule.agrees == "world" else 1)
     shared = sizes.shared if meets else 0
     is_cut = strategy.shard > 1
     if recipe.is_ordered:
@@ -123,19 +82,6 @@ def sums_of(recipe: Recipe, sizes: Sizes, shards: int, *, frees: bool, meets: bo
 def read_in_turn(sizes: Sizes, shard: int) -> int:
     """Bytes of the memory in which others of the host read a rank's updated parts (ZeRO 1 and 2)."""
     return (sizes.largest + share_in_turn(sizes.computes, _READ_TOGETHER)) // shard
-
-
-def trains_alone(recipe: Recipe) -> bool:
-    """Whether replicas take steps of their own, and agree between rounds."""
-    return recipe.strategy.rule.word in _ALONE
-
-
-def kept_for_rounds(recipe: Recipe, sizes: Sizes) -> tuple[int, int]:
-    """Of a replica that trains alone: where a round began and outer momentum, and buckets of movements."""
-    if not trains_alone(recipe):
-        return 0, 0
-    momentum = sizes.computes if recipe.strategy.rule.word == "diloco" and recipe.outer.momentum else 0
-    return sizes.computes + momentum, sizes.computes if recipe.strategy.degrees["replica"] > 1 else 0
 
 
 def partial_sums(shards: range) -> list[int]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from paceline.layout.placement import Held
 from paceline.layout.recompute import outermost_blocks, recomputed_blocks
-from paceline.plan.forms import bytes_of
+from paceline.layout.sizes import bytes_of
 from paceline.plan.parts import LayerMemory
 from paceline.plan.rehearsal import Footprint
 from paceline.task import Task

@@ -9,6 +9,7 @@ go.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from paceline.cluster import Cluster
 from paceline.data import settled
@@ -16,7 +17,9 @@ from paceline.errors import StrategyError
 from paceline.plan.parts import MemoryPlan
 from paceline.plan.planner import Planner
 from paceline.plan.ranks import CPU
-from paceline.recipe import Recipe, most_sharers, resolve
+from paceline.plan.switching import under, while_switching
+from paceline.recipe import Recipe, Strategy, most_sharers, resolve
+from paceline.recipe.phases import phases_of
 from paceline.task import Task
 from paceline.training.stage_choice import cut_here
 
@@ -36,7 +39,8 @@ def plan_memory(recipe: Recipe, task: Task, processes: int, *, nodes: int = 1) -
         tests/dist/test_memory_plan.py.
     """
     task = settled(task, recipe)
-    return plan_of(planners_of(laid_out(recipe, task, processes), task, processes, nodes))
+    recipe = laid_out(recipe, task, processes)
+    return plan_of(recipe, planners_of(recipe, task, processes, nodes))
 
 
 def laid_out(recipe: Recipe, task: Task, processes: int) -> Recipe:
@@ -53,20 +57,38 @@ def laid_out(recipe: Recipe, task: Task, processes: int) -> Recipe:
 
 
 def planners_of(recipe: Recipe, task: Task, processes: int, nodes: int) -> list[Planner]:
-    """One for each number format that the run may have.
+    """One for each number format that the run may have, under each of its rules.
 
     Args:
         recipe: see `laid_out`.
         task: as a run settles it.
     """
-    return [Planner(recipe, task, processes, nodes, compute) for compute in _formats(recipe)]
+    strategy = recipe.strategy
+    phases = [recipe.under(strategy.under(phase.rule)) for phase in phases_of(strategy.sync)]
+    return [Planner(one, task, processes, nodes, compute) for one in phases for compute in _formats(one)]
 
 
-def plan_of(planners: Sequence[Planner]) -> MemoryPlan:
-    """The plan of what needs most in any format."""
+def plan_of(recipe: Recipe, planners: Sequence[Planner]) -> MemoryPlan:
+    """The plan of what needs most in any format, under any rule.
+
+    Args:
+        recipe: with all its rules.
+        planners: of it.
+    """
     plans = [one.ranks() for one in planners]
-    ranks = [max(alike, key=lambda one: one.peak.total) for alike in zip(*plans, strict=True)]
-    return MemoryPlan(planners[0].recipe, planners[0].processes, ranks)
+    switches = len(recipe.strategy.rules) > 1
+    if switches:
+        formats = len(_formats(recipe))
+        told = [[under(rank, one) for rank in ranks] for ranks, one in zip(plans, planners, strict=True)]
+        pairs = [*zip(planners, plans, strict=True)]
+        plans = told + [
+            while_switching(*one, *then) for one, then in zip(pairs, pairs[formats:], strict=False)
+        ]
+    ranks = []
+    for number in range(max(map(len, plans))):  # beyond the first replica ranks are like those before
+        alike = [of[number % len(of)] for of in plans]
+        ranks.append(replace(max(alike, key=lambda one: one.peak.total), rank=number))
+    return MemoryPlan(recipe, planners[0].processes, ranks)
 
 
 def _formats(recipe: Recipe) -> list[str]:
@@ -83,14 +105,20 @@ def _cut_here(recipe: Recipe, task: Task, processes: int) -> Recipe:
     return recipe.replace(strategy=recipe.strategy.replace(stages=stages))
 
 
+def _codes_whole_replicas(strategy: Strategy) -> bool:
+    """Whether one named codec codes sums of whole gradients, or movements."""
+    named = not any(spec.chooses for spec, _ in strategy.links)
+    return named and strategy.ranks_per_replica == 1 and not strategy.servers
+
+
 def _require_known(recipe: Recipe) -> None:
     strategy = recipe.strategy
     unknown = {
-        f"sync={strategy.sync}": strategy.rule.word not in ("every-step", "local", "diloco"),
-        f"codec={strategy.codec}": strategy.is_coded,
+        f"sync={strategy.sync}": not all(rule.memory for rule in strategy.rules),
+        f"codec={strategy.codec}": strategy.is_coded and not _codes_whole_replicas(strategy),
         f"lanes={strategy.lanes}": strategy.lanes > 1,
         f"cut={strategy.cut}": bool(strategy.cut),
-        f"servers={strategy.servers}": strategy.servers > 0,
+        f"servers={strategy.servers} reproducible": strategy.servers > 0 and recipe.is_ordered,
     }
     words = [word for word, holds in unknown.items() if holds]
     if words:

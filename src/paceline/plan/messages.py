@@ -38,15 +38,18 @@ def late_bytes(own: Sequence[Footprint], table: Table, stage: int, near: Collect
     return LATE * max(one.arriving + one.departing for one in own) if is_used else 0
 
 
-def buffer_bytes(own: Sequence[Footprint], table: Table, stage: int, near: Collection[int]) -> int:
+def buffer_bytes(
+    own: Sequence[Footprint], table: Table, stage: int, near: Collection[int], *, together: int = 1
+) -> int:
     """Of the most memory in which the messages of a stage may lie for its neighbours on one host.
 
     Args:
         own: the chunks of the stage.
         near: the stages of its host.
+        together: messages for each that the table names.
     """
     return sum(
-        _most(on_the_way(table, stage, to), *map(max, zip(*pairs, strict=True)))
+        _most(together * on_the_way(table, stage, to), *map(max, zip(*pairs, strict=True)))
         for to, pairs in _sizes(own, table, stage).items()
         if to in near
     )

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from paceline.plan.forms import GATHERED_TOGETHER, Sizes, Sums, carried_in_a_gather
+from paceline.layout.sizes import Sizes
+from paceline.plan.forms import GATHERED_TOGETHER, Sums, carried_in_a_gather
 from paceline.plan.parts import Parts
 from paceline.plan.rehearsal import Footprint
 from paceline.schedule import Action
@@ -153,6 +154,10 @@ def first_step(sums: Sums) -> Sums:
     return replace(sums, leaves=False)
 
 
-def in_agreement(still: Parts, sums: Sums, sizes: Sizes) -> Parts:
-    """Between two rounds of replicas that train alone: movements are made tensor by tensor."""
-    return replace(still, gradients=sums.stays + sums.own, activations=2 * sizes.largest)
+def in_agreement(still: Parts, sums: Sums, taken: int) -> Parts:
+    """Between two rounds of replicas that train alone.
+
+    Args:
+        taken: what they take for themselves.
+    """
+    return replace(still, gradients=sums.stays + sums.own, activations=taken)

@@ -22,6 +22,7 @@ class Parts:
             takes for itself.
         wire: buffers through which gradients are summed.
         snapshot: the copy from which a checkpoint is written in the background.
+        messages: of channels, the most that wait to be taken, come, or have come before their time.
     """
 
     parameters: int = 0
@@ -31,6 +32,7 @@ class Parts:
     activations: int = 0
     wire: int = 0
     snapshot: int = 0
+    messages: int = 0
 
     @property
     def total(self) -> int:
@@ -67,12 +69,14 @@ class RankMemory:
         stage: of a pipeline.
         moments: what it has at each moment of a run.
         layers: what it has of each of them.
+        stays: what it has between two steps.
     """
 
     rank: int
     stage: int
     moments: Mapping[str, Parts]
     layers: Sequence[LayerMemory] = ()
+    stays: Parts = Parts()
 
     @property
     def when(self) -> str:

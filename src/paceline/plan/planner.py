@@ -4,39 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from paceline.layout import Precision
+from paceline.data import build_order, longest_stretch
 from paceline.layout.holding import without_values
-from paceline.layout.pipeline.chain import chain_of
 from paceline.layout.recompute import recomputed_blocks
-from paceline.plan.forms import (
-    Sizes,
-    Sums,
-    bytes_of,
-    gathered_by_block,
-    kept_for_rounds,
-    read_in_turn,
-    sizes_of,
-    sums_of,
-    trains_alone,
-)
+from paceline.layout.sizes import Sizes, bytes_of, sizes_of
+from paceline.plan.coding import coding_bytes
+from paceline.plan.flow import Flow
+from paceline.plan.forms import Sums, gathered_by_block, read_in_turn, sums_of
 from paceline.plan.layers import layer_rows, layers_of
-from paceline.plan.messages import buffer_bytes, late_bytes, near_stages
+from paceline.plan.messages import buffer_bytes, near_stages
+from paceline.plan.micro_batches import MicroBatches
 from paceline.plan.moments import Walk, Work, first_step, in_agreement, in_update
 from paceline.plan.parts import Parts, RankMemory
-from paceline.plan.ranks import CPU, Place, fake_model, places
-from paceline.plan.rehearsal import Footprint, Rehearsal
-from paceline.plan.updates import Update, update_of
+from paceline.plan.ranks import Place, places
+from paceline.plan.rehearsal import Footprint
 from paceline.recipe import Recipe, num_micro_batches
-from paceline.schedule import Action, Table
+from paceline.recipe.specs import imported
 from paceline.slot import trained_parameters
+from paceline.sync.memory import Asked, RuleMemory
 from paceline.task import Task
-from paceline.training.schedules import schedule_of
+from paceline.training.feeds import intervals_of, num_steps_of
 
 
 class _Basis(NamedTuple):
@@ -46,6 +37,7 @@ class _Basis(NamedTuple):
     sums: Sums
     sizes: Sizes
     work: Work
+    rule: RuleMemory
 
 
 class Planner:
@@ -63,15 +55,15 @@ class Planner:
         self._task = task
         self._model = without_values(task.model)
         self._shards = num_micro_batches(recipe, processes)
-        self._precision = Precision(compute, CPU.type, caches=not recipe.is_ordered)
         self._item_bytes = {s.name: p.element_size() for s, p in trained_parameters(self._model).items()}
         self._names = {number: name for number, (name, _) in layers_of(task, self._model).items()}
-        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self._found: dict[tuple[int, int], list[Footprint]] = {}
-        self._update: Update | None = None
+        self._coding: dict[Sizes, int] = {}
         self._per_host = -(-processes // nodes) if recipe.strategy.path.in_memory else 0
         self._in_common = self._per_host == processes
         self._places = list(places(recipe, task, self._model, processes))
+        self._micro_batches = MicroBatches(
+            recipe, task, self._places, processes, compute, ranks_per_host=self._per_host
+        )
 
     def ranks(self) -> list[RankMemory]:
         """All of the first replica."""
@@ -83,9 +75,33 @@ class Planner:
             basis = self._basis(place)
             yield place, basis.work, list(_walks(basis).values())
 
+    @property
+    def recomputes(self) -> bool:
+        """Whether something could be computed again: not where a rule keeps the weights of a forward."""
+        return not any(self._basis(place).rule.passes for place in self._places)
+
     def chunks(self) -> list[Footprint]:
         """What a micro-batch takes in each chunk of the model, as the first rank of each runs it."""
-        return self._footprints(self._places[0])
+        return self._micro_batches.footprints(self._places[0])
+
+    @property
+    def rule(self) -> RuleMemory:
+        """Of the first rank."""
+        return self._basis(self._places[0]).rule
+
+    @property
+    def carried(self) -> tuple[int, int]:
+        """Bytes of the whole state, as a checkpoint would hold it, and of what ranks put together for it.
+
+        Replicas that train alone have optimizers of their own, all of which are state.
+        """
+        strategy, model, rule = self.recipe.strategy, self._model, self.rule
+        weights = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+        alone = strategy.degrees["replica"] if strategy.rule.agrees == "replica" else 0
+        kept = int(self._micro_batches.update.kept * weights)
+        average = weights if self.recipe.average.decay is not None else 0
+        saved = sum(t.nbytes for t in {*model.state_dict(keep_vars=True).values()}) + rule.saved
+        return saved + average + kept * (1 + alone), kept * alone
 
     def _basis(self, place: Place) -> _Basis:
         held = list(place.held.values())
@@ -93,70 +109,96 @@ class Planner:
         frees = any(one.frees for one in held)
         meets, common = sizes.shared > 0, self._in_common
         sums = sums_of(self.recipe, sizes, self._shards, frees=frees, meets=meets, common=common)
-        work = self._work(place)  # which finds out what an update takes
-        return _Basis(self._still(place, sizes, sums, keeps=keeps), sums, sizes, work)
+        work = self._micro_batches.work(place)
+        rule = self._rule(place, sizes)
+        if rule.passes or not rule.trains:  # lets go of them with its update; or has the last ones that came
+            sums = Sums(stays=0 if rule.passes else sizes.updates)
+        return _Basis(self._still(place, sizes, sums, rule, keeps=keeps), sums, sizes, work, rule)
 
     def _rank(self, place: Place) -> RankMemory:
         held = list(place.held.values())
-        still, sums, sizes, work = basis = self._basis(place)
-        assert self._update is not None  # it was found with the work
+        still, sums, sizes, work, rule = basis = self._basis(place)
         updated = [one.updates for one in held if one.updates is not None]
-        taken = self._update.takes([bytes_of(slot, self._item_bytes) for slot in updated])
+        update, stays = self._micro_batches.update, replace(still, gradients=sums.stays + sums.own)
+        taken = update.takes([bytes_of(slot, self._item_bytes) for slot in updated])
         sharers = self.recipe.strategy.shard if all(one.kept for one in held) else 1
         found = {
             "building": Parts(parameters=max(still.parameters, self._built())),
             **{name: walk.most() for name, walk in _walks(basis).items()},
-            "update": in_update(
-                replace(still, gathered=0), sums, sizes, taken, sharers=sharers, common=self._in_common
-            ),
         }
-        if trains_alone(self.recipe):
-            found["agreement"] = in_agreement(still, sums, sizes)
+        if rule.passes:
+            sent = 0 if self._in_common else rule.sent
+            found |= Flow(still, sizes, work.footprints[0], rule.passes, sent, taken).moments()
+        elif rule.updates:
+            now = replace(still, gathered=0)
+            parts = in_update(now, sums, sizes, taken, sharers=sharers, common=self._in_common)
+            found["update"] = replace(parts, gradients=parts.gradients + rule.at_update)
+        if rule.agreement:
+            found["agreement"] = in_agreement(still, sums, rule.agreement)
         if work.evaluation:
-            between = sums.stays + sums.own
-            found["evaluation"] = replace(still, gradients=between, activations=work.evaluation)
-        layers = layer_rows(self._names, place.held, work.footprints, self._item_bytes, self._update.kept)
-        return RankMemory(place.rank, place.coordinates["pipeline"], found, layers)
+            found["evaluation"] = replace(stays, activations=work.evaluation)
+        layers = layer_rows(self._names, place.held, work.footprints, self._item_bytes, update.kept)
+        return RankMemory(place.rank, place.coordinates["pipeline"], found, layers, stays)
 
-    def _still(self, place: Place, sizes: Sizes, sums: Sums, *, keeps: bool) -> Parts:
+    def _rule(self, place: Place, sizes: Sizes) -> RuleMemory:
+        """What the rule says that it keeps on a rank."""
+        recipe, frozen, buffers = self.recipe, *self._untrained(place)
+        steps = num_steps_of(recipe, build_order(recipe, self._task).steps_per_epoch)
+        said: RuleMemory = imported(recipe.strategy.rule.memory)(
+            Asked(
+                recipe,
+                place.held,
+                self._item_bytes,
+                sizes,
+                self._state(sizes),
+                frozen,
+                buffers,
+                rank=place.rank,
+                processes=self.processes,
+                stage=place.coordinates["pipeline"],
+                stretch=longest_stretch(steps, intervals_of(recipe)),
+                micro_batches=self._micro_batches.most,
+            )
+        )
+        return said
+
+    def _coded(self, sizes: Sizes) -> int:
+        if sizes not in self._coding:
+            self._coding[sizes] = coding_bytes(self.recipe, sizes, self.processes)
+        return self._coding[sizes]
+
+    def _state(self, sizes: Sizes) -> int:
+        """Of the optimizer, and the average of the weights."""
+        moments = int(self._micro_batches.update.kept * sizes.updates)
+        return moments + (sizes.updates if self.recipe.average.decay is not None else 0)
+
+    def _still(self, place: Place, sizes: Sizes, sums: Sums, rule: RuleMemory, *, keeps: bool) -> Parts:
         """What stays while a rank trains."""
         recipe, fixed = self.recipe, self._fixed(place)
-        assert self._update is not None
-        moments = int(self._update.kept * sizes.updates)
-        moments += sizes.updates if recipe.average.decay is not None else 0
-        begun, movements = kept_for_rounds(recipe, sizes)
+        moments = self._state(sizes) if rule.updates else 0
         copies, reads = recipe.strategy.degrees["replica"], keeps and self._in_common
-        shard = recipe.strategy.shard
+        shard, weights = recipe.strategy.shard, sizes.computes if keeps else sizes.updates
         read = read_in_turn(sizes, shard) if reads and shard > 1 else 0
         saved = fixed + sizes.updates + moments
         snapshot = saved if copies == 1 else min(saved, -(-saved // copies) + sizes.largest)
         return Parts(
-            parameters=fixed + (sizes.computes if keeps else sizes.updates),
+            parameters=fixed + rule.copies + rule.running + weights // rule.sharers,
             gathered=0 if keeps or self._in_common else self._gathered(place, sizes),
-            moments=moments + begun,
-            wire=sums.buckets + movements + self._mail(place) + read,
+            moments=moments + rule.state,
+            wire=sums.buckets + rule.wire + self._mail(place, rule) + read + self._coded(sizes),
             snapshot=snapshot if self._saves() else 0,
+            messages=rule.messages,
         )
 
-    def _mail(self, place: Place) -> int:
+    def _mail(self, place: Place, rule: RuleMemory) -> int:
         """Memory in which the messages of a stage lie for its neighbours on its host."""
         if place.stage is None:
             return 0
         number, stages = place.stage.stage, place.stage.num_stages
-        table = self._table(stages)
-        own = self._footprints(place, table.parts[number])[number::stages]
+        table = rule.flow or self._micro_batches.table(stages)
+        own = self._micro_batches.footprints(place, table.parts[number])[number::stages]
         near = near_stages(self.recipe.strategy.degrees, place.rank, self._per_host)
-        return buffer_bytes(own, table, number, near)
-
-    def _table(self, num_stages: int) -> Table:
-        """Of the rank that has most micro-batches."""
-        return schedule_of(self.recipe.strategy)(num_stages, self._most)
-
-    @property
-    def _most(self) -> int:
-        """Micro-batches of the rank that has most."""
-        strategy = self.recipe.strategy
-        return -(-self._shards // (strategy.degrees["replica"] * strategy.shard))
+        return buffer_bytes(own, table, number, near, together=rule.together)
 
     def _saves(self) -> bool:
         """Whether a copy for a checkpoint stays in memory while the run goes on."""
@@ -169,12 +211,20 @@ class Planner:
 
     def _fixed(self, place: Place) -> int:
         """Frozen parameters, and buffers; those of the state are there three times around a step."""
-        modules: Sequence[nn.Module] = [self._model] if place.stage is None else place.stage.links
+        frozen, saved = self._untrained(place)
+        buffers = {b for m in self._modules(place) for b in m.buffers()}
+        return frozen + sum(b.nbytes for b in buffers) + 2 * saved
+
+    def _untrained(self, place: Place) -> tuple[int, int]:
+        """Bytes of frozen parameters, and of buffers of the state."""
+        modules = self._modules(place)
         frozen = {p for m in modules for p in m.parameters() if not p.requires_grad}
-        buffers = {b for m in modules for b in m.buffers()}
         kept = {t for m in modules for t in m.state_dict(keep_vars=True).values()}
-        around = sum(b.nbytes for b in buffers if b in kept)
-        return sum(t.nbytes for t in (*frozen, *buffers)) + 2 * around
+        saved = {b for m in modules for b in m.buffers()} & kept
+        return sum(p.nbytes for p in frozen), sum(b.nbytes for b in saved)
+
+    def _modules(self, place: Place) -> Sequence[nn.Module]:
+        return [self._model] if place.stage is None else place.stage.links
 
     def _gathered(self, place: Place, sizes: Sizes) -> int:
         """Whole parameters under ZeRO 3; inside a stage they are there for a whole run."""
@@ -188,58 +238,11 @@ class Planner:
             found.append(sum(left.pop(name) for name in own))
         return gathered_by_block(found, sum(left.values()), shard)
 
-    # -- what one micro-batch takes ------------------------------------------------------------------------
-
-    def _work(self, place: Place) -> Work:
-        """What a rank does in a step, and what each of its chunks takes for it."""
-        if place.stage is None:
-            footprints = self._footprints(place)
-            order = [Action(kind, k) for k in range(self._most) for kind in "FB"]
-            total = sum(bytes_of(one.computes, self._item_bytes) for one in place.held.values())
-            return Work(order, footprints, [total])
-        number, stages = place.stage.stage, place.stage.num_stages
-        table = self._table(stages)
-        order, parts = list(table.orders[number]), table.parts
-        sizes = [0] * place.stage.num_chunks
-        for one in place.held.values():
-            sizes[one.chunk] += bytes_of(one.computes, self._item_bytes)
-        own = self._footprints(place, parts[number])[number::stages]
-        before, after = (parts[number] // parts[n % stages] for n in (number - 1, number + 1))
-        divided = sum(max(0, before - 1) * f.arriving + max(0, after - 1) * f.departing for f in own)
-        near = near_stages(self.recipe.strategy.degrees, place.rank, self._per_host)
-        return Work(order, own, sizes, divided + late_bytes(own, table, number, near))
-
-    def _footprints(self, place: Place, parts: int = 1) -> list[Footprint]:
-        """Of all chunks of the model, as tensor ranks at this place run a micro-batch, or a part of one."""
-        of = place.coordinates["tensor"], parts
-        if of not in self._found:
-            recipe, fake, task = self.recipe, self._fake, self._task
-            found = fake_model(recipe, task, place, self.processes, fake)
-            if self._update is None:
-                self._update = update_of(recipe, task, found.model, fake)
-            samples = -(-recipe.batch.size // (self._shards * parts))
-            evaluated = 0 if task.held_out is None else recipe.evaluate.batch
-            layers = {number: layer for number, (_, layer) in layers_of(task, found.model).items()}
-            rehearsal = Rehearsal(task, fake, self._precision, samples, evaluated, found.exchanged, layers)
-            self._found[of] = rehearsal.run(found.model, self._chunks(found.model))
-        return self._found[of]
-
-    def _chunks(self, model: nn.Module) -> list[list[nn.Module]] | None:
-        """The links of every chunk, those of all stages one after another; None: there are no stages."""
-        by_number = {
-            chunk * place.stage.num_stages + place.stage.stage: len(links)
-            for place in self._places
-            if place.stage is not None
-            for chunk, links in enumerate(place.stage.chunks)
-        }
-        if not by_number:
-            return None
-        links = chain_of(self._task, model)
-        ends = accumulate((by_number[number] for number in sorted(by_number)), initial=0)
-        return [links[start:stop] for start, stop in pairwise(ends)]
-
 
 def _walks(basis: _Basis) -> dict[str, Walk]:
+    """Ways through a step; none where no step has an end of its own."""
+    if basis.rule.passes or not basis.rule.trains:
+        return {}
     new = replace(basis.still, moments=0, snapshot=0)
     return {
         "first step": Walk(new, first_step(basis.sums), basis.work),

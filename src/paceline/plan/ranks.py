@@ -31,13 +31,13 @@ from paceline.training.debugging import Debugging
 from paceline.training.layouts import Cutting
 
 CPU = torch.device("cpu")
-_OTHERWISE = ("pipeline", "context", "shard")
+_OTHERWISE = ("replica", "pipeline", "context", "shard")
 """Axes whose ranks run modules as they are: some of them, on some positions, or with parts gathered."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """One rank of the first replica.
+    """One rank of the first replica, or a server.
 
     Args:
         rank: its number.
@@ -55,13 +55,13 @@ class Place:
         return f"rank {self.rank}"
 
 
-class _SendsNothing:
+class SendsNothing:
     """A collective of ranks that are not there: what comes back has the right shape."""
 
     feedback = None
 
-    def __init__(self, group: Group) -> None:
-        self.group, self.exchanged = group, 0
+    def __init__(self, group: Group, net: Net) -> None:
+        self.group, self.net, self.exchanged = group, net, 0
 
     def buffer(self, num_values: int, like: Tensor, key: str) -> Tensor:
         return like.new_zeros(num_values)
@@ -78,6 +78,9 @@ class _SendsNothing:
         self.exchanged += self.group.size * x.numel() * x.element_size()
         return Handle.ready(torch.stack([x] * self.group.size))
 
+    def all_to_all(self, x: Tensor, key: str, out: Tensor) -> Handle:
+        return Handle.ready(out.copy_(x))
+
     def broadcast(self, x: Tensor, key: str, source: int = 0) -> Handle:
         return Handle.ready(x)
 
@@ -93,10 +96,10 @@ class _Asked(Setting):
         made: collectives so far.
     """
 
-    made: list[_SendsNothing] = field(default_factory=list)
+    made: list[SendsNothing] = field(default_factory=list)
 
     def exact_collective(self, group: Group) -> Collective:
-        self.made.append(_SendsNothing(group))
+        self.made.append(SendsNothing(group, self.net))
         return self.made[-1]
 
     collective = exact_collective
@@ -122,7 +125,7 @@ def setting_of(recipe: Recipe, processes: int, rank: int) -> _Asked:
 
 
 def places(recipe: Recipe, task: Task, model: nn.Module, processes: int) -> Iterator[Place]:
-    """Every rank of the first replica, in the order of their numbers.
+    """Every server, and every rank of the first replica, in the order of their numbers.
 
     Args:
         recipe: its strategy has its replicas filled in.
@@ -133,9 +136,9 @@ def places(recipe: Recipe, task: Task, model: nn.Module, processes: int) -> Iter
     degrees = recipe.strategy.degrees
     cuts: dict[int, tuple[Placement, Cut | None]] = {}
     alike: dict[tuple[int, ...], dict[str, Held]] = {}  # ranks of one shard group differ in their place only
-    sizes = [degrees[axis] for axis in AXES[1:]]
+    sizes = [recipe.strategy.servers + 1, *(degrees[axis] for axis in AXES[1:])]
     for rank, inside in enumerate(product(*map(range, sizes))):
-        coordinates = {"replica": 0, **dict(zip(AXES[1:], inside, strict=True))}
+        coordinates = dict(zip(AXES, inside, strict=True))
         stage, place = coordinates["pipeline"], coordinates["shard"]
         if stage not in cuts:
             cuttings = _cuttings(setting_of(recipe, processes, rank), task, model)
@@ -145,7 +148,9 @@ def places(recipe: Recipe, task: Task, model: nn.Module, processes: int) -> Iter
         others = tuple(n for axis, n in coordinates.items() if axis != "shard")
         if others not in alike:
             alike[others] = placement.at(coordinates)
-        held = {name: replace(one, place=place) for name, one in alike[others].items()}
+        held = alike[others]
+        if degrees["shard"] > 1:
+            held = {name: replace(one, place=place) for name, one in held.items()}
         yield Place(rank, coordinates, held, cut)
 
 

@@ -103,10 +103,11 @@ def choose_recompute(
     """
     task, recipe = settled(task, recipe), laid_out(recipe, task, processes)
     plain = planners_of(_with(recipe, "none"), task, processes, nodes)
-    without = plan_of(plain)
+    without = plan_of(_with(recipe, "none"), plain)
     blocks = outermost_blocks(task.model, task.blocks)
     budget = recipe.memory.budget or 0
-    if without.peak <= budget or not blocks or recipe.batch.sync_batchnorm:
+    may = blocks and plain[0].recomputes and not recipe.batch.sync_batchnorm
+    if without.peak <= budget or not may:
         return RecomputeChoice(without, without.peak, {})
     numbered = ",".join(map(str, blocks))
     lean = planners_of(_with(recipe, numbered), task, processes, nodes)

@@ -199,7 +199,7 @@ class _Budget:
         self._tried.append(plan)
         found = [0] * recipe.strategy.pipeline
         for rank in plan.ranks:
-            steps = (parts.total for when, parts in rank.moments.items() if when != "building")
+            steps = (parts.total for when, parts in rank.moments.items() if not when.startswith("building"))
             found[rank.stage] = max(found[rank.stage], *steps)
         return found
 

@@ -20,7 +20,7 @@ def spell_peak(plan: MemoryPlan) -> str:
 
 
 def _article(when: str) -> str:
-    return when if when == "building" else f"the {when}"
+    return when if when.startswith("building") else f"the {when}"
 
 
 def table_lines(plan: MemoryPlan) -> Iterator[str]:

@@ -55,7 +55,6 @@ class Spec:
     """
 
     choice: ClassVar[str]
-
     word: str
     summary: str = ""
     argument: Argument | None = None
@@ -109,7 +108,8 @@ class SyncSpec(Spec):
         reads: tables of the recipe that it alone reads.
         updates_per_step: how many updates a global batch makes, of a strategy with its replicas filled in.
         in_order: whether its sums can follow the tree of a reproducible run.
-        more_tally_bytes: how much longer its tally is than every-step's; None: no closed form is known.
+        more_tally_bytes: how much longer its tally is than every-step's; None: nobody knows.
+        memory: `module:name` of what it says that it keeps (`paceline.sync.memory`); empty: nobody knows.
     """
 
     choice = "sync"
@@ -126,6 +126,7 @@ class SyncSpec(Spec):
     updates_per_step: Callable[[Strategy], int] = lambda strategy: 1
     in_order: Callable[[Strategy], bool] = lambda strategy: strategy.rule.exact
     more_tally_bytes: int | None = None
+    memory: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,8 +139,7 @@ class CodecSpec(Spec):
         leaves_values: it leaves out some values, and another codec may code the others: `topk:0.01+int4`.
         after: it may stand behind another word: behind one that leaves "values", or behind any ("bytes").
         join: `join(earlier, this) -> Codec` of what stands behind another; a module and a name, as `build`.
-        summed: `summed(path, argument, seed) -> Collective` where ranks sum by it, if that is not coding
-            parts and adding them up; a module and a name.
+        summed: `summed(path, argument, seed) -> Collective`, if parts are not coded and added up; as `build`.
     """
 
     choice = "codec"

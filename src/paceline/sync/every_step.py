@@ -14,6 +14,7 @@ from paceline.layout import Placed, Sums
 from paceline.mesh import Group
 from paceline.observe import Phases, Stats
 from paceline.state import TrainState
+from paceline.sync.memory import Asked, RuleMemory
 from paceline.sync.rule import step_stats
 from paceline.sync.update import Update, UpdateStep
 
@@ -143,6 +144,11 @@ class EveryStep:
         if not self._by_shard:
             return tally
         return ShardTally(tally, num_shards, shards, sums.per_micro_batch(), changes)
+
+
+def memory(asked: Asked) -> RuleMemory:
+    """What the rule keeps: nothing of its own."""
+    return RuleMemory()
 
 
 class Taken(Iterator[LoadedBatch]):

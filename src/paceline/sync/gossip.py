@@ -29,8 +29,20 @@ from paceline.mesh import Group
 from paceline.observe import Phases, Stats
 from paceline.sync.alone import Alone, Stretch, Take
 from paceline.sync.every_step import EveryStep
+from paceline.sync.memory import Asked, RuleMemory
 from paceline.sync.pairs import Mailbox, Purse, partner
 from paceline.sync.update import UpdateStep
+
+
+def memory(asked: Asked) -> RuleMemory:
+    """What the rule keeps: a sum, what the parameters were before a step, and how they have moved after it.
+
+    Of messages, halves that nobody has taken and halves that came early, as many as one may be late, and one
+    that is being read.
+    """
+    weights, bound = asked.sizes.computes, int(asked.recipe.strategy.sync.partition(":")[2])
+    halves = 2 * (bound + 1) + 1 if asked.recipe.strategy.degrees["replica"] > 1 else 0
+    return RuleMemory(state=weights, messages=halves * weights, running=weights, agreement=weights)
 
 
 class Gossip:

@@ -26,6 +26,7 @@ from paceline.observe import Stats
 from paceline.slot import Keeper, Piece, Slot
 from paceline.sync.alone import Alone, Stretch, Take
 from paceline.sync.every_step import EveryStep
+from paceline.sync.memory import Asked, RuleMemory
 from paceline.sync.outer import Movement, Outer, anchors_of
 from paceline.sync.update import UpdateStep
 
@@ -88,6 +89,21 @@ class LocalRounds(Keeper):
         """The inverse of `pieces`; a round that was under way is forgotten."""
         self._alone.forget()
         self._movement.load(tensors)
+
+
+def memory(asked: Asked) -> RuleMemory:
+    """Where a round began, momentum of the outer optimizer, and buckets of movements.
+
+    Movements are made tensor by tensor.
+    """
+    sizes, strategy = asked.sizes, asked.recipe.strategy
+    momentum = sizes.computes if strategy.rule.word == "diloco" and asked.recipe.outer.momentum else 0
+    return RuleMemory(
+        state=sizes.computes + momentum,
+        saved=momentum,
+        wire=sizes.computes if strategy.degrees["replica"] > 1 else 0,
+        agreement=2 * sizes.largest,
+    )
 
 
 def _just_take(stretch: Stretch, take: Take) -> None:

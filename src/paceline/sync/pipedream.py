@@ -12,7 +12,7 @@ Source: Narayanan et al. 2019, PipeDream, sections 3.2 and 3.3.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -25,9 +25,11 @@ from paceline.layout import Placed, Sums
 from paceline.layout.pipeline import Pipeline
 from paceline.mesh import Group
 from paceline.observe import Phases, Stats
+from paceline.schedule import Table
 from paceline.state import TrainState
+from paceline.sync.memory import Asked, Pass, RuleMemory
 from paceline.sync.rule import step_stats
-from paceline.sync.stage_update import Versions
+from paceline.sync.stage_update import Versions, sent_messages
 from paceline.sync.update import Update, UpdateStep
 
 
@@ -46,6 +48,18 @@ class Flow(Protocol):
 
     def drop(self) -> None:
         """Forget what is in flight."""
+
+
+def memory_of_rounds(asked: Asked, passes: Iterable[Pass], flow: Table, together: int) -> RuleMemory:
+    """What the rule keeps of a round: how its stage was when the pipeline was empty, to go back to it.
+
+    Args:
+        passes: what flows through the stage.
+        flow: through all stages; of each operation there are so many micro-batches `together`.
+    """
+    undo = asked.sizes.updates + asked.frozen + asked.state + 2 * asked.buffers
+    sent = sent_messages(asked, asked.recipe.strategy.pipeline)
+    return RuleMemory(state=undo, passes=[*passes], sent=sent, flow=flow, together=together)
 
 
 class PipeDream:

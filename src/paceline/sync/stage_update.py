@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from paceline.comm import Gradients, Tally
 from paceline.layout.pipeline import Pipeline
+from paceline.sync.memory import Asked
 from paceline.sync.update import Update, UpdateStep
 
 Weights = Mapping[str, Tensor]
@@ -31,6 +33,29 @@ class Versions:
     applied: int
 
 
+class SentLongAgo:
+    """Lets go of messages that neighbours have taken, while a pipeline is full.
+
+    What a stage sent before as many updates as there are stages, its neighbours have taken: they could not
+    have sent what this update was made of. So nobody waits here, and what is kept does not grow with a run.
+    """
+
+    def __init__(self, stage: Pipeline) -> None:
+        self._stage = stage
+        self._marks = deque[int]()
+
+    def end_update(self) -> None:
+        """One more."""
+        self._marks.append(self._stage.num_sent)
+        if len(self._marks) > self._stage.cut.num_stages:
+            self._stage.let_go(self._marks.popleft())
+
+
+def sent_messages(asked: Asked, num_stages: int) -> int:
+    """The most messages that a stage keeps each way: those of as many updates, and of the step after them."""
+    return min(asked.stretch, num_stages + 1) * asked.micro_batches
+
+
 class GradientSum:
     """Gradients of a step, added up over its micro-batches.
 
@@ -42,9 +67,10 @@ class GradientSum:
         self._names = [name for name, w in weights.items() if w.requires_grad]
         self._total: dict[str, Tensor] = {}
 
-    def add(self, grads: Sequence[Tensor | None]) -> None:
-        """A micro-batch's, of the trained weights in their order."""
-        for name, g in zip(self._names, grads, strict=True):
+    def add(self, grads: list[Tensor | None]) -> None:
+        """A micro-batch's, of the trained weights in their order; they are taken out of the list."""
+        for name in reversed(self._names):
+            g = grads.pop()
             if g is not None:
                 self._total[name] = self._total[name] + g if name in self._total else g
 
@@ -64,14 +90,17 @@ class GradientSum:
 def update_stage(
     stage: Pipeline, update_step: UpdateStep, grads: GradientSum, scale: float, count: float
 ) -> Update:
-    """Divide by the items of the step, and update.
+    """Divide by the items of the step, and update; the gradients are let go of.
 
     Args:
         count: of these items, over all micro-batches.
     """
     none = torch.zeros(0, dtype=torch.float64)
     counted = Tally(0.0, 0.0, count, {}, 0.0, [0.0] * len(stage.holding.slots), none)
-    return update_step.apply(grads.of_stage(stage, scale), counted)
+    update = update_step.apply(grads.of_stage(stage, scale), counted)
+    for p in stage.holding.updates.values():
+        p.grad = None
+    return update
 
 
 def is_untouched(weights: Weights) -> bool:

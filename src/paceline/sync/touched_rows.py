@@ -13,11 +13,12 @@ Source: Li et al. 2014, Scaling Distributed Machine Learning with the Parameter 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from paceline.layout.sizes import bytes_of
 from paceline.slot import Slot
 from paceline.sync.traffic import Place
 
@@ -70,6 +71,11 @@ class TouchedRows:
             self._known.pop(rank, None)
 
 
+def compared_bytes(slots: Iterable[Slot], item_bytes: Mapping[str, int]) -> int:
+    """Of what a server keeps to see which rows change: the matrices themselves."""
+    return sum(bytes_of(slot, item_bytes) for slot in slots if _has_so_many_rows(slot.sizes))
+
+
 class _Changes:
     """In which version each row of the parameters last changed."""
 
@@ -102,7 +108,11 @@ class _Changes:
 
 
 def _has_many_rows(x: Tensor) -> bool:
-    return x.dim() >= 2 and x.shape[0] >= FEWEST_ROWS
+    return _has_so_many_rows(x.shape)
+
+
+def _has_so_many_rows(shape: Sequence[int]) -> bool:
+    return len(shape) >= 2 and shape[0] >= FEWEST_ROWS
 
 
 def _touched(grad: Tensor) -> Tensor | None:

@@ -11,6 +11,7 @@ Source: Narayanan et al. 2021, Memory-Efficient Pipeline-Parallel DNN Training, 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -21,11 +22,36 @@ from paceline.data import Feed, LoadedBatch, Work
 from paceline.layout import Sums
 from paceline.layout.pipeline import Flight, Pipeline
 from paceline.observe import Phases
-from paceline.schedule import Action, prove, two_buffered
+from paceline.schedule import Action, Table, prove, two_buffered
 from paceline.state import TrainState
 from paceline.sync.every_step import gradient_scale
-from paceline.sync.stage_update import GradientSum, Versions, Weights, is_untouched, update_stage
+from paceline.sync.memory import Asked, Pass
+from paceline.sync.stage_update import (
+    GradientSum,
+    SentLongAgo,
+    Versions,
+    Weights,
+    is_untouched,
+    update_stage,
+)
 from paceline.sync.update import Update, UpdateStep
+
+
+def flow_of(asked: Asked) -> tuple[Table, int]:
+    """What goes through all stages, and how many micro-batches at each of its operations."""
+    return two_buffered(asked.recipe.strategy.pipeline, [asked.micro_batches] * asked.stretch), 1
+
+
+def passes(asked: Asked, flow: Table) -> Iterator[Pass]:
+    """What goes through a stage: there are two versions of what is trained, whatever is in flight."""
+    count, done = asked.micro_batches, 0
+    for action in flow.orders[asked.stage]:
+        sums = min(done, 1)
+        if action.kind == "F":
+            yield Pass(True, asked.sizes.updates, sums)
+            continue
+        done = (done + 1) % count
+        yield Pass(False, asked.sizes.updates, sums, ends=done == 0)
 
 
 @dataclass(frozen=True)
@@ -119,10 +145,9 @@ class TwoBuffers:
         counts = [feed.work.num_micro_batches(step) for step in range(first, end)]
         steps = [step for step, n in enumerate(counts, first) for _ in range(n)]
         lasts = {n - 1 for n in accumulate(counts)}
-        schedule = two_buffered(cut.num_stages, counts)
-        prove(schedule, len(steps))
+        prove(schedule := two_buffered(cut.num_stages, counts), len(steps))
         sums, update = Sums(self._stage.metric_names), Update(0.0, 0.0, applied=False)
-        self._begin(first, state.updates)
+        sent = self._begin(first, state.updates)
         with feed.from_step(first) as stream:
             for action in schedule.orders[cut.stage]:
                 number = action.micro_batch
@@ -131,6 +156,7 @@ class TwoBuffers:
                     self._backward(number, self._steps[step])
                     if number in lasts:
                         update = self._update(step, update_step)
+                        sent.end_update()
                     continue
                 self._phases.begin("data")
                 loaded = next(stream)
@@ -144,9 +170,10 @@ class TwoBuffers:
         """See `Flow`."""
         self._steps, self._flying = {}, {}
 
-    def _begin(self, first: int, updates: int) -> None:
+    def _begin(self, first: int, updates: int) -> SentLongAgo:
         self.versions = []
         self.weights.begin(first, updates)
+        return SentLongAgo(self._stage)
 
     def _under_way(self, step: int, work: Work, state: TrainState) -> StepUnderWay:
         """A step begins with its first forward: with the version of one update less than all before."""

@@ -7,6 +7,7 @@ Source: Narayanan et al. 2019, PipeDream, sections 3.2 and 3.3 (1F1B, weight sta
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from paceline.comm import Net
@@ -14,10 +15,36 @@ from paceline.data import Feed, LoadedBatch
 from paceline.layout import Sums
 from paceline.layout.pipeline import Flight, Pipeline
 from paceline.observe import Phases
-from paceline.schedule import Action, one_f_one_b, prove
+from paceline.schedule import Action, Table, one_f_one_b, prove
 from paceline.sync.every_step import gradient_scale
-from paceline.sync.stage_update import GradientSum, Versions, Weights, is_untouched, update_stage
+from paceline.sync.memory import Asked, Pass
+from paceline.sync.stage_update import (
+    GradientSum,
+    SentLongAgo,
+    Versions,
+    Weights,
+    is_untouched,
+    update_stage,
+)
 from paceline.sync.update import Update, UpdateStep
+
+
+def flow_of(asked: Asked) -> tuple[Table, int]:
+    """What goes through all stages, and how many micro-batches at each of its operations."""
+    return one_f_one_b(asked.recipe.strategy.pipeline, asked.stretch), asked.micro_batches
+
+
+def passes(asked: Asked, flow: Table) -> Iterator[Pass]:
+    """What goes through a stage: a copy of all weights for each step that is between forward and update."""
+    weights, count, flying = asked.sizes.computes + asked.frozen, asked.micro_batches, 0
+    for action in flow.orders[asked.stage]:
+        if action.kind == "F":
+            flying += 1
+            yield from (Pass(True, flying * weights) for _ in range(count))
+            continue
+        for done in range(count):
+            yield Pass(False, flying * weights, min(done, 1), done, ends=done == count - 1)
+        flying -= 1
 
 
 @dataclass(frozen=True)
@@ -59,7 +86,7 @@ class WeightStash:
         schedule = one_f_one_b(cut.num_stages, end - first)
         prove(schedule, end - first)
         sums, update = Sums(self._stage.metric_names), Update(0.0, 0.0, applied=False)
-        self.versions = []
+        self.versions, sent = [], SentLongAgo(self._stage)
         with feed.from_step(first) as stream:
             for action in schedule.orders[cut.stage]:
                 step = self._net.step = update_step.state.step = first + action.micro_batch
@@ -70,6 +97,7 @@ class WeightStash:
                     self._flying[step] = self._forward(micro_batches, sums, scale, update_step.state.updates)
                 else:
                     update = self._backward(step, self._flying.pop(step), update_step)
+                    sent.end_update()
         self._stage.flush()
         return sums, update
 

@@ -19,8 +19,12 @@ def build_feed(setting: Setting, task: Task, device: torch.device) -> Feed:
     place = max(0, data.rank - servers), data.size - servers  # servers come first, and train nothing
     work = setting.pieces.work(order, setting.shards, recipe.seed, *place)
     loader = build_loader(recipe, task, task.data, device)
-    intervals = recipe.evaluate.every_steps, recipe.checkpoint.every_steps, recipe.hash_every
-    return Feed(work, loader, num_steps_of(recipe, order.steps_per_epoch), intervals)
+    return Feed(work, loader, num_steps_of(recipe, order.steps_per_epoch), intervals_of(recipe))
+
+
+def intervals_of(recipe: Recipe) -> tuple[int, ...]:
+    """Every so many steps the state is wanted; 0: not at all."""
+    return recipe.evaluate.every_steps, recipe.checkpoint.every_steps, recipe.hash_every
 
 
 def build_loader(recipe: Recipe, task: Task, source: Source, device: torch.device) -> Loader:

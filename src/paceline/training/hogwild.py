@@ -14,11 +14,13 @@ from paceline.layout.shard import lay_whole_in_common
 from paceline.state import TrainState
 from paceline.sync import Rule
 from paceline.sync.hogwild import Board, Hogwild
+from paceline.sync.memory import Asked, RuleMemory
 from paceline.training.alone import number_of, step_alone, those_who_meet
 from paceline.training.arrange import Setting
 from paceline.training.layouts import Layout
 
 _MOST_ONES = 1 << 16
+_ONE_BYTES = 4
 
 
 def hogwild(setting: Setting, layout: Layout, state: TrainState) -> Rule:
@@ -28,7 +30,7 @@ def hogwild(setting: Setting, layout: Layout, state: TrainState) -> Rule:
         StrategyError: the ranks have no memory in common.
     """
     world, holding = setting.mesh.world, layout.placed.holding
-    num_ones = min(_MOST_ONES, max(p.numel() for p in holding.computes.values()))
+    num_ones = _num_ones(max(p.numel() for p in holding.computes.values()))
     if world.size == 1:
         board = _board(0, 1, num_ones, lambda n, dtype: torch.zeros(n, dtype=dtype))
     else:
@@ -42,6 +44,21 @@ def hogwild(setting: Setting, layout: Layout, state: TrainState) -> Rule:
         stop_requested=setting.stop_requested,
         **those_who_meet(setting),
     )
+
+
+def memory(asked: Asked) -> RuleMemory:
+    """What the rule keeps: a share of the memory in common, in which the tally of ones lies, too.
+
+    At the end of a round the ones are added up in float64.
+    """
+    ranks = asked.recipe.strategy.degrees["replica"]
+    num_ones = _num_ones(asked.sizes.largest // _ONE_BYTES)
+    return RuleMemory(copies=_ONE_BYTES * num_ones // ranks, agreement=8 * num_ones, sharers=ranks)
+
+
+def _num_ones(num_values: int) -> int:
+    """Of a tally, where so many values are in the largest tensor."""
+    return min(_MOST_ONES, num_values)
 
 
 def _board(rank: int, num_ranks: int, num_ones: int, zeros: Callable[[int, torch.dtype], Tensor]) -> Board:

@@ -11,9 +11,7 @@ from torch import Tensor
 from paceline.comm import LocalReducer, Reduction
 from paceline.comm.reduction import InAnyOrder, LocalClip, OwedReducer, Reducer
 from paceline.data import LockstepWork, Work, split
-from paceline.errors import StrategyError
 from paceline.layout import Holding
-from paceline.layout.pipeline import Pipeline
 from paceline.mesh import DATA_AXES, Group
 from paceline.slot import Slot
 from paceline.state import TrainState
@@ -26,14 +24,11 @@ from paceline.sync.every_step import power_of_two
 from paceline.sync.followed import Followed, by_compute, by_links
 from paceline.sync.fragments import Streaming
 from paceline.sync.moved import Moved, MovedAtOnce
-from paceline.sync.pipedream import Flow, PipeDream
 from paceline.sync.policy import ApplyEach
 from paceline.sync.recovery import Recovery
 from paceline.sync.residuals import Coder, Residuals
 from paceline.sync.straggler import COMMUNICATION, Watched
 from paceline.sync.streamed import StreamedRounds
-from paceline.sync.two_buffers import TwoBuffers
-from paceline.sync.weight_stash import WeightStash
 from paceline.training.alone import build_step, number_of, step_alone, step_owing, those_who_meet
 from paceline.training.arrange import Setting
 from paceline.training.codecs import local_clip_norm
@@ -186,31 +181,3 @@ def bounded(setting: Setting, layout: Layout, state: TrainState) -> Rule:
 def backup(setting: Setting, layout: Layout, state: TrainState) -> Rule:
     """A server applies the first pushes of a step."""
     return served(setting, layout, state, FirstN(num_workers(setting), int(number_of(setting))))
-
-
-def pipedream(setting: Setting, layout: Layout, state: TrainState) -> Rule:
-    """Stages update as gradients reach them."""
-    recipe, placed = setting.recipe, layout.placed
-    alone = "each stage updates alone, and this needs all of them at once"
-    unfit = {
-        "optimizer.clip_norm": alone if recipe.optimizer.clip_norm is not None else "",
-        'precision.compute = "fp16"': alone if recipe.precision.compute == "fp16" else "",
-        "weights that two stages share": alone
-        if not isinstance(placed, Pipeline) or placed.cut.shared
-        else "",
-        "memory.recompute": "it would compute again with the weights of today, not with those of the forward"
-        if recipe.memory.recomputes
-        else "",
-    }
-    reasons = [f"{name} ({why})" for name, why in unfit.items() if why]
-    if reasons or not isinstance(placed, Pipeline):
-        raise StrategyError(
-            f"pipedream does not go with {'; '.join(reasons)}",
-            next_step="leave it out, or choose sync=every-step",
-        )
-    net, phases = setting.net, setting.phases
-    flow = _FLOWS[recipe.strategy.sync.partition(":")[2]](placed, net, phases, setting.items_per_sample)
-    return PipeDream(placed, flow, setting.mesh.world, net, phases, stop_requested=setting.stop_requested)
-
-
-_FLOWS: Mapping[str, Callable[..., Flow]] = {"": WeightStash, "2bw": TwoBuffers}

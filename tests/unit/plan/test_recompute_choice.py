@@ -19,7 +19,7 @@ from paceline.plan.memory import laid_out, planners_of
 from paceline.plan.savings import Sum, most_bytes, sums_by_stage
 from paceline.recipe import Recipe
 from paceline.testing.parity import session_of
-from tests.unit.plan.test_memory import gpt, recipe
+from tests.unit.plan.gpt_jobs import gpt, recipe
 
 FEW = GPTConfig(vocab=257, context=32, layers=3, heads=4, width=64)
 

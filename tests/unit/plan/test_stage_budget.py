@@ -11,7 +11,7 @@ from paceline.errors import StrategyError
 from paceline.models import GPTConfig
 from paceline.plan import judge, plan_memory
 from paceline.training import stage_choice
-from tests.unit.plan.test_memory import gpt, recipe
+from tests.unit.plan.gpt_jobs import gpt, recipe
 
 WORDS = "replicas=1 pipeline=2 schedule=1f1b"  # the first stage keeps twice as many micro-batches
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from paceline.comm.codecs import Codec, Keys
 from paceline.comm.codecs.low_rank import Matrix
 from paceline.comm.codecs.sparse import MOMENTUM, TopK, num_kept
-from paceline.comm.collectives.collective import Exchanging, in_parts
+from paceline.comm.collectives.collective import Exchanging, HeldBytes, in_parts
 from paceline.comm.collectives.lost import Lost
 from paceline.comm.handle import Handle
 from paceline.comm.kernels import load_kernels
@@ -202,16 +202,7 @@ class CodedCollective:
     def lost(self, key: str, num_values: int) -> Mapping[str, Tensor]:
         """See `Feedback`."""
         found = self._pending.get(key, self._kept.get(key))
-        if found is None:
-            return {}
-        flats = {"sent": found.sent.reshape(-1)[:num_values]}
-        if found.velocity is not None:
-            flats["velocity"] = found.velocity.reshape(-1)[:num_values]
-        if found.owned is not None:
-            whole = torch.zeros_like(found.sent)
-            whole[self.group.rank] = found.owned
-            flats["owned"] = whole.reshape(-1)[:num_values]
-        return flats
+        return {} if found is None else found.flats(num_values, self.group.rank)
 
     def set_lost(self, key: str, flats: Mapping[str, Tensor]) -> None:
         """See `Feedback`."""
@@ -221,6 +212,11 @@ class CodedCollective:
             None if owned is None else in_parts(owned, size)[self.group.rank],
             None if velocity is None else in_parts(velocity, size),
         )
+
+    def held_bytes(self) -> HeldBytes:
+        """See `Coded`; of each buffer two losses, since a step may be aborted."""
+        lost = {id(one): one for kept in (self._kept, self._pending, self._spare) for one in kept.values()}
+        return HeldBytes(sum(one.num_bytes for one in lost.values()), self._workspace.num_bytes)
 
     def clear(self, key: str) -> None:
         """See `Feedback`."""

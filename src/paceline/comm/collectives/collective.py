@@ -7,7 +7,7 @@ Invariant: what `wait` returns is equal on every rank that gets it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -88,8 +88,23 @@ class Exchanging(Collective, Protocol):
         """
 
 
+class HeldBytes(NamedTuple):
+    """Memory that a collective has taken.
+
+    Args:
+        of_buffers: for each of its buffers, in all.
+        in_common: for all of them, as much as the largest needs.
+    """
+
+    of_buffers: int
+    in_common: int
+
+
 class Coded(Collective, Protocol):
     """A collective that codes, on a thread of its own."""
+
+    def held_bytes(self) -> HeldBytes | None:
+        """After some steps; None: it is no function of the sizes of buffers alone."""
 
     def close(self) -> None:
         """End the thread; what was launched has been waited for."""

@@ -26,6 +26,23 @@ class Lost:
     velocity: Tensor | None = None
     room: Tensor | None = None
 
+    @property
+    def num_bytes(self) -> int:
+        """Of all of it; `owned` may lie in `room`."""
+        owned = self.room if self.owned is None else self.owned
+        return sum(x.nbytes for x in (self.sent, owned, self.velocity) if x is not None)
+
+    def flats(self, num_values: int, rank: int) -> dict[str, Tensor]:
+        """All of it as the buffer lies, [n]; `rank` coded the sum of its part."""
+        flats = {"sent": self.sent.reshape(-1)[:num_values]}
+        if self.velocity is not None:
+            flats["velocity"] = self.velocity.reshape(-1)[:num_values]
+        if self.owned is not None:
+            whole = torch.zeros_like(self.sent)
+            whole[rank] = self.owned
+            flats["owned"] = whole.reshape(-1)[:num_values]
+        return flats
+
     def reopen(self) -> Lost:
         """The same memory, for another step."""
         if self.owned is not None:

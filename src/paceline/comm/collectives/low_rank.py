@@ -219,6 +219,10 @@ class LowRankCollective:
         matrices = self._worthwhile(key, sent.numel())
         self._kept[key] = _Kept(sent, [m.of(source)[: self._rank].T.contiguous() for m in matrices])
 
+    def held_bytes(self) -> None:
+        """See `Coded`; it depends on the shapes of matrices."""
+        return
+
     def clear(self, key: str) -> None:
         """See `Feedback`."""
         self._kept.pop(key, None)

@@ -31,13 +31,14 @@ class HostWire:
 
     def __init__(self, mail: HostMail) -> None:
         self._mail, self.stages = mail, mail.places
-        self._attempt = 0
+        self._attempt = self.num_sent = 0
         self._early: dict[tuple[int, int, int], deque[Message]] = {}
 
     def send(self, to: int, tensors: Sequence[Tensor], note: float = 0.0, *, key: int = 0) -> None:
         """See `Neighbours`; the tensors may change afterwards."""
         letter = Letter.of(tensors, note, key, self._attempt)
         self._mail.send(to, letter.num_bytes, partial(write_whole, letter, tensors))
+        self.num_sent += 1
 
     def receive(self, source: int, *, key: int = 0) -> Message:
         """See `Neighbours`."""

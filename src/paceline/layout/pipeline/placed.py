@@ -164,6 +164,15 @@ class Pipeline:
         self._phases.begin("communication")
         self._wire.flush()
 
+    @property
+    def num_sent(self) -> int:
+        """Parts of messages, so far."""
+        return self._wire.num_sent
+
+    def let_go(self, num_sent: int) -> None:
+        """Of what was sent when so many parts were; the neighbours have taken it, or are about to."""
+        self._wire.flush(most=self._wire.num_sent - num_sent)
+
     def abort(self) -> None:
         """See `Placed`."""
         self.gradients.stop()

@@ -26,6 +26,10 @@ Message = tuple[list[Tensor], float]
 class Neighbours(Protocol):
     """The stages before and after this one."""
 
+    @property
+    def num_sent(self) -> int:
+        """Parts of messages that were handed over, so far."""
+
     def send(self, to: int, tensors: Sequence[Tensor], note: float = 0.0, *, key: int = 0) -> None:
         """Start sending; `flush` waits. The tensors must not change until then.
 
@@ -69,7 +73,7 @@ class StageWire:
         self._ahead, self._back, self._net, self._device = group, back or group, net, device
         self._under_way: list[Handle] = []
         self._abandoned: list[Handle] = []
-        self._attempt = 0
+        self._attempt = self.num_sent = 0
         self._early: dict[tuple[int, int], deque[Message]] = {}
         self._first_sent: dict[int, int] = {}  # by neighbour, bytes of the first part of the next message
         self._first_taken: dict[int, int] = {}
@@ -82,6 +86,7 @@ class StageWire:
         letter = Letter.of(tensors, note, key, self._attempt)
         for part in parts_of(letter, tensors, self._first_sent.get(to, HEAD_BYTES)):
             if part.numel():
+                self.num_sent += 1
                 self._under_way.append(self._net.send(part.to(self._device), way, to, self._attempt))
         self._expect(self._first_sent, to, letter)
 
@@ -157,7 +162,7 @@ class ThreadWire:
     """
 
     def __init__(self, stage: int, boxes: Boxes, left: set[int], deadline_seconds: float) -> None:
-        self._stage, self._boxes, self._left = stage, boxes, left
+        self._stage, self._boxes, self._left, self.num_sent = stage, boxes, left, 0
         self._deadline_seconds = deadline_seconds
 
     def send(self, to: int, tensors: Sequence[Tensor], note: float = 0.0, *, key: int = 0) -> None:

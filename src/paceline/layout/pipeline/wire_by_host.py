@@ -26,6 +26,11 @@ class WireByHost:
     def __init__(self, near: HostWire, far: StageWire) -> None:
         self._near, self._far = near, far
 
+    @property
+    def num_sent(self) -> int:
+        """See `Neighbours`."""
+        return self._near.num_sent + self._far.num_sent
+
     def send(self, to: int, tensors: Sequence[Tensor], note: float = 0.0, *, key: int = 0) -> None:
         """See `Neighbours`."""
         self._to(to).send(to, tensors, note, key=key)

@@ -1,0 +1,222 @@
+"""Recipes, the bytes that their runs allocate, and what `plan_memory` says of them before a start.
+
+Allocated: the most that PyTorch's allocator had given out at a time in the steps, of all that was allocated
+since before the task was built (the memory events of its profiler), with what waits in a channel, or has come
+in part, which no tensor has. What Gloo takes for itself is not in it.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from itertools import pairwise
+from types import ModuleType
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from paceline import Loss, Task
+from paceline.cluster import Cluster
+from paceline.comm.channel.channel import Peer
+from paceline.comm.channel.outbox import Outbox
+from paceline.comm.routes import host_mail, shared_memory
+from paceline.models import GPT, GPTConfig, gpt_chain, initialize_gpt, without_memory
+from paceline.plan import plan_memory
+from paceline.recipe import Recipe, Strategy
+from paceline.tasks.byte_gpt import next_token_loss
+from paceline.testing.parity import session_of
+from tests.peak import bytes_now
+
+STEPS, FRAMES = "all steps", "bytes in frames:"
+SMALL_BYTES = 2**16  # numbers, one batch, tallies
+SAMPLES = 32
+
+
+def small_gpt() -> Task:
+    """A GPT whose activations weigh about as much as its parameters."""
+    with without_memory():
+        model = GPT(GPTConfig(vocab=257, context=32, layers=4, heads=4, width=128))
+    return Task(
+        model,
+        list(torch.arange(SAMPLES * 33).remainder(257).view(SAMPLES, 33)),
+        next_token_loss,
+        stages=gpt_chain,
+        initialize=initialize_gpt,
+        tensor={"blocks.*.feed_forward.expand": "column", "blocks.*.feed_forward.project": "row"},
+    )
+
+
+def wide_chain() -> Task:
+    """Layers of different widths, built whole; parameters weigh more than activations."""
+    torch.manual_seed(1)  # tensor ranks see the same samples
+    layers: list[nn.Module] = []
+    widths = (64, 512, 512, 128, 640, 64)
+    for before, after in pairwise(widths):
+        layers += [nn.Linear(before, after), nn.ReLU()]
+    return Task(
+        nn.Sequential(*layers),
+        list(torch.rand(SAMPLES, 64)),
+        lambda model, x: Loss((model(x) - x).square().sum(), len(x)),
+        tensor={"0": "column", "2": "row", "4": "column", "6": "row"},
+    )
+
+
+TASKS: dict[str, Callable[[], Task]] = {"gpt": small_gpt, "chain": wide_chain}
+
+
+class Case(NamedTuple):
+    """A recipe, and the task that it trains."""
+
+    recipe: Recipe
+    task: str
+
+
+def case(
+    strategy: str, task: str = "gpt", *, shards: int = 4, optimizer: str = "adamw", **more: object
+) -> Case:
+    buckets = {"runtime": {"bucket_bytes": 2**17}} if Strategy.parse(strategy).rule.sums else {}
+    recipe = {
+        "task": "sum",
+        "steps": 3,
+        "batch": {"size": 16, "shards": shards},
+        "optimizer": {"name": optimizer, "lr": 1e-3},
+        "precision": {"compute": "fp32"},
+        "strategy": Strategy.parse(strategy),
+    }
+    return Case(Recipe.model_validate(recipe | buckets | more), task)
+
+
+def most_allocated(record: profile, first: int) -> int:
+    """The most bytes that were in use at a time in the steps.
+
+    Args:
+        first: how many before the steps. A profile does not see what another thread frees, such as Gloo's
+            with the weights that were sent.
+    """
+    assert record.profiler is not None
+    events = record.profiler.kineto_results.events()
+    begin = next(event.start_ns() for event in events if event.name() == STEPS)
+    total = most = frames = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        if event.start_ns() < begin:
+            most = total = first
+        elif event.name() == "[memory]":
+            total += event.nbytes()
+        elif event.name().startswith(FRAMES):
+            frames = int(event.name().removeprefix(FRAMES))
+        most = max(most, total + frames)
+    return most
+
+
+class Frames:
+    """Says in a profile how many bytes wait in a channel, or have come in part."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[int, int] = {}
+        self._plain = {
+            (Outbox, "put"): Outbox.put,
+            (Outbox, "write"): Outbox.write,
+            (Peer, "_fill"): Peer._fill,
+            (Peer, "_read"): Peer._read,
+        }
+
+    def __enter__(self) -> None:
+        for (kind, name), plain in self._plain.items():
+            setattr(kind, name, self._telling(plain))
+
+    def __exit__(self, *error: object) -> None:
+        for (kind, name), plain in self._plain.items():
+            setattr(kind, name, plain)
+
+    def _telling(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def call(owner: Any, *args: Any) -> Any:
+            found = plain(owner, *args)
+            now = owner.num_bytes if isinstance(owner, Outbox) else len(owner._body or b"")
+            if now != self._sizes.get(id(owner), 0):
+                self._sizes[id(owner)] = now
+                with record_function(f"{FRAMES}{sum(self._sizes.values())}"):
+                    pass
+            return found
+
+        return call
+
+
+class Mapped:
+    """Counts what a module maps of memory that ranks of a host have in common."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self.num_bytes, self._plain = 0, module.mapped
+        self.counting = patch.object(module, "mapped", self)
+
+    def __call__(self, file: int, num_values: int, dtype: torch.dtype) -> Tensor:
+        found: Tensor = self._plain(file, num_values, dtype)
+        self.num_bytes += found.nbytes
+        return found
+
+
+def allocated(cluster: Cluster, cases: list[Case]) -> list[int]:
+    """By case, the most bytes of this rank in a step."""
+    torch.set_num_threads(1)
+    found = []
+    for one in cases:
+        sums, read, before = Mapped(shared_memory), Mapped(host_mail), bytes_now()
+        recording = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        with sums.counting, read.counting, Frames(), recording as record:
+            session = session_of(cluster, one.recipe, TASKS[one.task])
+            first = bytes_now() - before
+            with record_function(STEPS):
+                for _ in session.rounds():
+                    pass
+        others = (cluster.world_size - 1) * sums.num_bytes // cluster.world_size  # each has a share of all
+        others += read.num_bytes
+        found.append(most_allocated(record, first) - others)
+        session.close()
+        del session
+        gc.collect()
+    return found
+
+
+def planned(one: Case, ranks: int) -> list[tuple[int, int]]:
+    """By rank, the most bytes in a step, and of them messages, whose number is a matter of time."""
+    plan = plan_memory(one.recipe, TASKS[one.task](), ranks)
+    most = []
+    for rank in plan.ranks:
+        steps = [parts for when, parts in rank.moments.items() if not when.startswith("building")]
+        most.append(max(steps, key=lambda parts: parts.total))
+    return [(parts.total, parts.messages) for parts in most]
+
+
+def kept(cluster: Cluster, cases: list[Case]) -> list[int]:
+    """By case, the bytes of this rank's tensors once all steps are over."""
+    torch.set_num_threads(1)
+    found = []
+    for one in cases:
+        before = bytes_now()
+        session = session_of(cluster, one.recipe, TASKS[one.task])
+        for _ in session.rounds():
+            pass
+        found.append(bytes_now() - before)
+        session.close()
+        del session
+        gc.collect()
+    return found
+
+
+def named(one: Case) -> str:
+    recipe = one.recipe
+    words = (one.task, recipe.strategy, recipe.optimizer.name, recipe.memory.recompute, recipe.batch.shards)
+    return " ".join(map(str, words))
+
+
+def require_close(cases: list[Case], ranks: int, found: list[list[int]]) -> None:
+    """Never less than was allocated, and at most a tenth more, beside messages that may be there."""
+    wrong = []
+    for number, one in enumerate(cases):
+        for rank, (plan, messages) in enumerate(planned(one, ranks)):
+            real = found[rank][number]
+            if not real - SMALL_BYTES <= plan <= 1.1 * real + messages + SMALL_BYTES:
+                wrong.append(f"{named(one)}, rank {rank}: planned {plan}, allocated {real}")
+    assert not wrong, "\n".join(wrong)

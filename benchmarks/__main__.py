@@ -35,6 +35,7 @@ NAMES = (
     "coding",
     "wire",
     "codec_losses",
+    "pipedream_losses",
     "stragglers",
     "server",
 )

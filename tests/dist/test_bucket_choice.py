@@ -1,4 +1,4 @@
-"""`runtime.bucket_latency` in a session: links are measured, ranks agree, and a run that goes on keeps to it."""
+"""`runtime.bucket_latency` in a session: links are measured, ranks agree, a run that goes on keeps to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`codec=auto` in sessions: ranks agree, only what is allowed is taken, and the folder would keep the answer."""
+"""`codec=auto` in sessions: ranks agree, only what is allowed is taken, the folder would keep the answer."""
 
 from __future__ import annotations
 

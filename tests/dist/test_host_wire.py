@@ -1,17 +1,17 @@
-"""Stages of one host send each other tensors in memory: those that a backend carries, a late and a lost stage."""
+"""Stages of one host send each other tensors in memory: what a backend carries, a late and a lost stage."""
 
 from __future__ import annotations
 
 import gc
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
 
 from paceline.cluster import Cluster
 from paceline.comm import Net
@@ -46,7 +46,7 @@ MAPS = "paceline-messages"
 
 
 def exchange(cluster: Cluster) -> dict[str, Any]:
-    """All messages are sent before the first is asked for, three times over, and answered in another order."""
+    """All messages are sent before the first is asked for, three times, and answered in another order."""
     net = Net(60.0)
     first, group = start(cluster, net)
     first.close()
@@ -111,7 +111,7 @@ def test_messages_in_memory_are_those_that_were_sent(talks: list[dict[str, Any]]
             assert all(torch.equal(a, b) for a, b in zip(tensors, sent, strict=True))
         assert found["counts"] == (3 * len(MESSAGES), 3 * sum(sizes))
         pages = [-(-size // 4096) * 4096 for size in sizes]
-        assert found["mapped"] == [2 * sum(pages)] * 3  # what it writes and what it reads; then they are used again
+        assert found["mapped"] == [2 * sum(pages)] * 3  # what it writes and reads; then they are used again
         assert found["given up"] == [5.0]
         assert found["left"]
 
@@ -221,13 +221,13 @@ def waiting(cluster: Cluster) -> None:
     net.step = 7
     wire.send(1, [torch.ones(3)])
     net.deadline_seconds = 0.5
-    for call in (lambda: wire.receive(1), wire.flush):
+    for call in (partial(wire.receive, 1), wire.flush):
         with pytest.raises(DeadlineError) as late:
             call()
         said.append(str(late.value))
     net.deadline_seconds = 60.0
     plain.barrier(group)
-    for call in (lambda: wire.receive(1), wire.flush):
+    for call in (partial(wire.receive, 1), wire.flush):
         with pytest.raises(CommunicationError) as lost:
             call()
         said.append(str(lost.value))

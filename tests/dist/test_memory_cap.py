@@ -1,4 +1,4 @@
-"""A model that does not fit one process trains when it is split; the system caps the memory of each process."""
+"""A model that does not fit one process trains when it is split; the system caps the memory of each."""
 
 from __future__ import annotations
 

@@ -6,7 +6,6 @@ own then. P: bytes of a whole model's parameters, S: shard ranks.
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field

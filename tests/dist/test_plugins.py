@@ -141,7 +141,8 @@ def by_tensor(setting, material):
         Path(f"used-by-tensor-{group.rank}").write_text(updated)
         return holding
 
-    return Cutting(Owners({name: i % group.size for i, name in enumerate(names)}, group.size), prepare=prepare)
+    owners = Owners({name: i % group.size for i, name in enumerate(names)}, group.size)
+    return Cutting(owners, prepare=prepare)
 '''
 OPTIMIZER = '''
 """K-FAC: a gradient between the inverses of two factors, which the ranks sum (Martens and Grosse 2015)."""

@@ -1,4 +1,4 @@
-"""Attention over ranks is that of the whole sequence, forward and backward, and sends what its closed form says."""
+"""Attention over ranks is that of the whole sequence, forward and backward, and sends its closed form."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def over_ranks(cluster: Cluster, net: Net, mesh: Mesh | None = None) -> tuple[Pa
 
 
 def farthest(cluster: Cluster) -> list[tuple[str, float, float]]:
-    """For each case the distance from the whole, of what is allowed; and bytes by the ledger and by the form."""
+    """For each case the distance from the whole, of what is allowed; bytes by the ledger and by the form."""
     torch.set_num_threads(1)
     found, mesh = [], Mesh.build(cluster, {"context": cluster.world_size})
     for name, shape in SHAPES.items():
@@ -185,7 +185,7 @@ def alone(length: int = 6) -> tuple[Part, OverAllRanks]:
         (lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.1), "dropout_p=0.1"),
         (lambda x: F.scaled_dot_product_attention(x, x[:, :, :2], x[:, :, :2]), r"\[3, 2, 2\]"),
         (lambda x: MULTI_HEAD(x[0], x[0], x[0]), "asked for its weights"),
-        (lambda x: torch.rand_like(x), "rand_like draws by position"),
+        (torch.rand_like, "rand_like draws by position"),
         (lambda x: F.dropout(x[0, 0, 0]), "has to find this rank's 3 positions"),
         (lambda x: positions(x, 3), r"dimension 3 of a tensor of shape \(2, 2, 3, 4\)"),
     ],

@@ -65,7 +65,8 @@ MESSAGES: list[list[Tensor]] = [
     [torch.arange(30_000.0).view(2, -1).T],  # more than one part may have
     [torch.arange(12.0).view(3, 4)],
 ]
-PARTS = [2, 1, 1, 4, 1, 22, 2, 2]  # of each, the first time; the last is as long as the first, and empty ones go unsent
+# Of each, the first time. The last is as long as the first, and empty ones go unsent.
+PARTS = [2, 1, 1, 4, 1, 22, 2, 2]
 
 
 def converse(cluster: Cluster) -> tuple[list[list[Tensor]], list[float], int]:

@@ -1,4 +1,4 @@
-"""Weights leave a run whatever strategy wrote it, and plain PyTorch and a new run take them over to the bit."""
+"""Weights leave a run whatever strategy wrote it; plain PyTorch and a new run take them over to the bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""kill -9 at any moment, also inside a save: what is left is whole, and a resumed run ends where it would have."""
+"""kill -9 at any moment, in a save too: what is left is whole; a resumed run ends where it would have."""
 
 import json
 import multiprocessing

@@ -42,7 +42,8 @@ class Listener:
             Path(sys.argv[1], "ballast").unlink()
 
 disk, patience = Path(sys.argv[1]), float(sys.argv[2])
-recipe = Recipe(task="digits", options={"model": "mlp", "hidden": [64]}, steps=6, batch={"size": 8, "shards": 2},
+recipe = Recipe(task="digits", options={"model": "mlp", "hidden": [64]}, steps=6,
+                batch={"size": 8, "shards": 2},
                 checkpoint={"every_steps": 2, "keep": 9, "full_disk_seconds": patience})
 session = session_of(Cluster.single(), recipe)
 class Filler(Listener):

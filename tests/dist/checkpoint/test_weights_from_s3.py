@@ -30,7 +30,7 @@ def test_a_folder_in_s3_is_read_and_checked(server: str, tmp_path: Path) -> None
     store.pipe_file(f"{BUCKET}/model/SHA256SUMS", line.encode())
     assert load_weights(other, f"{folder}/model.safetensors").unvouched == ()
     store.pipe_file(f"{BUCKET}/model/model.safetensors", data[:-1] + bytes([data[-1] ^ 1]))
-    with pytest.raises(CheckpointError, match="model.safetensors is damaged"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
         load_weights(other, folder)
     with pytest.raises(CheckpointError, match="cannot read the weights"):
         load_weights(other, f"s3://{BUCKET}/nothing")

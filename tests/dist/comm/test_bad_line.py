@@ -61,9 +61,7 @@ def talk(seed: int, count: int = 15) -> tuple[list[int], list[int], int]:
     return found, hearing, broken
 
 
-@pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 20))]
-)
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 20))])
 def test_every_message_arrives_once_and_in_order_over_connections_that_break(seed: int) -> None:
     found, hearing, broken = talk(seed)
     assert found == hearing == [*range(15)]

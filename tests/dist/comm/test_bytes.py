@@ -1,6 +1,5 @@
 """Bytes of real training steps: every call in the ledger, and all of them as the closed form says."""
 
-import json
 from collections.abc import Sequence
 from typing import Any
 

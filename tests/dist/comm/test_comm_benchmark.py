@@ -14,7 +14,7 @@ def test_routes_are_exact_and_codecs_send_less() -> None:
         return measure_comm(cluster, Net(60.0), default_routes(), ["int8", "topk:0.01"], [4096])
 
     first, second = run_ranks(run, 2)
-    assert [row.record() for row in first][0].keys() == [row.record() for row in second][0].keys()
+    assert first[0].record().keys() == second[0].record().keys()
     by_word = {(row.route, row.codec): row for row in first}
     routes = {route for route, codec in by_word if codec == "fp32"}
     assert routes == {

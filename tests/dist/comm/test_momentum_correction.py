@@ -19,9 +19,9 @@ from paceline.data import collate_samples
 from paceline.errors import StrategyError
 from paceline.mesh import Mesh, twin_group
 from paceline.recipe import Recipe, Strategy, support
+from paceline.task import Loss, Task
 from paceline.testing.parity import ended, make_task, session_of
 from paceline.testing.ranks import run_ranks
-from paceline.task import Loss, Task
 from paceline.training import missing_kernels
 from paceline.training.build import build_session
 from paceline.training.codecs import code, refuse_twice

@@ -16,12 +16,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.layout.sums import MetricNames
 from paceline.comm import NativeCollective, Net, Reducer
 from paceline.comm.reduction import InAnyOrder
 from paceline.data import LoadedBatch, MicroBatch
 from paceline.layout import Precision, Replicate
 from paceline.layout.holding import hold_whole
+from paceline.layout.sums import MetricNames
 from paceline.mesh import Group, Mesh
 from paceline.observe import Phases
 from paceline.task import Loss
@@ -105,7 +105,7 @@ class AtTheEnd(Reducer):
 def step_often(
     cluster, kind: type[Reducer], bucket_bytes: int, latency_seconds: float = LATENCY_SECONDS
 ) -> dict[str, Any]:
-    """Backward passes of one micro-batch on each rank; what the ledger says, and the gradients of the last step."""
+    """Backward passes of one micro-batch on each rank: what the ledger says, the last gradients."""
     mesh, net = Mesh.build(cluster, {"replica": 2}), SlowNet(20.0)
     net.latency_seconds = latency_seconds
     placed = Replicate(

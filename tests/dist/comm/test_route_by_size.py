@@ -89,7 +89,9 @@ def test_every_sum_takes_the_path_of_its_size_and_is_right() -> None:
     for wrong, sent in run_ranks(run, 3):
         assert wrong == []
         assert sent["send replica-messages"] > 0
-        assert all(sent[f"{op} replica"] > 0 for op in ("all_reduce", "reduce_scatter", "all_gather", "broadcast"))
+        assert all(
+            sent[f"{op} replica"] > 0 for op in ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
+        )
 
 
 @pytest.mark.capability("G9", "G13")
@@ -118,7 +120,12 @@ def test_a_session_measures_once_chooses_alike_and_says_why(tmp_path: Path) -> N
         asked = Recipe(task="none", steps=1, runtime={"bucket_latency": 0.05, "link_profile": str(file)})
         for route in ("native", "auto"):  # the ranks of a test share a host
             choose_buckets(
-                asked, Strategy(route=route), cluster, torch.device("cpu"), warn=said.append, note=told_to(told)
+                asked,
+                Strategy(route=route),
+                cluster,
+                torch.device("cpu"),
+                warn=said.append,
+                note=told_to(told),
             )
         ordered = chosen(group, site_of(cluster, group, net, said, told, is_ordered=True))
         kinds = [type(path).__name__ for path in (first, again, by_file)]

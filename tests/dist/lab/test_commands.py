@@ -148,7 +148,7 @@ def test_faults_by_time_act_on_real_processes_files_and_disks(lab, tmp_path) -> 
 
 @pytest.mark.capability("N12")
 def test_a_host_that_is_slow_to_start_meets_its_fault_all_the_same(lab, monkeypatch) -> None:
-    """The clock of a plan begins when the commands run: else one comes after its host was killed, and goes on."""
+    """The clock of a plan begins when the commands run: else one comes after its host was killed."""
     begin = agents._start
 
     def late(argv, *given):

@@ -1,4 +1,4 @@
-"""Faults of links and files, each injected into a job that runs, seen by its processes, and healed behind it."""
+"""Faults of links and files, each injected into a job that runs, seen by its processes, and then healed."""
 
 import sys
 from pathlib import Path

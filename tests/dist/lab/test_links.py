@@ -109,7 +109,11 @@ def test_hosts_reach_nothing_outside_and_nothing_outside_reaches_them(lab) -> No
         port = listener.getsockname()[1]
         attempt = f"import socket; print(socket.socket().connect_ex(('127.0.0.1', {port})))"
         assert ask(one, "h0", attempt) != "0\n"
-        far = "import socket\ntry: socket.create_connection(('192.0.2.1', 9), 1)\nexcept OSError as e: print(e.errno)"
+        far = (
+            "import socket\n"
+            "try: socket.create_connection(('192.0.2.1', 9), 1)\n"
+            "except OSError as e: print(e.errno)"
+        )
         assert ask(one, "h0", far) == "101\n"  # no route
     with serving(one, "h1", ECHO):
         assert trips(one, "h0", "h1", 1) != [None]

@@ -1,4 +1,4 @@
-"""Two hosts of two ranks on a slow link: what a route sends over it, counted by the kernel and by the ledger."""
+"""Two hosts of two ranks on a slow link: what a route sends over it, by the kernel and by the ledger."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ def train(lab: Lab, route: str, run_dir: Path) -> tuple[float, float]:
 
 @pytest.mark.capability("G8", "A8", "O9")
 def test_over_the_link_goes_what_the_ledger_says(lab, tmp_path) -> None:
-    """A node of the native ring would send 2 (P-1)/P n, of the hierarchical route 2 (N-1)/N n: 1.5 n and 1 n."""
+    """A node of the native ring would send 2 (P-1)/P n, of the hierarchical route 2 (N-1)/N n: 1.5 n, 1 n."""
     up, ledger = train(lab(hosts=2, links=Links(rate="200mbit")), "hierarchical", tmp_path)
     gradients = 4 * NUM_VALUES
     between = hierarchical_cost(gradients, 2, 2)[1].sent_bytes

@@ -119,7 +119,7 @@ def describe() -> None:
         "drawn": [random.random(), np.random.random()],
         "files": len(list(Path("/proc/self/fd").iterdir())),
         "name": Path("/proc/self/comm").read_text().strip(),
-        "open": sorted(os.readlink(file) for file in Path("/proc/self/fd").iterdir() if file.exists()),
+        "open": sorted(str(file.readlink()) for file in Path("/proc/self/fd").iterdir() if file.exists()),
     }
     (folder / f"said-{rank}").write_text(json.dumps(said))
 

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from paceline.cluster import process_environment
-from paceline.launch.litter import clean_litter
 from paceline.launch.forked import FORK_SERVER
+from paceline.launch.litter import clean_litter
 from tests.dist.launch.actors import (
     ANEW,
     FORKED,

@@ -87,7 +87,8 @@ def test_a_forked_command_is_what_a_new_process_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "code", "out", "err"), [("leave", 7, "to the output\n", "to the errors\n"), ("fail", 1, "", "boom")]
+    ("what", "code", "out", "err"),
+    [("leave", 7, "to the output\n", "to the errors\n"), ("fail", 1, "", "boom")],
 )
 def test_ends_and_texts_are_those_of_a_new_process(
     what: str, code: int, out: str, err: str, tmp_path: Path

@@ -64,7 +64,8 @@ def test_a_job_with_as_many_processes_as_cores_imports_once(
 
 @pytest.mark.capability("O1")
 @pytest.mark.parametrize(
-    ("num_processes", "cores", "does"), [(1, 1, False), (2, 1, True), (2, 2, True), (2, 3, False), (8, 4, True)]
+    ("num_processes", "cores", "does"),
+    [(1, 1, False), (2, 1, True), (2, 2, True), (2, 3, False), (8, 4, True)],
 )
 def test_a_server_pays_for_a_command_of_several_processes_that_would_wait_for_each_other(
     num_processes: int, cores: int, does: bool

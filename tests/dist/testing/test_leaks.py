@@ -26,7 +26,8 @@ def test_a_stranger_is_read_once_and_a_new_child_is_seen(monkeypatch: pytest.Mon
 
 def test_a_child_with_the_number_of_a_stranger_is_no_stranger() -> None:
     before = observe()
-    with subprocess.Popen(["sh", "-c", "sleep 600 & echo $!; wait"], stdout=subprocess.PIPE, text=True) as child:
+    command = ["sh", "-c", "sleep 600 & echo $!; wait"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         grandchild = int(child.stdout.readline())
         gone = {(child.pid, 0), (grandchild, 0)}

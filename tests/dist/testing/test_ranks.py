@@ -172,7 +172,7 @@ def test_no_process_is_left(tmp_path: Path) -> None:
 def test_a_process_that_expects_another_number_of_ranks_is_turned_away_and_the_job_goes_on() -> None:
     def disturb(cluster: Cluster) -> tuple[str, Answer]:
         change = {"world_size": 2 + cluster.global_rank, "local_world_size": 2 + cluster.global_rank}
-        with pytest.raises(CommunicationError) as caught:  # the first has to wait for nobody, the second for it
+        with pytest.raises(CommunicationError) as caught:  # the first waits for nobody, the second for it
             replace(cluster, **change).connect("cpu", 60.0 if cluster.global_rank else 1.0)
         return caught.value.what, add_up(cluster)
 

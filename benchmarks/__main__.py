@@ -37,6 +37,7 @@ NAMES = (
     "codec_losses",
     "pipedream_losses",
     "stragglers",
+    "diloco",
     "server",
 )
 _RESULTS = Path(__file__).resolve().parent / "results"

@@ -54,14 +54,17 @@ def cases(options: Options) -> list[Case]:
         Case(f"{gpt}, 2 hosts, 1 Gbit/s", "gpt", 2, "1gbit", 1e9),
         Case(f"{gpt}, 2 hosts, 100 Mbit/s", "gpt", 2, "100mbit", 1e8),
         Case(f"{gpt}, 2 hosts, 10 Mbit/s", "gpt", 2, "10mbit", 1e7, few, tuple(HOOKS), 3),
+        Case(f"{gpt}, 4 hosts, 1 Gbit/s", "gpt", 4, "1gbit", 1e9, few, tuple(HOOKS), 3),
         Case(f"{gpt}, 4 hosts, 100 Mbit/s", "gpt", 4, "100mbit", 1e8, few, tuple(HOOKS), 3),
+        Case("8.4 M MLP, 4 hosts, 100 Mbit/s", "mlp", 4, "100mbit", 1e8, few, tuple(HOOKS), 3),
+        Case("8.4 M MLP, 2 hosts, 10 Mbit/s", "mlp", 2, "10mbit", 1e7, few, (), 1),
     ]
 
 
 def run(case: Case, precision: str) -> dict[str, Any]:
     """Measure one case in a lab of its own."""
     command = ["paceline", "run", "-n", str(case.hosts), "-m", "benchmarks.wire_job", case.subject]
-    words = [",".join(case.codecs), ",".join(case.hooks), str(case.repeats), precision]
+    words = [";".join(case.codecs), ";".join(case.hooks), str(case.repeats), precision]
     with Lab(hosts=case.hosts, links=Links(rate=case.rate)) as lab:
         outcome = lab.run([*command, *words], directory=_ROOT, deadline_seconds=400.0)
     lines = [line for host in outcome.output.values() for line in host if MARK in line]

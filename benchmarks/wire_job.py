@@ -97,11 +97,11 @@ def main(subject_name: str, codecs: str, hooks: str, repeats: int, precision: st
     keep_freed_memory()
     cluster = cluster.connect("cpu", 200.0)
     announce(cluster)
-    subject, words = SUBJECTS[subject_name](precision), codecs.split(",")
+    subject, words = SUBJECTS[subject_name](precision), codecs.split(";")
     alone = HandLoop(subject, bare(subject), cluster.global_rank, cluster.world_size).side()
     makers = {COMPUTE: lambda: Side(COMPUTE, alone.step, alone.begin)}
     makers |= {word: partial(codec_side, word, subject, cluster) for word in words}
-    makers |= {name: partial(hook_side, name, subject, cluster) for name in hooks.split(",") if name}
+    makers |= {name: partial(hook_side, name, subject, cluster) for name in hooks.split(";") if name}
     sides, failed = built(makers)
     mine = take_turns(
         sides, repeats=repeats, steps=1, warmup=1, ready=dist.barrier, budget_seconds=60.0, slowest=slowest

@@ -38,6 +38,7 @@ SUBJECTS: dict[str, Callable[[str], Subject]] = {
     "quick": lambda _: mlp((64,), batch_size=8, shards=4),
 }
 PROBE_BYTES = 1 << 19
+BUCKET_BYTES = 1 << 20  # as `runtime.bucket_latency` chooses on such links; DDP has its own of 1 MiB and 25
 
 
 def fp16_hook(wrapping: Wrapping) -> Wrapping:
@@ -63,7 +64,8 @@ HOOKS: dict[str, Callable[[Wrapping], Wrapping]] = {
 def codec_side(codec: str, subject: Subject, cluster: Cluster) -> Side:
     """A session with a codec; Gloo carries it."""
     strategy = Strategy(replicas=cluster.world_size, route="native", codec=codec)
-    return paceline_side(codec, subject.changed(strategy=strategy), cluster, 1)
+    runtime = subject.recipe.runtime.replace(bucket_bytes=BUCKET_BYTES)
+    return paceline_side(codec, subject.changed(strategy=strategy, runtime=runtime), cluster, 1)
 
 
 def hook_side(name: str, subject: Subject, cluster: Cluster) -> Side:

@@ -111,9 +111,9 @@ def test_the_twin_that_keeps_the_residuals_of_the_step_ends_elsewhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def committing(cluster: Cluster) -> dict[str, torch.Tensor]:
-        from paceline.comm import CodedCollective
+        from paceline.comm.collectives.lost import Losses
 
-        setattr(CodedCollective, "abort", CodedCollective.commit)  # noqa: B010
+        setattr(Losses, "abort", Losses.commit)  # noqa: B010
         return coded(cluster, bad, STEPS)
 
     broken, *_ = run_ranks(committing, 2)

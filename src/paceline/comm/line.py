@@ -1,24 +1,47 @@
 """A line: one thread that takes the later hops of collectives while training goes on.
 
 Each hop waits for the one before it, so the caller can launch the first only. Every process group is used by
-one
-thread, and buffers pass through it in the order of their launch: so there is one order on every rank.
+one thread, and buffers pass through it in the order of their launch: so there is one order on every rank.
+Rounds of two buffers may take turns: while the bytes of one are under way, the other is coded.
 Invariant: after an error, nothing that waits behind it is started before `mend`.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.comm.handle import Handle
 from paceline.errors import CommunicationError
 
+PLACES = 2  # of buffers that are under way at once
+
+Rounds = Generator[Handle, Any, Any]
+"""Yields what it waits for, is sent its result, and returns the whole's."""
+
+
+@dataclass(eq=False)
+class _Task:
+    """A buffer on its way.
+
+    Args:
+        places: that nobody else may have meanwhile.
+        waits_for: the end of the round that is under way.
+    """
+
+    rounds: Rounds
+    places: frozenset[int]
+    waits_for: Handle = field(default_factory=lambda: Handle.ready(None))
+    result: Future[Any] = field(default_factory=Future)
+
 
 class Line:
-    """Runs hops one after another.
+    """Runs hops one after another, and rounds by turns.
 
     Args:
         name: of the thread.
@@ -29,20 +52,33 @@ class Line:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
         self._count_seconds = count_seconds
         self._broken: CommunicationError | None = None
+        self._places = itertools.cycle(range(PLACES))
+        self._num_submitted = self._num_begun = 0
+        self._under_way: deque[_Task] = deque()  # of the thread: who has waited longest is first
 
     def submit(self, op: str, hops: Callable[[], Any]) -> Handle:
-        """Run hops in their turn; the handle returns what they return. Each of their waits has a deadline."""
-        under_way = self._pool.submit(self._unless_broken, hops)
+        """Run hops in their turn, with nothing beside them; the handle returns what they return.
 
-        def resolve(deadline_seconds: float | None, exposed: bool) -> Any:
-            began = time.perf_counter()
-            try:
-                return under_way.result()
-            finally:
-                if exposed:
-                    self._count_seconds(op, time.perf_counter() - began)
+        Each of their waits has a deadline.
+        """
 
-        return Handle(resolve, under_way.done)
+        def whole() -> Rounds:
+            yield from ()
+            return hops()
+
+        return self._queued(op, _Task(whole(), frozenset(range(PLACES))))
+
+    def submit_rounds(self, op: str, rounds: Callable[[int], Rounds]) -> Handle:
+        """Run rounds in their turn; while one of them waits, those of the next buffer run.
+
+        So ranks may launch rounds of two buffers in different orders, and what they send has to say to which
+        of the two places it belongs. One thread submits.
+
+        Args:
+            rounds: is told its place, 0 or 1, the same on every rank; nobody else has it meanwhile.
+        """
+        place = next(self._places)
+        return self._queued(op, _Task(rounds(place), frozenset({place})))
 
     def mend(self) -> None:
         """Forget that something broke."""
@@ -52,11 +88,53 @@ class Line:
         """End the thread; what was launched has been waited for."""
         self._pool.shutdown()
 
-    def _unless_broken(self, hops: Callable[[], Any]) -> Any:
-        if self._broken is not None:
-            raise self._broken
+    def _queued(self, op: str, task: _Task) -> Handle:
+        self._num_submitted += 1
+        self._pool.submit(self._turn, task)
+
+        def resolve(deadline_seconds: float | None, exposed: bool) -> Any:
+            began = time.perf_counter()
+            try:
+                return task.result.result()
+            finally:
+                if exposed:
+                    self._count_seconds(op, time.perf_counter() - began)
+
+        return Handle(resolve, task.result.done)
+
+    def _turn(self, task: _Task) -> None:
+        """Begin a buffer once its place is free; go on with all where no other waits to begin."""
+        self._num_begun += 1
+        while any(task.places & other.places for other in self._under_way):
+            self._go_on()
+        self._under_way.appendleft(task)
+        self._go_on()
+        while self._under_way and self._num_begun == self._num_submitted:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Wait for the round that has been under way longest, and run what follows it up to its next wait."""
+        task = self._under_way.popleft()
         try:
-            return hops()
+            found = task.waits_for.wait(exposed=False)
+            if self._broken is not None:
+                raise self._broken
+            task.waits_for = task.rounds.send(found)
+            self._under_way.append(task)
+        except StopIteration as end:
+            task.result.set_result(end.value)
         except CommunicationError as error:
             self._broken = error
-            raise
+            task.result.set_exception(error)
+        except BaseException as error:  # noqa: BLE001 - whoever waits gets it
+            task.result.set_exception(error)
+
+
+def run_alone(rounds: Rounds) -> Any:
+    """Run rounds with nothing beside them; what they return."""
+    try:
+        waits_for = next(rounds)
+        while True:
+            waits_for = rounds.send(waits_for.wait(exposed=False))
+    except StopIteration as end:
+        return end.value

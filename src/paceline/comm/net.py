@@ -17,6 +17,7 @@ from torch import Tensor
 from paceline.comm.handle import Handle, failure, launched
 from paceline.comm.ledger import ByteLedger, Entry
 from paceline.comm.operations import REDUCE, by_backend
+from paceline.comm.rows import exchange, gather
 from paceline.errors import CommunicationError
 from paceline.mesh import Group
 
@@ -69,11 +70,7 @@ class Net:
         padded = _padded(x, max(lengths))
         out = padded.new_empty((group.size, *padded.shape))
         entry = self._launch("all_gather", padded, group)
-        work = self._call(
-            "all_gather",
-            group,
-            lambda pg: pg._allgather_base(_real(out).view(-1), _real(padded).view(-1)),
-        )
+        work = self._call("all_gather", group, lambda pg: gather(pg, group.rank, _real(padded), _real(out)))
         shape = x.shape[1:] if x.dim() else ()
 
         def unpack() -> list[Tensor]:
@@ -102,10 +99,9 @@ class Net:
         source = _carried(x)
         entry = self._launch("reduce_scatter", source, group)
         parts = torch.empty_like(source).view(group.size, x.shape[0] // group.size, *x.shape[1:])
+        rows = source.view(parts.shape)
         work = self._call(
-            "reduce_scatter",
-            group,
-            lambda pg: pg.alltoall_base(_real(parts.view_as(source)), _real(source), [], []),
+            "reduce_scatter", group, lambda pg: exchange(pg, group.rank, _real(rows), _real(parts))
         )
         return launched(
             "reduce_scatter", group, self, work, entry, lambda: REDUCE[reduction](parts).to(x.dtype)
@@ -119,15 +115,18 @@ class Net:
         arriving = self.exchange_rows(source, torch.empty_like(source), group)
         return arriving.then(lambda out: list(out.to(parts[0].dtype)))
 
-    def exchange_rows(self, x: Tensor, out: Tensor, group: Group) -> Handle:
+    def exchange_rows(self, x: Tensor, out: Tensor, group: Group, tag: int = 0) -> Handle:
         """Send row i of `x` [P, ...] to rank i; the handle returns `out`, what each rank sent here.
 
         Both are contiguous, of a type that the backend carries. Wire: (P-1)/P n bytes, 1 round.
+
+        Args:
+            tag: 0 to 3; on the processor, ranks may launch those of different tags in different orders.
         """
         if group.handle is None:
             return Handle.ready(out.copy_(x))
         entry = self._launch("all_to_all", x, group)
-        work = self._call("all_to_all", group, lambda pg: pg.alltoall_base(_real(out), _real(x), [], []))
+        work = self._call("all_to_all", group, lambda pg: exchange(pg, group.rank, _real(x), _real(out), tag))
         return launched("all_to_all", group, self, work, entry, lambda: out)
 
     # -- one rank has, or gets, all ---------------------------------------------------------------------

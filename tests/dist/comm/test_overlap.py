@@ -1,7 +1,7 @@
-"""Communication hidden behind the backward pass: measured by the ledger, on a net with 1 ms of added latency.
+"""Communication hidden behind backward: measured by the ledger, on a net with 10 ms of added latency.
 
 The latency is injected: `SlowNet` is a net whose all_reduce is complete, for the waiting caller and for the
-ledger alike, no earlier than 1 ms after the real one, on a thread of its own. The backward pass is made
+ledger alike, no earlier than 10 ms after the real one, on a thread of its own. The backward pass is made
 long by layers that sleep, so that the result does not depend on how many processors the ranks share.
 """
 
@@ -27,7 +27,7 @@ from paceline.observe import Phases
 from paceline.task import Loss
 from paceline.testing import run_ranks
 
-LATENCY_SECONDS, LAYER_SECONDS = 1e-3, 4e-3
+LATENCY_SECONDS, LAYER_SECONDS = 10e-3, 20e-3  # a busy machine adds some milliseconds to each
 LONG_LATENCY_SECONDS = 40e-3  # more than a busy machine keeps a rank from waiting
 NUM_LAYERS, WIDTH, NUM_STEPS = 8, 16, 4
 LAYER_BYTES = 4 * (WIDTH * WIDTH + WIDTH)

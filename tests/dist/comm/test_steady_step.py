@@ -15,6 +15,7 @@ from paceline.cluster import Cluster
 from paceline.comm import CodedCollective, Collective, Handle, NativeCollective, Net
 from paceline.comm.codecs import Keys, sparse
 from paceline.comm.collectives import Coded, coded, low_rank
+from paceline.comm.line import Rounds, run_alone
 from paceline.comm.routes import SharedMemoryCollective, by_messages, meet_on_host
 from paceline.comm.routes.by_messages import MessageCollective
 from paceline.comm.routes.recursive_doubling import RecursiveDoubling
@@ -58,6 +59,9 @@ class Inline:
 
     def submit(self, op: str, hops: Callable[[], Any]) -> Handle:
         return Handle.ready(hops())
+
+    def submit_rounds(self, op: str, rounds: Callable[[int], Rounds]) -> Handle:
+        return Handle.ready(run_alone(rounds(0)))
 
     def close(self) -> None: ...
 

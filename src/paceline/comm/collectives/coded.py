@@ -4,24 +4,23 @@ A buffer is cut into P parts; each rank codes its parts and sends them to their 
 order of the ranks, code the sum and send it to all. So values are coded twice, however many ranks there are,
 and nothing is coded again at every hop. What is lost on the way is kept, and added to the next values of the
 same buffer; a step that is aborted leaves it as it was. All of it runs on a `Line`, beside the backward pass,
-in memory that the first steps have taken.
+in memory that the first steps have taken; while the bytes of one buffer are under way, the next one is coded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from paceline.comm.codecs import Codec, Keys
-from paceline.comm.codecs.low_rank import Matrix
 from paceline.comm.codecs.sparse import MOMENTUM, TopK, num_kept
-from paceline.comm.collectives.collective import Exchanging, HeldBytes, in_parts
-from paceline.comm.collectives.lost import Lost
+from paceline.comm.collectives.collective import Exchanging, HeldBytes
+from paceline.comm.collectives.lost import Losses
 from paceline.comm.handle import Handle
 from paceline.comm.kernels import load_kernels
-from paceline.comm.line import Line
+from paceline.comm.line import PLACES, Line, Rounds, run_alone
 from paceline.comm.workspace import Workspace
 from paceline.keys import key as hashed
 from paceline.mesh import Group
@@ -45,10 +44,9 @@ class CodedCollective:
     def __init__(self, inner: Exchanging, codec: Codec, *, seed: int = 0, momentum: float = 0.0) -> None:
         self._inner, self.codec, self._seed, self._momentum = inner, codec, seed, momentum
         self._line = Line(f"{inner.group.name}-coded", self._waited)
-        self._kept: dict[str, Lost] = {}
-        self._pending: dict[str, Lost] = {}
-        self._spare: dict[str, Lost] = {}  # memory of the step before the last
-        self._workspace = Workspace()  # of the thread of the line
+        self._losses = Losses(inner.group)
+        self._workspaces = [Workspace() for _ in range(PLACES)]  # of the thread of the line
+        self._sums = Workspace()
 
     @property
     def group(self) -> Group:
@@ -56,9 +54,9 @@ class CodedCollective:
         return self._inner.group
 
     @property
-    def feedback(self) -> CodedCollective | None:
+    def feedback(self) -> Losses | None:
         """See `Collective`; None where what is decoded is right on average."""
-        return self if self.codec.loses else None
+        return self._losses if self.codec.loses else None
 
     def buffer(self, num_values: int, like: Tensor, key: str) -> Tensor:
         """See `Collective`."""
@@ -70,12 +68,14 @@ class CodedCollective:
             return Handle.ready(x)
         keys = self._keys(key)
 
-        def hops() -> Tensor:
-            rows = self._in_parts(x)
-            total = self._workspace.take("total", (1, rows.shape[1]), x.dtype, x.device)
-            return self._share(self._sum(rows, key, keys, total, shared=True), x, key, keys)
+        def rounds(place: int) -> Rounds:
+            workspace = self._workspaces[place]
+            rows = _in_parts(x, self.group.size, workspace)
+            total = workspace.take("total", (1, rows.shape[1]), x.dtype, x.device)
+            mine = yield from self._sum(rows, key, keys, total, place, shared=True)
+            return (yield from self._share(mine, x, key, keys, place))
 
-        return self._line.submit("all_to_all", hops)
+        return self._submit("all_to_all", x, rounds)
 
     def reduce_scatter(self, x: Tensor, key: str) -> Handle:
         """See `Collective`; the sum is good until the next one of this buffer."""
@@ -83,19 +83,25 @@ class CodedCollective:
             return Handle.ready(torch.empty_like(x[0]))
         keys = self._keys(key)
 
-        def hops() -> Tensor:
-            total = self._workspace.take(f"sum {key}", (1, x.shape[1]), x.dtype, x.device)
-            return self._sum(x, key, keys, total, shared=False)
+        def rounds(place: int) -> Rounds:
+            total = self._sums.take(key, (1, x.shape[1]), x.dtype, x.device)
+            return (yield from self._sum(x, key, keys, total, place, shared=False))
 
-        return self._line.submit("all_to_all", hops)
+        return self._submit("all_to_all", x, rounds)
 
-    def _sum(self, x: Tensor, key: str, keys: Keys, total: Tensor, shared: bool) -> Tensor:
+    def _submit(self, op: str, x: Tensor, rounds: Callable[[int], Rounds]) -> Handle:
+        """Run rounds, by turns with those of the next buffer where messages say to whom they belong."""
+        if self._inner.in_any_order(x) and not self.codec.ragged:
+            return self._line.submit_rounds(op, rounds)
+        return self._line.submit(op, lambda: run_alone(rounds(0)))
+
+    def _sum(self, x: Tensor, key: str, keys: Keys, total: Tensor, place: int, shared: bool) -> Rounds:
         """Code and exchange the rows of `x` [P, n], and add up those of this rank in `total` [1, n].
 
         `shared`: the sum is coded again then.
         """
-        before, values, workspace = self._kept.get(key), x, self._workspace
-        own = self._opened(key, x) if self.codec.loses else None
+        before, values, workspace = self._losses.kept.get(key), x, self._workspaces[place]
+        own = self._losses.open(key, x) if self.codec.loses else None
         if own is not None:
             values = own.add(x, before, self._momentum)
         payload = self.codec.encode(values, keys, workspace)
@@ -104,9 +110,9 @@ class CodedCollective:
             for row, coded in enumerate(payload):
                 self.codec.decode(coded.unsqueeze(0), one, keys, workspace)
                 own.take_out(row, one[0], workspace)
-        payload = self._fitted(payload, key, x.shape[1])
-        arrived = self._rows("arrived", payload.shape, payload, x.shape[1])
-        self._inner.all_to_all(payload, key, arrived).wait(exposed=False)
+        payload = self._fitted(payload, key, x.shape[1], workspace)
+        arrived = self._rows("arrived", payload.shape, payload, x.shape[1], workspace)
+        yield self._inner.all_to_all(payload, key, arrived, 2 * place)
         for number, coded in enumerate(arrived):
             self.codec.decode(coded.unsqueeze(0), one if number else total, keys, workspace)
             if number:
@@ -115,10 +121,11 @@ class CodedCollective:
             total.add_(before.owned)
         return total[0]
 
-    def _share(self, mine: Tensor, x: Tensor, key: str, keys: Keys) -> Tensor:
+    def _share(self, mine: Tensor, x: Tensor, key: str, keys: Keys, place: int) -> Rounds:
         """Code the sum of this rank's part and give it to all."""
         keys = Keys(hashed(keys.shared, "sum"), hashed(keys.own, "sum"))
-        before, pending, workspace = self._kept.get(key), self._pending.get(key), self._workspace
+        before, pending = self._losses.kept.get(key), self._losses.pending.get(key)
+        workspace = self._workspaces[place]
         if before is not None and before.owned is not None:
             mine.add_(before.owned)
         one = workspace.take("one", (1, mine.numel()), x.dtype, x.device)
@@ -126,11 +133,12 @@ class CodedCollective:
         if pending is not None:
             self.codec.decode(payload, one, keys, workspace)
             pending.take_out_of_sum(mine, one[0])
-        payload = self._fitted(payload, key, mine.numel())
+        payload = self._fitted(payload, key, mine.numel(), workspace)
         # Gloo's all_gather would allocate all of it again; sent as rows it is as many bytes
         shape = self.group.size, payload.shape[1]
-        spread, found = (self._rows(name, shape, payload, mine.numel()) for name in ("spread", "arrived"))
-        self._inner.all_to_all(spread.copy_(payload), f"{key}.sum", found).wait(exposed=False)
+        spread = self._rows("spread", shape, payload, mine.numel(), workspace).copy_(payload)
+        found = self._rows("arrived", shape, payload, mine.numel(), workspace)
+        yield self._inner.all_to_all(spread, f"{key}.sum", found, 2 * place + 1)
         for part, coded in zip(x.view(-1).split(mine.numel()), found, strict=False):
             whole = part.numel() == mine.numel()
             self.codec.decode(coded.unsqueeze(0), part.unsqueeze(0) if whole else one, keys, workspace)
@@ -138,40 +146,23 @@ class CodedCollective:
                 part.copy_(one[0, : part.numel()])
         return x
 
-    def _opened(self, key: str, x: Tensor) -> Lost:
-        """Memory for what a buffer loses in this step."""
-        found = self._spare.pop(key, None)
-        if found is None or found.sent.shape != x.shape or found.sent.dtype != x.dtype:
-            found = Lost(torch.empty_like(x))
-        self._pending[key] = found.reopen()
-        return found
-
-    def _in_parts(self, x: Tensor) -> Tensor:
-        """[n] as [P, ceil(n / P)], the end filled with zeros; a view where that does."""
-        size, num_values = self.group.size, x.numel()
-        if num_values % size == 0:
-            return x.reshape(size, -1)
-        width = -(-num_values // size)
-        out = self._workspace.take("parts", (size * width,), x.dtype, x.device)
-        out[:num_values] = x.view(-1)
-        out[num_values:].zero_()
-        return out.view(size, width)
-
-    def _fitted(self, payload: Tensor, key: str, num_values: int) -> Tensor:
+    def _fitted(self, payload: Tensor, key: str, num_values: int, workspace: Workspace) -> Tensor:
         """Rows as long as the longest of any rank."""
         if not self.codec.ragged:
             return payload.contiguous()
         width = torch.tensor([payload.shape[1]], device=payload.device)
         longest = int(self._inner.all_gather(width, f"{key}.width").wait(exposed=False).max())
-        out = self._rows("fitted", (len(payload), longest), payload, num_values)
+        out = self._rows("fitted", (len(payload), longest), payload, num_values, workspace)
         out[:, : payload.shape[1]] = payload
         out[:, payload.shape[1] :].zero_()
         return out
 
-    def _rows(self, name: str, shape: Sequence[int], like: Tensor, num_values: int) -> Tensor:
+    def _rows(
+        self, name: str, shape: Sequence[int], like: Tensor, num_values: int, workspace: Workspace
+    ) -> Tensor:
         """Memory for coded rows, with room for the longest that so many values can have."""
         room = shape[0] * self.codec.num_bytes(num_values)
-        return self._workspace.take(name, shape, like.dtype, like.device, room=room)
+        return workspace.take(name, shape, like.dtype, like.device, room=room)
 
     def all_gather(self, x: Tensor, key: str) -> Handle:
         """See `Collective`."""
@@ -183,45 +174,16 @@ class CodedCollective:
             "broadcast", lambda: self._inner.broadcast(x, key, source).wait(exposed=False)
         )
 
-    def commit(self) -> None:
-        """See `Feedback`."""
-        self._spare |= {key: self._kept[key] for key in self._pending if key in self._kept}
-        self._kept |= self._pending
-        self._pending = {}
-
     def abort(self) -> None:
         """See `Collective`."""
         self._line.mend()
-        self._spare |= self._pending
-        self._pending = {}
+        self._losses.abort()
         self._inner.abort()
 
-    def describe(self, key: str, matrices: Sequence[Matrix]) -> None:
-        """See `Feedback`; a codec takes rows as they are."""
-
-    def lost(self, key: str, num_values: int) -> Mapping[str, Tensor]:
-        """See `Feedback`."""
-        found = self._pending.get(key, self._kept.get(key))
-        return {} if found is None else found.flats(num_values, self.group.rank)
-
-    def set_lost(self, key: str, flats: Mapping[str, Tensor]) -> None:
-        """See `Feedback`."""
-        size, owned, velocity = self.group.size, flats.get("owned"), flats.get("velocity")
-        self._kept[key] = Lost(
-            in_parts(flats["sent"], size),
-            None if owned is None else in_parts(owned, size)[self.group.rank],
-            None if velocity is None else in_parts(velocity, size),
-        )
-
     def held_bytes(self) -> HeldBytes:
-        """See `Coded`; of each buffer two losses, since a step may be aborted."""
-        lost = {id(one): one for kept in (self._kept, self._pending, self._spare) for one in kept.values()}
-        return HeldBytes(sum(one.num_bytes for one in lost.values()), self._workspace.num_bytes)
-
-    def clear(self, key: str) -> None:
-        """See `Feedback`."""
-        self._kept.pop(key, None)
-        self._pending.pop(key, None)
+        """See `Coded`."""
+        of_places = sum(workspace.num_bytes for workspace in self._workspaces)
+        return HeldBytes(self._losses.num_bytes + self._sums.num_bytes, of_places)
 
     def close(self) -> None:
         """End the thread; what was launched has been waited for."""
@@ -236,6 +198,18 @@ class CodedCollective:
         row = self._inner.net.ledger.rows.get((op, self.group.name))
         if row is not None:
             row.exposed_seconds += seconds
+
+
+def _in_parts(x: Tensor, num_parts: int, workspace: Workspace) -> Tensor:
+    """[n] as [P, ceil(n / P)], the end filled with zeros; a view where that does."""
+    num_values = x.numel()
+    if num_values % num_parts == 0:
+        return x.reshape(num_parts, -1)
+    width = -(-num_values // num_parts)
+    out = workspace.take("parts", (num_parts * width,), x.dtype, x.device)
+    out[:num_values] = x.view(-1)
+    out[num_values:].zero_()
+    return out.view(num_parts, width)
 
 
 def with_momentum(path: Exchanging, argument: str, seed: int) -> CodedCollective:

@@ -81,11 +81,14 @@ class Exchanging(Collective, Protocol):
     def net(self) -> Net:
         """This rank's end of the wires: says the step, and counts."""
 
-    def all_to_all(self, x: Tensor, key: str, out: Tensor) -> Handle:
+    def all_to_all(self, x: Tensor, key: str, out: Tensor, tag: int = 0) -> Handle:
         """Send row i of `x` [P, n] to rank i; the handle returns what each rank sent here, in `out` [P, n].
 
-        Both are contiguous.
+        Both are contiguous. `tag`: 0 to 3, of those that ranks may launch in different orders.
         """
+
+    def in_any_order(self, x: Tensor) -> bool:
+        """Whether ranks may launch exchanges of `x` that have different tags in different orders."""
 
 
 class HeldBytes(NamedTuple):

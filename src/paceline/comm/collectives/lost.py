@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from paceline.comm.codecs.low_rank import Matrix
+from paceline.comm.collectives.collective import in_parts
 from paceline.comm.workspace import Workspace
+from paceline.mesh import Group
 
 
 @dataclass
@@ -79,6 +83,68 @@ class Lost:
         if self.room is None or self.room.shape != total.shape or self.room.dtype != total.dtype:
             self.room = torch.empty_like(total)
         self.owned = finite(torch.sub(total, decoded, out=self.room))
+
+
+class Losses:
+    """What coding has lost, by buffer: a `Feedback`.
+
+    Args:
+        kept: of the last step that was applied.
+        pending: of the present one.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self.kept: dict[str, Lost] = {}
+        self.pending: dict[str, Lost] = {}
+        self._spare: dict[str, Lost] = {}  # memory of the step before the last
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all of them; of each buffer two, since a step may be aborted."""
+        of_all = {id(one): one for held in (self.kept, self.pending, self._spare) for one in held.values()}
+        return sum(one.num_bytes for one in of_all.values())
+
+    def open(self, key: str, x: Tensor) -> Lost:
+        """Memory for what a buffer `x` [P, part] loses in this step."""
+        found = self._spare.pop(key, None)
+        if found is None or found.sent.shape != x.shape or found.sent.dtype != x.dtype:
+            found = Lost(torch.empty_like(x))
+        self.pending[key] = found.reopen()
+        return found
+
+    def describe(self, key: str, matrices: Sequence[Matrix]) -> None:
+        """See `Feedback`; a codec takes rows as they are."""
+
+    def commit(self) -> None:
+        """See `Feedback`."""
+        self._spare |= {key: self.kept[key] for key in self.pending if key in self.kept}
+        self.kept |= self.pending
+        self.pending = {}
+
+    def abort(self) -> None:
+        """Forget what the present step has lost."""
+        self._spare |= self.pending
+        self.pending = {}
+
+    def lost(self, key: str, num_values: int) -> Mapping[str, Tensor]:
+        """See `Feedback`."""
+        found = self.pending.get(key, self.kept.get(key))
+        return {} if found is None else found.flats(num_values, self._group.rank)
+
+    def set_lost(self, key: str, flats: Mapping[str, Tensor]) -> None:
+        """See `Feedback`."""
+        size, owned, velocity = self._group.size, flats.get("owned"), flats.get("velocity")
+        self.kept[key] = Lost(
+            in_parts(flats["sent"], size),
+            None if owned is None else in_parts(owned, size)[self._group.rank],
+            None if velocity is None else in_parts(velocity, size),
+        )
+
+    def clear(self, key: str) -> None:
+        """See `Feedback`."""
+        self.kept.pop(key, None)
+        self.pending.pop(key, None)
 
 
 def finite(x: Tensor) -> Tensor:

@@ -86,7 +86,11 @@ class MessageCollective:
             lambda found: x if found.data_ptr() == x.data_ptr() else x.copy_(found.view(x.shape))
         )
 
-    def all_to_all(self, x: Tensor, key: str, out: Tensor) -> Handle:
+    def in_any_order(self, x: Tensor) -> bool:
+        """See `Exchanging`: messages are counted by calls."""
+        return False
+
+    def all_to_all(self, x: Tensor, key: str, out: Tensor, tag: int = 0) -> Handle:
         """See `Exchanging`; every rank writes to every other."""
         if self.group.size == 1 or x.numel() == 0:
             return Handle.ready(out.copy_(x))

@@ -41,9 +41,13 @@ class NativeCollective:
         """See `Collective`."""
         return self.net.broadcast(x, self.group, source)
 
-    def all_to_all(self, x: Tensor, key: str, out: Tensor) -> Handle:
+    def all_to_all(self, x: Tensor, key: str, out: Tensor, tag: int = 0) -> Handle:
         """See `Exchanging`."""
-        return self.net.exchange_rows(x, out, self.group)
+        return self.net.exchange_rows(x, out, self.group, tag)
+
+    def in_any_order(self, x: Tensor) -> bool:
+        """See `Exchanging`: Gloo's messages have tags, collectives of NCCL have none."""
+        return x.device.type == "cpu"
 
     def abort(self) -> None:
         """See `Collective`; nothing is kept between steps."""

@@ -5,7 +5,7 @@ from importlib import import_module
 
 from paceline.cli.main import COMMANDS
 from paceline.errors import MissingExtraError
-from paceline.tasks.digits import load_digits
+from paceline.tasks.digits import read_digits
 
 _LATER = ("train_job", "verify_job", "runs_job", "sweep_job", "compare_job", "bench_job", "resume", "start")
 _SHOWN = ("rich.console", "rich.progress", "rich.table", "rich.live")
@@ -15,4 +15,4 @@ for name in (*(f"paceline.cli.{one}" for one in _LATER), *_SHOWN):
 for command in COMMANDS:
     import_module(f"paceline.cli.{command.home.partition(':')[0]}")
 with suppress(MissingExtraError):
-    load_digits()  # they are parsed
+    read_digits()  # they are parsed

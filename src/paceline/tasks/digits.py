@@ -67,7 +67,7 @@ def load_digits() -> tuple[TensorDataset, TensorDataset]:
     Raises:
         MissingExtraError: scikit-learn, which brings the images, is not installed.
     """
-    pixels, classes, held_out = _read_digits()
+    pixels, classes, held_out = read_digits()
     images, targets, is_held_out = torch.tensor(pixels), torch.tensor(classes), torch.tensor(held_out)
     return (
         TensorDataset(images[~is_held_out], targets[~is_held_out]),
@@ -76,8 +76,11 @@ def load_digits() -> tuple[TensorDataset, TensorDataset]:
 
 
 @cache
-def _read_digits() -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.bool_]]:
-    """Pixels [N, 64], classes [N] and who is held out [N], read-only; their text is parsed once."""
+def read_digits() -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.bool_]]:
+    """Pixels [N, 64], classes [N] and who is held out [N], read-only; their text is parsed once.
+
+    A process that is forked later may have parsed them: nothing here starts a thread, as PyTorch may.
+    """
     try:
         from sklearn.datasets import load_digits as load_images
     except ImportError as error:

@@ -4,8 +4,8 @@ from contextlib import suppress
 
 from paceline.errors import MissingExtraError
 from paceline.launch.preload import preload
-from paceline.tasks.digits import load_digits
+from paceline.tasks.digits import read_digits
 
 preload(("cloudpickle", "pytest", "sklearn.datasets", "paceline.testing.contracts"))
 with suppress(MissingExtraError):
-    load_digits()  # a rank finds them parsed
+    read_digits()  # a rank finds them parsed

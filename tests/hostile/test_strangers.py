@@ -153,7 +153,7 @@ sys.stdin.read()
 @pytest.mark.skipif(os.getuid() != 0, reason="becomes another user")
 def test_the_backlog_that_another_user_fills_does_not_keep_ranks_from_meeting() -> None:
     listeners = [_listen(), _listen()]
-    addresses = [one.getsockname().hex() for one in listeners]
+    addresses = {place: one.getsockname().hex() for place, one in enumerate(listeners)}
     words = [sys.executable, "-c", FLOOD, addresses[0], "2000"]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as flood:
         assert flood.stdout is not None
@@ -172,7 +172,7 @@ def test_the_backlog_that_another_user_fills_does_not_keep_ranks_from_meeting() 
 @pytest.mark.parametrize("said", [b"", b"x", bytes(8), struct.pack("<Q", 2**63), bytes(4000)])
 def test_a_caller_of_the_same_user_that_says_something_else_is_hung_up(said: bytes) -> None:
     listeners = [_listen(), _listen()]
-    addresses = [one.getsockname().hex() for one in listeners]
+    addresses = {place: one.getsockname().hex() for place, one in enumerate(listeners)}
     odd = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     odd.connect(bytes.fromhex(addresses[0]))
     if said:

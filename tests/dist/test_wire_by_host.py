@@ -43,7 +43,9 @@ class Careless(WireByHost):
         self._near.abort()
 
 
-def start(cluster: Cluster, net: Net, kind: type[WireByHost] = WireByHost) -> tuple[WireByHost, HostWire, Group]:
+def start(
+    cluster: Cluster, net: Net, kind: type[WireByHost] = WireByHost
+) -> tuple[WireByHost, HostWire, Group]:
     """Ranks 0 and 1 are on one host, 2 and 3 on another."""
     whole = Mesh.build(cluster, {"pipeline": STAGES}).axes["pipeline"]
     group = twin_group(whole, kind.__name__)  # nothing is on its way that another wire has left
@@ -60,7 +62,7 @@ def values(source: int, to: int, number: int) -> Tensor:
 
 
 def converse(cluster: Cluster) -> dict[str, Any]:
-    """Each stage sends each other's, all before any is asked for, and asks in another order; then one attempt is given up."""
+    """Each sends to all before any is asked for, and asks in another order; then one attempt is given up."""
     net = Heard()
     wire, near, group = start(cluster, net)
     others, found = [k for k in range(STAGES) if k != group.rank], dict[str, Any](arrived=[])
@@ -72,7 +74,9 @@ def converse(cluster: Cluster) -> dict[str, Any]:
         for other in reversed(others):
             for number in reversed(range(len(SIZES))):
                 (x,), note = wire.receive(other, key=number)
-                found["arrived"].append(note == number + 0.5 and torch.equal(x, values(other, group.rank, number)))
+                found["arrived"].append(
+                    note == number + 0.5 and torch.equal(x, values(other, group.rank, number))
+                )
         wire.flush()
     found["sent"] = wire.num_sent - net.num_sent  # which a full pipeline lets go of by number
     found |= {"carried": net.carried, "near": near.stages, "given up": given_up(wire, others, net, group)}
@@ -103,7 +107,7 @@ def careless(cluster: Cluster) -> list[float]:
 
 @pytest.mark.capability("D1", "G14")
 def test_messages_inside_a_host_lie_in_memory_and_the_others_go_by_the_backend() -> None:
-    """Where an attempt is given up in memory only, what it left is taken for something new: the mutation twin."""
+    """The twin gives an attempt up in memory only: what it left is taken for something new."""
 
     def talk(cluster: Cluster) -> dict[str, Any]:
         return converse(cluster) | {"careless": careless(cluster)}
@@ -118,7 +122,7 @@ def test_messages_inside_a_host_lie_in_memory_and_the_others_go_by_the_backend()
 
 
 def waiting(cluster: Cluster) -> list[str]:
-    """What stages say that wait for stage 1: 0 in memory and 3 by the backend while it is late, 0 and 2 once it is killed."""
+    """What those say that wait for stage 1: 0 in memory and 3 by the backend, 0 and 2 once it is killed."""
     net = Net(60.0)
     wire, near, group = start(cluster, net)
     net.step, said = 7, list[str]()

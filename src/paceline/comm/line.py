@@ -39,6 +39,14 @@ class _Task:
     waits_for: Handle = field(default_factory=lambda: Handle.ready(None))
     result: Future[Any] = field(default_factory=Future)
 
+    def __enter__(self) -> None:
+        """Errors of what is done for this buffer go to whoever waits for it."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        if error is not None:
+            self.result.set_exception(error)
+        return True
+
 
 class Line:
     """Runs hops one after another, and rounds by turns.
@@ -115,19 +123,18 @@ class Line:
     def _go_on(self) -> None:
         """Wait for the round that has been under way longest, and run what follows it up to its next wait."""
         task = self._under_way.popleft()
-        try:
-            found = task.waits_for.wait(exposed=False)
-            if self._broken is not None:
-                raise self._broken
-            task.waits_for = task.rounds.send(found)
-            self._under_way.append(task)
-        except StopIteration as end:
-            task.result.set_result(end.value)
-        except CommunicationError as error:
-            self._broken = error
-            task.result.set_exception(error)
-        except BaseException as error:  # noqa: BLE001 - whoever waits gets it
-            task.result.set_exception(error)
+        with task:
+            try:
+                found = task.waits_for.wait(exposed=False)
+                if self._broken is not None:
+                    raise self._broken
+                task.waits_for = task.rounds.send(found)
+                self._under_way.append(task)
+            except StopIteration as end:
+                task.result.set_result(end.value)
+            except CommunicationError as error:
+                self._broken = error
+                raise
 
 
 def run_alone(rounds: Rounds) -> Any:

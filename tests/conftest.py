@@ -7,12 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 
 from paceline.cluster import change_environment, process_environment
 from paceline.launch import fork_server
 from tests.commands import run
+
+hypothesis.settings.register_profile("busy", deadline=None)  # how long a case takes is not what is tested
+hypothesis.settings.load_profile("busy")
 
 _UNIT = Path(__file__).parent / "unit"
 STEPS, EVERY = 50, 20

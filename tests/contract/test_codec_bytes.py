@@ -65,7 +65,7 @@ def test_lossless_makes_gradients_smaller_and_noise_not_larger() -> None:
 
 
 @given(bits=st.integers(1, 16), n=st.integers(1, 300), seed=st.integers(0, 999))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @pytest.mark.capability("H2")
 def test_packed_codes_come_back(bits: int, n: int, seed: int) -> None:
     codes = torch.randint(

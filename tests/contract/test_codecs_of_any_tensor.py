@@ -66,7 +66,7 @@ def block_tops(x: Tensor) -> Tensor:
 @pytest.mark.capability("H1")
 @pytest.mark.parametrize("bits", [8, 4, 2])
 @given(x=rows())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_nearest_codes_are_off_by_half_a_step_at_most(bits: int, x: Tensor) -> None:
     steps = (block_tops(x) / (2 ** (bits - 1) - 1)).clamp_min(_TINY)
     found = decoded(codec_of(f"int{bits}"), x)
@@ -79,7 +79,7 @@ def test_nearest_codes_are_off_by_half_a_step_at_most(bits: int, x: Tensor) -> N
 @pytest.mark.capability("H1")
 @pytest.mark.parametrize("bits", [8, 4, 2])
 @given(x=rows(), own=st.integers(0, 2**60))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_stochastic_codes_are_off_by_a_step_at_most(bits: int, x: Tensor, own: int) -> None:
     steps = (block_tops(x) / (2 ** (bits - 1) - 1)).clamp_min(_TINY)
     found = decoded(codec_of(f"int{bits}:stochastic"), x, Keys(0, own))
@@ -112,7 +112,7 @@ def test_draws_are_functions_of_their_key() -> None:
 
 @pytest.mark.capability("H1")
 @given(x=rows(), bits=st.integers(1, 14))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_fixed_steps_are_the_formula(x: Tensor, bits: int) -> None:
     """round(g / D) D, D = 2**-b, on g / max|g|."""
     tops = x.abs().amax(1, keepdim=True)
@@ -124,7 +124,7 @@ def test_fixed_steps_are_the_formula(x: Tensor, bits: int) -> None:
 
 @pytest.mark.capability("H7")
 @given(x=rows())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_halves_do_not_overflow_and_are_within_their_bound(x: Tensor) -> None:
     tops = x.abs().amax(1, keepdim=True)
     for word, relative, of_top in (("bf16", 2.0**-8, 0.0), ("fp16", 2.0**-11, 2.0**-39)):
@@ -135,7 +135,7 @@ def test_halves_do_not_overflow_and_are_within_their_bound(x: Tensor) -> None:
 
 @pytest.mark.capability("H3")
 @given(x=rows(), share=st.sampled_from(["0.01", "0.3", "1.0", "1", "50"]))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_exactly_k_values_are_kept_and_ties_go_by_index(x: Tensor, share: str) -> None:
     """Against a full stable sort."""
     found = decoded(codec_of(f"topk:{share}"), x)
@@ -174,7 +174,7 @@ def test_the_largest_of_a_long_row_are_found_without_sorting_it(kind: str) -> No
 
 @pytest.mark.capability("H6")
 @given(x=rows(), bad=st.sampled_from([None, math.inf, -math.inf, math.nan, -0.0]), wide=st.booleans())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_lossless_gives_every_bit_back(x: Tensor, bad: float | None, wide: bool) -> None:
     x = x.double() if wide else x
     if bad is not None:
@@ -190,7 +190,7 @@ def test_lossless_gives_every_bit_back(x: Tensor, bad: float | None, wide: bool)
 
 
 @given(x=rows())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_signs_and_low_rank_lose_less_than_they_are_given(x: Tensor) -> None:
     """||x - C(x)|| <= ||x||: so error feedback does not grow."""
     for word in ("sign", "lowrank:1", "topk:0.1", "randomk:0.1", "topk:0.2+int2"):

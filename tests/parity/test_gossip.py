@@ -69,10 +69,11 @@ def with_a_slow_one(cluster: Cluster) -> dict[str, Any]:
     session.placed.holding.model.register_forward_pre_hook(wait)
     rounds = list(session.rounds())
     weight, sent = session.rule.purse.weight, session.net.ledger.rows["send", "channel"].calls
+    sums = session.net.ledger.rows["all_reduce", "world"].calls
     end = whole([stats.loss for stats in rounds], session)
     session.close()
     return {"rounds": [stats.metrics for stats in rounds], "weight": weight, "sent": sent, "end": end,
-            "samples": sum(stats.num_samples for stats in rounds)}  # fmt: skip
+            "sums": sums, "samples": sum(stats.num_samples for stats in rounds)}  # fmt: skip
 
 
 @pytest.mark.capability("I2", "I3", clause="without a server, between hosts")
@@ -81,6 +82,7 @@ def test_a_slow_replica_is_never_more_than_the_bound_late_and_all_end_alike() ->
     for rank in found:
         assert all(metrics["staleness_max"] <= BOUND for metrics in rank["rounds"])
         assert rank["samples"] == STEPS * 48 and rank["weight"] == 3.0
+        assert rank["sums"] == 3 * len(first["rounds"])  # all parameters, the tally, how late they were
     ends = 3 * 2 * len(first["rounds"])  # each tells each how far it has come
     assert sum(rank["sent"] for rank in found) == 2 * STEPS + ends  # one of three rests
     for other in others:

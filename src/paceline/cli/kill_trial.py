@@ -112,8 +112,9 @@ def _kill(rank: int, mark: str) -> float | None:
             words = (process / "cmdline").read_bytes().split(b"\0")
             variables = (process / "environ").read_bytes().split(b"\0")
             if mark.encode() in words and f"RANK={rank}".encode() in variables:
+                before = time.time()  # afterwards the job may have gone on for a while
                 os.kill(int(process.name), signal.SIGKILL)
-                return time.time()
+                return before
     return None
 
 

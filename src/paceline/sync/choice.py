@@ -1,9 +1,10 @@
 """`sync=auto:every-step,diloco:8`: a rule that was allowed, where the link is so slow that it pays.
 
 A run begins with every-step. Its first steps are timed as they are, then an exchange by itself: all that a
-gradient is, summed while nobody computes, as replicas that train alone do it; and, where gossip is allowed,
-which waits for no sum, a message of all parameters from each rank to the next. From that follows what a step
-takes under every rule; the run goes on under the first of those allowed that is nearly as fast as the best.
+gradient is, and a tally, summed while nobody computes, as replicas that train alone do it; and, where gossip
+is allowed, which waits for no sum, a message of all parameters from each rank to the next. From that follows
+what a step takes under every rule; the run goes on under the first of those allowed that is nearly as fast as
+the best.
 
 Invariant: all ranks decide from the same numbers, by a pure function, after the same step. No step is lost:
 those that were timed are steps of the run.
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm import Net, Reduction
+from paceline.comm.net import device_of
 from paceline.data import Feed
 from paceline.layout import Placed
 from paceline.mesh import Group
@@ -71,8 +73,8 @@ class Measured:
         group: the ranks that sum.
         note: is told what was chosen, which ends the phase.
         warn: is told the same, in words.
-    Wire: once, after some steps: two sums of all gradients, and 64 bytes a rank; where gossip is allowed two
-        messages of all parameters to the next rank as well.
+    Wire: once, after some steps: two sums of all gradients and of a tally, and 64 bytes a rank; where gossip
+        is allowed two messages of all parameters to the next rank as well.
     """
 
     def __init__(
@@ -135,14 +137,17 @@ class Measured:
         return whole, min(one, whole)
 
     def _exchange(self) -> float:
-        """Seconds until all has been summed, from when all are ready; nothing of it is used."""
+        """Seconds until all is summed, and a tally with it, from when all are ready; nothing is used."""
+        counts = torch.zeros(4 + len(self._tensors), dtype=torch.float64, device=device_of(self._group))
         self._net.barrier(self._group)
         began = time.perf_counter()
         self._reducer.begin()
         for slot in reversed([*self._tensors]):
             self._reducer.ready(slot, self._tensors[slot].detach())
         self._reducer.close()
+        tally = self._net.all_reduce(counts, self._group)
         self._reducer.finish()
+        tally.wait()
         seconds = time.perf_counter() - began
         self._reducer.abort()
         return seconds

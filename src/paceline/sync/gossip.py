@@ -22,6 +22,7 @@ from torch import Tensor
 
 from paceline.comm import Net, Tally
 from paceline.comm.channel import Channel, Message
+from paceline.comm.many import sum_all
 from paceline.data import Feed
 from paceline.errors import DeadlineError
 from paceline.layout import Placed
@@ -56,7 +57,7 @@ class Gossip:
         world: all ranks.
         stop_requested: see `EveryStep`.
     Wire: a message of the parameters a step; at the end of a round a few bytes to every other rank, and an
-        all_reduce of the parameters and of the tally.
+        all_reduce of the parameters (16 MiB at a time) and of the tally.
     """
 
     def __init__(
@@ -185,9 +186,11 @@ class Gossip:
         oldest = torch.tensor(
             [float(max(self._ages, default=0))], dtype=torch.float64, device=placed.holding.device
         )
-        going = [self._net.all_reduce(x, self._world) for x in self.purse.sums]
-        latest = float(self._net.all_reduce(oldest, self._world, "max").wait())
-        self.purse.sums = [handle.wait() for handle in going]
+        latest = self._net.all_reduce(oldest, self._world, "max")
+        sum_all(self.purse.sums, self._net, self._world)
         self.purse.weight = float(self._world.size)
         self.purse.spend()
-        return tally, {"staleness": own["ages"] / max(1.0, own["heard"]), "staleness_max": latest}
+        return tally, {
+            "staleness": own["ages"] / max(1.0, own["heard"]),
+            "staleness_max": float(latest.wait()),
+        }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from paceline.comm.many import give_all
 from paceline.mesh import Group
 from paceline.state import TrainState
 from paceline.sync import UpdateStep
@@ -9,7 +10,6 @@ from paceline.sync.average import Average
 from paceline.sync.shares import share_of
 from paceline.training.arrange import Setting
 from paceline.training.layouts import Layout
-from paceline.training.prepare import give_all
 
 KEPT_AS = "average"
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from paceline.checkpoint import load_weights
 from paceline.comm import Net
+from paceline.comm.many import give_all
 from paceline.layout.precision import compile_or_explain
 from paceline.layout.recompute import recompute_blocks
 from paceline.mesh import Group
@@ -16,8 +17,6 @@ from paceline.models import InitializeByName
 from paceline.models.dropout import name_dropouts
 from paceline.recipe import Recipe
 from paceline.task import Task
-
-_RUN_BYTES = 2**24
 
 
 def prepare_model(
@@ -66,28 +65,6 @@ def make_equal(model: nn.Module, net: Net, group: Group) -> None:
     """
     tensors: list[Tensor] = [p.detach() for p in model.parameters()] + list(model.buffers())
     give_all([t for t in tensors if not t.is_meta], net, group)
-
-
-def give_all(tensors: Sequence[Tensor], net: Net, group: Group, source: int = 0) -> None:
-    """Every rank takes over the values of one rank of the group, in place; collective."""
-    for alike in _in_runs(tensors) if group.size > 1 else ():
-        flat = net.broadcast(torch.cat([t.reshape(-1) for t in alike]), group, source).wait()
-        for t, piece in zip(alike, flat.split([t.numel() for t in alike]), strict=True):
-            t.copy_(piece.view_as(t))
-
-
-def _in_runs(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Tensors of one type together, as many as make up some megabytes."""
-    found: list[list[Tensor]] = []
-    for dtype in sorted({t.dtype for t in tensors}, key=str):
-        filled = _RUN_BYTES
-        for t in (t for t in tensors if t.dtype == dtype):
-            if filled >= _RUN_BYTES:
-                found.append([])
-                filled = 0
-            found[-1].append(t)
-            filled += t.numel() * t.element_size()
-    return found
 
 
 def recompute_and_compile(

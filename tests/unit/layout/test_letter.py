@@ -14,7 +14,7 @@ tensors = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(tensors, st.floats(allow_nan=False), st.integers(0, 10**6), st.sampled_from([512, 1024, 4096, 2**20]))
 def test_the_parts_of_a_message_are_what_was_sent(
     kinds: list[tuple[torch.dtype, list[int]]], note: float, key: int, size: int

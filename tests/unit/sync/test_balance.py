@@ -14,7 +14,7 @@ SECONDS = st.lists(st.floats(1e-3, 10.0), min_size=1, max_size=4)
 
 @pytest.mark.capability("A13")
 @given(seconds=SECONDS, more=st.integers(0, 5))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_no_other_shares_end_earlier(seconds: list[float], more: int) -> None:
     shards = len(seconds) + more
     shares = plan_shares(seconds, shards)

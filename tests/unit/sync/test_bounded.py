@@ -81,7 +81,7 @@ schedules = {
 
 @pytest.mark.capability("I4", "Z6")
 @given(bound=st.integers(0, 4), **schedules)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_no_gradient_older_than_the_bound_is_ever_applied(
     bound: int, num_workers: int, seed: int, losses: int
 ) -> None:
@@ -102,7 +102,7 @@ def test_without_its_bound_it_would_apply_older_ones() -> None:
 
 @pytest.mark.capability("I4")
 @given(**schedules)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_with_a_bound_of_0_a_clock_is_one_update_by_part(num_workers: int, seed: int, losses: int) -> None:
     found = play(Bounded(num_workers, 0), num_workers, seed, losses)
     parts = [Ticket(step, part) for step in range(FIRST, END) for part in range(num_workers)]
@@ -112,7 +112,7 @@ def test_with_a_bound_of_0_a_clock_is_one_update_by_part(num_workers: int, seed:
 
 @pytest.mark.capability("I4")
 @given(**schedules)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_without_a_bound_it_is_asynchronous(num_workers: int, seed: int, losses: int) -> None:
     found = play(Bounded(num_workers, math.inf), num_workers, seed, losses)
     free = play(ApplyEach(num_workers), num_workers, seed, losses)

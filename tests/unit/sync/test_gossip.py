@@ -117,7 +117,7 @@ class Played:
 
 
 @pytest.mark.capability("I2", "I4", clause="without a server, between hosts")
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(size=st.integers(1, 7), bound=st.integers(0, 4), seed=st.integers(0, 2**32))
 def test_nothing_older_than_the_bound_is_added_and_nothing_is_lost(size: int, bound: int, seed: int) -> None:
     played = Played(size, bound, seed)

@@ -84,7 +84,7 @@ def play(num_ranks: int, bound: float, seed: int, steps: int = 20) -> list[int]:
 
 
 @pytest.mark.capability("I2", "I4", clause="without a server, on one host")
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(num_ranks=st.integers(1, 6), bound=st.integers(0, 4), seed=st.integers(0, 2**32))
 def test_nobody_is_ever_more_than_the_bound_ahead(num_ranks: int, bound: int, seed: int) -> None:
     assert max(play(num_ranks, bound, seed)) <= bound

@@ -1,8 +1,8 @@
 """`route=auto` in the lab: is the route that it chooses for a size the best one, and are its times right?
 
-On each network the routes are tried as a session does, for a second or two; then all of them are measured at
-sizes from 1 KiB on, taking turns. Two bounds: the chosen route is within 10 % of the best one, and every
-route takes what was predicted, within 20 %.
+On each network the routes are tried as a session does, for a few seconds; then all of them are measured at
+sizes from 1 KiB to 64 MiB, taking turns; short sums are timed four in a row. Two bounds: the chosen route is
+within 10 % of the best one, and every route takes what was predicted, within 20 %. It takes eight minutes.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def run(case: Case) -> dict[str, Any]:
     command = ["paceline", "run", "-n", str(case.ranks), "-m", "benchmarks.route_choice_job"]
     with Lab(case.hosts, case.links, racks=case.racks, uplinks=case.uplinks) as lab:
         outcome = lab.run(
-            [*command, str(case.most_bytes), str(case.repeats)], directory=_ROOT, deadline_seconds=170.0
+            [*command, str(case.most_bytes), str(case.repeats)], directory=_ROOT, deadline_seconds=420.0
         )
     lines = [line for host in outcome.output.values() for line in host if MARK in line]
     if outcome.exit_code or not lines:

@@ -13,23 +13,29 @@ import time
 import torch
 
 from paceline.cluster import Cluster
-from paceline.comm import Collective, Net
+from paceline.comm import Net
 from paceline.comm.routes.forecast import choose
-from paceline.comm.routes.trial import candidates, try_routes
+from paceline.comm.routes.trial import Candidates, candidates, num_in_a_row, seconds_of_sums, try_routes
 from paceline.mesh import Group, Mesh
 
 MARK = "choice: "
-_LONG_SECONDS = 4.0  # a size of which the best route takes longer is the last
+_SIZE_SECONDS = 2.0  # of all routes: no further repeat of a size after it
 
 
-def seconds_of(path: Collective, net: Net, group: Group, num_bytes: int) -> float:
-    """One all_reduce of the slowest rank."""
-    x = path.buffer(max(1, num_bytes // 4), torch.zeros(1), f"measured {num_bytes}")
-    net.barrier(group)
-    began = time.perf_counter()
-    path.all_reduce(x, f"measured {num_bytes}").wait()
-    slowest = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
-    return float(net.all_reduce(slowest, group, "max").wait())
+def medians_of(found: Candidates, net: Net, group: Group, num_bytes: int, repeats: int) -> dict[str, float]:
+    """Of a size by every route, in turns, the warm-up left out; fewer repeats where they take long."""
+    times: dict[str, list[float]] = {word: [] for word in found.paths}
+    key, num_sums, like = f"measured {num_bytes}", 1, torch.zeros(1)
+    buffers = {word: path.buffer(num_bytes // 4, like, key) for word, path in found.paths.items()}
+    for repeat in range(repeats + 1):
+        for word in [*times] if repeat % 2 else reversed([*times]):  # they take turns
+            seconds = seconds_of_sums(found.paths[word], net, group, buffers[word], key, num_sums)
+            times[word].append(seconds)
+        if not repeat:
+            num_sums = num_in_a_row({word: own[0] for word, own in times.items()})
+        if num_sums * sum(map(sum, times.values())) > _SIZE_SECONDS:
+            break
+    return {word: statistics.median(own[1:] or own) for word, own in times.items()}
 
 
 def main(most_bytes: int, repeats: int) -> None:
@@ -42,15 +48,8 @@ def main(most_bytes: int, repeats: int) -> None:
     took = time.perf_counter() - began
     choice, sizes, num_bytes = choose(forecast), [], 1024
     while num_bytes <= most_bytes:
-        times: dict[str, list[float]] = {word: [] for word in found.paths}
-        for repeat in range(repeats + 1):
-            for word in [*times] if repeat % 2 else reversed([*times]):  # they take turns
-                seconds = seconds_of(found.paths[word], net, group, num_bytes)
-                times[word].append(seconds)
-            if sum(map(sum, times.values())) > _LONG_SECONDS:
-                break
-        medians = {word: statistics.median(own[1:] or own) for word, own in times.items()}
-        predicted = {word: forecast.seconds(word, num_bytes) for word in times}
+        medians = medians_of(found, net, group, num_bytes, repeats)
+        predicted = {word: forecast.seconds(word, num_bytes) for word in medians}
         sizes.append(
             {
                 "bytes": num_bytes,
@@ -59,8 +58,6 @@ def main(most_bytes: int, repeats: int) -> None:
                 "predicted": predicted,
             }
         )
-        if min(medians.values()) > _LONG_SECONDS:
-            break
         num_bytes *= 4
     if cluster.global_rank == 0:
         print(MARK + json.dumps({"choice": str(choice), "seconds": took, "sizes": sizes}), flush=True)

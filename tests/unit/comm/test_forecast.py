@@ -17,7 +17,7 @@ from paceline.comm.routes.forecast import (
     say_others,
 )
 from paceline.comm.routes.longest_way import longest_way
-from paceline.comm.routes.trial import worth_trying
+from paceline.comm.routes.trial import num_in_a_row, worth_trying
 
 ROUTES = ("native", "ring", "tree", "recursive-doubling", "grid")
 MEASURED = (1 << 10, 1 << 14, 1 << 18, 1 << 22)
@@ -140,6 +140,35 @@ def test_a_disturbed_time_is_set_right_by_a_larger_buffer_and_no_byte_is_free(
         with subtests.test(size=size, factor=factor):
             told, right = known.seconds("native", 1 << 26), 2e-3 + 1e-8 * 1.5 * (1 << 26)
             assert 0.45 * right < told < 2.2 * right
+
+
+@pytest.mark.capability("G13")
+def test_sizes_that_take_as_long_have_the_median_of_their_times_and_not_the_least() -> None:
+    times = (7.67e-3, 9.27e-3, 6.47e-3, 6.69e-3, 2e-2)
+    points = [Point(1000.0 * 4**k, 6, seconds) for k, seconds in enumerate(times)]
+    assert [point.seconds for point in evened(points)] == [6.69e-3] * 4 + [2e-2]
+    assert evened(points[::-1]) == evened(points)
+    rising = [Point(1000.0 * k, 6, 1e-3 * k) for k in (1, 2, 3)]
+    assert evened(rising) == rising
+
+
+@pytest.mark.capability("G13")
+def test_a_byte_of_a_route_that_was_given_up_costs_what_it_costs_the_first() -> None:
+    """The ring was tried on small buffers only, of which its messages hide the bytes."""
+    known = alike(1e-3, 8e-8)
+    native = known.lines["native"]
+    flat = tuple(Point(p.sent_bytes, p.rounds, 2e-2) for p in native.points[:2])
+    told = Forecast(4, 1, {"native": native, "ring": fit_line(flat)})
+    for size in (1 << 18, 1 << 22, 1 << 24):
+        more = 1.5 * (size - MEASURED[1]) * 8e-8
+        assert told.seconds("ring", size) == pytest.approx(2e-2 + more, rel=0.1)
+    assert told.seconds("ring", MEASURED[1]) == 2e-2
+
+
+@pytest.mark.capability("G13")
+def test_short_sums_are_timed_several_in_a_row() -> None:
+    assert num_in_a_row({"native": 0.02, "tree": 0.002}) == 4
+    assert num_in_a_row({"native": 0.02, "tree": 0.011}) == 1
 
 
 @pytest.mark.capability("G13")

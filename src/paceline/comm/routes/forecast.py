@@ -2,9 +2,10 @@
 
 Sums were measured: between two sizes a time is that of the straight line, so that there alpha and beta are
 their own, and beyond the largest one it is that of the line through the last few. A larger buffer takes no
-less time, so a smaller one that took more was disturbed, and is set right. Of the other collectives only the
-closed forms are known (`longest_way`), with the alpha and beta of the sums of each route: there a route has
-to promise more before it takes the place of the first.
+less time, so sizes of which the larger took less have one time, the median of theirs. A byte of a route that
+was given up costs at least what it costs the first one, which is tried throughout. Of the other collectives
+only the closed forms are known (`longest_way`), with the alpha and beta of the sums of each route: there a
+route has to promise more before it takes the place of the first.
 Invariant: equal times give equal choices, so ranks that know the same choose the same.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from statistics import median_low
 from typing import NamedTuple
 
 from paceline.comm.link_profile import Line, Point, fit_line
@@ -48,10 +50,16 @@ class Forecast(NamedTuple):
             return line.seconds(way)
         points = evened(line.points)
         if way.sent_bytes > points[-1].sent_bytes:
-            return points[-1].seconds + _last_slope(points) * (way.sent_bytes - points[-1].sent_bytes)
+            slope = max(_last_slope(points), self._slope_of_first(len(points)))
+            return points[-1].seconds + slope * (way.sent_bytes - points[-1].sent_bytes)
         if way.sent_bytes <= points[0].sent_bytes:
             return points[0].seconds
         return _on_line(points, way.sent_bytes)
+
+    def _slope_of_first(self, num_tried: int) -> float:
+        """Seconds of a byte of the first route on sizes that another was not tried on; 0: there are none."""
+        points = evened(next(iter(self.lines.values())).points)[num_tried - 1 :]
+        return _slope(points[0], points[-1]) if len(points) > 1 else 0.0
 
     def best(self, num_bytes: int, op: str = "all_reduce") -> str:
         """The route of a size: the first one, unless another is `GAIN` times as fast, or `FORETOLD_GAIN`.
@@ -74,18 +82,28 @@ class Forecast(NamedTuple):
 
 
 def evened(points: Sequence[Point]) -> list[Point]:
-    """By bytes, each with the least time that it or a larger buffer took: other work only adds to one."""
-    found: list[Point] = []
-    for point in sorted(points, key=lambda point: point.sent_bytes, reverse=True):
-        least = min(point.seconds, found[-1].seconds) if found else point.seconds
-        found.append(replace(point, seconds=least))
-    return found[::-1]
+    """By bytes, with times that do not fall: runs of sizes that do have one time, the lower median of theirs.
+
+    Source: Barlow, Bartholomew, Bremner, Brunk 1972, Statistical Inference under Order Restrictions, section
+    1.2 (pool adjacent violators), with medians, which one disturbed time does not move.
+    """
+    ordered = sorted(points, key=lambda point: point.sent_bytes)
+    runs: list[list[float]] = []
+    for point in ordered:
+        runs.append([point.seconds])
+        while len(runs) > 1 and median_low(runs[-2]) > median_low(runs[-1]):
+            runs[-2:] = [runs[-2] + runs[-1]]
+    times = [median_low(run) for run in runs for _ in run]
+    return [replace(point, seconds=seconds) for point, seconds in zip(ordered, times, strict=True)]
 
 
 def _on_line(points: Sequence[Point], sent_bytes: float) -> float:
     low, high = next(pair for pair in pairwise(points) if sent_bytes <= pair[1].sent_bytes)
-    slope = (high.seconds - low.seconds) / (high.sent_bytes - low.sent_bytes)
-    return low.seconds + slope * (sent_bytes - low.sent_bytes)
+    return low.seconds + _slope(low, high) * (sent_bytes - low.sent_bytes)
+
+
+def _slope(low: Point, high: Point) -> float:
+    return (high.seconds - low.seconds) / (high.sent_bytes - low.sent_bytes)
 
 
 def _last_slope(points: Sequence[Point]) -> float:

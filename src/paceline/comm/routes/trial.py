@@ -1,8 +1,10 @@
 """Try the routes of a group on its links, in the first moments of a session or for a link profile.
 
 Invariant: a time is that of the slowest rank, and every rank has the same times. Routes take turns, so that
-what else the machine does meets all of them. A route that is far from the best on a large buffer is not tried
-on larger ones, and a size that takes long is the last, so that a trial stays short.
+what else the machine does meets all of them. Short sums are timed several in a row: where ranks outnumber
+cores, one of them takes some milliseconds more or less, as their threads happen to be woken. A route that is
+far from the best on a large buffer is not tried on larger ones, and a size that takes long is the last, so
+that a trial stays short.
 """
 
 from __future__ import annotations
@@ -34,9 +36,11 @@ from paceline.comm.routes.tree import Tree
 from paceline.comm.text import gather_texts
 from paceline.mesh import Group, Levels, span_nodes, twin_group
 
-SIZES = (1 << 10, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
+SIZES = (1 << 10, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
 _REPEATS = 11
-_SIZE_SECONDS = 0.4  # of all routes: no further repeat of a size after it
+_SIZE_SECONDS = 0.8  # of all routes: no further repeat of a size after it
+_IN_A_ROW = 4
+_ROW_SECONDS = 0.01  # sums in a row are timed up to the size whose best route takes as long
 _ENOUGH_SECONDS = 0.15  # a size whose best route takes this long is the last
 _SHORT_SECONDS = 0.1  # a first sum that is not longer is a warm-up
 _HOPELESS = 2.0  # times the best: not tried on larger buffers
@@ -114,8 +118,9 @@ def try_routes(found: Candidates, net: Net, group: Group, sizes: Sequence[int] =
     forms = {word: partial(longest_way, word, world=group.size) for word in found.paths}
     points: dict[str, list[Point]] = {word: [] for word in found.paths}
     left: Mapping[str, Collective] = found.paths
+    times: Mapping[str, float] = {"": 0.0}
     for size in sizes:
-        times = _medians(left, net, group, size)
+        times = _medians(left, net, group, size, num_in_a_row(times))
         for word, seconds in times.items():
             way = forms[word](num_bytes=size, ranks_per_host=found.ranks_per_host)
             points[word].append(Point(way.sent_bytes, way.rounds, seconds))
@@ -139,25 +144,33 @@ def _lines(points: Mapping[str, Sequence[Point]]) -> dict[str, Line]:
     return {word: fit_line(own) for word, own in points.items()}
 
 
-def _medians(paths: Mapping[str, Collective], net: Net, group: Group, num_bytes: int) -> dict[str, float]:
+def num_in_a_row(times: Mapping[str, float]) -> int:
+    """How many sums are timed together, by what one took by each route, of a buffer that is not larger."""
+    return _IN_A_ROW if min(times.values()) < _ROW_SECONDS else 1
+
+
+def _medians(
+    paths: Mapping[str, Collective], net: Net, group: Group, num_bytes: int, num_sums: int
+) -> dict[str, float]:
     """Of some repeats by each route, fewer where they take long."""
     key = f"trial {num_bytes}"
     buffers = {word: path.buffer(max(1, num_bytes // 4), torch.zeros(1), key) for word, path in paths.items()}
     found: dict[str, list[float]] = {word: [] for word in paths}
     for repeat in range(_REPEATS + 1):
         for word, path in paths.items():
-            seconds = _seconds(path, net, group, buffers[word], key)
+            seconds = seconds_of_sums(path, net, group, buffers[word], key, num_sums)
             if repeat or seconds > _SHORT_SECONDS:
                 found[word].append(seconds)
-        if all(found.values()) and sum(map(sum, found.values())) > _SIZE_SECONDS:
+        if all(found.values()) and num_sums * sum(map(sum, found.values())) > _SIZE_SECONDS:
             break
     return {word: statistics.median(times) for word, times in found.items()}
 
 
-def _seconds(path: Collective, net: Net, group: Group, x: Tensor, key: str) -> float:
-    """One sum of the slowest rank."""
+def seconds_of_sums(path: Collective, net: Net, group: Group, x: Tensor, key: str, num_sums: int) -> float:
+    """Seconds of one of `num_sums` sums, one after another, of the slowest rank; collective."""
     net.barrier(group)
     began = time.perf_counter()
-    path.all_reduce(x, key).wait(exposed=False)
+    for _ in range(num_sums):
+        path.all_reduce(x, key).wait(exposed=False)
     slowest = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
-    return float(net.all_reduce(slowest, group, "max").wait(exposed=False))
+    return float(net.all_reduce(slowest, group, "max").wait(exposed=False)) / num_sums

@@ -196,7 +196,7 @@ def test_the_asynchronous_loss_is_near_the_synchronous_one() -> None:
 
 @pytest.mark.capability("B3", "Z1")
 def test_a_run_goes_on_under_another_rule() -> None:
-    """Saved between two rounds of the server, continued by every-step on two replicas."""
+    """Saved between two rounds of the server; two replicas go on from there as one process does."""
 
     def first(cluster: Cluster) -> Any:
         session = session_of(cluster, digits(ASYNC, optimizer={"name": "adamw", "lr": 2e-3}))
@@ -206,19 +206,21 @@ def test_a_run_goes_on_under_another_rule() -> None:
         tensors = {n: t.detach().clone() for n, t in found.tensors().items() if not n.startswith("work/")}
         return tensors, found.scalars(), session.state.step
 
-    def second(cluster: Cluster, tensors: Any, scalars: Any) -> tuple[float, float, int]:
-        session = session_of(cluster, digits("replicas=2", optimizer={"name": "adamw", "lr": 2e-3}))
+    def second(cluster: Cluster, strategy: str, tensors: Any, scalars: Any) -> tuple[float, float, Trajectory]:
+        session = session_of(cluster, digits(strategy, optimizer={"name": "adamw", "lr": 2e-3}))
         session.restore(tensors, scalars)
         before = evaluate(session)
-        list(session.rounds())
+        losses = [stats.loss for stats in session.rounds()]
         after = evaluate(session)
-        assert before is not None and after is not None
-        return before.loss, after.loss, session.state.step
+        assert before is not None and after is not None and session.state.step == STEPS
+        return before.loss, after.loss, whole(losses, session)
 
     tensors, scalars, step = run_ranks(first, 3)[0]
     assert 0 < step < STEPS
-    before, after, end = run_ranks(second, 2, tensors, scalars)[0]
-    assert end == STEPS and after < before
+    (alone,) = run_ranks(second, 1, "replicas=1", tensors, scalars)
+    for before, after, end in run_ranks(second, 2, "replicas=2", tensors, scalars):
+        assert len(end.losses) == STEPS - step and end.distance(alone[2]) < 1e-5
+        assert after < before
 
 
 @pytest.mark.capability("B3")

@@ -87,11 +87,13 @@ def _alone(found: Found, steps: float) -> float:
 def _in_pairs(found: Found, bound: float) -> float:
     """Gossip: a message may be on its way while `bound` more steps begin; and all meet where a round ends.
 
-    Messages follow each other on the link, where only their bytes are in each other's way.
+    Messages follow each other on the link, where only their bytes are in each other's way. Where a round ends
+    all say so, wait until it was heard, sum as replicas do, and compare how late halves were.
     """
     compute, message = found.compute_seconds, found.message_seconds
     clock = max(compute, message - found.latency_seconds, (compute + message) / (bound + 1))
-    return clock + (found.exchange_seconds + message) / found.round_steps
+    meeting = found.exchange_seconds + message + 2 * found.latency_seconds
+    return clock + meeting / found.round_steps
 
 
 GOSSIP = "gossip"

@@ -61,6 +61,13 @@ def cases(options: Options) -> list[Case]:
         "options.hidden=[64]",
         "options.dropout=0.0",
     )
+    slow = (
+        'optimizer.name="sgd"',
+        "optimizer.betas=",
+        "optimizer.weight_decay=0.0",
+        "optimizer.lr=0.5",
+        "steps=1000",
+    )
     return [
         Case("digits, AdamW, 12 epochs", "digits", ("epochs=12",)),
         Case("byte-gpt of 1 layer, width 64, AdamW, 150 steps", "byte-gpt", small),
@@ -69,6 +76,7 @@ def cases(options: Options) -> list[Case]:
             "digits",
             (*plain, "options.shifts=false", "batch.size=64"),
         ),
+        Case("byte-gpt of 1 layer, width 64, plain SGD, 1,000 steps", "byte-gpt", (*small, *slow)),
         Case("digits, SGD with momentum 0.9 where gradients are sent", "digits", sgd, ("fp32", MOMENTUM)),
     ]
 

@@ -206,21 +206,17 @@ def test_a_run_goes_on_under_another_rule() -> None:
         tensors = {n: t.detach().clone() for n, t in found.tensors().items() if not n.startswith("work/")}
         return tensors, found.scalars(), session.state.step
 
-    def second(cluster: Cluster, strategy: str, tensors: Any, scalars: Any) -> tuple[float, float, Trajectory]:
+    def second(cluster: Cluster, strategy: str, tensors: Any, scalars: Any) -> Trajectory:
         session = session_of(cluster, digits(strategy, optimizer={"name": "adamw", "lr": 2e-3}))
         session.restore(tensors, scalars)
-        before = evaluate(session)
-        losses = [stats.loss for stats in session.rounds()]
-        after = evaluate(session)
-        assert before is not None and after is not None and session.state.step == STEPS
-        return before.loss, after.loss, whole(losses, session)
+        return whole([stats.loss for stats in session.rounds()], session)
 
     tensors, scalars, step = run_ranks(first, 3)[0]
     assert 0 < step < STEPS
     (alone,) = run_ranks(second, 1, "replicas=1", tensors, scalars)
-    for before, after, end in run_ranks(second, 2, "replicas=2", tensors, scalars):
-        assert len(end.losses) == STEPS - step and end.distance(alone[2]) < 1e-5
-        assert after < before
+    for end in run_ranks(second, 2, "replicas=2", tensors, scalars):
+        assert len(end.losses) == STEPS - step and end.distance(alone) < 1e-5
+        assert end.losses[-1] < end.losses[0]
 
 
 @pytest.mark.capability("B3")

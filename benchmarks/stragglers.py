@@ -23,8 +23,7 @@ from paceline.recipe import Recipe, Strategy
 from paceline.testing import run_ranks
 from paceline.testing.parity import make_task, session_of
 
-_WORKERS, _BATCH = 4, 64
-_SECONDS = 0.004  # to read a sample
+_WORKERS, _BATCH, _SECONDS = 4, 64, 0.004  # the last to read a sample
 _STRATEGIES = {
     "every-step": "replicas=4",
     "shares by speed": "replicas=4 balance=speed",
@@ -34,8 +33,10 @@ _STRATEGIES = {
     "bounded:2 takes over": "replicas=4 servers=1 sync=every-step@straggler,bounded:2",
     "hogwild:4": "replicas=4 sync=hogwild:4",
     "gossip:4": "replicas=4 sync=gossip:4",
+    "hogwild:4 by speed": "replicas=4 sync=hogwild:4 balance=speed",
+    "gossip:4 by speed": "replicas=4 sync=gossip:4 balance=speed",
 }
-_BOUND = ("shares by speed", "backup:1", "bounded:2", "server-async")
+_BOUND = ("by speed", "backup:1", "bounded:2", "server-async")  # how their names end
 _MORE_SAMPLES = 1.5
 
 
@@ -134,15 +135,15 @@ class Measured(NamedTuple):
 
 def measure_one(strategy: str, course: Course, seed: int) -> Measured:
     """Train once."""
-    ranks = _WORKERS + Strategy.parse(strategy).servers
-    found = run_ranks(partial(train, strategy, course, seed), ranks, deadline=300.0)
+    run = partial(train, strategy, course, seed)
+    found = run_ranks(run, _WORKERS + Strategy.parse(strategy).servers, deadline=300.0)
     first, fast = found[0], found[-2]
 
     def inside(rounds: Sequence[Round]) -> list[Round]:
         return [one for one in rounds if one.ended - one.seconds >= course.begin and one.ended <= course.end]
 
-    clean, slow = [one for one in first[1:] if one.ended <= course.begin], inside(first)
-    waited = inside(fast)
+    clean = [one for one in first[1:] if one.ended <= course.begin]
+    slow, waited = inside(first), inside(fast)
     return Measured(
         _rate(clean),
         _rate(slow),
@@ -191,11 +192,10 @@ def measure(options: Options) -> Report:
 
 
 def _of_the_stretch(data: dict[str, list[Measured]], course: Course) -> Table:
-    base = mean([one.slow for one in data["every-step"]])
-    rows = []
+    base, rows = mean([one.slow for one in data["every-step"]]), []
     for name, found in data.items():
         slow, clean = mean([one.slow for one in found]), mean([one.clean for one in found])
-        bound = ("yes" if slow >= 1.5 * base else "no") if name in _BOUND else ""
+        bound = ("yes" if slow >= 1.5 * base else "no") if name.endswith(_BOUND) else ""
         rows.append(
             (
                 name,

@@ -137,6 +137,10 @@ class LockstepWork:
         """The same steps, of which each replica runs so many shards."""
         return replace(self, shares=tuple(shares))
 
+    def own_samples(self, step: int) -> int:
+        """How many samples of `step` this replica has."""
+        return sum(len(place) for _, place in self._places(step))
+
     def num_micro_batches(self, step: int) -> int:
         """How many micro-batches this replica has in `step`; no order is computed for it."""
         return len(self._places(step))

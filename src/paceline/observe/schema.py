@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from paceline.observe.layout_events import RECOMPUTE, STAGES
 from paceline.observe.machine_events import COMPILE, OPTIMIZER, PRECISION, THREADS
 from paceline.observe.schema_of_health import LOWER_RATE, ROLL_BACK, SKIP
-from paceline.observe.schema_of_speed import GAIN, RECOVERED, SERVERS, SHARES, STRAGGLER, SYNC
+from paceline.observe.schema_of_speed import GAIN, RECOVERED, SAMPLES, SERVERS, SHARES, STRAGGLER, SYNC
 from paceline.observe.wire_events import BUCKETS, CODEC, ROUTE
 
 SCHEMA = 1
@@ -190,6 +190,7 @@ EVENTS: Mapping[str, Event] = MappingProxyType(
         "sync": Event("info", False, SYNC),
         "switch": Event("info", True, _SWITCH),
         "shares": Event("info", True, SHARES),
+        "samples": Event("info", False, SAMPLES),
         "gain": Event("info", True, GAIN),
         "straggler": Event("warning", True, STRAGGLER),
         "recovered": Event("info", True, RECOVERED),

@@ -10,6 +10,12 @@ SHARES = {
     "shares": "list: of each replica, how many shards of a batch it runs",
     "seconds": "list: of each, how long a shard has taken it",
 }
+SAMPLES = {
+    "step": "int: steps taken before",
+    "taken": "int: samples that all replicas have taken since the run was started or resumed",
+    "applied": "int: of these, applied",
+    "dropped": "int: of these, in updates that were left out; applied and dropped are all",
+}
 GAIN = {
     "step": "int: steps taken before",
     "before": "float: seconds of a step on this rank under the shares, or the rule, before",

@@ -107,13 +107,13 @@ class SyncSpec(Spec):
         sends: ranks send each other messages, over a channel; those of a server always do.
         reads: tables of the recipe that it alone reads.
         updates_per_step: how many updates a global batch makes, of a strategy with its replicas filled in.
+        deals: whether the shards of its batches may be dealt by speed.
         in_order: whether its sums can follow the tree of a reproducible run.
         more_tally_bytes: how much longer its tally is than every-step's; None: nobody knows.
         memory: `module:name` of what it says that it keeps (`paceline.sync.memory`); empty: nobody knows.
     """
 
     choice = "sync"
-
     exact: bool = False
     agrees: Agrees = "nobody"
     shares_state: bool = False
@@ -125,6 +125,7 @@ class SyncSpec(Spec):
     reads: tuple[str, ...] = ()
     updates_per_step: Callable[[Strategy], int] = lambda strategy: 1
     in_order: Callable[[Strategy], bool] = lambda strategy: strategy.rule.exact
+    deals: Callable[[Strategy], bool] = lambda strategy: False
     more_tally_bytes: int | None = None
     memory: str = ""
 
@@ -143,7 +144,6 @@ class CodecSpec(Spec):
     """
 
     choice = "codec"
-
     exact: bool = False
     feeds_back: bool = True
     leaves_values: bool = False

@@ -125,11 +125,11 @@ _COMBINATIONS = (
         lambda s: s.lanes > 1 and (s.tensor > 1 or s.zero == 3),
     ),
     _because(
-        "balance=speed deals the shards of every-step to whole replicas: leave out balance, or sync, lanes,"
-        " shard, tensor and pipeline",
+        "balance=speed deals the shards of every-step, hogwild:S or gossip:S to whole replicas: leave out"
+        " balance, or another sync, lanes, shard, tensor and pipeline",
         lambda s: (
             s.balance == "speed"
-            and (s.ranks_per_replica > 1 or s.lanes > 1 or s.sync != "every-step" or bool(s.cut))
+            and (s.ranks_per_replica > 1 or s.lanes > 1 or not s.rule.deals(s) or bool(s.cut))
         ),
     ),
     _because(

@@ -54,6 +54,7 @@ SYNCS = (
         agrees="world",
         shares_state=True,
         steady=True,
+        deals=lambda s: s.sync == "every-step",
         more_tally_bytes=0,
     ),
     SyncSpec(
@@ -118,6 +119,7 @@ SYNCS = (
         memory="paceline.training.hogwild:memory",
         agrees="replica",
         whole_replicas=True,
+        deals=lambda s: s.sync not in ("hogwild", "hogwild:inf"),
         sums=False,
     ),
     SyncSpec(
@@ -128,6 +130,7 @@ SYNCS = (
         memory="paceline.sync.gossip:memory",
         agrees="replica",
         whole_replicas=True,
+        deals=lambda s: True,
         sums=False,
         sends=True,
         refusals=(Refusal("gossip sends values as they are: leave out codec", lambda s: s.codec != "fp32"),),

@@ -16,10 +16,12 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from paceline.comm import Net, Tally
-from paceline.data import Feed, Stream
+from paceline.data import Feed, Stream, Work
 from paceline.layout import Placed
 from paceline.mesh import Group
 from paceline.observe import Phases, Stats
+from paceline.observe.phases import OWN
+from paceline.sync.dealing import Even, Taken
 from paceline.sync.every_step import EveryStep
 from paceline.sync.rule import step_stats
 from paceline.sync.update import Update, UpdateStep
@@ -73,6 +75,7 @@ class Alone:
         inner: the step of one replica.
         world: all ranks.
         settled: is called where a round ends in which no replica has left out a step.
+        shares: which part of a batch this rank runs.
     """
 
     def __init__(
@@ -83,9 +86,10 @@ class Alone:
         net: Net,
         phases: Phases,
         settled: Callable[[], None] = lambda: None,
+        shares: Even | None = None,
     ) -> None:
         self.inner, self._world, self._net, self._phases = inner, world, net, phases
-        self._settled = settled
+        self._settled, self.shares = settled, shares or Even()
         self._stretch: Stretch | None = None
 
     def rounds(
@@ -105,14 +109,14 @@ class Alone:
             step: takes the next one, or finds that the round ends.
             meet: ends a round on all ranks; returns what they have done, and what is told beside the metrics.
         """
-        state = update_step.state
-        with feed.from_step(state.step) as stream:
+        state, update_step = update_step.state, self.shares.weighted(update_step)
+        with Reading(feed) as reading:
             while state.step < feed.num_steps:
                 self._phases.take()
                 if self._stretch is None:
                     self._stretch = Stretch(state.step, begin(feed, state.step), placed.buffers.values())
                 stretch = self._stretch
-                take = self._taking(stretch, feed, stream, placed, update_step)
+                take = self._taking(stretch, reading, placed, update_step)
                 while state.step < stretch.end:
                     step(stretch, take)
                 self._phases.begin("communication")
@@ -131,6 +135,7 @@ class Alone:
             Those of the task, and those of the rule.
         """
         mine = add_tallies([tally for tally, _ in stretch.taken])
+        own |= self.shares.sums()
         change = placed.buffers.moved_since(stretch.buffers, mine.micro_batches)
         both = {**mine.metrics, **{f"{_OWN}{name}": value for name, value in own.items()}}
         told = replace(mine, buffers=change, metrics=both)
@@ -140,22 +145,51 @@ class Alone:
         if tally.metrics.get(f"{_OWN}skipped") == 0.0:
             self._settled()
         metrics = {name: tally.metrics[name] for name in mine.metrics}
-        return replace(tally, metrics=metrics), {name: tally.metrics[f"{_OWN}{name}"] for name in own}
+        sums = {name: tally.metrics[f"{_OWN}{name}"] for name in own}
+        self.shares.settle(stretch.end, sums)
+        return replace(tally, metrics=metrics), sums
 
     def forget(self) -> None:
         """Another state is loaded: a round that was under way is over."""
         self._stretch = None
 
-    def _taking(
-        self, stretch: Stretch, feed: Feed, stream: Stream, placed: Placed, update_step: UpdateStep
-    ) -> Take:
+    def _taking(self, stretch: Stretch, reading: Reading, placed: Placed, update_step: UpdateStep) -> Take:
+        state = update_step.state
+
         def take() -> Update:
-            tally, update = self.inner.step(feed.work, stream, placed, update_step)
+            work = self.shares.deal(reading.feed.work, state.step)
+            taken, before = Taken(reading.stream(work, state.step)), self._phases.spent(*OWN)
+            tally, update = self.inner.step(work, taken, placed, update_step)
             stretch.taken.append((_counted(tally, update), update))
-            update_step.state.step += 1
+            seconds = self._phases.spent(*OWN) - before
+            self.shares.ran(seconds, taken.samples, applied=update.applied)
+            state.step += 1
             return update
 
         return take
+
+
+class Reading:
+    """The stream of what this rank has to do, opened anew where that changes."""
+
+    def __init__(self, feed: Feed) -> None:
+        self.feed = feed
+        self._work: Work | None = None
+        self._stream: Stream | None = None
+
+    def __enter__(self) -> Reading:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._stream is not None:
+            self._stream.close()
+
+    def stream(self, work: Work, step: int) -> Stream:
+        """From a step on, which is the next one."""
+        if self._stream is None or work is not self._work:
+            self.__exit__()
+            self._work, self._stream = work, replace(self.feed, work=work).from_step(step)
+        return self._stream
 
 
 _OWN = "rule/"

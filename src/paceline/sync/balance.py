@@ -27,8 +27,8 @@ from paceline.sync.rule import Rule
 from paceline.sync.update import UpdateStep
 
 WINDOW = 8  # steps between two looks
-_LEAST_GAIN = 0.05
-_LEAST_SECONDS = 1e-6
+LEAST_GAIN = 0.05  # of a step, for which shares change
+LEAST_SECONDS = 1e-6
 _BUSY = ("data", "forward", "backward")
 
 
@@ -110,7 +110,7 @@ class Balanced:
         self._steps.append(stats.seconds)
         if (stats.step + 1) % WINDOW:
             return self.shares
-        mine = torch.tensor([max(median(self._found), _LEAST_SECONDS)], dtype=torch.float64, device=device)
+        mine = torch.tensor([max(median(self._found), LEAST_SECONDS)], dtype=torch.float64, device=device)
         taken = median(self._steps)
         self._found, self._steps = [], []
         if self._before is not None:
@@ -120,7 +120,7 @@ class Balanced:
         parts = self._net.all_gather(mine, self._group, equal=True).wait()
         seconds = [float(part) for part in parts]
         shares = plan_shares(seconds, sum(self.shares))
-        gains = slowest(shares, seconds) < (1 - _LEAST_GAIN) * slowest(self.shares, seconds)
+        gains = slowest(shares, seconds) < (1 - LEAST_GAIN) * slowest(self.shares, seconds)
         if not gains:
             return self.shares
         self._before = taken

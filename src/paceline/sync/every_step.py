@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from paceline.comm import Net, Reduction, ShardTally, Tally
-from paceline.data import Feed, LoadedBatch, Stream, Work
+from paceline.data import Feed, LoadedBatch, Work
 from paceline.layout import Placed, Sums
 from paceline.mesh import Group
 from paceline.observe import Phases, Stats
@@ -75,7 +75,7 @@ class EveryStep:
         self.reducer.abort()
 
     def step(
-        self, work: Work, stream: Stream, placed: Placed, update_step: UpdateStep
+        self, work: Work, stream: Iterator[LoadedBatch], placed: Placed, update_step: UpdateStep
     ) -> tuple[Tally, Update]:
         """One step: micro-batches, agreement, update.
 

@@ -8,6 +8,8 @@ before is added when it is there; before clock k begins, all that was sent befor
 Invariant: nothing is lost or counted twice: over replicas and messages the weights add up to their number,
 and the sums to what all steps have moved. What is added is at most S clocks late. At the end of a round all
 has come, and all replicas go on from the mean; optimizers stay apart.
+A half may carry how fast its sender is, so that shares follow speed (`dealing`): every rank meets every other
+in a turn of the pairs, and what was sent has come S clocks later.
 Not as in the papers: both ranks of a pair send, pairs take turns as in a tournament, any optimizer moves x.
 Source: Assran, Loizou, Ballas and Rabbat 2019, Stochastic Gradient Push, ICML, arXiv:1811.10792, Algorithm 2
 (overlap SGP); the pairs of Lian et al. 2018, Asynchronous Decentralized Parallel SGD, arXiv:1710.06952.
@@ -16,6 +18,7 @@ Source: Assran, Loizou, Ballas and Rabbat 2019, Stochastic Gradient Push, ICML, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,8 +32,10 @@ from paceline.layout import Placed
 from paceline.mesh import Group
 from paceline.observe import Phases, Stats
 from paceline.sync.alone import Alone, Stretch, Take
+from paceline.sync.dealing import Even
 from paceline.sync.every_step import EveryStep
 from paceline.sync.memory import Asked, RuleMemory
+from paceline.sync.notices import Carried
 from paceline.sync.pairs import Mailbox, Purse, partner
 from paceline.sync.update import UpdateStep
 
@@ -56,6 +61,8 @@ class Gossip:
         channel: to all other ranks.
         world: all ranks.
         stop_requested: see `EveryStep`.
+        notices: travel with halves; None: shares stay.
+        shares: which part of a batch this rank runs.
     Wire: a message of the parameters a step; at the end of a round a few bytes to every other rank, and an
         all_reduce of the parameters (16 MiB at a time) and of the tally.
     """
@@ -71,10 +78,12 @@ class Gossip:
         net: Net,
         phases: Phases,
         stop_requested: Callable[[], bool],
+        notices: Carried | None = None,
+        shares: Even | None = None,
     ) -> None:
-        self.inner, self.purse = inner, Purse(params)
+        self.inner, self.purse, self._notices = inner, Purse(params), notices
         self.mailbox = Mailbox(world.rank, world.size, bound)
-        self._alone = Alone(inner, world=world, net=net, phases=phases)
+        self._alone = Alone(inner, world=world, net=net, phases=phases, shares=shares)
         self._channel, self._world, self._net, self._phases = channel, world, net, phases
         self._stop_requested = stop_requested
         self._ages, self._early = list[int](), dict[int, Message]()
@@ -134,7 +143,9 @@ class Gossip:
         if other is None:
             return
         self.purse.halve()
-        fields = {"clock": clock, "weight": self.purse.weight}
+        fields: dict[str, Any] = {"clock": clock, "weight": self.purse.weight}
+        if self._notices is not None:
+            fields |= self._notices.say()
         self._channel.send(
             self._world.ranks[other], Message("half", fields, self.purse.sums), self._net.deadline_seconds
         )
@@ -165,8 +176,10 @@ class Gossip:
         """A half; or a rank says how far it has come."""
         if message.kind == "end":
             self._come[message.sender] = int(message.fields["step"])
-        else:
-            self._add(message)
+            return
+        if self._notices is not None:
+            self._notices.hear(self._world.ranks.index(message.sender), message.fields)
+        self._add(message)
 
     def _add(self, message: Message) -> None:
         """Add a half; one of a clock that is not made here yet waits for it."""

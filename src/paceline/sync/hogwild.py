@@ -14,7 +14,8 @@ Two runs do not compute the same bits.
 
 With a bound S no rank begins a step while another has not taken all before the last S: so a gradient misses
 at most S steps of any rank before its own, and when it is applied nobody has applied one of more than S
-steps later (`bounded` without a server).
+steps later (`bounded` without a server). So S steps after a rank has told how fast it is all can read it, and
+shares may follow speed (`dealing`).
 Source: Recht, Re, Wright and Niu 2011, Hogwild!, NIPS, arXiv:1106.5730, Algorithm 1; Ho et al. 2013, A Stale
 Synchronous Parallel Parameter Server, NIPS, section 3.
 """
@@ -35,6 +36,7 @@ from paceline.layout import Placed
 from paceline.mesh import Group
 from paceline.observe import Phases, Stats
 from paceline.sync.alone import Alone, Stretch, Take
+from paceline.sync.dealing import Even
 from paceline.sync.every_step import EveryStep
 from paceline.sync.update import UpdateStep
 
@@ -106,6 +108,7 @@ class Hogwild:
         bound: S; `math.inf`: none.
         world: all ranks.
         stop_requested: see `EveryStep`.
+        shares: which part of a batch this rank runs.
     Wire: at the end of a round one all_gather of 8 bytes a rank, one all_reduce of the tally, and a barrier.
     """
 
@@ -119,9 +122,10 @@ class Hogwild:
         net: Net,
         phases: Phases,
         stop_requested: Callable[[], bool],
+        shares: Even | None = None,
     ) -> None:
         self.inner, self.board, self._bound = inner, board, bound
-        self._alone = Alone(inner, world=world, net=net, phases=phases)
+        self._alone = Alone(inner, world=world, net=net, phases=phases, shares=shares)
         self._world, self._net, self._phases, self._stop_requested = world, net, phases, stop_requested
         self._ages = list[int]()  # of each step of a round, the updates that others made while it was taken
 
@@ -160,11 +164,11 @@ class Hogwild:
             DeadlineError: one stays behind for a deadline.
         """
         step = stretch.step
-        if self.board.behind(step, self._bound) is None:
+        if self._awaited(step) is None:
             return True
         expires = time.monotonic() + self._net.deadline_seconds
         self._phases.begin("communication")
-        while (rank := self.board.behind(step, self._bound)) is not None:
+        while (rank := self._awaited(step)) is not None:
             self.board.ask_to_stop(self._stop_requested())
             if self.board.stopping and not stretch.is_agreed:
                 return False
@@ -176,6 +180,11 @@ class Hogwild:
                 )
             time.sleep(_LOOK_SECONDS)
         return True
+
+    def _awaited(self, step: int) -> int | None:
+        """A rank without which this one does not begin a step; None: there is none."""
+        rank = self.board.behind(step, self._bound)
+        return self._world.rank if rank is None and not self._alone.shares.is_ready(step) else rank
 
     def _step(self, stretch: Stretch, take: Take) -> None:
         """One step of this rank; what others do meanwhile is its staleness."""

@@ -19,15 +19,19 @@ def partner(rank: int, clock: int, size: int) -> int | None:
 
     Source: the circle method of round-robin tournaments.
     """
-    seats = size + size % 2
-    last = seats - 1
-    turn = clock % max(1, last)
+    last = size + size % 2 - 1
+    turn = clock % turn_clocks(size)
     if rank == last:
-        other = turn * (seats // 2) % last
+        other = turn * ((last + 1) // 2) % last
     else:
         other = (turn - rank) % last
         other = last if other == rank else other
     return other if other < size else None
+
+
+def turn_clocks(size: int) -> int:
+    """Clocks in which every rank meets every other, once. Pure."""
+    return max(1, size + size % 2 - 1)
 
 
 class Mailbox:

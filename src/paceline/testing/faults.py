@@ -5,7 +5,7 @@ Every fault is a `Pieces` with one constructor exchanged; nothing else of the se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from paceline.comm import (
     Tally,
 )
 from paceline.comm.routes import SharedMemoryCollective
-from paceline.data import LoadedBatch, LockstepWork, MicroBatch, Stream, Work
+from paceline.data import LoadedBatch, LockstepWork, MicroBatch, Work
 from paceline.layout import Holding, MicroBatchBuffers, Placed, Replicate, Sums
 from paceline.optim import Schedule, build_schedule
 from paceline.slot import Slot
@@ -66,7 +66,7 @@ class MeanOfMeans(EveryStep):
     """Weights every rank alike, whatever its number of samples."""
 
     def step(
-        self, work: Work, stream: Stream, placed: Placed, update_step: UpdateStep
+        self, work: Work, stream: Iterator[LoadedBatch], placed: Placed, update_step: UpdateStep
     ) -> tuple[Tally, Update]:
         """Scale this rank's gradient by (mean share / own share)."""
         step = update_step.state.step

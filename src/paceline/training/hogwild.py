@@ -13,10 +13,13 @@ from paceline.errors import StrategyError
 from paceline.layout.shard import lay_whole_in_common
 from paceline.state import TrainState
 from paceline.sync import Rule
+from paceline.sync.dealing import WINDOW, Even
 from paceline.sync.hogwild import Board, Hogwild
 from paceline.sync.memory import Asked, RuleMemory
+from paceline.sync.notices import Posted, num_rows
 from paceline.training.alone import number_of, step_alone, those_who_meet
 from paceline.training.arrange import Setting
+from paceline.training.balance import dealt_by_speed, is_by_speed
 from paceline.training.layouts import Layout
 
 _MOST_ONES = 1 << 16
@@ -42,8 +45,19 @@ def hogwild(setting: Setting, layout: Layout, state: TrainState) -> Rule:
         board,
         number_of(setting),
         stop_requested=setting.stop_requested,
+        shares=_shares(setting),
         **those_who_meet(setting),
     )
+
+
+def _shares(setting: Setting) -> Even | None:
+    """By speed, as ranks write it down in memory; None: they stay."""
+    if not is_by_speed(setting):
+        return None
+    bound, size = int(number_of(setting)), setting.mesh.world.size
+    rows = num_rows(bound, WINDOW)
+    words = _zeros(_memory(setting), rows * size, torch.int64).view(rows, size)
+    return dealt_by_speed(setting, Posted(words, setting.mesh.world.rank), lag=bound)
 
 
 def memory(asked: Asked) -> RuleMemory:

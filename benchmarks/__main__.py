@@ -39,7 +39,9 @@ NAMES = (
     "pipedream_losses",
     "stragglers",
     "diloco",
+    "diloco_loss",
     "server",
+    "server_libraries",
 )
 _RESULTS = Path(__file__).resolve().parent / "results"
 _DEADLINE_SECONDS = 1800.0  # the longest takes 1200 on two free cores of a machine with bf16

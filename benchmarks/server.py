@@ -21,8 +21,8 @@ from paceline.task import Loss, Task
 from paceline.testing import run_ranks
 from paceline.testing.parity import session_of
 
-_WORKERS = (1, 2, 4)
-_MEGABYTES = (10, 100)
+WORKERS = (1, 2, 4)
+MEGABYTES = (10, 100)
 _WAYS = {
     "sync=server": "servers=1 sync=server",
     "over grpc": "servers=1 sync=server channel=grpc",
@@ -32,7 +32,8 @@ _WAYS = {
 }
 
 
-def _task(megabytes: int) -> Task:
+def task_of(megabytes: int) -> Task:
+    """One matrix of so many bytes, and samples for it."""
     side = 1000
     model = nn.Linear(side, megabytes * 1_000_000 // 4 // side, bias=False)
 
@@ -61,7 +62,7 @@ def step_seconds(way: str, megabytes: int, steps: int, cluster: Cluster) -> floa
         optimizer={"name": "sgd", "lr": 1e-6},
         strategy=Strategy.parse(f"replicas={workers} {way}"),
     )
-    session = session_of(cluster, recipe, partial(_task, megabytes))
+    session = session_of(cluster, recipe, partial(task_of, megabytes))
     session.feed = OneRound(session.feed.work, session.feed.loader, steps)
     seconds = sum(stats.seconds for stats in session.rounds())
     session.close()
@@ -72,8 +73,8 @@ def measure(options: Options) -> Report:
     """All sizes, workers and ways, one after another."""
     steps = 3 if options.quick else 12
     rows, data = [], {}
-    for megabytes in _MEGABYTES[: 1 if options.quick else None]:
-        for workers in _WORKERS[: 2 if options.quick else None]:
+    for megabytes in MEGABYTES[: 1 if options.quick else None]:
+        for workers in WORKERS[: 2 if options.quick else None]:
             found = {}
             for name, way in _WAYS.items():
                 ranks = workers + Strategy.parse(way).servers

@@ -133,3 +133,18 @@ def test_where_nothing_pays_the_run_is_every_step_and_is_not_measured_again() ->
         assert measured[0] == plain[0]
         assert measured[1] == ["sync"] and plain[1] == []
         assert measured[2] == plain[2] == "EveryStep"
+
+
+def all_reduces(cluster: Cluster, sync: str) -> float:
+    session = session_of(cluster, sync, [])
+    for _ in session.rounds():
+        if session.state.step == KNOWN:
+            break
+    return sum(row.calls for (op, _), row in session.net.ledger.rows.items() if op == "all_reduce")
+
+
+def test_an_exchange_is_timed_with_the_tally_that_goes_beside_it() -> None:
+    """On a link with latency it is half of what there is to wait for."""
+    plain, measured = (run_ranks(all_reduces, 2, sync)[0] for sync in ("every-step", AUTO))
+    agreed = 1  # on what was found
+    assert measured - plain == choice._EXCHANGES * (1 + 1) + agreed  # one bucket, one tally

@@ -2,7 +2,9 @@
 
 Each hop waits for the one before it, so the caller can launch the first only. Every process group is used by
 one thread, and buffers pass through it in the order of their launch: so there is one order on every rank.
-Rounds of two buffers may take turns: while the bytes of one are under way, the other is coded.
+Rounds of two buffers may take turns: while the bytes of one are under way, the other is coded. One rank may
+have run a buffer to its end when another begins the next one. So a buffer waits twice at most: whoever waits
+for the first round of the next one has then launched all rounds of this one, and nobody waits in a circle.
 Invariant: after an error, nothing that waits behind it is started before `mend`.
 """
 
@@ -20,6 +22,7 @@ from paceline.comm.handle import Handle
 from paceline.errors import CommunicationError
 
 PLACES = 2  # of buffers that are under way at once
+_MOST_WAITS = 2  # of a buffer
 
 Rounds = Generator[Handle, Any, Any]
 """Yields what it waits for, is sent its result, and returns the whole's."""
@@ -32,11 +35,13 @@ class _Task:
     Args:
         places: that nobody else may have meanwhile.
         waits_for: the end of the round that is under way.
+        num_waits: rounds that were launched.
     """
 
     rounds: Rounds
     places: frozenset[int]
     waits_for: Handle = field(default_factory=lambda: Handle.ready(None))
+    num_waits: int = 0
     result: Future[Any] = field(default_factory=Future)
 
     def __enter__(self) -> None:
@@ -83,7 +88,8 @@ class Line:
         of the two places it belongs. One thread submits.
 
         Args:
-            rounds: is told its place, 0 or 1, the same on every rank; nobody else has it meanwhile.
+            rounds: is told its place, 0 or 1, the same on every rank; nobody else has it meanwhile. It
+                waits twice at most; the handle raises CommunicationError where it waits more often.
         """
         place = next(self._places)
         return self._queued(op, _Task(rounds(place), frozenset({place})))
@@ -129,12 +135,22 @@ class Line:
                 if self._broken is not None:
                     raise self._broken
                 task.waits_for = task.rounds.send(found)
+                task.num_waits += 1
+                if task.num_waits > _MOST_WAITS:
+                    raise _waits_too_often()
                 self._under_way.append(task)
             except StopIteration as end:
                 task.result.set_result(end.value)
             except CommunicationError as error:
                 self._broken = error
                 raise
+
+
+def _waits_too_often() -> CommunicationError:
+    return CommunicationError(
+        f"a sum by turns waits more than {_MOST_WAITS} times, so ranks could wait for each other in a circle",
+        next_step="this is a mistake of the collective, not of the recipe: submit it with nothing beside it",
+    )
 
 
 def run_alone(rounds: Rounds) -> Any:

@@ -132,6 +132,67 @@ def test_after_an_error_nothing_goes_on_until_the_line_is_mended(line: Line, wir
     assert line.submit_rounds("sum", wire.rounds("a", 1)).wait() == ["a0"]
 
 
+class Peers:
+    """Rounds of several lines, as ranks have them: one ends once every rank has launched it."""
+
+    def __init__(self, size: int) -> None:
+        self._missing: dict[str, int] = {}
+        self._size, self._changed = size, threading.Condition()
+
+    def round(self, name: str) -> Handle:
+        """Launch it on one rank."""
+        with self._changed:
+            self._missing[name] = self._missing.get(name, self._size) - 1
+            self._changed.notify_all()
+
+        def resolve(deadline_seconds: float | None, exposed: bool) -> str:
+            with self._changed:
+                assert self._changed.wait_for(lambda: not self._missing[name], LIMIT), f"nobody joins {name}"
+            return name
+
+        return Handle(resolve)
+
+    def rounds(self, name: str, count: int) -> Callable[[int], Rounds]:
+        """So many rounds, one after another."""
+
+        def run(place: int) -> Rounds:
+            for number in range(count):
+                yield self.round(f"{name}{number}")
+            return name
+
+        return run
+
+
+@pytest.fixture
+def two_lines() -> Iterator[tuple[Line, Line]]:
+    lines = Line("first", lambda op, seconds: None), Line("second", lambda op, seconds: None)
+    yield lines
+    for line in lines:
+        line.close()
+
+
+@pytest.mark.capability("G10")
+def test_a_rank_with_one_buffer_and_one_with_two_under_way_do_not_wait_in_a_circle(
+    two_lines: tuple[Line, Line],
+) -> None:
+    """The second rank begins b beside a; the first begins it only when a has ended."""
+    (first, second), peers = two_lines, Peers(2)
+    free = held(second)
+    theirs = [second.submit_rounds("sum", peers.rounds(name, 2)) for name in "ab"]
+    mine = first.submit_rounds("sum", peers.rounds("a", 2))
+    free.set()
+    assert mine.wait() == "a"
+    assert first.submit_rounds("sum", peers.rounds("b", 2)).wait() == "b"
+    assert [handle.wait() for handle in theirs] == ["a", "b"]
+
+
+@pytest.mark.capability("G10")
+def test_a_buffer_that_would_wait_three_times_is_refused_since_ranks_could_hang(line: Line) -> None:
+    handle = line.submit_rounds("sum", Peers(1).rounds("a", 3))
+    with pytest.raises(CommunicationError, match="waits more than 2 times"):
+        handle.wait()
+
+
 def test_rounds_run_alone_are_the_same_rounds(wire: Wire) -> None:
     wire.open("a0", "a1")
     found: Any = run_alone(wire.rounds("a", 2)(0))

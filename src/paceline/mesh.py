@@ -91,7 +91,13 @@ class Mesh:
         if len(large) == 1:
             return self.axes[large[0]]
         sizes = tuple(self.axes[axis].size for axis in AXES)
-        return _span(" x ".join(large) or "alone", large, sizes, [self.world, *self.axes.values(), self.data])
+        whole = self.world if self.axes["replica"].size > 1 else self.inside
+        return _span(" x ".join(large) or "alone", large, sizes, [whole, *self.axes.values(), self.data])
+
+    def of_one_replica(self) -> Mesh:
+        """As this rank's replica sees it by itself: no other replica shares its samples, or its sums."""
+        alone = replace(self.over(()), name="replica")
+        return replace(self, axes={**self.axes, "replica": alone}, data=self.axes["shard"])
 
     def among(self, axis: str, places: Sequence[int]) -> Group:
         """Some ranks of this rank's group on an axis; collective over these, of which this rank is one."""
@@ -213,7 +219,7 @@ def twin_group(group: Group, suffix: str) -> Group:
 
 
 def span_ranks(axes: Sequence[str], sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """All groups that span some axes, as global ranks in ascending order; pure.
+    """All groups that span some axes, as places in the mesh in ascending order; pure.
 
     Args:
         axes: some of `AXES`.
@@ -229,7 +235,8 @@ def span_ranks(axes: Sequence[str], sizes: tuple[int, ...]) -> list[tuple[int, .
 def _span(name: str, axes: Sequence[str], sizes: tuple[int, ...], known: Sequence[Group]) -> Group:
     """This rank's group along some axes; a process group that exists for the same ranks is used again."""
     world = known[0]
-    mine = next(ranks for ranks in span_ranks(axes, sizes) if world.rank in ranks)
+    places = next(places for places in span_ranks(axes, sizes) if world.rank in places)
+    mine = tuple(world.ranks[place] for place in places)
     same = next((group for group in known if group.ranks == mine), None)
     if same is not None:
         return replace(same, name=name)

@@ -113,8 +113,10 @@ def _codes_whole_replicas(strategy: Strategy) -> bool:
 
 def _require_known(recipe: Recipe) -> None:
     strategy = recipe.strategy
+    alone = any(rule.agrees == "replica" for rule in strategy.rules)
+    spread = " of replicas of several ranks" if alone and strategy.ranks_per_replica > 1 else ""
     unknown = {
-        f"sync={strategy.sync}": not all(rule.memory for rule in strategy.rules),
+        f"sync={strategy.sync}{spread}": bool(spread) or not all(rule.memory for rule in strategy.rules),
         f"codec={strategy.codec}": strategy.is_coded and not _codes_whole_replicas(strategy),
         f"lanes={strategy.lanes}": strategy.lanes > 1,
         f"cut={strategy.cut}": bool(strategy.cut),

@@ -32,11 +32,22 @@ def _can_be_last(strategy: Strategy) -> bool:
     return last.sums or last.sends or last.needs_server > 0
 
 
+def _waits_for_alone(strategy: Strategy) -> bool:
+    """Whether something that happens decides when replicas begin to train alone."""
+    waits = any(isinstance(phase.until, str) for phase in phases_of(strategy.sync))
+    return waits and any(spec.agrees == "replica" for spec in strategy.rules)
+
+
 _REFUSALS = (
     Refusal(
         "a run can switch between rules that sum over replicas (every-step, local and diloco), and at last to"
         " one of a server, or to gossip",
         lambda strategy: any(not spec.sums for spec in strategy.rules[:-1]) or not _can_be_last(strategy),
+    ),
+    Refusal(
+        "replicas of several ranks are not followed until they keep up, nor is a rule chosen for them by"
+        " measuring: name a step in place of @straggler or auto",
+        lambda strategy: strategy.ranks_per_replica > 1 and _waits_for_alone(strategy),
     ),
     Refusal(
         "a run can switch to one server, which holds all: set servers=1",

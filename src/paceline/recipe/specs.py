@@ -102,7 +102,7 @@ class SyncSpec(Spec):
         shares_state: all ranks that hold a part of the state hold the same, so any of them may save it.
         steady: nothing but the optimizer changes parameters before the first update of a round.
         needs_server: how many servers it has at least.
-        whole_replicas: a replica must be whole on one rank.
+        whole_replicas: a replica must be whole on one rank, beside others that train alone.
         sums: it sums over replicas by collectives, which have a route and a codec.
         sends: ranks send each other messages, over a channel; those of a server always do.
         reads: tables of the recipe that it alone reads.

@@ -88,7 +88,7 @@ _COMBINATIONS = (
         lambda s: not _is_chain(s),
     ),
     _because(
-        "replicas that train alone must be whole on one rank: leave out shard, tensor and pipeline",
+        "replicas that hand on whole models must be whole on one rank: leave out shard, tensor and pipeline",
         lambda s: s.rule.whole_replicas and s.ranks_per_replica > 1,
     ),
     _because(

@@ -42,6 +42,11 @@ _SERVED = Refusal(
     "a server holds a whole model: leave out shard, tensor and pipeline",
     lambda s: s.ranks_per_replica > 1,
 )
+_NO_CODEC_SPREAD = Refusal(
+    "what replicas of several ranks have moved is not coded yet: leave out codec, or shard, tensor, pipeline"
+    " and context",
+    lambda s: s.ranks_per_replica > 1 and s.is_coded,
+)
 _NO_LANES = Refusal("a worker of a server is one lane: leave out lanes", lambda s: s.lanes > 1)
 
 SYNCS = (
@@ -143,8 +148,8 @@ SYNCS = (
         memory="paceline.sync.local:memory",
         agrees="replica",
         steady=True,
-        whole_replicas=True,
         more_tally_bytes=8,
+        refusals=(_NO_CODEC_SPREAD,),
     ),
     SyncSpec(
         word="diloco",
@@ -154,9 +159,9 @@ SYNCS = (
         memory="paceline.sync.local:memory",
         agrees="replica",
         steady=True,
-        whole_replicas=True,
         reads=("outer",),
         more_tally_bytes=8,
+        refusals=(_NO_CODEC_SPREAD,),
     ),
     SyncSpec(
         word="pipedream",

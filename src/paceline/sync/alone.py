@@ -1,7 +1,8 @@
 """Replicas that train alone for a while and then meet: the round, as all rules of this kind have it.
 
-A round is a stretch of steps that a replica takes by itself. Rules differ in where it ends, in what they do
-beside a step, and in how they meet: three functions that they hand in.
+A round is a stretch of steps that a replica takes by itself, with all ranks that it is spread over. Rules
+differ in where it ends, in what they do beside a step, and in how they meet: three functions that they hand
+in.
 
 Invariant: a round that an error has interrupted goes on with the step in which it was left. After a round all
 ranks have the same tally, and buffers that have moved by the mean of what they moved on the ranks, weighted
@@ -73,7 +74,7 @@ class Alone:
 
     Args:
         inner: the step of one replica.
-        world: all ranks.
+        replicas: the ranks that hold what this one holds, of every replica one.
         settled: is called where a round ends in which no replica has left out a step.
         shares: which part of a batch this rank runs.
     """
@@ -82,13 +83,13 @@ class Alone:
         self,
         inner: EveryStep,
         *,
-        world: Group,
+        replicas: Group,
         net: Net,
         phases: Phases,
         settled: Callable[[], None] = lambda: None,
         shares: Even | None = None,
     ) -> None:
-        self.inner, self._world, self._net, self._phases = inner, world, net, phases
+        self.inner, self._replicas, self._net, self._phases = inner, replicas, net, phases
         self._settled, self.shares = settled, shares or Even()
         self._stretch: Stretch | None = None
 
@@ -127,7 +128,7 @@ class Alone:
                 yield replace(stats, metrics={**stats.metrics, **told})
 
     def agree(self, stretch: Stretch, placed: Placed, **own: float) -> tuple[Tally, Mapping[str, float]]:
-        """The sums over all ranks, and buffers that are equal; collective.
+        """The sums over all replicas, and buffers that are equal; collective.
 
         Args:
             own: sums of the rule.
@@ -139,7 +140,7 @@ class Alone:
         change = placed.buffers.moved_since(stretch.buffers, mine.micro_batches)
         both = {**mine.metrics, **{f"{_OWN}{name}": value for name, value in own.items()}}
         told = replace(mine, buffers=change, metrics=both)
-        tally = told.agree(self._net, self._world, placed.holding.device).wait()
+        tally = told.agree(self._net, self._replicas, placed.holding.device).wait()
         placed.buffers.reset(stretch.buffers)
         placed.buffers.end_step(tally.buffers, tally.micro_batches)
         if tally.metrics.get(f"{_OWN}skipped") == 0.0:

@@ -82,7 +82,7 @@ class Fragment:
         self.movement.begin()
         self.left, self.count, self.stops = 0, 0.0, 0.0
 
-    def leave(self, step: int, stops: float, net: Net, world: Group, device: torch.device) -> None:
+    def leave(self, step: int, stops: float, net: Net, replicas: Group, device: torch.device) -> None:
         """Launch the sum of what has moved; collective.
 
         Args:
@@ -91,7 +91,7 @@ class Fragment:
         """
         self.movement.leave(self.count)
         nothing = torch.zeros(0, dtype=torch.float64)
-        self._agreement = Tally(0.0, 0.0, self.count, {}, stops, (), nothing).agree(net, world, device)
+        self._agreement = Tally(0.0, 0.0, self.count, {}, stops, (), nothing).agree(net, replicas, device)
         self.left, self.count = step, 0.0
 
     def arrive(self, mixing: float) -> None:

@@ -59,7 +59,7 @@ class Gossip:
         bound: S, at least 0: how many clocks late what others have sent may be.
         params: what this rank computes with.
         channel: to all other ranks.
-        world: all ranks.
+        replicas: all ranks, each of which is one.
         stop_requested: see `EveryStep`.
         notices: travel with halves; None: shares stay.
         shares: which part of a batch this rank runs.
@@ -74,7 +74,7 @@ class Gossip:
         params: Sequence[Tensor],
         channel: Channel,
         *,
-        world: Group,
+        replicas: Group,
         net: Net,
         phases: Phases,
         stop_requested: Callable[[], bool],
@@ -82,9 +82,9 @@ class Gossip:
         shares: Even | None = None,
     ) -> None:
         self.inner, self.purse, self._notices = inner, Purse(params), notices
-        self.mailbox = Mailbox(world.rank, world.size, bound)
-        self._alone = Alone(inner, world=world, net=net, phases=phases, shares=shares)
-        self._channel, self._world, self._net, self._phases = channel, world, net, phases
+        self.mailbox = Mailbox(replicas.rank, replicas.size, bound)
+        self._alone = Alone(inner, replicas=replicas, net=net, phases=phases, shares=shares)
+        self._channel, self._replicas, self._net, self._phases = channel, replicas, net, phases
         self._stop_requested = stop_requested
         self._ages, self._early = list[int](), dict[int, Message]()
         self._come = dict[int, int]()  # how far ranks have come that are about to end the round
@@ -128,18 +128,18 @@ class Gossip:
 
     def _agree_on_end(self, stretch: Stretch) -> None:
         """Say how far this rank has come, and hear it of all; they end where the farthest is."""
-        me = self._world.ranks[self._world.rank]
+        me = self._replicas.ranks[self._replicas.rank]
         self._come[me] = stretch.step
-        for rank in self._world.ranks:
+        for rank in self._replicas.ranks:
             if rank != me:
                 said = Message("end", {"step": stretch.step})
                 self._channel.send(rank, said, self._net.deadline_seconds)
-        while len(self._come) < self._world.size:
+        while len(self._come) < self._replicas.size:
             self._take_in(self._channel.receive(self._net.deadline_seconds))
         stretch.end_with(self._come.values())
 
     def _give(self, clock: int) -> None:
-        other = partner(self._world.rank, clock, self._world.size)
+        other = partner(self._replicas.rank, clock, self._replicas.size)
         if other is None:
             return
         self.purse.halve()
@@ -147,7 +147,7 @@ class Gossip:
         if self._notices is not None:
             fields |= self._notices.say()
         self._channel.send(
-            self._world.ranks[other], Message("half", fields, self.purse.sums), self._net.deadline_seconds
+            self._replicas.ranks[other], Message("half", fields, self.purse.sums), self._net.deadline_seconds
         )
 
     def _hear(self, stretch: Stretch, late: int | None = None) -> bool:
@@ -160,7 +160,7 @@ class Gossip:
         for made in sorted(self._early):
             if not self.mailbox.is_early(made):
                 self._add(self._early.pop(made))
-        while self._world.size > 1:
+        while self._replicas.size > 1:
             waits = self.mailbox.is_due(late)
             if waits and self._ends_early(stretch):
                 return False
@@ -178,7 +178,7 @@ class Gossip:
             self._come[message.sender] = int(message.fields["step"])
             return
         if self._notices is not None:
-            self._notices.hear(self._world.ranks.index(message.sender), message.fields)
+            self._notices.hear(self._replicas.ranks.index(message.sender), message.fields)
         self._add(message)
 
     def _add(self, message: Message) -> None:
@@ -199,9 +199,9 @@ class Gossip:
         oldest = torch.tensor(
             [float(max(self._ages, default=0))], dtype=torch.float64, device=placed.holding.device
         )
-        latest = self._net.all_reduce(oldest, self._world, "max")
-        sum_all(self.purse.sums, self._net, self._world)
-        self.purse.weight = float(self._world.size)
+        latest = self._net.all_reduce(oldest, self._replicas, "max")
+        sum_all(self.purse.sums, self._net, self._replicas)
+        self.purse.weight = float(self._replicas.size)
         self.purse.spend()
         return tally, {
             "staleness": own["ages"] / max(1.0, own["heard"]),

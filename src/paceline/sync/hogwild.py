@@ -106,7 +106,7 @@ class Hogwild:
         inner: the step of one rank, on parameters that lie in common.
         board: in memory of the same ranks.
         bound: S; `math.inf`: none.
-        world: all ranks.
+        replicas: all ranks, each of which is one.
         stop_requested: see `EveryStep`.
         shares: which part of a batch this rank runs.
     Wire: at the end of a round one all_gather of 8 bytes a rank, one all_reduce of the tally, and a barrier.
@@ -118,15 +118,15 @@ class Hogwild:
         board: Board,
         bound: float = math.inf,
         *,
-        world: Group,
+        replicas: Group,
         net: Net,
         phases: Phases,
         stop_requested: Callable[[], bool],
         shares: Even | None = None,
     ) -> None:
         self.inner, self.board, self._bound = inner, board, bound
-        self._alone = Alone(inner, world=world, net=net, phases=phases, shares=shares)
-        self._world, self._net, self._phases, self._stop_requested = world, net, phases, stop_requested
+        self._alone = Alone(inner, replicas=replicas, net=net, phases=phases, shares=shares)
+        self._replicas, self._net, self._phases, self._stop_requested = replicas, net, phases, stop_requested
         self._ages = list[int]()  # of each step of a round, the updates that others made while it was taken
 
     def rounds(self, feed: Feed, placed: Placed, update_step: UpdateStep) -> Iterator[Stats]:
@@ -145,7 +145,7 @@ class Hogwild:
         self.board.begin()
         self.board.reach(step)
         self._phases.begin("communication")
-        self._net.barrier(self._world)
+        self._net.barrier(self._replicas)
         return feed.pause_after(step)
 
     def _go_on(self, stretch: Stretch, take: Take) -> None:
@@ -155,7 +155,7 @@ class Hogwild:
         if not stretch.is_agreed and (self.board.stopping or stretch.step == stretch.end):
             self._phases.begin("communication")
             own = torch.tensor([stretch.step])
-            stretch.end_with(int(one) for one in self._net.all_gather(own, self._world, equal=True).wait())
+            stretch.end_with(int(one) for one in self._net.all_gather(own, self._replicas, equal=True).wait())
 
     def _may_begin(self, stretch: Stretch) -> bool:
         """Wait for those who are too far behind; false: the round is about to end instead.
@@ -184,7 +184,7 @@ class Hogwild:
     def _awaited(self, step: int) -> int | None:
         """A rank without which this one does not begin a step; None: there is none."""
         rank = self.board.behind(step, self._bound)
-        return self._world.rank if rank is None and not self._alone.shares.is_ready(step) else rank
+        return self._replicas.rank if rank is None and not self._alone.shares.is_ready(step) else rank
 
     def _step(self, stretch: Stretch, take: Take) -> None:
         """One step of this rank; what others do meanwhile is its staleness."""

@@ -1,7 +1,9 @@
 """Local SGD and DiLoCo: replicas train alone for H steps, then agree on where they went.
 
 A round: every replica takes H steps of its own with its own optimizer. What it moved, weighted by the items
-that it trained on, is summed over the replicas, and an outer optimizer takes that mean as its gradient.
+that it trained on, is summed over the replicas, and an outer optimizer takes that mean as its gradient. A
+replica may be spread over ranks (shards, stages, tensors, positions): each rank sums what it updates with
+those that update the same part in the other replicas, and keeps the outer momentum of that part.
 Buffers move by the mean of what they moved on the replicas, weighted by micro-batches as in every-step.
 With outer SGD of rate 1 the replicas are averaged; for H = 1 and inner SGD without a clip that is exactly
 every-step.
@@ -23,11 +25,11 @@ from paceline.comm import Reduction, Tally
 from paceline.data import Feed
 from paceline.layout import Placed
 from paceline.observe import Stats
-from paceline.slot import Keeper, Piece, Slot
+from paceline.slot import Index, Keeper, Piece, Slot
 from paceline.sync.alone import Alone, Stretch, Take
 from paceline.sync.every_step import EveryStep
 from paceline.sync.memory import Asked, RuleMemory
-from paceline.sync.outer import Movement, Outer, anchors_of
+from paceline.sync.outer import Movement, OuterStep, anchors_of
 from paceline.sync.update import UpdateStep
 
 
@@ -40,14 +42,15 @@ class LocalRounds(Keeper):
         outer: what the agreement does.
         reducer: makes what sums movements over the replicas.
         told: see `Alone`.
-    Wire: every H steps one all_reduce of the parameters and one of the tally.
+    Wire: every H steps one all_reduce of what a rank updates, and one of the tally, over the ranks that hold
+        the same, of every replica one; inside a replica that of a step, and what follows an update.
     """
 
     def __init__(
         self,
         inner: EveryStep,
         num_local_steps: int,
-        outer: Outer,
+        outer: OuterStep,
         reducer: Callable[[Mapping[Slot, Tensor]], Reduction],
         placed: Placed,
         **told: Any,
@@ -84,6 +87,10 @@ class LocalRounds(Keeper):
     def pieces(self) -> list[Piece]:
         """Momentum of the outer optimizer, by parameter."""
         return self._movement.pieces()
+
+    def wanted(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, Index]:
+        """See `Keeper`."""
+        return self._movement.wanted(shapes)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """The inverse of `pieces`; a round that was under way is forgotten."""

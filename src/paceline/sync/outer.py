@@ -5,17 +5,17 @@ Source: Douillard et al. 2023, DiLoCo, arXiv:2311.08105, Algorithm 1.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from paceline.comm import Reduction, Tally
 from paceline.layout import Placed
-from paceline.slot import Piece, Slot
+from paceline.slot import Index, Piece, Slot
 from paceline.state import LossScale, TrainState
-from paceline.sync.update import UpdateStep, update_parts
+from paceline.sync.update import Norm, UpdateStep, update_parts
 
 
 class ConstantRate:
@@ -39,46 +39,68 @@ class Outer:
     momentum: float = 0.0
 
     def optimizer(self, anchors: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """SGD over the parameters that the replicas started a round from."""
+        """SGD over the parameters that the replicas started a round from; a rank may have none of them."""
         return torch.optim.SGD(
-            anchors, lr=self.lr, momentum=self.momentum, nesterov=self.momentum > 0, foreach=True
+            [{"params": [*anchors]}],
+            lr=self.lr,
+            momentum=self.momentum,
+            nesterov=self.momentum > 0,
+            foreach=True,
         )
 
 
+@dataclass(frozen=True)
+class OuterStep:
+    """What an agreement does.
+
+    Args:
+        outer: what is done with their mean movement.
+        norm: of the movement of a whole replica; collective over its ranks.
+        bring: brings what a rank computes with up to date once what it updates has changed; collective over
+            the ranks of its replica.
+    """
+
+    outer: Outer
+    norm: Norm
+    bring: Callable[[], None]
+
+
 def anchors_of(placed: Placed) -> dict[Slot, nn.Parameter]:
-    """What a rank computes with, as it is now; copies, by slot."""
-    return {slot: nn.Parameter(p.detach().clone()) for slot, p in placed.holding.computes.items()}
+    """What a rank updates, as it is now; copies, by slot."""
+    return {slot: nn.Parameter(p.detach().clone()) for slot, p in placed.holding.updates.items()}
 
 
 class Movement:
-    """Some tensors that have moved from where all were.
+    """Some tensors that have moved from where all were: of each the part that this rank updates.
 
     Args:
-        anchors: where all were, by slot.
+        anchors: where all were, by slot; there may be none.
         reducer: sums movements over the replicas; its coding and residuals are those of any reducer.
     Attributes:
         share: what a value of the last sum moved its parameter by, at once; 0: there was none.
     """
 
     def __init__(
-        self, anchors: Mapping[Slot, nn.Parameter], placed: Placed, outer: Outer, reducer: Reduction
+        self, anchors: Mapping[Slot, nn.Parameter], placed: Placed, step: OuterStep, reducer: Reduction
     ) -> None:
         self.anchors, self.reducer, self.share = anchors, reducer, 0.0
+        outer, self._bring = step.outer, step.bring
         self._rate = outer.lr * (1.0 + outer.momentum)
-        self.computes: list[Tensor] = [placed.holding.computes[slot] for slot in anchors]
+        self._updates: list[Tensor] = [placed.holding.updates[slot] for slot in anchors]
         state = TrainState(placed.holding, outer.optimizer(anchors.values()), LossScale())
-        self._step = UpdateStep(state, anchors, update_parts(ConstantRate()))
+        self._step = UpdateStep(state, anchors, update_parts(ConstantRate(), norm=step.norm))
 
     @torch.no_grad()
     def begin(self) -> None:
         """All are at the same place."""
-        torch._foreach_copy_([*self.anchors.values()], self.computes)
+        if self._updates:
+            torch._foreach_copy_([*self.anchors.values()], self._updates)
 
     @torch.no_grad()
     def leave(self, count: float) -> None:
         """Launch the sum of what has moved, weighted by so many items; collective."""
         self.reducer.begin()
-        for (slot, anchor), mine in reversed([*zip(self.anchors.items(), self.computes, strict=True)]):
+        for (slot, anchor), mine in reversed([*zip(self.anchors.items(), self._updates, strict=True)]):
             self.reducer.ready(slot, (anchor - mine) * count)
         self.reducer.close()
 
@@ -96,22 +118,28 @@ class Movement:
 
     @torch.no_grad()
     def mix(self, mixing: float) -> None:
-        """Go on from there, with this share of what this rank has."""
+        """Go on from there, with this share of what this rank has; collective over its replica."""
         theirs: list[Tensor] = [*self.anchors.values()]
-        if not mixing:
-            torch._foreach_copy_(self.computes, theirs)
-            return
-        torch._foreach_mul_(self.computes, mixing)
-        torch._foreach_add_(self.computes, theirs, alpha=1.0 - mixing)
+        if theirs and mixing:
+            torch._foreach_mul_(self._updates, mixing)
+            torch._foreach_add_(self._updates, theirs, alpha=1.0 - mixing)
+        elif theirs:
+            torch._foreach_copy_(self._updates, theirs)
+        self._bring()
 
     def pieces(self) -> list[Piece]:
-        """Momentum, by parameter."""
+        """Momentum, by parameter: the part that this rank updates."""
         states = self._step.state.optimizer.state
         return [
-            Piece(Slot.whole(f"{_MOMENTUM}{slot.name}", buffer), buffer)
+            Piece(replace(slot, name=f"{_MOMENTUM}{slot.name}"), buffer)
             for slot, anchor in self.anchors.items()
             if (buffer := states.get(anchor, {}).get("momentum_buffer")) is not None
         ]
+
+    def wanted(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, Index]:
+        """The same part of what was saved."""
+        parts = {f"{_MOMENTUM}{slot.name}": slot.index for slot in self.anchors}
+        return {name: index for name, index in parts.items() if name in shapes}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """The inverse of `pieces`."""

@@ -28,11 +28,11 @@ from paceline.data import Feed
 from paceline.layout import Placed
 from paceline.mesh import Group
 from paceline.observe import Phases, Stats
-from paceline.slot import Keeper, Piece, Slot
+from paceline.slot import Index, Keeper, Piece, Slot
 from paceline.sync.alone import Alone, Stretch, Take
 from paceline.sync.every_step import EveryStep
 from paceline.sync.fragments import Fragment, Streaming, plan_fragments
-from paceline.sync.outer import Movement, Outer, anchors_of
+from paceline.sync.outer import Movement, OuterStep, anchors_of
 from paceline.sync.update import UpdateStep
 
 
@@ -44,8 +44,7 @@ class StreamedRounds(Keeper):
         streaming: when fragments leave and arrive.
         outer: what an arrival does.
         reducer: makes one for a fragment, by its number.
-        world: all ranks.
-        told: see `Alone`.
+        replicas, told: see `Alone`.
     Attributes:
         reducer: those of all fragments as one.
         movements: of all fragments.
@@ -57,22 +56,21 @@ class StreamedRounds(Keeper):
         self,
         inner: EveryStep,
         streaming: Streaming,
-        outer: Outer,
+        outer: OuterStep,
         reducer: Callable[[Mapping[Slot, Tensor], int], Reduction],
         placed: Placed,
         *,
-        world: Group,
+        replicas: Group,
         net: Net,
         phases: Phases,
         **told: Any,
     ) -> None:
         self.inner, self.streaming = inner, streaming
-        self._alone = Alone(inner, world=world, net=net, phases=phases, **told)
-        self._phases, self._wire = phases, (net, world, placed.holding.device)
-        slots, anchors = [*placed.holding.computes], anchors_of(placed)
-        self.fragments = []
-        for number, part in enumerate(plan_fragments([s.numel for s in slots], streaming.fragments)):
-            own = {slots[index]: anchors[slots[index]] for index in part}
+        self._alone = Alone(inner, replicas=replicas, net=net, phases=phases, **told)
+        self._phases, self._wire = phases, (net, replicas, placed.holding.device)
+        anchors, self.fragments = anchors_of(placed), list[Fragment]()
+        for number, names in enumerate(_names(placed, streaming.fragments)):
+            own = {slot: anchor for slot, anchor in anchors.items() if slot.name in names}
             self.fragments.append(Fragment(Movement(own, placed, outer, reducer(own, number))))
         self.movements = [one.movement for one in self.fragments]
         reducers = [one.reducer for one in self.movements]
@@ -128,9 +126,23 @@ class StreamedRounds(Keeper):
         """Momentum of the outer optimizers, by parameter, under the names of `LocalRounds`."""
         return [piece for fragment in self.fragments for piece in fragment.movement.pieces()]
 
+    def wanted(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, Index]:
+        """See `Keeper`."""
+        found: dict[str, Index] = {}
+        for fragment in self.fragments:
+            found |= fragment.movement.wanted(shapes)
+        return found
+
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """The inverse of `pieces`; a round that was under way is forgotten."""
         self._alone.forget()
         for fragment in self.fragments:
             fragment.drop()
             fragment.movement.load(tensors)
+
+
+def _names(placed: Placed, fragments: int) -> list[set[str]]:
+    """Of the tensors in each; the same on all ranks, whoever holds which: all meet at the same steps."""
+    slots = placed.holding.slots
+    parts = plan_fragments([slot.numel for slot in slots], fragments)
+    return [{slots[index].name for index in part} for part in parts]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.comm import LocalReducer, Reduction
+from paceline.comm import Reduction
 from paceline.comm.reduction import OwedReducer
 from paceline.layout import Holding
 from paceline.mesh import Group
 from paceline.state import TrainState
 from paceline.sync import EveryStep, InnerState
 from paceline.training.arrange import Setting
+from paceline.training.reductions import build_reduction
 
 
 def build_step(setting: Setting, reducer: Reduction, group: Group, **more: Any) -> EveryStep:
@@ -30,14 +31,15 @@ def build_step(setting: Setting, reducer: Reduction, group: Group, **more: Any) 
 def step_alone(
     setting: Setting, holding: Holding, state: TrainState, owed: OwedReducer | None = None
 ) -> EveryStep:
-    """That of a replica by itself, whose optimizer is its own; changes the state.
+    """That of a replica by itself, whose optimizer is its own; collective inside it, changes the state.
 
     Args:
         owed: takes its gradients, and what coding had lost under another rule.
     """
-    state.keepers["inner"], state.alone = InnerState(state, setting.mesh.replica), True
+    mesh = setting.mesh
+    state.keepers["inner"], state.alone = InnerState(state, mesh.replica, mesh.inside), True
     if owed is None:
-        return build_step(setting, LocalReducer(holding.computes), setting.mesh.inside)
+        return build_step(setting, build_reduction(setting.of_one_replica(), holding), mesh.inside)
     return step_owing(setting, owed, setting.mesh.inside)
 
 
@@ -48,8 +50,10 @@ def step_owing(setting: Setting, owed: OwedReducer, group: Group) -> EveryStep:
 
 
 def those_who_meet(setting: Setting) -> dict[str, Any]:
-    """As `Alone` and its rules take them."""
-    return {"world": setting.mesh.world, "net": setting.net, "phases": setting.phases}
+    """As `Alone` and its rules take them: of each replica one rank, and every rank in one such group."""
+    mesh = setting.mesh
+    replicas = mesh.world if mesh.inside.size == 1 else mesh.replica
+    return {"replicas": replicas, "net": setting.net, "phases": setting.phases}
 
 
 def number_of(setting: Setting) -> float:

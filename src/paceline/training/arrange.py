@@ -122,6 +122,11 @@ class Setting:
     choices: Sequence[str] = ()
     awaited: Awaited | None = None
 
+    def of_one_replica(self) -> Setting:
+        """Of what the ranks of a replica do among themselves; there values travel as they are."""
+        strategy = self.recipe.strategy.replace(codec="fp32")
+        return replace(self, mesh=self.mesh.of_one_replica(), recipe=self.recipe.under(strategy))
+
     @property
     def bucket_bytes(self) -> int:
         return self.recipe.runtime.bucket_bytes

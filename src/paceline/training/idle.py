@@ -45,5 +45,5 @@ def _idle(recipe: Recipe, task: Task, mesh: Mesh, num_nodes: int) -> Iterator[tu
             yield "strategy.route", alone
     if mesh.replica.size == 1:
         yield "strategy.balance", "one replica runs all shards"
-    if rule.whole_replicas and mesh.replica.size == 1 and not rule.reads:
+    if rule.agrees == "replica" and mesh.replica.size == 1 and not rule.reads:
         yield "strategy.sync", "one replica has nobody to average with"

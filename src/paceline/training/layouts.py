@@ -6,7 +6,7 @@ No product of layouts has a name: each cut knows its own word, and what the cuts
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -85,6 +85,8 @@ def place(setting: Setting, material: Material) -> Layout:
     Raises:
         StrategyError, TaskError: the model cannot be cut so.
     """
+    leavers = list[Callable[[], None]]()
+    setting = replace(setting, closers=leavers)  # what cuts gather with stays where the rule changes
     cuttings: list[Cutting] = [spec.load()(setting, material) for spec in setting.recipe.strategy.cuts]
     placement = Placement(tuple(trained_parameters(material.model)))
     for cutting in cuttings:
@@ -96,7 +98,7 @@ def place(setting: Setting, material: Material) -> Layout:
     for cutting in cuttings:
         holding = cutting.prepare(holding)
     gathers = [cutting.gather(holding) for cutting in cuttings]
-    after_update, leavers = setting.pieces.gather(_one_after_another(gathers)), list[Callable[[], None]]()
+    after_update = setting.pieces.gather(_one_after_another(gathers))
     if stage is None:
         return Layout(_run(setting, material, holding), after_update, leavers)
     wire = _stage_wire(setting, material.device, leavers)

@@ -8,8 +8,8 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from paceline.comm import LocalReducer, Reduction
-from paceline.comm.reduction import InAnyOrder, LocalClip, OwedReducer, Reducer
+from paceline.comm import Reduction
+from paceline.comm.reduction import AnyOrderNorm, LocalClip, OwedReducer
 from paceline.data import LockstepWork, Work, split
 from paceline.layout import Holding
 from paceline.mesh import DATA_AXES, Group
@@ -24,6 +24,7 @@ from paceline.sync.every_step import power_of_two
 from paceline.sync.followed import Followed, by_compute, by_links
 from paceline.sync.fragments import Streaming
 from paceline.sync.moved import Moved, MovedAtOnce
+from paceline.sync.outer import OuterStep
 from paceline.sync.policy import ApplyEach
 from paceline.sync.recovery import Recovery
 from paceline.sync.residuals import Coder, Residuals
@@ -33,7 +34,7 @@ from paceline.training.alone import build_step, number_of, step_alone, step_owin
 from paceline.training.arrange import Setting
 from paceline.training.codecs import local_clip_norm
 from paceline.training.layouts import Layout
-from paceline.training.reductions import build_reduction
+from paceline.training.reductions import build_movement_sums, build_reduction
 from paceline.training.serving import num_workers, served
 
 
@@ -101,22 +102,20 @@ def _deal(work: Work, shares: Sequence[int]) -> Work:
 def _alone(setting: Setting, layout: Layout, state: TrainState, outer: Outer, streaming: Streaming) -> Rule:
     """Replicas that train alone; what they have moved travels at once, or in fragments."""
     mesh, holding = setting.mesh, layout.placed.holding
+    at_end = OuterStep(outer, AnyOrderNorm(mesh.inside, setting.net), layout.gather)
 
     def sums(anchors: Mapping[Slot, Tensor], number: int = 0) -> Reduction:
-        if mesh.replica.size == 1:
-            return LocalReducer(anchors)
-        path = InAnyOrder(setting.collective(mesh.axes["shard"]), setting.collective(mesh.replica))
         name = f"fragment-{number}/" if streaming.fragments > 1 else ""
-        return Reducer(anchors, holding.parts, path, setting.bucket_bytes, name=name)
+        return build_movement_sums(setting, holding, anchors, name)
 
     owed = OwedReducer(holding.computes) if setting.recipe.strategy.feeds_back else None
     step, told = step_alone(setting, holding, state, owed), those_who_meet(setting)
     told |= {"settled": owed.forget} if owed is not None else {}
     rule: LocalRounds | StreamedRounds
     if streaming.is_whole:
-        rule = LocalRounds(step, streaming.steps, outer, sums, layout.placed, **told)
+        rule = LocalRounds(step, streaming.steps, at_end, sums, layout.placed, **told)
     else:
-        rule = StreamedRounds(step, streaming, outer, sums, layout.placed, **told)
+        rule = StreamedRounds(step, streaming, at_end, sums, layout.placed, **told)
     state.keepers["moved"] = MovedAtOnce(holding)
     if owed is not None:
         state.keepers["residual"] = _residuals(setting, owed, holding)

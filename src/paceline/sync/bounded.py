@@ -5,7 +5,9 @@ handed out once all parts of the clocks before c - S have been applied. So a gra
 updates of at most S clocks before its own, and when it is applied none of a clock after c + S has been.
 With W workers at most W (2 S + 1) - 1 updates are made between its reading and its application.
 
-S = 0: all parts of a clock are read from the same parameters, so they make one update, by their mean.
+S = 0: all parts of a clock are read from the same parameters, so they make one update, by their mean. Each
+worker has the part of its number, and what falls to one that is lost goes to whoever asks: with a codec a
+worker adds what it has not sent to the part that it runs, so another dealing would be another run.
 S = inf: every part is dealt as soon as somebody asks, as in `ApplyEach`.
 
 Pure, as every policy. Not as in the paper: there each worker has a share of the data of its own and sums are
@@ -37,6 +39,8 @@ class Bounded:
         self._missing: dict[int, int] = {}  # parts of a clock that have not come
         self._returned: deque[Ticket] = deque()
         self._found: list[Push] = []
+        self._dealt: set[int] = set()  # with a bound of 0: parts of the clock that is open
+        self._lost: set[int] = set()
 
     def begin(self, first: int, end: int) -> None:
         """See `Policy`."""
@@ -44,16 +48,29 @@ class Bounded:
         self._next, self._end = first * self._num_workers, end * self._num_workers
         self._missing, self._found = {}, []
         self._returned.clear()
+        self._dealt.clear()
 
     def ticket(self, worker: int) -> Ticket | None:
-        """The next part in order, whoever asks; None also while its clock is too far ahead."""
+        """The next part in order, whoever asks; None also while its clock is too far ahead.
+
+        With a bound of 0 it is the part of the worker.
+        """
         if self._returned:  # it was not too far ahead when it was first handed out
             return self._returned.popleft()
-        clock, part = divmod(self._next, self._num_workers)
+        clock, num_dealt = divmod(self._next, self._num_workers)
         if self._next >= self._end or clock > self.step + self._bound:
+            return None
+        part = num_dealt if self._bound else self._own_part(worker)
+        if part is None:
             return None
         self._next += 1
         return Ticket(clock, part)
+
+    def _own_part(self, worker: int) -> int | None:
+        """The worker's own part of the open clock, or one of a worker that is lost; None: these are dealt."""
+        free = [part for part in (worker, *sorted(self._lost)) if part not in self._dealt]
+        self._dealt.update(free[:1])
+        return free[0] if free else None
 
     def push(self, worker: int, push: Push) -> Sequence[Push] | None:
         """Apply it; with a bound of 0, together with all others of its clock."""
@@ -62,6 +79,7 @@ class Bounded:
         while self._missing.get(self.step) == 0:
             del self._missing[self.step]
             self.step += 1
+            self._dealt.clear()
         if self._bound:
             return [push]
         self._found.append(push)
@@ -75,7 +93,8 @@ class Bounded:
         self._returned.append(ticket)
 
     def lose(self, worker: int, ticket: Ticket | None) -> None:
-        """Somebody else does what it had."""
+        """Somebody else does what it had, and with a bound of 0 what would fall to it."""
+        self._lost.add(worker)
         if ticket is not None:
             self._returned.append(ticket)
 

@@ -111,6 +111,18 @@ def test_with_a_bound_of_0_a_clock_is_one_update_by_part(num_workers: int, seed:
 
 
 @pytest.mark.capability("I4")
+def test_with_a_bound_of_0_a_worker_has_its_own_part_and_those_of_the_lost_go_to_others() -> None:
+    policy = Bounded(3, 0)
+    policy.begin(0, 2)
+    assert [policy.ticket(2), policy.ticket(2)] == [Ticket(0, 2), None]
+    policy.lose(0, None)
+    assert [policy.ticket(2), policy.ticket(1), policy.ticket(1)] == [Ticket(0, 0), Ticket(0, 1), None]
+    for worker, part in ((2, 0), (1, 1), (2, 2)):
+        policy.push(worker, Push(Ticket(0, part), 0, Message("push")))
+    assert [policy.ticket(1), policy.ticket(1)] == [Ticket(1, 1), Ticket(1, 0)]
+
+
+@pytest.mark.capability("I4")
 @given(**schedules)
 @settings(max_examples=50)
 def test_without_a_bound_it_is_asynchronous(num_workers: int, seed: int, losses: int) -> None:

@@ -2,32 +2,34 @@
 
 Allocated: the most that PyTorch's allocator had given out at a time in the steps, of all that was allocated
 since before the task was built (the memory events of its profiler), with what waits in a channel, or has come
-in part, which no tensor has. What Gloo takes for itself is not in it.
+in part, which no tensor has. The profiler does not see what another thread frees, as Gloo's do with what they
+have carried: the memory itself says when it goes there. What Gloo takes for itself is not in it.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from types import ModuleType
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from paceline import Loss, Task
 from paceline.cluster import Cluster
 from paceline.comm.channel.channel import Peer
 from paceline.comm.channel.outbox import Outbox
-from paceline.comm.routes import host_mail, shared_memory
 from paceline.models import GPT, GPTConfig, gpt_chain, initialize_gpt, without_memory
 from paceline.plan import plan_memory
+from paceline.plan.live_bytes import LiveBytes
 from paceline.recipe import Recipe, Strategy
-from paceline.tasks.byte_gpt import next_token_loss
+from paceline.tasks.byte_gpt import next_token_loss, next_token_sequence
 from paceline.testing.parity import session_of
+from tests.mapped import Mapped
 from tests.peak import bytes_now
 
 STEPS, FRAMES = "all steps", "bytes in frames:"
@@ -35,14 +37,15 @@ SMALL_BYTES = 2**16  # numbers, one batch, tallies
 SAMPLES = 32
 
 
-def small_gpt() -> Task:
+def small_gpt(heads: int = 4) -> Task:
     """A GPT whose activations weigh about as much as its parameters."""
     with without_memory():
-        model = GPT(GPTConfig(vocab=257, context=32, layers=4, heads=4, width=128))
+        model = GPT(GPTConfig(vocab=257, context=32, layers=4, heads=heads, width=128))
     return Task(
         model,
         list(torch.arange(SAMPLES * 33).remainder(257).view(SAMPLES, 33)),
         next_token_loss,
+        sequence=next_token_sequence,
         stages=gpt_chain,
         initialize=initialize_gpt,
         tensor={"blocks.*.feed_forward.expand": "column", "blocks.*.feed_forward.project": "row"},
@@ -64,7 +67,12 @@ def wide_chain() -> Task:
     )
 
 
-TASKS: dict[str, Callable[[], Task]] = {"gpt": small_gpt, "chain": wide_chain}
+def one_head() -> Task:
+    """The GPT with a head that no ranks can divide, so that keys and values go around a ring."""
+    return small_gpt(heads=1)
+
+
+TASKS: dict[str, Callable[[], Task]] = {"gpt": small_gpt, "ring": one_head, "chain": wide_chain}
 
 
 class Case(NamedTuple):
@@ -89,26 +97,45 @@ def case(
     return Case(Recipe.model_validate(recipe | buckets | more), task)
 
 
-def most_allocated(record: profile, first: int) -> int:
+def most_allocated(record: profile, first: int, freed: Sequence[tuple[int, int]]) -> int:
     """The most bytes that were in use at a time in the steps.
 
     Args:
-        first: how many before the steps. A profile does not see what another thread frees, such as Gloo's
-            with the weights that were sent.
+        first: how many before the steps.
+        freed: (nanoseconds, bytes) of what other threads have freed.
     """
     assert record.profiler is not None
     events = record.profiler.kineto_results.events()
     begin = next(event.start_ns() for event in events if event.name() == STEPS)
-    total = most = frames = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        if event.start_ns() < begin:
-            most = total = first
-        elif event.name() == "[memory]":
-            total += event.nbytes()
+    changes = [(at, -size, False) for at, size in freed]
+    for event in events:
+        if event.name() == "[memory]":
+            changes.append((event.start_ns(), event.nbytes(), False))
         elif event.name().startswith(FRAMES):
-            frames = int(event.name().removeprefix(FRAMES))
+            changes.append((event.start_ns(), int(event.name().removeprefix(FRAMES)), True))
+    total = most = first
+    frames = 0
+    for _, size, waits in sorted(change for change in changes if change[0] >= begin):
+        if waits:
+            frames = size
+        else:
+            total += size
         most = max(most, total + frames)
     return most
+
+
+class FreedElsewhere(LiveBytes):
+    """Notes what other threads than this one free of the memory that is made inside: when, and its bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[tuple[int, int]] = []
+        self._thread = threading.get_ident()
+
+    def _gone(self, place: int) -> None:
+        if threading.get_ident() != self._thread:
+            self.noted.append((time.time_ns(), self._sizes.get(place, 0)))
+        super()._gone(place)
 
 
 class Frames:
@@ -144,35 +171,20 @@ class Frames:
         return call
 
 
-class Mapped:
-    """Counts what a module maps of memory that ranks of a host have in common."""
-
-    def __init__(self, module: ModuleType) -> None:
-        self.num_bytes, self._plain = 0, module.mapped
-        self.counting = patch.object(module, "mapped", self)
-
-    def __call__(self, file: int, num_values: int, dtype: torch.dtype) -> Tensor:
-        found: Tensor = self._plain(file, num_values, dtype)
-        self.num_bytes += found.nbytes
-        return found
-
-
 def allocated(cluster: Cluster, cases: list[Case]) -> list[int]:
     """By case, the most bytes of this rank in a step."""
     torch.set_num_threads(1)
     found = []
     for one in cases:
-        sums, read, before = Mapped(shared_memory), Mapped(host_mail), bytes_now()
+        others, elsewhere, before = Mapped(), FreedElsewhere(), bytes_now()
         recording = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-        with sums.counting, read.counting, Frames(), recording as record:
+        with others.counting(), Frames(), recording as record, elsewhere:
             session = session_of(cluster, one.recipe, TASKS[one.task])
             first = bytes_now() - before
             with record_function(STEPS):
                 for _ in session.rounds():
                     pass
-        others = (cluster.world_size - 1) * sums.num_bytes // cluster.world_size  # each has a share of all
-        others += read.num_bytes
-        found.append(most_allocated(record, first) - others)
+        found.append(most_allocated(record, first, elsewhere.noted) - others.num_bytes)
         session.close()
         del session
         gc.collect()

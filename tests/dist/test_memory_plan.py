@@ -53,8 +53,23 @@ TWO = [
     case("replicas=2 sync=gossip:0", "chain", shards=2),
     case("replicas=2 route=native sync=every-step@2,diloco:1", steps=4),
     case("replicas=2 route=native sync=local:1@2,every-step", "chain", steps=4),
+    case("replicas=1 context=2", shards=1),
+    case("replicas=1 context=2", memory={"recompute": "segments"}, shards=1),
+    case("replicas=1 context=2", "ring"),
+    case("replicas=1 context=2", "ring", memory={"recompute": "blocks"}, shards=1),
+    case("replicas=1 context=2 route=native", "ring", precision={"compute": "bf16"}, shards=1),
     case("replicas=1 servers=1 sync=server"),
     case("replicas=1 servers=1 sync=server-async", "chain", shards=2),
+]
+FOUR = [
+    case("replicas=1 context=4", shards=1),
+    case("replicas=1 context=4", "ring", shards=1),
+    case("replicas=2 context=2", "ring", shards=2),
+    case("replicas=1 shard=2 context=2 zero=2", "ring", shards=2),
+    case("replicas=1 shard=2 context=2 zero=3", shards=2),
+    case("replicas=1 tensor=2 context=2", shards=2),
+    case("replicas=1 pipeline=2 context=2", "ring", shards=2),
+    case("replicas=1 pipeline=2 context=2", "ring", memory={"recompute": "blocks"}, shards=2),
 ]
 
 
@@ -70,6 +85,8 @@ FEW = {
     "chain replicas=1 pipeline=2 sync=pipedream adamw auto 4",
     "gpt replicas=2 sync=hogwild:0 adamw auto 4",
     "chain replicas=2 sync=gossip:0 adamw auto 2",
+    "gpt replicas=1 context=2 sync=every-step adamw auto 1",
+    "ring replicas=1 context=2 sync=every-step adamw blocks 1",
     "gpt replicas=1 servers=1 sync=server adamw auto 4",
     "chain replicas=2 sync=local:1@2,every-step route=native adamw auto 4",
 }
@@ -87,6 +104,12 @@ def test_ranks_allocate_what_was_planned() -> None:
 def test_every_configuration_allocates_what_was_planned() -> None:
     require_close(ALONE, 1, run_ranks(allocated, 1, ALONE))
     require_close(TWO, 2, run_ranks(allocated, 2, TWO))
+
+
+@pytest.mark.soak
+@pytest.mark.capability("L3")
+def test_positions_that_are_split_beside_other_cuts_allocate_what_was_planned() -> None:
+    require_close(FOUR, 4, run_ranks(allocated, 4, FOUR))
 
 
 CODED = [

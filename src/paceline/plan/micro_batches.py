@@ -54,7 +54,7 @@ class MicroBatches:
         parameters = trained_parameters(without_values(task.model))
         self._item_bytes = {slot.name: p.element_size() for slot, p in parameters.items()}
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self._found: dict[tuple[int, int], list[Footprint]] = {}
+        self._found: dict[tuple[int, int, int], list[Footprint]] = {}
         self._update: Update | None = None
 
     @property
@@ -88,8 +88,8 @@ class MicroBatches:
         return Work(order, own, sizes, divided + late_bytes(own, table, number, near))
 
     def footprints(self, place: Place, parts: int = 1) -> list[Footprint]:
-        """Of all chunks of the model, as tensor ranks at this place run a micro-batch, or a part of one."""
-        of = place.coordinates["tensor"], parts
+        """Of all chunks of the model, as ranks at this place run a micro-batch, or a part of one."""
+        of = place.coordinates["tensor"], place.coordinates["context"], parts
         if of not in self._found:
             recipe, fake, task = self._recipe, self._fake, self._task
             found = fake_model(recipe, task, place, self._processes, fake)
@@ -98,8 +98,10 @@ class MicroBatches:
             samples = -(-recipe.batch.size // (self._shards * parts))
             evaluated = 0 if task.held_out is None else recipe.evaluate.batch
             layers = {number: layer for number, (_, layer) in layers_of(task, found.model).items()}
-            rehearsal = Rehearsal(task, fake, self._precision, samples, evaluated, found.exchanged, layers)
-            self._found[of] = rehearsal.run(found.model, self._chunks(found.model))
+            rehearsal = Rehearsal(
+                *(task, found, fake, self._precision), samples=samples, evaluated=evaluated, layers=layers
+            )
+            self._found[of] = rehearsal.run(self._chunks(found.model))
         return self._found[of]
 
     def _chunks(self, model: nn.Module) -> list[list[nn.Module]] | None:

@@ -7,8 +7,10 @@ process groups. Only what a cut does to modules is done, on fake tensors, with c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from itertools import product
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +23,10 @@ from paceline.layout.pipeline.stage import Cut
 from paceline.layout.placement import Held, Placement
 from paceline.layout.recompute import recompute_blocks
 from paceline.layout.sums import MetricNames
+from paceline.membership import Groups
 from paceline.mesh import AXES, Group, Mesh
 from paceline.observe import Phases
+from paceline.plan.absent import AbsentGroups
 from paceline.recipe import Recipe
 from paceline.slot import Slot, trained_parameters
 from paceline.task import Task
@@ -31,8 +35,8 @@ from paceline.training.debugging import Debugging
 from paceline.training.layouts import Cutting
 
 CPU = torch.device("cpu")
-_OTHERWISE = ("replica", "pipeline", "context", "shard")
-"""Axes whose ranks run modules as they are: some of them, on some positions, or with parts gathered."""
+_OTHERWISE = ("replica", "pipeline", "shard")
+"""Axes whose ranks run modules as they are: some of them, or with parts gathered."""
 
 
 @dataclass(frozen=True)
@@ -97,9 +101,11 @@ class _Asked(Setting):
 
     Args:
         made: collectives so far.
+        straight: what goes straight through a process group.
     """
 
     made: list[SendsNothing] = field(default_factory=list)
+    straight: AbsentGroups = field(default_factory=AbsentGroups)
 
     def exact_collective(self, group: Group) -> Collective:
         self.made.append(SendsNothing(group, self.net))
@@ -110,11 +116,13 @@ class _Asked(Setting):
 
 def setting_of(recipe: Recipe, processes: int, rank: int) -> _Asked:
     """What the cuts are given on one rank of a job."""
-    net = Net(recipe.runtime.deadline_seconds)
+    net, straight = Net(recipe.runtime.deadline_seconds, times_calls=False), AbsentGroups()
+    mesh = Mesh.planned(recipe.strategy.degrees, rank)
+    context = replace(mesh.axes["context"], groups=cast(Groups, straight))
     return _Asked(
         recipe=recipe,
         cluster=replace(Cluster.single(), world_size=processes, global_rank=rank),
-        mesh=Mesh.planned(recipe.strategy.degrees, rank),
+        mesh=replace(mesh, axes={**mesh.axes, "context": context}),
         net=net,
         phases=Phases(),
         pieces=Pieces(),
@@ -124,6 +132,7 @@ def setting_of(recipe: Recipe, processes: int, rank: int) -> _Asked:
         warn=lambda text: None,
         note=lambda name, record: None,
         debugging=Debugging(recipe.debug, net),
+        straight=straight,
     )
 
 
@@ -171,14 +180,18 @@ def _placed(model: nn.Module, cuttings: Sequence[Cutting]) -> Placement:
 
 @dataclass(frozen=True)
 class FakeModel:
-    """The whole chain of layers as the tensor ranks at a place run it, made of fake tensors.
+    """The whole chain of layers as the tensor and context ranks at a place run it, made of fake tensors.
 
     Args:
-        exchanged: bytes that its ranks would have sent each other so far.
+        seen: see `Holding.seen`.
+        exchanged: bytes that tensor ranks would have sent each other so far.
+        straight: what context ranks would have sent each other so far.
     """
 
     model: nn.Module
+    seen: Callable[[Any], AbstractContextManager[Any]]
     exchanged: Callable[[], int]
+    straight: AbsentGroups
 
 
 def fake_model(recipe: Recipe, task: Task, place: Place, processes: int, fake: FakeTensorMode) -> FakeModel:
@@ -202,4 +215,7 @@ def fake_model(recipe: Recipe, task: Task, place: Place, processes: int, fake: F
                     module._buffers[name] = torch.empty_like(value, device="cpu")
         for cutting in cuttings:
             holding = cutting.prepare(holding)
-    return FakeModel(holding.model, lambda: sum(one.exchanged for one in setting.made))
+    collectives = setting.made
+    return FakeModel(
+        holding.model, holding.seen, lambda: sum(one.exchanged for one in collectives), setting.straight
+    )

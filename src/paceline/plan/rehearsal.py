@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,11 +26,12 @@ from paceline.layout.pipeline.view import Answers, Call, asked
 from paceline.models.dropout import name_dropouts
 from paceline.plan.live_bytes import LiveBytes
 from paceline.plan.places import Entry, Places
+from paceline.plan.ranks import CPU, FakeModel
 from paceline.task import Task
 
-CPU = torch.device("cpu")
 LATE = 2
-"""Micro-batches whose messages may still be held: Gloo's thread takes its turn."""
+"""Micro-batches of tensor shards and stages whose messages Gloo's threads may still hold; and of context
+ranks calls: each of the two threads of a process group lets go of one before it takes up another."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Footprint:
         forward: by place, the most during its forward; see `Places`.
         backward: by (place, bytes of gradients that were complete by then, which it does not count), the most
             during its backward.
-        passed: of what tensor ranks send each other, which the thread of a backend lets go of late.
+        passed: of what tensor and context ranks send each other, which threads of a backend let go of late.
         arriving, departing: of what comes from the chunk before, and of what goes to the next.
         evaluation: the most of a forward without gradients, with a batch of evaluation.
         departing_evaluated: of what goes to the next with such a batch.
@@ -73,39 +73,40 @@ class Rehearsal:
 
     Args:
         task: its loss.
-        fake: the mode in which the model was made.
+        made: the model, whose gradients are gone after a run.
+        fake: the mode in which it was made.
         precision: of forward and backward.
         samples, evaluated: of a micro-batch, and of a batch of evaluation (0: there is none).
-        exchanged: bytes that the ranks of a tensor group have sent each other so far.
-        layers: of the fake model, by number; none inside another.
+        layers: of the model, by number; none inside another.
     """
 
     def __init__(
         self,
         task: Task,
+        made: FakeModel,
         fake: FakeTensorMode,
         precision: Precision,
+        *,
         samples: int,
         evaluated: int,
-        exchanged: Callable[[], int] = lambda: 0,
-        layers: Mapping[int, nn.Module] = MappingProxyType({}),
+        layers: Mapping[int, nn.Module],
     ) -> None:
-        self._task, self._fake, self._precision, self._exchanged = task, fake, precision, exchanged
+        self._task, self._made, self._fake, self._precision = task, made, fake, precision
         self._layers = layers
         self._batches = [self._faked(fake_batch(task, n)) if n else None for n in (samples, evaluated)]
 
     def _faked(self, batch: Any) -> Any:
         return tree_map(lambda x: self._fake.from_tensor(x) if isinstance(x, Tensor) else x, batch)
 
-    def run(self, model: nn.Module, chunks: Sequence[Sequence[nn.Module]] | None) -> list[Footprint]:
+    def run(self, chunks: Sequence[Sequence[nn.Module]] | None) -> list[Footprint]:
         """By chunk, what it takes.
 
         Args:
-            model: made of fake tensors; its gradients are gone afterwards.
-            chunks: of the chain that it is; None: it is run as it is, in one.
+            chunks: of the chain that the model is; None: it is run as it is, in one.
         Raises:
             TaskError: something in it asks for values, which fake tensors have not.
         """
+        model = self._made.model
         try:
             with self._fake:
                 found: list[Footprint] = self._chunks(model, chunks, self._batches[0], self._trained)
@@ -132,26 +133,27 @@ class Rehearsal:
         measure: Callable[[nn.Module, Callable[[Any], Any], Any], tuple[Any, Any]],
     ) -> list[Any]:
         _key_dropouts(model)
-        if chunks is None:
-            found, _ = measure(model, lambda _: self._task.loss(model, batch).total, ())
-            return [found]
-        given = asked(self._task.loss, batch, training=model.training)
-        sizes, x = [], None
-        for number, links in enumerate(chunks):
-            stage = Stage(links).train(model.training)
-            run = partial(_asked, stage, given) if number == 0 else partial(_called, stage)
-            if number == len(chunks) - 1:
-                run = partial(self._answered, run, batch)
-            found, x = measure(model, run, x)
-            sizes.append(found)
-        return sizes
+        with self._made.seen(batch) as own:
+            if chunks is None:
+                found, _ = measure(model, lambda _: self._task.loss(model, own).total, ())
+                return [found]
+            given = asked(self._task.loss, own, training=model.training)
+            sizes, x = [], None
+            for number, links in enumerate(chunks):
+                stage = Stage(links).train(model.training)
+                run = partial(_asked, stage, given) if number == 0 else partial(_called, stage)
+                if number == len(chunks) - 1:
+                    run = partial(self._answered, run, own)
+                found, x = measure(model, run, x)
+                sizes.append(found)
+            return sizes
 
     def _answered(self, run: Callable[[Any], Any], batch: Any, x: Any) -> Tensor:
         return self._task.loss(Answers(lambda: run(x)), batch).total
 
     def _trained(self, model: nn.Module, run: Callable[[Any], Any], arrived: Any) -> tuple[Footprint, Any]:
         """Sizes of a forward and a backward, and what goes on to the next chunk."""
-        live, before = LiveBytes(), self._exchanged()
+        live, before = LiveBytes(), self._made.exchanged()
         places = Places(self._layers, live)
         live.leave_out([*model.parameters(), *model.buffers()])
         with _completing(model, live), live:
@@ -168,7 +170,7 @@ class Rehearsal:
         for p in model.parameters():
             p.grad = None
         crossing = _bytes(x), _bytes(sent)
-        passed = LATE * (self._exchanged() - before)
+        passed = LATE * (self._made.exchanged() - before + self._made.straight.largest)
         by_place = {place: most for (place, _), most in forward.items()}
         return Footprint(kept, by_place, backward, passed, *crossing, entries=places.entries), sent
 
@@ -181,7 +183,7 @@ class Rehearsal:
         with live, self._precision.autocast():
             x = tuple(t.clone() for t in arrived or ())
             outputs = as_tuple(run(x))
-        return (live.peak, _bytes(outputs)), outputs
+        return (live.peak + LATE * self._made.straight.largest, _bytes(outputs)), outputs
 
 
 def _asked(stage: nn.Module, given: Call, _x: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,8 +24,9 @@ from paceline.plan.live_bytes import LiveBytes
 from paceline.plan.messages import near_stages
 from paceline.plan.ranks import places
 from paceline.recipe import Recipe, load_recipe
+from paceline.tasks.byte_gpt import next_token_loss, next_token_sequence
 from paceline.testing.parity import session_of
-from tests.unit.plan.gpt_jobs import gpt, recipe
+from tests.unit.plan.gpt_jobs import SMALL, gpt, recipe
 
 LARGEST = GPTConfig(vocab=50257, context=2048, layers=96, heads=96, width=12288)
 MOMENTS = "update", "backward"
@@ -207,3 +209,15 @@ def test_stages_of_a_host_are_those_whose_ranks_it_has(rank: int, per_host: int,
     """Two replicas of four stages of two tensor ranks."""
     degrees = dict.fromkeys(AXES, 1) | {"replica": 2, "pipeline": 4, "tensor": 2}
     assert near_stages(degrees, rank, per_host) == near
+
+
+@pytest.mark.capability("L3")
+def test_two_calls_of_attention_that_gloo_has_carried_are_planned() -> None:
+    """Each is keys and values [B, T, width] as they went, and as they came."""
+    words = recipe("replicas=1 context=2", shards=1)
+    one_head = replace(SMALL, heads=1)
+    task = replace(gpt(one_head), loss=next_token_loss, sequence=next_token_sequence)
+    rank = plan_memory(words, task, 2).ranks[0]
+    alone = plan_memory(recipe("replicas=2", shards=2), task, 2).ranks[0]  # the same sums of gradients
+    message = 2 * 16 * (one_head.context // 2) * one_head.width * 4
+    assert rank.moments["backward"].wire == alone.moments["backward"].wire + 2 * 2 * message

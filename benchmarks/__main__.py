@@ -40,6 +40,7 @@ NAMES = (
     "stragglers",
     "diloco",
     "diloco_loss",
+    "diloco_libraries",
     "server",
     "server_libraries",
 )

@@ -32,10 +32,11 @@ def paceline_side(name: str, subject: Subject, cluster: Cluster, threads: int) -
     """Paceline as users run it: a session on the connected cluster, step by step."""
     torch.set_num_threads(threads)
     session = build_session(subject.recipe, subject.fresh(), cluster, torch.device("cpu"))
-    return Side(name, partial(_next_loss, session, session.rounds()), partial(torch.set_num_threads, threads))
+    return Side(name, partial(next_loss, session, session.rounds()), partial(torch.set_num_threads, threads))
 
 
-def _next_loss(session: Session, rounds: Any) -> float:
+def next_loss(session: Session, rounds: Any) -> float:
+    """Of one step more."""
     return float(next(rounds).loss)
 
 

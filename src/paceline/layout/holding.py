@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from paceline.comm.reduction import Pace
 from paceline.errors import TaskError
 from paceline.layout.placement import Held, Placement
 from paceline.models.initialize import replace_parameters
@@ -28,17 +29,13 @@ class Use(Protocol):
 
     Attributes:
         gathers: whether there is anything to do.
-        in_backward: whether ranks wait for each other during backward.
-        all_run: whether every rank that shares the parameters has begun the present micro-batch; False if
-            nobody has asked.
+        pace: what ranks tell each other where they wait for each other during backward; None: they do not.
     """
 
     @property
     def gathers(self) -> bool: ...
     @property
-    def in_backward(self) -> bool: ...
-    @property
-    def all_run(self) -> bool: ...
+    def pace(self) -> Pace | None: ...
 
     def begin(self) -> None:
         """A run begins, or, where gradients are off, an evaluation; collective."""
@@ -56,7 +53,7 @@ class Use(Protocol):
 class NothingToDo:
     """The use of a model that is in memory."""
 
-    gathers = in_backward = all_run = False
+    gathers, pace = False, None
 
     def begin(self) -> None:
         """See `Use`."""

@@ -43,7 +43,9 @@ class Sums:
     stays: int = 0
 
 
-def sums_of(recipe: Recipe, sizes: Sizes, shards: int, *, frees: bool, meets: bool, common: bool) -> Sums:
+def sums_of(
+    recipe: Recipe, sizes: Sizes, shards: int, *, frees: bool, meets: bool, common: bool, late: int = 0
+) -> Sums:
     """What the reduction of a rank takes.
 
     Args:
@@ -52,6 +54,7 @@ def sums_of(recipe: Recipe, sizes: Sizes, shards: int, *, frees: bool, meets: bo
         frees: the rank keeps gradients of its own parts only (ZeRO 2 and 3).
         meets: gradients of shared tensors meet first.
         common: sums are made in memory that ranks share, where the gradients lie.
+        late: where ranks gather in backward, bytes of gradients for which more scatters are under way.
     """
     strategy = recipe.strategy
     sharers = strategy.shard * (strategy.degrees["replica"] if strategy.rule.agrees == "world" else 1)
@@ -68,15 +71,21 @@ def sums_of(recipe: Recipe, sizes: Sizes, shards: int, *, frees: bool, meets: bo
     if sharers * strategy.context == 1:
         return Sums(buckets=shared, stays=sizes.computes)
     if frees:
-        together = share_in_turn(sizes.computes, recipe.runtime.bucket_bytes)
-        largest = min(sizes.largest + together, sizes.computes)
-        arriving = 0 if common and strategy.form.exact else 2 * largest // strategy.shard
-        return Sums(_UNDER_WAY * largest + 2 * shared, sizes.updates + arriving, leaves=True)
+        return _scattered(recipe, sizes, shared, late, common=common)
     if not is_cut:
         return Sums(sizes.computes + shared)
     most = max(len(split(shards, sharers, rank)) for rank in range(sharers))
     own = 0 if common and strategy.form.exact else sizes.updates
     return Sums(sizes.computes + shared, own, 1, waiting=[1] * (most - 1) + [0])
+
+
+def _scattered(recipe: Recipe, sizes: Sizes, shared: int, late: int, *, common: bool) -> Sums:
+    """Where gradients leave with every micro-batch; see `sums_of`."""
+    strategy, together = recipe.strategy, share_in_turn(sizes.computes, recipe.runtime.bucket_bytes)
+    largest = min(sizes.largest + together, sizes.computes)
+    moved = late + (_UNDER_WAY - 1) * largest  # what arrives is as large, and then there is a sum of it
+    arriving = 0 if common and strategy.form.exact else moved + largest // strategy.shard
+    return Sums(moved + largest + 2 * shared, sizes.updates + arriving, leaves=True)
 
 
 def read_in_turn(sizes: Sizes, shard: int) -> int:

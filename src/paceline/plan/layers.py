@@ -6,7 +6,7 @@ none, since activations go while gradients come (`paceline.plan.moments`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import nn
 
@@ -15,8 +15,10 @@ from paceline.layout.recompute import outermost_blocks, recomputed_blocks
 from paceline.layout.sizes import bytes_of
 from paceline.plan.parts import LayerMemory
 from paceline.plan.rehearsal import Footprint
+from paceline.slot import trained_parameters
 from paceline.task import Task
 
+_ByBlock = tuple[list[int], int]
 REST = "(rest)"
 """What lies in no layer: parameters of the model itself, and what it does between them."""
 
@@ -43,6 +45,20 @@ def _others(module: nn.Module, prefix: str, blocks: set[nn.Module]) -> Iterator[
             yield from _others(child, f"{prefix}{name}.", blocks)
         else:
             yield prefix + name, child
+
+
+def bytes_by_block(model: nn.Module, blocks: Iterable[nn.Module], sizes: Mapping[str, int]) -> _ByBlock:
+    """What is gathered at a time under ZeRO 3: bytes of each block in turn, and of what lies in none.
+
+    Args:
+        sizes: by name, bytes of what a rank computes with.
+    """
+    names = {id(p): slot.name for slot, p in trained_parameters(model).items()}
+    found, left = list[int](), dict(sizes)
+    for block in blocks:
+        own = [names[id(p)] for p in block.parameters() if names.get(id(p)) in left]
+        found.append(sum(left.pop(name) for name in own))
+    return found, sum(left.values())
 
 
 def layer_rows(

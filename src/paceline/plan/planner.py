@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from paceline.comm.reduction import behind_bytes
 from paceline.data import build_order, longest_stretch
 from paceline.layout.holding import without_values
 from paceline.layout.recompute import recomputed_blocks
@@ -15,7 +16,7 @@ from paceline.layout.sizes import Sizes, bytes_of, sizes_of
 from paceline.plan.coding import coding_bytes
 from paceline.plan.flow import Flow
 from paceline.plan.forms import Sums, gathered_by_block, read_in_turn, sums_of
-from paceline.plan.layers import layer_rows, layers_of
+from paceline.plan.layers import bytes_by_block, layer_rows, layers_of
 from paceline.plan.messages import buffer_bytes, near_stages
 from paceline.plan.micro_batches import MicroBatches
 from paceline.plan.moments import Walk, Work, first_step, in_agreement, in_update
@@ -108,7 +109,9 @@ class Planner:
         sizes, keeps = sizes_of(held, self._item_bytes), all(one.kept for one in held)
         frees = any(one.frees for one in held)
         meets, common = sizes.shared > 0, self._in_common
-        sums = sums_of(self.recipe, sizes, self._shards, frees=frees, meets=meets, common=common)
+        blocks, rest = ([], 0) if keeps or common else self._by_block(place)
+        late = behind_bytes(blocks, rest) if blocks else 0
+        sums = sums_of(self.recipe, sizes, self._shards, frees=frees, meets=meets, common=common, late=late)
         work = self._micro_batches.work(place)
         rule = self._rule(place, sizes)
         if rule.passes or not rule.trains:  # lets go of them with its update; or has the last ones that came
@@ -183,7 +186,7 @@ class Planner:
         snapshot = saved if copies == 1 else min(saved, -(-saved // copies) + sizes.largest)
         return Parts(
             parameters=fixed + rule.copies + rule.running + weights // rule.sharers,
-            gathered=0 if keeps or self._in_common else self._gathered(place, sizes),
+            gathered=0 if keeps or self._in_common else gathered_by_block(*self._by_block(place), shard),
             moments=moments + rule.state,
             wire=sums.buckets + rule.wire + self._mail(place, rule) + read + self._coded(sizes),
             snapshot=snapshot if self._saves() else 0,
@@ -226,17 +229,11 @@ class Planner:
     def _modules(self, place: Place) -> Sequence[nn.Module]:
         return [self._model] if place.stage is None else place.stage.links
 
-    def _gathered(self, place: Place, sizes: Sizes) -> int:
-        """Whole parameters under ZeRO 3; inside a stage they are there for a whole run."""
-        shard = self.recipe.strategy.shard
-        if place.stage is not None:
-            return gathered_by_block([], sizes.computes, shard)
-        names = {id(p): slot.name for slot, p in trained_parameters(self._model).items()}
-        found, left = [], {name: bytes_of(one.computes, self._item_bytes) for name, one in place.held.items()}
-        for block in recomputed_blocks(self._model, self._task.blocks):
-            own = [names[id(p)] for p in block.parameters() if names.get(id(p)) in left]
-            found.append(sum(left.pop(name) for name in own))
-        return gathered_by_block(found, sum(left.values()), shard)
+    def _by_block(self, place: Place) -> tuple[list[int], int]:
+        """What ZeRO 3 gathers at a time; inside a stage it is there for a whole run."""
+        sizes = {name: bytes_of(one.computes, self._item_bytes) for name, one in place.held.items()}
+        blocks = recomputed_blocks(self._model, self._task.blocks) if place.stage is None else ()
+        return bytes_by_block(self._model, blocks, sizes)
 
 
 def _walks(basis: _Basis) -> dict[str, Walk]:

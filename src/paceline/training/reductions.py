@@ -177,7 +177,7 @@ def _sums(setting: Setting, holding: Holding, axes: Sequence[str]) -> Sums | Non
         return None
     if not setting.recipe.is_ordered:
         return InAnyOrder(setting.collective(shard), setting.collective(rest))
-    if holding.use.in_backward:  # meanwhile ranks gather, each as often as it has micro-batches
+    if holding.use.pace is not None:  # meanwhile ranks gather, each as often as it has micro-batches
         data = replace(twin_group(data, "tree"), name=data.name)
     blocks = [split(setting.shards, data.size, rank) for rank in range(data.size)]
     dealt = Dealt([cover(block) for block in blocks], data, mesh.replica)
@@ -204,8 +204,7 @@ def _ways(setting: Setting, holding: Holding, axes: Sequence[str]) -> Ways:
         setting.collective(setting.mesh.over(axes)),
         shard,
         setting.net,
-        waits=not holding.use.in_backward,
-        all_run=lambda: holding.use.all_run,
+        holding.use.pace,
     )
 
 

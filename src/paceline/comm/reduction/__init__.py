@@ -6,6 +6,7 @@ from paceline.comm.reduction.local_clip import LocalClip
 from paceline.comm.reduction.meeting import Meeting
 from paceline.comm.reduction.norm import AnyOrderNorm, CanonicalNorm, joint_norm, of_own_part
 from paceline.comm.reduction.owed import OwedReducer, all_lost
+from paceline.comm.reduction.pace import Pace, behind_bytes
 from paceline.comm.reduction.part_buffer import PartBuffer, share_in_turn
 from paceline.comm.reduction.reducer import InAnyOrder, Reducer, Sums
 from paceline.comm.reduction.scatterer import Scatterer
@@ -27,6 +28,7 @@ __all__ = [
     "LocalReducer",
     "Meeting",
     "OwedReducer",
+    "Pace",
     "PartBuffer",
     "Reducer",
     "Reducers",
@@ -36,6 +38,7 @@ __all__ = [
     "TreeReducer",
     "Ways",
     "all_lost",
+    "behind_bytes",
     "cover",
     "joint_norm",
     "of_own_part",

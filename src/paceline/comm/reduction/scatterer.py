@@ -21,7 +21,7 @@ from torch import Tensor
 from paceline.comm.handle import Handle
 from paceline.comm.reduction.blocks import Blocks
 from paceline.comm.reduction.gradients import Gradients
-from paceline.comm.reduction.launches import Launches, Scatter
+from paceline.comm.reduction.launches import UNDER_WAY, Launches, Scatter
 from paceline.comm.reduction.part_buffer import (
     PartBuffer,
     Parts,
@@ -33,8 +33,7 @@ from paceline.comm.reduction.ways import Ways
 from paceline.errors import CommunicationError
 from paceline.slot import Slot
 
-_MOST_UNDER_WAY = 2
-_BLOCKS = _MOST_UNDER_WAY + 1  # one is being filled in
+_BLOCKS = UNDER_WAY + 1  # one is being filled in
 
 
 @dataclass
@@ -66,8 +65,9 @@ class Scatterer:
         tensors: what this rank computes with, by slot, in the model's order; equal on every rank of `ways`.
         parts: the part of each that every rank of the shard group gets.
         ways: over which ranks, how.
-        bucket_bytes: see `Reducer` and `bytes_in_turn`; a rank keeps up to three such buckets. Where it may
-            not wait, those under way come on top, up to all of a micro-batch.
+        bucket_bytes: see `Reducer` and `bytes_in_turn`; a rank keeps up to three such buckets. With a `Pace`
+            it has for a while as many as `behind_bytes` of gradients lie in, and three. Where ranks use
+            blocks in different orders, and in the first backward, others queue, up to all of a micro-batch.
         counts: see `Reducer`.
         name: see `Reducer`.
     Wire: with K micro-batches on the rank that has most, K (S-1)/S n + 2 (R-1)/R n/S bytes for n bytes of
@@ -97,8 +97,10 @@ class Scatterer:
         ]
         self._home = {slot: bucket for bucket in self._buckets for slot in bucket.missing}
         self._blocks = self._make_blocks()
-        self._launches: Launches[_Bucket] = Launches(ways, _MOST_UNDER_WAY, self._came)
-        self._next = self._rounds = self._num_launched = 0
+        sizes = [bucket.shape.flat.nbytes for bucket in self._buckets]
+        self._launches: Launches[_Bucket] = Launches(ways, sizes, self._came, self._keep_up)
+        self._next = self._rounds = self._num_added = 0
+        self._has_begun = False  # a gradient of a micro-batch came, and not all did
         self._agreed: Handle | None = None
 
     def _bucket(self, number: int, slots: Sequence[Slot]) -> _Bucket:
@@ -113,13 +115,15 @@ class Scatterer:
     def _make_blocks(self) -> Blocks:
         by_size = sorted(self._buckets, key=lambda bucket: bucket.shape.flat.numel())
         sizes = {bucket.total.dtype: bucket.shape.flat.numel() for bucket in by_size}
-        return Blocks(sizes, self._buckets[0].total.device, _BLOCKS)
+        kept = _BLOCKS if self._ways.pace is None else 0  # where there are more, each is as large as needed
+        return Blocks(sizes, self._buckets[0].total.device, kept)
 
     def begin(self, num_micro_batches: int | None = None) -> None:
         """Open a step."""
         self._agreed = None if num_micro_batches is None else self._agree(num_micro_batches)
-        self._next = self._rounds = self._num_launched = 0
-        self._launches.closing = False
+        self._next = self._rounds = self._num_added = 0
+        self._has_begun = False
+        self._launches.begin()
         for bucket in self._buckets:
             bucket.is_fresh, bucket.missing = True, set(bucket.shape.slots)
 
@@ -129,23 +133,20 @@ class Scatterer:
 
     def ready(self, slot: Slot, grad: Tensor | None) -> None:
         """Copy a gradient; full buckets leave in turn."""
-        bucket = self._home[slot]
+        self._has_begun, bucket = True, self._home[slot]
         self._buffer_of(bucket).write(slot, grad)
         bucket.missing.discard(slot)
         while not self._buckets[self._next].missing:
-            self._launch(self._buckets[self._next])
-            self._next = (self._next + 1) % len(self._buckets)
-            self._rounds += self._next == 0
+            self._add()
 
     def close(self) -> None:
         """All micro-batches have run; fill up to the largest number with zeros."""
         self._require_nothing_missing()
         self._launches.closing = True
         agreed = self._agree(self._rounds) if self._agreed is None else self._agreed
-        for _ in range(self._rounds, int(agreed.wait())):
-            for bucket in self._buckets:
-                self._buffer_of(bucket).flat.zero_()
-                self._launch(bucket)
+        num_scatters = int(agreed.wait()) * len(self._buckets)
+        while self._num_added < num_scatters:
+            self._add_zeros()
 
     def finish(self) -> Gradients:
         """Wait for the sums of the own parts."""
@@ -190,7 +191,7 @@ class Scatterer:
     def _buffer_of(self, bucket: _Bucket) -> PartBuffer:
         """Where it is filled in; memory that another bucket has left, or new."""
         if bucket.block is None:
-            self._launches.go_on(self._rounds)
+            self._launches.go_on()
             bucket.block = self._blocks.take(bucket.total.dtype, bucket.shape.flat.numel())
         block = bucket.block
         if block not in bucket.buffers:
@@ -200,14 +201,28 @@ class Scatterer:
             )
         return bucket.buffers[block]
 
-    def _launch(self, bucket: _Bucket) -> None:
+    def _keep_up(self, num_scatters: int) -> None:
+        """Scatter zeros until so many buckets have left in this step, or one would have to queue."""
+        self._launches.go_on()
+        while self._num_added < num_scatters and not self._launches.queues:
+            self._add_zeros()
+
+    def _add_zeros(self) -> None:
+        self._buffer_of(self._buckets[self._next]).flat.zero_()
+        self._add()
+
+    def _add(self) -> None:
+        """The next bucket leaves."""
+        bucket, number = self._buckets[self._next], self._num_added
         buffer, block = self._buffer_of(bucket), bucket.block
         assert block is not None
-        turn = self._num_launched % _MOST_UNDER_WAY if self._ways.waits else bucket.number
+        turn = number % UNDER_WAY if self._ways.pace is None else bucket.number
         key = f"{self._name}{bucket.total.dtype}.{turn}"
         bucket.block, bucket.missing = None, set(bucket.shape.slots)
-        self._num_launched += 1
-        self._launches.add(Scatter(bucket, block, buffer.rows, key, self._rounds))
+        self._num_added, self._next = number + 1, (self._next + 1) % len(self._buckets)
+        if self._next == 0:
+            self._rounds, self._has_begun = self._rounds + 1, False
+        self._launches.add(Scatter(bucket, block, buffer.rows, key, number))
 
     def _came(self, scatter: Scatter[_Bucket], row: Tensor) -> None:
         """Add what a scatter brings."""
@@ -226,9 +241,8 @@ class Scatterer:
 
     def _require_nothing_missing(self) -> None:
         """Every slot of the micro-batch that was under way has been announced."""
-        begun = self._next > 0 or any(bucket.block is not None for bucket in self._buckets)
         missing = [slot.name for bucket in self._buckets[self._next :] for slot in bucket.missing]
-        if begun and missing:
+        if self._has_begun and missing:
             raise CommunicationError(
                 f"{sorted(missing)} were never called ready",
                 next_step="the layout announces every slot once a micro-batch, None without a gradient",

@@ -47,6 +47,11 @@ class Block:
             if p.untyped_storage().size():
                 p.data = torch.empty_like(p).copy_(p.detach())  # memory of its own, that can be given back
 
+    @property
+    def num_bytes(self) -> int:
+        """Of its parameters, whole."""
+        return sum(p.numel() * p.element_size() for p in self.tensors.values())
+
     def start(self) -> None:
         """Begin to gather, unless it is on its way; collective."""
         if self._arriving:

@@ -31,7 +31,7 @@ class InCommon:
     Wire: nothing; a meeting before each run, and before and after each evaluation.
     """
 
-    gathers, in_backward, all_run = True, False, False
+    gathers, pace = True, None
 
     def __init__(self, memory: SharedMemoryCollective) -> None:
         self._memory, self._flag = memory, torch.zeros(1)

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from paceline.comm import Collective, Net
+from paceline.comm.reduction import Pace, behind_bytes
 from paceline.comm.reduction.part_buffer import Parts
 from paceline.errors import TaskError
 from paceline.layout.shard.away import away_class
@@ -44,8 +45,9 @@ class GatherOnUse:
             none: everything is gathered for a whole run.
         collective: over the shard group; exact.
         net: carries the agreement.
-    Wire: for every micro-batch two gathers of (S-1)/S n bytes, one in evaluation, and an all_reduce of 24
-    bytes. As much again for every time that a micro-batch uses blocks in another order.
+    Wire: for every micro-batch two gathers of (S-1)/S n bytes, one in evaluation, and all_reduces of 8 bytes
+    and 16 for each reduction, one and, but in evaluation, one for each block. As much again for every time
+    that a micro-batch uses blocks in another order.
     """
 
     gathers = True
@@ -72,9 +74,13 @@ class GatherOnUse:
                 self._add(block, Block(own, updates, parts, collective, name, away))
         self._rest = Block(left, updates, parts, collective, "rest", away) if left else None
         self._home |= {id(p): (slot.name, len(self._blocks)) for slot, p in left.items()}
-        self._cycle = Cycle(self._blocks, collective.group, net)
-        self.in_backward = bool(self._blocks)
+        self.pace = self._make_pace() if self._blocks else None
+        self._cycle = Cycle(self._blocks, collective.group, net, self.pace)
         self.drop()
+
+    def _make_pace(self) -> Pace:
+        rest = 0 if self._rest is None else self._rest.num_bytes
+        return Pace(behind_bytes([block.num_bytes for block in self._blocks], rest))
 
     def _add(self, module: nn.Module, block: Block) -> None:
         """Gather and release as the module computes."""
@@ -86,11 +92,6 @@ class GatherOnUse:
         for slot, p in block.tensors.items():
             self._home[id(p)] = slot.name, number
             p.register_post_accumulate_grad_hook(partial(block.has_gradient, slot))
-
-    @property
-    def all_run(self) -> bool:
-        """See `Use`."""
-        return self._cycle.all_run
 
     def begin(self) -> None:
         """See `Use`."""

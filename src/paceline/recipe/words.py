@@ -42,10 +42,9 @@ _SERVED = Refusal(
     "a server holds a whole model: leave out shard, tensor and pipeline",
     lambda s: s.ranks_per_replica > 1,
 )
-_NO_CODEC_SPREAD = Refusal(
-    "what replicas of several ranks have moved is not coded yet: leave out codec, or shard, tensor, pipeline"
-    " and context",
-    lambda s: s.ranks_per_replica > 1 and s.is_coded,
+_NO_CHOICE_SPREAD = Refusal(
+    "replicas of several ranks that train alone choose no codec by measuring: name one in place of auto",
+    lambda s: s.ranks_per_replica > 1 and s.form.chooses,
 )
 _NO_LANES = Refusal("a worker of a server is one lane: leave out lanes", lambda s: s.lanes > 1)
 
@@ -149,7 +148,7 @@ SYNCS = (
         agrees="replica",
         steady=True,
         more_tally_bytes=8,
-        refusals=(_NO_CODEC_SPREAD,),
+        refusals=(_NO_CHOICE_SPREAD,),
     ),
     SyncSpec(
         word="diloco",
@@ -161,7 +160,7 @@ SYNCS = (
         steady=True,
         reads=("outer",),
         more_tally_bytes=8,
-        refusals=(_NO_CODEC_SPREAD,),
+        refusals=(_NO_CHOICE_SPREAD,),
     ),
     SyncSpec(
         word="pipedream",

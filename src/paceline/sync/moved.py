@@ -7,6 +7,7 @@ as the outer optimizer would have in the round in which it was lost.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -36,7 +37,9 @@ class Moved(Keeper):
         found = self._residuals.pieces()
         for movement in self._movements if found else ():
             share = torch.tensor([movement.share], dtype=torch.float64)
-            found += [Piece(Slot.whole(f"{_SHARE}{slot.name}", share), share) for slot in movement.anchors]
+            for slot in movement.anchors:
+                place = Slot.whole(f"{_SHARE}{slot.name}", share)
+                found.append(Piece(replace(place, axes=slot.axes), share))
         return found
 
     def wanted(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, Index]:

@@ -34,7 +34,7 @@ def step_alone(
     """That of a replica by itself, whose optimizer is its own; collective inside it, changes the state.
 
     Args:
-        owed: takes its gradients, and what coding had lost under another rule.
+        owed: of `owing`: takes its gradients, and what coding had lost under another rule.
     """
     mesh = setting.mesh
     state.keepers["inner"], state.alone = InnerState(state, mesh.replica, mesh.inside), True
@@ -43,8 +43,19 @@ def step_alone(
     return step_owing(setting, owed, setting.mesh.inside)
 
 
+def owing(setting: Setting, holding: Holding, *, others: bool = True) -> OwedReducer:
+    """Sums over the ranks of a replica by itself, which may have taken over what coding had lost; collective.
+
+    Args:
+        others: other replicas may have taken over some of it, too.
+    """
+    counted = {held.updates for held in holding.held.values() if held.counts and held.updates is not None}
+    inner = build_reduction(setting.of_one_replica(), holding)
+    return OwedReducer(inner, holding.updates, counted, others=others)
+
+
 def step_owing(setting: Setting, owed: OwedReducer, group: Group) -> EveryStep:
-    """That of a rank that sends no gradients, and has taken over what coding had lost."""
+    """That of ranks whose gradients are not coded, and that have taken over what coding had lost."""
     more: dict[str, Any] = {"ran": lambda sums, scale: owed.ran(scale), "owes": lambda: owed.names}
     return build_step(setting, owed, group, **more)
 

@@ -82,8 +82,8 @@ def build_movement_sums(
     if replicas.size > 1:
         path = InAnyOrder(setting.collective(setting.mesh.over(())), setting.collective(replicas))
     by_slot, built = dict[Slot, Reduction](), list[Reduction]()
-    for number, (counts, slots) in enumerate(_held_alike(holding, tensors)):
-        own, prefix = {slot: tensors[slot] for slot in slots}, f"{name}{number}/" if number else name
+    for label, counts, slots in _held_alike(holding, tensors):
+        own, prefix = {slot: tensors[slot] for slot in slots}, f"{name}{label}/" if label else name
         one: Reduction = LocalReducer(own, counts)
         if path is not None:
             parts = {slot: (slot,) for slot in slots}
@@ -93,8 +93,8 @@ def build_movement_sums(
     return Reducers(by_slot, built) if len(built) > 1 else next(iter(built), LocalReducer({}))
 
 
-def _held_alike(holding: Holding, tensors: Mapping[Slot, Tensor]) -> Iterator[tuple[bool, list[Slot]]]:
-    """Parts that the same ranks of a replica hold, and whether this rank counts them in a norm.
+def _held_alike(holding: Holding, tensors: Mapping[Slot, Tensor]) -> Iterator[tuple[str, bool, list[Slot]]]:
+    """Parts that the same ranks of a replica hold: what these are called, and whether this rank counts them.
 
     They lie in buckets of their own, alike on all of these ranks, so that copies get the same sums.
     """
@@ -104,8 +104,8 @@ def _held_alike(holding: Holding, tensors: Mapping[Slot, Tensor]) -> Iterator[tu
         if slot is not None and slot in tensors:
             alike = held.holders, tuple(sorted(slot.axes))
             together.setdefault(alike, []).append((held.counts, slot))
-    for _, members in sorted(together.items(), key=lambda entry: entry[0]):
-        yield members[0][0], [slot for _, slot in members]
+    for (holders, axes), members in sorted(together.items(), key=lambda entry: entry[0]):
+        yield "-".join([*axes, *map(str, holders)]), members[0][0], [slot for _, slot in members]
 
 
 def _one(

@@ -9,7 +9,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from paceline.comm import Reduction
-from paceline.comm.reduction import AnyOrderNorm, LocalClip, OwedReducer
+from paceline.comm.reduction import AnyOrderNorm, LocalClip
 from paceline.data import LockstepWork, Work, split
 from paceline.layout import Holding
 from paceline.mesh import DATA_AXES, Group
@@ -30,7 +30,7 @@ from paceline.sync.recovery import Recovery
 from paceline.sync.residuals import Coder, Residuals
 from paceline.sync.straggler import COMMUNICATION, Watched
 from paceline.sync.streamed import StreamedRounds
-from paceline.training.alone import build_step, number_of, step_alone, step_owing, those_who_meet
+from paceline.training.alone import build_step, number_of, owing, step_alone, step_owing, those_who_meet
 from paceline.training.arrange import Setting
 from paceline.training.codecs import local_clip_norm
 from paceline.training.layouts import Layout
@@ -65,8 +65,8 @@ def _coded_step(setting: Setting, holding: Holding, state: TrainState) -> tuple[
     """
     codes, world = setting.recipe.strategy.feeds_back, setting.mesh.world
     if codes and world.size == 1 and not setting.recipe.is_ordered:
-        owed = OwedReducer(holding.computes, others=False)
-        state.keepers["residual"] = _residuals(setting, owed, holding)
+        owed = owing(setting, holding, others=False)
+        state.keepers["residual"] = _residuals_alone(setting, owed, holding)
         return step_owing(setting, owed, world), owed
     reducer = build_reduction(setting, holding)
     if codes:
@@ -108,7 +108,7 @@ def _alone(setting: Setting, layout: Layout, state: TrainState, outer: Outer, st
         name = f"fragment-{number}/" if streaming.fragments > 1 else ""
         return build_movement_sums(setting, holding, anchors, name)
 
-    owed = OwedReducer(holding.computes) if setting.recipe.strategy.feeds_back else None
+    owed = owing(setting, holding) if setting.recipe.strategy.feeds_back else None
     step, told = step_alone(setting, holding, state, owed), those_who_meet(setting)
     told |= {"settled": owed.forget} if owed is not None else {}
     rule: LocalRounds | StreamedRounds
@@ -118,7 +118,7 @@ def _alone(setting: Setting, layout: Layout, state: TrainState, outer: Outer, st
         rule = StreamedRounds(step, streaming, at_end, sums, layout.placed, **told)
     state.keepers["moved"] = MovedAtOnce(holding)
     if owed is not None:
-        state.keepers["residual"] = _residuals(setting, owed, holding)
+        state.keepers["residual"] = _residuals_alone(setting, owed, holding)
         if mesh.replica.size > 1:
             state.keepers["moved"] = _moved(setting, rule, streaming.steps, holding)
     state.keepers["outer"] = rule
@@ -127,7 +127,7 @@ def _alone(setting: Setting, layout: Layout, state: TrainState, outer: Outer, st
 
 def _moved(setting: Setting, rule: LocalRounds | StreamedRounds, steps: int, holding: Holding) -> Moved:
     """Weighted by items, movements are multiples of the steps between two meetings."""
-    residuals = _residuals(setting, rule.reducer, holding, lambda: float(steps))
+    residuals = _residuals_alone(setting, rule.reducer, holding, lambda: float(steps))
     return Moved(residuals, rule.movements)
 
 
@@ -160,6 +160,13 @@ def _residuals(
 ) -> Residuals:
     coders = setting.mesh.over([*DATA_AXES, *holding.summed_over])
     return Residuals(coder, holding.computes, coders, scale=scale)
+
+
+def _residuals_alone(
+    setting: Setting, coder: Coder, holding: Holding, scale: Callable[[], float] = lambda: 1.0
+) -> Residuals:
+    """Of replicas that train alone: a row for each, of what this rank updates."""
+    return Residuals(coder, holding.updates, setting.mesh.replica, scale=scale)
 
 
 def server(setting: Setting, layout: Layout, state: TrainState) -> Rule:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.comm.reduction import OwedReducer, all_lost
+from paceline.comm.reduction import LocalReducer, OwedReducer, all_lost
 from paceline.slot import Slot
 
 W, V = (Slot(name, (3,), ((0, 3),)) for name in "wv")
@@ -36,7 +36,8 @@ def step(reducer: OwedReducer, *, applied: bool) -> dict[str, list[float]]:
 @pytest.mark.capability("H4")
 def test_what_is_owed_is_paid_with_the_first_gradient_that_is_applied() -> None:
     """Times what the losses were multiplied with; also for a parameter that is not used."""
-    reducer = OwedReducer({W: torch.zeros(3), V: torch.zeros(3)})
+    tensors = {W: torch.zeros(3), V: torch.zeros(3)}
+    reducer = OwedReducer(LocalReducer(tensors), tensors, [W])
     assert step(reducer, applied=True) == {"w": [1.0] * 3} and reducer.lost() == []
     reducer.set_lost(FOUND)
     owed = {"w": [1.75, 2.0, 2.5], "v": [0.5] * 3}

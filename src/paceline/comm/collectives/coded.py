@@ -191,7 +191,7 @@ class CodedCollective:
 
     def _keys(self, key: str) -> Keys:
         shared = hashed(self._seed, "codec", self._inner.net.step, key)
-        return Keys(shared, hashed(shared, self.group.ranks[self.group.rank]))
+        return Keys(shared, hashed(shared, self.group.rank))  # alike where other ranks code copies of it
 
     def _waited(self, op: str, seconds: float) -> None:
         """Count seconds that a caller waited for all of it."""

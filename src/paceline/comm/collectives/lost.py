@@ -133,13 +133,15 @@ class Losses:
         return {} if found is None else found.flats(num_values, self._group.rank)
 
     def set_lost(self, key: str, flats: Mapping[str, Tensor]) -> None:
-        """See `Feedback`."""
-        size, owned, velocity = self._group.size, flats.get("owned"), flats.get("velocity")
-        self.kept[key] = Lost(
-            in_parts(flats["sent"], size),
-            None if owned is None else in_parts(owned, size)[self._group.rank],
-            None if velocity is None else in_parts(velocity, size),
-        )
+        """See `Feedback`; of a sum whose part lies elsewhere now, this rank sends what it owes itself."""
+        size, mine, velocity = self._group.size, self._group.rank, flats.get("velocity")
+        sent, owned = in_parts(flats["sent"], size), None
+        if "owned" in flats:
+            sums = in_parts(flats["owned"], size).clone()
+            owned = sums[mine].clone()
+            sums[mine] = 0.0
+            sent = sent + sums if bool(sums.any()) else sent
+        self.kept[key] = Lost(sent, owned, None if velocity is None else in_parts(velocity, size))
 
     def clear(self, key: str) -> None:
         """See `Feedback`."""

@@ -1,4 +1,4 @@
-"""A group of one that has taken over what coding had lost: it is added to the next gradient, once."""
+"""Ranks that have taken over what coding had lost: it is added to the next gradient, once."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from paceline.comm.reduction.gradients import Gradients
-from paceline.comm.reduction.local import LocalReducer
+from paceline.comm.reduction.gradients import Gradients, Reduction
 from paceline.slot import Slot
 
 _NO_LOSS = ("factor", "velocity")
@@ -23,19 +22,32 @@ def all_lost(found: Mapping[tuple[str, str], Tensor]) -> dict[str, Tensor]:
     return sums
 
 
-class OwedReducer(LocalReducer):
-    """Gradients of this rank, and with the first that is applied what it has taken over.
+class OwedReducer:
+    """Sums of a replica that trains alone, and with the first that are applied what it has taken over.
 
     Args:
-        tensors: what this rank computes with, by slot.
+        inner: makes the sums.
+        tensors: what this rank updates, by slot.
+        counted: those of them that it counts in a norm.
         others: other ranks have taken over some of it, too.
     """
 
-    def __init__(self, tensors: Mapping[Slot, Tensor], *, others: bool = True) -> None:
-        super().__init__(tensors)
-        self._tensors, self._others = tensors, others
+    def __init__(
+        self,
+        inner: Reduction,
+        tensors: Mapping[Slot, Tensor],
+        counted: Collection[Slot],
+        *,
+        others: bool = True,
+    ) -> None:
+        self._inner, self._tensors, self._counted, self._others = inner, tensors, counted, others
         self._owed: dict[Slot, Tensor] = {}
         self._is_paid, self._scale = False, 1.0
+
+    @property
+    def by_micro_batch(self) -> bool:
+        """See `GradientSink`."""
+        return self._inner.by_micro_batch
 
     @property
     def names(self) -> Collection[str]:
@@ -46,18 +58,45 @@ class OwedReducer(LocalReducer):
         """This step's losses were multiplied with `scale` before backward."""
         self._scale = scale
 
+    def begin(self, num_micro_batches: int | None = None) -> None:
+        """See `Reduction`."""
+        self._inner.begin(num_micro_batches)
+
+    def micro_batch(self, shards: range, is_last: bool) -> None:
+        """See `GradientSink`."""
+        self._inner.micro_batch(shards, is_last)
+
+    def ready(self, slot: Slot, grad: Tensor | None) -> None:
+        """See `GradientSink`."""
+        self._inner.ready(slot, grad)
+
+    def close(self) -> None:
+        """See `Reduction`."""
+        self._inner.close()
+
     def finish(self) -> Gradients:
         """See `Reduction`."""
-        for slot, owed in () if self._is_paid else self._owed.items():
-            grad = self._grads[slot]
-            self._grads[slot] = owed * self._scale if grad is None else grad + owed * self._scale
-        return super().finish()
+        found = self._inner.finish()
+        if self._is_paid or not self._owed:
+            return found
+        tensors = dict(found.tensors)
+        for slot, owed in self._owed.items():
+            grad = tensors.get(slot)
+            tensors[slot] = owed * self._scale if grad is None else grad + owed * self._scale
+        there = {slot: grad for slot, grad in tensors.items() if grad is not None}
+        counted = [grad for slot, grad in there.items() if slot in self._counted]
+        return Gradients(tensors, [*there.values()], torch._foreach_norm(counted) if counted else [])
 
     def commit(self) -> None:
         """What was owed has been applied."""
+        self._inner.commit()
         self._is_paid = True
         if not self._others:
             self.forget()
+
+    def abort(self) -> None:
+        """See `Reduction`; it is owed still."""
+        self._inner.abort()
 
     def forget(self) -> None:
         """All ranks have applied what they owed: it is state no more."""

@@ -125,6 +125,7 @@ SYNCS = (
         whole_replicas=True,
         deals=lambda s: s.sync not in ("hogwild", "hogwild:inf"),
         sums=False,
+        refusals=(Refusal("hogwild sends nothing: leave out codec", lambda s: s.codec != "fp32"),),
     ),
     SyncSpec(
         word="gossip",

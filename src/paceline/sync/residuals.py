@@ -31,6 +31,21 @@ class Coder(Protocol):
         """Go on from these."""
 
 
+KEPT_AS = ("residual", "moved")
+"""The keepers of what coding has lost: of gradients, and of movements."""
+
+
+def forgotten(names: Collection[str], keepers: Collection[str]) -> Sequence[str]:
+    """Names of what coding had lost in a state that no keeper goes on from: it would never be sent.
+
+    Args:
+        names: of all tensors of the state.
+        keepers: the words of those who are here.
+    """
+    gone = tuple(f"{word}/" for word in KEPT_AS if word not in keepers)
+    return sorted(name for name in names if gone and name.startswith(gone))
+
+
 class Residuals(Keeper):
     """The residuals of one reducer.
 

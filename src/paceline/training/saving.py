@@ -33,6 +33,7 @@ from paceline.disk.beside import WriterProcess, can_write_beside
 from paceline.errors import CheckpointError
 from paceline.phase import SERVED
 from paceline.recipe import CheckpointRecipe, Recipe, to_toml
+from paceline.sync.residuals import forgotten
 from paceline.sync.update import placed_before
 from paceline.training.agreed import gather_from_all, share_with_all
 from paceline.training.numerics import differences, fingerprint
@@ -128,7 +129,13 @@ Take = Callable[[Session, Stored], Callable[[], None]]
 
 def whole_state(session: Session, found: Stored) -> Callable[[], None]:
     """All that a training goes on from."""
-    return session.state.read_from(found, found.scalars)
+    read = session.state.read_from(found, found.scalars)
+
+    def take_over() -> None:
+        read()
+        _note_forgotten(session, found)
+
+    return take_over
 
 
 def restore(
@@ -213,3 +220,13 @@ def _try(
         warn(f"{name} was computed otherwise ({differing}): from here on the bits may be others")
     take_over()
     return None
+
+
+def _note_forgotten(session: Session, found: Stored) -> None:
+    """What coding had not sent yet is part of the gradients: nobody may lose it unheard."""
+    if forgotten(found.shapes, session.state.keepers):
+        text = (
+            f"{found.name} holds what coding had not sent yet under '{found.manifest.origin.strategy}', and"
+            f" nothing sends it under '{session.strategy}': it is dropped; resume with that codec to keep it"
+        )
+        session.notes.add("warning", {"text": text})

@@ -121,3 +121,45 @@ def test_without_the_part_of_every_rank_there_is_no_checkpoint(tmp_path: Path) -
     shelf = Shelf.look(Files(str(tmp_path / "c")))
     assert not shelf.whole and list(shelf.broken) == ["step-00000002"]
     assert json.loads((tmp_path / "c" / "step-00000002" / "rank-00000.json").read_text())["files"]
+
+
+CODED = {"gradients": "replicas=2 codec=topk:0.1", "movements": "replicas=2 sync=local:2 codec=topk:0.1"}
+THEN = {
+    "replicas=2 codec=topk:0.1": (),
+    "replicas=2 codec=int8 sync=local:2": (),
+    "replicas=2": ("gradients",),
+    "replicas=2 sync=local:2": ("gradients",),
+    "servers=1 sync=server": ("gradients",),
+    "replicas=2 sync=gossip:1": ("gradients", "movements"),
+    "replicas=2 sync=hogwild": ("gradients", "movements"),
+}
+
+
+def save_coded(cluster: Cluster, folder: Path) -> None:
+    for name, strategy in CODED.items():
+        save_there(cluster, strategy, folder / name)
+
+
+def warned(cluster: Cluster, folder: Path) -> dict[str, dict[str, list[str]]]:
+    """By strategy, of which states it says that what was not sent is dropped."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for strategy in THEN:
+        found[strategy] = {}
+        for name in CODED:
+            session = session_of(cluster, digits(strategy, 6))
+            saving.restore(session, Files(str(folder / name / "checkpoints")))
+            said = [record["text"] for event, record in session.notes.take() if event == "warning"]
+            found[strategy] |= {name: said} if said else {}
+            session.close()
+    return found
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.capability("N3", "H4")
+def test_what_coding_had_not_sent_is_not_dropped_unheard(tmp_path: Path) -> None:
+    """Who has no use for it says so; who sends it, or moves the parameters by it, says nothing."""
+    run_ranks(save_coded, 2, tmp_path)
+    for rank in run_ranks(warned, 2, tmp_path):
+        assert {strategy: tuple(said) for strategy, said in rank.items()} == THEN
+        (text,) = rank["replicas=2"]["gradients"]
+        assert text.startswith("step-00000004 holds what coding had not sent yet under 'replicas=2 sync")

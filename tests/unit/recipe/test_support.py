@@ -139,6 +139,7 @@ COMBINATIONS = {  # what runs on as many processes, or the reason why not
     "sync=gossip:1 channel=grpc": (2, ""),
     "channel=grpc": (2, "leave out channel"),
     "sync=hogwild channel=grpc": (2, "leave out channel"),
+    "sync=hogwild:2 codec=int8": (2, "leave out codec"),
     "servers=1 sync=every-step@4,server channel=grpc": (3, ""),
     "route=shared-memory codec=int8": (2, "leave out codec or route"),
     "servers=1 sync=backup:1 route=shared-memory": (3, "leave out route"),

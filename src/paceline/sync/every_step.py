@@ -117,12 +117,15 @@ class EveryStep:
         self.reducer.close()
         tallied = self._tally(sums, placed, num_shards, shards)
         agreement = tallied.agree(self._net, self._group, placed.holding.device)
-        grads = self.reducer.finish()
-        tally = agreement.wait()
+        grads, tally = self.reducer.finish(), agreement.wait()
         self.phases.begin("optimizer")
         placed.buffers.end_step(tally.buffers, tally.micro_batches)
-        update = update_step.apply(grads.agreed(tally.used_names(placed.holding.slots), scale), tally)
-        (self.reducer.commit if update.applied else self.reducer.abort)()
+        used = tally.used_names(placed.holding.slots)
+        update = update_step.apply(grads.agreed(used, scale), tally)
+        if update.applied:
+            self.reducer.commit(used)
+        else:
+            self.reducer.abort()
         return tally, update
 
     def _tally(

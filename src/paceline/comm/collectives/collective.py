@@ -31,6 +31,9 @@ class Feedback(Protocol):
     def commit(self) -> None:
         """The present step has been applied: keep what it has lost."""
 
+    def restore(self, key: str, places: Tensor) -> None:
+        """What was sent of some places of a buffer, bool [n], was dropped: what was lost there before, is."""
+
     def lost(self, key: str, num_values: int) -> Mapping[str, Tensor]:
         """By side, what is lost of a buffer, as long as the buffer; zeros where another rank codes."""
 

@@ -78,6 +78,20 @@ class Lost:
             torch.ne(decoded, 0, out=was_sent)
             finite(self.velocity[row].masked_fill_(was_sent, 0.0))
 
+    def restore(self, before: Lost | None, rows: Tensor, rank: int) -> None:
+        """In some places, bool [P, part], go on from what was lost before; `rank` coded the sum of its part.
+
+        Where it sent what it had lost of the sum as it was (`owned` is None now), that is lost again, too.
+        """
+        owned = None if before is None else before.owned
+        keep(self.sent, None if before is None else before.sent, rows)
+        if self.velocity is not None:
+            keep(self.velocity, None if before is None else before.velocity, rows)
+        if self.owned is None and owned is not None:
+            self.owned = torch.zeros_like(owned)
+        if self.owned is not None:
+            keep(self.owned, owned, rows[rank])
+
     def take_out_of_sum(self, total: Tensor, decoded: Tensor) -> None:
         """The sum of the own part [part] has been given to all as `decoded`."""
         if self.room is None or self.room.shape != total.shape or self.room.dtype != total.dtype:
@@ -116,6 +130,12 @@ class Losses:
     def describe(self, key: str, matrices: Sequence[Matrix]) -> None:
         """See `Feedback`; a codec takes rows as they are."""
 
+    def restore(self, key: str, places: Tensor) -> None:
+        """See `Feedback`."""
+        if key in self.pending:
+            rows = in_parts(places, self._group.size)
+            self.pending[key].restore(self.kept.get(key), rows, self._group.rank)
+
     def commit(self) -> None:
         """See `Feedback`."""
         self._spare |= {key: self.kept[key] for key in self.pending if key in self.kept}
@@ -152,3 +172,11 @@ class Losses:
 def finite(x: Tensor) -> Tensor:
     """An overflow is seen by all in this step, and must not stay."""
     return x.nan_to_num_(0.0, 0.0, 0.0)
+
+
+def keep(x: Tensor, before: Tensor | None, places: Tensor) -> None:
+    """In some places of `x` put what was there before; None: zeros."""
+    if before is None:
+        x.masked_fill_(places, 0.0)
+    else:
+        torch.where(places, before, x, out=x)

@@ -25,6 +25,7 @@ from paceline.comm.codecs.low_rank import (
     worthwhile,
 )
 from paceline.comm.collectives.collective import Exchanging
+from paceline.comm.collectives.lost import keep
 from paceline.comm.handle import Handle
 from paceline.comm.line import Line
 from paceline.comm.workspace import Workspace
@@ -187,6 +188,11 @@ class LowRankCollective:
         return self._line.submit(
             "broadcast", lambda: self._inner.broadcast(x, key, source).wait(exposed=False)
         )
+
+    def restore(self, key: str, places: Tensor) -> None:
+        """See `Feedback`."""
+        kept = self._kept.get(key)
+        keep(self._pending[key].sent, None if kept is None else kept.sent, places)
 
     def commit(self) -> None:
         """See `Feedback`."""

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from paceline.slot import Slot
@@ -21,19 +22,31 @@ class Gradients:
         norms: Euclidean norms, 0-d, that together are this rank's share of the norm of the whole: every
             value of the whole gradient is in the norms of one rank of a replica.
         scale: what the sums were multiplied with before backward.
+        coded: those of `norms` that are of sums which coding made, each with the storage that it is of. There
+            ranks may have sent, beside zeros, what coding had lost of tensors that nobody used.
     """
 
     tensors: Mapping[Slot, Tensor | None]
     flats: Sequence[Tensor]
     norms: Sequence[Tensor]
     scale: float = 1.0
+    coded: Sequence[tuple[Tensor, Tensor]] = ()
 
     def agreed(self, used: Collection[str], scale: float) -> Gradients:
-        """Without those that no rank used (their storage holds zeros), and with their scale."""
+        """Without those that no rank used (their storage holds zeros then), and with their scale."""
         kept = self.tensors
-        if [slot for slot in kept if slot.name not in used]:
+        unused = [slot for slot in kept if slot.name not in used]
+        if unused:
+            self._clear([g for slot in unused if (g := kept[slot]) is not None])
             kept = {slot: g if slot.name in used else None for slot, g in kept.items()}
         return Gradients(kept, self.flats, self.norms, scale)
+
+    def _clear(self, unused: list[Tensor]) -> None:
+        """Take out what coding has filled in."""
+        if self.coded and unused:
+            torch._foreach_zero_(unused)
+            for norm, flat in self.coded:
+                norm.copy_(torch.linalg.vector_norm(flat))
 
 
 class GradientSink(Protocol):
@@ -71,8 +84,13 @@ class Reduction(GradientSink, Protocol):
     def finish(self) -> Gradients:
         """Wait for the sums."""
 
-    def commit(self) -> None:
-        """The sums have been applied: the step cannot be aborted any more."""
+    def commit(self, used: Collection[str] | None = None) -> None:
+        """The sums have been applied: the step cannot be aborted any more.
+
+        Args:
+            used: names of what was applied; None: all. Sums of others were dropped: what coding had lost of
+                these is lost still.
+        """
 
     def abort(self) -> None:
         """Drop a step that is not committed: afterwards all is as it was before `begin`."""

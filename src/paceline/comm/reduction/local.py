@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ class LocalReducer:
         flats = [grad for grad in self._grads.values() if grad is not None]
         return Gradients(self._grads, flats, torch._foreach_norm(flats) if flats and self._counts else [])
 
-    def commit(self) -> None:
+    def commit(self, used: Collection[str] | None = None) -> None:
         """Nothing is kept between steps."""
 
     def abort(self) -> None:

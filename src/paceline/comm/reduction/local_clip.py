@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -72,9 +72,9 @@ class LocalClip:
         """See `Reduction`."""
         return self._inner.finish()
 
-    def commit(self) -> None:
+    def commit(self, used: Collection[str] | None = None) -> None:
         """See `Reduction`."""
-        self._inner.commit()
+        self._inner.commit(used)
 
     def abort(self) -> None:
         """See `Reduction`."""

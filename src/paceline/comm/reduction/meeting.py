@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -83,9 +83,9 @@ class Meeting:
         """See `Reduction`."""
         return self.inner.finish()
 
-    def commit(self) -> None:
+    def commit(self, used: Collection[str] | None = None) -> None:
         """See `Reduction`."""
-        self.inner.commit()
+        self.inner.commit(used)
 
     def abort(self) -> None:
         """See `Reduction`."""

@@ -87,7 +87,7 @@ class OwedReducer:
         counted = [grad for slot, grad in there.items() if slot in self._counted]
         return Gradients(tensors, [*there.values()], torch._foreach_norm(counted) if counted else [])
 
-    def commit(self) -> None:
+    def commit(self, used: Collection[str] | None = None) -> None:
         """What was owed has been applied."""
         self._inner.commit()
         self._is_paid = True

@@ -6,7 +6,7 @@ kernel that walks parameter, gradient and moments side by side meets the same el
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -75,6 +75,14 @@ class PartBuffer:
         """As `views`, made once for a row of this very buffer."""
         mine = self.rows[row]
         return self._views[row] if flat.data_ptr() == mine.data_ptr() else self.views(flat, row)
+
+    def places(self, names: Collection[str]) -> Tensor:
+        """Where tensors of these names lie, bool [num_rows, width]."""
+        found = torch.zeros(self.rows.shape, dtype=torch.bool, device=self.flat.device)
+        for row in range(len(found)):
+            for part, view in self.views(found[row], row).items():
+                view.fill_(part.name in names)
+        return found
 
     def matrices(self, row: int | None) -> list[Matrix]:
         """Where parts that are matrices lie in one row, or (None) in all, in order: by memory, from outside.

@@ -10,7 +10,7 @@ gradient on a rank counted as zero there. It sums; dividing is the update step's
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Protocol
@@ -219,12 +219,24 @@ class Reducer:
                 norms += torch._foreach_norm([flat])
             flats.append(flat)
             tensors.update(bucket.buffers[0].own(flat, self._sums.row))
-        return Gradients(tensors, flats, norms)
+        coded = [*zip(norms, flats, strict=False)] if self._sums.feedback else []
+        return Gradients(tensors, flats, norms, coded=coded)
 
-    def commit(self) -> None:
+    def commit(self, used: Collection[str] | None = None) -> None:
         """Keep what coding has lost."""
-        for feedback in self._sums.feedback.values():
+        for word, feedback in self._sums.feedback.items():
+            if used is not None:
+                self._restore(word, feedback, used)
             feedback.commit()
+
+    def _restore(self, word: str, feedback: Feedback, used: Collection[str]) -> None:
+        """Of what is not used nothing was sent."""
+        for bucket in self._buckets:
+            buffer = bucket.buffers[0]
+            unused = {slot.name for slot in buffer.slots} - {*used}
+            if unused:
+                places = buffer.places(unused)
+                feedback.restore(bucket.keys[0], places[self._sums.row] if word else places.view(-1))
 
     def abort(self) -> None:
         """Wait for all launches, ignoring errors, and drop the step."""

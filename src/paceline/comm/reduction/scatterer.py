@@ -12,7 +12,7 @@ only where every other rank has launched it, or will without this one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -160,7 +160,7 @@ class Scatterer:
             tensors.update(bucket.own)
         return Gradients(tensors, [bucket.total for bucket in self._buckets], norms)
 
-    def commit(self) -> None:
+    def commit(self, used: Collection[str] | None = None) -> None:
         """Nothing is kept between steps."""
 
     def abort(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor
 
@@ -46,12 +46,12 @@ class Reducers:
         found = [one.finish() for one in self._all]
         tensors = {slot: g for one in found for slot, g in one.tensors.items()}
         flats, norms = [x for one in found for x in one.flats], [x for one in found for x in one.norms]
-        return Gradients(tensors, flats, norms)
+        return Gradients(tensors, flats, norms, coded=[pair for one in found for pair in one.coded])
 
-    def commit(self) -> None:
+    def commit(self, used: Collection[str] | None = None) -> None:
         """See `Reduction`."""
         for one in self._all:
-            one.commit()
+            one.commit(used)
 
     def abort(self) -> None:
         """See `Reduction`."""

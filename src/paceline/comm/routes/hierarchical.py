@@ -161,6 +161,11 @@ class SliceFeedback:
         """See `Feedback`."""
         self._inner.commit()
 
+    def restore(self, key: str, places: Tensor) -> None:
+        """See `Feedback`."""
+        own = self._places(key, places.numel())
+        self._inner.restore(key, _filled_up(places, own)[own])
+
     def lost(self, key: str, num_values: int) -> Mapping[str, Tensor]:
         """See `Feedback`."""
         if key in self._waiting:
@@ -183,9 +188,7 @@ class SliceFeedback:
         own = {}
         for side, flat in flats.items():
             places = self._places(key, flat.numel())
-            padded = flat.new_zeros(max(flat.numel(), int(places.max()) + 1))
-            padded[: flat.numel()] = flat
-            own[side] = padded[places]
+            own[side] = _filled_up(flat, places)[places]
         self._inner.set_lost(key, own)
 
     def clear(self, key: str) -> None:
@@ -202,6 +205,13 @@ class SliceFeedback:
         rows = levels.order[place * levels.between.size : (place + 1) * levels.between.size]
         width = num_values // len(levels.order)
         return torch.cat([torch.arange(row * width, (row + 1) * width) for row in rows])
+
+
+def _filled_up(flat: Tensor, places: Tensor) -> Tensor:
+    """With zeros behind it, where places are beyond its end."""
+    padded = flat.new_zeros(max(flat.numel(), int(places.max()) + 1))
+    padded[: flat.numel()] = flat
+    return padded
 
 
 def _join(slices: Tensor, x: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -147,6 +148,30 @@ class ReducerContract(ABC):
         for a, b in zip(plain, moved, strict=True):
             assert all(x is None if y is None else torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
+    def test_what_coding_had_lost_of_a_tensor_that_nobody_uses_is_lost_still(self) -> None:
+        """Its sum is dropped, so nothing of it has been sent; and the norm is that of the others."""
+
+        def run(cluster: Cluster) -> tuple[bool, float, float]:
+            mesh, net = Mesh.build(cluster, self.degrees), Net(30.0)
+            reducer, rank = self.reduction(mesh, net), cluster.global_rank
+            _step(reducer, rank)
+            before = _lost_of(reducer, _UNUSED)
+            reducer.begin()
+            for i in reversed(range(len(_SHAPES))):
+                reducer.ready(_SLOTS[i], _grad(i, rank) if i != _UNUSED else None)
+            reducer.close()
+            used = {slot.name for slot in _SLOTS} - {str(_UNUSED)}
+            grads, norm = reducer.finish().agreed(used, 1.0), AnyOrderNorm(mesh.inside, net)
+            of_used = replace(grads, norms=[g.norm() for g in grads.tensors.values() if g is not None])
+            norms = norm(grads), norm(of_used)
+            reducer.commit(used)
+            after = _lost_of(reducer, _UNUSED)
+            kept = all(torch.equal(value, after[side]) for side, value in before.items())
+            return kept and before.keys() == after.keys(), *norms
+
+        for kept, norm, right in run_ranks(run, self.num_ranks()):
+            assert kept and abs(norm - right) <= 1e-5 * right
+
 
 _SLOTS = tuple(Slot.whole(str(i), torch.zeros(shape)) for i, shape in enumerate(_SHAPES))
 
@@ -158,6 +183,15 @@ def _tensors() -> dict[Slot, Tensor]:
 def _grad(index: int, rank: int) -> Tensor:
     g = torch.Generator().manual_seed(100 * index + rank)
     return torch.randint(-100, 100, _SHAPES[index], generator=g).float()
+
+
+_UNUSED = 4
+
+
+def _lost_of(reducer: Reduction, index: int) -> dict[str, Tensor]:
+    """By side; factors are no loss."""
+    lost = reducer.lost()
+    return {s: x.clone() for s, slot, x in lost if slot.name == str(index) and not s.endswith("factor")}
 
 
 def _step(reducer: Reduction, rank: int) -> Gradients:

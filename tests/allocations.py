@@ -206,11 +206,12 @@ def kept(cluster: Cluster, cases: list[Case]) -> list[int]:
     torch.set_num_threads(1)
     found = []
     for one in cases:
-        before = bytes_now()
-        session = session_of(cluster, one.recipe, TASKS[one.task])
-        for _ in session.rounds():
-            pass
-        found.append(bytes_now() - before)
+        others, before = Mapped(), bytes_now()
+        with others.counting():
+            session = session_of(cluster, one.recipe, TASKS[one.task])
+            for _ in session.rounds():
+                pass
+        found.append(bytes_now() - before - others.num_bytes)
         session.close()
         del session
         gc.collect()

@@ -5,11 +5,18 @@ How these are counted: tests/allocations.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
 import pytest
 
+from paceline.cluster import Cluster
+from paceline.comm.handle import Handle
+from paceline.comm.line import Line, Rounds, run_alone
 from paceline.plan import plan_memory
 from paceline.testing import run_ranks
-from tests.allocations import SMALL_BYTES, TASKS, allocated, case, kept, named, require_close
+from tests.allocations import SMALL_BYTES, TASKS, Case, allocated, case, kept, named, require_close
 
 ALONE = [
     case("replicas=1"),
@@ -118,16 +125,59 @@ CODED = [
     case("replicas=2 codec=dgc:0.01:0.9", optimizer="sgd"),
     case("replicas=2 codec=lossless", shards=2),
     case("replicas=2 codec=sign sync=local:1", "chain", shards=2),
+    case("replicas=1 shard=2 zero=1 codec=int8"),
+    case("replicas=1 shard=2 zero=3 codec=topk:0.01", "chain", shards=2),
+    case("replicas=1 shard=2 zero=2 codec=lossless"),
+    case("replicas=1 context=2 codec=int8", shards=1),
 ]
+CODED_INSIDE = [
+    case("replicas=2 pipeline=2 codec=int8", "chain"),
+    case("replicas=2 shard=2 zero=3 codec=sign"),
+    case("replicas=2 shard=2 zero=2 codec=lossless"),
+    case("replicas=2 tensor=2 codec=topk:0.01"),
+]
+
+
+def require_kept(cases: list[Case], ranks: int, found: list[list[int]]) -> None:
+    """Never less than is there between steps, and at most a tenth more; replicas are alike."""
+    wrong = []
+    for number, one in enumerate(cases):
+        planned = plan_memory(one.recipe, TASKS[one.task](), ranks).ranks
+        for rank, real in enumerate(of_rank[number] for of_rank in found):
+            plan = planned[rank % len(planned)].stays.total
+            if not real - SMALL_BYTES <= plan <= 1.1 * real + SMALL_BYTES:
+                wrong.append(f"{named(one)} {one.recipe.strategy.codec}, {rank}: planned {plan}, kept {real}")
+    assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.capability("L3", "L4")
 def test_what_coding_keeps_is_what_was_planned() -> None:
     """By what is there between steps: no profile sees the thread that codes."""
-    wrong = []
-    for number, real in enumerate(zip(*run_ranks(kept, 2, CODED), strict=True)):
-        one = CODED[number]
-        plan = plan_memory(one.recipe, TASKS[one.task](), 2).ranks[0].stays.total
-        if not max(real) - SMALL_BYTES <= plan <= 1.1 * min(real) + SMALL_BYTES:
-            wrong.append(f"{named(one)} {one.recipe.strategy.codec}: planned {plan}, kept {real}")
-    assert not wrong, "\n".join(wrong)
+    require_kept(CODED, 2, run_ranks(kept, 2, CODED))
+
+
+@pytest.mark.capability("L3", "L4")
+def test_what_coding_keeps_beside_cuts_is_what_was_planned() -> None:
+    few = CODED_INSIDE[:2]
+    require_kept(few, 4, run_ranks(kept, 4, few))
+
+
+def coded_here(cluster: Cluster, cases: list[Case]) -> list[int]:
+    """As `allocated`, with all coding on the thread of the profile."""
+
+    def whole(line: Line, op: str, hops: Callable[[], Any]) -> Handle:
+        return Handle.ready(hops())
+
+    def by_turns(line: Line, op: str, rounds: Callable[[int], Rounds]) -> Handle:
+        return Handle.ready(run_alone(rounds(next(line._places))))
+
+    with patch.object(Line, "submit", whole), patch.object(Line, "submit_rounds", by_turns):
+        return allocated(cluster, cases)
+
+
+@pytest.mark.soak
+@pytest.mark.capability("L3")
+def test_coded_sums_allocate_what_was_planned() -> None:
+    sums = [one for one in CODED if one.recipe.strategy.rule.word == "every-step"]
+    require_close(sums, 2, run_ranks(coded_here, 2, sums))
+    require_close(CODED_INSIDE, 4, run_ranks(coded_here, 4, CODED_INSIDE))

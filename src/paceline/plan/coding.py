@@ -6,12 +6,19 @@ Two sizes give that line.
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable, Mapping, Sequence
 
-from paceline.comm.collectives import HeldBytes
+import torch
+from torch import Tensor
+
+from paceline.comm import Handle, Net
+from paceline.comm.collectives import Coded, HeldBytes
+from paceline.comm.line import PLACES
+from paceline.comm.reduction.part_buffer import bytes_in_turn, plan_buckets
 from paceline.errors import StrategyError
-from paceline.layout.sizes import Sizes
-from paceline.mesh import Mesh
+from paceline.layout.placement import Held
+from paceline.layout.sizes import bytes_of
+from paceline.mesh import Group
 from paceline.plan.forms import FP32_BYTES
 from paceline.plan.ranks import SendsNothing, setting_of
 from paceline.recipe import Recipe
@@ -19,40 +26,114 @@ from paceline.training.codecs import code
 
 _FEW, _MORE = 1 << 18, 1 << 19  # values; coding goes in stretches of 65,536
 _STEPS = 3  # until losses have the memory of the step before the last
+_TURNS = 2  # buckets that are under way at a time, where gradients leave with every micro-batch
+
+_Run = Callable[[Coded, Tensor, str], Handle]
 
 
-def coding_bytes(recipe: Recipe, sizes: Sizes, processes: int) -> int:
-    """What one rank keeps for coded sums over replicas; nothing where nothing is coded.
+def coding_bytes(
+    recipe: Recipe, held: Mapping[str, Held], item_bytes: Mapping[str, int], processes: int, *, waits: bool
+) -> int:
+    """What one rank keeps for coded sums of gradients, or movements; nothing where nothing is coded.
+
+    Gradients are scattered over the ranks that share the state, and what this rank got is summed over all
+    others that have the same: each path has a coder.
 
     Args:
         recipe: its strategy has its replicas filled in.
-        sizes: of what is summed.
+        held: by name, what the rank holds; `item_bytes` of one value.
+        waits: a rank may wait for any scatter; see `paceline.comm.reduction.Ways`.
     Raises:
         StrategyError: what its codec takes depends on the shapes of tensors.
     """
-    mesh = setting_of(recipe, processes, 0).mesh
-    if not recipe.strategy.is_coded or mesh.replica.size == 1:
+    strategy = recipe.strategy
+    if not strategy.is_coded:
         return 0
-    few, more = (_held(recipe, mesh, num_values) for num_values in (_FEW, _MORE))
-    largest = min(sizes.largest + recipe.runtime.bucket_bytes, sizes.computes) // FP32_BYTES
-    each = (more.in_common - few.in_common) / (_MORE - _FEW)
-    in_common = more.in_common + each * (largest - _MORE)
-    return int(sizes.computes // FP32_BYTES * more.of_buffers / _MORE + max(0.0, in_common))
+    mesh = setting_of(recipe, processes, 0).mesh
+    shard, rest = mesh.axes["shard"], mesh.over(("replica", "context"))
+    often = strategy.zero > 1 and strategy.form.exact
+    buckets = [size // FP32_BYTES for size in _buckets(recipe, [*held.values()], item_bytes, often=often)]
+    if shard.size == 1:
+        return _taken(recipe, _sum, rest, buckets, sum(buckets))
+    scattered = _TURNS * max(buckets) if often and waits else sum(buckets)  # sums take each other's memory
+    rows = [-(-size // shard.size) for size in buckets]
+    return _taken(recipe, _scatter, shard, buckets, scattered) + _taken(recipe, _sum, rest, rows, sum(rows))
 
 
-def incompressible(num_values: int) -> torch.Tensor:
+def _buckets(
+    recipe: Recipe, held: Sequence[Held], item_bytes: Mapping[str, int], *, often: bool
+) -> list[int]:
+    """Bytes of each, in the order of their launch."""
+    most, sizes = (
+        recipe.runtime.bucket_bytes,
+        {one.computes: bytes_of(one.computes, item_bytes) for one in held},
+    )
+    together: dict[object, list[Held]] = {}
+    for one in held:
+        alike = one.sums, one.holders, tuple(sorted(one.computes.axes)), one.chunk if often else 0
+        together.setdefault(alike, []).append(one)
+    found = []
+    for members in together.values():
+        tensors = {
+            one.computes: torch.empty(sizes[one.computes], dtype=torch.uint8, device="meta")
+            for one in members
+        }
+        turn = bytes_in_turn(tensors.values(), most) if often else most
+        found += [sum(sizes[slot] for slot in slots) for slots in plan_buckets(tensors, turn)]
+    return found
+
+
+def _taken(recipe: Recipe, run: _Run, group: Group, buckets: Sequence[int], kept: int) -> int:
+    """Bytes of one coder.
+
+    Args:
+        run: what it does with a buffer.
+        buckets: values of each.
+        kept: values of all of which it keeps something.
+    """
+    if group.size == 1 or not buckets:
+        return 0
+    turns = _largest_by_turn(buckets)
+    largest = max(turns)
+    few, more = (
+        _held(recipe, run, group, [min(largest, most) * size // largest for size in turns])
+        for most in (_FEW, _MORE)
+    )
+    each = (more.in_common - few.in_common) / (_MORE - _FEW) if largest > _MORE else 0
+    values = sum(min(largest, _MORE) * size // largest for size in turns)
+    return int(kept * more.of_buffers / values + more.in_common + each * (largest - _MORE))
+
+
+def _largest_by_turn(buckets: Sequence[int]) -> list[int]:
+    """The largest of those that take each place of a coder's line, whose places are taken by turns."""
+    if len(buckets) % PLACES:
+        return [max(buckets)]  # with every step a bucket takes another place
+    return [max(buckets[place::PLACES]) for place in range(PLACES)]
+
+
+def _sum(coder: Coded, x: Tensor, key: str) -> Handle:
+    return coder.all_reduce(x, key)
+
+
+def _scatter(coder: Coded, x: Tensor, key: str) -> Handle:
+    size = coder.group.size
+    return coder.reduce_scatter(x[: x.numel() // size * size].view(size, -1), key)
+
+
+def incompressible(num_values: int) -> Tensor:
     """Values [n] whose bits have nothing in common, so that nothing takes more bytes."""
     draw = torch.Generator().manual_seed(0)
     return torch.randn(num_values, generator=draw) * torch.rand(num_values, generator=draw).mul(40.0).exp2()
 
 
-def _held(recipe: Recipe, mesh: Mesh, num_values: int) -> HeldBytes:
-    """After some steps with one buffer of so many values."""
-    net = setting_of(recipe, mesh.world.size, 0).net
-    made = code(SendsNothing(mesh.replica, net), recipe.strategy, recipe.seed)
+def _held(recipe: Recipe, run: _Run, group: Group, sizes: Sequence[int]) -> HeldBytes:
+    """After some steps with a buffer of each of these numbers of values."""
+    net = Net(recipe.runtime.deadline_seconds)
+    made = code(SendsNothing(group, net), recipe.strategy, recipe.seed)
     try:
         for net.step in range(_STEPS):
-            made.all_reduce(incompressible(num_values), "a buffer").wait()
+            for number, size in enumerate(sizes):
+                run(made, incompressible(size), f"{number}").wait()
             if made.feedback is not None:
                 made.feedback.commit()
         found = made.held_bytes()

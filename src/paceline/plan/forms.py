@@ -53,10 +53,12 @@ def sums_of(
         shards: micro-batches of a step, over all ranks.
         frees: the rank keeps gradients of its own parts only (ZeRO 2 and 3).
         meets: gradients of shared tensors meet first.
-        common: sums are made in memory that ranks share, where the gradients lie.
+        common: sums are made in memory that ranks share, where the gradients lie. What coding has to make
+            them is not counted here.
         late: where ranks gather in backward, bytes of gradients for which more scatters are under way.
     """
     strategy = recipe.strategy
+    apart = common or strategy.is_coded  # sums of own parts have no memory here
     sharers = strategy.shard * (strategy.degrees["replica"] if strategy.rule.agrees == "world" else 1)
     shared = sizes.shared if meets else 0
     is_cut = strategy.shard > 1
@@ -70,21 +72,21 @@ def sums_of(
         return Sums(nodes * sizes.computes + shared, own, 1, leaves=True, waiting=[*waiting[:-1], 0])
     if sharers * strategy.context == 1:
         return Sums(buckets=shared, stays=sizes.computes)
-    if frees:
-        return _scattered(recipe, sizes, shared, late, common=common)
+    if frees and strategy.form.exact:
+        return _scattered(recipe, sizes, shared, late, apart=apart)
     if not is_cut:
         return Sums(sizes.computes + shared)
     most = max(len(split(shards, sharers, rank)) for rank in range(sharers))
-    own = 0 if common and strategy.form.exact else sizes.updates
+    own = 0 if apart else sizes.updates
     return Sums(sizes.computes + shared, own, 1, waiting=[1] * (most - 1) + [0])
 
 
-def _scattered(recipe: Recipe, sizes: Sizes, shared: int, late: int, *, common: bool) -> Sums:
+def _scattered(recipe: Recipe, sizes: Sizes, shared: int, late: int, *, apart: bool) -> Sums:
     """Where gradients leave with every micro-batch; see `sums_of`."""
     strategy, together = recipe.strategy, share_in_turn(sizes.computes, recipe.runtime.bucket_bytes)
     largest = min(sizes.largest + together, sizes.computes)
     moved = late + (_UNDER_WAY - 1) * largest  # what arrives is as large, and then there is a sum of it
-    arriving = 0 if common and strategy.form.exact else moved + largest // strategy.shard
+    arriving = 0 if apart else moved + largest // strategy.shard
     return Sums(moved + largest + 2 * shared, sizes.updates + arriving, leaves=True)
 
 

@@ -105,10 +105,9 @@ def _cut_here(recipe: Recipe, task: Task, processes: int) -> Recipe:
     return recipe.replace(strategy=recipe.strategy.replace(stages=stages))
 
 
-def _codes_whole_replicas(strategy: Strategy) -> bool:
-    """Whether one named codec codes sums of whole gradients, or movements."""
-    named = not any(spec.chooses for spec, _ in strategy.links)
-    return named and strategy.ranks_per_replica == 1 and not strategy.servers
+def _is_known(strategy: Strategy) -> bool:
+    """Whether the codec is one that is named, and codes sums of gradients, or movements."""
+    return not any(spec.chooses for spec, _ in strategy.links) and not strategy.servers
 
 
 def _require_known(recipe: Recipe) -> None:
@@ -117,7 +116,7 @@ def _require_known(recipe: Recipe) -> None:
     spread = " of replicas of several ranks" if alone and strategy.ranks_per_replica > 1 else ""
     unknown = {
         f"sync={strategy.sync}{spread}": bool(spread) or not all(rule.memory for rule in strategy.rules),
-        f"codec={strategy.codec}": strategy.is_coded and not _codes_whole_replicas(strategy),
+        f"codec={strategy.codec}": strategy.is_coded and not _is_known(strategy),
         f"lanes={strategy.lanes}": strategy.lanes > 1,
         f"cut={strategy.cut}": bool(strategy.cut),
         f"servers={strategy.servers} reproducible": strategy.servers > 0 and recipe.is_ordered,

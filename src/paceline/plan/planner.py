@@ -119,16 +119,14 @@ class Planner:
         return _Basis(self._still(place, sizes, sums, rule, keeps=keeps), sums, sizes, work, rule)
 
     def _rank(self, place: Place) -> RankMemory:
-        held = list(place.held.values())
-        still, sums, sizes, work, rule = basis = self._basis(place)
+        held, basis = list(place.held.values()), self._basis(place)
+        still, sums, sizes, work, rule = basis
         updated = [one.updates for one in held if one.updates is not None]
         update, stays = self._micro_batches.update, replace(still, gradients=sums.stays + sums.own)
         taken = update.takes([bytes_of(slot, self._item_bytes) for slot in updated])
         sharers = self.recipe.strategy.shard if all(one.kept for one in held) else 1
-        found = {
-            "building": Parts(parameters=max(still.parameters, self._built())),
-            **{name: walk.most() for name, walk in _walks(basis).items()},
-        }
+        found = {"building": Parts(parameters=max(still.parameters, self._built()))}
+        found |= {name: walk.most() for name, walk in _walks(basis).items()}
         if rule.passes:
             sent = 0 if self._in_common else rule.sent
             found |= Flow(still, sizes, work.footprints[0], rule.passes, sent, taken).moments()
@@ -165,15 +163,16 @@ class Planner:
         )
         return said
 
-    def _coded(self, sizes: Sizes) -> int:
+    def _coded(self, place: Place, sizes: Sizes) -> int:
         if sizes not in self._coding:
-            self._coding[sizes] = coding_bytes(self.recipe, sizes, self.processes)
+            of, waits = (place.held, self._item_bytes), self._in_common or self.recipe.strategy.zero < 3
+            self._coding[sizes] = coding_bytes(self.recipe, *of, self.processes, waits=waits)
         return self._coding[sizes]
 
     def _state(self, sizes: Sizes) -> int:
         """Of the optimizer, and the average of the weights."""
-        moments = int(self._micro_batches.update.kept * sizes.updates)
-        return moments + (sizes.updates if self.recipe.average.decay is not None else 0)
+        average = sizes.updates if self.recipe.average.decay is not None else 0
+        return int(self._micro_batches.update.kept * sizes.updates) + average
 
     def _still(self, place: Place, sizes: Sizes, sums: Sums, rule: RuleMemory, *, keeps: bool) -> Parts:
         """What stays while a rank trains."""
@@ -188,7 +187,7 @@ class Planner:
             parameters=fixed + rule.copies + rule.running + weights // rule.sharers,
             gathered=0 if keeps or self._in_common else gathered_by_block(*self._by_block(place), shard),
             moments=moments + rule.state,
-            wire=sums.buckets + rule.wire + self._mail(place, rule) + read + self._coded(sizes),
+            wire=sums.buckets + rule.wire + self._mail(place, rule) + read + self._coded(place, sizes),
             snapshot=snapshot if self._saves() else 0,
             messages=rule.messages,
         )
@@ -205,8 +204,8 @@ class Planner:
 
     def _saves(self) -> bool:
         """Whether a copy for a checkpoint stays in memory while the run goes on."""
-        every = self.recipe.checkpoint
-        return every.mode == "background" and (every.every_steps > 0 or every.every_minutes > 0)
+        of = self.recipe.checkpoint
+        return of.mode == "background" and max(of.every_steps, of.every_minutes) > 0
 
     def _built(self) -> int:
         """A model that is not built without memory is there whole before it is cut."""

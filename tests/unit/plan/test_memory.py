@@ -111,11 +111,11 @@ def test_a_run_that_does_not_fit_does_not_start() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", ["codec=lowrank:2", "codec=auto:int8", "lanes=2", "shard=2 zero=1 codec=int8"]
+    "words", ["codec=lowrank:2", "codec=auto:int8", "lanes=2", "servers=1 sync=server codec=int8"]
 )
 def test_what_has_no_form_is_refused_and_not_guessed(words: str) -> None:
     with pytest.raises(StrategyError, match="has no closed form yet"):
-        plan_memory(recipe(f"replicas=2 {words}", shards=8), gpt(), 4 if "shard" in words else 2)
+        plan_memory(recipe(f"replicas=2 {words}", shards=8), gpt(), 3 if "servers" in words else 2)
 
 
 def test_a_loss_that_asks_for_values_cannot_be_planned() -> None:

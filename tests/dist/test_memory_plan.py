@@ -162,6 +162,13 @@ def test_what_coding_keeps_beside_cuts_is_what_was_planned() -> None:
     require_kept(few, 4, run_ranks(kept, 4, few))
 
 
+@pytest.mark.capability("L3")
+def test_a_run_that_chooses_its_codec_keeps_no_more_than_was_planned() -> None:
+    chooses = case("replicas=2 codec=auto:int8")
+    plan = plan_memory(chooses.recipe, TASKS[chooses.task](), 2).ranks[0].stays.total
+    assert max(real for (real,) in run_ranks(kept, 2, [chooses])) <= plan + SMALL_BYTES
+
+
 def coded_here(cluster: Cluster, cases: list[Case]) -> list[int]:
     """As `allocated`, with all coding on the thread of the profile."""
 

@@ -18,7 +18,7 @@ from paceline.plan.parts import MemoryPlan
 from paceline.plan.planner import Planner
 from paceline.plan.ranks import CPU
 from paceline.plan.switching import under, while_switching
-from paceline.recipe import Recipe, Strategy, most_sharers, resolve
+from paceline.recipe import Recipe, most_sharers, resolve
 from paceline.recipe.phases import phases_of
 from paceline.task import Task
 from paceline.training.stage_choice import cut_here
@@ -57,19 +57,20 @@ def laid_out(recipe: Recipe, task: Task, processes: int) -> Recipe:
 
 
 def planners_of(recipe: Recipe, task: Task, processes: int, nodes: int) -> list[Planner]:
-    """One for each number format that the run may have, under each of its rules.
+    """One for each number format and each codec that the run may have, under each of its rules.
 
     Args:
         recipe: see `laid_out`.
         task: as a run settles it.
     """
     strategy = recipe.strategy
-    phases = [recipe.under(strategy.under(phase.rule)) for phase in phases_of(strategy.sync)]
-    return [Planner(one, task, processes, nodes, compute) for one in phases for compute in _formats(one)]
+    ways = [one for phase in phases_of(strategy.sync) for one in strategy.under(phase.rule).alternatives]
+    recipes = [recipe.under(one) for one in ways]
+    return [Planner(one, task, processes, nodes, compute) for one in recipes for compute in _formats(one)]
 
 
 def plan_of(recipe: Recipe, planners: Sequence[Planner]) -> MemoryPlan:
-    """The plan of what needs most in any format, under any rule.
+    """The plan of what needs most in any format, by any codec, under any rule.
 
     Args:
         recipe: with all its rules.
@@ -78,7 +79,7 @@ def plan_of(recipe: Recipe, planners: Sequence[Planner]) -> MemoryPlan:
     plans = [one.ranks() for one in planners]
     switches = len(recipe.strategy.rules) > 1
     if switches:
-        formats = len(_formats(recipe))
+        formats = len(_formats(recipe)) * len(recipe.strategy.alternatives)
         told = [[under(rank, one) for rank in ranks] for ranks, one in zip(plans, planners, strict=True)]
         pairs = [*zip(planners, plans, strict=True)]
         plans = told + [
@@ -105,18 +106,13 @@ def _cut_here(recipe: Recipe, task: Task, processes: int) -> Recipe:
     return recipe.replace(strategy=recipe.strategy.replace(stages=stages))
 
 
-def _is_known(strategy: Strategy) -> bool:
-    """Whether the codec is one that is named, and codes sums of gradients, or movements."""
-    return not any(spec.chooses for spec, _ in strategy.links) and not strategy.servers
-
-
 def _require_known(recipe: Recipe) -> None:
     strategy = recipe.strategy
     alone = any(rule.agrees == "replica" for rule in strategy.rules)
     spread = " of replicas of several ranks" if alone and strategy.ranks_per_replica > 1 else ""
     unknown = {
         f"sync={strategy.sync}{spread}": bool(spread) or not all(rule.memory for rule in strategy.rules),
-        f"codec={strategy.codec}": strategy.is_coded and not _is_known(strategy),
+        f"codec={strategy.codec} of servers": strategy.is_coded and strategy.servers > 0,
         f"lanes={strategy.lanes}": strategy.lanes > 1,
         f"cut={strategy.cut}": bool(strategy.cut),
         f"servers={strategy.servers} reproducible": strategy.servers > 0 and recipe.is_ordered,

@@ -111,7 +111,7 @@ def test_a_run_that_does_not_fit_does_not_start() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", ["codec=lowrank:2", "codec=auto:int8", "lanes=2", "servers=1 sync=server codec=int8"]
+    "words", ["codec=lowrank:2", "codec=auto:lowrank:2", "lanes=2", "servers=1 sync=server codec=int8"]
 )
 def test_what_has_no_form_is_refused_and_not_guessed(words: str) -> None:
     with pytest.raises(StrategyError, match="has no closed form yet"):
@@ -221,3 +221,12 @@ def test_two_calls_of_attention_that_gloo_has_carried_are_planned() -> None:
     alone = plan_memory(recipe("replicas=2", shards=2), task, 2).ranks[0]  # the same sums of gradients
     message = 2 * 16 * (one_head.context // 2) * one_head.width * 4
     assert rank.moments["backward"].wire == alone.moments["backward"].wire + 2 * 2 * message
+
+
+@pytest.mark.capability("L3")
+def test_a_codec_that_is_chosen_later_is_planned_as_the_one_that_needs_most() -> None:
+    words = {codec: recipe(f"replicas=2 codec={codec}") for codec in ("fp32", "int8", "auto:int8", "sign")}
+    peaks = {codec: plan_memory(one, gpt(), 2).peak for codec, one in words.items()}
+    assert peaks["auto:int8"] == peaks["int8"] > peaks["fp32"]
+    both = plan_memory(recipe("replicas=2 codec=auto:sign,int8"), gpt(), 2).peak
+    assert both == max(peaks["sign"], peaks["int8"])

@@ -69,17 +69,23 @@ class Net:
         lengths = [len(x)] * group.size if equal else self._lengths(x, group)
         padded = _padded(x, max(lengths))
         out = padded.new_empty((group.size, *padded.shape))
-        entry = self._launch("all_gather", padded, group)
-        work = self._call("all_gather", group, lambda pg: gather(pg, group.rank, _real(padded), _real(out)))
         shape = x.shape[1:] if x.dim() else ()
 
-        def unpack() -> list[Tensor]:
+        def unpack(out: Tensor) -> list[Tensor]:
             parts = [out[i][: lengths[i] * _row(x)].to(x.dtype) for i in range(group.size)]
             if x.dim() == 0:
                 return [part.reshape(()) for part in parts]
             return [part.reshape(n, *shape) for part, n in zip(parts, lengths, strict=True)]
 
-        return launched("all_gather", group, self, work, entry, unpack)
+        return self.gather_rows(padded, out, group).then(unpack)
+
+    def gather_rows(self, x: Tensor, out: Tensor, group: Group) -> Handle:
+        """Fill row i of `out` [P, ...] with `x` of rank i, which may be that row; else as `exchange_rows`."""
+        if group.handle is None:
+            return Handle.ready(out.copy_(x.unsqueeze(0)))
+        entry = self._launch("all_gather", x, group)
+        work = self._call("all_gather", group, lambda pg: gather(pg, group.rank, _real(x), _real(out)))
+        return launched("all_gather", group, self, work, entry, lambda: out)
 
     def reduce_scatter(self, x: Tensor, group: Group, reduction: str = "sum") -> Handle:
         """Reduce, and keep part `group.rank`; the first dimension must be a multiple of the group's size.

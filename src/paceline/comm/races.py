@@ -96,9 +96,9 @@ class WatchedCollective:
         """See `Collective`."""
         return self._detector.watch(x, "reduce_scatter", self._inner.reduce_scatter(x, key))
 
-    def all_gather(self, x: Tensor, key: str) -> Handle:
+    def all_gather(self, x: Tensor, key: str, out: Tensor | None = None) -> Handle:
         """See `Collective`."""
-        return self._detector.watch(x, "all_gather", self._inner.all_gather(x, key))
+        return self._detector.watch(x, "all_gather", self._inner.all_gather(x, key, out))
 
     def broadcast(self, x: Tensor, key: str, source: int = 0) -> Handle:
         """See `Collective`."""

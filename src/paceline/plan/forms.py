@@ -17,8 +17,8 @@ from paceline.layout.sizes import Sizes
 from paceline.recipe import Recipe
 
 FP32_BYTES = 4
-GATHERED_TOGETHER, _READ_TOGETHER = 2**26, 2**24
-"""Bytes of parameters that ZeRO 1 and 2 gather at a time after an update; and read, on one host."""
+_READ_TOGETHER = 2**24
+"""Bytes of parameters that ranks of one host read at a time after an update (ZeRO 1 and 2)."""
 _UNDER_WAY = 3
 
 
@@ -83,16 +83,31 @@ def sums_of(
 
 def _scattered(recipe: Recipe, sizes: Sizes, shared: int, late: int, *, apart: bool) -> Sums:
     """Where gradients leave with every micro-batch; see `sums_of`."""
-    strategy, together = recipe.strategy, share_in_turn(sizes.computes, recipe.runtime.bucket_bytes)
-    largest = min(sizes.largest + together, sizes.computes)
+    strategy, largest = recipe.strategy, bucket_of(recipe, sizes)
     moved = late + (_UNDER_WAY - 1) * largest  # what arrives is as large, and then there is a sum of it
     arriving = 0 if apart else moved + largest // strategy.shard
     return Sums(moved + largest + 2 * shared, sizes.updates + arriving, leaves=True)
 
 
-def read_in_turn(sizes: Sizes, shard: int) -> int:
-    """Bytes of the memory in which others of the host read a rank's updated parts (ZeRO 1 and 2)."""
-    return (sizes.largest + share_in_turn(sizes.computes, _READ_TOGETHER)) // shard
+def bucket_of(recipe: Recipe, sizes: Sizes) -> int:
+    """Bytes of the largest bucket that gradients leave through, or parameters come through."""
+    return min(sizes.largest + share_in_turn(sizes.computes, recipe.runtime.bucket_bytes), sizes.computes)
+
+
+def moved_in_turn(recipe: Recipe, sizes: Sizes, sums: Sums, *, common: bool) -> int:
+    """Bytes that stay, and through which updated parameters come (ZeRO 1 and 2).
+
+    On one host the others read a rank's parts there. Elsewhere it is two buckets, unless gradients have left
+    through some.
+    """
+    if common:
+        return (sizes.largest + share_in_turn(sizes.computes, _READ_TOGETHER)) // recipe.strategy.shard
+    return 0 if sums.leaves and not recipe.is_ordered else 2 * bucket_of(recipe, sizes)
+
+
+def carried_in_turn(recipe: Recipe, sizes: Sizes) -> int:
+    """Bytes that Gloo takes for itself meanwhile, for two buckets."""
+    return int(2 * _carried(recipe.strategy.shard) * bucket_of(recipe, sizes))
 
 
 def partial_sums(shards: range) -> list[int]:
@@ -117,19 +132,19 @@ def whole_bytes(num_values: int) -> dict[str, int]:
 def gathered_by_block(blocks: Sequence[int], rest: int, shard: int) -> int:
     """Bytes of whole parameters under ZeRO 3, where each block is gathered for its use.
 
-    Of a block that has come there are the parameters, a buffer with a row for each rank and what came as one
-    tensor; the next one is on its way, and Gloo has not let go of the two before.
+    There are the parameters of a block and of the one before, and rows through which all blocks come; beside
+    them what Gloo has not let go of. What lies in no block comes before.
 
     Args:
         blocks: bytes of each.
         rest: of what lies in no block, and is there for a whole run.
         shard: ranks that gather.
     """
-    each = 3 + 1 + 3 * carried_in_a_gather(shard)
-    alone = rest * (4 + carried_in_a_gather(shard)) if not blocks else rest
-    return int(alone + each * max(blocks, default=0))
+    carried = _carried(shard)
+    each = (2 + 1 + 2 * carried) * max(blocks, default=0)
+    return int(rest + max(each, (1 + carried) * rest))
 
 
-def carried_in_a_gather(shard: int) -> float:
-    """Times the bytes of all that Gloo carries: what comes, twice, and the own row, twice."""
-    return 2 + 2 / shard
+def _carried(shard: int) -> float:
+    """Times the bytes of all that Gloo takes for itself: two ranks send each other rows as they lie."""
+    return 0 if shard <= 2 else 1 + 1 / shard

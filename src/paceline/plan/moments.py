@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from paceline.layout.sizes import Sizes
-from paceline.plan.forms import GATHERED_TOGETHER, Sums, carried_in_a_gather
+from paceline.plan.forms import Sums
 from paceline.plan.parts import Parts
 from paceline.plan.rehearsal import Footprint
 from paceline.schedule import Action
@@ -133,20 +132,14 @@ class Walk:
         return int(ended > 0 and not self._sums.leaves)
 
 
-def in_update(still: Parts, sums: Sums, sizes: Sizes, taken: int, *, sharers: int, common: bool) -> Parts:
+def in_update(still: Parts, sums: Sums, taken: int, arriving: int) -> Parts:
     """While the optimizer works, and parameters are gathered after it.
 
     Args:
         taken: what the optimizer takes for itself.
-        sharers: whose parameters come then (ZeRO 1 and 2).
-        common: in memory of their host, where they are read. Else there is a buffer for all, and Gloo carries
-            them, which has not let go of what moved gradients.
+        arriving: what Gloo takes for itself in gathers (ZeRO 1 and 2).
     """
-    together = min(sizes.computes, GATHERED_TOGETHER + sizes.largest)
-    arriving = int((1 + carried_in_a_gather(sharers)) * together) if sharers > 1 and not common else 0
-    late = sums.moved * sizes.computes if sharers > 1 and not common else 0
-    grads = sums.stays + sums.own
-    return replace(still, gradients=grads, activations=max(taken, arriving), wire=still.wire + late)
+    return replace(still, gradients=sums.stays + sums.own, activations=max(taken, arriving))
 
 
 def first_step(sums: Sums) -> Sums:

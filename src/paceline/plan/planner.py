@@ -15,7 +15,7 @@ from paceline.layout.recompute import recomputed_blocks
 from paceline.layout.sizes import Sizes, bytes_of, sizes_of
 from paceline.plan.coding import coding_bytes
 from paceline.plan.flow import Flow
-from paceline.plan.forms import Sums, gathered_by_block, read_in_turn, sums_of
+from paceline.plan.forms import Sums, carried_in_turn, gathered_by_block, moved_in_turn, sums_of
 from paceline.plan.layers import bytes_by_block, layer_rows, layers_of
 from paceline.plan.messages import buffer_bytes, near_stages
 from paceline.plan.micro_batches import MicroBatches
@@ -124,15 +124,15 @@ class Planner:
         updated = [one.updates for one in held if one.updates is not None]
         update, stays = self._micro_batches.update, replace(still, gradients=sums.stays + sums.own)
         taken = update.takes([bytes_of(slot, self._item_bytes) for slot in updated])
-        sharers = self.recipe.strategy.shard if all(one.kept for one in held) else 1
+        gathers = all(one.kept for one in held) and not self._in_common
+        arriving = carried_in_turn(self.recipe, sizes) if gathers else 0
         found = {"building": Parts(parameters=max(still.parameters, self._built()))}
         found |= {name: walk.most() for name, walk in _walks(basis).items()}
         if rule.passes:
             sent = 0 if self._in_common else rule.sent
             found |= Flow(still, sizes, work.footprints[0], rule.passes, sent, taken).moments()
         elif rule.updates:
-            now = replace(still, gathered=0)
-            parts = in_update(now, sums, sizes, taken, sharers=sharers, common=self._in_common)
+            parts = in_update(replace(still, gathered=0), sums, taken, arriving)
             found["update"] = replace(parts, gradients=parts.gradients + rule.at_update)
         if rule.agreement:
             found["agreement"] = in_agreement(still, sums, rule.agreement)
@@ -178,9 +178,9 @@ class Planner:
         """What stays while a rank trains."""
         recipe, fixed = self.recipe, self._fixed(place)
         moments = self._state(sizes) if rule.updates else 0
-        copies, reads = recipe.strategy.degrees["replica"], keeps and self._in_common
+        copies = recipe.strategy.degrees["replica"]
         shard, weights = recipe.strategy.shard, sizes.computes if keeps else sizes.updates
-        read = read_in_turn(sizes, shard) if reads and shard > 1 else 0
+        read = moved_in_turn(recipe, sizes, sums, common=self._in_common) if keeps and shard > 1 else 0
         saved = fixed + sizes.updates + moments
         snapshot = saved if copies == 1 else min(saved, -(-saved // copies) + sizes.largest)
         return Parts(

@@ -14,6 +14,7 @@ from paceline.comm import Collective, NativeCollective, Net, Reducer
 from paceline.comm.collectives import Exchanging
 from paceline.comm.reduction import Scatterer
 from paceline.comm.routes.forecast import Forecast
+from paceline.comm.workspace import Workspace
 from paceline.data import LockstepWork
 from paceline.layout import Precision, Replicate
 from paceline.layout.pipeline import Pipeline
@@ -102,6 +103,7 @@ class Setting:
         forecasts: what was measured of routes, by ranks.
         choices: the rules that the run may go on with, once its first steps were measured; empty: none.
         awaited: who has to recover, for the run to go back to every-step; None: nobody.
+        moving: memory through which gradients leave and, after an update, parameters come.
     """
 
     recipe: Recipe
@@ -121,6 +123,7 @@ class Setting:
     forecasts: dict[tuple[int, ...], Forecast] = field(default_factory=dict)
     choices: Sequence[str] = ()
     awaited: Awaited | None = None
+    moving: Workspace = field(default_factory=Workspace)
 
     def of_one_replica(self) -> Setting:
         """Of what the ranks of a replica do among themselves; there values travel as they are."""

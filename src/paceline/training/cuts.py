@@ -152,7 +152,7 @@ def cut_updates(setting: Setting, material: Material, *, frees: bool = False) ->
         collective = setting.exact_collective(group)
         if isinstance(collective, SharedMemoryCollective):
             return ReadAfterUpdate(holding, collective)
-        return GatherAfterUpdate(holding, collective)
+        return GatherAfterUpdate(holding, collective, setting.bucket_bytes, setting.moving)
 
     return Cutting(Shard(group.size, _dims(setting, material), frees=frees), gather=gather)
 

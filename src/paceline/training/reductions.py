@@ -205,6 +205,7 @@ def _ways(setting: Setting, holding: Holding, axes: Sequence[str]) -> Ways:
         shard,
         setting.net,
         holding.use.pace,
+        setting.moving,
     )
 
 

@@ -26,8 +26,9 @@ from paceline.mesh import Group, Mesh, twin_group
 from paceline.recipe import Recipe, Strategy
 from paceline.testing.parity import session_of
 from paceline.testing.ranks import run_ranks
+from paceline.training import Session
 from paceline.training.codecs import code
-from tests.peak import allocated
+from tests.peak import allocated, bytes_now
 
 WORLD, N, WARM = 2, 2 * 70_001, 3
 WORDS = (
@@ -143,16 +144,49 @@ def test_scatters_and_gathers_of_zero_on_one_host_allocate_nothing() -> None:
         memory, rows = SharedMemoryCollective(net, group, links), torch.randn(WORLD, N // WORLD)
         found = {"scatter": steadily(lambda: memory.reduce_scatter(rows, "rows").wait())}
         memory.close()
-        for word in ("auto", "native"):
-            session = session_of(cluster, sharded(word))
-            assert session.grounds is not None
-            found[word] = steadily(session.grounds.layout.gather)
-            session.close()
+        session = session_of(cluster, sharded("auto"))
+        assert session.grounds is not None
+        found["auto"] = steadily(session.grounds.layout.gather)
+        session.close()
         return found
 
     for found in run_ranks(ranks, WORLD):
-        assert found["native"]  # the count sees what a gather allocates
         assert not (found["scatter"] or found["auto"]), found
+
+
+@pytest.mark.capability("L4")
+@pytest.mark.parametrize("zero", [1, 2])
+def test_gathers_of_zero_over_several_hosts_allocate_nothing(zero: int) -> None:
+    """By Gloo. Under ZeRO 2 they come through the memory through which gradients leave."""
+
+    def ranks(cluster: Cluster) -> tuple[list[int], list[int], int]:
+        session = session_of(cluster, sharded("native", zero))
+        assert session.grounds is not None
+        list(session.rounds())
+        before = bytes_now()
+        found = steadily(session.grounds.layout.gather)
+        grown = bytes_now() - before
+        group, x = session.mesh.axes["shard"], torch.zeros(N)
+        other = steadily(lambda: session.net.all_gather(x, group, equal=True).wait())
+        require_parts_of_all(session)
+        session.close()
+        return found, other, grown
+
+    for found, other, grown in run_ranks(ranks, WORLD):
+        assert other  # the count sees what a gather allocates
+        assert not found and grown <= 1024
+
+
+def require_parts_of_all(session: Session) -> None:
+    """A gather puts the part of every rank in its place."""
+    holding, group = session.placed.holding, session.mesh.axes["shard"]
+    for part in holding.updates.values():
+        part.data.fill_(group.rank)
+    assert session.grounds is not None
+    session.grounds.layout.gather()
+    for slot, parts in holding.parts.items():
+        for rank, part in enumerate(parts):
+            assert part is None or bool((holding.computes[slot][part.inside(slot)] == rank).all())
 
 
 def steadily(call: Callable[[], object]) -> list[int]:
@@ -162,6 +196,12 @@ def steadily(call: Callable[[], object]) -> list[int]:
     return allocated(call)
 
 
-def sharded(route: str) -> Recipe:
-    strategy = Strategy(replicas=1, shard=WORLD, zero=1, route=route)
-    return Recipe(task="digits", options={"model": "mlp", "hidden": [48]}, steps=1, strategy=strategy)
+def sharded(route: str, zero: int = 1) -> Recipe:
+    strategy = Strategy(replicas=1, shard=WORLD, zero=zero, route=route)
+    return Recipe(
+        task="digits",
+        options={"model": "mlp", "hidden": [48, 48, 48, 48]},
+        steps=1,
+        strategy=strategy,
+        runtime={"bucket_bytes": 2**12},
+    )

@@ -164,9 +164,11 @@ class CodedCollective:
         room = shape[0] * self.codec.num_bytes(num_values)
         return workspace.take(name, shape, like.dtype, like.device, room=room)
 
-    def all_gather(self, x: Tensor, key: str) -> Handle:
+    def all_gather(self, x: Tensor, key: str, out: Tensor | None = None) -> Handle:
         """See `Collective`."""
-        return self._line.submit("all_gather", lambda: self._inner.all_gather(x, key).wait(exposed=False))
+        return self._line.submit(
+            "all_gather", lambda: self._inner.all_gather(x, key, out).wait(exposed=False)
+        )
 
     def broadcast(self, x: Tensor, key: str, source: int = 0) -> Handle:
         """See `Collective`."""

@@ -67,8 +67,12 @@ class Collective(Protocol):
         It may be that row of `x` itself, and is good until `x` changes or the next sum of `key`.
         """
 
-    def all_gather(self, x: Tensor, key: str) -> Handle:
-        """Collect `x` [n] of every rank; the handle returns [P, n]. Exact, whatever the codec."""
+    def all_gather(self, x: Tensor, key: str, out: Tensor | None = None) -> Handle:
+        """Collect `x` [n] of every rank; the handle returns [P, n]. Exact, whatever the codec.
+
+        Args:
+            out: where it is collected, contiguous; `x` may be this rank's row of it. None: memory of its own.
+        """
 
     def broadcast(self, x: Tensor, key: str, source: int = 0) -> Handle:
         """Copy `x` of the group's rank `source` to all, in place; the handle returns `x`. Exact."""

@@ -179,15 +179,15 @@ class LowRankCollective:
     def _worthwhile(self, key: str, num_values: int) -> list[Matrix]:
         return worthwhile(self._matrices.get(key, [near_square(num_values)]), self._rank)
 
-    def all_gather(self, x: Tensor, key: str) -> Handle:
+    def all_gather(self, x: Tensor, key: str, out: Tensor | None = None) -> Handle:
         """See `Collective`."""
-        return self._line.submit("all_gather", lambda: self._inner.all_gather(x, key).wait(exposed=False))
+        inner = self._inner
+        return self._line.submit("all_gather", lambda: inner.all_gather(x, key, out).wait(exposed=False))
 
     def broadcast(self, x: Tensor, key: str, source: int = 0) -> Handle:
         """See `Collective`."""
-        return self._line.submit(
-            "broadcast", lambda: self._inner.broadcast(x, key, source).wait(exposed=False)
-        )
+        inner = self._inner
+        return self._line.submit("broadcast", lambda: inner.broadcast(x, key, source).wait(exposed=False))
 
     def restore(self, key: str, places: Tensor) -> None:
         """See `Feedback`."""

@@ -7,6 +7,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from paceline.comm.workspace import Workspace
+
+
+def moving(number: int, name: str = "") -> str:
+    """The name of memory that gradients leave through, and after an update parameters come through."""
+    return f"{name}moving.{number}"
+
 
 class Blocks:
     """Pieces of memory: a few stay, each as large as the largest bucket of its dtype.
@@ -17,10 +24,20 @@ class Blocks:
         sizes: values of the largest bucket, by dtype.
         device: where the memory lies.
         num_kept: how many of a dtype stay.
+        workspace: from which these are, as `moving` names them; others may use them between two steps.
+        name: tells them from those of others that are used meanwhile.
     """
 
-    def __init__(self, sizes: Mapping[torch.dtype, int], device: torch.device, num_kept: int) -> None:
+    def __init__(
+        self,
+        sizes: Mapping[torch.dtype, int],
+        device: torch.device,
+        num_kept: int,
+        workspace: Workspace,
+        name: str,
+    ) -> None:
         self._sizes, self._device, self._num_kept = sizes, device, num_kept
+        self._workspace, self._name = workspace, name
         self.memory: dict[int, Tensor] = {}
         self._kept: dict[int, torch.dtype] = {}
         self._free: list[int] = []
@@ -33,11 +50,12 @@ class Blocks:
                 self._free.remove(number)
                 return number
         number, self._next = self._next, self._next + 1
-        stays = [*self._kept.values()].count(dtype) < self._num_kept
-        if stays:
-            self._kept[number] = dtype
-        size = self._sizes[dtype] if stays else num_values
-        self.memory[number] = torch.empty(size, dtype=dtype, device=self._device)
+        place = [*self._kept.values()].count(dtype)
+        if place < self._num_kept:
+            self._kept[number], size = dtype, (self._sizes[dtype],)
+            self.memory[number] = self._workspace.take(moving(place, self._name), size, dtype, self._device)
+        else:
+            self.memory[number] = torch.empty(num_values, dtype=dtype, device=self._device)
         return number
 
     def give(self, number: int) -> bool:

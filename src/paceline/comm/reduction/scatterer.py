@@ -116,7 +116,7 @@ class Scatterer:
         by_size = sorted(self._buckets, key=lambda bucket: bucket.shape.flat.numel())
         sizes = {bucket.total.dtype: bucket.shape.flat.numel() for bucket in by_size}
         kept = _BLOCKS if self._ways.pace is None else 0  # where there are more, each is as large as needed
-        return Blocks(sizes, self._buckets[0].total.device, kept)
+        return Blocks(sizes, self._buckets[0].total.device, kept, self._ways.memory, self._name)
 
     def begin(self, num_micro_batches: int | None = None) -> None:
         """Open a step."""

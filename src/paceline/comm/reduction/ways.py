@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from paceline.comm.collectives import Collective
 from paceline.comm.net import Net
 from paceline.comm.reduction.pace import Pace
+from paceline.comm.workspace import Workspace
 from paceline.mesh import Group
 
 
@@ -22,6 +23,7 @@ class Ways:
             waits for no other scatters there. One that has run all its micro-batches gathers before it
             scatters zeros, and one without a gradient here gathers the next parameters before it scatters
             the bucket. None: a rank may wait for any scatter.
+        memory: of buckets that stay; see `Blocks`.
     """
 
     shard: Collective
@@ -29,3 +31,4 @@ class Ways:
     group: Group
     net: Net
     pace: Pace | None = None
+    memory: Workspace = field(default_factory=Workspace)

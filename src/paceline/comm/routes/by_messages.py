@@ -70,9 +70,9 @@ class MessageCollective:
             "reduce_scatter", rows, rows[0].numel(), lambda mail: self._hops.reduce_scatter(mail, rows)
         )
 
-    def all_gather(self, x: Tensor, key: str) -> Handle:
+    def all_gather(self, x: Tensor, key: str, out: Tensor | None = None) -> Handle:
         """See `Collective`."""
-        rows = x.new_empty(self.group.size, *x.shape)
+        rows = x.new_empty(self.group.size, *x.shape) if out is None else out
         rows[self.group.rank] = x
         return self._submit("all_gather", rows, x.numel(), lambda mail: self._hops.all_gather(mail, rows))
 

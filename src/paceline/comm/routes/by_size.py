@@ -47,9 +47,9 @@ class BySize:
         """See `Collective`."""
         return self._path("reduce_scatter", x).reduce_scatter(x, key)
 
-    def all_gather(self, x: Tensor, key: str) -> Handle:
+    def all_gather(self, x: Tensor, key: str, out: Tensor | None = None) -> Handle:
         """See `Collective`."""
-        return self._path("all_gather", x).all_gather(x, key)
+        return self._path("all_gather", x).all_gather(x, key, out)
 
     def broadcast(self, x: Tensor, key: str, source: int = 0) -> Handle:
         """See `Collective`."""

@@ -86,7 +86,7 @@ class HierarchicalCollective:
 
         return self._line.submit("reduce_scatter", rest).then(lambda row: row.view(-1))
 
-    def all_gather(self, x: Tensor, key: str) -> Handle:
+    def all_gather(self, x: Tensor, key: str, out: Tensor | None = None) -> Handle:
         """See `Collective`; between nodes first, so that a value crosses the slow link once a node."""
         homes = torch.tensor(self.levels.order, device=x.device)
 
@@ -96,7 +96,7 @@ class HierarchicalCollective:
 
         def place(gathered: Handle) -> Tensor:
             found = gathered.wait().view(self.group.size, *x.shape)  # [L N, n], by `order`
-            return torch.empty_like(found).index_copy_(0, homes, found)
+            return (torch.empty_like(found) if out is None else out).index_copy_(0, homes, found)
 
         return self._line.submit("all_gather", rest).then(place)
 

@@ -33,9 +33,11 @@ class NativeCollective:
         """See `Collective`."""
         return self.net.reduce_scatter(x, self.group).then(lambda row: row.view(-1))
 
-    def all_gather(self, x: Tensor, key: str) -> Handle:
+    def all_gather(self, x: Tensor, key: str, out: Tensor | None = None) -> Handle:
         """See `Collective`."""
-        return self.net.all_gather(x, self.group, equal=True).then(torch.stack)
+        if out is None:
+            return self.net.all_gather(x, self.group, equal=True).then(torch.stack)
+        return self.net.gather_rows(x, out, self.group)
 
     def broadcast(self, x: Tensor, key: str, source: int = 0) -> Handle:
         """See `Collective`."""

@@ -85,13 +85,13 @@ class SharedMemoryCollective:
         calls = [("reduce_scatter", self.group, x.numel() * x.element_size())]
         return self._launch(calls, key, add, lambda: rows[place])
 
-    def all_gather(self, x: Tensor, key: str) -> Handle:
+    def all_gather(self, x: Tensor, key: str, out: Tensor | None = None) -> Handle:
         """See `Collective`; every rank copies the others' values from where they lie."""
         parts = self._parts_of(x, key)
         mine = parts[self.group.rank]
         if x.data_ptr() != mine.data_ptr():
             mine.copy_(x.reshape(-1))
-        rows = torch.empty(self.group.size, x.numel(), dtype=x.dtype)
+        rows = torch.empty(self.group.size, x.numel(), dtype=x.dtype) if out is None else out
 
         def collect() -> None:
             for row, part in zip(rows, parts, strict=True):

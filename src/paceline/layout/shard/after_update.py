@@ -5,19 +5,22 @@ Source: Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5.1 (optimizer 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from paceline.comm import Collective
+from paceline.comm import Collective, Handle
 from paceline.comm.reduction import PartBuffer
+from paceline.comm.reduction.blocks import moving
 from paceline.comm.reduction.part_buffer import bytes_in_turn, plan_buckets
 from paceline.comm.routes import SharedMemoryCollective
+from paceline.comm.workspace import Workspace
 from paceline.layout.holding import Holding
 
-_GROUP_BYTES = 2**26  # a buffer is there only while it is filled and read
+_UNDER_WAY = 2
 _READ_BYTES = 2**24  # ranks meet for each, and its buffer stays
 
 
@@ -27,24 +30,41 @@ class GatherAfterUpdate:
     Args:
         holding: whose updated parts share memory with what they are parts of.
         collective: over the shard group; exact.
-    Wire: (S-1)/S n bytes, in an all_gather for every 64 MiB of each dtype.
+        bucket_bytes: of parameters that go together; see `bytes_in_turn`.
+        memory: of what is under way, two buckets at a time; others may use it between calls.
+    Wire: (S-1)/S n bytes, in an all_gather for each bucket. A call allocates nothing, but what the backend
+        takes for itself.
     """
 
-    def __init__(self, holding: Holding, collective: Collective) -> None:
-        self._collective = collective
-        self._tensors, self._parts = holding.computes, holding.parts
-        self._groups = plan_buckets(self._tensors, _GROUP_BYTES)
+    def __init__(
+        self, holding: Holding, collective: Collective, bucket_bytes: int, memory: Workspace
+    ) -> None:
+        self._collective, self._memory = collective, memory
+        self._tensors, self._device = holding.computes, holding.device
+        self._shapes = _shapes(holding, bytes_in_turn(self._tensors.values(), bucket_bytes))
+        self._room = {dtype: shape.flat.numel() for dtype, shape in _widest(self._shapes).items()}
 
     def __call__(self) -> None:
-        """Fill in this rank's parts, and read everybody's."""
-        place = self._collective.group.rank
-        for number, slots in enumerate(self._groups):
-            buffer = PartBuffer(slots, self._tensors, self._parts, _zeros)
-            buffer.write_row(place, self._tensors)
-            rows = self._collective.all_gather(buffer.rows[place], f"parameters.{number}").wait()
-            buffer.rows.copy_(rows)
-            for slot in buffer.slots:
-                buffer.read(slot, self._tensors[slot].data)
+        """Send this rank's parts, and read everybody's."""
+        arriving: deque[tuple[PartBuffer, Handle]] = deque()
+        for number, shape in enumerate(self._shapes):
+            if len(arriving) == _UNDER_WAY:
+                self._read(*arriving.popleft())
+            arriving.append((shape, self._start(number % _UNDER_WAY, shape)))
+        for one in arriving:
+            self._read(*one)
+
+    def _start(self, turn: int, shape: PartBuffer) -> Handle:
+        place, room = self._collective.group.rank, self._room[shape.rows.dtype]
+        name, size, dtype = moving(turn), shape.rows.shape, shape.rows.dtype
+        rows = self._memory.take(name, size, dtype, self._device, room=room)
+        shape.write_row(place, self._tensors, rows[place])
+        return self._collective.all_gather(rows[place], f"parameters.{shape.rows.dtype}.{turn}", rows)
+
+    def _read(self, shape: PartBuffer, arriving: Handle) -> None:
+        for row, part in enumerate(arriving.wait()):
+            if row != self._collective.group.rank:
+                shape.read_row(row, part, self._tensors)
 
 
 class ReadAfterUpdate:
@@ -58,13 +78,8 @@ class ReadAfterUpdate:
 
     def __init__(self, holding: Holding, memory: SharedMemoryCollective) -> None:
         self._memory, self._tensors = memory, holding.computes
-        together = bytes_in_turn(self._tensors.values(), _READ_BYTES)
-        self._shapes = [
-            PartBuffer(slots, self._tensors, holding.parts, _without_memory)
-            for slots in plan_buckets(self._tensors, together)
-        ]
-        by_width = sorted(self._shapes, key=lambda shape: shape.rows.shape[1])
-        widest = {shape.rows.dtype: shape for shape in by_width}
+        self._shapes = _shapes(holding, bytes_in_turn(self._tensors.values(), _READ_BYTES))
+        widest = _widest(self._shapes)
         self._own = {dtype: memory.buffer(*_size(shape), _key(dtype)) for dtype, shape in widest.items()}
 
     def __call__(self) -> None:
@@ -83,6 +98,19 @@ class ReadAfterUpdate:
                 shape.read_row(row, part[:width], self._tensors)
 
 
+def _shapes(holding: Holding, together: int) -> list[PartBuffer]:
+    """Where parts lie in what goes together."""
+    return [
+        PartBuffer(slots, holding.computes, holding.parts, _without_memory)
+        for slots in plan_buckets(holding.computes, together)
+    ]
+
+
+def _widest(shapes: Iterable[PartBuffer]) -> dict[torch.dtype, PartBuffer]:
+    by_width = sorted(shapes, key=lambda shape: shape.rows.shape[1])
+    return {shape.rows.dtype: shape for shape in by_width}
+
+
 def _key(dtype: torch.dtype) -> str:
     return f"parameters.{dtype}"
 
@@ -94,7 +122,3 @@ def _size(shape: PartBuffer) -> tuple[int, Tensor]:
 
 def _without_memory(num_values: int, like: Tensor) -> Tensor:
     return like.new_empty(num_values, device="meta")
-
-
-def _zeros(num_values: int, like: Tensor) -> Tensor:
-    return like.new_zeros(num_values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from paceline.comm import Collective, Handle
 from paceline.comm.reduction import PartBuffer
 from paceline.comm.reduction.part_buffer import Parts, plan_buckets
 from paceline.comm.reduction.reducer import drain
+from paceline.comm.workspace import Workspace
 from paceline.slot import Slot
 
 
@@ -25,6 +27,7 @@ class Block:
         collective: over the shard group; exact.
         name: of its buffers.
         away: the class of a parameter that has no memory.
+        memory: where gathers arrive, of which one is under way at a time; None: each has memory of its own.
     """
 
     def __init__(
@@ -35,9 +38,10 @@ class Block:
         collective: Collective,
         name: str,
         away: type[nn.Parameter],
+        memory: Workspace | None = None,
     ) -> None:
         self.tensors, self._updates, self._parts = tensors, updates, parts
-        self._collective, self._name = collective, name
+        self._collective, self._name, self._memory = collective, name, memory
         self._groups: Sequence[Sequence[Slot]] = plan_buckets(tensors, 2**62)
         self._away, self._kinds = away, {slot: type(p) for slot, p in tensors.items()}
         self.is_here, self.stays = True, False
@@ -46,6 +50,12 @@ class Block:
         for p in tensors.values():
             if p.untyped_storage().size():
                 p.data = torch.empty_like(p).copy_(p.detach())  # memory of its own, that can be given back
+
+    def _rows(self, number: int, num_values: int, like: Tensor) -> Tensor:
+        """What arrives, by rank; beyond the parts it may be anything."""
+        if self._memory is None:
+            return like.new_empty(num_values)
+        return self._memory.take(f"gathered.{number}", (num_values,), like.dtype, like.device)
 
     @property
     def num_bytes(self) -> int:
@@ -59,9 +69,9 @@ class Block:
         place = self._collective.group.rank
         with torch.no_grad():
             for number, slots in enumerate(self._groups):
-                buffer = PartBuffer(slots, self.tensors, self._parts, _zeros)
+                buffer = PartBuffer(slots, self.tensors, self._parts, partial(self._rows, number))
                 buffer.write_row(place, self._updates)
-                rows = self._collective.all_gather(buffer.rows[place], f"{self._name}.{number}")
+                rows = self._collective.all_gather(buffer.rows[place], f"{self._name}.{number}", buffer.rows)
                 self._arriving.append((buffer, rows))
 
     def gather(self) -> None:
@@ -71,7 +81,7 @@ class Block:
         self.start()
         with torch.no_grad():
             for buffer, rows in self._arriving:
-                buffer.rows.copy_(rows.wait())
+                rows.wait()
                 for slot in buffer.slots:
                     p = self.tensors[slot]
                     p.__class__ = self._kinds[slot]
@@ -109,7 +119,3 @@ class Block:
     def is_done(self) -> bool:
         """Whether it may go once another block computes: all its gradients are there."""
         return self.is_here and self._waited_for == set() and not self.stays
-
-
-def _zeros(num_values: int, like: Tensor) -> Tensor:
-    return like.new_zeros(num_values)

@@ -25,6 +25,7 @@ from torch import nn
 from paceline.comm import Collective, Net
 from paceline.comm.reduction import Pace, behind_bytes
 from paceline.comm.reduction.part_buffer import Parts
+from paceline.comm.workspace import Workspace
 from paceline.errors import TaskError
 from paceline.layout.shard.away import away_class
 from paceline.layout.shard.block import Block
@@ -64,14 +65,14 @@ class GatherOnUse:
         self._blocks: list[Block] = []
         self._home: dict[int, tuple[str, int]] = {}
         away = away_class(self._use_elsewhere)
-        left = dict(computes)
+        left, memory = dict(computes), Workspace()
         for block in blocks:
             inside = set(block.parameters())
             own = {slot: p for slot, p in left.items() if p in inside}
             if own:
                 left = {slot: p for slot, p in left.items() if slot not in own}
                 name = f"block {len(self._blocks)}"
-                self._add(block, Block(own, updates, parts, collective, name, away))
+                self._add(block, Block(own, updates, parts, collective, name, away, memory))
         self._rest = Block(left, updates, parts, collective, "rest", away) if left else None
         self._home |= {id(p): (slot.name, len(self._blocks)) for slot, p in left.items()}
         self.pace = self._make_pace() if self._blocks else None

@@ -70,6 +70,10 @@ class CollectiveContract(ABC):
         def run(cluster: Cluster) -> Tensor:
             path, group = self.start(cluster)
             found: Tensor = path.all_gather(_values(13, group.rank), "gathered").wait()
+            out = torch.zeros(group.size, 13)
+            out[group.rank] = found[group.rank]
+            assert path.all_gather(out[group.rank], "in place", out).wait().data_ptr() == out.data_ptr()
+            assert torch.equal(out, found)
             return found
 
         for world in self.worlds:

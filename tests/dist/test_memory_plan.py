@@ -81,7 +81,17 @@ FOUR = [
     case("replicas=1 pipeline=2 context=2", "ring", shards=2),
     case("replicas=1 pipeline=2 context=2", "ring", memory={"recompute": "blocks"}, shards=2),
 ]
-
+SPREAD = [
+    case("replicas=2 shard=2 zero=1 sync=local:1", "chain"),
+    case("replicas=2 shard=2 zero=1", "chain"),
+    case("replicas=2 shard=2 zero=2 sync=diloco:1"),
+    case("replicas=2 shard=2 zero=3 sync=diloco:1", "chain"),
+    case("replicas=2 shard=2 zero=3 sync=local:1"),
+    case("replicas=2 tensor=2 sync=diloco:1", "chain", shards=2),
+    case("replicas=2 pipeline=2 sync=diloco:1"),
+    case("replicas=2 pipeline=2 sync=local:1", "chain"),
+    case("replicas=2 context=2 sync=diloco:1", "ring", shards=2),
+]
 
 FEW = {
     "gpt replicas=2 sync=local:1 adamw auto 4",
@@ -122,6 +132,12 @@ def test_every_configuration_allocates_what_was_planned() -> None:
 @pytest.mark.capability("L3")
 def test_positions_that_are_split_beside_other_cuts_allocate_what_was_planned() -> None:
     require_close(FOUR, 4, run_ranks(allocated, 4, FOUR))
+
+
+@pytest.mark.soak
+@pytest.mark.capability("L3", "I6")
+def test_replicas_of_several_ranks_that_train_alone_allocate_what_was_planned() -> None:
+    require_close(SPREAD, 4, run_ranks(allocated, 4, SPREAD))
 
 
 CODED = [

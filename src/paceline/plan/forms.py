@@ -76,7 +76,16 @@ def sums_of(
         return _scattered(recipe, sizes, shared, late, apart=apart)
     if not is_cut:
         return Sums(sizes.computes + shared)
-    most = max(len(split(shards, sharers, rank)) for rank in range(sharers))
+    alone = sharers == strategy.shard  # else the own row is summed over replicas, in a buffer of its own
+    apart = strategy.is_coded or (common and alone)
+    return _scattered_once(recipe, sizes, shared, shards, apart=apart)
+
+
+def _scattered_once(recipe: Recipe, sizes: Sizes, shared: int, shards: int, *, apart: bool) -> Sums:
+    """Where whole gradients stay until a step ends; see `sums_of`."""
+    strategy = recipe.strategy
+    runners = strategy.shard * strategy.degrees["replica"]
+    most = max(len(split(shards, runners, rank)) for rank in range(runners))
     own = 0 if apart else sizes.updates
     return Sums(sizes.computes + shared, own, 1, waiting=[1] * (most - 1) + [0])
 

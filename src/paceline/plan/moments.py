@@ -147,10 +147,13 @@ def first_step(sums: Sums) -> Sums:
     return replace(sums, leaves=False)
 
 
-def in_agreement(still: Parts, sums: Sums, taken: int) -> Parts:
+def in_agreement(still: Parts, sums: Sums, work: Work, taken: int) -> Parts:
     """Between two rounds of replicas that train alone.
 
     Args:
+        work: whose last messages inside a replica a backend may not have let go of.
         taken: what they take for themselves.
     """
-    return replace(still, gradients=sums.stays + sums.own, activations=taken)
+    late = max(one.passed for one in work.footprints)
+    grads = sums.stays + sums.own
+    return replace(still, gradients=grads, activations=taken, wire=still.wire + late)

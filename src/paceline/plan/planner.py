@@ -135,7 +135,7 @@ class Planner:
             parts = in_update(replace(still, gathered=0), sums, taken, arriving)
             found["update"] = replace(parts, gradients=parts.gradients + rule.at_update)
         if rule.agreement:
-            found["agreement"] = in_agreement(still, sums, rule.agreement)
+            found["agreement"] = in_agreement(still, sums, work, rule.agreement)
         if work.evaluation:
             found["evaluation"] = replace(stays, activations=work.evaluation)
         layers = layer_rows(self._names, place.held, work.footprints, self._item_bytes, update.kept)

@@ -24,6 +24,7 @@ from torch import Tensor
 from paceline.comm import Reduction, Tally
 from paceline.data import Feed
 from paceline.layout import Placed
+from paceline.layout.sizes import bytes_of
 from paceline.observe import Stats
 from paceline.slot import Index, Keeper, Piece, Slot
 from paceline.sync.alone import Alone, Stretch, Take
@@ -99,17 +100,18 @@ class LocalRounds(Keeper):
 
 
 def memory(asked: Asked) -> RuleMemory:
-    """Where a round began, momentum of the outer optimizer, and buckets of movements.
+    """Where a round began, momentum of the outer optimizer, and buckets of movements, of what a rank updates.
 
     Movements are made tensor by tensor.
     """
-    sizes, strategy = asked.sizes, asked.recipe.strategy
-    momentum = sizes.computes if strategy.rule.word == "diloco" and asked.recipe.outer.momentum else 0
+    own, strategy = asked.sizes.updates, asked.recipe.strategy
+    parts = [one.updates for one in asked.held.values() if one.updates is not None]
+    momentum = own if strategy.rule.word == "diloco" and asked.recipe.outer.momentum else 0
     return RuleMemory(
-        state=sizes.computes + momentum,
+        state=own + momentum,
         saved=momentum,
-        wire=sizes.computes if strategy.degrees["replica"] > 1 else 0,
-        agreement=2 * sizes.largest,
+        wire=own if strategy.degrees["replica"] > 1 else 0,
+        agreement=2 * max((bytes_of(part, asked.item_bytes) for part in parts), default=0),
     )
 
 

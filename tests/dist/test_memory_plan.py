@@ -150,12 +150,15 @@ CODED = [
     case("replicas=1 shard=2 zero=3 codec=topk:0.01", "chain", shards=2),
     case("replicas=1 shard=2 zero=2 codec=lossless"),
     case("replicas=1 context=2 codec=int8", shards=1),
+    case("replicas=2 codec=lowrank:2"),
+    case("replicas=1 shard=2 zero=1 codec=lowrank:4", "chain", shards=2),
 ]
 CODED_INSIDE = [
     case("replicas=2 pipeline=2 codec=int8", "chain"),
     case("replicas=2 shard=2 zero=3 codec=sign"),
     case("replicas=2 shard=2 zero=2 codec=lossless"),
     case("replicas=2 tensor=2 codec=topk:0.01"),
+    case("replicas=2 shard=2 zero=2 codec=lowrank:2"),
 ]
 
 

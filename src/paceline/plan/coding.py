@@ -1,34 +1,45 @@
 """What coding takes, from sums of small buffers.
 
 A codec works on rows of values, each alone, so what it takes is a line over their number from some size on.
-Two sizes give that line.
+Two sizes give that line. Where it depends on the shapes of tensors, the word of the codec names a form.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from paceline.comm import Handle, Net
+from paceline.comm.codecs.low_rank import Matrix
 from paceline.comm.collectives import Coded, HeldBytes
 from paceline.comm.line import PLACES
-from paceline.comm.reduction.part_buffer import bytes_in_turn, plan_buckets
+from paceline.comm.reduction.part_buffer import PartBuffer, bytes_in_turn, plan_buckets
 from paceline.errors import StrategyError
 from paceline.layout.placement import Held
-from paceline.layout.sizes import bytes_of
 from paceline.mesh import Group
-from paceline.plan.forms import FP32_BYTES
 from paceline.plan.ranks import SendsNothing, setting_of
 from paceline.recipe import Recipe
+from paceline.recipe.specs import imported
+from paceline.slot import Slot
 from paceline.training.codecs import code
 
 _FEW, _MORE = 1 << 18, 1 << 19  # values; coding goes in stretches of 65,536
 _STEPS = 3  # until losses have the memory of the step before the last
 _TURNS = 2  # buckets that are under way at a time, where gradients leave with every micro-batch
 
+_TYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+
 _Run = Callable[[Coded, Tensor, str], Handle]
+
+
+class _Buffer(NamedTuple):
+    """What is coded at a time: how many values, and where matrices lie in them."""
+
+    num_values: int
+    matrices: Sequence[Matrix]
 
 
 def coding_bytes(
@@ -52,48 +63,59 @@ def coding_bytes(
     mesh = setting_of(recipe, processes, 0).mesh
     shard, rest = mesh.axes["shard"], mesh.over(("replica", "context"))
     often = strategy.zero > 1 and strategy.form.exact
-    buckets = [size // FP32_BYTES for size in _buckets(recipe, [*held.values()], item_bytes, often=often)]
+    buffers = _buffers(recipe, [*held.values()], item_bytes, often=often)
+    whole = [_Buffer(one.flat.numel(), one.matrices(None)) for one in buffers]
     if shard.size == 1:
-        return _taken(recipe, _sum, rest, buckets, sum(buckets))
-    scattered = _TURNS * max(buckets) if often and waits else sum(buckets)  # sums take each other's memory
-    rows = [-(-size // shard.size) for size in buckets]
-    return _taken(recipe, _scatter, shard, buckets, scattered) + _taken(recipe, _sum, rest, rows, sum(rows))
+        return _taken(recipe, _sum, rest, whole, _values(whole))
+    scattered = _TURNS * max(one.num_values for one in whole) if often and waits else _values(whole)
+    rows = [_Buffer(one.rows.shape[1], one.matrices(0)) for one in buffers]
+    return _taken(recipe, _scatter, shard, whole, scattered) + _taken(recipe, _sum, rest, rows, _values(rows))
 
 
-def _buckets(
+def _values(buffers: Sequence[_Buffer]) -> int:
+    return sum(one.num_values for one in buffers)
+
+
+def _buffers(
     recipe: Recipe, held: Sequence[Held], item_bytes: Mapping[str, int], *, often: bool
-) -> list[int]:
-    """Bytes of each, in the order of their launch."""
-    most, sizes = (
-        recipe.runtime.bucket_bytes,
-        {one.computes: bytes_of(one.computes, item_bytes) for one in held},
-    )
-    together: dict[object, list[Held]] = {}
+) -> list[PartBuffer]:
+    """Of all buckets, in the order of their launch; they have no memory."""
+    most, together = recipe.runtime.bucket_bytes, dict[object, list[Held]]()
     for one in held:
         alike = one.sums, one.holders, tuple(sorted(one.computes.axes)), one.chunk if often else 0
         together.setdefault(alike, []).append(one)
     found = []
     for members in together.values():
-        tensors = {
-            one.computes: torch.empty(sizes[one.computes], dtype=torch.uint8, device="meta")
-            for one in members
-        }
+        tensors = {one.computes: _like(one.computes, item_bytes) for one in members}
+        parts = {one.computes: one.parts for one in members}
         turn = bytes_in_turn(tensors.values(), most) if often else most
-        found += [sum(sizes[slot] for slot in slots) for slots in plan_buckets(tensors, turn)]
+        for slots in plan_buckets(tensors, turn):
+            found.append(PartBuffer(slots, tensors, parts, _without_memory))
     return found
 
 
-def _taken(recipe: Recipe, run: _Run, group: Group, buckets: Sequence[int], kept: int) -> int:
+def _like(slot: Slot, item_bytes: Mapping[str, int]) -> Tensor:
+    return torch.empty(slot.sizes, dtype=_TYPES[item_bytes[slot.name]], device="meta")
+
+
+def _without_memory(num_values: int, like: Tensor) -> Tensor:
+    return like.new_empty(num_values)
+
+
+def _taken(recipe: Recipe, run: _Run, group: Group, buffers: Sequence[_Buffer], kept: int) -> int:
     """Bytes of one coder.
 
     Args:
         run: what it does with a buffer.
-        buckets: values of each.
         kept: values of all of which it keeps something.
     """
-    if group.size == 1 or not buckets:
+    if group.size == 1 or not buffers:
         return 0
-    turns = _largest_by_turn(buckets)
+    (spec, argument), *_ = recipe.strategy.links
+    if spec.keeps:
+        found: int = imported(spec.keeps)(buffers, argument, scatters=run is _scatter)
+        return found
+    turns = _largest_by_turn([one.num_values for one in buffers])
     largest = max(turns)
     few, more = (
         _held(recipe, run, group, [min(largest, most) * size // largest for size in turns])

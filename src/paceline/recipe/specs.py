@@ -1,8 +1,7 @@
 """What is known of a word before anything is built, of a strategy or an optimizer: torch-free descriptions.
 
-From them follow parsing, the support table, refusals, who guards and who saves, closed forms, and what
-constructs the piece. A word is described in one place (`words`), or in another package, as an entry point of
-the group `paceline.CHOICE` (such as `paceline.codec`): one file and one line of registration.
+From them follow parsing, support, refusals, who guards and saves, closed forms, and what builds the piece.
+A word is described in one place (`words`), or in another package, as an entry point of `paceline.CHOICE`.
 """
 
 from __future__ import annotations
@@ -92,9 +91,8 @@ Agrees = Literal["world", "replica", "nobody"]
 
 @dataclass(frozen=True, kw_only=True)
 class SyncSpec(Spec):
-    """When replicas agree. `build(setting, layout, state) -> Rule`.
-
-    A rule of a server is a policy (`paceline.sync.policy`): `training.rules.served` makes the rest.
+    """When replicas agree. `build(setting, layout, state) -> Rule`; of a server a policy
+    (`paceline.sync.policy`), of which `training.rules.served` makes the rest.
 
     Args:
         exact: whether the result is that of one process but for rounding.
@@ -141,6 +139,7 @@ class CodecSpec(Spec):
         after: it may stand behind another word: behind one that leaves "values", or behind any ("bytes").
         join: `join(earlier, this) -> Codec` of what stands behind another; a module and a name, as `build`.
         summed: `summed(path, argument, seed) -> Collective`, if parts are not coded and added up; as `build`.
+        keeps: `keeps(buffers, argument, scatters=) -> int`, bytes of that where shapes decide; as `build`.
     """
 
     choice = "codec"
@@ -150,6 +149,7 @@ class CodecSpec(Spec):
     after: Literal["", "values", "bytes"] = ""
     join: str = ""
     summed: str = ""
+    keeps: str = ""
 
     def goes_after(self, earlier: CodecSpec) -> bool:
         """Whether it may stand behind another."""

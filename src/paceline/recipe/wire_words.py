@@ -123,6 +123,7 @@ CODECS = (
         argument=integer(1, "2"),
         build="paceline.comm.codecs.low_rank:low_rank",
         summed="paceline.comm.collectives.low_rank:summed",
+        keeps="paceline.comm.codecs.low_rank:kept_bytes",
     ),
     CodecSpec(
         word="lossless",

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.comm.collectives import Collective, Feedback
+from paceline.comm.collectives.collective import Arriving
 from paceline.comm.handle import Handle
 from paceline.errors import CommunicationError
 from paceline.mesh import Group
@@ -92,9 +93,9 @@ class WatchedCollective:
         """See `Collective`."""
         return self._detector.watch(x, "all_reduce", self._inner.all_reduce(x, key))
 
-    def reduce_scatter(self, x: Tensor, key: str) -> Handle:
+    def reduce_scatter(self, x: Tensor, key: str, arriving: Arriving = None) -> Handle:
         """See `Collective`."""
-        return self._detector.watch(x, "reduce_scatter", self._inner.reduce_scatter(x, key))
+        return self._detector.watch(x, "reduce_scatter", self._inner.reduce_scatter(x, key, arriving))
 
     def all_gather(self, x: Tensor, key: str, out: Tensor | None = None) -> Handle:
         """See `Collective`."""

@@ -68,6 +68,16 @@ def exchange(process_group: Any, rank: int, x: Tensor, out: Tensor, tag: int = 0
     return Rows([*works, *(process_group.send([x[to]], to, _TAG - tag) for to in others)])
 
 
+def exchange_others(process_group: Any, rank: int, x: Tensor, out: Tensor) -> Rows:
+    """As `exchange` on the processor, without the own row: `out` has those of the others, in their order."""
+    size = len(x)
+    others = [(rank + step) % size for step in range(1, size)]
+    places = [out[other - (other > rank)] for other in others]
+    pairs = reversed([*zip(others, places, strict=True)])
+    works = [process_group.recv([place], source, _TAG) for source, place in pairs]
+    return Rows([*works, *(process_group.send([x[to]], to, _TAG) for to in others)])
+
+
 def gather(process_group: Any, rank: int, x: Tensor, out: Tensor) -> Any:
     """Fill row i of `out` [P, ...] with what rank i has in `x`.
 

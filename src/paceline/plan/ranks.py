@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from paceline.cluster import Cluster
 from paceline.comm import Collective, Handle, Net
+from paceline.comm.collectives.collective import Arriving
 from paceline.layout.holding import hold, without_values
 from paceline.layout.pipeline.stage import Cut
 from paceline.layout.placement import Held, Placement
@@ -74,7 +75,7 @@ class SendsNothing:
         self.exchanged += x.numel() * x.element_size()
         return Handle.ready(x)
 
-    def reduce_scatter(self, x: Tensor, key: str) -> Handle:
+    def reduce_scatter(self, x: Tensor, key: str, arriving: Arriving = None) -> Handle:
         self.exchanged += x.numel() * x.element_size()
         return Handle.ready(x[self.group.rank].clone())
 

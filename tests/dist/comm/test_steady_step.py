@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -16,14 +17,17 @@ from paceline.comm import CodedCollective, Collective, Handle, NativeCollective,
 from paceline.comm.codecs import Keys, sparse
 from paceline.comm.collectives import Coded, coded, low_rank
 from paceline.comm.line import Rounds, run_alone
+from paceline.comm.reduction import Scatterer, Ways
 from paceline.comm.routes import SharedMemoryCollective, by_messages, meet_on_host
 from paceline.comm.routes.by_messages import MessageCollective
 from paceline.comm.routes.recursive_doubling import RecursiveDoubling
 from paceline.comm.routes.ring import Ring
 from paceline.comm.routes.tree import Tree
 from paceline.comm.workspace import Workspace
+from paceline.layout.placement import Placement, Shard
 from paceline.mesh import Group, Mesh, twin_group
 from paceline.recipe import Recipe, Strategy
+from paceline.slot import Slot
 from paceline.testing.parity import session_of
 from paceline.testing.ranks import run_ranks
 from paceline.training import Session
@@ -175,6 +179,35 @@ def test_gathers_of_zero_over_several_hosts_allocate_nothing(zero: int) -> None:
     for found, other, grown in run_ranks(ranks, WORLD):
         assert other  # the count sees what a gather allocates
         assert not found and grown <= 1024
+
+
+@pytest.mark.capability("L4")
+def test_scatters_of_zero_2_over_several_hosts_allocate_nothing() -> None:
+    """By Gloo: buckets, and what arrives of others."""
+
+    def ranks(cluster: Cluster) -> tuple[list[int], float]:
+        mesh, net = Mesh.build(cluster, {"shard": WORLD}), Net(60.0)
+        shard, values = mesh.axes["shard"], [torch.zeros(2 + n, 512) for n in range(8)]
+        tensors = {Slot.whole(str(n), x): x for n, x in enumerate(values)}
+        held = Placement(tuple(tensors)).cut(Shard(WORLD, {})).at({"shard": shard.rank})
+        apart = NativeCollective(net, replace(twin_group(shard, "scatter"), name=shard.name))
+        ways = Ways(apart, NativeCollective(net, mesh.replica), shard, net)
+        one = Scatterer(tensors, {x.computes: x.parts for x in held.values()}, ways, 2**12)
+        grads = {slot: torch.full(slot.sizes, 1.0 + cluster.global_rank) for slot in tensors}
+        sums: list[float] = []
+
+        def step() -> None:
+            one.begin()
+            for _ in range(2):
+                for slot in reversed([*tensors]):
+                    one.ready(slot, grads[slot])
+            one.close()
+            sums[:] = [float(x.mean()) for x in one.finish().tensors.values() if x is not None]
+
+        return steadily(step), max(sums) - min(sums) + sums[0]
+
+    for found, total in run_ranks(ranks, WORLD):
+        assert total == 2 * (1 + 2) and not found
 
 
 def require_parts_of_all(session: Session) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from paceline.comm.codecs import Codec, Keys
 from paceline.comm.codecs.sparse import MOMENTUM, TopK, num_kept
-from paceline.comm.collectives.collective import Exchanging, HeldBytes
+from paceline.comm.collectives.collective import Arriving, Exchanging, HeldBytes
 from paceline.comm.collectives.lost import Losses
 from paceline.comm.handle import Handle
 from paceline.comm.kernels import load_kernels
@@ -77,7 +77,7 @@ class CodedCollective:
 
         return self._submit("all_to_all", x, rounds)
 
-    def reduce_scatter(self, x: Tensor, key: str) -> Handle:
+    def reduce_scatter(self, x: Tensor, key: str, arriving: Arriving = None) -> Handle:
         """See `Collective`; the sum is good until the next one of this buffer."""
         if x.numel() == 0:
             return Handle.ready(torch.empty_like(x[0]))

@@ -6,7 +6,7 @@ Invariant: what `wait` returns is equal on every rank that gets it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -15,6 +15,9 @@ from paceline.comm.codecs.low_rank import Matrix
 from paceline.comm.handle import Handle
 from paceline.comm.net import Net
 from paceline.mesh import Group
+
+Arriving = Callable[[], Tensor] | None
+"""Gives memory for what arrives; None: a collective takes its own."""
 
 
 class Feedback(Protocol):
@@ -61,10 +64,13 @@ class Collective(Protocol):
     def all_reduce(self, x: Tensor, key: str) -> Handle:
         """Sum `x` [n] over the group, in place; the handle returns it."""
 
-    def reduce_scatter(self, x: Tensor, key: str) -> Handle:
+    def reduce_scatter(self, x: Tensor, key: str, arriving: Arriving = None) -> Handle:
         """Sum `x` [P, n]; the handle returns row `group.rank` of the sum, [n].
 
         It may be that row of `x` itself, and is good until `x` changes or the next sum of `key`.
+
+        Args:
+            arriving: gives memory [P - 1, n] for what others send, where the route can use it.
         """
 
     def all_gather(self, x: Tensor, key: str, out: Tensor | None = None) -> Handle:

@@ -24,7 +24,7 @@ from paceline.comm.codecs.low_rank import (
     rest_of,
     worthwhile,
 )
-from paceline.comm.collectives.collective import Exchanging
+from paceline.comm.collectives.collective import Arriving, Exchanging
 from paceline.comm.collectives.lost import keep
 from paceline.comm.handle import Handle
 from paceline.comm.line import Line
@@ -91,7 +91,7 @@ class LowRankCollective:
         flat = x.view(-1)
         return self._line.submit("all_reduce", lambda: self._sum(flat, key, flat).view(x.shape))
 
-    def reduce_scatter(self, x: Tensor, key: str) -> Handle:
+    def reduce_scatter(self, x: Tensor, key: str, arriving: Arriving = None) -> Handle:
         """See `Collective`; the sum is good until the next one of this buffer."""
 
         def hops() -> Tensor:

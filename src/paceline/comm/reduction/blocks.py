@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from paceline.comm.collectives.collective import Arriving
 from paceline.comm.workspace import Workspace
 
 
@@ -57,6 +58,15 @@ class Blocks:
         else:
             self.memory[number] = torch.empty(num_values, dtype=dtype, device=self._device)
         return number
+
+    def arriving(self, rows: Tensor, turn: int) -> Arriving:
+        """Memory for what other ranks send of rows [P, n], where blocks stay; one of each turn is in use."""
+        if not self._num_kept:
+            return None
+        num_others, width = len(rows) - 1, rows.shape[1]
+        name, room = f"{self._name}arriving.{turn}", self._sizes[rows.dtype] // len(rows) * num_others
+        size, where = (num_others, width), self._device
+        return lambda: self._workspace.take(name, size, rows.dtype, where, room=room)
 
     def give(self, number: int) -> bool:
         """It may be taken again, if it stays; whether it does."""

@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
+from paceline.comm.collectives.collective import Arriving
 from paceline.comm.handle import Handle
 from paceline.comm.reduction.pace import most_behind
 from paceline.comm.reduction.reducer import drain
@@ -26,6 +27,7 @@ class Scatter(Generic[Bucket]):
         rows: of all ranks, in block number `block`.
         key: of its way; there is one scatter at a time on it.
         number: of scatters before it in the step.
+        arriving: see `Collective.reduce_scatter`.
     """
 
     bucket: Bucket
@@ -33,6 +35,7 @@ class Scatter(Generic[Bucket]):
     rows: Tensor
     key: str
     number: int
+    arriving: Arriving = None
     handle: Handle | None = None
 
 
@@ -94,7 +97,7 @@ class Launches(Generic[Bucket]):
         return not is_full and all(one.key != scatter.key for one in self._under_way)
 
     def _launch(self, scatter: Scatter[Bucket]) -> None:
-        scatter.handle = self._ways.shard.reduce_scatter(scatter.rows, scatter.key)
+        scatter.handle = self._ways.shard.reduce_scatter(scatter.rows, scatter.key, scatter.arriving)
         self._under_way.append(scatter)
         if self._launched is not None:
             self._launched.here = scatter.number + 1

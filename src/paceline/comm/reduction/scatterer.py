@@ -222,7 +222,8 @@ class Scatterer:
         self._num_added, self._next = number + 1, (self._next + 1) % len(self._buckets)
         if self._next == 0:
             self._rounds, self._has_begun = self._rounds + 1, False
-        self._launches.add(Scatter(bucket, block, buffer.rows, key, number))
+        arriving = self._blocks.arriving(buffer.rows, number % UNDER_WAY)
+        self._launches.add(Scatter(bucket, block, buffer.rows, key, number, arriving))
 
     def _came(self, scatter: Scatter[_Bucket], row: Tensor) -> None:
         """Add what a scatter brings."""

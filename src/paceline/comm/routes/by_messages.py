@@ -13,6 +13,7 @@ from copy import copy
 import torch
 from torch import Tensor
 
+from paceline.comm.collectives.collective import Arriving
 from paceline.comm.handle import Handle
 from paceline.comm.line import Line
 from paceline.comm.net import Net
@@ -61,7 +62,7 @@ class MessageCollective:
             lambda total: x if total.data_ptr() == x.data_ptr() else x.copy_(total.view(x.shape))
         )
 
-    def reduce_scatter(self, x: Tensor, key: str) -> Handle:
+    def reduce_scatter(self, x: Tensor, key: str, arriving: Arriving = None) -> Handle:
         """See `Collective`."""
         rows = x.clone(memory_format=torch.contiguous_format)
         if self.group.size == 1 or rows.numel() == 0:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from paceline.comm.collectives import Collective
+from paceline.comm.collectives.collective import Arriving
 from paceline.comm.handle import Handle
 from paceline.comm.routes.forecast import Choice
 from paceline.mesh import Group
@@ -43,9 +44,9 @@ class BySize:
         """See `Collective`."""
         return self._path("all_reduce", x).all_reduce(x, key)
 
-    def reduce_scatter(self, x: Tensor, key: str) -> Handle:
+    def reduce_scatter(self, x: Tensor, key: str, arriving: Arriving = None) -> Handle:
         """See `Collective`."""
-        return self._path("reduce_scatter", x).reduce_scatter(x, key)
+        return self._path("reduce_scatter", x).reduce_scatter(x, key, arriving)
 
     def all_gather(self, x: Tensor, key: str, out: Tensor | None = None) -> Handle:
         """See `Collective`."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from paceline.comm.codecs.low_rank import Matrix
 from paceline.comm.collectives import Collective, Feedback, in_parts
+from paceline.comm.collectives.collective import Arriving
 from paceline.comm.handle import Handle
 from paceline.comm.line import Line
 from paceline.comm.net import Net
@@ -71,7 +72,7 @@ class HierarchicalCollective:
         last = self._line.submit("all_reduce", rest)
         return last.then(lambda gathered: _join(gathered.wait(), x))
 
-    def reduce_scatter(self, x: Tensor, key: str) -> Handle:
+    def reduce_scatter(self, x: Tensor, key: str, arriving: Arriving = None) -> Handle:
         """See `Collective`."""
         self._note(key, by_rows=True)
         inside, between = self.levels.scatter, self.levels.between

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from paceline.comm.collectives.collective import Arriving
 from paceline.comm.handle import Handle
 from paceline.comm.net import Net
+from paceline.comm.scatter_rows import scatter_rows
 from paceline.mesh import Group
 
 
@@ -29,9 +31,12 @@ class NativeCollective:
         """See `Collective`."""
         return self.net.all_reduce(x, self.group)
 
-    def reduce_scatter(self, x: Tensor, key: str) -> Handle:
+    def reduce_scatter(self, x: Tensor, key: str, arriving: Arriving = None) -> Handle:
         """See `Collective`."""
-        return self.net.reduce_scatter(x, self.group).then(lambda row: row.view(-1))
+        halves = x.dtype in (torch.float16, torch.bfloat16)  # whose sums of three would be rounded twice
+        if arriving is None or x.device.type != "cpu" or halves or x.is_complex() or self.group.size == 1:
+            return self.net.reduce_scatter(x, self.group).then(lambda row: row.view(-1))
+        return scatter_rows(self.net, x, arriving(), self.group)
 
     def all_gather(self, x: Tensor, key: str, out: Tensor | None = None) -> Handle:
         """See `Collective`."""

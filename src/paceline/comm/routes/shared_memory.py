@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from paceline.comm.collectives.collective import Arriving
 from paceline.comm.handle import Handle
 from paceline.comm.net import Net
 from paceline.comm.routes.host_links import HostLinks, Signal
@@ -71,7 +72,7 @@ class SharedMemoryCollective:
         calls = [("all_reduce", self.group, x.numel() * x.element_size())]
         return self._launch(calls, key, add, lambda: x if in_place else x.copy_(mine.view_as(x)))
 
-    def reduce_scatter(self, x: Tensor, key: str) -> Handle:
+    def reduce_scatter(self, x: Tensor, key: str, arriving: Arriving = None) -> Handle:
         """See `Collective`; the result lies in this rank's buffer, whose own row nobody else reads."""
         parts, place = self._parts_of(x, key), self.group.rank
         if x.data_ptr() != parts[place].data_ptr():

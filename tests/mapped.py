@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,10 +16,16 @@ from paceline.comm.routes.shared_memory import SharedMemoryCollective
 
 
 class Mapped:
-    """Counts what is mapped here of memory that other ranks of the host have, too, and that is theirs."""
+    """Counts what is mapped here of memory that other ranks of the host have, too, and that is theirs.
+
+    Attributes:
+        num_bytes: now.
+        noted: when they changed (nanoseconds), and by how much.
+    """
 
     def __init__(self) -> None:
         self.num_bytes = 0
+        self.noted: list[tuple[int, int]] = []
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -30,16 +38,30 @@ class Mapped:
         """Each of the ranks has a share of all."""
 
         def call(collective: SharedMemoryCollective, *args: Any) -> list[Tensor]:
+            begin = time.time_ns()
             found, size = plain(collective, *args), collective.group.size
-            self.num_bytes += (size - 1) * sum(t.nbytes for t in found) // size
+            self._count(begin, found[0], (size - 1) * sum(t.nbytes for t in found) // size)
             return found
 
         return call
 
     def _of_one(self, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def call(*args: Any) -> Tensor:
+            begin = time.time_ns()
             found = plain(*args)
-            self.num_bytes += found.nbytes
+            self._count(begin, found, found.nbytes)
             return found
 
         return call
+
+    def _count(self, at: int, mapped: Tensor, num_bytes: int) -> None:
+        """Until it is mapped no more, as where a larger one takes its place; the first goes last."""
+        self._note(at, num_bytes)
+        weakref.finalize(mapped.untyped_storage(), self._gone, num_bytes)
+
+    def _gone(self, num_bytes: int) -> None:
+        self._note(time.time_ns(), -num_bytes)
+
+    def _note(self, at: int, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self.noted.append((at, num_bytes))

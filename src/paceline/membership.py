@@ -10,15 +10,15 @@ named. Groups of one membership are made in the same order on all of their membe
 from __future__ import annotations
 
 import gc
-import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from paceline.errors import CommunicationError, DeadlineError
+from paceline.lease import Lease
 from paceline.missing import Patience, await_members, gone, names
-from paceline.process_group import Made, end_world, make_part, make_world
+from paceline.process_group import Made, drop_beside, end_world, make_part, make_world
 from paceline.store import Late, Lost
 
 if TYPE_CHECKING:
@@ -112,13 +112,14 @@ class Groups:
         self._turns: Counter[str] = Counter()
         self._world: Made | None = None
         self._parts: list[Made] = []
-        self._ending: threading.Thread | None = None
+        self._untold: list[Lease] = []
+        self._returned: list[Lease] = []
         self.has_ended = False
 
     @property
-    def world(self) -> Any:
+    def world(self) -> Made | None:
         """The process group of all members; None if this process is alone, or they are ended."""
-        return None if self._world is None else self._world.handle
+        return self._world
 
     def turn(self, what: str) -> int:
         """How often this member has come to `what`."""
@@ -131,7 +132,37 @@ class Groups:
             ranks = tuple(range(len(self._members)))
             self._world = self._made("world", ranks, self._default)
 
-    def make(self, name: str, ranks: tuple[int, ...]) -> Any:
+    def lease(self) -> Lease:
+        """For groups of one use, such as a session; all members come to it equally often."""
+        self._say_returned()
+        self._end_returned()
+        return Lease(self, f"{self._place}/returned/{self.turn('lease')}")
+
+    def take_back(self, lease: Lease) -> None:
+        """Note that this member uses the groups of a lease no more.
+
+        The others hear of it when the next lease begins: whoever stops because something failed may not
+        reach them, and must not wait for that.
+        """
+        if not self.has_ended:
+            self._untold.append(lease)
+
+    def _say_returned(self) -> None:
+        for lease in self._untold:
+            self._store.set(lease.returned(self._members[self._rank]), "1")
+        self._returned += self._untold
+        self._untold = []
+
+    def _end_returned(self) -> None:
+        """End the groups of leases that all have given back."""
+        over = [lease for lease in self._returned if self._store.check(lease.returns(self._members))]
+        self._returned = [lease for lease in self._returned if lease not in over]
+        made = [one for lease in over for one in lease.made]
+        self._parts = [one for one in self._parts if one not in made]
+        if made:
+            drop_beside([one.let_go() for one in made])
+
+    def make(self, name: str, ranks: tuple[int, ...]) -> Made:
         """A process group of some ranks; collective over these, and over no others.
 
         Args:
@@ -147,7 +178,8 @@ class Groups:
             lambda store: make_part(store, key, place, len(ranks), self.device, self.seconds),
         )
         self._parts.append(made)
-        return made.handle
+        self._end_returned()  # by now these ranks have begun their next lease, too
+        return made
 
     def _default(self, store: TorchStore) -> Made:
         return make_world(store, self._rank, len(self._members), self.device, self.seconds)
@@ -206,12 +238,12 @@ class Groups:
         gc.collect()
         made, self.has_ended = self._all(), True
         end_world(self._world)
-        self._world, self._parts = None, []
+        self._world, self._parts, self._untold, self._returned = None, [], [], []
+        handles = [one.let_go() for one in made]
         if at_once:
-            made.clear()
+            handles.clear()
         else:
-            self._ending = threading.Thread(target=made.clear, name="paceline-ending-groups")
-            self._ending.start()
+            drop_beside(handles)
 
     def _all(self) -> list[Made]:
         return [*([] if self._world is None else [self._world]), *self._parts]

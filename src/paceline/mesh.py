@@ -10,15 +10,14 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paceline.errors import StrategyError
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
-
     from paceline.cluster import Cluster
-    from paceline.membership import Groups
+    from paceline.lease import Lease
+    from paceline.process_group import Made
 
 AXES = ("replica", "shard", "pipeline", "context", "tensor")
 """From the slowest changing rank to the fastest: tensor peers are neighbours, replicas are far apart."""
@@ -34,15 +33,20 @@ class Group:
         name: the axis, used in the byte ledger and in errors.
         ranks: global ranks in the group, ascending.
         rank: this process's place in `ranks`.
-        handle: the process group; None if the group has one rank and no wire.
-        groups: makes more of the same membership; None: there is one process.
+        made: the process group; None if the group has one rank and no wire.
+        groups: makes more of the same mesh; None: there is one process.
     """
 
     name: str
     ranks: tuple[int, ...]
     rank: int
-    handle: dist.ProcessGroup | None = field(default=None, compare=False)
-    groups: Groups | None = field(default=None, compare=False, repr=False)
+    made: Made | None = field(default=None, compare=False)
+    groups: Lease | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def handle(self) -> Any:
+        """Torch's process group; None: there is no wire. An error once it has ended (`Mesh.give_back`)."""
+        return None if self.made is None else self.made.handle
 
     @property
     def size(self) -> int:
@@ -51,8 +55,8 @@ class Group:
     def part(self, name: str, ranks: tuple[int, ...]) -> Group:
         """A group of some of the job's ranks, this one among them; collective over these."""
         me = self.ranks[self.rank]
-        handle = self.groups.make(name, ranks) if self.groups is not None and len(ranks) > 1 else None
-        return Group(name, ranks, ranks.index(me), handle, self.groups)
+        made = self.groups.make(name, ranks) if self.groups is not None and len(ranks) > 1 else None
+        return Group(name, ranks, ranks.index(me), made, self.groups)
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,11 @@ class Mesh:
         axes = {name: left if group.size > 1 else group for name, group in self.axes.items()}
         return replace(self, world=left, axes=axes, data=left)
 
+    def give_back(self) -> None:
+        """Use the groups made for this mesh no more: they end when all ranks have given theirs."""
+        if (lease := self.world.groups) is not None:
+            lease.give_back()
+
     @classmethod
     def build(cls, cluster: Cluster, degrees: Mapping[str, int]) -> Mesh:
         """Create this rank's groups of every axis; collective: all ranks call with equal degrees.
@@ -138,7 +147,7 @@ class Mesh:
             )
         ranks, groups = tuple(range(cluster.world_size)), None
         if cluster.world_size > 1:
-            groups = cluster.connected.groups
+            groups = cluster.connected.groups.lease()
         world = Group("world", ranks, cluster.global_rank, groups.world if groups else None, groups)
         return cls._spanned(world, sizes)
 
@@ -155,62 +164,6 @@ class Mesh:
             known.append(_span(name, axes, sizes, known))
         found = {group.name: group for group in known}
         return cls(world, {axis: found[axis] for axis in AXES}, found["data"], found["inside"])
-
-
-@dataclass(frozen=True)
-class Levels:
-    """A group on several nodes, with equally many ranks on each, in two levels.
-
-    Args:
-        scatter, gather: the ranks of this rank's node, as two process groups: parts of different buffers are
-            under way at a time, and their order among each other differs from rank to rank.
-        between: one rank of every node, all with this rank's place on it.
-        order: places in the group, those with the first place on their nodes first.
-    """
-
-    scatter: Group
-    between: Group
-    gather: Group
-    order: tuple[int, ...]
-
-    @classmethod
-    def build(cls, group: Group, parts: Sequence[tuple[int, ...]]) -> Levels:
-        """Create the process groups; collective over the group.
-
-        Args:
-            parts: the group's ranks by node, two or more of them on two nodes or more.
-        Raises:
-            StrategyError: a node has more ranks of the group than another.
-        """
-        if len({len(part) for part in parts}) > 1:
-            counts = ", ".join(str(len(part)) for part in parts)
-            raise StrategyError(
-                f"the ranks of the group '{group.name}' are uneven over the nodes: {counts}; a buffer is cut "
-                "among the ranks of a node, and each slice is summed over the nodes",
-                next_step="start equally many processes on every node, or choose route=native",
-            )
-        me = group.ranks[group.rank]
-        mine = next(part for part in parts if me in part)
-        across = [tuple(sorted(place)) for place in zip(*parts, strict=True)]
-        return cls(
-            group.part(f"{group.name}-inside-nodes", mine),
-            group.part(f"{group.name}-between-nodes", across[mine.index(me)]),
-            group.part(f"{group.name}-inside-nodes", mine),
-            tuple(group.ranks.index(rank) for place in across for rank in place),
-        )
-
-
-def span_nodes(ranks: Sequence[int], node_of: Sequence[int]) -> list[tuple[int, ...]]:
-    """The ranks of a group by node, ascending; pure.
-
-    Args:
-        ranks: global ranks.
-        node_of: the node of every global rank.
-    """
-    found: dict[int, list[int]] = {}
-    for rank in sorted(ranks):
-        found.setdefault(node_of[rank], []).append(rank)
-    return [tuple(part) for part in found.values()]
 
 
 def twin_group(group: Group, suffix: str) -> Group:

@@ -8,7 +8,8 @@ from paceline.comm import Codec, CodedCollective, Collective, NativeCollective, 
 from paceline.comm.codecs.scaled import Scaled
 from paceline.comm.codecs.sparse import TopK, num_kept
 from paceline.comm.routes import HierarchicalCollective
-from paceline.mesh import Group, Levels, span_nodes
+from paceline.levels import Levels, span_nodes
+from paceline.mesh import Group
 from paceline.testing.contracts import CollectiveContract, ReducerContract
 
 INT8_ERROR = 1 / 254

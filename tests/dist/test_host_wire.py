@@ -149,6 +149,7 @@ def keeps(cluster: Cluster) -> bool:
     wire, group = start(cluster, net)
     wire.send(1 - group.rank, [torch.ones(50)])
     first = wire.receive(1 - group.rank)[0][0]
+    wire.flush()  # its sender hears that it was taken
     net.barrier(group)
     wire.send(1 - group.rank, [torch.zeros(50)])
     wire.receive(1 - group.rank)

@@ -177,7 +177,7 @@ def test_nobody_else_takes_part_in_making_a_group() -> None:
         mine = (0, 1) if rank < 2 else (2, 3)
         if rank in (2, 3):
             store.await_keys(["the first group is done"], LONG)
-        handle = cluster.connected.groups.make("shard", mine)
+        handle = cluster.connected.groups.make("shard", mine).handle
         found = torch.tensor([10.0**rank])
         handle.allreduce(found).wait()
         if rank == 0:

@@ -16,7 +16,16 @@ from paceline.comm.handle import Handle
 from paceline.comm.line import Line, Rounds, run_alone
 from paceline.plan import plan_memory
 from paceline.testing import run_ranks
-from tests.allocations import SMALL_BYTES, TASKS, Case, allocated, case, kept, named, require_close
+from tests.allocations import (
+    SMALL_BYTES,
+    TASKS,
+    Case,
+    allocated,
+    case,
+    kept,
+    named,
+    require_close,
+)
 
 ALONE = [
     case("replicas=1"),
@@ -42,6 +51,9 @@ TWO = [
     case("replicas=1 shard=2 zero=2 route=native"),
     case("replicas=1 shard=2 zero=3"),
     case("replicas=1 shard=2 zero=3", memory={"recompute": "blocks"}, shards=2),
+    case("replicas=1 shard=2 zero=3 route=native"),
+    case("replicas=1 shard=2 zero=3 route=native", shards=2),
+    case("replicas=1 shard=2 zero=3 route=native", memory={"recompute": "blocks"}),
     case("replicas=1 tensor=2"),
     case("replicas=1 tensor=2", "chain", shards=2),
     case("replicas=1 pipeline=2"),
@@ -101,6 +113,7 @@ FEW = {
     "chain replicas=1 shard=2 zero=1 sync=every-step route=native adamw auto 4",
     "gpt replicas=1 shard=2 zero=2 sync=every-step route=native adamw auto 4",
     "gpt replicas=1 shard=2 zero=3 sync=every-step adamw auto 4",
+    "gpt replicas=1 shard=2 zero=3 sync=every-step route=native adamw auto 4",
     "chain replicas=1 tensor=2 sync=every-step adamw auto 2",
     "gpt replicas=1 pipeline=2 sync=every-step adamw blocks 4",
     "gpt replicas=1 pipeline=2 schedule=1f1b rechunk=1,4 sync=every-step adamw auto 2",
@@ -149,9 +162,19 @@ CODED = [
     case("replicas=1 shard=2 zero=1 codec=int8"),
     case("replicas=1 shard=2 zero=3 codec=topk:0.01", "chain", shards=2),
     case("replicas=1 shard=2 zero=2 codec=lossless"),
+    case("replicas=1 shard=2 zero=3 codec=lossless", "chain"),
     case("replicas=1 context=2 codec=int8", shards=1),
     case("replicas=2 codec=lowrank:2"),
     case("replicas=1 shard=2 zero=1 codec=lowrank:4", "chain", shards=2),
+]
+CODED_ALONE = [
+    case("replicas=2 shard=2 zero=1 codec=int8 sync=local:1"),
+    case("replicas=2 shard=2 zero=2 codec=topk:0.01 sync=diloco:1", "chain"),
+    case("replicas=2 shard=2 zero=3 codec=sign sync=diloco:1"),
+    case("replicas=2 pipeline=2 codec=int8 sync=local:1", "chain"),
+    case("replicas=2 context=2 codec=lossless sync=local:1", "ring", shards=2),
+    case("replicas=2 shard=2 zero=1 codec=lowrank:2 sync=diloco:1"),
+    case("replicas=2 tensor=2 codec=int8 sync=diloco:1", "chain", shards=2),
 ]
 CODED_INSIDE = [
     case("replicas=2 pipeline=2 codec=int8", "chain"),
@@ -184,6 +207,19 @@ def test_what_coding_keeps_is_what_was_planned() -> None:
 def test_what_coding_keeps_beside_cuts_is_what_was_planned() -> None:
     few = CODED_INSIDE[:2]
     require_kept(few, 4, run_ranks(kept, 4, few))
+
+
+@pytest.mark.capability("L3", "I6", "L4")
+def test_what_replicas_of_several_ranks_keep_that_code_how_they_moved_is_what_was_planned() -> None:
+    few = CODED_ALONE[1:4]
+    require_kept(few, 4, run_ranks(kept, 4, few))
+
+
+@pytest.mark.soak
+@pytest.mark.capability("L3", "I6")
+def test_coded_movements_of_parts_allocate_what_was_planned() -> None:
+    require_kept(CODED_ALONE[:-1], 4, run_ranks(kept, 4, CODED_ALONE[:-1]))
+    require_close(CODED_ALONE, 4, run_ranks(coded_here, 4, CODED_ALONE))
 
 
 @pytest.mark.capability("L3")

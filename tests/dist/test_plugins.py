@@ -49,7 +49,7 @@ SPEC = CodecSpec(word="half", summary="16-bit floats", build="half_codec:half")
 
 
 class Half:
-    loses, ragged = True, False
+    loses, ragged, block = True, False, 1
 
     def num_bytes(self, num_values):
         return 2 * num_values

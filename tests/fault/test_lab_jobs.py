@@ -65,7 +65,7 @@ def test_a_partition_is_named_on_both_sides(lab, tmp_path) -> None:
     made = lab(hosts=4)
     plan = FaultPlan().partition(["h0"], ["h1", "h2", "h3"], step=3)
     short = ["--set", "runtime.deadline_seconds=6"]
-    found = made.run(train(tmp_path, "-n", "4", *short, *LONG), faults=plan, settle_seconds=10.0)
+    found = made.run(train(tmp_path, "-n", "4", *short, *LONG), faults=plan, settle_seconds=60.0)
     assert set(found.exit_codes.values()) == {4} and found.forced == []
     silent = {
         host: [line.partition(" (")[0][-6:] for line in found.output[host] if "does not answer" in line]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from paceline.checkpoint.tensor_file import decode
 from paceline.comm.channel import FRAME_LENGTHS, Message
+from paceline.comm.channel.channel import as_bytes
 from paceline.handshake import decode_hello, encode_hello
 from paceline.launch.fork_server import Order
 from paceline.phase import read_phase
@@ -65,7 +66,7 @@ PARSERS: dict[str, tuple[Callable[[], st.SearchStrategy[Any]], checks.Check]] = 
     "weights in parts": (lambda: record_of(formats.INDEX), checks.read_index),
     "frame": (
         lambda: st.tuples(record_of(formats.HEADER), st.sampled_from([0, 3, 16, 19]).map(bytearray)),
-        checks.refuses(ValueError)(lambda found: Message.decode(*found, 1)),
+        checks.refuses(ValueError)(lambda found: Message.decode(found[0], as_bytes(found[1]), 1)),
     ),
     "frames on a channel": (
         lambda: st.one_of(

@@ -114,3 +114,33 @@ def test_half_of_the_rows_or_more_travel_whole(rows: int) -> None:
     numbers, values = TouchedRows().push(slots, (0, 0))
     assert (len(numbers), len(values)) == ((rows, rows) if rows < 500 else (0, 1000))
     assert torch.equal(TouchedRows().pushed([numbers, values], slots, (0, 0))[0], grad)
+
+
+def test_a_matrix_that_changes_whole_is_compared_now_and_then_and_no_change_is_missed() -> None:
+    """It changes whole for thirty versions, by single rows for thirty, and whole again; a worker follows."""
+    draw = torch.Generator().manual_seed(1)
+    p, theirs, traffic, end = (
+        torch.randn(400, 20, generator=draw),
+        torch.zeros(400, 20),
+        TouchedRows(),
+        TouchedRows(),
+    )
+    sizes = []
+    for version in range(90):
+        rows = slice(None) if version // 30 != 1 else slice(7 * (version % 30), 7 * (version % 30) + 2)
+        p[rows, 18:] += 1.0  # the first values of a row stay
+        if version % 3:
+            p[rows] += 1.0
+        if version % 4:  # the worker does not ask in every version
+            sent = traffic.ticket(1, [p], version)
+            sizes.append(len(sent[1]))
+            kept = sent[1].clone()
+            end.take(sent, [theirs], 1, version)
+            assert torch.equal(theirs, p)
+            p.add_(0.0)
+            assert torch.equal(sent[1], kept)
+    assert min(sizes) <= 8 and max(sizes) == 400
+    assert traffic.lasts
+    before = traffic.ticket(2, [p], 90)[1]
+    p.zero_()
+    assert bool(before.any()), "a ticket changed with the parameters"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -76,6 +76,25 @@ class Handle:
     def is_complete(self) -> bool:
         """Whether `wait` would return at once, as far as that is known; a result that `wait` makes is not."""
         return self._resolve is None or self._poll()
+
+
+def all_of(handles: Sequence[Handle]) -> Handle:
+    """A handle of several, which returns what the last one does; all have ended when one has failed."""
+    if len(handles) == 1:
+        return handles[0]
+
+    def resolve(deadline_seconds: float | None, exposed: bool) -> Any:
+        found, failed = None, None
+        for handle in handles:
+            try:
+                found = handle.wait(deadline_seconds, exposed=exposed)
+            except CommunicationError as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
+        return found
+
+    return Handle(resolve, lambda: all(handle.is_complete() for handle in handles))
 
 
 def launched(

@@ -29,13 +29,17 @@ class Carried:
 
 @dataclass
 class AbsentGroup:
-    """Takes the place of a process group.
+    """Takes the place of a process group, and of what holds it.
 
     Args:
         largest: bytes of the largest call so far, of what is sent and what comes.
     """
 
     largest: int = 0
+
+    @property
+    def handle(self) -> AbsentGroup:
+        return self
 
     def alltoall_base(
         self, out: Tensor, source: Tensor, coming: Sequence[int], sizes: Sequence[int]
@@ -47,7 +51,7 @@ class AbsentGroup:
 
 @dataclass(frozen=True)
 class AbsentGroups:
-    """Makes such groups; see `paceline.membership.Groups`.
+    """Makes such groups; see `paceline.lease.Lease`.
 
     Args:
         made: so far.

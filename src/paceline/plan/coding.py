@@ -6,7 +6,10 @@ Two sizes give that line. Where it depends on the shapes of tensors, the word of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -15,22 +18,18 @@ from torch import Tensor
 from paceline.comm import Handle, Net
 from paceline.comm.codecs.low_rank import Matrix
 from paceline.comm.collectives import Coded, HeldBytes
-from paceline.comm.line import PLACES
-from paceline.comm.reduction.part_buffer import PartBuffer, bytes_in_turn, plan_buckets
 from paceline.errors import StrategyError
 from paceline.layout.placement import Held
 from paceline.mesh import Group
+from paceline.plan.buckets import reductions_of
 from paceline.plan.ranks import SendsNothing, setting_of
 from paceline.recipe import Recipe
 from paceline.recipe.specs import imported
-from paceline.slot import Slot
 from paceline.training.codecs import code
 
 _FEW, _MORE = 1 << 18, 1 << 19  # values; coding goes in stretches of 65,536
 _STEPS = 3  # until losses have the memory of the step before the last
 _TURNS = 2  # buckets that are under way at a time, where gradients leave with every micro-batch
-
-_TYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 _Run = Callable[[Coded, Tensor, str], Handle]
 
@@ -48,7 +47,8 @@ def coding_bytes(
     """What one rank keeps for coded sums of gradients, or movements; nothing where nothing is coded.
 
     Gradients are scattered over the ranks that share the state, and what this rank got is summed over all
-    others that have the same: each path has a coder.
+    others that have the same: each path has a coder. Replicas of several ranks that train alone code what
+    they send each other, and nothing inside.
 
     Args:
         recipe: its strategy has its replicas filled in.
@@ -61,9 +61,14 @@ def coding_bytes(
     if not strategy.is_coded:
         return 0
     mesh = setting_of(recipe, processes, 0).mesh
+    if strategy.rule.agrees == "replica" and strategy.ranks_per_replica > 1:
+        moved = reductions_of(recipe, _movements(held.values()), item_bytes, often=False)
+        own = [_Buffer(one.flat.numel(), one.matrices(None)) for laid in moved for one in laid.buffers]
+        return _taken(recipe, _sum, mesh.replica, own, _values(own))
     shard, rest = mesh.axes["shard"], mesh.over(("replica", "context"))
     often = strategy.zero > 1 and strategy.form.exact
-    buffers = _buffers(recipe, [*held.values()], item_bytes, often=often)
+    laid = reductions_of(recipe, held.values(), item_bytes, often=often)
+    buffers = [one for reduction in laid for one in reduction.buffers]
     whole = [_Buffer(one.flat.numel(), one.matrices(None)) for one in buffers]
     if shard.size == 1:
         return _taken(recipe, _sum, rest, whole, _values(whole))
@@ -72,34 +77,22 @@ def coding_bytes(
     return _taken(recipe, _scatter, shard, whole, scattered) + _taken(recipe, _sum, rest, rows, _values(rows))
 
 
+def inside_replicas(recipe: Recipe) -> Recipe:
+    """By which ranks reduce in a step: replicas that train alone code nothing inside."""
+    strategy = recipe.strategy
+    alone = strategy.rule.agrees == "replica" and strategy.is_coded
+    return recipe.under(strategy.replace(codec="fp32")) if alone else recipe
+
+
+def _movements(held: Iterable[Held]) -> Iterator[Held]:
+    """What ranks of other replicas sum with a rank that is a part of one: what it updates, whole."""
+    for one in held:
+        if one.updates is not None:
+            yield replace(one, computes=one.updates, parts=(one.updates,), place=0, sums=())
+
+
 def _values(buffers: Sequence[_Buffer]) -> int:
     return sum(one.num_values for one in buffers)
-
-
-def _buffers(
-    recipe: Recipe, held: Sequence[Held], item_bytes: Mapping[str, int], *, often: bool
-) -> list[PartBuffer]:
-    """Of all buckets, in the order of their launch; they have no memory."""
-    most, together = recipe.runtime.bucket_bytes, dict[object, list[Held]]()
-    for one in held:
-        alike = one.sums, one.holders, tuple(sorted(one.computes.axes)), one.chunk if often else 0
-        together.setdefault(alike, []).append(one)
-    found = []
-    for members in together.values():
-        tensors = {one.computes: _like(one.computes, item_bytes) for one in members}
-        parts = {one.computes: one.parts for one in members}
-        turn = bytes_in_turn(tensors.values(), most) if often else most
-        for slots in plan_buckets(tensors, turn):
-            found.append(PartBuffer(slots, tensors, parts, _without_memory))
-    return found
-
-
-def _like(slot: Slot, item_bytes: Mapping[str, int]) -> Tensor:
-    return torch.empty(slot.sizes, dtype=_TYPES[item_bytes[slot.name]], device="meta")
-
-
-def _without_memory(num_values: int, like: Tensor) -> Tensor:
-    return like.new_empty(num_values)
 
 
 def _taken(recipe: Recipe, run: _Run, group: Group, buffers: Sequence[_Buffer], kept: int) -> int:
@@ -115,22 +108,44 @@ def _taken(recipe: Recipe, run: _Run, group: Group, buffers: Sequence[_Buffer], 
     if spec.keeps:
         found: int = imported(spec.keeps)(buffers, argument, scatters=run is _scatter)
         return found
-    turns = _largest_by_turn([one.num_values for one in buffers])
-    largest = max(turns)
-    few, more = (
-        _held(recipe, run, group, [min(largest, most) * size // largest for size in turns])
-        for most in (_FEW, _MORE)
-    )
-    each = (more.in_common - few.in_common) / (_MORE - _FEW) if largest > _MORE else 0
-    values = sum(min(largest, _MORE) * size // largest for size in turns)
-    return int(kept * more.of_buffers / values + more.in_common + each * (largest - _MORE))
+    buckets = [one.num_values for one in buffers]
+    rest = max(n % group.size for n in buckets)
+    in_common, values = _in_common(recipe, run, group, rest), min(max(buckets), _MORE)
+    at_a_time = None if recipe.runtime.device == "cuda" else recipe.strategy.path.coded
+    orders = [True, False] if at_a_time is None else [at_a_time > 1]
+    ways = [_places(recipe, group, buckets, any_order=order) for order in orders]
+    of_buffers = kept * _held(recipe, run, group, values).of_buffers / values
+    return int(of_buffers + max(sum(map(in_common, places)) for places in ways))
 
 
-def _largest_by_turn(buckets: Sequence[int]) -> list[int]:
-    """The largest of those that take each place of a coder's line, whose places are taken by turns."""
-    if len(buckets) % PLACES:
-        return [max(buckets)]  # with every step a bucket takes another place
-    return [max(buckets[place::PLACES]) for place in range(PLACES)]
+def _in_common(recipe: Recipe, run: _Run, group: Group, rest: int) -> Callable[[int], float]:
+    """What coding so many values at a time takes, as a function.
+
+    Args:
+        rest: values that are left where a buffer is divided among ranks; if there are any, parts are copied.
+    """
+
+    def held(num_values: int) -> float:
+        return _held(recipe, run, group, num_values // group.size * group.size + rest).in_common
+
+    def found(num_values: int) -> float:
+        if num_values <= _MORE:
+            return held(num_values)
+        few, more = held(_FEW), held(_MORE)
+        return more + (more - few) / (_MORE - _FEW) * (num_values - _MORE)
+
+    return cache(found)
+
+
+def _places(recipe: Recipe, group: Group, buckets: Sequence[int], *, any_order: bool) -> Sequence[int]:
+    """How many values are coded at most in each place of a coder's line."""
+    path = SendsNothing(group, Net(), any_order=any_order)
+    with closing(code(path, recipe.strategy, recipe.seed)) as coder:
+        together = [coder.num_together(torch.empty(n, device="meta")) for n in buckets]
+    values, places = [n for n, _ in together], together[0][1]
+    if values == buckets and len(buckets) % places == 0:
+        return [max(buckets[place::places]) for place in range(places)]
+    return [max(values)] * places  # a stretch may take any place, or a bucket another one in each step
 
 
 def _sum(coder: Coded, x: Tensor, key: str) -> Handle:
@@ -148,19 +163,16 @@ def incompressible(num_values: int) -> Tensor:
     return torch.randn(num_values, generator=draw) * torch.rand(num_values, generator=draw).mul(40.0).exp2()
 
 
-def _held(recipe: Recipe, run: _Run, group: Group, sizes: Sequence[int]) -> HeldBytes:
-    """After some steps with a buffer of each of these numbers of values."""
+def _held(recipe: Recipe, run: _Run, group: Group, num_values: int) -> HeldBytes:
+    """After some steps with a buffer of so many values, which is coded as a whole."""
     net = Net(recipe.runtime.deadline_seconds)
-    made = code(SendsNothing(group, net), recipe.strategy, recipe.seed)
-    try:
+    path = SendsNothing(group, net, any_order=False)
+    with closing(code(path, recipe.strategy, recipe.seed)) as coder:
         for net.step in range(_STEPS):
-            for number, size in enumerate(sizes):
-                run(made, incompressible(size), f"{number}").wait()
-            if made.feedback is not None:
-                made.feedback.commit()
-        found = made.held_bytes()
-    finally:
-        made.close()
+            run(coder, incompressible(num_values), "0").wait()
+            if coder.feedback is not None:
+                coder.feedback.commit()
+        found = coder.held_bytes()
     if found is None:
         raise StrategyError(
             f"what codec={recipe.strategy.codec} keeps in memory has no closed form yet",

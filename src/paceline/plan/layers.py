@@ -18,7 +18,6 @@ from paceline.plan.rehearsal import Footprint
 from paceline.slot import trained_parameters
 from paceline.task import Task
 
-_ByBlock = tuple[list[int], int]
 REST = "(rest)"
 """What lies in no layer: parameters of the model itself, and what it does between them."""
 
@@ -47,18 +46,19 @@ def _others(module: nn.Module, prefix: str, blocks: set[nn.Module]) -> Iterator[
             yield prefix + name, child
 
 
-def bytes_by_block(model: nn.Module, blocks: Iterable[nn.Module], sizes: Mapping[str, int]) -> _ByBlock:
-    """What is gathered at a time under ZeRO 3: bytes of each block in turn, and of what lies in none.
+def names_by_block(model: nn.Module, blocks: Iterable[nn.Module], held: Iterable[str]) -> list[list[str]]:
+    """What is gathered at a time under ZeRO 3: names of what lies in each block, in turn.
 
     Args:
-        sizes: by name, bytes of what a rank computes with.
+        held: names of what a rank computes with.
     """
     names = {id(p): slot.name for slot, p in trained_parameters(model).items()}
-    found, left = list[int](), dict(sizes)
+    found, left = list[list[str]](), {*held}
     for block in blocks:
         own = [names[id(p)] for p in block.parameters() if names.get(id(p)) in left]
-        found.append(sum(left.pop(name) for name in own))
-    return found, sum(left.values())
+        left -= {*own}
+        found.append(own)
+    return found
 
 
 def layer_rows(

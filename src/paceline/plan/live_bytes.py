@@ -21,16 +21,20 @@ from torch.utils._pytree import tree_iter
 class LiveBytes(TorchDispatchMode):
     """Counts memory that is made inside.
 
+    Args:
+        there: bytes that were alive before.
     Attributes:
         now: bytes that are alive.
         place: where in the model this is, as `at` was told.
         peaks: by (place, bytes of gradients that were complete), the most bytes alive since `begin`.
+        handed: by the same, for each gradient as it became complete, what was alive then and its bytes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, there: int = 0) -> None:
         super().__init__()
-        self.now, self.place = 0, 0
-        self.peaks = {(0, 0): 0}
+        self.now, self.place = there, 0
+        self.peaks = {(0, 0): there}
+        self.handed: dict[tuple[int, int], tuple[int, int]] = {}
         self._completed = 0
         self._sizes: dict[int, int] = {}
         self._outside: set[int] = set()
@@ -41,7 +45,7 @@ class LiveBytes(TorchDispatchMode):
 
     def begin(self) -> None:
         """Look for peaks from here on."""
-        self._completed, self.peaks = 0, {(self.place, 0): self.now}
+        self._completed, self.peaks, self.handed = 0, {(self.place, 0): self.now}, {}
 
     def at(self, place: int) -> None:
         """From here on it is another place of the model."""
@@ -53,7 +57,9 @@ class LiveBytes(TorchDispatchMode):
         place = grad.untyped_storage()._cdata
         self.now -= self._sizes.pop(place, 0)
         self._outside.add(place)
-        self._completed += grad.numel() * grad.element_size()
+        size = grad.numel() * grad.element_size()
+        self._completed += size
+        self.handed[self.place, self._completed] = self.now, size
         self._note()
 
     @property

@@ -118,7 +118,6 @@ def _require_known(recipe: Recipe) -> None:
         f"sync={strategy.sync}": not all(rule.memory for rule in strategy.rules),
         f"sync={strategy.sync} of replicas of several ranks": spread and switches,
         f"codec={strategy.codec} of servers": strategy.is_coded and strategy.servers > 0,
-        f"codec={strategy.codec} of replicas of several ranks that train alone": strategy.is_coded and spread,
         f"lanes={strategy.lanes}": strategy.lanes > 1,
         f"cut={strategy.cut}": bool(strategy.cut),
         f"servers={strategy.servers} reproducible": strategy.servers > 0 and recipe.is_ordered,

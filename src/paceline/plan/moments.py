@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from paceline.plan.forms import Sums
 from paceline.plan.parts import Parts
 from paceline.plan.rehearsal import Footprint
+from paceline.plan.sums import Sums
 from paceline.schedule import Action
 
 
@@ -89,33 +89,39 @@ class Walk:
     def _forward(self, action: Action) -> Iterator[Instant]:
         number, chunk = action.chunk, self._work.footprints[action.chunk]
         grads = sum(self._gradients(k) for k in range(len(self._ended))) + self._sums.own
+        still = self._with_scatters(sum(self._ended), 0)
         for place, alive in chunk.forward.items():
-            parts = replace(self._still, activations=self._kept() + alive, gradients=grads)
+            parts = replace(still, activations=self._kept() + alive, gradients=grads)
             yield Instant(parts, number, place, tuple(self._flying))
         self._flying[number] += 1
 
     def _backward(self, action: Action) -> Iterator[Instant]:
         """While gradients grow, those of this chunk go over from what there was to what there will be."""
-        number, still = action.chunk, self._still
+        number, learns = action.chunk, self._sums.learns and not self._ended[action.chunk]
         chunk, total = self._work.footprints[number], self._work.gradients[number]
         ends = action.ends(self._split)
         completes = ends and action.part == self._last_part
         others = self._sums.own + sum(self._gradients(k) for k in range(len(self._ended)) if k != number)
         before = self._gradients_stand(number)
-        after = self._standing(self._ended[number] + completes) if completes == ends else 1
+        after = self._standing(self._ended[number] + completes) if completes == ends and not learns else 1
         moved = self._sums.moved if action == self._last[number] else 0
         self._flying[number] -= 1
-        for (place, done), alive in chunk.backward.items():
+        for place, done, gone, alive in _samples(chunk, adds=before > 0, learns=learns):
+            still = self._still if learns else self._with_scatters(sum(self._ended), done)
             parts = replace(
                 still,
                 activations=self._kept() + alive,
-                gradients=others + before * (total - done) + after * done,
-                wire=still.wire + moved * done,
+                gradients=others + before * (total - gone) + after * gone,
+                wire=still.wire + moved * done + (self._sums.learning if learns and done == total else 0),
             )
             yield Instant(parts, number, place, tuple(self._flying))
         self._flying[number] += 0 if ends else 1
         self._ended[number] += completes
         self._begun[number] = ends and not completes
+
+    def _with_scatters(self, micro_batch: int, done: int) -> Parts:
+        """What stays, and what scatters take with so many bytes of gradients complete."""
+        return replace(self._still, wire=self._still.wire + self._sums.on_the_way(micro_batch, done))
 
     def _gradients(self, chunk: int) -> int:
         return self._gradients_stand(chunk) * self._work.gradients[chunk]
@@ -132,6 +138,18 @@ class Walk:
         return int(ended > 0 and not self._sums.leaves)
 
 
+def _samples(chunk: Footprint, *, adds: bool, learns: bool) -> Iterator[tuple[int, int, int, int]]:
+    """Of a backward: place, bytes of gradients that are complete, of those that were let go of, bytes alive.
+
+    Args:
+        adds: to gradients that were there; else they are new.
+        learns: nothing is let go of before the end.
+    """
+    yield from ((place, done, done, alive) for (place, done), alive in chunk.backward.items())
+    for (place, done), (alive, size) in ({} if learns else chunk.handed).items():
+        yield place, done, done - size, alive + (0 if adds else size)
+
+
 def in_update(still: Parts, sums: Sums, taken: int, arriving: int) -> Parts:
     """While the optimizer works, and parameters are gathered after it.
 
@@ -143,8 +161,10 @@ def in_update(still: Parts, sums: Sums, taken: int, arriving: int) -> Parts:
 
 
 def first_step(sums: Sums) -> Sums:
-    """In the first step nobody knows yet when a gradient is complete: all leave at the end of a backward."""
-    return replace(sums, leaves=False)
+    """In the first backward nobody knows yet when a gradient is complete: all leave at its end."""
+    if sums.waiting:
+        return sums if sums.moved else replace(sums, waiting=[1] * len(sums.waiting))
+    return replace(sums, learns=sums.leaves)
 
 
 def in_agreement(still: Parts, sums: Sums, work: Work, taken: int) -> Parts:
@@ -156,4 +176,4 @@ def in_agreement(still: Parts, sums: Sums, work: Work, taken: int) -> Parts:
     """
     late = max(one.passed for one in work.footprints)
     grads = sums.stays + sums.own
-    return replace(still, gradients=grads, activations=taken, wire=still.wire + late)
+    return replace(still, gathered=0, gradients=grads, activations=taken, wire=still.wire + late)

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from torch import nn
-
-from paceline.comm.reduction import behind_bytes
 from paceline.data import build_order, longest_stretch
 from paceline.layout.holding import without_values
 from paceline.layout.recompute import recomputed_blocks
 from paceline.layout.sizes import Sizes, bytes_of, sizes_of
-from paceline.plan.coding import coding_bytes
+from paceline.plan.coding import coding_bytes, inside_replicas
+from paceline.plan.fixed import fixed_bytes, untrained_bytes
 from paceline.plan.flow import Flow
-from paceline.plan.forms import Sums, carried_in_turn, gathered_by_block, moved_in_turn, sums_of
-from paceline.plan.layers import bytes_by_block, layer_rows, layers_of
+from paceline.plan.gathers import Gathers, gathers_of
+from paceline.plan.layers import layer_rows, layers_of, names_by_block
 from paceline.plan.messages import buffer_bytes, near_stages
 from paceline.plan.micro_batches import MicroBatches
 from paceline.plan.moments import Walk, Work, first_step, in_agreement, in_update
 from paceline.plan.parts import Parts, RankMemory
 from paceline.plan.ranks import Place, places
+from paceline.plan.reduced import Reduced
 from paceline.plan.rehearsal import Footprint
+from paceline.plan.sums import Sums, sums_of
 from paceline.recipe import Recipe, num_micro_batches
 from paceline.recipe.specs import imported
 from paceline.slot import trained_parameters
@@ -36,6 +36,7 @@ class _Basis(NamedTuple):
 
     still: Parts
     sums: Sums
+    gathers: Gathers
     sizes: Sizes
     work: Work
     rule: RuleMemory
@@ -56,9 +57,12 @@ class Planner:
         self._task = task
         self._model = without_values(task.model)
         self._shards = num_micro_batches(recipe, processes)
-        self._item_bytes = {s.name: p.element_size() for s, p in trained_parameters(self._model).items()}
+        trained = trained_parameters(self._model)
+        self._item_bytes = {slot.name: p.element_size() for slot, p in trained.items()}
+        self._sends_rows = all(p.is_floating_point() and p.element_size() > 2 for p in trained.values())
         self._names = {number: name for number, (name, _) in layers_of(task, self._model).items()}
         self._coding: dict[Sizes, int] = {}
+        self._reductions: dict[tuple[int, ...], tuple[Sums, Gathers]] = {}
         self._per_host = -(-processes // nodes) if recipe.strategy.path.in_memory else 0
         self._in_common = self._per_host == processes
         self._places = list(places(recipe, task, self._model, processes))
@@ -105,45 +109,57 @@ class Planner:
         return saved + average + kept * (1 + alone), kept * alone
 
     def _basis(self, place: Place) -> _Basis:
-        held = list(place.held.values())
-        sizes, keeps = sizes_of(held, self._item_bytes), all(one.kept for one in held)
-        frees = any(one.frees for one in held)
-        meets, common = sizes.shared > 0, self._in_common
-        blocks, rest = ([], 0) if keeps or common else self._by_block(place)
-        late = behind_bytes(blocks, rest) if blocks else 0
-        sums = sums_of(self.recipe, sizes, self._shards, frees=frees, meets=meets, common=common, late=late)
-        work = self._micro_batches.work(place)
+        sizes, work = sizes_of(place.held.values(), self._item_bytes), self._micro_batches.work(place)
+        sums, gathers = self._reduction(place, work)
         rule = self._rule(place, sizes)
         if rule.passes or not rule.trains:  # lets go of them with its update; or has the last ones that came
             sums = Sums(stays=0 if rule.passes else sizes.updates)
-        return _Basis(self._still(place, sizes, sums, rule, keeps=keeps), sums, sizes, work, rule)
+        still = self._still(place, sums, gathers, rule)
+        return _Basis(still, sums, gathers, sizes, work, rule)
+
+    def _reduction(self, place: Place, work: Work) -> tuple[Sums, Gathers]:
+        """What sums and gathers take; the same on all ranks that share a state."""
+        alike = tuple(n for axis, n in place.coordinates.items() if axis != "shard")
+        if alike not in self._reductions:
+            held, common, recipe = [*place.held.values()], self._in_common, inside_replicas(self.recipe)
+            apart, sizes = not (common or all(x.kept for x in held)), sizes_of(held, self._item_bytes)
+            of = Reduced(
+                *(recipe, held, self._item_bytes, sizes, self._shards),
+                common=common,
+                arrives=recipe.strategy.route == "native" and self._sends_rows,
+                completes=[name for one in work.footprints for name in one.completes],
+                blocks=self._by_block(place) if apart else (),
+            )
+            self._reductions[alike] = sums_of(of), gathers_of(of)
+        return self._reductions[alike]
 
     def _rank(self, place: Place) -> RankMemory:
         held, basis = list(place.held.values()), self._basis(place)
-        still, sums, sizes, work, rule = basis
+        still, sums, gathers, sizes, work, rule = basis
         updated = [one.updates for one in held if one.updates is not None]
-        update, stays = self._micro_batches.update, replace(still, gradients=sums.stays + sums.own)
+        update = self._micro_batches.update
+        stays = replace(still, gathered=0, gradients=sums.stays + sums.own)
         taken = update.takes([bytes_of(slot, self._item_bytes) for slot in updated])
-        gathers = all(one.kept for one in held) and not self._in_common
-        arriving = carried_in_turn(self.recipe, sizes) if gathers else 0
         found = {"building": Parts(parameters=max(still.parameters, self._built()))}
         found |= {name: walk.most() for name, walk in _walks(basis).items()}
         if rule.passes:
             sent = 0 if self._in_common else rule.sent
             found |= Flow(still, sizes, work.footprints[0], rule.passes, sent, taken).moments()
         elif rule.updates:
-            parts = in_update(replace(still, gathered=0), sums, taken, arriving)
+            parts = in_update(replace(still, gathered=0), sums, taken, gathers.arriving)
             found["update"] = replace(parts, gradients=parts.gradients + rule.at_update)
+        if gathers.beginning:
+            found["gathering"] = replace(stays, gathered=gathers.beginning)
         if rule.agreement:
             found["agreement"] = in_agreement(still, sums, work, rule.agreement)
         if work.evaluation:
-            found["evaluation"] = replace(stays, activations=work.evaluation)
+            found["evaluation"] = replace(stays, gathered=still.gathered, activations=work.evaluation)
         layers = layer_rows(self._names, place.held, work.footprints, self._item_bytes, update.kept)
         return RankMemory(place.rank, place.coordinates["pipeline"], found, layers, stays)
 
     def _rule(self, place: Place, sizes: Sizes) -> RuleMemory:
         """What the rule says that it keeps on a rank."""
-        recipe, frozen, buffers = self.recipe, *self._untrained(place)
+        recipe, frozen, buffers = self.recipe, *untrained_bytes(self._model, place)
         steps = num_steps_of(recipe, build_order(recipe, self._task).steps_per_epoch)
         said: RuleMemory = imported(recipe.strategy.rule.memory)(
             Asked(
@@ -174,20 +190,21 @@ class Planner:
         average = sizes.updates if self.recipe.average.decay is not None else 0
         return int(self._micro_batches.update.kept * sizes.updates) + average
 
-    def _still(self, place: Place, sizes: Sizes, sums: Sums, rule: RuleMemory, *, keeps: bool) -> Parts:
+    def _still(self, place: Place, sums: Sums, gathers: Gathers, rule: RuleMemory) -> Parts:
         """What stays while a rank trains."""
-        recipe, fixed = self.recipe, self._fixed(place)
-        moments = self._state(sizes) if rule.updates else 0
+        recipe, sizes = self.recipe, sizes_of(place.held.values(), self._item_bytes)
+        fixed = fixed_bytes(self._model, place)
+        moments, coded = self._state(sizes) if rule.updates else 0, self._coded(place, sizes)
         copies = recipe.strategy.degrees["replica"]
-        shard, weights = recipe.strategy.shard, sizes.computes if keeps else sizes.updates
-        read = moved_in_turn(recipe, sizes, sums, common=self._in_common) if keeps and shard > 1 else 0
+        keeps = all(one.kept for one in place.held.values())
+        weights = sizes.computes if keeps else sizes.updates
         saved = fixed + sizes.updates + moments
         snapshot = saved if copies == 1 else min(saved, -(-saved // copies) + sizes.largest)
         return Parts(
             parameters=fixed + rule.copies + rule.running + weights // rule.sharers,
-            gathered=0 if keeps or self._in_common else gathered_by_block(*self._by_block(place), shard),
+            gathered=gathers.here,
             moments=moments + rule.state,
-            wire=sums.buckets + rule.wire + self._mail(place, rule) + read + self._coded(place, sizes),
+            wire=sums.buckets + gathers.stay + rule.wire + self._mail(place, rule) + coded,
             snapshot=snapshot if self._saves() else 0,
             messages=rule.messages,
         )
@@ -211,28 +228,10 @@ class Planner:
         """A model that is not built without memory is there whole before it is cut."""
         return sum(p.nbytes for p in self._task.model.parameters() if not p.is_meta)
 
-    def _fixed(self, place: Place) -> int:
-        """Frozen parameters, and buffers; those of the state are there three times around a step."""
-        frozen, saved = self._untrained(place)
-        buffers = {b for m in self._modules(place) for b in m.buffers()}
-        return frozen + sum(b.nbytes for b in buffers) + 2 * saved
-
-    def _untrained(self, place: Place) -> tuple[int, int]:
-        """Bytes of frozen parameters, and of buffers of the state."""
-        modules = self._modules(place)
-        frozen = {p for m in modules for p in m.parameters() if not p.requires_grad}
-        kept = {t for m in modules for t in m.state_dict(keep_vars=True).values()}
-        saved = {b for m in modules for b in m.buffers()} & kept
-        return sum(p.nbytes for p in frozen), sum(b.nbytes for b in saved)
-
-    def _modules(self, place: Place) -> Sequence[nn.Module]:
-        return [self._model] if place.stage is None else place.stage.links
-
-    def _by_block(self, place: Place) -> tuple[list[int], int]:
+    def _by_block(self, place: Place) -> list[list[str]]:
         """What ZeRO 3 gathers at a time; inside a stage it is there for a whole run."""
-        sizes = {name: bytes_of(one.computes, self._item_bytes) for name, one in place.held.items()}
         blocks = recomputed_blocks(self._model, self._task.blocks) if place.stage is None else ()
-        return bytes_by_block(self._model, blocks, sizes)
+        return names_by_block(self._model, blocks, place.held)
 
 
 def _walks(basis: _Basis) -> dict[str, Walk]:

@@ -24,7 +24,7 @@ from paceline.layout.pipeline.stage import Cut
 from paceline.layout.placement import Held, Placement
 from paceline.layout.recompute import recompute_blocks
 from paceline.layout.sums import MetricNames
-from paceline.membership import Groups
+from paceline.lease import Lease
 from paceline.mesh import AXES, Group, Mesh
 from paceline.observe import Phases
 from paceline.plan.absent import AbsentGroups
@@ -65,8 +65,8 @@ class SendsNothing:
 
     feedback = None
 
-    def __init__(self, group: Group, net: Net) -> None:
-        self.group, self.net, self.exchanged = group, net, 0
+    def __init__(self, group: Group, net: Net, *, any_order: bool = True) -> None:
+        self.group, self.net, self.exchanged, self._any_order = group, net, 0, any_order
 
     def buffer(self, num_values: int, like: Tensor, key: str) -> Tensor:
         return like.new_zeros(num_values)
@@ -88,7 +88,7 @@ class SendsNothing:
         return Handle.ready(out.copy_(x))
 
     def in_any_order(self, x: Tensor) -> bool:
-        return True
+        return self._any_order
 
     def broadcast(self, x: Tensor, key: str, source: int = 0) -> Handle:
         return Handle.ready(x)
@@ -120,7 +120,7 @@ def setting_of(recipe: Recipe, processes: int, rank: int) -> _Asked:
     """What the cuts are given on one rank of a job."""
     net, straight = Net(recipe.runtime.deadline_seconds, times_calls=False), AbsentGroups()
     mesh = Mesh.planned(recipe.strategy.degrees, rank)
-    context = replace(mesh.axes["context"], groups=cast(Groups, straight))
+    context = replace(mesh.axes["context"], groups=cast(Lease, straight))
     return _Asked(
         recipe=recipe,
         cluster=replace(Cluster.single(), world_size=processes, global_rank=rank),

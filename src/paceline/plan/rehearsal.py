@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_iter, tree_map
 
 from paceline.data import collate_samples
 from paceline.errors import TaskError
@@ -27,6 +27,7 @@ from paceline.models.dropout import name_dropouts
 from paceline.plan.live_bytes import LiveBytes
 from paceline.plan.places import Entry, Places
 from paceline.plan.ranks import CPU, FakeModel
+from paceline.slot import trained_parameters
 from paceline.task import Task
 
 LATE = 2
@@ -48,6 +49,9 @@ class Footprint:
         evaluation: the most of a forward without gradients, with a batch of evaluation.
         departing_evaluated: of what goes to the next with such a batch.
         entries: the calls of its layers.
+        handed: by place and bytes of gradients that are complete, for each as it is handed on, what is alive
+            beside these, and its bytes.
+        completes: names of trained tensors, in the order in which their gradients are complete.
     """
 
     kept: int
@@ -59,6 +63,8 @@ class Footprint:
     evaluation: int = 0
     departing_evaluated: int = 0
     entries: Sequence[Entry] = ()
+    handed: Mapping[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    completes: Sequence[str] = ()
 
 
 def fake_batch(task: Task, num_samples: int) -> Any:
@@ -130,12 +136,13 @@ class Rehearsal:
         model: nn.Module,
         chunks: Sequence[Sequence[nn.Module]] | None,
         batch: Any,
-        measure: Callable[[nn.Module, Callable[[Any], Any], Any], tuple[Any, Any]],
+        measure: Callable[[nn.Module, Callable[[Any], Any], Any, int], tuple[Any, Any]],
     ) -> list[Any]:
         _key_dropouts(model)
+        loaded = _bytes(x for x in tree_iter(batch) if isinstance(x, Tensor))
         with self._made.seen(batch) as own:
             if chunks is None:
-                found, _ = measure(model, lambda _: self._task.loss(model, own).total, ())
+                found, _ = measure(model, lambda _: self._task.loss(model, own).total, (), loaded)
                 return [found]
             given = asked(self._task.loss, own, training=model.training)
             sizes, x = [], None
@@ -144,19 +151,27 @@ class Rehearsal:
                 run = partial(_asked, stage, given) if number == 0 else partial(_called, stage)
                 if number == len(chunks) - 1:
                     run = partial(self._answered, run, own)
-                found, x = measure(model, run, x)
+                ends = number in (0, len(chunks) - 1)
+                found, x = measure(model, run, x, loaded if ends else 0)
                 sizes.append(found)
             return sizes
 
     def _answered(self, run: Callable[[Any], Any], batch: Any, x: Any) -> Tensor:
         return self._task.loss(Answers(lambda: run(x)), batch).total
 
-    def _trained(self, model: nn.Module, run: Callable[[Any], Any], arrived: Any) -> tuple[Footprint, Any]:
-        """Sizes of a forward and a backward, and what goes on to the next chunk."""
-        live, before = LiveBytes(), self._made.exchanged()
+    def _trained(
+        self, model: nn.Module, run: Callable[[Any], Any], arrived: Any, loaded: int
+    ) -> tuple[Footprint, Any]:
+        """Sizes of a forward and a backward, and what goes on to the next chunk.
+
+        Args:
+            loaded: bytes of the batch, where the chunk is given it.
+        """
+        live, before = LiveBytes(loaded), self._made.exchanged()
         places = Places(self._layers, live)
         live.leave_out([*model.parameters(), *model.buffers()])
-        with _completing(model, live), live:
+        completes: list[str] = []
+        with _completing(model, live, completes), live:
             x = tuple(t.detach().clone().requires_grad_(t.is_floating_point()) for t in arrived or ())
             live.begin()
             with places, self._precision.autocast():
@@ -172,13 +187,14 @@ class Rehearsal:
         crossing = _bytes(x), _bytes(sent)
         passed = LATE * (self._made.exchanged() - before + self._made.straight.largest)
         by_place = {place: most for (place, _), most in forward.items()}
-        return Footprint(kept, by_place, backward, passed, *crossing, entries=places.entries), sent
+        found = Footprint(kept, by_place, backward, passed, *crossing, handed=dict(live.handed))
+        return replace(found, entries=places.entries, completes=completes), sent
 
     def _evaluated(
-        self, model: nn.Module, run: Callable[[Any], Any], arrived: Any
+        self, model: nn.Module, run: Callable[[Any], Any], arrived: Any, loaded: int
     ) -> tuple[tuple[int, int], Any]:
         """The most of a forward and of what goes on to the next chunk, and that itself."""
-        live = LiveBytes()
+        live = LiveBytes(loaded)
         live.leave_out([*model.parameters(), *model.buffers()])
         with live, self._precision.autocast():
             x = tuple(t.clone() for t in arrived or ())
@@ -204,14 +220,16 @@ def _key_dropouts(model: nn.Module) -> None:
 
 
 @contextmanager
-def _completing(model: nn.Module, live: LiveBytes) -> Iterator[None]:
-    """Tell of gradients as they become complete."""
+def _completing(model: nn.Module, live: LiveBytes, order: list[str]) -> Iterator[None]:
+    """Tell of gradients as they become complete, and note whose they are."""
 
-    def tell(p: Tensor) -> None:
+    def tell(name: str, p: Tensor) -> None:
+        order.append(name)
         if p.grad is not None:
             live.complete(p.grad)
 
-    hooks = [p.register_post_accumulate_grad_hook(tell) for p in model.parameters() if p.requires_grad]
+    trained = trained_parameters(model)
+    hooks = [p.register_post_accumulate_grad_hook(partial(tell, slot.name)) for slot, p in trained.items()]
     try:
         yield
     finally:

@@ -161,7 +161,7 @@ class RouteSpec(Spec):
     """The path on which it travels. `build(group, site) -> Collective`.
 
     Args:
-        codable: a codec may change what it sends.
+        coded: buffers that are coded and under way at a time; 0: no codec goes with it; None: nobody knows.
         any_order: it sums in an order of its own, so a reproducible run, or lanes, cannot have it.
         by_default: what a user gets who says nothing, or what costs nothing to name anyway.
         ring_bytes: an all_reduce sends 2 (P-1)/P n bytes of a rank.
@@ -169,7 +169,7 @@ class RouteSpec(Spec):
     """
 
     choice = "route"
-    codable: bool = True
+    coded: int | None = None
     any_order: bool = False
     by_default: bool = False
     ring_bytes: bool = False

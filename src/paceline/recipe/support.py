@@ -101,7 +101,7 @@ _COMBINATIONS = (
     ),
     _because(
         "this route sends no bytes, so a codec has no effect: leave out codec or route",
-        lambda s: not s.path.codable and s.codec != "fp32",
+        lambda s: s.path.coded == 0 and s.codec != "fp32",
     ),
     _because("this rule needs a server: add servers=1", lambda s: s.servers < s.rule.needs_server),
     _because(

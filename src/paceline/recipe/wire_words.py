@@ -153,6 +153,7 @@ ROUTES = (
         by_default=True,
         ring_bytes=True,
         in_memory=True,
+        coded=2,
     ),
     RouteSpec(
         word="native",
@@ -160,6 +161,7 @@ ROUTES = (
         build="paceline.training.routes:native",
         by_default=True,
         ring_bytes=True,
+        coded=2,
     ),
     RouteSpec(
         word="ring",
@@ -167,24 +169,28 @@ ROUTES = (
         build="paceline.training.routes:ring",
         any_order=True,
         ring_bytes=True,
+        coded=1,
     ),
     RouteSpec(
         word="tree",
         summary="up and down a binomial tree",
         build="paceline.training.routes:tree",
         any_order=True,
+        coded=1,
     ),
     RouteSpec(
         word="recursive-doubling",
         summary="between ranks whose numbers differ in one bit",
         build="paceline.training.routes:recursive_doubling",
         any_order=True,
+        coded=1,
     ),
     RouteSpec(
         word="grid",
         summary="along rows, then columns, then rows of a grid of ranks",
         build="paceline.training.routes:grid",
         any_order=True,
+        coded=1,
     ),
     RouteSpec(
         word="hierarchical",
@@ -197,7 +203,7 @@ ROUTES = (
         word="shared-memory",
         summary="the memory of one host",
         build="paceline.training.routes:shared_memory",
-        codable=False,
+        coded=0,
         ring_bytes=True,
         in_memory=True,
     ),

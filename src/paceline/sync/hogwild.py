@@ -80,8 +80,9 @@ class Board:
 
     def behind(self, step: int, bound: float) -> int | None:
         """A rank that has not taken all steps before the last `bound` ones before `step`; None: all have."""
-        slowest = int(self.clocks.argmin())
-        return slowest if int(self.clocks[slowest]) < step - bound else None
+        clocks = self.clocks.tolist()  # once: who is the slowest may change between two looks
+        slowest = min(range(len(clocks)), key=clocks.__getitem__)
+        return slowest if clocks[slowest] < step - bound else None
 
     def count(self) -> None:
         """This rank has made an update."""

@@ -59,7 +59,7 @@ class Holder(Serving):
     def _hand_out(self, fields: Mapping[str, Any], placed: Placed, state: TrainState) -> None:
         require_same("a ticket", state.updates, {SERVER: fields["version"]})
         tensors = self.traffic.ticket(fields["to"], self.parts(placed), state.updates)
-        self.send(fields["to"], "ticket", fields, tensors)
+        self.send(fields["to"], "ticket", fields, tensors, lasts=self.traffic.lasts)
 
     def _apply(self, fields: Mapping[str, Any], placed: Placed, update_step: UpdateStep) -> None:
         missing = [number for number in fields["numbers"] if number not in self._pushed]

@@ -111,8 +111,10 @@ class Movement:
         Args:
             tally: with the items of all.
         """
-        self._step.apply(self.reducer.finish(), tally)
-        self.reducer.commit()
+        if self._step.apply(self.reducer.finish(), tally).applied:
+            self.reducer.commit()
+        else:  # nobody has moved: what was sent of earlier losses has gone nowhere
+            self.reducer.abort()
         if tally.count:
             self.share = self._rate / tally.count
 

@@ -51,6 +51,10 @@ Pushed = tuple[dict[str, Any], list[Tensor]]
 class Pushes(Protocol):
     """Both ends use one of the same kind."""
 
+    @property
+    def lasts(self) -> bool:
+        """What is made is not changed afterwards; see `Message`."""
+
     def sink(self, placed: Placed, part: int) -> Reduction:
         """What takes the gradients of a part."""
 
@@ -70,6 +74,7 @@ class AnyOrder:
 
     def __init__(self, traffics: Sequence[Traffic]) -> None:
         self._traffics = traffics
+        self.lasts = all(traffic.lasts for traffic in traffics)
 
     def sink(self, placed: Placed, part: int) -> Reduction:
         """See `Pushes`."""
@@ -126,7 +131,12 @@ class AnyOrder:
 
 def _sum(parts: list[Tensor | None]) -> Tensor | None:
     there = [part for part in parts if part is not None]
-    return sum(there[1:], start=there[0]) if there else None
+    if len(there) < 2:
+        return there[0] if there else None
+    total = there[0] + there[1]
+    for part in there[2:]:
+        total += part
+    return total
 
 
 def lying_as(p: Tensor, values: Tensor) -> Tensor:

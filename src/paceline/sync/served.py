@@ -80,9 +80,11 @@ class Served(Keeper):
         self.left: tuple[int, ...] = ()
         self.ledger = WorkLedger()
 
-    def send(self, to: int, kind: str, fields: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
-        """One message; it goes out while this rank receives."""
-        self.channel.send(to, Message(kind, fields, tensors), self.net.deadline_seconds)
+    def send(
+        self, to: int, kind: str, fields: Mapping[str, Any], tensors: Sequence[Tensor], *, lasts: bool = False
+    ) -> None:
+        """One message; it goes out while this rank receives. `lasts`: nobody changes its tensors any more."""
+        self.channel.send(to, Message(kind, fields, tensors, lasts=lasts), self.net.deadline_seconds)
 
     def receive(self, seconds: float | None = None) -> Message:
         """One message, within so many seconds; None: within the deadline."""

@@ -153,19 +153,19 @@ class Server(Serving):
         self.circle.tell("lose", {"rank": rank})
         self.ledger.taken -= ticket is not None
         self._policy.lose(self.crew.number(rank), ticket)
-        left = len(self.crew.left)
-        self.note("lost", {"step": self._policy.step, "rank": rank, "reason": why, "workers_left": left})
+        lost = {"rank": rank, "reason": why, "workers_left": len(self.crew.left)}
+        self.note("lost", {"step": self._policy.step, **lost})
 
     def _hand_out(self, rank: int, ticket: Ticket, placed: Placed, state: TrainState) -> None:
         self.crew.give(rank, ticket, state.updates, time.monotonic())
         self.ledger.taken += 1
-        self._number += 1
-        self._given[rank] = self._number
+        self._number = self._given[rank] = self._number + 1
         fields = {**asdict(ticket), "number": self._number, "version": state.updates, "to": rank}
         self.circle.tell("ticket", fields)
-        tensors = self.traffic.ticket(rank, self.parts(placed), state.updates)
         fields |= {"scale": state.scale.value, "dropped": self._tell_dropped(rank)}
-        self.send(rank, "ticket", fields, [*placed.buffers.values(), *tensors])
+        tensors = placed.buffers.values()
+        tensors += self.traffic.ticket(rank, self.parts(placed), state.updates)
+        self.send(rank, "ticket", fields, tensors, lasts=self.traffic.lasts)
 
     def _tell_dropped(self, rank: int) -> bool:
         """Whether the last push of a worker was left out; it is told once."""

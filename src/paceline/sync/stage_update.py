@@ -80,7 +80,7 @@ class GradientSum:
         Args:
             scale: what losses were multiplied with.
         """
-        named = stage.passing.chunks[0].named_parameters()
+        named = stage.passing.weights[0].parameters.items()
         own = {p: self._total[name] for name, p in named if name in self._total}
         grads = {slot: own.get(p) for slot, p in stage.holding.updates.items()}
         flats = [g for g in grads.values() if g is not None]

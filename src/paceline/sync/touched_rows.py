@@ -13,7 +13,7 @@ Source: Li et al. 2014, Scaling Distributed Machine Learning with the Parameter 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -25,9 +25,14 @@ from paceline.sync.traffic import Place
 FEWEST_ROWS = 256
 """Of a matrix whose rows are looked at."""
 
+_SOME = 16  # values of a row, of which one mostly tells that it is touched
+_REST = 15  # versions for which a matrix that has changed by half is not compared, and travels whole
+
 
 class TouchedRows:
     """See `Traffic`: tensors as they are, but for the rows of large matrices."""
+
+    lasts = True
 
     def __init__(self) -> None:
         self._changed = _Changes()
@@ -40,7 +45,7 @@ class TouchedRows:
     def pushed(self, tensors: Sequence[Tensor], likes: Mapping[Slot, Tensor], place: Place) -> list[Tensor]:
         """See `Traffic`."""
         given = iter(tensors)
-        return [_whole(given, torch.zeros_like(like), like) for like in likes.values()]
+        return [_whole(given, torch.zeros_like, like) for like in likes.values()]
 
     def settle(self, *, dropped: bool) -> None:
         """See `Traffic`."""
@@ -51,7 +56,7 @@ class TouchedRows:
         since = self._known.get(rank)
         self._known[rank] = version
         return [
-            sent
+            sent.detach().clone() if sent is p else sent
             for number, p in enumerate(newest)
             for sent in _rows(p, None if since is None else self._changed.after(number, since))
         ]
@@ -60,7 +65,7 @@ class TouchedRows:
         """See `Traffic`."""
         given = iter(tensors)
         for p in parts:
-            p.copy_(_whole(given, p, p))
+            p.copy_(_whole(given, _itself, p))
 
     def forget(self, rank: int | None = None) -> None:
         """See `Traffic`."""
@@ -77,12 +82,17 @@ def compared_bytes(slots: Iterable[Slot], item_bytes: Mapping[str, int]) -> int:
 
 
 class _Changes:
-    """In which version each row of the parameters last changed."""
+    """In which version each row of the parameters last changed.
+
+    Where half of the rows have changed, all count as changed, and for some versions nobody looks: they travel
+    whole then, as they would otherwise.
+    """
 
     def __init__(self) -> None:
         self._version = -1
         self._before: dict[int, Tensor] = {}
         self._last: dict[int, Tensor] = {}
+        self._rest: dict[int, int] = {}  # versions without a look that are left
 
     def look(self, parameters: Sequence[Tensor], version: int) -> None:
         """Compare with what was there at the last look."""
@@ -92,14 +102,30 @@ class _Changes:
         for number, p in enumerate(parameters):
             if not _has_many_rows(p):
                 continue
-            before = self._before.get(number)
-            if before is None:
+            if number not in self._before:
                 self._last[number] = torch.full((p.shape[0],), version)
                 self._before[number] = p.clone()
-                continue
-            rows = _differing(before, p)
-            self._last[number][rows.cpu()] = version
-            before[rows] = p[rows]
+            elif self._rest.get(number, 0):
+                self._pass_over(number, p, version)
+            else:
+                self._compare(number, p, version)
+
+    def _pass_over(self, number: int, p: Tensor, version: int) -> None:
+        self._last[number].fill_(version)
+        self._rest[number] -= 1
+        if not self._rest[number]:
+            self._before[number].copy_(p)
+
+    def _compare(self, number: int, p: Tensor, version: int) -> None:
+        before = self._before[number]
+        rows = None if _is_half(_differs(before[:, :_SOME], p[:, :_SOME])) else _differs(before, p)
+        if rows is None or _is_half(rows):
+            self._last[number].fill_(version)
+            self._rest[number] = _REST
+            return
+        rows = rows.nonzero().view(-1)
+        self._last[number][rows.cpu()] = version
+        before[rows] = p[rows]
 
     def after(self, number: int, version: int) -> Tensor | None:
         """The rows of a parameter that have changed after a version; None: it is no large matrix."""
@@ -116,13 +142,21 @@ def _has_so_many_rows(shape: Sequence[int]) -> bool:
 
 
 def _touched(grad: Tensor) -> Tensor | None:
-    """Rows that hold anything but zeros; None: it is no large matrix."""
-    return (grad != 0).flatten(1).any(1).nonzero().view(-1) if _has_many_rows(grad) else None
+    """Rows that hold anything but zeros; None: half of them do, or it is no large matrix."""
+    if not _has_many_rows(grad) or _is_half((grad[:, :_SOME] != 0).flatten(1).any(1)):
+        return None
+    return (grad != 0).flatten(1).any(1).nonzero().view(-1)
 
 
-def _differing(before: Tensor, now: Tensor) -> Tensor:
+def _is_half(rows: Tensor) -> bool:
+    """Whether half of them are true, bool [n]."""
+    return 2 * int(rows.count_nonzero()) >= len(rows)
+
+
+def _differs(before: Tensor, now: Tensor) -> Tensor:
+    """Which rows differ, bool [n]."""
     same = (before == now) | (before.isnan() & now.isnan())
-    return (~same).flatten(1).any(1).nonzero().view(-1)
+    return (~same).flatten(1).any(1)
 
 
 def _rows(x: Tensor, rows: Tensor | None) -> list[Tensor]:
@@ -134,12 +168,17 @@ def _rows(x: Tensor, rows: Tensor | None) -> list[Tensor]:
     return [rows.cpu(), x[rows.to(x.device)]]
 
 
-def _whole(given: Iterator[Tensor], base: Tensor, like: Tensor) -> Tensor:
-    """The inverse of `_rows`, over what is there already; `base` may be changed."""
+def _whole(given: Iterator[Tensor], base: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
+    """The inverse of `_rows`, over what is there already: `base` of `like`, which may be changed."""
     if not _has_many_rows(like):
         return next(given)
     numbers, values = next(given), next(given)
     if values.shape[0] == like.shape[0]:
         return values
-    base[numbers.to(base.device)] = values.to(base)
-    return base
+    there = base(like)
+    there[numbers.to(there.device)] = values.to(there)
+    return there
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x

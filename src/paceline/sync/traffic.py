@@ -26,7 +26,13 @@ Place = tuple[int, int]
 
 
 class Traffic(Protocol):
-    """Both ends use one of the same kind."""
+    """Both ends use one of the same kind.
+
+    Attributes:
+        lasts: what `push` and `ticket` return is not changed afterwards; else it is good until the next one.
+    """
+
+    lasts: bool
 
     def push(self, grads: Mapping[Slot, Tensor], place: Place) -> list[Tensor]:
         """A worker's gradients, unscaled, as they travel."""
@@ -59,6 +65,8 @@ class Coded:
     Source: Seide et al. 2014 (error feedback); Richtarik et al. 2021, EF21, arXiv:2106.05203 (coding
     differences).
     """
+
+    lasts = False
 
     def __init__(self, codec: Codec, seed: int, slots: Mapping[Slot, Tensor]) -> None:
         self._codec, self._seed = codec, seed

@@ -35,6 +35,8 @@ class InTreeOrder:
         num_parts: of a step: all workers.
     """
 
+    lasts = False
+
     def __init__(self, num_shards: int, num_parts: int) -> None:
         self._num_shards, self._num_parts = num_shards, num_parts
 

@@ -134,7 +134,7 @@ class TwoBuffers:
     def __init__(self, stage: Pipeline, net: Net, phases: Phases, items_per_sample: int) -> None:
         self._stage, self._net, self._phases = stage, net, phases
         self._items_per_sample = items_per_sample
-        self.weights = TwoVersions(dict(stage.passing.chunks[0].named_parameters()))
+        self.weights = TwoVersions(stage.passing.weights[0].parameters)
         self._steps: dict[int, StepUnderWay] = {}
         self._flying: dict[int, Flight] = {}
         self.versions: list[Versions] = []

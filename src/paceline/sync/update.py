@@ -1,6 +1,6 @@
 """The update step: from summed gradients to an update, as a flat list of named parts.
 
-    rate, empty, divide, watch, norm, finite, clip, settle, step, gather
+    settle, rate, empty, divide, watch, norm, finite, clip, step, gather
 
 Each part reads and writes one record; a part that sets its `update` ends the step. Invariant: parts see sums
 that are equal on all ranks that step together, so all of them take the same decision and make the same

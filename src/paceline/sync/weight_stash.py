@@ -110,7 +110,7 @@ class WeightStash:
         stage, own = self._stage, Sums(self._stage.metric_names)
         weights = {
             n: p.detach().clone().requires_grad_(p.requires_grad)
-            for n, p in stage.passing.chunks[0].named_parameters()
+            for n, p in stage.passing.weights[0].parameters.items()
         }
         stage.begin_step()
         flights = [

@@ -54,6 +54,7 @@ class Worker(Served):
     def rounds(self, feed: Feed, placed: Placed, update_step: UpdateStep) -> Iterator[Stats]:
         """See `Rule`."""
         state = update_step.state
+        state.optimizer.state.clear()  # of a checkpoint: it would grow old here, and seem to differ
         while state.step < feed.num_steps:
             self.phases.take()
             self.send(SERVER, "ready", {"stops": self.stop_requested(), "forgot": self._forgot}, [])
@@ -116,7 +117,7 @@ class Worker(Served):
         if self._tells:
             told[TOOK] = (self.phases.spent(*OWN) - before) / max(1, len(micro_batches))
         for server, (said, tensors) in enumerate(self.pushes.made(sink, sums, placed, scale, given)):
-            self.send(server, "push", {**said, **told}, tensors)
+            self.send(server, "push", {**said, **told}, tensors, lasts=self.pushes.lasts)
 
     def _until_recalled(self, stream: Stream) -> Iterator[LoadedBatch]:
         """The micro-batches.

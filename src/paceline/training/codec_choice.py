@@ -140,8 +140,17 @@ def _decide(
     ):
         if holds:
             return CodecChoice("fp32", reason), _NOTHING
-    group = Mesh.build(cluster, {"replica": cluster.world_size}).replica
-    net = Net(recipe.runtime.deadline_seconds)
+    mesh = Mesh.build(cluster, {"replica": cluster.world_size})
+    group, net = mesh.replica, Net(recipe.runtime.deadline_seconds)
+    try:
+        return _measured(recipe, strategy, task, cluster, group, net)
+    finally:
+        mesh.give_back()
+
+
+def _measured(
+    recipe: Recipe, strategy: Strategy, task: Task, cluster: Cluster, group: Group, net: Net
+) -> tuple[CodecChoice, Mapping[str, Any]]:
     hosts = set(gather_texts(this_host(), group, net))
     if strategy.route == "auto" and len(hosts) == 1 and hosts != {""}:
         return CodecChoice("fp32", "the ranks share the memory of one host, so nothing is sent"), _NOTHING

@@ -113,12 +113,14 @@ def _train(recipe: Recipe, cluster: Cluster, base_dir: Path | None) -> tuple[flo
 
 
 def _measure(recipe: Recipe, cluster: Cluster, codecs: Sequence[str], base_dir: Path | None) -> Found:
-    group = Mesh.build(cluster, {"replica": cluster.world_size}).replica
+    mesh = Mesh.build(cluster, {"replica": cluster.world_size})
     strategy = Strategy(replicas=cluster.world_size, route="native", codec=f"auto:{','.join(codecs)}")
     compute = "fp32" if recipe.precision.compute == "auto" else recipe.precision.compute
     recipe = recipe.replace(strategy=strategy, precision=recipe.precision.replace(compute=compute))
     task = obtain_task(recipe, None, base_dir)
-    return measure(recipe, strategy, task, cluster, group, Net(recipe.runtime.deadline_seconds))
+    found = measure(recipe, strategy, task, cluster, mesh.replica, Net(recipe.runtime.deadline_seconds))
+    mesh.give_back()
+    return found
 
 
 def render(rows: Sequence[Finding]) -> Iterator[str]:

@@ -84,8 +84,8 @@ def measure_comm(
     Raises:
         StrategyError: a route or a codec is not known.
     """
-    group = Mesh.build(cluster, {"replica": cluster.world_size}).replica
-    rows = []
+    mesh = Mesh.build(cluster, {"replica": cluster.world_size})
+    group, rows = mesh.replica, []
     for route, codec in [*((route, "fp32") for route in routes), *(("native", codec) for codec in codecs)]:
         with_path = _path(cluster, group, net, Strategy(route=route, codec=codec))
         if with_path is not None:
@@ -93,6 +93,7 @@ def measure_comm(
             rows += [_measure(path, net, group, route, codec, size) for size in sizes]
             for close in closers:
                 close()
+    mesh.give_back()
     return [*_with_break_even(rows)]
 
 

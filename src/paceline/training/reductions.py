@@ -24,6 +24,7 @@ from paceline.comm.reduction import (
     Ways,
     cover,
     of_own_part,
+    scatterer_name,
 )
 from paceline.comm.routes import SharedMemoryCollective
 from paceline.data import split
@@ -50,16 +51,20 @@ def build_reduction(setting: Setting, holding: Holding) -> Reduction:
     """The reduction of all gradients of this rank; collective."""
     together: dict[_Alike, list[Held]] = {}
     leaves_often, sums = _leaves_often(setting, holding), dict[tuple[str, ...], Sums | None]()
+    num_scatterers = 0
     for held in holding.held.values():
         chunk = held.chunk if leaves_often else 0
         alike = held.sums, held.holders, tuple(sorted(held.computes.axes)), chunk
         together.setdefault(alike, []).append(held)
     axes_of = {alike: _summed_axes(setting, alike, members[0]) for alike, members in together.items()}
     built: list[tuple[list[Held], Reduction]] = []
-    for number, (alike, members) in enumerate(sorted(together.items())):
-        axes, name = axes_of[alike], f"{number}/" if number else ""
+    for alike, members in sorted(together.items()):
+        axes = axes_of[alike]
         if axes not in sums:
             sums[axes] = _sums(setting, holding, axes)
+        name = _name(alike)
+        if leaves_often and not _met_over(alike):  # nothing is drawn; what the first has is that of gathers
+            name, num_scatterers = scatterer_name(num_scatterers), num_scatterers + 1
         built.append((members, _one(setting, holding, (axes, sums[axes]), alike, members, name)))
     if not built:  # all that this rank holds is frozen
         return _alone(setting, {}, counts=True)
@@ -67,6 +72,16 @@ def build_reduction(setting: Setting, holding: Holding) -> Reduction:
         return built[0][1]
     by_slot = {held.computes: one for members, one in built for held in members}
     return Reducers(by_slot, [one for _, one in built])
+
+
+def _name(alike: _Alike) -> str:
+    """In front of the keys of its buffers: what coding draws follows from them, so that all holders of a tied
+    tensor have the same, whatever else each of them holds.
+    """
+    axes, holders, cut_along, chunk = alike
+    over = [f"over-{axis}" for axis in axes if axis not in DATA_AXES]
+    words = [*over, *(f"cut-{axis}" for axis in cut_along), *(f"of-{stage}" for stage in holders)]
+    return "".join(f"{word}/" for word in [*words, *([f"chunk-{chunk}"] if chunk else [])])
 
 
 def build_movement_sums(

@@ -24,7 +24,8 @@ from paceline.comm.routes.recursive_doubling import RecursiveDoubling
 from paceline.comm.routes.ring import Ring
 from paceline.comm.routes.tree import Tree
 from paceline.errors import StrategyError
-from paceline.mesh import Group, Levels, span_nodes, twin_group
+from paceline.levels import Levels, span_nodes
+from paceline.mesh import Group, twin_group
 
 
 @dataclass(frozen=True)

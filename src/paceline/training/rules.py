@@ -9,7 +9,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from paceline.comm import Reduction
-from paceline.comm.reduction import AnyOrderNorm, LocalClip
+from paceline.comm.reduction import AnyOrderNorm, LocalClip, Rescaled
 from paceline.data import LockstepWork, Work, split
 from paceline.layout import Holding
 from paceline.mesh import DATA_AXES, Group
@@ -70,7 +70,10 @@ def _coded_step(setting: Setting, holding: Holding, state: TrainState) -> tuple[
         return step_owing(setting, owed, world), owed
     reducer = build_reduction(setting, holding)
     if codes:
-        scale = partial(_gradient_scale, setting, state)
+        scale: Callable[[], float] = partial(_gradient_scale, setting, state)
+        if state.scale.dynamic:
+            reducer = rescaled = Rescaled(reducer, scale)
+            scale = rescaled.scale
         state.keepers["residual"] = _residuals(setting, reducer, holding, scale)
     return _clipped_step(setting, reducer), reducer
 

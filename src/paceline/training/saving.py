@@ -34,13 +34,13 @@ from paceline.errors import CheckpointError
 from paceline.phase import SERVED
 from paceline.recipe import CheckpointRecipe, Recipe, to_toml
 from paceline.sync.residuals import forgotten
-from paceline.sync.update import placed_before
 from paceline.training.agreed import gather_from_all, share_with_all
 from paceline.training.numerics import differences, fingerprint
 from paceline.training.session import Session
 
 _PATIENCE_SECONDS = 60.0
 """For so long a save takes only what the training leaves; a crash would lose it."""
+_SETTLE = "settle"
 
 
 def files_of(recipe: Recipe, run_dir: Path) -> Files:
@@ -94,9 +94,14 @@ def _present(session: Session) -> list[int]:
 
 
 def _wait_before_updates(session: Session) -> None:
-    """No update changes what a save in the background still reads."""
+    """Nothing that follows a step changes what a save in the background still reads.
+
+    Before all other parts: a step that is left out comes to few of them, and where replicas meet that have
+    trained alone parameters move all the same.
+    """
     step = session.update_step
-    step.parts = placed_before(step.parts, "step", "settle", lambda record: session.settle())
+    others = {name: part for name, part in step.parts.items() if name != _SETTLE}
+    step.parts = {_SETTLE: lambda record: session.settle(), **others}
     if session.average is not None:
         session.average.settle = session.settle
 

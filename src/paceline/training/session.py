@@ -55,8 +55,7 @@ class Session:
         closers: what `close` calls, and whoever makes anew what hangs on the rule or the members.
         leavers: what only `close` calls.
         presence: the rule, where it goes on without some ranks.
-        average: of the weights; None: the recipe asks for none.
-        averages_rounds: it follows rounds, not updates.
+        average: of the weights; None: the recipe asks for none. `averages_rounds`: it follows rounds.
         callbacks: what `fit` calls; see `listen`.
         grounds: what `renew` makes the rest from; None: it cannot.
         enter: has the session run under the rule of a step; see `switching`.
@@ -109,10 +108,11 @@ class Session:
             self.state.keep(KEPT_AS, self.turns)
 
     def close(self) -> None:
-        """Release what the strategy holds besides process groups; the session cannot train afterwards."""
+        """Release what the strategy holds, and its process groups; the session cannot train afterwards."""
         self.release()
         while self.leavers:
             self.leavers.pop()()
+        self.mesh.give_back()
 
     def release(self) -> None:
         """Release what hangs on the rule and the members, which is about to be made anew."""

@@ -141,8 +141,9 @@ def _require_no_draws(oracle: Oracle) -> None:
 def _look_at_task(recipe: Recipe, oracle: Oracle, cluster: Cluster, strict: bool) -> Fault | None:
     most, called = most_sharers(recipe)
     strategy = resolve(recipe.strategy, processes=cluster.world_size, shards=most, called=called)
-    world = Mesh.build(cluster, strategy.degrees).world
-    found = preflight(oracle, world, Net(recipe.runtime.deadline_seconds))
+    mesh = Mesh.build(cluster, strategy.degrees)
+    found = preflight(oracle, mesh.world, Net(recipe.runtime.deadline_seconds))
+    mesh.give_back()
     if found is None and strict:
         return look_at_shared(oracle, recipe.precision.compute, cluster.world_size)
     return found

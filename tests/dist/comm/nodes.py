@@ -5,7 +5,8 @@ from dataclasses import replace
 from paceline.cluster import Cluster
 from paceline.comm import NativeCollective, Net
 from paceline.comm.routes import HierarchicalCollective
-from paceline.mesh import Levels, Mesh, span_nodes
+from paceline.levels import Levels, span_nodes
+from paceline.mesh import Mesh
 
 
 def on_nodes(cluster: Cluster, num_nodes: int) -> Cluster:

@@ -20,6 +20,7 @@ from paceline.comm.routes.ring import Ring
 from paceline.comm.routes.tree import Tree
 from paceline.errors import CommunicationError
 from paceline.mesh import Group, Mesh, twin_group
+from paceline.process_group import Made
 from paceline.testing.ranks import run_ranks
 
 Make = Callable[[Net, Group], NativeCollective | MessageCollective]
@@ -82,7 +83,7 @@ def assert_all_right(world_size: int, cases_of: Callable[[int], list[tuple[torch
             handle = dist.new_group([*range(size)]) if size > 1 else None  # all ranks make it
             if world.rank >= size:
                 continue
-            own = Group(f"first-{size}", tuple(range(size)), world.rank, handle)
+            own = Group(f"first-{size}", tuple(range(size)), world.rank, handle and Made(handle))
             for name, make in ROUTES.items():
                 net = Net(100.0)
                 path = make(net, own)

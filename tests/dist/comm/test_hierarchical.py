@@ -12,7 +12,8 @@ from paceline.comm import NativeCollective, Net, cost, hierarchical_cost
 from paceline.comm.collectives import in_parts
 from paceline.comm.routes import HierarchicalCollective
 from paceline.errors import CommunicationError, DeadlineError, StrategyError
-from paceline.mesh import Levels, Mesh, span_nodes
+from paceline.levels import Levels, span_nodes
+from paceline.mesh import Mesh
 from paceline.testing import run_ranks
 from paceline.training.routes import hierarchical, tree
 from tests.dist.comm.nodes import hierarchical_on

@@ -74,7 +74,7 @@ class Inline:
 class Wasteful:
     """bf16, with memory of its own each time."""
 
-    loses, ragged = True, False
+    loses, ragged, block = True, False, 1
 
     def num_bytes(self, num_values: int) -> int:
         return 2 * num_values

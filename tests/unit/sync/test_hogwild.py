@@ -3,6 +3,7 @@
 import heapq
 import math
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -59,6 +60,28 @@ def test_a_request_to_stop_is_seen_by_all() -> None:
     assert not first.stopping
     second.ask_to_stop(True)
     assert first.stopping and second.stopping
+
+
+class Moving(torch.Tensor):
+    """Clocks of which one goes on each time that somebody has looked."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        found = super().__torch_function__(function, types, args, kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():
+            if args[0].dim():
+                args[0].as_subclass(torch.Tensor)[1] += 1
+        return found
+
+
+@pytest.mark.capability("I2", "I4", clause="without a server, on one host")
+def test_another_rank_that_is_too_far_behind_is_seen_while_the_slowest_moves() -> None:
+    (board, *_) = boards(3)
+    board.clocks = torch.tensor([6, 4, 4]).as_subclass(Moving)
+    assert board.behind(6, 1) is not None
+    assert board.clocks.tolist() == [6, 5, 4], "it did not move while somebody looked"
 
 
 def play(num_ranks: int, bound: float, seed: int, steps: int = 20) -> list[int]:

@@ -13,6 +13,7 @@ import socket
 import struct
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Protocol
@@ -27,8 +28,11 @@ from paceline.errors import CommunicationError
 from paceline.tls import SecureLine
 
 FRAME_LENGTHS = struct.Struct("!QQ")  # bytes of the header, bytes of all tensors
+MOST_BYTES = 1 << 44
+"""Of the tensors of a message; nobody has so much memory."""
+
 _CHUNK_BYTES = 1 << 20
-_BELIEVED_BYTES = 1 << 24  # of a length that somebody says
+_SMALL = 8  # a tensor of less than one part in so many of its frame does not keep the frame in memory
 
 
 @dataclass(frozen=True)
@@ -40,12 +44,14 @@ class Message:
         fields: JSON values.
         tensors: of any dtype and shape; on the host when received.
         sender: the rank that sent it; filled in on arrival.
+        lasts: nobody changes the tensors once it is sent, so that what waits to be written need be no copy.
     """
 
     kind: str
     fields: Mapping[str, Any] = field(default_factory=dict)
     tensors: Sequence[Tensor] = ()
     sender: int = -1
+    lasts: bool = False
 
     def encode(self) -> tuple[bytes, list[memoryview]]:
         """Lengths and header, and the bytes of every tensor."""
@@ -55,8 +61,11 @@ class Message:
         return FRAME_LENGTHS.pack(len(header), sum(len(b) for b in bodies)) + header, bodies
 
     @classmethod
-    def decode(cls, header: bytes, body: bytearray, sender: int) -> Message:
-        """The inverse of `encode`.
+    def decode(cls, header: bytes, body: Tensor, sender: int) -> Message:
+        """The inverse of `encode`; large tensors lie where they have arrived.
+
+        Args:
+            body: uint8 [n].
 
         Raises:
             ValueError: it is not what `encode` makes.
@@ -67,10 +76,10 @@ class Message:
         tensors, start = [], 0
         for dtype, shape in described:
             size = prod(shape) * dtype.itemsize
-            raw = (
-                torch.frombuffer(body, dtype=torch.uint8, count=size, offset=start).clone() if size else None
-            )
-            tensors.append(torch.empty(shape, dtype=dtype) if raw is None else raw.view(dtype).view(shape))
+            raw = body[start : start + size]
+            if start % dtype.itemsize or _SMALL * size < len(body):
+                raw = raw.clone()
+            tensors.append(raw.view(dtype).view(shape) if size else torch.empty(shape, dtype=dtype))
             start += size
         return cls(kind, fields, tensors, sender)
 
@@ -83,7 +92,7 @@ class Channel(Protocol):
     """
 
     def send(self, to: int, message: Message, deadline_seconds: float) -> None:
-        """Hand a message over, without waiting; its tensors may be changed afterwards.
+        """Hand a message over, without waiting; its tensors may be changed afterwards, unless it `lasts`.
 
         Args:
             deadline_seconds: how long the peer may read nothing before it is lost.
@@ -114,7 +123,7 @@ class Peer:
         self.rank, self.socket = rank, connection
         self.outbox, self.heard_at = Outbox(connection), time.monotonic()
         self._head = bytearray()
-        self._body: bytearray | None = None
+        self._body: Tensor | None = None
         self._filled = 0
 
     def read(self) -> list[Message]:
@@ -139,11 +148,10 @@ class Peer:
             self._head += self._some(self.socket.recv(wanted - len(self._head)))
             if len(self._head) < FRAME_LENGTHS.size or len(self._head) < self._wanted_head():
                 return []
-            self._body, self._filled = bytearray(), 0
-        wanted = int(FRAME_LENGTHS.unpack_from(self._head)[1])
-        if self._filled < wanted:
-            self._fill(self._body, wanted)
-        if self._filled < wanted:
+            self._body, self._filled = self._memory(int(FRAME_LENGTHS.unpack_from(self._head)[1])), 0
+        if self._filled < len(self._body):
+            self._fill(self._body)
+        if self._filled < len(self._body):
             return []
         try:
             message = Message.decode(bytes(self._head[FRAME_LENGTHS.size :]), self._body, self.rank)
@@ -152,12 +160,16 @@ class Peer:
         self._head, self._body = bytearray(), None
         return [message]
 
-    def _fill(self, body: bytearray, wanted: int) -> None:
-        """Receive a part. After the first megabytes, memory grows only as data arrives: a length may lie."""
-        if self._filled == len(body):
-            body.extend(bytes(min(wanted - len(body), max(_BELIEVED_BYTES, len(body)))))
-        with memoryview(body) as whole:
-            count = self.socket.recv_into(whole[self._filled : self._filled + _CHUNK_BYTES])
+    def _memory(self, num_bytes: int) -> Tensor:
+        """For a body, uint8 [n]. It is taken as it is filled: a length may lie."""
+        if num_bytes <= MOST_BYTES:
+            with suppress(RuntimeError):  # there is not so much
+                return torch.empty(num_bytes, dtype=torch.uint8)
+        raise self._broken(f"tensors of {num_bytes} bytes")
+
+    def _fill(self, body: Tensor) -> None:
+        """Receive a part."""
+        count = self.socket.recv_into(body.numpy().data[self._filled : self._filled + _CHUNK_BYTES])
         self._filled += count
         if not count:
             raise self._gone(None)
@@ -185,3 +197,8 @@ class Peer:
 def _bytes_of(x: Tensor) -> memoryview:
     flat = x.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data.cast("B") if flat.numel() else memoryview(b"")
+
+
+def as_bytes(body: bytearray) -> Tensor:
+    """The same memory, uint8 [n]."""
+    return torch.frombuffer(body, dtype=torch.uint8) if body else torch.empty(0, dtype=torch.uint8)

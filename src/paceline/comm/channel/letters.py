@@ -13,11 +13,10 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from paceline.comm.channel.channel import FRAME_LENGTHS, Message
+from paceline.comm.channel.channel import FRAME_LENGTHS, MOST_BYTES, Message, as_bytes
 from paceline.comm.channel.frame_header import MOST_HEADER_BYTES
 
 CHUNK_BYTES = 1 << 20
-_MOST_BYTES = 1 << 44
 
 
 class Place(NamedTuple):
@@ -139,7 +138,8 @@ class Taken:
             return None
         if len(self._body) != wanted[1]:
             raise ValueError("more came than the message is long")
-        message = Message.decode(bytes(self._head[FRAME_LENGTHS.size :]), self._body, self._sender)
+        head = bytes(self._head[FRAME_LENGTHS.size :])
+        message = Message.decode(head, as_bytes(self._body), self._sender)
         self._number += 1
         self._call += 1
         self._clear()
@@ -162,6 +162,6 @@ class Taken:
         if len(self._head) < FRAME_LENGTHS.size:
             return None
         head, body = FRAME_LENGTHS.unpack_from(self._head)
-        if head > MOST_HEADER_BYTES or body > _MOST_BYTES:
+        if head > MOST_HEADER_BYTES or body > MOST_BYTES:
             raise ValueError(f"a header of {head} bytes and tensors of {body}")
         return FRAME_LENGTHS.size + head, body

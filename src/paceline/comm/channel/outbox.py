@@ -1,8 +1,8 @@
 """What one peer has not taken yet: written when its socket takes it, so that nobody waits for a slow reader.
 
 Invariant: what was put is written once, whole and in order. What waits is a copy, so the owner of a tensor
-may change it as soon as `put` has returned. It does not bound how much waits: whoever sends large messages
-waits for an answer to one before the next.
+may change it as soon as `put` has returned, unless it says that nobody will. It does not bound how much
+waits: whoever sends large messages waits for an answer to one before the next.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ class Outbox:
         """When the peer has read nothing for too long, on the monotonic clock; infinity: nothing waits."""
         return self.moved_at + self._patience if self._waiting else math.inf
 
-    def put(self, parts: Iterable[memoryview], patience_seconds: float) -> None:
+    def put(self, parts: Iterable[memoryview], patience_seconds: float, *, lasts: bool = False) -> None:
         """Write what the socket takes now, and keep a copy of the rest.
 
         Args:
-            parts: bytes, in order; not used after this returns.
+            parts: bytes, in order; not used after this returns, unless they last.
             patience_seconds: how long the peer may read nothing while something waits.
+            lasts: they do not change any more.
         Raises:
             OSError: the connection is broken.
         """
@@ -53,7 +54,7 @@ class Outbox:
             while rest and self._send(rest):
                 pass
         if rest:
-            self._waiting.append(memoryview(b"".join(rest)))
+            self._waiting.extend(rest if lasts else (memoryview(b"".join(rest)),))
 
     def write(self) -> None:
         """Write once, as much as the socket takes.

@@ -45,7 +45,7 @@ class SocketChannel:
             raise gone(to)
         head, bodies = message.encode()
         with self._losing(peer):
-            peer.outbox.put((memoryview(head), *bodies), deadline_seconds)
+            peer.outbox.put((memoryview(head), *bodies), deadline_seconds, lasts=message.lasts)
             self._watch(peer)
         self._ledger.launched("send", "channel", len(head) + sum(len(b) for b in bodies), 2)
 

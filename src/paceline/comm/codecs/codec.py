@@ -36,10 +36,13 @@ class Codec(Protocol):
     Attributes:
         loses: what is decoded is not right on average, so what is lost has to be sent later (error feedback).
         ragged: rows of equally many values may have fewer bytes than `num_bytes` says.
+        block: how many values share a scale, or what else: a row may be coded in stretches of multiples of
+            it, each alone, to as many bytes in all; 0: a row is coded as a whole.
     """
 
     loses: bool
     ragged: bool
+    block: int
 
     def num_bytes(self, num_values: int) -> int:
         """Bytes of one coded row: the closed form that the ledger must show; the most where rows are

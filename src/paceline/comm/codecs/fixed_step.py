@@ -27,7 +27,7 @@ class FixedStep:
     (fixed point, nearest), on values scaled to [-1, 1].
     """
 
-    loses, ragged = True, False
+    loses, ragged, block = True, False, 0
 
     def __init__(self, bits: int, kernels: Kernels | None = None) -> None:
         self._top, self._width, self._kernels = 1 << bits, bits + 2, kernels

@@ -24,7 +24,7 @@ class Bf16:
     Source: Kalamkar et al. 2019, A Study of BFLOAT16 for Deep Learning Training, arXiv:1905.12322.
     """
 
-    loses, ragged = True, False
+    loses, ragged, block = True, False, 1
 
     def __init__(self, kernels: Kernels | None = None) -> None:
         self._kernels = kernels
@@ -36,15 +36,25 @@ class Bf16:
     def encode(self, x: Tensor, keys: Keys, workspace: Workspace) -> Tensor:
         """See `Codec`."""
         out = workspace.take("bf16", x.shape, torch.bfloat16, x.device)
-        if self._kernels is not None and self._kernels.take(x) and self._kernels.bf16_encode(x, out):
-            return bytes_of(out)
-        if bool((top_of(x) > _LARGEST).any()):
-            x = torch.where(x.isfinite(), x.clamp(-_LARGEST, _LARGEST), x)
-        return bytes_of(out.copy_(x))
+        for row, found in zip(x, out, strict=True):
+            if (
+                self._kernels is None
+                or not self._kernels.take(row)
+                or not self._kernels.bf16_encode(row, found)
+            ):
+                _round(row, found)
+        return bytes_of(out)
 
     def decode(self, payload: Tensor, out: Tensor, keys: Keys, workspace: Workspace) -> None:
         """See `Codec`."""
         out.copy_(values_of(payload, torch.bfloat16, workspace))
+
+
+def _round(x: Tensor, out: Tensor) -> None:
+    """Values [n] as bfloat16 `out`; none that is finite becomes infinite."""
+    if bool((top_of(x.unsqueeze(0)) > _LARGEST).any()):
+        x = torch.where(x.isfinite(), x.clamp(-_LARGEST, _LARGEST), x)
+    out.copy_(x)
 
 
 class Fp16:
@@ -56,7 +66,7 @@ class Fp16:
     Source: Micikevicius et al. 2018, Mixed Precision Training, arXiv:1710.03740, section 3.2 (scaling).
     """
 
-    loses, ragged = True, False
+    loses, ragged, block = True, False, 0  # a row has one scale
 
     def __init__(self, kernels: Kernels | None = None) -> None:
         self._kernels = kernels

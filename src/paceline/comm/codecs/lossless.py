@@ -35,7 +35,7 @@ class Lossless:
     Zstandard Compression.
     """
 
-    ragged = True
+    ragged, block = True, 0
 
     def __init__(self, inner: Codec | None = None) -> None:
         self._inner = inner

@@ -91,7 +91,7 @@ class LowRank:
     Source: Vogels et al. 2019, PowerSGD, arXiv:1905.13727, section 3.
     """
 
-    loses, ragged = True, False
+    loses, ragged, block = True, False, 0
 
     def __init__(self, rank: int) -> None:
         self.rank = rank

@@ -37,7 +37,7 @@ class Scaled:
     Approximations for Parallelism in Deep Learning, arXiv:1511.04561, section 2 (linear quantisation).
     """
 
-    ragged = False
+    ragged, block = False, BLOCK
 
     def __init__(self, bits: int, *, stochastic: bool = False, kernels: Kernels | None = None) -> None:
         self.bits, self._stochastic, self._kernels = bits, stochastic, kernels

@@ -27,7 +27,7 @@ class Sign:
     Source: Karimireddy et al. 2019, Error Feedback Fixes SignSGD, arXiv:1901.09847, Algorithm 1.
     """
 
-    loses, ragged = True, False
+    loses, ragged, block = True, False, _BLOCK
 
     def __init__(self, kernels: Kernels | None = None) -> None:
         self._kernels = kernels

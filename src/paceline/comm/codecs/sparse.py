@@ -30,6 +30,7 @@ class Floats:
     """float32, as it is."""
 
     loses = ragged = False
+    block = 1
 
     def num_bytes(self, num_values: int) -> int:
         """4 n."""
@@ -55,7 +56,7 @@ class TopK:
     section 3; Stich et al. 2018, Sparsified SGD with Memory, arXiv:1809.07599, Algorithm 1 (memory).
     """
 
-    loses, ragged = True, False
+    loses, ragged, block = True, False, 0
 
     def __init__(
         self, num_kept: NumKept, values: Codec | None = None, kernels: Kernels | None = None
@@ -126,7 +127,7 @@ class RandomK:
     Source: Stich et al. 2018, Sparsified SGD with Memory, arXiv:1809.07599, Definition 2.1 (rand-k).
     """
 
-    loses, ragged = True, False
+    loses, ragged, block = True, False, 0
 
     def __init__(self, num_kept: NumKept, values: Codec | None = None) -> None:
         self.num_kept, self._values = num_kept, values or Floats()

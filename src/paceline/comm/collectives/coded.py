@@ -4,21 +4,24 @@ A buffer is cut into P parts; each rank codes its parts and sends them to their 
 order of the ranks, code the sum and send it to all. So values are coded twice, however many ranks there are,
 and nothing is coded again at every hop. What is lost on the way is kept, and added to the next values of the
 same buffer; a step that is aborted leaves it as it was. All of it runs on a `Line`, beside the backward pass,
-in memory that the first steps have taken; while the bytes of one buffer are under way, the next one is coded.
+in memory that the first steps have taken. While some bytes are under way, the next are coded: those of the
+next buffer, or of the next stretch of a large one, where a codec takes a row in stretches to the same bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from paceline.comm.codecs import Codec, Keys
 from paceline.comm.codecs.sparse import MOMENTUM, TopK, num_kept
-from paceline.comm.collectives.collective import Arriving, Exchanging, HeldBytes
+from paceline.comm.collectives.collective import Arriving, Exchanging, HeldBytes, waits_counted
+from paceline.comm.collectives.columns import columns_of, parts_of, stretches_of
 from paceline.comm.collectives.lost import Losses
-from paceline.comm.handle import Handle
+from paceline.comm.handle import Handle, all_of
 from paceline.comm.kernels import load_kernels
 from paceline.comm.line import PLACES, Line, Rounds, run_alone
 from paceline.comm.workspace import Workspace
@@ -43,7 +46,7 @@ class CodedCollective:
 
     def __init__(self, inner: Exchanging, codec: Codec, *, seed: int = 0, momentum: float = 0.0) -> None:
         self._inner, self.codec, self._seed, self._momentum = inner, codec, seed, momentum
-        self._line = Line(f"{inner.group.name}-coded", self._waited)
+        self._line = Line(f"{inner.group.name}-coded", waits_counted(inner))
         self._losses = Losses(inner.group)
         self._workspaces = [Workspace() for _ in range(PLACES)]  # of the thread of the line
         self._sums = Workspace()
@@ -66,50 +69,73 @@ class CodedCollective:
         """See `Collective`."""
         if x.numel() == 0:
             return Handle.ready(x)
-        keys = self._keys(key)
+        width = -(-x.numel() // self.group.size)
 
-        def rounds(place: int) -> Rounds:
+        def rounds(some: slice, keys: Keys, place: int) -> Rounds:
             workspace = self._workspaces[place]
-            rows = _in_parts(x, self.group.size, workspace)
+            self._open(key, x, width, some)
+            rows = columns_of(x.view(-1), self.group.size, some, workspace)
             total = workspace.take("total", (1, rows.shape[1]), x.dtype, x.device)
-            mine = yield from self._sum(rows, key, keys, total, place, shared=True)
-            return (yield from self._share(mine, x, key, keys, place))
+            mine = yield from self._sum(rows, key, some, keys, total, place, shared=True)
+            return (yield from self._share(mine, x, key, some, keys, place))
 
-        return self._submit("all_to_all", x, rounds)
+        return self._submit("all_to_all", x, key, width, rounds)
 
     def reduce_scatter(self, x: Tensor, key: str, arriving: Arriving = None) -> Handle:
         """See `Collective`; the sum is good until the next one of this buffer."""
         if x.numel() == 0:
             return Handle.ready(torch.empty_like(x[0]))
-        keys = self._keys(key)
 
-        def rounds(place: int) -> Rounds:
+        def rounds(some: slice, keys: Keys, place: int) -> Rounds:
+            self._open(key, x, x.shape[1], some)
             total = self._sums.take(key, (1, x.shape[1]), x.dtype, x.device)
-            return (yield from self._sum(x, key, keys, total, place, shared=False))
+            yield from self._sum(x[:, some], key, some, keys, total[:, some], place, shared=False)
+            return total[0]
 
-        return self._submit("all_to_all", x, rounds)
+        return self._submit("all_to_all", x, key, x.shape[1], rounds)
 
-    def _submit(self, op: str, x: Tensor, rounds: Callable[[int], Rounds]) -> Handle:
-        """Run rounds, by turns with those of the next buffer where messages say to whom they belong."""
-        if self._inner.in_any_order(x) and not self.codec.ragged:
-            return self._line.submit_rounds(op, rounds)
-        return self._line.submit(op, lambda: run_alone(rounds(0)))
+    def _submit(
+        self, op: str, x: Tensor, key: str, width: int, rounds: Callable[[slice, Keys, int], Rounds]
+    ) -> Handle:
+        """Run the rounds of rows of so many values, by turns where messages say to whom they belong."""
+        some = self._stretches(x, width)
+        keys = [self._keys(key if one.start == 0 else f"{key} from {one.start}") for one in some]
+        parts = [partial(rounds, *both) for both in zip(some, keys, strict=True)]
+        if self._by_turns(x):
+            return all_of([self._line.submit_rounds(op, part) for part in parts])
+        return self._line.submit(op, lambda: run_alone(parts[0](0)))
 
-    def _sum(self, x: Tensor, key: str, keys: Keys, total: Tensor, place: int, shared: bool) -> Rounds:
-        """Code and exchange the rows of `x` [P, n], and add up those of this rank in `total` [1, n].
+    def _by_turns(self, x: Tensor) -> bool:
+        """Whether rounds of two stretches, or buffers, may be under way."""
+        return self._inner.in_any_order(x) and not self.codec.ragged
+
+    def _stretches(self, x: Tensor, width: int) -> list[slice]:
+        """Of rows of so many values; where nothing is coded meanwhile there is one."""
+        apart = self._by_turns(x) and not self._momentum
+        return stretches_of(width, self.group.size, self.codec.block if apart else 0)
+
+    def _open(self, key: str, x: Tensor, width: int, some: slice) -> None:
+        """Memory for what a buffer loses in this step, with the first of its stretches."""
+        if self.codec.loses and some.start == 0:
+            self._losses.open(key, x, width)
+
+    def _sum(
+        self, x: Tensor, key: str, some: slice, keys: Keys, total: Tensor, place: int, shared: bool
+    ) -> Rounds:
+        """Code and exchange columns of rows, `x` [P, n], and add up those of this rank in `total` [1, n].
 
         `shared`: the sum is coded again then.
         """
         before, values, workspace = self._losses.kept.get(key), x, self._workspaces[place]
-        own = self._losses.open(key, x) if self.codec.loses else None
+        own = self._losses.pending[key] if self.codec.loses else None
         if own is not None:
-            values = own.add(x, before, self._momentum)
+            values = own.add(x, before, self._momentum, some)
         payload = self.codec.encode(values, keys, workspace)
         one = workspace.take("one", total.shape, x.dtype, x.device)
         if own is not None:
             for row, coded in enumerate(payload):
                 self.codec.decode(coded.unsqueeze(0), one, keys, workspace)
-                own.take_out(row, one[0], workspace)
+                own.take_out(row, one[0], workspace, some)
         payload = self._fitted(payload, key, x.shape[1], workspace)
         arrived = self._rows("arrived", payload.shape, payload, x.shape[1], workspace)
         yield self._inner.all_to_all(payload, key, arrived, 2 * place)
@@ -118,28 +144,30 @@ class CodedCollective:
             if number:
                 total.add_(one)
         if before is not None and before.owned is not None and not shared:
-            total.add_(before.owned)
+            total.add_(before.owned[some])
         return total[0]
 
-    def _share(self, mine: Tensor, x: Tensor, key: str, keys: Keys, place: int) -> Rounds:
-        """Code the sum of this rank's part and give it to all."""
+    def _share(self, mine: Tensor, x: Tensor, key: str, some: slice, keys: Keys, place: int) -> Rounds:
+        """Code the sum of these columns of this rank's part and give it to all."""
         keys = Keys(hashed(keys.shared, "sum"), hashed(keys.own, "sum"))
         before, pending = self._losses.kept.get(key), self._losses.pending.get(key)
         workspace = self._workspaces[place]
         if before is not None and before.owned is not None:
-            mine.add_(before.owned)
+            mine.add_(before.owned[some])
         one = workspace.take("one", (1, mine.numel()), x.dtype, x.device)
         payload = self.codec.encode(mine.unsqueeze(0), keys, workspace)
         if pending is not None:
             self.codec.decode(payload, one, keys, workspace)
-            pending.take_out_of_sum(mine, one[0])
+            pending.take_out_of_sum(mine, one[0], some)
         payload = self._fitted(payload, key, mine.numel(), workspace)
         # Gloo's all_gather would allocate all of it again; sent as rows it is as many bytes
         shape = self.group.size, payload.shape[1]
         spread = self._rows("spread", shape, payload, mine.numel(), workspace).copy_(payload)
         found = self._rows("arrived", shape, payload, mine.numel(), workspace)
         yield self._inner.all_to_all(spread, f"{key}.sum", found, 2 * place + 1)
-        for part, coded in zip(x.view(-1).split(mine.numel()), found, strict=False):
+        if pending is not None:
+            pending.clear_behind(x.numel(), self.group.rank)
+        for part, coded in zip(parts_of(x.view(-1), self.group.size, some), found, strict=True):
             whole = part.numel() == mine.numel()
             self.codec.decode(coded.unsqueeze(0), part.unsqueeze(0) if whole else one, keys, workspace)
             if not whole:
@@ -182,6 +210,12 @@ class CodedCollective:
         self._losses.abort()
         self._inner.abort()
 
+    def num_together(self, x: Tensor) -> tuple[int, int]:
+        """See `Coded`."""
+        width = -(-x.numel() // self.group.size)
+        values = min(x.numel(), self.group.size * self._stretches(x, width)[0].stop)
+        return values, PLACES if self._by_turns(x) else 1
+
     def held_bytes(self) -> HeldBytes:
         """See `Coded`."""
         of_places = sum(workspace.num_bytes for workspace in self._workspaces)
@@ -194,24 +228,6 @@ class CodedCollective:
     def _keys(self, key: str) -> Keys:
         shared = hashed(self._seed, "codec", self._inner.net.step, key)
         return Keys(shared, hashed(shared, self.group.rank))  # alike where other ranks code copies of it
-
-    def _waited(self, op: str, seconds: float) -> None:
-        """Count seconds that a caller waited for all of it."""
-        row = self._inner.net.ledger.rows.get((op, self.group.name))
-        if row is not None:
-            row.exposed_seconds += seconds
-
-
-def _in_parts(x: Tensor, num_parts: int, workspace: Workspace) -> Tensor:
-    """[n] as [P, ceil(n / P)], the end filled with zeros; a view where that does."""
-    num_values = x.numel()
-    if num_values % num_parts == 0:
-        return x.reshape(num_parts, -1)
-    width = -(-num_values // num_parts)
-    out = workspace.take("parts", (num_parts * width,), x.dtype, x.device)
-    out[:num_values] = x.view(-1)
-    out[num_values:].zero_()
-    return out.view(num_parts, width)
 
 
 def with_momentum(path: Exchanging, argument: str, seed: int) -> CodedCollective:

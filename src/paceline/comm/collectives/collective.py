@@ -6,7 +6,7 @@ Invariant: what `wait` returns is equal on every rank that gets it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -31,8 +31,8 @@ class Feedback(Protocol):
     def describe(self, key: str, matrices: Sequence[Matrix]) -> None:
         """Where matrices lie in a buffer, before its first sum."""
 
-    def commit(self) -> None:
-        """The present step has been applied: keep what it has lost."""
+    def commit(self, keys: Collection[str] | None = None) -> None:
+        """The present step has been applied: keep what it has lost of these buffers; None: of all."""
 
     def restore(self, key: str, places: Tensor) -> None:
         """What was sent of some places of a buffer, bool [n], was dropped: what was lost there before, is."""
@@ -119,11 +119,25 @@ class HeldBytes(NamedTuple):
 class Coded(Collective, Protocol):
     """A collective that codes, on a thread of its own."""
 
+    def num_together(self, x: Tensor) -> tuple[int, int]:
+        """How many values of a buffer `x` [n] are a stretch, and how many of these are under way."""
+
     def held_bytes(self) -> HeldBytes | None:
         """After some steps; None: it is no function of the sizes of buffers alone."""
 
     def close(self) -> None:
         """End the thread; what was launched has been waited for."""
+
+
+def waits_counted(inner: Exchanging) -> Callable[[str, float], None]:
+    """Counts the seconds that a caller waited for all rounds of what goes over a path."""
+
+    def count(op: str, seconds: float) -> None:
+        row = inner.net.ledger.rows.get((op, inner.group.name))
+        if row is not None:
+            row.exposed_seconds += seconds
+
+    return count
 
 
 def in_parts(x: Tensor, num_parts: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,8 +53,11 @@ class Lost:
             self.room, self.owned = self.owned, None
         return self
 
-    def add(self, x: Tensor, before: Lost | None, momentum: float) -> Tensor:
-        """What is to be sent now, in `sent`: `x`, or its velocity, and what was lost before.
+    def add(self, x: Tensor, before: Lost | None, momentum: float, some: slice) -> Tensor:
+        """What is to be sent now of some columns, in `sent`: `x`, or its velocity, and what was lost before.
+
+        Args:
+            some: all of them, where there is momentum.
 
         Source: Lin et al. 2018, Deep Gradient Compression, arXiv:1712.01887, section 3.1 (momentum
         correction): velocities are accumulated, not gradients, so that what is sent late has its momentum.
@@ -62,7 +65,8 @@ class Lost:
         if momentum:
             self.velocity = self._velocity(x, before, momentum)
             x = self.velocity
-        return self.sent.copy_(x) if before is None else torch.add(x, before.sent, out=self.sent)
+        sent = self.sent[:, some]
+        return sent.copy_(x) if before is None else torch.add(x, before.sent[:, some], out=sent)
 
     def _velocity(self, x: Tensor, before: Lost | None, momentum: float) -> Tensor:
         out = torch.empty_like(x) if self.velocity is None else self.velocity
@@ -70,13 +74,21 @@ class Lost:
             return out.copy_(x)
         return torch.add(x, before.velocity, alpha=momentum, out=out)
 
-    def take_out(self, row: int, decoded: Tensor, workspace: Workspace) -> None:
-        """A row has been sent as `decoded` [part]; where it was, its velocity begins anew (section 3.2)."""
-        finite(self.sent[row].sub_(decoded))
+    def take_out(self, row: int, decoded: Tensor, workspace: Workspace, some: slice) -> None:
+        """Columns of a row are sent as `decoded`; where they were, velocity begins anew (section 3.2)."""
+        finite(self.sent[row, some].sub_(decoded))
         if self.velocity is not None:
             was_sent = workspace.take("lost.sent", decoded.shape, torch.bool, decoded.device)
             torch.ne(decoded, 0, out=was_sent)
-            finite(self.velocity[row].masked_fill_(was_sent, 0.0))
+            finite(self.velocity[row, some].masked_fill_(was_sent, 0.0))
+
+    def clear_behind(self, num_values: int, rank: int) -> None:
+        """The rows are filled up behind so many values, and of nothing nothing is lost."""
+        for x in (self.sent, self.velocity):
+            if x is not None:
+                x.view(-1)[num_values:].zero_()
+        if self.owned is not None:
+            self.owned[max(0, num_values - rank * self.owned.numel()) :].zero_()
 
     def restore(self, before: Lost | None, rows: Tensor, rank: int) -> None:
         """In some places, bool [P, part], go on from what was lost before; `rank` coded the sum of its part.
@@ -92,11 +104,13 @@ class Lost:
         if self.owned is not None:
             keep(self.owned, owned, rows[rank])
 
-    def take_out_of_sum(self, total: Tensor, decoded: Tensor) -> None:
-        """The sum of the own part [part] has been given to all as `decoded`."""
-        if self.room is None or self.room.shape != total.shape or self.room.dtype != total.dtype:
-            self.room = torch.empty_like(total)
-        self.owned = finite(torch.sub(total, decoded, out=self.room))
+    def take_out_of_sum(self, total: Tensor, decoded: Tensor, some: slice) -> None:
+        """The sum of some columns of the own part has been given to all as `decoded`."""
+        width = self.sent.shape[1]
+        if self.room is None or self.room.numel() != width or self.room.dtype != total.dtype:
+            self.room = total.new_empty(width)
+        finite(torch.sub(total, decoded, out=self.room[some]))
+        self.owned = self.room
 
 
 class Losses:
@@ -119,13 +133,17 @@ class Losses:
         of_all = {id(one): one for held in (self.kept, self.pending, self._spare) for one in held.values()}
         return sum(one.num_bytes for one in of_all.values())
 
-    def open(self, key: str, x: Tensor) -> Lost:
-        """Memory for what a buffer `x` [P, part] loses in this step."""
-        found = self._spare.pop(key, None)
-        if found is None or found.sent.shape != x.shape or found.sent.dtype != x.dtype:
-            found = Lost(torch.empty_like(x))
+    def open(self, key: str, like: Tensor, width: int) -> None:
+        """Memory for what a buffer loses in this step.
+
+        Args:
+            like: of its type.
+            width: of a rank's part.
+        """
+        found, shape = self._spare.pop(key, None), (self._group.size, width)
+        if found is None or found.sent.shape != shape or found.sent.dtype != like.dtype:
+            found = Lost(like.new_empty(shape))
         self.pending[key] = found.reopen()
-        return found
 
     def describe(self, key: str, matrices: Sequence[Matrix]) -> None:
         """See `Feedback`; a codec takes rows as they are."""
@@ -136,11 +154,11 @@ class Losses:
             rows = in_parts(places, self._group.size)
             self.pending[key].restore(self.kept.get(key), rows, self._group.rank)
 
-    def commit(self) -> None:
+    def commit(self, keys: Collection[str] | None = None) -> None:
         """See `Feedback`."""
-        self._spare |= {key: self.kept[key] for key in self.pending if key in self.kept}
-        self.kept |= self.pending
-        self.pending = {}
+        done = [*self.pending] if keys is None else [key for key in keys if key in self.pending]
+        self._spare |= {key: self.kept[key] for key in done if key in self.kept}
+        self.kept |= {key: self.pending.pop(key) for key in done}
 
     def abort(self) -> None:
         """Forget what the present step has lost."""

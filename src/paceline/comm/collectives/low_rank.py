@@ -8,7 +8,7 @@ Invariant: factors are equal on all ranks; what is lost is of this rank alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -24,7 +24,7 @@ from paceline.comm.codecs.low_rank import (
     rest_of,
     worthwhile,
 )
-from paceline.comm.collectives.collective import Arriving, Exchanging
+from paceline.comm.collectives.collective import Arriving, Exchanging, waits_counted
 from paceline.comm.collectives.lost import keep
 from paceline.comm.handle import Handle
 from paceline.comm.line import Line
@@ -61,7 +61,7 @@ class LowRankCollective:
 
     def __init__(self, inner: Exchanging, rank: int, *, seed: int = 0) -> None:
         self._inner, self._rank, self._seed = inner, rank, seed
-        self._line = Line(f"{inner.group.name}-low-rank", self._waited)
+        self._line = Line(f"{inner.group.name}-low-rank", waits_counted(inner))
         self._matrices: dict[str, Sequence[Matrix]] = {}
         self._kept: dict[str, _Kept] = {}
         self._pending: dict[str, _Kept] = {}
@@ -194,11 +194,11 @@ class LowRankCollective:
         kept = self._kept.get(key)
         keep(self._pending[key].sent, None if kept is None else kept.sent, places)
 
-    def commit(self) -> None:
+    def commit(self, keys: Collection[str] | None = None) -> None:
         """See `Feedback`."""
-        self._spare |= {key: self._kept[key] for key in self._pending if key in self._kept}
-        self._kept |= self._pending
-        self._pending = {}
+        done = [*self._pending] if keys is None else [key for key in keys if key in self._pending]
+        self._spare |= {key: self._kept[key] for key in done if key in self._kept}
+        self._kept |= {key: self._pending.pop(key) for key in done}
 
     def abort(self) -> None:
         """See `Collective`."""
@@ -220,10 +220,14 @@ class LowRankCollective:
     def set_lost(self, key: str, flats: Mapping[str, Tensor]) -> None:
         """See `Feedback`; without factors, or where they are of other matrices, they are found anew."""
         losses = [flat for side, flat in flats.items() if side != "factor"]
-        sent, factor = torch.stack(losses).sum(0), flats.get("factor")
+        sent, factor = sum(losses[1:], start=losses[0].clone()), flats.get("factor")  # -0.0 stays
         source = torch.zeros_like(sent) if factor is None else factor
         matrices = self._worthwhile(key, sent.numel())
         self._kept[key] = _Kept(sent, [m.of(source)[: self._rank].T.contiguous() for m in matrices])
+
+    def num_together(self, x: Tensor) -> tuple[int, int]:
+        """See `Coded`."""
+        return x.numel(), 1
 
     def held_bytes(self) -> None:
         """See `Coded`; it depends on the shapes of matrices."""
@@ -237,12 +241,6 @@ class LowRankCollective:
     def close(self) -> None:
         """End the thread; what was launched has been waited for."""
         self._line.close()
-
-    def _waited(self, op: str, seconds: float) -> None:
-        """Count seconds that a caller waited for both rounds."""
-        row = self._inner.net.ledger.rows.get((op, self.group.name))
-        if row is not None:
-            row.exposed_seconds += seconds
 
 
 def summed(path: Exchanging, argument: str, seed: int) -> LowRankCollective:

@@ -1,5 +1,6 @@
 """From gradients of this rank to sums of what it updates."""
 
+from paceline.comm.reduction.blocks import scatterer_name
 from paceline.comm.reduction.gradients import Gradients, GradientSink, Reduction
 from paceline.comm.reduction.local import LocalReducer, TreeReducer
 from paceline.comm.reduction.local_clip import LocalClip
@@ -7,8 +8,9 @@ from paceline.comm.reduction.meeting import Meeting
 from paceline.comm.reduction.norm import AnyOrderNorm, CanonicalNorm, joint_norm, of_own_part
 from paceline.comm.reduction.owed import OwedReducer, all_lost
 from paceline.comm.reduction.pace import Pace, behind_bytes
-from paceline.comm.reduction.part_buffer import PartBuffer, share_in_turn
+from paceline.comm.reduction.part_buffer import PartBuffer
 from paceline.comm.reduction.reducer import InAnyOrder, Reducer, Sums
+from paceline.comm.reduction.rescaled import Rescaled
 from paceline.comm.reduction.scatterer import Scatterer
 from paceline.comm.reduction.several import Reducers
 from paceline.comm.reduction.tree import cover
@@ -33,6 +35,7 @@ __all__ = [
     "Reducer",
     "Reducers",
     "Reduction",
+    "Rescaled",
     "Scatterer",
     "Sums",
     "TreeReducer",
@@ -42,5 +45,5 @@ __all__ = [
     "cover",
     "joint_norm",
     "of_own_part",
-    "share_in_turn",
+    "scatterer_name",
 ]

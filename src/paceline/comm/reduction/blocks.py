@@ -16,6 +16,11 @@ def moving(number: int, name: str = "") -> str:
     return f"{name}moving.{number}"
 
 
+def scatterer_name(number: int) -> str:
+    """In front of the names of its memory: what the first leaves is that in which parameters come."""
+    return f"{number}/" if number else ""
+
+
 class Blocks:
     """Pieces of memory: a few stay, each as large as the largest bucket of its dtype.
 
@@ -43,6 +48,16 @@ class Blocks:
         self._kept: dict[int, torch.dtype] = {}
         self._free: list[int] = []
         self._next = 0
+
+    @property
+    def passing_bytes(self) -> int:
+        """Of those that somebody has, and that do not stay."""
+        return sum(x.nbytes for number, x in self.memory.items() if number not in self._kept)
+
+    @property
+    def kept(self) -> list[Tensor]:
+        """Those that stay."""
+        return [self.memory[number] for number in self._kept]
 
     def take(self, dtype: torch.dtype, num_values: int) -> int:
         """The number of a block that nobody has; its values are whatever was left in it."""

@@ -107,6 +107,11 @@ class Launches(Generic[Bucket]):
         """Whether a scatter waits for its way."""
         return bool(self._queued)
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the buckets that are under way."""
+        return sum(one.rows.nbytes for one in self._under_way)
+
     def end(self) -> None:
         """Wait for all."""
         self.closing = True

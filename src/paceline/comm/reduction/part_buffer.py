@@ -7,6 +7,7 @@ kernel that walks parameter, gradient and moments side by side meets the same el
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -45,11 +46,24 @@ class PartBuffer:
         num_rows = len(parts[slots[0]])
         sizes = [sum(part.numel for s in slots if (part := parts[s][row])) for row in range(num_rows)]
         width = multiple * -(-max(1, *sizes) // multiple)
+        self.has_gaps = min(sizes) < width
         self.flat = zeros(num_rows * width, nothing_like(tensors[slots[0]]))
         self.rows = self.flat.view(num_rows, width)
         self._places = [self._layout(row, tensors) for row in range(num_rows)]
         self._views = [self.views(self.rows[row], row) for row in range(num_rows)]
         self._index = {s: [part.inside(s) if part else () for part in parts[s]] for s in slots}
+
+    def over(self, flat: Tensor, row: int | None = None) -> PartBuffer:
+        """The same places in other memory: of all rows [num_rows * width], or of one [width] and no other."""
+        other = copy(self)
+        other.flat = flat
+        if row is None:
+            other.rows = flat.view(self.rows.shape)
+            other._views = [self.views(values, r) for r, values in enumerate(other.rows)]
+        else:
+            other.rows = flat.view(1, -1)
+            other._views = [self.views(flat, row) if r == row else {} for r in range(len(self.rows))]
+        return other
 
     def _layout(self, row: int, tensors: Mapping[Slot, Tensor]) -> dict[Slot, tuple[int, tuple[int, ...]]]:
         """By part, where it begins in the row, and its strides."""
@@ -102,14 +116,15 @@ class PartBuffer:
         return found
 
     def write(self, slot: Slot, value: Tensor | None) -> None:
-        """Cut one tensor into the rows; None counts as zeros."""
+        """Cut one tensor into the rows that are here; None counts as zeros."""
         for row, part in enumerate(self._held[slot]):
-            if part is None:
+            view = None if part is None else self._views[row].get(part)
+            if view is None:
                 continue
             if value is None:
-                self._views[row][part].zero_()
+                view.zero_()
             else:
-                self._views[row][part].copy_(value[self._index[slot][row]] if part is not slot else value)
+                view.copy_(value[self._index[slot][row]] if part is not slot else value)
 
     def write_row(self, row: int, tensors: Mapping[Slot, Tensor], into: Tensor | None = None) -> None:
         """Fill in one row from the parts themselves, or from what they are parts of.
@@ -134,10 +149,11 @@ class PartBuffer:
                 tensors[slot].data[self._index[slot][row]].copy_(views[part])
 
     def read(self, slot: Slot, out: Tensor) -> Tensor:
-        """Put one tensor together again, in place."""
+        """Put one tensor together again, in place, as far as its rows are here."""
         for row, part in enumerate(self._held[slot]):
-            if part is not None:
-                out[self._index[slot][row]].copy_(self._views[row][part])
+            view = None if part is None else self._views[row].get(part)
+            if view is not None:
+                out[self._index[slot][row]].copy_(view)
         return out
 
 

@@ -227,15 +227,15 @@ class Reducer:
         for word, feedback in self._sums.feedback.items():
             if used is not None:
                 self._restore(word, feedback, used)
-            feedback.commit()
+            feedback.commit([bucket.keys[0] for bucket in self._buckets])  # others may share the path
 
     def _restore(self, word: str, feedback: Feedback, used: Collection[str]) -> None:
-        """Of what is not used nothing was sent."""
+        """Of what is not used nothing was sent, and between parts nothing is lost."""
         for bucket in self._buckets:
             buffer = bucket.buffers[0]
-            unused = {slot.name for slot in buffer.slots} - {*used}
-            if unused:
-                places = buffer.places(unused)
+            names = {slot.name for slot in buffer.slots}
+            if buffer.has_gaps or not names <= {*used}:
+                places = ~buffer.places(names & {*used})
                 feedback.restore(bucket.keys[0], places[self._sums.row] if word else places.view(-1))
 
     def abort(self) -> None:
@@ -251,7 +251,7 @@ class Reducer:
             for bucket in self._buckets:
                 buffer = bucket.buffers[0]
                 for side, flat in feedback.lost(bucket.keys[0], self._span(buffer, word).numel()).items():
-                    values = self._filled(buffer, word, flat)
+                    values = self._over(buffer, word, flat)
                     for slot in buffer.slots:
                         own = nothing_like(self._tensors[slot]).new_zeros(slot.sizes)
                         found.append((f"{word}{side}", slot, values.read(slot, own)))
@@ -269,9 +269,10 @@ class Reducer:
             for bucket in self._buckets if own else ():
                 buffer, flats = bucket.buffers[0], {}
                 for side in own:
+                    flats[side] = torch.zeros_like(self._span(buffer, word))
+                    values = self._over(buffer, word, flats[side])
                     for slot in buffer.slots:
-                        buffer.write(slot, found.get((f"{word}{side}", slot.name)))
-                    flats[side] = self._span(buffer, word).reshape(-1).clone()
+                        values.write(slot, found.get((f"{word}{side}", slot.name)))
                 one.set_lost(bucket.keys[0], flats)
 
     def _describe(self, bucket: _Bucket) -> None:
@@ -284,11 +285,9 @@ class Reducer:
         """What is coded of a buffer: all of it, or the own row."""
         return buffer.rows[self._sums.row] if word else buffer.flat
 
-    def _filled(self, buffer: PartBuffer, word: str, flat: Tensor) -> PartBuffer:
-        """The buffer with these values; nothing is under way between steps."""
-        buffer.flat.zero_()
-        self._span(buffer, word).copy_(flat)
-        return buffer
+    def _over(self, buffer: PartBuffer, word: str, flat: Tensor) -> PartBuffer:
+        """What is coded of a buffer, in other memory: the buffer has the gradients of the last step."""
+        return buffer.over(flat, self._sums.row if word else None)
 
 
 def _word_of(side: str) -> str:

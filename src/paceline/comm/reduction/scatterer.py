@@ -96,9 +96,9 @@ class Scatterer:
             self._bucket(number, slots) for number, slots in enumerate(plan_buckets(tensors, together))
         ]
         self._home = {slot: bucket for bucket in self._buckets for slot in bucket.missing}
-        self._blocks = self._make_blocks()
+        self.blocks = self._make_blocks()
         sizes = [bucket.shape.flat.nbytes for bucket in self._buckets]
-        self._launches: Launches[_Bucket] = Launches(ways, sizes, self._came, self._keep_up)
+        self.launches: Launches[_Bucket] = Launches(ways, sizes, self._came, self._keep_up)
         self._next = self._rounds = self._num_added = 0
         self._has_begun = False  # a gradient of a micro-batch came, and not all did
         self._agreed: Handle | None = None
@@ -123,7 +123,7 @@ class Scatterer:
         self._agreed = None if num_micro_batches is None else self._agree(num_micro_batches)
         self._next = self._rounds = self._num_added = 0
         self._has_begun = False
-        self._launches.begin()
+        self.launches.begin()
         for bucket in self._buckets:
             bucket.is_fresh, bucket.missing = True, set(bucket.shape.slots)
 
@@ -142,7 +142,7 @@ class Scatterer:
     def close(self) -> None:
         """All micro-batches have run; fill up to the largest number with zeros."""
         self._require_nothing_missing()
-        self._launches.closing = True
+        self.launches.closing = True
         agreed = self._agree(self._rounds) if self._agreed is None else self._agreed
         num_scatters = int(agreed.wait()) * len(self._buckets)
         while self._num_added < num_scatters:
@@ -150,7 +150,7 @@ class Scatterer:
 
     def finish(self) -> Gradients:
         """Wait for the sums of the own parts."""
-        self._launches.end()
+        self.launches.end()
         arriving = [self._over_replicas(bucket) for bucket in self._buckets]
         tensors: dict[Slot, Tensor | None] = {}
         norms: list[Tensor] = []
@@ -165,11 +165,11 @@ class Scatterer:
 
     def abort(self) -> None:
         """Let what was launched end, well or badly; forget it."""
-        self._launches.drop()
-        self._blocks.give_all()
+        self.launches.drop()
+        self.blocks.give_all()
         for bucket in self._buckets:
             bucket.block = None
-            bucket.buffers = {b: x for b, x in bucket.buffers.items() if b in self._blocks.memory}
+            bucket.buffers = {b: x for b, x in bucket.buffers.items() if b in self.blocks.memory}
         self._ways.shard.abort()
         self._ways.replica.abort()
         self.begin()
@@ -191,11 +191,11 @@ class Scatterer:
     def _buffer_of(self, bucket: _Bucket) -> PartBuffer:
         """Where it is filled in; memory that another bucket has left, or new."""
         if bucket.block is None:
-            self._launches.go_on()
-            bucket.block = self._blocks.take(bucket.total.dtype, bucket.shape.flat.numel())
+            self.launches.go_on()
+            bucket.block = self.blocks.take(bucket.total.dtype, bucket.shape.flat.numel())
         block = bucket.block
         if block not in bucket.buffers:
-            memory = self._blocks.memory[block]
+            memory = self.blocks.memory[block]
             bucket.buffers[block] = PartBuffer(
                 bucket.shape.slots, self._tensors, self._parts, lambda n, like: memory[:n]
             )
@@ -203,8 +203,8 @@ class Scatterer:
 
     def _keep_up(self, num_scatters: int) -> None:
         """Scatter zeros until so many buckets have left in this step, or one would have to queue."""
-        self._launches.go_on()
-        while self._num_added < num_scatters and not self._launches.queues:
+        self.launches.go_on()
+        while self._num_added < num_scatters and not self.launches.queues:
             self._add_zeros()
 
     def _add_zeros(self) -> None:
@@ -222,8 +222,8 @@ class Scatterer:
         self._num_added, self._next = number + 1, (self._next + 1) % len(self._buckets)
         if self._next == 0:
             self._rounds, self._has_begun = self._rounds + 1, False
-        arriving = self._blocks.arriving(buffer.rows, number % UNDER_WAY)
-        self._launches.add(Scatter(bucket, block, buffer.rows, key, number, arriving))
+        arriving = self.blocks.arriving(buffer.rows, number % UNDER_WAY)
+        self.launches.add(Scatter(bucket, block, buffer.rows, key, number, arriving))
 
     def _came(self, scatter: Scatter[_Bucket], row: Tensor) -> None:
         """Add what a scatter brings."""
@@ -231,7 +231,7 @@ class Scatterer:
         own = bucket.total[: bucket.own_values]
         (own.copy_ if bucket.is_fresh else own.add_)(row.view(-1)[: bucket.own_values])
         bucket.is_fresh = False
-        if not self._blocks.give(scatter.block):
+        if not self.blocks.give(scatter.block):
             del bucket.buffers[scatter.block]
 
     def _over_replicas(self, bucket: _Bucket) -> Handle:

@@ -7,7 +7,7 @@ all of it goes on beside the backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ from paceline.comm.handle import Handle
 from paceline.comm.line import Line
 from paceline.comm.net import Net
 from paceline.comm.routes.native import NativeCollective
-from paceline.mesh import Group, Levels
+from paceline.levels import Levels
+from paceline.mesh import Group
 
 
 class HierarchicalCollective:
@@ -158,9 +159,9 @@ class SliceFeedback:
     def describe(self, key: str, matrices: Sequence[Matrix]) -> None:
         """See `Feedback`; a slice cuts through them, so it is taken as values without a shape."""
 
-    def commit(self) -> None:
+    def commit(self, keys: Collection[str] | None = None) -> None:
         """See `Feedback`."""
-        self._inner.commit()
+        self._inner.commit(keys)
 
     def restore(self, key: str, places: Tensor) -> None:
         """See `Feedback`."""

@@ -12,63 +12,15 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 from paceline.comm.net import Net
+from paceline.comm.routes.host_peer import Peer, Signal
 from paceline.errors import CommunicationError, DeadlineError
 from paceline.mesh import Group
 
-_LARGEST_BYTES = 4096  # of a message
+_AT_ONCE = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 _IN_A_SUM, _FULL = "did not join in a sum", "did not listen"
 _NEXT_STEP = "look at the first rank that ended: it is the cause"
-
-
-class Signal(NamedTuple):
-    """What a rank says to all others of the host, once.
-
-    Args:
-        phase: what has been done.
-        number: to which sum, counted from 0 on every rank.
-        label: of what; a rank that says another one is out of step.
-    """
-
-    phase: int
-    number: int
-    label: str
-
-    def encode(self) -> bytes:
-        """One message."""
-        return f"{self.phase} {self.number} {self.label}".encode()
-
-    @classmethod
-    def decode(cls, message: bytes) -> Signal:
-        """The inverse of `encode`."""
-        phase, number, label = message.decode().split(" ", 2)
-        return cls(int(phase), int(number), label)
-
-
-class _Peer:
-    """One rank at the other end of a socket, and what it has said."""
-
-    def __init__(self, rank: int, connection: socket.socket) -> None:
-        self.rank, self.socket = rank, connection
-        self.said: dict[tuple[int, int], str] = {}
-        self.files: list[int] = []
-        self.gone = False
-
-    def read(self) -> None:
-        """Take one message, if there is one."""
-        try:
-            data, files, _, _ = socket.recv_fds(self.socket, _LARGEST_BYTES, 1, socket.MSG_DONTWAIT)
-        except (BlockingIOError, ConnectionResetError):  # it left unheard; what it said before is still there
-            return
-        except OSError:
-            data, files = b"", []
-        self.gone = not data
-        self.files += files
-        if data and not files:
-            signal = Signal.decode(data)
-            self.said[signal.phase, signal.number] = signal.label
 
 
 class HostLinks:
@@ -84,7 +36,7 @@ class HostLinks:
     """
 
     def __init__(self, peers: Mapping[int, socket.socket], group: Group, net: Net) -> None:
-        self._by_rank = {rank: _Peer(rank, s) for rank, s in sorted(peers.items())}
+        self._by_rank = {rank: Peer(rank, s) for rank, s in sorted(peers.items())}
         self._peers, self.ranks = [*self._by_rank.values()], frozenset(peers)
         self._group, self._net = group, net
         self._turn, self._is_reading = threading.Condition(), False
@@ -120,8 +72,8 @@ class HostLinks:
 
     # -- with one of them -----------------------------------------------------------------------------------
 
-    def tell_one(self, rank: int, signal: Signal, file: int | None = None) -> None:
-        """Say something to one rank, and give it an open file before; the caller closes that.
+    def tell_one(self, rank: int, signals: Sequence[Signal], file: int | None = None) -> None:
+        """Say some things to one rank at once, and give it an open file before; the caller closes that.
 
         Raises:
             CommunicationError: it is gone; DeadlineError: it does not listen.
@@ -129,7 +81,7 @@ class HostLinks:
         to = [self._by_rank[rank]]
         if file is not None:
             self._send(b"file", [file], to, _FULL)
-        self._send(signal.encode(), [], to, _FULL)
+        self._send(b"\n".join([signal.encode() for signal in signals]), [], to, _FULL)
 
     def hear_one(self, rank: int, phase: int, number: int, what: str) -> str:
         """Wait until one rank has said something; its label.
@@ -143,6 +95,15 @@ class HostLinks:
         self._listen(lambda peer: key in peer.said, [peer], what)
         return peer.said.pop(key)
 
+    def heard(self, rank: int, phase: int, number: int) -> str | None:
+        """As `hear_one`, of what has come by now; None: it has not."""
+        said, key = self._by_rank[rank].said, (phase, number)
+        if key not in said:
+            with self._turn:
+                while key not in said and self._read_now([self._by_rank[rank]]):
+                    pass
+        return said.pop(key, None)
+
     def has_said(self, rank: int, phase: int, number: int) -> bool:
         """Whether one rank has said so by now; once."""
         return self._by_rank[rank].said.pop((phase, number), None) is not None
@@ -154,7 +115,7 @@ class HostLinks:
     def catch_up(self) -> None:
         """Read all that has come, without a wait."""
         with self._turn:
-            while self._read(None, 0.0):
+            while self._read_now(self._peers):
                 pass
 
     def close(self) -> None:
@@ -164,23 +125,33 @@ class HostLinks:
             while peer.files:
                 os.close(peer.files.pop())
 
-    def _send(self, data: bytes, files: Sequence[int], to: Sequence[_Peer], what: str) -> None:
+    def _send(self, data: bytes, files: Sequence[int], to: Sequence[Peer], what: str) -> None:
         expires = time.monotonic() + self._net.deadline_seconds
         for peer in to:
             while not self._sent(peer, data, files):
                 with self._turn:
                     self._await([peer], peer, expires, what)
 
-    def _sent(self, peer: _Peer, data: bytes, files: Sequence[int]) -> bool:
+    def _sent(self, peer: Peer, data: bytes, files: Sequence[int]) -> bool:
         try:
-            socket.send_fds(peer.socket, [data], files, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            if files:
+                socket.send_fds(peer.socket, [data], files, _AT_ONCE)
+            else:
+                peer.socket.send(data, _AT_ONCE)
         except BlockingIOError:
             return False
         except OSError as error:
             raise self._error(f"rank {peer.rank} is gone: {error}", _NEXT_STEP) from error
         return True
 
-    def _listen(self, has_said: Callable[[_Peer], bool], to: Sequence[_Peer], what: str) -> None:
+    def _read_now(self, peers: Sequence[Peer]) -> bool:
+        """Read what has come of some, one message or more, unless another thread reads; the turn is held."""
+        if self._is_reading or not any(peer.read() for peer in peers if not peer.gone):
+            return False
+        self._turn.notify_all()
+        return True
+
+    def _listen(self, has_said: Callable[[Peer], bool], to: Sequence[Peer], what: str) -> None:
         expires = time.monotonic() + self._net.deadline_seconds
         with self._turn:
             while silent := [peer for peer in to if not has_said(peer)]:
@@ -188,7 +159,7 @@ class HostLinks:
                     raise self._error(f"rank {lost[0]} is gone", _NEXT_STEP)
                 self._await(silent, None, expires, what)
 
-    def _await(self, silent: Sequence[_Peer], full: _Peer | None, expires: float, what: str) -> None:
+    def _await(self, silent: Sequence[Peer], full: Peer | None, expires: float, what: str) -> None:
         """Sleep until a peer says something, or `full` takes more; read what was said. The turn is held."""
         left = max(0.0, expires - time.monotonic())
         if self._is_reading and full is None:
@@ -198,7 +169,7 @@ class HostLinks:
         if not has_come:
             raise self._late([peer.rank for peer in silent], what)
 
-    def _read(self, full: _Peer | None, seconds: float) -> bool:
+    def _read(self, full: Peer | None, seconds: float) -> bool:
         """Wait without the turn; read for all threads, unless one does so. Whether there was anything."""
         reads = not self._is_reading
         self._is_reading = True

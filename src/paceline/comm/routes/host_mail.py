@@ -2,28 +2,35 @@
 
 A rank writes into buffers of its own, which its reader maps when it first hears of them. There are as many as
 messages are on the way at a time, so a message needs its sender no more: that may wait for others meanwhile.
+That a message was taken is said with the next one the other way, where that comes soon: a word of its own
+would wake a rank that waits for something else.
 
 Invariant: a reader is lent a buffer until it says that the message is taken, so nothing that it keeps may lie
-there. Every wait has the deadline of the net, and ends at once if the other rank is gone. The memory has no
-name, so it is gone when the last rank is.
+there. No rank waits here before it has said what it has taken. Every wait has the deadline of the net, and
+ends at once if the other rank is gone. The memory has no name, so it is gone when the last rank is.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from paceline.comm.net import Net
-from paceline.comm.routes.host_links import HostLinks, Signal
+from paceline.comm.routes.host_links import HostLinks
 from paceline.comm.routes.host_memory import mapped
+from paceline.comm.routes.host_peer import Signal
 from paceline.comm.routes.message_buffers import MessageBuffers
+from paceline.errors import CommunicationError
 from paceline.mesh import Group
 
 _WRITTEN, _TAKEN = 0, 1
+_MOST_UNTOLD = 2
+"""Messages that were taken, when it is said at the latest; a sender counts them as on the way."""
 
 Read = TypeVar("Read")
 
@@ -36,7 +43,7 @@ class _Way:
         self.buffers = MessageBuffers()
         self.sent = self.freed = self.forgotten = 0  # the first messages were taken, or nobody waits for them
         self.theirs: dict[int, Tensor] = {}
-        self.read = 0
+        self.read = self.told = 0  # the first messages were read, and that was said
 
     @property
     def waiting(self) -> int:
@@ -71,11 +78,11 @@ class HostMail:
         """
         way = self._ways[to]
         self._net.ledger.launched("send", self._group.name, num_bytes, self._group.size)
-        self._free(way)
+        self._free(way, num_bytes)
         with way.buffers.lend(num_bytes) as (number, memory, file):
             write(memory)
             label = f"{number} {memory.numel()} {int(file is not None)}"
-            self._links.tell_one(way.rank, Signal(_WRITTEN, way.sent, label), file)
+            self._tell(way, [Signal(_WRITTEN, way.sent, label)], file)
         way.sent += 1
 
     def take(self, source: int, read: Callable[[Tensor], Read]) -> Read:
@@ -87,22 +94,34 @@ class HostMail:
             CommunicationError: that rank is gone; DeadlineError: it sends nothing.
         """
         way = self._ways[source]
-        label = self._links.hear_one(way.rank, _WRITTEN, way.read, "sent nothing")
+        label = self._links.heard(way.rank, _WRITTEN, way.read)
+        if label is None:
+            self.say_taken()
+            label = self._links.hear_one(way.rank, _WRITTEN, way.read, "sent nothing")
         number, size, is_new = map(int, label.split())
         if is_new:
             self._map(way, number, size)
         found = read(way.theirs[number])
-        self._links.tell_one(way.rank, Signal(_TAKEN, way.read, ""))
         way.read += 1
+        if way.read - way.told == _MOST_UNTOLD:
+            self._tell(way)
         return found
 
+    def say_taken(self) -> None:
+        """Say what was taken, before a wait for something else."""
+        for way in self._ways.values():
+            if way.told < way.read:
+                self._tell(way)
+
     def flush(self, most: int = 0) -> None:
-        """Wait until the others have taken what was sent, all but `most` messages.
+        """Wait until the others have taken what was sent, all but `most`; say what was taken here.
 
         Raises:
             CommunicationError: one of them is gone; DeadlineError: it takes nothing.
         """
         ways = self._ways.values()
+        if not most or sum(way.waiting for way in ways) > most:
+            self.say_taken()
         while sum(way.waiting for way in ways) > most:
             way = max(ways, key=lambda way: way.waiting)
             self._links.hear_one(way.rank, _TAKEN, way.freed, "took nothing")
@@ -112,15 +131,31 @@ class HostMail:
         """Nobody waits for what was written; its buffers stay until it is taken."""
         for way in self._ways.values():
             way.forgotten = way.sent
+            if way.told < way.read:
+                with suppress(CommunicationError):  # it may be gone by now
+                    self._tell(way)
 
     def close(self) -> None:
         """Leave the others, and let go of all memory."""
         self._links.close()
         self._ways.clear()
 
-    def _free(self, way: _Way) -> None:
-        """Use again what was taken by now."""
-        self._links.catch_up()
+    def _tell(self, way: _Way, signals: Sequence[Signal] = (), file: int | None = None) -> None:
+        """Say what was taken, and more."""
+        taken = [Signal(_TAKEN, number, "") for number in range(way.told, way.read)]
+        self._links.tell_one(way.rank, [*taken, *signals], file)
+        way.told = way.read
+
+    def _free(self, way: _Way, num_bytes: int) -> None:
+        """Use again what was taken by now, if a message needs it."""
+        if way.buffers.has_free(num_bytes):
+            return
+        self._note_taken(way)  # what was said with other messages
+        if not way.buffers.has_free(num_bytes):
+            self._links.catch_up()
+            self._note_taken(way)
+
+    def _note_taken(self, way: _Way) -> None:
         while self._links.has_said(way.rank, _TAKEN, way.freed):
             self._has_taken(way)
 

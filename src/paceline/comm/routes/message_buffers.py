@@ -11,7 +11,7 @@ import mmap
 import os
 from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -50,15 +50,23 @@ class MessageBuffers:
         Raises:
             CommunicationError: the machine has no memory left.
         """
-        number = self._choose(num_bytes)
-        with ExitStack() as closing, ExitStack() as failing:
-            failing.callback(self._drop, number)  # its reader may not know it
-            file = self._make(number, num_bytes) if self._size(number) < num_bytes else None
-            if file is not None:
-                closing.callback(os.close, file)
+        number, file, is_sent = self._choose(num_bytes), None, False
+        try:
+            if self._size(number) < num_bytes:
+                file = self._make(number, num_bytes)
             yield MessageBuffer(number, self._memory[number], file)
-            failing.pop_all()
-        self._on_the_way.append(number)
+            is_sent = True
+        finally:
+            if file is not None:
+                os.close(file)
+            if is_sent:
+                self._on_the_way.append(number)
+            else:
+                self._drop(number)  # its reader may not know it
+
+    def has_free(self, num_bytes: int) -> bool:
+        """Whether a message of so many bytes needs no new buffer."""
+        return self._size(self._choose(num_bytes)) >= num_bytes
 
     def free_oldest(self) -> None:
         """The reader has taken the oldest message."""

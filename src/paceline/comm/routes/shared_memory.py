@@ -17,8 +17,9 @@ from torch import Tensor
 from paceline.comm.collectives.collective import Arriving
 from paceline.comm.handle import Handle
 from paceline.comm.net import Net
-from paceline.comm.routes.host_links import HostLinks, Signal
+from paceline.comm.routes.host_links import HostLinks
 from paceline.comm.routes.host_memory import mapped, reserve
+from paceline.comm.routes.host_peer import Signal
 from paceline.comm.workspace import Workspace
 from paceline.errors import CommunicationError
 from paceline.mesh import Group

@@ -34,7 +34,8 @@ from paceline.comm.routes.ring import Ring
 from paceline.comm.routes.shared_memory import SharedMemoryCollective
 from paceline.comm.routes.tree import Tree
 from paceline.comm.text import gather_texts
-from paceline.mesh import Group, Levels, span_nodes, twin_group
+from paceline.levels import Levels, span_nodes
+from paceline.mesh import Group, twin_group
 
 SIZES = (1 << 10, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
 _REPEATS = 11

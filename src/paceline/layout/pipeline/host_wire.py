@@ -50,6 +50,10 @@ class HostWire:
                 self._early.setdefault(place, deque()).append((found, letter.note))
         return self._early[wanted].popleft()
 
+    def say_taken(self) -> None:
+        """See `HostMail`."""
+        self._mail.say_taken()
+
     def await_messages(self, counts: Mapping[int, int]) -> None:
         """Does nothing: they come by themselves."""
 

@@ -7,7 +7,10 @@ receives has to know the length of the first part before it comes: both derive i
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator, Sequence
+from ctypes import memmove
+from functools import lru_cache
 from itertools import accumulate
 from math import prod
 from typing import NamedTuple
@@ -16,12 +19,53 @@ import torch
 from torch import Tensor
 
 _HEAD_WORDS = 64
+_FIRST_WORDS = 5
+"""Of a description, before those of its tensors."""
 HEAD_BYTES = 8 * _HEAD_WORDS
 """Of a first part that has the description only; one that is longer goes on in a part of its own."""
 _LARGEST_BYTES = 2**16  # in one part: tensors are copied into it, and it stays until the end of a step
 _ALIGNED_BYTES = 64
 _DTYPES = tuple(sorted({x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str))
+_NUMBERS = {dtype: number for number, dtype in enumerate(_DTYPES)}
 Kind = tuple[torch.dtype, tuple[int, ...]]
+
+
+class _Laid(NamedTuple):
+    """How tensors of some kinds lie in one part; worked out once, as messages of a job have few kinds.
+
+    Args:
+        rows: words that describe them: type, dimensions and sizes of each.
+        sizes: bytes of each.
+        places: where each begins.
+        head_bytes: of the description.
+        num_bytes: of everything.
+    """
+
+    rows: tuple[int, ...]
+    sizes: tuple[int, ...]
+    places: tuple[int, ...]
+    head_bytes: int
+    num_bytes: int
+
+
+@lru_cache(maxsize=256)
+def _laid(kinds: tuple[Kind, ...]) -> _Laid:
+    rows = tuple(x for dtype, shape in kinds for x in (_NUMBERS[dtype], len(shape), *shape))
+    sizes = tuple(prod(shape) * dtype.itemsize for dtype, shape in kinds)
+    head_bytes = max(HEAD_BYTES, _aligned(8 * (_FIRST_WORDS + len(rows))))
+    *places, num_bytes = accumulate(map(_aligned, sizes), initial=head_bytes)
+    return _Laid(rows, sizes, tuple(places), head_bytes, num_bytes)
+
+
+@lru_cache(maxsize=256)
+def _kinds_in(rows: tuple[int, ...]) -> tuple[Kind, ...]:
+    """The kinds that these words describe."""
+    place, kinds = 0, list[Kind]()
+    while place < len(rows):
+        end = place + 2 + rows[place + 1]
+        kinds.append((_DTYPES[rows[place]], rows[place + 2 : end]))
+        place = end
+    return tuple(kinds)
 
 
 class Letter(NamedTuple):
@@ -38,45 +82,35 @@ class Letter(NamedTuple):
     note: float
     key: int
     attempt: int
-    kinds: Sequence[Kind]
+    kinds: tuple[Kind, ...]
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], note: float, key: int, attempt: int) -> Letter:
         """The description of some tensors."""
-        kinds = [(t.dtype, tuple(t.shape)) for t in tensors]
-        return cls(5 + sum(2 + len(shape) for _, shape in kinds), note, key, attempt, kinds)
+        kinds = tuple([(t.dtype, tuple(t.shape)) for t in tensors])
+        return cls(_FIRST_WORDS + len(_laid(kinds).rows), note, key, attempt, kinds)
 
     @classmethod
     def read(cls, words: Sequence[int]) -> Letter:
         """From its words; there may be more behind them."""
-        num_words, num_tensors, note, key, attempt = words[:5]
-        place, kinds = 5, list[Kind]()
-        for _ in range(num_tensors):
-            end = place + 2 + words[place + 1]
-            kinds.append((_DTYPES[words[place]], tuple(words[place + 2 : end])))
-            place = end
-        return cls(num_words, float(torch.tensor(note).view(torch.float64)), key, attempt, kinds)
+        num_words, _, bits, key, attempt = words[:_FIRST_WORDS]
+        (note,) = struct.unpack("d", struct.pack("q", bits))
+        return cls(num_words, note, key, attempt, _kinds_in(tuple(words[_FIRST_WORDS:num_words])))
 
     def words(self) -> list[int]:
         """Their number, that of tensors, note, key, attempt; type, dimensions and sizes of each tensor."""
-        rows = [x for dtype, shape in self.kinds for x in (_DTYPES.index(dtype), len(shape), *shape)]
-        note = int(torch.tensor(self.note, dtype=torch.float64).view(torch.int64))
-        return [self.num_words, len(self.kinds), note, self.key, self.attempt, *rows]
+        (bits,) = struct.unpack("q", struct.pack("d", self.note))
+        return [self.num_words, len(self.kinds), bits, self.key, self.attempt, *_laid(self.kinds).rows]
 
     @property
-    def sizes(self) -> list[int]:
+    def sizes(self) -> Sequence[int]:
         """Bytes of each tensor."""
-        return [prod(shape) * dtype.itemsize for dtype, shape in self.kinds]
-
-    @property
-    def head_bytes(self) -> int:
-        """Of the description, in one part with everything."""
-        return max(HEAD_BYTES, _aligned(8 * self.num_words))
+        return _laid(self.kinds).sizes
 
     @property
     def num_bytes(self) -> int:
         """Of one part with everything."""
-        return self.head_bytes + sum(map(_aligned, self.sizes))
+        return _laid(self.kinds).num_bytes
 
     def fits(self, size: int) -> bool:
         """Whether a first part of so many bytes has everything."""
@@ -84,8 +118,8 @@ class Letter(NamedTuple):
 
     def tensors_in(self, part: Tensor) -> Iterator[Tensor]:
         """Views of the tensors in one part that has everything; they begin at multiples of 64 bytes."""
-        places = accumulate(map(_aligned, self.sizes), initial=self.head_bytes)
-        for place, size, kind in zip(places, self.sizes, self.kinds, strict=False):
+        laid = _laid(self.kinds)
+        for place, size, kind in zip(laid.places, laid.sizes, self.kinds, strict=True):
             yield shaped(part[place : place + size], kind)
 
     def taken_from(self, part: Tensor) -> list[Tensor]:
@@ -93,22 +127,36 @@ class Letter(NamedTuple):
 
         A module may change one in place, and a generator reads its state from where the memory begins.
         """
-        return [x.clone() for x in self.tensors_in(part)]
+        laid, start, found = _laid(self.kinds), part.data_ptr(), list[Tensor]()
+        for place, size, (dtype, shape) in zip(laid.places, laid.sizes, self.kinds, strict=True):
+            found.append(torch.empty(shape, dtype=dtype, device=part.device))
+            if size:  # elsewhere than on a processor what has a size has a part of its own
+                memmove(found[-1].data_ptr(), start + place, size)
+        return found
 
 
 def write_whole(letter: Letter, tensors: Sequence[Tensor], part: Tensor) -> None:
-    """Lay the description and the tensors into one part that has room for everything."""
-    words = torch.tensor(letter.words()).view(torch.uint8)
-    part[: len(words)] = words
-    for place, t in zip(letter.tensors_in(part), tensors, strict=True):
-        place.copy_(t.detach())
+    """Lay the description and the tensors into one part that has room for everything, on a processor."""
+    struct.pack_into(f"{letter.num_words}q", part.numpy().data, 0, *letter.words())
+    laid, start = _laid(letter.kinds), part.data_ptr()
+    for place, size, t in zip(laid.places, laid.sizes, tensors, strict=True):
+        plain = _plain(t)  # lives until it is copied
+        memmove(start + place, plain.data_ptr(), size)
 
 
 def read_whole(part: Tensor) -> tuple[Letter, list[Tensor]]:
     """What lies in one part that has everything; the tensors have memory of their own."""
-    num_words = int(part[:8].view(torch.int64))
-    letter = Letter.read(part[: 8 * num_words].view(torch.int64).tolist())
+    memory = part.numpy().data
+    (num_words,) = struct.unpack_from("q", memory)
+    letter = Letter.read(struct.unpack_from(f"{num_words}q", memory))
     return letter, letter.taken_from(part)
+
+
+def _plain(t: Tensor) -> Tensor:
+    """The same values on a processor, one after another: the tensor, or a copy."""
+    if type(t) is Tensor and t.is_cpu and t.is_contiguous() and not (t.is_conj() or t.is_neg()):
+        return t
+    return torch.empty(t.shape, dtype=t.dtype).copy_(t.detach())
 
 
 def parts_of(letter: Letter, tensors: Sequence[Tensor], size: int) -> Iterator[Tensor]:

@@ -8,7 +8,7 @@ generator stands. Messages are found by what they are for, in whatever order the
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,9 +21,10 @@ from paceline.layout.pipeline.chain import Enter, Stage, as_tuple
 from paceline.layout.pipeline.check_parts import changes_buffers
 from paceline.layout.pipeline.drawn import require_no_draws, with_state
 from paceline.layout.pipeline.flight import Flight, Weights
+from paceline.layout.pipeline.other_weights import OtherWeights
 from paceline.layout.pipeline.parts import Inbox, batch_part
 from paceline.layout.pipeline.stage import Cut
-from paceline.layout.pipeline.view import Answers, Call, asked
+from paceline.layout.pipeline.view import Answers, Asks, Call
 from paceline.layout.pipeline.wire import Neighbours
 from paceline.layout.placed import Ask
 from paceline.layout.precision import Precision
@@ -60,11 +61,15 @@ class Passing:
     ) -> None:
         self.buffers = MicroBatchBuffers(holding.model, reports=reports)
         self.chunks = [Stage(links) for links in cut.chunks]
+        self.weights = [*map(OtherWeights, self.chunks)]
         self._task, self._cut, self._wire, self._seen = task, cut, wire, holding.seen
-        self._device, self._steady = holding.device, Steady(holding.computes)
-        self._parts = cut.parts[cut.stage]
+        self._device, self._steady, self._parts = (
+            holding.device,
+            Steady(holding.computes),
+            cut.parts[cut.stage],
+        )
         self._inbox = Inbox(wire, cut.stage, cut.parts, cut.num_chunks)
-        self._precision, self._phases = precision, phases
+        self._precision, self._phases, self._asks, self._answers = precision, phases, Asks(), Answers()
         self._dropouts, self._seeded = name_dropouts(holding.model), holding.device if seeds else None
 
     def train(self, mode: bool) -> None:
@@ -158,8 +163,6 @@ class Passing:
             action.micro_batch, action.chunk, counts=counts and again is None
         )
 
-    # -- what comes and goes --------------------------------------------------------------------------------
-
     def abort(self) -> None:
         """Forget what has come and was not taken."""
         self._inbox.abort()
@@ -211,14 +214,13 @@ class Passing:
             given = self._given(action, batch, ask, arrived)
             if stream is not None:  # what is drawn goes on there
                 torch.default_generator.set_state(stream.cpu())
-            if weights is None:
+            with self.weights[action.chunk].within(weights) if weights is not None else nullcontext():
                 return chunk(*given.inputs, **given.named)
-            return torch.func.functional_call(chunk, dict(weights), given.inputs, given.named)
 
-        made = ask(Answers(links).train(chunk.training), batch) if there is None else links()
+        made = ask(self._answers.by(links, training=chunk.training), batch) if there is None else links()
         if self._parts > 1 and torch.is_grad_enabled():
             require_no_draws(fresh if stream is None else stream)
-        return [made] if there is None else self._send_on(there, as_tuple(made), fresh)
+        return [made] if there is None else self._send(there, as_tuple(made), fresh)
 
     def _scaled_loss(self, sums: Sums, scale: float, *, joins: bool) -> Ask:
         """Asks for the task's loss, which goes to the sums, and is multiplied for backward."""
@@ -230,9 +232,7 @@ class Passing:
 
         return ask
 
-    def _send_on(
-        self, there: tuple[int, Action], found: Sequence[Tensor], fresh: Tensor | None
-    ) -> list[Tensor]:
+    def _send(self, there: tuple[int, Action], found: Sequence[Tensor], fresh: Tensor | None) -> list[Tensor]:
         """Send what came out, and, once somebody has drawn, where the generator stands."""
         sent, drawn = with_state(found, fresh, self._device)
         self._wire.send(there[0], sent, drawn, key=self._inbox.key(there[1]))
@@ -241,8 +241,7 @@ class Passing:
     def _given(self, action: Action, batch: Any, ask: Ask, arrived: Sequence[Tensor]) -> Call:
         """The arguments of a chunk's first link."""
         if before(self._cut.stage, action, self._cut.num_stages) is None:
-            training = self.chunks[action.chunk].training
-            return asked(ask, batch, training=training)
+            return self._asks.of(ask, batch, training=self.chunks[action.chunk].training)
         return Call(tuple(Enter.apply(x) if x.requires_grad else x for x in arrived), {})
 
 

@@ -24,18 +24,8 @@ class Call(NamedTuple):
 
 
 def asked(loss: Ask, batch: Any, *, training: bool) -> Call:
-    """What the loss, or whatever else asks, calls the model with, for a batch.
-
-    Raises:
-        TaskError: it never does, or it looks at the model's parameters before.
-    """
-    try:
-        loss(_Asks().train(training), batch)
-    except _Asked as found:
-        return found.call
-    raise TaskError(
-        "the loss never called the model", next_step="call it: loss(model, batch) computes model(...)"
-    )
+    """See `Asks.of`."""
+    return Asks().of(loss, batch, training=training)
 
 
 class _Asked(BaseException):
@@ -55,27 +45,53 @@ class _StandIn(nn.Module):
         )
 
 
-class _Asks(_StandIn):
+class Asks(_StandIn):
+    """Finds out what a model is called with; for any number of batches."""
+
+    def of(self, loss: Ask, batch: Any, *, training: bool) -> Call:
+        """What the loss, or whatever else asks, calls the model with, for a batch.
+
+        Raises:
+            TaskError: it never does, or it looks at the model's parameters before.
+        """
+        self.training = training
+        try:
+            loss(self, batch)
+        except _Asked as found:
+            return found.call
+        raise TaskError(
+            "the loss never called the model", next_step="call it: loss(model, batch) computes model(...)"
+        )
+
     def forward(self, *inputs: Any, **named: Any) -> NoReturn:
         raise _Asked(Call(inputs, named))
 
 
 class Answers(_StandIn):
-    """Answers the call of the loss with what the pipeline has computed.
+    """Answers the call of the loss with what the pipeline has computed; for any number of batches.
 
     Raises:
         TaskError: a second call; it would be answered with the result of the first.
     """
 
-    def __init__(self, answer: Callable[[], Any]) -> None:
+    def __init__(self, answer: Callable[[], Any] | None = None) -> None:
         super().__init__()
-        self._answer, self._called = answer, False
+        self._answer = answer
+
+    def by(self, answer: Callable[[], Any], *, training: bool) -> Answers:
+        """Itself, for the next batch.
+
+        Args:
+            answer: makes what came out of the model.
+        """
+        self._answer, self.training = answer, training
+        return self
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        if self._called:
+        answer, self._answer = self._answer, None
+        if answer is None:
             raise TaskError(
                 "the loss calls the model twice, and a pipeline runs a batch once",
                 next_step="put both parts into one batch, or choose a strategy without pipeline",
             )
-        self._called = True
-        return self._answer()
+        return answer()

@@ -36,7 +36,9 @@ class WireByHost:
         self._to(to).send(to, tensors, note, key=key)
 
     def receive(self, source: int, *, key: int = 0) -> Message:
-        """See `Neighbours`."""
+        """See `Neighbours`; a stage of this host may wait for a word meanwhile."""
+        if source not in self._near.stages:
+            self._near.say_taken()
         return self._to(source).receive(source, key=key)
 
     def await_messages(self, counts: Mapping[int, int]) -> None:
@@ -44,7 +46,8 @@ class WireByHost:
         self._far.await_messages({stage: n for stage, n in counts.items() if stage not in self._near.stages})
 
     def flush(self, most: int = 0) -> None:
-        """See `Neighbours`; so many may be left of each way."""
+        """See `Neighbours`; so many may be left of each way, and nobody here waits for a word meanwhile."""
+        self._near.say_taken()
         self._near.flush(most)
         self._far.flush(most)
 

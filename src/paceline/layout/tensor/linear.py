@@ -120,6 +120,6 @@ def make_row(cut: LinearCut, leaves: Callable[[Tensor], Tensor], rank: int) -> N
     def forward(self: Any, x: Tensor) -> Tensor:
         weight = own_part(self.weight, dim, span)
         y = leaves(F.linear(x, weight if dim else weight.T))
-        return y if self.bias is None else y + self.bias
+        return y if self.bias is None else y + self.bias.to(y.dtype)  # as one process adds it: in halves
 
     become(cut.layer, "Row", forward)

@@ -69,6 +69,15 @@ class CodecContract(ABC):
         codec.decode(payload[1:2], one, KEYS, Workspace())
         assert torch.equal(one[0], whole[1])
 
+    def test_a_row_in_stretches_is_as_many_bytes_and_the_same_values(self) -> None:
+        codec = self.codec()
+        x, step = torch.randn(2, 5 * max(codec.block, 100) + 3), 2 * codec.block
+        some = [x[:, k : k + step] for k in range(0, x.shape[1], step)] if step else [x]
+        num_bytes = sum(codec.encode(one, KEYS, Workspace()).shape[1] for one in some)
+        assert num_bytes == codec.encode(x, KEYS, Workspace()).shape[1]
+        if not self.draws:
+            assert torch.equal(torch.cat([self.decoded(one) for one in some], 1), self.decoded(x))
+
     def test_encoding_is_a_pure_function(self) -> None:
         x, codec = torch.randn(2, 777), self.codec()
         kept = x.clone()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
@@ -132,7 +132,7 @@ class ReducerContract(ABC):
 
         plain, disturbed = (run_ranks(run, self.num_ranks(), aborts) for aborts in (False, True))
         for a, b in zip(plain, disturbed, strict=True):
-            assert all(x is None if y is None else torch.equal(x, y) for x, y in zip(a, b, strict=True))
+            assert _same(a, b)
 
     def test_residuals_survive_being_taken_out_and_put_back(self) -> None:
         def run(cluster: Cluster, moves: bool) -> list[Tensor | None]:
@@ -146,7 +146,22 @@ class ReducerContract(ABC):
 
         plain, moved = (run_ranks(run, self.num_ranks(), moves) for moves in (False, True))
         for a, b in zip(plain, moved, strict=True):
-            assert all(x is None if y is None else torch.equal(x, y) for x, y in zip(a, b, strict=True))
+            assert _same(a, b)
+
+    def test_taking_out_what_was_lost_changes_no_sum(self) -> None:
+        """Whoever reads a gradient after a save reads what was applied; and putting it back changes none."""
+
+        def run(cluster: Cluster) -> list[bool]:
+            reducer = self.start(cluster)
+            _step(reducer, cluster.global_rank)
+            grads = _step(reducer, cluster.global_rank)
+            before, flats = _copies(grads), [flat.clone() for flat in grads.flats]
+            lost = {(side, slot.name): value.clone() for side, slot, value in reducer.lost()}
+            found = [_same(before, _copies(grads)), _same(flats, grads.flats)]
+            reducer.set_lost(lost)
+            return [*found, _same(before, _copies(grads)), _same(flats, grads.flats)]
+
+        assert all(all(found) for found in run_ranks(run, self.num_ranks()))
 
     def test_what_coding_had_lost_of_a_tensor_that_nobody_uses_is_lost_still(self) -> None:
         """Its sum is dropped, so nothing of it has been sent; and the norm is that of the others."""
@@ -216,3 +231,9 @@ def _is_some_rows(part: Tensor, whole: Tensor, bound: float) -> bool:
     n = part.shape[0]
     starts = range(whole.shape[0] - n + 1)
     return any(float((whole[k : k + n] - part).abs().max()) <= bound for k in starts)
+
+
+def _same(found: Sequence[Tensor | None], right: Sequence[Tensor | None]) -> bool:
+    """Whether both have the same bits, and None in the same places."""
+    pairs = zip(found, right, strict=True)
+    return all(a is None if b is None else a is not None and torch.equal(a, b) for a, b in pairs)

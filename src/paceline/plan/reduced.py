@@ -1,0 +1,117 @@
+"""What a rank reduces: which gradients, over how many ranks, on which paths. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from paceline.comm.reduction import behind_bytes
+from paceline.data import split
+from paceline.layout.placement import Held
+from paceline.layout.sizes import Sizes, bytes_of
+from paceline.plan.buckets import Bucket, Laid, reductions_of, sizes_in
+from paceline.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """The gradients of a rank.
+
+    Args:
+        recipe: its strategy has its replicas filled in.
+        held: what the rank holds, in the model's order; `item_bytes` by name, of one value.
+        sizes: of that.
+        shards: micro-batches of a step, over all ranks.
+        common: sums are made in memory that ranks share. What coding has to make them is not counted here.
+        arrives: what others send in scatters comes in memory that stays; else the calls of the backend
+            allocate what they need.
+        completes: names of tensors, in the order in which a backward completes their gradients.
+        blocks: names of what is gathered at a time, where ranks gather in backward.
+    """
+
+    recipe: Recipe
+    held: Sequence[Held]
+    item_bytes: Mapping[str, int]
+    sizes: Sizes
+    shards: int
+    common: bool
+    arrives: bool
+    completes: Sequence[str] = ()
+    blocks: Sequence[Collection[str]] = ()
+
+    @property
+    def sharers(self) -> int:
+        """Ranks that run samples of a step of their own, and sum it."""
+        strategy = self.recipe.strategy
+        copies = strategy.degrees["replica"] if strategy.rule.agrees == "world" else 1
+        return strategy.shard * copies
+
+    @property
+    def is_summed(self) -> bool:
+        """Whether any other rank adds to these gradients."""
+        return self.sharers * self.recipe.strategy.context > 1
+
+    @property
+    def leaves_often(self) -> bool:
+        """Whether gradients leave with every micro-batch."""
+        recipe, frees = self.recipe, any(one.frees for one in self.held)
+        return frees and self.is_summed and not recipe.is_ordered and recipe.strategy.form.exact
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether scatters go through memory that ranks share: what is coded does not."""
+        return self.common and not self.recipe.strategy.is_coded
+
+    @property
+    def most_micro_batches(self) -> int:
+        """Of a step, on the rank that has most."""
+        strategy = self.recipe.strategy
+        runners = strategy.shard * strategy.degrees["replica"]
+        return max(len(split(self.shards, runners, rank)) for rank in range(runners))
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all ranks run as many micro-batches."""
+        strategy = self.recipe.strategy
+        return self.shards % (strategy.shard * strategy.degrees["replica"]) == 0
+
+    @cached_property
+    def reductions(self) -> list[Laid]:
+        """In the order of a run."""
+        recipe, often = self.recipe, self.leaves_often
+        multiple = self.sharers // recipe.strategy.shard if recipe.is_ordered else 1
+        return reductions_of(recipe, self.held, self.item_bytes, often=often, multiple=multiple)
+
+    @property
+    def often(self) -> list[Laid]:
+        """Those that leave with every micro-batch; others meet inside a replica first, once a step."""
+        return [one for one in self.reductions if self.leaves_often and not one.meets]
+
+    @property
+    def by_block(self) -> tuple[list[int], int]:
+        """Bytes of each block, and of what lies in none."""
+        sizes = {one.computes.name: bytes_of(one.computes, self.item_bytes) for one in self.held}
+        blocks = [sum(sizes[name] for name in block) for block in self.blocks]
+        return blocks, sum(sizes.values()) - sum(blocks)
+
+    @property
+    def behind(self) -> int:
+        """See `behind_bytes`; where ranks gather in backward."""
+        return behind_bytes(*self.by_block)
+
+    @property
+    def allocates(self) -> bool:
+        """Whether each scatter takes as much as it scatters, from memory that does not stay."""
+        is_apart = self.in_memory or self.recipe.strategy.is_coded
+        return not is_apart and (bool(self.blocks) or not self.arrives)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the rank keeps in memory what it computes with."""
+        return all(one.kept for one in self.held)
+
+    @cached_property
+    def buckets(self) -> list[Bucket]:
+        """Of all reductions."""
+        return sizes_in(self.reductions)

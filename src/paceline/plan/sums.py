@@ -1,0 +1,117 @@
+"""How the gradients of a rank come to be sums, in bytes: what its reductions allocate. Pure.
+
+P: bytes of what a rank computes with, U: of what it updates, S: ranks of its shard group. They follow what is
+really made: buckets for all gradients that are summed over ranks, sums of the own parts, a row for each of
+the ranks that share the state.
+Source: Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5 (what each stage leaves on a rank).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from paceline.comm.reduction import cover
+from paceline.comm.routes.shared_memory import CHUNK_VALUES
+from paceline.data import split
+from paceline.plan.buckets import Bucket, Way
+from paceline.plan.forms import partial_sums
+from paceline.plan.reduced import Reduced
+from paceline.plan.scatters import scattered
+
+
+@dataclass(frozen=True)
+class Sums:
+    """How a rank's gradients come to be sums, in bytes.
+
+    Args:
+        buckets: that stay from step to step.
+        own: sums of the own parts, where they are no part of a bucket.
+        moved: by byte of a gradient that is complete in the last backward of a step, bytes of what moves it.
+        leaves: a gradient is let go of as soon as it was handed on, with every micro-batch.
+        waiting: where sums have one order, how many sums of gradients wait for others after each micro-batch.
+        stays: between steps, gradients that are neither buckets nor own sums.
+        under_way: while micro-batches run, what scatters take that may be under way: for the first and for
+            later ones, bytes by those of the gradients that are complete, ascending.
+        learns: the first backward of a run lets go of gradients at its end.
+        learning: what scatters take then.
+    """
+
+    buckets: int = 0
+    own: int = 0
+    moved: int = 0
+    leaves: bool = False
+    waiting: Sequence[int] = ()
+    stays: int = 0
+    under_way: Sequence[Sequence[tuple[int, int]]] = ()
+    learns: bool = False
+    learning: int = 0
+
+    def on_the_way(self, micro_batch: int, done: int) -> int:
+        """What scatters take in the backward of a micro-batch, with so many bytes of gradients complete."""
+        if not self.under_way:
+            return 0
+        by_done = self.under_way[min(micro_batch, len(self.under_way) - 1)]
+        return next((found for least, found in reversed(by_done) if least <= done), 0)
+
+
+def sums_of(of: Reduced) -> Sums:
+    """What the reduction of a rank takes."""
+    strategy, sizes = of.recipe.strategy, of.sizes
+    if of.recipe.is_ordered:
+        return _in_order(of)
+    if not of.is_summed:
+        return Sums(sizes.shared, stays=sizes.computes)
+    if of.leaves_often:
+        return _scattered(of)
+    buckets = _whole(of.buckets) + sizes.shared
+    if strategy.shard == 1:
+        return Sums(buckets)
+    alone = of.sharers == strategy.shard  # else the own row is summed over replicas, in a buffer of its own
+    own = 0 if strategy.is_coded or (of.common and alone) else _rows(of.buckets)
+    moved = 0 if of.common or strategy.is_coded else 1
+    waiting = [1] * (of.most_micro_batches - 1) + [0]
+    return Sums(buckets + _slices(of), own, moved, waiting=waiting)
+
+
+def _in_order(of: Reduced) -> Sums:
+    """Where sums have one order; see `sums_of`."""
+    strategy, sizes, sharers = of.recipe.strategy, of.sizes, of.sharers
+    blocks = [split(of.shards, sharers, rank) for rank in range(sharers)]
+    waiting = partial_sums(max(blocks, key=lambda block: max(partial_sums(block), default=0)))
+    if sharers == 1:
+        return Sums(sizes.shared, waiting=waiting, stays=sizes.computes)
+    nodes = max(len(cover(block)) for block in blocks)
+    own = _rows(of.buckets) if strategy.shard > 1 and not of.common else 0
+    buckets = nodes * _whole(of.buckets) + sizes.shared
+    return Sums(buckets, own, 1, leaves=True, waiting=[*waiting[:-1], 0])
+
+
+def _scattered(of: Reduced) -> Sums:
+    """Where gradients leave with every micro-batch; see `sums_of`."""
+    met = _whole(one for one in of.buckets if one.way.meets)
+    found = scattered(of)
+    buckets = found.stay + met + of.sizes.shared + _slices(of)
+    return Sums(buckets, _rows(of.buckets), leaves=True, under_way=found.under_way, learning=found.learning)
+
+
+def _slices(of: Reduced) -> int:
+    """What a rank adds up at a time in memory that ranks share: one for each path of scatters, and type."""
+    if not of.in_memory:
+        return 0
+    paths = {(_path(of, one.way), one.way.item_bytes) for one in of.buckets}
+    return sum(CHUNK_VALUES * item_bytes for _, item_bytes in paths)
+
+
+def _path(of: Reduced, way: Way) -> object:
+    """What leaves with every micro-batch has its own, by reduction."""
+    inside = {"shard", "pipeline", "tensor"}
+    return way.number if of.leaves_often and not way.meets else frozenset(way.axes) - inside
+
+
+def _whole(buckets: Iterable[Bucket]) -> int:
+    return sum(one.whole for one in buckets)
+
+
+def _rows(buckets: Iterable[Bucket]) -> int:
+    return sum(one.row for one in buckets)

@@ -1,0 +1,93 @@
+"""A large buffer is coded in stretches: the sums, what is lost, and the bytes are those of the whole."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.cluster import Cluster
+from paceline.comm import Codec, CodedCollective, Handle, NativeCollective, Net
+from paceline.comm.codecs.halves import Bf16
+from paceline.comm.codecs.scaled import Scaled
+from paceline.comm.codecs.sign import Sign
+from paceline.comm.collectives import columns
+from paceline.comm.collectives.lost import Lost
+from paceline.mesh import Mesh
+from paceline.testing import run_ranks
+
+pytestmark = [pytest.mark.timeout(240), pytest.mark.capability("H1", "G10")]
+CODECS: dict[str, Codec] = {"bf16": Bf16(), "int8": Scaled(8), "int2": Scaled(2), "sign": Sign()}
+STRETCH, STEPS = 3072, 4
+LENGTHS = (5 * STRETCH + 1, 2 * STRETCH, 700)  # the last one is short, or a buffer is one stretch
+
+
+class Found(NamedTuple):
+    """Of all steps: sums, what is lost at the end, bytes sent, and the tags of exchanges in their order."""
+
+    sums: list[Tensor]
+    lost: list[Tensor]
+    sent: int
+    tags: list[int]
+
+
+def summed(cluster: Cluster, word: str, values: int, scatters: bool) -> Found:
+    """Sums of buffers, in stretches of so many values of all rows."""
+    net, tags = Net(60.0), list[int]()
+    path = CodedCollective(
+        NativeCollective(net, Mesh.build(cluster, {"replica": cluster.world_size}).replica), CODECS[word]
+    )
+    real = NativeCollective.all_to_all
+
+    def noting(self: NativeCollective, x: Tensor, key: str, out: Tensor, tag: int = 0) -> Handle:
+        tags.append(tag)
+        return real(self, x, key, out, tag)
+
+    sums, lost = [], []
+    with patch.object(columns, "_VALUES", values), patch.object(NativeCollective, "all_to_all", noting):
+        for net.step in range(STEPS):
+            for length in LENGTHS:
+                drawn = torch.Generator().manual_seed(100 * cluster.global_rank + 10 * net.step + length)
+                x = torch.randn(length, generator=drawn)
+                size = cluster.world_size
+                rows = x[: length // size * size].view(size, -1)
+                key = f"{length}"
+                handle = path.reduce_scatter(rows, key) if scatters else path.all_reduce(x, key)
+                sums.append(handle.wait().clone())
+            path.feedback.commit()
+        for length in LENGTHS:
+            lost += path.feedback.lost(f"{length}", length // size * size).values()
+    path.close()
+    return Found(sums, [x.clone() for x in lost], net.ledger.total().sent_bytes, tags)
+
+
+@pytest.mark.parametrize("scatters", [False, True], ids=["all_reduce", "reduce_scatter"])
+@pytest.mark.parametrize("word", CODECS)
+@pytest.mark.parametrize("size", [2, 3])
+def test_in_stretches_there_are_the_bits_of_the_whole(size: int, word: str, scatters: bool) -> None:
+    whole = run_ranks(summed, size, word, 1 << 30, scatters)
+    found = run_ranks(summed, size, word, STRETCH, scatters)
+    for one, other in zip(whole, found, strict=True):
+        assert len(one.tags) < len(other.tags) and {*other.tags} == ({0, 2} if scatters else {0, 1, 2, 3})
+        assert one.sent == other.sent
+        assert len(one.lost) == len(other.lost) >= len(LENGTHS)
+        assert all(
+            torch.equal(a, b) for a, b in zip(one.sums + one.lost, other.sums + other.lost, strict=True)
+        )
+
+
+def test_the_twin_that_adds_what_another_stretch_has_lost_is_seen() -> None:
+    def planted(cluster: Cluster) -> Found:
+        real = Lost.add
+
+        def first(self: Lost, x: Tensor, before: Lost | None, momentum: float, some: slice) -> Tensor:
+            return real(self, x, before, momentum, slice(0, some.stop - some.start))
+
+        with patch.object(Lost, "add", first):
+            return summed(cluster, "int2", STRETCH, False)
+
+    right, wrong = run_ranks(summed, 2, "int2", STRETCH, False)[0], run_ranks(planted, 2)[0]
+    assert not all(torch.equal(a, b) for a, b in zip(right.sums, wrong.sums, strict=True))

@@ -1,0 +1,201 @@
+"""fp16 where replicas of several ranks train alone: all ranks of a replica leave a step out, or none does."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.checkpoint import Files
+from paceline.cluster import Cluster
+from paceline.comm import GradientSink
+from paceline.data import LoadedBatch
+from paceline.layout import Placed, Sums
+from paceline.layout.digest import find_divergence
+from paceline.recipe import Recipe
+from paceline.slot import Slot
+from paceline.sync import update
+from paceline.sync.update import Updating
+from paceline.testing import run_ranks
+from paceline.testing.contracts.layout import whole
+from paceline.testing.parity import Trajectory, session_of
+from paceline.training import Session, saving
+from tests.parity.test_local_spread import digits, gpt
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.capability("K1", "I6")]
+SCALE = 2.0**12
+FP16 = {"compute": "fp16", "init_scale": SCALE, "growth_steps": 4}
+SGD = {"name": "sgd", "lr": 0.05, "momentum": 0.9, "clip_norm": 0.5}
+
+
+# -- an overflow on one rank -------------------------------------------------------------------------------
+
+
+class Overflowing:
+    """A layout in which a gradient of this rank overflows in one step."""
+
+    def __init__(self, inner: Placed, at_run: int, axes: Collection[str]) -> None:
+        self._inner, self._left, self._axes = inner, at_run, axes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def run(self, micro_batches: Iterable[LoadedBatch], count: int, sink: GradientSink, scale: float) -> Sums:
+        """As the inner layout."""
+        self._left -= 1
+        sink = _Spoilt(sink, self._axes) if self._left == -1 else sink
+        return self._inner.run(micro_batches, count, sink, scale)
+
+
+class _Spoilt:
+    """The first gradient is not finite; where tensors are cut, the first of a part.
+
+    Copies of what is not cut have equal gradients on all tensor peers, and overflow on all of them.
+    """
+
+    def __init__(self, sink: GradientSink, axes: Collection[str]) -> None:
+        self._sink, self._axes, self._is_done = sink, {*axes}, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sink, name)
+
+    def ready(self, slot: Slot, grad: Tensor | None) -> None:
+        spoils = grad is not None and not self._is_done and self._axes <= {*slot.axes}
+        self._is_done = self._is_done or spoils
+        self._sink.ready(slot, torch.full_like(grad, float("inf")) if spoils and grad is not None else grad)
+
+
+def overflow(session: Session, step: int) -> None:
+    """Let a gradient of this rank overflow in a step."""
+    cut = ["tensor"] if session.mesh.axes["tensor"].size > 1 else []
+    session.placed = Overflowing(session.placed, step, cut)
+
+
+class Step(NamedTuple):
+    """What a rank did in a step."""
+
+    number: int
+    applied: bool
+    scale: float
+    updates: int
+
+
+def run(
+    cluster: Cluster, recipes: Sequence[Recipe], overflows: dict[int, int]
+) -> list[tuple[Trajectory, list[Step], float]]:
+    """Where each ends, and all steps of this rank; `overflows`: by rank, in which step."""
+    found = []
+    for recipe in recipes:
+        session, seen = session_of(cluster, recipe), list[Step]()
+        if cluster.global_rank in overflows:
+            overflow(session, overflows[cluster.global_rank])
+
+        def see(record: Updating, seen: list[Step] = seen) -> None:
+            assert record.update is not None
+            state = record.state
+            seen.append(Step(state.step, record.update.applied, state.scale.value, state.updates))
+
+        session.update_step.observers.append(see)
+        losses = [stats.loss for stats in session.rounds()]
+        assert find_divergence(session.state, session.mesh, session.net) is None
+        found.append((whole(losses, session), seen, session.state.scale.value))
+        session.close()
+    return found
+
+
+STREAMED = {"fragments": 2, "delay_steps": 1}
+CASES = {
+    "local": (digits, "local:4", ("shard=2 zero=1", "shard=2 zero=2", "shard=2 zero=3", "pipeline=2"), {}),
+    "tensor": (digits, "local:4", ("tensor=2",), {}),
+    "diloco": (digits, "diloco:4", ("shard=2 zero=3", "pipeline=2 schedule=1f1b"), {}),
+    "streamed": (digits, "diloco:4", ("shard=2 zero=2", "pipeline=2"), {"outer": STREAMED}),
+    "positions": (gpt, "local:4", ("context=2", "tensor=2", "pipeline=2"), {}),
+    "every-step": (digits, "every-step", ("shard=2 zero=2", "pipeline=2", "tensor=2"), {}),
+}
+SAME, ROUNDED = 2e-5, 5e-3  # sums in another order; halves of other sums
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("rank, step", [(1, 5), (2, 2)])
+def test_an_overflow_on_one_rank_leaves_the_step_out_on_all_of_its_replica(
+    name: str, rank: int, step: int
+) -> None:
+    """Ranks 0 and 1 are a replica, 2 and 3 the other; whole ones with that overflow end where these do."""
+    make, sync, spreads, changes = CASES[name]
+    recipes = [
+        make(f"replicas=2 {spread} sync={sync}", precision=FP16, optimizer=SGD, **changes)
+        for spread in ("", *spreads)
+    ]
+    right = run_ranks(run, 2, recipes[:1], {rank // 2: step})
+    ranks = run_ranks(run, 4, recipes[1:], {rank: step}, deadline=400)
+    for here, found in enumerate(ranks):
+        for spread, (end, steps, scale) in zip(spreads, found, strict=True):
+            same, plain, plain_scale = right[here // 2][0]
+            assert steps == plain and scale == plain_scale, (spread, here, steps, plain)
+            left_out = [one.number for one in steps if not one.applied]
+            assert left_out == ([step] if here // 2 == rank // 2 or sync == "every-step" else [])
+            bound = ROUNDED if spread in ("tensor=2", "context=2") else SAME
+            assert end.distance(same) <= bound, (spread, end.distance(same))
+
+
+def own_norm() -> None:
+    """Each rank takes the norm of what it has, and not of its replica."""
+    update.take_norm = _of_own(update.take_norm)
+
+
+def _of_own(take: Any) -> Any:
+    from paceline.comm.reduction import joint_norm
+
+    return lambda norm: take(lambda grads: joint_norm(grads.norms))
+
+
+def test_a_rank_that_looks_at_its_own_part_only_would_be_seen() -> None:
+    """The twin: who has not overflowed itself goes on, and scales differ in a replica."""
+
+    def broken(cluster: Cluster) -> list[Step]:
+        own_norm()
+        recipe = digits("replicas=2 pipeline=2 sync=local:4", precision=FP16, optimizer=SGD)
+        session, seen = session_of(cluster, recipe), list[Step]()
+        if cluster.global_rank == 1:
+            overflow(session, 2)
+        session.update_step.observers.append(
+            lambda r: seen.append(Step(r.state.step, r.update.applied, r.state.scale.value, r.state.updates))
+        )
+        list(session.rounds())
+        return seen
+
+    first, second, *_ = run_ranks(broken, 4)
+    assert first != second
+
+
+# -- a checkpoint after it ---------------------------------------------------------------------------------
+
+
+def goes_on(cluster: Cluster, spread: str, run_dir: Path) -> tuple[float, list[float]]:
+    """How far a run that went on from a checkpoint ends from one that did not stop; and the scales there."""
+    recipe = digits(f"replicas=2 {spread} sync=local:4", precision=FP16, optimizer=SGD)
+    first = session_of(cluster, recipe)
+    if cluster.global_rank == 2:
+        overflow(first, 2)
+    saver, rounds = saving.build_saver(first, run_dir, print), first.rounds()
+    next(rounds)
+    saver.wait_published(name := saver.save())
+    again = session_of(cluster, recipe)
+    scales = [first.state.scale.value]
+    saving.restore(again, Files(str(run_dir / "checkpoints")), name)
+    scales.append(again.state.scale.value)
+    list(rounds)
+    list(again.rounds())
+    return whole([], first).distance(whole([], again)), scales
+
+
+@pytest.mark.parametrize("spread", ["tensor=2", "shard=2 zero=3", "pipeline=2"])
+def test_a_checkpoint_has_the_scale_of_every_replica(spread: str, tmp_path: Path) -> None:
+    """One replica has left out a step, so its scale is a half, and has clean steps of its own."""
+    for rank, (off, scales) in enumerate(run_ranks(goes_on, 4, spread, tmp_path)):
+        right = SCALE / 2 if rank >= 2 else 2 * SCALE
+        assert off == 0.0 and scales == [right] * 2

@@ -1,0 +1,171 @@
+"""What coding has lost is not forgotten, nor counted more than once, where a step is not like the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.cluster import Cluster
+from paceline.comm import CodedCollective, Collective, NativeCollective, Net, Tally
+from paceline.comm.codecs.scaled import Scaled
+from paceline.comm.codecs.sparse import TopK, num_kept
+from paceline.comm.collectives.lost import Losses
+from paceline.comm.collectives.low_rank import LowRankCollective
+from paceline.comm.reduction import InAnyOrder, Reducer, Reducers, Reduction, Rescaled
+from paceline.mesh import Mesh
+from paceline.recipe import Recipe, Strategy
+from paceline.slot import Slot
+from paceline.testing import run_ranks
+from paceline.testing.contracts.layout import whole
+from paceline.testing.parity import session_of
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.capability("H4")]
+A, B = Slot("a", (8, 6), ((0, 8), (0, 6))), Slot("b", (7, 9), ((0, 7), (0, 9)))
+CODERS: dict[str, Callable[[Collective], Any]] = {
+    "int4": lambda path: CodedCollective(path, Scaled(4)),
+    "topk": lambda path: CodedCollective(path, TopK(num_kept("0.2"))),
+    "lowrank": lambda path: LowRankCollective(path, 1),
+}
+
+
+def digits(strategy: str, **changes: Any) -> Recipe:
+    settings: dict[str, Any] = {
+        "task": "digits",
+        "options": {"model": "mlp", "hidden": [24, 16]},
+        "steps": 8,
+        "batch": {"size": 46, "shards": 6},
+        "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9},
+        "strategy": Strategy.parse(strategy),
+    }
+    return Recipe(**(settings | changes))
+
+
+# -- groups of tensors that share a path -------------------------------------------------------------------
+
+
+def lost_of(reduction: Reduction, slot: Slot) -> dict[str, Tensor]:
+    """By side; factors are no loss."""
+    return {s: x.clone() for s, own, x in reduction.lost() if own == slot and not s.endswith("factor")}
+
+
+def one_path(cluster: Cluster, coder: str, forgets: bool) -> bool:
+    """Whether what was lost of a tensor that nobody uses is lost still: it is the second group's."""
+    if forgets:
+        commit = Losses.commit
+        Losses.commit = lambda self, keys=None: commit(self)
+    mesh, net = Mesh.build(cluster, {"replica": cluster.world_size}), Net(60.0)
+    sums = InAnyOrder(
+        NativeCollective(net, mesh.over(())), CODERS[coder](NativeCollective(net, mesh.replica))
+    )
+    both = [
+        Reducer({slot: torch.zeros(slot.sizes)}, {slot: (slot,)}, sums, 64, name=f"{slot.name}/")
+        for slot in (A, B)
+    ]
+    reduction, g = Reducers(dict(zip((A, B), both, strict=True)), both), torch.Generator()
+    g.manual_seed(cluster.global_rank)
+    before: dict[str, Tensor] = {}
+    for used in ((A, B), (A, B), (A,)):
+        before = lost_of(reduction, B)
+        reduction.begin()
+        for slot in (B, A):
+            reduction.ready(slot, torch.randn(slot.sizes, generator=g) if slot in used else None)
+        reduction.close()
+        reduction.finish()
+        reduction.commit({slot.name for slot in used})
+    after = lost_of(reduction, B)
+    return before.keys() == after.keys() and all(torch.equal(x, after[side]) for side, x in before.items())
+
+
+@pytest.mark.parametrize("coder", CODERS)
+def test_groups_on_one_path_keep_what_nobody_used(coder: str) -> None:
+    """As tied weights do beside the others of their stage, and parts beside copies among tensor shards."""
+    assert all(run_ranks(one_path, 2, coder, False))
+
+
+def test_one_group_that_speaks_for_all_forgets() -> None:
+    """The twin: whoever is first says for the whole path that all was applied."""
+    assert not any(run_ranks(one_path, 2, "int4", True))
+
+
+@pytest.mark.parametrize("coder", CODERS)
+def test_what_was_lost_comes_back_to_the_bit(coder: str) -> None:
+    """Also a zero with a sign: the hash of a state that was loaded is that of the one that was saved."""
+    mesh = Mesh.build(Cluster.single(), {})
+    path = CODERS[coder](NativeCollective(Net(60.0), mesh.replica))
+    lost = torch.tensor([-0.0, 1.5, 0.0, -2.0])
+    path.feedback.set_lost("0", {"sent": lost})
+    found = path.feedback.lost("0", 4)["sent"]
+    path.close()
+    assert torch.equal(found.view(torch.int32), lost.view(torch.int32))
+
+
+# -- a round that moves nothing ----------------------------------------------------------------------------
+
+
+def nothing_moved(cluster: Cluster, forgets: bool) -> bool:
+    """Whether movements have lost as much after a round without an update as before it."""
+    session = session_of(cluster, digits("replicas=2 sync=local:2 codec=topk:0.1"))
+    rounds = session.rounds()
+    for _ in range(2):
+        next(rounds)
+    (movement,), rule = session.rule.movements, session.rule
+    before = [value.clone() for _, _, value in rule.reducer.lost()]
+    if forgets:
+        rule.reducer.abort = rule.reducer.commit
+    nothing = torch.zeros(0, dtype=torch.float64)
+    movement.begin()
+    movement.leave(0.0)
+    movement.arrive(Tally(0.0, 0.0, 0.0, {}, 0.0, (), nothing))
+    movement.mix(0.0)
+    after = [value for _, _, value in rule.reducer.lost()]
+    assert any(bool(value.any()) for value in before)
+    return all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_a_round_in_which_all_steps_were_left_out_sends_nothing(forgets: bool) -> None:
+    """As after overflows; the twin takes it as sent, and it would never come."""
+    assert set(run_ranks(nothing_moved, 2, forgets)) == {not forgets}
+
+
+# -- a loss scale that moves -------------------------------------------------------------------------------
+
+FP16 = {"compute": "fp16", "init_scale": 2.0**8}
+
+
+def scaled(cluster: Cluster, strategy: str, breaks: bool) -> tuple[float, float, float]:
+    """How far a run ends whose scale doubles after each two updates from one whose scale stays."""
+    if breaks:
+        Rescaled.begin = lambda self, number=None: self._inner.begin(number)
+    ends, last = [], 0.0
+    for growth_steps in (1000, 2):
+        precision = {**FP16, "growth_steps": growth_steps}
+        session = session_of(cluster, digits(strategy, precision=precision))
+        losses = []
+        for stats in session.rounds():
+            losses.append(stats.loss)
+            last = stats.loss_scale
+        ends.append(whole(losses, session))
+        session.close()
+    exact = whole([], session_of(cluster, digits(strategy, precision=precision)))
+    return ends[0].distance(ends[1]), ends[0].distance(exact), last
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    ["replicas=2 codec=topk:0.1", "replicas=2 codec=lowrank:2", "replicas=1 shard=2 zero=2 codec=int4"],
+)
+def test_residuals_are_multiples_of_the_present_loss_scale(strategy: str) -> None:
+    """Powers of two change no digit, so both runs are one but for what fp16 cannot hold."""
+    for off, moved, last in run_ranks(scaled, 2, strategy, False):
+        assert last == 2.0**12 and off <= 1e-3 * moved, (off, moved)
+
+
+def test_residuals_of_another_scale_would_be_seen() -> None:
+    """The twin."""
+    for off, moved, _ in run_ranks(scaled, 2, "replicas=2 codec=topk:0.1", True):
+        assert off >= 1e-2 * moved, (off, moved)

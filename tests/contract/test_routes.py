@@ -6,6 +6,7 @@ import pytest
 
 from paceline.comm import Codec, CodedCollective, Collective, NativeCollective, Net
 from paceline.comm.codecs.scaled import Scaled
+from paceline.comm.codecs.sign import Sign
 from paceline.comm.codecs.sparse import TopK, num_kept
 from paceline.comm.routes import HierarchicalCollective
 from paceline.levels import Levels, span_nodes
@@ -13,6 +14,7 @@ from paceline.mesh import Group
 from paceline.testing.contracts import CollectiveContract, ReducerContract
 
 INT8_ERROR = 1 / 254
+SIGN_ERROR = 2.0
 TOP_K_ERROR = 1.0  # what is not kept is lost
 
 
@@ -113,6 +115,17 @@ class TestReducerCodedBetweenNodes(ReducerContract):
 
     def collective(self, net: Net, group: Group) -> Collective:
         return two_nodes(net, group, Scaled(8))
+
+
+@pytest.mark.capability("G8", "H8")
+class TestReducerOfSignsBetweenNodes(ReducerContract):
+    """A zero that fills up a slice is coded as something, and nothing of it may stay."""
+
+    degrees: ClassVar = {"replica": 4}
+    relative_error = SIGN_ERROR
+
+    def collective(self, net: Net, group: Group) -> Collective:
+        return two_nodes(net, group, Sign())
 
 
 @pytest.mark.capability("G8", "H8")

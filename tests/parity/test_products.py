@@ -134,6 +134,22 @@ def test_on_other_routes_it_is_the_same(strategy: str) -> None:
         assert report.ok, (report.failure, report.diagnosis)
 
 
+@pytest.mark.capability("A11", "Z2")
+@pytest.mark.parametrize("shards", [5, 6, 7])
+@pytest.mark.parametrize("strategy", ["replicas=1 shard=4 zero=3", "replicas=2 shard=2 zero=3"])
+def test_blocks_are_gathered_along_two_levels_also_by_ranks_with_fewer_micro_batches(
+    strategy: str, shards: int
+) -> None:
+    """Memory of a host is mapped at first use, which all its ranks come to."""
+
+    def placed(cluster: Cluster) -> Report:
+        uneven = gpt(f"{strategy} route=hierarchical", batch={"size": 21, "shards": shards})
+        return verify(on_nodes(cluster, 2), uneven)
+
+    for report in run_ranks(placed, 4):
+        assert report.ok, (report.failure, report.diagnosis)
+
+
 CODED = (
     "replicas=4 route=hierarchical codec=topk:0.3",
     "replicas=4 route=hierarchical codec=int8",

@@ -32,6 +32,8 @@ class EveryStep:
             division costs nothing; the update step divides by the rest.
         stop_requested: whether this rank was asked to stop; all ranks learn of it in the same step.
         by_shard: add up losses and buffers in the order of the shards, whoever ran them.
+        follows: is told, before a step, what its losses will be multiplied with, and of about how many items
+            its gradient is a sum.
         ran: is told what this rank has run and the scale of its losses, before the reduction is closed.
         owes: names that have a gradient in this step even if nobody uses them; see `OwedReducer`.
     Wire: one all_reduce a bucket and one for the tally.
@@ -48,6 +50,7 @@ class EveryStep:
         items_per_sample: int = 1,
         stop_requested: Callable[[], bool] = lambda: False,
         by_shard: bool = False,
+        follows: Callable[[float, float], None] | None = None,
         ran: Callable[[Sums, float], None] | None = None,
         owes: Callable[[], Collection[str]] | None = None,
     ) -> None:
@@ -55,7 +58,7 @@ class EveryStep:
         self._group, self._net, self.phases = group, net, phases
         self.items_per_sample = items_per_sample
         self._stop_requested, self._by_shard, self._ran = stop_requested, by_shard, ran
-        self._owes = owes
+        self._owes, self._follows = owes, follows
 
     def rounds(self, feed: Feed, placed: Placed, update_step: UpdateStep) -> Iterator[Stats]:
         """See `Rule`: a round is a step."""
@@ -88,11 +91,18 @@ class EveryStep:
         self.phases.begin("data")
         self._net.step = update_step.state.step
         count = work.num_micro_batches(update_step.state.step)
+        scale = self.follow(work, update_step.state)
         self.reducer.begin(count)
-        scale = gradient_scale(work, update_step.state, self.items_per_sample)
         taken = Taken(stream)
         sums = placed.run(taken, count, self.reducer, scale)
         return self.agree(sums, placed, update_step, scale, taken.shards, work.shards)
+
+    def follow(self, work: Work, state: TrainState) -> float:
+        """What the losses of the state's step are to be multiplied with, before its reduction begins."""
+        scale = gradient_scale(work, state, self.items_per_sample)
+        if self._follows is not None:
+            self._follows(scale, work.num_samples(state.step) * self.items_per_sample)
+        return scale
 
     def agree(
         self,

@@ -9,6 +9,7 @@ Source: Seide et al. 2014; what is lost must be sent later, so a checkpoint that
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -17,8 +18,8 @@ from torch import Tensor
 from paceline.mesh import Group
 from paceline.slot import Index, Keeper, Piece, Slot
 
-SCALE = "scale"
-"""Kept beside them: what they are multiples of."""
+SCALE, ITEMS = "scale", "items"
+"""Kept beside them: what they are multiples of, and of how many items the gradients were sums."""
 
 
 class Coder(Protocol):
@@ -31,6 +32,34 @@ class Coder(Protocol):
         """Go on from these."""
 
 
+class Unit(Protocol):
+    """What gradients, or movements, and what coding has lost of them, are multiples of."""
+
+    @property
+    def scale(self) -> float:
+        """What they are multiplied with."""
+
+    @property
+    def items(self) -> float | None:
+        """Of how many items they are sums; None: that does not matter."""
+
+    def go_on(self, scale: float, items: float | None) -> float:
+        """With what to multiply what was lost of these."""
+
+
+@dataclass(frozen=True)
+class Always:
+    """A unit that stays."""
+
+    scale: float = 1.0
+    items: None = None
+
+    def go_on(self, scale: float, items: float | None) -> float:
+        """See `Unit`."""
+        return self.scale / scale
+
+
+_AS_THEY_ARE = Always()
 KEPT_AS = ("residual", "moved")
 """The keepers of what coding has lost: of gradients, and of movements."""
 
@@ -56,7 +85,7 @@ class Residuals(Keeper):
         first: the one of them that takes what the others had, where their number has changed.
             Ranks before it send nothing.
         left: those that are not lost; empty: nobody is. What the others have not sent is lost with them.
-        scale: what these values are multiples of; equal on all ranks.
+        unit: what these values are multiples of; equal on all ranks.
     """
 
     def __init__(
@@ -66,10 +95,10 @@ class Residuals(Keeper):
         group: Group,
         first: int = 0,
         left: Callable[[], Collection[int]] = tuple,
-        scale: Callable[[], float] = lambda: 1.0,
+        unit: Unit = _AS_THEY_ARE,
     ) -> None:
         self._reducer, self._group, self._first, self._left = reducer, group, first, left
-        self._scale = scale
+        self._unit = unit
         self._slots = {slot.name: slot for slot in slots}
         self._goes_on: dict[str, bool] = {}  # by name, whether as many ranks code as when it was saved
 
@@ -84,8 +113,9 @@ class Residuals(Keeper):
             axes = slot.axes | {"replica"}
             found.append(Piece(Slot(f"{side}/{slot.name}", shape, part, axes), value))
         if found:
-            scale = torch.tensor([self._scale()], dtype=torch.float64)
-            found.append(Piece(Slot.whole(SCALE, scale), scale))
+            unit = self._unit
+            found.append(_number(SCALE, unit.scale))
+            found += [] if unit.items is None else [_number(ITEMS, unit.items)]
         return found
 
     def wanted(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, Index]:
@@ -95,7 +125,7 @@ class Residuals(Keeper):
         """
         mine, first = self._group.rank, self._first
         own = slice(mine if mine > first else 0, mine + 1 if mine >= first else 0)
-        found: dict[str, Index] = {SCALE: ()} if SCALE in shapes else {}
+        found: dict[str, Index] = {word: () for word in (SCALE, ITEMS) if word in shapes}
         for full, (rows, *_) in shapes.items():
             side, _, name = full.partition("/")
             if name not in self._slots:  # another rank's
@@ -110,7 +140,6 @@ class Residuals(Keeper):
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Go on from these rows; the first rank sends the sum of what others had."""
         found: dict[tuple[str, str], Tensor] = {}
-        saved = float(tensors[SCALE]) if SCALE in tensors else self._scale()
         for full, rows in tensors.items():
             side, _, name = full.partition("/")
             if not name:
@@ -120,6 +149,13 @@ class Residuals(Keeper):
             if not self._goes_on[full]:
                 into = "velocity" if side.endswith("velocity") else "sent"
             found[into, name] = value + found[into, name] if (into, name) in found else value
-        if self._scale() != saved:
-            found = {place: value * (self._scale() / saved) for place, value in found.items()}
+        scale = float(tensors[SCALE]) if SCALE in tensors else self._unit.scale
+        factor = self._unit.go_on(scale, float(tensors[ITEMS]) if ITEMS in tensors else None)
+        if factor != 1.0:
+            found = {place: value * factor for place, value in found.items()}
         self._reducer.set_lost(found)
+
+
+def _number(word: str, value: float) -> Piece:
+    one = torch.tensor([value], dtype=torch.float64)
+    return Piece(Slot.whole(word, one), one)

@@ -214,12 +214,12 @@ class OwnSteps:
         _, sums = self._sums.pop()
         if part:
             keep_only(placed.holding.computes, part)
+        scale = rule.follow(session.work, session.state)
         rule.reducer.begin()
         placed.gradients.open(rule.reducer)
         placed.gradients.close()
         rule.reducer.close()
         session.net.step = step = session.state.step
-        scale = gradient_scale(session.work, session.state, self._rule.items_per_sample)
         shards = [one.shard for one in session.work.micro_batches(step)]
         tally, update = rule.agree(sums, placed, session.update_step, scale, shards, session.work.shards)
         require_same_part(part, tally)

@@ -27,7 +27,7 @@ from paceline.sync.moved import Moved, MovedAtOnce
 from paceline.sync.outer import OuterStep
 from paceline.sync.policy import ApplyEach
 from paceline.sync.recovery import Recovery
-from paceline.sync.residuals import Coder, Residuals
+from paceline.sync.residuals import Always, Coder, Residuals
 from paceline.sync.straggler import COMMUNICATION, Watched
 from paceline.sync.streamed import StreamedRounds
 from paceline.training.alone import build_step, number_of, owing, step_alone, step_owing, those_who_meet
@@ -69,28 +69,27 @@ def _coded_step(setting: Setting, holding: Holding, state: TrainState) -> tuple[
         state.keepers["residual"] = _residuals_alone(setting, owed, holding)
         return step_owing(setting, owed, world), owed
     reducer = build_reduction(setting, holding)
-    if codes:
-        scale: Callable[[], float] = partial(_gradient_scale, setting, state)
-        if state.scale.dynamic:
-            reducer = rescaled = Rescaled(reducer, scale)
-            scale = rescaled.scale
-        state.keepers["residual"] = _residuals(setting, reducer, holding, scale)
-    return _clipped_step(setting, reducer), reducer
+    if not codes:
+        return _clipped_step(setting, reducer), reducer
+    items, divides = setting.recipe.batch.size * setting.items_per_sample, _divides(setting)
+    scale = state.scale.value / power_of_two(items)
+    unit = Rescaled(reducer, scale, items, divides=divides)
+    coders = setting.mesh.over([*DATA_AXES, *holding.summed_over])
+    state.keepers["residual"] = Residuals(unit, holding.computes, coders, unit=unit)
+    return _clipped_step(setting, unit, follows=unit.follow), unit
 
 
-def _gradient_scale(setting: Setting, state: TrainState) -> float:
-    """What gradients of a full batch are multiplied with before backward."""
-    items = setting.recipe.batch.size * setting.items_per_sample
-    return state.scale.value / power_of_two(items)
+def _divides(setting: Setting) -> bool:
+    return setting.recipe.batch.reduction == "mean"
 
 
-def _clipped_step(setting: Setting, reducer: Reduction) -> EveryStep:
+def _clipped_step(setting: Setting, reducer: Reduction, **more: Any) -> EveryStep:
     """A step of all ranks, each of which clips its gradient first, if the codec says so."""
     clip_norm, world = local_clip_norm(setting.recipe.strategy), setting.mesh.world
     if clip_norm is None or world.size == 1:
-        return build_step(setting, reducer, world)
-    clip = LocalClip(reducer, clip_norm, world.size, divides=setting.recipe.batch.reduction == "mean")
-    return build_step(setting, clip, world, ran=lambda sums, scale: clip.ran(sums.read()[1], scale))
+        return build_step(setting, reducer, world, **more)
+    clip = LocalClip(reducer, clip_norm, world.size, divides=_divides(setting))
+    return build_step(setting, clip, world, ran=lambda sums, scale: clip.ran(sums.read()[1], scale), **more)
 
 
 def _micro_batches(shards: int, group: Group, step: int) -> int:
@@ -130,7 +129,7 @@ def _alone(setting: Setting, layout: Layout, state: TrainState, outer: Outer, st
 
 def _moved(setting: Setting, rule: LocalRounds | StreamedRounds, steps: int, holding: Holding) -> Moved:
     """Weighted by items, movements are multiples of the steps between two meetings."""
-    residuals = _residuals_alone(setting, rule.reducer, holding, lambda: float(steps))
+    residuals = _residuals_alone(setting, rule.reducer, holding, steps)
     return Moved(residuals, rule.movements)
 
 
@@ -158,18 +157,9 @@ def diloco(setting: Setting, layout: Layout, state: TrainState) -> Rule:
     return _alone(setting, layout, state, Outer(outer.lr, outer.momentum), streaming)
 
 
-def _residuals(
-    setting: Setting, coder: Coder, holding: Holding, scale: Callable[[], float] = lambda: 1.0
-) -> Residuals:
-    coders = setting.mesh.over([*DATA_AXES, *holding.summed_over])
-    return Residuals(coder, holding.computes, coders, scale=scale)
-
-
-def _residuals_alone(
-    setting: Setting, coder: Coder, holding: Holding, scale: Callable[[], float] = lambda: 1.0
-) -> Residuals:
-    """Of replicas that train alone: a row for each, of what this rank updates."""
-    return Residuals(coder, holding.updates, setting.mesh.replica, scale=scale)
+def _residuals_alone(setting: Setting, coder: Coder, holding: Holding, steps: int = 1) -> Residuals:
+    """Of replicas that train alone: a row for each, of what this rank updates, in so many steps."""
+    return Residuals(coder, holding.updates, setting.mesh.replica, unit=Always(float(steps)))
 
 
 def server(setting: Setting, layout: Layout, state: TrainState) -> Rule:

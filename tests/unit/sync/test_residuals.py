@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from paceline.comm.reduction import LocalReducer, Rescaled
 from paceline.mesh import Group
 from paceline.slot import InMemory, Slot
-from paceline.sync.residuals import Residuals
+from paceline.sync.residuals import Always, Residuals
 
 SLOT = Slot("w", (4, 2), ((2, 4), (0, 2)), frozenset({"shard"}))
 SAVED = {
@@ -76,5 +77,22 @@ def test_the_rows_of_ranks_that_send_no_more_are_sent_by_the_first_that_does() -
 
 @pytest.mark.capability("H4")
 def test_a_rule_that_multiplies_gradients_with_something_else_goes_on_from_the_same_loss() -> None:
-    _, found = read(1, 3, {"scale": torch.tensor([0.25], dtype=torch.float64)}, scale=lambda: 2.0)
+    scale = torch.tensor([0.25], dtype=torch.float64)
+    _, found = read(1, 3, {"scale": scale}, unit=Always(2.0))
     assert torch.equal(found["sent", "w"], 8 * SAVED["sent/w"][1, 2:4])
+
+
+@pytest.mark.capability("H4")
+@pytest.mark.parametrize(("saved", "factor"), [({}, 4.0), ({"items": 7.0}, 4.0 * 3 / 7)])
+def test_gradients_go_on_as_they_are_until_their_unit_changes(saved: dict[str, float], factor: float) -> None:
+    """So a run that goes on has the digits of one that did not stop."""
+    numbers = {word: torch.tensor([x], dtype=torch.float64) for word, x in ({"scale": 0.5} | saved).items()}
+    followed: list[float] = []
+    reducer = LocalReducer({})
+    reducer.rescale = followed.append
+    unit = Rescaled(reducer, 1.0, 3.0, divides=True)
+    _, found = read(1, 3, numbers, unit=unit)
+    assert torch.equal(found["sent", "w"], SAVED["sent/w"][1, 2:4])
+    for _ in range(2):
+        unit.follow(2.0, 3.0)
+    assert followed == [pytest.approx(factor)]

@@ -49,6 +49,14 @@ def draw_factor(matrix: Matrix, rank: int, key: int, like: Tensor) -> Tensor:
     return torch.randn(matrix.columns, rank, generator=draw).to(like.device, like.dtype)
 
 
+def next_factor(matrix: Matrix, before: Tensor | None, rank: int, key: int, like: Tensor) -> Tensor:
+    """Q of the step before, [columns, rank]; where it has no direction, or there is none, it is drawn."""
+    if before is not None and bool(has_direction(before).all()):
+        return before
+    fresh = draw_factor(matrix, rank, key, like)
+    return fresh if before is None else torch.where(has_direction(before), before, fresh)
+
+
 def has_direction(x: Tensor) -> Tensor:
     """Which columns of `x` [M, r] are finite and not zero, bool [r]."""
     norms = torch.linalg.vector_norm(x, dim=0)

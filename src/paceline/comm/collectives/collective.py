@@ -24,8 +24,7 @@ class Feedback(Protocol):
     """What coding has lost, by buffer, to be sent with the next values of the same buffer.
 
     A side is a place where values are coded: `sent` by their rank, `owned` by who adds them up. Other sides
-    are
-    no losses: they are equal on all ranks (`factor`), and begin anew where the number of ranks changes.
+    are no losses: they are equal on all ranks (`factor`), and begin anew where the number of ranks changes.
     """
 
     def describe(self, key: str, matrices: Sequence[Matrix]) -> None:
@@ -42,6 +41,9 @@ class Feedback(Protocol):
 
     def set_lost(self, key: str, flats: Mapping[str, Tensor]) -> None:
         """Go on from these; the inverse of `lost`."""
+
+    def rescale(self, factor: float, keys: Collection[str]) -> None:
+        """Multiply what was lost of these buffers, between two steps."""
 
     def clear(self, key: str) -> None:
         """Nothing was lost of a buffer."""

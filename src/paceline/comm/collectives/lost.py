@@ -181,6 +181,13 @@ class Losses:
             sent = sent + sums if bool(sums.any()) else sent
         self.kept[key] = Lost(sent, owned, None if velocity is None else in_parts(velocity, size))
 
+    def rescale(self, factor: float, keys: Collection[str]) -> None:
+        """See `Feedback`."""
+        for one in [self.kept[key] for key in keys if key in self.kept]:
+            for x in (one.sent, one.owned, one.velocity):
+                if x is not None:
+                    x.mul_(factor)
+
     def clear(self, key: str) -> None:
         """See `Feedback`."""
         self.kept.pop(key, None)

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from paceline.comm.codecs.low_rank import (
     Matrix,
-    draw_factor,
-    has_direction,
     near_square,
+    next_factor,
     orthogonalise,
     rest_of,
     worthwhile,
@@ -159,30 +158,26 @@ class LowRankCollective:
         """Memory for what a buffer loses in this step, and for its factors."""
         shapes = [(m.columns, self._rank) for m in matrices]
         found = self._spare.pop(key, None)
-        if found is None or found.sent.shape != x.shape or [q.shape for q in found.factors] != shapes:
-            found = _Kept(torch.empty_like(x), [x.new_empty(shape) for shape in shapes])
-        return found
+        if found is not None and found.sent.shape == x.shape and [q.shape for q in found.factors] == shapes:
+            return found
+        return _Kept(torch.empty_like(x), [x.new_empty(shape) for shape in shapes])
 
     def _factors(
         self, key: str, matrices: Sequence[Matrix], x: Tensor, kept: _Kept | None
     ) -> Sequence[Tensor]:
         """Q of every matrix; a column that is zero, or not finite, would stay so, and is drawn anew."""
-        found = []
-        for number, matrix in enumerate(matrices):
-            before = None if kept is None else kept.factors[number]
-            if before is None or not bool(has_direction(before).all()):
-                fresh = draw_factor(matrix, self._rank, hashed(self._seed, "low-rank", key, number), x)
-                before = fresh if before is None else torch.where(has_direction(before), before, fresh)
-            found.append(before)
-        return found
+        before = [None] * len(matrices) if kept is None else kept.factors
+        keys = [hashed(self._seed, "low-rank", key, number) for number in range(len(matrices))]
+        of_each = zip(matrices, before, keys, strict=True)
+        return [next_factor(matrix, q, self._rank, drawn, x) for matrix, q, drawn in of_each]
 
     def _worthwhile(self, key: str, num_values: int) -> list[Matrix]:
         return worthwhile(self._matrices.get(key, [near_square(num_values)]), self._rank)
 
     def all_gather(self, x: Tensor, key: str, out: Tensor | None = None) -> Handle:
         """See `Collective`."""
-        inner = self._inner
-        return self._line.submit("all_gather", lambda: inner.all_gather(x, key, out).wait(exposed=False))
+        gather = self._inner.all_gather
+        return self._line.submit("all_gather", lambda: gather(x, key, out).wait(exposed=False))
 
     def broadcast(self, x: Tensor, key: str, source: int = 0) -> Handle:
         """See `Collective`."""
@@ -192,7 +187,8 @@ class LowRankCollective:
     def restore(self, key: str, places: Tensor) -> None:
         """See `Feedback`."""
         kept = self._kept.get(key)
-        keep(self._pending[key].sent, None if kept is None else kept.sent, places)
+        if key in self._pending:
+            keep(self._pending[key].sent, None if kept is None else kept.sent, places)
 
     def commit(self, keys: Collection[str] | None = None) -> None:
         """See `Feedback`."""
@@ -232,6 +228,11 @@ class LowRankCollective:
     def held_bytes(self) -> None:
         """See `Coded`; it depends on the shapes of matrices."""
         return
+
+    def rescale(self, factor: float, keys: Collection[str]) -> None:
+        """See `Feedback`; factors are directions."""
+        for one in [self._kept[key] for key in keys if key in self._kept]:
+            one.sent.mul_(factor)
 
     def clear(self, key: str) -> None:
         """See `Feedback`."""

@@ -100,3 +100,6 @@ class Reduction(GradientSink, Protocol):
 
     def set_lost(self, found: Mapping[tuple[str, str], Tensor]) -> None:
         """Go on from these, by (side, name of the slot); what is missing is zero."""
+
+    def rescale(self, factor: float) -> None:
+        """Gradients are multiples of something else from here on: so is what coding has lost, in place."""

@@ -58,6 +58,9 @@ class LocalReducer:
     def set_lost(self, found: Mapping[tuple[str, str], Tensor]) -> None:
         """Does nothing: there is no codec."""
 
+    def rescale(self, factor: float) -> None:
+        """Nothing is coded."""
+
 
 class TreeReducer(LocalReducer):
     """A group of one whose shards are added in the order of the tree.

@@ -88,3 +88,7 @@ class LocalClip:
     def set_lost(self, found: Mapping[tuple[str, str], Tensor]) -> None:
         """See `Reduction`."""
         self._inner.set_lost(found)
+
+    def rescale(self, factor: float) -> None:
+        """See `Reduction`."""
+        self._inner.rescale(factor)

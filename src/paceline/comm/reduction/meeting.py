@@ -99,3 +99,7 @@ class Meeting:
     def set_lost(self, found: Mapping[tuple[str, str], Tensor]) -> None:
         """See `Reduction`."""
         self.inner.set_lost(found)
+
+    def rescale(self, factor: float) -> None:
+        """See `Reduction`."""
+        self.inner.rescale(factor)

@@ -109,6 +109,10 @@ class OwedReducer:
             for slot, owed in self._owed.items()
         ]
 
+    def rescale(self, factor: float) -> None:
+        """What is owed is no multiple of anything."""
+        self._inner.rescale(factor)
+
     def set_lost(self, found: Mapping[tuple[str, str], Tensor]) -> None:
         """Owe the sum of all sides, unscaled."""
         sums = all_lost(found)

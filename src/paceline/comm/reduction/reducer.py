@@ -275,6 +275,11 @@ class Reducer:
                         values.write(slot, found.get((f"{word}{side}", slot.name)))
                 one.set_lost(bucket.keys[0], flats)
 
+    def rescale(self, factor: float) -> None:
+        """See `Reduction`."""
+        for feedback in self._sums.feedback.values():
+            feedback.rescale(factor, [bucket.keys[0] for bucket in self._buckets])
+
     def _describe(self, bucket: _Bucket) -> None:
         """Tell those who code where matrices lie."""
         buffer = bucket.buffers[0]

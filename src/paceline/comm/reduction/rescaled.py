@@ -1,35 +1,46 @@
-"""Sums of what is multiplied with a number that changes, as gradients are by the scale of an fp16 loss.
+"""Sums of what is multiplied with a number that changes: by the scale of an fp16 loss, and by the size of a
+batch, as a mean is a sum of more or of fewer samples.
 
-Invariant: what coding has lost of earlier steps is a multiple of the same number as what it is added to.
+Invariant: what coding has lost of earlier steps counts in the update of a step as it would have in its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor
 
 from paceline.comm.reduction.gradients import Gradients, Reduction
 from paceline.slot import Slot
 
-_NO_VALUES = "factor"
-
 
 class Rescaled:
-    """A reduction whose residuals follow the scale.
+    """A reduction whose residuals follow.
 
     Args:
         inner: makes the sums, and codes them.
-        now: what gradients of the next step are multiplied with; equal on all ranks. Powers of two change no
-            digit.
+        scale: what gradients of the first step are multiplied with; equal on all ranks, as all that follows.
+        items: how many items they are a sum of.
+        divides: an update is of their mean; or else of their sum, whatever their number.
+    Attributes:
+        scale, items: of the present step; residuals are multiples of these.
     """
 
-    def __init__(self, inner: Reduction, now: Callable[[], float]) -> None:
-        self._inner, self._now, self._scale = inner, now, now()
+    def __init__(self, inner: Reduction, scale: float, items: float, *, divides: bool) -> None:
+        self._inner, self._divides = inner, divides
+        self.scale, self.items = scale, items
 
-    def scale(self) -> float:
-        """What residuals are multiples of at present."""
-        return self._scale
+    def follow(self, scale: float, items: float) -> None:
+        """Before a step begins: what its gradients are multiples of. Powers of two change no digit."""
+        factor = scale / self.scale * (items / self.items if self._divides else 1.0)
+        if factor != 1.0:
+            self._inner.rescale(factor)
+        self.scale, self.items = scale, items
+
+    def go_on(self, scale: float, items: float | None) -> float:
+        """Residuals that come next are multiples of these (None: of as many items as now), as they are."""
+        self.scale, self.items = scale, self.items if items is None else items
+        return 1.0
 
     @property
     def by_micro_batch(self) -> bool:
@@ -38,15 +49,6 @@ class Rescaled:
 
     def begin(self, num_micro_batches: int | None = None) -> None:
         """See `Reduction`."""
-        scale = self._now()
-        if scale != self._scale:
-            factor, self._scale = scale / self._scale, scale
-            found = {
-                (side, slot.name): value if side.endswith(_NO_VALUES) else value.mul_(factor)
-                for side, slot, value in self._inner.lost()
-            }
-            if found:
-                self._inner.set_lost(found)
         self._inner.begin(num_micro_batches)
 
     def micro_batch(self, shards: range, is_last: bool) -> None:
@@ -74,9 +76,13 @@ class Rescaled:
         self._inner.abort()
 
     def lost(self) -> Sequence[tuple[str, Slot, Tensor]]:
-        """See `Reduction`; multiples of `scale`."""
+        """See `Reduction`; multiples of `scale`, of so many `items`."""
         return self._inner.lost()
 
     def set_lost(self, found: Mapping[tuple[str, str], Tensor]) -> None:
-        """See `Reduction`; multiples of `scale`."""
+        """See `Reduction`; multiples of `scale`, of so many `items`."""
         self._inner.set_lost(found)
+
+    def rescale(self, factor: float) -> None:
+        """See `Reduction`."""
+        self._inner.rescale(factor)

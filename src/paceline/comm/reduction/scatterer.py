@@ -22,13 +22,7 @@ from paceline.comm.handle import Handle
 from paceline.comm.reduction.blocks import Blocks
 from paceline.comm.reduction.gradients import Gradients
 from paceline.comm.reduction.launches import UNDER_WAY, Launches, Scatter
-from paceline.comm.reduction.part_buffer import (
-    PartBuffer,
-    Parts,
-    bytes_in_turn,
-    nothing_like,
-    plan_buckets,
-)
+from paceline.comm.reduction.part_buffer import PartBuffer, Parts, bytes_in_turn, nothing_like, plan_buckets
 from paceline.comm.reduction.ways import Ways
 from paceline.errors import CommunicationError
 from paceline.slot import Slot
@@ -180,6 +174,9 @@ class Scatterer:
 
     def set_lost(self, found: Mapping[tuple[str, str], Tensor]) -> None:
         """There is no coder to take them."""
+
+    def rescale(self, factor: float) -> None:
+        """Nothing is coded."""
 
     def _agree(self, mine: int) -> Handle:
         """Launch it; the handle returns the largest number."""

@@ -66,3 +66,8 @@ class Reducers:
         """See `Reduction`."""
         for one in self._all:
             one.set_lost(found)
+
+    def rescale(self, factor: float) -> None:
+        """See `Reduction`."""
+        for one in self._all:
+            one.rescale(factor)

@@ -63,7 +63,7 @@ class HierarchicalCollective:
         """See `Collective`."""
         if x.numel() == 0:
             return Handle.ready(x)
-        self._note(key, by_rows=False)
+        self._note(key, x, by_rows=False)
         scattered = self.scatter(x, key)
 
         def rest() -> Handle:
@@ -75,7 +75,7 @@ class HierarchicalCollective:
 
     def reduce_scatter(self, x: Tensor, key: str, arriving: Arriving = None) -> Handle:
         """See `Collective`."""
-        self._note(key, by_rows=True)
+        self._note(key, x, by_rows=True)
         inside, between = self.levels.scatter, self.levels.between
         homes = torch.tensor(self.levels.order, device=x.device)
         rows = x.index_select(0, homes).view(inside.size, -1)
@@ -126,9 +126,9 @@ class HierarchicalCollective:
         """End the thread; what was launched has been waited for."""
         self._line.close()
 
-    def _note(self, key: str, *, by_rows: bool) -> None:
+    def _note(self, key: str, x: Tensor, *, by_rows: bool) -> None:
         if self.feedback is not None:
-            self.feedback.note(key, by_rows=by_rows)
+            self.feedback.note(key, x.numel(), by_rows=by_rows)
 
     def _waited(self, op: str, seconds: float) -> None:
         """Count seconds that the caller waited for the nodes."""
@@ -148,11 +148,15 @@ class SliceFeedback:
     def __init__(self, inner: Feedback, levels: Levels) -> None:
         self._inner, self._levels = inner, levels
         self._by_rows: dict[str, bool] = {}
+        self._behind: dict[str, Tensor] = {}  # which places of a slice lie behind the end of its buffer
         self._waiting: dict[str, Mapping[str, Tensor]] = {}
 
-    def note(self, key: str, *, by_rows: bool) -> None:
+    def note(self, key: str, num_values: int, *, by_rows: bool) -> None:
         """A buffer is about to be summed: its slice is some of its rows, [P, n], or a run of values."""
-        self._by_rows[key] = by_rows
+        if key not in self._by_rows:
+            self._by_rows[key] = by_rows
+            behind = self._places(key, num_values) >= num_values
+            self._behind |= {key: behind} if bool(behind.any()) else {}
         if key in self._waiting:
             self._place(key, self._waiting.pop(key))
 
@@ -160,7 +164,10 @@ class SliceFeedback:
         """See `Feedback`; a slice cuts through them, so it is taken as values without a shape."""
 
     def commit(self, keys: Collection[str] | None = None) -> None:
-        """See `Feedback`."""
+        """See `Feedback`; of nothing nothing is lost."""
+        for key, behind in self._behind.items():
+            if keys is None or key in keys:
+                self._inner.restore(key, behind)
         self._inner.commit(keys)
 
     def restore(self, key: str, places: Tensor) -> None:
@@ -192,6 +199,13 @@ class SliceFeedback:
             places = self._places(key, flat.numel())
             own[side] = _filled_up(flat, places)[places]
         self._inner.set_lost(key, own)
+
+    def rescale(self, factor: float, keys: Collection[str]) -> None:
+        """See `Feedback`."""
+        for key in [key for key in keys if key in self._waiting]:
+            waiting = self._waiting[key].items()
+            self._waiting[key] = {side: flat if side == "factor" else flat * factor for side, flat in waiting}
+        self._inner.rescale(factor, keys)
 
     def clear(self, key: str) -> None:
         """See `Feedback`."""

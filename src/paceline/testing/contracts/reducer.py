@@ -145,8 +145,7 @@ class ReducerContract(ABC):
             return _copies(_step(reducer, rank))
 
         plain, moved = (run_ranks(run, self.num_ranks(), moves) for moves in (False, True))
-        for a, b in zip(plain, moved, strict=True):
-            assert _same(a, b)
+        assert all(map(_same, plain, moved))
 
     def test_taking_out_what_was_lost_changes_no_sum(self) -> None:
         """Whoever reads a gradient after a save reads what was applied; and putting it back changes none."""
@@ -162,6 +161,18 @@ class ReducerContract(ABC):
             return [*found, _same(before, _copies(grads)), _same(flats, grads.flats)]
 
         assert all(all(found) for found in run_ranks(run, self.num_ranks()))
+
+    def test_residuals_follow_what_gradients_are_multiples_of(self) -> None:
+        """A power of two changes no digit: all is four times as much."""
+
+        def run(cluster: Cluster, factor: float) -> list[Tensor | None]:
+            reducer, rank = self.start(cluster), cluster.global_rank
+            _step(reducer, rank)
+            reducer.rescale(factor)
+            return [None if x is None else x / factor for x in _copies(_step(reducer, rank, factor))]
+
+        plain, moved = (run_ranks(run, self.num_ranks(), factor) for factor in (1.0, 4.0))
+        assert all(map(_same, plain, moved))
 
     def test_what_coding_had_lost_of_a_tensor_that_nobody_uses_is_lost_still(self) -> None:
         """Its sum is dropped, so nothing of it has been sent; and the norm is that of the others."""
@@ -209,10 +220,10 @@ def _lost_of(reducer: Reduction, index: int) -> dict[str, Tensor]:
     return {s: x.clone() for s, slot, x in lost if slot.name == str(index) and not s.endswith("factor")}
 
 
-def _step(reducer: Reduction, rank: int) -> Gradients:
+def _step(reducer: Reduction, rank: int, factor: float = 1.0) -> Gradients:
     reducer.begin()
     for i in reversed(range(len(_SHAPES))):
-        reducer.ready(_SLOTS[i], _grad(i, rank))
+        reducer.ready(_SLOTS[i], _grad(i, rank) * factor)
     reducer.close()
     grads = reducer.finish()
     reducer.commit()

@@ -19,7 +19,7 @@ from paceline.errors import CommunicationError
 from paceline.handshake import encrypts
 from paceline.membership import Membership
 from paceline.missing import Patience
-from paceline.phase import enter_phase
+from paceline.phase import CONNECTED, enter_phase
 from paceline.process_group import claim_device
 from paceline.rendezvous import Way, open_store
 from paceline.roster import announce, node_of, write_roster
@@ -147,6 +147,7 @@ class Cluster:
         membership = meet(candidate, Meeting(self.world_size, self.attempt, self.way.job, patience))
         self.enter_phase("making process groups", deadline_seconds)
         membership.groups.begin()
+        self.enter_phase(CONNECTED)  # a script may go on for as long as it likes
         return self._with(membership)
 
     def join(self, device_type: str, deadline_seconds: float) -> Cluster:

@@ -11,6 +11,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+CONNECTED = "running with the others"
 TRAINING = "training"
 SERVED = "training for a server"
 """The job may go on without a worker that is lost."""

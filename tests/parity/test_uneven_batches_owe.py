@@ -18,6 +18,7 @@ from paceline import Loss, Task
 from paceline.cluster import Cluster
 from paceline.comm.reduction import Rescaled
 from paceline.recipe import Recipe
+from paceline.sync.traffic import Coded
 from paceline.testing import run_ranks
 from paceline.testing.parity import CPU
 from paceline.training import Session, build_session
@@ -67,6 +68,42 @@ def missing(cluster: Cluster, codec: str, strategy: str, reduction: str, follows
     for session in (plain, coded):
         session.close()
     return found
+
+
+def missing_at_pauses(cluster: Cluster, sync: str, reduction: str, forgets: bool) -> list[float]:
+    """The same of a server, where a run pauses; two workers, each of which codes what it pushes."""
+    if forgets:
+        push = Coded.push
+        Coded.push = lambda self, grads, place, weight=1.0: push(self, grads, place)
+    found: list[float] = []
+    strategy = f"replicas=2 servers=1 sync={sync}"
+    sessions = [session_of(cluster, word, reduction) for word in (strategy, f"{strategy} codec=topk:3")]
+    first, applied = weight_of(sessions[0]), dict[int, Tensor]()
+    for _ in sessions[0].rounds():
+        applied[sessions[0].state.step] = (first - weight_of(sessions[0])) / RATE
+    for _ in sessions[1].rounds():
+        kept, right = sessions[1].snapshot().tensors(), applied[sessions[1].state.step]
+        owed = kept["residual/sent/weight"].double().sum(0)
+        owed /= 7.0 / (2 if sync == "server-async" else 1) if reduction == "mean" else 1.0
+        sent = (first - kept["model/weight"].double()) / RATE
+        found.append(float((right - sent - owed).abs().max() / right.abs().max()))
+    for session in sessions:
+        session.close()
+    return found
+
+
+SERVED = [("server", "mean"), ("server", "sum"), ("server-async", "mean")]
+
+
+@pytest.mark.parametrize(("sync", "reduction"), SERVED)
+def test_what_a_server_has_not_applied_is_owed_by_its_workers(sync: str, reduction: str) -> None:
+    found = run_ranks(missing_at_pauses, 3, sync, reduction, False)[0]
+    assert len(found) >= 3 and max(found) <= 1e-5, found
+
+
+def test_what_is_owed_of_a_full_batch_in_a_short_one_would_be_seen() -> None:
+    """The twin."""
+    assert max(run_ranks(missing_at_pauses, 3, "server", "mean", True)[0]) >= 1e-2
 
 
 CASES = [

@@ -24,11 +24,13 @@ class Given:
 
     Args:
         shards: those of its micro-batches, in their order.
+        weight: what an update divides its sum by, beside that of a full batch; 1 where it does not divide.
     """
 
     step: int
     part: int
     shards: Sequence[int]
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ class AnyOrder:
             there = {part: cut(g, slot, part) / scale for part, slot, g in pairs if g is not None}
             change = moved if server == SERVER else moved.new_empty(0)
             used = [g is not None for _, _, g in pairs]
-            found.append(({**fields, "used": used}, [change, *traffic.push(there, place)]))
+            found.append(({**fields, "used": used}, [change, *traffic.push(there, place, given.weight)]))
         return found
 
     def add(self, messages: Sequence[Message], placed: Placed) -> Added:

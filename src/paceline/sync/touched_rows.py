@@ -38,7 +38,7 @@ class TouchedRows:
         self._changed = _Changes()
         self._known: dict[int, int] = {}  # by worker, the version of the parameters that it has
 
-    def push(self, grads: Mapping[Slot, Tensor], place: Place) -> list[Tensor]:
+    def push(self, grads: Mapping[Slot, Tensor], place: Place, weight: float = 1.0) -> list[Tensor]:
         """See `Traffic`."""
         return [sent for grad in grads.values() for sent in _rows(grad, _touched(grad))]
 

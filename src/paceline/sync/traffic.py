@@ -34,8 +34,12 @@ class Traffic(Protocol):
 
     lasts: bool
 
-    def push(self, grads: Mapping[Slot, Tensor], place: Place) -> list[Tensor]:
-        """A worker's gradients, unscaled, as they travel."""
+    def push(self, grads: Mapping[Slot, Tensor], place: Place, weight: float = 1.0) -> list[Tensor]:
+        """A worker's gradients, unscaled, as they travel.
+
+        Args:
+            weight: see `Given`; what was lost of them counts in another push as it would have in its own.
+        """
 
     def pushed(self, tensors: Sequence[Tensor], likes: Mapping[Slot, Tensor], place: Place) -> list[Tensor]:
         """The inverse, on the server."""
@@ -76,8 +80,8 @@ class Coded:
         self._spare: dict[Slot, Tensor] = {}  # memory of the push before the last
         self._known: dict[int, list[Tensor]] = {}
 
-    def push(self, grads: Mapping[Slot, Tensor], place: Place) -> list[Tensor]:
-        """See `Traffic`; the bytes are good until the next push."""
+    def push(self, grads: Mapping[Slot, Tensor], place: Place, weight: float = 1.0) -> list[Tensor]:
+        """See `Traffic`; the bytes are good until the next push. What is kept is that of a full batch."""
         found = []
         for slot, grad in grads.items():
             keys = self._keys("push", *place, slot.name)
@@ -85,10 +89,11 @@ class Coded:
             kept = self._kept.get(slot)
             if kept is not None:
                 kept = self._workspace.copy("kept", kept.to(grad.device), grad.dtype).view(1, -1)
-                values = torch.add(values, kept, out=self._workspace.like("sum", values))
+                values = torch.add(values, kept, alpha=weight, out=self._workspace.like("sum", values))
             payload = self._laid(f"push {slot.name}", self._codec.encode(values, keys, self._workspace))
             if kept is not None:
                 lost = values.sub_(self._decoded(payload, values, keys)).nan_to_num_(0.0, 0.0, 0.0)
+                lost = lost if weight == 1.0 else lost.div_(weight)
                 self._pending[slot] = self._opened(slot).copy_(lost.view(slot.sizes))
             found.append(payload)
         return found

@@ -8,7 +8,7 @@ then it leaves it, and asks for other work.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -39,12 +39,20 @@ class Worker(Served):
         items_per_sample: as for `EveryStep`.
         heeds: it hears between two micro-batches whether what it does comes too late.
         tells: it says how long a micro-batch takes it.
+        weigh: of the samples of a batch, and of those of this worker's part: see `Given`.
     """
 
     def __init__(
-        self, num_workers: int, items_per_sample: int, heeds: bool, tells: bool, *shared: Any
+        self,
+        num_workers: int,
+        items_per_sample: int,
+        heeds: bool,
+        tells: bool,
+        weigh: Callable[[int, int], float],
+        *shared: Any,
     ) -> None:
         super().__init__(*shared)
+        self._weigh = weigh
         self._num_workers, self._items_per_sample, self._heeds = num_workers, items_per_sample, heeds
         self._tells = tells
         self._arrived: list[deque[Message]] = [deque() for _ in self.traffics]
@@ -112,7 +120,9 @@ class Worker(Served):
             placed.abort()
             self.send(SERVER, "ready", {"stops": self.stop_requested(), "recalled": True}, [])
             return
-        given = Given(step, part, [micro_batch.shard for micro_batch in micro_batches])
+        samples = sum(len(micro_batch.indices) for micro_batch in micro_batches)
+        weight = self._weigh(work.num_samples(step), samples)
+        given = Given(step, part, [micro_batch.shard for micro_batch in micro_batches], weight)
         told = {"number": fields["number"], "place": (step, part), "stops": self.stop_requested()}
         if self._tells:
             told[TOOK] = (self.phases.spent(*OWN) - before) / max(1, len(micro_batches))

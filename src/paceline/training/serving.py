@@ -64,7 +64,8 @@ def served(setting: Setting, layout: Layout, state: TrainState, policy: Policy) 
     else:
         pushes = _pushes(setting, traffics)
         items = setting.items_per_sample
-        rule = Worker(num_workers(setting), items, policy.drops, _tries(setting), pushes, channel, *told)
+        hears = policy.drops, _tries(setting), _weigh(setting)
+        rule = Worker(num_workers(setting), items, *hears, pushes, channel, *told)
     state.keepers["work"], state.keepers["moved"] = rule, MovedAtOnce(layout.placed.holding)
     setting.presence.append(rule)
     if recovery is None or me != SERVER or not _tries(setting):
@@ -117,6 +118,16 @@ def _pushes(setting: Setting, traffics: Sequence[Traffic]) -> Pushes:
     if setting.recipe.is_ordered:
         return InTreeOrder(setting.shards, num_workers(setting))
     return AnyOrder(traffics)
+
+
+def _weigh(setting: Setting) -> Callable[[int, int], float]:
+    """By how much an update divides a push, beside one of a full batch, by the samples of batch and push."""
+    batch, strategy = setting.recipe.batch, setting.recipe.strategy
+    if batch.reduction == "sum":
+        return lambda whole, own: 1.0
+    if strategy.updates_per_step == 1:
+        return lambda whole, own: whole / batch.size
+    return lambda whole, own: (own or 1) * num_workers(setting) / batch.size
 
 
 def _traffics(setting: Setting, holding: Holding, state: TrainState) -> Sequence[Traffic]:

@@ -196,7 +196,7 @@ class Cluster:
         return self.membership
 
     def enter_phase(self, what: str, seconds: float | None = None) -> None:
-        """Tell the launcher what this process does from now on, and how long it may take; see `Phase`."""
+        """Tell the launcher what this process does, and how long it may take; see `Phase`."""
         enter_phase(self.error_dir, self.global_rank, what, seconds)
 
     def await_ranks(self, what: str, seconds: float, say: Callable[[str], object]) -> None:
@@ -212,6 +212,7 @@ class Cluster:
     def _candidate(self, device: torch.device, seconds: float) -> Candidate:
         self.enter_phase("reaching the store of the job", seconds)
         store = open_store(self.way, seconds)
+        self.enter_phase(CONNECTED)
         _choose_gloo_interface(self.address, self.port)
         note = announce(self.node_rank, self.beacon_port, self.address, self.port)
         return Candidate(self.global_rank, note, store, device, seconds, str(os.getpid()))
@@ -242,10 +243,7 @@ class Cluster:
 
 
 def _choose_gloo_interface(address: str, port: int) -> None:
-    """Bind Gloo to the interface that leads to the store, unless the user chose one.
-
-    Gloo would resolve the host's name, which may be unknown, slow, or 127.0.1.1. On one node the store is
-    on the loopback, so nothing is reachable from outside.
-    """
+    """Bind Gloo to the interface that leads to the store, on one node the loopback, unless the user did."""
+    # it would resolve the host's name, which may be unknown, slow, or 127.0.1.1
     if "GLOO_SOCKET_IFNAME" not in os.environ and (name := interface_towards(address, port)):
         os.environ["GLOO_SOCKET_IFNAME"] = name

@@ -62,15 +62,17 @@ def served(setting: Setting, layout: Layout, state: TrainState, policy: Policy) 
         news = recovery.news if recovery is not None else dict[str, Any]
         rule = _serving(setting, recovery or policy, news, channel, *told)
     else:
-        pushes = _pushes(setting, traffics)
-        items = setting.items_per_sample
-        hears = policy.drops, _tries(setting), _weigh(setting)
-        rule = Worker(num_workers(setting), items, *hears, pushes, channel, *told)
+        rule = _working(setting, policy, _pushes(setting, traffics), channel, *told)
     state.keepers["work"], state.keepers["moved"] = rule, MovedAtOnce(layout.placed.holding)
     setting.presence.append(rule)
     if recovery is None or me != SERVER or not _tries(setting):
         return rule
     return Tried(rule, partial(recovery.try_with, num_workers(setting)), setting.phases)
+
+
+def _working(setting: Setting, policy: Policy, *shared: Any) -> Worker:
+    counts = num_workers(setting), setting.items_per_sample
+    return Worker(*counts, policy.drops, _tries(setting), _weigh(setting), *shared)
 
 
 def until_recovered(setting: Setting, policy: Policy) -> UntilRecovered | None:

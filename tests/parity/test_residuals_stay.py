@@ -15,7 +15,7 @@ from paceline.comm.codecs.scaled import Scaled
 from paceline.comm.codecs.sparse import TopK, num_kept
 from paceline.comm.collectives.lost import Losses
 from paceline.comm.collectives.low_rank import LowRankCollective
-from paceline.comm.reduction import InAnyOrder, Reducer, Reducers, Reduction, Rescaled
+from paceline.comm.reduction import GradientUnit, InAnyOrder, Reducer, Reducers, Reduction
 from paceline.mesh import Mesh
 from paceline.recipe import Recipe, Strategy
 from paceline.slot import Slot
@@ -140,7 +140,7 @@ FP16 = {"compute": "fp16", "init_scale": 2.0**8}
 def scaled(cluster: Cluster, strategy: str, breaks: bool) -> tuple[float, float, float]:
     """How far a run ends whose scale doubles after each two updates from one whose scale stays."""
     if breaks:
-        Rescaled.follow = Rescaled.go_on
+        GradientUnit.follow = GradientUnit.go_on
     ends, last = [], 0.0
     for growth_steps in (1000, 2):
         precision = {**FP16, "growth_steps": growth_steps}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from paceline import Loss, Task
 from paceline.cluster import Cluster
-from paceline.comm.reduction import Rescaled
+from paceline.comm.reduction import GradientUnit
 from paceline.recipe import Recipe
 from paceline.sync.traffic import Coded
 from paceline.testing import run_ranks
@@ -57,7 +57,7 @@ def owed_of(session: Session, reduction: str) -> Tensor:
 def missing(cluster: Cluster, codec: str, strategy: str, reduction: str, follows: bool) -> list[float]:
     """By step, how much of the gradient was neither applied nor is owed, of all that was applied so far."""
     found: list[float] = []
-    with patch.object(Rescaled, "follow", Rescaled.follow if follows else Rescaled.go_on):
+    with patch.object(GradientUnit, "follow", GradientUnit.follow if follows else GradientUnit.go_on):
         words = strategy, f"{strategy} route=native codec={codec}"
         plain, coded = (session_of(cluster, word, reduction) for word in words)
         first = weight_of(plain)

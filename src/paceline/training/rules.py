@@ -9,7 +9,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from paceline.comm import Reduction
-from paceline.comm.reduction import AnyOrderNorm, LocalClip, Rescaled
+from paceline.comm.reduction import AnyOrderNorm, GradientUnit, LocalClip
 from paceline.data import LockstepWork, Work, split
 from paceline.layout import Holding
 from paceline.mesh import DATA_AXES, Group
@@ -73,10 +73,10 @@ def _coded_step(setting: Setting, holding: Holding, state: TrainState) -> tuple[
         return _clipped_step(setting, reducer), reducer
     items, divides = setting.recipe.batch.size * setting.items_per_sample, _divides(setting)
     scale = state.scale.value / power_of_two(items)
-    unit = Rescaled(reducer, scale, items, divides=divides)
+    unit = GradientUnit(reducer.rescale, scale, items, divides=divides)
     coders = setting.mesh.over([*DATA_AXES, *holding.summed_over])
-    state.keepers["residual"] = Residuals(unit, holding.computes, coders, unit=unit)
-    return _clipped_step(setting, unit, follows=unit.follow), unit
+    state.keepers["residual"] = Residuals(reducer, holding.computes, coders, unit=unit)
+    return _clipped_step(setting, reducer, follows=unit.follow), reducer
 
 
 def _divides(setting: Setting) -> bool:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.comm.reduction import LocalReducer, Rescaled
+from paceline.comm.reduction import GradientUnit
 from paceline.mesh import Group
 from paceline.slot import InMemory, Slot
 from paceline.sync.residuals import Always, Residuals
@@ -88,9 +88,7 @@ def test_gradients_go_on_as_they_are_until_their_unit_changes(saved: dict[str, f
     """So a run that goes on has the digits of one that did not stop."""
     numbers = {word: torch.tensor([x], dtype=torch.float64) for word, x in ({"scale": 0.5} | saved).items()}
     followed: list[float] = []
-    reducer = LocalReducer({})
-    reducer.rescale = followed.append
-    unit = Rescaled(reducer, 1.0, 3.0, divides=True)
+    unit = GradientUnit(followed.append, 1.0, 3.0, divides=True)
     _, found = read(1, 3, numbers, unit=unit)
     assert torch.equal(found["sent", "w"], SAVED["sent/w"][1, 2:4])
     for _ in range(2):

@@ -1,6 +1,7 @@
 """From gradients of this rank to sums of what it updates."""
 
 from paceline.comm.reduction.blocks import scatterer_name
+from paceline.comm.reduction.gradient_unit import GradientUnit
 from paceline.comm.reduction.gradients import Gradients, GradientSink, Reduction
 from paceline.comm.reduction.local import LocalReducer, TreeReducer
 from paceline.comm.reduction.local_clip import LocalClip
@@ -10,7 +11,6 @@ from paceline.comm.reduction.owed import OwedReducer, all_lost
 from paceline.comm.reduction.pace import Pace, behind_bytes
 from paceline.comm.reduction.part_buffer import PartBuffer
 from paceline.comm.reduction.reducer import InAnyOrder, Reducer, Sums
-from paceline.comm.reduction.rescaled import Rescaled
 from paceline.comm.reduction.scatterer import Scatterer
 from paceline.comm.reduction.several import Reducers
 from paceline.comm.reduction.tree import cover
@@ -23,6 +23,7 @@ __all__ = [
     "CanonicalNorm",
     "Dealt",
     "GradientSink",
+    "GradientUnit",
     "Gradients",
     "InAnyOrder",
     "InMemory",
@@ -35,7 +36,6 @@ __all__ = [
     "Reducer",
     "Reducers",
     "Reduction",
-    "Rescaled",
     "Scatterer",
     "Sums",
     "TreeReducer",

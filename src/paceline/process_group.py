@@ -210,7 +210,8 @@ def drop_beside(handles: list[Any]) -> None:
 def _drop(handles: list[Any]) -> None:
     """NCCL wants to be told, as torch's own `destroy_process_group` does."""
     for nccl in [found for one in handles for found in _nccl_of(one)]:
-        nccl.shutdown()
+        with contextlib.suppress(RuntimeError):  # a peer is gone by now
+            nccl.shutdown()
     handles.clear()
 
 

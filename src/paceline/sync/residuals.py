@@ -52,11 +52,12 @@ class Always:
     """A unit that stays."""
 
     scale: float = 1.0
-    items: None = None
+    items: float | None = None
 
     def go_on(self, scale: float, items: float | None) -> float:
         """See `Unit`."""
-        return self.scale / scale
+        of_items = 1.0 if self.items is None or items is None else self.items / items
+        return self.scale / scale * of_items
 
 
 _AS_THEY_ARE = Always()

@@ -19,7 +19,7 @@ from paceline.sync.moved import MovedAtOnce
 from paceline.sync.policy import Policy, Push
 from paceline.sync.pushes import AnyOrder, Pushes
 from paceline.sync.recovery import TOOK, Recovery, UntilRecovered
-from paceline.sync.residuals import Residuals
+from paceline.sync.residuals import Always, Residuals
 from paceline.sync.server import Server
 from paceline.sync.shares import SERVER, Together, share_of
 from paceline.sync.straggler import COMMUNICATION
@@ -132,6 +132,12 @@ def _weigh(setting: Setting) -> Callable[[int, int], float]:
     return lambda whole, own: (own or 1) * num_workers(setting) / batch.size
 
 
+def _unit(setting: Setting) -> Always:
+    """Of what workers keep: sums over the items of a full batch, where that matters."""
+    batch = setting.recipe.batch
+    return Always(items=batch.size * setting.items_per_sample if batch.reduction == "mean" else None)
+
+
 def _traffics(setting: Setting, holding: Holding, state: TrainState) -> Sequence[Traffic]:
     """The form of what goes to servers and comes from them: of a worker one for each, of a server its own."""
     me, servers = setting.mesh.world.rank, range(setting.recipe.strategy.servers)
@@ -148,6 +154,8 @@ def _traffics(setting: Setting, holding: Holding, state: TrainState) -> Sequence
         lost = Together(coded, holding)
         first = setting.recipe.strategy.servers
         state.keepers["residual"] = Residuals(
-            lost, holding.computes, setting.mesh.data, first=first, left=lambda: setting.presence[0].left
+            *(lost, holding.computes, setting.mesh.data, first),
+            left=lambda: setting.presence[0].left,
+            unit=_unit(setting),
         )
     return [*coded.values()]

@@ -80,6 +80,9 @@ def test_a_rule_that_multiplies_gradients_with_something_else_goes_on_from_the_s
     scale = torch.tensor([0.25], dtype=torch.float64)
     _, found = read(1, 3, {"scale": scale}, unit=Always(2.0))
     assert torch.equal(found["sent", "w"], 8 * SAVED["sent/w"][1, 2:4])
+    of_two = {"scale": scale, "items": torch.tensor([2.0], dtype=torch.float64)}
+    _, found = read(1, 3, of_two, unit=Always(2.0, items=8.0))  # a short batch's, in a full one
+    assert torch.equal(found["sent", "w"], 32 * SAVED["sent/w"][1, 2:4])
 
 
 @pytest.mark.capability("H4")

@@ -11,7 +11,7 @@ from torch import Tensor
 from paceline.cluster import Cluster
 from paceline.comm.collectives import coded
 from paceline.comm.collectives.lost import Losses
-from paceline.comm.reduction import OwedReducer, all_lost
+from paceline.comm.reduction import Owed, all_lost
 from paceline.layout.digest import find_divergence
 from paceline.sync.moved import MovedAtOnce
 from paceline.testing import run_ranks
@@ -155,11 +155,11 @@ def updated(session: Any) -> list[Tensor]:
 
 def gradients(cluster: Cluster, spread: str) -> list[tuple[float, float]]:
     """What every-step has lost, and how much of it replicas alone miss; then with a fault."""
-    found, kept = [], OwedReducer.set_lost
+    found, kept = [], Owed.set_lost
     strategy = f"replicas=2 {spread} codec=topk:0.1"
     for forgets in (False, True):
         if forgets:
-            OwedReducer.set_lost = lambda self, lost: None
+            Owed.set_lost = lambda self, lost: None
         session = session_of(cluster, digits(strategy))
         until(session, SWITCH)
         before = session.snapshot().copied()
@@ -170,7 +170,7 @@ def gradients(cluster: Cluster, spread: str) -> list[tuple[float, float]]:
         assert not any(name.startswith("residual/") for name in then.snapshot().tensors())  # it was paid
         session.close()
         then.close()
-    OwedReducer.set_lost = kept
+    Owed.set_lost = kept
     return found
 
 

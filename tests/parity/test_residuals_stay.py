@@ -118,7 +118,7 @@ def nothing_moved(cluster: Cluster, forgets: bool) -> bool:
         rule.reducer.abort = rule.reducer.commit
     nothing = torch.zeros(0, dtype=torch.float64)
     movement.begin()
-    movement.leave(0.0)
+    movement.leave(0.0, 0.0)
     movement.arrive(Tally(0.0, 0.0, 0.0, {}, 0.0, (), nothing))
     movement.mix(0.0)
     after = [value for _, _, value in rule.reducer.lost()]

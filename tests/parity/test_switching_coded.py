@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.cluster import Cluster
-from paceline.comm.reduction import OwedReducer, all_lost
+from paceline.comm.reduction import Owed, all_lost
 from paceline.recipe import Recipe, Strategy
 from paceline.sync.moved import MovedAtOnce
 from paceline.sync.traffic import Coded
@@ -97,9 +97,9 @@ def test_a_coded_run_that_switches_is_the_second_rule_from_that_state() -> None:
 
 
 def lost(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Of gradients, unscaled, the sum over ranks and sides."""
+    """Of mean gradients, unscaled, the sum over ranks and sides."""
     found = {
-        (side, parameter): rows.sum(0) / tensors["residual/scale"].item()
+        (side, parameter): rows.sum(0) / tensors["residual/scale"].item() / tensors["residual/items"].item()
         for name, rows in tensors.items()
         for side, _, parameter in [name.removeprefix("residual/").partition("/")]
         if name.startswith("residual/") and parameter
@@ -116,12 +116,12 @@ def handed(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> tuple[f
 
 def gradients(cluster: Cluster) -> list[tuple[float, float]]:
     """From every-step to replicas alone and to a server, and from that to every-step; then with faults."""
-    found, kept = [], (OwedReducer.set_lost, Coded.set_lost)
+    found, kept = [], (Owed.set_lost, Coded.set_lost)
     three, one_server = f"replicas=3 {TOPK}", f"servers=1 {TOPK} sync=server"
     pairs = [(three, f"{three} sync=local:3"), (three, one_server), (one_server, three)]
     for forgets in (False, True):
         if forgets:
-            OwedReducer.set_lost = lambda self, found: None
+            Owed.set_lost = lambda self, found: None
             Coded.set_lost = lambda self, found: None
         for first, second in pairs[: 2 if forgets else 3]:
             session = session_of(cluster, digits(first))
@@ -132,7 +132,7 @@ def gradients(cluster: Cluster) -> list[tuple[float, float]]:
             found.append(handed(before.tensors(), then.snapshot().tensors()))
             session.close()
             then.close()
-    OwedReducer.set_lost, Coded.set_lost = kept
+    Owed.set_lost, Coded.set_lost = kept
     return found
 
 

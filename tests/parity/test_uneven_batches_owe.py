@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from paceline import Loss, Task
 from paceline.cluster import Cluster
-from paceline.comm.reduction import GradientUnit
+from paceline.comm.reduction import GradientUnit, Owed
 from paceline.recipe import Recipe
+from paceline.sync.outer import Movement
 from paceline.sync.traffic import Coded
 from paceline.testing import run_ranks
 from paceline.testing.parity import CPU
@@ -27,7 +28,7 @@ pytestmark = [pytest.mark.timeout(240), pytest.mark.capability("H4", "H5")]
 RATE, STEPS = 0.5, 11  # batches of 7, 7 and 3 samples
 
 
-def session_of(cluster: Cluster, strategy: str, reduction: str) -> Session:
+def session_of(cluster: Cluster, strategy: str, reduction: str, **outer: Any) -> Session:
     torch.manual_seed(5)
     data = list(torch.randn(17, 40, generator=torch.Generator().manual_seed(2)))
     task = Task(nn.Linear(40, 1, bias=False), data, lambda model, x: Loss(model(x).sum(), len(x)))
@@ -37,6 +38,7 @@ def session_of(cluster: Cluster, strategy: str, reduction: str) -> Session:
         strategy=strategy,
         batch={"size": 7, "shards": 4, "reduction": reduction},
         optimizer={"name": "sgd", "lr": RATE},
+        outer=outer,
         runtime={"device": "cpu"},
     )
     return build_session(recipe, task, cluster, CPU, warn=lambda _: None)
@@ -47,11 +49,18 @@ def weight_of(session: Session) -> Tensor:
 
 
 def owed_of(session: Session, reduction: str) -> Tensor:
-    """In the unit of an update."""
+    """In the unit of an update: of gradients, and of movements."""
     kept = session.snapshot().tensors()
-    rows = [x.sum(0) for name, x in kept.items() if name.startswith("residual/") and x.dim() > 1]
-    scale, items = kept["residual/scale"].item(), kept["residual/items"].item()
-    return sum(rows).double() / scale / (items if reduction == "mean" else 1.0)
+    owed = torch.zeros(1, 40, dtype=torch.float64)
+    for word in ("residual", "moved"):
+        rows = [x.sum(0) for name, x in kept.items() if name.startswith(f"{word}/") and x.dim() > 2]
+        unit = kept.get(f"{word}/scale", torch.ones(1)).item()
+        if word == "moved":
+            unit *= RATE / kept.get("moved/share/weight", torch.ones(1)).item()
+        elif reduction == "mean":
+            unit *= kept.get("residual/items", torch.ones(1)).item()
+        owed += sum(rows, torch.zeros(1, 40)).double() / unit
+    return owed
 
 
 def missing(cluster: Cluster, codec: str, strategy: str, reduction: str, follows: bool) -> list[float]:
@@ -104,6 +113,59 @@ def test_what_a_server_has_not_applied_is_owed_by_its_workers(sync: str, reducti
 def test_what_is_owed_of_a_full_batch_in_a_short_one_would_be_seen() -> None:
     """The twin."""
     assert max(run_ranks(missing_at_pauses, 3, "server", "mean", True)[0]) >= 1e-2
+
+
+PLAIN = {"lr": 0.7, "momentum": 0.0}
+ALONE = [
+    ("sync=local:4", "mean", {}),  # rounds of 24, 24 and 17 samples
+    ("sync=local:2", "sum", {}),
+    ("sync=diloco:4", "mean", {**PLAIN}),
+    ("sync=diloco:4", "mean", {**PLAIN, "fragments": 2, "delay_steps": 1}),
+    ("sync=every-step@2,local:3", "mean", {}),  # taken over before a short batch
+    ("sync=every-step@3,local:3", "mean", {}),  # and after it
+    ("sync=every-step@2,local:3", "sum", {}),
+    ("sync=every-step@3,diloco:4", "mean", {**PLAIN, "lr": 1.0, "delay_steps": 1}),
+    ("sync=local:3@3,every-step", "mean", {}),
+]
+
+
+def missing_of_replicas(
+    cluster: Cluster, sync: str, reduction: str, outer: dict[str, Any], fault: str
+) -> list[float]:
+    """The same of replicas that train alone, by round."""
+    if fault == "rounds":
+        leave = Movement.leave
+        Movement.leave = lambda self, count, whole: leave(self, count, 24.0)
+    elif fault == "owed":
+        added = Owed.added
+        Owed.added = lambda self, grads, count: added(self, grads, self._items)
+    found: list[float] = []
+    sessions = [
+        session_of(cluster, f"replicas=2 route=native codec={codec} {sync}", reduction, **outer)
+        for codec in ("fp32", "topk:3")
+    ]
+    plain, coded = sessions
+    first, applied = weight_of(plain), dict[int, Tensor]()
+    for _ in plain.rounds():
+        applied[plain.state.step] = (first - weight_of(plain)) / RATE
+    for _ in coded.rounds():
+        right, sent = applied[coded.state.step], (first - weight_of(coded)) / RATE
+        found.append(float((right - sent - owed_of(coded, reduction)).abs().max() / right.abs().max()))
+    for session in sessions:
+        session.close()
+    return found
+
+
+@pytest.mark.parametrize(("sync", "reduction", "outer"), ALONE)
+def test_what_replicas_alone_have_not_applied_is_owed(sync: str, reduction: str, outer: Any) -> None:
+    for found in run_ranks(missing_of_replicas, 2, sync, reduction, outer, ""):
+        assert len(found) >= 3 and max(found) <= 1e-5, found
+
+
+@pytest.mark.parametrize(("case", "fault"), [(ALONE[0], "rounds"), (ALONE[4], "owed")])
+def test_what_is_owed_of_another_round_or_batch_would_be_seen(case: Any, fault: str) -> None:
+    """The twins: rounds as if they were all full, and what is owed as if the batch that comes were."""
+    assert max(run_ranks(missing_of_replicas, 2, *case, fault)[0]) >= 1e-2
 
 
 CASES = [

@@ -40,6 +40,7 @@ class Stretch:
         end: the step before which it ends.
         buffers: what it started from.
         taken: its steps so far.
+        whole: about how many items each of them had on all replicas, whether they were applied or not.
         is_agreed: all ranks end it there, whatever they are asked from now on.
     """
 
@@ -47,6 +48,7 @@ class Stretch:
     end: int
     buffers: list[Tensor]
     taken: list[tuple[Tally, Update]] = field(default_factory=list)
+    whole: list[float] = field(default_factory=list)
     is_agreed: bool = False
 
     @property
@@ -75,7 +77,7 @@ class Alone:
     Args:
         inner: the step of one replica.
         replicas: the ranks that hold what this one holds, of every replica one.
-        settled: is called where a round ends in which no replica has left out a step.
+        settled: is called where a round ends in which a replica has made an update.
         shares: which part of a batch this rank runs.
     """
 
@@ -143,7 +145,7 @@ class Alone:
         tally = told.agree(self._net, self._replicas, placed.holding.device).wait()
         placed.buffers.reset(stretch.buffers)
         placed.buffers.end_step(tally.buffers, tally.micro_batches)
-        if tally.metrics.get(f"{_OWN}skipped") == 0.0:
+        if tally.count:
             self._settled()
         metrics = {name: tally.metrics[name] for name in mine.metrics}
         sums = {name: tally.metrics[f"{_OWN}{name}"] for name in own}
@@ -162,6 +164,7 @@ class Alone:
             taken, before = Taken(reading.stream(work, state.step)), self._phases.spent(*OWN)
             tally, update = self.inner.step(work, taken, placed, update_step)
             stretch.taken.append((_counted(tally, update), update))
+            stretch.whole.append(float(work.num_samples(state.step) * self.inner.items_per_sample))
             seconds = self._phases.spent(*OWN) - before
             self.shares.ran(seconds, taken.samples, applied=update.applied)
             state.step += 1

@@ -6,9 +6,10 @@ gradients, update. Invariant: after each step all replicas hold equal parameters
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from paceline.comm import Net, Reduction, ShardTally, Tally
+from paceline.comm import Gradients, Net, Reduction, ShardTally, Tally
+from paceline.comm.reduction import Owed
 from paceline.data import Feed, LoadedBatch, Work
 from paceline.layout import Placed, Sums
 from paceline.mesh import Group
@@ -35,7 +36,7 @@ class EveryStep:
         follows: is told, before a step, what its losses will be multiplied with, and of about how many items
             its gradient is a sum.
         ran: is told what this rank has run and the scale of its losses, before the reduction is closed.
-        owes: names that have a gradient in this step even if nobody uses them; see `OwedReducer`.
+        owed: what coding had lost under another rule.
     Wire: one all_reduce a bucket and one for the tally.
     Source: Chen et al. 2016, Revisiting Distributed Synchronous SGD, arXiv:1604.00981, section 2.1.
     """
@@ -52,13 +53,13 @@ class EveryStep:
         by_shard: bool = False,
         follows: Callable[[float, float], None] | None = None,
         ran: Callable[[Sums, float], None] | None = None,
-        owes: Callable[[], Collection[str]] | None = None,
+        owed: Owed | None = None,
     ) -> None:
         self.reducer = reducer
         self._group, self._net, self.phases = group, net, phases
         self.items_per_sample = items_per_sample
         self._stop_requested, self._by_shard, self._ran = stop_requested, by_shard, ran
-        self._owes, self._follows = owes, follows
+        self._owed, self._follows = owed, follows
 
     def rounds(self, feed: Feed, placed: Placed, update_step: UpdateStep) -> Iterator[Stats]:
         """See `Rule`: a round is a step."""
@@ -131,20 +132,29 @@ class EveryStep:
         self.phases.begin("optimizer")
         placed.buffers.end_step(tally.buffers, tally.micro_batches)
         used = tally.used_names(placed.holding.slots)
-        update = update_step.apply(grads.agreed(used, scale), tally)
+        update = self._apply(update_step, grads.agreed(used, scale), tally)
         if update.applied:
             self.reducer.commit(used)
         else:
             self.reducer.abort()
         return tally, update
 
+    def _apply(self, update_step: UpdateStep, grads: Gradients, tally: Tally) -> Update:
+        """Make the update of these, and of what is owed beside."""
+        if self._owed is None:
+            return update_step.apply(grads, tally)
+        update = update_step.apply(self._owed.added(grads, tally.count), tally)
+        if update.applied:
+            self._owed.pay()
+        return update
+
     def _tally(
         self, sums: Sums, placed: Placed, num_shards: int, shards: Sequence[int]
     ) -> Tally | ShardTally:
         total, count, metrics = sums.read()
         used, changes = placed.used, placed.buffers.changes_of(shards)
-        if self._owes is not None:
-            used = {*used, *self._owes()}
+        if self._owed is not None:
+            used = {*used, *self._owed.names}
         tally = Tally(
             micro_batches=sums.micro_batches,
             total=total,

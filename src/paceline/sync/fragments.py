@@ -71,6 +71,7 @@ class Fragment:
         self.stops = 0.0  # ranks that were asked to stop, as of the last arrival
         self.left = 0  # steps of the round after which it left last
         self.count = 0.0  # items since then
+        self.whole = 0.0  # about how many those of all replicas are
 
     @property
     def is_under_way(self) -> bool:
@@ -80,7 +81,7 @@ class Fragment:
     def begin(self) -> None:
         """A round begins: all are at the same place."""
         self.movement.begin()
-        self.left, self.count, self.stops = 0, 0.0, 0.0
+        self.left, self.count, self.whole, self.stops = 0, 0.0, 0.0, 0.0
 
     def leave(self, step: int, stops: float, net: Net, replicas: Group, device: torch.device) -> None:
         """Launch the sum of what has moved; collective.
@@ -89,10 +90,10 @@ class Fragment:
             step: of the round.
             stops: whether this rank was asked to stop.
         """
-        self.movement.leave(self.count)
+        self.movement.leave(self.count, self.whole)
         nothing = torch.zeros(0, dtype=torch.float64)
         self._agreement = Tally(0.0, 0.0, self.count, {}, stops, (), nothing).agree(net, replicas, device)
-        self.left, self.count = step, 0.0
+        self.left, self.count, self.whole = step, 0.0, 0.0
 
     def arrive(self, mixing: float) -> None:
         """Move where all were, and go on from there; collective."""

@@ -79,8 +79,8 @@ class LocalRounds(Keeper):
 
     def _agree(self, stretch: Stretch, placed: Placed) -> tuple[Tally, Mapping[str, float]]:
         """Sum the movements, step from the anchors, and go on from there."""
-        self._movement.leave(stretch.count)
         tally, told = self._alone.agree(stretch, placed, skipped=stretch.skipped)
+        self._movement.leave(stretch.count, tally.count)
         self._movement.arrive(tally)
         self._movement.mix(0.0)
         return tally, told

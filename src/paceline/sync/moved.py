@@ -1,7 +1,7 @@
 """What coding has lost of how replicas moved between two meetings, as state.
 
 It is no gradient: a rule that sums gradients cannot send it, and moves the parameters by it when it begins,
-as the outer optimizer would have in the round in which it was lost.
+as the outer optimizer would have.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from paceline.comm.reduction import all_lost
 from paceline.layout import Holding
-from paceline.slot import Index, Keeper, Piece, Slot, below
+from paceline.slot import Index, Keeper, Piece, Slot
 from paceline.sync.outer import Movement
 from paceline.sync.residuals import Residuals
 
@@ -33,7 +33,7 @@ class Moved(Keeper):
         self._residuals, self._movements = residuals, movements
 
     def pieces(self) -> list[Piece]:
-        """The residuals, and by parameter what one of theirs would have moved it."""
+        """The residuals, and by parameter what one of theirs would move it."""
         found = self._residuals.pieces()
         for movement in self._movements if found else ():
             share = torch.tensor([movement.share], dtype=torch.float64)
@@ -44,17 +44,13 @@ class Moved(Keeper):
 
     def wanted(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, Index]:
         """See `Residuals`."""
-        shares = [name for name in shapes if name.startswith(_SHARE)]
-        rest = {name: shape for name, shape in shapes.items() if name not in shares}
-        return {**self._residuals.wanted(rest), **dict.fromkeys(shares, ())}
+        return self._residuals.wanted(
+            {name: shape for name, shape in shapes.items() if not name.startswith(_SHARE)}
+        )
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """See `Residuals`."""
-        shares = below(tensors, _SHARE)
-        for movement in self._movements:
-            known = [float(shares[slot.name]) for slot in movement.anchors if slot.name in shares]
-            movement.share = known[0] if known else 0.0
-        self._residuals.load({name: t for name, t in tensors.items() if not name.startswith(_SHARE)})
+        self._residuals.load(tensors)
 
 
 class MovedAtOnce(Keeper):

@@ -77,15 +77,15 @@ class Movement:
         anchors: where all were, by slot; there may be none.
         reducer: sums movements over the replicas; its coding and residuals are those of any reducer.
     Attributes:
-        share: what a value of the last sum moved its parameter by, at once; 0: there was none.
+        share: what a value of their mean moves a parameter by, at once.
     """
 
     def __init__(
         self, anchors: Mapping[Slot, nn.Parameter], placed: Placed, step: OuterStep, reducer: Reduction
     ) -> None:
-        self.anchors, self.reducer, self.share = anchors, reducer, 0.0
+        self.anchors, self.reducer, self._whole = anchors, reducer, 1.0
         outer, self._bring = step.outer, step.bring
-        self._rate = outer.lr * (1.0 + outer.momentum)
+        self.share = outer.lr * (1.0 + outer.momentum)
         self._updates: list[Tensor] = [placed.holding.updates[slot] for slot in anchors]
         state = TrainState(placed.holding, outer.optimizer(anchors.values()), LossScale())
         self._step = UpdateStep(state, anchors, update_parts(ConstantRate(), norm=step.norm))
@@ -97,11 +97,18 @@ class Movement:
             torch._foreach_copy_([*self.anchors.values()], self._updates)
 
     @torch.no_grad()
-    def leave(self, count: float) -> None:
-        """Launch the sum of what has moved, weighted by so many items; collective."""
+    def leave(self, count: float, whole: float) -> None:
+        """Launch the sum of what has moved; collective.
+
+        Args:
+            count: its weight: items of this replica.
+            whole: about the sum of all weights, equal on all ranks. So what coding loses is a part of a mean,
+                however many items a round has.
+        """
+        self._whole = whole or 1.0
         self.reducer.begin()
         for (slot, anchor), mine in reversed([*zip(self.anchors.items(), self._updates, strict=True)]):
-            self.reducer.ready(slot, (anchor - mine) * count)
+            self.reducer.ready(slot, (anchor - mine) * (count / self._whole))
         self.reducer.close()
 
     @torch.no_grad()
@@ -111,12 +118,11 @@ class Movement:
         Args:
             tally: with the items of all.
         """
+        tally = replace(tally, count=tally.count / self._whole)
         if self._step.apply(self.reducer.finish(), tally).applied:
             self.reducer.commit()
         else:  # nobody has moved: what was sent of earlier losses has gone nowhere
             self.reducer.abort()
-        if tally.count:
-            self.share = self._rate / tally.count
 
     @torch.no_grad()
     def mix(self, mixing: float) -> None:

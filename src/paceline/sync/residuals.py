@@ -82,7 +82,7 @@ class Residuals(Keeper):
     Args:
         reducer: codes what it sends.
         slots: what this rank computes with.
-        group: the ranks that code.
+        group: the ranks that code; one: all have the same row.
         first: the one of them that takes what the others had, where their number has changed.
             Ranks before it send nothing.
         left: those that are not lost; empty: nobody is. What the others have not sent is lost with them.
@@ -111,8 +111,8 @@ class Residuals(Keeper):
         found = []
         for side, slot, value in self._reducer.lost():
             shape, part = (len(left), *slot.shape), ((place, place + 1), *slot.part)
-            axes = slot.axes | {"replica"}
-            found.append(Piece(Slot(f"{side}/{slot.name}", shape, part, axes), value))
+            axes = slot.axes | ({"replica"} if len(left) > 1 else set())
+            found.append(Piece(Slot(f"{side}/{slot.name}", shape, part, axes), value.unsqueeze(0)))
         if found:
             unit = self._unit
             found.append(_number(SCALE, unit.scale))

@@ -95,6 +95,8 @@ class StreamedRounds(Keeper):
 
     def _step(self, stretch: Stretch, take: Take) -> None:
         take()
+        for fragment in self.fragments:
+            fragment.whole += stretch.whole[-1]
         self._travel(stretch.taken[-1][0], len(stretch.taken), is_last=stretch.step == stretch.end)
         if any(fragment.stops for fragment in self.fragments):
             stretch.end_with([stretch.step])

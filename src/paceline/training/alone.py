@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from paceline.comm import Reduction
-from paceline.comm.reduction import OwedReducer
+from paceline.comm.reduction import Owed
 from paceline.layout import Holding
 from paceline.mesh import Group
 from paceline.state import TrainState
 from paceline.sync import EveryStep, InnerState
+from paceline.sync.residuals import Always, Residuals
 from paceline.training.arrange import Setting
 from paceline.training.reductions import build_reduction
 
@@ -28,36 +29,31 @@ def build_step(setting: Setting, reducer: Reduction, group: Group, **more: Any) 
     )
 
 
-def step_alone(
-    setting: Setting, holding: Holding, state: TrainState, owed: OwedReducer | None = None
-) -> EveryStep:
+def step_alone(setting: Setting, holding: Holding, state: TrainState, owed: Owed | None = None) -> EveryStep:
     """That of a replica by itself, whose optimizer is its own; collective inside it, changes the state.
 
     Args:
-        owed: of `owing`: takes its gradients, and what coding had lost under another rule.
+        owed: of `owing`.
     """
     mesh = setting.mesh
     state.keepers["inner"], state.alone = InnerState(state, mesh.replica, mesh.inside), True
-    if owed is None:
-        return build_step(setting, build_reduction(setting.of_one_replica(), holding), mesh.inside)
-    return step_owing(setting, owed, setting.mesh.inside)
+    return build_step(setting, build_reduction(setting.of_one_replica(), holding), mesh.inside, owed=owed)
 
 
-def owing(setting: Setting, holding: Holding, *, others: bool = True) -> OwedReducer:
-    """Sums over the ranks of a replica by itself, which may have taken over what coding had lost; collective.
-
-    Args:
-        others: other replicas may have taken over some of it, too.
-    """
+def owing(setting: Setting, holding: Holding, state: TrainState) -> Owed:
+    """All that coding had lost, for a replica whose gradients are not coded; kept in the state."""
     counted = {held.updates for held in holding.held.values() if held.counts and held.updates is not None}
-    inner = build_reduction(setting.of_one_replica(), holding)
-    return OwedReducer(inner, holding.updates, counted, others=others)
+    items = items_of_full_batch(setting)
+    owed = Owed(holding.updates, counted, items, others=setting.mesh.replica.size > 1)
+    alone, unit = setting.mesh.over(()), Always(items=items)
+    state.keepers["residual"] = Residuals(owed, holding.updates, alone, unit=unit)
+    return owed
 
 
-def step_owing(setting: Setting, owed: OwedReducer, group: Group) -> EveryStep:
-    """That of ranks whose gradients are not coded, and that have taken over what coding had lost."""
-    more: dict[str, Any] = {"ran": lambda sums, scale: owed.ran(scale), "owes": lambda: owed.names}
-    return build_step(setting, owed, group, **more)
+def items_of_full_batch(setting: Setting) -> float | None:
+    """About how many items a gradient is a sum of, where updates are of means; None: they are of sums."""
+    batch = setting.recipe.batch
+    return float(batch.size * setting.items_per_sample) if batch.reduction == "mean" else None
 
 
 def those_who_meet(setting: Setting) -> dict[str, Any]:

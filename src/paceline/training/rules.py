@@ -27,10 +27,10 @@ from paceline.sync.moved import Moved, MovedAtOnce
 from paceline.sync.outer import OuterStep
 from paceline.sync.policy import ApplyEach
 from paceline.sync.recovery import Recovery
-from paceline.sync.residuals import Always, Coder, Residuals
+from paceline.sync.residuals import Residuals
 from paceline.sync.straggler import COMMUNICATION, Watched
 from paceline.sync.streamed import StreamedRounds
-from paceline.training.alone import build_step, number_of, owing, step_alone, step_owing, those_who_meet
+from paceline.training.alone import build_step, number_of, owing, step_alone, those_who_meet
 from paceline.training.arrange import Setting
 from paceline.training.codecs import local_clip_norm
 from paceline.training.layouts import Layout
@@ -65,9 +65,8 @@ def _coded_step(setting: Setting, holding: Holding, state: TrainState) -> tuple[
     """
     codes, world = setting.recipe.strategy.feeds_back, setting.mesh.world
     if codes and world.size == 1 and not setting.recipe.is_ordered:
-        owed = owing(setting, holding, others=False)
-        state.keepers["residual"] = _residuals_alone(setting, owed, holding)
-        return step_owing(setting, owed, world), owed
+        reducer = build_reduction(setting, holding)
+        return build_step(setting, reducer, world, owed=owing(setting, holding, state)), reducer
     reducer = build_reduction(setting, holding)
     if not codes:
         return _clipped_step(setting, reducer), reducer
@@ -110,7 +109,7 @@ def _alone(setting: Setting, layout: Layout, state: TrainState, outer: Outer, st
         name = f"fragment-{number}/" if streaming.fragments > 1 else ""
         return build_movement_sums(setting, holding, anchors, name)
 
-    owed = owing(setting, holding) if setting.recipe.strategy.feeds_back else None
+    owed = owing(setting, holding, state) if setting.recipe.strategy.feeds_back else None
     step, told = step_alone(setting, holding, state, owed), those_who_meet(setting)
     told |= {"settled": owed.forget} if owed is not None else {}
     rule: LocalRounds | StreamedRounds
@@ -119,18 +118,11 @@ def _alone(setting: Setting, layout: Layout, state: TrainState, outer: Outer, st
     else:
         rule = StreamedRounds(step, streaming, at_end, sums, layout.placed, **told)
     state.keepers["moved"] = MovedAtOnce(holding)
-    if owed is not None:
-        state.keepers["residual"] = _residuals_alone(setting, owed, holding)
-        if mesh.replica.size > 1:
-            state.keepers["moved"] = _moved(setting, rule, streaming.steps, holding)
+    if owed is not None and mesh.replica.size > 1:
+        residuals = Residuals(rule.reducer, holding.updates, mesh.replica)
+        state.keepers["moved"] = Moved(residuals, rule.movements)
     state.keepers["outer"] = rule
     return _followed(setting, rule)
-
-
-def _moved(setting: Setting, rule: LocalRounds | StreamedRounds, steps: int, holding: Holding) -> Moved:
-    """Weighted by items, movements are multiples of the steps between two meetings."""
-    residuals = _residuals_alone(setting, rule.reducer, holding, steps)
-    return Moved(residuals, rule.movements)
 
 
 def _followed(setting: Setting, rule: Rule) -> Rule:
@@ -155,11 +147,6 @@ def diloco(setting: Setting, layout: Layout, state: TrainState) -> Rule:
     outer = setting.recipe.outer
     streaming = Streaming(int(number_of(setting)), outer.fragments, outer.delay_steps, outer.mixing)
     return _alone(setting, layout, state, Outer(outer.lr, outer.momentum), streaming)
-
-
-def _residuals_alone(setting: Setting, coder: Coder, holding: Holding, steps: int = 1) -> Residuals:
-    """Of replicas that train alone: a row for each, of what this rank updates, in so many steps."""
-    return Residuals(coder, holding.updates, setting.mesh.replica, unit=Always(float(steps)))
 
 
 def server(setting: Setting, layout: Layout, state: TrainState) -> Rule:

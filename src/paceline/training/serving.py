@@ -28,6 +28,7 @@ from paceline.sync.traffic import Coded, Traffic
 from paceline.sync.tree_pushes import InTreeOrder
 from paceline.sync.tried import Tried
 from paceline.sync.worker import Worker
+from paceline.training.alone import items_of_full_batch
 from paceline.training.arrange import Setting
 from paceline.training.channels import connect_first
 from paceline.training.codecs import make_codec
@@ -132,12 +133,6 @@ def _weigh(setting: Setting) -> Callable[[int, int], float]:
     return lambda whole, own: (own or 1) * num_workers(setting) / batch.size
 
 
-def _unit(setting: Setting) -> Always:
-    """Of what workers keep: sums over the items of a full batch, where that matters."""
-    batch = setting.recipe.batch
-    return Always(items=batch.size * setting.items_per_sample if batch.reduction == "mean" else None)
-
-
 def _traffics(setting: Setting, holding: Holding, state: TrainState) -> Sequence[Traffic]:
     """The form of what goes to servers and comes from them: of a worker one for each, of a server its own."""
     me, servers = setting.mesh.world.rank, range(setting.recipe.strategy.servers)
@@ -156,6 +151,6 @@ def _traffics(setting: Setting, holding: Holding, state: TrainState) -> Sequence
         state.keepers["residual"] = Residuals(
             *(lost, holding.computes, setting.mesh.data, first),
             left=lambda: setting.presence[0].left,
-            unit=_unit(setting),
+            unit=Always(items=items_of_full_batch(setting)),
         )
     return [*coded.values()]

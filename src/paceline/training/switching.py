@@ -7,7 +7,7 @@ and given back in memory.
 Invariant: a run that switches is the run that starts under the second rule from that checkpoint. What both
 rules keep (inner optimizers of replicas, outer momentum) goes on; what the second does not know ends; what it
 alone has begins. What coding has lost is handed over in full: gradients' to whoever has the next gradients
-(`OwedReducer`), movements' to the parameters (`sync.moved`). Every sample is used once.
+(`Owed`), movements' to the parameters (`sync.moved`). Every sample is used once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a group of one has taken over is in the first gradient that is applied, and in no other."""
+"""What a replica has taken over is in the first gradient that is applied, and in no other."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.comm.reduction import LocalReducer, OwedReducer, all_lost
+from paceline.comm.reduction import Gradients, Owed, all_lost
 from paceline.slot import Slot
 
 W, V = (Slot(name, (3,), ((0, 3),)) for name in "wv")
@@ -19,35 +19,41 @@ FOUND = {
 }
 
 
-def step(reducer: OwedReducer, *, applied: bool) -> dict[str, list[float]]:
-    """With losses times 0.5, where nobody uses v."""
-    reducer.begin()
+def step(owed: Owed, *, applied: bool) -> dict[str, list[float]]:
+    """With losses times 0.5, of 6 items, where nobody uses v."""
     grad = torch.ones(3)
-    reducer.ready(W, grad)
-    reducer.ready(V, None)
-    reducer.ran(0.5)
-    reducer.close()
-    found = reducer.finish().tensors
-    (reducer.commit if applied else reducer.abort)()
+    found = owed.added(Gradients({W: grad, V: None}, [grad], [grad.norm()], 0.5), 6.0)
+    counted = [g for slot, g in found.tensors.items() if slot == W and g is not None]
+    assert [float(x) for x in found.norms] == [float(g.norm()) for g in counted] and found.scale == 0.5
+    if applied:
+        owed.pay()
     assert grad.tolist() == [1.0] * 3  # it may be somebody's
-    return {slot.name: g.tolist() for slot, g in found.items() if g is not None}
+    return {slot.name: g.tolist() for slot, g in found.tensors.items() if g is not None}
 
 
 @pytest.mark.capability("H4")
 def test_what_is_owed_is_paid_with_the_first_gradient_that_is_applied() -> None:
     """Times what the losses were multiplied with; also for a parameter that is not used."""
-    tensors = {W: torch.zeros(3), V: torch.zeros(3)}
-    reducer = OwedReducer(LocalReducer(tensors), tensors, [W])
-    assert step(reducer, applied=True) == {"w": [1.0] * 3} and reducer.lost() == []
-    reducer.set_lost(FOUND)
-    owed = {"w": [1.75, 2.0, 2.5], "v": [0.5] * 3}
+    owed = Owed({W: torch.zeros(3), V: torch.zeros(3)}, [W], None)
+    assert step(owed, applied=True) == {"w": [1.0] * 3} and owed.lost() == []
+    owed.set_lost(FOUND)
+    sums = {"w": [1.75, 2.0, 2.5], "v": [0.5] * 3}
     for applied in (False, True):
-        assert {*reducer.names} == {"w", "v"}
-        assert step(reducer, applied=applied) == owed
-    assert step(reducer, applied=True) == {"w": [1.0] * 3} and not reducer.names
-    assert [float(value.abs().sum()) for _, _, value in reducer.lost()] == [0.0, 0.0]
-    reducer.forget()
-    assert reducer.lost() == []
+        assert {*owed.names} == {"w", "v"}
+        assert step(owed, applied=applied) == sums
+    assert step(owed, applied=True) == {"w": [1.0] * 3} and not owed.names
+    assert [float(value.abs().sum()) for _, _, value in owed.lost()] == [0.0, 0.0]
+    owed.forget()
+    assert owed.lost() == []
+
+
+@pytest.mark.capability("H4")
+def test_of_a_mean_of_fewer_items_it_is_the_same_part() -> None:
+    """6 of 24; the only replica keeps nothing once it has paid."""
+    owed = Owed({W: torch.zeros(3)}, [W], 24.0, others=False)
+    owed.set_lost(FOUND)
+    assert step(owed, applied=True) == {"w": [1.0 + 0.25 * 0.5 * x for x in (1.5, 2.0, 3.0)]}
+    assert owed.lost() == []
 
 
 def test_factors_and_velocities_are_no_loss() -> None:

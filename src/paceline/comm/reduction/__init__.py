@@ -7,7 +7,7 @@ from paceline.comm.reduction.local import LocalReducer, TreeReducer
 from paceline.comm.reduction.local_clip import LocalClip
 from paceline.comm.reduction.meeting import Meeting
 from paceline.comm.reduction.norm import AnyOrderNorm, CanonicalNorm, joint_norm, of_own_part
-from paceline.comm.reduction.owed import OwedReducer, all_lost
+from paceline.comm.reduction.owed import Owed, all_lost
 from paceline.comm.reduction.pace import Pace, behind_bytes
 from paceline.comm.reduction.part_buffer import PartBuffer
 from paceline.comm.reduction.reducer import InAnyOrder, Reducer, Sums
@@ -30,7 +30,7 @@ __all__ = [
     "LocalClip",
     "LocalReducer",
     "Meeting",
-    "OwedReducer",
+    "Owed",
     "Pace",
     "PartBuffer",
     "Reducer",

@@ -1,4 +1,4 @@
-"""Ranks that have taken over what coding had lost: it is added to the next gradient, once."""
+"""What coding had lost, where nobody codes gradients any more: it is added to the next one, once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from paceline.comm.reduction.gradients import Gradients, Reduction
+from paceline.comm.reduction.gradients import Gradients
 from paceline.slot import Slot
 
 _NO_LOSS = ("factor", "velocity")
@@ -22,84 +22,58 @@ def all_lost(found: Mapping[tuple[str, str], Tensor]) -> dict[str, Tensor]:
     return sums
 
 
-class OwedReducer:
-    """Sums of a replica that trains alone, and with the first that are applied what it has taken over.
+class Owed:
+    """What all ranks had lost, as every replica has it that trains alone.
+
+    Each adds all of it, as its part of the mean of all, to the first of its gradients that is applied. So the
+    mean of how they move, whatever the weights are, has moved by it once.
 
     Args:
-        inner: makes the sums.
         tensors: what this rank updates, by slot.
         counted: those of them that it counts in a norm.
-        others: other ranks have taken over some of it, too.
+        items: of how many items it is a sum, beside others, where updates are of means; None: of sums.
+        others: other replicas have taken it over, too.
     """
 
     def __init__(
         self,
-        inner: Reduction,
         tensors: Mapping[Slot, Tensor],
         counted: Collection[Slot],
+        items: float | None,
         *,
         others: bool = True,
     ) -> None:
-        self._inner, self._tensors, self._counted, self._others = inner, tensors, counted, others
+        self._tensors, self._counted, self._items, self._others = tensors, counted, items, others
         self._owed: dict[Slot, Tensor] = {}
-        self._is_paid, self._scale = False, 1.0
-
-    @property
-    def by_micro_batch(self) -> bool:
-        """See `GradientSink`."""
-        return self._inner.by_micro_batch
+        self._is_paid = False
 
     @property
     def names(self) -> Collection[str]:
         """Of the slots that have a gradient in this step, whether they are used or not."""
         return () if self._is_paid else [slot.name for slot in self._owed]
 
-    def ran(self, scale: float) -> None:
-        """This step's losses were multiplied with `scale` before backward."""
-        self._scale = scale
-
-    def begin(self, num_micro_batches: int | None = None) -> None:
-        """See `Reduction`."""
-        self._inner.begin(num_micro_batches)
-
-    def micro_batch(self, shards: range, is_last: bool) -> None:
-        """See `GradientSink`."""
-        self._inner.micro_batch(shards, is_last)
-
-    def ready(self, slot: Slot, grad: Tensor | None) -> None:
-        """See `GradientSink`."""
-        self._inner.ready(slot, grad)
-
-    def close(self) -> None:
-        """See `Reduction`."""
-        self._inner.close()
-
-    def finish(self) -> Gradients:
-        """See `Reduction`."""
-        found = self._inner.finish()
+    def added(self, grads: Gradients, count: float) -> Gradients:
+        """Sums of a step, of so many items, and what is owed."""
         if self._is_paid or not self._owed:
-            return found
-        tensors = dict(found.tensors)
+            return grads
+        tensors, factor = dict(grads.tensors), grads.scale
+        factor *= 1.0 if self._items is None else count / self._items
         for slot, owed in self._owed.items():
             grad = tensors.get(slot)
-            tensors[slot] = owed * self._scale if grad is None else grad + owed * self._scale
+            tensors[slot] = owed * factor if grad is None else grad + owed * factor
         there = {slot: grad for slot, grad in tensors.items() if grad is not None}
         counted = [grad for slot, grad in there.items() if slot in self._counted]
-        return Gradients(tensors, [*there.values()], torch._foreach_norm(counted) if counted else [])
+        norms = torch._foreach_norm(counted) if counted else []
+        return Gradients(tensors, [*there.values()], norms, grads.scale)
 
-    def commit(self, used: Collection[str] | None = None) -> None:
-        """What was owed has been applied."""
-        self._inner.commit()
+    def pay(self) -> None:
+        """An update has been made of what was `added`."""
         self._is_paid = True
         if not self._others:
             self.forget()
 
-    def abort(self) -> None:
-        """See `Reduction`; it is owed still."""
-        self._inner.abort()
-
     def forget(self) -> None:
-        """All ranks have applied what they owed: it is state no more."""
+        """All replicas that count have paid: it is state no more."""
         self._owed = {}
 
     def lost(self) -> Sequence[tuple[str, Slot, Tensor]]:
@@ -108,10 +82,6 @@ class OwedReducer:
             ("sent", slot, torch.zeros_like(owed) if self._is_paid else owed)
             for slot, owed in self._owed.items()
         ]
-
-    def rescale(self, factor: float) -> None:
-        """What is owed is no multiple of anything."""
-        self._inner.rescale(factor)
 
     def set_lost(self, found: Mapping[tuple[str, str], Tensor]) -> None:
         """Owe the sum of all sides, unscaled."""

@@ -43,6 +43,8 @@ class Workspace:
         place, num_values = (name, dtype, device), prod(shape)
         found = self._kept.get(place)
         if found is None or found.numel() < num_values:
+            found = None
+            self._kept.pop(place, None)  # its memory may be that of the larger one
             found = self._kept[place] = torch.empty(max(num_values, room), dtype=dtype, device=device)
         return found[:num_values].view(*shape)
 

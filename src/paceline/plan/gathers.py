@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from paceline.comm.reduction.launches import UNDER_WAY
+from paceline.comm.reduction.blocks import UNDER_WAY
 from paceline.plan.buckets import moved_together
 from paceline.plan.forms import carried, gathered_by_block
 from paceline.plan.reduced import Reduced
@@ -48,8 +48,9 @@ def _read_in_turn(of: Reduced) -> int:
 
 def _after_update(of: Reduced) -> Gathers:
     shapes = moved_together(of.held, of.item_bytes, of.recipe.runtime.bucket_bytes)
-    largest = max((one.flat.nbytes for one in shapes), default=0)
-    arriving = UNDER_WAY * carried(of.recipe.strategy.shard) * largest
+    sizes = [one.flat.nbytes for one in shapes]
+    together = max((sum(sizes[k : k + UNDER_WAY]) for k in range(len(sizes))), default=0)
+    arriving = carried(of.recipe.strategy.shard) * together
     return Gathers(scattered(of).gathered, arriving=int(arriving))
 
 

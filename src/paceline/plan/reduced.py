@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from paceline.comm.reduction import behind_bytes
+from paceline.comm.reduction import PartBuffer, behind_bytes
 from paceline.data import split
 from paceline.layout.placement import Held
 from paceline.layout.sizes import Sizes, bytes_of
@@ -87,6 +87,13 @@ class Reduced:
     def often(self) -> list[Laid]:
         """Those that leave with every micro-batch; others meet inside a replica first, once a step."""
         return [one for one in self.reductions if self.leaves_often and not one.meets]
+
+    @property
+    def laid_apart(self) -> list[PartBuffer]:
+        """Buckets that are scattered once a step, by messages of values as they are."""
+        strategy = self.recipe.strategy
+        is_apart = strategy.shard > 1 and not (self.common or strategy.is_coded or self.leaves_often)
+        return [x for one in self.reductions for x in one.buffers] if is_apart else []
 
     @property
     def by_block(self) -> tuple[list[int], int]:

@@ -16,8 +16,7 @@ from torch import Tensor
 from paceline.comm import Handle, Net
 from paceline.comm.collectives.collective import Arriving
 from paceline.comm.reduction import Pace, Scatterer, Ways
-from paceline.comm.reduction.blocks import moving, scatterer_name
-from paceline.comm.reduction.launches import UNDER_WAY
+from paceline.comm.reduction.blocks import UNDER_WAY, moving, scatterer_name
 from paceline.comm.reduction.pace import most_behind
 from paceline.comm.workspace import Workspace
 from paceline.layout.sizes import bytes_of
@@ -51,6 +50,13 @@ def scattered(of: Reduced) -> Scattered:
     """What the scatters of a rank take, if it has any, and the gathers after an update by Gloo."""
     group, memory = Group("shard", tuple(range(of.recipe.strategy.shard)), 0), Workspace()
     path = _Path(of, group)
+    if not of.leaves_often:
+        for _ in _in_turns(of, memory):
+            continue
+        stay = memory.num_bytes
+        for _ in _gathered(of, memory):
+            continue
+        return Scattered(stay, [_at_once(of)], 0, memory.num_bytes - stay)
     rank = _Rank(of, path, memory)
     under_way = rank.run()
     stays = [*rank.blocks, *path.came]
@@ -161,13 +167,29 @@ def _in_order(completes: list[str], names: list[str]) -> list[str]:
     return once + [name for name in reversed(names) if times[name] != 1]
 
 
+def _in_turns(of: Reduced, memory: Workspace) -> Iterator[Tensor]:
+    """Memory in which others' rows come, where buckets are scattered once a step."""
+    for number, one in enumerate(of.laid_apart):
+        (num_rows, width), dtype = one.rows.shape, one.rows.dtype
+        yield memory.take(moving(number % UNDER_WAY), (num_rows - 1, width), dtype, one.rows.device)
+
+
+def _at_once(of: Reduced) -> list[tuple[int, int]]:
+    """These scatters where their path takes memory for itself; see `Scattered.under_way`."""
+    buckets = [] if of.arrives else of.laid_apart
+    sizes, done, found = [one.flat.nbytes + one.rows[0].nbytes for one in buckets], 0, [(0, 0)]
+    for number, bucket in enumerate(buckets):  # none leaves before those before it are complete
+        done += sum(bytes_of(slot, of.item_bytes) for slot in bucket.slots)
+        found.append((done, sum(sizes[max(0, number + 1 - UNDER_WAY) : number + 1])))
+    return found if len(of.reductions) == 1 else [(0, 0), (1, sum(sorted(sizes)[-UNDER_WAY:]))]
+
+
 def _gathered(of: Reduced, memory: Workspace) -> Iterator[Tensor]:
     """Memory through which parameters come, by turns."""
     shapes = moved_together(of.held, of.item_bytes, of.recipe.runtime.bucket_bytes)
-    rooms = {one.flat.dtype: one.flat.numel() for one in sorted(shapes, key=lambda one: one.flat.numel())}
     for number, one in enumerate(shapes):
         flat, name = one.flat, moving(number % UNDER_WAY)
-        yield memory.take(name, flat.shape, flat.dtype, flat.device, room=rooms[flat.dtype])
+        yield memory.take(name, flat.shape, flat.dtype, flat.device)
 
 
 def _behind(of: Reduced) -> int:

@@ -68,10 +68,12 @@ def sums_of(of: Reduced) -> Sums:
     if strategy.shard == 1:
         return Sums(buckets)
     alone = of.sharers == strategy.shard  # else the own row is summed over replicas, in a buffer of its own
-    own = 0 if strategy.is_coded or (of.common and alone) else _rows(of.buckets)
-    moved = 0 if of.common or strategy.is_coded else 1
-    waiting = [1] * (of.most_micro_batches - 1) + [0]
-    return Sums(buckets + _slices(of), own, moved, waiting=waiting)
+    own = _rows(of.buckets) if of.common and not alone and not strategy.is_coded else 0
+    before, waiting = [[(0, 0)]] * (of.most_micro_batches - 1), [1] * (of.most_micro_batches - 1) + [0]
+    found = scattered(of)
+    return Sums(
+        buckets + found.stay + _slices(of), own, waiting=waiting, under_way=[*before, *found.under_way]
+    )
 
 
 def _in_order(of: Reduced) -> Sums:

@@ -77,7 +77,6 @@ class Alone:
     Args:
         inner: the step of one replica.
         replicas: the ranks that hold what this one holds, of every replica one.
-        settled: is called where a round ends in which a replica has made an update.
         shares: which part of a batch this rank runs.
     """
 
@@ -88,11 +87,10 @@ class Alone:
         replicas: Group,
         net: Net,
         phases: Phases,
-        settled: Callable[[], None] = lambda: None,
         shares: Even | None = None,
     ) -> None:
         self.inner, self._replicas, self._net, self._phases = inner, replicas, net, phases
-        self._settled, self.shares = settled, shares or Even()
+        self.shares = shares or Even()
         self._stretch: Stretch | None = None
 
     def rounds(
@@ -145,8 +143,8 @@ class Alone:
         tally = told.agree(self._net, self._replicas, placed.holding.device).wait()
         placed.buffers.reset(stretch.buffers)
         placed.buffers.end_step(tally.buffers, tally.micro_batches)
-        if tally.count:
-            self._settled()
+        if (owed := self.inner.owed) is not None:
+            owed.settle(placed.holding.updates, is_paid=tally.count > 0)
         metrics = {name: tally.metrics[name] for name in mine.metrics}
         sums = {name: tally.metrics[f"{_OWN}{name}"] for name in own}
         self.shares.settle(stretch.end, sums)

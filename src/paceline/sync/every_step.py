@@ -55,11 +55,11 @@ class EveryStep:
         ran: Callable[[Sums, float], None] | None = None,
         owed: Owed | None = None,
     ) -> None:
-        self.reducer = reducer
+        self.reducer, self.owed = reducer, owed
         self._group, self._net, self.phases = group, net, phases
         self.items_per_sample = items_per_sample
         self._stop_requested, self._by_shard, self._ran = stop_requested, by_shard, ran
-        self._owed, self._follows = owed, follows
+        self._follows = follows
 
     def rounds(self, feed: Feed, placed: Placed, update_step: UpdateStep) -> Iterator[Stats]:
         """See `Rule`: a round is a step."""
@@ -141,11 +141,11 @@ class EveryStep:
 
     def _apply(self, update_step: UpdateStep, grads: Gradients, tally: Tally) -> Update:
         """Make the update of these, and of what is owed beside."""
-        if self._owed is None:
+        if self.owed is None:
             return update_step.apply(grads, tally)
-        update = update_step.apply(self._owed.added(grads, tally.count), tally)
+        update = update_step.apply(self.owed.added(grads, tally.count), tally)
         if update.applied:
-            self._owed.pay()
+            self.owed.pay()
         return update
 
     def _tally(
@@ -153,8 +153,8 @@ class EveryStep:
     ) -> Tally | ShardTally:
         total, count, metrics = sums.read()
         used, changes = placed.used, placed.buffers.changes_of(shards)
-        if self._owed is not None:
-            used = {*used, *self._owed.names}
+        if self.owed is not None:
+            used = {*used, *self.owed.names}
         tally = Tally(
             micro_batches=sums.micro_batches,
             total=total,

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from paceline.comm import Net, Tally
+from paceline.comm.reduction import Owed
 from paceline.comm.tally import AgreedTally
 from paceline.mesh import Group
 from paceline.sync.outer import Movement
@@ -63,10 +64,11 @@ class Fragment:
 
     Args:
         movement: of these tensors.
+        owed: what coding had lost under another rule.
     """
 
-    def __init__(self, movement: Movement) -> None:
-        self.movement, self.anchors = movement, movement.anchors
+    def __init__(self, movement: Movement, owed: Owed | None = None) -> None:
+        self.movement, self.anchors, self._owed = movement, movement.anchors, owed
         self._agreement: AgreedTally | None = None
         self.stops = 0.0  # ranks that were asked to stop, as of the last arrival
         self.left = 0  # steps of the round after which it left last
@@ -83,16 +85,19 @@ class Fragment:
         self.movement.begin()
         self.left, self.count, self.whole, self.stops = 0, 0.0, 0.0, 0.0
 
-    def leave(self, step: int, stops: float, net: Net, replicas: Group, device: torch.device) -> None:
+    def leave(
+        self, step: int, stops: float, net: Net, replicas: Group, device: torch.device, *, waits: bool
+    ) -> None:
         """Launch the sum of what has moved; collective.
 
         Args:
             step: of the round.
             stops: whether this rank was asked to stop.
+            waits: it arrives at once, so that there is time to ask how many items all had.
         """
-        self.movement.leave(self.count, self.whole)
         nothing = torch.zeros(0, dtype=torch.float64)
         self._agreement = Tally(0.0, 0.0, self.count, {}, stops, (), nothing).agree(net, replicas, device)
+        self.movement.leave(self.count, self._agreement.wait().count if waits else self.whole)
         self.left, self.count, self.whole = step, 0.0, 0.0
 
     def arrive(self, mixing: float) -> None:
@@ -101,6 +106,8 @@ class Fragment:
         agreement, self._agreement = self._agreement, None
         tally = agreement.wait()
         self.stops = tally.stops
+        if self._owed is not None:
+            self._owed.settle(self.anchors, is_paid=tally.count > 0, mixing=mixing)
         self.movement.arrive(tally)
         self.movement.mix(mixing)
 

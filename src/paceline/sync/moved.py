@@ -14,7 +14,7 @@ from torch import Tensor
 
 from paceline.comm.reduction import all_lost
 from paceline.layout import Holding
-from paceline.slot import Index, Keeper, Piece, Slot
+from paceline.slot import Index, Keeper, Piece, Slot, below
 from paceline.sync.outer import Movement
 from paceline.sync.residuals import Residuals
 
@@ -44,13 +44,20 @@ class Moved(Keeper):
 
     def wanted(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, Index]:
         """See `Residuals`."""
-        return self._residuals.wanted(
-            {name: shape for name, shape in shapes.items() if not name.startswith(_SHARE)}
-        )
+        shares = [name for name in shapes if name.startswith(_SHARE)]
+        rest = {name: shape for name, shape in shapes.items() if name not in shares}
+        return {**self._residuals.wanted(rest), **dict.fromkeys(shares, ())}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """See `Residuals`."""
-        self._residuals.load(tensors)
+        """See `Residuals`; it is worth as much as where it was lost."""
+        shares, found = below(tensors, _SHARE), dict[str, Tensor]()
+        own = next((movement.share for movement in self._movements), 1.0)
+        for full, rows in tensors.items():
+            side, _, name = full.partition("/")
+            if name and f"{side}/" != _SHARE:
+                factor = float(shares[name]) / own
+                found[full] = rows if factor == 1.0 else rows * factor
+        self._residuals.load(found)
 
 
 class MovedAtOnce(Keeper):

@@ -71,7 +71,7 @@ class StreamedRounds(Keeper):
         anchors, self.fragments = anchors_of(placed), list[Fragment]()
         for number, names in enumerate(_names(placed, streaming.fragments)):
             own = {slot: anchor for slot, anchor in anchors.items() if slot.name in names}
-            self.fragments.append(Fragment(Movement(own, placed, outer, reducer(own, number))))
+            self.fragments.append(Fragment(Movement(own, placed, outer, reducer(own, number)), inner.owed))
         self.movements = [one.movement for one in self.fragments]
         reducers = [one.reducer for one in self.movements]
         by_slot = {slot: one.movement.reducer for one in self.fragments for slot in one.anchors}
@@ -110,8 +110,9 @@ class StreamedRounds(Keeper):
                 fragment.arrive(self.streaming.mixing)
         for number, fragment in enumerate(self.fragments):
             if self.streaming.leaves(number, step) and not is_last:
-                fragment.leave(step, tally.stops, *self._wire)
-                if not self.streaming.delay:
+                at_once = not self.streaming.delay
+                fragment.leave(step, tally.stops, *self._wire, waits=at_once)
+                if at_once:
                     fragment.arrive(self.streaming.mixing)
 
     def _meet(self, stretch: Stretch, placed: Placed) -> tuple[Tally, Mapping[str, float]]:
@@ -120,7 +121,7 @@ class StreamedRounds(Keeper):
             if fragment.is_under_way:
                 fragment.arrive(self.streaming.mixing)
         for fragment in self.fragments:
-            fragment.leave(len(stretch.taken), 0.0, *self._wire)
+            fragment.leave(len(stretch.taken), 0.0, *self._wire, waits=True)
             fragment.arrive(0.0)
         return self._alone.agree(stretch, placed, skipped=stretch.skipped)
 

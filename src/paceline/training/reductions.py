@@ -16,11 +16,11 @@ from paceline.comm.reduction import (
     InMemory,
     LocalReducer,
     Meeting,
-    Reducer,
     Reducers,
     Reduction,
     Sums,
     TreeReducer,
+    Turns,
     Ways,
     cover,
     of_own_part,
@@ -51,6 +51,7 @@ def build_reduction(setting: Setting, holding: Holding) -> Reduction:
     """The reduction of all gradients of this rank; collective."""
     together: dict[_Alike, list[Held]] = {}
     leaves_often, sums = _leaves_often(setting, holding), dict[tuple[str, ...], Sums | None]()
+    turns = None if leaves_often else _turns(setting)
     num_scatterers = 0
     for held in holding.held.values():
         chunk = held.chunk if leaves_often else 0
@@ -61,7 +62,7 @@ def build_reduction(setting: Setting, holding: Holding) -> Reduction:
     for alike, members in sorted(together.items()):
         axes = axes_of[alike]
         if axes not in sums:
-            sums[axes] = _sums(setting, holding, axes)
+            sums[axes] = _sums(setting, holding, axes, turns)
         name = _name(alike)
         if leaves_often and not _met_over(alike):  # nothing is drawn; what the first has is that of gathers
             name, num_scatterers = scatterer_name(num_scatterers), num_scatterers + 1
@@ -82,45 +83,6 @@ def _name(alike: _Alike) -> str:
     over = [f"over-{axis}" for axis in axes if axis not in DATA_AXES]
     words = [*over, *(f"cut-{axis}" for axis in cut_along), *(f"of-{stage}" for stage in holders)]
     return "".join(f"{word}/" for word in [*words, *([f"chunk-{chunk}"] if chunk else [])])
-
-
-def build_movement_sums(
-    setting: Setting, holding: Holding, tensors: Mapping[Slot, Tensor], name: str = ""
-) -> Reduction:
-    """Sums over replicas of what each rank updates; collective over the ranks that update the same.
-
-    Args:
-        tensors: by the part that this rank updates; there may be none.
-        name: see `Reducer`.
-    """
-    replicas, path = setting.mesh.replica, None
-    if replicas.size > 1:
-        path = InAnyOrder(setting.collective(setting.mesh.over(())), setting.collective(replicas))
-    by_slot, built = dict[Slot, Reduction](), list[Reduction]()
-    for label, counts, slots in _held_alike(holding, tensors):
-        own, prefix = {slot: tensors[slot] for slot in slots}, f"{name}{label}/" if label else name
-        one: Reduction = LocalReducer(own, counts)
-        if path is not None:
-            parts = {slot: (slot,) for slot in slots}
-            one = Reducer(own, parts, path, setting.bucket_bytes, counts=counts, name=prefix)
-        built.append(one)
-        by_slot |= dict.fromkeys(slots, one)
-    return Reducers(by_slot, built) if len(built) > 1 else next(iter(built), LocalReducer({}))
-
-
-def _held_alike(holding: Holding, tensors: Mapping[Slot, Tensor]) -> Iterator[tuple[str, bool, list[Slot]]]:
-    """Parts that the same ranks of a replica hold: what these are called, and whether this rank counts them.
-
-    They lie in buckets of their own, alike on all of these ranks, so that copies get the same sums.
-    """
-    together: dict[tuple[tuple[int, ...], tuple[str, ...]], list[tuple[bool, Slot]]] = {}
-    for held in holding.held.values():
-        slot = held.updates
-        if slot is not None and slot in tensors:
-            alike = held.holders, tuple(sorted(slot.axes))
-            together.setdefault(alike, []).append((held.counts, slot))
-    for (holders, axes), members in sorted(together.items(), key=lambda entry: entry[0]):
-        yield "-".join([*axes, *map(str, holders)]), members[0][0], [slot for _, slot in members]
 
 
 def _one(
@@ -184,14 +146,27 @@ def _alone(setting: Setting, tensors: Mapping[Slot, Tensor], counts: bool) -> Re
     return LocalReducer(tensors, counts)
 
 
-def _sums(setting: Setting, holding: Holding, axes: Sequence[str]) -> Sums | None:
-    """How buckets are summed over the shard axis and others; None: there is one rank."""
+def _turns(setting: Setting) -> Turns | None:
+    """Of what is scattered once a step, as it is, by messages: memory of a host has no use for turns."""
+    if setting.mesh.axes["shard"].size == 1 or setting.recipe.is_ordered or setting.recipe.strategy.is_coded:
+        return None
+    return Turns(setting.moving)
+
+
+def _sums(setting: Setting, holding: Holding, axes: Sequence[str], turns: Turns | None) -> Sums | None:
+    """How buckets are summed over the shard axis and others; None: there is one rank.
+
+    Args:
+        turns: see `InAnyOrder`.
+    """
     mesh, data = setting.mesh, setting.mesh.data
     shard, rest = mesh.axes["shard"], mesh.over(axes)
     if shard.size * rest.size == 1:
         return None
     if not setting.recipe.is_ordered:
-        return InAnyOrder(setting.collective(shard), setting.collective(rest))
+        path = setting.collective(shard)
+        in_memory = isinstance(path, SharedMemoryCollective)
+        return InAnyOrder(path, setting.collective(rest), None if in_memory else turns)
     if holding.use.pace is not None:  # meanwhile ranks gather, each as often as it has micro-batches
         data = replace(twin_group(data, "tree"), name=data.name)
     blocks = [split(setting.shards, data.size, rank) for rank in range(data.size)]

@@ -34,7 +34,8 @@ from paceline.training.alone import build_step, number_of, owing, step_alone, th
 from paceline.training.arrange import Setting
 from paceline.training.codecs import local_clip_norm
 from paceline.training.layouts import Layout
-from paceline.training.reductions import build_movement_sums, build_reduction
+from paceline.training.movement_sums import build_movement_sums
+from paceline.training.reductions import build_reduction
 from paceline.training.serving import num_workers, served
 
 
@@ -111,7 +112,6 @@ def _alone(setting: Setting, layout: Layout, state: TrainState, outer: Outer, st
 
     owed = owing(setting, holding, state) if setting.recipe.strategy.feeds_back else None
     step, told = step_alone(setting, holding, state, owed), those_who_meet(setting)
-    told |= {"settled": owed.forget} if owed is not None else {}
     rule: LocalRounds | StreamedRounds
     if streaming.is_whole:
         rule = LocalRounds(step, streaming.steps, at_end, sums, layout.placed, **told)

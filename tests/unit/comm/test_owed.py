@@ -42,9 +42,31 @@ def test_what_is_owed_is_paid_with_the_first_gradient_that_is_applied() -> None:
         assert {*owed.names} == {"w", "v"}
         assert step(owed, applied=applied) == sums
     assert step(owed, applied=True) == {"w": [1.0] * 3} and not owed.names
-    assert [float(value.abs().sum()) for _, _, value in owed.lost()] == [0.0, 0.0]
-    owed.forget()
-    assert owed.lost() == []
+    owed.settle([W], is_paid=True)
+    assert [slot for _, slot, _ in owed.lost()] == [V]
+
+
+@pytest.mark.parametrize(
+    ("pays", "is_paid", "mixing", "left"),
+    [
+        (True, True, 0.3, 0.0),
+        (True, False, 0.0, 1.0),  # it paid after the others had left, and what they bring has it not
+        (False, True, 0.0, 0.0),
+        (False, True, 0.25, 0.25),  # the share of its own that stays lacks it
+        (True, False, 0.25, 0.75),
+        (False, False, 0.25, 1.0),
+    ],
+)
+def test_what_a_mean_brings_is_owed_no_more(pays: bool, is_paid: bool, mixing: float, left: float) -> None:
+    owed = Owed({W: torch.zeros(3)}, [W], None)
+    owed.set_lost(FOUND)
+    if pays:
+        owed.pay()
+    owed.settle([W], is_paid=is_paid, mixing=mixing)
+    assert [value.tolist() for _, _, value in owed.lost()] == [[x * left for x in (1.5, 2.0, 3.0)]] * (
+        left > 0
+    )
+    assert bool(owed.names) == (left > 0)
 
 
 @pytest.mark.capability("H4")

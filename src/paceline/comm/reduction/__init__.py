@@ -15,6 +15,7 @@ from paceline.comm.reduction.scatterer import Scatterer
 from paceline.comm.reduction.several import Reducers
 from paceline.comm.reduction.tree import cover
 from paceline.comm.reduction.tree_sums import ByMessages, Dealt, InMemory
+from paceline.comm.reduction.turns import Turns
 from paceline.comm.reduction.ways import Ways
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "Scatterer",
     "Sums",
     "TreeReducer",
+    "Turns",
     "Ways",
     "all_lost",
     "behind_bytes",

@@ -10,6 +10,9 @@ from torch import Tensor
 from paceline.comm.collectives.collective import Arriving
 from paceline.comm.workspace import Workspace
 
+UNDER_WAY = 2
+"""Scatters, and gathers after an update, at a time."""
+
 
 def moving(number: int, name: str = "") -> str:
     """The name of memory that gradients leave through, and after an update parameters come through."""

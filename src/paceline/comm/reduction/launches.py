@@ -11,11 +11,11 @@ from torch import Tensor
 
 from paceline.comm.collectives.collective import Arriving
 from paceline.comm.handle import Handle
+from paceline.comm.reduction.blocks import UNDER_WAY
 from paceline.comm.reduction.pace import most_behind
 from paceline.comm.reduction.reducer import drain
 from paceline.comm.reduction.ways import Ways
 
-UNDER_WAY = 2
 Bucket = TypeVar("Bucket")
 
 

@@ -26,7 +26,8 @@ class Owed:
     """What all ranks had lost, as every replica has it that trains alone.
 
     Each adds all of it, as its part of the mean of all, to the first of its gradients that is applied. So the
-    mean of how they move, whatever the weights are, has moved by it once.
+    mean of how they move, whatever the weights are, has moved by it once. Who has not paid when the first
+    mean comes of replicas that have, has not to.
 
     Args:
         tensors: what this rank updates, by slot.
@@ -45,22 +46,26 @@ class Owed:
     ) -> None:
         self._tensors, self._counted, self._items, self._others = tensors, counted, items, others
         self._owed: dict[Slot, Tensor] = {}
-        self._is_paid = False
+        self._paid: set[Slot] = set()
 
     @property
     def names(self) -> Collection[str]:
         """Of the slots that have a gradient in this step, whether they are used or not."""
-        return () if self._is_paid else [slot.name for slot in self._owed]
+        return [slot.name for slot in self._due]
+
+    @property
+    def _due(self) -> list[Slot]:
+        return [slot for slot in self._owed if slot not in self._paid]
 
     def added(self, grads: Gradients, count: float) -> Gradients:
         """Sums of a step, of so many items, and what is owed."""
-        if self._is_paid or not self._owed:
+        if not self._due:
             return grads
         tensors, factor = dict(grads.tensors), grads.scale
         factor *= 1.0 if self._items is None else count / self._items
-        for slot, owed in self._owed.items():
-            grad = tensors.get(slot)
-            tensors[slot] = owed * factor if grad is None else grad + owed * factor
+        for slot in self._due:
+            grad, owed = tensors.get(slot), self._owed[slot] * factor
+            tensors[slot] = owed if grad is None else grad + owed
         there = {slot: grad for slot, grad in tensors.items() if grad is not None}
         counted = [grad for slot, grad in there.items() if slot in self._counted]
         norms = torch._foreach_norm(counted) if counted else []
@@ -68,25 +73,34 @@ class Owed:
 
     def pay(self) -> None:
         """An update has been made of what was `added`."""
-        self._is_paid = True
         if not self._others:
-            self.forget()
+            self._owed = {}
+        self._paid.update(self._owed)
 
-    def forget(self) -> None:
-        """All replicas that count have paid: it is state no more."""
-        self._owed = {}
+    def settle(self, slots: Collection[Slot], *, is_paid: bool, mixing: float = 0.0) -> None:
+        """A mean of how these have moved has come.
+
+        Args:
+            is_paid: it is of replicas that have made an update; else nobody had when it left.
+            mixing: the share of what this replica has that stays, beside the mean.
+        """
+        for slot in {*slots} & {*self._owed}:
+            here, there = slot in self._paid, is_paid  # what this replica has, and the mean
+            left = 1.0 - mixing * here - (1.0 - mixing) * there
+            self._paid.discard(slot)
+            if left:
+                self._owed[slot] = self._owed[slot] * left
+            else:
+                del self._owed[slot]
 
     def lost(self) -> Sequence[tuple[str, Slot, Tensor]]:
-        """What is owed, unscaled; zeros once it is paid, as others may still owe theirs."""
-        return [
-            ("sent", slot, torch.zeros_like(owed) if self._is_paid else owed)
-            for slot, owed in self._owed.items()
-        ]
+        """What is owed, unscaled; alike on all replicas where they have met."""
+        return [("sent", slot, owed) for slot, owed in self._owed.items()]
 
     def set_lost(self, found: Mapping[tuple[str, str], Tensor]) -> None:
         """Owe the sum of all sides, unscaled."""
         sums = all_lost(found)
-        self._is_paid = False
+        self._paid = set()
         self._owed = {
             slot: torch.empty_like(p).copy_(sums[slot.name]).detach()
             for slot, p in self._tensors.items()

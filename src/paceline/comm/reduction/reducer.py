@@ -24,6 +24,7 @@ from paceline.comm.reduction.gradients import Gradients
 from paceline.comm.reduction.local import without_negative_zeros
 from paceline.comm.reduction.part_buffer import PartBuffer, Parts, nothing_like, plan_buckets
 from paceline.comm.reduction.tree import Carry
+from paceline.comm.reduction.turns import Turns
 from paceline.errors import CommunicationError
 from paceline.slot import Slot
 
@@ -67,6 +68,8 @@ class Sums(Protocol):
 class InAnyOrder:
     """Scatter the rows over the shard group, then sum the own row over the replicas.
 
+    Args:
+        turns: of scatters; None: any number is under way at a time, each in memory of the path.
     Wire: (S-1)/S n + 2 (R-1)/R n/S bytes for n bytes of gradients, S shard ranks and R replicas.
     Source: Li et al. 2020, PyTorch Distributed, arXiv:2006.15704, section 3.2 (bucketing and overlap);
     Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, sections 5.1 and 7.1.
@@ -75,8 +78,8 @@ class InAnyOrder:
     nodes = None
     num_buffers = multiple = 1
 
-    def __init__(self, shard: Collective, replica: Collective) -> None:
-        self._shard, self._replica = shard, replica
+    def __init__(self, shard: Collective, replica: Collective, turns: Turns | None = None) -> None:
+        self._shard, self._replica, self._turns = shard, replica, turns
         self.row = shard.group.rank
         coded = {"": shard, _OF_ROWS: replica} if shard.group.size > 1 else {"": replica}
         self.feedback: dict[str, Feedback] = {
@@ -86,6 +89,8 @@ class InAnyOrder:
     def zeros(self, num_values: int, like: Tensor, key: str) -> Tensor:
         """See `Sums`."""
         first = self._shard if self._shard.group.size > 1 else self._replica
+        if self._turns is not None:
+            self._turns.expect(num_values, like, self._shard)
         return first.buffer(num_values, like, key)
 
     def launch(self, rows: Sequence[Tensor], keys: Sequence[str]) -> Handle:
@@ -93,10 +98,16 @@ class InAnyOrder:
         x, key = rows[0], keys[0]
         if self._shard.group.size == 1:
             return Handle.ready(self._replica.all_reduce(x.view(-1), key))
-        return self._shard.reduce_scatter(x, key).then(lambda own: self._replica.all_reduce(own, key))
+        if self._turns is None:
+            scattered = self._shard.reduce_scatter(x, key)
+        else:
+            scattered = self._turns.scatter(self._shard, x, key)
+        return scattered.then(lambda own: self._replica.all_reduce(own, key))
 
     def abort(self) -> None:
         """See `Sums`."""
+        if self._turns is not None:
+            self._turns.abort()
         self._shard.abort()
         self._replica.abort()
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from paceline.comm.handle import Handle
-from paceline.comm.reduction.blocks import Blocks
+from paceline.comm.reduction.blocks import UNDER_WAY, Blocks
 from paceline.comm.reduction.gradients import Gradients
-from paceline.comm.reduction.launches import UNDER_WAY, Launches, Scatter
+from paceline.comm.reduction.launches import Launches, Scatter
 from paceline.comm.reduction.part_buffer import PartBuffer, Parts, bytes_in_turn, nothing_like, plan_buckets
 from paceline.comm.reduction.ways import Ways
 from paceline.errors import CommunicationError

@@ -14,13 +14,12 @@ from torch import Tensor
 
 from paceline.comm import Collective, Handle
 from paceline.comm.reduction import PartBuffer
-from paceline.comm.reduction.blocks import moving
+from paceline.comm.reduction.blocks import UNDER_WAY, moving
 from paceline.comm.reduction.part_buffer import bytes_in_turn, plan_buckets
 from paceline.comm.routes import SharedMemoryCollective
 from paceline.comm.workspace import Workspace
 from paceline.layout.holding import Holding
 
-_UNDER_WAY = 2
 _READ_BYTES = 2**24  # ranks meet for each, and its buffer stays
 
 
@@ -42,24 +41,29 @@ class GatherAfterUpdate:
         self._collective, self._memory = collective, memory
         self._tensors, self._device = holding.computes, holding.device
         self._shapes = _shapes(holding, bytes_in_turn(self._tensors.values(), bucket_bytes))
-        self._room = {dtype: shape.flat.numel() for dtype, shape in _widest(self._shapes).items()}
+        for number in range(len(self._shapes)):  # none has to grow while a thread of a backend has it
+            self._rows(number)
 
     def __call__(self) -> None:
         """Send this rank's parts, and read everybody's."""
         arriving: deque[tuple[PartBuffer, Handle]] = deque()
         for number, shape in enumerate(self._shapes):
-            if len(arriving) == _UNDER_WAY:
+            if len(arriving) == UNDER_WAY:
                 self._read(*arriving.popleft())
-            arriving.append((shape, self._start(number % _UNDER_WAY, shape)))
+            arriving.append((shape, self._start(number)))
         for one in arriving:
             self._read(*one)
 
-    def _start(self, turn: int, shape: PartBuffer) -> Handle:
-        place, room = self._collective.group.rank, self._room[shape.rows.dtype]
-        name, size, dtype = moving(turn), shape.rows.shape, shape.rows.dtype
-        rows = self._memory.take(name, size, dtype, self._device, room=room)
+    def _start(self, number: int) -> Handle:
+        place, shape, rows = self._collective.group.rank, self._shapes[number], self._rows(number)
         shape.write_row(place, self._tensors, rows[place])
-        return self._collective.all_gather(rows[place], f"parameters.{shape.rows.dtype}.{turn}", rows)
+        key = f"parameters.{rows.dtype}.{number % UNDER_WAY}"
+        return self._collective.all_gather(rows[place], key, rows)
+
+    def _rows(self, number: int) -> Tensor:
+        """Memory of a bucket, which the next but one has as well."""
+        rows = self._shapes[number].rows
+        return self._memory.take(moving(number % UNDER_WAY), rows.shape, rows.dtype, self._device)
 
     def _read(self, shape: PartBuffer, arriving: Handle) -> None:
         for row, part in enumerate(arriving.wait()):

@@ -169,7 +169,7 @@ def test_more_shards_than_samples_leave_some_empty() -> None:
 
 
 def plain_sums() -> None:
-    def sums(setting: Setting, holding: Any, axes: Any) -> Sums:
+    def sums(setting: Setting, holding: Any, axes: Any, turns: Any) -> Sums:
         mesh = setting.mesh
         return InAnyOrder(setting.collective(mesh.axes["shard"]), setting.collective(mesh.replica))
 

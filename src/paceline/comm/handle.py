@@ -41,7 +41,7 @@ class Handle:
         """A result that is there already."""
         handle = cls.__new__(cls)
         handle._resolve, handle._result, handle._error = None, result, None
-        handle._poll = lambda: True
+        handle._poll = _is_over
         return handle
 
     def wait(self, deadline_seconds: float | None = None, *, exposed: bool = True) -> Any:
@@ -57,7 +57,7 @@ class Handle:
         if self._error is not None:
             raise self._error
         if self._resolve is not None:
-            resolve, self._resolve = self._resolve, None
+            resolve, self._resolve, self._poll = self._resolve, None, _is_over  # nor what these hold
             try:
                 self._result = resolve(deadline_seconds, exposed)
             except Exception as error:
@@ -76,6 +76,10 @@ class Handle:
     def is_complete(self) -> bool:
         """Whether `wait` would return at once, as far as that is known; a result that `wait` makes is not."""
         return self._resolve is None or self._poll()
+
+
+def _is_over() -> bool:
+    return True
 
 
 def all_of(handles: Sequence[Handle]) -> Handle:

@@ -60,6 +60,7 @@ class Planner:
         trained = trained_parameters(self._model)
         self._item_bytes = {slot.name: p.element_size() for slot, p in trained.items()}
         self._sends_rows = all(p.is_floating_point() and p.element_size() > 2 for p in trained.values())
+        self._on_gpu = recipe.runtime.device == "cuda"  # whose calls take memory for themselves
         self._names = {number: name for number, (name, _) in layers_of(task, self._model).items()}
         self._coding: dict[Sizes, int] = {}
         self._reductions: dict[tuple[int, ...], tuple[Sums, Gathers]] = {}
@@ -126,7 +127,7 @@ class Planner:
             of = Reduced(
                 *(recipe, held, self._item_bytes, sizes, self._shards),
                 common=common,
-                arrives=recipe.strategy.route == "native" and self._sends_rows,
+                arrives=recipe.strategy.route == "native" and self._sends_rows and not self._on_gpu,
                 completes=[name for one in work.footprints for name in one.completes],
                 blocks=self._by_block(place) if apart else (),
             )

@@ -90,10 +90,10 @@ class Reduced:
 
     @property
     def laid_apart(self) -> list[PartBuffer]:
-        """Buckets that are scattered once a step, by messages of values as they are."""
-        strategy = self.recipe.strategy
+        """Buckets that are scattered once a step, by messages of values as they are, a few at a time."""
+        strategy, waits = self.recipe.strategy, self.recipe.batch.sync_batchnorm
         is_apart = strategy.shard > 1 and not (self.common or strategy.is_coded or self.leaves_often)
-        return [x for one in self.reductions for x in one.buffers] if is_apart else []
+        return [x for one in self.reductions for x in one.buffers] if is_apart and not waits else []
 
     @property
     def by_block(self) -> tuple[list[int], int]:

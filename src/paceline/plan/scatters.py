@@ -171,7 +171,8 @@ def _in_turns(of: Reduced, memory: Workspace) -> Iterator[Tensor]:
     """Memory in which others' rows come, where buckets are scattered once a step."""
     for number, one in enumerate(of.laid_apart):
         (num_rows, width), dtype = one.rows.shape, one.rows.dtype
-        yield memory.take(moving(number % UNDER_WAY), (num_rows - 1, width), dtype, one.rows.device)
+        for turn in range(min(UNDER_WAY, number + 1)):
+            yield memory.take(moving(turn), (num_rows - 1, width), dtype, one.rows.device)
 
 
 def _at_once(of: Reduced) -> list[tuple[int, int]]:

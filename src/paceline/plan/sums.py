@@ -68,11 +68,16 @@ def sums_of(of: Reduced) -> Sums:
     if strategy.shard == 1:
         return Sums(buckets)
     alone = of.sharers == strategy.shard  # else the own row is summed over replicas, in a buffer of its own
-    own = _rows(of.buckets) if of.common and not alone and not strategy.is_coded else 0
+    at_once = not (of.common or strategy.is_coded or of.laid_apart)
+    own = _rows(of.buckets) if at_once or (of.common and not alone and not strategy.is_coded) else 0
     before, waiting = [[(0, 0)]] * (of.most_micro_batches - 1), [1] * (of.most_micro_batches - 1) + [0]
     found = scattered(of)
     return Sums(
-        buckets + found.stay + _slices(of), own, waiting=waiting, under_way=[*before, *found.under_way]
+        buckets + found.stay + _slices(of),
+        own,
+        moved=int(at_once),
+        waiting=waiting,
+        under_way=[*before, *found.under_way],
     )
 
 

@@ -147,10 +147,14 @@ def _alone(setting: Setting, tensors: Mapping[Slot, Tensor], counts: bool) -> Re
 
 
 def _turns(setting: Setting) -> Turns | None:
-    """Of what is scattered once a step, as it is, by messages: memory of a host has no use for turns."""
-    if setting.mesh.axes["shard"].size == 1 or setting.recipe.is_ordered or setting.recipe.strategy.is_coded:
-        return None
-    return Turns(setting.moving)
+    """Of what is scattered once a step, as it is, by messages: memory of a host has no use for turns.
+
+    Under SyncBatchNorm ranks wait for each other within backward, and one that has no gradient for a bucket
+    launches it behind: another must not wait for that.
+    """
+    recipe = setting.recipe
+    waits = recipe.is_ordered or recipe.strategy.is_coded or recipe.batch.sync_batchnorm
+    return None if waits or setting.mesh.axes["shard"].size == 1 else Turns(setting.moving)
 
 
 def _sums(setting: Setting, holding: Holding, axes: Sequence[str], turns: Turns | None) -> Sums | None:

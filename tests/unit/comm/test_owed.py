@@ -78,6 +78,15 @@ def test_of_a_mean_of_fewer_items_it_is_the_same_part() -> None:
     assert owed.lost() == []
 
 
+def test_a_mean_that_has_come_counts_where_nobody_moves_afterwards() -> None:
+    """The share of its own that stays lacks half as much each time."""
+    owed = Owed({W: torch.zeros(3)}, [W], None)
+    owed.set_lost(FOUND)
+    for is_paid, left in ((True, 0.5), (False, 0.25)):
+        owed.settle([W], is_paid=is_paid, mixing=0.5)
+        assert [value.tolist() for _, _, value in owed.lost()] == [[x * left for x in (1.5, 2.0, 3.0)]]
+
+
 def test_factors_and_velocities_are_no_loss() -> None:
     sums: dict[str, Tensor] = all_lost(FOUND)
     assert {name: value.tolist() for name, value in sums.items()} == {"w": [1.5, 2.0, 3.0], "v": [1.0] * 3}

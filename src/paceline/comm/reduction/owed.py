@@ -46,7 +46,7 @@ class Owed:
     ) -> None:
         self._tensors, self._counted, self._items, self._others = tensors, counted, items, others
         self._owed: dict[Slot, Tensor] = {}
-        self._paid: set[Slot] = set()
+        self._paid, self._brought = set[Slot](), set[Slot]()
 
     @property
     def names(self) -> Collection[str]:
@@ -85,7 +85,9 @@ class Owed:
             mixing: the share of what this replica has that stays, beside the mean.
         """
         for slot in {*slots} & {*self._owed}:
-            here, there = slot in self._paid, is_paid  # what this replica has, and the mean
+            if is_paid:
+                self._brought.add(slot)
+            here, there = slot in self._paid, slot in self._brought  # whether this replica has it, and all
             left = 1.0 - mixing * here - (1.0 - mixing) * there
             self._paid.discard(slot)
             if left:
@@ -100,7 +102,7 @@ class Owed:
     def set_lost(self, found: Mapping[tuple[str, str], Tensor]) -> None:
         """Owe the sum of all sides, unscaled."""
         sums = all_lost(found)
-        self._paid = set()
+        self._paid, self._brought = set(), set()
         self._owed = {
             slot: torch.empty_like(p).copy_(sums[slot.name]).detach()
             for slot, p in self._tensors.items()

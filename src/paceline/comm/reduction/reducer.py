@@ -170,7 +170,8 @@ class Reducer:
         return len(self._buckets)
 
     def begin(self, num_micro_batches: int | None = None) -> None:
-        """Open a step."""
+        """Open a step; what an interrupted one has left under way ends first."""
+        drain(bucket.handle for bucket in self._buckets)
         self._next = 0
         for bucket in self._buckets:
             bucket.begin()

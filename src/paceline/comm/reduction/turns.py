@@ -27,15 +27,15 @@ class Turns:
     """
 
     def __init__(self, memory: Workspace) -> None:
-        self._memory = memory
-        self._num_expected = 0
+        self._memory, self._num_expected = memory, 0
         self._under_way: dict[int, Handle] = {}  # by turn, as they were launched
 
     def expect(self, num_values: int, like: Tensor, shard: Collective) -> None:
-        """There will be a bucket of so many values, after those before: no memory has to grow in a step."""
-        turn, self._num_expected = self._num_expected % UNDER_WAY, self._num_expected + 1
+        """There will be a bucket of so many values, whenever it is full: no memory has to grow in a step."""
+        self._num_expected += 1
         size = shard.group.size - 1, num_values // shard.group.size
-        self._memory.take(moving(turn), size, like.dtype, like.device)
+        for turn in range(min(UNDER_WAY, self._num_expected)):
+            self._memory.take(moving(turn), size, like.dtype, like.device)
 
     def scatter(self, shard: Collective, rows: Tensor, key: str) -> Handle:
         """Sum `rows` [P, n]; the handle returns the own row of the sum, which is that of `rows`."""
@@ -49,10 +49,10 @@ class Turns:
         return handle
 
     def _came(self, turn: int, own: Tensor, found: Tensor) -> Tensor:
-        """The memory of a turn is free once its row lies in its bucket."""
-        del self._under_way[turn]
+        """The memory of a turn is free once its row lies in its bucket; after an abort it is free already."""
+        self._under_way.pop(turn, None)
         return own if found.data_ptr() == own.data_ptr() else own.copy_(found.view(-1))
 
     def abort(self) -> None:
-        """All that was launched has ended."""
+        """What was launched has ended, or is about to be waited for."""
         self._under_way.clear()

@@ -186,6 +186,8 @@ def test_the_first_route_is_tried_throughout_and_others_are_given_up_on_large_bu
     times = {"native": 9.0, "ring": 4.0, "tree": 1.0, "grid": 1.9}
     assert worth_trying(times, 1 << 10) == [*times]
     assert worth_trying(times, 1 << 18) == ["native", "tree", "grid"]
+    milliseconds = {word: seconds / 1e3 for word, seconds in times.items()}
+    assert worth_trying(milliseconds, 1 << 18) == [*times]  # it costs little to know
 
 
 @pytest.mark.capability("G13")

@@ -45,6 +45,7 @@ _ROW_SECONDS = 0.01  # sums in a row are timed up to the size whose best route t
 _ENOUGH_SECONDS = 0.15  # a size whose best route takes this long is the last
 _SHORT_SECONDS = 0.1  # a first sum that is not longer is a warm-up
 _HOPELESS = 2.0  # times the best: not tried on larger buffers
+_CHEAP_SECONDS = 0.05  # what takes no longer is tried all the same: its bytes may be cheap behind its rounds
 _LARGE_BYTES = (
     1 << 18
 )  # of smaller buffers a time is mostly that of the rounds, and says nothing of larger ones
@@ -132,12 +133,13 @@ def try_routes(found: Candidates, net: Net, group: Group, sizes: Sequence[int] =
 
 
 def worth_trying(times: Mapping[str, float], num_bytes: int) -> list[str]:
-    """The routes to try on larger buffers: the first, to which others are compared, and all near the best.
+    """The routes to try on larger buffers: the first, to which others are compared, all near the best, and
+    what costs little.
 
     Args:
         times: of a buffer of `num_bytes` by route.
     """
-    first, most = next(iter(times)), _HOPELESS * min(times.values())
+    first, most = next(iter(times)), max(_CHEAP_SECONDS, _HOPELESS * min(times.values()))
     return [word for word, took in times.items() if word == first or num_bytes < _LARGE_BYTES or took <= most]
 
 

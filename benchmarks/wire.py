@@ -1,9 +1,10 @@
 """Codecs on slow links, beside DDP and its hooks, and beside what can be had at all.
 
 The roofline of a codec is max(compute + coding, bytes / rate) / compute: sums go on beside the backward pass,
-coding does not. Compute is the same loop without communication in the same processes; coding is processor
-time for each MB of gradients, measured on the same hosts; bytes are those of the ledger. One host of the lab
-has one rank with one thread, and hosts share the cores of this machine.
+coding does not. So a rank has one micro-batch: gradients of several are added up, and leave in the backward
+of the last; one case has two, to show what that costs. Compute is the same loop without communication in the
+same processes; coding is processor time for each MB of gradients, measured on the same hosts; bytes are those
+of the ledger. One host of the lab has one rank with one thread, and hosts share the cores of this machine.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class Case:
     Args:
         subject: name in `benchmarks.wire_job.SUBJECTS`.
         bits: of every host's link.
+        micro_batches: of a rank in a step.
     """
 
     title: str
@@ -41,6 +43,7 @@ class Case:
     codecs: tuple[str, ...] = _CODECS
     hooks: tuple[str, ...] = tuple(HOOKS)
     repeats: int = 5
+    micro_batches: int = 1
 
 
 def cases(options: Options) -> list[Case]:
@@ -53,6 +56,7 @@ def cases(options: Options) -> list[Case]:
         Case("8.4 M MLP, 2 hosts, 100 Mbit/s", "mlp", 2, "100mbit", 1e8),
         Case(f"{gpt}, 2 hosts, 1 Gbit/s", "gpt", 2, "1gbit", 1e9),
         Case(f"{gpt}, 2 hosts, 100 Mbit/s", "gpt", 2, "100mbit", 1e8),
+        Case(f"{gpt}, 2 hosts, 100 Mbit/s, 2 micro-batches", "gpt", 2, "100mbit", 1e8, few, (), 3, 2),
         Case(f"{gpt}, 2 hosts, 10 Mbit/s", "gpt", 2, "10mbit", 1e7, few, tuple(HOOKS), 3),
         Case(f"{gpt}, 4 hosts, 1 Gbit/s", "gpt", 4, "1gbit", 1e9, few, tuple(HOOKS), 3),
         Case(f"{gpt}, 4 hosts, 100 Mbit/s", "gpt", 4, "100mbit", 1e8, few, tuple(HOOKS), 3),
@@ -64,6 +68,7 @@ def cases(options: Options) -> list[Case]:
 def run(case: Case, precision: str) -> dict[str, Any]:
     """Measure one case in a lab of its own."""
     command = ["paceline", "run", "-n", str(case.hosts), "-m", "benchmarks.wire_job", case.subject]
+    command.append(str(case.hosts * case.micro_batches))
     words = [";".join(case.codecs), ";".join(case.hooks), str(case.repeats), precision]
     with Lab(hosts=case.hosts, links=Links(rate=case.rate)) as lab:
         outcome = lab.run([*command, *words], directory=_ROOT, deadline_seconds=400.0)

@@ -32,11 +32,12 @@ from paceline.training.comm_benchmark import Row, measure_sum
 
 MARK = "wire: "
 COMPUTE = "no communication"
-SUBJECTS: dict[str, Callable[[str], Subject]] = {
-    "mlp": lambda _: mlp((2048, 2048, 1024), batch_size=32, shards=4),  # 8.4 million parameters
-    "gpt": lambda precision: byte_gpt(precision=precision).with_shards(4),
-    "quick": lambda _: mlp((64,), batch_size=8, shards=4),
+SUBJECTS: dict[str, Callable[[str, int], Subject]] = {
+    "mlp": lambda _, shards: mlp((2048, 2048, 1024), batch_size=32, shards=shards),  # 8.4 million parameters
+    "gpt": lambda precision, shards: byte_gpt(precision=precision).with_shards(shards),
+    "quick": lambda _, shards: mlp((64,), batch_size=8, shards=shards),
 }
+"""By name, of a number format, in so many micro-batches."""
 PROBE_BYTES = 1 << 19
 BUCKET_BYTES = 1 << 20  # as `runtime.bucket_latency` chooses on such links; DDP has its own of 1 MiB and 25
 
@@ -93,13 +94,13 @@ def built(makers: dict[str, Callable[[], Side]]) -> tuple[list[Side], dict[str, 
     return sides, failed
 
 
-def main(subject_name: str, codecs: str, hooks: str, repeats: int, precision: str) -> None:
+def main(name: str, shards: int, codecs: str, hooks: str, repeats: int, precision: str) -> None:
     """Measure all sides."""
     cluster = Cluster.from_env()
     keep_freed_memory()
     cluster = cluster.connect("cpu", 200.0)
     announce(cluster)
-    subject, words = SUBJECTS[subject_name](precision), codecs.split(";")
+    subject, words = SUBJECTS[name](precision, shards), codecs.split(";")
     alone = HandLoop(subject, bare(subject), cluster.global_rank, cluster.world_size).side()
     makers = {COMPUTE: lambda: Side(COMPUTE, alone.step, alone.begin)}
     makers |= {word: partial(codec_side, word, subject, cluster) for word in words}
@@ -134,4 +135,4 @@ def _row(cluster: Cluster, group: Group, net: Net, codec: str) -> Row:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5])
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4], int(sys.argv[5]), sys.argv[6])

@@ -22,11 +22,15 @@ def untrained_bytes(model: nn.Module, place: Place) -> tuple[int, int]:
     return sum(p.nbytes for p in frozen), sum(b.nbytes for b in saved)
 
 
-def fixed_bytes(model: nn.Module, place: Place) -> int:
-    """Of frozen parameters, and buffers; those of the state are there three times around a step."""
+def fixed_bytes(model: nn.Module, place: Place, copies: int = 1) -> int:
+    """Of frozen parameters, and buffers; those of the state are there three times around a step.
+
+    Args:
+        copies: of the modules, which share the parameters.
+    """
     frozen, saved = untrained_bytes(model, place)
     buffers = {b for m in _modules(model, place) for b in m.buffers()}
-    return frozen + sum(b.nbytes for b in buffers) + 2 * saved
+    return frozen + copies * (sum(b.nbytes for b in buffers) + 2 * saved)
 
 
 def _modules(model: nn.Module, place: Place) -> Sequence[nn.Module]:

@@ -26,12 +26,14 @@ class Work:
         gradients: bytes of all gradients of a chunk, by chunk.
         messages: bytes of larger parts that neighbours have sent, beside the own part of them, and of what
             the thread of a backend has not let go of.
+        is_lane: one of several threads, whose gradients are handed on behind a backward.
     """
 
     order: Sequence[Action]
     footprints: Sequence[Footprint]
     gradients: Sequence[int]
     messages: int = 0
+    is_lane: bool = False
 
     @property
     def evaluation(self) -> int:
@@ -106,12 +108,14 @@ class Walk:
         after = self._standing(self._ended[number] + completes) if completes == ends and not learns else 1
         moved = self._sums.moved if action == self._last[number] else 0
         self._flying[number] -= 1
-        for place, done, gone, alive in _samples(chunk, adds=before > 0, learns=learns):
+        at_end = self._work.is_lane
+        for place, done, gone, alive in _samples(chunk, adds=before > 0, at_end=learns or at_end):
+            grads = before * total + done if at_end else before * (total - gone) + after * gone
             still = self._still if learns else self._with_scatters(sum(self._ended), done)
             parts = replace(
                 still,
                 activations=self._kept() + alive,
-                gradients=others + before * (total - gone) + after * gone,
+                gradients=others + grads,
                 wire=still.wire + moved * done + (self._sums.learning if learns and done == total else 0),
             )
             yield Instant(parts, number, place, tuple(self._flying))
@@ -138,15 +142,15 @@ class Walk:
         return int(ended > 0 and not self._sums.leaves)
 
 
-def _samples(chunk: Footprint, *, adds: bool, learns: bool) -> Iterator[tuple[int, int, int, int]]:
+def _samples(chunk: Footprint, *, adds: bool, at_end: bool) -> Iterator[tuple[int, int, int, int]]:
     """Of a backward: place, bytes of gradients that are complete, of those that were let go of, bytes alive.
 
     Args:
         adds: to gradients that were there; else they are new.
-        learns: nothing is let go of before the end.
+        at_end: nothing is let go of before the end.
     """
     yield from ((place, done, done, alive) for (place, done), alive in chunk.backward.items())
-    for (place, done), (alive, size) in ({} if learns else chunk.handed).items():
+    for (place, done), (alive, size) in ({} if at_end else chunk.handed).items():
         yield place, done, done - size, alive + (0 if adds else size)
 
 

@@ -22,6 +22,7 @@ from paceline.plan.parts import Parts, RankMemory
 from paceline.plan.ranks import Place, places
 from paceline.plan.reduced import Reduced
 from paceline.plan.rehearsal import Footprint
+from paceline.plan.side_by_side import SideBySide
 from paceline.plan.sums import Sums, sums_of
 from paceline.recipe import Recipe, num_micro_batches
 from paceline.recipe.specs import imported
@@ -59,8 +60,8 @@ class Planner:
         self._shards = num_micro_batches(recipe, processes)
         trained = trained_parameters(self._model)
         self._item_bytes = {slot.name: p.element_size() for slot, p in trained.items()}
-        self._sends_rows = all(p.is_floating_point() and p.element_size() > 2 for p in trained.values())
-        self._on_gpu = recipe.runtime.device == "cuda"  # whose calls take memory for themselves
+        large = all(p.is_floating_point() and p.element_size() > 2 for p in trained.values())
+        self._sends_rows = large and recipe.runtime.device != "cuda"  # others take memory for themselves
         self._names = {number: name for number, (name, _) in layers_of(task, self._model).items()}
         self._coding: dict[Sizes, int] = {}
         self._reductions: dict[tuple[int, ...], tuple[Sums, Gathers]] = {}
@@ -75,7 +76,7 @@ class Planner:
         """All of the first replica."""
         return [self._rank(place) for place in self._places]
 
-    def walks(self) -> Iterator[tuple[Place, Work, list[Walk]]]:
+    def walks(self) -> Iterator[tuple[Place, Work, list[Walk | SideBySide]]]:
         """By rank of the first replica, its work, and its ways through the first step and a later one."""
         for place in self._places:
             basis = self._basis(place)
@@ -127,7 +128,7 @@ class Planner:
             of = Reduced(
                 *(recipe, held, self._item_bytes, sizes, self._shards),
                 common=common,
-                arrives=recipe.strategy.route == "native" and self._sends_rows and not self._on_gpu,
+                arrives=recipe.strategy.route == "native" and self._sends_rows,
                 completes=[name for one in work.footprints for name in one.completes],
                 blocks=self._by_block(place) if apart else (),
             )
@@ -194,7 +195,7 @@ class Planner:
     def _still(self, place: Place, sums: Sums, gathers: Gathers, rule: RuleMemory) -> Parts:
         """What stays while a rank trains."""
         recipe, sizes = self.recipe, sizes_of(place.held.values(), self._item_bytes)
-        fixed = fixed_bytes(self._model, place)
+        fixed = fixed_bytes(self._model, place, copies=recipe.strategy.lanes)
         moments, coded = self._state(sizes) if rule.updates else 0, self._coded(place, sizes)
         copies = recipe.strategy.degrees["replica"]
         keeps = all(one.kept for one in place.held.values())
@@ -235,12 +236,11 @@ class Planner:
         return names_by_block(self._model, blocks, place.held)
 
 
-def _walks(basis: _Basis) -> dict[str, Walk]:
+def _walks(basis: _Basis) -> dict[str, Walk | SideBySide]:
     """Ways through a step; none where no step has an end of its own."""
     if basis.rule.passes or not basis.rule.trains:
         return {}
-    new = replace(basis.still, moments=0, snapshot=0)
-    return {
-        "first step": Walk(new, first_step(basis.sums), basis.work),
-        "backward": Walk(basis.still, basis.sums, basis.work),
-    }
+    new, (still, sums, _, _, work, _) = replace(basis.still, moments=0, snapshot=0), basis
+    if sums.lanes:
+        return {"first step": SideBySide(new, sums, work), "backward": SideBySide(still, sums, work)}
+    return {"first step": Walk(new, first_step(sums), work), "backward": Walk(still, sums, work)}

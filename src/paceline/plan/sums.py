@@ -33,6 +33,7 @@ class Sums:
         stays: between steps, gradients that are neither buckets nor own sums.
         under_way: while micro-batches run, what scatters take that may be under way: for the first and for
             later ones, bytes by those of the gradients that are complete, ascending.
+        lanes: of threads of the process, each as `waiting`; their sums meet once all have ended.
         learns: the first backward of a run lets go of gradients at its end.
         learning: what scatters take then.
     """
@@ -44,6 +45,7 @@ class Sums:
     waiting: Sequence[int] = ()
     stays: int = 0
     under_way: Sequence[Sequence[tuple[int, int]]] = ()
+    lanes: Sequence[Sequence[int]] = ()
     learns: bool = False
     learning: int = 0
 
@@ -85,6 +87,8 @@ def _in_order(of: Reduced) -> Sums:
     """Where sums have one order; see `sums_of`."""
     strategy, sizes, sharers = of.recipe.strategy, of.sizes, of.sharers
     blocks = [split(of.shards, sharers, rank) for rank in range(sharers)]
+    if strategy.lanes > 1:
+        return _in_lanes(of, max(blocks, key=len))
     waiting = partial_sums(max(blocks, key=lambda block: max(partial_sums(block), default=0)))
     if sharers == 1:
         return Sums(sizes.shared, waiting=waiting, stays=sizes.computes)
@@ -92,6 +96,16 @@ def _in_order(of: Reduced) -> Sums:
     own = _rows(of.buckets) if strategy.shard > 1 and not of.common else 0
     buckets = nodes * _whole(of.buckets) + sizes.shared
     return Sums(buckets, own, 1, leaves=True, waiting=[*waiting[:-1], 0])
+
+
+def _in_lanes(of: Reduced, block: range) -> Sums:
+    """Where threads of a process sum parts of its micro-batches; see `sums_of`."""
+    strategy, sizes = of.recipe.strategy, of.sizes
+    parts = [split(len(block), strategy.lanes, lane) for lane in range(min(strategy.lanes, len(block)))]
+    lanes = [partial_sums(block[part.start : part.stop]) for part in parts]
+    if of.sharers == 1:
+        return Sums(sizes.shared, stays=sizes.computes, lanes=lanes)
+    return Sums(len(cover(block)) * _whole(of.buckets) + sizes.shared, lanes=lanes)
 
 
 def _scattered(of: Reduced) -> Sums:

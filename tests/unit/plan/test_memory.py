@@ -113,7 +113,7 @@ def test_a_run_that_does_not_fit_does_not_start() -> None:
         session_of(Cluster.single(), Recipe.model_validate(fits | {"memory": {"budget": 100}}))
 
 
-@pytest.mark.parametrize("words", ["lanes=2", "servers=1 sync=server codec=int8"])
+@pytest.mark.parametrize("words", ["lanes=2 pipeline=2", "servers=1 sync=server codec=int8"])
 def test_what_has_no_form_is_refused_and_not_guessed(words: str) -> None:
     with pytest.raises(StrategyError, match="has no closed form yet"):
         plan_memory(recipe(f"replicas=2 {words}", shards=8), gpt(), 3 if "servers" in words else 2)

@@ -152,9 +152,10 @@ def _turns(setting: Setting) -> Turns | None:
     Under SyncBatchNorm ranks wait for each other within backward, and one that has no gradient for a bucket
     launches it behind: another must not wait for that.
     """
-    recipe = setting.recipe
-    waits = recipe.is_ordered or recipe.strategy.is_coded or recipe.batch.sync_batchnorm
-    return None if waits or setting.mesh.axes["shard"].size == 1 else Turns(setting.moving)
+    recipe, is_alone = setting.recipe, setting.mesh.axes["shard"].size == 1
+    if is_alone or recipe.is_ordered or recipe.strategy.is_coded or recipe.batch.sync_batchnorm:
+        return None
+    return Turns(setting.moving)
 
 
 def _sums(setting: Setting, holding: Holding, axes: Sequence[str], turns: Turns | None) -> Sums | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from paceline.comm.reduction import GradientUnit
 from paceline.mesh import Group
 from paceline.slot import InMemory, Slot
+from paceline.sync.moved import Moved
 from paceline.sync.residuals import Always, Residuals
 
 SLOT = Slot("w", (4, 2), ((2, 4), (0, 2)), frozenset({"shard"}))
@@ -97,3 +99,20 @@ def test_gradients_go_on_as_they_are_until_their_unit_changes(saved: dict[str, f
     for _ in range(2):
         unit.follow(2.0, 3.0)
     assert followed == [pytest.approx(factor)]
+
+
+@pytest.mark.capability("H4")
+@pytest.mark.parametrize(
+    ("share", "scale", "factor"), [(1.33, 1.0, 1.0), (1.33 / 128, 4.0, 1 / 128), (0.665, 1.0, 0.5)]
+)
+def test_what_movements_have_lost_is_worth_as_much_as_where_it_was_lost(
+    share: float, scale: float, factor: float
+) -> None:
+    """Of files that keep a part of a mean, those that kept a multiple of 128 items, and of another rate."""
+    taker, movement = Taker(), SimpleNamespace(share=1.33, anchors={SLOT: None})
+    kept = Moved(Residuals(taker, [SLOT], Group("replica", (0, 1, 2), 1)), cast(Any, [movement]))
+    numbers = {"share/w": torch.tensor([share]), "scale": torch.tensor([scale])}
+    source = InMemory(SAVED | {name: x.double() for name, x in numbers.items()})
+    kept.load(source.read(kept.wanted(source.shapes)))
+    for (side, name), value in taker.found.items():
+        torch.testing.assert_close(value, SAVED[f"{side}/{name}"][1, 2:4] * factor)

@@ -8,12 +8,12 @@ which all replicas meet.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.diloco_job import MARK
+from benchmarks.marked import found_in
 from benchmarks.report import Options, Report, Table, present
 from paceline.lab import Lab, Links
 
@@ -52,11 +52,7 @@ def run(case: Case, options: Options) -> dict[str, Any]:
     command = ["paceline", "run", "-n", str(_HOSTS), "-m", "benchmarks.diloco_job", *words]
     with Lab(hosts=_HOSTS, links=Links(rate=case.rate)) as lab:
         outcome = lab.run(command, directory=_ROOT, deadline_seconds=900.0)
-    lines = [line for host in outcome.output.values() for line in host if MARK in line]
-    if outcome.exit_code or not lines:
-        raise RuntimeError("\n".join(line for host in outcome.output.values() for line in host))
-    found: dict[str, Any] = json.loads(lines[0].partition(MARK)[2])
-    return found
+    return found_in(outcome, MARK)
 
 
 def table_of(case: Case, found: dict[str, Any]) -> Table:

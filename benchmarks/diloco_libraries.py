@@ -8,13 +8,13 @@ the same size alone, with the search for a group in it. Needs Hivemind, which th
 from __future__ import annotations
 
 import importlib.util
-import json
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from benchmarks.diloco_libraries_job import CODECS, MARK
+from benchmarks.marked import found_in
 from benchmarks.measure import Series
 from benchmarks.report import Options, Report, Table, blocks, present, series_data
 from paceline.lab import Lab, Links
@@ -32,11 +32,7 @@ def run(rate: str, megabytes: int, options: Options) -> dict[str, Any]:
     with Lab(hosts=_HOSTS, links=Links(rate=rate)) as lab, tempfile.TemporaryDirectory() as folder:
         words = [str(megabytes), str(repeats), str(steps), folder]
         outcome = lab.run([*command, *words], directory=_ROOT, deadline_seconds=600.0)
-    lines = [line for host in outcome.output.values() for line in host if MARK in line]
-    if outcome.exit_code or not lines:
-        raise RuntimeError("\n".join(line for host in outcome.output.values() for line in host))
-    found: dict[str, Any] = json.loads(lines[0].partition(MARK)[2])
-    return found
+    return found_in(outcome, MARK)
 
 
 def table_of(rate: str, megabytes: int, series: list[Series], sent: dict[str, float]) -> Table:

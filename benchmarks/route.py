@@ -7,11 +7,11 @@ one of the hierarchical route.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.marked import found_in
 from benchmarks.measure import Series
 from benchmarks.report import Options, Report, Table, blocks, comparison_table, present, series_data
 from benchmarks.route_job import MARK, ROUTES
@@ -60,11 +60,7 @@ def run(case: Case, precision: str) -> dict[str, Any]:
             directory=_ROOT,
             deadline_seconds=200.0,
         )
-    lines = [line for host in outcome.output.values() for line in host if MARK in line]
-    if outcome.exit_code or not lines:
-        raise RuntimeError("\n".join(line for host in outcome.output.values() for line in host))
-    found: dict[str, Any] = json.loads(lines[0].partition(MARK)[2])
-    return found
+    return found_in(outcome, MARK)
 
 
 def closed_form(num_parameters: int) -> dict[str, float]:

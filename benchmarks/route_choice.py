@@ -7,11 +7,11 @@ within 10 % of the best one, and every route takes what was predicted, within 20
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.marked import found_in
 from benchmarks.report import Options, Report, Table, present
 from benchmarks.route_choice_job import MARK
 from paceline.lab import Lab, Links
@@ -70,11 +70,7 @@ def run(case: Case) -> dict[str, Any]:
         outcome = lab.run(
             [*command, str(case.most_bytes), str(case.repeats)], directory=_ROOT, deadline_seconds=420.0
         )
-    lines = [line for host in outcome.output.values() for line in host if MARK in line]
-    if outcome.exit_code or not lines:
-        raise RuntimeError("\n".join(line for host in outcome.output.values() for line in host))
-    found: dict[str, Any] = json.loads(lines[0].partition(MARK)[2])
-    return found
+    return found_in(outcome, MARK)
 
 
 def table_of(case: Case, found: dict[str, Any]) -> Table:

@@ -7,12 +7,12 @@ of the same processes, which take turns.
 
 from __future__ import annotations
 
-import json
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.marked import found_in
 from benchmarks.report import Options, Report, Table, present
 from benchmarks.scatters_job import ALL, MARK
 from paceline.lab import Lab, Links
@@ -57,11 +57,7 @@ def run(case: Case, precision: str) -> dict[str, Any]:
     links = Links(rate=case.rate) if case.rate else Links()
     with Lab(hosts=case.hosts, links=links) as lab:
         outcome = lab.run([*command, str(case.repeats), precision], directory=_ROOT, deadline_seconds=200.0)
-    lines = [line for host in outcome.output.values() for line in host if MARK in line]
-    if outcome.exit_code or not lines:
-        raise RuntimeError("\n".join(line for host in outcome.output.values() for line in host))
-    found: dict[str, Any] = json.loads(lines[0].partition(MARK)[2])
-    return found
+    return found_in(outcome, MARK)
 
 
 def table_of(case: Case, found: dict[str, Any]) -> Table:

@@ -9,12 +9,12 @@ of the ledger. One host of the lab has one rank with one thread, and hosts share
 
 from __future__ import annotations
 
-import json
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.marked import found_in
 from benchmarks.report import Options, Report, Table, present
 from benchmarks.wire_job import COMPUTE, HOOKS, MARK
 from paceline.lab import Lab, Links
@@ -72,11 +72,7 @@ def run(case: Case, precision: str) -> dict[str, Any]:
     words = [";".join(case.codecs), ";".join(case.hooks), str(case.repeats), precision]
     with Lab(hosts=case.hosts, links=Links(rate=case.rate)) as lab:
         outcome = lab.run([*command, *words], directory=_ROOT, deadline_seconds=400.0)
-    lines = [line for host in outcome.output.values() for line in host if MARK in line]
-    if outcome.exit_code or not lines:
-        raise RuntimeError("\n".join(line for host in outcome.output.values() for line in host))
-    found: dict[str, Any] = json.loads(lines[0].partition(MARK)[2])
-    return found
+    return found_in(outcome, MARK)
 
 
 def roofline(compute: float, coding: float, sent_bytes: float, bits_per_second: float) -> float:

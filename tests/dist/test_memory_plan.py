@@ -176,6 +176,22 @@ CODED_ALONE = [
     case("replicas=2 shard=2 zero=1 codec=lowrank:2 sync=diloco:1"),
     case("replicas=2 tensor=2 codec=int8 sync=diloco:1", "chain", shards=2),
 ]
+BY_HOPS = [
+    case("replicas=2 route=ring"),
+    case("replicas=2 route=tree", "chain"),
+    case("replicas=1 shard=2 zero=1 route=recursive-doubling", "chain"),
+    case("replicas=1 shard=2 zero=2 route=ring"),
+    case("replicas=1 shard=2 zero=3 route=tree", "chain"),
+    case("replicas=2 route=ring sync=local:1", "chain"),
+]
+BY_HOPS_OF_FOUR = [
+    case("replicas=4 route=grid", "chain"),
+    case("replicas=1 shard=4 zero=1 route=grid", "chain"),
+    case("replicas=1 shard=4 zero=2 route=grid"),
+    case("replicas=1 shard=4 zero=2 route=recursive-doubling", "chain"),
+    case("replicas=2 shard=2 zero=3 route=tree", "chain"),
+    case("replicas=2 shard=2 zero=1 route=ring sync=diloco:1", "chain"),
+]
 CODED_INSIDE = [
     case("replicas=2 pipeline=2 codec=int8", "chain"),
     case("replicas=2 shard=2 zero=3 codec=sign"),
@@ -201,6 +217,19 @@ def require_kept(cases: list[Case], ranks: int, found: list[list[int]]) -> None:
 def test_what_coding_keeps_is_what_was_planned() -> None:
     """By what is there between steps: no profile sees the thread that codes."""
     require_kept(CODED, 2, run_ranks(kept, 2, CODED))
+
+
+@pytest.mark.capability("L3", "L4")
+def test_what_routes_of_messages_keep_is_what_was_planned() -> None:
+    require_kept(BY_HOPS, 2, run_ranks(kept, 2, BY_HOPS))
+
+
+@pytest.mark.soak
+@pytest.mark.capability("L3", "L4")
+def test_what_routes_of_messages_take_is_what_was_planned() -> None:
+    require_kept(BY_HOPS_OF_FOUR, 4, run_ranks(kept, 4, BY_HOPS_OF_FOUR))
+    require_close(BY_HOPS, 2, run_ranks(coded_here, 2, BY_HOPS))
+    require_close(BY_HOPS_OF_FOUR, 4, run_ranks(coded_here, 4, BY_HOPS_OF_FOUR))
 
 
 @pytest.mark.capability("L3", "L4")

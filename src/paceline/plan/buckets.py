@@ -14,6 +14,7 @@ from torch import Tensor
 
 from paceline.comm.reduction.part_buffer import PartBuffer, bytes_in_turn, plan_buckets
 from paceline.layout.placement import Held
+from paceline.layout.sizes import bytes_of
 from paceline.recipe import Recipe
 from paceline.slot import Slot
 
@@ -107,6 +108,11 @@ def moved_together(held: Sequence[Held], item_bytes: Mapping[str, int], most_byt
         most_bytes: see `bytes_in_turn`.
     """
     return _laid(held, item_bytes, most_bytes, in_turn=True)
+
+
+def moved_at_once(held: Sequence[Held], item_bytes: Mapping[str, int]) -> list[PartBuffer]:
+    """Parameters that come all at a time."""
+    return _laid(held, item_bytes, sum(bytes_of(one.computes, item_bytes) for one in held), in_turn=False)
 
 
 def _laid(

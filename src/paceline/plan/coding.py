@@ -6,75 +6,42 @@ Two sizes give that line. Where it depends on the shapes of tensors, the word of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
-from dataclasses import replace
 from functools import cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from paceline.comm import Handle, Net
-from paceline.comm.codecs.low_rank import Matrix
 from paceline.comm.collectives import Coded, HeldBytes
 from paceline.errors import StrategyError
-from paceline.layout.placement import Held
 from paceline.mesh import Group
-from paceline.plan.buckets import reductions_of
-from paceline.plan.ranks import SendsNothing, setting_of
+from paceline.plan.paths import Buffer, Path
+from paceline.plan.ranks import SendsNothing
 from paceline.recipe import Recipe
 from paceline.recipe.specs import imported
 from paceline.training.codecs import code
 
 _FEW, _MORE = 1 << 18, 1 << 19  # values; coding goes in stretches of 65,536
 _STEPS = 3  # until losses have the memory of the step before the last
-_TURNS = 2  # buckets that are under way at a time, where gradients leave with every micro-batch
 
 _Run = Callable[[Coded, Tensor, str], Handle]
 
 
-class _Buffer(NamedTuple):
-    """What is coded at a time: how many values, and where matrices lie in them."""
-
-    num_values: int
-    matrices: Sequence[Matrix]
-
-
-def coding_bytes(
-    recipe: Recipe, held: Mapping[str, Held], item_bytes: Mapping[str, int], processes: int, *, waits: bool
-) -> int:
-    """What one rank keeps for coded sums of gradients, or movements; nothing where nothing is coded.
-
-    Gradients are scattered over the ranks that share the state, and what this rank got is summed over all
-    others that have the same: each path has a coder. Replicas of several ranks that train alone code what
-    they send each other, and nothing inside.
+def coding_bytes(recipe: Recipe, paths: Iterable[Path]) -> int:
+    """What one rank keeps for coded sums of gradients, or movements; each path has a coder.
 
     Args:
         recipe: its strategy has its replicas filled in.
-        held: by name, what the rank holds; `item_bytes` of one value.
-        waits: a rank may wait for any scatter; see `paceline.comm.reduction.Ways`.
+        paths: of the rank.
     Raises:
         StrategyError: what its codec takes depends on the shapes of tensors.
     """
-    strategy = recipe.strategy
-    if not strategy.is_coded:
-        return 0
-    mesh = setting_of(recipe, processes, 0).mesh
-    if strategy.rule.agrees == "replica" and strategy.ranks_per_replica > 1:
-        moved = reductions_of(recipe, _movements(held.values()), item_bytes, often=False)
-        own = [_Buffer(one.flat.numel(), one.matrices(None)) for laid in moved for one in laid.buffers]
-        return _taken(recipe, _sum, mesh.replica, own, _values(own))
-    shard, rest = mesh.axes["shard"], mesh.over(("replica", "context"))
-    often = strategy.zero > 1 and strategy.form.exact
-    laid = reductions_of(recipe, held.values(), item_bytes, often=often)
-    buffers = [one for reduction in laid for one in reduction.buffers]
-    whole = [_Buffer(one.flat.numel(), one.matrices(None)) for one in buffers]
-    if shard.size == 1:
-        return _taken(recipe, _sum, rest, whole, _values(whole))
-    scattered = _TURNS * max(one.num_values for one in whole) if often and waits else _values(whole)
-    rows = [_Buffer(one.rows.shape[1], one.matrices(0)) for one in buffers]
-    return _taken(recipe, _scatter, shard, whole, scattered) + _taken(recipe, _sum, rest, rows, _values(rows))
+    return sum(
+        _taken(recipe, _scatter if one.does == "scatter" else _sum, one.group, one.buffers, one.kept)
+        for one in paths
+    )
 
 
 def inside_replicas(recipe: Recipe) -> Recipe:
@@ -84,18 +51,7 @@ def inside_replicas(recipe: Recipe) -> Recipe:
     return recipe.under(strategy.replace(codec="fp32")) if alone else recipe
 
 
-def _movements(held: Iterable[Held]) -> Iterator[Held]:
-    """What ranks of other replicas sum with a rank that is a part of one: what it updates, whole."""
-    for one in held:
-        if one.updates is not None:
-            yield replace(one, computes=one.updates, parts=(one.updates,), place=0, sums=())
-
-
-def _values(buffers: Sequence[_Buffer]) -> int:
-    return sum(one.num_values for one in buffers)
-
-
-def _taken(recipe: Recipe, run: _Run, group: Group, buffers: Sequence[_Buffer], kept: int) -> int:
+def _taken(recipe: Recipe, run: _Run, group: Group, buffers: Sequence[Buffer], kept: int) -> int:
     """Bytes of one coder.
 
     Args:
@@ -106,7 +62,8 @@ def _taken(recipe: Recipe, run: _Run, group: Group, buffers: Sequence[_Buffer], 
         return 0
     (spec, argument), *_ = recipe.strategy.links
     if spec.keeps:
-        found: int = imported(spec.keeps)(buffers, argument, scatters=run is _scatter)
+        shapes = [(one.num_values, one.matrices) for one in buffers]
+        found: int = imported(spec.keeps)(shapes, argument, scatters=run is _scatter)
         return found
     buckets = [one.num_values for one in buffers]
     rest = max(n % group.size for n in buckets)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from paceline.comm.reduction import PartBuffer
 from paceline.comm.reduction.blocks import UNDER_WAY
-from paceline.plan.buckets import moved_together
+from paceline.mesh import Group
+from paceline.plan.buckets import moved_at_once, moved_together
 from paceline.plan.forms import carried, gathered_by_block
+from paceline.plan.hops import hop_bytes
+from paceline.plan.paths import gathered
 from paceline.plan.reduced import Reduced
 from paceline.plan.scatters import scattered
 
@@ -51,11 +56,25 @@ def _after_update(of: Reduced) -> Gathers:
     sizes = [one.flat.nbytes for one in shapes]
     together = max((sum(sizes[k : k + UNDER_WAY]) for k in range(len(sizes))), default=0)
     arriving = carried(of.recipe.strategy.shard) * together
-    return Gathers(scattered(of).gathered, arriving=int(arriving))
+    return Gathers(scattered(of).gathered + _along_hops(of, shapes), arriving=int(arriving))
 
 
 def _on_use(of: Reduced) -> Gathers:
     blocks, rest = of.by_block
     shard = of.recipe.strategy.shard
     here, beginning = gathered_by_block(blocks, rest, shard), int((2 + carried(shard)) * rest)
-    return Gathers(max(blocks, default=0), here, beginning)
+    return Gathers(max(blocks, default=0) + _along_hops(of, _by_block(of)), here, beginning)
+
+
+def _by_block(of: Reduced) -> Iterator[PartBuffer]:
+    """What comes at a time."""
+    inside = {name for block in of.blocks for name in block}
+    rest = [one.computes.name for one in of.held if one.computes.name not in inside]
+    for names in [*of.blocks, rest]:
+        yield from moved_at_once([one for one in of.held if one.computes.name in names], of.item_bytes)
+
+
+def _along_hops(of: Reduced, shapes: Iterable[PartBuffer]) -> int:
+    """What a route of messages takes to bring these."""
+    shard = Group("shard", tuple(range(of.recipe.strategy.shard)), 0)
+    return hop_bytes(of.recipe, gathered(shard, [one.flat for one in shapes]), common=of.common)

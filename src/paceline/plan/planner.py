@@ -10,7 +10,7 @@ from paceline.data import build_order, longest_stretch
 from paceline.layout.holding import without_values
 from paceline.layout.recompute import recomputed_blocks
 from paceline.layout.sizes import Sizes, bytes_of, sizes_of
-from paceline.plan.coding import coding_bytes, inside_replicas
+from paceline.plan.coding import inside_replicas
 from paceline.plan.fixed import fixed_bytes, untrained_bytes
 from paceline.plan.flow import Flow
 from paceline.plan.gathers import Gathers, gathers_of
@@ -20,10 +20,11 @@ from paceline.plan.micro_batches import MicroBatches
 from paceline.plan.moments import Walk, Work, first_step, in_agreement, in_update
 from paceline.plan.parts import Parts, RankMemory
 from paceline.plan.ranks import Place, places
-from paceline.plan.reduced import Reduced
+from paceline.plan.reduced import Reduced, arriving_of
 from paceline.plan.rehearsal import Footprint
 from paceline.plan.side_by_side import SideBySide
 from paceline.plan.sums import Sums, sums_of
+from paceline.plan.travelling import travelling_bytes
 from paceline.recipe import Recipe, num_micro_batches
 from paceline.recipe.specs import imported
 from paceline.slot import trained_parameters
@@ -60,10 +61,9 @@ class Planner:
         self._shards = num_micro_batches(recipe, processes)
         trained = trained_parameters(self._model)
         self._item_bytes = {slot.name: p.element_size() for slot, p in trained.items()}
-        large = all(p.is_floating_point() and p.element_size() > 2 for p in trained.values())
-        self._sends_rows = large and recipe.runtime.device != "cuda"  # others take memory for themselves
+        self._arriving = arriving_of(recipe, trained.values())
         self._names = {number: name for number, (name, _) in layers_of(task, self._model).items()}
-        self._coding: dict[Sizes, int] = {}
+        self._travelling: dict[Sizes, int] = {}
         self._reductions: dict[tuple[int, ...], tuple[Sums, Gathers]] = {}
         self._per_host = -(-processes // nodes) if recipe.strategy.path.in_memory else 0
         self._in_common = self._per_host == processes
@@ -128,7 +128,7 @@ class Planner:
             of = Reduced(
                 *(recipe, held, self._item_bytes, sizes, self._shards),
                 common=common,
-                arrives=recipe.strategy.route == "native" and self._sends_rows,
+                arriving=self._arriving,
                 completes=[name for one in work.footprints for name in one.completes],
                 blocks=self._by_block(place) if apart else (),
             )
@@ -181,11 +181,11 @@ class Planner:
         )
         return said
 
-    def _coded(self, place: Place, sizes: Sizes) -> int:
-        if sizes not in self._coding:
-            of, waits = (place.held, self._item_bytes), self._in_common or self.recipe.strategy.zero < 3
-            self._coding[sizes] = coding_bytes(self.recipe, *of, self.processes, waits=waits)
-        return self._coding[sizes]
+    def _on_paths(self, place: Place, sizes: Sizes) -> int:
+        if sizes not in self._travelling:
+            of = self.recipe, place.held, self._item_bytes, self.processes
+            self._travelling[sizes] = travelling_bytes(*of, common=self._in_common)
+        return self._travelling[sizes]
 
     def _state(self, sizes: Sizes) -> int:
         """Of the optimizer, and the average of the weights."""
@@ -196,7 +196,7 @@ class Planner:
         """What stays while a rank trains."""
         recipe, sizes = self.recipe, sizes_of(place.held.values(), self._item_bytes)
         fixed = fixed_bytes(self._model, place, copies=recipe.strategy.lanes)
-        moments, coded = self._state(sizes) if rule.updates else 0, self._coded(place, sizes)
+        moments, carried = self._state(sizes) if rule.updates else 0, self._on_paths(place, sizes)
         copies = recipe.strategy.degrees["replica"]
         keeps = all(one.kept for one in place.held.values())
         weights = sizes.computes if keeps else sizes.updates
@@ -206,7 +206,7 @@ class Planner:
             parameters=fixed + rule.copies + rule.running + weights // rule.sharers,
             gathered=gathers.here,
             moments=moments + rule.state,
-            wire=sums.buckets + gathers.stay + rule.wire + self._mail(place, rule) + coded,
+            wire=sums.buckets + gathers.stay + rule.wire + self._mail(place, rule) + carried,
             snapshot=snapshot if self._saves() else 0,
             messages=rule.messages,
         )

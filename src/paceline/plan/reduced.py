@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
+
+from torch import Tensor
 
 from paceline.comm.reduction import PartBuffer, behind_bytes
 from paceline.data import split
@@ -12,6 +15,21 @@ from paceline.layout.placement import Held
 from paceline.layout.sizes import Sizes, bytes_of
 from paceline.plan.buckets import Bucket, Laid, reductions_of, sizes_in
 from paceline.recipe import Recipe
+
+Arriving = Literal["given", "in place", "apart"]
+"""Where what others send in a scatter comes: in memory that whoever scatters gives, in the rows that are
+scattered, or in memory that the path allocates for it.
+"""
+
+
+def arriving_of(recipe: Recipe, trained: Iterable[Tensor]) -> Arriving:
+    """Where what comes in scatters of these tensors does; see `NativeCollective.reduce_scatter`."""
+    route, shards = recipe.strategy.path, recipe.strategy.shard
+    if route.hops and not route.in_memory:
+        return "in place"
+    adds = all(p.is_floating_point() and (p.element_size() > 2 or shards == 2) for p in trained)
+    given = route.word in ("native", "auto") and adds and recipe.runtime.device != "cuda"
+    return "given" if given else "apart"
 
 
 @dataclass(frozen=True)
@@ -24,8 +42,7 @@ class Reduced:
         sizes: of that.
         shards: micro-batches of a step, over all ranks.
         common: sums are made in memory that ranks share. What coding has to make them is not counted here.
-        arrives: what others send in scatters comes in memory that stays; else the calls of the backend
-            allocate what they need.
+        arriving: where what others send in scatters comes.
         completes: names of tensors, in the order in which a backward completes their gradients.
         blocks: names of what is gathered at a time, where ranks gather in backward.
     """
@@ -36,7 +53,7 @@ class Reduced:
     sizes: Sizes
     shards: int
     common: bool
-    arrives: bool
+    arriving: Arriving
     completes: Sequence[str] = ()
     blocks: Sequence[Collection[str]] = ()
 
@@ -108,10 +125,19 @@ class Reduced:
         return behind_bytes(*self.by_block)
 
     @property
-    def allocates(self) -> bool:
-        """Whether each scatter takes as much as it scatters, from memory that does not stay."""
-        is_apart = self.in_memory or self.recipe.strategy.is_coded
-        return not is_apart and (bool(self.blocks) or not self.arrives)
+    def passing(self) -> float:
+        """Of the bytes of a scatter, how many it takes from memory that does not stay."""
+        if self.in_memory or self.recipe.strategy.is_coded or self.arriving == "in place":
+            return 0.0
+        if self.arriving == "apart":
+            return 1.0
+        shards = self.recipe.strategy.shard
+        return (shards - 1) / shards if self.blocks else 0.0
+
+    @property
+    def takes_row(self) -> bool:
+        """Whether a sum of scattered rows has memory of its own once it is there."""
+        return bool(self.passing) and self.arriving == "apart"
 
     @property
     def keeps(self) -> bool:

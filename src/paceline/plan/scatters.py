@@ -87,7 +87,7 @@ class _Path(SendsNothing):
         """See `Collective`."""
         if self._of.in_memory:
             self.lies[key] = max(x.nbytes, self.lies.get(key, 0))
-        elif self._of.arrives and arriving is not None:
+        elif self._of.arriving == "given" and arriving is not None and not self._of.blocks:
             self.came.append(arriving())
         return Handle(lambda deadline_seconds, exposed: x[self.group.rank])
 
@@ -133,7 +133,7 @@ class _Rank:
         found = 0
         for one in self._rows:
             found += one.blocks.passing_bytes
-            found += self._of.allocates * (one.launches.num_bytes + self._rows[one])
+            found += int(self._of.passing * one.launches.num_bytes) + self._of.takes_row * self._rows[one]
         return found
 
     def _ready(self) -> Iterator[int]:
@@ -177,7 +177,7 @@ def _in_turns(of: Reduced, memory: Workspace) -> Iterator[Tensor]:
 
 def _at_once(of: Reduced) -> list[tuple[int, int]]:
     """These scatters where their path takes memory for itself; see `Scattered.under_way`."""
-    buckets = [] if of.arrives else of.laid_apart
+    buckets = of.laid_apart if of.arriving == "apart" else []
     sizes, done, found = [one.flat.nbytes + one.rows[0].nbytes for one in buckets], 0, [(0, 0)]
     for number, bucket in enumerate(buckets):  # none leaves before those before it are complete
         done += sum(bytes_of(slot, of.item_bytes) for slot in bucket.slots)
@@ -200,8 +200,9 @@ def _behind(of: Reduced) -> int:
 
 def _learning(of: Reduced) -> int:
     """As many buckets may be on their way as at any time; they have taken the place of the gradients."""
-    arriving = sum(_most_in_a_row(of, one) + max(x.rows[0].nbytes for x in one.buffers) for one in of.often)
-    return of.allocates * arriving + sum(max(x.flat.nbytes for x in one.buffers) for one in of.often)
+    arriving = int(of.passing * sum(_most_in_a_row(of, one) for one in of.often))
+    rows = of.takes_row * sum(max(x.rows[0].nbytes for x in one.buffers) for one in of.often)
+    return arriving + rows + sum(max(x.flat.nbytes for x in one.buffers) for one in of.often)
 
 
 def _most_in_a_row(of: Reduced, laid: Laid) -> int:

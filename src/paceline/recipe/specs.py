@@ -166,6 +166,7 @@ class RouteSpec(Spec):
         by_default: what a user gets who says nothing, or what costs nothing to name anyway.
         ring_bytes: an all_reduce sends 2 (P-1)/P n bytes of a rank.
         in_memory: what ranks of one host have for each other lies in memory that they share.
+        hops: messages, one after another, that may carry it between hosts; `hops() -> Hops`, as `build`.
     """
 
     choice = "route"
@@ -174,6 +175,7 @@ class RouteSpec(Spec):
     by_default: bool = False
     ring_bytes: bool = False
     in_memory: bool = False
+    hops: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

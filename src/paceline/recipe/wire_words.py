@@ -145,11 +145,16 @@ CODECS = (
     ),
 )
 
+_RING, _TREE = "paceline.comm.routes.ring:Ring", "paceline.comm.routes.tree:Tree"
+_DOUBLING = "paceline.comm.routes.recursive_doubling:RecursiveDoubling"
+_GRID = "paceline.comm.routes.grid:Grid"
+
 ROUTES = (
     RouteSpec(
         word="auto",
         summary="memory within a host, else by the size of a buffer and what links were measured to do",
         build="paceline.training.route_choice:by_size",
+        hops=(_RING, _TREE, _DOUBLING, _GRID),
         by_default=True,
         ring_bytes=True,
         in_memory=True,
@@ -167,6 +172,7 @@ ROUTES = (
         word="ring",
         summary="messages from each rank to the next",
         build="paceline.training.routes:ring",
+        hops=(_RING,),
         any_order=True,
         ring_bytes=True,
         coded=1,
@@ -175,6 +181,7 @@ ROUTES = (
         word="tree",
         summary="up and down a binomial tree",
         build="paceline.training.routes:tree",
+        hops=(_TREE,),
         any_order=True,
         coded=1,
     ),
@@ -182,6 +189,7 @@ ROUTES = (
         word="recursive-doubling",
         summary="between ranks whose numbers differ in one bit",
         build="paceline.training.routes:recursive_doubling",
+        hops=(_DOUBLING,),
         any_order=True,
         coded=1,
     ),
@@ -189,6 +197,7 @@ ROUTES = (
         word="grid",
         summary="along rows, then columns, then rows of a grid of ranks",
         build="paceline.training.routes:grid",
+        hops=(_GRID,),
         any_order=True,
         coded=1,
     ),

@@ -18,6 +18,8 @@ from paceline.comm.collectives import Coded, coded, low_rank
 from paceline.comm.line import Rounds, run_alone
 from paceline.comm.routes import by_messages
 from paceline.comm.routes.by_messages import MessageCollective
+from paceline.comm.routes.grid import Grid
+from paceline.comm.routes.hops import Hops
 from paceline.comm.routes.recursive_doubling import RecursiveDoubling
 from paceline.comm.routes.ring import Ring
 from paceline.comm.routes.tree import Tree
@@ -48,7 +50,12 @@ WORDS = (
     "int8+lossless",
 )
 BY_HAND = "topk:0.01", "topk:0.01+int4", "topk:0.4"  # as where there is no compiler
-HOPS = {"ring": Ring(), "tree": Tree(), "recursive-doubling": RecursiveDoubling()}
+HOPS: dict[str, Hops] = {
+    "ring": Ring(),
+    "tree": Tree(),
+    "recursive-doubling": RecursiveDoubling(),
+    "grid": Grid(),
+}
 
 
 class Inline:
@@ -107,6 +114,31 @@ def allocated_by_sum(path: Collective) -> list[int]:
     for _ in range(WARM):
         path.all_reduce(x, "whole").wait()
     return allocated(lambda: path.all_reduce(x, "whole").wait())
+
+
+def allocated_by_scatter(path: Collective) -> tuple[list[int], list[int]]:
+    """What scatters allocate that are not the first: of rows that may be changed, and of others."""
+    rows, memory = torch.randn(path.group.size, N), torch.empty(path.group.size - 1, N)
+    for _ in range(WARM):
+        path.reduce_scatter(rows, "rows", lambda: memory).wait()
+    given = allocated(lambda: path.reduce_scatter(rows, "rows", lambda: memory).wait())
+    return given, allocated(lambda: path.reduce_scatter(rows, "rows").wait())
+
+
+@pytest.mark.capability("L4")
+def test_scatters_along_hops_allocate_nothing() -> None:
+    """Rows are summed where they lie; on four ranks, where a grid has two columns."""
+
+    def ranks(cluster: Cluster) -> dict[str, tuple[list[int], list[int]]]:
+        group: Group = twin_group(Mesh.build(cluster, {"replica": 4}).replica, "scattered")
+        net = Net(60.0)
+        with patch.object(by_messages, "Line", Inline):
+            by_word = {word: MessageCollective(net, group, hops) for word, hops in HOPS.items()}
+            return {word: allocated_by_scatter(path) for word, path in by_word.items()}
+
+    for found in run_ranks(ranks, 4):
+        assert {*found} == {*HOPS}
+        assert all(not given and others for given, others in found.values()), found
 
 
 @pytest.mark.capability("L4")

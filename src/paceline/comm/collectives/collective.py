@@ -72,7 +72,8 @@ class Collective(Protocol):
         It may be that row of `x` itself, and is good until `x` changes or the next sum of `key`.
 
         Args:
-            arriving: gives memory [P - 1, n] for what others send, where the route can use it.
+            arriving: gives memory [P - 1, n] for what others send, where the route can use it; all rows
+                of `x` may be changed then.
         """
 
     def all_gather(self, x: Tensor, key: str, out: Tensor | None = None) -> Handle:

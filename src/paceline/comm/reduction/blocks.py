@@ -78,10 +78,10 @@ class Blocks:
         return number
 
     def arriving(self, rows: Tensor, turn: int) -> Arriving:
-        """Memory for what other ranks send of rows [P, n], where blocks stay; one of each turn is in use."""
-        if not self._num_kept:
-            return None
+        """Memory for what other ranks send of rows [P, n]; where blocks stay, one of each turn is in use."""
         num_others, width = len(rows) - 1, rows.shape[1]
+        if not self._num_kept:
+            return lambda: rows.new_empty(num_others, width)
         name, room = f"{self._name}arriving.{turn}", self._sizes[rows.dtype] // len(rows) * num_others
         size, where = (num_others, width), self._device
         return lambda: self._workspace.take(name, size, rows.dtype, where, room=room)

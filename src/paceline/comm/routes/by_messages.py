@@ -64,12 +64,14 @@ class MessageCollective:
 
     def reduce_scatter(self, x: Tensor, key: str, arriving: Arriving = None) -> Handle:
         """See `Collective`."""
-        rows = x.clone(memory_format=torch.contiguous_format)
+        rank, stays = self.group.rank, arriving is None or not x.is_contiguous()
+        rows = x.clone(memory_format=torch.contiguous_format) if stays else x
         if self.group.size == 1 or rows.numel() == 0:
-            return Handle.ready(rows[self.group.rank])
-        return self._submit(
+            return Handle.ready(rows[rank])
+        handle = self._submit(
             "reduce_scatter", rows, rows[0].numel(), lambda mail: self._hops.reduce_scatter(mail, rows)
         )
+        return handle.then(torch.clone) if stays else handle
 
     def all_gather(self, x: Tensor, key: str, out: Tensor | None = None) -> Handle:
         """See `Collective`."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from math import isqrt
 
-import torch
 from torch import Tensor
 
 from paceline.comm.routes.hops import Sent, length, stretch
@@ -38,22 +37,22 @@ class Grid:
     def reduce_scatter(self, mail: Mail, rows: Tensor) -> Tensor:
         """See `Hops`: rows for the ranks of a column travel along the row together."""
         along, across = _row(mail), _column(mail)
-        by_column = rows.view(across.size, along.size, *rows.shape[1:]).transpose(0, 1).contiguous()
+        by_column = _by_column(mail, rows)
+        by_column.copy_(rows.view(across.size, along.size, *rows.shape[1:]).transpose(0, 1))
         add_round(along, list(by_column))
         mine = by_column[along.rank]
         add_round(across, list(mine))
-        return mine[across.rank].clone()
+        return rows[mail.rank].copy_(mine[across.rank])
 
     def all_gather(self, mail: Mail, rows: Tensor) -> Tensor:
         """See `Hops`."""
         along, across = _row(mail), _column(mail)
-        by_column = torch.empty(
-            along.size, across.size, *rows.shape[1:], dtype=rows.dtype, device=rows.device
-        )
+        by_column = _by_column(mail, rows)
         by_column[along.rank, across.rank] = rows[mail.rank]
         pass_round(across, list(by_column[along.rank]))
         pass_round(along, list(by_column))
-        return rows.copy_(by_column.transpose(0, 1).reshape(rows.shape))
+        rows.view(across.size, along.size, *rows.shape[1:]).copy_(by_column.transpose(0, 1))
+        return rows
 
     def broadcast(self, mail: Mail, x: Tensor, source: int) -> Tensor:
         """See `Hops`: along the column of the source, then along every row."""
@@ -83,6 +82,13 @@ class Grid:
 def columns_of(size: int) -> int:
     """The largest divisor that is not above the root of the number of ranks."""
     return next(width for width in range(isqrt(size), 0, -1) if size % width == 0)
+
+
+def _by_column(mail: Mail, rows: Tensor) -> Tensor:
+    """Memory [X, Y, n] for `rows` [X Y, n], those of a column together; their own where they lie so."""
+    width = columns_of(mail.size)
+    found = rows.view(mail.size // width, width, *rows.shape[1:]).transpose(0, 1)
+    return found if found.is_contiguous() else mail.workspace.like("by column", found)
 
 
 def _row(mail: Mail) -> Mail:

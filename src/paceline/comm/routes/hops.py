@@ -29,7 +29,7 @@ class Hops(Protocol):
         """Sum `x` [n] in place."""
 
     def reduce_scatter(self, mail: Mail, rows: Tensor) -> Tensor:
-        """The sum of row `mail.rank` of `rows` [P, n], [n]; `rows` may be changed."""
+        """The sum of row `mail.rank` of `rows` [P, n], in its place; the others may be changed."""
 
     def all_gather(self, mail: Mail, rows: Tensor) -> Tensor:
         """Fill in the rows of the other ranks, [P, n], in place."""

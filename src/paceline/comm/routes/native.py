@@ -33,10 +33,14 @@ class NativeCollective:
 
     def reduce_scatter(self, x: Tensor, key: str, arriving: Arriving = None) -> Handle:
         """See `Collective`."""
-        halves = x.dtype in (torch.float16, torch.bfloat16)  # whose sums of three would be rounded twice
-        if arriving is None or x.device.type != "cpu" or halves or x.is_complex() or self.group.size == 1:
+        if arriving is None or x.device.type != "cpu" or not self._adds_exactly(x) or self.group.size == 1:
             return self.net.reduce_scatter(x, self.group).then(lambda row: row.view(-1))
         return scatter_rows(self.net, x, arriving(), self.group)
+
+    def _adds_exactly(self, x: Tensor) -> bool:
+        """Whether row after row can be added: sums of three halves would be rounded twice."""
+        halves = x.dtype in (torch.float16, torch.bfloat16)
+        return not (x.is_complex() or (halves and self.group.size > 2))
 
     def all_gather(self, x: Tensor, key: str, out: Tensor | None = None) -> Handle:
         """See `Collective`."""

@@ -42,17 +42,19 @@ class RecursiveDoubling:
         core, extra = core_of(mail.size), mail.rank + core_of(mail.size)
         if mail.rank >= core:
             mail.send(mail.rank - core, rows)
-            return mail.receive(mail.rank - core, torch.empty_like(rows[0]))
+            return mail.receive(mail.rank - core, rows[mail.rank])
         if extra < mail.size:
             rows += mail.receive(extra, mail.workspace.like("arrived", rows))
         for bit in reversed(_bits(core)):
             partner = mail.rank ^ bit
             keep, give = (_owned(_half(rank, bit, core), core, mail.size) for rank in (mail.rank, partner))
-            arrived = mail.workspace.take("arrived", (len(keep), *rows.shape[1:]), rows.dtype, rows.device)
-            rows[keep] += mail.exchange(partner, rows[give], partner, arrived)
+            arrived = _room(mail, "arrived", rows, len(keep))
+            mail.exchange(partner, _together(mail, rows, give), partner, arrived)
+            for row, other in zip(keep, arrived, strict=True):
+                rows[row] += other
         if extra < mail.size:
             mail.send(extra, rows[extra])
-        return rows[mail.rank].clone()
+        return rows[mail.rank]
 
     def all_gather(self, mail: Mail, rows: Tensor) -> Tensor:
         """See `Hops`: what is known doubles in every round."""
@@ -65,8 +67,10 @@ class RecursiveDoubling:
         for bit in _bits(core):
             partner = mail.rank ^ bit
             mine, others = (_owned(_block(rank, bit), core, mail.size) for rank in (mail.rank, partner))
-            arrived = mail.workspace.take("arrived", (len(others), *rows.shape[1:]), rows.dtype, rows.device)
-            rows[others] = mail.exchange(partner, rows[mine], partner, arrived)
+            arrived = _room(mail, "arrived", rows, len(others))
+            mail.exchange(partner, _together(mail, rows, mine), partner, arrived)
+            for row, other in zip(others, arrived, strict=True):
+                rows[row].copy_(other)
         if extra < mail.size:
             mail.send(extra, rows)
         return rows
@@ -101,6 +105,19 @@ class RecursiveDoubling:
             known = [len(_owned(_block(rank, bit), core, size)) for bit in _bits(core)]
             sent = sum(known) + (size if has_extra else 0)
         return Sent(sent * n, rounds + outside)
+
+
+def _room(mail: Mail, name: str, rows: Tensor, count: int) -> Tensor:
+    """Memory for so many rows."""
+    return mail.workspace.take(name, (count, *rows.shape[1:]), rows.dtype, rows.device)
+
+
+def _together(mail: Mail, rows: Tensor, places: Sequence[int]) -> Tensor:
+    """Some rows as one piece of memory: where they lie, if they follow each other."""
+    first, count = places[0], len(places)
+    if [*places] == [*range(first, first + count)]:
+        return rows[first : first + count]
+    return torch.stack([rows[place] for place in places], out=_room(mail, "leaving", rows, count))
 
 
 def core_of(size: int) -> int:

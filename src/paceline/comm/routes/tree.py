@@ -41,7 +41,7 @@ class Tree:
 
     def reduce_scatter(self, mail: Mail, rows: Tensor) -> Tensor:
         """See `Hops`."""
-        return self.all_reduce(mail, rows)[mail.rank].clone()
+        return self.all_reduce(mail, rows)[mail.rank]
 
     def all_gather(self, mail: Mail, rows: Tensor) -> Tensor:
         """See `Hops`: a rank sends up the rows of its subtree, and all of them down."""

@@ -54,17 +54,22 @@ class CollectiveContract(ABC):
                 assert float((ranks[0][k] - right).abs().max()) <= 2 * bound
 
     def test_reduce_scatter_gives_each_rank_its_row(self) -> None:
-        def run(cluster: Cluster) -> Tensor:
+        """Through memory of its own, or through what it is given."""
+
+        def run(cluster: Cluster) -> tuple[Tensor, Tensor]:
             path, group = self.start(cluster)
             rows = torch.stack([_values(40, 10 * group.rank + row) for row in range(group.size)])
-            return path.reduce_scatter(rows, "rows").wait()
+            found = path.reduce_scatter(rows.clone(), "rows").wait().clone()
+            given = path.reduce_scatter(rows, "given", lambda: torch.empty(group.size - 1, 40)).wait()
+            return found, given
 
         for world in self.worlds:
-            for row, found in enumerate(run_ranks(run, world)):
+            for row, both in enumerate(run_ranks(run, world)):
                 parts = [_values(40, 10 * rank + row) for rank in range(world)]
                 bound = self.relative_error * sum(float(part.abs().max()) for part in parts)
-                assert found.shape == (40,)
-                assert float((found - sum(parts)).abs().max()) <= bound
+                for found in both:
+                    assert found.shape == (40,)
+                    assert float((found - sum(parts)).abs().max()) <= bound
 
     def test_all_gather_collects_rows_by_rank(self) -> None:
         def run(cluster: Cluster) -> Tensor:

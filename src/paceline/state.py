@@ -163,12 +163,12 @@ class TrainState:
         pieces = {f"model/{n}": self._model_piece(n, value) for n, value in self._model_tensors().items()}
         kept = self._kept_by_keepers(source.shapes)
         own = {name: piece.slot.index for name, piece in pieces.items()}
-        values = source.read(own | dict(self.kept.wanted(source.shapes)) | kept)
+        values = dict(source.read(own | dict(self.kept.wanted(source.shapes)) | kept))
 
-        def take_over() -> None:
+        def take_over() -> None:  # what has found its place is let go of
             with torch.no_grad():
                 for name, piece in pieces.items():
-                    piece.tensor.copy_(values[name])
+                    piece.tensor.copy_(values.pop(name))
             same = scalars["optimizer_kind"] == type(self.optimizer).__name__
             self.kept.take(values, scalars["optimizer"] if same else {})
             self.groups.restore(scalars["groups"])

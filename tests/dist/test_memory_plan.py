@@ -104,6 +104,13 @@ SPREAD = [
     case("replicas=2 pipeline=2 sync=local:1", "chain"),
     case("replicas=2 context=2 sync=diloco:1", "ring", shards=2),
 ]
+SWITCHES = [
+    case("replicas=2 shard=2 zero=1 route=native sync=every-step@2,local:1", "chain", steps=4),
+    case("replicas=2 shard=2 zero=3 route=native sync=diloco:1@2,every-step", "chain", steps=4),
+    case("replicas=2 shard=2 zero=2 sync=local:1@2,diloco:1", steps=4),
+    case("replicas=2 pipeline=2 sync=diloco:1@2,every-step", steps=4),
+    case("replicas=2 tensor=2 sync=every-step@2,local:1", "chain", shards=2, steps=4),
+]
 
 FEW = {
     "gpt replicas=2 sync=local:1 adamw auto 4",
@@ -151,6 +158,12 @@ def test_positions_that_are_split_beside_other_cuts_allocate_what_was_planned() 
 @pytest.mark.capability("L3", "I6")
 def test_replicas_of_several_ranks_that_train_alone_allocate_what_was_planned() -> None:
     require_close(SPREAD, 4, run_ranks(allocated, 4, SPREAD))
+
+
+@pytest.mark.soak
+@pytest.mark.capability("L3", "I6")
+def test_spread_replicas_that_change_their_rule_allocate_what_was_planned() -> None:
+    require_close(SWITCHES, 4, run_ranks(allocated, 4, SWITCHES))
 
 
 CODED = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -58,11 +58,17 @@ def take_snapshot(state: TrainState, mesh: Mesh, net: Net) -> Snapshot:
     pieces = state.pieces()
     apart = [piece for piece in pieces if "replica" in piece.slot.axes]
     whole = gather_whole([piece for piece in pieces if "replica" not in piece.slot.axes], mesh.inside, net)
+    scalars = common_scalars(state, mesh, net)
+    return Snapshot(state.step, whole | gather_whole(apart, mesh.world, net), scalars)
+
+
+def common_scalars(state: TrainState, mesh: Mesh, net: Net) -> dict[str, Any]:
+    """Everything that is not a tensor, of all ranks; collective, equal on every rank of a replica."""
     scalars = state.scalars()
     updating = mesh.world if _has_servers(state) else mesh.inside
     for text in gather_texts(json.dumps(scalars["optimizer"]), updating, net):
         scalars["optimizer"].update(json.loads(text))  # numbers of parameters that another rank updates
-    return Snapshot(state.step, whole | gather_whole(apart, mesh.world, net), scalars)
+    return scalars
 
 
 def _has_servers(state: TrainState) -> bool:
@@ -84,16 +90,39 @@ def share_snapshot(
         entries = [(name, list(t.shape), str(t.dtype)) for name, t in mine.tensors().items()]
         contents = json.dumps([entries, mine.scalars()])
     entries, scalars = json.loads(share_text(contents or "", group, net, device, source))
+    tensors = None if mine is None else mine.tensors()
+    return share_tensors(entries, tensors, group, net, device, source), scalars
+
+
+def share_tensors(
+    entries: Iterable[tuple[str, Sequence[int], str]],
+    mine: Mapping[str, Tensor] | None,
+    group: Group,
+    net: Net,
+    device: torch.device,
+    source: int = 0,
+) -> dict[str, Tensor]:
+    """Tensors of the group's rank `source` on every rank; collective.
+
+    Args:
+        entries: name, shape and type of each, equal on all ranks.
+        mine: by name, on rank `source`.
+    Wire: a broadcast for each dtype.
+    """
+    by_type: dict[str, list[tuple[str, Sequence[int]]]] = {}
+    for name, shape, dtype in entries:
+        by_type.setdefault(dtype, []).append((name, shape))
     found: dict[str, Tensor] = {}
-    for dtype in sorted({entry[2] for entry in entries}):
-        alike = [(name, shape) for name, shape, kind in entries if kind == dtype]
+    for dtype, alike in sorted(by_type.items()):
         sizes = [prod(shape) for _, shape in alike]
-        flat = torch.zeros(sum(sizes), dtype=getattr(torch, dtype.removeprefix("torch.")), device=device)
-        if mine is not None:
-            flat = torch.cat([mine.tensors()[name].detach().reshape(-1).to(device) for name, _ in alike])
+        if mine is None:
+            kind = getattr(torch, dtype.removeprefix("torch."))
+            flat = torch.zeros(sum(sizes), dtype=kind, device=device)
+        else:
+            flat = torch.cat([mine[name].detach().reshape(-1).to(device) for name, _ in alike])
         pieces = net.broadcast(flat, group, source).wait().split(sizes)
         found |= {name: piece.view(shape) for (name, shape), piece in zip(alike, pieces, strict=True)}
-    return found, scalars
+    return found
 
 
 def gather_whole(pieces: Sequence[Piece], group: Group, net: Net) -> dict[str, Tensor]:
@@ -128,15 +157,15 @@ def gather_in_slices(pieces: Sequence[Piece], group: Group, net: Net) -> Iterato
     tables = [json.loads(text) for text in gather_texts(json.dumps(own), group, net)]
     sizes = dict(sorted((name, size) for table in tables for name, size in table))
     yield {piece.slot.name: piece.tensor for piece in pieces if piece.slot.name not in sizes}
-    for names in _slices(sizes):
+    for names in slices(sizes, _SLICE_BYTES):
         yield gather_whole([piece for piece in pieces if piece.slot.name in names], group, net)
 
 
-def _slices(sizes: Mapping[str, int]) -> Iterator[set[str]]:
-    """Names in turn, together of at most `_SLICE_BYTES`, and at least one."""
+def slices(sizes: Mapping[str, int], most: int) -> Iterator[set[str]]:
+    """Names in turn, by their bytes: together at most `most`, and at least one name."""
     names, total = set[str](), 0
     for name, size in sizes.items():
-        if names and total + size > _SLICE_BYTES:
+        if names and total + size > most:
             yield names
             names, total = set(), 0
         names.add(name)
@@ -168,7 +197,9 @@ def _place(entries: Sequence[_Entry], values: Tensor, found: dict[str, Tensor]) 
     """Write one rank's parts into the whole tensors."""
     slots = [Slot(name, tuple(shape), tuple(map(tuple, part))) for name, shape, part, _ in entries]
     for slot, piece in zip(slots, values.split([slot.numel for slot in slots]), strict=True):
-        found.setdefault(slot.name, values.new_zeros(slot.shape))[slot.index] = piece.view(slot.sizes)
+        if slot.name not in found:
+            found[slot.name] = values.new_zeros(slot.shape)
+        found[slot.name][slot.index] = piece.view(slot.sizes)
 
 
 _GATHERS = "paceline.layout.shard.on_use"

@@ -6,7 +6,7 @@ Not here: its groups (`groups`), and attributes of the object, which are in no `
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -157,26 +157,26 @@ class KeptByOptimizer:
                 slot = own[name]
                 yield full, () if slot is None or is_numbered(key) else moment_part(shape, slot)
 
-    def take(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+    def take(self, tensors: MutableMapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Give the optimizer a saved state; what it has is forgotten.
 
         Args:
-            tensors: by full name; others are left alone.
+            tensors: by full name; those that are taken are gone, others are left alone.
             values: as `values` gave them.
         """
-        numbers = {f"optimizer/{name}": value for name, value in values.items()}
+        given: dict[str, Any] = {f"optimizer/{name}": value for name, value in values.items()}
+        given |= {full: tensors.pop(full) for full in [*tensors] if full.startswith("optimizer/")}
         found: dict[str, dict[str, Any]] = {}
-        for full, value in {**tensors, **numbers}.items():
-            if full.startswith("optimizer/"):
-                name, key = _split(full)
-                found.setdefault(name, {})[key] = value
+        for full in [*given]:
+            name, key = _split(full)
+            found.setdefault(name, {})[key] = given.pop(full)
         self._optimizer.state.clear()
         slots = {p: slot for slot, p in self.optimized()}
         for group in self._optimizer.param_groups:
             for p in group["params"]:
                 if slots[p].name in found:
                     place = partial(placed_with, p=p, group=group)
-                    self._optimizer.state[p] = join(found[slots[p].name], place)
+                    self._optimizer.state[p] = join(found.pop(slots[p].name), place)
         beside: dict[Any, Any] = join(found.get("", {}), _copied)
         self._optimizer.state.update(beside)
 

@@ -18,7 +18,7 @@ from paceline.plan.parts import MemoryPlan
 from paceline.plan.planner import Planner
 from paceline.plan.ranks import CPU
 from paceline.plan.switching import under, while_switching
-from paceline.recipe import Recipe, Strategy, most_sharers, resolve
+from paceline.recipe import Recipe, most_sharers, resolve
 from paceline.recipe.phases import phases_of
 from paceline.task import Task
 from paceline.training.stage_choice import cut_here
@@ -106,17 +106,10 @@ def _cut_here(recipe: Recipe, task: Task, processes: int) -> Recipe:
     return recipe.replace(strategy=recipe.strategy.replace(stages=stages))
 
 
-def _is_alone_and_spread(strategy: Strategy) -> bool:
-    """Whether replicas of several ranks train alone."""
-    return strategy.ranks_per_replica > 1 and any(rule.agrees == "replica" for rule in strategy.rules)
-
-
 def _require_known(recipe: Recipe) -> None:
     strategy = recipe.strategy
-    spread, switches = _is_alone_and_spread(strategy), len(strategy.rules) > 1
     unknown = {
         f"sync={strategy.sync}": not all(rule.memory for rule in strategy.rules),
-        f"sync={strategy.sync} of replicas of several ranks": spread and switches,
         f"codec={strategy.codec} of servers": strategy.is_coded and strategy.servers > 0,
         f"lanes={strategy.lanes} that are stages, or of a sharded state": strategy.lanes > 1
         and strategy.pipeline * strategy.shard > 1,

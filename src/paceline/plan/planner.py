@@ -14,6 +14,7 @@ from paceline.plan.coding import inside_replicas
 from paceline.plan.fixed import fixed_bytes, untrained_bytes
 from paceline.plan.flow import Flow
 from paceline.plan.gathers import Gathers, gathers_of
+from paceline.plan.handed_over import State
 from paceline.plan.layers import layer_rows, layers_of, names_by_block
 from paceline.plan.messages import buffer_bytes, near_stages
 from paceline.plan.micro_batches import MicroBatches
@@ -96,19 +97,14 @@ class Planner:
         """Of the first rank."""
         return self._basis(self._places[0]).rule
 
-    @property
-    def carried(self) -> tuple[int, int]:
-        """Bytes of the whole state, as a checkpoint would hold it, and of what ranks put together for it.
+    def own_sums(self, number: int) -> int:
+        """Bytes of gradients that are there before any are."""
+        return self._basis(self._places[number % len(self._places)]).sums.own
 
-        Replicas that train alone have optimizers of their own, all of which are state.
-        """
-        strategy, model, rule = self.recipe.strategy, self._model, self.rule
-        weights = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-        alone = strategy.degrees["replica"] if strategy.rule.agrees == "replica" else 0
-        kept = int(self._micro_batches.update.kept * weights)
-        average = weights if self.recipe.average.decay is not None else 0
-        saved = sum(t.nbytes for t in {*model.state_dict(keep_vars=True).values()}) + rule.saved
-        return saved + average + kept * (1 + alone), kept * alone
+    def state_of(self, number: int) -> State:
+        """The state of all, and what one rank has of it."""
+        place, rule = self._places[number % len(self._places)], self.rule
+        return State(self.recipe, self._model, place.held, self._item_bytes, self._kept, rule.saved)
 
     def _basis(self, place: Place) -> _Basis:
         sizes, work = sizes_of(place.held.values(), self._item_bytes), self._micro_batches.work(place)
@@ -187,10 +183,15 @@ class Planner:
             self._travelling[sizes] = travelling_bytes(*of, common=self._in_common)
         return self._travelling[sizes]
 
+    @property
+    def _kept(self) -> float:
+        """Bytes of the optimizer for each byte that it updates."""
+        return self._micro_batches.update.kept
+
     def _state(self, sizes: Sizes) -> int:
         """Of the optimizer, and the average of the weights."""
         average = sizes.updates if self.recipe.average.decay is not None else 0
-        return int(self._micro_batches.update.kept * sizes.updates) + average
+        return int(self._kept * sizes.updates) + average
 
     def _still(self, place: Place, sums: Sums, gathers: Gathers, rule: RuleMemory) -> Parts:
         """What stays while a rank trains."""

@@ -25,6 +25,8 @@ scattered, or in memory that the path allocates for it.
 def arriving_of(recipe: Recipe, trained: Iterable[Tensor]) -> Arriving:
     """Where what comes in scatters of these tensors does; see `NativeCollective.reduce_scatter`."""
     route, shards = recipe.strategy.path, recipe.strategy.shard
+    if recipe.strategy.is_coded:
+        return "apart"
     if route.hops and not route.in_memory:
         return "in place"
     adds = all(p.is_floating_point() and (p.element_size() > 2 or shards == 2) for p in trained)

@@ -1,7 +1,6 @@
 """A run whose rule changes on the way: what it has under each of its rules, and while one follows another.
 
-Between two rules the state travels as a checkpoint would hold it, whole, to every rank: the first has it
-twice, as it puts it together.
+Between two rules the state goes from rank to rank some tensors at a time; see `paceline.layout.handover`.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from paceline.plan.handed_over import most_on_its_way
 from paceline.plan.parts import RankMemory
 from paceline.plan.planner import Planner
 
@@ -22,25 +22,24 @@ def under(rank: RankMemory, planner: Planner) -> RankMemory:
 def while_switching(
     before: Planner, ranks: Sequence[RankMemory], after: Planner, others: Sequence[RankMemory]
 ) -> list[RankMemory]:
-    """What there is where a rule has ended and another begins; nobody has let go of the first yet.
+    """What there is where a rule has ended and another begins: of the first its state alone is left.
 
     Args:
         before, ranks: of the rule that has ended.
         after, others: of the other.
     """
-    state, gathered = before.carried
+    strategy = before.recipe.strategy
+    ranks_and_parts = strategy.ranks_per_replica, before.processes, strategy.shard * strategy.tensor
+    kept = before.rule.state if before.rule.saved else 0  # what is saved lies beside what is not
     word, found = after.recipe.strategy.sync, []
     for number in range(max(len(ranks), len(others))):
-        travels = gathered + state * (2 if number == 0 else 1)
-        old, new = ranks[number % len(ranks)], others[number % len(others)]
+        new = others[number % len(others)]
+        state = before.state_of(number).tensors(after.state_of(number))
         parts = replace(
             new.stays,
-            gradients=old.stays.gradients,
-            moments=new.stays.moments
-            - after.rule.saved
-            + before.rule.state,  # nothing is saved of the new one
-            activations=travels,
-            wire=new.stays.wire + old.stays.wire,
+            gradients=after.own_sums(number),
+            moments=new.stays.moments + kept,
+            activations=most_on_its_way(state, *ranks_and_parts, is_first=number == 0),
         )
         found.append(replace(new, rank=number, moments={f"switch to {word}": parts}))
     return found

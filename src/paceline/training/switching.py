@@ -1,8 +1,8 @@
 """A session goes on under another rule, in the same processes: what hangs on the rule is made again.
 
 As after a change of members (`renewal`), model, optimizer and data stay where they are, and reduction, guard,
-update step and rule are new. What they go on from is the state as a checkpoint would hold it, taken
-and given back in memory.
+update step and rule are new. What they go on from is the state as a checkpoint would hold it, which goes from
+rank to rank in memory, some tensors at a time.
 
 Invariant: a run that switches is the run that starts under the second rule from that checkpoint. What both
 rules keep (inner optimizers of replicas, outer momentum) goes on; what the second does not know ends; what it
@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from paceline.layout.handover import Handover
 from paceline.state import TrainState
 from paceline.task import Task
 from paceline.training.layouts import Grounds
@@ -39,8 +40,10 @@ def enter(session: Session, arrange: Arrange, step: int, *, carries: bool = True
     if rule == strategy.sync and chooses:
         return
     session.settle()
-    snapshot = session.snapshot() if carries else None
+    handover = Handover(session.state, session.mesh, session.net) if carries else None
     session.release()
+    for parameter in (*session.placed.holding.computes.values(), *session.placed.holding.updates.values()):
+        parameter.grad = None  # of the last step; it may keep a bucket in memory
     recipe = grounds.setting.recipe.under(session.whole_strategy.under(rule))
     setting = replace(grounds.setting, recipe=recipe, closers=[], presence=[])
     setting = replace(setting, choices=session.turns.choices, awaited=session.turns.awaited)
@@ -52,6 +55,7 @@ def enter(session: Session, arrange: Arrange, step: int, *, carries: bool = True
         setattr(session, name, value)
     for put in session.puts:
         put()
-    if carries:
-        session.take_over(snapshot)
+    if handover is not None:
+        session.make_ready(handover.scalars)
+        state.read_from(handover, handover.scalars)()
         session.notes.add("switch", {"step": step, "sync": rule})

@@ -5,10 +5,12 @@ from __future__ import annotations
 from contextlib import closing
 
 import pytest
+from torch import float32
 
 from paceline.comm import Net
 from paceline.mesh import Group
 from paceline.plan import coding
+from paceline.plan.paths import Buffer
 from paceline.plan.ranks import SendsNothing
 from paceline.recipe import Recipe, Strategy
 from paceline.training.codecs import code
@@ -49,6 +51,6 @@ def held(recipe: Recipe, sizes: list[int]) -> int:
 )
 def test_what_coding_takes_is_planned_whatever_the_sizes(codec: str, route: str, sizes: list[int]) -> None:
     recipe = Recipe(task="sum", steps=1, strategy=Strategy.parse(f"replicas=2 codec={codec} route={route}"))
-    buffers = [coding._Buffer(size, ()) for size in sizes]
+    buffers = [Buffer(size, float32, ()) for size in sizes]
     planned, real = coding._taken(recipe, coding._sum, RANKS, buffers, sum(sizes)), held(recipe, sizes)
     assert real - 2**12 <= planned <= 1.1 * real + 2**16, (planned, real)

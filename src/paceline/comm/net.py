@@ -117,9 +117,9 @@ class Net:
         """Send `parts[i]` to rank i; the handle returns what each rank sent here. All parts are alike."""
         if group.handle is None:
             return Handle.ready([part.clone() for part in parts])
-        source = _carried(torch.stack(list(parts)))
+        source, kind = _carried(torch.stack(list(parts))), parts[0].dtype  # the parts may go
         arriving = self.exchange_rows(source, torch.empty_like(source), group)
-        return arriving.then(lambda out: list(out.to(parts[0].dtype)))
+        return arriving.then(lambda out: list(out.to(kind)))
 
     def exchange_rows(self, x: Tensor, out: Tensor, group: Group, tag: int = 0) -> Handle:
         """Send row i of `x` [P, ...] to rank i; the handle returns `out`, what each rank sent here.

@@ -87,6 +87,8 @@ class StageThreads(LedByFirst):
         """See `Placed.run`; each stage works in the order of its schedule."""
         self._phases.begin("data")
         loaded = list(islice(micro_batches, count))
+        for p in self.holding.computes.values():
+            p.grad = None  # of the step before; the stages have gradients of their own
         before = self.buffers.values()
         self.buffers.begin_step()
         for stage in self._stages:

@@ -169,7 +169,7 @@ class Rehearsal:
         """
         live, before = LiveBytes(loaded), self._made.exchanged()
         places = Places(self._layers, live)
-        live.leave_out([*model.parameters(), *model.buffers()])
+        live.leave_out([*model.parameters(), *model.buffers(), *(arrived or ())])
         completes: list[str] = []
         with _completing(model, live, completes), live:
             x = tuple(t.detach().clone().requires_grad_(t.is_floating_point()) for t in arrived or ())

@@ -12,67 +12,24 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from paceline import Loss, Task
 from paceline.cluster import Cluster
 from paceline.comm.channel.outbox import Outbox
-from paceline.models import GPT, GPTConfig, gpt_chain, initialize_gpt, without_memory
 from paceline.plan import plan_memory
 from paceline.plan.live_bytes import LiveBytes
 from paceline.recipe import Recipe, Strategy
-from paceline.tasks.byte_gpt import next_token_loss, next_token_sequence
 from paceline.testing.parity import session_of
 from tests.mapped import Mapped
 from tests.peak import bytes_now
+from tests.planned_tasks import TASKS
 
 STEPS, FRAMES = "all steps", "bytes in frames:"
 SMALL_BYTES = 2**16  # numbers, one batch, tallies
 NUMBERS_BYTES = 2**14
-SAMPLES = 32
-
-
-def small_gpt(heads: int = 4) -> Task:
-    """A GPT whose activations weigh about as much as its parameters."""
-    with without_memory():
-        model = GPT(GPTConfig(vocab=257, context=32, layers=4, heads=heads, width=128))
-    return Task(
-        model,
-        list(torch.arange(SAMPLES * 33).remainder(257).view(SAMPLES, 33)),
-        next_token_loss,
-        sequence=next_token_sequence,
-        stages=gpt_chain,
-        initialize=initialize_gpt,
-        tensor={"blocks.*.feed_forward.expand": "column", "blocks.*.feed_forward.project": "row"},
-    )
-
-
-def wide_chain() -> Task:
-    """Layers of different widths, built whole; parameters weigh more than activations."""
-    torch.manual_seed(1)  # tensor ranks see the same samples
-    layers: list[nn.Module] = []
-    widths = (64, 512, 512, 128, 640, 64)
-    for before, after in pairwise(widths):
-        layers += [nn.Linear(before, after), nn.ReLU()]
-    return Task(
-        nn.Sequential(*layers),
-        list(torch.rand(SAMPLES, 64)),
-        lambda model, x: Loss((model(x) - x).square().sum(), len(x)),
-        tensor={"0": "column", "2": "row", "4": "column", "6": "row"},
-    )
-
-
-def one_head() -> Task:
-    """The GPT with a head that no ranks can divide, so that keys and values go around a ring."""
-    return small_gpt(heads=1)
-
-
-TASKS: dict[str, Callable[[], Task]] = {"gpt": small_gpt, "ring": one_head, "chain": wide_chain}
 
 
 class Case(NamedTuple):

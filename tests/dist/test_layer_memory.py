@@ -19,7 +19,8 @@ from paceline.plan.live_bytes import LiveBytes
 from paceline.plan.places import Places
 from paceline.testing import run_ranks
 from paceline.testing.parity import session_of
-from tests.allocations import TASKS, Case, case
+from tests.allocations import Case, case
+from tests.planned_tasks import TASKS
 
 CASES = [
     case("replicas=1 shard=2 zero=2", shards=2, memory={"recompute": "0,2"}),

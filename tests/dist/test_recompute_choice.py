@@ -10,7 +10,8 @@ from paceline.plan import plan_memory
 from paceline.recipe import Recipe
 from paceline.testing import run_ranks
 from paceline.testing.parity import Trajectory, ended, session_of
-from tests.allocations import SMALL_BYTES, Case, allocated, case, small_gpt
+from tests.allocations import SMALL_BYTES, Case, allocated, case
+from tests.planned_tasks import small_gpt
 
 STAGES = "replicas=1 pipeline=2"
 

@@ -14,6 +14,8 @@ EXACT = [
     case("replicas=1 shard=2 zero=2", "chain"),
     case("replicas=1 shard=2 zero=3", "chain"),
     case("replicas=1 shard=2 zero=2", reproducible=True),
+    case("replicas=1 shard=2 zero=1", "chain", reproducible=True),
+    case("replicas=1 shard=2 zero=1 route=native", "chain", reproducible=True),
     case("replicas=1 shard=2 zero=1 route=native", "chain", shards=2),
     case("replicas=1 shard=2 zero=2 route=native"),
     case("replicas=1 shard=2 zero=2 route=native", "chain"),

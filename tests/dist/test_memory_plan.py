@@ -16,16 +16,8 @@ from paceline.comm.handle import Handle
 from paceline.comm.line import Line, Rounds, run_alone
 from paceline.plan import plan_memory
 from paceline.testing import run_ranks
-from tests.allocations import (
-    SMALL_BYTES,
-    TASKS,
-    Case,
-    allocated,
-    case,
-    kept,
-    named,
-    require_close,
-)
+from tests.allocations import SMALL_BYTES, Case, allocated, case, kept, named, require_close
+from tests.planned_tasks import TASKS
 
 ALONE = [
     case("replicas=1"),
@@ -37,12 +29,14 @@ ALONE = [
     case("replicas=1", "chain", shards=1),
     case("replicas=1 ", "chain", optimizer="rmsprop"),
     case("replicas=1", reproducible=True),
+    case("replicas=1", "chain", reproducible=True),
 ]
 TWO = [
     case("replicas=2"),
     case("replicas=2 route=native"),
     case("replicas=2 route=native", "chain", shards=2),
     case("replicas=2 route=native", reproducible=True),
+    case("replicas=1 pipeline=2", "chain", reproducible=True, shards=8),
     case("replicas=1 shard=2 zero=1"),
     case("replicas=1 shard=2 zero=1", "chain"),
     case("replicas=1 shard=2 zero=1 route=native"),

@@ -7,18 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from paceline.comm.reduction import cover
+from paceline.comm.reduction.tree import Carry
 
 FP32_BYTES = 4
 
 
-def partial_sums(shards: range) -> list[int]:
-    """How many sums wait for others after each of these shards, in a tree of additions over all."""
-    return [
-        complete + (index + 1).bit_count()
-        for complete, node in enumerate(cover(shards))
-        for index in range(len(node))
-    ]
+def partial_sums(shards: Sequence[int]) -> list[int]:
+    """How many sums wait for others after each of these shards, in a tree of additions over all.
+
+    Args:
+        shards: that follow each other, in the order in which they come.
+    """
+    carry = Carry(cover(range(min(shards), max(shards) + 1)) if shards else [])
+    found = []
+    for shard in shards:
+        carry.push(range(shard, shard + 1), torch.empty(0))
+        found.append(carry.num_sums)
+    return found
 
 
 def whole_bytes(num_values: int) -> dict[str, int]:

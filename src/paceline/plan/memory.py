@@ -111,8 +111,6 @@ def _require_known(recipe: Recipe) -> None:
     unknown = {
         f"sync={strategy.sync}": not all(rule.memory for rule in strategy.rules),
         f"codec={strategy.codec} of servers": strategy.is_coded and strategy.servers > 0,
-        f"lanes={strategy.lanes} that are stages, or of a sharded state": strategy.lanes > 1
-        and strategy.pipeline * strategy.shard > 1,
         f"cut={strategy.cut}": bool(strategy.cut),
         f"servers={strategy.servers} reproducible": strategy.servers > 0 and recipe.is_ordered,
     }

@@ -10,8 +10,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from paceline.layout import Precision
 from paceline.layout.holding import without_values
+from paceline.layout.pipeline import cut_model
 from paceline.layout.pipeline.chain import chain_of
 from paceline.layout.sizes import bytes_of
+from paceline.plan.lanes import shards_side_by_side, stages_side_by_side
 from paceline.plan.layers import layers_of
 from paceline.plan.messages import late_bytes, near_stages
 from paceline.plan.moments import Work
@@ -51,8 +53,10 @@ class MicroBatches:
         self._shards = num_micro_batches(recipe, processes)
         self.most = -(-self._shards // ((strategy.replicas or 1) * strategy.shard))
         self._precision = Precision(compute, CPU.type, caches=not recipe.is_ordered)
-        parameters = trained_parameters(without_values(task.model))
-        self._item_bytes = {slot.name: p.element_size() for slot, p in parameters.items()}
+        model = without_values(task.model)
+        self._item_bytes = {slot.name: p.element_size() for slot, p in trained_parameters(model).items()}
+        stages = range(strategy.pipeline if strategy.pipeline > strategy.stage_ranks else 0)
+        self._side_by_side = [cut_model(task, model, len(stages), stage) for stage in stages]
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._found: dict[tuple[int, int, int], list[Footprint]] = {}
         self._update: Update | None = None
@@ -72,9 +76,7 @@ class MicroBatches:
     def work(self, place: Place) -> Work:
         """What a rank does in a step, and what each of its chunks takes for it."""
         if place.stage is None:
-            order = [Action(kind, k) for k in range(self.most) for kind in "FB"]
-            total = sum(bytes_of(one.computes, self._item_bytes) for one in place.held.values())
-            return Work(order, self.footprints(place), [total])
+            return self._of_threads(place)
         number, stages = place.stage.stage, place.stage.num_stages
         table = self.table(stages)
         order, parts = list(table.orders[number]), table.parts
@@ -86,6 +88,16 @@ class MicroBatches:
         divided = sum(max(0, before - 1) * f.arriving + max(0, after - 1) * f.departing for f in own)
         near = near_stages(self._recipe.strategy.degrees, place.rank, self._per_host)
         return Work(order, own, sizes, divided + late_bytes(own, table, number, near))
+
+    def _of_threads(self, place: Place) -> Work:
+        """Of a process that has no stage of its own: all of them, or none."""
+        sizes, found = self._item_bytes, self.footprints(place)
+        if cuts := self._side_by_side:
+            return stages_side_by_side(cuts, place.held, sizes, found, self.table(len(cuts)))
+        order = [Action(kind, k) for k in range(self.most) for kind in "FB"]
+        work = Work(order, found, [sum(bytes_of(one.computes, sizes) for one in place.held.values())])
+        lanes = self._recipe.strategy.lanes
+        return work if lanes == 1 else shards_side_by_side(work, lanes, self.most)
 
     def footprints(self, place: Place, parts: int = 1) -> list[Footprint]:
         """Of all chunks of the model, as ranks at this place run a micro-batch, or a part of one."""
@@ -106,14 +118,18 @@ class MicroBatches:
 
     def _chunks(self, model: nn.Module) -> list[list[nn.Module]] | None:
         """The links of every chunk, those of all stages one after another; None: there are no stages."""
+        lengths = [len(cut.links) for cut in self._side_by_side] or self._lengths()
+        if not lengths:
+            return None
+        links, ends = chain_of(self._task, model), accumulate(lengths, initial=0)
+        return [links[start:stop] for start, stop in pairwise(ends)]
+
+    def _lengths(self) -> list[int]:
+        """Numbers of links of the chunks that ranks have, in the order of the chain."""
         by_number = {
             chunk * place.stage.num_stages + place.stage.stage: len(links)
             for place in self._places
             if place.stage is not None
             for chunk, links in enumerate(place.stage.chunks)
         }
-        if not by_number:
-            return None
-        links = chain_of(self._task, model)
-        ends = accumulate((by_number[number] for number in sorted(by_number)), initial=0)
-        return [links[start:stop] for start, stop in pairwise(ends)]
+        return [by_number[number] for number in sorted(by_number)]

@@ -7,8 +7,8 @@ run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from paceline.plan.parts import Parts
 from paceline.plan.rehearsal import Footprint
@@ -26,14 +26,19 @@ class Work:
         gradients: bytes of all gradients of a chunk, by chunk.
         messages: bytes of larger parts that neighbours have sent, beside the own part of them, and of what
             the thread of a backend has not let go of.
-        is_lane: one of several threads, whose gradients are handed on behind a backward.
+        lanes: what each of the threads of the process does, if there are several.
+        apart: by chunk, bytes of gradients that stay for each micro-batch by itself until lanes have ended,
+            beside `gradients`.
+        shared: bytes of gradients of which several lanes have a part.
     """
 
     order: Sequence[Action]
     footprints: Sequence[Footprint]
     gradients: Sequence[int]
     messages: int = 0
-    is_lane: bool = False
+    lanes: Sequence[Work] = ()
+    apart: Mapping[int, int] = field(default_factory=dict)
+    shared: int = 0
 
     @property
     def evaluation(self) -> int:
@@ -83,7 +88,11 @@ class Walk:
 
     def most(self) -> Parts:
         """What is the largest."""
-        return max((one.parts for one in self.instants()), key=lambda parts: parts.total)
+        return self.largest().parts
+
+    def largest(self) -> Instant:
+        """The moment of that."""
+        return max(self.instants(), key=lambda one: one.parts.total)
 
     def _kept(self) -> int:
         return sum(n * one.kept for n, one in zip(self._flying, self._work.footprints, strict=True))
@@ -104,11 +113,12 @@ class Walk:
         ends = action.ends(self._split)
         completes = ends and action.part == self._last_part
         others = self._sums.own + sum(self._gradients(k) for k in range(len(self._ended)) if k != number)
+        others += self._apart(number)
         before = self._gradients_stand(number)
         after = self._standing(self._ended[number] + completes) if completes == ends and not learns else 1
         moved = self._sums.moved if action == self._last[number] else 0
         self._flying[number] -= 1
-        at_end = self._work.is_lane
+        at_end = self._sums.at_end
         for place, done, gone, alive in _samples(chunk, adds=before > 0, at_end=learns or at_end):
             grads = before * total + done if at_end else before * (total - gone) + after * gone
             still = self._still if learns else self._with_scatters(sum(self._ended), done)
@@ -128,7 +138,10 @@ class Walk:
         return replace(self._still, wire=self._still.wire + self._sums.on_the_way(micro_batch, done))
 
     def _gradients(self, chunk: int) -> int:
-        return self._gradients_stand(chunk) * self._work.gradients[chunk]
+        return self._gradients_stand(chunk) * self._work.gradients[chunk] + self._apart(chunk)
+
+    def _apart(self, chunk: int) -> int:
+        return self._ended[chunk] * self._work.apart.get(chunk, 0)
 
     def _gradients_stand(self, chunk: int) -> int:
         """How many times they are there now."""

@@ -110,7 +110,8 @@ class Reduced:
     @property
     def laid_apart(self) -> list[PartBuffer]:
         """Buckets that are scattered once a step, by messages of values as they are, a few at a time."""
-        strategy, waits = self.recipe.strategy, self.recipe.batch.sync_batchnorm
+        strategy = self.recipe.strategy
+        waits = self.recipe.batch.sync_batchnorm or self.recipe.is_ordered
         is_apart = strategy.shard > 1 and not (self.common or strategy.is_coded or self.leaves_often)
         return [x for one in self.reductions for x in one.buffers] if is_apart and not waits else []
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from paceline.plan.moments import Instant, Walk, Work
 from paceline.plan.parts import Parts
@@ -16,37 +16,41 @@ class SideBySide:
     Args:
         still: what stays during a step.
         sums: of the process; says what waits in each lane.
-        work: of all its micro-batches, one after another.
+        work: of the process, with that of its lanes.
     """
 
     def __init__(self, still: Parts, sums: Sums, work: Work) -> None:
-        self._still = still
-        self._lanes = [
-            Walk(
-                still,
-                replace(sums, waiting=waiting),
-                replace(work, order=work.order[: 2 * len(waiting)], is_lane=True),
-            )
-            for waiting in sums.lanes
-        ]
-        self._meeting = sum(waiting[-1] for waiting in sums.lanes) * sum(work.gradients)
+        self._still = still = replace(still, gradients=sums.own)
+        pairs = [*zip(sums.lanes, work.lanes, strict=True)]
+        self._lanes = [Walk(still, Sums(waiting=waiting, at_end=True), lane) for waiting, lane in pairs]
+        gradients = sum(_at_the_end(waiting, lane) for waiting, lane in pairs)
+        added = (1 + max(map(max, sums.lanes))) * work.shared
+        self._meeting = replace(still, gradients=sums.own + gradients + added, wire=still.wire + sums.meeting)
 
     def instants(self) -> Iterator[Instant]:
-        """Of the first lane, beside the most that others may have."""
-        others = [one.most() for one in self._lanes[1:]]
-        for instant in self._lanes[0].instants():
-            yield replace(instant, parts=self._together([instant.parts, *others]))
+        """Of each lane, beside the most that the others may have."""
+        most = [one.largest() for one in self._lanes]
+        for number, lane in enumerate(self._lanes):
+            others = [*most[:number], *most[number + 1 :]]
+            for instant in lane.instants():
+                together = [instant, *others]
+                flying = tuple(map(sum, zip(*(one.flying for one in together), strict=True)))
+                parts = self._together([one.parts for one in together])
+                yield replace(instant, parts=parts, flying=flying)
 
     def most(self) -> Parts:
         """What is the largest: while lanes run, or where their sums meet."""
-        meeting = replace(self._still, gradients=self._meeting)
-        return max(
-            self._together([one.most() for one in self._lanes]), meeting, key=lambda parts: parts.total
-        )
+        running = self._together([one.most() for one in self._lanes])
+        return max(running, self._meeting, key=lambda parts: parts.total)
 
-    def _together(self, parts: Sequence[Parts]) -> Parts:
-        return replace(
-            parts[0],
-            gradients=sum(one.gradients for one in parts),
-            activations=sum(one.activations for one in parts),
-        )
+    def _together(self, lanes: Sequence[Parts]) -> Parts:
+        """What stays, and what each lane has beside that."""
+        found = asdict(self._still)
+        for kind, stays in asdict(self._still).items():
+            found[kind] += sum(getattr(one, kind) - stays for one in lanes)
+        return Parts(**found)
+
+
+def _at_the_end(waiting: Sequence[int], lane: Work) -> int:
+    """Bytes of gradients that a lane has when it has ended."""
+    return waiting[-1] * sum(lane.gradients) + len(waiting) * sum(lane.apart.values())

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from paceline.comm.reduction import cover
 from paceline.comm.routes.shared_memory import CHUNK_VALUES
@@ -18,6 +19,8 @@ from paceline.plan.buckets import Bucket, Way
 from paceline.plan.forms import partial_sums
 from paceline.plan.reduced import Reduced
 from paceline.plan.scatters import scattered
+from paceline.recipe import Strategy
+from paceline.training.schedules import schedule_of
 
 
 @dataclass(frozen=True)
@@ -29,11 +32,13 @@ class Sums:
         own: sums of the own parts, where they are no part of a bucket.
         moved: by byte of a gradient that is complete in the last backward of a step, bytes of what moves it.
         leaves: a gradient is let go of as soon as it was handed on, with every micro-batch.
+        at_end: gradients are handed on behind a backward, as nobody waits for them meanwhile.
         waiting: where sums have one order, how many sums of gradients wait for others after each micro-batch.
         stays: between steps, gradients that are neither buckets nor own sums.
         under_way: while micro-batches run, what scatters take that may be under way: for the first and for
             later ones, bytes by those of the gradients that are complete, ascending.
         lanes: of threads of the process, each as `waiting`; their sums meet once all have ended.
+        meeting: what messages take then.
         learns: the first backward of a run lets go of gradients at its end.
         learning: what scatters take then.
     """
@@ -42,10 +47,12 @@ class Sums:
     own: int = 0
     moved: int = 0
     leaves: bool = False
+    at_end: bool = False
     waiting: Sequence[int] = ()
     stays: int = 0
     under_way: Sequence[Sequence[tuple[int, int]]] = ()
     lanes: Sequence[Sequence[int]] = ()
+    meeting: int = 0
     learns: bool = False
     learning: int = 0
 
@@ -88,24 +95,55 @@ def _in_order(of: Reduced) -> Sums:
     strategy, sizes, sharers = of.recipe.strategy, of.sizes, of.sharers
     blocks = [split(of.shards, sharers, rank) for rank in range(sharers)]
     if strategy.lanes > 1:
-        return _in_lanes(of, max(blocks, key=len))
-    waiting = partial_sums(max(blocks, key=lambda block: max(partial_sums(block), default=0)))
+        return _in_lanes(of, blocks)
+    found = [partial_sums(shards) for block in blocks for shards in _by_stage(strategy, block)]
+    waiting = max(found, key=max)
     if sharers == 1:
-        return Sums(sizes.shared, waiting=waiting, stays=sizes.computes)
+        return Sums(sizes.shared, at_end=True, waiting=waiting, stays=sizes.computes)
     nodes = max(len(cover(block)) for block in blocks)
-    own = _rows(of.buckets) if strategy.shard > 1 and not of.common else 0
     buckets = nodes * _whole(of.buckets) + sizes.shared
-    return Sums(buckets, own, 1, leaves=True, waiting=[*waiting[:-1], 0])
+    moved, own = _on_a_wire(of, nodes)
+    return Sums(buckets, own, moved, leaves=True, waiting=[*waiting[:-1], 0])
 
 
-def _in_lanes(of: Reduced, block: range) -> Sums:
-    """Where threads of a process sum parts of its micro-batches; see `sums_of`."""
-    strategy, sizes = of.recipe.strategy, of.sizes
-    parts = [split(len(block), strategy.lanes, lane) for lane in range(min(strategy.lanes, len(block)))]
-    lanes = [partial_sums(block[part.start : part.stop]) for part in parts]
+def _in_lanes(of: Reduced, blocks: Sequence[range]) -> Sums:
+    """Where threads of a process sum its micro-batches, or those of its stages; see `sums_of`."""
+    strategy, sizes, buckets = of.recipe.strategy, of.sizes, [one.whole for one in of.buckets]
+    lanes = max((_waiting(strategy, block) for block in blocks), key=lambda found: sum(map(max, found)))
     if of.sharers == 1:
         return Sums(sizes.shared, stays=sizes.computes, lanes=lanes)
-    return Sums(len(cover(block)) * _whole(of.buckets) + sizes.shared, lanes=lanes)
+    nodes = max(len(cover(block)) for block in blocks)
+    moved, own = _on_a_wire(of, nodes)
+    copies = nodes * ((nodes > 1) + (1 < strategy.shard < of.sharers)) if moved else 0  # until it has left
+    launched = zip(accumulate(buckets), buckets, strict=True)
+    meeting = max((moved * so_far + copies * whole for so_far, whole in launched), default=0)
+    return Sums(nodes * sum(buckets) + sizes.shared, own, lanes=lanes, meeting=meeting)
+
+
+def _on_a_wire(of: Reduced, nodes: int) -> tuple[int, int]:
+    """Of sums in one order: how often a gradient is under way, as sent and as it comes; bytes of the sums.
+
+    In memory that ranks share, and where one addition is left, buckets become the sums.
+    """
+    one_addition = of.sharers == 2 and of.recipe.strategy.shard == 1 == nodes
+    return (0, 0) if of.common or one_addition else (2 * nodes, _rows(of.buckets))
+
+
+def _waiting(strategy: Strategy, block: range) -> list[list[int]]:
+    """By lane, how many sums wait after each of its backwards."""
+    if strategy.pipeline > 1:
+        return [partial_sums(shards) for shards in _by_stage(strategy, block)]
+    parts = (split(len(block), strategy.lanes, lane) for lane in range(strategy.lanes))
+    return [partial_sums(block[part.start : part.stop]) for part in parts]
+
+
+def _by_stage(strategy: Strategy, block: range) -> list[list[int]]:
+    """Shards in the order in which backwards of the first chunk of each stage end; of one: as they are."""
+    if strategy.pipeline == 1:
+        return [[*block]]
+    rows = schedule_of(strategy)(strategy.pipeline, len(block)).orders
+    halves = {action.place for row in rows for action in row if action.kind == "W"}
+    return [[block[a.micro_batch] for a in row if a.chunk == 0 and a.ends(halves)] for row in rows]
 
 
 def _scattered(of: Reduced) -> Sums:

@@ -50,6 +50,11 @@ class Carry:
         self._nodes = nodes
         self._sums: dict[range, Tensor] = {}
 
+    @property
+    def num_sums(self) -> int:
+        """How many it keeps now."""
+        return len(self._sums)
+
     def push(self, place: range, value: Tensor | None) -> None:
         """Take the sum over `place`, a node inside one of `nodes`; None: nothing there has a value."""
         if value is None:

@@ -110,9 +110,7 @@ def _require_known(recipe: Recipe) -> None:
     strategy = recipe.strategy
     unknown = {
         f"sync={strategy.sync}": not all(rule.memory for rule in strategy.rules),
-        f"codec={strategy.codec} of servers": strategy.is_coded and strategy.servers > 0,
         f"cut={strategy.cut}": bool(strategy.cut),
-        f"servers={strategy.servers} reproducible": strategy.servers > 0 and recipe.is_ordered,
     }
     words = [word for word, holds in unknown.items() if holds]
     if words:

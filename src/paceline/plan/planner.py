@@ -65,6 +65,7 @@ class Planner:
         self._arriving = arriving_of(recipe, trained.values())
         self._names = {number: name for number, (name, _) in layers_of(task, self._model).items()}
         self._travelling: dict[Sizes, int] = {}
+        self._rules: dict[int, RuleMemory] = {}
         self._reductions: dict[tuple[int, ...], tuple[Sums, Gathers]] = {}
         self._per_host = -(-processes // nodes) if recipe.strategy.path.in_memory else 0
         self._in_common = self._per_host == processes
@@ -109,7 +110,9 @@ class Planner:
     def _basis(self, place: Place) -> _Basis:
         sizes, work = sizes_of(place.held.values(), self._item_bytes), self._micro_batches.work(place)
         sums, gathers = self._reduction(place, work)
-        rule = self._rule(place, sizes)
+        if place.rank not in self._rules:
+            self._rules[place.rank] = self._rule(place, sizes)
+        rule = self._rules[place.rank]
         if rule.passes or not rule.trains:  # lets go of them with its update; or has the last ones that came
             sums = Sums(stays=0 if rule.passes else sizes.updates)
         still = self._still(place, sums, gathers, rule)
@@ -144,8 +147,10 @@ class Planner:
             sent = 0 if self._in_common else rule.sent
             found |= Flow(still, sizes, work.footprints[0], rule.passes, sent, taken).moments()
         elif rule.updates:
-            parts = in_update(replace(still, gathered=0), sums, taken, gathers.arriving)
-            found["update"] = replace(parts, gradients=parts.gradients + rule.at_update)
+            found["update"] = in_update(replace(still, gathered=0), sums, taken, gathers.arriving)
+        if rule.at_pushes:
+            grads = stays.gradients + rule.at_pushes
+            found["pushes"] = replace(stays, gradients=grads, messages=rule.pushes)
         if gathers.beginning:
             found["gathering"] = replace(stays, gathered=gathers.beginning)
         if rule.agreement:
@@ -161,13 +166,7 @@ class Planner:
         steps = num_steps_of(recipe, build_order(recipe, self._task).steps_per_epoch)
         said: RuleMemory = imported(recipe.strategy.rule.memory)(
             Asked(
-                recipe,
-                place.held,
-                self._item_bytes,
-                sizes,
-                self._state(sizes),
-                frozen,
-                buffers,
+                *(recipe, place.held, self._item_bytes, sizes, self._state(sizes), frozen, buffers),
                 rank=place.rank,
                 processes=self.processes,
                 stage=place.coordinates["pipeline"],

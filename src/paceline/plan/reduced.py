@@ -67,6 +67,12 @@ class Reduced:
         return strategy.shard * copies
 
     @property
+    def runners(self) -> int:
+        """Ranks among which the micro-batches of a step are divided, whoever sums what they find."""
+        strategy = self.recipe.strategy
+        return strategy.shard * (strategy.replicas or 1)
+
+    @property
     def is_summed(self) -> bool:
         """Whether any other rank adds to these gradients."""
         return self.sharers * self.recipe.strategy.context > 1
@@ -85,15 +91,12 @@ class Reduced:
     @property
     def most_micro_batches(self) -> int:
         """Of a step, on the rank that has most."""
-        strategy = self.recipe.strategy
-        runners = strategy.shard * strategy.degrees["replica"]
-        return max(len(split(self.shards, runners, rank)) for rank in range(runners))
+        return max(len(split(self.shards, self.runners, rank)) for rank in range(self.runners))
 
     @property
     def is_even(self) -> bool:
         """Whether all ranks run as many micro-batches."""
-        strategy = self.recipe.strategy
-        return self.shards % (strategy.shard * strategy.degrees["replica"]) == 0
+        return self.shards % self.runners == 0
 
     @cached_property
     def reductions(self) -> list[Laid]:

@@ -93,13 +93,14 @@ def sums_of(of: Reduced) -> Sums:
 def _in_order(of: Reduced) -> Sums:
     """Where sums have one order; see `sums_of`."""
     strategy, sizes, sharers = of.recipe.strategy, of.sizes, of.sharers
-    blocks = [split(of.shards, sharers, rank) for rank in range(sharers)]
+    blocks = [split(of.shards, of.runners, rank) for rank in range(of.runners)]
     if strategy.lanes > 1:
         return _in_lanes(of, blocks)
     found = [partial_sums(shards) for block in blocks for shards in _by_stage(strategy, block)]
     waiting = max(found, key=max)
     if sharers == 1:
-        return Sums(sizes.shared, at_end=True, waiting=waiting, stays=sizes.computes)
+        at_end = not strategy.servers  # beside whom a worker hands on what it has
+        return Sums(sizes.shared, at_end=at_end, waiting=waiting, stays=sizes.computes)
     nodes = max(len(cover(block)) for block in blocks)
     buckets = nodes * _whole(of.buckets) + sizes.shared
     moved, own = _on_a_wire(of, nodes)

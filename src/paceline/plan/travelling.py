@@ -14,7 +14,7 @@ from paceline.recipe import Recipe
 def travelling_bytes(
     recipe: Recipe, held: Mapping[str, Held], item_bytes: Mapping[str, int], processes: int, *, common: bool
 ) -> int:
-    """Bytes beside buckets and sums; of parameters that are gathered `gathers` says it.
+    """Bytes beside buckets and sums. Of parameters that are gathered `gathers` says it, of servers the rule.
 
     Args:
         recipe: its strategy has its replicas filled in.
@@ -22,7 +22,7 @@ def travelling_bytes(
         common: all ranks run on one host.
     """
     strategy = recipe.strategy
-    if not strategy.rule.sums and not strategy.is_coded:
+    if not strategy.rule.sums:
         return 0
     paths = [*paths_of(recipe, held, item_bytes, processes, waits=common or strategy.zero < 3)]
     if strategy.is_coded:

@@ -76,7 +76,8 @@ class RuleMemory:
         messages: of a channel, the most that may wait here, or have come: how many do is a matter of time.
         running: copies of weights while micro-batches run, and until the next ones.
         agreement: that ranks take for themselves while they agree; 0: they take nothing.
-        at_update: gradients beside those that were there, while the optimizer works.
+        at_pushes: gradients beside those that were there, while pushes are made, or added up.
+        pushes: what of the messages may be there then.
         sharers: ranks in whose memory the parameters lie once.
         trains, updates: whether the rank runs micro-batches, and whether it updates.
         passes: what goes through a stage that is never flushed; nothing: a step follows its schedule.
@@ -92,7 +93,8 @@ class RuleMemory:
     messages: int = 0
     running: int = 0
     agreement: int = 0
-    at_update: int = 0
+    at_pushes: int = 0
+    pushes: int = 0
     sharers: int = 1
     trains: bool = True
     updates: bool = True

@@ -19,39 +19,14 @@ from paceline.slot import Keeper, Piece, Slot
 from paceline.state import TrainState
 from paceline.sync.circle import Circle, require_same
 from paceline.sync.health import Note
-from paceline.sync.memory import Asked, RuleMemory
 from paceline.sync.policy import WorkLedger
 from paceline.sync.pushes import Pushes
 from paceline.sync.shares import load_buffers, load_share, share_of
-from paceline.sync.touched_rows import compared_bytes
 from paceline.sync.traffic import Traffic
 from paceline.sync.update import Update, UpdateStep
 
 News = Mapping[str, Mapping[str, Any]]
 """What has happened, by the name of the event."""
-
-
-def memory_beside_servers(asked: Asked, together: int) -> RuleMemory:
-    """What servers and workers keep.
-
-    A server: the matrices whose rows it compares, and of each worker a push, or a ticket that it has not
-    taken; one more while it is read. A worker: its ticket, which it keeps until the next has come; the ticket
-    that comes, or what it pushes; and the bytes of one, which wait or are read.
-
-    Args:
-        together: pushes that make an update; of several a sum is made.
-    """
-    strategy, sizes = asked.recipe.strategy, asked.sizes
-    if asked.rank >= strategy.servers:
-        whole = sizes.computes
-        return RuleMemory(messages=whole, running=whole, agreement=whole, updates=False)
-    own = [one.updates for one in asked.held.values() if one.updates is not None]
-    return RuleMemory(
-        copies=compared_bytes(own, asked.item_bytes),
-        messages=((strategy.replicas or 1) + 1) * sizes.updates + sizes.computes - sizes.updates,
-        at_update=sizes.updates if together > 1 else 0,
-        trains=False,
-    )
 
 
 class Served(Keeper):

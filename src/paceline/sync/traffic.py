@@ -74,7 +74,7 @@ class Coded:
 
     def __init__(self, codec: Codec, seed: int, slots: Mapping[Slot, Tensor]) -> None:
         self._codec, self._seed = codec, seed
-        self._workspace = Workspace()
+        self._workspace, self._payloads = Workspace(), Workspace()
         self._kept = {slot: torch.zeros(slot.sizes) for slot in slots} if codec.loses else {}
         self._pending: dict[Slot, Tensor] = {}
         self._spare: dict[Slot, Tensor] = {}  # memory of the push before the last
@@ -90,7 +90,7 @@ class Coded:
             if kept is not None:
                 kept = self._workspace.copy("kept", kept.to(grad.device), grad.dtype).view(1, -1)
                 values = torch.add(values, kept, alpha=weight, out=self._workspace.like("sum", values))
-            payload = self._laid(f"push {slot.name}", self._codec.encode(values, keys, self._workspace))
+            payload = self._laid(f"push {slot.name}", values, keys)
             if kept is not None:
                 lost = values.sub_(self._decoded(payload, values, keys)).nan_to_num_(0.0, 0.0, 0.0)
                 lost = lost if weight == 1.0 else lost.div_(weight)
@@ -127,7 +127,7 @@ class Coded:
         for number, p in enumerate(known):
             keys = self._keys("ticket", rank, version, number)
             change = torch.sub(newest[number].detach(), p, out=self._workspace.like("change", p)).view(1, -1)
-            payload = self._laid(f"ticket {number}", self._codec.encode(change, keys, self._workspace))
+            payload = self._laid(f"ticket {number}", change, keys)
             p.add_(self._decoded(payload, change, keys).view(p.shape))
             coded.append(payload)
         return coded
@@ -151,6 +151,11 @@ class Coded:
         else:
             self._known.pop(rank, None)
 
+    @property
+    def in_common_bytes(self) -> int:
+        """Of memory in which all tensors are coded, as much as the largest needs."""
+        return self._workspace.num_bytes
+
     def lost(self) -> Sequence[tuple[str, Slot, Tensor]]:
         """See `Reduction`: what this rank's coding has lost, unscaled; zeros on the server."""
         return [("sent", slot, value) for slot, value in (self._kept | self._pending).items()]
@@ -167,10 +172,11 @@ class Coded:
         found = self._spare.pop(slot, None)
         return torch.empty(slot.sizes) if found is None else found
 
-    def _laid(self, name: str, payload: Tensor) -> Tensor:
-        """The same bytes where no further coding writes; there is room for a ragged row that is longer."""
-        room = 2 * payload.numel() if self._codec.ragged else 0
-        place = self._workspace.take(name, payload.shape, payload.dtype, payload.device, room=room)
+    def _laid(self, name: str, values: Tensor, keys: Keys) -> Tensor:
+        """Values [1, n] coded, where no further coding writes; a ragged row has room for the longest."""
+        payload = self._codec.encode(values, keys, self._workspace)
+        room = self._codec.num_bytes(values.numel())
+        place = self._payloads.take(name, payload.shape, payload.dtype, payload.device, room=room)
         return place.copy_(payload)
 
     def _decoded(self, payload: Tensor, like: Tensor, keys: Keys) -> Tensor:
@@ -182,3 +188,8 @@ class Coded:
     def _keys(self, *parts: int | str) -> Keys:
         shared = key(self._seed, "traffic", *parts)
         return Keys(shared, shared)
+
+
+def lost_bytes(codec: Codec, num_values: int) -> int:
+    """Of what coding so many values of a gradient loses, once."""
+    return torch.float32.itemsize * num_values if codec.loses else 0

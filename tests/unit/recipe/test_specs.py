@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import StrategyError
+from paceline.plan import plan_memory
 from paceline.recipe import Strategy, support
 from paceline.recipe import specs as specs_module
 from paceline.recipe.channel_words import ChannelSpec
@@ -26,6 +27,7 @@ from paceline.recipe.specs import (
     plugged_in,
 )
 from paceline.recipe.words import WORDS
+from tests.unit.plan.gpt_jobs import gpt, recipe
 
 KINDS: tuple[type[Spec], ...] = (
     SyncSpec,
@@ -119,6 +121,11 @@ def test_words_of_an_installed_package_are_known_beside_the_own(package: None) -
     assert Strategy.parse("cut=fold").layout == "fold"
     with pytest.raises(StrategyError, match='expected one of fold, found "foldd"; did you mean "fold"'):
         Strategy.parse("cut=foldd")
+
+
+def test_memory_of_a_cut_without_a_form_is_refused_and_not_guessed(package: None) -> None:
+    with pytest.raises(StrategyError, match="what cut=fold keeps in memory has no closed form yet"):
+        plan_memory(recipe("cut=fold"), gpt(), 1)
 
 
 def test_a_word_that_is_taken_keeps_its_meaning(package: None) -> None:

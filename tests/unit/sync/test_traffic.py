@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm import Codec
+from paceline.comm.codecs import Keys
 from paceline.comm.workspace import Workspace
 from paceline.recipe import Strategy
 from paceline.slot import Slot
@@ -135,7 +136,11 @@ def test_memory_that_is_taken_again_changes_nothing(word: str) -> None:
 @pytest.mark.capability("L4")
 def test_bytes_of_one_tensor_in_the_place_of_another_are_found() -> None:
     """The mutation twin: what is sent of a gradient stays where the next one is coded."""
-    with patch.object(Coded, "_laid", lambda self, name, payload: payload):
+
+    def unlaid(coded: Coded, name: str, values: Tensor, keys: Keys) -> Tensor:
+        return coded._codec.encode(values, keys, coded._workspace)
+
+    with patch.object(Coded, "_laid", unlaid):
         wrong = said("int8", Workspace)
     right = said("int8", Workspace)
     assert not all(map(torch.equal, map(as_bytes, right), map(as_bytes, wrong)))

@@ -194,6 +194,17 @@ class Peer:
         return gone(self.rank, "" if error is None else str(error))
 
 
+def kept_bytes(sizes: Sequence[int]) -> int:
+    """Of memory that a message keeps which has come, with tensors of so many bytes; see `Message.decode`."""
+    copied = copied_bytes(sizes)
+    return copied + (sum(sizes) if copied < sum(sizes) else 0)
+
+
+def copied_bytes(sizes: Sequence[int]) -> int:
+    """Of those of its tensors that do not stay where they have arrived."""
+    return sum(size for size in sizes if _SMALL * size < sum(sizes))
+
+
 def _bytes_of(x: Tensor) -> memoryview:
     flat = x.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data.cast("B") if flat.numel() else memoryview(b"")

@@ -70,6 +70,11 @@ class CanonicalNorm:
         return float(self._net.all_reduce(squares, self._group).wait().sum().sqrt())
 
 
+def squares_bytes(num_values: int) -> int:
+    """Of what the kernel of `row_squares` takes for itself: the values in float64."""
+    return torch.float64.itemsize * num_values
+
+
 def of_own_part(grads: Gradients) -> float:
     """Of this rank's share alone, not yet divided. Waits for the device, and for nobody else."""
     return joint_norm(grads.norms)

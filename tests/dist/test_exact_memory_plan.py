@@ -21,6 +21,13 @@ EXACT = [
     case("replicas=1 shard=2 zero=2 route=native", "chain"),
     case("replicas=1 shard=2 zero=3 route=native", "chain"),
 ]
+SIX = {"size": 24, "shards": 6}  # so that a rank has two nodes of the tree
+IN_ORDER = [
+    case("replicas=1 shard=2 zero=1 route=native", "chain", reproducible=True),
+    case("replicas=1 shard=2 zero=1 route=native", "chain", reproducible=True, batch=SIX),
+    case("replicas=1 shard=2 zero=2 route=native", reproducible=True, batch=SIX),
+    case("replicas=2 route=native", "chain", reproducible=True, batch=SIX),
+]
 EXACT_OF_FOUR = [
     case("replicas=1 shard=4 zero=1"),
     case("replicas=2 shard=2 zero=1", "chain"),
@@ -34,6 +41,13 @@ EXACT_OF_FOUR = [
 def test_every_byte_of_a_sharded_state_is_planned() -> None:
     """Buckets as wide as their widest row, slices, parts that are gathered, what is being handed on."""
     require_exact(EXACT, 2, run_ranks(allocated, 2, EXACT))
+
+
+@pytest.mark.capability("L3", "A2")
+def test_every_byte_of_sums_in_one_order_is_planned() -> None:
+    """One node of the tree leaves from where it lies, several are laid together first."""
+    require_exact(IN_ORDER[:1], 2, run_ranks(allocated, 2, IN_ORDER[:1]))
+    require_close(IN_ORDER[1:], 2, run_ranks(allocated, 2, IN_ORDER[1:]))  # others have what one rank has
 
 
 @pytest.mark.capability("L3", "A11")

@@ -22,7 +22,9 @@ class SideBySide:
     def __init__(self, still: Parts, sums: Sums, work: Work) -> None:
         self._still = still = replace(still, gradients=sums.own)
         pairs = [*zip(sums.lanes, work.lanes, strict=True)]
-        self._lanes = [Walk(still, Sums(waiting=waiting, at_end=True), lane) for waiting, lane in pairs]
+        self._lanes = [
+            Walk(still, Sums(own=sums.own, waiting=waiting, at_end=True), lane) for waiting, lane in pairs
+        ]
         gradients = sum(_at_the_end(waiting, lane) for waiting, lane in pairs)
         added = (1 + max(map(max, sums.lanes))) * work.shared
         self._meeting = replace(still, gradients=sums.own + gradients + added, wire=still.wire + sums.meeting)

@@ -9,7 +9,7 @@ Source: Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5 (what each st
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from paceline.comm.reduction import cover
@@ -97,14 +97,16 @@ def _in_order(of: Reduced) -> Sums:
     if strategy.lanes > 1:
         return _in_lanes(of, blocks)
     found = [partial_sums(shards) for block in blocks for shards in _by_stage(strategy, block)]
-    waiting = max(found, key=max)
+    waiting = max(found, key=lambda one: (max(one), sum(one)))
     if sharers == 1:
         at_end = not strategy.servers  # beside whom a worker hands on what it has
         return Sums(sizes.shared, at_end=at_end, waiting=waiting, stays=sizes.computes)
     nodes = max(len(cover(block)) for block in blocks)
     buckets = nodes * _whole(of.buckets) + sizes.shared
     moved, own = _on_a_wire(of, nodes)
-    return Sums(buckets, own, moved, leaves=True, waiting=[*waiting[:-1], 0])
+    apart = strategy.shard > 1  # else a gradient has its sum, and lets go of it before the next backward
+    sums = Sums(buckets, moved=moved, leaves=True, waiting=[*waiting[:-1], 0])
+    return replace(sums, own=own) if apart else replace(sums, stays=own)
 
 
 def _in_lanes(of: Reduced, blocks: Sequence[range]) -> Sums:
@@ -115,7 +117,8 @@ def _in_lanes(of: Reduced, blocks: Sequence[range]) -> Sums:
         return Sums(sizes.shared, stays=sizes.computes, lanes=lanes)
     nodes = max(len(cover(block)) for block in blocks)
     moved, own = _on_a_wire(of, nodes)
-    copies = nodes * ((nodes > 1) + (1 < strategy.shard < of.sharers)) if moved else 0  # until it has left
+    twice = nodes > 1 and 1 < strategy.shard < of.sharers
+    copies = nodes if moved and twice else 0  # until it has left
     launched = zip(accumulate(buckets), buckets, strict=True)
     meeting = max((moved * so_far + copies * whole for so_far, whole in launched), default=0)
     return Sums(nodes * sum(buckets) + sizes.shared, own, lanes=lanes, meeting=meeting)
@@ -124,10 +127,14 @@ def _in_lanes(of: Reduced, blocks: Sequence[range]) -> Sums:
 def _on_a_wire(of: Reduced, nodes: int) -> tuple[int, int]:
     """Of sums in one order: how often a gradient is under way, as sent and as it comes; bytes of the sums.
 
-    In memory that ranks share, and where one addition is left, buckets become the sums.
+    In memory that ranks share, and where one addition is left, buckets become the sums. One node of one
+    replica is sent from where it lies.
     """
-    one_addition = of.sharers == 2 and of.recipe.strategy.shard == 1 == nodes
-    return (0, 0) if of.common or one_addition else (2 * nodes, _rows(of.buckets))
+    shard = of.recipe.strategy.shard
+    if of.common or (of.sharers == 2 and shard == 1 == nodes):
+        return 0, 0
+    as_it_lies = nodes == 1 and not 1 < shard < of.sharers
+    return nodes * (2 - as_it_lies), _rows(of.buckets)
 
 
 def _waiting(strategy: Strategy, block: range) -> list[list[int]]:

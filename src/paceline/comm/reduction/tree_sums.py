@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,7 +52,7 @@ class Dealt:
         """Whether there is but one addition left, which nobody can do in another order."""
         return self.data.size == self.replica.size == 2 and self.num_nodes == 1
 
-    def add(self, parts: Sequence[Sequence[Tensor]]) -> Tensor:
+    def add(self, parts: Sequence[Sequence[Tensor] | Tensor]) -> Tensor:
         """The root, from what each rank has, by node; the parts are changed."""
         nodes = [(n, parts[rank][k]) for rank, own in enumerate(self.covers) for k, n in enumerate(own)]
         return tree_sum([node for node, _ in nodes], [value for _, value in nodes])
@@ -98,17 +97,17 @@ class ByMessages(_InTreeOrder):
         return like.new_zeros(num_values)
 
     def launch(self, rows: Sequence[Tensor], keys: Sequence[str]) -> Handle:
-        """See `Sums`."""
+        """See `Sums`: one node of one replica leaves from where it lies, others are laid together first."""
         dealt = self._dealt
         if dealt.commutes:
             return self._net.all_reduce(rows[0], dealt.data).then(lambda total: Handle.ready(total.view(-1)))
         by_slice = [r.view(r.shape[0], dealt.replica.size, -1).transpose(0, 1).flatten(0, 1) for r in rows]
         parts = by_slice[0].unsqueeze(1) if len(rows) == 1 else torch.stack(by_slice, 1)
-        return self._net.all_to_all(list(parts), dealt.data).then(self._added)
+        return self._net.exchange_rows(parts, torch.empty_like(parts), dealt.data).then(self._added)
 
-    def _added(self, arrived: Sequence[Any]) -> Handle:
-        """From what every rank sent, [num_nodes, values] each."""
-        return self._net.all_gather(self._dealt.add(arrived), self._dealt.replica).then(torch.cat)
+    def _added(self, arrived: Tensor) -> Handle:
+        """From what every rank sent, [P, num_nodes, values]."""
+        return self._net.all_gather(self._dealt.add(list(arrived)), self._dealt.replica).then(torch.cat)
 
 
 class InMemory(_InTreeOrder):

@@ -203,9 +203,8 @@ class LayoutSpec(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSpec(Spec):
-    """An update rule. `build(model, groups, recipe, *, fused) -> torch.optim.Optimizer`.
-
-    Its method `on_build(session)`, if it has one, is called once, before anything is restored.
+    """An update rule. `build(model, groups, recipe, *, fused) -> torch.optim.Optimizer`; its method
+    `on_build(session)`, if it has one, is called once, before anything is restored.
 
     Args:
         reads: keys of [optimizer] that it reads, beside those that all read.
@@ -230,9 +229,8 @@ def find(kind: type[S], word: str) -> S | None:
 
 
 def known(kind: type[S]) -> dict[str, S]:
-    """All words of a choice, by word."""
-    own = own_words(kind)
-    return {**own, **{word: spec for word, spec in plugged_in(kind).items() if word not in own}}
+    """All words of a choice, by word, the own ones first; those keep their meaning."""
+    return {**own_words(kind), **plugged_in(kind), **own_words(kind)}
 
 
 def own_words(kind: type[S]) -> Mapping[str, S]:

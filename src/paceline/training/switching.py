@@ -41,16 +41,12 @@ def enter(session: Session, arrange: Arrange, step: int, *, carries: bool = True
         return
     session.settle()
     handover = Handover(session.state, session.mesh, session.net) if carries else None
-    session.release()
-    for parameter in (*session.placed.holding.computes.values(), *session.placed.holding.updates.values()):
-        parameter.grad = None  # of the last step; it may keep a bucket in memory
+    _let_go(session)
     recipe = grounds.setting.recipe.under(session.whole_strategy.under(rule))
     setting = replace(grounds.setting, recipe=recipe, closers=[], presence=[])
     setting = replace(setting, choices=session.turns.choices, awaited=session.turns.awaited)
     session.grounds = replace(grounds, setting=setting)
     state = session.state
-    state.keepers.clear()
-    state.alone = False
     for name, value in arrange(session.grounds, session.task, state).items():
         setattr(session, name, value)
     for put in session.puts:
@@ -59,3 +55,13 @@ def enter(session: Session, arrange: Arrange, step: int, *, carries: bool = True
         session.make_ready(handover.scalars)
         state.read_from(handover, handover.scalars)()
         session.notes.add("switch", {"step": step, "sync": rule})
+
+
+def _let_go(session: Session) -> None:
+    """Of what hangs on the rule, and of the gradients of the last step, which may keep a bucket in memory."""
+    session.release()
+    session.state.keepers.clear()
+    session.state.alone = False
+    holding = session.placed.holding
+    for parameter in (*holding.computes.values(), *holding.updates.values()):
+        parameter.grad = None

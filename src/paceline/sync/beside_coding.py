@@ -61,17 +61,19 @@ class ThroughCodec:
     def of_worker(self, asked: Asked) -> RuleMemory:
         """See `Form`: what was lost is there twice, and gradients once more without their scale.
 
-        It has the parts of two servers at a time.
+        It has the parts of two servers at a time. Copies of payloads that wait to be sent come when these are
+        gone, and no ticket comes before they are.
         """
         shares = [self._share(asked, server) for server in range(asked.recipe.strategy.servers)]
         full = sum(kept_bytes(one.values) for one in shares)
         unscaled, pushed = [sum(one.values) for one in shares], sum(sum(one.payloads) for one in shares)
+        of_two = max(map(sum, pairwise([0, *unscaled])))
         return RuleMemory(
             wire=sum(2 * one.lost + one.in_common.worker for one in shares) + pushed,
-            messages=pushed,
             running=full,
             agreement=sum(unscaled) + sum(copied_bytes(one.values) for one in shares),
-            at_pushes=max(map(sum, pairwise([0, *unscaled]))),
+            at_pushes=of_two,
+            pushes=max(0, pushed - of_two),
             updates=False,
         )
 

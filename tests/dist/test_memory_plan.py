@@ -95,6 +95,7 @@ SWITCHES = [
     case("replicas=2 shard=2 zero=2 sync=local:1@2,diloco:1", steps=4),
     case("replicas=2 pipeline=2 sync=diloco:1@2,every-step", steps=4),
     case("replicas=2 tensor=2 sync=every-step@2,local:1", "chain", shards=2, steps=4),
+    case("replicas=2 shard=2 zero=1 sync=every-step@2,local:1", steps=4, average={"decay": 0.9}),
 ]
 
 FEW = {

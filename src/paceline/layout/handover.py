@@ -1,6 +1,6 @@
 """A whole state on its way from the ranks that hold pieces of it to those that go on from it, some at a time.
 
-No rank ever has more of it than what it goes on from, and the tensors that are just on their way.
+Beside what it held, a rank has what it goes on from, and the tensors that are just on their way.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class _Entry(NamedTuple):
 class Handover:
     """A state as rank 0 and those have it with whom it holds it: a `Source` for all; making it is collective.
 
-    Pieces are not copied: they are those of the state as it is now, and must stay until `read`.
+    Pieces are not copied: they are those of the state as it is now, must stay until `read`, and are let go of
+    as they travel.
 
     Args:
         state: of this rank, between two rounds.
@@ -85,6 +86,8 @@ class Handover:
             there = self._shared(names)
             found |= {name: there[name][wanted[name]].clone() for name in names if name in wanted}
             del there  # before there are others
+            for held, pieces in self._pieces.items():
+                self._pieces[held] = [piece for piece in pieces if piece.slot.name not in names]
         return found
 
     def _shared(self, names: set[str]) -> dict[str, Tensor]:
@@ -100,7 +103,7 @@ class Handover:
         held = {self._entries[name].held for name in names}
         pieces = {how: [p for p in own if p.slot.name in names] for how, own in self._pieces.items()}
         found = {piece.slot.name: piece.tensor for piece in pieces[_WHOLE]}
-        if _INSIDE in held and 0 in self._mesh.inside.ranks:
+        if _INSIDE in held and self._mesh.world.ranks[0] in self._mesh.inside.ranks:
             found |= gather_whole(pieces[_INSIDE], self._mesh.inside, self._net)
         if _APART in held:
             found |= gather_whole(pieces[_APART], self._mesh.world, self._net)

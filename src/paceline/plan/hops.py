@@ -46,15 +46,21 @@ def hop_bytes(recipe: Recipe, path: Path, *, common: bool) -> int:
     if path.group.size == 1 or recipe.is_ordered or (route.in_memory and common):
         return 0
     routes: list[Hops] = [imported(place)() for place in route.hops]
-    return max(_kept(routes, path, rank) for rank in range(path.group.size))
+    return max((kept_bytes(routes, path, rank) for rank in some_ranks(path.group.size)), default=0)
 
 
-def _kept(routes: Iterable[Hops], path: Path, rank: int) -> int:
-    """By one thread, which has one memory for all."""
+def some_ranks(size: int) -> list[int]:
+    """Ranks among which one keeps as much as any: the ends, and the first of each half of a half."""
+    return sorted({0, size - 1, *(1 << k for k in range((size - 1).bit_length()))})
+
+
+def kept_bytes(routes: Iterable[Hops], path: Path, rank: int) -> int:
+    """By one thread, which has one memory for all, as large as the largest buffer needs it."""
+    largest = {one.dtype: one for one in sorted(path.buffers, key=lambda one: one.num_values)}
     workspace = Workspace()
     mail = _NoMail(Net(), path.group, 0, range(path.group.size), rank, workspace)
     for hops in routes:
-        for buffer in path.buffers:
+        for buffer in largest.values():
             _go(hops, mail, path, buffer)
     return workspace.num_bytes
 

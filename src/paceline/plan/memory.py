@@ -20,6 +20,7 @@ from paceline.plan.ranks import CPU
 from paceline.plan.switching import under, while_switching
 from paceline.recipe import Recipe, most_sharers, resolve
 from paceline.recipe.phases import phases_of
+from paceline.recipe.specs import SyncSpec
 from paceline.task import Task
 from paceline.training.stage_choice import cut_here
 
@@ -106,10 +107,19 @@ def _cut_here(recipe: Recipe, task: Task, processes: int) -> Recipe:
     return recipe.replace(strategy=recipe.strategy.replace(stages=stages))
 
 
+def _needs_server(rule: SyncSpec) -> bool:
+    """Workers go on with the moments that they had, which nobody updates."""
+    return rule.needs_server > 0
+
+
 def _require_known(recipe: Recipe) -> None:
-    strategy = recipe.strategy
+    strategy, rules = recipe.strategy, recipe.strategy.rules
+    switches = len(rules) > 1
+    loses = any(one.is_coded and not one.form.exact for one in strategy.alternatives)
     unknown = {
-        f"sync={strategy.sync}": not all(rule.memory for rule in strategy.rules),
+        f"sync={strategy.sync}": not all(rule.memory for rule in rules),
+        f"sync={strategy.sync}, at last with a server,": switches and any(map(_needs_server, rules)),
+        f"codec={strategy.codec} where a rule follows another": switches and loses,
         f"cut={strategy.cut}": bool(strategy.cut),
     }
     words = [word for word, holds in unknown.items() if holds]

@@ -93,10 +93,9 @@ class Planner:
         """What a micro-batch takes in each chunk of the model, as the first rank of each runs it."""
         return self._micro_batches.footprints(self._places[0])
 
-    @property
-    def rule(self) -> RuleMemory:
-        """Of the first rank."""
-        return self._basis(self._places[0]).rule
+    def rule_of(self, number: int) -> RuleMemory:
+        """What the rule keeps on one rank."""
+        return self._basis(self._places[number % len(self._places)]).rule
 
     def own_sums(self, number: int) -> int:
         """Bytes of gradients that are there before any are."""
@@ -104,8 +103,8 @@ class Planner:
 
     def state_of(self, number: int) -> State:
         """The state of all, and what one rank has of it."""
-        place, rule = self._places[number % len(self._places)], self.rule
-        return State(self.recipe, self._model, place.held, self._item_bytes, self._kept, rule.saved)
+        place, saved = self._places[number % len(self._places)], self.rule_of(number).saved
+        return State(self.recipe, self._model, place.held, self._item_bytes, self._kept, saved)
 
     def _basis(self, place: Place) -> _Basis:
         sizes, work = sizes_of(place.held.values(), self._item_bytes), self._micro_batches.work(place)

@@ -30,10 +30,10 @@ def while_switching(
     """
     strategy = before.recipe.strategy
     ranks_and_parts = strategy.ranks_per_replica, before.processes, strategy.shard * strategy.tensor
-    kept = before.rule.state if before.rule.saved else 0  # what is saved lies beside what is not
     word, found = after.recipe.strategy.sync, []
     for number in range(max(len(ranks), len(others))):
-        new = others[number % len(others)]
+        new, rule = others[number % len(others)], before.rule_of(number)
+        kept = rule.state if rule.saved else 0  # what is saved lies beside what is not
         state = before.state_of(number).tensors(after.state_of(number))
         parts = replace(
             new.stays,

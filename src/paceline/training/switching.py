@@ -58,7 +58,7 @@ def enter(session: Session, arrange: Arrange, step: int, *, carries: bool = True
 
 
 def _let_go(session: Session) -> None:
-    """Of what hangs on the rule, and of the gradients of the last step, which may keep a bucket in memory."""
+    """Of what the rule keeps beside the session, and of gradients, which may keep a bucket in memory."""
     session.release()
     session.state.keepers.clear()
     session.state.alone = False

@@ -78,6 +78,18 @@ def test_a_server_holds_the_state_and_a_worker_what_comes_and_goes() -> None:
     assert "pushes" not in apart.moments
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("replicas=2 codec=int8 sync=every-step@2,local:1", "codec=int8 where a rule follows another"),
+        ("replicas=1 servers=1 sync=every-step@2,server", "sync=every-step@2,server, at last with a server,"),
+    ],
+)
+def test_what_a_switch_keeps_without_a_form_is_refused_and_not_guessed(words: str, said: str) -> None:
+    with pytest.raises(StrategyError, match=f"what {said} keeps in memory has no closed form yet"):
+        plan_memory(recipe(words, steps=4), gpt(), 2)
+
+
 @pytest.mark.capability("L3")
 def test_every_rule_says_what_it_keeps() -> None:
     built = [spec for spec in SYNCS if spec.is_built and not spec.chooses]

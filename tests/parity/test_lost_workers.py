@@ -3,7 +3,6 @@
 import json
 import socket
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -158,13 +157,9 @@ class Watched(Wrapped):
 def with_deaf_worker(cluster: Cluster, folder: Path, seconds: float, blocks: bool) -> dict[str, Any]:
     with_small_buffers()
     session = long_rounds(session_of(cluster, digits(ASYNC, hidden=(1024, 256))))
-    channel = session.rule.channel
-    wraps: dict[int, Callable[[], Wrapped]] = {
-        0: lambda: Watched(channel, blocks=blocks),
-        1: lambda: Busy(channel, folder),
-        2: lambda: Deaf(channel, folder, seconds),
-    }
-    session.rule.channel = wrapped = wraps[cluster.global_rank]()
+    kind: Any = (Watched, Busy, Deaf)[cluster.global_rank]
+    given = ({"blocks": blocks}, {"folder": folder}, {"folder": folder, "seconds": seconds})
+    session.rule.channel = wrapped = kind(session.rule.channel, **given[cluster.global_rank])
     found = told(cluster, session, [stats.loss for stats in session.rounds()])
     if cluster.global_rank == 0:
         found |= {"most": wrapped.most, "largest": wrapped.largest}

@@ -3,7 +3,8 @@
 Invariant: the numbers in tools/ratchets.json only fall. `--update` stores lower ones and never a higher one;
 a number that has to rise is edited there by hand, in the change that needs it, where a reviewer sees it.
 A count is a list of places, `file:line: what`, so that a failure can be acted on. The code is parsed, never
-imported. This tool does not judge a file by itself: it compares a tree with what the tree was.
+imported. Most counts look at one file at a time; the counts of duplicate names and of modules with one user
+look at the whole package.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import re
 import sys
 import tokenize
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,13 +42,30 @@ class Module:
         return self.text.count("\n")
 
 
+FindInModule = Callable[[Module], Iterator[Place]]
+FindInTree = Callable[[Sequence[Module]], Iterator[tuple[Module, int, str]]]
+
+
 @dataclass(frozen=True)
 class Ratchet:
-    """A count that may only fall: its name, how to find the places, and the folders it looks at."""
+    """A count that may only fall: its name, how to find the places, and the folders it looks at.
+
+    Exactly one of `in_module` (called for each file) and `in_tree` (called once with all files) is given.
+    """
 
     name: str
-    find: Callable[[Module], Iterator[Place]]
+    in_module: FindInModule | None = None
     folders: tuple[str, ...] = FOLDERS
+    in_tree: FindInTree | None = None
+
+    def find(self, modules: Sequence[Module]) -> Iterator[str]:
+        """Return the places in the folders of this ratchet, as `file:line: what`."""
+        counted = [module for module in modules if module.path.split("/", 1)[0] in self.folders]
+        if self.in_tree is not None:
+            yield from (f"{module.path}:{line}: {what}" for module, line, what in self.in_tree(counted))
+        if self.in_module is not None:
+            for module in counted:
+                yield from (f"{module.path}:{line}: {what}" for line, what in self.in_module(module))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -74,16 +93,8 @@ def read_modules(root: Path) -> list[Module]:
 
 
 def find_places(modules: Sequence[Module]) -> dict[str, list[str]]:
-    """The places of every ratchet, `file:line: what`."""
-    return {
-        ratchet.name: [
-            f"{module.path}:{line}: {what}"
-            for module in modules
-            if module.path.split("/", 1)[0] in ratchet.folders
-            for line, what in ratchet.find(module)
-        ]
-        for ratchet in RATCHETS
-    }
+    """Return the places of every ratchet, as `file:line: what`."""
+    return {ratchet.name: list(ratchet.find(modules)) for ratchet in RATCHETS}
 
 
 def lower(stored: Mapping[str, int], found: Mapping[str, Sequence[str]]) -> dict[str, int]:
@@ -186,11 +197,56 @@ def prints(module: Module) -> Iterator[Place]:
     yield from ((node.lineno, ast.unparse(node)) for node in _calls(module.tree, "print"))
 
 
+def fragments(module: Module) -> Iterator[Place]:
+    """Yield docstrings of functions that begin like a subordinate clause, or that only point elsewhere."""
+    for function in _functions(module.tree):
+        first = (ast.get_docstring(function) or "").split("\n", 1)[0]
+        if re.match(r"(What|Whether|Of|By|Where|How|As|Those|That|Who|Whose|With|Under|For|See)\b", first):
+            yield function.lineno, f"{function.name}: {first}"
+
+
+# What is counted over the whole package
+
+
+def modules_with_one_user(modules: Sequence[Module]) -> Iterator[tuple[Module, int, str]]:
+    """Yield modules that exactly one other module of the package imports."""
+    users: dict[str, set[str]] = {}
+    for module in modules:
+        for name in _imported_names(module.tree):
+            users.setdefault(name, set()).add(module.path)
+    for module in modules:
+        others = users.get(_dotted(module), set()) - {module.path}
+        if not module.path.endswith(_NAMELESS) and len(others) == 1:
+            yield module, 1, f"only {next(iter(others))} imports it"
+
+
+def shared_class_names(modules: Sequence[Module]) -> Iterator[tuple[Module, int, str]]:
+    """Yield public classes whose name another class of the package has too."""
+    places: dict[str, list[tuple[Module, int]]] = {}
+    for module in modules:
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append((module, node.lineno))
+    for name, classes in places.items():
+        if len(classes) > 1:
+            yield from ((module, line, f"class {name}") for module, line in classes)
+
+
+def shared_file_names(modules: Sequence[Module]) -> Iterator[tuple[Module, int, str]]:
+    """Yield files whose name another file of the package has too."""
+    counts = Counter(module.path.rsplit("/", 1)[-1] for module in modules)
+    for module in modules:
+        if counts[module.path.rsplit("/", 1)[-1]] > 1 and not module.path.endswith(_NAMELESS):
+            yield module, 1, "another file has this name"
+
+
 RATCHETS = (
-    Ratchet("files over 250 lines", long_file(250)),
-    Ratchet("files over 400 lines", long_file(400)),
-    Ratchet("functions over 25 lines", long_function(25), BODIES),
+    Ratchet("files over 600 lines", long_file(600)),
     Ratchet("functions over 60 lines", long_function(60), BODIES),
+    Ratchet("modules with one user", folders=SHIPPED, in_tree=modules_with_one_user),
+    Ratchet("class names that occur twice", folders=SHIPPED, in_tree=shared_class_names),
+    Ratchet("file names that occur twice", folders=SHIPPED, in_tree=shared_file_names),
+    Ratchet("docstrings that begin with a fragment", fragments, SHIPPED),
     Ratchet("type: ignore", comments(r"type:\s*ignore")),
     Ratchet("TODO or FIXME", comments(r"\b(TODO|FIXME|XXX)\b")),
     Ratchet("environment reads outside cluster.py", environment_reads, SHIPPED),
@@ -200,10 +256,26 @@ RATCHETS = (
     Ratchet("print in src", prints, SHIPPED),
 )
 
+_NAMELESS = ("/__init__.py", "/__main__.py")
 _ENVIRONMENT = frozenset({"os.environ", "os.environb", "os.getenv", "os.getenvb"})
 
 
 # Walking the tree
+
+
+def _dotted(module: Module) -> str:
+    """Return the dotted name of a module below src."""
+    return module.path.removeprefix("src/").removesuffix(".py").replace("/", ".")
+
+
+def _imported_names(tree: ast.Module) -> Iterator[str]:
+    """Yield the dotted names that a module imports; of `from a import b` both `a` and `a.b`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def _functions(tree: ast.AST) -> Iterator[Function]:

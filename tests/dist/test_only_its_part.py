@@ -86,7 +86,7 @@ class Life:
     Args:
         whole: of all parameters; computes, updates, shared: of those that this rank computes with, updates,
             and holds with another stage; largest: of one parameter.
-        placed: when the model is placed; built: when the session is; placing: the most up to there.
+        placed_bytes: when the model is placed; built: when the session is; placing: the most up to there.
         steps: after each step, the last two after a save.
         written: by this rank, of every save.
     """
@@ -96,7 +96,7 @@ class Life:
     updates: int = 0
     shared: int = 0
     largest: int = 0
-    placed: int = 0
+    placed_bytes: int = 0
     built: int = 0
     placing: int = 0
     steps: list[int] = field(default_factory=list)
@@ -130,7 +130,7 @@ def live(cluster: Cluster, strategy: str, model: str, folder: str) -> Life:
 
     def when_placed(kind: Callable[..., Any]) -> Callable[..., Any]:
         def build(*args: Any, **kwargs: Any) -> Any:
-            life.placed = settled_bytes(before)
+            life.placed_bytes = settled_bytes(before)
             record.stop()
             return kind(*args, **kwargs)
 
@@ -219,7 +219,7 @@ def test_a_rank_holds_its_part_from_the_build_to_the_last_save(
         at_rest = life.updates if parts.zero == 3 else life.computes
         gathered = life.computes if parts.zero in (1, 2) else 0
         buckets = life.computes if parts.shard > 1 or parts.replicas == 2 else 0
-        assert 0.95 * at_rest <= life.placed <= 1.05 * (at_rest + gathered) + SMALL_BYTES
+        assert 0.95 * at_rest <= life.placed_bytes <= 1.05 * (at_rest + gathered) + SMALL_BYTES
         assert life.built <= 1.05 * (at_rest + gathered + buckets) + SMALL_BYTES
         for size in (*life.steps, *life.saved):
             assert size <= 1.05 * in_steps(strategy, life) + SMALL_BYTES

@@ -19,13 +19,12 @@ def write(root: Path, name: str, text: str) -> Path:
     return path
 
 
-LONG_BODY = "    x = 0\n" * 26
+LONG_BODY = "    x = 0\n" * 61
 
 OFFENDERS = {
-    "files over 250 lines": ("x = 0\n" * 251, 1),
-    "files over 400 lines": ("x = 0\n" * 401, 1),
-    "functions over 25 lines": ("\n\ndef _f():\n" + LONG_BODY, 3),
-    "functions over 60 lines": ("def _f():\n" + LONG_BODY * 3, 1),
+    "files over 600 lines": ("x = 0\n" * 601, 1),
+    "functions over 60 lines": ("\n\ndef _f():\n" + LONG_BODY, 3),
+    "docstrings that begin with a fragment": ('def _f():\n    """Whether it is so."""\n', 1),
     "type: ignore": ("x = 0\ny = 'a' + 1  # type: ignore[operator]\n", 2),
     "TODO or FIXME": ("x = 0\n# TODO: later\n", 2),
     "environment reads outside cluster.py": ("import os\nhome = os.environ['HOME']\n", 2),
@@ -90,8 +89,38 @@ def short() -> int:
 '''
 
 
+TREES = {
+    "modules with one user": (
+        {"a.py": "x = 0\n", "b.py": "from paceline.a import x\n", "c.py": "import paceline.b, paceline.d\n"}
+        | {"d.py": "import paceline.b\n"},
+        ["a.py:1", "d.py:1"],
+    ),
+    "class names that occur twice": (
+        {
+            "a.py": "class Plan:\n    pass\n",
+            "b.py": "\nclass Plan:\n    pass\n",
+            "c.py": "class Other:\n    pass\n",
+        },
+        ["a.py:1", "b.py:2"],
+    ),
+    "file names that occur twice": (
+        {"a/x.py": "", "b/x.py": "", "b/y.py": "", "a/__init__.py": "", "b/__init__.py": ""},
+        ["a/x.py:1", "b/x.py:1"],
+    ),
+}
+
+
 def test_every_ratchet_has_an_offender() -> None:
-    assert {ratchet.name for ratchet in ratchets.RATCHETS} == set(OFFENDERS)
+    assert {ratchet.name for ratchet in ratchets.RATCHETS} == set(OFFENDERS) | set(TREES)
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_offenders_of_a_tree_are_found(name: str, tmp_path: Path) -> None:
+    files, places = TREES[name]
+    for file, text in files.items():
+        write(tmp_path, f"src/paceline/{file}", text)
+    found = ratchets.find_places(ratchets.read_modules(tmp_path))
+    assert [place.split(": ")[0] for place in found[name]] == [f"src/paceline/{place}" for place in places]
 
 
 @pytest.mark.parametrize("name", OFFENDERS)

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.lab import damage
+from paceline.lab.damage import Draw, fill, flip_bit, free, inside_path, newest, tear
 from paceline.lab.faults import Fault, FaultPlan
 from paceline.lab.namespaces import Space
 from paceline.lab.network import Network
@@ -121,64 +121,60 @@ class Injector:
     def _members(self, fault: Fault) -> list[int]:
         return [pid for host in fault.hosts for pid in members(self.spaces[host].first)]
 
-    def _kill(self, fault: Fault, draw: damage.Draw) -> tuple[Heal | None, dict[str, Any]]:
+    def _kill(self, fault: Fault, draw: Draw) -> tuple[Heal | None, dict[str, Any]]:
         while pids := self._members(fault):  # what was just being forked comes in the next round
             signal_all(pids, signal.SIGKILL)
             time.sleep(0.001)
         return None, {}
 
-    def _stop(self, fault: Fault, draw: damage.Draw) -> tuple[Heal | None, dict[str, Any]]:
+    def _stop(self, fault: Fault, draw: Draw) -> tuple[Heal | None, dict[str, Any]]:
         signal_all(self._members(fault), signal.SIGSTOP)
         return lambda: signal_all(self._members(fault), signal.SIGCONT), {}
 
-    def _slow(self, fault: Fault, draw: damage.Draw) -> tuple[Heal | None, dict[str, Any]]:
+    def _slow(self, fault: Fault, draw: Draw) -> tuple[Heal | None, dict[str, Any]]:
         assert isinstance(fault.value, int | float)
         slowed = Slowed(partial(self._members, fault), float(fault.value))
         slowed.start()
         return slowed.finish, {}
 
-    def _link_down(self, fault: Fault, draw: damage.Draw) -> tuple[Heal | None, dict[str, Any]]:
+    def _link_down(self, fault: Fault, draw: Draw) -> tuple[Heal | None, dict[str, Any]]:
         self.network.set_link(fault.hosts, up=False)
         return partial(self.network.set_link, fault.hosts, up=True), {}
 
-    def _partition(self, fault: Fault, draw: damage.Draw) -> tuple[Heal | None, dict[str, Any]]:
+    def _partition(self, fault: Fault, draw: Draw) -> tuple[Heal | None, dict[str, Any]]:
         sides = (fault.hosts, fault.others)
         self.network.set_reachable(*sides, reachable=False)
         return partial(self.network.set_reachable, *sides, reachable=True), {}
 
-    def _rate(self, fault: Fault, draw: damage.Draw) -> tuple[Heal | None, dict[str, Any]]:
+    def _rate(self, fault: Fault, draw: Draw) -> tuple[Heal | None, dict[str, Any]]:
         self.network.set_rate(fault.hosts, rate_bits(str(fault.value)))
         return partial(self.network.set_rate, fault.hosts, None), {}
 
-    def _delay(self, fault: Fault, draw: damage.Draw) -> tuple[Heal | None, dict[str, Any]]:
+    def _delay(self, fault: Fault, draw: Draw) -> tuple[Heal | None, dict[str, Any]]:
         self.network.set_delay(fault.hosts, latency_seconds=duration_seconds(str(fault.value)))
         return partial(self.network.set_delay, fault.hosts), {}
 
-    def _drop(self, fault: Fault, draw: damage.Draw) -> tuple[Heal | None, dict[str, Any]]:
+    def _drop(self, fault: Fault, draw: Draw) -> tuple[Heal | None, dict[str, Any]]:
         self.network.set_delay(fault.hosts, loss=share(str(fault.value)))
         return partial(self.network.set_delay, fault.hosts), {}
 
-    def _disk_full(self, fault: Fault, draw: damage.Draw) -> tuple[Heal | None, dict[str, Any]]:
+    def _disk_full(self, fault: Fault, draw: Draw) -> tuple[Heal | None, dict[str, Any]]:
         assert self.disk is not None  # the lab has checked it
-        disks = [
-            damage.inside_path(self.spaces[host].first, str(self.disk), Path("/")) for host in fault.hosts
-        ]
-        damage.fill(disks)
-        return partial(damage.free, disks), {}
+        disks = [inside_path(self.spaces[host].first, str(self.disk), Path("/")) for host in fault.hosts]
+        fill(disks)
+        return partial(free, disks), {}
 
-    def _torn_write(self, fault: Fault, draw: damage.Draw) -> tuple[Heal | None, dict[str, Any]]:
-        return None, damage.tear(self._file(fault), draw)
+    def _torn_write(self, fault: Fault, draw: Draw) -> tuple[Heal | None, dict[str, Any]]:
+        return None, tear(self._file(fault), draw)
 
-    def _corrupt(self, fault: Fault, draw: damage.Draw) -> tuple[Heal | None, dict[str, Any]]:
-        return None, damage.flip_bit(self._file(fault), draw)
+    def _corrupt(self, fault: Fault, draw: Draw) -> tuple[Heal | None, dict[str, Any]]:
+        return None, flip_bit(self._file(fault), draw)
 
-    def _nan(self, fault: Fault, draw: damage.Draw) -> tuple[Heal | None, dict[str, Any]]:
+    def _nan(self, fault: Fault, draw: Draw) -> tuple[Heal | None, dict[str, Any]]:
         return None, {}  # the worker did it
 
     def _file(self, fault: Fault) -> Path:
-        return damage.newest(
-            damage.inside_path(self.spaces[fault.hosts[0]].first, fault.path, self.directory)
-        )
+        return newest(inside_path(self.spaces[fault.hosts[0]].first, fault.path, self.directory))
 
 
 class Slowed(threading.Thread):

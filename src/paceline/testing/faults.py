@@ -26,11 +26,24 @@ from paceline.data import LoadedBatch, LockstepWork, MicroBatch, Work
 from paceline.layout import Holding, MicroBatchBuffers, Placed, Replicate, Sums
 from paceline.optim import Schedule, build_schedule
 from paceline.slot import Slot
-from paceline.sync import EveryStep, Part, Update, UpdateStep, Updating
-from paceline.testing import faults_of_steps as steps
+from paceline.sync import EveryStep, Update, UpdateStep, Updating
+from paceline.testing.faults_of_steps import (
+    Emptied,
+    Narrow,
+    NotCleared,
+    Parts,
+    constant_rate,
+    divided_twice,
+    drifting,
+    forget_state,
+    no_clip,
+    no_step,
+    norm_of_some,
+    not_divided,
+    other_options,
+    step_twice,
+)
 from paceline.training import Pieces
-
-Parts = dict[str, Part]
 
 
 def sum_instead_of_mean(num_replicas: int) -> Callable[[Parts], Parts]:
@@ -230,17 +243,17 @@ FAULTS: Mapping[str, Fault] = {
     ),
     "unsynced-buffers": Fault(lambda p: Pieces(whole=UnsyncedBuffers), ("buffers not synchronised",)),
     "schedule-off-by-one": Fault(lambda p: Pieces(schedule=_schedule_off_by_one), ("schedule off by one",)),
-    "no-clip": Fault(lambda p: Pieces(update=steps.no_clip), ("wrong clip norm",)),
-    "norm-without-a-tensor": Fault(lambda p: Pieces(norm=steps.norm_of_some), ("wrong clip norm",)),
-    "not-divided": Fault(lambda p: Pieces(update=steps.not_divided), ("not divided by the count",)),
-    "divided-twice": Fault(lambda p: Pieces(update=steps.divided_twice(p)), ("divided twice",)),
-    "other-schedule": Fault(lambda p: Pieces(schedule=steps.constant_rate), ("wrong learning rate",)),
-    "not-cleared": Fault(lambda p: Pieces(reducer=steps.NotCleared), ("not cleared",)),
-    "bucket-lost": Fault(lambda p: Pieces(reducer=steps.Emptied), ("no gradient",)),
-    "fp16-accumulation": Fault(lambda p: Pieces(reducer=steps.Narrow), ("digits lost",)),
-    "stepped-twice": Fault(lambda p: Pieces(update=steps.step_twice), ("stepped twice",)),
-    "not-updated": Fault(lambda p: Pieces(update=steps.no_step), ("not updated",)),
-    "optimizer-state-lost": Fault(lambda p: Pieces(update=steps.forget_state), ("optimizer state lost",)),
-    "other-weight-decay": Fault(lambda p: Pieces(update=steps.other_options), ("wrong optimizer options",)),
-    "ranks-drift": Fault(lambda p: Pieces(update=steps.drifting), ("ranks drifted apart",)),
+    "no-clip": Fault(lambda p: Pieces(update=no_clip), ("wrong clip norm",)),
+    "norm-without-a-tensor": Fault(lambda p: Pieces(norm=norm_of_some), ("wrong clip norm",)),
+    "not-divided": Fault(lambda p: Pieces(update=not_divided), ("not divided by the count",)),
+    "divided-twice": Fault(lambda p: Pieces(update=divided_twice(p)), ("divided twice",)),
+    "other-schedule": Fault(lambda p: Pieces(schedule=constant_rate), ("wrong learning rate",)),
+    "not-cleared": Fault(lambda p: Pieces(reducer=NotCleared), ("not cleared",)),
+    "bucket-lost": Fault(lambda p: Pieces(reducer=Emptied), ("no gradient",)),
+    "fp16-accumulation": Fault(lambda p: Pieces(reducer=Narrow), ("digits lost",)),
+    "stepped-twice": Fault(lambda p: Pieces(update=step_twice), ("stepped twice",)),
+    "not-updated": Fault(lambda p: Pieces(update=no_step), ("not updated",)),
+    "optimizer-state-lost": Fault(lambda p: Pieces(update=forget_state), ("optimizer state lost",)),
+    "other-weight-decay": Fault(lambda p: Pieces(update=other_options), ("wrong optimizer options",)),
+    "ranks-drift": Fault(lambda p: Pieces(update=drifting), ("ranks drifted apart",)),
 }

@@ -72,10 +72,13 @@ class Footprint:
         spaces = {name for pid in pids for name in _namespaces(pid)} - self._of_other_labs()
         groups = [str(path) for path in _GROUPS.glob(f"*/{self.name}")]
         groups += [str(path) for path in _GROUPS.glob(self.name)]
-        holding = [pid for pid, lab in lab_processes().items() if lab == self.name]
+        holder_pids = [pid for pid, lab in lab_processes().items() if lab == self.name]
         return [
             *(f"namespace {name}" for name in sorted(spaces & self.namespaces)),
-            *(f"process {pid}" for pid in sorted({*holding, *(p.pid for p in self.processes if p.alive)})),
+            *(
+                f"process {pid}"
+                for pid in sorted({*holder_pids, *(p.pid for p in self.processes if p.alive)})
+            ),
             *(f"control group {group}" for group in groups),
             *(f"link {name}" for name in sorted(_links() - self.links)),
             *(f"mount {name}" for name in sorted(_mounts() - self.mounts)),

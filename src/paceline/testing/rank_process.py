@@ -7,12 +7,12 @@ keeps its connections until all are done. It never outlives the fork server, nor
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from socket import socket
 from types import TracebackType
 
 from paceline.cluster import Cluster, change_environment, process_environment
@@ -40,7 +40,7 @@ class RankOrder:
     group_deadline: float
 
 
-def run_rank(order: RankOrder, line: socket, results: Connection) -> None:
+def run_rank(order: RankOrder, line: socket.socket, results: Connection) -> None:
     """The main of a rank; sends a pickled result, or an `ErrorReport`.
 
     Args:

@@ -11,23 +11,23 @@ import torch
 from torch import distributed
 
 from benchmarks.report import Table
-from paceline.certificate import JobCertificate
-from paceline.cluster import Cluster
-from paceline.comm.channel import Channel, Message, SocketChannel
-from paceline.comm.channel.grpc_caller import Caller
+from paceline.comm.channel import ChannelMessage, MessageChannel, SocketChannel
 from paceline.comm.channel.grpc_channel import GrpcChannel
-from paceline.comm.channel.grpc_hub import Hub
-from paceline.comm.channel.grpc_identity import calling, serving
-from paceline.comm.channel.hub import accept_all, connect, listen
-from paceline.comm.channel.mailroom import Mailroom
+from paceline.comm.channel.grpc_client import GrpcClient
+from paceline.comm.channel.grpc_credentials import client_credentials, server_credentials
+from paceline.comm.channel.grpc_server import GrpcServer
+from paceline.comm.channel.reliable_queue import ReliableQueues
+from paceline.comm.channel.socket_channel import accept_ranks, connect_to_hub, listen_on_free_port
 from paceline.comm.ledger import ByteLedger
+from paceline.job.cluster import Cluster
+from paceline.job.tls import JobCertificate
 from paceline.testing import run_ranks
 
 SIZES = {"4 KB": 4_000, "1 MB": 1_000_000, "10 MB": 10_000_000, "100 MB": 100_000_000}
 _SECONDS = 60.0  # of every wait
 _CERTIFICATE = JobCertificate.make()
 
-Meet = Callable[[Cluster, bool, JobCertificate], Channel]
+Meet = Callable[[Cluster, bool, JobCertificate], MessageChannel]
 
 
 def _told(cluster: Cluster, port: int) -> int:
@@ -37,23 +37,31 @@ def _told(cluster: Cluster, port: int) -> int:
     return int(told)
 
 
-def _by_socket(cluster: Cluster, tls: bool, certificate: JobCertificate) -> Channel:
+def _by_socket(cluster: Cluster, tls: bool, certificate: JobCertificate) -> MessageChannel:
     if cluster.global_rank:
         port = _told(cluster, 0)
-        return SocketChannel({0: connect(cluster.address, port, 1, "key", _SECONDS, tls=tls)}, ByteLedger())
-    with listen(cluster.address) as listener:
+        return SocketChannel(
+            {0: connect_to_hub(cluster.address, port, 1, "key", _SECONDS, tls=tls)}, ByteLedger()
+        )
+    with listen_on_free_port(cluster.address) as listener:
         _told(cluster, listener.getsockname()[1])
-        return SocketChannel(accept_all(listener, "key", [1], _SECONDS, tls=tls), ByteLedger())
+        return SocketChannel(accept_ranks(listener, "key", [1], _SECONDS, tls=tls), ByteLedger())
 
 
-def _by_grpc(cluster: Cluster, tls: bool, certificate: JobCertificate) -> Channel:
-    room = Mailroom(_SECONDS)
+def _by_grpc(cluster: Cluster, tls: bool, certificate: JobCertificate) -> MessageChannel:
+    room = ReliableQueues(_SECONDS)
     if cluster.global_rank:
-        shown = calling(certificate.authority, certificate) if tls else None
-        caller = Caller(room, cluster.address, _told(cluster, 0), 1, "key", credentials=shown)
+        shown = client_credentials(certificate.authority, certificate) if tls else None
+        caller = GrpcClient(room, cluster.address, _told(cluster, 0), 1, "key", credentials=shown)
         caller.connect(_SECONDS)
         return GrpcChannel(room, [caller], ByteLedger())
-    hub = Hub(room, cluster.address, [1], "key", serving(certificate, asks_callers=True) if tls else None)
+    hub = GrpcServer(
+        room,
+        cluster.address,
+        [1],
+        "key",
+        server_credentials(certificate, require_client_certificate=True) if tls else None,
+    )
     _told(cluster, hub.port)
     hub.wait_for_all(_SECONDS)
     return GrpcChannel(room, [hub], ByteLedger())
@@ -80,10 +88,10 @@ def trips(
         while len(seconds) < repeats + 1:  # the first warms up
             began = time.perf_counter()
             if cluster.global_rank == 0:
-                channel.send(1, Message("there", {}, [values]), _SECONDS)
+                channel.send(1, ChannelMessage("there", {}, [values]), _SECONDS)
                 channel.receive(_SECONDS)
             else:
-                channel.send(0, Message("back", {}, channel.receive(_SECONDS).tensors), _SECONDS)
+                channel.send(0, ChannelMessage("back", {}, channel.receive(_SECONDS).tensors), _SECONDS)
                 channel.flush(_SECONDS)
             seconds.append(time.perf_counter() - began)
         found.append(statistics.median(seconds[1:]))

@@ -35,7 +35,7 @@ from benchmarks.checkpoint_ways import (
     write_plainly,
 )
 from benchmarks.report import Options, Report, Table, present
-from paceline.checkpoint import Saver
+from paceline.checkpoint.saver import CheckpointSaver
 
 _MIB = 2**20
 _PAUSE_SECONDS = 3.0
@@ -88,7 +88,7 @@ def stall_table(ways: Sequence[Way], size: Size, job: Job) -> Table:
     return Table(title, columns, rows)
 
 
-def our_ways(blocking: Saver, beside: Saver) -> list[Way]:
+def our_ways(blocking: CheckpointSaver, beside: CheckpointSaver) -> list[Way]:
     """No save, and ours."""
     return [
         Way("no save", lambda: None),
@@ -109,7 +109,7 @@ def raw(ways: Sequence[Way]) -> dict[str, dict[str, list[float]]]:
 
 
 def speed_table(
-    job: Job, folder: Path, saver: Saver, repeats: int, before: Callable[[], object], title: str
+    job: Job, folder: Path, saver: CheckpointSaver, repeats: int, before: Callable[[], object], title: str
 ) -> Table:
     """Write speed against one sequential writer, in turns. What a side wrote is removed after its turn."""
     data = torch.zeros(job.num_bytes(), dtype=torch.uint8).random_().numpy().data

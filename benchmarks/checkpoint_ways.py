@@ -18,21 +18,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from paceline.checkpoint import (
-    ByProcess,
-    ByThreads,
-    Files,
-    Keep,
-    Origin,
-    Patience,
-    Saver,
-    Saving,
-    Shelf,
-    Writer,
-)
-from paceline.disk.beside import WriterProcess
-from paceline.layout.holding import hold_whole
-from paceline.state import TrainState
+from paceline.checkpoint.catalog import CheckpointCatalog
+from paceline.checkpoint.disk.writer_process import WriterProcess
+from paceline.checkpoint.manifest import CheckpointOrigin
+from paceline.checkpoint.publish import FullDiskPatience, RetentionCounts
+from paceline.checkpoint.saver import CheckpointSaver, SaveSettings
+from paceline.checkpoint.storage import StorageFolder
+from paceline.checkpoint.writers import PartWriter, ProcessWriter, ThreadWriter
+from paceline.parallel.sharded_model import unsharded_model
+from paceline.state.train_state import TrainState
 
 BLOCK_BYTES = 8 * 2**20
 _ORIGIN = {"recipe": "", "strategy": "replicas=1", "world_size": 1, "versions": {}}
@@ -61,7 +55,7 @@ class Job:
         layers = [torch.nn.Linear(size.width, size.width) for _ in range(size.layers)]
         self.model = torch.nn.Sequential(*layers)
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
-        self.state = TrainState(hold_whole(self.model), optimizer)
+        self.state = TrainState(unsharded_model(self.model), optimizer)
         self._batch = torch.rand(size.batch, size.width)
         self.rest_seconds = 0.0
 
@@ -161,14 +155,18 @@ class Way:
 
 
 @contextmanager
-def our_saver(job: Job, folder: Path, background: bool, keep: int = 1) -> Iterator[Saver]:
+def our_saver(job: Job, folder: Path, background: bool, keep: int = 1) -> Iterator[CheckpointSaver]:
     """Paceline's, for one rank; the job's updates wait for it, as a session's do."""
-    shelf = Shelf.look(Files(str(folder))).claim()
-    writer: Writer = ByThreads(torch.get_num_threads())  # as `build_saver` chooses
+    shelf = CheckpointCatalog.look(StorageFolder(str(folder))).claim()
+    writer: PartWriter = ThreadWriter(torch.get_num_threads())  # as `build_saver` chooses
     if background:
-        writer = ByProcess(WriterProcess(dict(os.environ)), 60.0, print)
-    saving = Saving(0, background, True, True, Keep(keep, 0), 600.0, Patience(0.0, print), writer)
-    saver = Saver(job.state, shelf, Origin(run=shelf.run, **_ORIGIN), saving, lambda text: [text])
+        writer = ProcessWriter(WriterProcess(dict(os.environ)), 60.0, print)
+    saving = SaveSettings(
+        0, background, True, True, RetentionCounts(keep, 0), 600.0, FullDiskPatience(0.0, print), writer
+    )
+    saver = CheckpointSaver(
+        job.state, shelf, CheckpointOrigin(run=shelf.run, **_ORIGIN), saving, lambda text: [text]
+    )
     hook = job.state.optimizer.register_step_pre_hook(lambda *_: saver.settle())
     try:
         yield saver

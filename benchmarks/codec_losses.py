@@ -17,14 +17,14 @@ from typing import Any
 import torch
 
 from benchmarks.report import Options, Report, Table, present
-from paceline.cluster import Cluster
 from paceline.comm.collectives import CodedCollective, Collective
+from paceline.job.cluster import Cluster
+from paceline.parallel.session_context import Components
 from paceline.recipe import Recipe, Strategy, load_recipe
+from paceline.session.build import build_session
+from paceline.session.evaluation import evaluate
+from paceline.session.joining import build_task
 from paceline.testing import run_ranks
-from paceline.training.arrange import Pieces
-from paceline.training.build import build_session
-from paceline.training.evaluation import evaluate
-from paceline.training.joining import obtain_task
 
 _RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 _BOUND, _TOP_BOUND = 1.01, 1.02
@@ -84,7 +84,7 @@ def cases(options: Options) -> list[Case]:
 def forget(path: Collective) -> Collective:
     """Keep nothing of what coding loses."""
     if isinstance(path, CodedCollective):
-        path.codec.loses = False
+        path.codec.needs_error_feedback = False
     return path
 
 
@@ -103,8 +103,8 @@ def recipe_of(case: Case, codec: str, seed: int, ranks: int) -> Recipe:
 def loss_of(case: Case, codec: str, seed: int, cluster: Cluster) -> float:
     """The loss of held-out samples after training."""
     recipe = recipe_of(case, codec, seed, cluster.world_size)
-    task = obtain_task(recipe, None, _RECIPES)
-    pieces = Pieces(collective=forget) if codec == FORGETS else Pieces()
+    task = build_task(recipe, None, _RECIPES)
+    pieces = Components(collective=forget) if codec == FORGETS else Components()
     session = build_session(recipe, task, cluster, torch.device("cpu"), pieces=pieces)
     for _ in session.rounds():
         pass

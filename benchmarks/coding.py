@@ -16,11 +16,11 @@ from unittest.mock import patch
 import torch
 
 from benchmarks.report import Options, Report, Table, present
-from paceline.comm.codecs import Codec, Keys, fixed_step, halves, scaled, sign, sparse
-from paceline.comm.kernels import load_kernels
+from paceline.comm.codecs import Codec, CodecKeys, bf16_fp16, fixed_point, int8_int4_int2, sign, top_k
+from paceline.comm.codecs.codec_kernels import load_kernels
+from paceline.comm.codecs.strategy_codec import build_codec
 from paceline.comm.workspace import Workspace
 from paceline.recipe import Strategy
-from paceline.training.codecs import make_codec
 
 _CODECS = (
     "bf16",
@@ -35,20 +35,20 @@ _CODECS = (
     "topk:0.01+int4",
     "randomk:0.01",
 )
-_KEYS = Keys(1, 2)
+_KEYS = CodecKeys(1, 2)
 
 
 def without_kernels(word: str) -> Codec:
     """A codec as it is where there is no compiler."""
     with ExitStack() as patches:
-        for module in (fixed_step, halves, scaled, sign, sparse):
+        for module in (fixed_point, bf16_fp16, int8_int4_int2, sign, top_k):
             patches.enter_context(patch.object(module, "load_kernels", lambda: None))
         return built(word)
 
 
 def built(word: str) -> Codec:
     """A codec by its word."""
-    found = make_codec(Strategy(codec=word))
+    found = build_codec(Strategy(codec=word))
     assert found is not None
     return found
 

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from benchmarks.allocator import keep_freed_memory
 from benchmarks.route_job import host_bytes
 from benchmarks.subjects import Subject, byte_gpt
-from paceline.cluster import Cluster
+from paceline.job.cluster import Cluster
 from paceline.recipe import Strategy
-from paceline.training.build import build_session
+from paceline.session.build import build_session
 
 MARK = "diloco: "
 _PAUSES = 20  # of a run

@@ -28,9 +28,9 @@ from benchmarks.measure import Series, Side, merge_ranks, take_turns
 from benchmarks.pair import slowest
 from benchmarks.route_job import Counted
 from benchmarks.server import OneRound, task_of
-from paceline.cluster import Cluster
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe, Strategy
-from paceline.testing.parity import session_of
+from paceline.testing.parity import build_test_session
 
 MARK = "rounds: "
 CODECS = {"fp32": "fp32", "fp16": "fp16", "int8": "8 bits"}
@@ -49,7 +49,7 @@ def ours(codec: str, megabytes: int, cluster: Cluster) -> Side:
         optimizer={"name": "sgd", "lr": 1e-6},
         strategy=Strategy.parse(f"replicas={ranks} sync=diloco:1 codec={codec}"),
     )
-    session = session_of(cluster, recipe, partial(task_of, megabytes))
+    session = build_test_session(cluster, recipe, partial(task_of, megabytes))
     session.feed = OneRound(session.feed.work, session.feed.loader, _STEPS)
     return Side(f"diloco, {codec}", partial(next_loss, session, session.rounds()))
 

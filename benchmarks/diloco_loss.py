@@ -21,12 +21,12 @@ from typing import Any
 import torch
 
 from benchmarks.report import Options, Report, Table, present
-from paceline.cluster import Cluster
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe, Strategy, load_recipe
+from paceline.session.build import build_session
+from paceline.session.evaluation import evaluate
+from paceline.session.joining import build_task
 from paceline.testing import run_ranks
-from paceline.training.build import build_session
-from paceline.training.evaluation import evaluate
-from paceline.training.joining import obtain_task
 
 _RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 _REPLICAS = 4
@@ -95,7 +95,7 @@ def recipe_of(side: Side, seed: int, *, quick: bool) -> Recipe:
 def losses_of(recipe: Recipe, cluster: Cluster) -> list[tuple[int, float]]:
     """Held-out losses in nats a byte, with the steps before each; the last is that of the end."""
     torch.set_num_threads(1)
-    session = build_session(recipe, obtain_task(recipe, None, _RECIPES), cluster, torch.device("cpu"))
+    session = build_session(recipe, build_task(recipe, None, _RECIPES), cluster, torch.device("cpu"))
     found = []
     for _ in session.rounds():
         if session.state.step % _LOOKS == 0 or session.state.step == recipe.steps:

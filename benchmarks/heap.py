@@ -15,7 +15,7 @@ from benchmarks.measure import Series, Side, chain
 from benchmarks.pair import measure_pair
 from benchmarks.report import Options, Report, Table, blocks, present, rate_table, series_data
 from benchmarks.subjects import Subject, byte_gpt, mlp
-from paceline.cluster import Cluster
+from paceline.job.cluster import Cluster
 
 
 def build_subject(name: str, options: Options) -> Subject:

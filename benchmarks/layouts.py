@@ -21,7 +21,7 @@ from benchmarks.memory import Build, measure_memory, memory_table
 from benchmarks.pair import measure_pair
 from benchmarks.report import Options, Report, Table, blocks, comparison_table, present, series_data
 from benchmarks.subjects import Subject, byte_gpt, large_gpt, llama
-from paceline.cluster import Cluster
+from paceline.job.cluster import Cluster
 from paceline.recipe import Strategy
 
 _ZERO = {

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.loops import Wrapping, adamw, autocast_of
 from benchmarks.subjects import Subject
-from paceline.cluster import Cluster, change_environment
+from paceline.job.cluster import Cluster, change_environment
 
 Library = Callable[[Subject], Wrapping]
 

@@ -23,11 +23,11 @@ from benchmarks.allocator import keep_freed_memory
 from benchmarks.measure import Series, Side, take_turns
 from benchmarks.report import Options, Report, Table, comparison_table, present, rate_table, series_data
 from benchmarks.subjects import Subject, byte_gpt
-from paceline.cluster import Cluster
-from paceline.data import Loader, LockstepWork, Order
-from paceline.data.text import STDLIB, corpus_files
+from paceline.data import KeyedOrder, LockstepWork, SampleLoader
+from paceline.data.text_corpus import STDLIB, corpus_files
+from paceline.job.cluster import Cluster
 from paceline.recipe import LoaderRecipe
-from paceline.training import Session, build_session
+from paceline.session import Session, build_session
 
 _PART_BYTES = 1 << 17
 _BATCH, _PREFETCH = 16, 2
@@ -74,12 +74,12 @@ class Costly(Dataset[Any]):
 
 def work_of(data: Sequence[Any]) -> LockstepWork:
     """Batches in a keyed order, for one reader."""
-    return LockstepWork(Order(len(data), _BATCH, 1), 1, 1, 0, 1)
+    return LockstepWork(KeyedOrder(len(data), _BATCH, 1), 1, 1, 0, 1)
 
 
 def paceline_batches(data: Packed, workers: int) -> Iterator[Tensor]:
     """Through Paceline's loader."""
-    loader = Loader(data, None, LoaderRecipe(workers=workers, prefetch=_PREFETCH), _CPU)
+    loader = SampleLoader(data, None, LoaderRecipe(workers=workers, prefetch=_PREFETCH), _CPU)
     work = work_of(data)
     with loader.open(
         micro_batch for step in range(10**9) for micro_batch in work.micro_batches(step)

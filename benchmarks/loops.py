@@ -19,10 +19,10 @@ from torch.utils.data import default_collate
 
 from benchmarks.measure import Side
 from benchmarks.subjects import Subject
-from paceline.cluster import Cluster
-from paceline.data import LockstepWork, Order
+from paceline.data import KeyedOrder, LockstepWork
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe
-from paceline.training import Session, build_session
+from paceline.session import Session, build_session
 
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _PLANNED_STEPS = 5_000
@@ -111,7 +111,7 @@ class HandLoop:
 
     def __post_init__(self) -> None:
         batch = self.subject.recipe.batch
-        order = Order(len(self.subject.task.data), batch.size, self.subject.recipe.seed)
+        order = KeyedOrder(len(self.subject.task.data), batch.size, self.subject.recipe.seed)
         work = LockstepWork(
             order, batch.shards or 1, self.subject.recipe.seed, self.replica_rank, self.num_replicas
         )

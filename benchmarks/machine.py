@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from paceline.training.by_machine import Product, choose, find_gain
+from paceline.tuning.hardware_defaults import MatrixProduct, choose_precision, find_gain
 
-_GPT_PRODUCT = Product(rows=2048, inner=192, columns=768)
+_GPT_PRODUCT = MatrixProduct(rows=2048, inner=192, columns=768)
 """Eight windows of 256 bytes through the wide layer of recipes/byte-gpt.toml."""
 _PACKAGES = ("paceline", "torch", "accelerate", "lightning", "numpy")
 
@@ -35,7 +35,7 @@ def number_format(asked: str) -> tuple[str, str]:
     """
     if asked != "auto":
         return asked, f"{asked}, as asked for"
-    choice = choose([find_gain(_GPT_PRODUCT, torch.device("cpu"))])
+    choice = choose_precision([find_gain(_GPT_PRODUCT, torch.device("cpu"))])
     return choice.compute, f"{choice.compute}, as {choice.reason}"
 
 

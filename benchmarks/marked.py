@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from paceline.lab import Outcome
+from paceline.lab import LabOutcome
 
 
-def found_in(outcome: Outcome, mark: str) -> dict[str, Any]:
+def found_in(outcome: LabOutcome, mark: str) -> dict[str, Any]:
     """The record of the first such line.
 
     Raises:

@@ -21,7 +21,7 @@ from benchmarks.allocator import return_freed_memory
 from benchmarks.measure import Side
 from benchmarks.pair import DEADLINE_SECONDS
 from benchmarks.report import Table
-from paceline.cluster import Cluster
+from paceline.job.cluster import Cluster
 from paceline.testing import run_ranks
 
 Build = Callable[[], Side]

@@ -26,13 +26,13 @@ from benchmarks.measure import Side
 from benchmarks.pair import measure_pair
 from benchmarks.report import Options, Report, Table, blocks, comparison_table, present, series_data
 from benchmarks.subjects import Subject, byte_gpt, mlp
-from paceline.cluster import Cluster
-from paceline.observe import Phase, Phases
+from paceline.job.cluster import Cluster
+from paceline.observe import PhaseTimer, StepPhase
+from paceline.session import Session, build_session
+from paceline.session.checkpointing import CheckpointSchedule
+from paceline.session.fit_loop import FitInProgress
+from paceline.session.train_rank import build_sinks
 from paceline.testing import run_ranks
-from paceline.training import Session, build_session
-from paceline.training.job import sinks
-from paceline.training.loop import Fitting
-from paceline.training.saves import Saves
 
 _REFERENCE = "nothing"
 _WATCHED_STEPS = 40
@@ -68,10 +68,10 @@ CASES = (
 )
 
 
-class Unmeasured(Phases):
+class Unmeasured(PhaseTimer):
     """Reads no clock within a step."""
 
-    def begin(self, phase: Phase) -> None:
+    def begin(self, phase: StepPhase) -> None:
         """Nothing is measured."""
 
 
@@ -83,7 +83,7 @@ def session_of(subject: Subject, cluster: Cluster) -> Session:
 def build_sides(case: Case, options: Options, folder: Path, cluster: Cluster) -> Sequence[Side]:
     """One session a side."""
     subject = case.make(options)
-    with patch("paceline.training.build.Phases", Unmeasured):
+    with patch("paceline.session.build.PhaseTimer", Unmeasured):
         bare = session_of(subject, cluster)
     measured, watched = session_of(subject, cluster), session_of(subject, cluster)
     return [
@@ -100,8 +100,8 @@ def _step(rounds: Any) -> float:
 def _watched(session: Session, folder: Path) -> Any:
     """The rounds of a fit that never saves."""
     console = Console(file=StringIO()) if session.is_first else None
-    found = sinks(session, folder, console)
-    fitting = Fitting(session, folder, found, Saves(session, None, found, print))
+    found = build_sinks(session, folder, console)
+    fitting = FitInProgress(session, folder, found, CheckpointSchedule(session, None, found, print))
     for stats in fitting.course.rounds():
         fitting.after_round(stats)
         yield stats
@@ -124,22 +124,22 @@ class Watched:
     uncovered: float
 
 
-class Counted(Phases):
+class Counted(PhaseTimer):
     """Knows how many phases were begun."""
 
     def __init__(self) -> None:
         super().__init__()
         self.begun = 0
 
-    def begin(self, phase: Phase) -> None:
-        """See `Phases`."""
+    def begin(self, phase: StepPhase) -> None:
+        """See `PhaseTimer`."""
         self.begun += 1
         super().begin(phase)
 
 
 def mark_seconds() -> float:
     """Processor seconds of one mark."""
-    phases = Phases()
+    phases = PhaseTimer()
     began = time.thread_time()
     for _ in range(_MARKS):
         phases.begin("data")
@@ -149,10 +149,10 @@ def mark_seconds() -> float:
 def watch(case: Case, options: Options, folder: Path, cluster: Cluster) -> Watched:
     """Some steps on this rank, with everything on."""
     torch.set_num_threads(1)
-    with patch("paceline.training.build.Phases", Counted):
+    with patch("paceline.session.build.PhaseTimer", Counted):
         session = session_of(case.make(options), cluster)
-    found = sinks(session, folder, Console(file=StringIO())) if session.is_first else []
-    fitting = Fitting(session, folder, found, Saves(session, None, found, print))
+    found = build_sinks(session, folder, Console(file=StringIO())) if session.is_first else []
+    fitting = FitInProgress(session, folder, found, CheckpointSchedule(session, None, found, print))
     steps, behind, uncovered = [], [], []
     for stats in fitting.course.rounds():
         began = time.thread_time()

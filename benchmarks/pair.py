@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from benchmarks.allocator import keep_freed_memory
 from benchmarks.measure import Series, Side, merge_ranks, take_turns
-from paceline.cluster import Cluster
+from paceline.job.cluster import Cluster
 from paceline.testing import run_ranks
 
 BuildSides = Callable[[Cluster], Sequence[Side]]

@@ -19,7 +19,7 @@ from benchmarks.loops import paceline_side
 from benchmarks.pair import DEADLINE_SECONDS
 from benchmarks.report import Options, Report, Table, present
 from benchmarks.sleeping import Clock, sleeping_chain
-from paceline.cluster import Cluster
+from paceline.job.cluster import Cluster
 from paceline.recipe import Strategy
 from paceline.testing import run_ranks
 

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from benchmarks.report import Options, Report, Table, present
-from paceline.cluster import Cluster
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe, Strategy, load_recipe
+from paceline.session.build import build_session
+from paceline.session.evaluation import evaluate
+from paceline.session.joining import build_task
 from paceline.testing import run_ranks
-from paceline.training.build import build_session
-from paceline.training.evaluation import evaluate
-from paceline.training.joining import obtain_task
 
 _RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 _BOUND = 1.02
@@ -65,7 +65,7 @@ def recipe_of(case: Case, flow: str, seed: int) -> Recipe:
 def outcome_of(case: Case, flow: str, seed: int, cluster: Cluster) -> tuple[float, float]:
     """Loss and accuracy of held-out samples after training."""
     recipe = recipe_of(case, flow, seed)
-    session = build_session(recipe, obtain_task(recipe, None, _RECIPES), cluster, torch.device("cpu"))
+    session = build_session(recipe, build_task(recipe, None, _RECIPES), cluster, torch.device("cpu"))
     for _ in session.rounds():
         pass
     held_out = evaluate(session)

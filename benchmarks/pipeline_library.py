@@ -26,9 +26,9 @@ from torch.utils.data import default_collate
 from benchmarks.loops import adamw, autocast_of, set_rate
 from benchmarks.measure import Side
 from benchmarks.subjects import Subject
-from paceline.cluster import Cluster
-from paceline.data import LockstepWork, Order
-from paceline.layout.pipeline import chain_of, cut_evenly
+from paceline.data import KeyedOrder, LockstepWork
+from paceline.job.cluster import Cluster
+from paceline.parallel.pipeline import module_chain, partition_evenly
 
 SCHEDULES: dict[str, Callable[..., Any]] = {
     "gpipe": ScheduleGPipe,
@@ -67,7 +67,7 @@ class TorchPipeline:
     ) -> None:
         self._subject, self._ends, self._cluster = subject, ends, cluster
         self._micro_batches, self._taken = subject.recipe.batch.shards or 1, 0
-        order = Order(len(subject.task.data), subject.recipe.batch.size, subject.recipe.seed)
+        order = KeyedOrder(len(subject.task.data), subject.recipe.batch.size, subject.recipe.seed)
         work = LockstepWork(order, self._micro_batches, subject.recipe.seed, 0, 1)
         self._plan = [
             [int(i) for micro_batch in work.micro_batches(step) for i in micro_batch.indices]
@@ -128,8 +128,8 @@ class TorchPipeline:
 def _own_chunks(subject: Subject, cluster: Cluster, num_chunks: int) -> Sequence[nn.Module]:
     """What this rank runs, cut as Paceline cuts it."""
     task = subject.fresh()
-    links = chain_of(task, task.model.train())
+    links = module_chain(task, task.model.train())
     weights = [sum(p.numel() for p in link.parameters()) for link in links]
-    places = cut_evenly(weights, cluster.world_size * num_chunks)
+    places = partition_evenly(weights, cluster.world_size * num_chunks)
     own = range(cluster.global_rank, len(places), cluster.world_size)
     return [nn.Sequential(*(links[i] for i in places[k])) for k in own]

@@ -26,11 +26,11 @@ from benchmarks.pipeline_library import SCHEDULES, Ends, TorchPipeline
 from benchmarks.report import Options, Report, Table, blocks, comparison_table, present, series_data
 from benchmarks.sleeping import Clock, mean_square, sleeping_chain
 from benchmarks.subjects import deep_gpt
-from paceline.cluster import Cluster
+from paceline.job.cluster import Cluster
+from paceline.parallel.pipeline.strategy_schedule import make_schedule
+from paceline.pipeline_schedule import simulate_schedule
 from paceline.recipe import Strategy
-from paceline.schedule import prove
 from paceline.testing import run_ranks
-from paceline.training.schedules import schedule_of
 
 _MICRO_BATCHES = 8
 _LAYERS = 2  # of a stage: as many chunks as interleaving needs
@@ -54,7 +54,7 @@ class Waited(NamedTuple):
 def planned_idle(schedule: str, stages: int) -> float:
     """The share that the schedule says, from 0 to 1."""
     strategy = Strategy.parse(f"replicas=1 pipeline={stages} schedule={schedule}")
-    return prove(schedule_of(strategy)(stages, _MICRO_BATCHES), _MICRO_BATCHES).bubble
+    return simulate_schedule(make_schedule(strategy)(stages, _MICRO_BATCHES), _MICRO_BATCHES).bubble
 
 
 def _chunks(schedule: str) -> int:

@@ -18,8 +18,8 @@ from benchmarks.loops import paceline_side
 from benchmarks.measure import Series, take_turns
 from benchmarks.report import Options, Report, Table, blocks, present, series_data
 from benchmarks.subjects import Subject, byte_gpt, digits
-from paceline.cluster import Cluster
-from paceline.training import Session, build_session
+from paceline.job.cluster import Cluster
+from paceline.session import Session, build_session
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 
@@ -48,7 +48,7 @@ def kept_by(session: Session) -> Kept:
     rounds = session.rounds()
     while not next(rounds).applied:
         """In fp16 the scale of the loss is found first."""
-    held = {p.untyped_storage().data_ptr() for p in session.placed.holding.model.parameters()}
+    held = {p.untyped_storage().data_ptr() for p in session.runner.sharded_model.model.parameters()}
     alive: dict[int, int] = {}
     most = 0
 
@@ -68,7 +68,7 @@ def kept_by(session: Session) -> Kept:
         next(rounds)
     rounds.close()
     moments = [t for state in session.state.optimizer.state.values() for t in state.values()]
-    trained = [p for p in session.placed.holding.model.parameters() if p.requires_grad]
+    trained = [p for p in session.runner.sharded_model.model.parameters() if p.requires_grad]
     grads = [p.grad for p in trained if p.grad is not None]
     return Kept(most, sum(t.nbytes for t in (*trained, *grads, *moments) if isinstance(t, Tensor)))
 

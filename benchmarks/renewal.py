@@ -17,11 +17,11 @@ import torch
 
 from benchmarks.report import Options, Report, Table, present
 from benchmarks.subjects import Subject, byte_gpt, mlp
-from paceline.cluster import Cluster
+from paceline.job.cluster import Cluster
 from paceline.recipe import Strategy
+from paceline.session import Session, build_session
+from paceline.session.membership_change import change_members
 from paceline.testing import run_ranks
-from paceline.training import Session, build_session
-from paceline.training.renewal import renew
 
 _RANKS = (2, 3)
 _SUBJECTS: dict[str, Callable[[Options], Subject]] = {
@@ -43,7 +43,7 @@ def renewals(name: str, repeats: int, options: Options, cluster: Cluster) -> lis
     session, _ = _timed(partial(build_session, subject.recipe, subject.fresh(), cluster, device))
     for _ in range(repeats + 1):
         _one_step(session)
-        renewed.append(_timed(partial(renew, session, _DEADLINE_SECONDS))[1])
+        renewed.append(_timed(partial(change_members, session, _DEADLINE_SECONDS))[1])
         _one_step(session)
         build = partial(build_session, subject.recipe, subject.fresh(), session.cluster, device)
         other, seconds = _timed(build)

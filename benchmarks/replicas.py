@@ -17,7 +17,7 @@ from benchmarks.measure import Series, Side
 from benchmarks.pair import measure_pair
 from benchmarks.report import Options, Report, Table, blocks, comparison_table, present, series_data
 from benchmarks.subjects import Subject, byte_gpt, mlp
-from paceline.cluster import Cluster
+from paceline.job.cluster import Cluster
 
 LIBRARIES: dict[str, Library] = {
     "ddp": ddp,

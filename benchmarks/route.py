@@ -15,7 +15,7 @@ from benchmarks.marked import found_in
 from benchmarks.measure import Series
 from benchmarks.report import Options, Report, Table, blocks, comparison_table, present, series_data
 from benchmarks.route_job import MARK, ROUTES
-from paceline.comm import cost, hierarchical_cost
+from paceline.comm import hierarchical_cost, native_cost
 from paceline.lab import Lab, Links
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -67,7 +67,9 @@ def closed_form(num_parameters: int) -> dict[str, float]:
     """Bytes that a host sends in a step for the gradients, by route."""
     num_bytes = 4 * num_parameters
     between = hierarchical_cost(num_bytes, _HOSTS, _LOCAL)[1].sent_bytes
-    ring = cost("all_reduce", num_bytes, _HOSTS * _LOCAL).sent_bytes  # one rank's neighbour is elsewhere
+    ring = native_cost(
+        "all_reduce", num_bytes, _HOSTS * _LOCAL
+    ).sent_bytes  # one rank's neighbour is elsewhere
     return dict(zip(ROUTES, (ring, _LOCAL * between), strict=True))
 
 

@@ -12,27 +12,35 @@ import time
 
 import torch
 
-from paceline.cluster import Cluster
 from paceline.comm import Net
-from paceline.comm.routes.forecast import choose
-from paceline.comm.routes.trial import Candidates, candidates, num_in_a_row, seconds_of_sums, try_routes
-from paceline.mesh import Group, Mesh
+from paceline.comm.link_benchmark import (
+    RouteCandidates,
+    build_route_candidates,
+    measure_routes,
+    num_sums_per_timing,
+    time_sums,
+)
+from paceline.comm.routes.route_by_size import choose_route
+from paceline.job.cluster import Cluster
+from paceline.job.mesh import Mesh, RankGroup
 
 MARK = "choice: "
 _SIZE_SECONDS = 2.0  # of all routes: no further repeat of a size after it
 
 
-def medians_of(found: Candidates, net: Net, group: Group, num_bytes: int, repeats: int) -> dict[str, float]:
+def medians_of(
+    found: RouteCandidates, net: Net, group: RankGroup, num_bytes: int, repeats: int
+) -> dict[str, float]:
     """Of a size by every route, in turns, the warm-up left out; fewer repeats where they take long."""
     times: dict[str, list[float]] = {word: [] for word in found.paths}
     key, num_sums, like = f"measured {num_bytes}", 1, torch.zeros(1)
     buffers = {word: path.buffer(num_bytes // 4, like, key) for word, path in found.paths.items()}
     for repeat in range(repeats + 1):
         for word in [*times] if repeat % 2 else reversed([*times]):  # they take turns
-            seconds = seconds_of_sums(found.paths[word], net, group, buffers[word], key, num_sums)
+            seconds = time_sums(found.paths[word], net, group, buffers[word], key, num_sums)
             times[word].append(seconds)
         if not repeat:
-            num_sums = num_in_a_row({word: own[0] for word, own in times.items()})
+            num_sums = num_sums_per_timing({word: own[0] for word, own in times.items()})
         if num_sums * sum(map(sum, times.values())) > _SIZE_SECONDS:
             break
     return {word: statistics.median(own[1:] or own) for word, own in times.items()}
@@ -42,11 +50,11 @@ def main(most_bytes: int, repeats: int) -> None:
     """Choose, then measure."""
     cluster = Cluster.from_env().connect("cpu", 120.0)
     group, net = Mesh.build(cluster, {"replica": cluster.world_size}).replica, Net(120.0)
-    found = candidates(net, group)
+    found = build_route_candidates(net, group)
     began = time.perf_counter()
-    forecast = try_routes(found, net, group)
+    forecast = measure_routes(found, net, group)
     took = time.perf_counter() - began
-    choice, sizes, num_bytes = choose(forecast), [], 1024
+    choice, sizes, num_bytes = choose_route(forecast), [], 1024
     while num_bytes <= most_bytes:
         medians = medians_of(found, net, group, num_bytes, repeats)
         predicted = {word: forecast.seconds(word, num_bytes) for word in medians}

@@ -21,7 +21,7 @@ from benchmarks.loops import paceline_side
 from benchmarks.measure import Series, Side, merge_ranks, take_turns
 from benchmarks.pair import slowest
 from benchmarks.subjects import Subject, byte_gpt, mlp
-from paceline.cluster import Cluster
+from paceline.job.cluster import Cluster
 from paceline.recipe import Strategy
 
 ROUTES = ("native", "hierarchical")

@@ -22,9 +22,9 @@ from benchmarks.loops import paceline_side
 from benchmarks.measure import Series, Side, merge_ranks, take_turns
 from benchmarks.pair import slowest
 from benchmarks.subjects import Subject, byte_gpt, mlp
-from paceline.cluster import Cluster
+from paceline.job.cluster import Cluster
+from paceline.parallel import gradient_reduction
 from paceline.recipe import Strategy
-from paceline.training import reductions
 
 MARK = "scatters: "
 TWO, ALL = "two at a time", "all at a time"
@@ -41,13 +41,13 @@ def subject_of(name: str, precision: str, ranks: int) -> Subject:
 @contextmanager
 def without_turns(holds: bool) -> Iterator[None]:
     """Sessions that are built meanwhile let all buckets travel at a time, in memory of the path."""
-    kept = reductions._turns
+    kept = gradient_reduction._scatter_order
     if holds:
-        reductions._turns = lambda setting: None
+        gradient_reduction._scatter_order = lambda setting: None
     try:
         yield
     finally:
-        reductions._turns = kept
+        gradient_reduction._scatter_order = kept
 
 
 def side_of(name: str, subject: Subject, cluster: Cluster) -> Side:

@@ -14,12 +14,12 @@ from torch import nn
 
 from benchmarks.channel_trip import measure_trips
 from benchmarks.report import Options, Report, Table, present
-from paceline.cluster import Cluster
-from paceline.data import Feed
+from paceline.data import TrainingFeed
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe, Strategy
 from paceline.task import Loss, Task
 from paceline.testing import run_ranks
-from paceline.testing.parity import session_of
+from paceline.testing.parity import build_test_session
 
 WORKERS = (1, 2, 4)
 MEGABYTES = (10, 100)
@@ -43,10 +43,10 @@ def task_of(megabytes: int) -> Task:
     return Task(model, torch.randn(64, side), loss)
 
 
-class OneRound(Feed):
+class OneRound(TrainingFeed):
     """No pause, at which all parameters go to all workers once more."""
 
-    def pause_after(self, step: int) -> int:
+    def next_pause(self, step: int) -> int:
         """At the end."""
         return self.num_steps
 
@@ -62,7 +62,7 @@ def step_seconds(way: str, megabytes: int, steps: int, cluster: Cluster) -> floa
         optimizer={"name": "sgd", "lr": 1e-6},
         strategy=Strategy.parse(f"replicas={workers} {way}"),
     )
-    session = session_of(cluster, recipe, partial(task_of, megabytes))
+    session = build_test_session(cluster, recipe, partial(task_of, megabytes))
     session.feed = OneRound(session.feed.work, session.feed.loader, steps)
     seconds = sum(stats.seconds for stats in session.rounds())
     session.close()

@@ -16,7 +16,7 @@ from importlib.metadata import version
 from benchmarks import server_ray, server_rpc
 from benchmarks.report import Options, Report, Table, present
 from benchmarks.server import MEGABYTES, WORKERS, step_seconds
-from paceline.cluster import Cluster
+from paceline.job.cluster import Cluster
 from paceline.testing import run_ranks
 
 _ROUNDS = 2

@@ -18,8 +18,8 @@ from torch.distributed import rpc
 from torch.futures import Future
 
 from benchmarks.server import task_of
-from paceline.addresses import listen_at
-from paceline.cluster import Cluster
+from paceline.job.addresses import listen_at
+from paceline.job.cluster import Cluster
 
 _SECONDS = 120.0  # of every call
 
@@ -68,7 +68,7 @@ def _served(megabytes: int, workers: int) -> Served:
 
 @rpc.functions.async_execution
 def push(megabytes: int, workers: int, gradients: Sequence[Tensor]) -> Future[list[Tensor]]:
-    """Runs on the server; see `Served.take`."""
+    """Runs on the server; see `ServerParticipant.take`."""
     return _served(megabytes, workers).take(gradients)
 
 

@@ -18,7 +18,7 @@ from benchmarks.loops import HandLoop, bare, paceline_side
 from benchmarks.measure import Series, take_turns
 from benchmarks.report import Options, Report, Table, present, series_data
 from benchmarks.subjects import Subject, mlp
-from paceline.cluster import Cluster
+from paceline.job.cluster import Cluster
 
 _COUNTED_STEPS = 40
 _BLOCK_STEPS = 24

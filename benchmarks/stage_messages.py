@@ -18,11 +18,11 @@ from benchmarks.measure import Side
 from benchmarks.pair import measure_pair
 from benchmarks.report import Options, Report, Table, comparison_table, present, series_data
 from benchmarks.subjects import deep_gpt
-from paceline.cluster import Cluster
 from paceline.comm import Net
-from paceline.comm.routes import HostMail, meet_on_host
-from paceline.layout.pipeline import HostWire, Neighbours, StageWire
-from paceline.mesh import Mesh
+from paceline.comm.routes import HostMessenger, connect_single_host_group
+from paceline.job.cluster import Cluster
+from paceline.job.mesh import Mesh
+from paceline.parallel.pipeline import HostMemoryTransport, NetTransport, StageTransport
 from paceline.recipe import Strategy
 from paceline.testing import run_ranks
 
@@ -31,7 +31,7 @@ _MOST_BYTES = 1 << 26  # of a block
 _MICRO_BATCHES = 8
 
 
-def block(wire: Neighbours, rank: int, x: torch.Tensor, count: int) -> float:
+def block(wire: StageTransport, rank: int, x: torch.Tensor, count: int) -> float:
     """Seconds of one message, of so many and their answers."""
     began = time.perf_counter()
     for _ in range(count):
@@ -49,10 +49,13 @@ def seconds(cluster: Cluster, sizes: tuple[int, ...], repeats: int, count: int) 
     """By way and size."""
     torch.set_num_threads(1)
     group, net = Mesh.build(cluster, {"pipeline": 2}).axes["pipeline"], Net(60.0)
-    links = meet_on_host(group, net)
+    links = connect_single_host_group(group, net)
     assert links is not None
-    memory = HostWire(HostMail(net, group, links))
-    wires: dict[str, Neighbours] = {"Gloo": StageWire(group, net, torch.device("cpu")), "memory": memory}
+    memory = HostMemoryTransport(HostMessenger(net, group, links))
+    wires: dict[str, StageTransport] = {
+        "Gloo": NetTransport(group, net, torch.device("cpu")),
+        "memory": memory,
+    }
     found: dict[str, list[float]] = {f"{name} {size}": [] for size in sizes for name in wires}
     for size in sizes:
         x = torch.ones(size // 4)

@@ -17,9 +17,9 @@ from pathlib import Path
 
 from benchmarks.measure import Side, take_turns
 from benchmarks.report import Options, Report, Table, present, series_data
-from paceline.cluster import process_environment
+from paceline.job.cluster import process_environment
 from paceline.launch import fork_server
-from paceline.launch.forked import FORK_SERVER, NONE
+from paceline.launch.fork_client import FORK_SERVER_VARIABLE, NO_FORK_SERVER
 
 _DEADLINE_SECONDS = 30.0
 _WORKERS = (1, 2, 4)
@@ -50,9 +50,13 @@ def jobs_table(repeats: int) -> Table:
     plain = process_environment()
     with (
         tempfile.TemporaryDirectory() as folder,
-        fork_server(["paceline.cli.main", "paceline.cli.train_job"]) as variables,
+        fork_server(["paceline.cli.main", "paceline.cli.train"]) as variables,
     ):
-        ways = {"anew": {**plain, FORK_SERVER: NONE}, "as ever": plain, "server": {**plain, **variables}}
+        ways = {
+            "anew": {**plain, FORK_SERVER_VARIABLE: NO_FORK_SERVER},
+            "as ever": plain,
+            "server": {**plain, **variables},
+        }
         for workers in _WORKERS:
             job = [_PACELINE, "train", str(_RECIPE), "-n", str(workers)]
             job += ["--set", "steps=1", "--set", "checkpoint.keep=1"]

@@ -17,7 +17,7 @@ from benchmarks.loops import HandLoop, bare, paceline_side
 from benchmarks.measure import Series, take_turns
 from benchmarks.report import Options, Report, Table, blocks, comparison_table, present, series_data
 from benchmarks.subjects import Subject, byte_gpt, mlp
-from paceline.cluster import Cluster
+from paceline.job.cluster import Cluster
 
 _REFERENCE = "bare PyTorch"
 _BUDGET_SECONDS = 30.0  # for the blocks of a case

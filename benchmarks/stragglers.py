@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.report import Options, Report, Table, present
-from paceline.cluster import Cluster
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe, Strategy
 from paceline.testing import run_ranks
-from paceline.testing.parity import make_task, session_of
+from paceline.testing.parity import build_test_session, make_task
 
 _WORKERS, _BATCH, _SECONDS = 4, 64, 0.004  # the last to read a sample
 _STRATEGIES = {
@@ -105,7 +105,7 @@ def train(strategy: str, course: Course, seed: int, cluster: Cluster) -> list[Ro
         slow = last and course.begin <= time.monotonic() - began[0] < course.end
         return _SECONDS * (course.factor if slow else 1.0)
 
-    session = session_of(cluster, recipe, lambda: replace(task, data=Reading(task.data, seconds)))
+    session = build_test_session(cluster, recipe, lambda: replace(task, data=Reading(task.data, seconds)))
     session.sum(0.0)  # all are here
     began[0] = time.monotonic()
     found = []

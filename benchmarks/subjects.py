@@ -26,9 +26,9 @@ from paceline.recipe import (
     ScheduleRecipe,
     load_recipe,
 )
+from paceline.session.joining import CACHE_DIR
 from paceline.task import Loss, Task
 from paceline.tasks import load_task
-from paceline.training.joining import CACHE_DIR
 
 _ROOT = Path(__file__).resolve().parent.parent
 _STEPS = 100_000  # the run never ends before the measurement does

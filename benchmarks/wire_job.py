@@ -23,12 +23,12 @@ from benchmarks.loops import HandLoop, Wrapping, bare, paceline_side
 from benchmarks.measure import Series, Side, merge_ranks, take_turns
 from benchmarks.pair import slowest
 from benchmarks.subjects import Subject, byte_gpt, mlp
-from paceline.cluster import Cluster
 from paceline.comm import Net
-from paceline.mesh import Group, Mesh
+from paceline.job.cluster import Cluster
+from paceline.job.mesh import Mesh, RankGroup
 from paceline.recipe import Strategy
-from paceline.training.codec_choice import coding_seconds
-from paceline.training.comm_benchmark import Row, measure_sum
+from paceline.tuning.codec_choice import coding_seconds
+from paceline.tuning.comm_benchmark import AllReduceTiming, measure_all_reduce_of
 
 MARK = "wire: "
 COMPUTE = "no communication"
@@ -127,8 +127,8 @@ def main(name: str, shards: int, codecs: str, hooks: str, repeats: int, precisio
     dist.barrier()
 
 
-def _row(cluster: Cluster, group: Group, net: Net, codec: str) -> Row:
-    found = measure_sum(cluster, group, net, Strategy(route="native", codec=codec), PROBE_BYTES)
+def _row(cluster: Cluster, group: RankGroup, net: Net, codec: str) -> AllReduceTiming:
+    found = measure_all_reduce_of(cluster, group, net, Strategy(route="native", codec=codec), PROBE_BYTES)
     assert found is not None
     return found
 

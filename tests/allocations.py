@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from paceline.cluster import Cluster
-from paceline.comm.channel.outbox import Outbox
+from paceline.comm.channel.message_channel import SocketSendBuffer
+from paceline.job.cluster import Cluster
 from paceline.plan import plan_memory
-from paceline.plan.live_bytes import LiveBytes
+from paceline.plan.activation_memory import LiveBytes
 from paceline.recipe import Recipe, Strategy
-from paceline.testing.parity import session_of
+from paceline.testing.parity import build_test_session
 from tests.mapped import Mapped
 from tests.peak import bytes_now
 from tests.planned_tasks import TASKS
@@ -101,8 +101,8 @@ class Frames:
     def __init__(self) -> None:
         self._sizes: dict[int, int] = {}
         self._plain = {
-            (Outbox, "put"): Outbox.put,
-            (Outbox, "write"): Outbox.write,
+            (SocketSendBuffer, "put"): SocketSendBuffer.put,
+            (SocketSendBuffer, "write"): SocketSendBuffer.write,
         }
 
     def __enter__(self) -> None:
@@ -114,7 +114,7 @@ class Frames:
             setattr(kind, name, plain)
 
     def _telling(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        def call(owner: Outbox, *args: Any, **options: Any) -> Any:
+        def call(owner: SocketSendBuffer, *args: Any, **options: Any) -> Any:
             found = plain(owner, *args, **options)
             now = sum(len(part) for part in owner._waiting if isinstance(part.obj, bytes))
             if now != self._sizes.get(id(owner), 0):
@@ -134,7 +134,7 @@ def allocated(cluster: Cluster, cases: list[Case]) -> list[int]:
         others, elsewhere, before = Mapped(), FreedElsewhere(), bytes_now()
         recording = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         with others.counting(), Frames(), recording as record, elsewhere:
-            session = session_of(cluster, one.recipe, TASKS[one.task])
+            session = build_test_session(cluster, one.recipe, TASKS[one.task])
             first = bytes_now() - before - others.num_bytes
             with record_function(STEPS):
                 for _ in session.rounds():
@@ -163,7 +163,7 @@ def kept(cluster: Cluster, cases: list[Case]) -> list[int]:
     for one in cases:
         others, before = Mapped(), bytes_now()
         with others.counting():
-            session = session_of(cluster, one.recipe, TASKS[one.task])
+            session = build_test_session(cluster, one.recipe, TASKS[one.task])
             for _ in session.rounds():
                 pass
         found.append(bytes_now() - before - others.num_bytes)

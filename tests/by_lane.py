@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from paceline.layout.pipeline.wire import Message, ThreadWire
-from paceline.layout.threads import Threads
+from paceline.parallel.pipeline.p2p import StageMessage, ThreadTransport
+from paceline.parallel.thread_workers import WorkerThreads
 
 Lane = tuple[int, int]
 """Which run of lanes, and which of them; (0, 0): none runs."""
@@ -48,25 +48,25 @@ class ByLane:
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Count inside."""
-        run, send, receive = Threads.run, ThreadWire.send, ThreadWire.receive
+        run, send, receive = WorkerThreads.run, ThreadTransport.send, ThreadTransport.receive
 
-        def sent(wire: ThreadWire, to: int, *args: Any, **options: Any) -> None:
+        def sent(wire: ThreadTransport, to: int, *args: Any, **options: Any) -> None:
             number, stage = self._here.lane
             with self._as_lane((number, max(stage, to))):
                 send(wire, to, *args, **options)
 
-        def received(*args: Any, **options: Any) -> Message:
+        def received(*args: Any, **options: Any) -> StageMessage:
             message = receive(*args, **options)
             self._take(message[0])
             return message
 
-        def side_by_side(threads: Threads, functions: _Functions) -> list[Any]:
+        def side_by_side(threads: WorkerThreads, functions: _Functions) -> list[Any]:
             return self._run(partial(run, threads), functions)
 
         with (
-            patch.object(Threads, "run", side_by_side),
-            patch.object(ThreadWire, "send", sent),
-            patch.object(ThreadWire, "receive", received),
+            patch.object(WorkerThreads, "run", side_by_side),
+            patch.object(ThreadTransport, "send", sent),
+            patch.object(ThreadTransport, "receive", received),
             _Noting(self._made),
         ):
             yield

@@ -17,9 +17,9 @@ from tempfile import TemporaryFile
 from types import TracebackType
 from typing import Self
 
-from paceline.cluster import process_environment
-from paceline.launch.forked import FORK_SERVER, NONE, ForkClient, Forked
-from paceline.launch.render import Worker, common_environment
+from paceline.job.cluster import process_environment
+from paceline.launch.fork_client import FORK_SERVER_VARIABLE, NO_FORK_SERVER, ForkClient, ForkedProcess
+from paceline.launch.job_spec import WorkerSpec, common_environment
 
 _SECONDS = 400.0
 
@@ -48,7 +48,7 @@ class Command:
     ) -> None:
         self.args = [*before, sys.executable, "-m", *words]
         self._said: tuple[str, str] | None = None
-        may_fork = not before and not anew and environ.get(FORK_SERVER) != NONE
+        may_fork = not before and not anew and environ.get(FORK_SERVER_VARIABLE) != NO_FORK_SERVER
         with ExitStack() as opened:
             out, err = (opened.enter_context(TemporaryFile("a+", encoding="utf-8")) for _ in range(2))
             self._files = out, err
@@ -57,11 +57,11 @@ class Command:
             self._opened = opened.pop_all()
         self.pid = self._process.pid
 
-    def _fork(self, folder: Path, environ: Mapping[str, str], opened: ExitStack) -> Forked | None:
+    def _fork(self, folder: Path, environ: Mapping[str, str], opened: ExitStack) -> ForkedProcess | None:
         inherited = process_environment()
         variables = {**common_environment(inherited), **environ}
         nowhere = folder / "none"
-        worker = Worker(0, 0, tuple(self.args), variables, {}, None, nowhere, nowhere, folder)
+        worker = WorkerSpec(0, 0, tuple(self.args), variables, {}, None, nowhere, nowhere, folder)
         client = opened.enter_context(ForkClient(inherited))
         return client.start(worker, *(file.fileno() for file in self._files))
 
@@ -85,7 +85,7 @@ class Command:
     @property
     def forked(self) -> bool:
         """Whether it comes from the fork server."""
-        return isinstance(self._process, Forked)
+        return isinstance(self._process, ForkedProcess)
 
     @property
     def returncode(self) -> int | None:

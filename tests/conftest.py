@@ -11,7 +11,7 @@ import hypothesis
 import pytest
 import torch
 
-from paceline.cluster import change_environment, process_environment
+from paceline.job.cluster import change_environment, process_environment
 from paceline.launch import fork_server
 from tests.commands import run
 

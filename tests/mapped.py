@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 from torch import Tensor
 
-from paceline.comm.routes import host_mail
+from paceline.comm.routes import host_messages
 from paceline.comm.routes.shared_memory import SharedMemoryCollective
 
 
@@ -31,7 +31,10 @@ class Mapped:
     def counting(self) -> Iterator[None]:
         """Count inside."""
         sums = patch.object(SharedMemoryCollective, "_map", self._of_all(SharedMemoryCollective._map))
-        with sums, patch.object(host_mail, "mapped", self._of_one(host_mail.mapped)):
+        with (
+            sums,
+            patch.object(host_messages, "map_shared_tensor", self._of_one(host_messages.map_shared_tensor)),
+        ):
             yield
 
     def _of_all(self, plain: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from paceline.cluster import change_environment
+from paceline.job.cluster import change_environment
 from paceline.launch import fork_server
 from tests import commands
 from tests.command_jobs import in_namespaces

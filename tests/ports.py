@@ -6,7 +6,7 @@ import random
 import socket
 from contextlib import suppress
 
-from paceline.cluster import process_environment
+from paceline.job.cluster import process_environment
 
 _FIRST, _EACH, _RUNS = 16_000, 1_000, 16
 """Below those that the system gives to whoever asks for any (32,768 and up); a block for each worker."""

@@ -23,7 +23,7 @@ from typing import Any
 import paceline
 from paceline.recipe import load_recipe
 from paceline.testing import run_ranks
-from paceline.testing.parity import session_of
+from paceline.testing.parity import build_test_session
 
 PACKAGE = str(Path(paceline.__file__).parent)
 RECIPE = """
@@ -72,7 +72,7 @@ def count_calls(cluster: Any, recipe_file: str, strategy: str) -> dict[str, Any]
     """Build a session and run three steps as one rank; return what building it and the third step entered."""
     recipe = load_recipe(Path(recipe_file), [], strategy or None)
     building, step = CallPath(), CallPath()
-    session = building.record(lambda: session_of(cluster, recipe))
+    session = building.record(lambda: build_test_session(cluster, recipe))
     rounds = session.rounds()
     next(rounds)
     next(rounds)

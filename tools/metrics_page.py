@@ -1,6 +1,6 @@
 """Write docs/reference/metrics.md: what lies in a run folder, and the schema of metrics.jsonl as tables.
 
-Invariant: the tables are `paceline.observe.schema`, which runs are held against; a test compares the page
+Invariant: the tables are `paceline.observe.metrics_schema`, which runs are held against; a test compares the page
 with what is rendered here.
 """
 
@@ -10,13 +10,13 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from paceline.observe.schema import COMMON, EVENTS, SCHEMA
+from paceline.observe.metrics_schema import COMMON_FIELDS, EVENT_SCHEMAS, SCHEMA_VERSION
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "metrics.md"
 _HEAD = f"""\
 # The folder of a run, and its metrics
 
-`make docs` writes this page from `paceline.observe.schema`; the tests hold real runs against the same tables.
+`make docs` writes this page from `paceline.observe.metrics_schema`; the tests hold real runs against the same tables.
 
 A run writes everything into one folder: `run_dir` of the recipe, or a new one under `runs/`.
 
@@ -33,7 +33,7 @@ A run writes everything into one folder: `run_dir` of the recipe, or a new one u
 file begins. Nothing of `metrics.jsonl` is ever deleted; `log.txt` keeps three old files. Above
 `info` there are no steps, so that such a run cannot be drawn.
 
-## Schema {SCHEMA}
+## Schema {SCHEMA_VERSION}
 
 Every line is one JSON object. Numbers that are not finite are the strings `"nan"`, `"inf"` and `"-inf"`,
 because JSON has none. A resumed run continues its file: a step that was done again stands there twice, and
@@ -46,8 +46,8 @@ twenty rounds, so a step has no collective for it.
 
 def page() -> str:
     """The whole page."""
-    parts = [_HEAD, "### In every record\n", _table(COMMON)]
-    for name, event in EVENTS.items():
+    parts = [_HEAD, "### In every record\n", _table(COMMON_FIELDS)]
+    for name, event in EVENT_SCHEMAS.items():
         spoken = ", shown on the terminal" if event.spoken else ""
         parts += [f"### `{name}`\n", f"Level `{event.level}`{spoken}.\n", _table(event.fields)]
     return "\n".join(parts)

@@ -158,7 +158,7 @@ def comments(pattern: str) -> Callable[[Module], Iterator[Place]]:
 
 def environment_reads(module: Module) -> Iterator[Place]:
     """Uses of the environment outside of cluster.py."""
-    if module.path.endswith("paceline/cluster.py"):
+    if module.path.endswith("paceline/job/cluster.py"):
         return
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Attribute) and ast.unparse(node) in _ENVIRONMENT:

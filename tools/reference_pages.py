@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 import paceline
 from paceline.recipe import Recipe
-from paceline.recipe.explain import json_schema, keys
+from paceline.recipe.recipe_reference import json_schema, recipe_keys
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 _RECIPE_HEAD = """\
@@ -45,7 +45,7 @@ def pages() -> dict[str, str]:
 def recipe_page() -> str:
     """Every key with what it may be, its default and its meaning."""
     lines, table = [_RECIPE_HEAD, *_head()], ""
-    for key in keys():
+    for key in recipe_keys():
         if key.table != table:
             table = key.table
             lines += ["", f"## `[{table}]`: {Recipe.model_fields[table].description}", "", *_head()]

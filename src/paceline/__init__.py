@@ -11,51 +11,51 @@ from typing import TYPE_CHECKING, Any
 from paceline._version import VERSION
 
 if TYPE_CHECKING:
-    from paceline.calls import train as train
-    from paceline.calls import verify as verify
-    from paceline.cluster import Cluster as Cluster
+    from paceline.api import train as train
+    from paceline.api import verify as verify
     from paceline.errors import PacelineError as PacelineError
+    from paceline.job.cluster import Cluster as Cluster
     from paceline.optim import ByGroup as ByGroup
     from paceline.optim import UserOptimizer as UserOptimizer
     from paceline.recipe import Recipe as Recipe
     from paceline.recipe import Strategy as Strategy
     from paceline.recipe import load_recipe as load_recipe
     from paceline.recipe import support as support
+    from paceline.session import Callback as Callback
+    from paceline.session import Result as Result
+    from paceline.session import Session as Session
+    from paceline.session import evaluate as evaluate
+    from paceline.session import generate as generate
+    from paceline.session import join as join
+    from paceline.session import open_run as open_run
+    from paceline.session import own_loop as own_loop
     from paceline.task import Loss as Loss
     from paceline.task import Metric as Metric
     from paceline.task import Task as Task
-    from paceline.training import Callback as Callback
-    from paceline.training import Result as Result
-    from paceline.training import Session as Session
-    from paceline.training import evaluate as evaluate
-    from paceline.training import generate as generate
-    from paceline.training import join as join
-    from paceline.training import open_run as open_run
-    from paceline.training import own_loop as own_loop
 
 __version__ = VERSION
 _HOMES = {
     "ByGroup": "optim",
-    "Callback": "training",
-    "Cluster": "cluster",
+    "Callback": "session",
+    "Cluster": "job.cluster",
     "Loss": "task",
     "Metric": "task",
     "PacelineError": "errors",
     "Recipe": "recipe",
-    "Result": "training",
-    "Session": "training",
+    "Result": "session",
+    "Session": "session",
     "Strategy": "recipe",
     "Task": "task",
     "UserOptimizer": "optim",
-    "evaluate": "training",
-    "generate": "training",
-    "join": "training",
+    "evaluate": "session",
+    "generate": "session",
+    "join": "session",
     "load_recipe": "recipe",
-    "open_run": "training",
-    "own_loop": "training",
+    "open_run": "session",
+    "own_loop": "session",
     "support": "recipe",
-    "train": "calls",
-    "verify": "calls",
+    "train": "api",
+    "verify": "api",
 }
 __all__ = [
     "ByGroup",

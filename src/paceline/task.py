@@ -62,7 +62,7 @@ class Loss:
 
 
 @runtime_checkable
-class Source(Protocol):
+class SampleSource(Protocol):
     """Map-style data: `torch.utils.data.Dataset` and Hugging Face data sets fit as they are."""
 
     def __len__(self) -> int: ...
@@ -70,8 +70,8 @@ class Source(Protocol):
 
 
 LossFunction = Callable[[nn.Module, Any], Loss]
-Predict = Callable[[nn.Module, Any], Any]
-CutPositions = Callable[[Tensor, int], Tensor]
+PredictFunction = Callable[[nn.Module, Any], Any]
+PositionSlicer = Callable[[Tensor, int], Tensor]
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Task:
     Args:
         model: the module to train; it is built under a seeded generator and never knows its rank. Built
             inside `paceline.models.without_memory()`, a rank makes only the parameters that it holds.
-        data: training samples: map-style (`Source`); or what can be iterated again and again, such as an
+        data: training samples: map-style (`SampleSource`); or what can be iterated again and again, such as an
             `IterableDataset`, a stream (docs/howto/data.md); or a `torch.utils.data.DataLoader` over either.
         loss: `loss(model, batch) -> Loss`; the batch is what `collate` returned, on the model's device.
         held_out: samples for evaluation, never trained on; or several sets by name.
@@ -107,12 +107,12 @@ class Task:
         sampler: a `torch.utils.data.Sampler` that says which samples an epoch has, in which order.
         predict: `predict(model, batch) -> Tensor [N, ...]`, or a list of N, or a mapping of such by name:
             what `paceline predict` says of a batch of N samples. None: the model is called with the batch.
-        order: which samples make up each batch (`paceline.data.Batches`); None: as sampler or recipe say.
+        order: which samples make up each batch (`paceline.data.BatchOrder`); None: as sampler or recipe say.
         buffers: how the changes that the micro-batches of a step make to a buffer come together, by a pattern
             of names: "mean", as of all that are not named, "sum" (a counter of samples), or "first": that of
             the first micro-batch only.
         vocabulary: hash of which number stands for which piece of text, as
-            `paceline.data.vocabulary.vocabulary_of(text)` says it of a tokenizer.json; weights of another are
+            `paceline.data.tokenizer.vocabulary_of(text)` says it of a tokenizer.json; weights of another are
             refused. Empty: nothing is compared.
     """
 
@@ -128,11 +128,11 @@ class Task:
     report: Callable[[nn.Module, Mapping[str, float]], Sequence[str]] | None = None
     stages: Callable[[nn.Module], Iterable[nn.Module]] | None = None
     tensor: Mapping[str, str] | None = None
-    sequence: Callable[[Any, CutPositions], Any] | None = None
+    sequence: Callable[[Any, PositionSlicer], Any] | None = None
     callbacks: Sequence[Any] = ()
     num_tokens_per_sample: int = 0
     sampler: Any = None
-    predict: Predict | None = None
+    predict: PredictFunction | None = None
     order: Any = None
     buffers: Mapping[str, str] = field(default_factory=dict)
     vocabulary: str = ""
@@ -151,11 +151,11 @@ class Task:
                     " answer depend on the number of devices",
                 )
         require_samples("data", self.data)
-        for name, source in sets_of(self.held_out).items():
+        for name, source in held_out_sets(self.held_out).items():
             require_samples(f"held_out['{name}']" if name else "held_out", source)
 
 
-def sets_of(held_out: Any) -> dict[str, Any]:
+def held_out_sets(held_out: Any) -> dict[str, Any]:
     """Held-out sets by name; one that has none is called ""; empty: there are none."""
     if held_out is None:
         return {}
@@ -174,7 +174,7 @@ def is_stream(source: Any) -> bool:
 def require_samples(name: str, source: Any) -> None:
     """Raises: TaskError: it is no data, or can be read once only."""
     once = isinstance(source, Iterator)
-    if isinstance(source, Source) or (is_stream(source) and not once):
+    if isinstance(source, SampleSource) or (is_stream(source) and not once):
         return
     if once:
         raise TaskError(

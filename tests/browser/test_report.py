@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from paceline.report import read_run, render, summary
-from paceline.report.facts import spell
-from paceline.report.shares import rank_times
+from paceline.report import read_run, render_page, summarize_run
+from paceline.report.rank_balance import rank_times
+from paceline.report.run_facts import format_number
 from tests.conftest import EVERY, STEPS, Trained
 
 if TYPE_CHECKING:
@@ -47,10 +47,10 @@ def shown(browser: Browser, path: Path, **options: Any) -> Iterator[Page]:
 def test_the_curves_end_where_the_rows_end(browser: Browser, trained: Trained) -> None:
     steps = trained.of("step")
     last = {
-        "Loss": spell(steps[-1]["loss"], 5),
-        "Throughput": spell(steps[-1]["samples_per_second"], 5),
-        "Gradient norm": spell(steps[-1]["grad_norm"], 5),
-        "Learning rate": spell(steps[-1]["lr"], 5),
+        "Loss": format_number(steps[-1]["loss"], 5),
+        "Throughput": format_number(steps[-1]["samples_per_second"], 5),
+        "Gradient norm": format_number(steps[-1]["grad_norm"], 5),
+        "Learning rate": format_number(steps[-1]["lr"], 5),
     }
     with shown(browser, trained.folder / "report.html") as page:
         assert page.locator("figure h3").all_inner_texts() == TITLES
@@ -89,7 +89,7 @@ def test_held_out_values_are_marked_where_they_were_measured(browser: Browser, t
         assert plot.locator("path.dot").count() == len(held_out)
         point_at(plot, (EVERY - 1) / (STEPS - 1))
         said = page.locator("#tip").inner_text()
-        assert f"step {EVERY}" in said and spell(held_out[0]["loss"], 5) in said
+        assert f"step {EVERY}" in said and format_number(held_out[0]["loss"], 5) in said
 
 
 @pytest.mark.capability("P10")
@@ -114,7 +114,7 @@ def test_the_bars_are_as_wide_as_the_shares_of_the_ranks(browser: Browser, train
 def test_words_bytes_recipe_and_events_can_be_read(browser: Browser, trained: Trained) -> None:
     with shown(browser, trained.folder / "report.html") as page:
         said = page.locator(".words").first.locator("p")
-        assert said.all_inner_texts() == summary(read_run(trained.folder))
+        assert said.all_inner_texts() == summarize_run(read_run(trained.folder))
         assert page.locator(".ok", has_text="equal").count() == 2
         assert not page.get_by_text('decay = "cosine"').is_visible()
         page.get_by_text("Recipe", exact=True).click()
@@ -126,7 +126,7 @@ def test_two_runs_are_told_apart(
     browser: Browser, trained: Trained, trained_alone: Trained, tmp_path: Path
 ) -> None:
     path = tmp_path / "both.html"
-    path.write_text(render([read_run(run.folder) for run in (trained, trained_alone)]), encoding="utf-8")
+    path.write_text(render_page([read_run(run.folder) for run in (trained, trained_alone)]), encoding="utf-8")
     with shown(browser, path) as page:
         names = {trained.folder.name, trained_alone.folder.name}
         legend = page.locator("figure").first.locator(".legend")
@@ -215,7 +215,9 @@ def test_the_table_of_compared_runs_is_not_cut(
     browser: Browser, trained: Trained, trained_alone: Trained, tmp_path: Path
 ) -> None:
     path = tmp_path / "four.html"
-    path.write_text(render([read_run(run.folder) for run in (trained, trained_alone)] * 2), encoding="utf-8")
+    path.write_text(
+        render_page([read_run(run.folder) for run in (trained, trained_alone)] * 2), encoding="utf-8"
+    )
     with shown(browser, path) as page:
         assert page.locator(".facts").evaluate("t => t.scrollWidth <= t.clientWidth")
 

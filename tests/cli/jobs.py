@@ -7,7 +7,8 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.checkpoint import Files, Shelf
+from paceline.checkpoint.catalog import CheckpointCatalog
+from paceline.checkpoint.storage import StorageFolder
 from tests import command_jobs
 from tests.commands import Command
 from tests.dist.launch.test_signals import worker
@@ -95,7 +96,7 @@ def start(folder: Path, *arguments: str, prefix: str = "") -> Command:
 
 def end_of(process: Command, folder: Path) -> End:
     out, err = process.communicate(timeout=600)
-    shelf = Shelf.look(Files(str(folder / "run" / "checkpoints")))
+    shelf = CheckpointCatalog.look(StorageFolder(str(folder / "run" / "checkpoints")))
     whole = [kept.step for kept in shelf.whole]
     left = [path.name for path in (folder / "tmp").iterdir() if not path.name.startswith("torchinductor")]
     return End(process.returncode, out, err, whole, [*shelf.broken], left, steps_done(folder), folder / "run")

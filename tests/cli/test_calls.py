@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import paceline
-from paceline.checkpoint import load_weights
+from paceline.checkpoint.pretrained import load_weights
 from paceline.errors import DataError, RecipeError, TaskError
 from paceline.task import Loss, Task
 from tests.cli.test_runs_are_kept import SUM, small

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.checkpoint import Files, load, name_of
+from paceline.checkpoint.catalog import checkpoint_name
+from paceline.checkpoint.checkpoint_reader import load_checkpoint
+from paceline.checkpoint.storage import StorageFolder
 from paceline.cli.main import COMMANDS
 from paceline.cli.main import load as load_command
 from paceline.report import read_run
@@ -41,7 +43,7 @@ def train(run_dir: Path, *arguments: object, steps: int, processes: int = 1, ane
 
 
 def tensors(run_dir: Path, step: int) -> dict[str, object]:
-    return dict(load(Files(str(run_dir / "checkpoints")), name_of(step)).tensors)
+    return dict(load_checkpoint(StorageFolder(str(run_dir / "checkpoints")), checkpoint_name(step)).tensors)
 
 
 def equal(a: dict[str, object], b: dict[str, object]) -> bool:

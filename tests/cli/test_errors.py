@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.observe.schema import mistakes
-from paceline.report import read_run, summary
-from paceline.testing.leaks import find_leaks, observe
+from paceline.observe.metrics_schema import find_schema_errors
+from paceline.report import read_run, summarize_run
+from paceline.testing.leaks import find_leaks, take_snapshot
 from tests.cli.jobs import End, end_of, has_handlers, start
 from tests.ports import free_port
 
@@ -94,7 +94,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, End]:
     jobs: dict[str, Callable[[Path, str], End]] = dict.fromkeys(FAILURES, fails)
     jobs |= dict.fromkeys(PHASES, interrupted)
     jobs |= {"shared": has_a_tiny_shared_memory} if has_namespaces() else {}
-    folder, before = tmp_path_factory.mktemp("jobs"), observe()
+    folder, before = tmp_path_factory.mktemp("jobs"), take_snapshot()
     with ThreadPoolExecutor(3) as pool:
         found = {name: pool.submit(job, folder / name, name) for name, job in jobs.items()}
         ended = {name: future.result() for name, future in found.items()}
@@ -121,7 +121,7 @@ def test_the_failure_is_in_the_records_of_the_run(what: str, ends: dict[str, End
     assert run.error is not None and (run.status, run.error["rank"]) == ("failed", 1)
     for name in ("metrics.jsonl", "log.txt", "report.html"):
         assert said in (ends[what].run / name).read_text(), name
-    assert mistakes(run.error) == [] and summary(run)[0].startswith("Failed after ")
+    assert find_schema_errors(run.error) == [] and summarize_run(run)[0].startswith("Failed after ")
 
 
 @pytest.mark.timeout(1600)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.report import read_run, summary
-from paceline.report.balance import HEAD, balance, balance_rows, uneven
+from paceline.report import read_run, summarize_run
+from paceline.report.rank_balance import BALANCE_HEADER, find_imbalances, rank_loads, render_balance_rows
 from tests import command_jobs
 
 TASK = """
@@ -42,7 +42,7 @@ def test_a_stage_that_takes_more_memory_is_said_with_what_to_do(tmp_path: Path) 
         raise
     assert job.returncode == 0, (out, err)
     run = read_run(tmp_path / "run")
-    shares = balance(run)
+    shares = rank_loads(run)
     assert [share.called for share in shares] == [
         f"rank {2 * replica + stage} (replica {replica}, stage {stage})"
         for replica in (0, 1)
@@ -53,8 +53,8 @@ def test_a_stage_that_takes_more_memory_is_said_with_what_to_do(tmp_path: Path) 
         assert share.sent_bytes > 0
         others = [one.peak_bytes for one in shares if one.place["pipeline"] != share.place["pipeline"]]
         assert (share.peak_bytes > max(others) + 3e8) == (share.place["pipeline"] == 1)
-    assert all(len(row) == len(HEAD) for row in balance_rows(shares))
-    memory = next(one for one in uneven(shares) if one.what == "memory")
+    assert all(len(row) == len(BALANCE_HEADER) for row in render_balance_rows(shares))
+    memory = next(one for one in find_imbalances(shares) if one.what == "memory")
     assert memory.axis == "pipeline" and memory.share.place["pipeline"] == 1
-    (said,) = (line for line in summary(run) if line.startswith("Memory is uneven"))
+    (said,) = (line for line in summarize_run(run) if line.startswith("Memory is uneven"))
     assert f"stage 1) has {memory.times:.2f} times the mean; " in said and "rechunk" in said

@@ -13,16 +13,16 @@ from safetensors.torch import load_file
 from torch import nn
 
 import paceline
-from paceline.cli.on_run import predict
-from paceline.cluster import Cluster
+from paceline.cli.evaluate_predict import predict
 from paceline.errors import CheckpointError, PacelineError, RecipeError, TaskError
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe, Strategy
+from paceline.session import fit, run_folder
+from paceline.session.saved_run import split_predictions
+from paceline.session.train_rank import build_sinks
 from paceline.task import Task
 from paceline.testing import run_ranks
-from paceline.testing.parity import session_of
-from paceline.training import fit, run_folder
-from paceline.training.job import sinks
-from paceline.training.predictions import rows_of
+from paceline.testing.parity import build_test_session
 from tests import commands
 
 LAYOUTS = ("replicas=2", "replicas=1 shard=2 zero=3", "replicas=1 pipeline=2", "servers=1 sync=server-async")
@@ -75,9 +75,9 @@ def run_all(cluster: Cluster, folder: Path) -> list[Any]:
     torch.set_num_threads(1)
     found = []
     for layout in LAYOUTS:
-        session = session_of(cluster, recipe_of(folder, layout))
-        run_dir = run_folder.prepare(session, None)
-        result = fit(session, run_dir, sinks(session, run_dir, None))
+        session = build_test_session(cluster, recipe_of(folder, layout))
+        run_dir = run_folder.prepare_folder(session, None)
+        result = fit(session, run_dir, build_sinks(session, run_dir, None))
         session.close()
         found.append((run_dir, result))
     return found
@@ -175,4 +175,4 @@ def test_what_does_not_fit_is_said(runs: list[Any], tmp_path: Path) -> None:
         list(run.predict(run.task.held_out))
     for wrong in (torch.zeros(3), torch.tensor(1.0), (1, 2), [1, 2, 3]):
         with pytest.raises(TaskError, match="one for each"):
-            rows_of(wrong, 2)
+            split_predictions(wrong, 2)

@@ -15,15 +15,15 @@ import torch
 from safetensors.torch import load_file
 
 import paceline
-from paceline.cluster import Cluster
 from paceline.errors import StrategyError, TaskError
+from paceline.job.cluster import Cluster
 from paceline.recipe import Strategy
-from paceline.recipe.at_rest import layout_at_rest
+from paceline.recipe.support import resolve_inference_strategy
+from paceline.session import fit, run_folder, saved_run
+from paceline.session.saved_run import SavedRun, task_for_inference
 from paceline.task import Task
 from paceline.testing import run_ranks
-from paceline.testing.parity import CPU, session_of
-from paceline.training import fit, predictions, run_folder
-from paceline.training.from_run import Resting, task_at_rest
+from paceline.testing.parity import CPU, build_test_session
 from tests import commands
 from tests.cli.test_on_run import TASK, recipe_of
 
@@ -43,11 +43,11 @@ def answers(cluster: Cluster, run_dir: Path, strategy: str | None, mixed: bool =
     """Losses, predictions, how many numbers of the weights lie here, and under which strategy."""
     torch.set_num_threads(1)
     if mixed:
-        predictions._first = lambda share: -share[0]  # the twin's mistake
-    found = Resting.find(run_dir, strategy, None, cluster.world_size)
-    run = found.open(task_at_rest(found.recipe, None, found.folder), cluster, CPU)
+        saved_run._first_sample = lambda share: -share[0]  # the twin's mistake
+    found = SavedRun.find(run_dir, strategy, None, cluster.world_size)
+    run = found.open(task_for_inference(found.recipe, None, found.folder), cluster, CPU)
     evaluation, rows = run.evaluate(), list(run.predict(many(run.task)))
-    held = sum(part.numel() for part in run.session.placed.holding.updates.values())
+    held = sum(part.numel() for part in run.session.runner.sharded_model.updates.values())
     run.session.close()
     return evaluation, rows, held, str(run.session.strategy)
 
@@ -74,8 +74,8 @@ def same_answers(found: Any, alone: Any, near: float) -> bool:
 def trained(folder: Path, task: str) -> Path:
     """The folder of a run of one process."""
     (folder / "task.py").write_text(task)
-    session = session_of(Cluster.single(), recipe_of(folder, "replicas=1"))
-    run_dir = run_folder.prepare(session, None)
+    session = build_test_session(Cluster.single(), recipe_of(folder, "replicas=1"))
+    run_dir = run_folder.prepare_folder(session, None)
     fit(session, run_dir)
     session.close()
     return run_dir
@@ -121,18 +121,20 @@ def test_tensor_shards_answer_by_command(tmp_path: Path) -> None:
 
 def test_the_layout_of_a_training_is_kept_and_how_it_trained_is_not() -> None:
     by_server = Strategy.parse("servers=1 sync=server-async")
-    assert layout_at_rest(by_server, None, 3) == Strategy.parse("replicas=3")
-    assert layout_at_rest(Strategy.parse("pipeline=2 lanes=2"), None, 2) == Strategy.parse("replicas=2")
+    assert resolve_inference_strategy(by_server, None, 3) == Strategy.parse("replicas=3")
+    assert resolve_inference_strategy(Strategy.parse("pipeline=2 lanes=2"), None, 2) == Strategy.parse(
+        "replicas=2"
+    )
     sharded = Strategy.parse("replicas=4 shard=2 zero=3 codec=int8")
-    assert layout_at_rest(sharded, None, 4) == Strategy.parse("replicas=2 shard=2 zero=3")
-    assert layout_at_rest(sharded, None, 1) == Strategy.parse("replicas=1")
+    assert resolve_inference_strategy(sharded, None, 4) == Strategy.parse("replicas=2 shard=2 zero=3")
+    assert resolve_inference_strategy(sharded, None, 1) == Strategy.parse("replicas=1")
     with pytest.raises(StrategyError, match="nothing is trained"):
-        layout_at_rest(by_server, "sync=local:4", 2)
+        resolve_inference_strategy(by_server, "sync=local:4", 2)
 
 
 def test_the_first_samples_of_a_source_and_a_prediction_that_cannot_travel(run: Path) -> None:
     with paceline.open_run(run, max_samples=5) as opened:
         assert len([*opened.predict(opened.task.data)]) == 5
-    packed = predictions._packed(0, [object()])
+    packed = saved_run._serialize(0, [object()])
     with pytest.raises(TaskError, match="predictions travel"):
-        predictions._unpacked(packed)
+        saved_run._deserialize(packed)

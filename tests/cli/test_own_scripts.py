@@ -9,8 +9,8 @@ import pytest
 from tests.commands import run
 
 SCRIPT = """
-from paceline.cluster import Cluster
-from paceline.phase import read_phase
+from paceline.job.cluster import Cluster
+from paceline.job.launcher_reports import read_phase
 
 started = Cluster.from_env()
 cluster = started.connect("cpu", 60.0)

@@ -13,9 +13,9 @@ from rich.console import Console
 from torch import nn
 
 import paceline
-from paceline.calls.show import Lines
+from paceline.api.calls import ProgressLines
 from paceline.errors import RecipeError, WorkerError
-from paceline.observe import Stats
+from paceline.observe import StepStats
 from paceline.task import Loss, Task
 from tests.cli.test_runs_are_kept import small
 
@@ -113,7 +113,7 @@ def test_a_call_that_fails_leaves_its_folder_to_the_next_one(
     monkeypatch.chdir(tmp_path)
 
     class Fails(paceline.Callback):
-        def on_step(self, session: paceline.Session, stats: Stats) -> None:
+        def on_step(self, session: paceline.Session, stats: StepStats) -> None:
             raise KeyError("mine")
 
     with pytest.raises(KeyError):
@@ -126,7 +126,7 @@ def test_a_call_that_fails_leaves_its_folder_to_the_next_one(
 def test_progress_stays_in_its_place_in_a_notebook() -> None:
     def shown(in_place: bool) -> str:
         written: list[str] = []
-        lines = Lines(written.append, in_place=in_place)
+        lines = ProgressLines(written.append, in_place=in_place)
         for text in ("hello\n", "step 1/9  long\n", "step 2/9\n", "checkpoint\n", "step 9/9\n"):
             lines.show(text)
         lines.close()

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from paceline.observe import PHASES
-from paceline.observe.schema import mistakes
-from paceline.report import Run, read_run, render, summary
-from paceline.report.closed_form import sent
-from paceline.report.shares import rank_times
+from paceline.observe.metrics_schema import find_schema_errors
+from paceline.report import RecordedRun, read_run, render_page, summarize_run
+from paceline.report.rank_balance import rank_times
+from paceline.report.sent_bytes import compare_sent_bytes
 from tests.commands import run
 from tests.conftest import EVERY, STEPS, Train, Trained
 
@@ -33,7 +33,7 @@ def test_the_folder_has_everything_and_every_record_fits_the_schema(trained: Tra
     names = {path.name for path in trained.folder.iterdir()}
     assert names == {"recipe.toml", "metrics.jsonl", "log.txt", "checkpoints", "report.html"}
     assert trained.folder.parent.name == "runs"
-    assert [text for record in trained.records for text in mistakes(record)] == []
+    assert [text for record in trained.records for text in find_schema_errors(record)] == []
     order = list(dict.fromkeys(record["event"] for record in trained.records))
     assert order[0] == "run" and order[-1] == "end"
     assert {"step", "ranks", "evaluation", "checkpoint", "communication"} <= set(order)
@@ -134,15 +134,20 @@ def test_every_rank_sends_what_the_closed_form_says(trained: Trained) -> None:
         counted = sum(r["sent_bytes"] for r in trained.of("ranks") if r["rank"] == rank)
         assert counted == STEPS * (4 * PARAMETERS + TALLY)
     run = read_run(trained.folder)
-    assert [(one.rank, one.rounds, one.agrees) for one in sent(run)] == [(0, STEPS, True), (1, STEPS, True)]
-    assert "which is what the closed form says" in " ".join(summary(run))
+    assert [(one.rank, one.rounds, one.agrees) for one in compare_sent_bytes(run)] == [
+        (0, STEPS, True),
+        (1, STEPS, True),
+    ]
+    assert "which is what the closed form says" in " ".join(summarize_run(run))
 
 
 @pytest.mark.capability("P1", "G14")
 def test_replicas_that_train_alone_send_once_a_round(train: Train) -> None:
     run = read_run(train("--strategy", "sync=local:5", "--set", "options.rest_seconds=0.0").folder)
-    assert [(one.rounds, one.steps, one.agrees) for one in sent(run)] == [(STEPS // 5, STEPS, True)] * 2
-    said = " ".join(summary(run))
+    assert [(one.rounds, one.steps, one.agrees) for one in compare_sent_bytes(run)] == [
+        (STEPS // 5, STEPS, True)
+    ] * 2
+    said = " ".join(summarize_run(run))
     assert "a round of 5 steps, which is what the closed form says, 4.97 times less than" in said
 
 
@@ -157,14 +162,14 @@ def test_one_number_too_many_is_seen_and_said(trained: Trained, event: str, fiel
     first = next(record for record in records if record["event"] == event)
     first[field] += change
     wrong = replace(run, records=records)
-    assert sent(wrong)[0].agrees is False
-    assert "the closed form says" in " ".join(summary(wrong)) and ">differs<" in render([wrong])
+    assert compare_sent_bytes(wrong)[0].agrees is False
+    assert "the closed form says" in " ".join(summarize_run(wrong)) and ">differs<" in render_page([wrong])
 
 
 @pytest.mark.capability("P1")
 def test_the_summary_says_what_the_rows_say(trained: Trained) -> None:
     steps, held_out = trained.of("step"), trained.of("evaluation")[-1]
-    said = " ".join(summary(read_run(trained.folder)))
+    said = " ".join(summarize_run(read_run(trained.folder)))
     recent = sum(step["loss"] for step in steps[-10:]) / 10
     speed = sum(s["num_samples"] for s in steps) / sum(s["seconds"] for s in steps)
     assert f"Finished {STEPS} of {STEPS} steps on 2 processes" in said
@@ -196,7 +201,7 @@ def test_a_report_of_one_run_and_one_that_compares_two(
 ) -> None:
     before = (trained.folder / "report.html").read_text()
     one = paceline("report", trained.folder, cwd=tmp_path)
-    assert one.stdout.splitlines()[:-1] == summary(read_run(trained.folder))
+    assert one.stdout.splitlines()[:-1] == summarize_run(read_run(trained.folder))
     assert (trained.folder / "report.html").read_text() == before.replace(
         f"<footer>runs/{trained.folder.name}", f"<footer>{trained.folder}"
     )
@@ -220,7 +225,7 @@ def test_verifying_a_run_puts_the_certificate_into_its_folder(trained_alone: Tra
     certificate = json.loads((folder / "certificate.json").read_text())
     assert certificate["ok"] and (certificate["steps"], certificate["processes"]) == (2, 1)
     assert "verified: 2 steps" in (folder / "report.html").read_text()
-    assert summary(read_run(folder))[-1].startswith("Certificate: verified: 2 steps")
+    assert summarize_run(read_run(folder))[-1].startswith("Certificate: verified: 2 steps")
 
 
 def test_a_run_reads_the_same_after_it_was_moved(trained: Trained, tmp_path: Path) -> None:
@@ -228,5 +233,5 @@ def test_a_run_reads_the_same_after_it_was_moved(trained: Trained, tmp_path: Pat
     moved.mkdir()
     for name in ("recipe.toml", "metrics.jsonl"):
         (moved / name).write_bytes((trained.folder / name).read_bytes())
-    here: Run = read_run(moved)
-    assert (here.name, summary(here)) == ("elsewhere", summary(read_run(trained.folder)))
+    here: RecordedRun = read_run(moved)
+    assert (here.name, summarize_run(here)) == ("elsewhere", summarize_run(read_run(trained.folder)))

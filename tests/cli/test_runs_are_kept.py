@@ -9,7 +9,7 @@ import pytest
 
 import paceline
 from paceline.errors import RecipeError, RunFolderError
-from paceline.report.folder import claim_run_dir, name_of_task
+from paceline.report.run_files import claim_run_dir, run_name_of_task
 from paceline.task import Loss, Task
 from tests.commands import run
 
@@ -52,7 +52,7 @@ def test_processes_that_claim_at_once_get_folders_of_their_own(tmp_path: Path) -
     ],
 )
 def test_a_run_is_called_after_its_function(task: str, name: str) -> None:
-    assert name_of_task(task) == name
+    assert run_name_of_task(task) == name
 
 
 def test_a_taken_folder_is_refused_and_left_as_it_was(tmp_path: Path) -> None:

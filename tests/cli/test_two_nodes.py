@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.checkpoint import Files, load
-from paceline.cluster import Cluster
+from paceline.checkpoint.checkpoint_reader import load_checkpoint
+from paceline.checkpoint.storage import StorageFolder
+from paceline.job.cluster import Cluster
 from paceline.recipe import load_recipe
 from paceline.testing.parity import run_oracle
 from tests.commands import Command, start
@@ -60,7 +61,7 @@ def test_two_nodes_of_two_end_where_one_process_ends(strategy: str, group: str, 
     assert [node.returncode for node in nodes] == [0, 0], errors
     recipe = load_recipe(tmp_path / "recipe.toml")
     oracle = run_oracle(recipe, 12)
-    found = load(Files(str(tmp_path / "checkpoints")), "step-00000012").tensors
+    found = load_checkpoint(StorageFolder(str(tmp_path / "checkpoints")), "step-00000012").tensors
     worst = max(float((found[f"model/{name}"] - p).abs().max()) for name, p in oracle.parameters.items())
     assert worst <= 1e-5
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

@@ -11,19 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.comm import Codec
-from paceline.comm.codecs import Keys
-from paceline.comm.codecs.low_rank import near_square
-from paceline.comm.codecs.packing import pack, packed_bytes, unpack
-from paceline.comm.codecs.sparse import place_bytes
+from paceline.comm.codecs import CodecKeys
+from paceline.comm.codecs.bit_packing import pack, packed_bytes, unpack
+from paceline.comm.codecs.low_rank import near_square_span
+from paceline.comm.codecs.strategy_codec import build_codec
+from paceline.comm.codecs.top_k import index_bytes
 from paceline.comm.workspace import Workspace
 from paceline.recipe import Strategy
-from paceline.training.codecs import make_codec
 
-KEYS = Keys(5, 6)
+KEYS = CodecKeys(5, 6)
 
 
 def codec_of(word: str) -> Codec:
-    found = make_codec(Strategy(codec=word))
+    found = build_codec(Strategy(codec=word))
     assert found is not None
     return found
 
@@ -39,12 +39,12 @@ def codec_of(word: str) -> Codec:
         ("int2", lambda n: -(-n // 4) + 4 * -(-n // 256)),
         ("fixed:8", lambda n: n + -(-n // 4) + 4),
         ("sign", lambda n: -(-n // 8) + 4 * -(-n // 1024)),
-        ("topk:0.01", lambda n: math.ceil(0.01 * n) * (4 + place_bytes(n))),
-        ("topk:100", lambda n: min(n, 100) * (4 + place_bytes(n))),
+        ("topk:0.01", lambda n: math.ceil(0.01 * n) * (4 + index_bytes(n))),
+        ("topk:100", lambda n: min(n, 100) * (4 + index_bytes(n))),
         ("topk:0.01+int4", lambda n: -(-math.ceil(0.01 * n) // 2) + 4 * -(-math.ceil(0.01 * n) // 256)
-                           + math.ceil(0.01 * n) * place_bytes(n)),
+                           + math.ceil(0.01 * n) * index_bytes(n)),
         ("randomk:0.01", lambda n: 1 + 4 * math.ceil(0.01 * n)),
-        ("lowrank:2", lambda n: 4 * n if (m := near_square(n)).rows * m.columns <= 2 * (m.rows + m.columns)
+        ("lowrank:2", lambda n: 4 * n if (m := near_square_span(n)).rows * m.columns <= 2 * (m.rows + m.columns)
                       else 4 * (n - m.rows * m.columns + 2 * (m.rows + m.columns))),
     ],
 )  # fmt: skip

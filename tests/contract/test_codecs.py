@@ -3,16 +3,16 @@
 import pytest
 
 from paceline.comm import Codec
+from paceline.comm.codecs.strategy_codec import build_codec
 from paceline.recipe import Strategy
 from paceline.testing.contracts import CodecContract
-from paceline.training.codecs import make_codec
 
 
 class _Word(CodecContract):
     word: str
 
     def codec(self) -> Codec:
-        found = make_codec(Strategy(codec=self.word))
+        found = build_codec(Strategy(codec=self.word))
         assert found is not None
         return found
 

@@ -6,15 +6,15 @@ from typing import ClassVar
 import pytest
 from torch import Tensor
 
-from paceline.comm import CodedCollective, Collective, NativeCollective, Net, Reduction
-from paceline.comm.codecs.scaled import Scaled
-from paceline.comm.codecs.sparse import TopK, num_kept
-from paceline.comm.reduction import Scatterer, Ways
-from paceline.comm.reduction.part_buffer import Parts
-from paceline.comm.routes import MessageCollective, SharedMemoryCollective, meet_on_host
-from paceline.comm.routes.tree import Tree
-from paceline.mesh import Group, Mesh, twin_group
-from paceline.slot import Slot
+from paceline.comm import CodedCollective, Collective, GradientReduction, NativeCollective, Net
+from paceline.comm.codecs.int8_int4_int2 import BlockIntCodec
+from paceline.comm.codecs.top_k import TopKCodec, parse_keep_count
+from paceline.comm.reduction import ScatterPaths, ScatterReducer
+from paceline.comm.reduction.bucket_buffers import PartsBySlot
+from paceline.comm.routes import MessageCollective, SharedMemoryCollective, connect_single_host_group
+from paceline.comm.routes.tree_route import TreeRoute
+from paceline.job.mesh import Mesh, RankGroup, duplicate_group
+from paceline.state.slot import TensorSlot
 from paceline.testing.contracts import CollectiveContract, ReducerContract
 
 INT8_ERROR = 1 / 254
@@ -27,32 +27,32 @@ SHARE = "0.5"
 
 @pytest.mark.capability("G14")
 class TestNativeCollective(CollectiveContract):
-    def collective(self, net: Net, group: Group) -> Collective:
+    def collective(self, net: Net, group: RankGroup) -> Collective:
         return NativeCollective(net, group)
 
 
 @pytest.mark.capability("H8")
 class TestInt8Collective(CollectiveContract):
     relative_error = INT8_ERROR
-    feeds_back = True
+    uses_error_feedback = True
 
-    def collective(self, net: Net, group: Group) -> Collective:
-        return CodedCollective(NativeCollective(net, group), Scaled(8))
+    def collective(self, net: Net, group: RankGroup) -> Collective:
+        return CodedCollective(NativeCollective(net, group), BlockIntCodec(8))
 
 
 @pytest.mark.capability("H8")
 class TestTopKCollective(CollectiveContract):
     relative_error = TOP_K_ERROR
-    feeds_back = True
+    uses_error_feedback = True
 
-    def collective(self, net: Net, group: Group) -> Collective:
-        return CodedCollective(NativeCollective(net, group), TopK(num_kept(SHARE)))
+    def collective(self, net: Net, group: RankGroup) -> Collective:
+        return CodedCollective(NativeCollective(net, group), TopKCodec(parse_keep_count(SHARE)))
 
 
 class TestReducer(ReducerContract):
     degrees: ClassVar = {"replica": 3}
 
-    def collective(self, net: Net, group: Group) -> Collective:
+    def collective(self, net: Net, group: RankGroup) -> Collective:
         return NativeCollective(net, group)
 
 
@@ -60,15 +60,15 @@ class TestReducer(ReducerContract):
 class TestCodedReducer(ReducerContract):
     relative_error = INT8_ERROR
 
-    def collective(self, net: Net, group: Group) -> Collective:
-        return CodedCollective(NativeCollective(net, group), Scaled(8))
+    def collective(self, net: Net, group: RankGroup) -> Collective:
+        return CodedCollective(NativeCollective(net, group), BlockIntCodec(8))
 
 
 @pytest.mark.capability("A11")
 class TestReducerOfShards(ReducerContract):
     degrees: ClassVar = {"replica": 2, "shard": 2}
 
-    def collective(self, net: Net, group: Group) -> Collective:
+    def collective(self, net: Net, group: RankGroup) -> Collective:
         return NativeCollective(net, group)
 
 
@@ -77,31 +77,31 @@ class TestCodedReducerOfShards(ReducerContract):
     degrees: ClassVar = {"replica": 2, "shard": 2}
     relative_error = 2 * INT8_ERROR
 
-    def collective(self, net: Net, group: Group) -> Collective:
-        return CodedCollective(NativeCollective(net, group), Scaled(8))
+    def collective(self, net: Net, group: RankGroup) -> Collective:
+        return CodedCollective(NativeCollective(net, group), BlockIntCodec(8))
 
 
 # Through memory
 
 
-def shared(net: Net, group: Group) -> Collective:
+def shared(net: Net, group: RankGroup) -> Collective:
     if group.size == 1:
         return NativeCollective(net, group)
-    links = meet_on_host(group, net)
+    links = connect_single_host_group(group, net)
     assert links is not None
     return SharedMemoryCollective(net, group, links)
 
 
 @pytest.mark.capability("G1", "G14")
 class TestSharedMemoryCollective(CollectiveContract):
-    def collective(self, net: Net, group: Group) -> Collective:
+    def collective(self, net: Net, group: RankGroup) -> Collective:
         return shared(net, group)
 
 
 class TestSharedMemoryReducer(ReducerContract):
     degrees: ClassVar = {"replica": 3}
 
-    def collective(self, net: Net, group: Group) -> Collective:
+    def collective(self, net: Net, group: RankGroup) -> Collective:
         return shared(net, group)
 
 
@@ -111,20 +111,24 @@ class TestScatterer(ReducerContract):
 
     degrees: ClassVar = {"replica": 2, "shard": 2}
 
-    def collective(self, net: Net, group: Group) -> Collective:
+    def collective(self, net: Net, group: RankGroup) -> Collective:
         return NativeCollective(net, group)
 
-    def reducer(self, tensors: Mapping[Slot, Tensor], parts: Parts, mesh: Mesh, net: Net) -> Reduction:
+    def reducer(
+        self, tensors: Mapping[TensorSlot, Tensor], parts: PartsBySlot, mesh: Mesh, net: Net
+    ) -> GradientReduction:
         shard = mesh.axes["shard"]
-        apart = self.collective(net, twin_group(shard, "scatter"))
-        return Scatterer(tensors, parts, Ways(apart, self.collective(net, mesh.replica), shard, net), 64)
+        apart = self.collective(net, duplicate_group(shard, "scatter"))
+        return ScatterReducer(
+            tensors, parts, ScatterPaths(apart, self.collective(net, mesh.replica), shard, net), 64
+        )
 
 
 @pytest.mark.capability("A11")
 class TestSharedMemoryScatterer(TestScatterer):
     degrees: ClassVar = {"shard": 3}
 
-    def collective(self, net: Net, group: Group) -> Collective:
+    def collective(self, net: Net, group: RankGroup) -> Collective:
         return shared(net, group)
 
 
@@ -132,21 +136,21 @@ class TestSharedMemoryScatterer(TestScatterer):
 class TestSharedMemoryReducerOfShards(ReducerContract):
     degrees: ClassVar = {"replica": 2, "shard": 2}
 
-    def collective(self, net: Net, group: Group) -> Collective:
+    def collective(self, net: Net, group: RankGroup) -> Collective:
         return shared(net, group)
 
 
 # Along a tree
 
 
-def tree(net: Net, group: Group) -> MessageCollective:
-    return MessageCollective(net, twin_group(group, "tree"), Tree())
+def tree(net: Net, group: RankGroup) -> MessageCollective:
+    return MessageCollective(net, duplicate_group(group, "tree"), TreeRoute())
 
 
 class TestTreeCollective(CollectiveContract):
     worlds: ClassVar = (2, 3, 5)
 
-    def collective(self, net: Net, group: Group) -> Collective:
+    def collective(self, net: Net, group: RankGroup) -> Collective:
         return tree(net, group)
 
 
@@ -154,16 +158,16 @@ class TestTreeCollective(CollectiveContract):
 class TestInt8Tree(CollectiveContract):
     worlds: ClassVar = (3, 2)
     relative_error = INT8_ERROR
-    feeds_back = True
+    uses_error_feedback = True
 
-    def collective(self, net: Net, group: Group) -> Collective:
-        return CodedCollective(tree(net, group), Scaled(8))
+    def collective(self, net: Net, group: RankGroup) -> Collective:
+        return CodedCollective(tree(net, group), BlockIntCodec(8))
 
 
 class TestTreeReducer(ReducerContract):
     degrees: ClassVar = {"replica": 3}
 
-    def collective(self, net: Net, group: Group) -> Collective:
+    def collective(self, net: Net, group: RankGroup) -> Collective:
         return tree(net, group)
 
 
@@ -171,7 +175,7 @@ class TestTreeReducer(ReducerContract):
 class TestTreeReducerOfShards(ReducerContract):
     degrees: ClassVar = {"replica": 2, "shard": 2}
 
-    def collective(self, net: Net, group: Group) -> Collective:
+    def collective(self, net: Net, group: RankGroup) -> Collective:
         return tree(net, group)
 
 
@@ -180,5 +184,5 @@ class TestCodedTreeReducerOfShards(ReducerContract):
     degrees: ClassVar = {"replica": 2, "shard": 2}
     relative_error = 2 * INT8_ERROR
 
-    def collective(self, net: Net, group: Group) -> Collective:
-        return CodedCollective(tree(net, group), Scaled(8))
+    def collective(self, net: Net, group: RankGroup) -> Collective:
+        return CodedCollective(tree(net, group), BlockIntCodec(8))

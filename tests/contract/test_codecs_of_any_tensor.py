@@ -13,24 +13,24 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.comm import Codec
-from paceline.comm.codecs import Keys
-from paceline.comm.codecs.selection import largest
+from paceline.comm.codecs import CodecKeys
+from paceline.comm.codecs.strategy_codec import build_codec
+from paceline.comm.codecs.top_k import select_largest
 from paceline.comm.workspace import Workspace
 from paceline.recipe import Strategy
-from paceline.training.codecs import make_codec
 
-KEYS = Keys(5, 6)
+KEYS = CodecKeys(5, 6)
 _TINY = torch.finfo(torch.float32).tiny
 _BLOCK = 256
 
 
 def codec_of(word: str) -> Codec:
-    found = make_codec(Strategy(codec=word))
+    found = build_codec(Strategy(codec=word))
     assert found is not None
     return found
 
 
-def decoded(codec: Codec, x: Tensor, keys: Keys = KEYS) -> Tensor:
+def decoded(codec: Codec, x: Tensor, keys: CodecKeys = KEYS) -> Tensor:
     out = torch.full_like(x, torch.nan)
     codec.decode(codec.encode(x, keys, Workspace()), out, keys, Workspace())
     return out
@@ -82,7 +82,7 @@ def test_nearest_codes_are_off_by_half_a_step_at_most(bits: int, x: Tensor) -> N
 @settings(max_examples=20)
 def test_stochastic_codes_are_off_by_a_step_at_most(bits: int, x: Tensor, own: int) -> None:
     steps = (block_tops(x) / (2 ** (bits - 1) - 1)).clamp_min(_TINY)
-    found = decoded(codec_of(f"int{bits}:stochastic"), x, Keys(0, own))
+    found = decoded(codec_of(f"int{bits}:stochastic"), x, CodecKeys(0, own))
     assert bool(((found - x).abs() <= steps * (1 + 1e-5)).all())
 
 
@@ -103,11 +103,19 @@ def test_stochastic_codes_are_right_on_average(bits: int) -> None:
 
 def test_draws_are_functions_of_their_key() -> None:
     codec, x = codec_of("int4:stochastic"), torch.randn(2, 3000)
-    assert torch.equal(codec.encode(x, Keys(0, 1), Workspace()), codec.encode(x, Keys(9, 1), Workspace()))
-    assert not torch.equal(codec.encode(x, Keys(0, 1), Workspace()), codec.encode(x, Keys(0, 2), Workspace()))
+    assert torch.equal(
+        codec.encode(x, CodecKeys(0, 1), Workspace()), codec.encode(x, CodecKeys(9, 1), Workspace())
+    )
+    assert not torch.equal(
+        codec.encode(x, CodecKeys(0, 1), Workspace()), codec.encode(x, CodecKeys(0, 2), Workspace())
+    )
     codec = codec_of("randomk:0.1")
-    assert torch.equal(codec.encode(x, Keys(3, 1), Workspace()), codec.encode(x, Keys(3, 2), Workspace()))
-    assert not torch.equal(codec.encode(x, Keys(3, 1), Workspace()), codec.encode(x, Keys(4, 1), Workspace()))
+    assert torch.equal(
+        codec.encode(x, CodecKeys(3, 1), Workspace()), codec.encode(x, CodecKeys(3, 2), Workspace())
+    )
+    assert not torch.equal(
+        codec.encode(x, CodecKeys(3, 1), Workspace()), codec.encode(x, CodecKeys(4, 1), Workspace())
+    )
 
 
 @pytest.mark.capability("H1")
@@ -168,7 +176,7 @@ def test_the_largest_of_a_long_row_are_found_without_sorting_it(kind: str) -> No
         x[::12] *= 1e6  # the sample sees none of these, or too many
     right = torch.sort(x.abs().nan_to_num(torch.inf), descending=True, stable=True).indices[:kept]
     found = torch.empty(kept, dtype=torch.int64)
-    largest(x, kept, found, Workspace())
+    select_largest(x, kept, found, Workspace())
     assert torch.equal(found, right.sort().values)
 
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.cluster import Cluster
 from paceline.comm import Collective, NativeCollective, Net
-from paceline.comm.codecs.low_rank import Matrix
-from paceline.comm.collectives import Coded
-from paceline.mesh import Mesh, twin_group
+from paceline.comm.codecs.low_rank import MatrixSpan
+from paceline.comm.codecs.strategy_codec import build_codec, build_coded_collective
+from paceline.comm.collectives import CodingCollective
+from paceline.job.cluster import Cluster
+from paceline.job.mesh import Mesh, duplicate_group
 from paceline.recipe import Strategy
-from paceline.testing.ranks import run_ranks
-from paceline.training.codecs import code, make_codec
+from paceline.testing.rank_processes import run_ranks
 
 WORLD, STEPS, N = 3, 6, 999
 LOSSY = (
@@ -41,15 +41,15 @@ def values(step: int, rank: int, n: int = N) -> Tensor:
     return torch.randn(n, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def for_every_codec(run: Callable[[Coded, Net], Any]) -> list[dict[str, Any]]:
+def for_every_codec(run: Callable[[CodingCollective, Net], Any]) -> list[dict[str, Any]]:
     """What `run` finds on every rank, by codec, each with a net of its own."""
 
     def ranks(cluster: Cluster) -> dict[str, Any]:
-        group = twin_group(Mesh.build(cluster, {"replica": WORLD}).replica, "coded")
+        group = duplicate_group(Mesh.build(cluster, {"replica": WORLD}).replica, "coded")
         found = {}
         for word in LOSSY + OTHERS:
             net = Net(60.0)
-            path = code(NativeCollective(net, group), Strategy(codec=word), seed=5)
+            path = build_coded_collective(NativeCollective(net, group), Strategy(codec=word), seed=5)
             found[word] = run(path, net)
             path.close()
         return found
@@ -58,7 +58,11 @@ def for_every_codec(run: Callable[[Coded, Net], Any]) -> list[dict[str, Any]]:
 
 
 def steps(
-    path: Coded, net: Net, reduce: Callable[[Coded, Tensor], Tensor], *, aborts: bool = False
+    path: CodingCollective,
+    net: Net,
+    reduce: Callable[[CodingCollective, Tensor], Tensor],
+    *,
+    aborts: bool = False,
 ) -> list[Tensor]:
     """What some steps sum."""
     found = []
@@ -88,7 +92,9 @@ def scattered(path: Collective, x: Tensor) -> Tensor:
 def test_what_is_sent_and_what_is_kept_is_all_that_there_was() -> None:
     """Over some steps sums and residuals of all ranks add up to the values."""
 
-    def run(path: Coded, net: Net) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    def run(
+        path: CodingCollective, net: Net
+    ) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
         sums = steps(path, net, all_reduced)
         kept = {} if path.feedback is None else {k: v.clone() for k, v in path.feedback.lost("0", N).items()}
         if path.feedback is not None:
@@ -113,7 +119,7 @@ def test_what_is_sent_and_what_is_kept_is_all_that_there_was() -> None:
 
 @pytest.mark.capability("H6")
 def test_lossless_sums_are_those_of_the_ranks_in_order() -> None:
-    def run(path: Coded, net: Net) -> list[Tensor]:
+    def run(path: CodingCollective, net: Net) -> list[Tensor]:
         return steps(path, net, all_reduced)
 
     ranks = for_every_codec(run)
@@ -128,10 +134,10 @@ def test_lossless_sums_are_those_of_the_ranks_in_order() -> None:
 
 @pytest.mark.capability("H5")
 def test_an_aborted_step_leaves_no_trace_and_residuals_survive_a_move() -> None:
-    def run(path: Coded, net: Net) -> list[list[Tensor]]:
+    def run(path: CodingCollective, net: Net) -> list[list[Tensor]]:
         return [steps(path, net, all_reduced, aborts=aborts) for aborts in _fresh(path, (False, True))]
 
-    def _fresh(path: Coded, kinds: tuple[bool, ...]) -> Any:
+    def _fresh(path: CodingCollective, kinds: tuple[bool, ...]) -> Any:
         for kind in kinds:
             if path.feedback is not None:
                 path.feedback.clear("0")
@@ -145,16 +151,19 @@ def test_an_aborted_step_leaves_no_trace_and_residuals_survive_a_move() -> None:
 @pytest.mark.capability("H5")
 def test_residuals_survive_a_move_to_another_collective() -> None:
     def ranks(cluster: Cluster) -> list[str]:
-        group, net = twin_group(Mesh.build(cluster, {"replica": WORLD}).replica, "coded"), Net(60.0)
+        group, net = duplicate_group(Mesh.build(cluster, {"replica": WORLD}).replica, "coded"), Net(60.0)
         wrong = []
         for word in LOSSY:
-            one, other = (code(NativeCollective(net, group), Strategy(codec=word), seed=5) for _ in range(2))
+            one, other = (
+                build_coded_collective(NativeCollective(net, group), Strategy(codec=word), seed=5)
+                for _ in range(2)
+            )
             assert one.feedback is not None and other.feedback is not None
             for step in range(2):
                 net.step = step
                 all_reduced(one, values(step, group.rank))
                 one.feedback.commit()
-            other.feedback.set_lost("0", {k: v.clone() for k, v in one.feedback.lost("0", N).items()})
+            other.feedback.set_residuals("0", {k: v.clone() for k, v in one.feedback.lost("0", N).items()})
             a, b = (all_reduced(path, values(9, group.rank)) for path in (one, other))
             wrong += [] if torch.equal(a, b) else [word]
             for path in (one, other):
@@ -168,14 +177,14 @@ def test_residuals_survive_a_move_to_another_collective() -> None:
 def test_the_ledger_shows_the_bytes_of_the_closed_form() -> None:
     """2 (P-1) c for a coded part of c bytes, for an all_reduce; what is ragged stays below it."""
 
-    def run(path: Coded, net: Net) -> float:
+    def run(path: CodingCollective, net: Net) -> float:
         all_reduced(path, values(0, path.group.rank))
         return net.ledger.total().sent_bytes
 
     part = -(-N // WORLD)
     for found in for_every_codec(run):
         for word, sent in found.items():
-            codec = make_codec(Strategy(codec=word))
+            codec = build_codec(Strategy(codec=word))
             assert codec is not None
             most = 2 * (WORLD - 1) * codec.num_bytes(part)
             if codec.ragged:
@@ -189,10 +198,10 @@ def test_matrices_of_low_rank_are_found_exactly_and_vectors_are_summed_as_they_a
     shape, bias = (30, 20), 7
 
     def ranks(cluster: Cluster) -> tuple[float, float, float]:
-        group, net = twin_group(Mesh.build(cluster, {"replica": WORLD}).replica, "coded"), Net(60.0)
-        path = code(NativeCollective(net, group), Strategy(codec="lowrank:2"), seed=5)
+        group, net = duplicate_group(Mesh.build(cluster, {"replica": WORLD}).replica, "coded"), Net(60.0)
+        path = build_coded_collective(NativeCollective(net, group), Strategy(codec="lowrank:2"), seed=5)
         assert path.feedback is not None
-        path.feedback.describe("0", [Matrix(bias, *shape)])
+        path.feedback.describe("0", [MatrixSpan(bias, *shape)])
         g = torch.Generator().manual_seed(0)
         left, right = torch.randn(30, 2, generator=g), torch.randn(2, 20, generator=g)
         parts = [

@@ -13,35 +13,37 @@ import torch
 from torch import Tensor
 
 from paceline.comm import Codec
-from paceline.comm.codecs import Keys
-from paceline.comm.codecs.fixed_step import FixedStep
-from paceline.comm.codecs.halves import Bf16, Fp16
-from paceline.comm.codecs.scaled import Scaled
-from paceline.comm.codecs.sign import Sign
-from paceline.comm.codecs.sparse import TopK, num_kept
-from paceline.comm.kernels import Kernels, compiled, find_kernels, load_kernels
+from paceline.comm.codecs import CodecKeys, codec_kernels
+from paceline.comm.codecs.bf16_fp16 import Bf16Codec, Fp16Codec
+from paceline.comm.codecs.codec_kernels import CodecKernels, find_kernels, load_kernels
+from paceline.comm.codecs.fixed_point import FixedPointCodec
+from paceline.comm.codecs.int8_int4_int2 import BlockIntCodec
+from paceline.comm.codecs.sign import SignCodec
+from paceline.comm.codecs.top_k import TopKCodec, parse_keep_count
 from paceline.comm.workspace import Workspace
 
-Make = Callable[[Kernels | None], Codec]
+Make = Callable[[CodecKernels | None], Codec]
 CODECS: dict[str, Make] = {
-    "int8": lambda kernels: Scaled(8, kernels=kernels),
-    "int4": lambda kernels: Scaled(4, kernels=kernels),
-    "int2": lambda kernels: Scaled(2, kernels=kernels),
-    "int8:stochastic": lambda kernels: Scaled(8, stochastic=True, kernels=kernels),
-    "int4:stochastic": lambda kernels: Scaled(4, stochastic=True, kernels=kernels),
-    "int2:stochastic": lambda kernels: Scaled(2, stochastic=True, kernels=kernels),
-    "bf16": Bf16,
-    "fp16": Fp16,
-    "fixed:1": lambda kernels: FixedStep(1, kernels),
-    "fixed:8": lambda kernels: FixedStep(8, kernels),
-    "fixed:14": lambda kernels: FixedStep(14, kernels),
-    "sign": Sign,
-    "topk:0.01": lambda kernels: TopK(num_kept("0.01"), kernels=kernels),
-    "topk:0.4": lambda kernels: TopK(num_kept("0.4"), kernels=kernels),
-    "topk:7+int4": lambda kernels: TopK(num_kept("7"), Scaled(4, kernels=kernels), kernels),
+    "int8": lambda kernels: BlockIntCodec(8, kernels=kernels),
+    "int4": lambda kernels: BlockIntCodec(4, kernels=kernels),
+    "int2": lambda kernels: BlockIntCodec(2, kernels=kernels),
+    "int8:stochastic": lambda kernels: BlockIntCodec(8, stochastic=True, kernels=kernels),
+    "int4:stochastic": lambda kernels: BlockIntCodec(4, stochastic=True, kernels=kernels),
+    "int2:stochastic": lambda kernels: BlockIntCodec(2, stochastic=True, kernels=kernels),
+    "bf16": Bf16Codec,
+    "fp16": Fp16Codec,
+    "fixed:1": lambda kernels: FixedPointCodec(1, kernels),
+    "fixed:8": lambda kernels: FixedPointCodec(8, kernels),
+    "fixed:14": lambda kernels: FixedPointCodec(14, kernels),
+    "sign": SignCodec,
+    "topk:0.01": lambda kernels: TopKCodec(parse_keep_count("0.01"), kernels=kernels),
+    "topk:0.4": lambda kernels: TopKCodec(parse_keep_count("0.4"), kernels=kernels),
+    "topk:7+int4": lambda kernels: TopKCodec(
+        parse_keep_count("7"), BlockIntCodec(4, kernels=kernels), kernels
+    ),
 }
 LENGTHS = (1, 7, 255, 257, 1025, 65_536, 65_539, 150_001)
-KEYS = Keys(5, 6)
+KEYS = CodecKeys(5, 6)
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 
 
@@ -55,7 +57,7 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> CodecKernels:
     found = load_kernels(tmp_path_factory.mktemp("kernels"))
     assert found is not None
     return found
@@ -89,7 +91,7 @@ def bad_rows(n: int) -> dict[str, Tensor]:
     return found
 
 
-def differences(make: Make, kernels: Kernels, n: int) -> list[str]:
+def differences(make: Make, kernels: CodecKernels, n: int) -> list[str]:
     """Kinds of rows for which a codec with kernels writes other bytes, or reads other values."""
     wrong, worn = [], Workspace()
     fast, slow = make(kernels), make(None)
@@ -109,22 +111,24 @@ def differences(make: Make, kernels: Kernels, n: int) -> list[str]:
 @pytest.mark.capability("H2")
 @NEEDS_COMPILER
 @pytest.mark.parametrize("word", CODECS)
-def test_kernels_write_the_bytes_of_the_operations_that_they_replace(word: str, kernels: Kernels) -> None:
+def test_kernels_write_the_bytes_of_the_operations_that_they_replace(
+    word: str, kernels: CodecKernels
+) -> None:
     assert [kind for n in LENGTHS for kind in differences(CODECS[word], kernels, n)] == []
 
 
 @NEEDS_COMPILER
 def test_kernels_that_round_otherwise_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "kernels.c"
-    source.write_text(compiled._SOURCE.read_text().replace("rintf(", "roundf("))  # halves away from zero
-    monkeypatch.setattr(compiled, "_SOURCE", source)
+    source.write_text(codec_kernels._SOURCE.read_text().replace("rintf(", "roundf("))  # halves away from zero
+    monkeypatch.setattr(codec_kernels, "_SOURCE", source)
     other = load_kernels(tmp_path)
     assert other is not None
     assert differences(CODECS["int4"], other, 1025)
 
 
 @NEEDS_COMPILER
-def test_values_of_other_types_and_strides_are_coded_without_kernels(kernels: Kernels) -> None:
+def test_values_of_other_types_and_strides_are_coded_without_kernels(kernels: CodecKernels) -> None:
     x = torch.randn(3, 600, dtype=torch.float64)
     for make in CODECS.values():
         fast, slow = make(kernels), make(None)

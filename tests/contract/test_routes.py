@@ -5,12 +5,11 @@ from typing import ClassVar
 import pytest
 
 from paceline.comm import Codec, CodedCollective, Collective, NativeCollective, Net
-from paceline.comm.codecs.scaled import Scaled
-from paceline.comm.codecs.sign import Sign
-from paceline.comm.codecs.sparse import TopK, num_kept
+from paceline.comm.codecs.int8_int4_int2 import BlockIntCodec
+from paceline.comm.codecs.sign import SignCodec
+from paceline.comm.codecs.top_k import TopKCodec, parse_keep_count
 from paceline.comm.routes import HierarchicalCollective
-from paceline.levels import Levels, span_nodes
-from paceline.mesh import Group
+from paceline.job.mesh import NodeLevels, RankGroup, group_ranks_by_node
 from paceline.testing.contracts import CollectiveContract, ReducerContract
 
 INT8_ERROR = 1 / 254
@@ -18,17 +17,17 @@ SIGN_ERROR = 2.0
 TOP_K_ERROR = 1.0  # what is not kept is lost
 
 
-def two_nodes(net: Net, group: Group, codec: Codec | None = None) -> Collective:
+def two_nodes(net: Net, group: RankGroup, codec: Codec | None = None) -> Collective:
     """The first half of the ranks on one node, the second half on another; a codec works between them."""
     if group.size == 1:
         return NativeCollective(net, group)
     half = group.size // 2
-    parts = span_nodes(group.ranks, [int(rank >= half) for rank in range(group.size)])
+    parts = group_ranks_by_node(group.ranks, [int(rank >= half) for rank in range(group.size)])
     return on_nodes(net, group, parts, codec)
 
 
-def on_nodes(net: Net, group: Group, parts: list[tuple[int, ...]], codec: Codec | None) -> Collective:
-    levels = Levels.build(group, parts)
+def on_nodes(net: Net, group: RankGroup, parts: list[tuple[int, ...]], codec: Codec | None) -> Collective:
+    levels = NodeLevels.build(group, parts)
     between = NativeCollective(net, levels.between)
     coded = between if codec is None else CodedCollective(between, codec)
     return HierarchicalCollective(net, group, levels, coded)
@@ -40,7 +39,7 @@ class TestHierarchicalCollective(CollectiveContract):
 
     worlds: ClassVar = (4, 6)
 
-    def collective(self, net: Net, group: Group) -> Collective:
+    def collective(self, net: Net, group: RankGroup) -> Collective:
         return two_nodes(net, group)
 
 
@@ -50,8 +49,10 @@ class TestHierarchicalCollectiveDealtOut(CollectiveContract):
 
     worlds: ClassVar = (6,)
 
-    def collective(self, net: Net, group: Group) -> Collective:
-        return on_nodes(net, group, span_nodes(group.ranks, [rank % 3 for rank in range(group.size)]), None)
+    def collective(self, net: Net, group: RankGroup) -> Collective:
+        return on_nodes(
+            net, group, group_ranks_by_node(group.ranks, [rank % 3 for rank in range(group.size)]), None
+        )
 
 
 @pytest.mark.capability("G8", "H8")
@@ -60,10 +61,10 @@ class TestInt8BetweenNodes(CollectiveContract):
 
     worlds: ClassVar = (4, 6)
     relative_error = INT8_ERROR
-    feeds_back = True
+    uses_error_feedback = True
 
-    def collective(self, net: Net, group: Group) -> Collective:
-        return two_nodes(net, group, Scaled(8))
+    def collective(self, net: Net, group: RankGroup) -> Collective:
+        return two_nodes(net, group, BlockIntCodec(8))
 
 
 @pytest.mark.capability("G8", "H8")
@@ -72,11 +73,14 @@ class TestInt8BetweenNodesDealtOut(CollectiveContract):
 
     worlds: ClassVar = (6,)
     relative_error = INT8_ERROR
-    feeds_back = True
+    uses_error_feedback = True
 
-    def collective(self, net: Net, group: Group) -> Collective:
+    def collective(self, net: Net, group: RankGroup) -> Collective:
         return on_nodes(
-            net, group, span_nodes(group.ranks, [rank % 3 for rank in range(group.size)]), Scaled(8)
+            net,
+            group,
+            group_ranks_by_node(group.ranks, [rank % 3 for rank in range(group.size)]),
+            BlockIntCodec(8),
         )
 
 
@@ -84,17 +88,17 @@ class TestInt8BetweenNodesDealtOut(CollectiveContract):
 class TestTopKBetweenNodes(CollectiveContract):
     worlds: ClassVar = (4,)
     relative_error = TOP_K_ERROR
-    feeds_back = True
+    uses_error_feedback = True
 
-    def collective(self, net: Net, group: Group) -> Collective:
-        return two_nodes(net, group, TopK(num_kept("0.5")))
+    def collective(self, net: Net, group: RankGroup) -> Collective:
+        return two_nodes(net, group, TopKCodec(parse_keep_count("0.5")))
 
 
 @pytest.mark.capability("G8")
 class TestHierarchicalReducer(ReducerContract):
     degrees: ClassVar = {"replica": 4}
 
-    def collective(self, net: Net, group: Group) -> Collective:
+    def collective(self, net: Net, group: RankGroup) -> Collective:
         return two_nodes(net, group)
 
 
@@ -104,7 +108,7 @@ class TestHierarchicalReducerOfShards(ReducerContract):
 
     degrees: ClassVar = {"shard": 4}
 
-    def collective(self, net: Net, group: Group) -> Collective:
+    def collective(self, net: Net, group: RankGroup) -> Collective:
         return two_nodes(net, group)
 
 
@@ -113,8 +117,8 @@ class TestReducerCodedBetweenNodes(ReducerContract):
     degrees: ClassVar = {"replica": 4}
     relative_error = INT8_ERROR
 
-    def collective(self, net: Net, group: Group) -> Collective:
-        return two_nodes(net, group, Scaled(8))
+    def collective(self, net: Net, group: RankGroup) -> Collective:
+        return two_nodes(net, group, BlockIntCodec(8))
 
 
 @pytest.mark.capability("G8", "H8")
@@ -124,8 +128,8 @@ class TestReducerOfSignsBetweenNodes(ReducerContract):
     degrees: ClassVar = {"replica": 4}
     relative_error = SIGN_ERROR
 
-    def collective(self, net: Net, group: Group) -> Collective:
-        return two_nodes(net, group, Sign())
+    def collective(self, net: Net, group: RankGroup) -> Collective:
+        return two_nodes(net, group, SignCodec())
 
 
 @pytest.mark.capability("G8", "H8")
@@ -135,5 +139,5 @@ class TestReducerOfShardsCodedBetweenNodes(ReducerContract):
     degrees: ClassVar = {"shard": 4}
     relative_error = INT8_ERROR
 
-    def collective(self, net: Net, group: Group) -> Collective:
-        return two_nodes(net, group, Scaled(8))
+    def collective(self, net: Net, group: RankGroup) -> Collective:
+        return two_nodes(net, group, BlockIntCodec(8))

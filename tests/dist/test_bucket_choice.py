@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.cluster import Cluster
-from paceline.comm.link_profile import Line, LinkProfile
+from paceline.comm.link_profile import LinkModel, LinkProfile
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe
+from paceline.session import build_session
 from paceline.testing import run_ranks
 from paceline.testing.parity import make_task
-from paceline.training import build_session
-from paceline.training.bucket_choice import LEAST
+from paceline.tuning.bucket_choice import MIN_BUCKET_BYTES
 
 
 def chosen(cluster: Cluster, recipe: Recipe) -> tuple[Recipe, list[str]]:
@@ -34,7 +34,7 @@ def test_links_are_measured_ranks_agree_and_a_run_that_goes_on_keeps_to_it() -> 
         runtime={"bucket_latency": 0.5, "bucket_bytes": most},
     )
     (first, said), (second, _) = run_ranks(chosen, 2, recipe)
-    assert first == second and LEAST <= first.runtime.bucket_bytes <= most
+    assert first == second and MIN_BUCKET_BYTES <= first.runtime.bucket_bytes <= most
     assert len(said) == 1 and "measured in" in said[0] and f"{first.runtime.bucket_bytes:,} bytes" in said[0]
     (again, silence), _ = run_ranks(chosen, 2, first)
     assert again.runtime == first.runtime and silence == []
@@ -42,7 +42,7 @@ def test_links_are_measured_ranks_agree_and_a_run_that_goes_on_keeps_to_it() -> 
 
 @pytest.mark.capability("G10")
 def test_links_that_are_known_are_not_measured(tmp_path: Path) -> None:
-    LinkProfile(("h0", "h1"), (), Line(5e-4, 8e-8, 0.0, ())).save(tmp_path / "links.json")
+    LinkProfile(("h0", "h1"), (), LinkModel(5e-4, 8e-8, 0.0, ())).save(tmp_path / "links.json")
     runtime = {"bucket_latency": 0.05, "link_profile": str(tmp_path / "links.json")}
     recipe = Recipe(task="digits", steps=1, strategy="replicas=2 route=native", runtime=runtime)
     (first, said), _ = run_ranks(chosen, 2, recipe)

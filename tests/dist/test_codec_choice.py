@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.cluster import Cluster
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe, Strategy
+from paceline.session.build import build_session
+from paceline.studies.codec_report import CodecComparison, render_codec_table, report_codecs
 from paceline.tasks import load_task
 from paceline.testing.parity import CPU
-from paceline.testing.ranks import run_ranks
-from paceline.training.build import build_session
-from paceline.training.codec_report import Finding, render, report_codecs
+from paceline.testing.rank_processes import run_ranks
 
 
 def recipe_of(strategy: str) -> Recipe:
@@ -26,7 +26,7 @@ def recipe_of(strategy: str) -> Recipe:
 
 @pytest.mark.capability("H9")
 def test_a_report_of_a_task_has_ratio_losses_and_steps_of_every_codec() -> None:
-    def run(cluster: Cluster) -> list[Finding]:
+    def run(cluster: Cluster) -> list[CodecComparison]:
         recipe = recipe_of("replicas=2").replace(precision={"compute": "fp32"})
         return report_codecs(recipe, cluster, ["int8", "topk:0.01"], [1, 2])
 
@@ -38,7 +38,7 @@ def test_a_report_of_a_task_has_ratio_losses_and_steps_of_every_codec() -> None:
     for row in first:
         fast, medium, slow = row.step_seconds
         assert 0 < fast <= medium <= slow and len(row.losses) == 2 and row.losses[0] != row.losses[1]
-    head, *lines = render(first)
+    head, *lines = render_codec_table(first)
     assert "ms at 10 Mbit/s" in head and len(lines) == 3 and {"spread", "bandwidths"} <= top.record().keys()
 
 

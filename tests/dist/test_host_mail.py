@@ -7,10 +7,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from paceline.cluster import Cluster
 from paceline.comm import Net
-from paceline.comm.routes import HostMail
+from paceline.comm.routes import HostMessenger
 from paceline.errors import DeadlineError
+from paceline.job.cluster import Cluster
 from paceline.testing import run_ranks
 from tests.dist.test_host_wire import start
 
@@ -43,7 +43,7 @@ def one_by_one(cluster: Cluster, deadline_seconds: float) -> list[float]:
 
 def silent(cluster: Cluster) -> list[float]:
     """The mutation twin: nobody says before a wait what was taken."""
-    with patch.object(HostMail, "say_taken", lambda mail: None):
+    with patch.object(HostMessenger, "acknowledge_read", lambda mail: None):
         return one_by_one(cluster, 0.5)
 
 
@@ -57,13 +57,13 @@ def answers(cluster: Cluster) -> int:
     """How many words rank 1 sends beside its answers, while rank 0 asks and waits for each."""
     net, words = Net(60.0), list[int]()
     wire, group = start(cluster, net)
-    tell_one = type(wire._mail._links).tell_one
+    signal_rank = type(wire._mail._links).signal_rank
 
     def counted(links: object, rank: int, signals: list[object], file: int | None = None) -> None:
         words.append(len(signals))
-        tell_one(links, rank, signals, file)
+        signal_rank(links, rank, signals, file)
 
-    with patch.object(type(wire._mail._links), "tell_one", counted):
+    with patch.object(type(wire._mail._links), "signal_rank", counted):
         for number in range(5):
             if group.rank == 0:
                 wire.send(1, [torch.full((3,), float(number))])

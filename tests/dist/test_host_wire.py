@@ -13,25 +13,25 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from paceline.cluster import Cluster
 from paceline.comm import Net
-from paceline.comm.routes import HostMail, host_mail, meet_on_host
-from paceline.comm.routes.message_buffers import MessageBuffers
+from paceline.comm.routes import HostMessenger, connect_single_host_group, host_messages
+from paceline.comm.routes.host_messages import MessageBuffers
 from paceline.errors import CommunicationError, DeadlineError
-from paceline.layout.pipeline import HostWire, Neighbours
-from paceline.layout.pipeline.letter import Letter
-from paceline.mesh import Group, Mesh
+from paceline.job.cluster import Cluster
+from paceline.job.mesh import Mesh, RankGroup
+from paceline.parallel.pipeline import HostMemoryTransport, StageTransport
+from paceline.parallel.pipeline.p2p_message import MessageHeader
 from paceline.testing import RanksFailed, run_ranks
 from tests.dist.test_stage_wire import MESSAGES
 
 SIZES = (100, 5000, 100_000, 3)  # values; the third needs larger buffers than all before it
 
 
-def start(cluster: Cluster, net: Net) -> tuple[HostWire, Group]:
+def start(cluster: Cluster, net: Net) -> tuple[HostMemoryTransport, RankGroup]:
     group = Mesh.build(cluster, {"pipeline": cluster.world_size}).axes["pipeline"]
-    links = meet_on_host(group, net)
+    links = connect_single_host_group(group, net)
     assert links is not None
-    return HostWire(HostMail(net, group, links)), group
+    return HostMemoryTransport(HostMessenger(net, group, links)), group
 
 
 def held() -> tuple[int, int]:
@@ -75,7 +75,7 @@ def exchange(cluster: Cluster) -> dict[str, Any]:
     return found
 
 
-def give_up(wire: Neighbours, other: int, net: Net, group: Group) -> list[float]:
+def give_up(wire: StageTransport, other: int, net: Net, group: RankGroup) -> list[float]:
     """What arrives after an attempt that rank 1 gives up when rank 0 has begun its next."""
     wire.send(other, [torch.full((3,), -1.0)], key=3)
     wire.send(other, [torch.full((3,), -2.0)], key=4)
@@ -120,7 +120,7 @@ class Careless(MessageBuffers):
     """Takes every buffer for free: the mutation."""
 
     def _choose(self, num_bytes: int) -> int:
-        self._on_the_way.clear()
+        self._in_flight_buffers.clear()
         return super()._choose(num_bytes)
 
     def free_oldest(self) -> None:
@@ -130,7 +130,7 @@ class Careless(MessageBuffers):
 def grow(cluster: Cluster, buffers: type[MessageBuffers]) -> list[bool]:
     """Whether messages that grow and shrink arrive as they were, if four are on the way at a time."""
     net, found = Net(60.0), list[bool]()
-    with patch.object(host_mail, "MessageBuffers", buffers):
+    with patch.object(host_messages, "MessageBuffers", buffers):
         wire, group = start(cluster, net)
     for times in range(3):
         sent = [torch.full((size,), float(10 * times + k)) for k, size in enumerate(SIZES)]
@@ -160,7 +160,7 @@ def keeps(cluster: Cluster) -> bool:
 
 def mutations(cluster: Cluster) -> dict[str, Any]:
     found = {"right": grow(cluster, MessageBuffers), "careless": grow(cluster, Careless)}
-    views = patch.object(Letter, "taken_from", lambda letter, part: [*letter.tensors_in(part)])
+    views = patch.object(MessageHeader, "copy_tensors_from", lambda letter, part: [*letter.tensors_in(part)])
     with views:
         found["views"] = keeps(cluster)
     return found | {"keeps": keeps(cluster)}

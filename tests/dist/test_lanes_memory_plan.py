@@ -11,11 +11,11 @@ import gc
 import pytest
 import torch
 
-from paceline.cluster import Cluster
+from paceline.job.cluster import Cluster
 from paceline.plan import plan_memory
-from paceline.plan.budget import judge
+from paceline.plan.memory_budget import check_budget
 from paceline.testing import run_ranks
-from paceline.testing.parity import session_of
+from paceline.testing.parity import build_test_session
 from tests.allocations import Case, case, require_close
 from tests.by_lane import ByLane
 from tests.mapped import Mapped
@@ -68,7 +68,7 @@ def allocated(cluster: Cluster, cases: list[Case]) -> list[int]:
     for one in cases:
         others, lanes = Mapped(), ByLane()
         with others.counting(), lanes.counting():
-            session = session_of(cluster, one.recipe, TASKS[one.task])
+            session = build_test_session(cluster, one.recipe, TASKS[one.task])
             for _ in session.rounds():
                 pass
         found.append(lanes.most - others.num_bytes)
@@ -105,8 +105,8 @@ def test_a_budget_of_lanes_is_kept(words: str, ranks: int) -> None:
         plan_memory(recipe.replace(memory={"recompute": how}), task, ranks) for how in ("none", "blocks")
     )
     budget = (plain.peak + lean.peak) // 2
-    verdict = judge(recipe.replace(memory={"budget": budget}), task, ranks)
+    verdict = check_budget(recipe.replace(memory={"budget": budget}), task, ranks)
     assert lean.peak <= verdict.plan.peak <= budget < plain.peak
     assert verdict.refusal is None and verdict.plan.recipe.memory.recomputes
-    tight = judge(recipe.replace(memory={"budget": lean.peak // 2}), task, ranks)
+    tight = check_budget(recipe.replace(memory={"budget": lean.peak // 2}), task, ranks)
     assert tight.refusal is not None

@@ -12,13 +12,12 @@ from itertools import pairwise
 import pytest
 import torch
 
-from paceline.cluster import Cluster
+from paceline.job.cluster import Cluster
 from paceline.plan import plan_memory
-from paceline.plan.layers import layers_of
-from paceline.plan.live_bytes import LiveBytes
-from paceline.plan.places import Places
+from paceline.plan.activation_memory import LayerTracker, LiveBytes
+from paceline.plan.layer_memory import model_layers
 from paceline.testing import run_ranks
-from paceline.testing.parity import session_of
+from paceline.testing.parity import build_test_session
 from tests.allocations import Case, case
 from tests.planned_tasks import TASKS
 
@@ -37,23 +36,23 @@ def measured(cluster: Cluster, cases: list[Case]) -> list[Bytes]:
 
 def one_measured(cluster: Cluster, one: Case) -> Bytes:
     """By kind and layer, in the second step."""
-    session = session_of(cluster, one.recipe, TASKS[one.task])
-    holding, rounds = session.placed.holding, iter(session.rounds())
-    layers, live = layers_of(session.task, holding.model), LiveBytes()
+    session = build_test_session(cluster, one.recipe, TASKS[one.task])
+    sharded_model, rounds = session.runner.sharded_model, iter(session.rounds())
+    layers, live = model_layers(session.task, sharded_model.model), LiveBytes()
     names = {number: name for number, (name, _) in layers.items()}
-    places = Places({number: layer for number, (_, layer) in layers.items()}, live)
+    places = LayerTracker({number: layer for number, (_, layer) in layers.items()}, live)
     next(rounds)
-    live.leave_out([*holding.model.parameters(), *holding.model.buffers()])
+    live.leave_out([*sharded_model.model.parameters(), *sharded_model.model.buffers()])
     with live, places:
         next(rounds)
     found: Bytes = {"parameters": {}, "moments": {}, "activations": {}}
     for before, after in pairwise(places.entries if one.recipe.strategy.tensor == 1 else ()):
         found["activations"][names[before.layer]] = after.live - before.live
-    for slot, p in holding.updates.items():
+    for slot, p in sharded_model.updates.items():
         home = next(name for name in names.values() if slot.name.startswith(f"{name}."))
         state = sum(t.nbytes for t in session.state.optimizer.state[p].values() if t.numel() > 1)
         add(found["moments"], home, state)
-    for slot, p in holding.computes.items():
+    for slot, p in sharded_model.computes.items():
         home = next(name for name in names.values() if slot.name.startswith(f"{name}."))
         add(found["parameters"], home, p.nbytes)
     list(rounds)

@@ -12,19 +12,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from paceline.cluster import Cluster
 from paceline.comm import Net
 from paceline.errors import CommunicationError
-from paceline.lease import Lease
-from paceline.membership import Groups
-from paceline.mesh import Mesh, twin_group
-from paceline.process_group import Made
+from paceline.job.cluster import Cluster
+from paceline.job.membership import GroupLease, MembershipGroups
+from paceline.job.mesh import Mesh, duplicate_group
+from paceline.job.process_group import OwnedProcessGroup
+from paceline.job.torch_store import Store
 from paceline.recipe import Recipe
-from paceline.store.torch_store import Store
+from paceline.session import build_session
 from paceline.task import Loss, Task
 from paceline.testing import run_ranks
 from paceline.testing.parity import CPU
-from paceline.training import build_session
 
 LONG = 120.0
 SESSIONS = 6
@@ -94,20 +93,20 @@ def test_a_group_goes_on_until_all_its_ranks_have_given_it_back() -> None:
     def late(cluster: Cluster) -> float:
         store, net = cluster.connected.store, Net(LONG)
         mesh = Mesh.build(cluster, {"replica": 2})
-        own, found = twin_group(mesh.replica, "own"), torch.zeros(1)
+        own, found = duplicate_group(mesh.replica, "own"), torch.zeros(1)
         if cluster.global_rank == 0:
             sent = net.send(torch.tensor([7.0]), own, to=1)  # on its way as long as this is held
             mesh.give_back()
         for _ in range(2):
             Mesh.build(cluster, {"replica": 2})
         store.set(f"others are made/{cluster.global_rank}", "1")
-        store.await_keys([f"others are made/{rank}" for rank in (0, 1)], LONG)
+        store.wait_for_keys([f"others are made/{rank}" for rank in (0, 1)], LONG)
         if cluster.global_rank == 1:
             net.receive(found, own, source=0).wait()
             mesh.give_back()
             store.set("it has come", "1")
         else:
-            store.await_keys(["it has come"], LONG)
+            store.wait_for_keys(["it has come"], LONG)
             sent.wait()
         return found.item()
 
@@ -123,9 +122,9 @@ class Silent:
 
 def test_who_gives_groups_back_asks_nobody() -> None:
     """A session is closed where its job has failed, too."""
-    groups = Groups(cast(Store, Silent()), "epoch 0", (0, 1), 0, CPU, LONG)
-    lease = Lease(groups, "lease 1")
-    lease.made.append(Made("a group"))
+    groups = MembershipGroups(cast(Store, Silent()), "epoch 0", (0, 1), 0, CPU, LONG)
+    lease = GroupLease(groups, "lease 1")
+    lease.made.append(OwnedProcessGroup("a group"))
     lease.give_back()
     with pytest.raises(AssertionError, match="set would wait"):
         groups.lease()

@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paceline.cluster import Cluster
 from paceline.comm import Net
-from paceline.epochs import decide
 from paceline.errors import CommunicationError, DeadlineError
-from paceline.mesh import Mesh
+from paceline.job.cluster import Cluster
+from paceline.job.epochs import choose_members
+from paceline.job.mesh import Mesh
 from paceline.testing import run_ranks
 
 LONG = 120.0
@@ -41,7 +41,7 @@ def total(cluster: Cluster, axis: str = "replica", **degrees: int) -> float:
 def test_those_that_go_on_keep_their_order_and_new_ones_come_after_them(
     members: tuple[int, ...], present: set[int], joining: list[int], lost: set[int], expected: list[int]
 ) -> None:
-    assert decide(members, present, joining, lost) == expected
+    assert choose_members(members, present, joining, lost) == expected
 
 
 @pytest.mark.capability("Z1")
@@ -176,7 +176,7 @@ def test_nobody_else_takes_part_in_making_a_group() -> None:
         store, rank = cluster.connected.store, cluster.global_rank
         mine = (0, 1) if rank < 2 else (2, 3)
         if rank in (2, 3):
-            store.await_keys(["the first group is done"], LONG)
+            store.wait_for_keys(["the first group is done"], LONG)
         handle = cluster.connected.groups.make("shard", mine).handle
         found = torch.tensor([10.0**rank])
         handle.allreduce(found).wait()

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline import Loss, Task
-from paceline.cluster import Cluster
+from paceline.job.cluster import Cluster
 from paceline.models import GPT, GPTConfig, gpt_chain, initialize_gpt, without_memory
 from paceline.recipe import Recipe
 from paceline.testing import run_ranks
-from paceline.testing.parity import session_of
+from paceline.testing.parity import build_test_session
 
 STEPS = 20
 CAP_BYTES = 230 * 2**20  # 4 x 75 MB of state do not fit, half of that does
@@ -65,7 +65,7 @@ def capped(num_bytes: int) -> Iterator[None]:
 
 
 def losses(cluster: Cluster, strategy: str) -> list[float]:
-    session = session_of(cluster, recipe(strategy), large_gpt)
+    session = build_test_session(cluster, recipe(strategy), large_gpt)
     found = [stats.loss for stats in session.rounds()]
     session.close()
     return found

@@ -11,9 +11,9 @@ from unittest.mock import patch
 
 import pytest
 
-from paceline.cluster import Cluster
+from paceline.comm.comm_thread import CommRounds, CommThread, run_rounds
 from paceline.comm.handle import Handle
-from paceline.comm.line import Line, Rounds, run_alone
+from paceline.job.cluster import Cluster
 from paceline.plan import plan_memory
 from paceline.testing import run_ranks
 from tests.allocations import SMALL_BYTES, TASKS, Case, allocated, case, kept, named, require_close
@@ -126,13 +126,13 @@ def test_a_run_that_chooses_its_codec_keeps_no_more_than_was_planned() -> None:
 def coded_here(cluster: Cluster, cases: list[Case]) -> list[int]:
     """As `allocated`, with all coding on the thread of the profile."""
 
-    def whole(line: Line, op: str, hops: Callable[[], Any]) -> Handle:
+    def whole(line: CommThread, op: str, hops: Callable[[], Any]) -> Handle:
         return Handle.ready(hops())
 
-    def by_turns(line: Line, op: str, rounds: Callable[[int], Rounds]) -> Handle:
-        return Handle.ready(run_alone(rounds(next(line._places))))
+    def by_turns(line: CommThread, op: str, rounds: Callable[[int], CommRounds]) -> Handle:
+        return Handle.ready(run_rounds(rounds(next(line._places))))
 
-    with patch.object(Line, "submit", whole), patch.object(Line, "submit_rounds", by_turns):
+    with patch.object(CommThread, "submit", whole), patch.object(CommThread, "submit_rounds", by_turns):
         return allocated(cluster, cases)
 
 

@@ -19,15 +19,15 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from paceline import Loss, Task
-from paceline.cluster import Cluster
-from paceline.layout import Replicate
-from paceline.layout.pipeline import Pipeline
+from paceline.job.cluster import Cluster
 from paceline.models import GPT, GPTConfig, gpt_chain, initialize_gpt, without_memory
+from paceline.parallel import ReplicatedRunner
+from paceline.parallel.pipeline import PipelineRunner
 from paceline.recipe import Recipe, Strategy
+from paceline.session import Components, Session
+from paceline.session.checkpointing import build_saver
 from paceline.testing import run_ranks
-from paceline.testing.parity import session_of
-from paceline.training import Pieces, Session
-from paceline.training.saving import build_saver
+from paceline.testing.parity import build_test_session
 from tests.peak import bytes_now
 
 SMALL_BYTES = 2**17  # data, buffers, one batch, numbers
@@ -137,8 +137,8 @@ def live(cluster: Cluster, strategy: str, model: str, folder: str) -> Life:
         return build
 
     record.start()
-    pieces = Pieces(whole=when_placed(Replicate), stage=when_placed(Pipeline))
-    session = session_of(cluster, recipe, MODELS[model], pieces)
+    pieces = Components(whole=when_placed(ReplicatedRunner), stage=when_placed(PipelineRunner))
+    session = build_test_session(cluster, recipe, MODELS[model], pieces)
     life.placing = most_allocated(record)
     note_sizes(life, session)
     life.built = settled_bytes(before)
@@ -158,12 +158,12 @@ def live(cluster: Cluster, strategy: str, model: str, folder: str) -> Life:
 
 
 def note_sizes(life: Life, session: Session) -> None:
-    holding = session.placed.holding
-    life.whole = 4 * sum(slot.numel for slot in holding.slots)
-    life.computes = 4 * sum(slot.numel for slot in holding.computes)
-    life.updates = 4 * sum(slot.numel for slot in holding.updates)
-    life.shared = 4 * sum(one.computes.numel for one in holding.held.values() if one.holders)
-    life.largest = 4 * max(slot.numel for slot in holding.slots)
+    sharded_model = session.runner.sharded_model
+    life.whole = 4 * sum(slot.numel for slot in sharded_model.slots)
+    life.computes = 4 * sum(slot.numel for slot in sharded_model.computes)
+    life.updates = 4 * sum(slot.numel for slot in sharded_model.updates)
+    life.shared = 4 * sum(one.computes.numel for one in sharded_model.held.values() if one.holders)
+    life.largest = 4 * max(slot.numel for slot in sharded_model.slots)
 
 
 LAYOUTS = {
@@ -257,10 +257,10 @@ def test_a_shard_of_the_state_is_smaller_than_the_whole(tmp_path: Path) -> None:
 def files_of(cluster: Cluster, strategy: str) -> list[tuple[int, int]]:
     """Number and place of the file in which each parameter lies, as the kernel maps it; after two steps."""
     recipe = Recipe(task="sum", steps=2, batch={"size": 8, "shards": 4}, strategy=Strategy.parse(strategy))
-    session = session_of(cluster, recipe, light_gpt)
+    session = build_test_session(cluster, recipe, light_gpt)
     list(session.rounds())
     found = []
-    for p in session.placed.holding.computes.values():
+    for p in session.runner.sharded_model.computes.values():
         for line in Path("/proc/self/maps").read_text().splitlines():
             span, _, offset, _, inode, *_ = line.split()
             first, last = (int(end, 16) for end in span.split("-"))

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from paceline import Loss, Task
-from paceline.cluster import Cluster
 from paceline.errors import StrategyError
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe, Strategy
 from paceline.testing import run_ranks
-from paceline.testing.parity import session_of
+from paceline.testing.parity import build_test_session
 from tests.unit.optim.test_adopt import ACCEPTED, KNOWN, Lars, Make, Signs
 
 
@@ -44,7 +44,7 @@ def recipe_of(strategy: str) -> Recipe:
 def test_it_is_asked_where_a_rank_updates_parts_and_only_there() -> None:
     def said(cluster: Cluster, strategy: str, make: Make) -> str:
         try:
-            session = session_of(cluster, recipe_of(strategy), task_with(make))
+            session = build_test_session(cluster, recipe_of(strategy), task_with(make))
             list(session.rounds())
         except StrategyError as error:
             return error.what
@@ -61,7 +61,7 @@ def test_it_is_asked_where_a_rank_updates_parts_and_only_there() -> None:
 @pytest.mark.parametrize("strategy", ["replicas=1 shard=2 zero=1", "replicas=1 shard=2 zero=3"])
 def test_every_elementwise_optimizer_of_torch_ends_where_one_process_ends(strategy: str) -> None:
     def end(cluster: Cluster, of: str, name: str) -> Tensor | str:
-        session = session_of(cluster, recipe_of(of), task_with(ACCEPTED[name]))
+        session = build_test_session(cluster, recipe_of(of), task_with(ACCEPTED[name]))
         try:
             list(session.rounds())
         except KeyError as error:

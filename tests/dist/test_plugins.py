@@ -22,7 +22,7 @@ ROUTE = '''
 from pathlib import Path
 
 from paceline.comm import NativeCollective
-from paceline.recipe.specs import RouteSpec
+from paceline.recipe.registry.word_spec import RouteSpec
 
 SPEC = RouteSpec(word="gathered", summary="gather, then add", build="gathered_route:gathered")
 
@@ -43,7 +43,7 @@ from pathlib import Path
 
 import torch
 
-from paceline.recipe.specs import CodecSpec
+from paceline.recipe.registry.word_spec import CodecSpec
 
 SPEC = CodecSpec(word="half", summary="16-bit floats", build="half_codec:half")
 
@@ -72,14 +72,14 @@ RULE = '''
 from dataclasses import replace
 from pathlib import Path
 
-from paceline.recipe.specs import Argument, SyncSpec
+from paceline.recipe.registry.word_spec import WordArgument, SyncSpec
 from paceline.sync import EveryStep
-from paceline.training.rules import every_step
+from paceline.sync.rule_builders import build_every_step_rule
 
 SPEC = SyncSpec(
     word="noted",
     summary="every-step, noted every N steps",
-    argument=Argument("10", "an integer", str.isdecimal),
+    argument=WordArgument("10", "an integer", str.isdecimal),
     build="noted_rule:noted",
     exact=True,
     agrees="world",
@@ -98,7 +98,7 @@ def noted(setting, layout, state):
                     notes.write(f"{state.step} ")
             return super().step(work, stream, placed, update_step)
 
-    return every_step(replace(setting, pieces=replace(setting.pieces, rule=Noted)), layout, state)
+    return build_every_step_rule(replace(setting, pieces=replace(setting.pieces, rule=Noted)), layout, state)
 '''
 LAYOUT = '''
 """ZeRO-1 by whole tensors: each is updated by one rank, in turn."""
@@ -106,8 +106,8 @@ LAYOUT = '''
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from paceline.recipe.specs import LayoutSpec
-from paceline.training.layouts import Cutting
+from paceline.recipe.registry.word_spec import LayoutSpec
+from paceline.parallel.model_layout import ModelPartition
 
 SPEC = LayoutSpec(
     word="by-tensor",
@@ -142,7 +142,7 @@ def by_tensor(setting, material):
         return holding
 
     owners = Owners({name: i % group.size for i, name in enumerate(names)}, group.size)
-    return Cutting(owners, prepare=prepare)
+    return ModelPartition(owners, prepare=prepare)
 '''
 OPTIMIZER = '''
 """K-FAC: a gradient between the inverses of two factors, which the ranks sum (Martens and Grosse 2015)."""
@@ -152,7 +152,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from paceline.recipe.specs import OptimizerSpec
+from paceline.recipe.registry.word_spec import OptimizerSpec
 
 SPEC = OptimizerSpec(word="kfac", summary="K-FAC over linear layers", build="kfac_optimizer:kfac")
 DAMPING, KEPT = 0.1, 0.9
@@ -212,7 +212,7 @@ MODULES = {
     "gathered_route": ("paceline.route", "gathered", ROUTE),
     "half_codec": ("paceline.codec", "half", CODEC),
     "noted_rule": ("paceline.sync", "noted", RULE),
-    "tensor_layout": ("paceline.layout", "by-tensor", LAYOUT),
+    "tensor_layout": ("paceline.parallel", "by-tensor", LAYOUT),
     "kfac_optimizer": ("paceline.optimizer", "kfac", OPTIMIZER),
 }
 DIGITS = str(ROOT / "recipes" / "digits.toml")
@@ -245,7 +245,7 @@ import json, sys
 from pathlib import Path
 import paceline
 from paceline.errors import StrategyError
-from paceline.recipe.load import load_recipe
+from paceline.recipe.recipe_loading import load_recipe
 
 for name, (strategy, *changes) in json.loads(sys.argv[2]).items():
     try:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.cluster import Cluster
+from paceline.job.cluster import Cluster
 from paceline.plan import plan_memory
 from paceline.recipe import Recipe
 from paceline.testing import run_ranks
-from paceline.testing.parity import Trajectory, ended, session_of
+from paceline.testing.parity import Trajectory, build_test_session, trajectory_of
 from tests.allocations import SMALL_BYTES, Case, allocated, case
 from tests.planned_tasks import small_gpt
 
@@ -19,10 +19,10 @@ STAGES = "replicas=1 pipeline=2"
 def train(cluster: Cluster, recipe: Recipe) -> tuple[Trajectory, str, dict[str, object]]:
     """Where it ended, what it computed again, and what the folder would be told of it."""
     torch.set_num_threads(1)
-    session = session_of(cluster, recipe, small_gpt)
+    session = build_test_session(cluster, recipe, small_gpt)
     losses = [stats.loss for stats in session.rounds()]
     told = dict(session.notes.take())
-    found = ended(losses, session), session.recipe.memory.recompute, told
+    found = trajectory_of(losses, session), session.recipe.memory.recompute, told
     session.close()
     return found
 

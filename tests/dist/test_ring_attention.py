@@ -10,17 +10,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from paceline.cluster import Cluster
 from paceline.comm import Net
 from paceline.errors import TaskError
-from paceline.layout.context import ring as ring_module
-from paceline.layout.context.attention import OverAllRanks
-from paceline.layout.context.cost import Call, goes_by_heads, heads_bytes, ring_bytes
-from paceline.layout.context.kernels import Fused, Plain
-from paceline.layout.context.part import Part
-from paceline.layout.context.spans import runs_of
-from paceline.mesh import Mesh
+from paceline.job.cluster import Cluster
+from paceline.job.mesh import Mesh
 from paceline.models import KeyedDropout, positions
+from paceline.parallel.context import ring_attention as ring_module
+from paceline.parallel.context.context_attention import (
+    AttentionSizes,
+    ContextParallelMode,
+    is_ulysses_cheaper,
+    ring_bytes,
+    ulysses_bytes,
+)
+from paceline.parallel.context.ring_attention import FlashCpuKernel, MatmulKernel
+from paceline.parallel.context.sequence_split import SequencePart, split_positions
 from paceline.testing import run_ranks
 
 SHAPES = {  # B, heads of queries, of keys, positions, width
@@ -48,10 +52,12 @@ def attend(xs: list[Tensor], causal: bool) -> list[Tensor]:
     return [out.detach(), *(x.grad for x in leaves if x.grad is not None)]
 
 
-def over_ranks(cluster: Cluster, net: Net, mesh: Mesh | None = None) -> tuple[Part, OverAllRanks]:
+def over_ranks(
+    cluster: Cluster, net: Net, mesh: Mesh | None = None
+) -> tuple[SequencePart, ContextParallelMode]:
     group = (mesh or Mesh.build(cluster, {"context": cluster.world_size})).axes["context"]
-    part = Part(group.size, group.rank)
-    return part, OverAllRanks(part, group, net)
+    part = SequencePart(group.size, group.rank)
+    return part, ContextParallelMode(part, group, net)
 
 
 def farthest(cluster: Cluster) -> list[tuple[str, float, float]]:
@@ -78,10 +84,10 @@ def farthest(cluster: Cluster) -> list[tuple[str, float, float]]:
     return found
 
 
-def sent_too_much(net: Net, part: Part, xs: list[Tensor]) -> float:
+def sent_too_much(net: Net, part: SequencePart, xs: list[Tensor]) -> float:
     (b, h, _, d), g, item = xs[0].shape, xs[1].shape[1], xs[0].element_size()
-    call, rank = Call(b, h, g, d, d, item, max(4, item)), part._rank
-    form = heads_bytes if goes_by_heads(call, part.runs) else ring_bytes
+    call, rank = AttentionSizes(b, h, g, d, d, item, max(4, item)), part._rank
+    form = ulysses_bytes if is_ulysses_cheaper(call, part.runs) else ring_bytes
     return net.ledger.rows["exchange", "context"].sent_bytes - sum(form(call, part.runs, rank))
 
 
@@ -96,29 +102,31 @@ def test_attention_over_ranks_is_that_of_the_whole(num_ranks: int) -> None:
 
 
 def test_the_way_is_chosen_by_bytes() -> None:
-    runs = {ranks: runs_of(1024, ranks) for ranks in (2, 3, 4, 8)}
-    many = Call(1, 8, 8, 64, 64, 4, 4)
-    assert goes_by_heads(many, runs[2]) and goes_by_heads(many, runs[8])
-    assert not goes_by_heads(many, runs[3])  # 8 heads do not go into 3 ranks
-    few = Call(1, 32, 2, 64, 64, 2, 4)  # few keys are cheaper to pass around than many queries to send
-    assert not goes_by_heads(few, runs[2]) and not goes_by_heads(few, runs[4])
+    runs = {ranks: split_positions(1024, ranks) for ranks in (2, 3, 4, 8)}
+    many = AttentionSizes(1, 8, 8, 64, 64, 4, 4)
+    assert is_ulysses_cheaper(many, runs[2]) and is_ulysses_cheaper(many, runs[8])
+    assert not is_ulysses_cheaper(many, runs[3])  # 8 heads do not go into 3 ranks
+    few = AttentionSizes(
+        1, 32, 2, 64, 64, 2, 4
+    )  # few keys are cheaper to pass around than many queries to send
+    assert not is_ulysses_cheaper(few, runs[2]) and not is_ulysses_cheaper(few, runs[4])
     forward, backward = ring_bytes(few, runs[2], 0)
     assert (forward, backward) == (512 * 2 * 128 * 2, 512 * 2 * 128 * (2 + 4))
-    assert heads_bytes(many, runs[4], 1) == ((256 * 4 * 8 * 64 * 3 // 4) * 4,) * 2
+    assert ulysses_bytes(many, runs[4], 1) == ((256 * 4 * 8 * 64 * 3 // 4) * 4,) * 2
 
 
 def twin_of(name: str) -> Callable[[], Any]:
     def left_out() -> None:
-        block = ring_module.Ring.block
+        block = ring_module.AttentionRing.block
 
         def skipped(self: Any, step: int) -> Any:
             found = block(self, step)
             return found._replace(keys=slice(0, 0)) if step == 1 else found
 
-        ring_module.Ring.block = skipped
+        ring_module.AttentionRing.block = skipped
 
     def kept() -> None:
-        ring_module._Homing.home = lambda self: self._own
+        ring_module._GradientReturn.home = lambda self: self._own
 
     return {"a block is left out": left_out, "gradients of keys stay where they were made": kept}[name]
 
@@ -170,12 +178,12 @@ def test_a_multi_head_layer_needs_no_change() -> None:
     assert max(run_ranks(off, 2)) < 1e-5
 
 
-def alone(length: int = 6) -> tuple[Part, OverAllRanks]:
+def alone(length: int = 6) -> tuple[SequencePart, ContextParallelMode]:
     """The first of two ranks, which nobody hears."""
-    part = Part(2, 0)
+    part = SequencePart(2, 0)
     part(torch.zeros(2, length), 1)
     mesh = Mesh.build(Cluster.single(), {})
-    return part, OverAllRanks(part, mesh.axes["context"], Net())
+    return part, ContextParallelMode(part, mesh.axes["context"], Net())
 
 
 @pytest.mark.parametrize(
@@ -210,7 +218,7 @@ def test_random_masks_are_those_of_the_whole_sequence() -> None:
 
 
 def test_sequences_of_two_lengths_are_refused() -> None:
-    part = Part(2, 0)
+    part = SequencePart(2, 0)
     part(torch.zeros(2, 6), 1)
     with pytest.raises(TaskError, match="sequences of 6 and of 7 positions"):
         part(torch.zeros(2, 7), 1)
@@ -218,7 +226,12 @@ def test_sequences_of_two_lengths_are_refused() -> None:
 
 def test_both_kernels_agree() -> None:
     q, k, v, grad = (x.detach() for x in tensors((2, 3, 3, 9, 8), torch.float32))
-    fused, plain = (kernel.forward(q, k, v, causal=True, scale=0.3) for kernel in (Fused(), Plain()))
+    fused, plain = (
+        kernel.forward(q, k, v, causal=True, scale=0.3) for kernel in (FlashCpuKernel(), MatmulKernel())
+    )
     assert torch.allclose(fused.out, plain.out, atol=1e-6) and torch.allclose(fused.lse, plain.lse, atol=1e-6)
-    found = [kernel.backward(grad, q, k, v, plain, causal=True, scale=0.3) for kernel in (Fused(), Plain())]
+    found = [
+        kernel.backward(grad, q, k, v, plain, causal=True, scale=0.3)
+        for kernel in (FlashCpuKernel(), MatmulKernel())
+    ]
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*found, strict=True))

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from paceline import Loss, Task
-from paceline.cluster import Cluster
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe
 from paceline.testing import run_ranks
-from paceline.testing.parity import Trajectory, ended, session_of
+from paceline.testing.parity import Trajectory, build_test_session, trajectory_of
 
 HEAVY, LINKS = 1, 6
 
@@ -52,11 +52,11 @@ def recipe(strategy: str) -> Recipe:
 def train(cluster: Cluster, strategy: str) -> tuple[str, int, Trajectory, list[str]]:
     """The cut, how many modules this rank has, where it ended, and what the folder would be told."""
     torch.set_num_threads(1)
-    session = session_of(cluster, recipe(strategy), lopsided)
+    session = build_test_session(cluster, recipe(strategy), lopsided)
     losses = [stats.loss for stats in session.rounds()]
-    held = len({slot.name.partition(".")[0] for slot in session.placed.holding.computes})
+    held = len({slot.name.partition(".")[0] for slot in session.runner.sharded_model.computes})
     told = [name for name, _ in session.notes.take()]
-    result = session.recipe.strategy.stages, held, ended(losses, session), told
+    result = session.recipe.strategy.stages, held, trajectory_of(losses, session), told
     session.close()
     return result
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.cluster import Cluster
 from paceline.comm import Handle, Net
-from paceline.layout.pipeline import StageWire
-from paceline.mesh import Group, Mesh, twin_group
+from paceline.job.cluster import Cluster
+from paceline.job.mesh import Mesh, RankGroup, duplicate_group
+from paceline.parallel.pipeline import NetTransport
 from paceline.testing import run_ranks
 
 
@@ -22,17 +22,20 @@ class Untagged(Net):
         super().__init__()
         self.ways: list[tuple[str, int]] = []
 
-    def send(self, x: Tensor, group: Group, to: int, tag: int = 0) -> Handle:
+    def send(self, x: Tensor, group: RankGroup, to: int, tag: int = 0) -> Handle:
         self.ways.append((group.name, to))
         return super().send(x, group, to)
 
-    def receive(self, x: Tensor, group: Group, source: int, tag: int = 0) -> Handle:
+    def receive(self, x: Tensor, group: RankGroup, source: int, tag: int = 0) -> Handle:
         return super().receive(x, group, source)
 
 
 def exchange(cluster: Cluster) -> tuple[list[Any], set[tuple[str, int]]]:
     net, ahead = Untagged(), Mesh.build(cluster, {"pipeline": 2}).axes["pipeline"]
-    wire, other = StageWire(ahead, net, torch.device("cpu"), twin_group(ahead, "back")), 1 - ahead.rank
+    wire, other = (
+        NetTransport(ahead, net, torch.device("cpu"), duplicate_group(ahead, "back")),
+        1 - ahead.rank,
+    )
     wire.send(other, [torch.full((2,), -1.0)], key=3)
     net.barrier(ahead)
     wire.abort()
@@ -72,7 +75,7 @@ PARTS = [2, 1, 1, 4, 1, 22, 2, 2]
 def converse(cluster: Cluster) -> tuple[list[list[Tensor]], list[float], int]:
     """What came of the messages of the other rank, three times over, and how many calls sent ours."""
     net, group = Untagged(), Mesh.build(cluster, {"pipeline": 2}).axes["pipeline"]
-    wire, other = StageWire(group, net, torch.device("cpu")), 1 - group.rank
+    wire, other = NetTransport(group, net, torch.device("cpu")), 1 - group.rank
     found, notes = [], []
     for times in range(3):
         for number, tensors in enumerate(MESSAGES):

@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paceline.cluster import Cluster
 from paceline.comm import NativeCollective, Net
-from paceline.layout.placement import even_span
-from paceline.layout.tensor.logits import CutLogits
-from paceline.layout.tensor.vocabulary import Vocabulary
-from paceline.mesh import Mesh
+from paceline.job.cluster import Cluster
+from paceline.job.mesh import Mesh
+from paceline.parallel.placement import even_span
+from paceline.parallel.tensor.vocab_parallel import VocabParallelLogits, VocabularyPartition
 from paceline.testing import run_ranks
 
 SIZE, ROWS = 101, 24
@@ -24,10 +23,10 @@ SIZE, ROWS = 101, 24
 pytestmark = pytest.mark.capability("Z1", "Z2")
 
 
-def parts(cluster: Cluster) -> Vocabulary:
+def parts(cluster: Cluster) -> VocabularyPartition:
     mesh = Mesh.build(cluster, {"tensor": cluster.world_size})
     spans = [even_span(SIZE, cluster.world_size, rank) for rank in range(cluster.world_size)]
-    return Vocabulary(spans, NativeCollective(Net(60.0), mesh.axes["tensor"]), "head")
+    return VocabularyPartition(spans, NativeCollective(Net(60.0), mesh.axes["tensor"]), "head")
 
 
 def drawn() -> tuple[Tensor, Tensor]:
@@ -59,7 +58,7 @@ def differences(cluster: Cluster) -> dict[str, float]:
         right = whole.clone().requires_grad_()
         loss(right, targets).backward()
         own = whole[..., slice(*vocabulary.own)].clone().requires_grad_()
-        value = loss(CutLogits(own, vocabulary), targets)
+        value = loss(VocabParallelLogits(own, vocabulary), targets)
         value.backward()
         assert right.grad is not None and own.grad is not None
         wrong = (own.grad - right.grad[..., slice(*vocabulary.own)]).abs().max() / right.grad.abs().max()
@@ -93,7 +92,7 @@ def test_no_rank_ever_has_all_logits() -> None:
         seen = []
         for name in ("sum", "smooth, of all"):
             with _Largest() as mode:
-                LOSSES[name](CutLogits(own, vocabulary), targets).backward()
+                LOSSES[name](VocabParallelLogits(own, vocabulary), targets).backward()
             seen.append(mode.numel)
         return own.numel(), *seen
 
@@ -104,7 +103,7 @@ def test_no_rank_ever_has_all_logits() -> None:
 def test_a_token_that_is_none_is_an_error() -> None:
     vocabulary = parts(Cluster.single())
     with pytest.raises(IndexError, match="a token is not in the vocabulary of 101"):
-        F.cross_entropy(CutLogits(torch.zeros(1, SIZE), vocabulary), torch.tensor([SIZE]))
+        F.cross_entropy(VocabParallelLogits(torch.zeros(1, SIZE), vocabulary), torch.tensor([SIZE]))
     with pytest.raises(IndexError, match="vocabulary of 101"):
         vocabulary.place(torch.tensor([-1]))
 
@@ -126,7 +125,7 @@ def test_a_broken_cross_entropy_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
         wrong = {}
         for twin, (name, broken) in TWINS.items():
             with monkeypatch.context() as patch:
-                patch.setattr(f"paceline.layout.tensor.{name}", broken)
+                patch.setattr(f"paceline.parallel.tensor.{name}", broken)
                 wrong[twin] = not max(differences(cluster).values()) < 1e-5
         return wrong
 

@@ -6,18 +6,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.cluster import Cluster
 from paceline.comm import Net
 from paceline.errors import CommunicationError
-from paceline.layout import whole
-from paceline.layout.digest import state_sha256, whole_sha256
-from paceline.layout.whole import gather_in_slices, gather_whole, take_snapshot
-from paceline.mesh import Mesh
+from paceline.job.cluster import Cluster
+from paceline.job.mesh import Mesh
+from paceline.parallel import state_transfer
+from paceline.parallel.state_hash import state_sha256, whole_sha256
+from paceline.parallel.state_transfer import gather_in_slices, gather_whole, take_snapshot
 from paceline.recipe import Recipe, Strategy
-from paceline.slot import Piece, Slot
+from paceline.state.slot import TensorPiece, TensorSlot
 from paceline.task import Loss, Task
 from paceline.testing import run_ranks
-from paceline.testing.parity import session_of
+from paceline.testing.parity import build_test_session
 
 STRATEGIES = ("replicas=1 shard=2 zero=3", "replicas=2")
 
@@ -48,7 +48,7 @@ def test_a_rank_runs_it_alone() -> None:
         for strategy in STRATEGIES:
             batch = {"size": 4, "shards": 2}
             recipe = Recipe(task="own", steps=2, batch=batch, strategy=Strategy.parse(strategy))
-            session = session_of(cluster, recipe, build)
+            session = build_test_session(cluster, recipe, build)
             list(session.rounds())
             model = session.complete()
             if session.is_first:  # a collective would wait for the other rank
@@ -65,8 +65,8 @@ def test_a_rank_runs_it_alone() -> None:
 def test_what_no_rank_holds_is_an_error_and_not_zeros() -> None:
     def gathered(cluster: Cluster) -> list[float]:
         group = Mesh.build(cluster, {"replica": 2}).world
-        rows = Slot("w", (4,), ((2 * group.rank, 2 * group.rank + 2),), frozenset({"shard"}))
-        piece = Piece(rows, torch.full((2,), float(group.rank)))
+        rows = TensorSlot("w", (4,), ((2 * group.rank, 2 * group.rank + 2),), frozenset({"shard"}))
+        piece = TensorPiece(rows, torch.full((2,), float(group.rank)))
         whole = gather_whole([piece], group, Net(30.0))["w"].tolist()
         with pytest.raises(CommunicationError, match="of 'w', 2 of 4 values are on no rank"):
             gather_whole([piece] if group.rank == 0 else [], group, Net(30.0))
@@ -80,11 +80,11 @@ def test_a_hash_needs_one_slice_of_the_whole_at_a_time(monkeypatch: pytest.Monke
     most = 200  # bytes; a weight of the blocks has 144
 
     def run(cluster: Cluster) -> tuple[list[list[str]], bool, str, str]:
-        monkeypatch.setattr(whole, "_SLICE_BYTES", most)
+        monkeypatch.setattr(state_transfer, "_SLICE_BYTES", most)
         recipe = Recipe(
             task="own", steps=1, batch={"size": 4, "shards": 2}, strategy=Strategy.parse(STRATEGIES[0])
         )
-        session = session_of(cluster, recipe, build)
+        session = build_test_session(cluster, recipe, build)
         list(session.rounds())
         state, mesh, net = session.state, session.mesh, session.net
         first, *slices = gather_in_slices(state.pieces(), mesh.inside, net)

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.cluster import Cluster
 from paceline.comm import Handle, Net
-from paceline.comm.routes import HostMail, host_meeting, meet_on_host, meet_those_here
+from paceline.comm.routes import HostMessenger, connect_ranks_of_host, connect_single_host_group, host_links
 from paceline.errors import CommunicationError, DeadlineError
-from paceline.layout.pipeline import HostWire, StageWire, WireByHost
-from paceline.mesh import Group, Mesh, twin_group
+from paceline.job.cluster import Cluster
+from paceline.job.mesh import Mesh, RankGroup, duplicate_group
+from paceline.parallel.pipeline import HostMemoryTransport, MultiHostTransport, NetTransport
 from paceline.testing import run_ranks
 
 STAGES, ON_A_HOST = 4, 2
@@ -30,13 +30,13 @@ class Heard(Net):
         super().__init__(60.0)
         self.carried, self.num_sent = set[int](), 0
 
-    def send(self, x: Tensor, group: Group, to: int, tag: int = 0) -> Handle:
+    def send(self, x: Tensor, group: RankGroup, to: int, tag: int = 0) -> Handle:
         self.carried.add(to)
         self.num_sent += 1
         return super().send(x, group, to, tag)
 
 
-class Careless(WireByHost):
+class Careless(MultiHostTransport):
     """Gives up what lies in memory only: the mutation."""
 
     def abort(self) -> None:
@@ -44,16 +44,16 @@ class Careless(WireByHost):
 
 
 def start(
-    cluster: Cluster, net: Net, kind: type[WireByHost] = WireByHost
-) -> tuple[WireByHost, HostWire, Group]:
+    cluster: Cluster, net: Net, kind: type[MultiHostTransport] = MultiHostTransport
+) -> tuple[MultiHostTransport, HostMemoryTransport, RankGroup]:
     """Ranks 0 and 1 are on one host, 2 and 3 on another."""
     whole = Mesh.build(cluster, {"pipeline": STAGES}).axes["pipeline"]
-    group = twin_group(whole, kind.__name__)  # nothing is on its way that another wire has left
-    with patch.object(host_meeting, "this_host", lambda: f"host {group.rank // ON_A_HOST}"):
-        links = meet_those_here(group, net)
-        assert links is not None and meet_on_host(group, net) is None
-    near = HostWire(HostMail(net, group, links))
-    return kind(near, StageWire(group, net, torch.device("cpu"))), near, group
+    group = duplicate_group(whole, kind.__name__)  # nothing is on its way that another wire has left
+    with patch.object(host_links, "host_id", lambda: f"host {group.rank // ON_A_HOST}"):
+        links = connect_ranks_of_host(group, net)
+        assert links is not None and connect_single_host_group(group, net) is None
+    near = HostMemoryTransport(HostMessenger(net, group, links))
+    return kind(near, NetTransport(group, net, torch.device("cpu"))), near, group
 
 
 def values(source: int, to: int, number: int) -> Tensor:
@@ -84,7 +84,7 @@ def converse(cluster: Cluster) -> dict[str, Any]:
     return found
 
 
-def given_up(wire: WireByHost, others: list[int], net: Net, group: Group) -> list[float]:
+def given_up(wire: MultiHostTransport, others: list[int], net: Net, group: RankGroup) -> list[float]:
     """What arrives from the others after an attempt whose messages nobody has taken."""
     for other in others:
         wire.send(other, [torch.full((3,), -1.0)], key=1)

@@ -17,17 +17,19 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.checkpoint import Files, Shelf, load_weights
+from paceline.checkpoint.catalog import CheckpointCatalog
 from paceline.checkpoint.manifest import _seal, decode_part
-from paceline.comm.channel.channel import Peer
+from paceline.checkpoint.pretrained import load_weights
+from paceline.checkpoint.storage import StorageFolder
+from paceline.comm.channel.message_channel import SocketPeer
 from paceline.errors import CheckpointError, CommunicationError, DataError, RecipeError
-from paceline.guests import Guests
-from paceline.launch import messages
-from paceline.launch.fork_server import Order
-from paceline.launch.judge import raised
-from paceline.launch.worker import ErrorReport
+from paceline.job.handshake import AuthenticatingListener
+from paceline.launch import fork_protocol
+from paceline.launch.fork_server import ForkRequest
+from paceline.launch.outcome import failure_from_report
+from paceline.launch.worker_guard import ErrorReport
 from paceline.recipe import load_recipe
-from paceline.report import facts, read_run, render, summary
+from paceline.report import collect_facts, read_run, render_page, summarize_run
 from tests.hostile import formats
 from tests.hostile.formats import tensor_file
 
@@ -74,7 +76,7 @@ def read_shelf(record: Any) -> None:
     sealed = {**record, "manifest_sha256": _seal(record)} if isinstance(record, dict) else record
     (folder / "manifest.json").write_text(json.dumps(sealed))
     (folder / "rank-00000.safetensors").write_bytes(bytes(400))
-    Shelf.look(Files(str(folder.parent)))
+    CheckpointCatalog.look(StorageFolder(str(folder.parent)))
 
 
 @refuses(CheckpointError)
@@ -84,7 +86,7 @@ def read_small_files(texts: tuple[bytes, bytes, bytes]) -> None:
     (folder / "step-00000003").mkdir(parents=True, exist_ok=True)
     for name, text in zip(("run.json", "losses.json", "step-00000003/manifest.json"), texts, strict=True):
         (folder / name).write_bytes(text)
-    Shelf.look(Files(str(folder)))
+    CheckpointCatalog.look(StorageFolder(str(folder)))
 
 
 @refuses(ValueError)
@@ -99,10 +101,10 @@ def read_metrics(found: tuple[bytes, bytes]) -> None:
     written("recipe.toml", formats.RECIPE)
     written("certificate.json", certificate)
     run = read_run(written("metrics.jsonl", lines).parent)
-    facts(run)
-    summary(run)
+    collect_facts(run)
+    summarize_run(run)
     if len(lines) % 10 == 0:  # a page takes twenty milliseconds
-        render([run])
+        render_page([run])
 
 
 @refuses(CheckpointError)
@@ -122,7 +124,7 @@ def read_index(data: bytes) -> None:
 @refuses(DataError)
 def read_tokenizer(data: bytes) -> None:
     pytest.importorskip("tokenizers")
-    from paceline.data.tokens import load_tokenizer
+    from paceline.data.tokenizer import load_tokenizer
 
     load_tokenizer(written("tokenizer.json", data))
 
@@ -130,7 +132,7 @@ def read_tokenizer(data: bytes) -> None:
 def read_report(data: bytes) -> None:
     report = ErrorReport.load(written("rank-0.json", data))
     if report is not None:
-        raised(0, report)
+        failure_from_report(0, report)
 
 
 @contextmanager
@@ -147,21 +149,21 @@ def said(data: bytes) -> Iterator[socket.socket]:
 def read_stream(data: bytes) -> None:
     """Frames as they come over a channel; at its end the peer is gone."""
     with said(data) as line:
-        peer = Peer(1, line)
+        peer = SocketPeer(1, line)
         while True:
             peer.read()
 
 
 def read_messages(data: bytes) -> None:
     with said(data) as line:
-        while (message := messages.receive(line)) is not None:
-            Order.read(*message)
+        while (message := fork_protocol.receive_message(line)) is not None:
+            ForkRequest.read(*message)
 
 
 def read_hub(data: bytes) -> None:
     """A caller that says this is turned away, and no rank was taken for it."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        guests = Guests(listener, "key", [1, 2])
+        guests = AuthenticatingListener(listener, "key", [1, 2])
         with socket.create_connection(listener.getsockname()) as caller:
             caller.sendall(data)
             caller.shutdown(socket.SHUT_WR)

@@ -45,14 +45,14 @@ def build(rank=-1, what="", seconds=0.0, pause=0.0, width=0):
     if what == "freeze" and rank == RANK:
         freeze()
     if what == "die-in-save" and rank == RANK:
-        from paceline.checkpoint import Saver
-        Saver.save = lambda saver: os.kill(os.getpid(), signal.SIGKILL)
+        from paceline.checkpoint.saver import CheckpointSaver
+        CheckpointSaver.save = lambda saver: os.kill(os.getpid(), signal.SIGKILL)
     if what == "die-in-write" and rank == RANK:
         from paceline.checkpoint import saver
         saver.write_part = lambda *given: os.kill(os.getpid(), signal.SIGKILL)
     if what == "die-in-evaluation" and rank == RANK:
-        from paceline.training import evaluation
-        evaluation._run = lambda *given: os.kill(os.getpid(), signal.SIGKILL)
+        from paceline.session import evaluation
+        evaluation._run_blocks = lambda *given: os.kill(os.getpid(), signal.SIGKILL)
     if what == "freeze-at-end" and rank == RANK:
         atexit.register(freeze)
     if what == "linger":

@@ -22,7 +22,7 @@ from itertools import cycle, product
 from pathlib import Path
 
 from paceline.launch import fork_server
-from paceline.launch.forked import FORK_SERVER
+from paceline.launch.fork_client import FORK_SERVER_VARIABLE
 from tests.command_jobs import start
 from tests.commands import Command
 from tests.hostile.jobs import prepare
@@ -109,7 +109,7 @@ def attempt(trial: Trial, folder: Path, server: str) -> Found:
     pid = int((Path(server) / "pid").read_text())
     before, found = things(folder, pid), Found(trial)
     begun = time.monotonic()
-    process = start(folder, *_words(trial), **{FORK_SERVER: server})
+    process = start(folder, *_words(trial), **{FORK_SERVER_VARIABLE: server})
     try:
         if _await(trial.moment, process, folder):
             found.hit = _hit(trial, process.pid, pid)
@@ -202,12 +202,12 @@ def _await_rest(pid: int) -> None:
 
 
 def main(folder: Path, chosen: Sequence[int]) -> None:
-    with fork_server(["paceline.cli.main", "paceline.cli.train_job"]) as variables:
+    with fork_server(["paceline.cli.main", "paceline.cli.train"]) as variables:
         every = trials()
-        _await_rest(int((Path(variables[FORK_SERVER]) / "pid").read_text()))
+        _await_rest(int((Path(variables[FORK_SERVER_VARIABLE]) / "pid").read_text()))
         for number in chosen:
             place = folder / str(number)
-            sys.stdout.write(attempt(every[number], place, variables[FORK_SERVER]).line() + "\n")
+            sys.stdout.write(attempt(every[number], place, variables[FORK_SERVER_VARIABLE]).line() + "\n")
             sys.stdout.flush()
             shutil.rmtree(place)
 

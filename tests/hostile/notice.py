@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from paceline.training.stopping import _looker
+from paceline.session.stop_signals import _notice_check
 from tests.hostile.formats import damaged
 
 ANSWER = b"HTTP/1.1 404 Not Found\r\nContent-Length: 2\r\nConnection: close\r\n\r\nno"
@@ -31,7 +31,7 @@ def read_notice(found: tuple[str, bytes]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         answering = threading.Thread(target=_answer, args=(server, answer), daemon=True)
         answering.start()
-        found_one = _looker(url.replace("{port}", str(server.getsockname()[1])))()
+        found_one = _notice_check(url.replace("{port}", str(server.getsockname()[1])))()
         server.shutdown(socket.SHUT_RDWR)  # if nobody has called
         answering.join()
     assert not found_one or b"200" in answer

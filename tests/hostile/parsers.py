@@ -8,21 +8,20 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from paceline.checkpoint.tensor_file import decode
-from paceline.comm.channel import FRAME_LENGTHS, Message
-from paceline.comm.channel.channel import as_bytes
-from paceline.handshake import decode_hello, encode_hello
-from paceline.launch.fork_server import Order
-from paceline.phase import read_phase
+from paceline.checkpoint.safetensors_file import decode_tensors
+from paceline.comm.channel import FRAME_LENGTHS, ChannelMessage
+from paceline.comm.channel.message_channel import as_bytes
+from paceline.job.handshake import decode_hello, encode_hello
+from paceline.job.launcher_reports import read_node_list, read_phase
+from paceline.job.store_protocol import StoreMessage as Asked
+from paceline.job.store_protocol import decode_members, encode_message, pop_message
+from paceline.launch.fork_server import ForkRequest
 from paceline.recipe.toml_text import parse_toml
-from paceline.roster import read_roster
-from paceline.store.messages import Message as Asked
-from paceline.store.messages import encode, members_of, take
 from tests.hostile import checks, formats
 from tests.hostile.formats import changed, damaged, encoded, lines_of, record_of, tensor_file, values
 from tests.hostile.notice import read_notice, urls
 
-HEAD, BODIES = Message("x", {"a": 1}, [torch.ones(3)]).encode()
+HEAD, BODIES = ChannelMessage("x", {"a": 1}, [torch.ones(3)]).encode()
 FRAME = b"".join((HEAD, *BODIES))
 lengths = st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1)).map(
     lambda two: FRAME_LENGTHS.pack(*two)
@@ -57,7 +56,7 @@ PARSERS: dict[str, tuple[Callable[[], st.SearchStrategy[Any]], checks.Check]] = 
             damaged(tensor_file(formats.TENSORS)),
             st.binary(max_size=80),
         ),
-        checks.refuses(ValueError)(lambda data: decode(bytearray(data))),
+        checks.refuses(ValueError)(lambda data: decode_tensors(bytearray(data))),
     ),
     "weights": (
         lambda: st.one_of(changed(formats.WEIGHTS).map(tensor_file), damaged(tensor_file(formats.WEIGHTS))),
@@ -66,7 +65,7 @@ PARSERS: dict[str, tuple[Callable[[], st.SearchStrategy[Any]], checks.Check]] = 
     "weights in parts": (lambda: record_of(formats.INDEX), checks.read_index),
     "frame": (
         lambda: st.tuples(record_of(formats.HEADER), st.sampled_from([0, 3, 16, 19]).map(bytearray)),
-        checks.refuses(ValueError)(lambda found: Message.decode(found[0], as_bytes(found[1]), 1)),
+        checks.refuses(ValueError)(lambda found: ChannelMessage.decode(found[0], as_bytes(found[1]), 1)),
     ),
     "frames on a channel": (
         lambda: st.one_of(
@@ -77,13 +76,15 @@ PARSERS: dict[str, tuple[Callable[[], st.SearchStrategy[Any]], checks.Check]] = 
     "hello": (lambda: st.binary(max_size=80), checks.refuses(ValueError)(decode_hello)),
     "callers of a hub": (lambda: st.one_of(damaged(HELLO), st.binary(max_size=90)), checks.read_hub),
     "message to the store": (
-        lambda: st.one_of(st.binary(max_size=80), damaged(encode(Asked(1, b"W", (b"0.1", b"1,2", b"key"))))),
-        checks.refuses(ValueError)(lambda found: take(bytearray(found))),
+        lambda: st.one_of(
+            st.binary(max_size=80), damaged(encode_message(Asked(1, b"W", (b"0.1", b"1,2", b"key"))))
+        ),
+        checks.refuses(ValueError)(lambda found: pop_message(bytearray(found))),
     ),
-    "members": (lambda: st.binary(max_size=40), checks.refuses(ValueError)(members_of)),
+    "members": (lambda: st.binary(max_size=40), checks.refuses(ValueError)(decode_members)),
     "order of a worker": (
         lambda: st.tuples(st.one_of(changed(formats.ORDER), values), st.lists(st.integers(3, 9), max_size=6)),
-        lambda found: Order.read(*found),
+        lambda found: ForkRequest.read(*found),
     ),
     "messages of a fork server": (
         lambda: st.one_of(damaged(LETTER), damaged(2 * LETTER), st.binary(max_size=60)),
@@ -96,7 +97,7 @@ PARSERS: dict[str, tuple[Callable[[], st.SearchStrategy[Any]], checks.Check]] = 
     ),
     "roster": (
         lambda: record_of([{"rank": 1, "host": "h", "address": "10.0.0.1", "port": 5}]),
-        lambda data: read_roster(checks.written("roster.json", data).parent),
+        lambda data: read_node_list(checks.written("roster.json", data).parent),
     ),
     "metrics": (
         lambda: st.tuples(

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import RecipeError
-from paceline.launch.peers import Peers, ask
+from paceline.job.launcher_reports import LauncherAddress
+from paceline.launch.node_liveness import NodeLivenessProbe, probe_node
 from paceline.recipe import load_recipe
-from paceline.roster import Node
 from tests.hostile.jobs import End, end_of, prepare, start
 
 pytestmark = [pytest.mark.capability("N10"), pytest.mark.timeout(240)]
@@ -73,7 +73,7 @@ def test_a_limit_of_open_files_that_is_too_small_is_named(tmp_path: Path) -> Non
 
 
 def test_a_hundred_and_twenty_nine_that_say_nothing_do_not_make_a_launcher_look_dead(tmp_path: Path) -> None:
-    with Peers(2, 0, tmp_path, ("127.0.0.1", 29500)) as peers, ExitStack() as idle:
+    with NodeLivenessProbe(2, 0, tmp_path, ("127.0.0.1", 29500)) as peers, ExitStack() as idle:
         for _ in range(129):
             idle.enter_context(socket.create_connection(("127.0.0.1", peers.port), timeout=20))
-        assert ask(Node(0, "here", "127.0.0.1", peers.port)) == ""
+        assert probe_node(LauncherAddress(0, "here", "127.0.0.1", peers.port)) == ""

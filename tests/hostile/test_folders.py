@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from paceline.checkpoint import Files, Shelf
+from paceline.checkpoint.catalog import CheckpointCatalog
 from paceline.checkpoint.manifest import _seal
-from paceline.cluster import Cluster
+from paceline.checkpoint.storage import StorageFolder
 from paceline.errors import CheckpointError
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe
-from paceline.testing.parity import session_of
-from paceline.training import fit, saving
+from paceline.session import checkpointing, fit
+from paceline.testing.parity import build_test_session
 from tests.unit.checkpoint.states import load, make_state, save, whole
 
 pytestmark = [pytest.mark.capability("N13"), pytest.mark.timeout(240)]
@@ -33,18 +34,18 @@ def test_no_flipped_bit_in_run_json_makes_the_checkpoints_foreign(tmp_path: Path
     save(tmp_path, make_state(2))
     place = tmp_path / "run.json"
     written = place.read_bytes()
-    run = Shelf.look(Files(str(tmp_path))).run
+    run = CheckpointCatalog.look(StorageFolder(str(tmp_path))).run
     for damaged in flips(written):
         place.write_bytes(damaged)
-        shelf = Shelf.look(Files(str(tmp_path)))
+        shelf = CheckpointCatalog.look(StorageFolder(str(tmp_path)))
         assert (shelf.run, [kept.step for kept in shelf.whole]) == (run, [2]), damaged
-    Shelf.look(Files(str(tmp_path))).claim()
+    CheckpointCatalog.look(StorageFolder(str(tmp_path))).claim()
     assert place.read_bytes() == written, "it is repaired by the run that goes on"
 
 
 def test_a_file_of_an_older_version_with_a_flipped_bit_is_not_believed(tmp_path: Path) -> None:
     save(tmp_path, make_state(2))
-    run = Shelf.look(Files(str(tmp_path))).run
+    run = CheckpointCatalog.look(StorageFolder(str(tmp_path))).run
     for text in (json.dumps({"run": run}), json.dumps({"run": run[:-1] + "z"}), "{}", "[]", '{"run": 3}'):
         (tmp_path / "run.json").write_text(text)
         assert whole(tmp_path) == [2], text
@@ -53,12 +54,12 @@ def test_a_file_of_an_older_version_with_a_flipped_bit_is_not_believed(tmp_path:
 def test_a_run_that_is_killed_before_its_first_save_orphans_nothing(tmp_path: Path) -> None:
     save(tmp_path, make_state(2))
     (tmp_path / "run.json").unlink()
-    Shelf.look(Files(str(tmp_path))).claim()  # and then it is killed
+    CheckpointCatalog.look(StorageFolder(str(tmp_path))).claim()  # and then it is killed
     assert whole(tmp_path) == [2]
 
 
 def test_a_damaged_losses_json_ends_nothing_and_the_best_one_is_still_known(tmp_path: Path) -> None:
-    shelf = Shelf.look(Files(str(tmp_path))).claim()
+    shelf = CheckpointCatalog.look(StorageFolder(str(tmp_path))).claim()
     shelf.score(2, 0.25)
     save(tmp_path, make_state(2))
     save(tmp_path, make_state(3))
@@ -66,7 +67,7 @@ def test_a_damaged_losses_json_ends_nothing_and_the_best_one_is_still_known(tmp_
     written = place.read_bytes()
     for damaged in (*flips(written), b"", b"[" * 100_000, b'{"2x": 1}', b'{"2": [1]}', b'{"2": NaN}'):
         place.write_bytes(damaged)
-        shelf = Shelf.look(Files(str(tmp_path)))
+        shelf = CheckpointCatalog.look(StorageFolder(str(tmp_path)))
         assert shelf.losses == {2: 0.25}, damaged
     save(tmp_path, make_state(4), newest=1, best=1)
     assert whole(tmp_path) == [2, 4]
@@ -162,14 +163,14 @@ def test_weights_that_are_refused_leave_the_state_untouched(tmp_path: Path) -> N
         steps=1,
         batch={"size": 8, "shards": 2},
     )
-    fit(session_of(Cluster.single(), recipe), tmp_path)
+    fit(build_test_session(Cluster.single(), recipe), tmp_path)
     rewrite(
         tmp_path / "checkpoints" / "step-00000001",
         lambda record: record["scalars"].update(groups=[{}] * 7),
     )
-    session = session_of(Cluster.single(), recipe)
+    session = build_test_session(Cluster.single(), recipe)
     before = session.snapshot()
     with pytest.raises(CheckpointError, match="the groups of the optimizer"):
-        saving.restore(session, saving.files_of(recipe, tmp_path))
+        checkpointing.restore_checkpoint(session, checkpointing.checkpoint_files(recipe, tmp_path))
     after = session.snapshot()
     assert all(value.equal(after.tensors()[name]) for name, value in before.tensors().items())

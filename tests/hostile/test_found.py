@@ -52,7 +52,7 @@ def test_tokenizers_that_were_found_once(ids: int, tmp_path: Path) -> None:
     record["model"]["vocab"]["x"] = ids
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(record))
-    from paceline.data.tokens import load_tokenizer
+    from paceline.data.tokenizer import load_tokenizer
 
     with pytest.raises(DataError, match=r"no token's|this is not"):
         load_tokenizer(path)
@@ -66,15 +66,16 @@ def test_weights_that_are_damaged_leave_the_model_untouched(tmp_path: Path) -> N
     import torch
     from torch import nn
 
-    from paceline.checkpoint import export_weights, find_checkpoint, load_weights
-    from paceline.checkpoint.files import Files
+    from paceline.checkpoint.model_weights import export_weights, find_checkpoint
+    from paceline.checkpoint.pretrained import load_weights
+    from paceline.checkpoint.storage import StorageFolder
     from paceline.errors import CheckpointError
     from tests.unit.checkpoint.states import make_state, save
 
     state = make_state(2)
     save(tmp_path / "run", state)
     place = tmp_path / "w.safetensors"
-    export_weights(find_checkpoint(Files(str(tmp_path / "run")), print), place)
+    export_weights(find_checkpoint(StorageFolder(str(tmp_path / "run")), print), place)
     data = bytearray(place.read_bytes())
     data[-1] ^= 1
     place.write_bytes(data)
@@ -89,10 +90,10 @@ def test_a_notice_url_that_answers_drop_by_drop_or_nonsense_hangs_nothing() -> N
     import socket
     import threading
 
-    from paceline.training.stopping import _looker
+    from paceline.session.stop_signals import _notice_check
 
     for url in ("http://[", "http://\x00/", "http://127.0.0.1:99999/", "http://a b/", "http://"):
-        assert _looker(url)() is False
+        assert _notice_check(url)() is False
     with socket.create_server(("127.0.0.1", 0)) as server:
         over = threading.Event()
 
@@ -104,29 +105,28 @@ def test_a_notice_url_that_answers_drop_by_drop_or_nonsense_hangs_nothing() -> N
 
         dripping = threading.Thread(target=drip)
         dripping.start()
-        assert _looker(f"http://127.0.0.1:{server.getsockname()[1]}/")() is False
+        assert _notice_check(f"http://127.0.0.1:{server.getsockname()[1]}/")() is False
         over.set()
         dripping.join()
 
 
 def test_losses_that_no_float_holds_are_left_out(tmp_path: Path) -> None:
-    from paceline.checkpoint import Files
-    from paceline.checkpoint.identity import find_losses
+    from paceline.checkpoint.catalog import find_losses
+    from paceline.checkpoint.storage import StorageFolder
 
     (tmp_path / "losses.json").write_text(f'{{"3": {"9" * 400}, "4": 0.5, "5": NaN, "6": Infinity}}')
-    assert find_losses(Files(str(tmp_path)), [], "") == {4: 0.5, 6: float("inf")}
+    assert find_losses(StorageFolder(str(tmp_path)), [], "") == {4: 0.5, 6: float("inf")}
 
 
 def test_small_files_that_were_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers that no integer holds, and values of another type: each is as good as no file."""
-    from paceline.launch.litter import clean_litter
-    from paceline.launch.worker import ErrorReport
-    from paceline.phase import read_phase
-    from paceline.roster import read_roster
+    from paceline.job.launcher_reports import read_node_list, read_phase
+    from paceline.launch.stale_folders import remove_stale_folders
+    from paceline.launch.worker_guard import ErrorReport
 
     endless = json.dumps(float("-inf"))
     (tmp_path / "roster.json").write_text(f'[{{"rank": 1, "host": "h", "address": "a", "port": {endless}}}]')
-    assert read_roster(tmp_path) == []
+    assert read_node_list(tmp_path) == []
     (tmp_path / "rank-0.phase").write_text('{"what": "x", "until": ' + "[" * 5000 + "]" * 5000 + "}")
     assert read_phase(tmp_path, 0) is None
     ErrorReport.of(ValueError("no")).save(tmp_path / "rank-0.json")
@@ -136,7 +136,7 @@ def test_small_files_that_were_found_once(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     (tmp_path / "paceline-x").mkdir()
     (tmp_path / "paceline-x" / "owner.json").write_text(f'{{"pid": {endless}}}')
-    assert clean_litter() == []
+    assert remove_stale_folders() == []
 
 
 def test_a_phase_that_nobody_knows_is_left_out() -> None:

@@ -8,7 +8,7 @@ import socket
 import pytest
 import torch
 
-from paceline.comm.channel import FRAME_LENGTHS, Message, SocketChannel
+from paceline.comm.channel import FRAME_LENGTHS, ChannelMessage, SocketChannel
 from paceline.comm.ledger import ByteLedger
 from paceline.errors import CommunicationError
 
@@ -57,6 +57,6 @@ def test_a_frame_that_lies_is_an_error_with_the_rank_and_takes_no_memory(lie: st
 
 
 def test_a_frame_that_does_not_lie_arrives() -> None:
-    head, bodies = Message("x", {"a": 1}, [torch.arange(5)]).encode()
+    head, bodies = ChannelMessage("x", {"a": 1}, [torch.arange(5)]).encode()
     message = exchange(head + b"".join(bodies))
-    assert isinstance(message, Message) and message.tensors[0].tolist() == [0, 1, 2, 3, 4]
+    assert isinstance(message, ChannelMessage) and message.tensors[0].tolist() == [0, 1, 2, 3, 4]

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.checkpoint import Files, Shelf
-from paceline.observe import JsonLines, TextLog
+from paceline.checkpoint.catalog import CheckpointCatalog
+from paceline.checkpoint.storage import StorageFolder
+from paceline.observe import JsonLinesSink, TextLogSink
 from tests.hostile.jobs import prepare
 from tests.mounted import Mounted, run_mounted
 
@@ -34,7 +35,7 @@ class Disk:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
         self.room, self._write = room, os.write
-        monkeypatch.setattr("paceline.observe.append.os.write", self.write)
+        monkeypatch.setattr("paceline.observe.file_writing.os.write", self.write)
 
     def write(self, file: int, data: bytes) -> int:
         if self.room <= 0:
@@ -49,7 +50,7 @@ def test_what_a_full_disk_did_not_take_is_written_later_once_and_in_order(
     room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk, said = Disk(monkeypatch, room), list[str]()
-    sink = JsonLines(tmp_path / "metrics.jsonl", say=said.append)
+    sink = JsonLinesSink(tmp_path / "metrics.jsonl", say=said.append)
     for step in range(10):
         sink.event("checkpoint", {"step": step, "path": "x"})
         if step == 7:
@@ -62,7 +63,7 @@ def test_what_a_full_disk_did_not_take_is_written_later_once_and_in_order(
 
 def test_a_log_that_is_never_written_ends_nothing_and_its_loss_is_told(tmp_path: Path) -> None:
     said: list[str] = []
-    log = TextLog(tmp_path / "missing" / "log.txt", say=said.append)
+    log = TextLogSink(tmp_path / "missing" / "log.txt", say=said.append)
     for i in range(3):
         log.write("info", f"line {i}")
     log.close()
@@ -117,7 +118,7 @@ def test_training_ends_well_although_the_disk_of_its_log_is_full(ends: Ends) -> 
     assert done.returncode == 0, done.stderr
     assert "cannot be written: No space left on device; the run goes on without it" in done.stderr
     assert "Traceback" not in done.stderr
-    assert Shelf.look(Files(f"{done.args}/kept")).whole[-1].step == 40
+    assert CheckpointCatalog.look(StorageFolder(f"{done.args}/kept")).whole[-1].step == 40
 
 
 @mounts
@@ -174,7 +175,7 @@ def test_training_goes_on_when_nobody_can_read_what_it_says(to: str, tmp_path: P
     os.close(out)
     assert done.returncode == 0, done.stderr
     assert "standard output cannot be written" in done.stderr and "Traceback" not in done.stderr
-    assert Shelf.look(Files(str(tmp_path / "run" / "checkpoints"))).whole[-1].step == 6
+    assert CheckpointCatalog.look(StorageFolder(str(tmp_path / "run" / "checkpoints"))).whole[-1].step == 6
 
 
 def test_a_command_that_only_shows_something_fails_when_it_cannot(tmp_path: Path) -> None:

@@ -11,43 +11,55 @@ import grpc
 import pytest
 import torch
 
-from paceline.certificate import JobCertificate
-from paceline.cluster import Cluster
-from paceline.comm.channel import Channel, Message
-from paceline.comm.channel.grpc_caller import Caller
+from paceline.comm.channel import ChannelMessage, MessageChannel
 from paceline.comm.channel.grpc_channel import GrpcChannel
-from paceline.comm.channel.grpc_hub import Hub
-from paceline.comm.channel.grpc_identity import PLAIN, authority_of, calling, serving, vouch
-from paceline.comm.channel.mailroom import Mailroom
+from paceline.comm.channel.grpc_client import GrpcClient
+from paceline.comm.channel.grpc_credentials import (
+    UNENCRYPTED,
+    client_credentials,
+    server_credentials,
+    sign_authority,
+    verify_authority,
+)
+from paceline.comm.channel.grpc_server import GrpcServer
+from paceline.comm.channel.reliable_queue import ReliableQueues
 from paceline.comm.ledger import ByteLedger
 from paceline.errors import CommunicationError
+from paceline.job.cluster import Cluster
+from paceline.job.tls import JobCertificate
 from paceline.recipe import Recipe, Strategy
 from paceline.testing import RanksFailed, run_ranks
 from paceline.testing.contracts import ChannelContract
-from paceline.testing.parity import session_of
+from paceline.testing.parity import build_test_session
 
 pytestmark = [pytest.mark.capability("O2", "G12"), pytest.mark.timeout(240)]
 KEY, GRACE, SECONDS = "the key of the job", 60.0, 60.0
 OURS, THEIRS = JobCertificate.make(), JobCertificate.make()
 
 
-def hub_of(ranks: range, *, tls: bool = True) -> tuple[Hub, Mailroom]:
-    room = Mailroom(GRACE)
-    return Hub(room, "127.0.0.1", ranks, KEY, serving(OURS, asks_callers=True) if tls else None), room
+def hub_of(ranks: range, *, tls: bool = True) -> tuple[GrpcServer, ReliableQueues]:
+    room = ReliableQueues(GRACE)
+    return GrpcServer(
+        room,
+        "127.0.0.1",
+        ranks,
+        KEY,
+        server_credentials(OURS, require_client_certificate=True) if tls else None,
+    ), room
 
 
-def calls(port: int, rank: int, credentials: grpc.ChannelCredentials | None) -> Channel:
-    room = Mailroom(GRACE)
-    caller = Caller(room, "127.0.0.1", port, rank, KEY, credentials=credentials)
+def calls(port: int, rank: int, credentials: grpc.ChannelCredentials | None) -> MessageChannel:
+    room = ReliableQueues(GRACE)
+    caller = GrpcClient(room, "127.0.0.1", port, rank, KEY, credentials=credentials)
     caller.connect(SECONDS)
     return GrpcChannel(room, [caller], ByteLedger())
 
 
 class TestEncryptedGrpcChannel(ChannelContract):
-    def star(self, num_peers: int) -> tuple[Channel, list[Channel]]:
+    def star(self, num_peers: int) -> tuple[MessageChannel, list[MessageChannel]]:
         ranks = range(1, num_peers + 1)
         hub, room = hub_of(ranks)
-        peers = [calls(hub.port, rank, calling(OURS.authority, OURS)) for rank in ranks]
+        peers = [calls(hub.port, rank, client_credentials(OURS.authority, OURS)) for rank in ranks]
         hub.wait_for_all(SECONDS)
         return GrpcChannel(room, [hub], ByteLedger()), peers
 
@@ -88,9 +100,9 @@ class Tap:
 def test_who_listens_hears_no_tensor_and_no_word(tls: bool) -> None:
     hub, room = hub_of(range(1, 2), tls=tls)
     tap = Tap(hub.port)
-    theirs = calls(tap.port, 1, calling(OURS.authority, OURS) if tls else None)
+    theirs = calls(tap.port, 1, client_credentials(OURS.authority, OURS) if tls else None)
     ours, values = GrpcChannel(room, [hub], ByteLedger()), torch.arange(1000.0)
-    ours.send(1, Message("a kind of its own", {}, [values]), SECONDS)
+    ours.send(1, ChannelMessage("a kind of its own", {}, [values]), SECONDS)
     assert torch.equal(theirs.receive(SECONDS).tensors[0], values)
     in_clear = b"a kind of its own" in tap.heard or values[500:600].numpy().tobytes() in tap.heard
     assert in_clear is not tls and KEY.encode() not in tap.heard
@@ -100,9 +112,9 @@ def test_who_listens_hears_no_tensor_and_no_word(tls: bool) -> None:
 
 
 CREDENTIALS = {
-    "shows none": calling(OURS.authority, None),
-    "shows another": calling(OURS.authority, THEIRS),
-    "believes another": calling(THEIRS.authority, OURS),
+    "shows none": client_credentials(OURS.authority, None),
+    "shows another": client_credentials(OURS.authority, THEIRS),
+    "believes another": client_credentials(THEIRS.authority, OURS),
     "does not encrypt": None,
 }
 
@@ -112,21 +124,21 @@ def test_who_has_not_the_certificate_is_turned_away_and_told(name: str) -> None:
     hub, _ = hub_of(range(1, 2))
     with pytest.raises(CommunicationError, match="do not have one certificate"):
         calls(hub.port, 1, CREDENTIALS[name])
-    calls(hub.port, 1, calling(OURS.authority, OURS)).close()  # who has it comes in
+    calls(hub.port, 1, client_credentials(OURS.authority, OURS)).close()  # who has it comes in
     hub.close()
 
 
 def test_the_key_of_the_job_vouches_for_an_authority() -> None:
-    said = vouch(OURS.authority, 0, KEY)
-    assert authority_of(said, 0, 1, KEY, OURS) == OURS.authority
+    said = sign_authority(OURS.authority, 0, KEY)
+    assert verify_authority(said, 0, 1, KEY, OURS) == OURS.authority
     for wrong, own, what in (
-        (vouch(THEIRS.authority, 0, "another"), None, "somebody is in between"),
-        (vouch(OURS.authority, 1, KEY), None, "somebody is in between"),
+        (sign_authority(THEIRS.authority, 0, "another"), None, "somebody is in between"),
+        (sign_authority(OURS.authority, 1, KEY), None, "somebody is in between"),
         (said, THEIRS, "Rank 1 has another certificate than rank 0"),
-        (PLAIN, None, "one of both encrypts"),
+        (UNENCRYPTED, None, "one of both encrypts"),
     ):
         with pytest.raises(CommunicationError, match=what):
-            authority_of(wrong, 0, 1, KEY, own)
+            verify_authority(wrong, 0, 1, KEY, own)
 
 
 def serve(cluster: Cluster, *securities: dict[str, str]) -> list[list[float]]:
@@ -143,7 +155,7 @@ def serve(cluster: Cluster, *securities: dict[str, str]) -> list[list[float]]:
             strategy=Strategy.parse("servers=1 sync=server-async channel=grpc"),
             security=security | named,
         )
-        session = session_of(cluster, recipe)
+        session = build_test_session(cluster, recipe)
         found.append([stats.loss for stats in session.rounds()])
         session.close()
     return found

@@ -9,11 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from paceline.addresses import address_towards, interface_towards, listen_at, loopback, spell
-from paceline.checkpoint import Files, Shelf
-from paceline.comm.channel.hub import listen
-from paceline.launch.peers import Peers, ask
-from paceline.roster import Node
+from paceline.checkpoint.catalog import CheckpointCatalog
+from paceline.checkpoint.storage import StorageFolder
+from paceline.comm.channel.socket_channel import listen_on_free_port
+from paceline.job.addresses import (
+    address_towards,
+    format_address,
+    interface_towards,
+    listen_at,
+    loopback_address,
+)
+from paceline.job.launcher_reports import LauncherAddress
+from paceline.launch.node_liveness import NodeLivenessProbe, probe_node
 from tests.dist.launch.actors import as_users_have_it
 from tests.hostile.jobs import prepare
 
@@ -69,7 +76,7 @@ MEET = ("--nodes", "2", "--rendezvous", "[fd00::1]:29500", "-n", "1")
 def test_two_nodes_meet_and_train(strategy: str, tmp_path: Path) -> None:
     done = train(tmp_path, *MEET, "--strategy", strategy, before=("sh", "-c", TWO_NODES, "sh"))
     assert done.returncode == 0, done.stderr
-    assert Shelf.look(Files(str(tmp_path / "run" / "checkpoints"))).whole[-1].step == 6
+    assert CheckpointCatalog.look(StorageFolder(str(tmp_path / "run" / "checkpoints"))).whole[-1].step == 6
 
 
 @needs_network
@@ -92,11 +99,11 @@ def has_ipv6() -> bool:
 
 @pytest.mark.skipif(not has_ipv6(), reason="needs IPv6")
 def test_listeners_and_launchers_are_reached_by_ipv6(tmp_path: Path) -> None:
-    for listener in (listen_at("::1", 0, 5), listen("::1")):
+    for listener in (listen_at("::1", 0, 5), listen_on_free_port("::1")):
         with listener:
             socket.create_connection(("::1", listener.getsockname()[1]), timeout=20).close()
-    with Peers(2, 0, tmp_path, ("::1", 29500)) as peers:
-        assert ask(Node(0, "here", "::1", peers.port)) == ""
+    with NodeLivenessProbe(2, 0, tmp_path, ("::1", 29500)) as peers:
+        assert probe_node(LauncherAddress(0, "here", "::1", peers.port)) == ""
     assert (address_towards("::1", 1), interface_towards("::1", 1)) == ("::1", "lo")
-    assert loopback() == "127.0.0.1"
-    assert (spell("::1", 5), spell("10.0.0.1", 5)) == ("[::1]:5", "10.0.0.1:5")
+    assert loopback_address() == "127.0.0.1"
+    assert (format_address("::1", 5), format_address("10.0.0.1", 5)) == ("[::1]:5", "10.0.0.1:5")

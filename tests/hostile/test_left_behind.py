@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster import Cluster
-from paceline.launch.litter import clean_litter, own
-from paceline.launch.peers import Peers
-from paceline.launch.worker import guard
-from paceline.observe.process import cache_folder
+from paceline.job.cluster import Cluster
+from paceline.launch.node_liveness import NodeLivenessProbe
+from paceline.launch.stale_folders import mark_owner, remove_stale_folders
+from paceline.launch.worker_guard import guard
+from paceline.observe.process_info import cache_folder
 from tests.dist.launch.actors import until as wait_until
 from tests.hostile.jobs import end_of, prepare, start, until
 
@@ -59,7 +59,7 @@ def test_only_what_a_dead_process_of_this_system_owned_is_litter(
         gone.wait()
     for name in ("mine", "dead", "elsewhere", "nobody", "odd"):
         (tmp_path / f"paceline-{name}").mkdir()
-    own(tmp_path / "paceline-mine")
+    mark_owner(tmp_path / "paceline-mine")
     mine = json.loads((tmp_path / "paceline-mine" / "owner.json").read_text())
     said = {
         "dead": {**mine, "pid": gone.pid, "start": 5},
@@ -68,7 +68,7 @@ def test_only_what_a_dead_process_of_this_system_owned_is_litter(
     }
     for name, value in said.items():
         (tmp_path / f"paceline-{name}" / "owner.json").write_text(json.dumps(value))
-    assert [path.name for path in clean_litter()] == ["paceline-dead"]
+    assert [path.name for path in remove_stale_folders()] == ["paceline-dead"]
     assert not (tmp_path / "paceline-dead").exists() and (tmp_path / "paceline-elsewhere").exists()
 
 
@@ -86,7 +86,7 @@ def test_a_job_whose_keeper_is_killed_goes_on(tmp_path: Path) -> None:
 
 @pytest.mark.capability("O2")
 def test_the_beacon_is_heard_at_the_address_of_the_rendezvous_alone(tmp_path: Path) -> None:
-    with Peers(2, 0, tmp_path, ("127.0.0.1", 29500)) as peers:
+    with NodeLivenessProbe(2, 0, tmp_path, ("127.0.0.1", 29500)) as peers:
         socket.create_connection(("127.0.0.1", peers.port), timeout=20).close()
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.2", peers.port), timeout=20)

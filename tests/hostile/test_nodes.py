@@ -11,13 +11,14 @@ from contextlib import contextmanager
 
 import pytest
 
-from paceline import guests
-from paceline.comm.channel.hub import listen
+from paceline.comm.channel.socket_channel import listen_on_free_port
 from paceline.errors import CommunicationError
-from paceline.handshake import CHALLENGE_BYTES, HELLO_BYTES, PROOF_BYTES, encode_hello, nonce
-from paceline.rendezvous import Way, open_store
-from paceline.store import StoreClient, StoreServer
-from paceline.tls import Certificate
+from paceline.job import handshake
+from paceline.job.handshake import CHALLENGE_BYTES, HELLO_BYTES, PROOF_BYTES, encode_hello, make_nonce
+from paceline.job.rendezvous import StoreAccess, open_store
+from paceline.job.store_client import StoreClient
+from paceline.job.store_server import StoreServer
+from paceline.job.tls import EphemeralCertificate
 
 pytestmark = [pytest.mark.capability("O2"), pytest.mark.timeout(240)]
 KEY = "the key of the job"
@@ -63,8 +64,8 @@ def test_who_listens_between_two_nodes_hears_nothing_of_the_store(tls: bool) -> 
                 other[one].sendall(data)
 
     with served([], tls) as (server, port), in_between(port, listen) as called:
-        local = StoreClient(server.line_for(0))
-        remote = open_store(Way(1, "127.0.0.1", called, KEY, tls=tls), SECONDS)
+        local = StoreClient(server.connection_for(0))
+        remote = open_store(StoreAccess(1, "127.0.0.1", called, KEY, tls=tls), SECONDS)
         remote.set("a name", long)
         assert remote.get("a name") == long.encode() and local.wait(["a name"], SECONDS) == [long.encode()]
         remote.close()
@@ -87,7 +88,7 @@ def test_who_puts_his_certificate_between_two_nodes_is_turned_away() -> None:
             (far, near, 1),
         ):
             taker.sendall(giver.recv(size, socket.MSG_WAITALL))
-        theirs = Certificate.make().context.wrap_socket(near, server_side=True)
+        theirs = EphemeralCertificate.make().context.wrap_socket(near, server_side=True)
         ours = plain.wrap_socket(far)
         ours.sendall(theirs.recv(64))
         with pytest.raises(OSError, match=r"hung up|reset|EOF"):
@@ -98,9 +99,9 @@ def test_who_puts_his_certificate_between_two_nodes_is_turned_away() -> None:
         raise ConnectionResetError(why)
 
     with served(said) as (server, port), in_between(port, enemy) as called:
-        local = StoreClient(server.line_for(0))
+        local = StoreClient(server.connection_for(0))
         with pytest.raises(CommunicationError, match="cannot reach the store"):
-            open_store(Way(1, "127.0.0.1", called, KEY, tls=True), 2.0)
+            open_store(StoreAccess(1, "127.0.0.1", called, KEY, tls=True), 2.0)
         local.close()
     assert len(said) == 1 and said[0].startswith("turned away: rank 1 has another certificate")
 
@@ -108,12 +109,12 @@ def test_who_puts_his_certificate_between_two_nodes_is_turned_away() -> None:
 def test_strangers_that_claim_ever_other_ranks_are_not_all_remembered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(guests, "_MOST", 3)
-    with listen("127.0.0.1") as listener:
-        seen = guests.Guests(listener, KEY, range(100))
+    monkeypatch.setattr(handshake, "_MAX_PENDING", 3)
+    with listen_on_free_port("127.0.0.1") as listener:
+        seen = handshake.AuthenticatingListener(listener, KEY, range(100))
         for rank in range(9):
             with socket.create_connection(listener.getsockname()) as stranger:
-                stranger.sendall(encode_hello(rank, nonce()))
+                stranger.sendall(encode_hello(rank, make_nonce()))
                 while not seen._guests or not next(iter(seen._guests.values())).ours:
                     seen.hear(0.1)
                 stranger.sendall(bytes(32))

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.checkpoint import Files, Shelf, load
+from paceline.checkpoint.catalog import CheckpointCatalog
+from paceline.checkpoint.checkpoint_reader import load_checkpoint
+from paceline.checkpoint.storage import StorageFolder
 from tests.command_jobs import start
 from tests.hostile.jobs import end_of, train, until
 
@@ -41,7 +43,7 @@ def test_a_job_goes_on_without_a_worker_that_is_lost_and_says_so(
     assert end.code == 0, end.err
     assert "rank 2 was" in end.err and "; the server goes on without it where it can" in end.err
     assert [record["rank"] for record in events(tmp_path, "lost")] == [2]
-    assert Shelf.look(Files(str(tmp_path / "run" / "checkpoints"))).whole[-1].step == 60
+    assert CheckpointCatalog.look(StorageFolder(str(tmp_path / "run" / "checkpoints"))).whole[-1].step == 60
     assert {record["rank"] for record in events(tmp_path, "ranks")} >= {0, 1}
 
 
@@ -68,7 +70,7 @@ def test_a_job_goes_on_without_a_worker_that_is_lost_between_two_rounds(
         end = end_of(process)
     assert end.code == 0, end.err
     assert "rank 2 was killed by SIGKILL" in end.err and "; the server goes on without it" in end.err
-    kept = Shelf.look(Files(str(tmp_path / "run" / "checkpoints")))
+    kept = CheckpointCatalog.look(StorageFolder(str(tmp_path / "run" / "checkpoints")))
     assert [one.step for one in kept.whole] == [2, 4, 6][left_out:] and not kept.broken
     assert [event["step"] for event in events(tmp_path, "checkpoint")] == [one.step for one in kept.whole]
     told = [str(event["text"]) for event in events(tmp_path, "warning")]
@@ -87,26 +89,26 @@ def test_a_run_is_resumed_from_what_was_saved_after_a_worker_was_lost_in_that_sa
     with train(tmp_path, processes=4, strategy=strategy, **keys) as process:
         end = end_of(process)
     assert end.code == 0 and "rank 3 was killed by SIGKILL" in end.err, end.err
-    first, *later = Shelf.look(Files(str(checkpoints))).whole
+    first, *later = CheckpointCatalog.look(StorageFolder(str(checkpoints))).whole
     assert [one.step for one in (first, *later)] == [2, 4, 6]
-    expected = load(Files(str(checkpoints)), later[-1].name).tensors
+    expected = load_checkpoint(StorageFolder(str(checkpoints)), later[-1].name).tensors
     for one in later:
         shutil.rmtree(checkpoints / one.name)
     with start(tmp_path, "train", "--resume", "run", "-n", "3") as process:
         end = end_of(process)
     assert end.code == 0, end.err
-    kept = Shelf.look(Files(str(checkpoints)))
+    kept = CheckpointCatalog.look(StorageFolder(str(checkpoints)))
     assert [one.step for one in kept.whole] == [2, 4, 6] and not kept.broken
-    found = load(kept.files, kept.whole[-1].name).tensors
+    found = load_checkpoint(kept.files, kept.whole[-1].name).tensors
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         if name != "work/work":  # how many parts there were: a worker less
             torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-7)
 
 
-def held_out_loss(files: Files, name: str) -> float:
+def held_out_loss(files: StorageFolder, name: str) -> float:
     """The mean over the task's held-out samples, from the values in a checkpoint."""
-    values, x = load(files, name).tensors, torch.linspace(0.0, 1.0, 128).view(32, 4)
+    values, x = load_checkpoint(files, name).tensors, torch.linspace(0.0, 1.0, 128).view(32, 4)
     for layer in (0, 1):
         x = x @ values[f"model/{layer}.weight"].T + values[f"model/{layer}.bias"]
     return float((x**2).sum() / len(x))

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from paceline import guests
-from paceline.comm.channel.hub import accept_all, connect, listen
-from paceline.comm.routes.host_meeting import _listen, _meet
+from paceline.comm.channel.socket_channel import accept_ranks, connect_to_hub, listen_on_free_port
+from paceline.comm.routes.host_links import _connect_all, _open_listener
 from paceline.errors import CommunicationError
-from paceline.handshake import CHALLENGE_BYTES, encode_hello, is_proof, nonce, prove
-from paceline.mesh import Group
+from paceline.job import handshake
+from paceline.job.handshake import CHALLENGE_BYTES, compute_proof, encode_hello, make_nonce, verify_proof
+from paceline.job.mesh import RankGroup
 from tests.commands import run
 from tests.dist.launch.actors import until
 from tests.ports import free_port
@@ -37,9 +37,9 @@ GREETINGS = {
     "nested JSON": struct.pack("!QQ", 4096, 0) + b"[" * 4096,
     "not a text": bytes(range(256)),
     "http": b"GET / HTTP/1.1\r\n\r\n",
-    "a hello, and no proof": encode_hello(1, nonce()),
-    "a hello of no rank": encode_hello(77, nonce()),
-    "a hello and a wrong proof": encode_hello(1, nonce()) + bytes(32),
+    "a hello, and no proof": encode_hello(1, make_nonce()),
+    "a hello of no rank": encode_hello(77, make_nonce()),
+    "a hello and a wrong proof": encode_hello(1, make_nonce()) + bytes(32),
 }
 
 
@@ -60,11 +60,11 @@ def crowd(port: int, count: int, greeting: bytes) -> Iterator[list[socket.socket
 def test_a_stranger_does_not_keep_the_ranks_from_meeting(greeting: str) -> None:
     """The deadline is longer than the test may take: nobody waits for a stranger."""
     said: list[str] = []
-    with listen("127.0.0.1") as listener, ThreadPoolExecutor(2) as ranks:
+    with listen_on_free_port("127.0.0.1") as listener, ThreadPoolExecutor(2) as ranks:
         port = listener.getsockname()[1]
         with crowd(port, 20, GREETINGS[greeting]):
-            coming = [ranks.submit(connect, "127.0.0.1", port, rank, KEY, 600.0) for rank in (1, 2)]
-            found = accept_all(listener, KEY, [1, 2], 600.0, said.append)
+            coming = [ranks.submit(connect_to_hub, "127.0.0.1", port, rank, KEY, 600.0) for rank in (1, 2)]
+            found = accept_ranks(listener, KEY, [1, 2], 600.0, said.append)
             assert sorted(found) == [1, 2]
             for one in (*found.values(), *(future.result() for future in coming)):
                 one.close()
@@ -72,11 +72,11 @@ def test_a_stranger_does_not_keep_the_ranks_from_meeting(greeting: str) -> None:
 
 
 def test_more_strangers_than_there_is_room_for_do_not_either() -> None:
-    with listen("127.0.0.1") as listener, ThreadPoolExecutor(1) as ranks:
+    with listen_on_free_port("127.0.0.1") as listener, ThreadPoolExecutor(1) as ranks:
         port = listener.getsockname()[1]
-        with crowd(port, 3 * guests._MOST, b""):
-            coming = ranks.submit(connect, "127.0.0.1", port, 1, KEY, 600.0)
-            found = accept_all(listener, KEY, [1], 600.0, lambda text: None)
+        with crowd(port, 3 * handshake._MAX_PENDING, b""):
+            coming = ranks.submit(connect_to_hub, "127.0.0.1", port, 1, KEY, 600.0)
+            found = accept_ranks(listener, KEY, [1], 600.0, lambda text: None)
             found[1].close()
             coming.result().close()
 
@@ -84,44 +84,46 @@ def test_more_strangers_than_there_is_room_for_do_not_either() -> None:
 def test_nothing_that_is_said_is_the_key_or_can_be_said_again() -> None:
     """Who has heard a whole meeting cannot take part in the next one."""
     heard: list[bytes] = []
-    with listen("127.0.0.1") as listener, ThreadPoolExecutor(1) as ranks:
+    with listen_on_free_port("127.0.0.1") as listener, ThreadPoolExecutor(1) as ranks:
         port = listener.getsockname()[1]
 
         def replayed() -> bytes:
-            ours = nonce()
+            ours = make_nonce()
             with socket.create_connection(("127.0.0.1", port)) as line:
                 line.sendall(encode_hello(1, ours))
                 challenge = line.recv(CHALLENGE_BYTES, socket.MSG_WAITALL)
                 heard.append(challenge)
                 line.sendall(challenge[32:])  # the server's own proof, said back to it
                 answer = line.recv(1)
-            assert answer != guests.WELCOME
+            assert answer != handshake.WELCOME
             return challenge
 
         replay = ranks.submit(replayed)
-        friend = threading.Thread(target=lambda: (replay.result(), connect("127.0.0.1", port, 1, KEY, 600.0)))
+        friend = threading.Thread(
+            target=lambda: (replay.result(), connect_to_hub("127.0.0.1", port, 1, KEY, 600.0))
+        )
         friend.start()
-        found = accept_all(listener, KEY, [1], 600.0, lambda text: None)
+        found = accept_ranks(listener, KEY, [1], 600.0, lambda text: None)
         friend.join()
         found[1].close()
     assert KEY.encode() not in heard[0]
-    ours, theirs = nonce(), nonce()
-    proof = prove(KEY, b"caller", 1, ours, theirs)
-    assert is_proof(proof, KEY, b"caller", 1, ours, theirs)
+    ours, theirs = make_nonce(), make_nonce()
+    proof = compute_proof(KEY, b"caller", 1, ours, theirs)
+    assert verify_proof(proof, KEY, b"caller", 1, ours, theirs)
     for other in (
         (KEY, b"called", 1, ours, theirs),
         (KEY, b"caller", 2, ours, theirs),
         (KEY, b"caller", 1, theirs, ours),
         (KEY + "x", b"caller", 1, ours, theirs),
-        (KEY, b"caller", 1, nonce(), theirs),
+        (KEY, b"caller", 1, make_nonce(), theirs),
     ):
-        assert not is_proof(proof, *other)
+        assert not verify_proof(proof, *other)
 
 
 def test_a_server_with_another_key_is_left_at_once() -> None:
-    with listen("127.0.0.1") as listener, ThreadPoolExecutor(1) as ranks:
-        coming = ranks.submit(connect, "127.0.0.1", listener.getsockname()[1], 1, "other", 600.0)
-        seen = guests.Guests(listener, KEY, [1])
+    with listen_on_free_port("127.0.0.1") as listener, ThreadPoolExecutor(1) as ranks:
+        coming = ranks.submit(connect_to_hub, "127.0.0.1", listener.getsockname()[1], 1, "other", 600.0)
+        seen = handshake.AuthenticatingListener(listener, KEY, [1])
         while not coming.done():
             seen.hear(0.1)
         seen.close()
@@ -152,7 +154,7 @@ sys.stdin.read()
 
 @pytest.mark.skipif(os.getuid() != 0, reason="becomes another user")
 def test_the_backlog_that_another_user_fills_does_not_keep_ranks_from_meeting() -> None:
-    listeners = [_listen(), _listen()]
+    listeners = [_open_listener(), _open_listener()]
     addresses = {place: one.getsockname().hex() for place, one in enumerate(listeners)}
     words = [sys.executable, "-c", FLOOD, addresses[0], "2000"]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as flood:
@@ -160,8 +162,8 @@ def test_the_backlog_that_another_user_fills_does_not_keep_ranks_from_meeting() 
         assert int(flood.stdout.readline()) > 1000, "the backlog is not full"
         with ThreadPoolExecutor(2) as ranks:
             expires = float("inf")
-            groups = [Group("world", (0, 1), rank, None) for rank in (0, 1)]
-            met = [ranks.submit(_meet, listeners[r], addresses, groups[r], expires) for r in (1, 0)]
+            groups = [RankGroup("world", (0, 1), rank, None) for rank in (0, 1)]
+            met = [ranks.submit(_connect_all, listeners[r], addresses, groups[r], expires) for r in (1, 0)]
             found = [one.result() for one in met]
         assert [sorted(one) for one in found] == [[0], [1]]
         flood.communicate("")
@@ -171,15 +173,15 @@ def test_the_backlog_that_another_user_fills_does_not_keep_ranks_from_meeting() 
 
 @pytest.mark.parametrize("said", [b"", b"x", bytes(8), struct.pack("<Q", 2**63), bytes(4000)])
 def test_a_caller_of_the_same_user_that_says_something_else_is_hung_up(said: bytes) -> None:
-    listeners = [_listen(), _listen()]
+    listeners = [_open_listener(), _open_listener()]
     addresses = {place: one.getsockname().hex() for place, one in enumerate(listeners)}
     odd = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     odd.connect(bytes.fromhex(addresses[0]))
     if said:
         odd.send(said)
     with ThreadPoolExecutor(2) as ranks:
-        groups = [Group("world", (0, 1), rank, None) for rank in (0, 1)]
-        met = [ranks.submit(_meet, listeners[r], addresses, groups[r], float("inf")) for r in (0, 1)]
+        groups = [RankGroup("world", (0, 1), rank, None) for rank in (0, 1)]
+        met = [ranks.submit(_connect_all, listeners[r], addresses, groups[r], float("inf")) for r in (0, 1)]
         found = [one.result() for one in met]
     assert [sorted(one) for one in found] == [[1], [0]]
     for one in (odd, *listeners, *found[0].values(), *found[1].values()):

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster import process_environment
-from paceline.launch.forked import FORK_SERVER, fork_server
-from paceline.launch.judge import has_stopped, judge
-from paceline.launch.outcome import conclude
-from paceline.launch.stop import SETUP_GRACE_SECONDS, Stop
+from paceline.job.cluster import process_environment
+from paceline.launch.fork_client import FORK_SERVER_VARIABLE, fork_server
+from paceline.launch.outcome import diagnose_worker, has_stopped, summarize_failures
+from paceline.launch.shutdown import SETUP_GRACE_SECONDS, ShutdownPlan
 from tests.hostile.jobs import end_of, prepare, start, train, until
 from tests.unit.launch.test_outcome import looks
 from tests.unit.launch.workers import ended
@@ -41,7 +40,7 @@ def test_a_rank_may_take_longer_to_start_than_the_deadline_of_a_wait(tmp_path: P
     )
     prepare(tmp_path)
     words = ("train", "recipe.toml", "-n", "2", "--set", "runtime.deadline_seconds=4")
-    with start(tmp_path, *words, PYTHONPATH=str(tmp_path), **{FORK_SERVER: "none"}) as process:
+    with start(tmp_path, *words, PYTHONPATH=str(tmp_path), **{FORK_SERVER_VARIABLE: "none"}) as process:
         end = end_of(process)
     assert end.code == 0, end.err
 
@@ -96,11 +95,11 @@ def test_a_request_to_stop_ends_a_set_up_although_a_rank_is_stopped(
 
 
 def test_before_the_first_step_a_request_to_stop_has_two_seconds_and_later_the_grace_time() -> None:
-    stop = Stop(1.0, 3.0, 30.0, begun=False)
+    stop = ShutdownPlan(1.0, 3.0, 30.0, begun=False)
     stop.on_signal(signal.SIGTERM, 100.0)
     assert SETUP_GRACE_SECONDS < 2
     assert looks(stop, 100.0, 101.625) == {100.0: "terminate", 101.5: "kill"}
-    late = Stop(1.0, 3.0, 30.0, begun=False)
+    late = ShutdownPlan(1.0, 3.0, 30.0, begun=False)
     late.on_signal(signal.SIGTERM, 100.0)
     assert looks(late, 100.0, 100.5) == {100.0: "terminate"}
     late.on_begin(100.5)
@@ -110,12 +109,12 @@ def test_before_the_first_step_a_request_to_stop_has_two_seconds_and_later_the_g
 @pytest.mark.capability("O1", "N7")
 def test_a_rank_that_the_launcher_ended_in_its_set_up_has_not_left_on_request(tmp_path: Path) -> None:
     """The rank that says SetupStoppedError does so because the other one has failed."""
-    stop = Stop(1.0, 3.0, 30.0)
+    stop = ShutdownPlan(1.0, 3.0, 30.0)
     stop.on_failure(0.0)
     lost = ended(tmp_path, 0, 4, "CommunicationError", "rank 1 is gone", connection=True)
     told = ended(tmp_path, 1, 143, "SetupStoppedError", "stopped before the first step", told=True)
-    failures = [failure for one in (lost, told) if (failure := judge(one, stop)) is not None]
-    outcome = conclude(failures, stopped=any(map(has_stopped, (lost, told))))
+    failures = [failure for one in (lost, told) if (failure := diagnose_worker(one, stop)) is not None]
+    outcome = summarize_failures(failures, stopped=any(map(has_stopped, (lost, told))))
     assert outcome.exit_code == 4
     assert outcome.report.startswith("rank 0 raised CommunicationError: rank 1 is gone")
 
@@ -127,9 +126,9 @@ def children_of(pid: int) -> list[int]:
 @pytest.mark.parametrize("when", [pytest.param("before", marks=pytest.mark.soak), "later"])
 def test_a_fork_server_that_is_stopped_costs_a_start_and_nothing_else(when: str, tmp_path: Path) -> None:
     """Stopped before, workers start anew; stopped later, their ends are seen all the same."""
-    inherited = {name: value for name, value in process_environment().items() if name != FORK_SERVER}
+    inherited = {name: value for name, value in process_environment().items() if name != FORK_SERVER_VARIABLE}
     with fork_server(environ=inherited) as variables:
-        server = int((Path(variables[FORK_SERVER]) / "pid").read_text())
+        server = int((Path(variables[FORK_SERVER_VARIABLE]) / "pid").read_text())
         if when == "before":
             os.kill(server, signal.SIGSTOP)
         prepare(tmp_path)

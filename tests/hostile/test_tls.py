@@ -12,40 +12,42 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.cluster import Cluster
-from paceline.comm.channel import Channel, Message, SocketChannel
+from paceline.comm.channel import ChannelMessage, MessageChannel, SocketChannel
 from paceline.comm.ledger import ByteLedger
 from paceline.errors import CommunicationError
-from paceline.handshake import encrypts
+from paceline.job.cluster import Cluster
+from paceline.job.handshake import needs_encryption
+from paceline.job.tls import EncryptedSocket, EphemeralCertificate, encrypt_client_side, encrypt_server_side
 from paceline.recipe import Recipe, Strategy
 from paceline.testing import run_ranks
 from paceline.testing.contracts import ChannelContract
-from paceline.testing.parity import session_of
-from paceline.tls import Certificate, SecureLine, secure_called, secure_caller
+from paceline.testing.parity import build_test_session
 
 pytestmark = [pytest.mark.capability("O2", "B3"), pytest.mark.timeout(240)]
 KEY = "the key of the job"
 SECONDS = 60.0
 
 
-def both(called: Callable[[], SecureLine], caller: Callable[[], SecureLine]) -> tuple[SecureLine, SecureLine]:
+def both(
+    called: Callable[[], EncryptedSocket], caller: Callable[[], EncryptedSocket]
+) -> tuple[EncryptedSocket, EncryptedSocket]:
     with ThreadPoolExecutor(2) as sides:
         found = [sides.submit(called), sides.submit(caller)]
         return found[0].result(), found[1].result()
 
 
-def secured(near: socket.socket, far: socket.socket, rank: int) -> tuple[SecureLine, SecureLine]:
-    certificate = Certificate.make()
+def secured(near: socket.socket, far: socket.socket, rank: int) -> tuple[EncryptedSocket, EncryptedSocket]:
+    certificate = EphemeralCertificate.make()
     return both(
-        lambda: secure_called(near, certificate, KEY, rank, SECONDS),
-        lambda: secure_caller(far, KEY, rank, SECONDS),
+        lambda: encrypt_server_side(near, certificate, KEY, rank, SECONDS),
+        lambda: encrypt_client_side(far, KEY, rank, SECONDS),
     )
 
 
 class TestEncryptedChannel(ChannelContract):
-    def star(self, num_peers: int) -> tuple[Channel, list[Channel]]:
+    def star(self, num_peers: int) -> tuple[MessageChannel, list[MessageChannel]]:
         ends: dict[int, socket.socket] = {}
-        peers: list[Channel] = []
+        peers: list[MessageChannel] = []
         for rank in range(1, num_peers + 1):
             near, far = secured(*connected(), rank)
             ends[rank] = near
@@ -83,7 +85,7 @@ def test_who_listens_hears_no_tensor_and_no_word(encrypts: bool) -> None:
     near, far = secured(tap.near, tap.far, 1) if encrypts else (tap.near, tap.far)
     ours, theirs = SocketChannel({1: near}, ByteLedger()), SocketChannel({0: far}, ByteLedger())
     values = torch.arange(1000.0)
-    ours.send(1, Message("a kind of its own", {}, [values]), SECONDS)
+    ours.send(1, ChannelMessage("a kind of its own", {}, [values]), SECONDS)
     assert torch.equal(theirs.receive(SECONDS).tensors[0], values)
     in_clear = b"a kind of its own" in tap.heard or values[500:600].numpy().tobytes() in tap.heard
     assert in_clear is not encrypts
@@ -104,12 +106,12 @@ def test_a_caller_finds_out_that_the_certificate_is_another() -> None:
     near, far = connected()
 
     def enemy() -> bytes:
-        line = Certificate.make().context.wrap_socket(near, server_side=True)
+        line = EphemeralCertificate.make().context.wrap_socket(near, server_side=True)
         said = line.recv(64)
         line.sendall(said[32:])  # the caller's own proof
         return said
 
-    assert KEY.encode() not in beside(enemy, lambda: secure_caller(far, KEY, 1, SECONDS))
+    assert KEY.encode() not in beside(enemy, lambda: encrypt_client_side(far, KEY, 1, SECONDS))
 
 
 def test_a_server_finds_out_that_its_caller_has_seen_another_certificate() -> None:
@@ -121,8 +123,8 @@ def test_a_server_finds_out_that_its_caller_has_seen_another_certificate() -> No
 
     def enemy() -> bytes:
         with ThreadPoolExecutor(1) as friend:
-            coming = friend.submit(secure_caller, friends, KEY, 1, SECONDS)
-            line = Certificate.make().context.wrap_socket(theirs, server_side=True)
+            coming = friend.submit(encrypt_client_side, friends, KEY, 1, SECONDS)
+            line = EphemeralCertificate.make().context.wrap_socket(theirs, server_side=True)
             said = line.recv(64)
             plain.wrap_socket(far).sendall(said)
             line.close()
@@ -130,16 +132,16 @@ def test_a_server_finds_out_that_its_caller_has_seen_another_certificate() -> No
                 coming.result()
         return said
 
-    certificate = Certificate.make()
-    assert KEY.encode() not in beside(enemy, lambda: secure_called(near, certificate, KEY, 1, SECONDS))
+    certificate = EphemeralCertificate.make()
+    assert KEY.encode() not in beside(enemy, lambda: encrypt_server_side(near, certificate, KEY, 1, SECONDS))
 
 
 def test_another_key_is_an_error_on_both_sides() -> None:
     near, far = connected()
-    certificate = Certificate.make()
+    certificate = EphemeralCertificate.make()
     with ThreadPoolExecutor(2) as sides:
-        called = sides.submit(secure_called, near, certificate, KEY, 1, SECONDS)
-        caller = sides.submit(secure_caller, far, "another", 1, SECONDS)
+        called = sides.submit(encrypt_server_side, near, certificate, KEY, 1, SECONDS)
+        caller = sides.submit(encrypt_client_side, far, "another", 1, SECONDS)
         with pytest.raises(CommunicationError, match="rank 1"):
             called.result()
         with pytest.raises((CommunicationError, OSError)):
@@ -154,11 +156,11 @@ def serve(cluster: Cluster, tls: str) -> dict[str, Any]:
         strategy=Strategy.parse("servers=1 sync=server-async"),
         security={"tls": tls},
     )
-    session = session_of(cluster, recipe)
+    session = build_test_session(cluster, recipe)
     losses = [stats.loss for stats in session.rounds()]
     channel = session.rule.channel if cluster.global_rank else session.rule.channel._inner
     lines = channel._peers.values()
-    return {"losses": losses, "encrypts": all(isinstance(peer.socket, SecureLine) for peer in lines)}
+    return {"losses": losses, "encrypts": all(isinstance(peer.socket, EncryptedSocket) for peer in lines)}
 
 
 @pytest.mark.parametrize("tls", ["on", "auto"])
@@ -170,5 +172,5 @@ def test_a_server_and_its_worker_encrypt_where_the_recipe_says_so(tls: str) -> N
 
 
 def test_several_nodes_encrypt_by_default() -> None:
-    assert [encrypts(tls, 1) for tls in ("auto", "on", "off")] == [False, True, False]
-    assert [encrypts(tls, 2) for tls in ("auto", "on", "off")] == [True, True, False]
+    assert [needs_encryption(tls, 1) for tls in ("auto", "on", "off")] == [False, True, False]
+    assert [needs_encryption(tls, 2) for tls in ("auto", "on", "off")] == [True, True, False]

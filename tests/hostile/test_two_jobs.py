@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.checkpoint import LOCK, Files, Lock, Shelf
+from paceline.checkpoint.catalog import CheckpointCatalog
+from paceline.checkpoint.lock import LOCK_FILE, FolderLock
+from paceline.checkpoint.storage import StorageFolder
 from paceline.errors import CheckpointError
 from tests.commands import Command
 from tests.hostile.jobs import end_of, prepare, start, train, until
@@ -21,8 +23,8 @@ pytestmark = [pytest.mark.capability("N13"), pytest.mark.timeout(240)]
 HOLD = """
 import sys, time
 from pathlib import Path
-from paceline.checkpoint import Files, Lock
-lock = Lock(Files(sys.argv[1]), print)
+from paceline.checkpoint import StorageFolder, FolderLock
+lock = FolderLock(StorageFolder(sys.argv[1]), print)
 Path(sys.argv[1], "held").touch()
 time.sleep(600)
 """
@@ -52,7 +54,7 @@ def test_a_second_job_is_refused_and_who_resumes_is_told_host_and_process(
         with start(tmp_path, *words, "--set", "steps=4") as second:
             end = end_of(second)
         assert end.code == code, end.err
-        owner = json.loads((tmp_path / "run" / LOCK).read_text())
+        owner = json.loads((tmp_path / "run" / LOCK_FILE).read_text())
         owned = f"another job is writing to this folder: process {owner['pid']} on {socket.gethostname()}"
         text, step = (
             (owned, "wait for its end") if code == 3 else ("'run' holds a run already", "go on with it")
@@ -61,20 +63,20 @@ def test_a_second_job_is_refused_and_who_resumes_is_told_host_and_process(
         assert (tmp_path / "run" / "recipe.toml").read_bytes() == recipe
         first.send_signal(signal.SIGTERM)
         assert end_of(first).code == 143
-    assert not (tmp_path / "run" / LOCK).exists()
+    assert not (tmp_path / "run" / LOCK_FILE).exists()
 
 
 def test_a_job_that_was_killed_holds_nothing(tmp_path: Path) -> None:
     with hold(tmp_path) as other:
         with pytest.raises(CheckpointError, match=f"process {other.pid} on"):
-            Lock(Files(str(tmp_path)), print)
+            FolderLock(StorageFolder(str(tmp_path)), print)
         other.kill()
         other.wait()
-    Lock(Files(str(tmp_path)), print).release()
-    assert not (tmp_path / LOCK).exists()
+    FolderLock(StorageFolder(str(tmp_path)), print).release()
+    assert not (tmp_path / LOCK_FILE).exists()
 
 
-class Unlockable(Files):
+class Unlockable(StorageFolder):
     """A folder as an object store is: without the kernel's locks."""
 
     def local_path(self, name: str) -> Path | None:
@@ -82,36 +84,40 @@ class Unlockable(Files):
 
 
 def test_without_locks_of_the_kernel_a_living_process_is_known_and_a_dead_one_too(tmp_path: Path) -> None:
-    lock = Lock(Unlockable(str(tmp_path)), print)
+    lock = FolderLock(Unlockable(str(tmp_path)), print)
     with pytest.raises(CheckpointError, match=f"process {os.getpid()} on"):
-        Lock(Unlockable(str(tmp_path)), print)
-    left = json.loads((tmp_path / LOCK).read_text())
+        FolderLock(Unlockable(str(tmp_path)), print)
+    left = json.loads((tmp_path / LOCK_FILE).read_text())
     lock.release()
-    assert not (tmp_path / LOCK).exists()
-    (tmp_path / LOCK).write_text(json.dumps({**left, "start": 1}))  # the number belongs to another by now
-    Lock(Unlockable(str(tmp_path)), print).release()
+    assert not (tmp_path / LOCK_FILE).exists()
+    (tmp_path / LOCK_FILE).write_text(
+        json.dumps({**left, "start": 1})
+    )  # the number belongs to another by now
+    FolderLock(Unlockable(str(tmp_path)), print).release()
 
 
 @pytest.mark.parametrize("beats", [True, False])
 def test_an_owner_on_another_host_is_watched(beats: bool, tmp_path: Path) -> None:
     said: list[str] = []
     if beats:
-        theirs = Lock(Unlockable(str(tmp_path)), print, beat_seconds=0.05)
+        theirs = FolderLock(Unlockable(str(tmp_path)), print, heartbeat_seconds=0.05)
         theirs._record["boot"] = theirs._record["host"] = "elsewhere"
         theirs._write()
         with pytest.raises(CheckpointError, match="on elsewhere"):
-            Lock(Unlockable(str(tmp_path)), said.append, watch_seconds=30.0)
+            FolderLock(Unlockable(str(tmp_path)), said.append, watch_seconds=30.0)
         theirs.release()
     else:
-        (tmp_path / LOCK).write_text(json.dumps({"host": "elsewhere", "pid": 5, "boot": "x", "owner": "y"}))
-        Lock(Unlockable(str(tmp_path)), said.append, watch_seconds=0.3).release()
+        (tmp_path / LOCK_FILE).write_text(
+            json.dumps({"host": "elsewhere", "pid": 5, "boot": "x", "owner": "y"})
+        )
+        FolderLock(Unlockable(str(tmp_path)), said.append, watch_seconds=0.3).release()
     assert "process 5 on elsewhere" in said[0] if not beats else "on elsewhere" in said[0]
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "[" * 5000, '{"pid": "x", "host": [1]}', "\x00" * 9000])
 def test_a_lock_that_is_damaged_is_taken(text: str, tmp_path: Path) -> None:
-    (tmp_path / LOCK).write_text(text)
-    Lock(Files(str(tmp_path)), print, watch_seconds=0.1).release()
+    (tmp_path / LOCK_FILE).write_text(text)
+    FolderLock(StorageFolder(str(tmp_path)), print, watch_seconds=0.1).release()
 
 
 def test_nothing_that_is_published_is_ever_written_again(tmp_path: Path) -> None:
@@ -122,7 +128,7 @@ def test_nothing_that_is_published_is_ever_written_again(tmp_path: Path) -> None
         before = {path.name: path.read_bytes() for path in (tmp_path / published).iterdir()}
         assert late.save() != published
         late.finish()
-        assert len(Shelf.look(Files(str(tmp_path))).whole) == 2
+        assert len(CheckpointCatalog.look(StorageFolder(str(tmp_path))).whole) == 2
         with pytest.raises(CheckpointError, match="is there already"):
             late.shelf.publish(published, load(tmp_path, published).manifest)
     assert {path.name: path.read_bytes() for path in (tmp_path / published).iterdir()} == before
@@ -139,4 +145,4 @@ def test_a_resume_before_the_first_checkpoint_begins_at_step_0_and_says_so(tmp_p
         end = end_of(process)
     assert end.code == 0, end.err
     assert "there is no checkpoint yet: the run begins at step 0" in end.out
-    assert Shelf.look(Files(str(tmp_path / "run" / "checkpoints"))).whole[-1].step == 4
+    assert CheckpointCatalog.look(StorageFolder(str(tmp_path / "run" / "checkpoints"))).whole[-1].step == 4

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from paceline import Loss, Task
-from paceline.cluster import Cluster
-from paceline.data import Order
+from paceline.data import KeyedOrder
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe, Strategy
 from paceline.testing import run_ranks
 from paceline.testing.parity import run_strategy
@@ -56,7 +56,7 @@ def ours(cluster: Cluster, setup: Setup) -> End:
 
 def order_of(setup: Setup) -> list[list[int]]:
     """Two epochs, as the recipe has them."""
-    order = Order(NUM_SAMPLES, SIZE, 0, shuffle=setup.shuffle)
+    order = KeyedOrder(NUM_SAMPLES, SIZE, 0, shuffle=setup.shuffle)
     batches = [order.batch(step).tolist() for step in range(STEPS)]
     return [batches[0] + batches[1], batches[2] + batches[3]]
 

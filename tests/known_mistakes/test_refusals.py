@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.cluster import Cluster
 from paceline.errors import PacelineError
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe, Strategy
 from paceline.task import Task
 from paceline.testing import run_ranks
-from paceline.testing.parity import session_of
+from paceline.testing.parity import build_test_session
 from tests.known_mistakes.refusals import REFUSALS
 
 
@@ -25,7 +25,7 @@ def trains(cluster: Cluster, build: Callable[[], Task], changes: Mapping[str, An
     settings["strategy"] = Strategy.parse(settings.get("strategy", "replicas=all"))
     session = None
     try:
-        session = session_of(cluster, Recipe(**settings), build)
+        session = build_test_session(cluster, Recipe(**settings), build)
         assert len(list(session.rounds())) == 4
     except PacelineError as error:
         assert error.next_step

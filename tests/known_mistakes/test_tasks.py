@@ -7,18 +7,18 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from paceline.cluster import Cluster
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe, Strategy
 from paceline.testing import run_ranks
 from paceline.testing.parity import CPU
-from paceline.verification import Report, compare_with_oracle
+from paceline.verification import VerificationReport, compare_with_oracle
 from tests.known_mistakes.data import NUM_SAMPLES
 from tests.known_mistakes.tasks import TASKS
 
 STEPS = 5
 
 
-def verify(cluster: Cluster, name: str, *, wrong: bool) -> Report:
+def verify(cluster: Cluster, name: str, *, wrong: bool) -> VerificationReport:
     """Two shards on each of two ranks, two steps an epoch."""
     torch.set_num_threads(1)
     recipe = Recipe(
@@ -28,20 +28,20 @@ def verify(cluster: Cluster, name: str, *, wrong: bool) -> Report:
     return compare_with_oracle(recipe, task, cluster, CPU, STEPS)
 
 
-def all_of_them(cluster: Cluster) -> dict[str, tuple[Report, Report]]:
+def all_of_them(cluster: Cluster) -> dict[str, tuple[VerificationReport, VerificationReport]]:
     return {name: (verify(cluster, name, wrong=True), verify(cluster, name, wrong=False)) for name in TASKS}
 
 
 @pytest.fixture(scope="module")
-def reports() -> dict[str, tuple[Report, Report]]:
-    found: Sequence[dict[str, tuple[Report, Report]]] = run_ranks(all_of_them, 2)
+def reports() -> dict[str, tuple[VerificationReport, VerificationReport]]:
+    found: Sequence[dict[str, tuple[VerificationReport, VerificationReport]]] = run_ranks(all_of_them, 2)
     return found[0]
 
 
 @pytest.mark.capability("Z17", "Z2")
 @pytest.mark.parametrize("name", TASKS)
 def test_verify_is_red_with_a_known_mistake_and_green_without(
-    name: str, reports: dict[str, tuple[Report, Report]]
+    name: str, reports: dict[str, tuple[VerificationReport, VerificationReport]]
 ) -> None:
     wrong, mended = reports[name]
     assert mended.ok, (mended.failure, mended.diagnosis)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from paceline.observe import phases
+from paceline.observe import step_stats
 
 
 class Clock:
@@ -29,5 +29,5 @@ class Clock:
 def own_clock(real: float = 1e-3) -> Clock:
     """By which all phases of this rank are measured from now on, until its process ends."""
     clock = Clock(real)
-    phases.time = clock
+    step_stats.time = clock
     return clock

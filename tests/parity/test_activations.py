@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from paceline import Loss, Task
-from paceline.cluster import Cluster
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe, Strategy
 from paceline.testing import run_ranks
-from paceline.testing.parity import Trajectory, run_strategy, session_of
+from paceline.testing.parity import Trajectory, build_test_session, run_strategy
 from tests.peak import peak_bytes
 from tests.texts import SMALL_TEXT
 
@@ -80,7 +80,7 @@ def step_bytes(size: int, accumulation: int) -> int:
         batch={"size": size, "accumulation": accumulation},
         optimizer={"name": "sgd", "lr": 1e-3},
     )
-    session = session_of(Cluster.single(), recipe, wide)
+    session = build_test_session(Cluster.single(), recipe, wide)
     rounds = session.rounds()
     next(rounds)  # what is allocated once is there now
     return peak_bytes(partial(next, rounds))

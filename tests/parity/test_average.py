@@ -10,15 +10,16 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from paceline.checkpoint import Files, export_weights, find_checkpoint
-from paceline.cluster import Cluster
+from paceline.checkpoint.model_weights import export_weights, find_checkpoint
+from paceline.checkpoint.storage import StorageFolder
 from paceline.errors import CheckpointError
-from paceline.layout.holding import hold_whole
+from paceline.job.cluster import Cluster
+from paceline.parallel.sharded_model import unsharded_model
 from paceline.recipe import Recipe, Strategy
-from paceline.sync.average import Average
+from paceline.session import Session, evaluate, fit, run_folder
+from paceline.sync.weight_average import WeightAverage
 from paceline.testing import run_ranks
-from paceline.testing.parity import make_task, session_of
-from paceline.training import Session, evaluate, fit, run_folder
+from paceline.testing.parity import build_test_session, make_task
 from paceline.verification import verify
 
 DECAY = 0.75
@@ -72,14 +73,14 @@ def watch(session: Session) -> list[dict[str, Tensor]]:
 
 
 def _copies(session: Session) -> dict[str, Tensor]:
-    return {slot.name: p.detach().double() for slot, p in session.placed.holding.updates.items()}
+    return {slot.name: p.detach().double() for slot, p in session.runner.sharded_model.updates.items()}
 
 
 def follow(cluster: Cluster, strategy: str) -> dict[str, Any]:
     """Train, and hold the average against one that the test makes of what it has seen."""
     torch.set_num_threads(1)
     recipe = digits(strategy)
-    session, task = session_of(cluster, recipe), make_task(recipe)
+    session, task = build_test_session(cluster, recipe), make_task(recipe)
     average = session.average
     assert average is not None
     by_rounds = strategy in BY_ROUNDS
@@ -151,13 +152,13 @@ def resumed(cluster: Cluster, folder: Path) -> list[dict[str, Tensor]]:
     ):
         run_dir = str(folder / name)
         if first:
-            session = session_of(cluster, digits(first, 3, run_dir=run_dir))
-            fit(session, run_folder.prepare(session, None))
+            session = build_test_session(cluster, digits(first, 3, run_dir=run_dir))
+            fit(session, run_folder.prepare_folder(session, None))
             session.close()
-        session = session_of(cluster, digits(second, run_dir=run_dir))
-        path = run_folder.prepare(session, Path(run_dir) if first else None)
+        session = build_test_session(cluster, digits(second, run_dir=run_dir))
+        path = run_folder.prepare_folder(session, Path(run_dir) if first else None)
         if first:
-            run_folder.restore(session, path)
+            run_folder.restore_run(session, path)
         fit(session, path)
         found.append({n: t for n, t in session.snapshot().tensors().items() if n.startswith("average/")})
         session.close()
@@ -170,7 +171,7 @@ def test_it_goes_on_after_a_resume_under_another_layout_and_is_exported(tmp_path
     for other in others:
         assert straight.keys() == other.keys()
         assert max(_off(value, other[name].double()) for name, value in straight.items()) <= 1e-5
-    checkpoint = find_checkpoint(Files(str(tmp_path / "cut" / "checkpoints")), print)
+    checkpoint = find_checkpoint(StorageFolder(str(tmp_path / "cut" / "checkpoints")), print)
     export_weights(checkpoint, tmp_path / "average.safetensors")
     export_weights(checkpoint, tmp_path / "last.safetensors", "last")
     average, last = (load_file(tmp_path / f"{which}.safetensors") for which in ("average", "last"))
@@ -180,20 +181,20 @@ def test_it_goes_on_after_a_resume_under_another_layout_and_is_exported(tmp_path
 
 def test_without_an_average_none_is_exported(tmp_path: Path) -> None:
     recipe = digits("replicas=1", 1, average={}, run_dir=str(tmp_path / "run"))
-    session = session_of(Cluster.single(), recipe)
-    fit(session, run_folder.prepare(session, None))
+    session = build_test_session(Cluster.single(), recipe)
+    fit(session, run_folder.prepare_folder(session, None))
     session.close()
-    checkpoint = find_checkpoint(Files(str(tmp_path / "run" / "checkpoints")), print)
+    checkpoint = find_checkpoint(StorageFolder(str(tmp_path / "run" / "checkpoints")), print)
     with pytest.raises(CheckpointError, match="no average of the weights"):
         export_weights(checkpoint, tmp_path / "a.safetensors", "average")
 
 
 def test_an_average_of_half_precision_has_the_digits_of_float32() -> None:
-    holding = hold_whole(torch.nn.Linear(2, 1, bias=False).to(torch.bfloat16))
-    (p,) = holding.updates.values()
+    sharded_model = unsharded_model(torch.nn.Linear(2, 1, bias=False).to(torch.bfloat16))
+    (p,) = sharded_model.updates.values()
     with torch.no_grad():
         p.fill_(1.0)
-        average = Average(holding.updates, 0.999, lambda world: None, keeps=True)
+        average = WeightAverage(sharded_model.updates, 0.999, lambda world: None, keeps=True)
         average.count.fill_(10**5)
         p.fill_(2.0)
     average.follow(1)

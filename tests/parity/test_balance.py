@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from paceline.cluster import Cluster
-from paceline.data import LockstepWork, Work
+from paceline.data import LockstepWork, MicroBatchWork
 from paceline.errors import RecipeError
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe, Strategy
 from paceline.testing import run_ranks
-from paceline.testing.parity import Trajectory, ended, make_task, run_oracle, session_of
+from paceline.testing.parity import Trajectory, build_test_session, make_task, run_oracle, trajectory_of
 from tests.parity.clock import Clock, own_clock
 
 STEPS = 28
@@ -50,7 +50,7 @@ def slowed(cluster: Cluster, steps: int = STEPS, deal: Any = None) -> tuple[Traj
     task = make_task(recipe)
     data = Slow(task.data, own_clock())
     data.seconds = 0.01 if cluster.global_rank == 1 else 0.002
-    session = session_of(cluster, recipe, lambda: replace(task, data=data))
+    session = build_test_session(cluster, recipe, lambda: replace(task, data=data))
     if deal is not None:
         session.rule._deal = deal
     losses = []
@@ -59,7 +59,7 @@ def slowed(cluster: Cluster, steps: int = STEPS, deal: Any = None) -> tuple[Traj
         if stats.step == TURN:
             data.seconds = 0.01 if cluster.global_rank == 0 else 0.002
     found = [(record["step"], record["shares"]) for name, record in session.notes.take() if name == "shares"]
-    return ended(losses, session), found
+    return trajectory_of(losses, session), found
 
 
 @pytest.mark.capability("A13")
@@ -86,7 +86,7 @@ class Greedy(LockstepWork):
         return range(block.start, block.stop + 1) if moved else block
 
 
-def greedy(work: Any, shares: Sequence[int]) -> Work:
+def greedy(work: Any, shares: Sequence[int]) -> MicroBatchWork:
     return Greedy(work.order, work.shards, work.seed, work.replica_rank, 2).dealt(shares)
 
 

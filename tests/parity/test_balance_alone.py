@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from paceline.cluster import Cluster
 from paceline.data import LockstepWork
 from paceline.errors import CommunicationError
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe, Strategy
-from paceline.sync.dealing import Dealt
+from paceline.sync.work_assignment import SpeedAssignment
 from paceline.testing import run_ranks
 from paceline.testing.contracts import RuleContract
-from paceline.testing.contracts.layout import whole
-from paceline.testing.parity import Trajectory, make_task, run_oracle, session_of
+from paceline.testing.contracts.training_contracts import whole_trajectory
+from paceline.testing.parity import Trajectory, build_test_session, make_task, run_oracle
 from tests.parity.clock import own_clock
 from tests.parity.test_balance import Slow
 
@@ -42,14 +42,14 @@ def slowed(cluster: Cluster, strategy: str, factor: float = 5.0, **changes: Any)
     task = make_task(recipe)
     data = Slow(task.data, own_clock())
     data.seconds = 0.002 * (factor if cluster.global_rank == 1 else 1.0)
-    session = session_of(cluster, recipe, lambda: replace(task, data=data))
+    session = build_test_session(cluster, recipe, lambda: replace(task, data=data))
     losses = []
     for stats in session.rounds():
         losses.append(stats.loss)
         if stats.step >= TURN:
             data.seconds = 0.002 * (factor if cluster.global_rank == 0 else 1.0)
     notes = [*session.notes.take()]
-    end = whole(losses, session)
+    end = whole_trajectory(losses, session)
     session.close()
     return {
         "shares": [(record["step"], record["shares"]) for name, record in notes if name == "shares"],
@@ -87,7 +87,7 @@ def test_two_that_wait_for_each_other_are_every_step_whatever_their_shares() -> 
 
 
 def unweighted(cluster: Cluster) -> dict[str, Any]:
-    setattr(Dealt, "weight", 1.0)  # noqa: B010
+    setattr(SpeedAssignment, "weight", 1.0)  # noqa: B010
     return slowed(cluster, "sync=gossip:0 balance=speed")
 
 
@@ -106,7 +106,7 @@ class Greedy(LockstepWork):
 
 
 def greedy(cluster: Cluster) -> None:
-    session = session_of(cluster, digits("sync=gossip:0 balance=speed"))
+    session = build_test_session(cluster, digits("sync=gossip:0 balance=speed"))
     work = session.feed.work
     assert isinstance(work, LockstepWork)
     work = Greedy(work.order, work.shards, work.seed, work.replica_rank, 2)

@@ -15,17 +15,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from paceline.cluster import Cluster
 from paceline.errors import TaskError
-from paceline.layout.shard.cycle import Cycle
+from paceline.job.cluster import Cluster
+from paceline.parallel.zero import GatherCycle
 from paceline.recipe import Recipe, Strategy
+from paceline.session.evaluation import evaluate
 from paceline.task import Loss, Task
 from paceline.testing import run_ranks
-from paceline.testing.failures import RanksFailed
-from paceline.testing.parity import CPU, session_of
-from paceline.training.evaluation import evaluate
+from paceline.testing.parity import CPU, build_test_session
+from paceline.testing.rank_processes import RanksFailed
 from paceline.verification import compare_with_oracle
-from paceline.verification.certificate import conclusion
+from paceline.verification.verification_report import conclusion_lines
 
 WIDTH = 6
 Choose = Callable[[nn.ModuleList, Tensor], list[nn.Module]]
@@ -158,7 +158,7 @@ def said_of(cluster: Cluster, way: str, cases: tuple[str, ...]) -> dict[str, Any
     found = {}
     for case in cases:
         report = compare_with_oracle(recipe_of(way), task(case), cluster, CPU, 3)
-        found[case] = "" if report.ok and report.steps == 3 else " ".join(conclusion(report))
+        found[case] = "" if report.ok and report.steps == 3 else " ".join(conclusion_lines(report))
     return found
 
 
@@ -184,7 +184,7 @@ def test_blocks_are_used_as_samples_ask_on_every_route(way: str, ranks: int) -> 
         assert found == dict.fromkeys(CASES, "")
 
 
-class OwnOrder(Cycle):
+class OwnOrder(GatherCycle):
     """Every rank gathers what it needs when it needs it."""
 
     def bring(self, number: int) -> None:
@@ -198,15 +198,15 @@ class OwnOrder(Cycle):
 def test_gathers_in_an_order_of_their_own_mix_equal_blocks_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutation twin: there is no error then, and only the numbers tell."""
 
-    def losses(cluster: Cluster, kind: type[Cycle]) -> list[float]:
-        monkeypatch.setattr("paceline.layout.shard.on_use.Cycle", kind)
+    def losses(cluster: Cluster, kind: type[GatherCycle]) -> list[float]:
+        monkeypatch.setattr("paceline.parallel.zero.GatherCycle", kind)
         recipe = recipe_of("replicas=1 shard=2 zero=3 route=native", shards=4)
-        session = session_of(cluster, recipe, lambda: task("another order"))
+        session = build_test_session(cluster, recipe, lambda: task("another order"))
         found = [stats.loss for stats in session.rounds()]
         session.close()
         return found
 
-    (right, _), (mixed, _) = (run_ranks(losses, 2, kind) for kind in (Cycle, OwnOrder))
+    (right, _), (mixed, _) = (run_ranks(losses, 2, kind) for kind in (GatherCycle, OwnOrder))
     assert max(abs(a - b) for a, b in zip(right, mixed, strict=True)) > 1e-3
 
 
@@ -215,7 +215,7 @@ def test_ranks_evaluate_different_numbers_of_micro_batches() -> None:
     """Of three held-out micro-batches one rank has two; nobody gathers for a backward there."""
 
     def evaluated(cluster: Cluster) -> list[float]:
-        session = session_of(
+        session = build_test_session(
             cluster, recipe_of("replicas=1 shard=2 zero=3 route=native"), lambda: task("some blocks")
         )
         found = [evaluate(session) for _ in range(2)]
@@ -231,7 +231,7 @@ def test_a_weight_between_two_steps_is_one_plain_error() -> None:
     """It names the parameter; no rank ends by a signal."""
 
     def looked(cluster: Cluster) -> None:
-        session = session_of(
+        session = build_test_session(
             cluster, recipe_of("replicas=1 shard=2 zero=3 route=native"), lambda: task("some blocks")
         )
         weight = session.task.model.blocks[1][0].weight

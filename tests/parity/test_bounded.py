@@ -10,19 +10,25 @@ from typing import Any, ClassVar
 
 import pytest
 
-from paceline.cluster import Cluster
-from paceline.data import Feed
-from paceline.observe.schema import mistakes
+from paceline.data import TrainingFeed
+from paceline.job.cluster import Cluster
+from paceline.observe.metrics_schema import find_schema_errors
 from paceline.recipe import Recipe, Strategy, to_toml
-from paceline.sync import tree_pushes
-from paceline.sync.bounded import Bounded
-from paceline.sync.policy import Push, Ticket
+from paceline.session.fit_loop import fit
+from paceline.session.train_rank import build_sinks
+from paceline.sync import rule_builders
+from paceline.sync.server import gradient_push
+from paceline.sync.server.server_policies import BoundedStaleness, WorkerPush, WorkTicket
 from paceline.task import Task
 from paceline.testing import run_ranks
-from paceline.testing.parity import Trajectory, ended, make_task, run_oracle, run_strategy, session_of
-from paceline.training import rules
-from paceline.training.job import sinks
-from paceline.training.loop import fit
+from paceline.testing.parity import (
+    Trajectory,
+    build_test_session,
+    make_task,
+    run_oracle,
+    run_strategy,
+    trajectory_of,
+)
 
 STEPS = 16
 
@@ -62,7 +68,7 @@ ORDERED = (
 def in_one_order(cluster: Cluster, strategy: str, twin: bool) -> list[Trajectory]:
     """Reproducible runs; the twin's server adds the nodes of the tree from the last to the first."""
     if twin:
-        tree_pushes.tree_sum = lambda places, values: sum(values[-2::-1], start=values[-1])
+        gradient_push.tree_sum = lambda places, values: sum(values[-2::-1], start=values[-1])
     return [run_strategy(cluster, digits(strategy, reproducible=True, **changes)) for changes in ORDERED]
 
 
@@ -79,18 +85,18 @@ def test_under_reproducible_three_workers_have_the_bits_of_one_process(rule: str
         assert all(mine.distance(theirs) > 0.0 for mine, theirs in zip(twin, right, strict=True))
 
 
-class Ages(Bounded):
+class Ages(BoundedStaleness):
     """Notes how many clocks were missing in the parameters of a gradient, and how far others were ahead."""
 
     found: ClassVar[list[Any]] = []
 
-    def ticket(self, worker: int) -> Ticket | None:
+    def ticket(self, worker: int) -> WorkTicket | None:
         given = super().ticket(worker)
         if given is not None:
             Ages.found.append(("read", given.step - self.step))
         return given
 
-    def push(self, worker: int, push: Push) -> Sequence[Push] | None:
+    def push(self, worker: int, push: WorkerPush) -> Sequence[WorkerPush] | None:
         self.newest = max(getattr(self, "newest", 0), push.ticket.step)
         Ages.found.append(("newest", self.newest - push.ticket.step))
         return super().push(worker, push)
@@ -110,10 +116,10 @@ class Slow:
         return self._data[index]
 
 
-class LongRounds(Feed):
+class LongRounds(TrainingFeed):
     """Few pauses, so that workers can get ahead."""
 
-    def pause_after(self, step: int) -> int:
+    def next_pause(self, step: int) -> int:
         return min(self.num_steps, step + 8)
 
 
@@ -123,12 +129,12 @@ def slowed(cluster: Cluster, recipe: Recipe, slow: int, seconds: float = 0.003) 
 
 
 def with_slow_worker(cluster: Cluster, bounds: Sequence[str]) -> list[dict[str, Any]]:
-    rules.Bounded = Ages
+    rule_builders.BoundedStaleness = Ages
     found = []
     for bound in bounds:
         Ages.found = []
         recipe = digits(f"servers=1 sync=bounded:{bound}")
-        session = session_of(cluster, recipe, lambda r=recipe: slowed(cluster, r, 3))
+        session = build_test_session(cluster, recipe, lambda r=recipe: slowed(cluster, r, 3))
         session.feed = LongRounds(session.feed.work, session.feed.loader, STEPS)
         rounds = [stats.metrics for stats in session.rounds()]
         session.close()
@@ -159,11 +165,11 @@ def repeated(cluster: Cluster, folder: Path) -> tuple[Trajectory, Trajectory]:
         if cluster.global_rank == 0 and not replays:
             (folder / "recipe.toml").write_text(to_toml(recipe))
         slow, draw = 2 - replays, random.Random(cluster.global_rank + 10 * replays)
-        session = session_of(
+        session = build_test_session(
             cluster, recipe, lambda r=recipe, s=slow, d=draw: slowed(cluster, r, s, d.random() * 0.004)
         )
-        fit(session, None, [] if replays else sinks(session, folder, None))
-        ends.append(ended([], session))
+        fit(session, None, [] if replays else build_sinks(session, folder, None))
+        ends.append(trajectory_of([], session))
         session.close()
     return ends[0], ends[1]
 
@@ -176,7 +182,7 @@ def test_a_recorded_order_of_arrival_is_replayed_to_the_bit(tmp_path: Path) -> N
         assert all(bool((second.optimizer[n] == t).all()) for n, t in first.optimizer.items())
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     work = [record for record in records if record["event"] == "work"][-1]
-    assert mistakes(work) == [] and work["taken"] == work["applied"] == 60 * 2
+    assert find_schema_errors(work) == [] and work["taken"] == work["applied"] == 60 * 2
     assert sum(work["staleness"].values()) == work["applied"]
 
 

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.cluster import Cluster
 from paceline.errors import StrategyError, TaskError
-from paceline.layout.buffers import MicroBatchBuffers
+from paceline.job.cluster import Cluster
+from paceline.parallel.model_buffers import MicroBatchBuffers
 from paceline.recipe import Recipe, Strategy
+from paceline.session.build import build_session
 from paceline.task import Loss, Task
 from paceline.testing import run_ranks
 from paceline.testing.parity import CPU
-from paceline.training.build import build_session
-from paceline.verification.job import compare_with_oracle
+from paceline.verification.verify_on_rank import compare_with_oracle
 
 HOWS = {"*.seen": "sum", "1.first": "first"}
 STRATEGIES = ("replicas=2", "replicas=1 shard=2 zero=3", "replicas=1 pipeline=2", "replicas=2 lanes=2")
@@ -41,7 +41,7 @@ class Counting(nn.Module):
         return x
 
 
-def build(hows: dict[str, str] | None = None) -> Task:
+def build(buffer_reductions: dict[str, str] | None = None) -> Task:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), Counting(), nn.Linear(6, 5), Counting(), nn.Linear(5, 1))
     data = torch.randn(28, 4, generator=torch.Generator().manual_seed(1))
@@ -49,7 +49,7 @@ def build(hows: dict[str, str] | None = None) -> Task:
     def loss(model: nn.Module, batch: Tensor) -> Loss:
         return Loss(model(batch).square().sum(), len(batch))
 
-    return Task(model, data, loss, buffers=HOWS if hows is None else hows)
+    return Task(model, data, loss, buffers=HOWS if buffer_reductions is None else buffer_reductions)
 
 
 def recipe(strategy: str, **more: Any) -> Recipe:
@@ -111,7 +111,7 @@ def of_the_data(cluster: Cluster, strategies: tuple[str, ...], planted: bool = F
     torch.set_num_threads(1)
     if planted:
         plain = MicroBatchBuffers.change_since
-        setattr(MicroBatchBuffers, "moved_since", lambda self, b, n: plain(self, b) * n)  # noqa: B010
+        setattr(MicroBatchBuffers, "weighted_change_since", lambda self, b, n: plain(self, b) * n)  # noqa: B010
     found = []
     for strategy in strategies:
         task = build({"*.seen": "sum", "0.first": "first"})

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from paceline import ByGroup, Loss, Task
-from paceline.cluster import Cluster
 from paceline.errors import StrategyError, TaskError
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe, Strategy
 from paceline.testing import run_ranks
-from paceline.testing.parity import session_of
+from paceline.testing.parity import build_test_session
 
 pytestmark = pytest.mark.capability("J18")
 STEPS, SIZE, CLIP = 12, 12, 0.5
@@ -73,7 +73,7 @@ def plain(first: int = 0, last: int = 2) -> dict[str, Tensor]:
 def trained(cluster: Cluster, strategies: Sequence[str]) -> list[dict[str, Tensor]]:
     ends = []
     for words in strategies:
-        session = session_of(cluster, recipe(words), task)
+        session = build_test_session(cluster, recipe(words), task)
         for _ in session.rounds():
             pass
         ends.append({name: t.clone() for name, t in session.snapshot().tensors().items()})
@@ -100,7 +100,10 @@ def test_rules_that_have_changed_places_end_elsewhere() -> None:
 
 def test_a_run_goes_on_with_what_each_of_them_knows() -> None:
     whole = trained(Cluster.single(), ["replicas=1"])[0]
-    first, second = session_of(Cluster.single(), recipe(), task), session_of(Cluster.single(), recipe(), task)
+    first, second = (
+        build_test_session(Cluster.single(), recipe(), task),
+        build_test_session(Cluster.single(), recipe(), task),
+    )
     for _ in first.rounds():
         if first.state.step == 5:
             break
@@ -129,7 +132,7 @@ def refused(cluster: Cluster) -> str:
         return replace(made, optimizer=lambda _: ByGroup(*several))
 
     with pytest.raises(StrategyError) as error:
-        session_of(cluster, recipe("replicas=1 shard=2 zero=1"), own)
+        build_test_session(cluster, recipe("replicas=1 shard=2 zero=1"), own)
     return str(error.value)
 
 

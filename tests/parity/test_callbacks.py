@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.cluster import Cluster
 from paceline.errors import CheckpointError
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe, Strategy
-from paceline.stateful import plain_state, restored_state
+from paceline.session import Callback, Evaluation, Result, Session, fit, run_folder
+from paceline.state.stateful import state_from_json, state_to_json
 from paceline.testing import run_ranks
-from paceline.testing.parity import session_of
-from paceline.training import Callback, Evaluation, Result, Session, fit, run_folder
+from paceline.testing.parity import build_test_session
 
 STRATEGIES = (
     "replicas=2",
@@ -71,7 +71,7 @@ def digits(strategy: str, steps: int, **changes: Any) -> Recipe:
 
 
 def heard(cluster: Cluster, strategy: str) -> tuple[list[tuple[str, int]], Result]:
-    session, listener = session_of(cluster, digits(strategy, 12)), Listener(stop_at=6)
+    session, listener = build_test_session(cluster, digits(strategy, 12)), Listener(stop_at=6)
     session.listen([listener])
     result = fit(session)
     session.close()
@@ -97,12 +97,12 @@ def test_every_rank_hears_the_same_and_one_may_end_the_run_for_all() -> None:
 
 def test_its_state_goes_through_a_checkpoint(tmp_path: Path) -> None:
     def run(steps: int, resume: bool) -> Listener:
-        session = session_of(Cluster.single(), digits("replicas=1", steps, run_dir=str(tmp_path)))
+        session = build_test_session(Cluster.single(), digits("replicas=1", steps, run_dir=str(tmp_path)))
         listener = Listener()
         session.listen([listener])
-        folder = run_folder.prepare(session, tmp_path if resume else None)
+        folder = run_folder.prepare_folder(session, tmp_path if resume else None)
         if resume:
-            run_folder.restore(session, folder)
+            run_folder.restore_run(session, folder)
         fit(session, folder)
         session.close()
         return listener
@@ -114,10 +114,10 @@ def test_its_state_goes_through_a_checkpoint(tmp_path: Path) -> None:
 
 def test_what_a_scheduler_keeps_comes_back_as_it_was() -> None:
     kept = {"milestones": Counter({3: 1, 7: 2}), "best": float("inf"), "lrs": [0.1, 1e-7], "none": None}
-    found = restored_state(plain_state("scheduler", kept))
+    found = state_from_json(state_to_json("scheduler", kept))
     assert found == kept | {"milestones": {3: 1, 7: 2}}
     with pytest.raises(CheckpointError, match=r"'mine\.f' is function"):
-        plain_state("mine", {"f": lambda: None})
+        state_to_json("mine", {"f": lambda: None})
 
 
 def test_the_best_checkpoint_is_saved_when_it_is_found_and_goes_on(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_the_best_checkpoint_is_saved_when_it_is_found_and_goes_on(tmp_path: Pat
         checkpoint={"keep": 1, "keep_best": 1},
         optimizer={"lr": 0.5},
     )
-    session = session_of(Cluster.single(), recipe)
+    session = build_test_session(Cluster.single(), recipe)
     scores: dict[int, float] = {}
 
     class Scores(Callback):
@@ -137,12 +137,12 @@ def test_the_best_checkpoint_is_saved_when_it_is_found_and_goes_on(tmp_path: Pat
             scores[evaluation.step] = evaluation.metrics["accuracy"]
 
     session.listen([Scores()])
-    result = fit(session, run_folder.prepare(session, None))
+    result = fit(session, run_folder.prepare_folder(session, None))
     session.close()
     best = max(scores, key=lambda step: (scores[step], step))
     assert result.best is not None and f"step-{best:08d}" in result.best
-    again = session_of(Cluster.single(), recipe)
-    run_folder.prepare(again, tmp_path)
-    assert run_folder.restore(again, tmp_path / "checkpoints" / "best") == Path(result.best).name
+    again = build_test_session(Cluster.single(), recipe)
+    run_folder.prepare_folder(again, tmp_path)
+    assert run_folder.restore_run(again, tmp_path / "checkpoints" / "best") == Path(result.best).name
     assert again.state.step == best
     again.close()

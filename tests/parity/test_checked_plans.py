@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline import Loss, Task
-from paceline.cluster import Cluster
 from paceline.errors import TaskError
-from paceline.layout.tensor import PlanEntry
+from paceline.job.cluster import Cluster
+from paceline.parallel.tensor import TensorPlanEntry
 from paceline.recipe import Recipe, Strategy
+from paceline.session import build
+from paceline.session.partition_check import modules_to_compare
 from paceline.testing import run_ranks
-from paceline.testing.parity import session_of
-from paceline.training import build
-from paceline.training.check_plan import parts_of
+from paceline.testing.parity import build_test_session
 
 
 class Between(nn.Module):
@@ -62,7 +62,7 @@ def loss(model: nn.Module, batch: Any) -> Loss:
 def trained(cluster: Cluster, between: str, strategy: str, checks: bool) -> list[float] | str:
     """The losses of three steps, or what was said."""
     if not checks:
-        build.check_plan = lambda *_: None
+        build.check_tensor_plan = lambda *_: None
     recipe = Recipe(
         task="own",
         steps=3,
@@ -71,7 +71,7 @@ def trained(cluster: Cluster, between: str, strategy: str, checks: bool) -> list
         strategy=Strategy.parse(strategy),
     )
     try:
-        session = session_of(cluster, recipe, lambda: task_of(between))
+        session = build_test_session(cluster, recipe, lambda: task_of(between))
     except TaskError as error:
         return str(error)
     found = [stats.loss for stats in session.rounds()]
@@ -112,5 +112,7 @@ def test_what_is_refused_would_train_something_else() -> None:
     ],
 )
 def test_parts_are_where_results_are_whole_again(entries: list[str], parts: list[str]) -> None:
-    found = parts_of([PlanEntry(name, nn.Identity(), word) for name, word in map(str.split, entries)])
+    found = modules_to_compare(
+        [TensorPlanEntry(name, nn.Identity(), word) for name, word in map(str.split, entries)]
+    )
     assert found == parts

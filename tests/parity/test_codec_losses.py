@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.cluster import Cluster
 from paceline.comm.collectives import CodedCollective, Collective
+from paceline.job.cluster import Cluster
+from paceline.parallel.session_context import Components
 from paceline.recipe import Recipe, Strategy
+from paceline.session.evaluation import evaluate
 from paceline.testing import run_ranks
-from paceline.testing.parity import session_of
-from paceline.training.arrange import Pieces
-from paceline.training.evaluation import evaluate
+from paceline.testing.parity import build_test_session
 
 SEEDS = (1, 2)
 FORGETS = "topk:0.01, no feedback"
@@ -40,7 +40,7 @@ def recipe(codec: str, seed: int) -> Recipe:
 def forget(path: Collective) -> Collective:
     """Keep nothing of what coding loses."""
     if isinstance(path, CodedCollective):
-        path.codec.loses = False
+        path.codec.needs_error_feedback = False
     return path
 
 
@@ -49,9 +49,9 @@ def held_out_losses(cluster: Cluster, words: list[str]) -> dict[str, list[float]
     torch.set_num_threads(1)
     found: dict[str, list[float]] = {word: [] for word in words}
     for word, losses in found.items():
-        pieces: Any = Pieces(collective=forget) if word == FORGETS else None
+        pieces: Any = Components(collective=forget) if word == FORGETS else None
         for seed in SEEDS:
-            session = session_of(cluster, recipe(word.partition(",")[0], seed), pieces=pieces)
+            session = build_test_session(cluster, recipe(word.partition(",")[0], seed), pieces=pieces)
             for _ in session.rounds():
                 pass
             answer = evaluate(session)

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.cluster import Cluster
 from paceline.errors import StrategyError
-from paceline.layout.placement import Held, TensorPlan
+from paceline.job.cluster import Cluster
+from paceline.parallel import session_context
+from paceline.parallel.placement import TensorPlacement, TensorTransform
 from paceline.recipe import Recipe, Strategy
 from paceline.task import Loss, Task
 from paceline.testing import run_ranks
-from paceline.testing.parity import CPU, session_of
-from paceline.training import arrange
+from paceline.testing.parity import CPU, build_test_session
 from paceline.verification import compare_with_oracle
 
 
@@ -51,7 +51,7 @@ def recipe(strategy: str) -> Recipe:
 def test_running_statistics_move_once_however_many_ranks_compute_them(strategy: str, ranks: int) -> None:
     def verified(cluster: Cluster, everybody: bool) -> tuple[bool, str]:
         if everybody:  # the twin
-            arrange.Setting.reports = property(lambda self: True)
+            session_context.SessionContext.reports = property(lambda self: True)
         report = compare_with_oracle(recipe(strategy), build(), cluster, CPU, 3)
         return report.ok, str(report.failure)
 
@@ -76,15 +76,17 @@ def test_a_gradient_that_is_zero_but_for_rounding_raises_no_alarm() -> None:
 @pytest.mark.capability("E2")
 def test_a_sum_over_ranks_that_hold_other_pieces_is_an_error() -> None:
     def refused(cluster: Cluster) -> str:
-        cut = TensorPlan.cut
+        cut = TensorTransform.cut
 
-        def summed_too(self: TensorPlan, held: Held, coordinate: int) -> Held | None:
+        def summed_too(
+            self: TensorTransform, held: TensorPlacement, coordinate: int
+        ) -> TensorPlacement | None:
             found = cut(self, held, coordinate)
             return found and replace(found, sums=("tensor", *found.sums))
 
-        TensorPlan.cut = summed_too
+        TensorTransform.cut = summed_too
         with pytest.raises(StrategyError, match="is to be summed over tensor, replica, shard"):
-            session_of(cluster, recipe("replicas=1 tensor=2"), build)
+            build_test_session(cluster, recipe("replicas=1 tensor=2"), build)
         return "refused"
 
     assert run_ranks(refused, 2) == ["refused"] * 2

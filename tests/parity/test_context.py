@@ -15,17 +15,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from paceline.cluster import Cluster
 from paceline.errors import RecipeError, StrategyError, TaskError
-from paceline.layout.context import attention
-from paceline.layout.context.attention import OverAllRanks
+from paceline.job.cluster import Cluster
 from paceline.models import positions
+from paceline.parallel.context import context_attention
+from paceline.parallel.context.context_attention import ContextParallelMode
 from paceline.recipe import Recipe, Strategy
-from paceline.task import CutPositions, Loss, Task
+from paceline.session import build_session, evaluate, partition_check
+from paceline.task import Loss, PositionSlicer, Task
 from paceline.tasks.byte_gpt import next_token_loss
 from paceline.testing import run_ranks
-from paceline.testing.parity import CPU, make_task, session_of
-from paceline.training import build_session, check_sequences, evaluate
+from paceline.testing.parity import CPU, build_test_session, make_task
 from paceline.verification import compare_with_oracle
 from tests.texts import SMALL_TEXT
 
@@ -54,7 +54,7 @@ def verified(cluster: Cluster, of: Recipe) -> str:
 
 
 def score(cluster: Cluster, of: Recipe) -> tuple[float, float]:
-    found = evaluate(session_of(cluster, of))
+    found = evaluate(build_test_session(cluster, of))
     assert found is not None
     return found.loss, found.num_items
 
@@ -124,7 +124,7 @@ def llama() -> Task:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "initializer_range": 0.1}
     config = LlamaConfig(vocab_size=64, num_attention_heads=4, num_key_value_heads=2, **sizes)
 
-    def pairs(tokens: Tensor, part: CutPositions) -> dict[str, Tensor]:
+    def pairs(tokens: Tensor, part: PositionSlicer) -> dict[str, Tensor]:
         places = torch.arange(tokens.shape[1] - 1).expand(len(tokens), -1)
         return {"in": part(tokens[:, :-1], 1), "out": part(tokens[:, 1:], 1), "at": part(places, 1)}
 
@@ -152,7 +152,7 @@ def test_a_llama_trains_as_one_process() -> None:
     assert run_ranks(run, 2) == ["", ""]
 
 
-def begins_at_zero(self: OverAllRanks, x: Tensor, dim: int) -> Tensor:
+def begins_at_zero(self: ContextParallelMode, x: Tensor, dim: int) -> Tensor:
     """The positions of a model that does not know that it sees a part."""
     return torch.arange(x.shape[dim], device=x.device)
 
@@ -170,16 +170,16 @@ def test_broken_twins_are_found() -> None:
     def broken(cluster: Cluster) -> list[bool]:
         of, found = recipe("replicas=1 context=2", positions="learned").replace(steps=2), list[bool]()
         task = make_task(of)
-        at_zero = {**attention._INSTEAD, positions: begins_at_zero}
+        at_zero = {**context_attention._INSTEAD, positions: begins_at_zero}
         for instead, loss, why in (
             (at_zero, task.loss, "returns something else than on the whole"),
-            (attention._INSTEAD, counted_on_both, "the count of the loss of the first sample"),
+            (context_attention._INSTEAD, counted_on_both, "the count of the loss of the first sample"),
         ):
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(attention, "_INSTEAD", instead)
+                patch.setattr(context_attention, "_INSTEAD", instead)
                 with pytest.raises(TaskError, match=why):
                     build_session(of, replace(make_task(of), loss=loss), cluster, CPU)
-                patch.setattr(check_sequences, "_of_values", lambda *args: None)
+                patch.setattr(partition_check, "_compare_values", lambda *args: None)
                 twin = replace(make_task(of), loss=loss)
                 found.append(compare_with_oracle(of, twin, cluster, CPU, 2).ok)
         return found

@@ -8,24 +8,24 @@ from typing import Any
 
 import pytest
 
-from paceline.cluster import Cluster
 from paceline.errors import TaskError
-from paceline.layout.context import attention
-from paceline.layout.placement import Held, Sequences
+from paceline.job.cluster import Cluster
 from paceline.models import positions
+from paceline.parallel.context import context_attention
+from paceline.parallel.placement import ContextTransform, TensorPlacement
 from paceline.recipe import Recipe
+from paceline.session import OwnLoop, build_session, partition_check
+from paceline.session.fit_loop import fitting
 from paceline.tasks.byte_gpt import next_token_loss
 from paceline.testing import run_ranks
-from paceline.testing.parity import CPU, make_task, session_of
-from paceline.training import OwnLoop, build_session, check_sequences
-from paceline.training.loop import fitting
+from paceline.testing.parity import CPU, build_test_session, make_task
 from paceline.verification import compare_with_oracle
 from tests.parity.test_context import begins_at_zero, recipe, score, verified
 
 STAGES = "replicas=1 context=2 pipeline=2 schedule=1f1b"
 
 
-def summed_by_itself(self: Sequences, held: Held, coordinate: int) -> Held:
+def summed_by_itself(self: ContextTransform, held: TensorPlacement, coordinate: int) -> TensorPlacement:
     """A cut that forgets to sum over the ranks that run other positions."""
     return replace(held, counts=held.counts and coordinate == 0)
 
@@ -43,13 +43,15 @@ def test_stages_train_on_parts_of_sequences_as_one_process() -> None:
     def run(cluster: Cluster) -> tuple[list[str], tuple[float, float], list[bool]]:
         right, found = [verified(cluster, of), verified(cluster, again)], list[bool]()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Sequences, "cut", summed_by_itself)
+            patch.setattr(ContextTransform, "cut", summed_by_itself)
             found.append(compare_with_oracle(of, make_task(of), cluster, CPU, 1).ok)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(attention, "_INSTEAD", {**attention._INSTEAD, positions: begins_at_zero})
+            patch.setattr(
+                context_attention, "_INSTEAD", {**context_attention._INSTEAD, positions: begins_at_zero}
+            )
             with pytest.raises(TaskError, match="returns something else than on the whole"):
                 build_session(of, make_task(of), cluster, CPU)
-            patch.setattr(check_sequences, "_of_values", lambda *args: None)
+            patch.setattr(partition_check, "_compare_values", lambda *args: None)
             found.append(compare_with_oracle(of, make_task(of), cluster, CPU, 1).ok)
         return right, score(cluster, of), found
 
@@ -70,7 +72,7 @@ def by_hand(own: Any) -> None:
 def looped(cluster: Cluster, of: Recipe) -> float:
     """The loss that an own loop finds inside its body, after two steps."""
     losses = []
-    session = session_of(cluster, of)
+    session = build_test_session(cluster, of)
     with fitting(session, None, ()) as found:
         loop = OwnLoop(session, found)
         for batch in loop.batches():

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.cluster import Cluster
 from paceline.errors import TaskError
-from paceline.layout.digest import state_sha256
+from paceline.job.cluster import Cluster
+from paceline.parallel.state_hash import state_sha256
 from paceline.recipe import Recipe, Strategy
 from paceline.task import Loss, Task
 from paceline.testing import run_ranks
-from paceline.testing.parity import session_of
+from paceline.testing.parity import build_test_session
 
 
 def build(*between: nn.Module, draws: bool = False) -> Task:
@@ -44,7 +44,7 @@ def recipe(strategy: str, *, reproducible: bool = True, shards: int = 4) -> Reci
 def hashes(cluster: Cluster, strategies: tuple[str, ...], draws: bool) -> dict[str, str]:
     found = {}
     for strategy in strategies:
-        session = session_of(cluster, recipe(strategy), lambda: build(draws=draws))
+        session = build_test_session(cluster, recipe(strategy), lambda: build(draws=draws))
         list(session.rounds())
         found[strategy] = state_sha256(session.snapshot().tensors())
         session.close()
@@ -64,7 +64,7 @@ def test_short_tails_and_foreign_draws_keep_the_bits(draws: bool) -> None:
 def test_a_norm_over_one_sample_is_one_sentence() -> None:
     def said(cluster: Cluster) -> str:
         one_each = recipe("replicas=2", reproducible=False, shards=8)
-        session = session_of(cluster, one_each, lambda: build(nn.BatchNorm1d(4)))
+        session = build_test_session(cluster, one_each, lambda: build(nn.BatchNorm1d(4)))
         with pytest.raises(TaskError, match="has too few values for a norm over the batch"):
             list(session.rounds())
         session.abort()

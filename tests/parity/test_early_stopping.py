@@ -10,16 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline.checkpoint import Files, Shelf
-from paceline.cluster import Cluster
+from paceline.checkpoint.catalog import CheckpointCatalog
+from paceline.checkpoint.storage import StorageFolder
 from paceline.errors import RecipeError
+from paceline.job.cluster import Cluster
 from paceline.recipe import EvaluateRecipe, Recipe
+from paceline.session import fit, run_folder
+from paceline.session.early_stopping import EvaluationScores
+from paceline.session.evaluation import Evaluation
 from paceline.task import Loss, Task
 from paceline.testing import run_ranks
-from paceline.testing.parity import session_of
-from paceline.training import fit, run_folder
-from paceline.training.early import BestSoFar
-from paceline.training.evaluation import Evaluation
+from paceline.testing.parity import build_test_session
 
 EVERY = {"every_steps": 5, "metric": "accuracy", "better": "higher", "patience": 3}
 
@@ -70,10 +71,10 @@ class Heard:
 
 
 def run(cluster: Cluster, recipe: Recipe, resume: bool = False) -> tuple[int, list[tuple[str, Any]]]:
-    session, heard = session_of(cluster, recipe, separable), Heard()
+    session, heard = build_test_session(cluster, recipe, separable), Heard()
     folder = Path(str(recipe.run_dir))
     if resume:
-        run_folder.restore(session, folder)
+        run_folder.restore_run(session, folder)
     result = fit(session, folder, [heard] if session.is_first else [])
     told = [e for e in heard.events if e[0] in ("evaluation", "early-stop")]
     return result.steps, told
@@ -93,7 +94,7 @@ def test_a_run_ends_after_its_patience_on_any_number_of_ranks_and_after_a_resume
     half, _ = run(Cluster.single(), recipe_of(tmp_path / "half", steps=steps - 7))
     assert half == steps - 7
     assert run(Cluster.single(), recipe_of(tmp_path / "half"), resume=True)[0] <= steps
-    shelf = Shelf.look(Files(str(tmp_path / "one" / "checkpoints")))
+    shelf = CheckpointCatalog.look(StorageFolder(str(tmp_path / "one" / "checkpoints")))
     assert max(values[kept.step] for kept in shelf.whole) == end["best"]
 
 
@@ -101,16 +102,18 @@ def test_patience_counts_evaluations_since_the_best() -> None:
     def at(step: int, value: float) -> Evaluation:
         return Evaluation(step, value, {"f1": value}, 1, 1.0)
 
-    lower = BestSoFar(EvaluateRecipe(every_steps=1, patience=2), {})
+    lower = EvaluationScores(EvaluateRecipe(every_steps=1, patience=2), {})
     over = [
         (lower.add(at(step, v)), lower.is_over())[1] for step, v in enumerate([3.0, 2.0, 2.5, 1.0, 1.0, 1.5])
     ]
     assert over == [False, False, False, False, False, True]
-    higher = BestSoFar(EvaluateRecipe(every_steps=1, patience=1, metric="f1", better="higher"), {0: -0.5})
+    higher = EvaluationScores(
+        EvaluateRecipe(every_steps=1, patience=1, metric="f1", better="higher"), {0: -0.5}
+    )
     assert higher.add(at(1, 0.7)) == -0.7 and not higher.is_over()
     higher.add(at(2, 0.6))
     assert higher.is_over() and higher.record(2)["best"] == 0.7
     with pytest.raises(RecipeError, match="no metric 'auc'; it has loss, f1"):
-        BestSoFar(EvaluateRecipe(metric="auc"), {}).add(at(1, 1.0))
+        EvaluationScores(EvaluateRecipe(metric="auc"), {}).add(at(1, 1.0))
     with pytest.raises(RecipeError, match="expected only with every_steps"):
         EvaluateRecipe(patience=3)

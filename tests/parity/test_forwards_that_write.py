@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.cluster import Cluster
 from paceline.errors import TaskError
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe, Strategy
 from paceline.task import Loss, Task
 from paceline.testing import run_ranks
-from paceline.testing.failures import RanksFailed
-from paceline.testing.parity import run_strategy, session_of
+from paceline.testing.parity import build_test_session, run_strategy
+from paceline.testing.rank_processes import RanksFailed
 
 SAYS = "the forward changes the parameter '0.weight', as max_norm"
 STAGES = ("replicas=1 pipeline=2", "replicas=1 pipeline=2 schedule=1f1b")
@@ -52,7 +52,7 @@ def recipe(strategy: str, shards: int = 4) -> Recipe:
 def said(cluster: Cluster, strategies: tuple[str, ...], max_norm: float | None) -> dict[str, str]:
     found = {}
     for strategy in strategies:
-        session = session_of(cluster, recipe(strategy), lambda: build(max_norm))
+        session = build_test_session(cluster, recipe(strategy), lambda: build(max_norm))
         try:
             found[strategy] = f"{len(list(session.rounds()))} rounds"
         except TaskError as error:
@@ -81,7 +81,7 @@ def test_a_stage_refuses_it_too(strategy: str) -> None:
 
 
 def said_or_raised(cluster: Cluster, strategy: str) -> None:
-    list(session_of(cluster, recipe(strategy), build).rounds())
+    list(build_test_session(cluster, recipe(strategy), build).rounds())
 
 
 @pytest.mark.capability("Z10")
@@ -96,7 +96,7 @@ def test_alone_with_the_whole_batch_it_is_that_of_a_plain_loop() -> None:
     (found,) = run_ranks(lambda cluster: run_strategy(cluster, recipe("replicas=1", 1), build).parameters, 1)
     task = build()
     optimizer = torch.optim.SGD(task.model.parameters(), lr=0.1)
-    session = session_of(Cluster.single(), recipe("replicas=1", 1), build)
+    session = build_test_session(Cluster.single(), recipe("replicas=1", 1), build)
     for step in range(3):
         (micro_batch,) = session.work.micro_batches(step)
         x = torch.stack([task.data[int(i)] for i in micro_batch.indices])

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline import Loss, Task
-from paceline.cluster import Cluster
 from paceline.errors import TaskError
-from paceline.layout.placement import even_span
-from paceline.layout.tensor import cuts_of, entries_of, exchange
+from paceline.job.cluster import Cluster
 from paceline.models import GPT, GPT_TENSOR_PLAN, GPTConfig
+from paceline.parallel.placement import even_span
+from paceline.parallel.tensor import mappings, plan_tensor_cuts, resolve_tensor_plan
 from paceline.recipe import Recipe, Strategy
 from paceline.testing import run_ranks
-from paceline.testing.parity import CPU, session_of
+from paceline.testing.parity import CPU, build_test_session
 from paceline.verification import compare_with_oracle
 
 RANKS = 3
@@ -52,7 +52,7 @@ def recipe() -> Recipe:
 
 def bytes_of_weights(cluster: Cluster) -> int:
     """What this rank holds of the layers."""
-    held = session_of(cluster, recipe(), build).placed.holding.computes
+    held = build_test_session(cluster, recipe(), build).runner.sharded_model.computes
     return sum(p.nbytes for slot, p in held.items() if not slot.name.startswith("1."))
 
 
@@ -69,7 +69,7 @@ def test_a_column_by_itself_is_that_of_one_process() -> None:
         wrong = "" if report.ok and report.steps == 4 else f"{report.failure} {report.diagnosis}"
         held = bytes_of_weights(cluster)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(exchange, "summed", not_summed)
+            patch.setattr(mappings, "summed", not_summed)
             broken = compare_with_oracle(recipe(), build(), cluster, CPU, 1)
         return wrong, held, broken.ok
 
@@ -88,4 +88,4 @@ def test_a_block_by_positions_takes_no_gathered_layer() -> None:
     model = GPT(GPTConfig(heads=2, width=8, layers=1))
     plan = {**GPT_TENSOR_PLAN, "blocks.*": "sequence", "feed_forward.expand": "gathered"}
     with pytest.raises(TaskError, match=r"the outputs of 'blocks\.0\.feed_forward\.expand'"):
-        cuts_of(entries_of({**plan, "feed_forward.project": "whole"}, model), 2)
+        plan_tensor_cuts(resolve_tensor_plan({**plan, "feed_forward.project": "whole"}, model), 2)

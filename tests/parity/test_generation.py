@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import paceline
-from paceline.cluster import Cluster
 from paceline.errors import StrategyError
+from paceline.job.cluster import Cluster
 from paceline.models import generate
 from paceline.recipe import Recipe
 from paceline.testing import run_ranks
-from paceline.testing.parity import session_of
+from paceline.testing.parity import build_test_session
 from tests.parity.test_products import gpt
 from tests.texts import SMALL_TEXT
 
@@ -22,7 +22,7 @@ HOW = {"context": 16, "temperature": 0.8, "top_p": 0.9}
 
 def texts(cluster: Cluster, recipe: Recipe) -> tuple[list[int], list[int], bool]:
     """After three steps, of the ranks together and of the whole model on this rank; and whether it trains."""
-    session = session_of(cluster, recipe)
+    session = build_test_session(cluster, recipe)
     rounds = session.rounds()
     for _ in range(3):
         next(rounds)
@@ -59,7 +59,7 @@ def test_ranks_together_write_what_the_whole_model_writes(strategy: str) -> None
 
 def test_a_text_grows_by_one_position_so_a_context_is_refused() -> None:
     def refused(cluster: Cluster) -> str:
-        session = session_of(cluster, gpt("replicas=1 context=2", options=OPTIONS))
+        session = build_test_session(cluster, gpt("replicas=1 context=2", options=OPTIONS))
         with pytest.raises(StrategyError) as error:
             paceline.generate(session, PROMPT, 1, context=16, generator=torch.Generator())
         return error.value.what

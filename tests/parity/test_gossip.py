@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from torch import nn
 
-from paceline.cluster import Cluster
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe, Strategy
+from paceline.session import evaluate
 from paceline.testing import run_ranks
 from paceline.testing.contracts import RuleContract
-from paceline.testing.contracts.layout import whole
-from paceline.testing.parity import Trajectory, run_oracle, session_of
-from paceline.training import evaluate
+from paceline.testing.contracts.training_contracts import whole_trajectory
+from paceline.testing.parity import Trajectory, build_test_session, run_oracle
 
 STEPS, BOUND = 24, 2
 
@@ -34,8 +34,8 @@ def digits(strategy: str, **changes: Any) -> Recipe:
 
 
 def of_a_pair(cluster: Cluster) -> Trajectory:
-    session = session_of(cluster, digits("sync=gossip:0"))
-    return whole([stats.loss for stats in session.rounds()], session)
+    session = build_test_session(cluster, digits("sync=gossip:0"))
+    return whole_trajectory([stats.loss for stats in session.rounds()], session)
 
 
 @pytest.mark.capability("I2", "I4", clause="without a server: two replicas at S = 0 are every-step")
@@ -51,8 +51,10 @@ class TestGossip(RuleContract):
 
 
 def alone(cluster: Cluster) -> list[Trajectory]:
-    sessions = [session_of(cluster, digits(f"replicas=1 sync={sync}")) for sync in ("every-step", "gossip:2")]
-    return [whole([stats.loss for stats in session.rounds()], session) for session in sessions]
+    sessions = [
+        build_test_session(cluster, digits(f"replicas=1 sync={sync}")) for sync in ("every-step", "gossip:2")
+    ]
+    return [whole_trajectory([stats.loss for stats in session.rounds()], session) for session in sessions]
 
 
 def test_one_replica_alone_has_the_bits_of_every_step() -> None:
@@ -61,16 +63,16 @@ def test_one_replica_alone_has_the_bits_of_every_step() -> None:
 
 
 def with_a_slow_one(cluster: Cluster) -> dict[str, Any]:
-    session = session_of(cluster, digits(f"sync=gossip:{BOUND}"))
+    session = build_test_session(cluster, digits(f"sync=gossip:{BOUND}"))
 
     def wait(module: nn.Module, inputs: Any) -> None:
         time.sleep(0.01 * (cluster.global_rank == 1))
 
-    session.placed.holding.model.register_forward_pre_hook(wait)
+    session.runner.sharded_model.model.register_forward_pre_hook(wait)
     rounds = list(session.rounds())
-    weight, sent = session.rule.purse.weight, session.net.ledger.rows["send", "channel"].calls
+    weight, sent = session.rule.push_sum.weight, session.net.ledger.rows["send", "channel"].calls
     sums = session.net.ledger.rows["all_reduce", "world"].calls
-    end = whole([stats.loss for stats in rounds], session)
+    end = whole_trajectory([stats.loss for stats in rounds], session)
     session.close()
     return {"rounds": [stats.metrics for stats in rounds], "weight": weight, "sent": sent, "end": end,
             "sums": sums, "samples": sum(stats.num_samples for stats in rounds)}  # fmt: skip
@@ -92,15 +94,15 @@ def test_a_slow_replica_is_never_more_than_the_bound_late_and_all_end_alike() ->
 
 def asked_to_stop(cluster: Cluster, slow: int) -> tuple[int, float, float]:
     """Rank 1 is asked in its tenth step; one rank is slower than the others."""
-    session = session_of(cluster, digits(f"sync=gossip:{BOUND}"))
+    session = build_test_session(cluster, digits(f"sync=gossip:{BOUND}"))
     session.feed = replace(session.feed, intervals=(), num_steps=40_000)
-    session.placed.holding.model.register_forward_pre_hook(
+    session.runner.sharded_model.model.register_forward_pre_hook(
         lambda module, inputs: time.sleep(0.01 * (cluster.global_rank == slow))
     )
     if cluster.global_rank == 1:
         session.rule._stop_requested = session.rule.inner._stop_requested = lambda: session.state.step >= 10
     stops = [stats.stops for stats in session.rounds()]
-    state, weight = session.state, session.rule.purse.weight
+    state, weight = session.state, session.rule.push_sum.weight
     assert weight == 3.0  # nothing is under way
     return state.step, float(session.sum(state.step)), stops[-1]
 
@@ -118,7 +120,7 @@ def learned(cluster: Cluster, strategies: tuple[str, ...], seeds: tuple[int, ...
     found: dict[str, list[float]] = {}
     for strategy in strategies:
         for seed in seeds:
-            session = session_of(cluster, digits(strategy, seed=seed, steps=160))
+            session = build_test_session(cluster, digits(strategy, seed=seed, steps=160))
             for _ in session.rounds():
                 pass
             evaluation = evaluate(session)

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.cluster import Cluster
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe, Strategy
+from paceline.session import evaluate
 from paceline.testing import run_ranks
-from paceline.testing.parity import session_of
-from paceline.training import evaluate
+from paceline.testing.parity import build_test_session
 
 SMALL = {"context": 32, "layers": 1, "heads": 2, "width": 32, "train_tokens": 2**16, "held_out_tokens": 2**13}
 LARGER = {
@@ -60,7 +60,7 @@ def losses(
     found: dict[Run, list[float]] = {}
     for run in runs:
         for seed in seeds:
-            session = session_of(cluster, recipe_of(run[0], options, run[1], seed))
+            session = build_test_session(cluster, recipe_of(run[0], options, run[1], seed))
             list(session.rounds())
             evaluation = evaluate(session)
             assert evaluation is not None

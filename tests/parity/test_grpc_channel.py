@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from paceline.cluster import Cluster
+from paceline.comm.channel import grpc_connect
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe, Strategy
 from paceline.testing import run_ranks
-from paceline.testing.parity import Trajectory, ended, session_of
-from paceline.training import grpc_lines
+from paceline.testing.parity import Trajectory, build_test_session, trajectory_of
 from tests.bad_line import BadLine
 
 pytestmark = pytest.mark.capability("G12", "B4")
@@ -30,9 +30,9 @@ def digits(strategy: str) -> Recipe:
 
 
 def trained(cluster: Cluster, strategy: str) -> tuple[Trajectory, dict[str, Any]]:
-    session = session_of(cluster, digits(strategy))
+    session = build_test_session(cluster, digits(strategy))
     losses = [stats.loss for stats in session.rounds()]
-    found = ended(losses, session), getattr(session.rule, "ledger", None)
+    found = trajectory_of(losses, session), getattr(session.rule, "ledger", None)
     session.close()
     return found[0], found[1].record() if found[1] else {}
 
@@ -41,7 +41,7 @@ def over_bad_lines(cluster: Cluster, strategy: str) -> tuple[Trajectory, dict[st
     """Every rank calls the others over lines that break; how many did."""
     with ExitStack() as lines:
         made: list[BadLine] = []
-        plain = grpc_lines.places_of
+        plain = grpc_connect.share_addresses
 
         def places(*arguments: Any) -> list[str]:
             found = []
@@ -52,9 +52,9 @@ def over_bad_lines(cluster: Cluster, strategy: str) -> tuple[Trajectory, dict[st
                 found.append(f"{made[-1].port} {rest}")
             return found
 
-        grpc_lines.places_of = places
+        grpc_connect.share_addresses = places
         found, ledger = trained(cluster, strategy)
-        grpc_lines.places_of = plain
+        grpc_connect.share_addresses = plain
         return found, ledger, sum(line.num_broken for line in made)
 
 

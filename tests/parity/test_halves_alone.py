@@ -10,20 +10,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.checkpoint import Files
-from paceline.cluster import Cluster
+from paceline.checkpoint.storage import StorageFolder
 from paceline.comm import GradientSink
 from paceline.data import LoadedBatch
-from paceline.layout import Placed, Sums
-from paceline.layout.digest import find_divergence
+from paceline.job.cluster import Cluster
+from paceline.parallel import LossSums, ModelRunner
+from paceline.parallel.state_hash import find_divergence
 from paceline.recipe import Recipe
-from paceline.slot import Slot
+from paceline.session import Session, checkpointing
+from paceline.state.slot import TensorSlot
 from paceline.sync import update
-from paceline.sync.update import Updating
+from paceline.sync.update import PendingUpdate
 from paceline.testing import run_ranks
-from paceline.testing.contracts.layout import whole
-from paceline.testing.parity import Trajectory, session_of
-from paceline.training import Session, saving
+from paceline.testing.contracts.training_contracts import whole_trajectory
+from paceline.testing.parity import Trajectory, build_test_session
 from tests.parity.test_local_spread import digits, gpt
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.capability("K1", "I6")]
@@ -38,13 +38,15 @@ SGD = {"name": "sgd", "lr": 0.05, "momentum": 0.9, "clip_norm": 0.5}
 class Overflowing:
     """A layout in which a gradient of this rank overflows in one step."""
 
-    def __init__(self, inner: Placed, at_run: int, axes: Collection[str]) -> None:
+    def __init__(self, inner: ModelRunner, at_run: int, axes: Collection[str]) -> None:
         self._inner, self._left, self._axes = inner, at_run, axes
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def run(self, micro_batches: Iterable[LoadedBatch], count: int, sink: GradientSink, scale: float) -> Sums:
+    def run(
+        self, micro_batches: Iterable[LoadedBatch], count: int, sink: GradientSink, scale: float
+    ) -> LossSums:
         """As the inner layout."""
         self._left -= 1
         sink = _Spoilt(sink, self._axes) if self._left == -1 else sink
@@ -63,7 +65,7 @@ class _Spoilt:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._sink, name)
 
-    def ready(self, slot: Slot, grad: Tensor | None) -> None:
+    def ready(self, slot: TensorSlot, grad: Tensor | None) -> None:
         spoils = grad is not None and not self._is_done and self._axes <= {*slot.axes}
         self._is_done = self._is_done or spoils
         self._sink.ready(slot, torch.full_like(grad, float("inf")) if spoils and grad is not None else grad)
@@ -72,7 +74,7 @@ class _Spoilt:
 def overflow(session: Session, step: int) -> None:
     """Let a gradient of this rank overflow in a step."""
     cut = ["tensor"] if session.mesh.axes["tensor"].size > 1 else []
-    session.placed = Overflowing(session.placed, step, cut)
+    session.runner = Overflowing(session.runner, step, cut)
 
 
 class Step(NamedTuple):
@@ -90,11 +92,11 @@ def run(
     """Where each ends, and all steps of this rank; `overflows`: by rank, in which step."""
     found = []
     for recipe in recipes:
-        session, seen = session_of(cluster, recipe), list[Step]()
+        session, seen = build_test_session(cluster, recipe), list[Step]()
         if cluster.global_rank in overflows:
             overflow(session, overflows[cluster.global_rank])
 
-        def see(record: Updating, seen: list[Step] = seen) -> None:
+        def see(record: PendingUpdate, seen: list[Step] = seen) -> None:
             assert record.update is not None
             state = record.state
             seen.append(Step(state.step, record.update.applied, state.scale.value, state.updates))
@@ -102,7 +104,7 @@ def run(
         session.update_step.observers.append(see)
         losses = [stats.loss for stats in session.rounds()]
         assert find_divergence(session.state, session.mesh, session.net) is None
-        found.append((whole(losses, session), seen, session.state.scale.value))
+        found.append((whole_trajectory(losses, session), seen, session.state.scale.value))
         session.close()
     return found
 
@@ -144,7 +146,7 @@ def test_an_overflow_on_one_rank_leaves_the_step_out_on_all_of_its_replica(
 
 def own_norm() -> None:
     """Each rank takes the norm of what it has, and not of its replica."""
-    update.take_norm = _of_own(update.take_norm)
+    update.measure_norm = _of_own(update.measure_norm)
 
 
 def _of_own(take: Any) -> Any:
@@ -159,7 +161,7 @@ def test_a_rank_that_looks_at_its_own_part_only_would_be_seen() -> None:
     def broken(cluster: Cluster) -> list[Step]:
         own_norm()
         recipe = digits("replicas=2 pipeline=2 sync=local:4", precision=FP16, optimizer=SGD)
-        session, seen = session_of(cluster, recipe), list[Step]()
+        session, seen = build_test_session(cluster, recipe), list[Step]()
         if cluster.global_rank == 1:
             overflow(session, 2)
         session.update_step.observers.append(
@@ -178,19 +180,19 @@ def test_a_rank_that_looks_at_its_own_part_only_would_be_seen() -> None:
 def goes_on(cluster: Cluster, spread: str, run_dir: Path) -> tuple[float, list[float]]:
     """How far a run that went on from a checkpoint ends from one that did not stop; and the scales there."""
     recipe = digits(f"replicas=2 {spread} sync=local:4", precision=FP16, optimizer=SGD)
-    first = session_of(cluster, recipe)
+    first = build_test_session(cluster, recipe)
     if cluster.global_rank == 2:
         overflow(first, 2)
-    saver, rounds = saving.build_saver(first, run_dir, print), first.rounds()
+    saver, rounds = checkpointing.build_saver(first, run_dir, print), first.rounds()
     next(rounds)
     saver.wait_published(name := saver.save())
-    again = session_of(cluster, recipe)
+    again = build_test_session(cluster, recipe)
     scales = [first.state.scale.value]
-    saving.restore(again, Files(str(run_dir / "checkpoints")), name)
+    checkpointing.restore_checkpoint(again, StorageFolder(str(run_dir / "checkpoints")), name)
     scales.append(again.state.scale.value)
     list(rounds)
     list(again.rounds())
-    return whole([], first).distance(whole([], again)), scales
+    return whole_trajectory([], first).distance(whole_trajectory([], again)), scales
 
 
 @pytest.mark.parametrize("spread", ["tensor=2", "shard=2 zero=3", "pipeline=2"])

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline.cluster import Cluster
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe
 from paceline.task import Task
 from paceline.testing import run_ranks
-from paceline.testing.contracts.layout import whole
-from paceline.testing.parity import Trajectory, make_task, session_of
+from paceline.testing.contracts.training_contracts import whole_trajectory
+from paceline.testing.parity import Trajectory, build_test_session, make_task
 from tests.parity.test_halves_alone import SAME, SGD
 from tests.parity.test_local_spread import digits
 
@@ -45,8 +45,8 @@ def ends(cluster: Cluster, recipes: Sequence[Recipe], in_two: bool) -> list[Traj
                 made.model.layers[3].__class__ = InTwo
             return made
 
-        session = session_of(cluster, recipe, task)
-        found.append(whole([stats.loss for stats in session.rounds()], session))
+        session = build_test_session(cluster, recipe, task)
+        found.append(whole_trajectory([stats.loss for stats in session.rounds()], session))
         session.close()
     return found
 
@@ -77,9 +77,9 @@ def test_a_layer_that_is_cut_gives_halves_where_a_whole_one_does() -> None:
 
     def kinds(cluster: Cluster) -> list[torch.dtype]:
         recipe = of_seed(0, "replicas=1 tensor=2", "fp16").replace(steps=1)
-        session, found = session_of(cluster, recipe), list[torch.dtype]()
+        session, found = build_test_session(cluster, recipe), list[torch.dtype]()
         for k in (0, 3, 6):
-            layer = session.placed.holding.model.layers[k]
+            layer = session.runner.sharded_model.model.layers[k]
             layer.register_forward_hook(lambda module, given, y: found.append(y.dtype))
         list(session.rounds())
         return found[:3]

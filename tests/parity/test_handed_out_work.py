@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from paceline.cluster import Cluster
-from paceline.data import Feed, LockstepWork, MicroBatch, Produced
-from paceline.keys import key
+from paceline.data import GeneratedBatches, LockstepWork, MicroBatch, TrainingFeed
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe
+from paceline.session import Components, Session
+from paceline.state.keys import key
 from paceline.task import Loss, Task
-from paceline.testing.parity import make_task, run_strategy, session_of
-from paceline.testing.ranks import run_ranks
-from paceline.training import Pieces, Session
+from paceline.testing.parity import build_test_session, make_task, run_strategy
+from paceline.testing.rank_processes import run_ranks
 
 STEPS, RATE = 5, 0.1
 
@@ -79,8 +79,10 @@ def play(session: Session) -> tuple[Tensor, list[float], list[int | None]]:
     """Weights and losses after some steps of episodes, and the versions that were asked for."""
     actor = Actor(session.state.model)
     place = session.mesh.data
-    feed = Feed(Episodes().part(place.rank, place.size), Produced(actor, torch.device("cpu")), STEPS)
-    losses = [stats.loss for stats in session.rule.rounds(feed, session.placed, session.update_step)]
+    feed = TrainingFeed(
+        Episodes().part(place.rank, place.size), GeneratedBatches(actor, torch.device("cpu")), STEPS
+    )
+    losses = [stats.loss for stats in session.rule.rounds(feed, session.runner, session.update_step)]
     session.close()
     return session.state.model.weight.detach().clone(), losses, actor.versions
 
@@ -97,7 +99,7 @@ def recipe(strategy: str) -> Recipe:
 
 
 def played(cluster: Cluster, strategy: str) -> tuple[Tensor, list[float], list[int | None]]:
-    return play(session_of(cluster, recipe(strategy), build))
+    return play(build_test_session(cluster, recipe(strategy), build))
 
 
 def plain() -> tuple[Tensor, list[float]]:
@@ -165,8 +167,8 @@ def ends(cluster: Cluster, strategy: str, *, reproducible: bool = True) -> tuple
     """How far another order ends from the usual one, whether losses are equal, and whether it was another."""
     chosen = digits(strategy, reproducible=reproducible)
     usual = run_strategy(cluster, chosen)
-    other = run_strategy(cluster, chosen, pieces=Pieces(work=AnyOrder))
-    session = session_of(cluster, chosen, lambda: make_task(chosen), Pieces(work=AnyOrder))
+    other = run_strategy(cluster, chosen, pieces=Components(work=AnyOrder))
+    session = build_test_session(cluster, chosen, lambda: make_task(chosen), Components(work=AnyOrder))
     shards = [[one.shard for one in session.work.micro_batches(step)] for step in range(4)]
     session.close()
     return usual.distance(other), usual.losses == other.losses, all(s == sorted(s) for s in shards)

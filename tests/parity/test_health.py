@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.cluster import Cluster
 from paceline.errors import RecipeError, StrategyError
-from paceline.observe import JsonLines
+from paceline.job.cluster import Cluster
+from paceline.observe import JsonLinesSink
+from paceline.session import fit
 from paceline.sync.update import lower_scale_or, raise_error
 from paceline.testing import run_ranks
-from paceline.testing.parity import session_of
-from paceline.training import fit
+from paceline.testing.parity import build_test_session
 from tests.parity.unhealthy import (
     BAD_STEP,
     STEPS,
@@ -111,9 +111,9 @@ def test_the_twin_that_keeps_the_residuals_of_the_step_ends_elsewhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def committing(cluster: Cluster) -> dict[str, torch.Tensor]:
-        from paceline.comm.collectives.lost import Losses
+        from paceline.comm.collectives.error_feedback import ErrorFeedbackBuffers
 
-        setattr(Losses, "abort", Losses.commit)  # noqa: B010
+        setattr(ErrorFeedbackBuffers, "abort", ErrorFeedbackBuffers.commit)  # noqa: B010
         return coded(cluster, bad, STEPS)
 
     broken, *_ = run_ranks(committing, 2)
@@ -131,7 +131,7 @@ def test_while_all_is_well_nothing_is_sent_for_it() -> None:
     """The ledger of a guarded run is that of a run that nobody guards."""
 
     def sent(cluster: Cluster, guarded: bool) -> dict[Any, int]:
-        session = session_of(cluster, recipe(non_finite="skip", spike_factor=9.0), lambda: build(0.5))
+        session = build_test_session(cluster, recipe(non_finite="skip", spike_factor=9.0), lambda: build(0.5))
         step = session.update_step
         assert "watch" in step.parts and step.observers
         if not guarded:
@@ -183,7 +183,7 @@ def bad_slope_from(step: int) -> Any:
 
 def alone(cluster: Cluster) -> tuple[bool, int, list[float]]:
     """Replicas that train alone: the one with the bad sample leaves out its step, the other does not."""
-    session = session_of(cluster, recipe("replicas=2 sync=local:2", non_finite="skip"), bad)
+    session = build_test_session(cluster, recipe("replicas=2 sync=local:2", non_finite="skip"), bad)
     stats = list(session.rounds())
     finite = all(bool(t.isfinite().all()) for t in session.state.tensors().values())
     assert all(math.isfinite(one.loss) for one in stats)
@@ -199,7 +199,7 @@ def test_under_local_sgd_a_replica_answers_for_itself() -> None:
 
 def test_replicas_that_train_alone_do_not_go_back() -> None:
     with pytest.raises(StrategyError, match='health: "roll-back" needs sync=every-step'):
-        session_of(Cluster.single(), recipe("replicas=1 sync=local:2", non_finite="roll-back"), bad)
+        build_test_session(Cluster.single(), recipe("replicas=1 sync=local:2", non_finite="roll-back"), bad)
 
 
 @pytest.mark.parametrize(
@@ -221,8 +221,8 @@ def test_options_that_would_do_nothing_are_refused() -> None:
 
 
 def test_what_happened_is_in_the_metrics(tmp_path: Path) -> None:
-    session = session_of(Cluster.single(), recipe(non_finite="skip"), partial(build, math.inf))
-    fit(session, None, [JsonLines(tmp_path / "metrics.jsonl")])
+    session = build_test_session(Cluster.single(), recipe(non_finite="skip"), partial(build, math.inf))
+    fit(session, None, [JsonLinesSink(tmp_path / "metrics.jsonl")])
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     (event,) = [line for line in lines if line["event"] == "skip"]
     assert event["step"] == BAD_STEP and "on rank 0 the loss is nan" in event["reason"]

@@ -4,14 +4,14 @@ from typing import Any
 
 import pytest
 
-from paceline.cluster import Cluster
 from paceline.comm import Collective, NativeCollective
 from paceline.comm.routes import HierarchicalCollective
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe, Strategy
+from paceline.session import Components, build_session
 from paceline.testing import run_ranks
-from paceline.testing.parity import CPU, make_task, run_oracle, run_strategy, session_of
-from paceline.training import Pieces, build_session
-from paceline.verification import Report, compare_with_oracle
+from paceline.testing.parity import CPU, build_test_session, make_task, run_oracle, run_strategy
+from paceline.verification import VerificationReport, compare_with_oracle
 from tests.dist.comm.nodes import on_nodes
 from tests.dist.comm.test_hierarchical import BETWEEN, ForgetsTheOtherNodes, PadsInFront
 from tests.texts import SMALL_TEXT
@@ -39,10 +39,10 @@ def recipe(strategy: str = "replicas=4 route=hierarchical", **changes: Any) -> R
     return Recipe(**(settings | MLP | changes))
 
 
-def verified(found: Recipe, world: int = 4, pieces: Pieces | None = None) -> Report:
-    def run(cluster: Cluster) -> Report:
-        placed = on_nodes(cluster, 2)
-        return compare_with_oracle(found, make_task(found), placed, CPU, STEPS, pieces=pieces)
+def verified(found: Recipe, world: int = 4, pieces: Components | None = None) -> VerificationReport:
+    def run(cluster: Cluster) -> VerificationReport:
+        runner = on_nodes(cluster, 2)
+        return compare_with_oracle(found, make_task(found), runner, CPU, STEPS, pieces=pieces)
 
     return run_ranks(run, world)[0]
 
@@ -65,7 +65,7 @@ def test_a_broken_level_is_found_in_the_first_step(kind: type[HierarchicalCollec
         return kind(path.net, path.group, path.levels, between)
 
     odd = {"options": {"model": "mlp", "hidden": [31]}}  # buffers that do not divide by two
-    report = verified(recipe(**odd), pieces=Pieces(collective=faulty))
+    report = verified(recipe(**odd), pieces=Components(collective=faulty))
     assert not report.ok and report.failure is not None and report.failure.step == 0
     assert report.failure.quantity == "gradient"
     assert verified(recipe(**odd)).ok
@@ -85,7 +85,7 @@ def test_sharded_state_and_stages_are_summed_level_by_level(strategy: str, world
     assert report.ok, (report.failure, report.diagnosis)
 
     def rows(cluster: Cluster) -> set[str]:
-        session = session_of(on_nodes(cluster, 2), found)
+        session = build_test_session(on_nodes(cluster, 2), found)
         list(session.rounds())
         return {name for _, name in session.net.ledger.rows}
 
@@ -106,10 +106,10 @@ def test_bytes_between_nodes_are_the_closed_form_over_a_run_and_the_end_is_the_o
     found = recipe(runtime={"device": "cpu", "bucket_bytes": 1 << 20})
 
     def run(cluster: Cluster) -> tuple[float, int, Any]:
-        session = session_of(on_nodes(cluster, 2), found)
+        session = build_test_session(on_nodes(cluster, 2), found)
         list(session.rounds())
-        num_values = sum(p.numel() for p in session.placed.holding.computes.values())
-        end = {name: p.detach().clone() for name, p in session.placed.holding.model.named_parameters()}
+        num_values = sum(p.numel() for p in session.runner.sharded_model.computes.values())
+        end = {name: p.detach().clone() for name, p in session.runner.sharded_model.model.named_parameters()}
         return session.net.ledger.rows["all_reduce", BETWEEN].sent_bytes, num_values, end
 
     right = run_oracle(found, STEPS).parameters

@@ -10,12 +10,19 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from paceline.cluster import Cluster
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe, Strategy
+from paceline.session import Session, evaluate
 from paceline.testing import run_ranks
-from paceline.testing.contracts.layout import whole
-from paceline.testing.parity import Trajectory, ended, make_task, run_oracle, run_strategy, session_of
-from paceline.training import Session, evaluate
+from paceline.testing.contracts.training_contracts import whole_trajectory
+from paceline.testing.parity import (
+    Trajectory,
+    build_test_session,
+    make_task,
+    run_oracle,
+    run_strategy,
+    trajectory_of,
+)
 
 STEPS = 80
 
@@ -68,8 +75,8 @@ def of_a_run(session: Session) -> dict[str, Any]:
         "accuracy": evaluation.metrics["accuracy"],
         "step": session.state.step,
         "samples": samples,
-        "end": ended([], session),
-        "places": [mapping_of(p)[0] for p in session.placed.holding.computes.values()],
+        "end": trajectory_of([], session),
+        "places": [mapping_of(p)[0] for p in session.runner.sharded_model.computes.values()],
     }
 
 
@@ -84,14 +91,14 @@ class _Reader:
 def lock_free(cluster: Cluster) -> list[dict[str, Any]]:
     found = []
     for seed in (1, 2, 3):
-        session = session_of(cluster, digits("sync=hogwild", seed=seed))
+        session = build_test_session(cluster, digits("sync=hogwild", seed=seed))
         found.append(of_a_run(session))
         session.close()
     return found
 
 
 def every_step(cluster: Cluster) -> list[dict[str, Any]]:
-    return [of_a_run(session_of(cluster, digits("replicas=1", seed=seed))) for seed in (1, 2, 3)]
+    return [of_a_run(build_test_session(cluster, digits("replicas=1", seed=seed))) for seed in (1, 2, 3)]
 
 
 @pytest.mark.capability("I5", "I2")
@@ -127,14 +134,14 @@ def test_one_worker_alone_has_the_bits_of_every_step() -> None:
 
 def with_a_slow_one(cluster: Cluster, sync: str) -> dict[str, Any]:
     """Rank 1 sleeps in every forward; how far behind a rank the slowest was when it began a step, at most."""
-    session, behind = session_of(cluster, digits(f"sync={sync}")), [0]
-    session.placed.holding.model.register_forward_pre_hook(
+    session, behind = build_test_session(cluster, digits(f"sync={sync}")), [0]
+    session.runner.sharded_model.model.register_forward_pre_hook(
         lambda module, inputs: time.sleep(0.01 * (cluster.global_rank == 1))
     )
-    board, inner = session.rule.board, session.rule._step
+    shared_counters, inner = session.rule.shared_counters, session.rule._step
 
     def seen(*given: Any) -> None:
-        behind.append(session.state.step - int(board.clocks.min()))
+        behind.append(session.state.step - int(shared_counters.clocks.min()))
         inner(*given)
 
     session.rule._step = seen
@@ -153,7 +160,7 @@ def test_with_a_bound_nobody_is_further_ahead_of_a_slow_rank() -> None:
 
 def asked_to_stop(cluster: Cluster) -> tuple[int, float, int]:
     """Rank 1 is asked in its tenth step."""
-    session = session_of(cluster, digits("sync=hogwild"))
+    session = build_test_session(cluster, digits("sync=hogwild"))
     session.feed = replace(session.feed, intervals=(), num_steps=40_000)
     if cluster.global_rank == 1:
         session.rule._stop_requested = session.rule.inner._stop_requested = lambda: session.state.step >= 10
@@ -170,19 +177,19 @@ def test_a_stop_ends_all_after_the_same_step() -> None:
 
 def stored(cluster: Cluster) -> tuple[Trajectory, dict[int, tuple[int, int]], int, int]:
     """Where a run ends, this rank's share of the memory of its parameters, bytes of moments and of those."""
-    session = session_of(cluster, large(f"central-storage shard={cluster.world_size}"))
+    session = build_test_session(cluster, large(f"central-storage shard={cluster.world_size}"))
     losses = [stats.loss for stats in session.rounds()]
     session.sum(0.0)  # all are here, and all have mapped it
     places = {}
-    for p in session.placed.holding.computes.values():
+    for p in session.runner.sharded_model.computes.values():
         file, size, share = mapping_of(p)
         places[file] = (size, share)
     moments = sum(
         t.numel() * 4 for s in session.state.optimizer.state.values() for t in s.values() if t.dim()
     )
-    model = sum(p.numel() * 4 for p in session.placed.holding.computes.values())
+    model = sum(p.numel() * 4 for p in session.runner.sharded_model.computes.values())
     session.sum(0.0)  # nobody goes on before all have looked
-    return whole(losses, session), places, moments, model
+    return whole_trajectory(losses, session), places, moments, model
 
 
 def large(strategy: str) -> Recipe:
@@ -207,10 +214,10 @@ def test_replicas_would_hold_more() -> None:
     """The twin: each of two replicas has parameters and moments of its own."""
 
     def replicas(cluster: Cluster) -> tuple[int, int]:
-        session = session_of(cluster, large("replicas=2"))
+        session = build_test_session(cluster, large("replicas=2"))
         list(session.rounds())
         state = session.state.optimizer.state.values()
-        files = {mapping_of(p)[0] for p in session.placed.holding.computes.values()}
+        files = {mapping_of(p)[0] for p in session.runner.sharded_model.computes.values()}
         return sum(t.numel() * 4 for s in state for t in s.values() if t.dim()), len(files - {0})
 
     model = sum(p.numel() * 4 for p in make_task(large("replicas=1")).model.parameters())

@@ -9,11 +9,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from paceline.cluster import Cluster
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe
 from paceline.testing import run_ranks
 from paceline.testing.parity import CPU
-from paceline.verification import Report, compare_with_oracle
+from paceline.verification import VerificationReport, compare_with_oracle
 from tests.parity.innocent import random_data
 from tests.parity.test_verification import convnet, make_task
 
@@ -24,17 +24,21 @@ def scaled(function: Callable[..., Any], factor: float) -> Callable[..., Any]:
 
 def breaks() -> dict[str, tuple[Any, str, Any]]:
     """What is broken: the owner, the name, and what is put there."""
-    from paceline.comm.reduction import norm
-    from paceline.data import reader, work
+    from paceline.comm.reduction import gradient_norm
+    from paceline.data import sample_reader, work
     from paceline.models.dropout import KeyedDropout
-    from paceline.optim import build, schedule
+    from paceline.optim import build_optimizer, lr_schedule
 
-    take_key, read = KeyedDropout.take_key, reader.key
-    decays = build.decays
+    take_key, read = KeyedDropout.take_key, sample_reader.key
+    decays = build_optimizer.is_decayed
     return {
-        "rows of the norm": (norm, "row_squares", scaled(norm.row_squares, 1 + 1e-9)),
-        "schedule": (schedule.Schedule, "factor", scaled(schedule.Schedule.factor, 1 + 1e-6)),
-        "cosine": (schedule, "cosine", scaled(schedule.cosine, 0.999)),
+        "rows of the norm": (gradient_norm, "row_squares", scaled(gradient_norm.row_squares, 1 + 1e-9)),
+        "schedule": (
+            lr_schedule.LearningRateSchedule,
+            "factor",
+            scaled(lr_schedule.LearningRateSchedule.factor, 1 + 1e-6),
+        ),
+        "cosine": (lr_schedule, "cosine", scaled(lr_schedule.cosine, 0.999)),
         "dealing": (
             work,
             "split",
@@ -44,10 +48,10 @@ def breaks() -> dict[str, tuple[Any, str, Any]]:
         ),
         "key of a micro-batch": (work, "key", lambda *words: 17),
         "key of dropout": (KeyedDropout, "take_key", lambda self, key: take_key(self, key + 1)),
-        "key of the loader": (reader, "key", lambda *words: read(*words) + 1),
-        "which decay": (build, "decays", lambda p, on: not decays(p, on)),
+        "key of the loader": (sample_reader, "key", lambda *words: read(*words) + 1),
+        "which decay": (build_optimizer, "decays", lambda p, on: not decays(p, on)),
         "optimizer": (
-            build,
+            build_optimizer,
             "adamw",
             lambda model, groups, r, fused: torch.optim.AdamW(groups, r.lr, eps=1e-3),
         ),
@@ -58,7 +62,7 @@ NAMES = ("rows of the norm", "schedule", "cosine", "dealing", "key of a micro-ba
          "key of the loader", "which decay", "optimizer")  # fmt: skip
 
 
-def check(cluster: Cluster, name: str) -> Report:
+def check(cluster: Cluster, name: str) -> VerificationReport:
     settings: dict[str, Any] = {"reproducible": True} if name == "rows of the norm" else {}
     settings |= {"optimizer": {"name": "adamw", "lr": 3e-3, "clip_norm": 0.5, "weight_decay": 0.1}}
     recipe: Recipe = convnet(**settings)

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from torch import nn
 
-from paceline.cluster import Cluster
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe, Strategy
 from paceline.testing import run_ranks
-from paceline.testing.parity import session_of
+from paceline.testing.parity import build_test_session
 
 STEPS, SAMPLES, MICRO_BATCHES = 12, 24, 4
 SECONDS = 60.0  # until something has to have come
@@ -30,7 +30,7 @@ def digits() -> Recipe:
 
 def with_one_that_waits(cluster: Cluster) -> dict[str, Any]:
     """The last worker begins a part, and goes on once the server has said something."""
-    session, forwards, heard = session_of(cluster, digits()), [0], list[bool]()
+    session, forwards, heard = build_test_session(cluster, digits()), [0], list[bool]()
 
     def wait(module: nn.Module, inputs: Any) -> None:
         forwards[0] += 1
@@ -38,7 +38,7 @@ def with_one_that_waits(cluster: Cluster) -> dict[str, Any]:
             (peer,) = session.rule.channel._peers.values()
             heard.append(bool(select.select([peer.socket], [], [], SECONDS)[0]))
 
-    session.placed.holding.model.register_forward_pre_hook(wait)
+    session.runner.sharded_model.model.register_forward_pre_hook(wait)
     samples = sum(stats.num_samples for stats in session.rounds())
     record = {**session.rule.ledger.record(), "step": session.state.step, "samples": samples}
     session.close()

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline import Loss, Task
-from paceline.cluster import Cluster
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe, Strategy
+from paceline.session import evaluate
 from paceline.testing import run_ranks
-from paceline.testing.parity import session_of
-from paceline.training import evaluate
+from paceline.testing.parity import build_test_session
 
 WIDTHS = (6, 9, 8, 11, 7, 10, 8, 3)  # seven layers, no two with as many numbers
 SAMPLES = 12
@@ -68,8 +68,8 @@ def outputs(found: dict[str, float]) -> list[float]:
 
 
 def one_step(cluster: Cluster, strategy: str) -> Found:
-    session = session_of(cluster, recipe(strategy), build)
-    held = {n: p.numel() for n, p in session.placed.holding.model.named_parameters() if not p.is_meta}
+    session = build_test_session(cluster, recipe(strategy), build)
+    held = {n: p.numel() for n, p in session.runner.sharded_model.model.named_parameters() if not p.is_meta}
     groups = session.state.optimizer.param_groups
     before = {name: t.clone() for name, t in session.snapshot().tensors().items()}
     evaluation = evaluate(session)

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.cluster import Cluster
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe, Strategy
-from paceline.sync import LocalRounds
+from paceline.session import evaluate
+from paceline.sync import DiLoCo
 from paceline.testing import run_ranks
-from paceline.testing.parity import Trajectory, ended, session_of
-from paceline.training import evaluate
+from paceline.testing.parity import Trajectory, build_test_session, trajectory_of
 
 SGD = {"name": "sgd", "lr": 0.1}
 ADAMW = {"name": "adamw", "lr": 2e-3}
@@ -32,8 +32,8 @@ def digits(strategy: str, **changes: Any) -> Recipe:
 
 
 def run(cluster: Cluster, recipe: Recipe) -> Trajectory:
-    session = session_of(cluster, recipe)
-    return ended([stats.loss for stats in session.rounds()], session)
+    session = build_test_session(cluster, recipe)
+    return trajectory_of([stats.loss for stats in session.rounds()], session)
 
 
 @pytest.mark.capability("I6")
@@ -51,13 +51,13 @@ def test_an_unweighted_mean_is_not_every_step() -> None:
     """The mutation twin."""
 
     def unweighted(cluster: Cluster, recipe: Recipe) -> Trajectory:
-        plain = LocalRounds._agree
+        plain = DiLoCo._agree
 
-        def agree(self: LocalRounds, half: Any, placed: Any) -> Any:
+        def agree(self: DiLoCo, half: Any, runner: Any) -> Any:
             same = [(replace(tally, count=1.0), update) for tally, update in half.taken]
-            return plain(self, replace(half, taken=same), placed)
+            return plain(self, replace(half, taken=same), runner)
 
-        LocalRounds._agree = agree
+        DiLoCo._agree = agree
         return run(cluster, recipe)
 
     batch = {"size": 46, "shards": 3}  # two shards for one replica, one for the other
@@ -70,7 +70,7 @@ def test_an_unweighted_mean_is_not_every_step() -> None:
 @pytest.mark.parametrize("num_local_steps", [1, 2, 4, 8])
 def test_the_bytes_fall_with_the_number_of_local_steps(num_local_steps: int) -> None:
     def sent(cluster: Cluster, strategy: str) -> float:
-        session = session_of(cluster, digits(strategy))
+        session = build_test_session(cluster, digits(strategy))
         list(session.rounds())
         return session.net.ledger.rows["all_reduce", "replica"].sent_bytes
 
@@ -83,7 +83,7 @@ def losses_of(cluster: Cluster, strategies: list[str]) -> dict[str, list[float]]
     found: dict[str, list[float]] = {}
     for strategy in strategies:
         for seed in (1, 2, 3):
-            session = session_of(cluster, digits(strategy, steps=120, seed=seed, optimizer=ADAMW))
+            session = build_test_session(cluster, digits(strategy, steps=120, seed=seed, optimizer=ADAMW))
             list(session.rounds())
             evaluation = evaluate(session)
             assert evaluation is not None
@@ -106,16 +106,18 @@ def test_the_outer_optimizer_is_nesterov_of_the_mean_movement() -> None:
 
     def one_round(cluster: Cluster) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
         recipe = digits("sync=diloco:3", steps=6, batch={"size": 48, "shards": 4})
-        session, alone = session_of(cluster, recipe), session_of(cluster, recipe)
-        start = [p.detach().clone() for p in session.placed.holding.computes.values()]
+        session, alone = build_test_session(cluster, recipe), build_test_session(cluster, recipe)
+        start = [p.detach().clone() for p in session.runner.sharded_model.computes.values()]
         next(session.rounds())
         with alone.feed.from_step(0) as stream:
             for _ in range(3):
-                alone.rule.inner.step(alone.work, stream, alone.placed, alone.update_step)
+                alone.rule.inner.step(alone.work, stream, alone.runner, alone.update_step)
                 alone.state.step += 1
-        moved = [a - p.detach() for a, p in zip(start, alone.placed.holding.computes.values(), strict=True)]
+        moved = [
+            a - p.detach() for a, p in zip(start, alone.runner.sharded_model.computes.values(), strict=True)
+        ]
         mean_moved = [alone.net.all_reduce(m.clone(), alone.mesh.replica).wait() / 2 for m in moved]
-        after = [p.detach().clone() for p in session.placed.holding.computes.values()]
+        after = [p.detach().clone() for p in session.runner.sharded_model.computes.values()]
         return start, mean_moved, after, moved
 
     start, mean_moved, after, moved = run_ranks(one_round, 2)[0]

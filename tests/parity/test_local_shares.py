@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from paceline import Loss, Task
-from paceline.cluster import Cluster
-from paceline.layout.digest import find_divergence
+from paceline.job.cluster import Cluster
 from paceline.optim import UserOptimizer
+from paceline.parallel.state_hash import find_divergence
 from paceline.recipe import Recipe, Strategy
+from paceline.session import Session
 from paceline.testing import run_ranks
-from paceline.testing.parity import session_of
-from paceline.training import Session
+from paceline.testing.parity import build_test_session
 from tests.parity.plain_local import LocalPlan, train_local
 
 SIZE, SHARDS, STEPS = 7, 3, 8
@@ -101,7 +101,7 @@ def session(cluster: Cluster, sync: str, optimizer: str, **changes: Any) -> Sess
         strategy=Strategy.parse(f"sync={sync}"),
         **changes,
     )
-    return session_of(cluster, recipe, task)
+    return build_test_session(cluster, recipe, task)
 
 
 def trained(cluster: Cluster, sync: str, optimizer: str) -> dict[str, Tensor]:

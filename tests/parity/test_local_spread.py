@@ -8,18 +8,18 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from paceline.checkpoint import Files
-from paceline.cluster import Cluster
-from paceline.layout.digest import find_divergence
+from paceline.checkpoint.storage import StorageFolder
+from paceline.job.cluster import Cluster
+from paceline.parallel.session_context import SessionContext
+from paceline.parallel.state_hash import find_divergence
 from paceline.recipe import Recipe, Strategy
-from paceline.slot import Keeper
-from paceline.sync import InnerState, LocalRounds
+from paceline.session import checkpointing, evaluate, fit
+from paceline.state.slot import ExtraState
+from paceline.sync import DiLoCo, ReplicaOptimizerState, rule_builders
 from paceline.testing import run_ranks
 from paceline.testing.contracts import RuleContract
-from paceline.testing.contracts.layout import whole
-from paceline.testing.parity import Trajectory, session_of
-from paceline.training import evaluate, fit, rules, saving
-from paceline.training.arrange import Setting
+from paceline.testing.contracts.training_contracts import whole_trajectory
+from paceline.testing.parity import Trajectory, build_test_session
 from tests.texts import SMALL_TEXT
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.capability("I6", "Z1")]
@@ -79,13 +79,13 @@ def run(cluster: Cluster, recipes: list[Recipe], *, compares: bool = True) -> li
     """Where each ends, and its held-out loss; what several ranks hold is compared."""
     found = []
     for recipe in recipes:
-        session = session_of(cluster, recipe)
+        session = build_test_session(cluster, recipe)
         losses = [stats.loss for stats in session.rounds()]
         score = evaluate(session)
         assert score is not None
         if compares:
             assert find_divergence(session.state, session.mesh, session.net) is None
-        found.append((whole(losses, session), score.loss))
+        found.append((whole_trajectory(losses, session), score.loss))
         session.close()
     return found
 
@@ -140,30 +140,30 @@ class TestLocalSGDOfZero2(RuleContract):
 
 def summed_over_replicas() -> None:
     """Every step sums over all ranks, as every-step does."""
-    Setting.of_one_replica = lambda self: self
+    SessionContext.single_replica_mesh = lambda self: self
 
 
 def counted_by_rank() -> None:
     """The items of a replica count once for each of its ranks."""
-    told = rules.those_who_meet
-    rules.those_who_meet = lambda setting: {**told(setting), "replicas": setting.mesh.world}
+    told = rule_builders.meeting_ranks
+    rule_builders.meeting_ranks = lambda setting: {**told(setting), "replicas": setting.mesh.world}
 
 
 def met_with_others() -> None:
     """Ranks that hold other parts are summed, too."""
-    sums = rules.build_movement_sums
+    sums = rule_builders.build_delta_reduction
 
-    def wrong(setting: Setting, *given: Any) -> Any:
+    def wrong(setting: SessionContext, *given: Any) -> Any:
         axes = {**setting.mesh.axes, "replica": setting.mesh.data}
         return sums(replace(setting, mesh=replace(setting.mesh, axes=axes)), *given)
 
-    rules.build_movement_sums = wrong
+    rule_builders.build_delta_reduction = wrong
 
 
 def not_brought() -> None:
     """Nobody gets what the others of its replica hold once all have met."""
-    step = rules.OuterStep
-    rules.OuterStep = lambda outer, norm, bring: step(outer, norm, lambda: None)
+    step = rule_builders.OuterStep
+    rule_builders.OuterStep = lambda outer, norm, bring: step(outer, norm, lambda: None)
 
 
 @pytest.mark.parametrize("fault", [summed_over_replicas, counted_by_rank, met_with_others, not_brought])
@@ -183,26 +183,26 @@ def test_what_sums_over_the_wrong_ranks_ends_elsewhere(fault: Any) -> None:
 
 
 def save(cluster: Cluster, strategy: str, run_dir: Path) -> None:
-    fit(session_of(cluster, digits(strategy, steps=8)), run_dir)
+    fit(build_test_session(cluster, digits(strategy, steps=8)), run_dir)
 
 
 def go_on(cluster: Cluster, strategy: str, run_dir: Path, fault: Any = None) -> Trajectory:
     """From that checkpoint to the end of a longer run."""
     if fault is not None:
         fault()
-    session = session_of(cluster, digits(strategy))
-    saving.restore(session, Files(str(run_dir / "checkpoints")))
+    session = build_test_session(cluster, digits(strategy))
+    checkpointing.restore_checkpoint(session, StorageFolder(str(run_dir / "checkpoints")))
     assert session.state.step == 8
-    return whole([stats.loss for stats in session.rounds()], session)
+    return whole_trajectory([stats.loss for stats in session.rounds()], session)
 
 
 def outer_momentum_lost() -> None:
-    LocalRounds.wanted = lambda self, shapes: {}
+    DiLoCo.wanted = lambda self, shapes: {}
 
 
 def inner_moments_lost() -> None:
-    InnerState.wanted = Keeper.wanted
-    InnerState.load = lambda self, tensors: self._state.optimizer.state.clear()
+    ReplicaOptimizerState.wanted = ExtraState.wanted
+    ReplicaOptimizerState.load = lambda self, tensors: self._state.optimizer.state.clear()
 
 
 @pytest.mark.capability("N3")

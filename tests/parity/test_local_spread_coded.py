@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from paceline.cluster import Cluster
-from paceline.comm.collectives import coded
-from paceline.comm.collectives.lost import Losses
-from paceline.comm.reduction import Owed, all_lost
-from paceline.layout.digest import find_divergence
-from paceline.sync.moved import MovedAtOnce
+from paceline.comm.collectives import coded_collective
+from paceline.comm.collectives.error_feedback import ErrorFeedbackBuffers
+from paceline.comm.reduction import PendingResidual, sum_residuals
+from paceline.job.cluster import Cluster
+from paceline.parallel.state_hash import find_divergence
+from paceline.sync.residuals import DeltaResidualFlush
 from paceline.testing import run_ranks
 from paceline.testing.contracts import RuleContract
-from paceline.testing.contracts.layout import whole
-from paceline.testing.parity import session_of
+from paceline.testing.contracts.training_contracts import whole_trajectory
+from paceline.testing.parity import build_test_session
 from tests.parity.test_local_spread import digits, gpt
 from tests.parity.test_switching import until
 from tests.parity.test_switching_coded import handed
@@ -42,8 +42,8 @@ def pairs(cluster: Cluster) -> list[tuple[str, float, float]]:
     for spread in SPREADS:
         ends = []
         for codec in ("fp32", "lossless", "int8"):
-            session = session_of(cluster, digits(f"replicas=2 {spread} sync=diloco:4 codec={codec}"))
-            ends.append(whole([stats.loss for stats in session.rounds()], session))
+            session = build_test_session(cluster, digits(f"replicas=2 {spread} sync=diloco:4 codec={codec}"))
+            ends.append(whole_trajectory([stats.loss for stats in session.rounds()], session))
             assert find_divergence(session.state, session.mesh, session.net) is None
             session.close()
         found.append((spread, ends[0].distance(ends[1]), ends[0].distance(ends[2])))
@@ -59,13 +59,13 @@ def test_only_movements_are_coded() -> None:
 def copies(cluster: Cluster, by_rank: bool) -> list[Any]:
     """Tensors that several ranks hold, where coding draws."""
     if by_rank:
-        keys = coded.CodedCollective._keys
-        coded.CodedCollective._keys = lambda self, key: keys(self, key)._replace(
-            own=coded.hashed(keys(self, key).shared, self.group.ranks[self.group.rank])
+        keys = coded_collective.CodedCollective._keys
+        coded_collective.CodedCollective._keys = lambda self, key: keys(self, key)._replace(
+            own=coded_collective.hashed(keys(self, key).shared, self.group.ranks[self.group.rank])
         )
     found = []
     for spread in ("tensor=2", "pipeline=2", "context=2"):
-        session = session_of(cluster, gpt(f"replicas=2 {spread} sync=diloco:3 codec=int4:stochastic"))
+        session = build_test_session(cluster, gpt(f"replicas=2 {spread} sync=diloco:3 codec=int4:stochastic"))
         list(session.rounds())
         found.append(find_divergence(session.state, session.mesh, session.net))
         session.close()
@@ -84,7 +84,7 @@ def moved(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     places = {
         (side, name): rows[f"{side}/{name}"].sum(0) for side, _, name in map(_split, rows) if _is(side, name)
     }
-    return all_lost(places)
+    return sum_residuals(places)
 
 
 def _split(full: str) -> tuple[str, str, str]:
@@ -96,7 +96,7 @@ def _is(side: str, name: str) -> bool:
 
 
 def snapshot(cluster: Cluster, strategy: str) -> tuple[dict[str, Tensor], Any]:
-    session = session_of(cluster, digits(strategy))
+    session = build_test_session(cluster, digits(strategy))
     until(session, SWITCH)
     found = session.snapshot().copied()
     return dict(found.tensors()), found.scalars()
@@ -105,9 +105,11 @@ def snapshot(cluster: Cluster, strategy: str) -> tuple[dict[str, Tensor], Any]:
 def taken(cluster: Cluster, strategy: str, tensors: Any, scalars: Any, forgets: bool) -> dict[str, Tensor]:
     """What is there once a session goes on from a snapshot."""
     if forgets:
-        plain = Losses.set_lost
-        Losses.set_lost = lambda self, key, flats: plain(self, key, {"sent": flats["sent"]})
-    session = session_of(cluster, digits(strategy))
+        plain = ErrorFeedbackBuffers.set_residuals
+        ErrorFeedbackBuffers.set_residuals = lambda self, key, flats: plain(
+            self, key, {"sent": flats["sent"]}
+        )
+    session = build_test_session(cluster, digits(strategy))
     session.restore(tensors, scalars)
     return dict(session.snapshot().copied().tensors())
 
@@ -132,45 +134,45 @@ def test_what_was_lost_goes_on_under_another_layout(spread: str) -> None:
 
 def movements(cluster: Cluster, spread: str) -> list[float]:
     """How far every-step begins from where uncoded movements led: with what was lost, and without."""
-    first = session_of(cluster, digits(f"replicas=2 {spread} sync=local:{SWITCH}"))
+    first = build_test_session(cluster, digits(f"replicas=2 {spread} sync=local:{SWITCH}"))
     until(first, SWITCH)
-    found, load = [], MovedAtOnce.load
+    found, load = [], DeltaResidualFlush.load
     for forgets in (False, True):
         if forgets:
-            MovedAtOnce.load = lambda self, tensors: None
+            DeltaResidualFlush.load = lambda self, tensors: None
         rule = f"sync=local:{SWITCH}@{SWITCH},every-step"
-        session = session_of(cluster, digits(f"replicas=2 {spread} codec=topk:0.1 {rule}"))
+        session = build_test_session(cluster, digits(f"replicas=2 {spread} codec=topk:0.1 {rule}"))
         until(session, SWITCH)
         session.enter(SWITCH)
         found.append(
             max(float((a - b).abs().max()) for a, b in zip(updated(session), updated(first), strict=True))
         )
-    MovedAtOnce.load = load
+    DeltaResidualFlush.load = load
     return found
 
 
 def updated(session: Any) -> list[Tensor]:
-    return [p.detach() for p in session.placed.holding.updates.values()]
+    return [p.detach() for p in session.runner.sharded_model.updates.values()]
 
 
 def gradients(cluster: Cluster, spread: str) -> list[tuple[float, float]]:
     """What every-step has lost, and how much of it replicas alone miss; then with a fault."""
-    found, kept = [], Owed.set_lost
+    found, kept = [], PendingResidual.set_residuals
     strategy = f"replicas=2 {spread} codec=topk:0.1"
     for forgets in (False, True):
         if forgets:
-            Owed.set_lost = lambda self, lost: None
-        session = session_of(cluster, digits(strategy))
+            PendingResidual.set_residuals = lambda self, lost: None
+        session = build_test_session(cluster, digits(strategy))
         until(session, SWITCH)
         before = session.snapshot().copied()
-        then = session_of(cluster, digits(f"{strategy} sync=local:3"))
+        then = build_test_session(cluster, digits(f"{strategy} sync=local:3"))
         then.take_over(before)
         found.append(handed(before.tensors(), then.snapshot().tensors()))
         until(then, SWITCH + 3)
         assert not any(name.startswith("residual/") for name in then.snapshot().tensors())  # it was paid
         session.close()
         then.close()
-    Owed.set_lost = kept
+    PendingResidual.set_residuals = kept
     return found
 
 

@@ -10,18 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.cluster import Cluster
-from paceline.comm.channel import Channel, Message, hub
-from paceline.data import Feed
+from paceline.comm.channel import ChannelMessage, MessageChannel, channel_builders, socket_channel
+from paceline.data import TrainingFeed
 from paceline.errors import CommunicationError
-from paceline.observe import JsonLines
-from paceline.observe.schema import mistakes
+from paceline.job.cluster import Cluster
+from paceline.observe import JsonLinesSink
+from paceline.observe.metrics_schema import find_schema_errors
 from paceline.recipe import Recipe, Strategy
-from paceline.sync.policy import ApplyEach
+from paceline.session import Session
+from paceline.session.fit_loop import fit
+from paceline.sync import rule_builders
+from paceline.sync.server.server_policies import AsynchronousUpdates
 from paceline.testing import RanksFailed, run_ranks
-from paceline.testing.parity import make_task, session_of
-from paceline.training import Session, channels, rules
-from paceline.training.loop import fit
+from paceline.testing.parity import build_test_session, make_task
 
 STEPS = 20
 BUFFER_BYTES = 1 << 16
@@ -44,17 +45,17 @@ def digits(strategy: str, hidden: tuple[int, ...] = (32,), **changes: Any) -> Re
 class Wrapped:
     """A channel, of which a test changes something."""
 
-    def __init__(self, inner: Channel) -> None:
+    def __init__(self, inner: MessageChannel) -> None:
         self.inner = inner
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
 
-class LongRounds(Feed):
+class LongRounds(TrainingFeed):
     """Few pauses, so that much can happen between two of them."""
 
-    def pause_after(self, step: int) -> int:
+    def next_pause(self, step: int) -> int:
         return min(self.num_steps, step + 10)
 
 
@@ -69,7 +70,7 @@ def told(cluster: Cluster, session: Session, losses: list[float]) -> dict[str, A
     return {
         "losses": losses,
         "lost": [record for name, record in session.notes.take() if name == "lost"],
-        "parameters": [p.detach().clone() for p in session.placed.holding.computes.values()],
+        "parameters": [p.detach().clone() for p in session.runner.sharded_model.computes.values()],
         "step": session.state.step,
         **session.rule.ledger.record(),
     }
@@ -87,7 +88,7 @@ def assert_agree(ranks: list[dict[str, Any]]) -> None:
 
 def with_small_buffers() -> None:
     """Sockets of this rank's channel take little at once."""
-    listen, connect = hub.listen, hub.connect
+    listen, connect = socket_channel.listen_on_free_port, socket_channel.connect_to_hub
 
     def listening(address: str) -> socket.socket:
         found = listen(address)
@@ -99,17 +100,17 @@ def with_small_buffers() -> None:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
         return found
 
-    channels.listen, channels.connect = listening, connecting
+    channel_builders.listen_on_free_port, channel_builders.connect_to_hub = listening, connecting
 
 
 class Deaf(Wrapped):
     """Does not read its third ticket until another worker has done ten since."""
 
-    def __init__(self, inner: Channel, folder: Path, seconds: float) -> None:
+    def __init__(self, inner: MessageChannel, folder: Path, seconds: float) -> None:
         super().__init__(inner)
         self.folder, self.seconds, self.reads = folder, seconds, 0
 
-    def receive(self, deadline_seconds: float) -> Message:
+    def receive(self, deadline_seconds: float) -> ChannelMessage:
         self.reads += 1
         if self.reads == 3:
             (self.folder / "deaf").touch()
@@ -124,11 +125,11 @@ class Deaf(Wrapped):
 class Busy(Wrapped):
     """Counts what it pushes while the other is deaf; leaves work for that, which may start late."""
 
-    def __init__(self, inner: Channel, folder: Path) -> None:
+    def __init__(self, inner: MessageChannel, folder: Path) -> None:
         super().__init__(inner)
         self.folder, self.pushes = folder, 0
 
-    def send(self, to: int, message: Message, deadline_seconds: float) -> None:
+    def send(self, to: int, message: ChannelMessage, deadline_seconds: float) -> None:
         self.inner.send(to, message, deadline_seconds)
         if message.kind == "push":
             expires = time.monotonic() + 5.0  # a server that waits for each reader waits for this one
@@ -142,21 +143,21 @@ class Busy(Wrapped):
 class Watched(Wrapped):
     """The server's: how much waited at most for one worker; `blocks` is the fault of a server that waits."""
 
-    def __init__(self, inner: Channel, *, blocks: bool) -> None:
+    def __init__(self, inner: MessageChannel, *, blocks: bool) -> None:
         super().__init__(inner)
         self.blocks, self.most, self.largest = blocks, 0, 0
 
-    def send(self, to: int, message: Message, deadline_seconds: float) -> None:
+    def send(self, to: int, message: ChannelMessage, deadline_seconds: float) -> None:
         self.inner.send(to, message, deadline_seconds)
         self.largest = max(self.largest, sum(t.nbytes for t in message.tensors))
-        self.most = max(self.most, self.inner._inner.num_waiting_bytes(to))
+        self.most = max(self.most, self.inner._inner.num_unsent_bytes(to))
         if self.blocks:
             self.inner.flush()
 
 
 def with_deaf_worker(cluster: Cluster, folder: Path, seconds: float, blocks: bool) -> dict[str, Any]:
     with_small_buffers()
-    session = long_rounds(session_of(cluster, digits(ASYNC, hidden=(1024, 256))))
+    session = long_rounds(build_test_session(cluster, digits(ASYNC, hidden=(1024, 256))))
     kind: Any = (Watched, Busy, Deaf)[cluster.global_rank]
     given = ({"blocks": blocks}, {"folder": folder}, {"folder": folder, "seconds": seconds})
     session.rule.channel = wrapped = kind(session.rule.channel, **given[cluster.global_rank])
@@ -190,18 +191,18 @@ class Left(Exception):
 class Leaving(Wrapped):
     """Closes its end with its fourth ticket in hand, or as soon as it has pushed what it did for that."""
 
-    def __init__(self, inner: Channel, moment: str) -> None:
+    def __init__(self, inner: MessageChannel, moment: str) -> None:
         super().__init__(inner)
         self.moment, self.tickets = moment, 0
 
-    def receive(self, deadline_seconds: float) -> Message:
+    def receive(self, deadline_seconds: float) -> ChannelMessage:
         message = self.inner.receive(deadline_seconds)
         self.tickets += message.kind == "ticket"
         if self.tickets == 4 and self.moment == "ticket":
             self._leave()
         return message
 
-    def send(self, to: int, message: Message, deadline_seconds: float) -> None:
+    def send(self, to: int, message: ChannelMessage, deadline_seconds: float) -> None:
         self.inner.send(to, message, deadline_seconds)
         if self.tickets == 4:
             self.inner.flush()
@@ -212,7 +213,7 @@ class Leaving(Wrapped):
         raise Left
 
 
-class Forgetful(ApplyEach):
+class Forgetful(AsynchronousUpdates):
     """The fault: what a lost worker worked on is not handed out again."""
 
     def lose(self, worker: int, ticket: Any) -> None:
@@ -220,11 +221,15 @@ class Forgetful(ApplyEach):
 
 
 def with_leavers(
-    cluster: Cluster, recipe: Recipe, leavers: tuple[int, ...], moment: str, policy: Any = ApplyEach
+    cluster: Cluster,
+    recipe: Recipe,
+    exit_callbacks: tuple[int, ...],
+    moment: str,
+    policy: Any = AsynchronousUpdates,
 ) -> dict[str, Any] | str:
-    rules.ApplyEach = policy
-    session = long_rounds(session_of(cluster, recipe))
-    if cluster.global_rank in leavers:
+    rule_builders.AsynchronousUpdates = policy
+    session = long_rounds(build_test_session(cluster, recipe))
+    if cluster.global_rank in exit_callbacks:
         session.rule.channel = Leaving(session.rule.channel, moment)
     losses = []
     try:
@@ -290,7 +295,7 @@ def test_fit_tells_its_sinks_and_trains_to_the_end_where_no_collective_needs_the
         session = without_held_out(cluster)
         if cluster.global_rank == 2:
             session.rule.channel = Leaving(session.rule.channel, "ticket")
-        sinks = [JsonLines(tmp_path / "metrics.jsonl")] if session.is_first else []
+        sinks = [JsonLinesSink(tmp_path / "metrics.jsonl")] if session.is_first else []
         try:
             return fit(session, None, sinks).steps
         except Left:
@@ -299,41 +304,41 @@ def test_fit_tells_its_sinks_and_trains_to_the_end_where_no_collective_needs_the
     assert run_ranks(run, 4) == [STEPS, STEPS, "left", STEPS]
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     (event,) = [line for line in lines if line["event"] == "lost"]
-    assert (event["rank"], event["level"], mistakes(event)) == (2, "warning", [])
+    assert (event["rank"], event["level"], find_schema_errors(event)) == (2, "warning", [])
 
 
 def without_held_out(cluster: Cluster) -> Session:
     recipe = digits(ASYNC)
-    return session_of(cluster, recipe, lambda: replace(make_task(recipe), held_out=None))
+    return build_test_session(cluster, recipe, lambda: replace(make_task(recipe), held_out=None))
 
 
 @pytest.mark.capability("B3", "I7")
 @pytest.mark.parametrize(
-    ("strategy", "leavers", "message"),
+    ("strategy", "exit_callbacks", "message"),
     [
         (BACKUP, (1, 2), "a step needs 2, 1 are left and 2 are lost"),
         (ASYNC, (1, 2, 3), "a step needs 1, 0 are left and 3 are lost"),
     ],
 )
 def test_too_few_that_are_left_are_an_error_that_names_the_others(
-    strategy: str, leavers: tuple[int, ...], message: str
+    strategy: str, exit_callbacks: tuple[int, ...], message: str
 ) -> None:
     """The server ends with it, and then the worker that is left loses the server."""
     with pytest.raises(RanksFailed) as caught:
-        run_ranks(ending, 4, digits(strategy, steps=40), leavers, "ticket")
+        run_ranks(ending, 4, digits(strategy, steps=40), exit_callbacks, "ticket")
     text = str(caught.value)
     assert message in text
-    assert all(f"rank {rank} is gone" in text for rank in leavers)
+    assert all(f"rank {rank} is gone" in text for rank in exit_callbacks)
 
 
 class Stuck(Wrapped):
     """Lives and reads, but says nothing for its fourth ticket."""
 
-    def __init__(self, inner: Channel, folder: Path) -> None:
+    def __init__(self, inner: MessageChannel, folder: Path) -> None:
         super().__init__(inner)
         self.folder, self.tickets = folder, 0
 
-    def receive(self, deadline_seconds: float) -> Message:
+    def receive(self, deadline_seconds: float) -> ChannelMessage:
         message = self.inner.receive(deadline_seconds)
         self.tickets += message.kind == "ticket"
         if self.tickets == 4:
@@ -345,11 +350,11 @@ class Stuck(Wrapped):
 class StuckWithWorkOf(Wrapped):
     """Hangs as soon as it is given what the one that hung before it had worked on."""
 
-    def __init__(self, inner: Channel, folder: Path) -> None:
+    def __init__(self, inner: MessageChannel, folder: Path) -> None:
         super().__init__(inner)
         self.hung = folder / "hung"
 
-    def receive(self, deadline_seconds: float) -> Message:
+    def receive(self, deadline_seconds: float) -> ChannelMessage:
         message = self.inner.receive(deadline_seconds)
         late = self.hung.exists() and time.time() - self.hung.stat().st_mtime > 0.75 * DEADLINE
         if late and message.kind == "ticket":
@@ -360,7 +365,7 @@ class StuckWithWorkOf(Wrapped):
 def with_stuck_worker(
     cluster: Cluster, recipe: Recipe, folder: Path, second: int = -1
 ) -> dict[str, Any] | str:
-    session = long_rounds(session_of(cluster, recipe))
+    session = long_rounds(build_test_session(cluster, recipe))
     session.net.deadline_seconds = DEADLINE
     if cluster.global_rank == 2:
         session.rule.channel = Stuck(session.rule.channel, folder)

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from paceline import Loss, Task
-from paceline.cluster import Cluster
 from paceline.errors import RecipeError, StrategyError
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe
+from paceline.session.fit_loop import fitting
+from paceline.session.own_loop_steps import OwnLoop
 from paceline.testing import run_ranks
-from paceline.testing.parity import session_of
-from paceline.training.loop import fitting
-from paceline.training.own import OwnLoop
+from paceline.testing.parity import build_test_session
 from tests.parity.unhealthy import BAD_STEP, build, recipe, train
 
 pytestmark = pytest.mark.capability("K8")
@@ -46,14 +46,14 @@ def diverging(strategy: str = "replicas=all", lr: float = 1.0, **health: Any) ->
 def rates(cluster: Cluster, chosen: Recipe, halfway: int = STEPS) -> tuple[list[float], list[float], Any]:
     """Losses and rates of every step, and where it ends; at one step another session goes on."""
     losses, lrs = [], []
-    session = session_of(cluster, chosen, steep)
+    session = build_test_session(cluster, chosen, steep)
     for stats in session.rounds():
         losses.append(stats.loss)
         lrs.append(stats.lr)
         if session.state.step == halfway:
             break
     if halfway < STEPS:
-        again = session_of(cluster, chosen, steep)
+        again = build_test_session(cluster, chosen, steep)
         again.state.load(session.state.tensors(), session.state.scalars())
         for stats in again.rounds():
             losses.append(stats.loss)
@@ -109,7 +109,7 @@ def test_a_step_that_is_not_finite_is_left_out_and_lowers_the_rates() -> None:
 
 def test_where_it_could_not_act_it_is_refused() -> None:
     with pytest.raises(StrategyError, match='"lower-rate" needs sync=every-step'):
-        session_of(Cluster.single(), diverging("replicas=1 sync=local:2"), steep)
-    session = session_of(Cluster.single(), diverging(), steep)
+        build_test_session(Cluster.single(), diverging("replicas=1 sync=local:2"), steep)
+    session = build_test_session(Cluster.single(), diverging(), steep)
     with fitting(session, None, []) as found, pytest.raises(RecipeError, match="brings a scheduler"):
         OwnLoop(session, found).schedule(torch.optim.lr_scheduler.ConstantLR)

@@ -10,20 +10,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.cluster import Cluster
 from paceline.comm import Collective, Handle
-from paceline.layout.whole import Snapshot
+from paceline.job.cluster import Cluster
+from paceline.parallel.session_context import Components
+from paceline.parallel.state_transfer import StateSnapshot
 from paceline.recipe import Recipe, Strategy
-from paceline.sync import choice
+from paceline.session import Session
+from paceline.session.build import build_session
+from paceline.sync import sync_choice
 from paceline.testing import run_ranks
-from paceline.testing.contracts.layout import whole
+from paceline.testing.contracts.training_contracts import whole_trajectory
 from paceline.testing.parity import make_task
-from paceline.training import Session
-from paceline.training.arrange import Pieces
-from paceline.training.build import build_session
 from tests.parity.clock import Clock, own_clock
 
-STEPS, KNOWN = 16, choice.WARM + choice.TIMED
+STEPS, KNOWN = 16, sync_choice.WARMUP_STEPS + sync_choice.TIMED_STEPS
 AUTO = "auto:every-step,local:2,diloco:4"
 
 
@@ -44,7 +44,7 @@ class SlowLink:
         return self._inner.all_reduce(x, key).then(arrive)
 
 
-def session_of(cluster: Cluster, sync: str, said: list[str], pieces: Pieces | None = None) -> Session:
+def session_of(cluster: Cluster, sync: str, said: list[str], pieces: Components | None = None) -> Session:
     recipe = Recipe(
         task="digits",
         options={"model": "mlp", "hidden": [16], "dropout": 0.1},
@@ -57,25 +57,25 @@ def session_of(cluster: Cluster, sync: str, said: list[str], pieces: Pieces | No
     return build_session(recipe, make_task(recipe), cluster, device, pieces=pieces, warn=said.append)
 
 
-def goes_on(session: Session, snapshot: Snapshot) -> Any:
+def goes_on(session: Session, snapshot: StateSnapshot) -> Any:
     session.take_over(snapshot)
     rule = session.strategy.sync
-    return rule, whole([stats.loss for stats in session.rounds()], session)
+    return rule, whole_trajectory([stats.loss for stats in session.rounds()], session)
 
 
 def chosen(cluster: Cluster) -> dict[str, Any]:
     """The choice on a slow link; the same run as asked for; and the former, resumed late."""
     said: list[str] = []
-    choice.time = clock = own_clock()
-    session = session_of(cluster, AUTO, said, Pieces(collective=partial(SlowLink, clock)))
+    sync_choice.time = clock = own_clock()
+    session = session_of(cluster, AUTO, said, Components(collective=partial(SlowLink, clock)))
     losses, late = [], None
     for stats in session.rounds():
         losses.append(stats.loss)
         if session.state.step == KNOWN + 4:
             late = copy.deepcopy(session.snapshot())
-    ended, notes = whole(losses, session), dict(session.notes.take())
+    ended, notes = whole_trajectory(losses, session), dict(session.notes.take())
     asked = session_of(cluster, f"every-step@{KNOWN},{notes['sync']['sync']}", [])
-    named = whole([stats.loss for stats in asked.rounds()], asked)
+    named = whole_trajectory([stats.loss for stats in asked.rounds()], asked)
     assert late is not None
     rule, resumed = goes_on(session_of(cluster, AUTO, []), late)
     lines = [text for text in said if text.startswith("sync: ")]
@@ -97,12 +97,12 @@ def test_the_rule_is_chosen_once_alike_on_all_ranks_and_is_the_run_that_was_aske
 
 def goes_asynchronous(cluster: Cluster) -> dict[str, Any]:
     """As `chosen`, where the last of the rules is chosen; with no clock of lateness it has one answer."""
-    choice.choose = lambda allowed, measured: choice.SyncChoice(allowed[-1], "it is the last")
+    sync_choice.choose_sync = lambda allowed, measured: sync_choice.SyncChoice(allowed[-1], "it is the last")
     session = session_of(cluster, "auto:every-step,gossip:0", [])
-    ended = whole([stats.loss for stats in session.rounds()], session)
+    ended = whole_trajectory([stats.loss for stats in session.rounds()], session)
     notes = dict(session.notes.take())
     asked = session_of(cluster, f"every-step@{KNOWN},gossip:0", [])
-    named = whole([stats.loss for stats in asked.rounds()], asked)
+    named = whole_trajectory([stats.loss for stats in asked.rounds()], asked)
     return {"rule": session.strategy.sync, "off": ended.distance(named), **notes["sync"]}
 
 
@@ -117,7 +117,7 @@ def stays(cluster: Cluster) -> list[Any]:
     found = []
     for sync in (AUTO, "every-step"):
         session = session_of(cluster, sync, [])
-        choice.choose = lambda allowed, measured: choice.SyncChoice(allowed[0], "nothing pays")
+        sync_choice.choose_sync = lambda allowed, measured: sync_choice.SyncChoice(allowed[0], "nothing pays")
         losses = [stats.loss for stats in session.rounds()]
         names = [name for name, _ in session.notes.take() if name in ("sync", "switch")]
         again = session_of(cluster, sync, [])
@@ -147,4 +147,4 @@ def test_an_exchange_is_timed_with_the_tally_that_goes_beside_it() -> None:
     """On a link with latency it is half of what there is to wait for."""
     plain, measured = (run_ranks(all_reduces, 2, sync)[0] for sync in ("every-step", AUTO))
     agreed = 1  # on what was found
-    assert measured - plain == choice._EXCHANGES * (1 + 1) + agreed  # one bucket, one tally
+    assert measured - plain == sync_choice._NUM_EXCHANGES * (1 + 1) + agreed  # one bucket, one tally

@@ -2,12 +2,12 @@
 
 import pytest
 
-from paceline.cluster import Cluster
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe
 from paceline.testing import run_ranks
 from paceline.testing.parity import CPU
-from paceline.verification import Report, compare_with_oracle
-from paceline.verification.certificate import conclusion
+from paceline.verification import VerificationReport, compare_with_oracle
+from paceline.verification.verification_report import conclusion_lines
 from tests.parity.innocent import INNOCENT
 
 STEPS = 4
@@ -24,7 +24,7 @@ def recipe_of(name: str, **changes: object) -> Recipe:
     return Recipe(**(settings | INNOCENT[name][1] | changes))
 
 
-def verified(cluster: Cluster, name: str, **changes: object) -> Report:
+def verified(cluster: Cluster, name: str, **changes: object) -> VerificationReport:
     recipe = recipe_of(name, **changes)
     return compare_with_oracle(recipe, INNOCENT[name][0](), cluster, CPU, STEPS)
 
@@ -34,7 +34,7 @@ def verified(cluster: Cluster, name: str, **changes: object) -> Report:
 def test_right_code_of_users_raises_no_alarm(world: int) -> None:
     def all_of_them(cluster: Cluster) -> dict[str, list[str]]:
         reports = {name: verified(cluster, name) for name in INNOCENT}
-        return {name: conclusion(r) for name, r in reports.items() if not (r.ok and r.steps == STEPS)}
+        return {name: conclusion_lines(r) for name, r in reports.items() if not (r.ok and r.steps == STEPS)}
 
     assert run_ranks(all_of_them, world)[0] == {}
 
@@ -51,8 +51,8 @@ def test_right_code_of_users_raises_no_alarm(world: int) -> None:
     ids=lambda x: x if isinstance(x, str) else x["strategy"],
 )
 def test_layouts_raise_no_alarm(name: str, changes: dict[str, object]) -> None:
-    def one(cluster: Cluster) -> Report:
+    def one(cluster: Cluster) -> VerificationReport:
         return verified(cluster, name, **changes)
 
     report = run_ranks(one, 2)[0]
-    assert report.ok, conclusion(report)
+    assert report.ok, conclusion_lines(report)

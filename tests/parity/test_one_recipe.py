@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster import Cluster
+from paceline.job.cluster import Cluster
 from paceline.recipe import load_recipe
+from paceline.session import evaluate
 from paceline.testing import run_ranks
-from paceline.testing.parity import session_of
-from paceline.training import evaluate
+from paceline.testing.parity import build_test_session
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "digits.toml"
 SHORT = ["steps=40", "epochs=", "schedule.warmup_steps=0", "evaluate.every_steps=", "run_dir="]
@@ -33,7 +33,7 @@ def losses(cluster: Cluster, strategies: tuple[str, ...]) -> dict[str, tuple[flo
     """Before and after training, on held-out data, by strategy."""
     found = {}
     for words in strategies:
-        session = session_of(cluster, load_recipe(RECIPE, SHORT, strategy=words))
+        session = build_test_session(cluster, load_recipe(RECIPE, SHORT, strategy=words))
         before = evaluate(session)
         for _ in session.rounds():
             pass

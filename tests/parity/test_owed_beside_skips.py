@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from paceline import Loss, Task
-from paceline.cluster import Cluster
-from paceline.comm.reduction import Owed
+from paceline.comm.reduction import PendingResidual
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe
-from paceline.sync.update import Update, Updating, placed_before
+from paceline.session import Session, build_session
+from paceline.sync.update import PendingUpdate, UpdateResult, insert_part_before
 from paceline.testing import run_ranks
 from paceline.testing.parity import CPU
-from paceline.training import Session, build_session
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.capability("Z1", "H4")]
 RATE, SIZE, SWITCH = 0.5, 8, 2
@@ -57,22 +57,22 @@ def session_of(cluster: Cluster, sync: str, outer: dict[str, Any]) -> Session:
 def leave_out(session: Session, steps: list[int]) -> None:
     """Let this rank apply no update in these steps."""
 
-    def part(record: Updating) -> None:
+    def part(record: PendingUpdate) -> None:
         if record.state.step in steps:
-            record.update = Update(float("inf"), 0.0, applied=False)
+            record.update = UpdateResult(float("inf"), 0.0, applied=False)
 
-    session.update_step.parts = placed_before(session.update_step.parts, "step", "leave out", part)
+    session.update_step.parts = insert_part_before(session.update_step.parts, "step", "leave out", part)
 
 
 def end(
     cluster: Cluster, sync: str, outer: dict[str, Any], skipped: list[int], owes: bool
 ) -> dict[str, Tensor]:
-    plain = Owed.set_lost
+    plain = PendingResidual.set_residuals
 
-    def ones(owed: Owed, found: Any) -> None:
+    def ones(owed: PendingResidual, found: Any) -> None:
         plain(owed, {("sent", slot.name): torch.ones(slot.shape) for slot in owed._tensors})
 
-    with patch.object(Owed, "set_lost", ones if owes else plain):
+    with patch.object(PendingResidual, "set_residuals", ones if owes else plain):
         session = session_of(cluster, sync, outer)
         for _ in session.rounds():
             if session.state.step == SWITCH and cluster.global_rank == 1:
@@ -86,10 +86,10 @@ def end(
 def times(cluster: Cluster, sync: str, outer: dict[str, Any], skipped: list[int], fault: bool) -> list[float]:
     """How many times what was owed has been applied, by tensor."""
 
-    def kept(owed: Owed, slots: Any, **more: Any) -> None:
+    def kept(owed: PendingResidual, slots: Any, **more: Any) -> None:
         """It is owed still by who has not paid."""
 
-    with patch.object(Owed, "settle", kept if fault else Owed.settle):
+    with patch.object(PendingResidual, "settle", kept if fault else PendingResidual.settle):
         without, with_it = (end(cluster, sync, outer, skipped, owes) for owes in (False, True))
     return [float((without[name] - with_it[name]).mean()) * SIZE / RATE for name in "ab"]
 

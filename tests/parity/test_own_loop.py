@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import paceline
-from paceline.cluster import Cluster
 from paceline.errors import StrategyError, TaskError
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe, Strategy
-from paceline.report.folder import is_run
+from paceline.report.run_files import is_run_folder
+from paceline.session import OwnLoop
+from paceline.session.fit_loop import fitting
+from paceline.session.own_loop_steps import refuse_own_loop
 from paceline.task import Loss, Task
 from paceline.testing import run_ranks
-from paceline.testing.parity import session_of
-from paceline.training import OwnLoop
-from paceline.training.loop import fitting
-from paceline.training.own_steps import refuse_own_loop
+from paceline.testing.parity import build_test_session
 
 STRATEGIES = ("replicas=2", "replicas=1 shard=2 zero=1")
 REFUSED = {
@@ -61,10 +61,10 @@ def parameters_of(session: Any) -> dict[str, Tensor]:
 
 def both(cluster: Cluster, strategy: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Where the rule ends and where the own loop ends, of the same recipe; 56 samples leave a tail of 8."""
-    session = session_of(cluster, recipe_of(strategy), build)
+    session = build_test_session(cluster, recipe_of(strategy), build)
     list(session.rounds())
     right = parameters_of(session)
-    session = session_of(cluster, recipe_of(strategy), build)
+    session = build_test_session(cluster, recipe_of(strategy), build)
     with fitting(session, None, ()) as found:
         loop = OwnLoop(session, found)
         for batch in loop.batches():
@@ -81,7 +81,7 @@ def test_it_ends_to_the_bit_where_the_rule_ends() -> None:
         found: dict[str, Any] = {strategy: both(cluster, strategy) for strategy in STRATEGIES}
         for strategy in REFUSED:
             with pytest.raises(StrategyError) as caught:
-                refuse_own_loop(session_of(cluster, recipe_of(strategy), build))
+                refuse_own_loop(build_test_session(cluster, recipe_of(strategy), build))
             found[strategy] = str(caught.value)
         return found
 
@@ -117,7 +117,7 @@ def test_several_updates_a_step_are_those_of_a_plain_loop() -> None:
         torch.set_num_threads(1)
         optimizer = {"name": "adam", "lr": 1e-2}
         recipe = recipe_of(batch={"size": 8, "shards": 2, "shuffle": False}, steps=6, optimizer=optimizer)
-        session = session_of(cluster, recipe, gan)
+        session = build_test_session(cluster, recipe, gan)
         with fitting(session, None, ()) as found:
             loop = OwnLoop(session, found)
             for x in loop.batches():
@@ -167,7 +167,7 @@ def test_it_has_a_folder_goes_on_and_keeps_the_schedule(
     assert rates == pytest.approx([1e-2] * 2 + [1e-3] * 3 + [1e-4] * 2)
     first, before = own(recipe_of(steps=3))
     folder = first.result.run_dir
-    assert folder is not None and is_run(folder) and first.result.checkpoint is not None
+    assert folder is not None and is_run_folder(folder) and first.result.checkpoint is not None
     second, after = own(recipe_of(), resume=folder)
     assert before + after == pytest.approx(rates) and second.result.steps == 7
     assert (folder / "report.html").exists() and (folder / "metrics.jsonl").exists()

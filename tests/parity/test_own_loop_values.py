@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.cluster import Cluster
 from paceline.errors import PacelineError
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe, Strategy
+from paceline.session import OwnLoop
+from paceline.session.fit_loop import fitting
+from paceline.session.own_loop_reduce import reduce_values, tensor_from_bytes, tensor_to_bytes
 from paceline.task import Loss, Task
 from paceline.testing import run_ranks
-from paceline.testing.parity import CPU, session_of
-from paceline.training import OwnLoop
-from paceline.training.loop import fitting
-from paceline.training.reduced import as_bytes, from_bytes, reduced
-from paceline.verification.job import compare_with_oracle
+from paceline.testing.parity import CPU, build_test_session
+from paceline.verification.verify_on_rank import compare_with_oracle
 
 STEPS, SIZES = 5, [8, 8, 1, 8, 8]  # 17 samples: in the third step one of two ranks has none
 
@@ -68,12 +68,12 @@ def uneven(loop: Any) -> None:
 
 
 def trained(cluster: Cluster, loop: Callable[[Any], None], **batch: Any) -> dict[str, Tensor]:
-    session = session_of(cluster, recipe_of(**batch), build)
+    session = build_test_session(cluster, recipe_of(**batch), build)
     with fitting(session, None, ()) as found:
         own = OwnLoop(session, found)
         loop(own)
         own.end()
-    return {n: p.detach().clone() for n, p in session.placed.holding.model.named_parameters()}
+    return {n: p.detach().clone() for n, p in session.runner.sharded_model.model.named_parameters()}
 
 
 def on_two(cluster: Cluster) -> tuple[list[Any], list[dict[str, Tensor]], list[str]]:
@@ -118,9 +118,11 @@ def test_values_keep_their_type_and_travel_whole() -> None:
         torch.arange(6.0).reshape(2, 3).t(),
         torch.ones(2).bfloat16(),
     ):
-        again = from_bytes(as_bytes(value))
+        again = tensor_from_bytes(tensor_to_bytes(value))
         assert torch.equal(again, value) and again.dtype == value.dtype
-    assert torch.equal(reduced([torch.tensor([1, 5]), torch.tensor([2, 3])], "max"), torch.tensor([2, 5]))
-    assert reduced([torch.tensor(True), torch.tensor(True)], "sum").dtype == torch.bool
+    assert torch.equal(
+        reduce_values([torch.tensor([1, 5]), torch.tensor([2, 3])], "max"), torch.tensor([2, 5])
+    )
+    assert reduce_values([torch.tensor(True), torch.tensor(True)], "sum").dtype == torch.bool
     with pytest.raises(PacelineError, match="several shapes"):
-        reduced([torch.zeros(2), torch.zeros(3)], "sum")
+        reduce_values([torch.zeros(2), torch.zeros(3)], "sum")

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from paceline import Loss, Task
-from paceline.cluster import Cluster
 from paceline.errors import StrategyError, TaskError
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe, Strategy
+from paceline.session import model_setup
 from paceline.testing import run_ranks
-from paceline.testing.parity import session_of
-from paceline.training import optimizers
+from paceline.testing.parity import build_test_session
 from tests.zoo.kind import Kind, Made, mlp
 from tests.zoo.plain import End
 from tests.zoo.runs import distance_from
@@ -162,7 +162,7 @@ def trained(cluster: Cluster, strategy: str, make: Make) -> End | str:
     recipe = Recipe(task="own", steps=STEPS, batch=batch, strategy=Strategy.parse(strategy))
     task = Task(made.model, made.samples, lambda m, batch: Loss(*made.loss(m, batch)), optimizer=make)
     try:
-        session = session_of(cluster, recipe, lambda: task)
+        session = build_test_session(cluster, recipe, lambda: task)
         losses = [stats.loss for stats in session.rounds()]
         whole = session.snapshot().tensors().items()
         return End(losses, {n.removeprefix("model/"): t.clone() for n, t in whole if n.startswith("model/")})
@@ -174,7 +174,7 @@ def trained(cluster: Cluster, strategy: str, make: Make) -> End | str:
 def all_of_them(cluster: Cluster, strategy: str, refuse: bool) -> dict[str, End | str]:
     """Every optimizer; without the refusals if so asked."""
     if not refuse:
-        optimizers.require_fit = lambda optimizer, holding: None
+        model_setup.require_layout_support = lambda optimizer, sharded_model: None
     return {name: trained(cluster, strategy, make) for name, make in OPTIMIZERS.items()}
 
 

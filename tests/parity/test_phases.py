@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from paceline import Loss, Task
-from paceline.cluster import Cluster
 from paceline.comm import Handle
-from paceline.observe import Phase, Phases, phases
+from paceline.job.cluster import Cluster
+from paceline.observe import PhaseTimer, StepPhase, step_stats
 from paceline.recipe import Recipe, Strategy
+from paceline.session import build
 from paceline.testing import run_ranks
-from paceline.testing.parity import session_of
-from paceline.training import build
+from paceline.testing.parity import build_test_session
 
 pytestmark = pytest.mark.capability("P10")
 STEPS = 6
@@ -104,14 +104,14 @@ def task_with(clock: Clock) -> Task:
     return Task(model, Rows(clock), loss)
 
 
-class Forgetful(Phases):
+class Forgetful(PhaseTimer):
     """Misses the beginning of one phase."""
 
     def __init__(self, forgets: str) -> None:
         super().__init__()
         self._forgets = forgets
 
-    def begin(self, phase: Phase) -> None:
+    def begin(self, phase: StepPhase) -> None:
         if phase != self._forgets:
             super().begin(phase)
 
@@ -119,7 +119,7 @@ class Forgetful(Phases):
 def told_of(cluster: Cluster, words: str) -> Told:
     """Train on a clock, which every wait takes further that training stands still for."""
     clock, wait = Clock(), Handle.wait
-    phases.time = SimpleNamespace(perf_counter=lambda: clock.now)
+    step_stats.time = SimpleNamespace(perf_counter=lambda: clock.now)
 
     def costly(self: Handle, deadline_seconds: float | None = None, *, exposed: bool = True) -> Any:
         if exposed:
@@ -134,7 +134,7 @@ def told_of(cluster: Cluster, words: str) -> Told:
         optimizer={"name": "sgd", "lr": 0.01},
         strategy=Strategy.parse(words),
     )
-    session = session_of(cluster, recipe, lambda: task_with(clock))
+    session = build_test_session(cluster, recipe, lambda: task_with(clock))
     session.state.optimizer.register_step_pre_hook(lambda *_: clock.work("optimizer"))
     clock.spent = dict.fromkeys(COSTS, 0.0)
     found = list(session.rounds())
@@ -148,7 +148,7 @@ def told_of_all(cluster: Cluster) -> tuple[dict[str, Told], dict[str, Told]]:
     """By strategy; and by the phase that is not begun."""
     found, without = {words: told_of(cluster, words) for words in STRATEGIES}, {}
     for name in COSTS:
-        setattr(build, "Phases", partial(Forgetful, name))  # noqa: B010
+        setattr(build, "PhaseTimer", partial(Forgetful, name))  # noqa: B010
         without[name] = told_of(cluster, "replicas=2")
     return found, without
 

@@ -13,17 +13,16 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from paceline.cluster import Cluster
 from paceline.data import MicroBatch, collate_samples
 from paceline.errors import StrategyError
-from paceline.layout.pipeline import cut_model
+from paceline.job.cluster import Cluster
+from paceline.parallel.pipeline import partition_model
 from paceline.recipe import Recipe, Strategy
-from paceline.sync import Part, Updating
+from paceline.session import Components, Session, evaluate
+from paceline.sync import PendingUpdate, UpdatePart
 from paceline.testing import run_ranks
-from paceline.testing.contracts.layout import whole
-from paceline.testing.interrupt import Interrupt
-from paceline.testing.parity import CPU, Trajectory, make_task, session_of
-from paceline.training import Pieces, Session, evaluate
+from paceline.testing.contracts.training_contracts import whole_trajectory
+from paceline.testing.parity import CPU, StepInterrupt, Trajectory, build_test_session, make_task
 
 ADAMW = {"name": "adamw", "lr": 2e-3}
 ROUND = 20  # steps until the pipeline is empty, of 400
@@ -43,21 +42,21 @@ def digits(strategy: str, **changes: object) -> Recipe:
 
 
 def two_rounds(cluster: Cluster, recipe: Recipe) -> Trajectory:
-    session = session_of(cluster, recipe)
+    session = build_test_session(cluster, recipe)
     losses = [stats.loss for _, stats in zip(range(2), session.rounds(), strict=False)]
     assert session.state.step == 2 * ROUND
-    return whole(losses, session)
+    return whole_trajectory(losses, session)
 
 
 def stages_of(session: Session, num_stages: int) -> dict[str, int]:
     """The stage of every parameter, by name."""
-    cut = cut_model(session.task, session.state.model, num_stages, 0)
+    cut = partition_model(session.task, session.state.model, num_stages, 0)
     return {name: stages[0] for name, stages in cut.holders.items()}
 
 
 def delayed(num_stages: int, age: Callable[[int], int]) -> Weights:
     """Two rounds of steps whose gradients are taken at weights that are `age(stage)` updates old."""
-    session = session_of(Cluster.single(), digits("replicas=1"))
+    session = build_test_session(Cluster.single(), digits("replicas=1"))
     stage, parameters = stages_of(session, num_stages), dict(session.state.model.named_parameters())
     history: list[Weights] = []
     for step in range(2 * ROUND):
@@ -101,7 +100,7 @@ def test_batch_statistics_move_once_a_step_and_every_stage_ends_with_all() -> No
     recipe = digits("replicas=1 pipeline=2 sync=pipedream", options={"model": "convnet", "channels": 4})
 
     def counters(cluster: Cluster) -> dict[str, Tensor]:
-        session = session_of(cluster, recipe)
+        session = build_test_session(cluster, recipe)
         next(session.rounds())
         found = session.snapshot().tensors()
         return {n: t.clone() for n, t in found.items() if "running" in n or "num_batches" in n}
@@ -127,7 +126,9 @@ def test_what_one_stage_cannot_decide_alone_is_refused(changes: dict[str, object
 
     def build(cluster: Cluster) -> str:
         try:
-            session_of(cluster, recipe, lambda: replace(make_task(recipe), blocks=lambda m: list(m.layers)))
+            build_test_session(
+                cluster, recipe, lambda: replace(make_task(recipe), blocks=lambda m: list(m.layers))
+            )
         except StrategyError as error:
             return str(error)
         return ""
@@ -139,7 +140,9 @@ def test_what_one_stage_cannot_decide_alone_is_refused(changes: dict[str, object
 @pytest.mark.parametrize("num_stages", [2, 3])
 def test_each_backward_uses_the_weights_of_its_forward_and_is_as_stale_as_its_stage(num_stages: int) -> None:
     def run(cluster: Cluster) -> tuple[list[Any], dict[str, float]]:
-        session = session_of(cluster, digits(f"replicas=1 pipeline={num_stages} sync=pipedream", steps=400))
+        session = build_test_session(
+            cluster, digits(f"replicas=1 pipeline={num_stages} sync=pipedream", steps=400)
+        )
         stats = next(session.rounds())
         return session.rule.versions, dict(stats.metrics)
 
@@ -163,7 +166,7 @@ def test_pipedream_learns_about_as_well_as_every_step() -> None:
     def losses(cluster: Cluster, strategy: str) -> list[float]:
         found = []
         for seed in (1, 2, 3):
-            session = session_of(cluster, digits(strategy, steps=150, seed=seed, optimizer=ADAMW))
+            session = build_test_session(cluster, digits(strategy, steps=150, seed=seed, optimizer=ADAMW))
             list(session.rounds())
             evaluation = evaluate(session)
             assert evaluation is not None
@@ -176,13 +179,13 @@ def test_pipedream_learns_about_as_well_as_every_step() -> None:
     assert stale != sync
 
 
-def raises_once(parts: dict[str, Part]) -> dict[str, Part]:
+def raises_once(parts: dict[str, UpdatePart]) -> dict[str, UpdatePart]:
     """Raise instead of the fifth update of a stage."""
     calls = count(1)
 
-    def interrupt(record: Updating) -> None:
+    def interrupt(record: PendingUpdate) -> None:
         if next(calls) == 5:
-            raise Interrupt
+            raise StepInterrupt
 
     return {"interrupt": interrupt, **parts}
 
@@ -191,19 +194,19 @@ def raises_once(parts: dict[str, Part]) -> dict[str, Part]:
 def test_pipedream_goes_back_to_where_it_was_empty() -> None:
     recipe = digits("replicas=1 pipeline=2 sync=pipedream", steps=40, optimizer=ADAMW)
 
-    def run(cluster: Cluster, pieces: Pieces | None) -> Trajectory:
-        session = session_of(cluster, recipe, pieces=pieces)
+    def run(cluster: Cluster, pieces: Components | None) -> Trajectory:
+        session = build_test_session(cluster, recipe, pieces=pieces)
         losses: list[float] = []
         while session.state.step < session.num_steps:
             try:
                 for stats in session.rounds():
                     losses.append(stats.loss)
-            except Interrupt:
+            except StepInterrupt:
                 session.abort()
-        return whole(losses, session)
+        return whole_trajectory(losses, session)
 
     plain = run_ranks(run, 2, None)
-    disturbed = run_ranks(run, 2, Pieces(update=raises_once))
+    disturbed = run_ranks(run, 2, Components(update=raises_once))
     assert plain[0].losses == disturbed[0].losses
     assert plain[0].distance(disturbed[0]) == 0.0
 
@@ -217,10 +220,10 @@ def test_stages_agree_once_in_a_round_and_wait_for_nobody_in_an_update(flow: str
     """
 
     def run(cluster: Cluster) -> tuple[int, list[float], float, int]:
-        session = session_of(cluster, digits(f"replicas=1 pipeline=2 sync={flow} route=native"))
+        session = build_test_session(cluster, digits(f"replicas=1 pipeline=2 sync={flow} route=native"))
         norms, kept = list[float](), list[int]()
         session.update_step.observers.append(lambda record: norms.append(record.norm))
-        under_way = session.placed._wire._under_way
+        under_way = session.runner._wire._under_way
         session.update_step.observers.append(lambda record: kept.append(len(under_way)))
         before = sums_of(session)
         stats = next(session.rounds())

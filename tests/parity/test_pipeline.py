@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from paceline.cluster import Cluster
 from paceline.comm import GradientSink
-from paceline.comm.reduction import Meeting
+from paceline.comm.reduction import TiedGradientReduction
 from paceline.data import LoadedBatch
-from paceline.layout import Sums
-from paceline.layout.pipeline import Pipeline
-from paceline.mesh import Group
+from paceline.job.cluster import Cluster
+from paceline.job.mesh import RankGroup
+from paceline.parallel import LossSums
+from paceline.parallel.pipeline import PipelineRunner
 from paceline.recipe import Recipe, Strategy, load_recipe
+from paceline.session import Components
 from paceline.testing import run_ranks
-from paceline.testing.parity import CPU, make_task, session_of
-from paceline.training import Pieces
-from paceline.verification import Report, compare_with_oracle
+from paceline.testing.parity import CPU, build_test_session, make_task
+from paceline.verification import VerificationReport, compare_with_oracle
 from tests.texts import SMALL_TEXT
 
 ROOT = Path(__file__).parents[2]
@@ -53,8 +53,8 @@ def verify(
     cluster: Cluster,
     recipe: Recipe,
     breaks: Callable[[], None] | None = None,
-    pieces: Pieces | None = None,
-) -> Report:
+    pieces: Components | None = None,
+) -> VerificationReport:
     if breaks is not None:
         breaks()
     return compare_with_oracle(recipe, make_task(recipe), cluster, CPU, 3, pieces=pieces)
@@ -77,7 +77,7 @@ class Deaf:
     def __init__(self, net: Any) -> None:
         self.net = net
 
-    def all_reduce(self, x: Tensor, group: Group) -> Any:
+    def all_reduce(self, x: Tensor, group: RankGroup) -> Any:
         return self.net.all_reduce(x, replace(group, ranks=group.ranks[:1], rank=0, made=None))
 
     def __getattr__(self, name: str) -> Any:
@@ -85,11 +85,11 @@ class Deaf:
 
 
 def forget_the_tie() -> None:
-    def close(self: Meeting) -> None:
+    def close(self: TiedGradientReduction) -> None:
         self._net = Deaf(self._net)
         plain(self)
 
-    plain, Meeting.close = Meeting.close, close
+    plain, TiedGradientReduction.close = TiedGradientReduction.close, close
 
 
 @pytest.mark.capability("D1")
@@ -99,10 +99,12 @@ def test_a_tied_gradient_that_is_not_summed_is_found() -> None:
     assert not report.ok
 
 
-class DropsAMicroBatch(Pipeline):
+class DropsAMicroBatch(PipelineRunner):
     """Runs all micro-batches but the first."""
 
-    def run(self, micro_batches: Iterable[LoadedBatch], count: int, sink: GradientSink, scale: float) -> Sums:
+    def run(
+        self, micro_batches: Iterable[LoadedBatch], count: int, sink: GradientSink, scale: float
+    ) -> LossSums:
         return super().run(list(micro_batches)[1:], count - 1, sink, scale)
 
 
@@ -118,7 +120,7 @@ def test_recomputed_blocks_are_those_of_the_oracle() -> None:
 @pytest.mark.capability("D2")
 def test_a_micro_batch_that_is_dropped_is_found() -> None:
     """The mutation twin."""
-    pieces = Pieces(stage=DropsAMicroBatch)
+    pieces = Components(stage=DropsAMicroBatch)
     report = run_ranks(verify, 2, gpt("replicas=1 pipeline=2"), None, pieces)[0]
     assert not report.ok
 
@@ -126,8 +128,8 @@ def test_a_micro_batch_that_is_dropped_is_found() -> None:
 @pytest.mark.capability("D3")
 def test_a_stage_stores_the_activations_of_all_its_micro_batches() -> None:
     def peak(cluster: Cluster) -> int:
-        session = session_of(cluster, digits("replicas=1 pipeline=2", steps=1))
+        session = build_test_session(cluster, digits("replicas=1 pipeline=2", steps=1))
         list(session.rounds())
-        return session.placed.peak_stored
+        return session.runner.peak_in_flight
 
     assert run_ranks(peak, 2) == [4, 4]

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline.cluster import Cluster
 from paceline.errors import TaskError
-from paceline.layout.pipeline.chain import difference
+from paceline.job.cluster import Cluster
 from paceline.models import KeyedDropout
+from paceline.parallel.pipeline.model_chain import describe_difference
 from paceline.recipe import Recipe, Strategy
 from paceline.task import Loss, Task
 from paceline.testing import run_ranks
-from paceline.testing.parity import CPU, make_task, session_of
-from paceline.verification import Report, compare_with_oracle
+from paceline.testing.parity import CPU, build_test_session, make_task
+from paceline.verification import VerificationReport, compare_with_oracle
 
 
 def digits(strategy: str = "replicas=1 pipeline=2") -> Recipe:
@@ -32,7 +32,7 @@ def digits(strategy: str = "replicas=1 pipeline=2") -> Recipe:
     )
 
 
-def verify(cluster: Cluster, recipe: Recipe) -> Report:
+def verify(cluster: Cluster, recipe: Recipe) -> VerificationReport:
     return compare_with_oracle(recipe, task(), cluster, CPU, 3)
 
 
@@ -142,7 +142,7 @@ def test_tuples_of_any_dtype_travel_and_the_loss_says_what_goes_in(num_stages: i
 def test_what_a_stage_would_compute_wrongly_is_refused(stages: Any, of: Any, words: str) -> None:
     def build(cluster: Cluster) -> str:
         try:
-            session_of(cluster, digits(), lambda: task(stages, of))
+            build_test_session(cluster, digits(), lambda: task(stages, of))
         except (TaskError, TypeError) as error:
             return str(error)
         return ""
@@ -175,7 +175,7 @@ def test_a_chain_that_is_not_the_model_is_refused(stages: Any, words: str) -> No
 
         recipe = digits()
         try:
-            session_of(cluster, recipe, odd)
+            build_test_session(cluster, recipe, odd)
         except TaskError as error:
             return str(error)
         return ""
@@ -206,5 +206,5 @@ def test_a_chain_that_is_not_the_model_is_refused(stages: Any, words: str) -> No
 )
 def test_what_differs_is_said(right: Any, found: Any, words: str) -> None:
     """As Hugging Face's models return a cache beside their logits."""
-    text = difference(right, found)
+    text = describe_difference(right, found)
     assert (words in text) if words else text == ""

@@ -11,19 +11,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline.cluster import Cluster
-from paceline.comm import Entry, Reducer, Reduction
-from paceline.comm.reduction import InAnyOrder, Meeting
-from paceline.layout import Holding
+from paceline.comm import BucketReducer, GradientReduction, LedgerEntry
+from paceline.comm.reduction import TiedGradientReduction, UnorderedSum
+from paceline.job.cluster import Cluster
+from paceline.parallel import ShardedModel
+from paceline.parallel.session_context import SessionContext
 from paceline.recipe import OptimizerRecipe, Recipe, Strategy
-from paceline.slot import Slot
+from paceline.state.slot import TensorSlot
+from paceline.sync import rule_builders
 from paceline.task import Loss, Task
 from paceline.testing import run_ranks
-from paceline.testing.contracts.layout import whole
-from paceline.testing.parity import CPU, Trajectory, make_task, run_oracle, session_of
-from paceline.training import rules
-from paceline.training.arrange import Setting
-from paceline.verification import Report, compare_with_oracle
+from paceline.testing.contracts.training_contracts import whole_trajectory
+from paceline.testing.parity import CPU, Trajectory, build_test_session, make_task, run_oracle
+from paceline.verification import VerificationReport, compare_with_oracle
 
 TRAINING_IMAGES = 1498
 TWO_STAGES = "replicas=1 pipeline=2"
@@ -43,14 +43,14 @@ def digits(strategy: str = TWO_STAGES, **changes: Any) -> Recipe:
 
 def verify(
     cluster: Cluster, recipe: Recipe, make: Callable[[], Task] | None = None, steps: int = 3
-) -> Report:
+) -> VerificationReport:
     task = make() if make is not None else make_task(recipe)
     return compare_with_oracle(recipe, task, cluster, CPU, steps)
 
 
 def train(cluster: Cluster, recipe: Recipe) -> Trajectory:
-    session = session_of(cluster, recipe)
-    return whole([stats.loss for stats in session.rounds()], session)
+    session = build_test_session(cluster, recipe)
+    return whole_trajectory([stats.loss for stats in session.rounds()], session)
 
 
 @pytest.mark.capability("D2")
@@ -86,9 +86,9 @@ def test_the_last_step_of_an_epoch_has_one_sample(strategy: str, num_ranks: int)
 @pytest.mark.parametrize("num_stages", [2, 3])
 def test_a_stage_really_runs_in_the_order_of_the_table(num_stages: int) -> None:
     def order(cluster: Cluster) -> list[str]:
-        session = session_of(cluster, digits(f"replicas=1 pipeline={num_stages}", steps=1))
+        session = build_test_session(cluster, digits(f"replicas=1 pipeline={num_stages}", steps=1))
         seen: list[str] = []
-        (stage,) = session.placed.passing.chunks
+        (stage,) = session.runner.passing.chunks
         stage.register_forward_hook(lambda *_: seen.append("F"))
         next(stage.parameters()).register_hook(lambda grad: seen.append("B"))
         list(session.rounds())
@@ -122,9 +122,9 @@ def tied_weights(cluster: Cluster, codec: str, breaks: Callable[[], None] | None
         breaks()
     adamw = {"name": "adamw", "lr": 1e-2}
     recipe = digits(f"replicas=3 pipeline=2 codec={codec}", steps=6, optimizer=adamw)
-    session = session_of(cluster, recipe, tied_task)
+    session = build_test_session(cluster, recipe, tied_task)
     list(session.rounds())
-    return session.placed.holding.model[0].weight.detach().flatten().tolist()
+    return session.runner.sharded_model.model[0].weight.detach().flatten().tolist()
 
 
 @pytest.mark.capability("D1", "H8")
@@ -136,31 +136,31 @@ def test_tied_weights_on_two_stages_keep_equal_bits(codec: str) -> None:
         recipe = digits(
             f"replicas=3 pipeline=2 codec={codec}", steps=6, optimizer={"name": "adamw", "lr": 1e-2}
         )
-        session = session_of(cluster, recipe, tied_task)
+        session = build_test_session(cluster, recipe, tied_task)
         list(session.rounds())
-        return session.placed.holding.model[0].weight.detach().flatten().tolist()
+        return session.runner.sharded_model.model[0].weight.detach().flatten().tolist()
 
     ranks = run_ranks(weights, 6)
     assert all(values == ranks[0] for values in ranks)
 
 
-class AmongOthers(Meeting):
+class AmongOthers(TiedGradientReduction):
     """Shared tensors meet, and then lie in one bucket with the others of their stage."""
 
-    def ready(self, slot: Slot, grad: Tensor | None) -> None:
+    def ready(self, slot: TensorSlot, grad: Tensor | None) -> None:
         (super() if slot in self._tensors else self.inner).ready(slot, grad)
 
 
 def reduce_on_every_stage() -> None:
-    def build_reduction(setting: Setting, holding: Holding) -> Reduction:
+    def build_reduction(setting: SessionContext, sharded_model: ShardedModel) -> GradientReduction:
         mesh = setting.mesh
-        sums = InAnyOrder(setting.collective(mesh.axes["shard"]), setting.collective(mesh.replica))
-        inner = Reducer(holding.computes, holding.parts, sums, setting.bucket_bytes)
-        shared = [held for held in holding.held.values() if held.holders]
-        tensors = {held.computes: holding.computes[held.computes] for held in shared}
+        sums = UnorderedSum(setting.collective(mesh.axes["shard"]), setting.collective(mesh.replica))
+        inner = BucketReducer(sharded_model.computes, sharded_model.parts, sums, setting.bucket_bytes)
+        shared = [held for held in sharded_model.held.values() if held.holders]
+        tensors = {held.computes: sharded_model.computes[held.computes] for held in shared}
         return AmongOthers(inner, tensors, mesh.among("pipeline", shared[0].holders), setting.net)
 
-    rules.build_reduction = build_reduction
+    rule_builders.build_gradient_reduction = build_reduction
 
 
 @pytest.mark.capability("D1")
@@ -188,7 +188,7 @@ def test_numbers_in_the_optimizer_of_another_rank_are_in_the_snapshot(strategy: 
         return replace(make_task(recipe), optimizer=lambda model: Counts(model.parameters(), lr=0.05))
 
     def numbers(cluster: Cluster) -> dict[str, int]:
-        session = session_of(cluster, recipe, counted)
+        session = build_test_session(cluster, recipe, counted)
         list(session.rounds())
         return dict(session.snapshot().scalars()["optimizer"])
 
@@ -203,8 +203,8 @@ def test_stages_send_the_bytes_of_activations_and_a_description_of_each() -> Non
     def sent(cluster: Cluster) -> list[tuple[int, int]]:
         found = []
         for route in ("native", "auto"):
-            session = session_of(cluster, digits(f"{TWO_STAGES} route={route}"))
-            entry = session.net.ledger.rows.get(("send", "pipeline"), Entry())
+            session = build_test_session(cluster, digits(f"{TWO_STAGES} route={route}"))
+            entry = session.net.ledger.rows.get(("send", "pipeline"), LedgerEntry())
             calls, payload = entry.calls, entry.payload_bytes  # the loss was tried before the first step
             list(session.rounds())
             entry = session.net.ledger.rows["send", "pipeline"]

@@ -8,13 +8,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from paceline.cluster import Cluster
+from paceline.job.cluster import Cluster
 from paceline.optim import UserOptimizer
 from paceline.recipe import Recipe
+from paceline.session import build_session
 from paceline.task import Loss, Task
 from paceline.testing import run_ranks
-from paceline.testing.parity import CPU, Trajectory, make_task, run_oracle, run_strategy, session_of
-from paceline.training import build_session
+from paceline.testing.parity import CPU, Trajectory, build_test_session, make_task, run_oracle, run_strategy
 from paceline.verification import compare_with_oracle
 from tests.texts import SMALL_TEXT
 
@@ -56,7 +56,7 @@ def test_recomputing_keeps_fewer_activations() -> None:
 
     def saved_bytes(layers: int, recompute: str) -> int:
         recipe = gpt(options=TINY | {"layers": layers}, memory={"recompute": recompute})
-        session = session_of(Cluster.single(), recipe)
+        session = build_test_session(Cluster.single(), recipe)
         sizes: dict[int, int] = {}
 
         def keep(x: torch.Tensor) -> torch.Tensor:
@@ -65,7 +65,7 @@ def test_recomputing_keeps_fewer_activations() -> None:
 
         batch = torch.stack([session.task.data[i] for i in range(4)])
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            session.task.loss(session.placed.holding.model.eval(), batch)
+            session.task.loss(session.runner.sharded_model.model.eval(), batch)
         return sum(sizes.values())
 
     plain = saved_bytes(8, "none") - saved_bytes(2, "none")
@@ -93,9 +93,9 @@ def test_fp16_skips_the_same_step_on_all_ranks_and_then_learns() -> None:
 
     def run(cluster: Cluster) -> tuple[list[bool], list[float], Trajectory]:
         recipe = gpt(precision={"compute": "fp16", "init_scale": 2.0**24, "growth_steps": 50}, steps=20)
-        session = session_of(cluster, recipe)
+        session = build_test_session(cluster, recipe)
         stats = list(session.rounds())
-        parameters = {n: p.detach().clone() for n, p in session.placed.holding.model.named_parameters()}
+        parameters = {n: p.detach().clone() for n, p in session.runner.sharded_model.model.named_parameters()}
         return [s.applied for s in stats], [s.loss_scale for s in stats], Trajectory([], parameters, {})
 
     results = run_ranks(run, 2)
@@ -111,7 +111,7 @@ def test_halves_are_as_accurate_as_floats() -> None:
     """Held-out digits, three seeds: the gap of the means is one percent at most."""
 
     def held_out(compute: str, seed: int) -> tuple[float, float]:
-        from paceline.training import evaluate
+        from paceline.session import evaluate
 
         recipe = Recipe(
             task="digits",
@@ -121,7 +121,7 @@ def test_halves_are_as_accurate_as_floats() -> None:
             batch={"size": 32, "shards": 1},
             precision={"compute": compute},
         )
-        session = session_of(Cluster.single(), recipe)
+        session = build_test_session(Cluster.single(), recipe)
         for _ in session.rounds():
             pass
         found = evaluate(session)
@@ -201,7 +201,7 @@ def test_a_batch_eight_times_larger_with_the_scaled_rate_is_as_accurate() -> Non
     """Equal samples, linear scaling with warm-up, SGD with momentum; three seeds each."""
 
     def accuracy(size: int, scaling: str, seed: int) -> float:
-        from paceline.training import evaluate
+        from paceline.session import evaluate
 
         recipe = Recipe(
             task="digits",
@@ -216,7 +216,7 @@ def test_a_batch_eight_times_larger_with_the_scaled_rate_is_as_accurate() -> Non
                 "warmup_steps": 20,
             },
         )
-        session = session_of(Cluster.single(), recipe)
+        session = build_test_session(Cluster.single(), recipe)
         for _ in session.rounds():
             pass
         return evaluate(session).metrics["accuracy"]
@@ -232,9 +232,9 @@ def test_a_batch_eight_times_larger_with_the_scaled_rate_is_as_accurate() -> Non
 def test_the_sum_is_learned_on_two_ranks() -> None:
     def error(cluster: Cluster) -> float:
         from paceline.recipe import load_recipe
-        from paceline.training import evaluate
+        from paceline.session import evaluate
 
-        session = session_of(cluster, load_recipe("recipes/sum.toml"))
+        session = build_test_session(cluster, load_recipe("recipes/sum.toml"))
         for _ in session.rounds():
             pass
         return evaluate(session).loss
@@ -247,9 +247,9 @@ def test_the_sum_is_learned_on_two_ranks() -> None:
 def test_digits_reach_97_percent_on_two_ranks() -> None:
     def accuracy(cluster: Cluster) -> float:
         from paceline.recipe import load_recipe
-        from paceline.training import evaluate
+        from paceline.session import evaluate
 
-        session = session_of(cluster, load_recipe("recipes/digits.toml"))
+        session = build_test_session(cluster, load_recipe("recipes/digits.toml"))
         for _ in session.rounds():
             pass
         return evaluate(session).metrics["accuracy"]
@@ -296,9 +296,9 @@ def test_evaluation_has_the_same_bits_on_any_number_of_ranks() -> None:
     """299 held-out images in blocks of 64: the last is ragged, and ranks have unequal numbers of blocks."""
 
     def held_out(cluster: Cluster) -> tuple[float, float, int]:
-        from paceline.training import evaluate
+        from paceline.session import evaluate
 
-        found = evaluate(session_of(cluster, Recipe(task="digits", steps=1)))
+        found = evaluate(build_test_session(cluster, Recipe(task="digits", steps=1)))
         return found.loss, found.metrics["accuracy"], found.num_samples
 
     results = {n: run_ranks(held_out, n) for n in (1, 2, 3)}

@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.cluster import Cluster
 from paceline.comm import Gradients, Handle
-from paceline.comm.reduction import Scatterer, joint_norm
-from paceline.layout.digest import state_sha256
-from paceline.layout.shard import block
+from paceline.comm.reduction import ScatterReducer, joint_norm
+from paceline.job.cluster import Cluster
+from paceline.parallel import zero
+from paceline.parallel.state_hash import state_sha256
 from paceline.recipe import Recipe, Strategy
-from paceline.sync.update import Norm
+from paceline.session import Components
+from paceline.sync.update import GradientNorm
 from paceline.testing import run_ranks
-from paceline.testing.parity import CPU, make_task, session_of
-from paceline.training import Pieces
-from paceline.verification import Report, compare_with_oracle
+from paceline.testing.parity import CPU, build_test_session, make_task
+from paceline.verification import VerificationReport, compare_with_oracle
 from tests.dist.comm.nodes import on_nodes
 from tests.texts import SMALL_TEXT
 
@@ -86,8 +86,8 @@ def digits(strategy: str) -> Recipe:
 
 
 def verify(
-    cluster: Cluster, recipe: Recipe, pieces: Pieces | None = None, plan: dict[str, str] | None = None
-) -> Report:
+    cluster: Cluster, recipe: Recipe, pieces: Components | None = None, plan: dict[str, str] | None = None
+) -> VerificationReport:
     task = make_task(recipe)
     if plan is not None:
         task = replace(task, tensor=plan)
@@ -126,11 +126,11 @@ NODES = {
 def test_on_other_routes_it_is_the_same(strategy: str) -> None:
     """Four ranks as if on two nodes, so that the hierarchical route has two levels."""
 
-    def placed(cluster: Cluster) -> Report:
+    def runner(cluster: Cluster) -> VerificationReport:
         there = on_nodes(cluster, 2) if cluster.world_size == 4 else cluster
         return verify(there, gpt(strategy))
 
-    for report in run_ranks(placed, NODES[strategy]):
+    for report in run_ranks(runner, NODES[strategy]):
         assert report.ok, (report.failure, report.diagnosis)
 
 
@@ -142,11 +142,11 @@ def test_blocks_are_gathered_along_two_levels_also_by_ranks_with_fewer_micro_bat
 ) -> None:
     """Memory of a host is mapped at first use, which all its ranks come to."""
 
-    def placed(cluster: Cluster) -> Report:
+    def runner(cluster: Cluster) -> VerificationReport:
         uneven = gpt(f"{strategy} route=hierarchical", batch={"size": 21, "shards": shards})
         return verify(on_nodes(cluster, 2), uneven)
 
-    for report in run_ranks(placed, 4):
+    for report in run_ranks(runner, 4):
         assert report.ok, (report.failure, report.diagnosis)
 
 
@@ -166,7 +166,7 @@ def test_coding_between_nodes_learns_and_goes_on_from_a_snapshot(strategy: str) 
 
     def learn(cluster: Cluster, stops: bool) -> tuple[list[float], str]:
         there = on_nodes(cluster, 2)
-        session = session_of(there, recipe)
+        session = build_test_session(there, recipe)
         losses = []
         for stats in session.rounds():
             losses.append(stats.loss)
@@ -175,7 +175,7 @@ def test_coding_between_nodes_learns_and_goes_on_from_a_snapshot(strategy: str) 
         if stops:
             found = session.snapshot()
             kept = {name: t.detach().clone() for name, t in found.tensors().items()}
-            session = session_of(there, recipe)
+            session = build_test_session(there, recipe)
             session.restore(kept, found.scalars())
             losses += [stats.loss for stats in session.rounds()]
         return losses, state_sha256(session.snapshot().tensors())
@@ -195,12 +195,12 @@ def test_what_coding_has_lost_is_all_there_after_a_restore(strategy: str) -> Non
     recipe = gpt(strategy)
 
     def changed(cluster: Cluster) -> tuple[list[str], int]:
-        first = session_of(cluster, recipe)
+        first = build_test_session(cluster, recipe)
         for _, _ in zip(range(3), first.rounds(), strict=False):
             pass
         found = first.snapshot()
         kept = {name: t.detach().clone() for name, t in found.tensors().items()}
-        second = session_of(cluster, recipe)
+        second = build_test_session(cluster, recipe)
         second.restore(kept, found.scalars())
         now = second.snapshot().tensors()
         differing = [name for name in kept if name not in now or not torch.equal(kept[name], now[name])]
@@ -223,9 +223,9 @@ def test_what_tensor_ranks_hold_in_common_has_the_same_bits(strategy: str) -> No
     recipe = gpt(strategy, steps=6)
 
     def in_common(cluster: Cluster) -> dict[str, torch.Tensor]:
-        session = session_of(cluster, recipe)
+        session = build_test_session(cluster, recipe)
         list(session.rounds())
-        held = session.placed.holding.computes.items()
+        held = session.runner.sharded_model.computes.items()
         return {slot.name: p.detach().clone() for slot, p in held if "tensor" not in slot.axes}
 
     first, *others = run_ranks(in_common, 2 * (recipe.strategy.replicas or 1))
@@ -237,11 +237,11 @@ def forgotten(gather: Callable[[], None]) -> Callable[[], None]:
     return lambda: None
 
 
-def own_norm(norm: Norm) -> Norm:
+def own_norm(norm: GradientNorm) -> GradientNorm:
     return lambda grads: joint_norm(grads.norms)
 
 
-def counted_on_every_holder(norm: Norm) -> Norm:
+def counted_on_every_holder(norm: GradientNorm) -> GradientNorm:
     """What several ranks of a replica hold is in the norm of each."""
 
     def broken(grads: Gradients) -> float:
@@ -250,7 +250,7 @@ def counted_on_every_holder(norm: Norm) -> Norm:
     return broken
 
 
-class Forgetful(Scatterer):
+class Forgetful(ScatterReducer):
     """Of several micro-batches it keeps the last."""
 
     def _came(self, scatter: Any, row: Any) -> None:
@@ -258,35 +258,35 @@ class Forgetful(Scatterer):
         super()._came(scatter, row)
 
 
-class Padded(Scatterer):
+class Padded(ScatterReducer):
     """What lies behind a short part is counted."""
 
     def _over_replicas(self, bucket: Any) -> Handle:
-        bucket.total[bucket.own_values :] = 1.0
+        bucket.total[bucket.num_own_values :] = 1.0
         return self._ways.replica.all_reduce(bucket.total, f"{bucket.number}.own")
 
 
 TWINS = {
-    "zero=2, not gathered": ("replicas=1 shard=2 zero=2", Pieces(gather=forgotten)),
-    "zero=2, the last micro-batch only": ("replicas=1 shard=2 zero=2", Pieces(scatterer=Forgetful)),
-    "zero=2, padding counted": ("replicas=1 shard=3 zero=2 route=native", Pieces(scatterer=Padded)),
-    "zero=3, the own norm": ("replicas=1 shard=2 zero=3", Pieces(norm=own_norm)),
-    "tensor, counted twice": ("replicas=1 tensor=2", Pieces(norm=counted_on_every_holder)),
+    "zero=2, not gathered": ("replicas=1 shard=2 zero=2", Components(gather=forgotten)),
+    "zero=2, the last micro-batch only": ("replicas=1 shard=2 zero=2", Components(scatterer=Forgetful)),
+    "zero=2, padding counted": ("replicas=1 shard=3 zero=2 route=native", Components(scatterer=Padded)),
+    "zero=3, the own norm": ("replicas=1 shard=2 zero=3", Components(norm=own_norm)),
+    "tensor, counted twice": ("replicas=1 tensor=2", Components(norm=counted_on_every_holder)),
     "1f1b, counted twice": (
         "replicas=1 pipeline=2 schedule=1f1b",
-        Pieces(norm=counted_on_every_holder),
+        Components(norm=counted_on_every_holder),
     ),
     "zero=1 of stages, not gathered": (
         "replicas=1 shard=2 zero=1 pipeline=2",
-        Pieces(gather=forgotten),
+        Components(gather=forgotten),
     ),
     "zero=1 of stages, counted twice": (
         "replicas=1 shard=2 zero=1 pipeline=2",
-        Pieces(norm=counted_on_every_holder),
+        Components(norm=counted_on_every_holder),
     ),
     "zero=3 of tensor, counted twice": (
         "replicas=1 shard=2 zero=3 tensor=2",
-        Pieces(norm=counted_on_every_holder),
+        Components(norm=counted_on_every_holder),
     ),
 }
 
@@ -304,14 +304,14 @@ def test_a_broken_product_is_found(twin: str) -> None:
 def test_parameters_of_the_step_before_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that stay here over an update."""
 
-    def stale(cluster: Cluster) -> Report:
-        release = block.Block.release
+    def stale(cluster: Cluster) -> VerificationReport:
+        release = zero.GatheredBlock.release
 
         def stay(block: Any) -> None:
             if not all(p.untyped_storage().size() for p in block.tensors.values()):
                 release(block)
 
-        monkeypatch.setattr(block.Block, "release", stay)
+        monkeypatch.setattr(zero.GatheredBlock, "release", stay)
         return verify(cluster, gpt("replicas=1 shard=2 zero=3 route=native"))
 
     for report in run_ranks(stale, 2):
@@ -345,7 +345,7 @@ def test_a_plan_that_forgets_the_dropout_is_found() -> None:
 )
 def test_a_reproducible_product_has_the_bits_of_one_process(strategy: str) -> None:
     def bits(cluster: Cluster, recipe: Recipe) -> list[tuple[str, float]]:
-        session = session_of(cluster, recipe)
+        session = build_test_session(cluster, recipe)
         found = [(state_sha256(session.snapshot().tensors()), stats.loss) for stats in session.rounds()]
         session.close()
         return found

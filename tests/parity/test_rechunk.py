@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.cluster import Cluster
-from paceline.layout.pipeline import parts, passing
+from paceline.job.cluster import Cluster
 from paceline.models import KeyedDropout
+from paceline.parallel.pipeline import forward_backward, rechunk
+from paceline.pipeline_schedule import ScheduleTable, one_f_one_b, simulate_schedule, write_schedule_csv
 from paceline.recipe import Recipe, Strategy
-from paceline.schedule import Table, one_f_one_b, prove, write_rows
 from paceline.task import Loss, Task
 from paceline.testing import run_ranks
-from paceline.testing.contracts.layout import whole
-from paceline.testing.parity import Trajectory, session_of
-from paceline.verification import Report, compare_with_oracle
+from paceline.testing.contracts.training_contracts import whole_trajectory
+from paceline.testing.parity import Trajectory, build_test_session
+from paceline.verification import VerificationReport, compare_with_oracle
 from tests.parity.test_products import verify
 from tests.parity.test_schedules import deep
 
@@ -41,7 +41,7 @@ FOUR = [
 ]
 
 
-def reports(cluster: Cluster, cases: Sequence[tuple[str, dict[str, Any]]]) -> list[Report]:
+def reports(cluster: Cluster, cases: Sequence[tuple[str, dict[str, Any]]]) -> list[VerificationReport]:
     return [verify(cluster, deep(text, **changes)) for text, changes in cases]
 
 
@@ -62,21 +62,23 @@ def test_under_every_product_too(tmp_path: Path) -> None:
     by_position = {"tensor": {"blocks.*": "sequence"}}
     require_ok([*((text, {}) for text in FOUR), (FOUR[3], by_position)], 4)
     rows = halved(one_f_one_b(2, 5, (1, 2)))
-    write_rows(prove(rows, 5), tmp_path / "own.csv")
+    write_schedule_csv(simulate_schedule(rows, 5), tmp_path / "own.csv")
     require_ok([(f"replicas=1 pipeline=2 schedule={tmp_path / 'own.csv'}", {})], 2)
 
 
-def halved(table: Table) -> Table:
+def halved(table: ScheduleTable) -> ScheduleTable:
     """The last stage makes gradients of weights after those of what came in."""
     *others, last = table.orders
-    return Table([*others, [b for a in last for b in ([a, a._replace(kind="W")] if a.kind == "B" else [a])]])
+    return ScheduleTable(
+        [*others, [b for a in last for b in ([a, a._replace(kind="W")] if a.kind == "B" else [a])]]
+    )
 
 
 def three_steps(cluster: Cluster, recipe: Recipe) -> tuple[Trajectory, int]:
     """What was trained, and the most parts that this rank kept at a time."""
-    session = session_of(cluster, recipe)
+    session = build_test_session(cluster, recipe)
     losses = [stats.loss for stats in session.rounds()]
-    return whole(losses, session), getattr(session.placed, "peak_stored", 0)
+    return whole_trajectory(losses, session), getattr(session.runner, "peak_in_flight", 0)
 
 
 @pytest.mark.capability("D9")
@@ -84,7 +86,7 @@ def test_gradients_are_those_of_whole_micro_batches_and_a_stage_keeps_what_was_p
     """Plain gradient descent, so that a gradient is what a parameter has moved by; the steps are large."""
     more: dict[str, Any] = {"steps": 3, "optimizer": {"name": "sgd", "lr": 0.5}}
     ((right, _),) = run_ranks(three_steps, 1, deep("replicas=1", **more))
-    proof = prove(one_f_one_b(3, 5, (1, 2, 4)), 5)
+    proof = simulate_schedule(one_f_one_b(3, 5, (1, 2, 4)), 5)
     assert list(proof.in_flight) == [3, 1, 0.25]
     for stage, (found, peak) in enumerate(run_ranks(three_steps, 3, deep(SMALLER, **more))):
         assert found.distance(right) <= 1e-6
@@ -92,7 +94,7 @@ def test_gradients_are_those_of_whole_micro_batches_and_a_stage_keeps_what_was_p
         assert peak == proof.in_flight[stage] * (1, 2, 4)[stage]
 
 
-OWN = parts.batch_part
+OWN = rechunk.slice_batch
 
 
 def backwards(column: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
@@ -110,8 +112,8 @@ def own_mask(self: KeyedDropout, own: range, num_samples: int) -> None:
 
 
 TWINS: dict[str, tuple[Any, str, Any, str]] = {
-    "joined backwards": (parts, "_joined", backwards, "2,1"),
-    "labels of another part": (passing, "batch_part", first_samples, "1,2"),
+    "joined backwards": (rechunk, "_joined", backwards, "2,1"),
+    "labels of another part": (forward_backward, "batch_part", first_samples, "1,2"),
     "a mask for each part": (KeyedDropout, "take_samples", own_mask, "1,2"),
 }
 
@@ -122,7 +124,7 @@ def test_a_mistake_in_the_parts_is_found(twin: str) -> None:
     """The mutation twins; samples of a part are exchanged with others of the same number."""
     owner, name, broken, numbers = TWINS[twin]
 
-    def found(cluster: Cluster) -> Report:
+    def found(cluster: Cluster) -> VerificationReport:
         setattr(owner, name, broken)
         even = {"batch": {"size": 16, "shards": 4}}
         return verify(cluster, deep(f"replicas=1 pipeline=2 rechunk={numbers}", **even))
@@ -144,10 +146,10 @@ def running_means(cluster: Cluster) -> list[list[float]]:
         strategy = Strategy.parse(f"replicas=1 pipeline=2 stages=2,3 schedule=1f1b{words}")
         sgd: Any = {"optimizer": {"name": "sgd", "lr": 0.01}, "batch": {"size": 16, "shards": 4}}
         recipe = Recipe(task="sum", steps=3, strategy=strategy, **sgd)
-        session = session_of(cluster, recipe, normed)
+        session = build_test_session(cluster, recipe, normed)
         for _ in session.rounds():
             pass
-        means = [x for name, x in whole([], session).parameters.items() if "running_mean" in name]
+        means = [x for name, x in whole_trajectory([], session).parameters.items() if "running_mean" in name]
         found.append(means[0].tolist())
         session.close()
     return found
@@ -203,7 +205,7 @@ def overwritten() -> Task:
 def test_a_stage_may_write_to_all_that_came_in_one_message_whole_or_in_parts() -> None:
     """Parts of a tensor lie in one memory: what one of them writes must not disturb another's backward."""
 
-    def run(cluster: Cluster) -> list[Report]:
+    def run(cluster: Cluster) -> list[VerificationReport]:
         found = []
         for words in ("", " rechunk=1,2", " rechunk=2,1"):
             strategy = Strategy.parse(f"replicas=1 pipeline=2 stages=1,2 schedule=1f1b{words}")

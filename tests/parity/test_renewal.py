@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.cluster import Cluster
 from paceline.errors import CommunicationError, StrategyError
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe
+from paceline.session.membership_change import change_members, join_as_member, prepare_new_member
+from paceline.session.session import Session
 from paceline.testing import run_ranks
-from paceline.testing.contracts.layout import whole
-from paceline.testing.parity import Trajectory, make_task, run_oracle, session_of
-from paceline.training.renewal import join, prepare, renew
-from paceline.training.session import Session
+from paceline.testing.contracts.training_contracts import whole_trajectory
+from paceline.testing.parity import Trajectory, build_test_session, make_task, run_oracle
 
 STEPS, CHANGE = 6, 3
 
@@ -49,7 +49,7 @@ def until(session: Session, step: int, losses: dict[int, float]) -> None:
 
 
 def end_of(session: Session, losses: dict[int, float]) -> Trajectory:
-    found = whole([losses[step] for step in sorted(losses)], session)
+    found = whole_trajectory([losses[step] for step in sorted(losses)], session)
     session.close()
     session.cluster.disconnect()
     return found
@@ -57,20 +57,20 @@ def end_of(session: Session, losses: dict[int, float]) -> Trajectory:
 
 def survive(cluster: Cluster, recipe: Recipe, leaver: int, how: str, wrongly: bool = False) -> Any:
     """One rank leaves between two steps, or is killed in a backward."""
-    session, losses = session_of(cluster, recipe), {}
+    session, losses = build_test_session(cluster, recipe), {}
     until(session, CHANGE, losses)
     if cluster.global_rank == leaver:
         if how == "leaves":
             session.close()
             session.cluster.disconnect()
             return None
-        parameter = next(iter(session.placed.holding.model.parameters()))
+        parameter = next(iter(session.runner.sharded_model.model.parameters()))
         parameter.register_hook(lambda gradient: os.kill(os.getpid(), signal.SIGKILL))
     feed = session.feed
     if how == "is killed":
         with pytest.raises(CommunicationError):
             until(session, STEPS, losses)
-    renew(session, 60.0)
+    change_members(session, 60.0)
     if wrongly:
         session.feed = feed
     until(session, STEPS, losses)
@@ -102,7 +102,7 @@ def test_the_others_go_on_in_process_and_end_where_they_would_have(
 
 
 def unchanged(cluster: Cluster, recipe: Recipe) -> Trajectory:
-    session, losses = session_of(cluster, recipe), {}
+    session, losses = build_test_session(cluster, recipe), {}
     until(session, STEPS, losses)
     return end_of(session, losses)
 
@@ -119,14 +119,14 @@ def grow(cluster: Cluster, recipe: Recipe) -> Any:
     losses: dict[int, float] = {}
     if cluster.global_rank == 2:
         cluster.disconnect()
-        session = prepare(recipe, make_task(recipe), torch.device("cpu"), lambda text: None)
-        join(session, cluster)
+        session = prepare_new_member(recipe, make_task(recipe), torch.device("cpu"), lambda text: None)
+        join_as_member(session, cluster)
     else:
-        session = session_of(cluster.renew(60.0), recipe)
+        session = build_test_session(cluster.renew(60.0), recipe)
         until(session, CHANGE, losses)
         while not session.cluster.connected.store.check(["joining"]):
             pass
-        renew(session, 60.0)
+        change_members(session, 60.0)
     began = session.state.step
     until(session, STEPS, losses)
     return session.cluster.world_size, began, end_of(session, losses)
@@ -143,7 +143,7 @@ def test_a_process_that_joins_has_the_state_of_the_others_and_takes_its_share() 
 
 def behind(cluster: Cluster, recipe: Recipe) -> Any:
     """Rank 0 has lost the last step: it takes over from one that has made it."""
-    session, losses = session_of(cluster, recipe), {}
+    session, losses = build_test_session(cluster, recipe), {}
     until(session, CHANGE - 1, losses)
     snapshot = (
         {name: value.clone() for name, value in session.state.tensors().items()},
@@ -152,7 +152,7 @@ def behind(cluster: Cluster, recipe: Recipe) -> Any:
     until(session, CHANGE, losses)
     if cluster.global_rank == 0:
         session.restore(*snapshot)
-    renew(session, 60.0)
+    change_members(session, 60.0)
     step = session.state.step
     until(session, STEPS, losses)
     return step, end_of(session, losses)
@@ -169,9 +169,9 @@ def test_a_rank_that_has_missed_a_step_takes_it_over() -> None:
 )
 def test_where_no_rank_has_the_whole_state_it_is_refused(strategy: str) -> None:
     def refused(cluster: Cluster) -> str:
-        session = session_of(cluster, digits(strategy=strategy))
+        session = build_test_session(cluster, digits(strategy=strategy))
         with pytest.raises(StrategyError) as caught:
-            renew(session)
+            change_members(session)
         session.close()
         return caught.value.what
 

@@ -8,14 +8,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from paceline.cluster import Cluster
-from paceline.comm import Reducer
+from paceline.comm import BucketReducer
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe
+from paceline.session import Components
 from paceline.task import Loss, Task
 from paceline.testing import run_ranks
-from paceline.testing.faults import FAULTS
 from paceline.testing.parity import Trajectory, run_oracle, run_strategy
-from paceline.training import Pieces
+from paceline.testing.planted_faults import PLANTED_FAULTS
 
 STEPS = 24
 MLP = {"model": "mlp", "hidden": [48, 32]}
@@ -82,7 +82,7 @@ def test_in_float64_the_difference_is_that_of_float64() -> None:
 def test_a_broken_reduction_is_far_from_the_oracle(fault: str) -> None:
     """The mutation twin of the tests above: with one piece broken they fail by orders of magnitude."""
     recipe = digits(batch={"size": 47, "shards": 4})
-    ends = run_ranks(run_strategy, 2, recipe, None, FAULTS[fault].pieces(2))
+    ends = run_ranks(run_strategy, 2, recipe, None, PLANTED_FAULTS[fault].pieces(2))
     assert worst(recipe, ends) > 1e-4
 
 
@@ -96,12 +96,12 @@ def test_accumulated_micro_batches_are_one_batch(shards: int) -> None:
 @pytest.mark.capability("A10", "G14")
 def test_one_all_reduce_a_bucket_however_many_micro_batches() -> None:
     def calls(cluster: Cluster, shards: int) -> int:
-        from paceline.testing.parity import session_of
+        from paceline.testing.parity import build_test_session
 
-        session = session_of(cluster, digits(batch={"size": 46, "shards": shards}))
+        session = build_test_session(cluster, digits(batch={"size": 46, "shards": shards}))
         num_steps = len(list(session.rounds()))
         found = session.net.ledger.rows["all_reduce", "replica"].calls
-        assert isinstance(session.rule.reducer, Reducer)
+        assert isinstance(session.rule.reducer, BucketReducer)
         assert found == num_steps * session.rule.reducer.num_buckets
         return found
 
@@ -182,9 +182,9 @@ def test_an_epoch_that_does_not_divide_uses_every_sample_once(world: int) -> Non
     """97 samples, batches of 12 in 3 shards: the last step has one sample, and ranks without any."""
 
     def seen(cluster: Cluster) -> list[int]:
-        from paceline.testing.parity import session_of
+        from paceline.testing.parity import build_test_session
 
-        session = session_of(
+        session = build_test_session(
             cluster, digits(steps=None, epochs=1, batch={"size": 12, "shards": 3}), padded_task
         )
         mine = [int(i) for micro_batch in session.micro_batches() for i in micro_batch.indices]
@@ -235,7 +235,9 @@ def test_replicas_that_start_apart_are_made_equal() -> None:
 
 def ready_order_differs(cluster: Cluster) -> Trajectory:
     """Tiny buckets: every parameter its own, launched in one order whatever backward does."""
-    pieces = Pieces(reducer=lambda tensors, parts, sums, _, **how: Reducer(tensors, parts, sums, 1, **how))
+    pieces = Components(
+        reducer=lambda tensors, parts, sums, _, **how: BucketReducer(tensors, parts, sums, 1, **how)
+    )
     recipe = digits(batch={"size": 6, "shards": 3}, optimizer={"name": "sgd", "lr": 0.01})
     return run_strategy(cluster, recipe, odd_task, pieces)
 

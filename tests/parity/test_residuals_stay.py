@@ -9,26 +9,32 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.cluster import Cluster
-from paceline.comm import CodedCollective, Collective, NativeCollective, Net, Tally
-from paceline.comm.codecs.scaled import Scaled
-from paceline.comm.codecs.sparse import TopK, num_kept
-from paceline.comm.collectives.lost import Losses
-from paceline.comm.collectives.low_rank import LowRankCollective
-from paceline.comm.reduction import GradientUnit, InAnyOrder, Reducer, Reducers, Reduction
-from paceline.mesh import Mesh
+from paceline.comm import CodedCollective, Collective, NativeCollective, Net, StepTally
+from paceline.comm.codecs.int8_int4_int2 import BlockIntCodec
+from paceline.comm.codecs.top_k import TopKCodec, parse_keep_count
+from paceline.comm.collectives.error_feedback import ErrorFeedbackBuffers
+from paceline.comm.collectives.power_sgd import PowerSGDCollective
+from paceline.comm.reduction import (
+    BucketReducer,
+    CombinedReduction,
+    GradientReduction,
+    GradientUnit,
+    UnorderedSum,
+)
+from paceline.job.cluster import Cluster
+from paceline.job.mesh import Mesh
 from paceline.recipe import Recipe, Strategy
-from paceline.slot import Slot
+from paceline.state.slot import TensorSlot
 from paceline.testing import run_ranks
-from paceline.testing.contracts.layout import whole
-from paceline.testing.parity import session_of
+from paceline.testing.contracts.training_contracts import whole_trajectory
+from paceline.testing.parity import build_test_session
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.capability("H4")]
-A, B = Slot("a", (8, 6), ((0, 8), (0, 6))), Slot("b", (7, 9), ((0, 7), (0, 9)))
+A, B = TensorSlot("a", (8, 6), ((0, 8), (0, 6))), TensorSlot("b", (7, 9), ((0, 7), (0, 9)))
 CODERS: dict[str, Callable[[Collective], Any]] = {
-    "int4": lambda path: CodedCollective(path, Scaled(4)),
-    "topk": lambda path: CodedCollective(path, TopK(num_kept("0.2"))),
-    "lowrank": lambda path: LowRankCollective(path, 1),
+    "int4": lambda path: CodedCollective(path, BlockIntCodec(4)),
+    "topk": lambda path: CodedCollective(path, TopKCodec(parse_keep_count("0.2"))),
+    "lowrank": lambda path: PowerSGDCollective(path, 1),
 }
 
 
@@ -47,7 +53,7 @@ def digits(strategy: str, **changes: Any) -> Recipe:
 # -- groups of tensors that share a path -------------------------------------------------------------------
 
 
-def lost_of(reduction: Reduction, slot: Slot) -> dict[str, Tensor]:
+def lost_of(reduction: GradientReduction, slot: TensorSlot) -> dict[str, Tensor]:
     """By side; factors are no loss."""
     return {s: x.clone() for s, own, x in reduction.lost() if own == slot and not s.endswith("factor")}
 
@@ -55,17 +61,17 @@ def lost_of(reduction: Reduction, slot: Slot) -> dict[str, Tensor]:
 def one_path(cluster: Cluster, coder: str, forgets: bool) -> bool:
     """Whether what was lost of a tensor that nobody uses is lost still: it is the second group's."""
     if forgets:
-        commit = Losses.commit
-        Losses.commit = lambda self, keys=None: commit(self)
+        commit = ErrorFeedbackBuffers.commit
+        ErrorFeedbackBuffers.commit = lambda self, keys=None: commit(self)
     mesh, net = Mesh.build(cluster, {"replica": cluster.world_size}), Net(60.0)
-    sums = InAnyOrder(
+    sums = UnorderedSum(
         NativeCollective(net, mesh.over(())), CODERS[coder](NativeCollective(net, mesh.replica))
     )
     both = [
-        Reducer({slot: torch.zeros(slot.sizes)}, {slot: (slot,)}, sums, 64, name=f"{slot.name}/")
+        BucketReducer({slot: torch.zeros(slot.sizes)}, {slot: (slot,)}, sums, 64, name=f"{slot.name}/")
         for slot in (A, B)
     ]
-    reduction, g = Reducers(dict(zip((A, B), both, strict=True)), both), torch.Generator()
+    reduction, g = CombinedReduction(dict(zip((A, B), both, strict=True)), both), torch.Generator()
     g.manual_seed(cluster.global_rank)
     before: dict[str, Tensor] = {}
     for used in ((A, B), (A, B), (A,)):
@@ -97,7 +103,7 @@ def test_what_was_lost_comes_back_to_the_bit(coder: str) -> None:
     mesh = Mesh.build(Cluster.single(), {})
     path = CODERS[coder](NativeCollective(Net(60.0), mesh.replica))
     lost = torch.tensor([-0.0, 1.5, 0.0, -2.0])
-    path.feedback.set_lost("0", {"sent": lost})
+    path.feedback.set_residuals("0", {"sent": lost})
     found = path.feedback.lost("0", 4)["sent"]
     path.close()
     assert torch.equal(found.view(torch.int32), lost.view(torch.int32))
@@ -108,7 +114,7 @@ def test_what_was_lost_comes_back_to_the_bit(coder: str) -> None:
 
 def nothing_moved(cluster: Cluster, forgets: bool) -> bool:
     """Whether movements have lost as much after a round without an update as before it."""
-    session = session_of(cluster, digits("replicas=2 sync=local:2 codec=topk:0.1"))
+    session = build_test_session(cluster, digits("replicas=2 sync=local:2 codec=topk:0.1"))
     rounds = session.rounds()
     for _ in range(2):
         next(rounds)
@@ -119,7 +125,7 @@ def nothing_moved(cluster: Cluster, forgets: bool) -> bool:
     nothing = torch.zeros(0, dtype=torch.float64)
     movement.begin()
     movement.leave(0.0, 0.0)
-    movement.arrive(Tally(0.0, 0.0, 0.0, {}, 0.0, (), nothing))
+    movement.arrive(StepTally(0.0, 0.0, 0.0, {}, 0.0, (), nothing))
     movement.mix(0.0)
     after = [value for _, _, value in rule.reducer.lost()]
     assert any(bool(value.any()) for value in before)
@@ -144,14 +150,14 @@ def scaled(cluster: Cluster, strategy: str, breaks: bool) -> tuple[float, float,
     ends, last = [], 0.0
     for growth_steps in (1000, 2):
         precision = {**FP16, "growth_steps": growth_steps}
-        session = session_of(cluster, digits(strategy, precision=precision))
+        session = build_test_session(cluster, digits(strategy, precision=precision))
         losses = []
         for stats in session.rounds():
             losses.append(stats.loss)
             last = stats.loss_scale
-        ends.append(whole(losses, session))
+        ends.append(whole_trajectory(losses, session))
         session.close()
-    exact = whole([], session_of(cluster, digits(strategy, precision=precision)))
+    exact = whole_trajectory([], build_test_session(cluster, digits(strategy, precision=precision)))
     return ends[0].distance(ends[1]), ends[0].distance(exact), last
 
 

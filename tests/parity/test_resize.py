@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from paceline.cluster import Cluster
+from paceline.job.cluster import Cluster
 from paceline.optim import build_schedule
 from paceline.recipe import Recipe, Strategy
 from paceline.testing import run_ranks
-from paceline.testing.contracts.layout import whole
-from paceline.testing.parity import Trajectory, run_oracle, session_of
+from paceline.testing.contracts.training_contracts import whole_trajectory
+from paceline.testing.parity import Trajectory, build_test_session, run_oracle
 from tests.ports import free_port
 
 ENDS = (3, 6, 9)  # the step at which each phase ends
@@ -68,7 +68,7 @@ def resized(
         if cluster.global_rank >= num_ranks:
             continue
         job = connect(cluster, port, num_ranks)
-        session = session_of(job, digits(text))
+        session = build_test_session(job, digits(text))
         if losses or last != ENDS[0]:
             session.take_over(snapshot)
             _forget(session, forgets)
@@ -78,7 +78,7 @@ def resized(
                 break
         found = session.snapshot()
         snapshot = replace(found, whole={n: t.detach().clone() for n, t in found.tensors().items()})
-        end = whole(losses, session)
+        end = whole_trajectory(losses, session)
         job.disconnect()
     return end
 
@@ -127,7 +127,7 @@ def rates(cluster: Cluster, phases: tuple[str, ...], ports: list[int]) -> list[t
         if cluster.global_rank >= ranks_of(text):
             continue
         job = connect(cluster, port, ranks_of(text))
-        session = session_of(job, growing(text))
+        session = build_test_session(job, growing(text))
         if last != ENDS[0]:
             session.take_over(snapshot)
         for stats in session.rounds():

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.checkpoint import Files, Shelf
-from paceline.cluster import Cluster
+from paceline.checkpoint.catalog import CheckpointCatalog
+from paceline.checkpoint.storage import StorageFolder
 from paceline.errors import NumericError
+from paceline.job.cluster import Cluster
+from paceline.session import checkpointing, fit
 from paceline.testing import run_ranks
-from paceline.testing.parity import session_of
-from paceline.training import fit, saving
+from paceline.testing.parity import build_test_session
 from tests.parity.unhealthy import BAD_STEP, STEPS, Trained, build, distance, recipe, run_without, train
 
 pytestmark = pytest.mark.capability("K8")
@@ -49,7 +50,7 @@ def test_what_led_to_the_trouble_is_left_out(
         assert (event["step"], event["checkpoint"]) == (BAD_STEP, "step-00000004")
         assert event["left_out"] == [4, BAD_STEP] and "the loss is nan" in event["reason"]
         assert distance(found.end, right) <= 1e-5
-    kept = Shelf.look(Files(str(tmp_path / "checkpoints"))).whole
+    kept = CheckpointCatalog.look(StorageFolder(str(tmp_path / "checkpoints"))).whole
     assert [one.step for one in kept] == [0, 4, 8, 12]
 
 
@@ -69,11 +70,11 @@ def test_a_checkpoint_that_leads_to_trouble_again_is_not_used_twice(tmp_path: Pa
 
 
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
-    session = session_of(Cluster.single(), recipe(non_finite="roll-back"), lambda: bad([6]))
+    session = build_test_session(Cluster.single(), recipe(non_finite="roll-back"), lambda: bad([6]))
     chosen = session.recipe.replace(steps=6)
-    fit(session_of(Cluster.single(), chosen, lambda: bad([])), tmp_path)
+    fit(build_test_session(Cluster.single(), chosen, lambda: bad([])), tmp_path)
     (tmp_path / "checkpoints" / "step-00000006" / "rank-00000.safetensors").write_bytes(b"not this")
-    saving.restore(session, Files(str(tmp_path / "checkpoints")))
+    checkpointing.restore_checkpoint(session, StorageFolder(str(tmp_path / "checkpoints")))
     assert session.state.step == 4
     fit(session, tmp_path)
     assert session.state.step == STEPS and session.state.updates == STEPS - 3
@@ -92,7 +93,7 @@ def test_when_no_checkpoint_is_left_it_ends_with_the_cause(tmp_path: Path) -> No
 
 
 def test_without_a_run_folder_there_is_nothing_to_go_back_to() -> None:
-    session = session_of(Cluster.single(), recipe(non_finite="roll-back"), bad)
+    session = build_test_session(Cluster.single(), recipe(non_finite="roll-back"), bad)
     with pytest.raises(NumericError, match=f"step {BAD_STEP}.*there is no run folder"):
         fit(session)
 
@@ -100,9 +101,9 @@ def test_without_a_run_folder_there_is_nothing_to_go_back_to() -> None:
 def test_a_run_that_was_resumed_from_an_older_checkpoint_goes_back_to_that(tmp_path: Path) -> None:
     """Not to a later one, which the folder still holds and this run has never seen."""
     chosen = recipe(non_finite="roll-back")
-    fit(session_of(Cluster.single(), chosen.replace(steps=8), lambda: bad([])), tmp_path)
-    session = session_of(Cluster.single(), chosen, lambda: bad([5]))
-    saving.restore(session, Files(str(tmp_path / "checkpoints")), "step-00000004")
+    fit(build_test_session(Cluster.single(), chosen.replace(steps=8), lambda: bad([])), tmp_path)
+    session = build_test_session(Cluster.single(), chosen, lambda: bad([5]))
+    checkpointing.restore_checkpoint(session, StorageFolder(str(tmp_path / "checkpoints")), "step-00000004")
     fit(session, tmp_path)
     assert session.state.updates == STEPS - 2
 
@@ -112,8 +113,8 @@ def test_a_resumed_run_goes_on_behind_what_was_left_out(tmp_path: Path) -> None:
     whole = train(Cluster.single(), recipe(non_finite="roll-back"), bad, tmp_path / "whole")
     first, again = tmp_path / "whole" / "checkpoints", tmp_path / "again" / "checkpoints"
     shutil.copytree(first, again)
-    session = session_of(Cluster.single(), recipe(non_finite="roll-back"), bad)
-    saving.restore(session, Files(str(again)), "step-00000008")
+    session = build_test_session(Cluster.single(), recipe(non_finite="roll-back"), bad)
+    checkpointing.restore_checkpoint(session, StorageFolder(str(again)), "step-00000008")
     list(session.rounds())
     mine = session.snapshot().tensors()
     assert session.state.step == STEPS and all(torch.equal(mine[n], t) for n, t in whole.end.items())
@@ -122,11 +123,11 @@ def test_a_resumed_run_goes_on_behind_what_was_left_out(tmp_path: Path) -> None:
 def test_what_is_known_of_earlier_losses_is_state(tmp_path: Path) -> None:
     """A run that is resumed one step before a spike sees it as the first run would have."""
     spikes = recipe(spike_factor=50.0, spike_window=4)
-    fit(session_of(Cluster.single(), spikes.replace(steps=BAD_STEP), lambda: build(0.5)), tmp_path)
-    session = session_of(Cluster.single(), spikes, lambda: build(3000.0))
-    saving.restore(session, Files(str(tmp_path / "checkpoints")))
+    fit(build_test_session(Cluster.single(), spikes.replace(steps=BAD_STEP), lambda: build(0.5)), tmp_path)
+    session = build_test_session(Cluster.single(), spikes, lambda: build(3000.0))
+    checkpointing.restore_checkpoint(session, StorageFolder(str(tmp_path / "checkpoints")))
     with pytest.raises(NumericError, match="the median of the last 4"):
         fit(session)
-    fresh = session_of(Cluster.single(), spikes, lambda: build(3000.0))
+    fresh = build_test_session(Cluster.single(), spikes, lambda: build(3000.0))
     fresh.state.step = BAD_STEP  # the twin: with nothing known it is no spike
     fit(fresh)

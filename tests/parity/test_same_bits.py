@@ -12,19 +12,18 @@ import torch
 from _pytest.mark import ParameterSet
 from torch import Tensor
 
-from paceline.cluster import Cluster
 from paceline.comm import Gradients, Net
-from paceline.comm.reduction import AnyOrderNorm, InAnyOrder, Meeting, Sums, tree_sums
-from paceline.layout import replicate
-from paceline.layout.digest import state_sha256
-from paceline.mesh import Group
+from paceline.comm.reduction import BucketSum, SharedNorm, TiedGradientReduction, UnorderedSum, summation_tree
+from paceline.job.cluster import Cluster
+from paceline.job.mesh import RankGroup
+from paceline.parallel import data_parallel, gradient_reduction
+from paceline.parallel.session_context import SessionContext
+from paceline.parallel.state_hash import state_sha256
 from paceline.recipe import Recipe, Strategy
-from paceline.slot import Slot
+from paceline.session.build import build_order
+from paceline.state.slot import TensorSlot
 from paceline.testing import run_ranks
-from paceline.testing.parity import make_task, session_of
-from paceline.training import reductions
-from paceline.training.arrange import Setting
-from paceline.training.build import build_order
+from paceline.testing.parity import build_test_session, make_task
 from tests.texts import SMALL_TEXT
 
 STEPS = 50
@@ -94,7 +93,7 @@ def recipe_of(model: str, strategy: str, **changes: Any) -> Recipe:
 
 
 def bits_of(cluster: Cluster, recipe: Recipe) -> Bits:
-    session = session_of(cluster, recipe)
+    session = build_test_session(cluster, recipe)
     sha256, losses = [], []
     for stats in session.rounds():
         sha256.append(state_sha256(session.snapshot().tensors()))
@@ -169,15 +168,15 @@ def test_more_shards_than_samples_leave_some_empty() -> None:
 
 
 def plain_sums() -> None:
-    def sums(setting: Setting, holding: Any, axes: Any, turns: Any) -> Sums:
+    def sums(setting: SessionContext, sharded_model: Any, axes: Any, turns: Any) -> BucketSum:
         mesh = setting.mesh
-        return InAnyOrder(setting.collective(mesh.axes["shard"]), setting.collective(mesh.replica))
+        return UnorderedSum(setting.collective(mesh.axes["shard"]), setting.collective(mesh.replica))
 
-    reductions._sums = sums
+    gradient_reduction._build_sums = sums
 
 
-class NormOfFlats(AnyOrderNorm):
-    def __init__(self, slots: Any, counted: Any, group: Group, net: Net) -> None:
+class NormOfFlats(SharedNorm):
+    def __init__(self, slots: Any, counted: Any, group: RankGroup, net: Net) -> None:
         super().__init__(group, net)
 
     def __call__(self, grads: Gradients) -> float:
@@ -185,17 +184,17 @@ class NormOfFlats(AnyOrderNorm):
 
 
 def norm_of_what_each_rank_has() -> None:
-    reductions.CanonicalNorm = NormOfFlats
+    gradient_reduction.CanonicalNorm = NormOfFlats
 
 
 def nodes_added_in_the_order_of_ranks() -> None:
-    tree_sums.tree_sum = lambda places, values: sum(values[1:], start=values[0])
+    summation_tree.tree_sum = lambda places, values: sum(values[1:], start=values[0])
 
 
 def tied_weights_added_stage_by_stage() -> None:
     """Each stage adds its shards, and the sums meet: another order than shard by shard."""
 
-    def close(self: Meeting) -> None:
+    def close(self: TiedGradientReduction) -> None:
         totals = {
             slot: self._net.all_reduce(own_sum(self, slot), self._holders).wait() for slot in self._tensors
         }
@@ -206,19 +205,19 @@ def tied_weights_added_stage_by_stage() -> None:
                 self.inner.ready(slot, total if place == places[0] else None)
         self.inner.close()
 
-    def own_sum(self: Meeting, slot: Slot) -> Tensor:
+    def own_sum(self: TiedGradientReduction, slot: TensorSlot) -> Tensor:
         return torch.stack([grad.detach() for (one, _), grad in self._held.items() if one == slot]).sum(0)
 
-    Meeting.close = close
+    TiedGradientReduction.close = close
 
 
 def dropout_keyed_by_the_rank() -> None:
-    plain = replicate.seed_micro_batch
+    plain = data_parallel.seed_micro_batch
 
     def seed_micro_batch(key: int, *args: Any, **kwargs: Any) -> None:
         plain(key + torch.distributed.get_rank(), *args, **kwargs)
 
-    replicate.seed_micro_batch = seed_micro_batch
+    data_parallel.seed_micro_batch = seed_micro_batch
 
 
 BROKEN = [

@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.cluster import Cluster
 from paceline.errors import DivergenceError
-from paceline.layout.digest import Divergence, find_divergence
+from paceline.job.cluster import Cluster
+from paceline.parallel.state_hash import StateDivergence, find_divergence
 from paceline.recipe import Recipe
+from paceline.session import Session, fit
 from paceline.testing import run_ranks
-from paceline.testing.parity import CPU, make_task, session_of
-from paceline.training import Session, fit
+from paceline.testing.parity import CPU, build_test_session, make_task
 from paceline.verification import compare_with_oracle
-from paceline.verification.certificate import certificate
+from paceline.verification.verification_report import certificate
 from tests.parity.reproducible import recipe_of
 
 
@@ -46,7 +46,7 @@ def flipped_run(
     cluster: Cluster, recipe: Recipe, rank: int, name: str, at: int
 ) -> tuple[str, int, list[tuple[str, dict[str, Any]]]]:
     """Train; after step `at` one bit of one tensor changes on one rank."""
-    session, notes = session_of(cluster, recipe), Notes()
+    session, notes = build_test_session(cluster, recipe), Notes()
     rounds = session.rounds
 
     def with_flip() -> Any:
@@ -85,7 +85,7 @@ def test_a_flipped_bit_is_named_by_rank_tensor_and_step_within_one_interval(
 
 
 def pieces_of(cluster: Cluster, recipe: Recipe) -> list[Any]:
-    session = session_of(cluster, recipe)
+    session = build_test_session(cluster, recipe)
     next(session.rounds())
     return [replace(piece, tensor=torch.zeros(0)) for piece in session.state.pieces()]
 
@@ -102,8 +102,8 @@ def test_of_two_ranks_nobody_knows_which_is_right_and_warn_goes_on() -> None:
 
 
 def test_without_a_flip_nobody_is_blamed() -> None:
-    def clean(cluster: Cluster, strategy: str) -> Divergence | None:
-        session = session_of(cluster, recipe_of(strategy, steps=2))
+    def clean(cluster: Cluster, strategy: str) -> StateDivergence | None:
+        session = build_test_session(cluster, recipe_of(strategy, steps=2))
         list(session.rounds())
         return find_divergence(session.state, session.mesh, session.net)
 
@@ -134,15 +134,15 @@ def test_verify_sees_one_bit() -> None:
     recipe = recipe_of("replicas=2")
 
     def verified(cluster: Cluster) -> tuple[bool, str]:
-        import paceline.comm.reduction.reducer as room
+        import paceline.comm.reduction.bucket_reducer as room
 
-        plain = room.without_negative_zeros
+        plain = room.clear_negative_zeros
 
         def one_bit_off(flats: Any) -> Any:
             flip(flats[0])
             return plain(flats)
 
-        room.without_negative_zeros = one_bit_off
+        room.clear_negative_zeros = one_bit_off
         report = compare_with_oracle(recipe, make_task(recipe), cluster, CPU, 6)
         return report.ok, report.failure.quantity if report.failure else ""
 
@@ -152,7 +152,7 @@ def test_verify_sees_one_bit() -> None:
 @pytest.mark.capability("N2", "Z10", "I10")
 def test_a_run_goes_on_under_other_numbers_of_processes_with_the_same_bits(tmp_path: Path) -> None:
     """1 process without a stop; against 3, then 2 x ZeRO-1, then 2 lanes, each from the last checkpoint."""
-    from paceline.training import run_folder
+    from paceline.session import run_folder
 
     whole = run_ranks(trained_to, 1, recipe_of("replicas=1", steps=9), str(tmp_path / "whole"), None)[0]
     parts = [("replicas=3", 3, 3), ("replicas=1 shard=2 zero=1", 2, 6), ("replicas=1 lanes=2", 1, 9)]
@@ -162,26 +162,26 @@ def test_a_run_goes_on_under_other_numbers_of_processes_with_the_same_bits(tmp_p
         resume = str(folder) if sha256 else None
         sha256 = run_ranks(trained_to, num_ranks, recipe, str(folder), resume, end)[0]
     assert sha256 == whole
-    assert run_folder.run_of(folder) == folder
+    assert run_folder.run_folder_of(folder) == folder
 
 
 def trained_to(
     cluster: Cluster, recipe: Recipe, folder: str, resume: str | None, end: int | None = None
 ) -> str:
     """Train up to a step as if a signal came, save, and hash."""
-    from paceline.training import run_folder
+    from paceline.session import run_folder
 
     session: Session
     recipe = recipe.replace(run_dir=folder)
     task = make_task(recipe)
-    from paceline.training import build_session
+    from paceline.session import build_session
 
     session = build_session(
         recipe, task, cluster, CPU, stop_requested=lambda: end is not None and session.state.step == end - 1
     )
-    run_dir = run_folder.prepare(session, Path(resume) if resume else None)
+    run_dir = run_folder.prepare_folder(session, Path(resume) if resume else None)
     if resume:
-        run_folder.restore(session, Path(resume))
+        run_folder.restore_run(session, Path(resume))
     result = fit(session, run_dir, [])
     session.close()
     assert result.steps == (end or recipe.steps) and result.sha256 is not None

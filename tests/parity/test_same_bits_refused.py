@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from paceline.cluster import Cluster
 from paceline.errors import DeviceError, PacelineError, RecipeError, StrategyError, TaskError
-from paceline.layout.digest import state_sha256
+from paceline.job.cluster import Cluster
 from paceline.models import KeyedDropout
+from paceline.parallel.state_hash import state_sha256
 from paceline.recipe import OptimizerRecipe, Recipe
+from paceline.session import reproducibility
 from paceline.task import Loss, Task
 from paceline.testing import run_ranks
-from paceline.testing.parity import make_task, session_of
-from paceline.training import numerics
+from paceline.testing.parity import build_test_session, make_task
 from tests.parity.reproducible import recipe_of
 
 
@@ -41,7 +41,7 @@ def test_a_recipe_that_cannot_keep_its_bits_is_refused(changes: dict[str, Any], 
 
 def refusal(cluster: Cluster, recipe: Recipe, prepare: Callable[[Cluster], Any]) -> str:
     try:
-        session_of(cluster, recipe, prepare(cluster))
+        build_test_session(cluster, recipe, prepare(cluster))
     except PacelineError as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -54,7 +54,7 @@ def as_it_is(cluster: Cluster) -> None:
 def another_processor(cluster: Cluster) -> None:
     """Rank 1 is of another kind."""
     if cluster.global_rank == 1:
-        numerics._processor = lambda: "Another 9000"
+        reproducibility._cpu_model = lambda: "Another 9000"
 
 
 def two_threads(cluster: Cluster) -> None:
@@ -122,7 +122,7 @@ def test_random_numbers_that_would_be_shared_are_an_error() -> None:
     def trained(cluster: Cluster, kind: type[nn.Module]) -> str:
         try:
             recipe = recipe_of("replicas=1 lanes=2", steps=2)
-            session = session_of(cluster, recipe, lambda: dropping(kind))
+            session = build_test_session(cluster, recipe, lambda: dropping(kind))
             list(session.rounds())
         except TaskError as error:
             return str(error)
@@ -139,7 +139,7 @@ def test_random_numbers_go_on_from_stage_to_stage() -> None:
     """What a stage draws from PyTorch's own stream, the next goes on with: the bits of one process."""
 
     def trained(cluster: Cluster, strategy: str) -> str:
-        session = session_of(cluster, recipe_of(strategy, steps=2), lambda: dropping(nn.Dropout))
+        session = build_test_session(cluster, recipe_of(strategy, steps=2), lambda: dropping(nn.Dropout))
         list(session.rounds())
         return state_sha256(session.snapshot().tensors())
 
@@ -159,7 +159,7 @@ def test_an_error_in_one_lane_ends_the_step_and_the_other_lanes() -> None:
 
             return replace(built, loss=raises)
 
-        session = session_of(cluster, recipe_of("replicas=1 lanes=2"), task)
+        session = build_test_session(cluster, recipe_of("replicas=1 lanes=2"), task)
         said = []
         for _ in range(2):  # and the lanes are there for the next try
             try:

@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.checkpoint import Files
-from paceline.checkpoint.staging import Staging
-from paceline.cluster import Cluster
-from paceline.comm import Reducer
+from paceline.checkpoint.staging import StagingBuffer
+from paceline.checkpoint.storage import StorageFolder
+from paceline.comm import BucketReducer
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe, Strategy
+from paceline.session import Session, checkpointing
+from paceline.session.fit_loop import hash_and_compare
 from paceline.testing import run_ranks
-from paceline.testing.parity import session_of
-from paceline.training import Session, saving
-from paceline.training.hashes import tell_hash
+from paceline.testing.parity import build_test_session
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.capability("N1", "H4")]
 OF_TWO = (
@@ -69,13 +69,13 @@ class Seen(NamedTuple):
 
 def gradients(session: Session) -> list[Tensor]:
     """As somebody reads them between two steps; their bits, as NaN is not equal to itself."""
-    found = {**session.placed.holding.computes, **session.placed.holding.updates}
+    found = {**session.runner.sharded_model.computes, **session.runner.sharded_model.updates}
     return [p.grad.clone().view(torch.int32) for p in found.values() if p.grad is not None]
 
 
 def run(cluster: Cluster, recipe: Recipe, run_dir: Path, saves: bool, hashes: bool) -> Seen:
-    session = session_of(cluster, recipe)
-    saver = saving.build_saver(session, run_dir, print) if saves else None
+    session = build_test_session(cluster, recipe)
+    saver = checkpointing.build_saver(session, run_dir, print) if saves else None
     seen = Seen([], [], "", [])
     for stats in session.rounds():
         seen.numbers.append(f"{stats.loss!r} {stats.grad_norm!r}")
@@ -83,22 +83,24 @@ def run(cluster: Cluster, recipe: Recipe, run_dir: Path, saves: bool, hashes: bo
         if saver is not None:
             saver.wait_published(saver.save())
         if hashes:
-            seen.hashes.append(tell_hash(session, []))
+            seen.hashes.append(hash_and_compare(session, []))
         if not all(torch.equal(a, b) for a, b in zip(before, gradients(session), strict=True)):
             seen.changed.append(session.state.step)
-    last = tell_hash(session, [])
+    last = hash_and_compare(session, [])
     session.close()
     return seen._replace(last=last)
 
 
 def go_on(cluster: Cluster, recipe: Recipe, run_dir: Path) -> str:
     """The hash of the end, from a checkpoint of the middle."""
-    session = session_of(cluster, recipe)
+    session = build_test_session(cluster, recipe)
     name = f"step-{MIDDLE:08d}"
-    assert saving.restore(session, Files(str(run_dir / "checkpoints")), name) == name
+    assert (
+        checkpointing.restore_checkpoint(session, StorageFolder(str(run_dir / "checkpoints")), name) == name
+    )
     for _ in session.rounds():
         pass
-    last = tell_hash(session, [])
+    last = hash_and_compare(session, [])
     session.close()
     return last
 
@@ -152,7 +154,7 @@ def test_residuals_in_the_buffer_of_the_gradients_would_be_seen(tmp_path: Path) 
             self._span(buffer, word).copy_(flat)
             return buffer
 
-        Reducer._over = over
+        BucketReducer._over = over
         return run(cluster, digits("replicas=2 codec=int8"), tmp_path, saves=True, hashes=False).changed
 
     assert all(run_ranks(broken, 2))
@@ -166,15 +168,15 @@ IMAGES = 1498
 def saved_slowly(cluster: Cluster, run_dir: Path, waits: bool) -> list[str]:
     """What differs in a checkpoint that is still being copied when replicas meet; this one had no sample."""
     recipe = digits("replicas=2 sync=local:1", steps=None, epochs=1, batch={"size": IMAGES - 1, "shards": 4})
-    session = session_of(cluster, recipe)
-    saver, may_copy = saving.build_saver(session, run_dir, print), threading.Event()
-    complete = Staging.complete
+    session = build_test_session(cluster, recipe)
+    saver, may_copy = checkpointing.build_saver(session, run_dir, print), threading.Event()
+    complete = StagingBuffer.complete
 
-    def slowly(self: Staging) -> None:
+    def slowly(self: StagingBuffer) -> None:
         may_copy.wait(60)
         complete(self)
 
-    Staging.complete = slowly
+    StagingBuffer.complete = slowly
     if not waits:
         session.update_step.parts.pop("settle")
     rounds = session.rounds()
@@ -186,8 +188,8 @@ def saved_slowly(cluster: Cluster, run_dir: Path, waits: bool) -> list[str]:
     assert any(not torch.equal(moved[n], t) for n, t in right.items() if n.startswith("model/"))
     may_copy.set()
     saver.wait_published(name)
-    again = session_of(cluster, recipe)
-    saving.restore(again, Files(str(run_dir / "checkpoints")), name)
+    again = build_test_session(cluster, recipe)
+    checkpointing.restore_checkpoint(again, StorageFolder(str(run_dir / "checkpoints")), name)
     found = again.snapshot().tensors()
     return [n for n, t in right.items() if n.startswith("model/") and not torch.equal(found[n], t)]
 

@@ -9,19 +9,24 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.cluster import Cluster
 from paceline.comm import GradientSink
 from paceline.errors import StrategyError, TaskError
-from paceline.layout.digest import state_sha256
-from paceline.layout.handing_on import HandingOn
-from paceline.layout.pipeline.flight import Flight
-from paceline.layout.pipeline.passing import Passing
+from paceline.job.cluster import Cluster
+from paceline.parallel.gradient_hooks import GradientHooks
+from paceline.parallel.pipeline.forward_backward import ChunkExecutor, InFlightMicroBatch
+from paceline.parallel.state_hash import state_sha256
+from paceline.pipeline_schedule import (
+    PipelineAction,
+    interleaved,
+    simulate_schedule,
+    write_schedule_csv,
+    zero_bubble,
+)
 from paceline.recipe import Recipe, Strategy
-from paceline.schedule import Action, interleaved, prove, write_rows, zero_bubble
-from paceline.slot import Slot
+from paceline.state.slot import TensorSlot
 from paceline.testing import run_ranks
-from paceline.testing.parity import session_of
-from paceline.verification import Report
+from paceline.testing.parity import build_test_session
+from paceline.verification import VerificationReport
 from tests.parity.test_products import gpt, verify
 from tests.texts import SMALL_TEXT
 
@@ -43,7 +48,7 @@ def deep(strategy: str, **changes: Any) -> Recipe:
     return gpt(strategy, **({"options": options, "batch": {"size": 21, "shards": 5}} | changes))
 
 
-def all_reports(cluster: Cluster, strategies: Sequence[str]) -> dict[str, Report]:
+def all_reports(cluster: Cluster, strategies: Sequence[str]) -> dict[str, VerificationReport]:
     return {text: verify(cluster, deep(text)) for text in strategies}
 
 
@@ -51,7 +56,7 @@ def rows_of(path: Path) -> str:
     """A file with an order that has no name: the first stage halves its backwards, the second does not."""
     table = zero_bubble(2, 5)
     whole = [a for a in table.orders[1] if a.kind != "W"]
-    write_rows(prove(type(table)([table.orders[0], whole]), 5), path)
+    write_schedule_csv(simulate_schedule(type(table)([table.orders[0], whole]), 5), path)
     return f"replicas=1 pipeline=2 schedule={path}"
 
 
@@ -74,7 +79,7 @@ def test_under_every_product_too() -> None:
 def bits(cluster: Cluster, strategies: Sequence[str]) -> list[str]:
     found = []
     for text in strategies:
-        session = session_of(cluster, deep(text, steps=3, reproducible=True))
+        session = build_test_session(cluster, deep(text, steps=3, reproducible=True))
         list(session.rounds())
         found.append(state_sha256(session.snapshot().tensors()))
         session.close()
@@ -91,28 +96,30 @@ def test_the_bits_do_not_depend_on_the_schedule(tmp_path: Path) -> None:
 
 def life(cluster: Cluster, word: str) -> tuple[int, list[tuple[str, int]]]:
     """The most flights at a time; and in what order backwards of chunks began and gradients left."""
-    session = session_of(cluster, deep(f"replicas=1 pipeline=2 schedule={word}", steps=2))
-    stage, heard = session.placed, list[tuple[str, int]]()
-    hand_on, backward = HandingOn._hand_on, Passing.backward
+    session = build_test_session(cluster, deep(f"replicas=1 pipeline=2 schedule={word}", steps=2))
+    stage, heard = session.runner, list[tuple[str, int]]()
+    hand_on, backward = GradientHooks._hand_on, ChunkExecutor.backward
 
-    def hear(self: HandingOn, slot: Slot, sink: GradientSink) -> None:
+    def hear(self: GradientHooks, slot: TensorSlot, sink: GradientSink) -> None:
         heard.append(("leaves", stage.cut.chunk_of(slot.name)))
         hand_on(self, slot, sink)
 
-    def hear_backward(self: Passing, flight: Flight, *args: Any, **kwargs: Any) -> Any:
-        heard.append(("backward", flight.action.chunk))
-        return backward(self, flight, *args, **kwargs)
+    def hear_backward(
+        self: ChunkExecutor, in_flight_batch: InFlightMicroBatch, *args: Any, **kwargs: Any
+    ) -> Any:
+        heard.append(("backward", in_flight_batch.action.chunk))
+        return backward(self, in_flight_batch, *args, **kwargs)
 
-    HandingOn._hand_on, Passing.backward = hear, hear_backward
+    GradientHooks._hand_on, ChunkExecutor.backward = hear, hear_backward
     list(session.rounds())
     session.close()
-    return stage.peak_stored, heard[len(heard) // 2 :]
+    return stage.peak_in_flight, heard[len(heard) // 2 :]
 
 
 @pytest.mark.capability("D5", "D7", "D11")
 def test_a_stage_keeps_what_was_proven_and_gradients_leave_early() -> None:
     found = run_ranks(life, 2, "interleaved:2")
-    proof = prove(interleaved(2, 5, 2), 5)
+    proof = simulate_schedule(interleaved(2, 5, 2), 5)
     assert [peak for peak, _ in found] == [2 * n for n in proof.in_flight]
     for _, heard in found:
         last_of_first = max(n for n, event in enumerate(heard) if event == ("backward", 0))
@@ -124,34 +131,34 @@ def test_what_does_not_fit_is_refused_with_what_does(tmp_path: Path) -> None:
         found = []
         for word in (str(tmp_path / "few.csv"), "interleaved:4"):
             try:
-                session_of(cluster, deep(f"replicas=1 pipeline=2 schedule={word}"))
+                build_test_session(cluster, deep(f"replicas=1 pipeline=2 schedule={word}"))
             except (StrategyError, TaskError) as error:
                 found.append(str(error))
         return found
 
-    write_rows(prove(zero_bubble(2, 4), 4), tmp_path / "few.csv")
+    write_schedule_csv(simulate_schedule(zero_bubble(2, 4), 4), tmp_path / "few.csv")
     for few, many in run_ranks(said, 2):
         assert "one of 2 stages and 4 micro-batches, and a rank has 5" in few
         assert "--stages 2 --micro 5 --csv FILE" in few
         assert "the model is a chain of 6 modules with parameters" in many
-    shuffled = [[Action("F", k) for k in range(3)] + [Action("B", k) for k in (1, 0, 2)]] * 2
-    write_rows(prove(type(zero_bubble(2, 2))(shuffled), 3), tmp_path / "own.csv")
+    shuffled = [[PipelineAction("F", k) for k in range(3)] + [PipelineAction("B", k) for k in (1, 0, 2)]] * 2
+    write_schedule_csv(simulate_schedule(type(zero_bubble(2, 2))(shuffled), 3), tmp_path / "own.csv")
     recipe = deep(
         f"replicas=1 pipeline=2 schedule={tmp_path / 'own.csv'}",
         reproducible=True,
         batch={"size": 9, "shards": 3},
     )
-    from paceline.training.schedules import proven_table
+    from paceline.parallel.pipeline.strategy_schedule import build_checked_table
 
     with pytest.raises(StrategyError, match="neither from the first"):
-        proven_table(recipe, 3)
-    assert proven_table(recipe.replace(reproducible=False), 3).num_stages == 2
+        build_checked_table(recipe, 3)
+    assert build_checked_table(recipe.replace(reproducible=False), 3).num_stages == 2
 
 
-ARRIVED = Passing._arrived
+ARRIVED = ChunkExecutor._arrived
 
 
-def off_by_one(self: Passing, action: Action, *samples: int) -> Any:
+def off_by_one(self: ChunkExecutor, action: PipelineAction, *samples: int) -> Any:
     """The first two micro-batches of a step take each other's activations."""
     if not torch.is_grad_enabled():
         return ARRIVED(self, action, *samples)
@@ -160,8 +167,13 @@ def off_by_one(self: Passing, action: Action, *samples: int) -> Any:
 
 
 TWINS: dict[str, tuple[Any, str, Any, str]] = {
-    "gradients of weights forgotten": (Flight, "second_half", lambda self: None, "zero-bubble"),
-    "off by one": (Passing, "_arrived", off_by_one, "gpipe"),  # where all forwards come first, nobody waits
+    "gradients of weights forgotten": (InFlightMicroBatch, "backward_weights", lambda self: None, "zero-bubble"),
+    "off by one": (
+        ChunkExecutor,
+        "_arrived",
+        off_by_one,
+        "gpipe",
+    ),  # where all forwards come first, nobody waits
 }
 
 
@@ -171,7 +183,7 @@ def test_a_broken_schedule_is_found(twin: str) -> None:
     """The mutation twins."""
     owner, name, broken, schedule = TWINS[twin]
 
-    def found(cluster: Cluster) -> Report:
+    def found(cluster: Cluster) -> VerificationReport:
         setattr(owner, name, broken)
         return verify(cluster, deep(f"replicas=1 pipeline=2 schedule={schedule}"))
 

@@ -10,16 +10,21 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.cluster import Cluster
-from paceline.comm.channel import Message
+from paceline.comm.channel import ChannelMessage
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe, Strategy
-from paceline.sync.backup import FirstN
-from paceline.sync.policy import ApplyEach, Policy, Push, Ticket
+from paceline.session import evaluate
+from paceline.sync.server.server_policies import (
+    AsynchronousUpdates,
+    BackupWorkers,
+    ServerPolicy,
+    WorkerPush,
+    WorkTicket,
+)
 from paceline.task import Task
 from paceline.testing import RanksFailed, run_ranks
-from paceline.testing.contracts.layout import whole
-from paceline.testing.parity import Trajectory, make_task, run_oracle, session_of
-from paceline.training import evaluate
+from paceline.testing.contracts.training_contracts import whole_trajectory
+from paceline.testing.parity import Trajectory, build_test_session, make_task, run_oracle
 
 STEPS = 24
 
@@ -39,14 +44,14 @@ def digits(strategy: str, **changes: Any) -> Recipe:
 ASYNC = "servers=1 sync=server-async"
 
 
-def push(policy: Policy, worker: int, ticket: Ticket, version: int) -> Any:
-    return policy.push(worker, Push(ticket, version, Message("push")))
+def push(policy: ServerPolicy, worker: int, ticket: WorkTicket, version: int) -> Any:
+    return policy.push(worker, WorkerPush(ticket, version, ChannelMessage("push")))
 
 
 @pytest.mark.capability("I3", "B3")
 def test_a_scripted_order_of_arrival_gives_the_exact_staleness() -> None:
     """Worker 0 is fast: it brings three pushes while worker 1 works on its first."""
-    policy, updates, read, ages = ApplyEach(2), 0, {}, []
+    policy, updates, read, ages = AsynchronousUpdates(2), 0, {}, []
     policy.begin(0, 3)
     tickets = {}
     for worker in (0, 1):
@@ -62,7 +67,7 @@ def test_a_scripted_order_of_arrival_gives_the_exact_staleness() -> None:
 
 @pytest.mark.capability("I7")
 def test_a_late_push_is_dropped_for_good() -> None:
-    policy = FirstN(3, 1)
+    policy = BackupWorkers(3, 1)
     policy.begin(0, 2)
     tickets = [policy.ticket(worker) for worker in range(3)]
     assert push(policy, 2, tickets[2], 0) == []
@@ -70,15 +75,15 @@ def test_a_late_push_is_dropped_for_good() -> None:
     assert [p.ticket.part for p in push(policy, 0, tickets[0], 0)] == [0, 2]
     assert push(policy, 1, tickets[1], 0) is None  # late
     late = policy.ticket(1)
-    assert late == Ticket(1, 1)
+    assert late == WorkTicket(1, 1)
     assert push(policy, 1, late, 1) == []
 
 
 @pytest.mark.capability("I7")
 def test_with_no_backups_it_is_every_step() -> None:
     def run(cluster: Cluster) -> Trajectory:
-        session = session_of(cluster, digits("servers=1 sync=backup:0"))
-        return whole([stats.loss for stats in session.rounds()], session)
+        session = build_test_session(cluster, digits("servers=1 sync=backup:0"))
+        return whole_trajectory([stats.loss for stats in session.rounds()], session)
 
     ends = run_ranks(run, 3)
     right = run_oracle(digits("replicas=1"), STEPS)
@@ -105,7 +110,7 @@ def with_straggler(cluster: Cluster, recipe: Recipe, straggler: int, seconds: fl
         slow = cluster.global_rank == straggler
         return replace(task, data=Slow(task.data, seconds)) if slow else task
 
-    session = session_of(cluster, recipe, build)
+    session = build_test_session(cluster, recipe, build)
     losses = [stats.loss for stats in session.rounds()]
     evaluation = evaluate(session)
     assert evaluation is not None
@@ -131,7 +136,7 @@ def test_the_gradient_is_that_of_the_contributors_alone(tmp_path: Path) -> None:
     """One step by hand: parts 0 and 1 of three are summed and divided by their own items."""
 
     def run(cluster: Cluster) -> list[torch.Tensor]:
-        def told(policy: FirstN, worker: int, push: Push, take: Any = FirstN.push) -> Any:
+        def told(policy: BackupWorkers, worker: int, push: WorkerPush, take: Any = BackupWorkers.push) -> Any:
             (tmp_path / f"has-come-{worker}").touch()
             return take(policy, worker, push)
 
@@ -139,27 +144,27 @@ def test_the_gradient_is_that_of_the_contributors_alone(tmp_path: Path) -> None:
             while len(list(tmp_path.glob("has-come-*"))) < 2:
                 time.sleep(0.01)
 
-        FirstN.push = told
-        session = session_of(cluster, digits("servers=1 sync=backup:1", steps=1))
+        BackupWorkers.push = told
+        session = build_test_session(cluster, digits("servers=1 sync=backup:1", steps=1))
         if cluster.global_rank == 3:
-            session.placed.holding.model.register_forward_pre_hook(late)
+            session.runner.sharded_model.model.register_forward_pre_hook(late)
         list(session.rounds())
-        return [p.detach().clone() for p in session.placed.holding.computes.values()]
+        return [p.detach().clone() for p in session.runner.sharded_model.computes.values()]
 
     found = run_ranks(run, 4)[0]
     recipe = digits("replicas=1")
-    session = session_of(Cluster.single(), recipe)
+    session = build_test_session(Cluster.single(), recipe)
     micro_batches = [
         u for u in session.work.micro_batches(0) if u.shard < 4
     ]  # shards 0 to 3 of 6 are parts 0 and 1 of 3
-    session.placed.holding.model.train()
+    session.runner.sharded_model.model.train()
     total, count = 0.0, 0
     with session.feed.open(micro_batches) as stream:
         for loaded in stream:
-            loss = session.task.loss(session.placed.holding.model, loaded.batch)
+            loss = session.task.loss(session.runner.sharded_model.model, loaded.batch)
             total, count = total + loss.total, count + loss.count
     (total / count).backward()
-    for p, other in zip(session.placed.holding.computes.values(), found, strict=True):
+    for p, other in zip(session.runner.sharded_model.computes.values(), found, strict=True):
         assert torch.allclose(p.detach() - 0.1 * p.grad, other, atol=1e-6)
 
 
@@ -183,7 +188,7 @@ def test_the_asynchronous_loss_is_near_the_synchronous_one() -> None:
         for seed in (1, 2, 3):
             lr = 0.05 if strategy == ASYNC else 0.1  # two updates a step, each of half a batch
             settings = {"seed": seed, "steps": 120, "optimizer": {"name": "sgd", "lr": lr}}
-            session = session_of(cluster, digits(strategy, **settings))
+            session = build_test_session(cluster, digits(strategy, **settings))
             list(session.rounds())
             evaluation = evaluate(session)
             assert evaluation is not None
@@ -199,7 +204,7 @@ def test_a_run_goes_on_under_another_rule() -> None:
     """Saved between two rounds of the server; two replicas go on from there as one process does."""
 
     def first(cluster: Cluster) -> Any:
-        session = session_of(cluster, digits(ASYNC, optimizer={"name": "adamw", "lr": 2e-3}))
+        session = build_test_session(cluster, digits(ASYNC, optimizer={"name": "adamw", "lr": 2e-3}))
         for _, _stats in zip(range(8), session.rounds(), strict=False):
             pass
         found = session.snapshot()
@@ -207,9 +212,9 @@ def test_a_run_goes_on_under_another_rule() -> None:
         return tensors, found.scalars(), session.state.step
 
     def second(cluster: Cluster, strategy: str, tensors: Any, scalars: Any) -> Trajectory:
-        session = session_of(cluster, digits(strategy, optimizer={"name": "adamw", "lr": 2e-3}))
+        session = build_test_session(cluster, digits(strategy, optimizer={"name": "adamw", "lr": 2e-3}))
         session.restore(tensors, scalars)
-        return whole([stats.loss for stats in session.rounds()], session)
+        return whole_trajectory([stats.loss for stats in session.rounds()], session)
 
     tensors, scalars, step = run_ranks(first, 3)[0]
     assert 0 < step < STEPS
@@ -224,7 +229,7 @@ def test_a_worker_that_dies_is_named() -> None:
     def run(cluster: Cluster) -> None:
         import os
 
-        session = session_of(cluster, digits(ASYNC, steps=100))
+        session = build_test_session(cluster, digits(ASYNC, steps=100))
         for stats in session.rounds():
             if cluster.global_rank == 2 and stats.step > 10:
                 os._exit(3)
@@ -240,7 +245,7 @@ def test_readers_that_work_ahead_are_refused() -> None:
         from paceline.errors import StrategyError
 
         try:
-            session_of(cluster, digits(ASYNC, loader={"workers": 1}))
+            build_test_session(cluster, digits(ASYNC, loader={"workers": 1}))
         except StrategyError as error:
             return str(error)
         return ""

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from paceline.cluster import Cluster
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe, Strategy
-from paceline.sync.bounded import Bounded
-from paceline.sync.policy import Push
+from paceline.sync.server.server_policies import BoundedStaleness, WorkerPush
 from paceline.testing import run_ranks
-from paceline.testing.contracts.layout import whole
-from paceline.testing.parity import Trajectory, session_of
+from paceline.testing.contracts.training_contracts import whole_trajectory
+from paceline.testing.parity import Trajectory, build_test_session
 
 DIGITS = {
     "task": "digits",
@@ -26,7 +25,7 @@ DIGITS = {
 }
 
 
-def to_whoever_asks(policy: Bounded, worker: int) -> int | None:
+def to_whoever_asks(policy: BoundedStaleness, worker: int) -> int | None:
     """The next part in order, as before parts had workers."""
     part = min({*range(policy._num_workers)} - policy._dealt)
     policy._dealt.add(part)
@@ -35,22 +34,22 @@ def to_whoever_asks(policy: Bounded, worker: int) -> int | None:
 
 def trained(cluster: Cluster, folder: Path, late: int, *, anybody: bool) -> Trajectory:
     """The end of a run in which one worker comes to the first step when another has pushed already."""
-    has_come, push, own = folder / f"{late}-{anybody}", Bounded.push, Bounded._own_part
+    has_come, push, own = folder / f"{late}-{anybody}", BoundedStaleness.push, BoundedStaleness._own_part
 
-    def told(policy: Bounded, worker: int, found: Push) -> Any:
+    def told(policy: BoundedStaleness, worker: int, found: WorkerPush) -> Any:
         has_come.touch()
         return push(policy, worker, found)
 
-    session = session_of(cluster, Recipe(**DIGITS))
-    Bounded.push = told
+    session = build_test_session(cluster, Recipe(**DIGITS))
+    BoundedStaleness.push = told
     if anybody:
-        Bounded._own_part = to_whoever_asks
+        BoundedStaleness._own_part = to_whoever_asks
     try:
         while cluster.global_rank == late and not has_come.exists():
             time.sleep(0.01)
-        return whole([stats.loss for stats in session.rounds()], session)
+        return whole_trajectory([stats.loss for stats in session.rounds()], session)
     finally:
-        Bounded.push, Bounded._own_part = push, own
+        BoundedStaleness.push, BoundedStaleness._own_part = push, own
         session.close()
 
 

@@ -10,18 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.cluster import Cluster
-from paceline.comm.channel import Channel, Message
-from paceline.data import Feed
+from paceline.comm.channel import ChannelMessage, MessageChannel
+from paceline.data import TrainingFeed
 from paceline.errors import CommunicationError
-from paceline.layout.partition import plan_partition
+from paceline.job.cluster import Cluster
+from paceline.parallel import strategy_cuts
+from paceline.parallel.server_partition import plan_partition
 from paceline.recipe import Recipe, Strategy
-from paceline.sync.served import Serving
+from paceline.sync.server.server_common import ShardServer
 from paceline.task import Task
 from paceline.testing import run_ranks
 from paceline.testing.contracts import RuleContract
-from paceline.testing.parity import Trajectory, ended, make_task, run_oracle, session_of
-from paceline.training import cuts
+from paceline.testing.parity import Trajectory, build_test_session, make_task, run_oracle, trajectory_of
 
 STEPS = 12
 TWO = "servers=2 sync=server"
@@ -45,9 +45,9 @@ CONV = digits(TWO, options={"model": "convnet"}, optimizer={"name": "sgd", "lr":
 
 def trained(cluster: Cluster, recipe: Recipe) -> tuple[Trajectory, dict[str, Any]]:
     """Where a run ends, and what this rank held and knew."""
-    session = session_of(cluster, recipe)
+    session = build_test_session(cluster, recipe)
     losses = [stats.loss for stats in session.rounds()]
-    found = ended(losses, session)
+    found = trajectory_of(losses, session)
     told = {
         "moments": sum(t.numel() * t.element_size() for t in found.optimizer.values() if t.dim()),
         "notes": dict(session.notes.take()),
@@ -57,10 +57,10 @@ def trained(cluster: Cluster, recipe: Recipe) -> tuple[Trajectory, dict[str, Any
     return found, told
 
 
-class OneRound(Feed):
+class OneRound(TrainingFeed):
     """No pause before the end."""
 
-    def pause_after(self, step: int) -> int:
+    def next_pause(self, step: int) -> int:
         return self.num_steps
 
 
@@ -71,13 +71,13 @@ class Left(Exception):
 class Leaving:
     """Closes its end with its tenth message in hand."""
 
-    def __init__(self, inner: Channel) -> None:
+    def __init__(self, inner: MessageChannel) -> None:
         self.inner, self.heard = inner, 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def receive(self, deadline_seconds: float) -> Message:
+    def receive(self, deadline_seconds: float) -> ChannelMessage:
         message = self.inner.receive(deadline_seconds)
         self.heard += 1
         if self.heard == 10:
@@ -86,7 +86,7 @@ class Leaving:
         return message
 
 
-def norm_of_one(self: Serving, own: Sequence[Tensor], updates: int) -> Sequence[Tensor]:
+def norm_of_one(self: ShardServer, own: Sequence[Tensor], updates: int) -> Sequence[Tensor]:
     """The twin: each server clips by what it holds itself."""
     return own
 
@@ -103,10 +103,10 @@ def of_two_servers(cluster: Cluster) -> list[Any]:
     whole = [
         trained(cluster, recipe) for recipe in (digits(TWO), CONV, digits(f"{TWO} partition=max-size:4096"))
     ]
-    Serving._norms, kept = norm_of_one, Serving._norms
+    ShardServer._norms, kept = norm_of_one, ShardServer._norms
     whole.append(trained(cluster, digits(TWO)))
-    Serving._norms = kept
-    cuts.plan_partition = held_by_nobody
+    ShardServer._norms = kept
+    strategy_cuts.plan_partition = held_by_nobody
     return [*whole, trained(cluster, digits(TWO))]
 
 
@@ -131,8 +131,8 @@ def as_one(cluster: Cluster, strategy: str) -> list[Trajectory]:
     """Values as they are, and coded without loss; no clip, so that no sum of squares has another order."""
     found = []
     for recipe in (digits(strategy, optimizer={}), digits(f"{strategy} codec=lossless", optimizer={})):
-        session = session_of(cluster, recipe, lambda r=recipe: plainly_updated(r))
-        found.append(ended([stats.loss for stats in session.rounds()], session))
+        session = build_test_session(cluster, recipe, lambda r=recipe: plainly_updated(r))
+        found.append(trajectory_of([stats.loss for stats in session.rounds()], session))
     return found
 
 
@@ -174,7 +174,7 @@ def test_codecs_and_rules_go_with_two_servers() -> None:
 
 
 def half_way(cluster: Cluster) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    session = session_of(cluster, digits(TWO))
+    session = build_test_session(cluster, digits(TWO))
     for _, _stats in zip(range(STEPS // 2), session.rounds(), strict=False):
         pass
     found = session.snapshot()
@@ -183,10 +183,10 @@ def half_way(cluster: Cluster) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def onwards(cluster: Cluster, strategy: str, tensors: Any, scalars: Any) -> Trajectory:
-    session = session_of(cluster, digits(strategy))
+    session = build_test_session(cluster, digits(strategy))
     session.restore({n: t for n, t in tensors.items() if "servers" in strategy or "work/" not in n}, scalars)
     list(session.rounds())
-    return ended([], session)
+    return trajectory_of([], session)
 
 
 @pytest.mark.capability("B4", "N3")
@@ -202,7 +202,7 @@ def test_a_run_goes_on_with_other_numbers_of_servers_and_workers() -> None:
 def with_a_loss(cluster: Cluster, lost: int, steps: int) -> str:
     """One rank closes its channel and leaves; what the others say."""
     recipe = digits("servers=2 sync=server-async", steps=steps, runtime={"deadline_seconds": 20.0})
-    session = session_of(cluster, recipe)
+    session = build_test_session(cluster, recipe)
     feed = session.feed
     session.feed = OneRound(feed.work, feed.loader, feed.num_steps)
     if cluster.global_rank == lost:
@@ -211,7 +211,7 @@ def with_a_loss(cluster: Cluster, lost: int, steps: int) -> str:
         list(session.rounds())
     except (Left, CommunicationError) as error:
         return f"{type(error).__name__} {error}"
-    return f"whole {session.rule.ledger.applied} {ended([], session).parameters['layers.0.weight'].sum()}"
+    return f"whole {session.rule.ledger.applied} {trajectory_of([], session).parameters['layers.0.weight'].sum()}"
 
 
 @pytest.mark.capability("B4", "N5")

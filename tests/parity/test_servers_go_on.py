@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from paceline.checkpoint import Files
-from paceline.cluster import Cluster
+from paceline.checkpoint.storage import StorageFolder
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe, Strategy
+from paceline.session import checkpointing
+from paceline.session.fit_loop import hash_and_compare
 from paceline.testing import run_ranks
-from paceline.testing.parity import session_of
-from paceline.training import saving
-from paceline.training.hashes import tell_hash
+from paceline.testing.parity import build_test_session
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.capability("N2", "B3")]
 STRATEGIES = (
@@ -40,12 +40,12 @@ def hashes(cluster: Cluster, recipe: Recipe, run_dir: Path) -> tuple[list[str], 
     """After each round of a run that is saved in the middle, and of one that goes on from there."""
     found = []
     for goes_on in (False, True):
-        session, seen, name = session_of(cluster, recipe), list[str](), "step-00000004"
+        session, seen, name = build_test_session(cluster, recipe), list[str](), "step-00000004"
         if goes_on:
-            saving.restore(session, Files(str(run_dir / "checkpoints")), name)
-        saver = saving.build_saver(session, run_dir, print)
+            checkpointing.restore_checkpoint(session, StorageFolder(str(run_dir / "checkpoints")), name)
+        saver = checkpointing.build_saver(session, run_dir, print)
         for _ in session.rounds():
-            seen.append(tell_hash(session, []))  # an error, where ranks differ
+            seen.append(hash_and_compare(session, []))  # an error, where ranks differ
             if session.state.step == 4:
                 saver.wait_published(saver.save())
         session.close()

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from paceline.cluster import Cluster
-from paceline.sync.health import Watch
+from paceline.job.cluster import Cluster
+from paceline.sync.health import LossSpikeDetector
 from paceline.testing import run_ranks
 from tests.parity.unhealthy import BAD_STEP, STRATEGIES, build, distance, recipe, run_without, train
 
@@ -36,11 +36,11 @@ def test_a_spike_is_left_out_and_nothing_else_is() -> None:
 
 
 def test_what_a_spike_is() -> None:
-    watch = Watch(factor=3.0, window=4)
+    watch = LossSpikeDetector(factor=3.0, window=4)
     assert not watch.is_spike(1e9)  # too little is known
     for loss in (1.0, 2.0, 1.0, 1.0):
         watch.accept(loss)
     assert watch.is_spike(3.1) and not watch.is_spike(2.9)
-    assert not Watch(factor=None, window=4, losses=[1.0] * 4).is_spike(1e9)
-    below = Watch(factor=3.0, window=2, losses=[-1.0, -1.0])
+    assert not LossSpikeDetector(factor=None, window=4, losses=[1.0] * 4).is_spike(1e9)
+    below = LossSpikeDetector(factor=3.0, window=2, losses=[-1.0, -1.0])
     assert below.is_spike(1.1) and not below.is_spike(-0.5)

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline.cluster import Cluster
-from paceline.layout.digest import find_divergence
+from paceline.job.cluster import Cluster
 from paceline.models import KeyedDropout
+from paceline.parallel import gradient_reduction
+from paceline.parallel.state_hash import find_divergence
 from paceline.recipe import Recipe, Strategy
 from paceline.task import Loss, Task
 from paceline.testing import run_ranks
-from paceline.testing.contracts.layout import whole
-from paceline.testing.parity import CPU, Trajectory, make_task, run_oracle, session_of
-from paceline.training import reductions
-from paceline.verification import Report, compare_with_oracle
+from paceline.testing.contracts.training_contracts import whole_trajectory
+from paceline.testing.parity import CPU, Trajectory, build_test_session, make_task, run_oracle
+from paceline.verification import VerificationReport, compare_with_oracle
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.capability("D1", "H8")]
 SPLITS = {2: "pipeline=2 stages=8,2", 3: "pipeline=3 stages=4,4,2"}
@@ -84,12 +84,12 @@ def run(cluster: Cluster, strategies: Sequence[str], make: Callable[[], Task] = 
     """Where each ends; a stage's copy of the tied weight is equal to the other's."""
     found = []
     for strategy in strategies:
-        session = session_of(cluster, recipe(strategy), make)
+        session = build_test_session(cluster, recipe(strategy), make)
         if session.mesh.axes["pipeline"].rank == session.mesh.axes["pipeline"].size - 1:
-            assert [slot.name for slot in session.placed.holding.computes] == ["2.weight"]
+            assert [slot.name for slot in session.runner.sharded_model.computes] == ["2.weight"]
         losses = [stats.loss for stats in session.rounds()]
         assert find_divergence(session.state, session.mesh, session.net) is None, strategy
-        found.append(whole(losses, session))
+        found.append(whole_trajectory(losses, session))
         session.close()
     return found
 
@@ -104,7 +104,7 @@ def test_it_goes_where_one_process_goes(num_stages: int, make: Callable[[], Task
 
 @pytest.mark.parametrize("num_stages", SPLITS)
 def test_each_step_is_that_of_the_oracle(num_stages: int) -> None:
-    def verify(cluster: Cluster) -> Report:
+    def verify(cluster: Cluster) -> VerificationReport:
         strategy = recipe(f"replicas=1 {SPLITS[num_stages]} schedule=1f1b")
         return compare_with_oracle(strategy, task(), cluster, CPU, STEPS)
 
@@ -124,8 +124,8 @@ def test_its_copy_stays_equal_whatever_a_codec_draws(num_stages: int) -> None:
 def ends(cluster: Cluster, strategies: Sequence[str]) -> list[Trajectory]:
     found = []
     for strategy in strategies:
-        session = session_of(cluster, recipe(strategy), task)
-        found.append(whole([stats.loss for stats in session.rounds()], session))
+        session = build_test_session(cluster, recipe(strategy), task)
+        found.append(whole_trajectory([stats.loss for stats in session.rounds()], session))
         session.close()
     return found
 
@@ -133,7 +133,7 @@ def ends(cluster: Cluster, strategies: Sequence[str]) -> list[Trajectory]:
 def by_number() -> None:
     """Buffers are called by their number on their rank."""
     numbers = count()
-    reductions._name = lambda alike: f"{number}/" if (number := next(numbers)) else ""
+    gradient_reduction._bucket_prefix = lambda alike: f"{number}/" if (number := next(numbers)) else ""
 
 
 @pytest.mark.parametrize("codec", ["int4:stochastic", "lowrank:2"])
@@ -142,7 +142,7 @@ def test_buffers_that_are_called_by_a_number_let_copies_drift_apart(codec: str) 
 
     def broken(cluster: Cluster) -> bool:
         by_number()
-        session = session_of(cluster, recipe(f"replicas=2 {SPLITS[3]} codec={codec}"), task)
+        session = build_test_session(cluster, recipe(f"replicas=2 {SPLITS[3]} codec={codec}"), task)
         list(session.rounds())
         return find_divergence(session.state, session.mesh, session.net) is None
 

@@ -15,16 +15,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from paceline.cluster import Cluster
 from paceline.errors import PacelineError
-from paceline.layout.digest import state_sha256
-from paceline.layout.pipeline import Flight
-from paceline.layout.pipeline.passing import Passing
-from paceline.layout.pipeline.wire import ThreadWire
+from paceline.job.cluster import Cluster
+from paceline.parallel.pipeline import InFlightMicroBatch
+from paceline.parallel.pipeline.forward_backward import ChunkExecutor
+from paceline.parallel.pipeline.p2p import ThreadTransport
+from paceline.parallel.state_hash import state_sha256
 from paceline.recipe import Recipe, Strategy
 from paceline.task import Loss, Task
 from paceline.testing import run_ranks
-from paceline.testing.parity import session_of
+from paceline.testing.parity import build_test_session
 
 pytestmark = pytest.mark.capability("C8")
 
@@ -59,7 +59,7 @@ def cross_entropy(model: nn.Module, batch: Any) -> Loss:
 
 def hashes(cluster: Cluster, strategy: str, prepare: Callable[[], None], steps: int) -> list[str]:
     prepare()
-    session = session_of(cluster, recipe_of(strategy, steps=steps), two_layers)
+    session = build_test_session(cluster, recipe_of(strategy, steps=steps), two_layers)
     found = [state_sha256(session.snapshot().tensors()) for _ in session.rounds()]
     session.close()
     return found
@@ -70,29 +70,29 @@ def as_it_is() -> None: ...
 
 def shake() -> None:
     """Threads take turns as often as Python lets them, and stages pause at random."""
-    rng, plain = random.Random(5), ThreadWire.send
+    rng, plain = random.Random(5), ThreadTransport.send
 
-    def send(self: ThreadWire, *args: Any, **kwargs: Any) -> None:
+    def send(self: ThreadTransport, *args: Any, **kwargs: Any) -> None:
         time.sleep(rng.choice([0.0, 0.0, 0.0, 1e-4, 5e-4]))
         plain(self, *args, **kwargs)
 
-    ThreadWire.send = send
+    ThreadTransport.send = send
     sys.setswitchinterval(1e-6)
 
 
 def update_inside_backward() -> None:
     """The trap: a layer is updated while another thread's backward still needs what it was."""
-    plain = Passing.backward
+    plain = ChunkExecutor.backward
 
-    def backward(self: Passing, flight: Flight, *args: Any) -> Any:
-        found = plain(self, flight, *args)
+    def backward(self: ChunkExecutor, in_flight_batch: InFlightMicroBatch, *args: Any) -> Any:
+        found = plain(self, in_flight_batch, *args)
         if self._cut.is_last:
             for p in self.chunks[0].parameters():
                 p.data.sub_(p.grad, alpha=RATE / BATCH)  # by `.data`, or autograd itself would refuse
                 p.grad = torch.zeros_like(p)
         return found
 
-    Passing.backward = backward
+    ChunkExecutor.backward = backward
 
 
 @pytest.mark.timeout(800)
@@ -111,7 +111,7 @@ def test_an_update_inside_the_backward_would_be_seen() -> None:
 def test_the_update_is_the_mean_gradient_of_autograd() -> None:
     def moved(cluster: Cluster) -> list[Tensor]:
         recipe = recipe_of(STAGES, steps=1, batch={"size": 120, "shards": 4})
-        session = session_of(cluster, recipe, two_layers)
+        session = build_test_session(cluster, recipe, two_layers)
         next(session.rounds())
         session.close()
         return [p.detach().clone() for p in session.state.model.parameters()]
@@ -127,7 +127,7 @@ def test_the_update_is_the_mean_gradient_of_autograd() -> None:
 
 
 def initial(cluster: Cluster) -> list[Tensor]:
-    session = session_of(cluster, recipe_of(STAGES), two_layers)
+    session = build_test_session(cluster, recipe_of(STAGES), two_layers)
     session.close()
     return [p.detach().clone() for p in session.state.model.parameters()]
 
@@ -162,7 +162,7 @@ def test_a_stage_that_fails_ends_the_others(
             return replace(two_layers(), model=links, stages=lambda m: [m[0:2], m[2:4]])
 
         changed = recipe_of(STAGES, runtime={"deadline_seconds": deadline})
-        session, said = session_of(cluster, changed, task), []
+        session, said = build_test_session(cluster, changed, task), []
         for _ in range(2):  # and the stages are there for the next try
             try:
                 list(session.rounds())

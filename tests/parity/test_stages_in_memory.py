@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.cluster import Cluster
-from paceline.comm.routes import host_meeting
-from paceline.layout.pipeline import HostWire, Pipeline, StageWire, WireByHost
+from paceline.comm.routes import host_links
+from paceline.job.cluster import Cluster
+from paceline.parallel.pipeline import HostMemoryTransport, MultiHostTransport, NetTransport, PipelineRunner
 from paceline.recipe import Recipe, Strategy
 from paceline.testing import run_ranks
-from paceline.testing.parity import session_of
+from paceline.testing.parity import build_test_session
 
 SCHEDULES = ("schedule=gpipe", "schedule=1f1b", "schedule=zero-bubble", "sync=pipedream")
 INTERLEAVED = "schedule=interleaved:2"
@@ -43,10 +43,10 @@ def num_maps() -> int:
 
 def ends(cluster: Cluster, words: str) -> tuple[str, list[Tensor], int]:
     """What carries messages, the state of this rank after a few steps, and whether memory was mapped."""
-    session = session_of(cluster, digits(words, cluster.world_size))
-    assert isinstance(session.placed, Pipeline)
+    session = build_test_session(cluster, digits(words, cluster.world_size))
+    assert isinstance(session.runner, PipelineRunner)
     list(session.rounds())
-    wire, maps = type(session.placed._wire).__name__, num_maps()
+    wire, maps = type(session.runner._wire).__name__, num_maps()
     tensors = [t.clone() for _, t in sorted(session.state.tensors().items())]
     session.close()
     assert num_maps() == 0
@@ -57,7 +57,7 @@ def other_than(right: tuple[str, list[Tensor], int], found: tuple[str, list[Tens
     """What is wrong with an end; empty: nothing."""
     if not all(map(torch.equal, right[1], found[1])):
         return "other bits"
-    name, is_mapped = wire.__name__, wire is not StageWire
+    name, is_mapped = wire.__name__, wire is not NetTransport
     return "" if (found[0], found[2] > 0) == (name, is_mapped) else f"{found[0]}, {found[2]} maps"
 
 
@@ -65,11 +65,11 @@ def both(cluster: Cluster, schedules: tuple[str, ...]) -> list[str]:
     """What is wrong, by schedule; also where stages are on hosts of their own, and where four are on two."""
     found, right = [], {words: ends(cluster, f"{words} route=native") for words in schedules}
     for words in schedules:
-        found += [other_than(right[words], right[words], StageWire)]
-        found += [other_than(right[words], ends(cluster, words), HostWire)]
+        found += [other_than(right[words], right[words], NetTransport)]
+        found += [other_than(right[words], ends(cluster, words), HostMemoryTransport)]
     halves = max(1, cluster.world_size // 2)
-    for here, wire in ((1, StageWire), *((n, WireByHost) for n in {halves} - {1})):
-        with patch.object(host_meeting, "this_host", lambda n=here: f"host {cluster.global_rank // n}"):
+    for here, wire in ((1, NetTransport), *((n, MultiHostTransport) for n in {halves} - {1})):
+        with patch.object(host_links, "host_id", lambda n=here: f"host {cluster.global_rank // n}"):
             found += [other_than(right[words], ends(cluster, words), wire) for words in schedules[:here]]
     return found
 

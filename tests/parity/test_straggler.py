@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from torch import nn
 
-from paceline.cluster import Cluster
 from paceline.errors import RecipeError
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe
 from paceline.testing import run_ranks
-from paceline.testing.parity import make_task, session_of
+from paceline.testing.parity import build_test_session, make_task
 from tests.parity.clock import own_clock
 from tests.parity.test_balance import Slow, digits
 
@@ -31,12 +31,12 @@ def told(cluster: Cluster) -> list[tuple[str, Mapping[str, Any]]]:
     task = make_task(recipe)
     clock, pause = own_clock(), [0.0]
     data = Slow(task.data, clock)
-    session = session_of(cluster, recipe, lambda: replace(task, data=data))
+    session = build_test_session(cluster, recipe, lambda: replace(task, data=data))
 
     def compute(module: nn.Module, inputs: Any) -> None:
         clock.spend(USUAL + pause[0])
 
-    session.placed.holding.model.register_forward_pre_hook(compute)
+    session.runner.sharded_model.model.register_forward_pre_hook(compute)
     for stats in session.rounds():
         begun = [name for name, step in BEGINS.items() if stats.step + 1 >= step]
         now = begun[-1] if begun else "nothing"

@@ -10,17 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.cluster import Cluster
-from paceline.data import feed
+from paceline.data import work
 from paceline.errors import RecipeError
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe, Strategy
-from paceline.sync.fragments import Streaming
-from paceline.sync.streamed import StreamedRounds
+from paceline.session import evaluate
+from paceline.sync.streaming_diloco import FragmentSchedule, StreamingDiLoCo
 from paceline.testing import run_ranks
 from paceline.testing.contracts import RuleContract
-from paceline.testing.contracts.layout import whole
-from paceline.testing.parity import Trajectory, session_of
-from paceline.training import evaluate
+from paceline.testing.contracts.training_contracts import whole_trajectory
+from paceline.testing.parity import Trajectory, build_test_session
 
 STEPS = 24
 
@@ -44,10 +43,10 @@ def limits(cluster: Cluster) -> list[tuple[Trajectory, Trajectory]]:
     for strategy in ("sync=diloco:4", "sync=diloco:4 codec=int8"):
         ends = []
         for is_whole in (True, False):
-            Streaming.is_whole = property(lambda self, said=is_whole: said)
-            session = session_of(cluster, digits(strategy))
-            assert isinstance(session.rule, StreamedRounds) != is_whole
-            ends.append(whole([stats.loss for stats in session.rounds()], session))
+            FragmentSchedule.is_whole = property(lambda self, said=is_whole: said)
+            session = build_test_session(cluster, digits(strategy))
+            assert isinstance(session.rule, StreamingDiLoCo) != is_whole
+            ends.append(whole_trajectory([stats.loss for stats in session.rounds()], session))
         found.append((ends[0], ends[1]))
     return found
 
@@ -64,12 +63,12 @@ def by_hand(cluster: Cluster, outer: dict[str, Any], steps: int) -> tuple[float,
     recipe = digits(
         "sync=diloco:6", outer, steps=steps, checkpoint={"every_steps": steps}, batch={"size": 48}
     )
-    session, alone = session_of(cluster, recipe), session_of(cluster, recipe)
-    feed._FEWEST_PAUSES = 1  # one round over all steps
-    start = [p.detach().clone() for p in session.placed.holding.computes.values()]
+    session, alone = build_test_session(cluster, recipe), build_test_session(cluster, recipe)
+    work._MIN_PAUSES = 1  # one round over all steps
+    start = [p.detach().clone() for p in session.runner.sharded_model.computes.values()]
     list(session.rounds())
-    mine = [*alone.placed.holding.computes.values()]
-    slots, rule = [*alone.placed.holding.computes], alone.rule
+    mine = [*alone.runner.sharded_model.computes.values()]
+    slots, rule = [*alone.runner.sharded_model.computes], alone.rule
     parts = [[slots.index(slot) for slot in one.anchors] for one in rule.fragments]
     anchors, momentum = [p.detach().clone() for p in mine], [torch.zeros_like(p) for p in mine]
     flying: dict[int, tuple[int, list[Tensor]]] = {}
@@ -86,7 +85,7 @@ def by_hand(cluster: Cluster, outer: dict[str, Any], steps: int) -> tuple[float,
 
     with alone.feed.from_step(0) as stream:
         for step in range(1, steps + 1):
-            rule.inner.step(alone.work, stream, alone.placed, alone.update_step)
+            rule.inner.step(alone.work, stream, alone.runner, alone.update_step)
             alone.state.step += 1
             for number in [n for n, (left, _) in flying.items() if step - left >= outer["delay_steps"]]:
                 arrive(number, outer["mixing"])
@@ -98,7 +97,7 @@ def by_hand(cluster: Cluster, outer: dict[str, Any], steps: int) -> tuple[float,
     for number in range(len(parts)):
         leave(number, steps)
         arrive(number, 0.0)
-    pairs = zip(session.placed.holding.computes.values(), mine, strict=True)
+    pairs = zip(session.runner.sharded_model.computes.values(), mine, strict=True)
     off = max(float((a - b).detach().abs().max()) for a, b in pairs)
     return off, max(float((a - b).detach().abs().max()) for a, b in zip(start, mine, strict=True))
 
@@ -116,15 +115,15 @@ def test_without_the_delay_it_would_be_something_else() -> None:
     """The twin: the rule arrives at once, and the steps by hand do not."""
 
     def hasty(cluster: Cluster) -> tuple[float, float]:
-        from paceline.sync import streamed
+        from paceline.sync import streaming_diloco
 
-        travel = streamed.StreamedRounds._travel
+        travel = streaming_diloco.StreamingDiLoCo._travel
 
         def at_once(self: Any, *given: Any, **named: Any) -> None:
             self.streaming = self.streaming._replace(delay=0)
             travel(self, *given, **named)
 
-        streamed.StreamedRounds._travel = at_once
+        streaming_diloco.StreamingDiLoCo._travel = at_once
         return by_hand(cluster, OUTER, 14)
 
     assert all(off > 1e-4 for off, _ in run_ranks(hasty, 2))
@@ -132,7 +131,7 @@ def test_without_the_delay_it_would_be_something_else() -> None:
 
 def asked_to_stop(cluster: Cluster) -> tuple[int, float]:
     """Rank 1 is asked in its tenth step."""
-    session = session_of(cluster, digits("sync=diloco:6", OUTER))
+    session = build_test_session(cluster, digits("sync=diloco:6", OUTER))
     session.feed = replace(session.feed, intervals=(), num_steps=40_000)
     if cluster.global_rank == 1:
         session.rule.inner._stop_requested = lambda: session.state.step >= 10
@@ -164,7 +163,7 @@ def test_more_than_one_under_way_is_refused(outer: dict[str, Any]) -> None:
 
 def learned(cluster: Cluster) -> dict[str, list[float]]:
     """Two pauses a run, so that fragments do travel; at a pause all meet."""
-    feed._FEWEST_PAUSES = 2
+    work._MIN_PAUSES = 2
     found: dict[str, list[float]] = {}
     for name, (strategy, outer) in {
         "every-step": ("replicas=2", {}),
@@ -173,7 +172,7 @@ def learned(cluster: Cluster) -> dict[str, list[float]]:
         "streamed int4": ("sync=diloco:8 codec=int4", {"fragments": 2, "delay_steps": 2, "mixing": 0.5}),
     }.items():
         for seed in (1, 2, 3, 4, 5):
-            session = session_of(cluster, digits(strategy, outer, steps=160, seed=seed))
+            session = build_test_session(cluster, digits(strategy, outer, steps=160, seed=seed))
             list(session.rounds())
             evaluation = evaluate(session)
             assert evaluation is not None

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import WeightedRandomSampler
 
-from paceline.cluster import Cluster
-from paceline.data.stream import Positions
+from paceline.data.stream import StreamPositions
 from paceline.errors import DataError
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe, Strategy
 from paceline.task import Task
 from paceline.testing import run_ranks
-from paceline.testing.parity import CPU, session_of
-from paceline.verification.job import compare_with_oracle
+from paceline.testing.parity import CPU, build_test_session
+from paceline.verification.verify_on_rank import compare_with_oracle
 from tests.unit.data.test_settled import Stream, loss
 
 STEPS = 7
@@ -78,16 +78,16 @@ def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 
 
 def trained(cluster: Cluster, name: str, strategy: str) -> dict[str, Tensor]:
-    return ends(session_of(cluster, recipe_of(strategy), BUILDS[name]))
+    return ends(build_test_session(cluster, recipe_of(strategy), BUILDS[name]))
 
 
 def gone_on(cluster: Cluster, name: str) -> dict[str, Tensor]:
     """Stopped after three steps, and on from there in a session that has read nothing yet."""
-    first = session_of(cluster, recipe_of(), BUILDS[name])
+    first = build_test_session(cluster, recipe_of(), BUILDS[name])
     for stats in first.rounds():
         if stats.step == 2:
             break
-    second = session_of(cluster, recipe_of(), BUILDS[name])
+    second = build_test_session(cluster, recipe_of(), BUILDS[name])
     second.take_over(first.snapshot())
     return ends(second)
 
@@ -102,7 +102,7 @@ def on_two(cluster: Cluster) -> dict[str, Any]:
             assert report.ok, (name, layout, report)
     trained(cluster, "in parts", LAYOUTS[3])
     with pytest.raises(DataError, match="rank 1 reads other samples than rank 0"):
-        session_of(cluster, recipe_of(), build_of(Elsewhere))
+        build_test_session(cluster, recipe_of(), build_of(Elsewhere))
     return found
 
 
@@ -110,16 +110,16 @@ def next_of_own(cluster: Cluster) -> dict[str, Tensor]:
     """The mistake: every rank takes the next samples of its own copy, wherever those stand."""
     read: list[Any] = []
 
-    def careless(self: Positions, index: int) -> Any:
+    def careless(self: StreamPositions, index: int) -> Any:
         read.append(None)
         return self._cursor(0).step((len(read) - 1) // self.size)[(len(read) - 1) % self.size]
 
-    right = Positions.__getitem__
-    setattr(Positions, "__getitem__", careless)  # noqa: B010 the mistake
+    right = StreamPositions.__getitem__
+    setattr(StreamPositions, "__getitem__", careless)  # noqa: B010 the mistake
     try:
         return trained(cluster, "whole", "replicas=2")
     finally:
-        setattr(Positions, "__getitem__", right)  # noqa: B010
+        setattr(StreamPositions, "__getitem__", right)  # noqa: B010
 
 
 @pytest.mark.capability("M1")

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.cluster import Cluster
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe
 from paceline.task import Task
 from paceline.testing.parity import CPU
 from paceline.verification import build_oracle, compare_with_oracle
-from paceline.verification.strict import look_at_shared
+from paceline.verification.strict_checks import check_user_code
 from tests.parity.innocent import INNOCENT, loss, samples, seeded, small
 
 
@@ -92,6 +92,6 @@ def test_strict_leaves_model_and_optimizer_as_they_were() -> None:
     for name in INNOCENT.keys() - COUPLED:
         oracle = build_oracle(recipe, INNOCENT[name][0](), CPU)
         before = {n: t.clone() for n, t in oracle.model.state_dict().items()}
-        assert look_at_shared(oracle, "fp32", 1) is None, name
+        assert check_user_code(oracle, "fp32", 1) is None, name
         assert all(torch.equal(t, before[n]) for n, t in oracle.model.state_dict().items()), name
         assert not oracle.optimizer.state, name

@@ -5,14 +5,14 @@ from unittest.mock import patch
 
 import pytest
 
-from paceline.cluster import Cluster
 from paceline.errors import RecipeError
-from paceline.layout import handover
+from paceline.job.cluster import Cluster
+from paceline.parallel import state_transfer
 from paceline.recipe import Recipe, Strategy, support
+from paceline.session import Session
 from paceline.testing import run_ranks
-from paceline.testing.contracts.layout import whole
-from paceline.testing.parity import Trajectory, session_of
-from paceline.training import Session
+from paceline.testing.contracts.training_contracts import whole_trajectory
+from paceline.testing.parity import Trajectory, build_test_session
 
 STEPS, SWITCH = 14, 6
 PAIRS = [
@@ -47,29 +47,29 @@ def until(session: Session, step: int) -> list[Any]:
 
 def both(cluster: Cluster, first: str, second: str) -> tuple[Trajectory, Trajectory, Trajectory, int]:
     """The run that switches; the second rule from the state of the first; and the former, resumed late."""
-    session = session_of(cluster, digits(f"{first}@{SWITCH},{second}"))
+    session = build_test_session(cluster, digits(f"{first}@{SWITCH},{second}"))
     rounds = list(session.rounds())
-    switched = whole([stats.loss for stats in rounds], session)
+    switched = whole_trajectory([stats.loss for stats in rounds], session)
     assert [name for name, _ in session.notes.take() if name == "switch"] == ["switch"]
-    kept = session_of(cluster, digits(first))
+    kept = build_test_session(cluster, digits(first))
     early = until(kept, SWITCH)
-    apart = goes_on(session_of(cluster, digits(second)), kept, [stats.loss for stats in early])
-    again = session_of(cluster, digits(f"{first}@{SWITCH},{second}"))
+    apart = goes_on(build_test_session(cluster, digits(second)), kept, [stats.loss for stats in early])
+    again = build_test_session(cluster, digits(f"{first}@{SWITCH},{second}"))
     late = until(again, SWITCH + 4)
     assert again.state.step < STEPS
-    resumed = session_of(cluster, digits(f"{first}@{SWITCH},{second}"))
+    resumed = build_test_session(cluster, digits(f"{first}@{SWITCH},{second}"))
     resumed = goes_on(resumed, again, [stats.loss for stats in late])
     return switched, apart, resumed, sum(stats.num_samples for stats in rounds)
 
 
 def goes_on(session: Session, before: Session, losses: list[float]) -> Trajectory:
     session.take_over(before.snapshot())
-    return whole(losses + [stats.loss for stats in session.rounds()], session)
+    return whole_trajectory(losses + [stats.loss for stats in session.rounds()], session)
 
 
 def all_pairs(cluster: Cluster) -> list[Any]:
     """The state travels tensor by tensor."""
-    with patch.object(handover, "together", lambda num_bytes: 1):
+    with patch.object(state_transfer, "bytes_per_transfer", lambda num_bytes: 1):
         return [both(cluster, first, second) for first, second in PAIRS]
 
 
@@ -87,10 +87,10 @@ def forgetful(cluster: Cluster) -> float:
     """The fault: what both rules keep is not carried over."""
     ends = []
     for forgets in (False, True):
-        session = session_of(cluster, digits("diloco:3@6,diloco:2"))
+        session = build_test_session(cluster, digits("diloco:3@6,diloco:2"))
         if forgets:
             session.state.read_from = lambda source, scalars: lambda: None
-        ends.append(whole([stats.loss for stats in session.rounds()], session))
+        ends.append(whole_trajectory([stats.loss for stats in session.rounds()], session))
     return ends[0].distance(ends[1])
 
 

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.cluster import Cluster
-from paceline.comm.reduction import Owed, all_lost
+from paceline.comm.reduction import PendingResidual, sum_residuals
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe, Strategy
-from paceline.sync.moved import MovedAtOnce
-from paceline.sync.traffic import Coded
+from paceline.session import Session
+from paceline.sync.residuals import DeltaResidualFlush
+from paceline.sync.server.parameter_transfer import CodedTransfer
 from paceline.testing import run_ranks
-from paceline.testing.contracts.layout import whole
-from paceline.testing.parity import session_of
-from paceline.training import Session
+from paceline.testing.contracts.training_contracts import whole_trajectory
+from paceline.testing.parity import build_test_session
 from tests.parity.test_switching import SWITCH, goes_on, until
 from tests.parity.test_switching import digits as plain
 
@@ -33,14 +33,14 @@ def digits(strategy: str, **changes: Any) -> Recipe:
 
 def ends(cluster: Cluster, first: str, second: str, switching: str) -> list[float]:
     """How far the run that switches ends from the second rule alone, and from itself, resumed late."""
-    session = session_of(cluster, digits(switching))
-    switched = whole([stats.loss for stats in session.rounds()], session)
-    kept = session_of(cluster, digits(first))
+    session = build_test_session(cluster, digits(switching))
+    switched = whole_trajectory([stats.loss for stats in session.rounds()], session)
+    kept = build_test_session(cluster, digits(first))
     early = [stats.loss for stats in until(kept, SWITCH)]
-    apart = goes_on(session_of(cluster, digits(second)), kept, early)
-    again = session_of(cluster, digits(switching))
+    apart = goes_on(build_test_session(cluster, digits(second)), kept, early)
+    again = build_test_session(cluster, digits(switching))
     late = [stats.loss for stats in until(again, SWITCH + 3)]
-    resumed = goes_on(session_of(cluster, digits(switching)), again, late)
+    resumed = goes_on(build_test_session(cluster, digits(switching)), again, late)
     assert switched.losses == apart.losses == resumed.losses
     return [switched.distance(apart), switched.distance(resumed)]
 
@@ -48,7 +48,7 @@ def ends(cluster: Cluster, first: str, second: str, switching: str) -> list[floa
 def owed(cluster: Cluster) -> list[tuple[bool, ...]]:
     """Once it is taken over, and after a round: whether losses of gradients, and of movements, are kept."""
     first, second = (digits(f"replicas=2 {TOPK} sync={rule}") for rule in ("every-step", "local:3"))
-    before, session = session_of(cluster, first), session_of(cluster, second)
+    before, session = build_test_session(cluster, first), build_test_session(cluster, second)
     until(before, SWITCH)
     session.take_over(before.snapshot())
     found = []
@@ -62,9 +62,9 @@ def owed(cluster: Cluster) -> list[tuple[bool, ...]]:
 
 def by_one(cluster: Cluster) -> tuple[float, bool]:
     """How much of what two ranks have lost one that goes on alone misses, and whether it is kept for good."""
-    before = session_of(cluster, digits(f"replicas=2 {TOPK}"))
+    before = build_test_session(cluster, digits(f"replicas=2 {TOPK}"))
     until(before, SWITCH)
-    snapshot, one = before.snapshot(), session_of(Cluster.single(), digits(f"replicas=1 {TOPK}"))
+    snapshot, one = before.snapshot(), build_test_session(Cluster.single(), digits(f"replicas=1 {TOPK}"))
     one.restore(snapshot.tensors(), snapshot.scalars())
     _, missing = handed(snapshot.tensors(), one.snapshot().tensors())
     until(one, SWITCH + 1)
@@ -104,7 +104,7 @@ def lost(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         for side, _, parameter in [name.removeprefix("residual/").partition("/")]
         if name.startswith("residual/") and parameter
     }
-    return all_lost(found)
+    return sum_residuals(found)
 
 
 def handed(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> tuple[float, float]:
@@ -116,23 +116,23 @@ def handed(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> tuple[f
 
 def gradients(cluster: Cluster) -> list[tuple[float, float]]:
     """From every-step to replicas alone and to a server, and from that to every-step; then with faults."""
-    found, kept = [], (Owed.set_lost, Coded.set_lost)
+    found, kept = [], (PendingResidual.set_residuals, CodedTransfer.set_residuals)
     three, one_server = f"replicas=3 {TOPK}", f"servers=1 {TOPK} sync=server"
     pairs = [(three, f"{three} sync=local:3"), (three, one_server), (one_server, three)]
     for forgets in (False, True):
         if forgets:
-            Owed.set_lost = lambda self, found: None
-            Coded.set_lost = lambda self, found: None
+            PendingResidual.set_residuals = lambda self, found: None
+            CodedTransfer.set_residuals = lambda self, found: None
         for first, second in pairs[: 2 if forgets else 3]:
-            session = session_of(cluster, digits(first))
+            session = build_test_session(cluster, digits(first))
             until(session, SWITCH)
             before = session.snapshot().copied()
-            then = session_of(cluster, digits(second))
+            then = build_test_session(cluster, digits(second))
             then.take_over(before)
             found.append(handed(before.tensors(), then.snapshot().tensors()))
             session.close()
             then.close()
-    Owed.set_lost, Coded.set_lost = kept
+    PendingResidual.set_residuals, CodedTransfer.set_residuals = kept
     return found
 
 
@@ -146,22 +146,22 @@ def test_the_sum_of_what_gradients_have_lost_is_handed_over() -> None:
 
 
 def values(session: Session) -> Tensor:
-    return torch.cat([p.detach().flatten().clone() for p in session.placed.holding.computes.values()])
+    return torch.cat([p.detach().flatten().clone() for p in session.runner.sharded_model.computes.values()])
 
 
 def movements(cluster: Cluster) -> list[float]:
     """How far every-step begins from where uncoded movements led: with what was lost, and without."""
-    first = session_of(cluster, digits("replicas=2 sync=local:6"))
+    first = build_test_session(cluster, digits("replicas=2 sync=local:6"))
     until(first, SWITCH)
-    found, load = [], MovedAtOnce.load
+    found, load = [], DeltaResidualFlush.load
     for forgets in (False, True):
         if forgets:
-            MovedAtOnce.load = lambda self, tensors: None
-        session = session_of(cluster, digits(f"replicas=2 {TOPK} sync=local:6@{SWITCH},every-step"))
+            DeltaResidualFlush.load = lambda self, tensors: None
+        session = build_test_session(cluster, digits(f"replicas=2 {TOPK} sync=local:6@{SWITCH},every-step"))
         until(session, SWITCH)
         session.enter(SWITCH)
         found.append(float((values(session) - values(first)).abs().max()))
-    MovedAtOnce.load = load
+    DeltaResidualFlush.load = load
     return found
 
 

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from paceline.cluster import Cluster
 from paceline.errors import RecipeError, StrategyError
-from paceline.layout import synced_norm
+from paceline.job.cluster import Cluster
+from paceline.parallel import sync_batchnorm
 from paceline.recipe import Recipe
 from paceline.task import Loss, Task
-from paceline.testing.parity import CPU, run_oracle, run_strategy, session_of
-from paceline.testing.ranks import run_ranks
-from paceline.verification import Report, compare_with_oracle
-from paceline.verification.certificate import conclusion
+from paceline.testing.parity import CPU, build_test_session, run_oracle, run_strategy
+from paceline.testing.rank_processes import run_ranks
+from paceline.verification import VerificationReport, compare_with_oracle
+from paceline.verification.verification_report import conclusion_lines
 
 STEPS = 4
 
@@ -87,17 +87,17 @@ def test_without_it_they_do_not() -> None:
 
 def with_wrong_backward(cluster: Cluster) -> float:
     """As if gradients did not flow through the statistics of other ranks."""
-    right = synced_norm._Normalize.backward
+    right = sync_batchnorm._NormalizeOverRanks.backward
 
     def wrong(ctx: Any, dy: Tensor, *unused: Any) -> Any:
         ctx.total = lambda sums: sums
         return right(ctx, dy, *unused)
 
-    synced_norm._Normalize.backward = staticmethod(wrong)
+    sync_batchnorm._NormalizeOverRanks.backward = staticmethod(wrong)
     try:
         return far(cluster, recipe())
     finally:
-        synced_norm._Normalize.backward = staticmethod(right)
+        sync_batchnorm._NormalizeOverRanks.backward = staticmethod(right)
 
 
 def test_gradients_that_stay_on_a_rank_are_found() -> None:
@@ -105,8 +105,8 @@ def test_gradients_that_stay_on_a_rank_are_found() -> None:
     assert min(run_ranks(with_wrong_backward, 2)) > 1e-3
 
 
-def verified(cluster: Cluster, strategy: str, breaks: bool) -> Report:
-    right = synced_norm._Normalize.backward
+def verified(cluster: Cluster, strategy: str, breaks: bool) -> VerificationReport:
+    right = sync_batchnorm._NormalizeOverRanks.backward
 
     def wrong(ctx: Any, dy: Tensor, *unused: Any) -> Any:
         of_all = ctx.total
@@ -114,20 +114,20 @@ def verified(cluster: Cluster, strategy: str, breaks: bool) -> Report:
         return right(ctx, dy, *unused)
 
     if breaks:
-        synced_norm._Normalize.backward = staticmethod(wrong)
+        sync_batchnorm._NormalizeOverRanks.backward = staticmethod(wrong)
     try:
         return compare_with_oracle(recipe(strategy), build(), cluster, CPU, STEPS)
     finally:
-        synced_norm._Normalize.backward = staticmethod(right)
+        sync_batchnorm._NormalizeOverRanks.backward = staticmethod(right)
 
 
 @pytest.mark.capability("Z2")
 @pytest.mark.parametrize(("strategy", "world"), [("replicas=3", 3), ("replicas=1 shard=2 zero=1", 2)])
 def test_verify_holds_it_against_one_forward_of_all_samples(strategy: str, world: int) -> None:
     for report in run_ranks(verified, world, strategy, False):
-        assert report.ok and report.steps == STEPS, conclusion(report)
+        assert report.ok and report.steps == STEPS, conclusion_lines(report)
     for report in run_ranks(verified, world, strategy, True):  # the twin: a thousandth in one sum
-        assert not report.ok and "gradient of" in " ".join(conclusion(report))
+        assert not report.ok and "gradient of" in " ".join(conclusion_lines(report))
 
 
 def test_verify_says_that_ranks_draw_for_their_own_samples() -> None:
@@ -143,7 +143,7 @@ def test_verify_says_that_ranks_draw_for_their_own_samples() -> None:
 
 def test_the_model_is_plain_again_when_the_session_is_closed() -> None:
     def kinds(cluster: Cluster) -> tuple[str, str]:
-        session = session_of(cluster, recipe(), build)
+        session = build_test_session(cluster, recipe(), build)
         norm = session.state.model.first
         during = type(norm).__name__
         session.close()
@@ -178,7 +178,7 @@ def test_a_rank_without_its_one_micro_batch_is_refused(
 ) -> None:
     def refused(cluster: Cluster) -> str:
         with pytest.raises(StrategyError) as caught:
-            session_of(cluster, recipe(batch=batch), partial(build, samples))
+            build_test_session(cluster, recipe(batch=batch), partial(build, samples))
         return caught.value.what
 
     assert all(says in text for text in run_ranks(refused, 2))

@@ -10,16 +10,16 @@ from typing import Any, NamedTuple
 import pytest
 from torch import nn
 
-from paceline.cluster import Cluster
 from paceline.errors import RecipeError
-from paceline.layout.whole import Snapshot
+from paceline.job.cluster import Cluster
+from paceline.parallel.state_transfer import StateSnapshot
 from paceline.recipe import Recipe, Strategy, support
-from paceline.sync.recovery import Recovery
+from paceline.session import Session
+from paceline.session.rule_switch import RoundTotals, measure_gain_of_switch, sum_rounds
+from paceline.sync.straggler_recovery import RecoveryJudge
 from paceline.testing import run_ranks
-from paceline.testing.contracts.layout import whole
-from paceline.testing.parity import Trajectory, session_of
-from paceline.training import Session
-from paceline.training.turns import Round, add_up, gain
+from paceline.testing.contracts.training_contracts import whole_trajectory
+from paceline.testing.parity import Trajectory, build_test_session
 from tests.parity.clock import own_clock
 
 STEPS, SAMPLES, SLOW_FROM, SLOW_UNTIL = 28, 24, 3, 20
@@ -51,18 +51,18 @@ class Taken(NamedTuple):
     losses: list[float]
     num_samples: int
     notes: list[tuple[str, Mapping[str, Any]]]
-    late: Snapshot | None
+    late: StateSnapshot | None
 
 
 def take(cluster: Cluster, rule: str) -> Taken:
     clock, slow = own_clock(real=1.0), [0.0]
-    session = session_of(cluster, waiting(rule))
+    session = build_test_session(cluster, waiting(rule))
 
     def compute(module: nn.Module, inputs: Any) -> None:
         time.sleep(slow[0])  # who is late, where nobody waits for the last one
         clock.spend(USUAL + 10 * (slow[0] > 0))
 
-    session.placed.holding.model.register_forward_pre_hook(compute)
+    session.runner.sharded_model.model.register_forward_pre_hook(compute)
     losses, num_samples, late = [], 0, None
     for stats in session.rounds():
         slow[0] = 0.03 * (cluster.global_rank == 2 and SLOW_FROM <= stats.step < SLOW_UNTIL)
@@ -73,27 +73,27 @@ def take(cluster: Cluster, rule: str) -> Taken:
     return Taken(session, losses, num_samples, session.notes.take(), late)
 
 
-def goes_on(session: Session, snapshot: Snapshot) -> Trajectory:
+def goes_on(session: Session, snapshot: StateSnapshot) -> Trajectory:
     session.take_over(snapshot)
     assert session.state.step == snapshot.step
-    return whole([stats.loss for stats in session.rounds()], session)
+    return whole_trajectory([stats.loss for stats in session.rounds()], session)
 
 
 def server_takes_over(cluster: Cluster) -> dict[str, Any]:
     """The run; every-step to where it turned and the server from there; and the former, resumed late."""
-    Recovery.hear = lambda self, worker, seconds: None  # nobody recovers
+    RecoveryJudge.hear = lambda self, worker, seconds: None  # nobody recovers
     taken = take(cluster, "server")
     notes = dict(taken.notes)
-    ended = whole(taken.losses, taken.session)
+    ended = whole_trajectory(taken.losses, taken.session)
     step = notes["switch"]["step"]
-    kept = session_of(cluster, digits("replicas=3"))
+    kept = build_test_session(cluster, digits("replicas=3"))
     for _ in kept.rounds():
         if kept.state.step == step:
             break
-    apart = goes_on(session_of(cluster, digits("servers=1 sync=server")), kept.snapshot())
+    apart = goes_on(build_test_session(cluster, digits("servers=1 sync=server")), kept.snapshot())
     assert taken.late is not None
-    forgotten = Snapshot(taken.late.step, taken.late.whole, {**taken.late.numbers, "others": {}})
-    again = session_of(cluster, waiting("server"))
+    forgotten = StateSnapshot(taken.late.step, taken.late.whole, {**taken.late.numbers, "others": {}})
+    again = build_test_session(cluster, waiting("server"))
     again.take_over(forgotten)
     rules = [again.strategy.sync]
     resumed = goes_on(again, taken.late)
@@ -104,7 +104,7 @@ def server_takes_over(cluster: Cluster) -> dict[str, Any]:
         "distances": [ended.distance(apart), ended.distance(resumed)],
         "num_samples": taken.num_samples,
         "rules": rules,
-        "whole": str(taken.session.whole_strategy),
+        "whole": str(taken.session.full_strategy),
     }
 
 
@@ -180,5 +180,9 @@ def test_who_serves_later_trains_before() -> None:
 
 
 def test_the_gain_is_that_of_what_was_applied() -> None:
-    before = add_up([Round(1, 60.0, 0.3), Round(1, 60.0, 0.3)])
-    assert gain(before, Round(10, 400.0, 1.0)) == {"before": 0.3, "after": 0.1, "times": 2.0}
+    before = sum_rounds([RoundTotals(1, 60.0, 0.3), RoundTotals(1, 60.0, 0.3)])
+    assert measure_gain_of_switch(before, RoundTotals(10, 400.0, 1.0)) == {
+        "before": 0.3,
+        "after": 0.1,
+        "times": 2.0,
+    }

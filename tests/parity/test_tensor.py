@@ -14,15 +14,15 @@ import pytest
 import torch
 
 from paceline import Task
-from paceline.checkpoint import Files
-from paceline.cluster import Cluster
-from paceline.layout.tensor import cuts, exchange, heads
+from paceline.checkpoint.storage import StorageFolder
+from paceline.job.cluster import Cluster
+from paceline.parallel.tensor import attention_heads, mappings, tensor_plan
 from paceline.recipe import Recipe, Strategy
-from paceline.spans import span_of
+from paceline.session import checkpointing, fit
+from paceline.state.slot import join_runs
 from paceline.testing import run_ranks
-from paceline.testing.parity import CPU, make_task, session_of
-from paceline.training import fit, saving
-from paceline.verification import Report, compare_with_oracle
+from paceline.testing.parity import CPU, build_test_session, make_task
+from paceline.verification import VerificationReport, compare_with_oracle
 from tests.parity import tensor_models
 from tests.texts import SMALL_TEXT
 
@@ -45,11 +45,11 @@ def recipe(strategy: str, **changes: Any) -> Recipe:
 SAME: Mapping[str, str] = {}
 
 
-def wrong_with(report: Report) -> str:
+def wrong_with(report: VerificationReport) -> str:
     return "" if report.ok else f"{report.failure} {report.diagnosis}"
 
 
-def verified(cluster: Cluster, build: Callable[[], Task] | None = None, steps: int = 3) -> Report:
+def verified(cluster: Cluster, build: Callable[[], Task] | None = None, steps: int = 3) -> VerificationReport:
     """On as many tensor ranks as there are."""
     settings = recipe(f"replicas=1 tensor={cluster.world_size}")
     return compare_with_oracle(settings, build() if build else make_task(settings), cluster, CPU, steps)
@@ -60,7 +60,7 @@ def calls_of_a_step(
 ) -> dict[str, int]:
     """Collectives of the tensor ranks in the forward and backward of one micro-batch, by operation."""
     one = {"batch": {"size": 4, "shards": 1}, "tensor": dict(plan)}
-    session = session_of(
+    session = build_test_session(
         cluster, recipe(f"replicas=1 tensor={cluster.world_size} route=native", **one), build
     )
 
@@ -99,7 +99,7 @@ def one_run(runs: Any, width: int) -> Any:
     pairs = [(start, a, b) for start, (a, b) in runs]
     own = sum(b - a for _, a, b in pairs)
     first = sum(a for _, a, _ in pairs)
-    return span_of([(first * width, (first + own) * width)])
+    return join_runs([(first * width, (first + own) * width)])
 
 
 def unsummed(ctx: Any, grad: torch.Tensor) -> Any:
@@ -107,9 +107,13 @@ def unsummed(ctx: Any, grad: torch.Tensor) -> Any:
 
 
 TWINS = {
-    "a fused projection cut as one": (heads, "_rows", one_run),
-    "gradients of what came in not summed": (exchange._Enter, "backward", staticmethod(unsummed)),
-    "outputs not summed": (exchange._Leave, "forward", staticmethod(lambda ctx, x, collective, key: x * 1.0)),
+    "a fused projection cut as one": (attention_heads, "_rows", one_run),
+    "gradients of what came in not summed": (mappings._CopyToRegion, "backward", staticmethod(unsummed)),
+    "outputs not summed": (
+        mappings._ReduceFromRegion,
+        "forward",
+        staticmethod(lambda ctx, x, collective, key: x * 1.0),
+    ),
 }
 
 
@@ -145,11 +149,11 @@ def test_models_of_others_run_by_the_plans_that_ship() -> None:
             wrong[f"calls of {name}"] = str(
                 Counter(calls_of_a_step(cluster, OTHERS[name])) - Counter(WHOLE) or ""
             )
-        transform = cuts.transform_of
+        transform = tensor_plan.plan_tensor_transform
         with pytest.MonkeyPatch.context() as patch:  # the twin
             unsummed = {"summed": frozenset()}
             patch.setattr(
-                "paceline.training.cuts.transform_of",
+                "paceline.parallel.strategy_cuts.plan_tensor_transform",
                 lambda *args: type(transform(*args))(**(vars(transform(*args)) | unsummed)),
             )
             if verified(cluster, OTHERS["Llama, 5 heads that share 1"], 1).ok:
@@ -164,9 +168,9 @@ def test_a_checkpoint_by_heads_is_that_of_one_process_and_back(tmp_path: Path) -
     """Two ranks, then one process, then two ranks."""
 
     def go_on(cluster: Cluster, strategy: str, steps: int) -> tuple[dict[str, torch.Tensor], ...]:
-        session = session_of(cluster, recipe(strategy, steps=steps))
+        session = build_test_session(cluster, recipe(strategy, steps=steps))
         if steps > 2:
-            saving.restore(session, Files(str(tmp_path / "checkpoints")))
+            checkpointing.restore_checkpoint(session, StorageFolder(str(tmp_path / "checkpoints")))
             assert session.state.step == steps - 2
         begins = {name: t.clone() for name, t in session.snapshot().tensors().items()}
         fit(session, tmp_path)
@@ -190,9 +194,9 @@ def test_halves_learn_as_floats_do_and_all_ranks_leave_out_an_overflow() -> None
     """Weights stay float32; a scale that overflows is halved on all ranks in the same steps."""
 
     def losses(cluster: Cluster, **precision: Any) -> tuple[list[float], int, set[torch.dtype]]:
-        session = session_of(cluster, recipe("replicas=1 tensor=2", steps=20, precision=precision))
+        session = build_test_session(cluster, recipe("replicas=1 tensor=2", steps=20, precision=precision))
         found = [stats.loss for stats in session.rounds()]
-        return found, session.state.updates, {p.dtype for p in session.placed.holding.updates.values()}
+        return found, session.state.updates, {p.dtype for p in session.runner.sharded_model.updates.values()}
 
     def both(cluster: Cluster) -> list[tuple[list[float], int, set[torch.dtype]]]:
         high = {"compute": "fp16", "init_scale": 2.0**24}
@@ -209,7 +213,7 @@ def test_a_whole_copy_of_a_cut_model_is_the_model_as_it_was() -> None:
     """What is sampled from, or given to the user, runs on one rank alone."""
 
     def logits(cluster: Cluster, strategy: str) -> torch.Tensor:
-        session = session_of(cluster, recipe(strategy))
+        session = build_test_session(cluster, recipe(strategy))
         model = session.complete().eval()
         found = torch.zeros(0)
         if cluster.global_rank == 0:

@@ -10,14 +10,14 @@ import pytest
 from torch import Tensor, nn
 
 from paceline import Task
-from paceline.cluster import Cluster
 from paceline.errors import StrategyError, TaskError
-from paceline.layout.tensor import cuts_of, entries_of
+from paceline.job.cluster import Cluster
 from paceline.models import GPT, GPT_TENSOR_PLAN, GPTConfig, KeyedDropout, tensor_plan_of
 from paceline.models.gpt import gpt_chain
+from paceline.parallel.tensor import plan_tensor_cuts, resolve_tensor_plan
 from paceline.recipe import Recipe
 from paceline.testing import run_ranks
-from paceline.testing.parity import CPU, make_task, session_of
+from paceline.testing.parity import CPU, build_test_session, make_task
 from paceline.verification import compare_with_oracle
 from tests.parity import tensor_models
 from tests.parity.test_tensor import DATA, calls_of_a_step, recipe, wrong_with
@@ -70,7 +70,9 @@ def test_what_goes_wrong_by_position_is_found(monkeypatch: pytest.MonkeyPatch) -
 
     def found(cluster: Cluster) -> list[bool]:
         with monkeypatch.context() as patch:
-            patch.setattr("paceline.training.reductions._meet_first", lambda setting, alike: [])
+            patch.setattr(
+                "paceline.parallel.gradient_reduction._pre_reduction_groups", lambda setting, alike: []
+            )
             norms = checked(cluster, by_position(), steps=1)
         with monkeypatch.context() as patch:
             patch.setattr(KeyedDropout, "take_positions", lambda self, positions: None)
@@ -84,7 +86,7 @@ def test_what_may_look_at_several_positions_is_refused() -> None:
     model = GPT(GPTConfig(heads=2, width=8, layers=1))
     plan = {**GPT_TENSOR_PLAN, **PARTS, "attention": "whole"}
     with pytest.raises(TaskError, match=r"'blocks\.0\.attention\.qkv' .* may look at several of them"):
-        cuts_of(entries_of(plan, model), 2)
+        plan_tensor_cuts(resolve_tensor_plan(plan, model), 2)
 
 
 STAGES = "replicas=1 tensor=2 pipeline=2 schedule=1f1b"
@@ -134,10 +136,12 @@ def test_stages_of_blocks_that_are_cut_by_positions() -> None:
     def found(cluster: Cluster) -> tuple[list[str], str, str]:
         right = [checked(cluster, of), checked(cluster, of.replace(memory={"recompute": "blocks"}))]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("paceline.training.reductions._meet_first", lambda setting, alike: [])
+            patch.setattr(
+                "paceline.parallel.gradient_reduction._pre_reduction_groups", lambda setting, alike: []
+            )
             wrong = checked(cluster, of, steps=1)
         with pytest.raises(StrategyError) as caught:
-            session_of(cluster, of, lambda: replace(make_task(of), stages=in_halves))
+            build_test_session(cluster, of, lambda: replace(make_task(of), stages=in_halves))
         return right, wrong, str(caught.value)
 
     for right, wrong, refused in run_ranks(found, 4):

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from paceline import Task
-from paceline.checkpoint import Files
-from paceline.cluster import Cluster
+from paceline.checkpoint.storage import StorageFolder
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe
+from paceline.session import checkpointing, fit
 from paceline.testing import run_ranks
-from paceline.testing.parity import CPU, make_task, session_of
-from paceline.training import fit, saving
+from paceline.testing.parity import CPU, build_test_session, make_task
 from paceline.verification import compare_with_oracle
 from tests.parity.test_tensor import DATA, GPT, recipe, wrong_with
 
@@ -97,10 +97,10 @@ def test_two_by_two_by_two_ends_where_one_process_does(tmp_path: Path) -> None:
     def trained(cluster: Cluster, strategy: str, steps: int, resumes: bool) -> dict[str, torch.Tensor]:
         schedule = {"warmup_steps": 4, "decay": "cosine"}
         settings = recipe(strategy, steps=steps, schedule=schedule, batch={"size": 14, "shards": 4})
-        session = session_of(cluster, settings)
+        session = build_test_session(cluster, settings)
         folder = tmp_path / ("one" if cluster.world_size == 1 and not resumes else "eight")
         if resumes:
-            saving.restore(session, Files(str(folder / "checkpoints")))
+            checkpointing.restore_checkpoint(session, StorageFolder(str(folder / "checkpoints")))
         else:
             fit(session, folder)
         return {name: t.clone() for name, t in session.snapshot().tensors().items()}

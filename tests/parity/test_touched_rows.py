@@ -10,23 +10,23 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from paceline.cluster import Cluster
-from paceline.data import Feed
+from paceline.data import TrainingFeed
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe, Strategy
-from paceline.slot import Slot
-from paceline.sync import touched_rows
-from paceline.sync.touched_rows import TouchedRows
+from paceline.state.slot import TensorSlot
+from paceline.sync.server import parameter_transfer
+from paceline.sync.server.parameter_transfer import SparseRowTransfer
 from paceline.task import Loss, Task
 from paceline.testing import run_ranks
-from paceline.testing.parity import Trajectory, ended, session_of
+from paceline.testing.parity import Trajectory, build_test_session, trajectory_of
 
 WORDS, WIDTH, STEPS = 4096, 8, 12
 
 
-class OneRound(Feed):
+class OneRound(TrainingFeed):
     """No pause, at which all parameters go to all workers."""
 
-    def pause_after(self, step: int) -> int:
+    def next_pause(self, step: int) -> int:
         return self.num_steps
 
 
@@ -58,19 +58,19 @@ def trained(
     cluster: Cluster, optimizer: dict[str, Any], sparse: bool, servers: int = 1
 ) -> tuple[Trajectory, float]:
     """Where a run ends, and the bytes that this rank put on the channel."""
-    session = session_of(cluster, recipe(optimizer, servers), partial(build, sparse))
+    session = build_test_session(cluster, recipe(optimizer, servers), partial(build, sparse))
     session.feed = OneRound(session.feed.work, session.feed.loader, STEPS)
     losses = [stats.loss for stats in session.rounds()]
     sent = session.net.ledger.rows["send", "channel"].sent_bytes
     session.close()
-    return ended(losses, session), float(sent)
+    return trajectory_of(losses, session), float(sent)
 
 
 def both(cluster: Cluster, whole: int) -> list[tuple[Trajectory, float]]:
     """SGD, AdamW and a sparse embedding; a last run with every matrix sent whole."""
     sgd, adamw = {"name": "sgd", "lr": 0.5}, {"name": "adamw", "lr": 0.01}
     found = [trained(cluster, sgd, False), trained(cluster, sgd, True), trained(cluster, adamw, False)]
-    touched_rows.FEWEST_ROWS = whole
+    parameter_transfer.MIN_ROWS = whole
     return [*found, trained(cluster, sgd, False), trained(cluster, adamw, False)]
 
 
@@ -98,8 +98,8 @@ def test_two_servers_have_half_of_the_rows_each_and_move_the_touched_ones() -> N
 def test_the_rows_of_a_gradient_and_back() -> None:
     grad = torch.zeros(1000, 3)
     grad[[4, 7]] = torch.tensor([[1.0, 0.0, float("nan")], [0.0, -2.0, 0.0]])
-    slots = {Slot.whole("a", grad): grad, Slot.whole("b", grad[:2]): grad[:2].clone()}
-    traffic = TouchedRows()
+    slots = {TensorSlot.whole("a", grad): grad, TensorSlot.whole("b", grad[:2]): grad[:2].clone()}
+    traffic = SparseRowTransfer()
     sent = traffic.push(slots, (0, 0))
     assert [x.shape[0] for x in sent] == [2, 2, 2]
     first, second = traffic.pushed(sent, slots, (0, 0))
@@ -110,10 +110,10 @@ def test_the_rows_of_a_gradient_and_back() -> None:
 def test_half_of_the_rows_or_more_travel_whole(rows: int) -> None:
     grad = torch.zeros(1000, 2)
     grad[:rows] = 1.0
-    slots: dict[Slot, Tensor] = {Slot.whole("a", grad): grad}
-    numbers, values = TouchedRows().push(slots, (0, 0))
+    slots: dict[TensorSlot, Tensor] = {TensorSlot.whole("a", grad): grad}
+    numbers, values = SparseRowTransfer().push(slots, (0, 0))
     assert (len(numbers), len(values)) == ((rows, rows) if rows < 500 else (0, 1000))
-    assert torch.equal(TouchedRows().pushed([numbers, values], slots, (0, 0))[0], grad)
+    assert torch.equal(SparseRowTransfer().pushed([numbers, values], slots, (0, 0))[0], grad)
 
 
 def test_a_matrix_that_changes_whole_is_compared_now_and_then_and_no_change_is_missed() -> None:
@@ -122,8 +122,8 @@ def test_a_matrix_that_changes_whole_is_compared_now_and_then_and_no_change_is_m
     p, theirs, traffic, end = (
         torch.randn(400, 20, generator=draw),
         torch.zeros(400, 20),
-        TouchedRows(),
-        TouchedRows(),
+        SparseRowTransfer(),
+        SparseRowTransfer(),
     )
     sizes = []
     for version in range(90):

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from paceline.cluster import Cluster
 from paceline.errors import RecipeError
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe, Strategy
-from paceline.sync.two_buffers import TwoVersions
+from paceline.sync.weight_stashing import DoubleBufferedWeights
 from paceline.testing import run_ranks
 from paceline.testing.contracts import RuleContract
-from paceline.testing.parity import Trajectory, session_of
+from paceline.testing.parity import Trajectory, build_test_session
 from tests.parity.test_pipedream import ROUND, delayed, digits, distance, two_rounds
 
 
@@ -42,7 +42,7 @@ def test_an_update_in_memory_that_is_in_use_is_another_trajectory() -> None:
     """The mutation twin: parameters stay where micro-batches in flight read them."""
 
     def broken(cluster: Cluster) -> Trajectory:
-        TwoVersions.make_room = lambda self: None
+        DoubleBufferedWeights.make_room = lambda self: None
         return two_rounds(cluster, recipe(2))
 
     right = delayed(2, one_old)
@@ -55,7 +55,7 @@ def test_a_stage_of_four_keeps_two_versions_and_backward_uses_that_of_its_forwar
 
     def run(cluster: Cluster, shards: int) -> tuple[list[Any], int, dict[str, float]]:
         of = recipe(4, options={"model": "mlp", "hidden": [24, 24, 24]}, batch={"size": 46, "shards": shards})
-        session = session_of(cluster, of)
+        session = build_test_session(cluster, of)
         weights, places = session.rule.flow.weights, set[int]()
         take = weights.take_new
 

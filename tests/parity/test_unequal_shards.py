@@ -13,14 +13,14 @@ from torch.nn import functional as F
 from torch.utils.data import default_collate
 
 from paceline import Loss, Task
-from paceline.cluster import Cluster
 from paceline.data.work import LockstepWork
+from paceline.job.cluster import Cluster
 from paceline.models import GPT, GPTConfig
 from paceline.recipe import Recipe
+from paceline.session import Components
 from paceline.testing import run_ranks
-from paceline.testing.faults import FAULTS
 from paceline.testing.parity import run_strategy
-from paceline.training import Pieces
+from paceline.testing.planted_faults import PLANTED_FAULTS
 
 pytestmark = pytest.mark.capability("A6")
 STEPS, SIZE, LR = 20, 110, 0.2
@@ -83,7 +83,7 @@ def plain(make: Callable[[], Task]) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in task.model.named_parameters()}
 
 
-def ends(cluster: Cluster, pieces: Pieces) -> dict[str, dict[str, Tensor]]:
+def ends(cluster: Cluster, pieces: Components) -> dict[str, dict[str, Tensor]]:
     return {name: run_strategy(cluster, recipe(), make, pieces).parameters for name, make in TASKS.items()}
 
 
@@ -97,12 +97,12 @@ def distances(found: dict[str, dict[str, Tensor]], right: dict[str, dict[str, Te
 
 
 def test_shares_of_ten_and_a_hundred_end_where_a_plain_loop_ends(right: Any) -> None:
-    for found in run_ranks(ends, 2, Pieces(work=DEALT)):
+    for found in run_ranks(ends, 2, Components(work=DEALT)):
         assert max(distances(found, right)) <= 1e-6
 
 
 def test_a_mean_of_means_ends_elsewhere(right: Any) -> None:
     """The mutation twin."""
-    rule = FAULTS["mean-of-means"].pieces(2).rule
-    for found in run_ranks(ends, 2, Pieces(work=DEALT, rule=rule)):
+    rule = PLANTED_FAULTS["mean-of-means"].pieces(2).rule
+    for found in run_ranks(ends, 2, Components(work=DEALT, rule=rule)):
         assert min(distances(found, right)) > 1e-3

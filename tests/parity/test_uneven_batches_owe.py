@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from paceline import Loss, Task
-from paceline.cluster import Cluster
-from paceline.comm.reduction import GradientUnit, Owed
+from paceline.comm.reduction import GradientUnit, PendingResidual
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe
-from paceline.sync.outer import Movement
-from paceline.sync.traffic import Coded
+from paceline.session import Session, build_session
+from paceline.sync.outer_optimizer import ParameterDelta
+from paceline.sync.server.parameter_transfer import CodedTransfer
 from paceline.testing import run_ranks
 from paceline.testing.parity import CPU
-from paceline.training import Session, build_session
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.capability("H4", "H5")]
 RATE, STEPS = 0.5, 11  # batches of 7, 7 and 3 samples
@@ -82,8 +82,8 @@ def missing(cluster: Cluster, codec: str, strategy: str, reduction: str, follows
 def missing_at_pauses(cluster: Cluster, sync: str, reduction: str, forgets: bool) -> list[float]:
     """The same of a server, where a run pauses; two workers, each of which codes what it pushes."""
     if forgets:
-        push = Coded.push
-        Coded.push = lambda self, grads, place, weight=1.0: push(self, grads, place)
+        push = CodedTransfer.push
+        CodedTransfer.push = lambda self, grads, place, weight=1.0: push(self, grads, place)
     found: list[float] = []
     strategy = f"replicas=2 servers=1 sync={sync}"
     sessions = [session_of(cluster, word, reduction) for word in (strategy, f"{strategy} codec=topk:3")]
@@ -134,11 +134,11 @@ def missing_of_replicas(
 ) -> list[float]:
     """The same of replicas that train alone, by round."""
     if fault == "rounds":
-        leave = Movement.leave
-        Movement.leave = lambda self, count, whole: leave(self, count, 24.0)
+        leave = ParameterDelta.leave
+        ParameterDelta.leave = lambda self, count, whole: leave(self, count, 24.0)
     elif fault == "owed":
-        added = Owed.added
-        Owed.added = lambda self, grads, count: added(self, grads, self._items)
+        added = PendingResidual.added
+        PendingResidual.added = lambda self, grads, count: added(self, grads, self._items)
     found: list[float] = []
     sessions = [
         session_of(cluster, f"replicas=2 route=native codec={codec} {sync}", reduction, **outer)

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from paceline.cluster import Cluster
-from paceline.comm.collectives.lost import Losses
+from paceline.comm.collectives.error_feedback import ErrorFeedbackBuffers
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe, Strategy
+from paceline.session import build_session
 from paceline.task import Loss, Task
 from paceline.testing import run_ranks
 from paceline.testing.parity import CPU
-from paceline.training import build_session
 
 
 class Sometimes(nn.Module):
@@ -75,12 +75,12 @@ def kept(cluster: Cluster) -> dict[str, list[bool]]:
 
 
 def forgetful(cluster: Cluster) -> list[bool]:
-    restore = Losses.restore
-    Losses.restore = lambda self, key, places: None
+    restore = ErrorFeedbackBuffers.restore
+    ErrorFeedbackBuffers.restore = lambda self, key, places: None
     try:
         steps = lost(cluster, "topk:0.1")
     finally:
-        Losses.restore = restore
+        ErrorFeedbackBuffers.restore = restore
     return [all(torch.equal(x, steps[1][name]) for name, x in steps[0].items())]
 
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.cluster import Cluster
 from paceline.errors import TaskError
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe
 from paceline.task import Loss, Task
 from paceline.testing import run_ranks
 from paceline.testing.parity import CPU
-from paceline.verification import Report, compare_with_oracle
+from paceline.verification import VerificationReport, compare_with_oracle
 from tests.parity.innocent import INNOCENT, Augmented, loss, samples, seeded, small
 
 Build = Callable[[Cluster], Task]
@@ -136,14 +136,14 @@ MISTAKES: dict[str, tuple[Build, str]] = {
 }
 
 
-def check(cluster: Cluster, name: str) -> Report:
+def check(cluster: Cluster, name: str) -> VerificationReport:
     recipe = Recipe(task="given", steps=20, batch={"size": 13, "shards": 4})
     return compare_with_oracle(recipe, MISTAKES[name][0](cluster), cluster, CPU, 3)
 
 
 @pytest.mark.capability("Z2")
 def test_mistakes_of_users_are_named() -> None:
-    def all_of_them(cluster: Cluster) -> dict[str, Report]:
+    def all_of_them(cluster: Cluster) -> dict[str, VerificationReport]:
         return {name: check(cluster, name) for name in MISTAKES}
 
     for ranks in zip(*(r.items() for r in run_ranks(all_of_them, 2)), strict=True):

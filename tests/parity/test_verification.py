@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from paceline.cluster import Cluster
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe
 from paceline.testing import run_ranks
-from paceline.testing.faults import FAULTS
 from paceline.testing.parity import CPU, make_task
-from paceline.verification import Report, compare_with_oracle
-from paceline.verification.certificate import certificate, conclusion
+from paceline.testing.planted_faults import PLANTED_FAULTS
+from paceline.verification import VerificationReport, compare_with_oracle
+from paceline.verification.verification_report import certificate, conclusion_lines
 
 
 def convnet(**changes: object) -> Recipe:
@@ -25,23 +25,23 @@ def convnet(**changes: object) -> Recipe:
     return Recipe(**(settings | changes))
 
 
-def check(cluster: Cluster, recipe: Recipe, steps: int, fault: str | None = None) -> Report:
-    pieces = FAULTS[fault].pieces(cluster.world_size) if fault is not None else None
+def check(cluster: Cluster, recipe: Recipe, steps: int, fault: str | None = None) -> VerificationReport:
+    pieces = PLANTED_FAULTS[fault].pieces(cluster.world_size) if fault is not None else None
     return compare_with_oracle(recipe, make_task(recipe), cluster, CPU, steps, pieces=pieces)
 
 
 @pytest.mark.capability("Z2")
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_every_planted_fault_is_found_within_three_steps_and_named(world: int) -> None:
-    def all_faults(cluster: Cluster) -> dict[str, Report]:
-        return {fault: check(cluster, convnet(), 4, fault) for fault in FAULTS}
+    def all_faults(cluster: Cluster) -> dict[str, VerificationReport]:
+        return {fault: check(cluster, convnet(), 4, fault) for fault in PLANTED_FAULTS}
 
     reports = run_ranks(all_faults, world, deadline=400)[0]
     missed = [fault for fault, report in reports.items() if report.ok or report.failure.step > 2]
     assert not missed
-    named = [f for f, report in reports.items() if report.diagnosis.cause in FAULTS[f].causes]
+    named = [f for f, report in reports.items() if report.diagnosis.cause in PLANTED_FAULTS[f].causes]
     assert len(named) >= 16, {f: r.diagnosis.cause for f, r in reports.items() if f not in named}
-    assert len(FAULTS) >= 20
+    assert len(PLANTED_FAULTS) >= 20
 
 
 @pytest.mark.capability("Z2")
@@ -59,11 +59,11 @@ def test_every_planted_fault_is_found_within_three_steps_and_named(world: int) -
 def test_no_false_alarm(changes: dict[str, object]) -> None:
     """Four seeds each: with the five configurations, twenty clean runs."""
 
-    def four(cluster: Cluster) -> list[Report]:
+    def four(cluster: Cluster) -> list[VerificationReport]:
         return [check(cluster, convnet(seed=seed, **changes), 4) for seed in range(4)]
 
     for report in run_ranks(four, 2, deadline=400)[0]:
-        assert report.ok, conclusion(report)
+        assert report.ok, conclusion_lines(report)
         assert report.steps == 4
 
 
@@ -73,18 +73,18 @@ def test_every_rank_gets_the_same_report() -> None:
 
 
 def test_a_different_start_is_found_before_the_first_step() -> None:
-    def start_apart(cluster: Cluster) -> Report:
+    def start_apart(cluster: Cluster) -> VerificationReport:
         recipe, task = convnet(), make_task(convnet())
 
-        from paceline.training import build_session
-        from paceline.verification import Verifier, build_oracle
+        from paceline.session import build_session
+        from paceline.verification import StrategyVerifier, build_oracle
 
         oracle = build_oracle(recipe, make_task(recipe), CPU)
         session = build_session(recipe, task, cluster, CPU)
         with torch.no_grad():
             if cluster.global_rank == 1:
-                next(iter(session.placed.holding.computes.values()))[0] += 1.0
-        return Verifier(session, oracle).run(2)
+                next(iter(session.runner.sharded_model.computes.values()))[0] += 1.0
+        return StrategyVerifier(session, oracle).run(2)
 
     report = run_ranks(start_apart, 2)[0]
     assert report.failure.quantity == "initial value" and report.failure.errors[0] == 0.0
@@ -99,11 +99,11 @@ def test_the_certificate_says_what_was_compared() -> None:
     quantities = {row["quantity"] for row in found["tensors"]}
     assert quantities == {"initial value", "loss", "gradient", "update", "final gradient", "state"}
     assert any("running_mean" in row["tensor"] for row in found["tensors"])
-    assert conclusion(report)[0].startswith("verified: 2 steps")
+    assert conclusion_lines(report)[0].startswith("verified: 2 steps")
 
 
 @pytest.mark.capability("K1")
 def test_fp16_steps_that_overflow_are_skipped_alike_and_verified() -> None:
     recipe = convnet(precision={"compute": "fp16", "init_scale": 2.0**40})
     report = run_ranks(check, 2, recipe, 3)[0]
-    assert report.ok, conclusion(report)
+    assert report.ok, conclusion_lines(report)

@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import paceline
-from paceline.cluster import Cluster
 from paceline.errors import PacelineError
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe, Strategy
 from paceline.task import Loss, Task
 from paceline.testing import run_ranks
-from paceline.testing.faults import FAULTS
 from paceline.testing.parity import CPU
-from paceline.verification.job import compare_with_oracle
-from paceline.verification.report import Report
+from paceline.testing.planted_faults import PLANTED_FAULTS
+from paceline.verification.verification_report import VerificationReport
+from paceline.verification.verify_on_rank import compare_with_oracle
 
 
 def task_loss(model: nn.Module, batch: list[Tensor]) -> Loss:
@@ -141,11 +141,11 @@ def check(
     fault: str = "",
     task: Task | None = None,
     **more: Any,
-) -> Report:
+) -> VerificationReport:
     settings: dict[str, Any] = {"task": "own", "steps": 9, "batch": {"size": 16, "shards": 4}}
     settings |= {"optimizer": {"name": "adamw", "lr": 1e-2, "clip_norm": 1.0}}
     settings |= {"precision": {"compute": "fp32"}, "strategy": Strategy.parse(strategy), **more}
-    pieces = FAULTS[fault].pieces(cluster.world_size) if fault else None
+    pieces = PLANTED_FAULTS[fault].pieces(cluster.world_size) if fault else None
     return compare_with_oracle(Recipe(**settings), task or build(), cluster, CPU, 6, pieces=pieces, loop=loop)
 
 

@@ -10,18 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline.cluster import Cluster
 from paceline.errors import TaskError
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe, Strategy
-from paceline.sync import Part, Updating
+from paceline.session import Components
+from paceline.sync import PendingUpdate, UpdatePart
 from paceline.task import Loss, Task
 from paceline.testing import run_ranks
-from paceline.testing.faults import FAULTS
 from paceline.testing.parity import CPU
-from paceline.training import Pieces
-from paceline.verification.certificate import conclusion
-from paceline.verification.job import compare_with_oracle
-from paceline.verification.report import Report
+from paceline.testing.planted_faults import PLANTED_FAULTS
+from paceline.verification.verification_report import VerificationReport, conclusion_lines
+from paceline.verification.verify_on_rank import compare_with_oracle
 
 PARTS = ("critic", "generator")
 
@@ -108,8 +107,8 @@ def reusing(loop: Any) -> None:
 
 
 def check(
-    cluster: Cluster, loop: Callable[[Any], None], strategy: str, pieces: Pieces | None = None
-) -> Report:
+    cluster: Cluster, loop: Callable[[Any], None], strategy: str, pieces: Components | None = None
+) -> VerificationReport:
     recipe = Recipe(
         task="own",
         steps=8,
@@ -121,13 +120,13 @@ def check(
     return compare_with_oracle(recipe, gan(), cluster, CPU, 5, pieces=pieces, loop=loop)
 
 
-def wrong_on(rank: int, part: str) -> Callable[[dict[str, Part]], dict[str, Part]]:
+def wrong_on(rank: int, part: str) -> Callable[[dict[str, UpdatePart]], dict[str, UpdatePart]]:
     """The update of one part is made twice as long, on one rank."""
 
-    def edit(parts: dict[str, Part]) -> dict[str, Part]:
+    def edit(parts: dict[str, UpdatePart]) -> dict[str, UpdatePart]:
         right = parts["step"]
 
-        def step(record: Updating) -> None:
+        def step(record: PendingUpdate) -> None:
             before = {slot: p.detach().clone() for slot, p in record.updates.items()}
             right(record)
             with torch.no_grad():
@@ -145,20 +144,20 @@ def on_two(cluster: Cluster) -> None:
     for strategy in ("replicas=2", "replicas=1 shard=2 zero=1"):
         for loop in (alternating, remembering):
             report = check(cluster, loop, strategy)
-            assert report.ok and report.steps == 5, (strategy, loop, conclusion(report))
+            assert report.ok and report.steps == 5, (strategy, loop, conclusion_lines(report))
             seen = {(f.quantity, f.part) for f in report.worst.values()}
             assert {("gradient", part) for part in PARTS} <= seen
     report = check(cluster, reusing, "replicas=2")
-    assert report.ok and report.steps == 5, conclusion(report)
+    assert report.ok and report.steps == 5, conclusion_lines(report)
     for part in PARTS:
-        found = check(cluster, alternating, "replicas=2", Pieces(update=wrong_on(1, part)))
+        found = check(cluster, alternating, "replicas=2", Components(update=wrong_on(1, part)))
         failure = found.failure
         assert failure is not None and (failure.quantity, failure.part) == ("state", part)
         assert failure.tensor.startswith(f"model/{part}.")
         assert failure.errors[0] <= failure.bound < failure.errors[1]
-        assert f"update of '{part}'" in conclusion(found)[0]
+        assert f"update of '{part}'" in conclusion_lines(found)[0]
     for name in ("bucket-not-reduced", "stepped-twice", "not-divided", "optimizer-state-lost"):
-        found = check(cluster, remembering, "replicas=2", FAULTS[name].pieces(cluster.world_size))
+        found = check(cluster, remembering, "replicas=2", PLANTED_FAULTS[name].pieces(cluster.world_size))
         assert found.failure is not None and found.failure.part in PARTS, name
     with pytest.raises(TaskError, match="and another rank another part"):
         check(cluster, lambda loop: by_rank(loop, cluster.global_rank), "replicas=2")

@@ -9,33 +9,33 @@ from typing import Any
 
 import pytest
 
-from paceline.cluster import Cluster
-from paceline.layout.whole import Snapshot
-from paceline.phase import SERVED, read_phase
+from paceline.job.cluster import Cluster
+from paceline.job.launcher_reports import TRAINING_FOR_SERVER, read_phase
+from paceline.parallel.state_transfer import StateSnapshot
 from paceline.recipe import Recipe
-from paceline.recipe.phases import is_reading
-from paceline.sync import recovery, straggler
-from paceline.sync import tried as tried_out
-from paceline.sync.straggler import Slow
+from paceline.recipe.strategy_text import is_resolved_from
+from paceline.sync import straggler_detection, straggler_recovery
+from paceline.sync import straggler_recovery as tried_out
+from paceline.sync.straggler_detection import SlowRank
 from paceline.testing import run_ranks
-from paceline.testing.contracts.layout import whole
-from paceline.testing.parity import Trajectory, session_of
+from paceline.testing.contracts.training_contracts import whole_trajectory
+from paceline.testing.parity import Trajectory, build_test_session
 from tests.parity.test_takeover import HEALTH, digits, goes_on, waiting
 
-STEPS, RECOVERS, PUSH = 80, (20, 60), recovery.UntilRecovered.push
+STEPS, RECOVERS, PUSH = 80, (20, 60), straggler_recovery.StopWhenRecovered.push
 
 
 def script(named: int, rank: int = 2, cause: str = "compute") -> None:
     """A rank is named so often, after two windows of every-step; and has recovered in certain steps."""
     looks = [0]
 
-    def find(data: Any, compute: Any, factor: float) -> Slow | None:
+    def find(data: Any, compute: Any, factor: float) -> SlowRank | None:
         looks[0] += 1
-        return Slow(rank, cause, 0.9, 0.1) if looks[0] <= 2 * named else None
+        return SlowRank(rank, cause, 0.9, 0.1) if looks[0] <= 2 * named else None
 
-    straggler.find_slow = find
-    recovery.Recovery.hear = lambda self, worker, seconds: None
-    recovery.UntilRecovered.push = _push
+    straggler_detection.find_slow_rank = find
+    straggler_recovery.RecoveryJudge.hear = lambda self, worker, seconds: None
+    straggler_recovery.StopWhenRecovered.push = _push
 
 
 def _push(self: Any, worker: int, push: Any) -> Any:
@@ -48,26 +48,26 @@ def there_and_back(cluster: Cluster, folder: Path) -> dict[str, Any]:
     """The run; every-step from where it goes back, by itself; and the run, resumed after it has."""
     script(2)
     cluster = replace(cluster, error_dir=folder)
-    session = session_of(cluster, waiting("server").replace(steps=STEPS))
+    session = build_test_session(cluster, waiting("server").replace(steps=STEPS))
     losses, num_samples, back, kept = dict[int, float](), 0, None, None
     for stats in session.rounds():
         losses[stats.step] = stats.loss
         num_samples += stats.num_samples
         told = read_phase(folder, cluster.global_rank)
-        assert told is not None and (told.what == SERVED) == (session.strategy.sync == "server")
+        assert told is not None and (told.what == TRAINING_FOR_SERVER) == (session.strategy.sync == "server")
         rules = session.strategy.sync, session.turns.phase(session.state.step).rule
         if back is None and rules == ("server", "every-step"):
             back = copy.deepcopy(session.snapshot())
         elif back is not None and kept is None:
             kept = copy.deepcopy(session.snapshot())
     assert back is not None and kept is not None
-    plain = session_of(cluster, digits("replicas=3", steps=STEPS))
-    plain.take_over(Snapshot(back.step, back.whole, {**back.numbers, "others": {}}))
+    plain = build_test_session(cluster, digits("replicas=3", steps=STEPS))
+    plain.take_over(StateSnapshot(back.step, back.whole, {**back.numbers, "others": {}}))
     alone = {stats.step: stats.loss for stats, _ in zip(plain.rounds(), range(4), strict=False)}
     names = [name for name, _ in session.notes.take() if name in ("straggler", "recovered", "switch", "gain")]
-    ended = whole([*losses.values()], session)
+    ended = whole_trajectory([*losses.values()], session)
     script(1)
-    again = session_of(cluster, waiting("server").replace(steps=STEPS))
+    again = build_test_session(cluster, waiting("server").replace(steps=STEPS))
     resumed = goes_on(again, kept)
     return {
         "ended": ended,
@@ -94,7 +94,7 @@ def test_a_run_goes_back_once_the_rank_keeps_up_and_waits_for_the_next_time(tmp_
     (found, resumed), asked = first["phases"], "every-step@straggler,server"
     assert found == resumed and found["slow"] is None
     known = "every-step@8,server@21,every-step@28,server@61"
-    assert found["sync"] == f"{known},{asked}" and is_reading(asked, found["sync"])
+    assert found["sync"] == f"{known},{asked}" and is_resolved_from(asked, found["sync"])
 
 
 def back_from_local(cluster: Cluster) -> dict[str, Any]:
@@ -106,9 +106,9 @@ def back_from_local(cluster: Cluster) -> dict[str, Any]:
         heard[0] += 1
         return {"seconds": seconds, "usual": seconds} if heard[0] == 24 else None
 
-    recovery.Recovery.hear = hear
+    straggler_recovery.RecoveryJudge.hear = hear
     asked = digits(f"replicas=2 sync={ASKED}", steps=24, health=HEALTH)
-    session, kept, num_samples, losses = session_of(cluster, asked), None, 0, list[float]()
+    session, kept, num_samples, losses = build_test_session(cluster, asked), None, 0, list[float]()
     for stats in session.rounds():
         losses.append(stats.loss)
         num_samples += stats.num_samples
@@ -116,7 +116,7 @@ def back_from_local(cluster: Cluster) -> dict[str, Any]:
             kept = copy.deepcopy(session.snapshot())
     assert kept is not None
     names = [name for name, _ in session.notes.take() if name in ("straggler", "recovered", "switch")]
-    ended, again = whole(losses, session), session_of(cluster, asked)
+    ended, again = whole_trajectory(losses, session), build_test_session(cluster, asked)
     return {
         "names": names,
         "phases": session.turns.state_dict(),
@@ -146,25 +146,25 @@ def until_heard(times: int, number: int) -> None:
         heard[0] += worker == number
         return {"seconds": seconds, "usual": seconds} if heard[0] == times and worker == number else None
 
-    recovery.Recovery.hear = hear
+    straggler_recovery.RecoveryJudge.hear = hear
 
 
 def once(cluster: Cluster, asked: Recipe) -> tuple[Trajectory, dict[str, Any]]:
-    session, num_samples, losses = session_of(cluster, asked), 0, list[float]()
+    session, num_samples, losses = build_test_session(cluster, asked), 0, list[float]()
     for stats in session.rounds():
         losses.append(stats.loss)
         num_samples += stats.num_samples
     names = [name for name, _ in session.notes.take() if name in ("straggler", "recovered", "switch")]
     told = {"names": names, "phases": session.turns.state_dict()["sync"]}
     missing = sum(session.work.num_samples(step) for step in range(asked.steps or 0)) - num_samples
-    return whole(losses, session), {**told, "missing": missing}
+    return whole_trajectory(losses, session), {**told, "missing": missing}
 
 
 def back_from_where_nobody_saw_it(cluster: Cluster) -> dict[str, Any]:
     """Rank 0 was slow, and serves; the same with a trial that runs nothing; and a link was slow."""
-    found, ends, tried = {}, [], tried_out.try_out
+    found, ends, tried = {}, [], tried_out.run_trial
     for trial in (tried, lambda *given: 0.0):
-        tried_out.try_out = trial
+        tried_out.run_trial = trial
         script(1, rank=0)
         until_heard(12, 2)
         end, found["server"] = once(cluster, waiting("server").replace(steps=24))

@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.cluster import Cluster
 from paceline.comm import Gradients
 from paceline.comm.reduction import joint_norm
-from paceline.data import split
+from paceline.data import split_evenly
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe, Strategy
+from paceline.session import Components
 from paceline.testing import run_ranks
-from paceline.testing.parity import CPU, make_task, run_oracle, session_of
-from paceline.training import Pieces
-from paceline.verification import Report, compare_with_oracle
+from paceline.testing.parity import CPU, build_test_session, make_task, run_oracle
+from paceline.verification import VerificationReport, compare_with_oracle
 from tests.parity.unhealthy import build, recipe
 from tests.texts import SMALL_TEXT
 
@@ -44,7 +44,7 @@ def test_after_24_steps_of_adam_it_is_where_replicas_are_and_one_process(num_ran
             f"replicas={num_ranks}",
             *(f"replicas=1 shard={num_ranks} zero={z}" for z in (1, 2, 3)),
         ):
-            session = session_of(cluster, digits(layout))
+            session = build_test_session(cluster, digits(layout))
             list(session.rounds())
             found = session.snapshot().tensors().items()
             ends.append({name: t.clone() for name, t in found if name.startswith("model/")})
@@ -63,7 +63,7 @@ def test_after_24_steps_of_adam_it_is_where_replicas_are_and_one_process(num_ran
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_a_rank_holds_its_share_of_the_moments(num_ranks: int) -> None:
     def moments(cluster: Cluster, strategy: str) -> int:
-        session = session_of(cluster, digits(strategy, steps=1))
+        session = build_test_session(cluster, digits(strategy, steps=1))
         list(session.rounds())
         pieces = session.state.optimizer_pieces()
         return sum(piece.tensor.numel() for piece in pieces if piece.tensor.dim())
@@ -82,12 +82,12 @@ def test_the_bytes_are_those_of_the_closed_form(replicas: int, shard: int) -> No
     def rows(cluster: Cluster) -> dict[tuple[str, str], float]:
         strategy = f"replicas={replicas} shard={shard} zero=1"
         one_layer = {"model": "mlp", "hidden": [96]}
-        session = session_of(cluster, digits(strategy, steps=num_steps, options=one_layer))
+        session = build_test_session(cluster, digits(strategy, steps=num_steps, options=one_layer))
         list(session.rounds())
         return {row: entry.sent_bytes for row, entry in session.net.ledger.rows.items()}
 
     rows_of = [(96, 64), (96, 1), (10, 96), (10, 1)]  # rows of each parameter, and values of a row
-    shares = [sum(len(split(n, shard, rank)) * width for n, width in rows_of) for rank in range(shard)]
+    shares = [sum(len(split_evenly(n, shard, rank)) * width for n, width in rows_of) for rank in range(shard)]
     row = 4 * num_steps * max(shares)  # the shortest rows are padded
     assert row == pytest.approx(4 * num_steps * sum(n * width for n, width in rows_of) / shard, rel=0.05)
     for found in run_ranks(rows, replicas * shard):
@@ -98,7 +98,7 @@ def test_the_bytes_are_those_of_the_closed_form(replicas: int, shard: int) -> No
 
 
 def rows_of(cluster: Cluster, recipe: Recipe) -> dict[tuple[str, str], float]:
-    session = session_of(cluster, recipe)
+    session = build_test_session(cluster, recipe)
     list(session.rounds())
     session.close()
     return {row: entry.sent_bytes for row, entry in session.net.ledger.rows.items()}
@@ -130,7 +130,7 @@ def test_the_bytes_of_scattered_gradients_are_those_of_the_closed_form(zero: int
             assert found["all_reduce", "replica"] == pytest.approx(num_steps * own)
 
 
-def verify(cluster: Cluster, pieces: Pieces | None = None) -> Report:
+def verify(cluster: Cluster, pieces: Components | None = None) -> VerificationReport:
     recipe = digits("replicas=1 shard=2 zero=1")
     return compare_with_oracle(recipe, make_task(recipe), cluster, CPU, 4, pieces=pieces)
 
@@ -143,14 +143,14 @@ def own_norm(grads: Gradients) -> float:
 
 
 BROKEN = {
-    "forget_to_share": Pieces(gather=lambda gather: nothing),
-    "use_the_own_norm": Pieces(norm=lambda norm: own_norm),
+    "forget_to_share": Components(gather=lambda gather: nothing),
+    "use_the_own_norm": Components(norm=lambda norm: own_norm),
 }
 
 
 @pytest.mark.capability("A11")
 @pytest.mark.parametrize("pieces", BROKEN.values(), ids=BROKEN)
-def test_a_broken_exchange_is_found(pieces: Pieces) -> None:
+def test_a_broken_exchange_is_found(pieces: Components) -> None:
     """The mutation twins."""
     assert run_ranks(verify, 2)[0].ok
     assert not run_ranks(verify, 2, pieces)[0].ok
@@ -159,7 +159,9 @@ def test_a_broken_exchange_is_found(pieces: Pieces) -> None:
 def taking_over(cluster: Cluster) -> tuple[list[str], list[float]]:
     """Rank 0 has no rows of the last layer's one; a session goes on from what it knows."""
     first, second = (
-        session_of(cluster, recipe("replicas=1 shard=2 zero=1", more={"steps": n}), partial(build, 0.5))
+        build_test_session(
+            cluster, recipe("replicas=1 shard=2 zero=1", more={"steps": n}), partial(build, 0.5)
+        )
         for n in (3, 6)
     )
     list(first.rounds())
@@ -172,6 +174,6 @@ def taking_over(cluster: Cluster) -> tuple[list[str], list[float]]:
 def test_counters_that_one_rank_holds_alone_are_in_the_snapshot_of_all() -> None:
     (names, losses), (other_names, _) = run_ranks(taking_over, 2)
     assert names == other_names and "optimizer/last.bias/step" in names
-    whole = session_of(Cluster.single(), recipe(more={"steps": 6}), partial(build, 0.5))
+    whole = build_test_session(Cluster.single(), recipe(more={"steps": 6}), partial(build, 0.5))
     right = [stats.loss for stats in whole.rounds()][3:]
     assert losses == pytest.approx(right, rel=1e-5)

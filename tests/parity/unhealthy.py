@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from paceline import Loss, Task
-from paceline.cluster import Cluster
 from paceline.errors import NumericError
-from paceline.observe import Stats
-from paceline.observe.schema import level_of, mistakes
+from paceline.job.cluster import Cluster
+from paceline.observe import StepStats
+from paceline.observe.metrics_schema import event_level, find_schema_errors
 from paceline.recipe import Recipe, Strategy
-from paceline.testing.parity import session_of
-from paceline.training import Session, fit
+from paceline.session import Session, fit
+from paceline.testing.parity import build_test_session
 
 BAD_STEP, STEPS = 6, 12
 SIZE = 8
@@ -48,12 +48,12 @@ class Notebook:
         self.seen: list[tuple[int, bool]] = []
         self.events: list[tuple[str, dict[str, Any]]] = []
 
-    def step(self, stats: Stats) -> None:
+    def step(self, stats: StepStats) -> None:
         self.seen.append((stats.step, stats.applied))
 
     def event(self, name: str, record: Any) -> None:
-        common = {"event": name, "level": level_of(name), "rank": 0, "time": 0.0}
-        assert not mistakes({**common, **record})
+        common = {"event": name, "level": event_level(name), "rank": 0, "time": 0.0}
+        assert not find_schema_errors({**common, **record})
         self.events.append((name, dict(record)))
 
     def close(self) -> None: ...
@@ -105,7 +105,7 @@ def recipe(strategy: str = "replicas=all", *, more: Any = None, **health: Any) -
 
 def train(cluster: Cluster, chosen: Recipe, make: Callable[[], Task], run_dir: Path | None = None) -> Trained:
     """One rank of a run, with a sink on every rank."""
-    session, notebook = session_of(cluster, chosen, make), Notebook()
+    session, notebook = build_test_session(cluster, chosen, make), Notebook()
     try:
         fit(session, run_dir, [notebook])
     except NumericError as error:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from paceline.cluster import process_environment
+from paceline.job.cluster import process_environment
 
 ROOT = Path(__file__).parents[2]
 FILES = ROOT / "examples" / "first_day"

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from paceline.cluster import Cluster
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe, Strategy, load_recipe
-from paceline.recipe.presets import PRESETS
+from paceline.recipe.strategy_text import PRESETS
+from paceline.session import evaluate
 from paceline.testing import run_ranks
-from paceline.testing.parity import session_of
-from paceline.training import evaluate
+from paceline.testing.parity import build_test_session
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1200)]
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -44,7 +44,7 @@ def losses(cluster: Cluster, make: Any, strategies: tuple[str, ...]) -> dict[str
     """On held-out data, by strategy."""
     found = {}
     for words in strategies:
-        session = session_of(cluster, make(words))
+        session = build_test_session(cluster, make(words))
         for _ in session.rounds():
             pass
         evaluation = evaluate(session)

@@ -21,7 +21,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.checkpoint import Files, Shelf, load
+from paceline.checkpoint.catalog import CheckpointCatalog
+from paceline.checkpoint.checkpoint_reader import load_checkpoint
+from paceline.checkpoint.storage import StorageFolder
 from tests.dist.launch.actors import without_fork_server
 
 NUM_KILLS = 100
@@ -131,10 +133,10 @@ def kill(job: subprocess.Popen[bytes], checkpoints: Path, moment: str, chance: r
 
 
 def end(run: Path, steps: int) -> dict[str, Tensor]:
-    files = Files(str(run / "checkpoints"))
-    newest = Shelf.look(files).whole[-1]
+    files = StorageFolder(str(run / "checkpoints"))
+    newest = CheckpointCatalog.look(files).whole[-1]
     assert newest.step == steps
-    return dict(load(files, newest.name).tensors)
+    return dict(load_checkpoint(files, newest.name).tensors)
 
 
 def kill_again_and_again(folder: Path, num_kills: int) -> Counter[str]:

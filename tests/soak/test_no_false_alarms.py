@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.cluster import Cluster
 from paceline.errors import PacelineError
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe, Strategy
 from paceline.testing import run_ranks
 from paceline.testing.parity import CPU
 from paceline.verification import compare_with_oracle
-from paceline.verification.certificate import conclusion
+from paceline.verification.verification_report import conclusion_lines
 from tests.parity.innocent import INNOCENT
 
 STEPS = 4
@@ -52,7 +52,7 @@ def one(cluster: Cluster, way: str, name: str, seed: int) -> str:
         )
     except PacelineError as error:
         return f"refused: {error}"
-    return "" if report.ok and report.steps == STEPS else " ".join(conclusion(report))
+    return "" if report.ok and report.steps == STEPS else " ".join(conclusion_lines(report))
 
 
 @pytest.mark.soak

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from paceline.cluster import Cluster
-from paceline.layout.digest import state_sha256
+from paceline.job.cluster import Cluster
+from paceline.parallel.state_hash import state_sha256
 from paceline.recipe import Recipe, Strategy
 from paceline.testing import run_ranks
-from paceline.testing.parity import session_of
+from paceline.testing.parity import build_test_session
 
 NUM_CONFIGURATIONS = 200
 PER_TEST = 20
@@ -64,7 +64,7 @@ def random_strategy(rng: random.Random, shards: int) -> str:
 
 
 def final_hash(cluster: Cluster, recipe: Recipe) -> str:
-    session = session_of(cluster, recipe)
+    session = build_test_session(cluster, recipe)
     list(session.rounds())
     session.close()
     return state_sha256(session.snapshot().tensors())

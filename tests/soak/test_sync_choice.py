@@ -13,7 +13,7 @@ from statistics import median
 import pytest
 
 from paceline.lab import Lab, Links
-from paceline.sync.step_seconds import GAIN
+from paceline.sync.sync_choice import MIN_SPEEDUP
 
 RATES = (12, 16, 20, 29, 38, 55)  # Mbit/s, around where a link carries as much as backward takes, and a tenth
 LATENCIES = (0.7, 1.4, 3, 6, 20, 30)  # ms, to one side
@@ -116,16 +116,16 @@ class Job:
 
 
 def crossover(ratios: Mapping[float, float]) -> float:
-    """Where a rule is `GAIN` times as fast as another, by what was measured on both sides of it.
+    """Where a rule is `MIN_SPEEDUP` times as fast as another, by what was measured on both sides of it.
 
     Args:
         ratios: of their times, which falls from above 1 to below it, or rises.
     """
     points = sorted(ratios.items())
     (low, first), (high, second) = next(
-        (a, b) for a, b in pairwise(points) if (a[1] - GAIN) * (b[1] - GAIN) <= 0
+        (a, b) for a, b in pairwise(points) if (a[1] - MIN_SPEEDUP) * (b[1] - MIN_SPEEDUP) <= 0
     )
-    share = math.log(first / GAIN) / math.log(first / second)
+    share = math.log(first / MIN_SPEEDUP) / math.log(first / second)
     return low * (high / low) ** share
 
 

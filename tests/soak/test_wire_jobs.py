@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from paceline.cluster import Cluster
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe, Strategy, support
+from paceline.session import build_session
 from paceline.task import Loss, Task
 from paceline.testing import run_ranks
 from paceline.testing.parity import CPU
-from paceline.training import build_session
 
 SEED, JOBS, STEPS = 18, 1000, 3
 TOGETHER = 100  # jobs in the same processes, a third of them on each number of ranks

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from cryptography import x509
 
-from paceline import certificate
-from paceline.certificate import AUTHORITY, CERTIFICATE, HOST_NAME, KEY, JobCertificate
-from paceline.cli.certificate import certificate as command
+from paceline.cli.certificate_command import certificate as command
 from paceline.errors import RecipeError
+from paceline.job import tls
+from paceline.job.tls import AUTHORITY_FILE, CERTIFICATE_FILE, CERTIFICATE_HOST_NAME, KEY_FILE, JobCertificate
 
 pytestmark = pytest.mark.capability("G12")
 MADE, OTHER = JobCertificate.make(), JobCertificate.make()
@@ -21,7 +21,7 @@ def test_the_command_writes_what_a_job_reads_and_writes_over_nothing(tmp_path: P
     folder = tmp_path / "new" / "job"
     command(folder, days=30)
     modes = {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()}
-    assert modes == {KEY: 0o600, CERTIFICATE: 0o644, AUTHORITY: 0o644}
+    assert modes == {KEY_FILE: 0o600, CERTIFICATE_FILE: 0o644, AUTHORITY_FILE: 0o644}
     found = JobCertificate.read(folder)
     with pytest.raises(RecipeError, match=r"key.pem is there already"):
         command(folder)
@@ -32,7 +32,7 @@ def test_the_authority_signs_one_certificate_and_its_key_is_nowhere() -> None:
     root, leaf = (x509.load_pem_x509_certificate(text) for text in (MADE.authority, MADE.certificate))
     leaf.verify_directly_issued_by(root)
     names = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    assert names.get_values_for_type(x509.DNSName) == [HOST_NAME]
+    assert names.get_values_for_type(x509.DNSName) == [CERTIFICATE_HOST_NAME]
     signs = {
         one: one.extensions.get_extension_for_class(x509.BasicConstraints).value.ca for one in (root, leaf)
     }
@@ -41,23 +41,23 @@ def test_the_authority_signs_one_certificate_and_its_key_is_nowhere() -> None:
 
 
 def others_may_read_the_key(folder: Path) -> None:
-    (folder / KEY).chmod(0o640)
+    (folder / KEY_FILE).chmod(0o640)
 
 
 def the_key_is_missing(folder: Path) -> None:
-    (folder / KEY).unlink()
+    (folder / KEY_FILE).unlink()
 
 
 def it_is_no_certificate(folder: Path) -> None:
-    (folder / CERTIFICATE).write_text("none")
+    (folder / CERTIFICATE_FILE).write_text("none")
 
 
 def another_authority(folder: Path) -> None:
-    (folder / AUTHORITY).write_bytes(OTHER.authority)
+    (folder / AUTHORITY_FILE).write_bytes(OTHER.authority)
 
 
 def another_key(folder: Path) -> None:
-    (folder / KEY).write_bytes(OTHER.key)
+    (folder / KEY_FILE).write_bytes(OTHER.key)
 
 
 @pytest.mark.parametrize(
@@ -82,12 +82,12 @@ def test_what_does_not_fit_is_refused_by_name(
 
 
 def test_one_that_is_over_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Later(certificate.datetime):
+    class Later(tls.datetime):
         @classmethod
-        def now(cls, tz: object = None) -> certificate.datetime:
-            return super().now(certificate.UTC) + certificate.timedelta(days=366)
+        def now(cls, tz: object = None) -> tls.datetime:
+            return super().now(tls.UTC) + tls.timedelta(days=366)
 
     MADE.save(tmp_path)
-    monkeypatch.setattr(certificate, "datetime", Later)
+    monkeypatch.setattr(tls, "datetime", Later)
     with pytest.raises(RecipeError, match="is valid from 2"):
         JobCertificate.read(tmp_path)

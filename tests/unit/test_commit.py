@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.commit import Commit, Verdict
 from paceline.errors import CommunicationError, DeadlineError
-from paceline.membership import Groups, Membership
-from paceline.store import StoreClient, StoreServer
-from paceline.store.torch_store import JobStore
+from paceline.job.commit import CommitProtocol, CommitVerdict
+from paceline.job.membership import JobMembership, MembershipGroups
+from paceline.job.store_client import StoreClient
+from paceline.job.store_server import StoreServer
+from paceline.job.torch_store import JobStore
 
 pytestmark = pytest.mark.capability("N5", clause="a server and its launcher outlive workers")
 LONG = 600.0  # nobody waits for it
@@ -22,21 +23,21 @@ RANKS = (0, 2, 3)
 
 
 @contextmanager
-def commits(seconds: float = LONG) -> Iterator[dict[int, tuple[Commit, JobStore]]]:
+def commits(seconds: float = LONG) -> Iterator[dict[int, tuple[CommitProtocol, JobStore]]]:
     """Of four members, whose numbers are not their ranks."""
     with StoreServer() as server:
         found, members = {}, (10, 11, 12, 13)
         for rank, number in enumerate(members):
-            store = JobStore(StoreClient(server.line_for(number)), seconds)
-            groups = Groups(store, "epoch", members, rank, torch.device("cpu"), seconds)
-            member = Membership(0, members, rank, ("",) * 4, "epoch", store, groups)
-            found[rank] = Commit(member, seconds), store
+            store = JobStore(StoreClient(server.connection_for(number)), seconds)
+            groups = MembershipGroups(store, "epoch", members, rank, torch.device("cpu"), seconds)
+            member = JobMembership(0, members, rank, ("",) * 4, "epoch", store, groups)
+            found[rank] = CommitProtocol(member, seconds), store
         yield found
         for _, store in found.values():
             store.close()
 
 
-def vote(found: dict[int, tuple[Commit, JobStore]], **done: bool) -> dict[int, Any]:
+def vote(found: dict[int, tuple[CommitProtocol, JobStore]], **done: bool) -> dict[int, Any]:
     """What members hear who vote at the same time; an error in its place."""
 
     def one(rank: int, mine: bool) -> Any:
@@ -53,7 +54,7 @@ def vote(found: dict[int, tuple[Commit, JobStore]], **done: bool) -> dict[int, A
 def test_what_all_have_done_is_done_again_and_again() -> None:
     with commits() as found:
         for _ in range(3):
-            assert vote(found, r0=True, r2=True, r3=True) == dict.fromkeys(RANKS, Verdict(True, RANKS))
+            assert vote(found, r0=True, r2=True, r3=True) == dict.fromkeys(RANKS, CommitVerdict(True, RANKS))
         assert found[0][1].num_keys() == 1, "old votes stay in the store"
 
 
@@ -62,14 +63,14 @@ def test_what_one_has_not_done_is_done_for_nobody(votes: Sequence[bool]) -> None
     """Rank 2 is gone before it has voted; one of the others may have got through."""
     with commits() as found:
         found[2][1].close()
-        verdict = Verdict(False, (0, 3))
+        verdict = CommitVerdict(False, (0, 3))
         assert vote(found, r0=votes[0], r3=votes[1]) == {0: verdict, 3: verdict}
 
 
 def test_one_that_is_lost_after_all_others_were_through_holds_up_nobody() -> None:
     with commits() as found:
         found[2][1].close()
-        assert vote(found, r0=True, r3=True) == dict.fromkeys((0, 3), Verdict(True, (0, 3)))
+        assert vote(found, r0=True, r3=True) == dict.fromkeys((0, 3), CommitVerdict(True, (0, 3)))
 
 
 def test_one_that_ends_after_its_vote_is_known_to_be_lost() -> None:
@@ -78,18 +79,18 @@ def test_one_that_ends_after_its_vote_is_known_to_be_lost() -> None:
         others = pool.submit(vote, found, r0=True, r3=False)
         found[2][1].set("epoch/commit/0/2", "1")
         found[2][1].close()
-        assert others.result() == dict.fromkeys((0, 3), Verdict(False, (0, 3)))
+        assert others.result() == dict.fromkeys((0, 3), CommitVerdict(False, (0, 3)))
 
 
 def test_a_failure_without_a_loss_ends_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.commit._NOTICE_SECONDS", 0.1)
+    monkeypatch.setattr("paceline.job.commit._LOSS_DETECTION_SECONDS", 0.1)
     with commits() as found:
-        assert vote(found, r0=True, r2=True, r3=False) == dict.fromkeys(RANKS, Verdict(False, RANKS))
+        assert vote(found, r0=True, r2=True, r3=False) == dict.fromkeys(RANKS, CommitVerdict(False, RANKS))
 
 
 def test_one_that_is_silent_is_left_behind_and_told_so() -> None:
     with commits(0.3) as found:
-        assert vote(found, r0=False, r3=False) == dict.fromkeys((0, 3), Verdict(False, (0, 3)))
+        assert vote(found, r0=False, r3=False) == dict.fromkeys((0, 3), CommitVerdict(False, (0, 3)))
         late = vote(found, r2=True)[2]
         assert "have gone on without rank 2" in str(late)
 

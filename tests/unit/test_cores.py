@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cores import find_cores
+from paceline.job.cpu_count import find_cores
 
 HERE = len(os.sched_getaffinity(0))
 

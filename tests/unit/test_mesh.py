@@ -4,9 +4,9 @@ from math import prod
 
 import pytest
 
-from paceline.cluster import Cluster
 from paceline.errors import StrategyError
-from paceline.mesh import AXES, Group, Mesh, span_ranks, twin_group
+from paceline.job.cluster import Cluster
+from paceline.job.mesh import AXES, Mesh, RankGroup, duplicate_group, span_ranks
 
 SHAPES = [(1, 1, 1, 1, 1), (4, 1, 1, 1, 1), (2, 1, 3, 1, 2), (2, 2, 2, 2, 2), (1, 5, 1, 1, 3)]
 
@@ -49,7 +49,7 @@ def test_one_process_has_a_group_of_one_on_every_axis_and_no_wire() -> None:
     assert set(mesh.axes) == set(AXES)
     for group in (mesh.world, *mesh.axes.values()):
         assert (group.size, group.rank, group.ranks, group.handle) == (1, 0, (0,), None)
-    assert mesh.replica == Group("replica", (0,), 0)
+    assert mesh.replica == RankGroup("replica", (0,), 0)
 
 
 def test_degrees_that_do_not_fit_the_world_are_refused_with_both_numbers() -> None:
@@ -58,7 +58,7 @@ def test_degrees_that_do_not_fit_the_world_are_refused_with_both_numbers() -> No
 
 
 def test_a_twin_has_the_same_ranks_and_one_rank_needs_no_process_group() -> None:
-    assert twin_group(Group("replica", (0,), 0), "tree") == Group("replica-tree", (0,), 0)
+    assert duplicate_group(RankGroup("replica", (0,), 0), "tree") == RankGroup("replica-tree", (0,), 0)
 
 
 def test_all_of_an_axis_are_the_group_of_the_axis() -> None:

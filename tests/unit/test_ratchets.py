@@ -139,7 +139,7 @@ def test_innocent_code_is_not_counted(tmp_path: Path) -> None:
 
 def test_cluster_may_read_the_environment(tmp_path: Path) -> None:
     text = "from os import environ\nhome = environ['HOME']\n"
-    write(tmp_path, "src/paceline/cluster.py", text)
+    write(tmp_path, "src/paceline/job/cluster.py", text)
     write(tmp_path, "src/paceline/other.py", text)
     places = ratchets.find_places(ratchets.read_modules(tmp_path))["environment reads outside cluster.py"]
     assert places == ["src/paceline/other.py:1: environ"]

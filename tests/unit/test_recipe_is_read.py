@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from paceline.cli.options import processes_for
-from paceline.cluster import Cluster
+from paceline.cli.common_options import processes_for
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe
-from paceline.recipe.strict import Table
-from paceline.testing.parity import session_of
-from paceline.training import fit, run_folder
-from paceline.training.job import sinks
+from paceline.recipe.validation import RecipeTable
+from paceline.session import fit, run_folder
+from paceline.session.train_rank import build_sinks
+from paceline.testing.parity import build_test_session
 
 DIGITS = {"task": "digits", "steps": 1, "options": {"model": "mlp", "hidden": [8]}}
 SMALL = {"size": 8, "shards": 2}
@@ -54,7 +54,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
     found: set[tuple[str, str]] = set()
     plain = BaseModel.__getattribute__
 
-    def watched(self: Table, name: str) -> object:
+    def watched(self: RecipeTable, name: str) -> object:
         reader = sys._getframe(1).f_globals.get("__name__", "")
         if name in type(self).model_fields and not reader.startswith(
             ("paceline.recipe", "pydantic", __name__)
@@ -62,7 +62,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
             found.add((type(self).__name__, name))
         return plain(self, name)
 
-    monkeypatch.setattr(Table, "__getattribute__", watched, raising=False)
+    monkeypatch.setattr(RecipeTable, "__getattribute__", watched, raising=False)
     return found
 
 
@@ -70,9 +70,9 @@ def test_every_field_is_read_outside_the_recipe_room(read: set[tuple[str, str]],
     for i, changes in enumerate(RUNS):
         recipe = Recipe(**(DIGITS | {"batch": SMALL, "run_dir": str(tmp_path / str(i))} | changes))
         processes_for(recipe, None, 1)
-        session = session_of(Cluster.single(), recipe)
-        run_dir = run_folder.prepare(session, None)
-        fit(session, run_dir, sinks(session, run_dir, None))
+        session = build_test_session(Cluster.single(), recipe)
+        run_dir = run_folder.prepare_folder(session, None)
+        fit(session, run_dir, build_sinks(session, run_dir, None))
     # Read by `num_micro_batches` inside the recipe room; see tests/unit/recipe/test_micro_batches.py.
     refused = {("BatchRecipe", "shards"), ("BatchRecipe", "accumulation")}
     # Read by `support` inside the recipe room, which refuses every value but one; see test_strategy_refusals.
@@ -107,7 +107,7 @@ def test_every_field_is_read_outside_the_recipe_room(read: set[tuple[str, str]],
 def test_device_and_threads_are_read_where_a_process_starts(read: set[tuple[str, str]]) -> None:
     import torch
 
-    from paceline.training.joining import connected
+    from paceline.session.joining import connected
 
     torch.set_num_threads(2)
     recipe = Recipe(**DIGITS, runtime={"threads": 1, "device": "cpu"})

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import CheckpointError
-from paceline.layout.holding import hold_whole
 from paceline.models import MLP
 from paceline.optim import UserOptimizer
-from paceline.slot import Slot, trained_parameters
-from paceline.state import LossScale, TrainState
+from paceline.parallel.sharded_model import unsharded_model
+from paceline.state.slot import TensorSlot, trained_parameters
+from paceline.state.train_state import LossScale, TrainState
 
 X = torch.linspace(-1.0, 1.0, 24).view(4, 6)
 
@@ -67,7 +67,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 def make_state(optimizer: str = "adam", seed: int = 0) -> TrainState:
     torch.manual_seed(seed)
     model = Sample()
-    return TrainState(hold_whole(model), OPTIMIZERS[optimizer](model), LossScale(1024.0, 4))
+    return TrainState(unsharded_model(model), OPTIMIZERS[optimizer](model), LossScale(1024.0, 4))
 
 
 def train(state: TrainState, steps: int) -> TrainState:
@@ -147,7 +147,7 @@ def test_tensors_are_those_of_the_model_and_not_copies() -> None:
 
 def test_empty_parameters_are_not_taken_for_tied_ones() -> None:
     model = nn.ParameterDict({"a": nn.Parameter(torch.zeros(0)), "b": nn.Parameter(torch.zeros(0))})
-    state = TrainState(hold_whole(model), torch.optim.SGD(model.parameters(), lr=0.1))
+    state = TrainState(unsharded_model(model), torch.optim.SGD(model.parameters(), lr=0.1))
     assert set(state.tensors()) == {"model/a", "model/b"}
 
 
@@ -160,7 +160,7 @@ def test_a_module_with_extra_state_is_saved_or_refused_by_name() -> None:
             self.calls = state["calls"]
 
     model = Extra(2, 2)
-    state = TrainState(hold_whole(model), torch.optim.SGD(model.parameters(), lr=0.1))
+    state = TrainState(unsharded_model(model), torch.optim.SGD(model.parameters(), lr=0.1))
     try:
         state.load(*snapshot(state))
     except CheckpointError as error:
@@ -210,7 +210,7 @@ def test_a_fused_optimizer_goes_on_on_a_gpu() -> None:
     def make(seed: int) -> TrainState:
         torch.manual_seed(seed)
         model = MLP(6, [8], 2).cuda()
-        return TrainState(hold_whole(model), torch.optim.AdamW(model.parameters(), lr=0.1, fused=True))
+        return TrainState(unsharded_model(model), torch.optim.AdamW(model.parameters(), lr=0.1, fused=True))
 
     def step(state: TrainState) -> None:
         state.model(X.cuda()).square().sum().backward()
@@ -235,4 +235,4 @@ def test_slots_are_the_trained_parameters_in_the_order_of_the_model() -> None:
         "unused.weight",
         "unused.bias",
     ]
-    assert next(iter(slots)) == Slot("first.weight", (6, 6), ((0, 6), (0, 6)), frozenset())
+    assert next(iter(slots)) == TensorSlot("first.weight", (6, 6), ((0, 6), (0, 6)), frozenset())

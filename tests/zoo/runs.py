@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from paceline import Loss, Task
-from paceline.cluster import Cluster
 from paceline.errors import CommunicationError, PacelineError
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe, Strategy
-from paceline.testing.parity import session_of
-from paceline.training import Session
+from paceline.session import Session
+from paceline.testing.parity import build_test_session
 from tests.zoo.kind import Kind, Made
 from tests.zoo.kinds import KINDS
 from tests.zoo.plain import End, Plan, train
@@ -147,7 +147,7 @@ def run(cluster: Cluster, kind: str, way: str) -> Ran:
     recipe = recipe_of(plan, WAYS[way], own_optimizer=KINDS[kind].fused)
     session = None
     try:
-        session = session_of(cluster, recipe, lambda: task_of(KINDS[kind], made))
+        session = build_test_session(cluster, recipe, lambda: task_of(KINDS[kind], made))
         return Ran(ended(session, [stats.loss for stats in session.rounds()]))
     except PacelineError as error:
         if isinstance(error, CommunicationError):

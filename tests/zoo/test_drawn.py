@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from paceline import Loss, Task
-from paceline.cluster import Cluster
+from paceline.job.cluster import Cluster
 from paceline.testing import run_ranks
-from paceline.testing.parity import session_of
+from paceline.testing.parity import build_test_session
 from tests.zoo.drawn import Drawn, draw, make, without
 from tests.zoo.plain import End, train
 from tests.zoo.runs import distance_from, ended, recipe_of
@@ -31,7 +31,7 @@ def distances(cluster: Cluster, cases: Sequence[Drawn]) -> list[float]:
 
 def trained(cluster: Cluster, case: Drawn) -> End:
     made = make(case)
-    session = session_of(
+    session = build_test_session(
         cluster,
         recipe_of(case.plan, case.way),
         lambda: Task(

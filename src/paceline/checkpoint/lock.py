@@ -21,21 +21,21 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.files import Files
+from paceline.checkpoint.storage import StorageFolder
 from paceline.checkpoint.strict_json import parse
 from paceline.errors import CheckpointError
-from paceline.observe.process import process_start
+from paceline.observe.process_info import process_start_ticks
 
-LOCK = "lock"
-_BEAT_SECONDS = 5.0
+LOCK_FILE = "lock"
+_HEARTBEAT_SECONDS = 5.0
 _WATCH_SECONDS = 20.0
 _POLL_SECONDS = 0.5
-_MOST_BYTES = 4096
+_MAX_RECORD_BYTES = 4096
 
-Say = Callable[[str], object]
+LogFunction = Callable[[str], object]
 
 
-class Lock:
+class FolderLock:
     """A folder that is this process's until `release`.
 
     Args:
@@ -47,17 +47,17 @@ class Lock:
 
     def __init__(
         self,
-        files: Files,
-        say: Say,
+        files: StorageFolder,
+        say: LogFunction,
         *,
         watch_seconds: float = _WATCH_SECONDS,
-        beat_seconds: float = _BEAT_SECONDS,
+        heartbeat_seconds: float = _HEARTBEAT_SECONDS,
     ) -> None:
-        self._files, self._say, self._beat_seconds = files, say, beat_seconds
-        self._record = {**_self(), "owner": secrets.token_hex(8)}
+        self._files, self._say, self._heartbeat_seconds = files, say, heartbeat_seconds
+        self._record = {**_own_record(), "owner": secrets.token_hex(8)}
         self._beat = 0
-        self._handle = self._lock_locally()
-        self._refuse_living(watch_seconds)
+        self._handle = self._acquire_kernel_lock()
+        self._refuse_live_owner(watch_seconds)
         with suppress(OSError) if self._handle is not None else nullcontext():  # no space for a name
             self._write()
         self._over = threading.Event()
@@ -69,13 +69,13 @@ class Lock:
         self._over.set()
         self._thread.join()
         with suppress(OSError):  # else the number stands still from here on, which says the same
-            self._files.remove(LOCK)
+            self._files.remove(LOCK_FILE)
         if self._handle is not None:
             os.close(self._handle)
 
-    def _lock_locally(self) -> int | None:
+    def _acquire_kernel_lock(self) -> int | None:
         """The open file that holds the kernel's lock; None: the folder has no such locks."""
-        path = self._files.local_path(LOCK)
+        path = self._files.local_path(LOCK_FILE)
         if path is None:
             return None
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -98,17 +98,20 @@ class Lock:
             return None
         return True
 
-    def _refuse_living(self, watch_seconds: float) -> None:
+    def _refuse_live_owner(self, watch_seconds: float) -> None:
         there = self._read()
         if not there or (self._handle is not None and there.get("boot") == self._record["boot"]):
             return  # nobody, or a process of this kernel that has lost its lock by its end
-        known = _is_known(there, self._record)
-        if known and process_start(_whole(there.get("pid"))) == _whole(there.get("start")) != 0:
+        known = _is_visible_from_here(there, self._record)
+        if (
+            known
+            and process_start_ticks(_int_or_zero(there.get("pid"))) == _int_or_zero(there.get("start")) != 0
+        ):
             raise self._taken(there)
         expires = time.monotonic() + (0 if known else watch_seconds)
         if not known:
             self._say(
-                f"watching for {watch_seconds:g} s whether {_name(there)} still writes to {self._files.url}"
+                f"watching for {watch_seconds:g} s whether {_describe_owner(there)} still writes to {self._files.url}"
             )
         while time.monotonic() < expires:
             time.sleep(min(_POLL_SECONDS, watch_seconds))
@@ -118,7 +121,7 @@ class Lock:
                 raise self._taken(now)
 
     def _keep(self) -> None:
-        while not self._over.wait(self._beat_seconds):
+        while not self._over.wait(self._heartbeat_seconds):
             try:
                 other = {} if self._handle is not None else self._read()
                 if other.get("owner", self._record["owner"]) != self._record["owner"]:
@@ -134,21 +137,23 @@ class Lock:
 
     def _put(self, data: bytes) -> None:
         if self._handle is None:
-            self._files.publish(LOCK, data)
+            self._files.publish(LOCK_FILE, data)
             return
-        os.pwrite(self._handle, data.ljust(_MOST_BYTES // 4), 0)  # in place: the lock is of this very file
+        os.pwrite(
+            self._handle, data.ljust(_MAX_RECORD_BYTES // 4), 0
+        )  # in place: the lock is of this very file
 
     def _read(self) -> Mapping[str, Any]:
         try:
-            data = self._files.read(LOCK)
-            found = parse(data[:_MOST_BYTES]) if data.strip() else {}
+            data = self._files.read(LOCK_FILE)
+            found = parse(data[:_MAX_RECORD_BYTES]) if data.strip() else {}
         except (OSError, ValueError):
             return {}
         return found if isinstance(found, dict) else {}
 
     def _taken(self, by: Mapping[str, Any]) -> CheckpointError:
         return CheckpointError(
-            f"another job is writing to this folder: {_name(by)}",
+            f"another job is writing to this folder: {_describe_owner(by)}",
             where=self._files.url,
             next_step="wait for its end or stop it, or choose another run_dir or checkpoint.folder",
         )
@@ -162,39 +167,39 @@ def _is_file(handle: int, path: Path) -> bool:
         return False
 
 
-def _self() -> dict[str, Any]:
+def _own_record() -> dict[str, Any]:
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "start": process_start(os.getpid()),
-        "boot": _text_of("/proc/sys/kernel/random/boot_id"),
-        "processes": _link_of("/proc/self/ns/pid"),
+        "start": process_start_ticks(os.getpid()),
+        "boot": _read_text("/proc/sys/kernel/random/boot_id"),
+        "processes": _read_link("/proc/self/ns/pid"),
     }
 
 
-def _is_known(there: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
+def _is_visible_from_here(there: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
     """Whether the processes of that owner can be seen from here."""
     return bool(here["boot"]) and all(there.get(key) == here[key] for key in ("boot", "processes"))
 
 
-def _name(owner: Mapping[str, Any]) -> str:
+def _describe_owner(owner: Mapping[str, Any]) -> str:
     if not owner:
         return "a process that has not said its name"
-    return f"process {_whole(owner.get('pid'))} on {str(owner.get('host'))[:80]}"
+    return f"process {_int_or_zero(owner.get('pid'))} on {str(owner.get('host'))[:80]}"
 
 
-def _whole(value: Any) -> int:
+def _int_or_zero(value: Any) -> int:
     return value if type(value) is int else 0
 
 
-def _text_of(path: str) -> str:
+def _read_text(path: str) -> str:
     try:
         return Path(path).read_text(encoding="ascii").strip()
     except OSError:
         return ""
 
 
-def _link_of(path: str) -> str:
+def _read_link(path: str) -> str:
     try:
         return str(Path(path).readlink())
     except OSError:

@@ -1,4 +1,9 @@
-"""Phase two of a save, on the first rank: wait for the reports of all, write the manifest, tidy up."""
+"""One rank's part of a checkpoint: its files of tensors, then its report. Phase one of publishing.
+
+Phase two of a save, on the first rank: wait for the reports of all, write the manifest, tidy up.
+
+Make a folder of checkpoints a run's own, on a disk that may be full at that moment.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +13,101 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
-from paceline.checkpoint.files import Files
+from paceline.checkpoint.catalog import CheckpointCatalog, unusable_checkpoint_error
 from paceline.checkpoint.manifest import (
-    MANIFEST,
-    File,
+    MANIFEST_FILE,
+    CheckpointOrigin,
     Manifest,
-    Origin,
+    TensorFileRecord,
     decode_part,
+    encode_part,
     hash_state,
     missing_tensors,
 )
-from paceline.checkpoint.part import Patience, insist, report_name
-from paceline.checkpoint.plan import merge_scalars
-from paceline.checkpoint.shelf import Shelf, unusable
-from paceline.errors import CheckpointError, DeadlineError
+from paceline.checkpoint.staging import StagedFile
+from paceline.checkpoint.storage import StorageFolder, is_disk_full
+from paceline.checkpoint.write_plan import merge_scalars
+from paceline.checkpoint.writers import PartWriter
+from paceline.errors import CheckpointError, DeadlineError, PacelineError
+
+_RETRY_SECONDS = 1.0
+
+
+def report_name(rank: int) -> str:
+    """The file that says that a rank's part is written."""
+    return f"rank-{rank:05d}.json"
+
+
+@dataclass(frozen=True)
+class FullDiskPatience:
+    """What to do when a disk is full.
+
+    Args:
+        seconds: how long to wait for space; 0: not at all.
+        warn: is told once that the run waits.
+    """
+
+    seconds: float
+    warn: Callable[[str], None]
+
+
+def write_part(
+    files: StorageFolder,
+    folder: str,
+    rank: int,
+    staged: Sequence[StagedFile],
+    scalars: Mapping[str, Any],
+    patience: FullDiskPatience,
+    writer: PartWriter,
+) -> None:
+    """Write and report; a full disk is tried again.
+
+    Args:
+        staged: what the part consists of.
+    Raises:
+        CheckpointError: the disk refused; what was written of this checkpoint by this rank is removed.
+    """
+
+    def write() -> None:
+        written = writer.write(files, folder, staged)
+        files.publish(f"{folder}/{report_name(rank)}", encode_part(written, scalars))
+
+    write_with_retries(write, files, [f"{folder}/{file.draft.name}" for file in staged], patience)
+
+
+def refused_write_error(place: str, error: OSError) -> CheckpointError:
+    """The disk or the remote store refused a write."""
+    return CheckpointError(
+        f"cannot write a checkpoint: {error}; those saved before are untouched",
+        where=place,
+        next_step="free space, set checkpoint.full_disk_seconds, or choose another checkpoint.folder",
+    )
+
+
+def write_with_retries(
+    write: Callable[[], None],
+    files: StorageFolder,
+    names: Sequence[str],
+    patience: FullDiskPatience,
+    *,
+    refuse: Callable[[str, OSError], PacelineError] = refused_write_error,
+) -> None:
+    """Write; while the disk is full and there is patience, remove the half files and try again."""
+    expires = time.monotonic() + patience.seconds
+    told = False
+    while True:
+        try:
+            return write()
+        except OSError as error:
+            for name in names:
+                files.remove(name)
+            if not is_disk_full(error) or time.monotonic() >= expires:
+                raise refuse(files.place(names[0]) if names else files.url, error) from error
+        if not told:
+            patience.warn(f"the disk of {files.url} is full: waiting up to {patience.seconds:g} s for space")
+            told = True
+        time.sleep(min(_RETRY_SECONDS, patience.seconds))
+
 
 _POLL_SECONDS = 0.02
 
@@ -31,7 +117,7 @@ class PartLostError(CheckpointError):
 
 
 @dataclass(frozen=True)
-class Keep:
+class RetentionCounts:
     """How many checkpoints stay: the newest, and the best by evaluation loss."""
 
     newest: int
@@ -39,13 +125,13 @@ class Keep:
 
 
 def publish(
-    shelf: Shelf,
+    shelf: CheckpointCatalog,
     name: str,
     step: int,
-    origin: Origin,
-    keep: Keep,
+    origin: CheckpointOrigin,
+    keep: RetentionCounts,
     expires: float,
-    patience: Patience,
+    patience: FullDiskPatience,
     ranks: Sequence[int],
     left: Callable[[], Collection[int]] = tuple,
     idle: Collection[int] = (),
@@ -62,9 +148,9 @@ def publish(
         PartLostError: a rank was lost before it had; nobody writes to the draft any more.
         CheckpointError: the parts do not fill the state, or the disk refused.
     """
-    reports = {rank: _await_report(shelf.files, name, rank, expires, left) for rank in ranks}
-    _require_those(ranks, reports, idle, shelf.files.place(name))
-    parts = [_decoded(report, shelf, name) for report in reports.values() if report is not None]
+    reports = {rank: _wait_for_report(shelf.files, name, rank, expires, left) for rank in ranks}
+    _require_reports(ranks, reports, idle, shelf.files.place(name))
+    parts = [_decode_report(report, shelf, name) for report in reports.values() if report is not None]
     files = tuple(file for written, _ in parts for file in written)
     if missing := missing_tensors(files):
         raise CheckpointError(
@@ -73,30 +159,38 @@ def publish(
             next_step="this is an error of the strategy's layout: report it",
         )
     manifest = _manifest(shelf, step, origin, files, merge_scalars([scalars for _, scalars in parts]))
-    insist(lambda: shelf.publish(name, manifest), shelf.files, [f"{name}/{MANIFEST}"], patience)
+    write_with_retries(
+        lambda: shelf.publish(name, manifest), shelf.files, [f"{name}/{MANIFEST_FILE}"], patience
+    )
     _tidy(shelf, keep, patience)
 
 
 def _manifest(
-    shelf: Shelf, step: int, origin: Origin, files: tuple[File, ...], scalars: dict[str, object]
+    shelf: CheckpointCatalog,
+    step: int,
+    origin: CheckpointOrigin,
+    files: tuple[TensorFileRecord, ...],
+    scalars: dict[str, object],
 ) -> Manifest:
     seal = hash_state(files, scalars)
-    return Manifest(step, shelf.next_serial, time.time_ns(), origin, files, scalars, seal, _finite(shelf))
+    return Manifest(
+        step, shelf.next_serial, time.time_ns(), origin, files, scalars, seal, _finite_losses(shelf)
+    )
 
 
-def _finite(shelf: Shelf) -> dict[str, float]:
+def _finite_losses(shelf: CheckpointCatalog) -> dict[str, float]:
     """The losses of evaluations, by step."""
     return {str(step): loss for step, loss in shelf.losses.items() if isfinite(loss)}
 
 
-def _tidy(shelf: Shelf, keep: Keep, patience: Patience) -> None:
+def _tidy(shelf: CheckpointCatalog, keep: RetentionCounts, patience: FullDiskPatience) -> None:
     try:
         shelf.tidy(keep.newest, keep.best)
     except OSError as error:
         patience.warn(f"old checkpoints cannot be removed: {error}")
 
 
-def _require_those(
+def _require_reports(
     ranks: Sequence[int], reports: Mapping[int, bytes | None], idle: Collection[int], place: str
 ) -> None:
     """See that no rank is lost that had something to write."""
@@ -109,15 +203,17 @@ def _require_those(
         )
 
 
-def _decoded(report: bytes, shelf: Shelf, name: str) -> tuple[list[File], Mapping[str, Any]]:
+def _decode_report(
+    report: bytes, shelf: CheckpointCatalog, name: str
+) -> tuple[list[TensorFileRecord], Mapping[str, Any]]:
     try:
         return decode_part(report)
     except ValueError as error:
-        raise unusable(shelf.files, name, str(error)) from error
+        raise unusable_checkpoint_error(shelf.files, name, str(error)) from error
 
 
-def _await_report(
-    files: Files, name: str, rank: int, expires: float, left: Callable[[], Collection[int]]
+def _wait_for_report(
+    files: StorageFolder, name: str, rank: int, expires: float, left: Callable[[], Collection[int]]
 ) -> bytes | None:
     """What a rank reports; None: it is lost, and has not."""
     pause = _POLL_SECONDS
@@ -136,3 +232,14 @@ def _await_report(
                 ) from None
         time.sleep(pause)
         pause = min(2 * pause, 1.0)
+
+
+def claim_folder(files: StorageFolder, patience: FullDiskPatience) -> CheckpointCatalog:
+    """Look at a folder, and claim it; see `CheckpointCatalog.claim`.
+
+    Raises:
+        CheckpointError: it cannot be read or written.
+    """
+    found: list[CheckpointCatalog] = []
+    write_with_retries(lambda: found.append(CheckpointCatalog.look(files).claim()), files, [], patience)
+    return found[-1]

@@ -14,28 +14,33 @@ from concurrent.futures import TimeoutError as Overdue
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from paceline.checkpoint.drafts import draft_files
-from paceline.checkpoint.manifest import MANIFEST, Origin
-from paceline.checkpoint.part import Patience, report_name, write_part
-from paceline.checkpoint.plan import chunk_of, parse_table, plan_writes, render_table
-from paceline.checkpoint.publish import Keep, PartLostError, publish
-from paceline.checkpoint.shelf import Shelf, refuse_published
-from paceline.checkpoint.staging import Staging, changed_by
-from paceline.checkpoint.tensor_file import Chunk
-from paceline.checkpoint.writers import Writer
+from paceline.checkpoint.catalog import CheckpointCatalog, require_unpublished
+from paceline.checkpoint.manifest import MANIFEST_FILE, CheckpointOrigin
+from paceline.checkpoint.publish import (
+    FullDiskPatience,
+    PartLostError,
+    RetentionCounts,
+    publish,
+    report_name,
+    write_part,
+)
+from paceline.checkpoint.safetensors_file import TensorChunk
+from paceline.checkpoint.staging import StagingBuffer, optimizer_addresses
+from paceline.checkpoint.write_plan import chunk_of_piece, draft_files, parse_table, plan_writes, render_table
+from paceline.checkpoint.writers import PartWriter
 from paceline.errors import DeadlineError
-from paceline.slot import Piece
-from paceline.state import TrainState
+from paceline.state.slot import TensorPiece
+from paceline.state.train_state import TrainState
 
 _POLL_SECONDS = 0.05
 _SLACK_SECONDS = 5.0  # the background keeps the deadline itself, and its error says more
 
-Exchange = Callable[[Callable[[], str]], Sequence[str]]
+ExchangeTexts = Callable[[Callable[[], str]], Sequence[str]]
 """Gives a text of every rank, which is made once more where a rank is lost on the way, to all; collective."""
 
 
 @dataclass(frozen=True)
-class Saving:
+class SaveSettings:
     """How to save.
 
     Args:
@@ -49,7 +54,7 @@ class Saving:
         patience: with a full disk.
         writer: who writes this rank's part.
         left: see `publish`.
-        outlives: whether the job goes on without a rank that is lost now; then a draft that cannot become a
+        survives_lost_ranks: whether the job goes on without a rank that is lost now; then a draft that cannot become a
             checkpoint is dropped.
     """
 
@@ -57,15 +62,15 @@ class Saving:
     background: bool
     steady: bool
     shared: bool
-    keep: Keep
+    keep: RetentionCounts
     deadline_seconds: float
-    patience: Patience
-    writer: Writer
+    patience: FullDiskPatience
+    writer: PartWriter
     left: Callable[[], Collection[int]] = tuple
-    outlives: Callable[[], bool] = lambda: False
+    survives_lost_ranks: Callable[[], bool] = lambda: False
 
 
-class Saver:
+class CheckpointSaver:
     """Saves one state again and again.
 
     Args:
@@ -81,16 +86,21 @@ class Saver:
     """
 
     def __init__(
-        self, state: TrainState, shelf: Shelf, origin: Origin, saving: Saving, exchange: Exchange
+        self,
+        state: TrainState,
+        shelf: CheckpointCatalog,
+        origin: CheckpointOrigin,
+        saving: SaveSettings,
+        exchange: ExchangeTexts,
     ) -> None:
         self.shelf = shelf
         self._state, self._origin, self._saving, self._exchange = state, origin, saving, exchange
-        self._staging = Staging(saving.writer.allocate)
+        self._staging = StagingBuffer(saving.writer.allocate)
         self.blocked_seconds, self.dropped = 0.0, set[str]()
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
         self._name = ""  # of the draft under way
-        self._overdue = DeadlineError(
+        self._deadline_error = DeadlineError(
             f"a checkpoint was not written within {saving.deadline_seconds:g} s",
             where=shelf.files.url,
             next_step="raise checkpoint.deadline_seconds, or look at the disk",
@@ -138,9 +148,9 @@ class Saver:
                 try:
                     writing.result(self._saving.deadline_seconds + _SLACK_SECONDS)
                 except Overdue:
-                    raise self._overdue from None
+                    raise self._deadline_error from None
                 except PartLostError as error:
-                    if not self._saving.outlives():
+                    if not self._saving.survives_lost_ranks():
                         raise
                     self._drop(error)
 
@@ -160,11 +170,11 @@ class Saver:
         """
         self.finish()
         expires, files = time.monotonic() + self._saving.deadline_seconds, self.shelf.files
-        while self._saving.rank and files.size(f"{name}/{MANIFEST}") is None:
+        while self._saving.rank and files.size(f"{name}/{MANIFEST_FILE}") is None:
             if files.size(f"{name}/{report_name(self._saving.rank)}") is None:
                 return False
             if time.monotonic() >= expires:
-                raise self._overdue
+                raise self._deadline_error
             time.sleep(_POLL_SECONDS)
         return name not in self.dropped
 
@@ -195,13 +205,13 @@ class Saver:
             self._saving.writer.close()
         self._pool.shutdown(wait=not busy, cancel_futures=True)
 
-    def _agree(self) -> tuple[str, dict[int, bool], list[tuple[Chunk, Piece]]]:
+    def _agree(self) -> tuple[str, dict[int, bool], list[tuple[TensorChunk, TensorPiece]]]:
         """The name of the checkpoint, by rank whether it has something to write, and what this one writes."""
-        name, found = self.shelf.free_name(self._state.step), list[tuple[Chunk, Piece]]()
+        name, found = self.shelf.unused_name(self._state.step), list[tuple[TensorChunk, TensorPiece]]()
 
         def own() -> str:
             pieces = [box for piece in self._state.pieces() for box in piece.boxes()]
-            found[:] = [(chunk_of(piece), piece) for piece in pieces]
+            found[:] = [(chunk_of_piece(piece), piece) for piece in pieces]
             table = render_table(chunk for chunk, _ in found)
             return json.dumps({"name": name, "rank": self._saving.rank, "table": table})
 
@@ -220,14 +230,14 @@ class Saver:
         finally:
             self.blocked_seconds += time.perf_counter() - began
 
-    def _stage(self, written: Sequence[tuple[Chunk, Piece]]) -> None:
+    def _stage(self, written: Sequence[tuple[TensorChunk, TensorPiece]]) -> None:
         tensors = [piece.tensor for _, piece in written]
         drafts = draft_files(self._saving.rank, [chunk for chunk, _ in written])
         self._saving.writer.begin(sum(draft.num_bytes for draft in drafts))
         if not self._saving.background:
             self._staging.borrow(drafts, tensors)
             return
-        steady = changed_by(self._state.optimizer) if self._saving.steady else set()
+        steady = optimizer_addresses(self._state.optimizer) if self._saving.steady else set()
         self._staging.begin(drafts, tensors, [t.data_ptr() in steady for t in tensors])
 
     def _job(self, name: str, writers: Mapping[int, bool], expires: float) -> Callable[[], None]:
@@ -237,7 +247,7 @@ class Saver:
         def run() -> None:
             self._staging.complete()
             staged, files = self._staging.files, self.shelf.files
-            refuse_published(files, name)
+            require_unpublished(files, name)
             write_part(files, name, saving.rank, staged, scalars, saving.patience, saving.writer)
             self._staging.give_back()
             if saving.rank == 0:

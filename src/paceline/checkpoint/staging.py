@@ -18,17 +18,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.drafts import Draft
-from paceline.disk.writing import PAGE_BYTES
+from paceline.checkpoint.disk.direct_write import PAGE_BYTES
+from paceline.checkpoint.write_plan import FileDraft
 
 _BLOCK_BYTES = 8 * 2**20
 
-Allocate = Callable[[int], np.ndarray]
+AllocateBuffer = Callable[[int], np.ndarray]
 """Makes memory of so many bytes, uint8."""
 
 
 @dataclass(frozen=True)
-class Staged:
+class StagedFile:
     """A file that can be written.
 
     Args:
@@ -37,7 +37,7 @@ class Staged:
         begin: where it begins in the buffer, if all of it lies there.
     """
 
-    draft: Draft
+    draft: FileDraft
     content: Sequence[np.ndarray]
     begin: int = 0
 
@@ -47,20 +47,22 @@ class Staged:
             yield from (part.data[i : i + _BLOCK_BYTES] for i in range(0, part.nbytes, _BLOCK_BYTES))
 
 
-class Staging:
+class StagingBuffer:
     """A host buffer that is kept from save to save: touching new memory costs more than copying.
 
     Args:
         allocate: makes the buffer.
     """
 
-    def __init__(self, allocate: Allocate = lambda num_bytes: np.empty(num_bytes, dtype=np.uint8)) -> None:
+    def __init__(
+        self, allocate: AllocateBuffer = lambda num_bytes: np.empty(num_bytes, dtype=np.uint8)
+    ) -> None:
         self._allocate = allocate
         self._buffer = np.empty(0, dtype=np.uint8)
         self._rest: Queue[tuple[np.ndarray, np.ndarray]] = Queue()
-        self.files: list[Staged] = []
+        self.files: list[StagedFile] = []
 
-    def begin(self, drafts: Sequence[Draft], tensors: Sequence[Tensor], steady: Sequence[bool]) -> None:
+    def begin(self, drafts: Sequence[FileDraft], tensors: Sequence[Tensor], steady: Sequence[bool]) -> None:
         """Copy what may change at any time; remember what is steady until the next update.
 
         Args:
@@ -75,11 +77,11 @@ class Staging:
         rest = iter(zip(tensors, steady, strict=True))
         self.files = [self._stage(draft, begin, rest) for draft, begin in zip(drafts, begins, strict=False)]
 
-    def borrow(self, drafts: Sequence[Draft], tensors: Sequence[Tensor]) -> None:
+    def borrow(self, drafts: Sequence[FileDraft], tensors: Sequence[Tensor]) -> None:
         """Take the memory of the tensors themselves: nobody changes them before all is written."""
         rest = iter(tensors)
         self.files = [
-            Staged(draft, [_header_of(draft), *(_on_host(next(rest)) for _ in draft.chunks)])
+            StagedFile(draft, [_header_of(draft), *(_on_host(next(rest)) for _ in draft.chunks)])
             for draft in drafts
         ]
 
@@ -102,7 +104,7 @@ class Staging:
         """The save is written; release borrowed memory."""
         self.files = []
 
-    def _stage(self, draft: Draft, begin: int, rest: Iterator[tuple[Tensor, bool]]) -> Staged:
+    def _stage(self, draft: FileDraft, begin: int, rest: Iterator[tuple[Tensor, bool]]) -> StagedFile:
         header, place = _header_of(draft), begin
         self._buffer[place : place + header.nbytes] = header
         place += header.nbytes
@@ -114,7 +116,7 @@ class Staging:
             else:
                 self._buffer[place : place + values.nbytes] = values
             place += values.nbytes
-        return Staged(draft, [self._buffer[begin:place]], begin)
+        return StagedFile(draft, [self._buffer[begin:place]], begin)
 
     def _later(self, place: np.ndarray, values: np.ndarray) -> None:
         for i in range(0, values.nbytes, _BLOCK_BYTES):
@@ -130,7 +132,7 @@ class Staging:
                     self._rest.task_done()
 
 
-def _lay_out(drafts: Sequence[Draft]) -> list[int]:
+def _lay_out(drafts: Sequence[FileDraft]) -> list[int]:
     """Where each file begins in the buffer, and where the last one ends."""
     begins = [0]
     for draft in drafts:
@@ -138,7 +140,7 @@ def _lay_out(drafts: Sequence[Draft]) -> list[int]:
     return begins
 
 
-def _header_of(draft: Draft) -> np.ndarray:
+def _header_of(draft: FileDraft) -> np.ndarray:
     return np.frombuffer(draft.header, dtype=np.uint8)
 
 
@@ -147,7 +149,7 @@ def _on_host(tensor: Tensor) -> np.ndarray:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
-def changed_by(optimizer: torch.optim.Optimizer) -> set[int]:
+def optimizer_addresses(optimizer: torch.optim.Optimizer) -> set[int]:
     """Addresses of what only the optimizer's step changes: its parameters and their moments."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     moments = [v for p in parameters for v in optimizer.state.get(p, {}).values() if torch.is_tensor(v)]

@@ -15,17 +15,17 @@ from typing import Protocol
 
 import numpy as np
 
-from paceline.checkpoint.drafts import Draft
-from paceline.checkpoint.files import Block, Files
-from paceline.checkpoint.manifest import File
-from paceline.checkpoint.staging import Staged
-from paceline.disk.beside import WriterLostError, WriterProcess
-from paceline.disk.checksum import Checksum
+from paceline.checkpoint.disk.checksum import FileChecksum
+from paceline.checkpoint.disk.writer_process import WriterLostError, WriterProcess
+from paceline.checkpoint.manifest import TensorFileRecord
+from paceline.checkpoint.staging import StagedFile
+from paceline.checkpoint.storage import Block, StorageFolder
+from paceline.checkpoint.write_plan import FileDraft
 
-_LEAST_BYTES = 64 * 2**20  # less is written before a process has begun
+_MIN_PROCESS_BYTES = 64 * 2**20  # less is written before a process has begun
 
 
-class Writer(Protocol):
+class PartWriter(Protocol):
     """Writes one save after the other."""
 
     def begin(self, num_bytes: int) -> None:
@@ -34,7 +34,9 @@ class Writer(Protocol):
     def allocate(self, num_bytes: int) -> np.ndarray:
         """Memory for the files of a save, uint8; in place of what was made before."""
 
-    def write(self, files: Files, folder: str, staged: Sequence[Staged]) -> tuple[File, ...]:
+    def write(
+        self, files: StorageFolder, folder: str, staged: Sequence[StagedFile]
+    ) -> tuple[TensorFileRecord, ...]:
         """Write files, and return when they are on the disk; called in the background.
 
         Raises:
@@ -48,7 +50,7 @@ class Writer(Protocol):
         """There will be no more saves."""
 
 
-class ByThreads:
+class ThreadWriter:
     """Threads of this process.
 
     Args:
@@ -59,25 +61,27 @@ class ByThreads:
         self._count = count
 
     def begin(self, num_bytes: int) -> None:
-        """See `Writer`; nothing to do."""
+        """See `PartWriter`; nothing to do."""
 
     def allocate(self, num_bytes: int) -> np.ndarray:
-        """See `Writer`."""
+        """See `PartWriter`."""
         return np.empty(num_bytes, dtype=np.uint8)
 
-    def write(self, files: Files, folder: str, staged: Sequence[Staged]) -> tuple[File, ...]:
-        """See `Writer`."""
+    def write(
+        self, files: StorageFolder, folder: str, staged: Sequence[StagedFile]
+    ) -> tuple[TensorFileRecord, ...]:
+        """See `PartWriter`."""
         with ThreadPoolExecutor(self._count, "checkpoint-writer") as pool:
             return tuple(pool.map(partial(_write_file, files, folder), staged))
 
     def hurry(self) -> None:
-        """See `Writer`; they do already."""
+        """See `PartWriter`; they do already."""
 
     def close(self) -> None:
-        """See `Writer`; nothing to do."""
+        """See `PartWriter`; nothing to do."""
 
 
-class ByProcess:
+class ProcessWriter:
     """A process of its own that takes of the processor what the training leaves, until the training waits.
 
     A small save is written by a thread.
@@ -90,13 +94,13 @@ class ByProcess:
 
     def __init__(self, process: WriterProcess, seconds: float, warn: Callable[[str], None]) -> None:
         self._process, self._seconds, self._warn = process, seconds, warn
-        self._thread = ByThreads(1)
+        self._thread = ThreadWriter(1)
         self._expires, self._ready, self._shared, self._closed = 0.0, False, False, False
 
     def begin(self, num_bytes: int) -> None:
-        """See `Writer`."""
+        """See `PartWriter`."""
         self._expires = time.monotonic() + self._seconds
-        self._ready = num_bytes >= _LEAST_BYTES
+        self._ready = num_bytes >= _MIN_PROCESS_BYTES
         if self._ready:
             try:
                 self._process.begin()
@@ -104,14 +108,16 @@ class ByProcess:
                 self._lost(error)
 
     def allocate(self, num_bytes: int) -> np.ndarray:
-        """See `Writer`; other processes can see it where the process is to write it."""
+        """See `PartWriter`; other processes can see it where the process is to write it."""
         self._shared = self._ready
         if not self._ready:
             return self._thread.allocate(num_bytes)
         return np.frombuffer(self._process.memory(num_bytes), dtype=np.uint8)
 
-    def write(self, files: Files, folder: str, staged: Sequence[Staged]) -> tuple[File, ...]:
-        """See `Writer`."""
+    def write(
+        self, files: StorageFolder, folder: str, staged: Sequence[StagedFile]
+    ) -> tuple[TensorFileRecord, ...]:
+        """See `PartWriter`."""
         if self._ready and self._shared:
             try:
                 return self._write_beside(files, folder, staged)
@@ -122,31 +128,35 @@ class ByProcess:
         return self._thread.write(files, folder, staged)
 
     def hurry(self) -> None:
-        """See `Writer`."""
+        """See `PartWriter`."""
         self._process.hurry()
 
     def close(self) -> None:
-        """See `Writer`."""
+        """See `PartWriter`."""
         self._closed = True
         self._process.close()
 
-    def _write_beside(self, files: Files, folder: str, staged: Sequence[Staged]) -> tuple[File, ...]:
+    def _write_beside(
+        self, files: StorageFolder, folder: str, staged: Sequence[StagedFile]
+    ) -> tuple[TensorFileRecord, ...]:
         places = []
         for file in staged:
             path = files.make_room(f"{folder}/{file.draft.name}")
             places.append((path, file.begin, file.begin + file.draft.num_bytes))
         patience = max(0.0, self._expires - time.monotonic())
         checksums = self._process.write(places, patience)
-        return tuple(_written(file.draft, checksum) for file, checksum in zip(staged, checksums, strict=True))
+        return tuple(
+            _file_record(file.draft, checksum) for file, checksum in zip(staged, checksums, strict=True)
+        )
 
     def _lost(self, error: WriterLostError) -> None:
         self._ready = False
         self._warn(f"{error}; this save is written by the training, which it may slow down")
 
 
-def _write_file(files: Files, folder: str, file: Staged) -> File:
+def _write_file(files: StorageFolder, folder: str, file: StagedFile) -> TensorFileRecord:
     """Write a file, and take its checksum on the way."""
-    checksum = Checksum()
+    checksum = FileChecksum()
 
     def hashed() -> Iterator[Block]:
         for block in file.blocks():
@@ -154,8 +164,8 @@ def _write_file(files: Files, folder: str, file: Staged) -> File:
             yield block
 
     files.write(f"{folder}/{file.draft.name}", hashed())
-    return _written(file.draft, checksum.text())
+    return _file_record(file.draft, checksum.text())
 
 
-def _written(draft: Draft, checksum: str) -> File:
-    return File(draft.name, draft.num_bytes, checksum, draft.chunks)
+def _file_record(draft: FileDraft, checksum: str) -> TensorFileRecord:
+    return TensorFileRecord(draft.name, draft.num_bytes, checksum, draft.chunks)

@@ -27,15 +27,15 @@ def error_output() -> Console:
     return Console(stderr=True)
 
 
-def lasting_output() -> Console:
+def job_output() -> Console:
     """Standard output for a job, which goes on when nobody reads it any more, or its disk is full."""
     from rich.console import Console
 
     # asked of the stream: a notebook says FORCE_COLOR to all that it starts, and a pipe is no terminal
-    return Console(file=cast(IO[str], _Lasting(sys.stdout)), force_terminal=sys.stdout.isatty())
+    return Console(file=cast(IO[str], _BestEffortStream(sys.stdout)), force_terminal=sys.stdout.isatty())
 
 
-class _Lasting:
+class _BestEffortStream:
     """Writes to a stream until that fails; says so, and writes nothing from there on."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -70,21 +70,21 @@ class _Lasting:
         try:
             return act()
         except OSError as error:
-            from paceline.observe.append import say_on_stderr
+            from paceline.observe.file_writing import warn_on_stderr
 
-            say_on_stderr(f"standard output cannot be written: {error.strerror}; the run goes on without it")
-            forget_output()
+            warn_on_stderr(f"standard output cannot be written: {error.strerror}; the run goes on without it")
+            discard_output()
             return otherwise
 
 
-def forget_output() -> None:
+def discard_output() -> None:
     """Let standard output lead nowhere, also for what is still to be written at the end of the process."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
 
 
-def fail(error: PacelineError) -> None:
+def print_error(error: PacelineError) -> None:
     """Print an error to standard error."""
     console = error_output()
     console.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)

@@ -24,18 +24,18 @@ def export(
 
     RUN/checkpoints/best names the best one by evaluation.
     """
-    from paceline.checkpoint import export_weights, find_checkpoint
-    from paceline.cli.resume import recipe_of
-    from paceline.recipe import load_recipe
-    from paceline.training.saving import files_of
+    from paceline.checkpoint.model_weights import export_weights, find_checkpoint
+    from paceline.cli.resume import find_recipe
+    from paceline.recipe.recipe_loading import load_recipe
+    from paceline.session.checkpointing import checkpoint_files
 
-    folder = recipe_of(run).parent
+    folder = find_recipe(run).parent
 
     def say(text: str) -> None:
         output().print(text, markup=False, highlight=False, soft_wrap=True)
 
     name = None if run.resolve() == folder.resolve() else run.name
-    files = files_of(load_recipe(folder / "recipe.toml"), folder)
+    files = checkpoint_files(load_recipe(folder / "recipe.toml"), folder)
     done = export_weights(find_checkpoint(files, say, name), to, weights)
     say(f"{done.path}: {done.num_tensors} tensors, {done.num_values:,} values, step {done.step}")
     say(f"go on from them: paceline train RECIPE --set init_from={done.path}")

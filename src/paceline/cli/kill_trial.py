@@ -17,22 +17,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli import options
-from paceline.cli.sweep_runs import Run, asked, command_of
-from paceline.cluster import process_environment
-from paceline.report.folder import METRICS
-from paceline.studies.recovery import Recovery, read_recovery
+from paceline.cli import common_options
+from paceline.cli.study_runs import StudyRun, run_command, write_resolved_recipe
+from paceline.job.cluster import process_environment
+from paceline.report.run_files import METRICS
+from paceline.studies.comparison_trials import KillRecovery, read_recovery
 
 if TYPE_CHECKING:
-    from paceline.recipe import Recipe
+    from paceline.recipe.recipe import Recipe
 
-_LOOK_SECONDS = 0.02
-_PATIENCE_SECONDS = 900.0
+_POLL_SECONDS = 0.02
+_DEADLINE_SECONDS = 900.0
 _CHECKPOINTS = 10
 """How many a run saves, that says nothing of it."""
 
 
-def kill_and_recover(run: Run, steps: int, folder: Path) -> Recovery | None:
+def kill_and_recover(run: StudyRun, steps: int, folder: Path) -> KillRecovery | None:
     """Train a run again in a folder of its own, kill a worker after half of its steps, and measure.
 
     Args:
@@ -49,7 +49,7 @@ def kill_and_recover(run: Run, steps: int, folder: Path) -> Recovery | None:
     (folder / METRICS).unlink(missing_ok=True)
     recipe = _with_checkpoints(run.recipe, steps)
     copy = replace(run, folder=folder, recipe=recipe)
-    path = asked(copy, recipe)
+    path = write_resolved_recipe(copy, recipe)
     words = ["train", str(path), "--set", f'run_dir="{folder.resolve() / "run"}"']
     found = _measure(copy, words, str(path), folder / "run", steps // 2)
     if found is not None:
@@ -64,10 +64,10 @@ def _with_checkpoints(recipe: Recipe, steps: int) -> Recipe:
     return recipe.replace(checkpoint=recipe.checkpoint.replace(every_steps=every))
 
 
-def _measure(run: Run, words: Sequence[str], mark: str, made: Path, after: int) -> Recovery | None:
+def _measure(run: StudyRun, words: Sequence[str], mark: str, made: Path, after: int) -> KillRecovery | None:
     assert run.recipe is not None, "it can run"
-    victim, records = options.processes_for(run.recipe, None, 1) - 1, _Records(made / METRICS)
-    with _Started(command_of(run, words), run.folder / "first.log") as job:
+    victim, records = common_options.processes_for(run.recipe, None, 1) - 1, _MetricsTail(made / METRICS)
+    with _RunningJob(run_command(run, words), run.folder / "first.log") as job:
         if records.first(lambda record: _is_step(record, after), job) is None:
             return None
         killed_at = _kill(victim, mark)
@@ -75,29 +75,33 @@ def _measure(run: Run, words: Sequence[str], mark: str, made: Path, after: int) 
             return None
         records.first(lambda record: False, job)  # a step that was under way may end after the kill
         code = job.poll()
-    return _resume(run, made, records, killed_at) if code else _went_on(records, killed_at)
+    return (
+        _recovery_by_resume(run, made, records, killed_at)
+        if code
+        else _recovery_without_restart(records, killed_at)
+    )
 
 
-def _went_on(records: _Records, killed_at: float) -> Recovery | None:
+def _recovery_without_restart(records: _MetricsTail, killed_at: float) -> KillRecovery | None:
     """Of a job that has ended well; None: its last step was done before the kill."""
     done = max(int(r["step"]) for r in records.known if _is_step(r, 0) and r["time"] <= killed_at)
-    beyond = [r for r in records.known if _beyond(r, done, killed_at)]
-    return Recovery("goes on", beyond[0]["time"] - killed_at, 0) if beyond else None
+    beyond = [r for r in records.known if _is_new_step(r, done, killed_at)]
+    return KillRecovery("goes on", beyond[0]["time"] - killed_at, 0) if beyond else None
 
 
-def _resume(run: Run, made: Path, records: _Records, killed_at: float) -> Recovery:
+def _recovery_by_resume(run: StudyRun, made: Path, records: _MetricsTail, killed_at: float) -> KillRecovery:
     """Of a job that has ended badly, or was ended as it hung."""
     done = max(int(record["step"]) for record in records.known if _is_step(record, 0))
-    with _Started(command_of(run, ["train", "--resume", str(made)]), run.folder / "resumed.log") as job:
-        next_step = records.first(lambda record: _beyond(record, done, killed_at), job)
+    with _RunningJob(run_command(run, ["train", "--resume", str(made)]), run.folder / "resumed.log") as job:
+        next_step = records.first(lambda record: _is_new_step(record, done, killed_at), job)
     if next_step is None:
-        return Recovery("lost", None, 0)
+        return KillRecovery("lost", None, 0)
     starts = [r for r in records.known if r["event"] == "run"]
     again = done + 1 - int(starts[-1]["step"])
-    return Recovery("resumed", next_step["time"] - killed_at, max(0, again))
+    return KillRecovery("resumed", next_step["time"] - killed_at, max(0, again))
 
 
-def _beyond(record: Mapping[str, Any], done: int, killed_at: float) -> bool:
+def _is_new_step(record: Mapping[str, Any], done: int, killed_at: float) -> bool:
     return _is_step(record, done + 1) and bool(record["time"] > killed_at)
 
 
@@ -118,7 +122,7 @@ def _kill(rank: int, mark: str) -> float | None:
     return None
 
 
-class _Started:
+class _RunningJob:
     """A job while it is looked at; it ends with the block."""
 
     def __init__(self, command: Sequence[str], log: Path) -> None:
@@ -140,7 +144,7 @@ class _Started:
                     self._job.wait(20)
 
 
-class _Records:
+class _MetricsTail:
     """What a run has written so far."""
 
     def __init__(self, path: Path) -> None:
@@ -151,7 +155,7 @@ class _Records:
         self, wanted: Callable[[Mapping[str, Any]], bool], job: subprocess.Popen[bytes]
     ) -> Mapping[str, Any] | None:
         """The first record that is wanted, once it is there; None: the job ended without it."""
-        expires = time.monotonic() + _PATIENCE_SECONDS
+        expires = time.monotonic() + _DEADLINE_SECONDS
         looked = 0
         while time.monotonic() < expires:
             ended = job.poll() is not None
@@ -162,7 +166,7 @@ class _Records:
             looked = len(self.known)
             if ended:
                 return None
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
         return None
 
     def look(self) -> None:

@@ -20,7 +20,7 @@ _REST = {"allow_extra_args": True, "ignore_unknown_options": False, "allow_inter
 _ANY = {**_REST, "ignore_unknown_options": True}
 
 
-class Command(NamedTuple):
+class CommandEntry(NamedTuple):
     """A command before it is loaded.
 
     Args:
@@ -36,94 +36,102 @@ class Command(NamedTuple):
 
 
 COMMANDS = (
-    Command("train", "train:train", "Train a recipe, and say what came out."),
-    Command(
+    CommandEntry("train", "train:train", "Train a recipe, and say what came out."),
+    CommandEntry(
         "verify",
         "verify:verify",
         "Run the strategy and the single-process oracle side by side, and compare every tensor of every"
         " step.",
     ),
-    Command(
+    CommandEntry(
         "export",
         "export:export",
         "Write parameters and buffers of the newest valid checkpoint, or of the one that is named.",
     ),
-    Command(
+    CommandEntry(
         "evaluate",
-        "on_run:evaluate",
+        "evaluate_predict:evaluate",
         "Evaluate a run's weights on its held-out samples, or on others.",
     ),
-    Command("predict", "on_run:predict", "Print what a run's model says of each sample."),
-    Command(
+    CommandEntry("predict", "evaluate_predict:predict", "Print what a run's model says of each sample."),
+    CommandEntry(
         "sweep",
         "sweep:sweep",
         "Train RECIPE for every combination of the axes; a table, a plot and results.json say what came out.",
     ),
-    Command(
+    CommandEntry(
         "compare",
-        "compare:compare_strategies",
+        "compare_strategies:compare_strategies",
         "Train RECIPE under every strategy of FILE, over seeds; tables and a page hold what was measured.",
     ),
-    Command("run", "run:run", "Run SCRIPT with its arguments on every process, as torchrun would.", _ANY),
-    Command("runs", "runs:runs", "List runs, the oldest first."),
-    Command(
+    CommandEntry(
+        "run", "run_script:run", "Run SCRIPT with its arguments on every process, as torchrun would.", _ANY
+    ),
+    CommandEntry("runs", "runs:runs", "List runs, the oldest first."),
+    CommandEntry(
         "report",
         "runs:report",
         "Write one page about a run, or about several side by side, and say in words what is on it.",
     ),
-    Command(
+    CommandEntry(
         "strategies",
-        "recipe:strategies",
+        "recipe_show:strategies",
         "Print the strategies that are supported, and what each stands for.",
     ),
-    Command(
+    CommandEntry(
         "certificate",
-        "certificate:certificate",
+        "certificate_command:certificate",
         "Make the certificate of a job, and an authority of its own, for channel=grpc.",
     ),
-    Command(
+    CommandEntry(
         "recipe show",
-        "recipe:show",
+        "recipe_show:show",
         "Print the resolved recipe: every key, set or not, with its value and what it means.",
     ),
-    Command(
+    CommandEntry(
         "recipe schema",
-        "recipe:schema",
+        "recipe_show:schema",
         "Print a JSON schema of recipes, by which editors check and complete them.",
     ),
-    Command(
+    CommandEntry(
         "lab run",
-        "lab:run",
+        "lab_commands:run",
         "Run COMMAND (after --) on a cluster on this machine; `paceline` jobs spread their -n over the"
         " hosts.",
         _REST,
     ),
-    Command(
+    CommandEntry(
         "lab shell",
-        "lab:shell",
+        "lab_commands:shell",
         "Open a shell in a host of a running lab, or run the command after -- there.",
         {"allow_extra_args": True},
     ),
-    Command("lab ps", "lab:ps", "List the labs of this user, their hosts and how many processes run there."),
-    Command(
-        "lab clean", "lab:remove", "Remove what earlier labs have left: processes, control groups, files."
+    CommandEntry(
+        "lab ps",
+        "lab_commands:ps",
+        "List the labs of this user, their hosts and how many processes run there.",
     ),
-    Command(
+    CommandEntry(
+        "lab clean",
+        "lab_commands:remove",
+        "Remove what earlier labs have left: processes, control groups, files.",
+    ),
+    CommandEntry(
         "schedule show",
-        "schedule:show",
+        "schedule_show:show",
         "Prove a schedule, and print it with its bubble and the micro-batches that each stage has in flight.",
     ),
-    Command(
+    CommandEntry(
         "plan memory",
-        "plan:memory",
+        "plan_memory:memory",
         "Say what each rank of a job will need in memory, by kind, and whether it fits.",
     ),
-    Command(
+    CommandEntry(
         "bench link",
         "bench:link",
         "Measure latency and bandwidth of every pair of ranks, and of the all-reduce of all (CPU, Gloo).",
     ),
-    Command(
+    CommandEntry(
         "bench comm",
         "bench:comm",
         "Measure the all-reduce by every route and codec (CPU); with --recipe what codecs do to a task.",
@@ -154,7 +162,7 @@ _Version = typer.Option(
 )
 
 
-def _about(version: Annotated[bool, _Version] = False) -> None:
+def _root_command(version: Annotated[bool, _Version] = False) -> None:
     """Train one PyTorch model on many processes, devices and machines, and verify the answer."""
 
 
@@ -167,24 +175,24 @@ def build_app(words: Sequence[str] | None = None) -> typer.Typer:
         rich_markup_mode=None,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    app.callback()(_about)
+    app.callback()(_root_command)
     groups = {name: _group(app, name, about) for name, about in GROUPS.items()}
     for command in COMMANDS:
         group, _, name = command.words.rpartition(" ")
         called = words is None or command.words.split() == list(words[: 1 + bool(group)])
-        place, function = groups[group] if group else app, load(command) if called else _unloaded
+        place, function = groups[group] if group else app, load(command) if called else _not_loaded
         place.command(name, short_help=command.about, context_settings=command.settings)(function)
     return app
 
 
-def load(command: Command) -> Callable[..., None]:
+def load(command: CommandEntry) -> Callable[..., None]:
     """Import a command."""
     module, _, function = command.home.partition(":")
     loaded: Callable[..., None] = getattr(import_module(f"paceline.cli.{module}"), function)
     return loaded
 
 
-def _unloaded() -> None:
+def _not_loaded() -> None:
     """Stands for a command that is listed and not called."""
 
 
@@ -199,45 +207,45 @@ def main() -> None:
     words = sys.argv[1:]
     try:
         if words[:1] == ["train"]:
-            from paceline.cli.words import with_value
+            from paceline.cli.common_options import fill_resume_value
 
-            words = with_value(words)
+            words = fill_resume_value(words)
         try:
             build_app(words)(args=words, prog_name="paceline")
         finally:
             sys.stdout.flush()
     except PacelineError as error:
-        told = _explained(error) or error
-        _tell(told)
+        told = _resource_error(error) or error
+        _print_error(told)
         sys.exit(told.exit_code)
     except OSError as error:
-        from paceline.cli.console import forget_output
+        from paceline.cli.console import discard_output
 
-        told = _explained(error) or _refused(error)
-        _tell(told)
-        forget_output()
+        told = _resource_error(error) or _system_error(error)
+        _print_error(told)
+        discard_output()
         sys.exit(told.exit_code)
 
 
-def _tell(error: PacelineError) -> None:
-    from paceline.cli.console import fail
+def _print_error(error: PacelineError) -> None:
+    from paceline.cli.console import print_error
 
-    fail(error)
+    print_error(error)
 
 
-def _explained(error: Exception) -> PacelineError | None:
+def _resource_error(error: Exception) -> PacelineError | None:
     """Memory or open files that are used up, whatever could not be done without them."""
-    from paceline.launch.advice import explain
+    from paceline.launch.worker_guard import explain_error
 
-    return None if isinstance(error, MemoryLimitError) else explain(error)
+    return None if isinstance(error, MemoryLimitError) else explain_error(error)
 
 
-def _refused(error: OSError) -> PacelineError:
+def _system_error(error: OSError) -> PacelineError:
     """What the system does not allow, where no other error says more."""
     if error.filename is not None and error.errno is not None:
-        from paceline.observe.disk import unwritable
+        from paceline.observe.file_writing import run_folder_error
 
-        return unwritable(error)
+        return run_folder_error(error)
     return PacelineError(
         f"the system refused: {error.strerror or error}",
         where="a file or a stream of this command, perhaps standard output",

@@ -6,12 +6,12 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.cli.words import NEWEST
+from paceline.cli.common_options import NEWEST
 from paceline.errors import RecipeError
-from paceline.report.folder import RECIPE, RUNS
+from paceline.report.run_files import RECIPE, RUNS
 
 if TYPE_CHECKING:
-    from paceline.recipe import Recipe
+    from paceline.recipe.recipe import Recipe
 
 
 def find_run(asked: str, runs: Path = RUNS) -> Path:
@@ -21,7 +21,7 @@ def find_run(asked: str, runs: Path = RUNS) -> Path:
         RecipeError: there is none.
     """
     if asked != NEWEST:
-        recipe_of(Path(asked))
+        find_recipe(Path(asked))
         return Path(asked)
     found = [path.parent for path in runs.glob(f"*/{RECIPE}")]
     if not found:
@@ -31,13 +31,13 @@ def find_run(asked: str, runs: Path = RUNS) -> Path:
     return max(found, key=lambda run: ((run / RECIPE).stat().st_mtime_ns, run.name))
 
 
-def refuse_strangers(run: Path, trust: bool) -> None:
+def require_own_run(run: Path, trust: bool) -> None:
     """A run folder is code: going on with it runs what its recipe names, with the rights of who does so.
 
     Raises:
         RecipeError: the folder or its recipe is another user's, and `trust` is not said.
     """
-    recipe = recipe_of(run)
+    recipe = find_recipe(run)
     owners = {recipe.stat().st_uid, recipe.parent.stat().st_uid} - {os.getuid()}
     if owners and not trust:
         raise RecipeError(
@@ -48,7 +48,7 @@ def refuse_strangers(run: Path, trust: bool) -> None:
         )
 
 
-def recipe_of(run: Path) -> Path:
+def find_recipe(run: Path) -> Path:
     """The recipe of a run folder (or of a checkpoint inside one).
 
     Raises:
@@ -63,13 +63,13 @@ def recipe_of(run: Path) -> Path:
     )
 
 
-def changes_of(run: Path, recipe: Recipe) -> list[str]:
+def recipe_changes(run: Path, recipe: Recipe) -> list[str]:
     """What changes when a run goes on under a recipe.
 
     Raises:
         RecipeError: something differs that must not.
     """
-    from paceline.recipe import load_recipe
-    from paceline.recipe.changes import refuse_changes
+    from paceline.recipe.recipe_loading import load_recipe
+    from paceline.recipe.resume_changes import refuse_changes
 
-    return refuse_changes(load_recipe(recipe_of(run)), recipe, str(run))
+    return refuse_changes(load_recipe(find_recipe(run)), recipe, str(run))

@@ -5,33 +5,32 @@ gradients into sums; `channel` carries messages.
 """
 
 from paceline.comm.codecs import Codec
+from paceline.comm.collective_cost import CollectiveCost, hierarchical_cost, native_cost
 from paceline.comm.collectives import CodedCollective, Collective
-from paceline.comm.cost import Cost, cost, hierarchical_cost
 from paceline.comm.handle import Handle
-from paceline.comm.ledger import ByteLedger, Entry
+from paceline.comm.ledger import ByteLedger, LedgerEntry
 from paceline.comm.net import Net
-from paceline.comm.reduction import Gradients, GradientSink, LocalReducer, Reducer, Reduction
+from paceline.comm.reduction import BucketReducer, GradientReduction, Gradients, GradientSink, LocalReducer
 from paceline.comm.routes import NativeCollective
-from paceline.comm.shard_tally import ShardTally
-from paceline.comm.tally import Tally
+from paceline.comm.tally import ShardTally, StepTally
 
 __all__ = [
+    "BucketReducer",
     "ByteLedger",
     "Codec",
     "CodedCollective",
     "Collective",
-    "Cost",
-    "Entry",
+    "CollectiveCost",
+    "GradientReduction",
     "GradientSink",
     "Gradients",
     "Handle",
+    "LedgerEntry",
     "LocalReducer",
     "NativeCollective",
     "Net",
-    "Reducer",
-    "Reduction",
     "ShardTally",
-    "Tally",
-    "cost",
+    "StepTally",
     "hierarchical_cost",
+    "native_cost",
 ]

@@ -7,15 +7,15 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
-from paceline.comm.ledger import Entry
+from paceline.comm.ledger import LedgerEntry
 from paceline.errors import CommunicationError, DeadlineError
-from paceline.mesh import Group
+from paceline.job.mesh import RankGroup
 
 if TYPE_CHECKING:
     from paceline.comm.net import Net
 
 
-class Resolve(Protocol):
+class HandleResolver(Protocol):
     """Makes the result, once; blocks."""
 
     def __call__(self, deadline_seconds: float | None, exposed: bool) -> Any: ...
@@ -30,8 +30,8 @@ class Handle:
 
     __slots__ = ("_error", "_poll", "_resolve", "_result")
 
-    def __init__(self, resolve: Resolve, poll: Callable[[], bool] = lambda: False) -> None:
-        self._resolve: Resolve | None = resolve
+    def __init__(self, resolve: HandleResolver, poll: Callable[[], bool] = lambda: False) -> None:
+        self._resolve: HandleResolver | None = resolve
         self._poll = poll
         self._result: Any = None
         self._error: Exception | None = None
@@ -41,7 +41,7 @@ class Handle:
         """A result that is there already."""
         handle = cls.__new__(cls)
         handle._resolve, handle._result, handle._error = None, result, None
-        handle._poll = _is_over
+        handle._poll = _always_complete
         return handle
 
     def wait(self, deadline_seconds: float | None = None, *, exposed: bool = True) -> Any:
@@ -57,7 +57,7 @@ class Handle:
         if self._error is not None:
             raise self._error
         if self._resolve is not None:
-            resolve, self._resolve, self._poll = self._resolve, None, _is_over  # nor what these hold
+            resolve, self._resolve, self._poll = self._resolve, None, _always_complete  # nor what these hold
             try:
                 self._result = resolve(deadline_seconds, exposed)
             except Exception as error:
@@ -78,11 +78,11 @@ class Handle:
         return self._resolve is None or self._poll()
 
 
-def _is_over() -> bool:
+def _always_complete() -> bool:
     return True
 
 
-def all_of(handles: Sequence[Handle]) -> Handle:
+def join_handles(handles: Sequence[Handle]) -> Handle:
     """A handle of several, which returns what the last one does; all have ended when one has failed."""
     if len(handles) == 1:
         return handles[0]
@@ -101,8 +101,8 @@ def all_of(handles: Sequence[Handle]) -> Handle:
     return Handle(resolve, lambda: all(handle.is_complete() for handle in handles))
 
 
-def launched(
-    op: str, group: Group, net: Net, work: Any, entry: Entry | None, finish: Callable[[], Any]
+def handle_of_work(
+    op: str, group: RankGroup, net: Net, work: Any, entry: LedgerEntry | None, finish: Callable[[], Any]
 ) -> Handle:
     """The handle of a call of the backend.
 
@@ -113,7 +113,7 @@ def launched(
     """
     if entry is not None and net.times_calls:
         entry.began()
-        work.get_future().add_done_callback(_end_of(entry))
+        work.get_future().add_done_callback(_ledger_callback(entry))
 
     def resolve(deadline_seconds: float | None, exposed: bool) -> Any:
         limit = net.deadline_seconds if deadline_seconds is None else deadline_seconds
@@ -122,7 +122,7 @@ def launched(
             work.wait(timedelta(seconds=limit))
         except RuntimeError as error:
             late = time.perf_counter() - began >= limit
-            raise failure(op, group, net, error, limit, late=late) from error
+            raise collective_error(op, group, net, error, limit, late=late) from error
         finally:
             if entry is not None and exposed:
                 entry.exposed_seconds += time.perf_counter() - began
@@ -131,8 +131,8 @@ def launched(
     return Handle(resolve, lambda: bool(work.is_completed()))
 
 
-def failure(
-    op: str, group: Group, net: Net, error: Exception, limit_seconds: float, *, late: bool = False
+def collective_error(
+    op: str, group: RankGroup, net: Net, error: Exception, limit_seconds: float, *, late: bool = False
 ) -> CommunicationError:
     """What to raise when a collective failed: a deadline, or a peer that is gone.
 
@@ -153,7 +153,7 @@ def failure(
     )
 
 
-def _end_of(entry: Entry) -> Callable[[Any], None]:
+def _ledger_callback(entry: LedgerEntry) -> Callable[[Any], None]:
     """A callback that ends a call in the ledger.
 
     It runs on a thread of the backend and must not hold the process group: the last reference dropped

@@ -1,7 +1,7 @@
 """The byte ledger: every collective by operation and group, with its calls, bytes and seconds.
 
 Invariant: nothing reaches a wire without a row here, and the bytes of a row are those of the closed form
-(`paceline.comm.cost`) for the payload that was really passed.
+(`paceline.comm.collective_cost`) for the payload that was really passed.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from paceline.comm.cost import cost
+from paceline.comm.collective_cost import native_cost
 from paceline.errors import CommunicationError
 
 
 @dataclass
-class Entry:
+class LedgerEntry:
     """Totals of one operation on one group since the ledger was opened.
 
     Args:
@@ -37,9 +37,9 @@ class Entry:
         self._lock = threading.Lock()  # calls end on a thread of the backend
         self._under_way = 0
         self._busy_since = 0.0
-        self._whole: Entry | None = None
+        self._whole: LedgerEntry | None = None
 
-    def part_of(self, whole: Entry) -> Entry:
+    def nested_in(self, whole: LedgerEntry) -> LedgerEntry:
         """Let another entry know of what is under way here; returns this one."""
         self._whole = whole
         return self
@@ -70,29 +70,29 @@ class Entry:
         return max(0.0, 1.0 - self.exposed_seconds / self.busy_seconds)
 
 
-_COLUMNS = tuple(item.name for item in fields(Entry))
+_ENTRY_FIELDS = tuple(item.name for item in fields(LedgerEntry))
 
 
 class ByteLedger:
     """Counts of this rank."""
 
     def __init__(self) -> None:
-        self._entries: dict[tuple[str, str], Entry] = {}
-        self._any = Entry()
+        self._entries: dict[tuple[str, str], LedgerEntry] = {}
+        self._any = LedgerEntry()
         self._forms: dict[tuple[str, str], float] = {}
 
     def expect(self, op: str, group_name: str, num_bytes: float) -> None:
         """What the closed form of a route says will be counted; known before anything is sent."""
         self._forms[op, group_name] = self._forms.get((op, group_name), 0.0) + num_bytes
 
-    def require_forms(self) -> None:
+    def require_expected_bytes(self) -> None:
         """Hold what was counted against what was expected; nothing may be under way.
 
         Raises:
             CommunicationError: they differ; names operation, group and both numbers.
         """
         for (op, group_name), form in self._forms.items():
-            entry = self._entries.get((op, group_name), Entry())
+            entry = self._entries.get((op, group_name), LedgerEntry())
             if entry.sent_bytes != form:
                 raise CommunicationError(
                     f"{op} over group '{group_name}' has sent {entry.sent_bytes:.0f} bytes, and the closed"
@@ -100,18 +100,18 @@ class ByteLedger:
                     next_step="the route sends something else than it states: mend the one or the other",
                 )
 
-    def launched(self, op: str, group_name: str, num_bytes: int, world: int) -> Entry:
+    def launched(self, op: str, group_name: str, num_bytes: int, world: int) -> LedgerEntry:
         """Count one call and return its row, for the handle to add seconds to."""
         entry = self._entries.get((op, group_name))
         if entry is None:
-            entry = self._entries[op, group_name] = Entry().part_of(self._any)
+            entry = self._entries[op, group_name] = LedgerEntry().nested_in(self._any)
         entry.calls += 1
         entry.payload_bytes += num_bytes
-        entry.sent_bytes += cost(op, num_bytes, world).sent_bytes
+        entry.sent_bytes += native_cost(op, num_bytes, world).sent_bytes
         return entry
 
     @property
-    def rows(self) -> Mapping[tuple[str, str], Entry]:
+    def rows(self) -> Mapping[tuple[str, str], LedgerEntry]:
         """Rows by (operation, group name)."""
         return self._entries
 
@@ -133,7 +133,7 @@ class ByteLedger:
             sent += entry.sent_bytes
         return self._any.busy_seconds, exposed, sent
 
-    def total(self) -> Entry:
+    def total(self) -> LedgerEntry:
         """The sum of all rows."""
         rows = self._entries.values()
-        return Entry(*(sum(getattr(entry, name) for entry in rows) for name in _COLUMNS))
+        return LedgerEntry(*(sum(getattr(entry, name) for entry in rows) for name in _ENTRY_FIELDS))

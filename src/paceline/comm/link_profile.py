@@ -1,7 +1,7 @@
 """The link profile: what latency and bandwidth were measured between ranks, as a file that later work reads.
 
 A line says that an operation takes alpha for each round and beta for each byte that a rank sends, so
-`Line.seconds(cost)` of a `Cost` of the closed forms is a prediction. Invariant: a profile that was read is
+`LinkModel.seconds(cost)` of a `CollectiveCost` of the closed forms is a prediction. Invariant: a profile that was read is
 equal to the one that was written; a file of another format is refused. The file is JSON:
 
     {"format": 2, "world": 4, "hosts": [name of the host of each rank],
@@ -19,14 +19,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.comm.cost import Cost
+from paceline.comm.collective_cost import CollectiveCost
 from paceline.errors import DataError
 
-_FORMAT = 2
+_FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True)
-class Point:
+class LinkSample:
     """One measured size: bytes that a rank sends, rounds, and the median of the seconds."""
 
     sent_bytes: float
@@ -35,7 +35,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Line:
+class LinkModel:
     """A fitted link: seconds = rounds * alpha + sent bytes * beta.
 
     Args:
@@ -48,25 +48,25 @@ class Line:
     alpha_seconds: float
     beta_seconds_per_byte: float
     residual: float
-    points: tuple[Point, ...]
+    points: tuple[LinkSample, ...]
 
     @property
     def bits_per_second(self) -> float:
         """The bandwidth; infinite if no size was large enough to show one."""
         return 8 / self.beta_seconds_per_byte if self.beta_seconds_per_byte > 0 else float("inf")
 
-    def seconds(self, cost: Cost) -> float:
+    def seconds(self, cost: CollectiveCost) -> float:
         """What an operation of this cost takes on this link."""
         return cost.rounds * self.alpha_seconds + cost.sent_bytes * self.beta_seconds_per_byte
 
 
 @dataclass(frozen=True)
-class Pair:
+class RankPair:
     """The link from one rank to another."""
 
     source: int
     target: int
-    line: Line
+    line: LinkModel
 
 
 @dataclass(frozen=True)
@@ -81,15 +81,22 @@ class LinkProfile:
     """
 
     hosts: tuple[str, ...]
-    pairs: tuple[Pair, ...]
-    all_reduce: Line
-    routes: Mapping[str, Line] = field(default_factory=dict)
+    pairs: tuple[RankPair, ...]
+    all_reduce: LinkModel
+    routes: Mapping[str, LinkModel] = field(default_factory=dict)
 
     def record(self) -> dict[str, object]:
         """As plain values, the content of the file."""
-        found: dict[str, object] = {"format": _FORMAT, "world": len(self.hosts), "hosts": list(self.hosts)}
-        found |= {"pairs": [_pair(pair) for pair in self.pairs], "all_reduce": _line(self.all_reduce)}
-        return found | {"routes": {route: _line(line) for route, line in self.routes.items()}}
+        found: dict[str, object] = {
+            "format": _FORMAT_VERSION,
+            "world": len(self.hosts),
+            "hosts": list(self.hosts),
+        }
+        found |= {
+            "pairs": [_pair_record(pair) for pair in self.pairs],
+            "all_reduce": _model_record(self.all_reduce),
+        }
+        return found | {"routes": {route: _model_record(line) for route, line in self.routes.items()}}
 
     def save(self, path: Path) -> None:
         """Write the file, all or nothing."""
@@ -120,28 +127,28 @@ class LinkProfile:
         Raises:
             ValueError, KeyError, TypeError: it is none.
         """
-        if found["format"] != _FORMAT:
-            raise ValueError(f"format {found['format']}, expected {_FORMAT}")
-        pairs = tuple(Pair(p["source"], p["target"], _read(p["line"])) for p in found["pairs"])
-        routes = {route: _read(line) for route, line in found["routes"].items()}
-        return cls(tuple(found["hosts"]), pairs, _read(found["all_reduce"]), routes)
+        if found["format"] != _FORMAT_VERSION:
+            raise ValueError(f"format {found['format']}, expected {_FORMAT_VERSION}")
+        pairs = tuple(RankPair(p["source"], p["target"], _parse_model(p["line"])) for p in found["pairs"])
+        routes = {route: _parse_model(line) for route, line in found["routes"].items()}
+        return cls(tuple(found["hosts"]), pairs, _parse_model(found["all_reduce"]), routes)
 
 
-def _pair(pair: Pair) -> dict[str, object]:
-    return {"source": pair.source, "target": pair.target, "line": _line(pair.line)}
+def _pair_record(pair: RankPair) -> dict[str, object]:
+    return {"source": pair.source, "target": pair.target, "line": _model_record(pair.line)}
 
 
-def _line(line: Line) -> dict[str, object]:
+def _model_record(line: LinkModel) -> dict[str, object]:
     points = [[p.sent_bytes, p.rounds, p.seconds] for p in line.points]
     return {**asdict(line), "points": points}
 
 
-def _read(found: dict[str, Any]) -> Line:
+def _parse_model(found: dict[str, Any]) -> LinkModel:
     rest = {name: value for name, value in found.items() if name != "points"}
-    return Line(**rest, points=tuple(Point(*point) for point in found["points"]))
+    return LinkModel(**rest, points=tuple(LinkSample(*point) for point in found["points"]))
 
 
-def fit_line(points: Sequence[Point]) -> Line:
+def fit_link_model(points: Sequence[LinkSample]) -> LinkModel:
     """The alpha and beta with the least sum of squared relative errors; both at least 0.
 
     Source: Hockney 1994, The communication challenge for MPP, Parallel Computing 20 (the model); the errors
@@ -161,4 +168,4 @@ def fit_line(points: Sequence[Point]) -> Line:
     elif beta < 0:
         alpha, beta = r1 / rr, 0.0
     errors = [x * alpha + y * beta - 1 for x, y in zip(rounds, sent, strict=True)]
-    return Line(alpha, beta, (sum(e * e for e in errors) / len(errors)) ** 0.5, tuple(points))
+    return LinkModel(alpha, beta, (sum(e * e for e in errors) / len(errors)) ** 0.5, tuple(points))

@@ -1,4 +1,12 @@
-"""The net: this rank's end of every wire. Each collective is counted, has a deadline, and fails by name.
+"""What can be done with the tensors of several ranks: here, and by the backend.
+
+Rows that ranks send each other by Gloo, in both directions of a link at once.
+
+Gloo sends to a peer that has said that it receives. Its own all-to-all sends first: where a peer was earlier,
+all that it is sent goes before the word that this rank receives. So one direction waits for the other, and
+two ranks take twice as long as the link would. Here a rank says first what it receives.
+
+The net: this rank's end of every wire. Each collective is counted, has a deadline, and fails by name.
 
 Invariant: a collective on a group of one rank is a copy and costs nothing, so callers need no special
 case for one process. What goes through here is native (NCCL or Gloo); it does *not* decide who reduces what.
@@ -6,7 +14,9 @@ case for one process. What goes through here is native (NCCL or Gloo); it does *
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from math import prod
 from typing import Any
 
@@ -14,14 +24,117 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.handle import Handle, failure, launched
-from paceline.comm.ledger import ByteLedger, Entry
-from paceline.comm.operations import REDUCE, by_backend
-from paceline.comm.rows import exchange, gather
+from paceline.comm.handle import Handle, collective_error, handle_of_work
+from paceline.comm.ledger import ByteLedger, LedgerEntry
 from paceline.errors import CommunicationError
-from paceline.mesh import Group
+from paceline.job.mesh import RankGroup
 
-_WIDENED = {torch.bool: torch.uint8, torch.int16: torch.int32}
+LOCAL_REDUCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda parts: parts.sum(0, dtype=parts.dtype),
+    "max": lambda parts: parts.amax(0),
+    "min": lambda parts: parts.amin(0),
+    "product": lambda parts: parts.prod(0, dtype=parts.dtype),
+}
+"""Of tensors that are here, along the first dimension."""
+
+_BACKEND_REDUCE_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+}
+
+
+def backend_reduce_op(reduction: str, x: Tensor) -> Any:
+    """What the backend is asked for.
+
+    Raises:
+        CommunicationError: complex numbers travel as pairs of real ones, of which only sums are right.
+    """
+    if x.is_complex() and reduction != "sum":
+        raise CommunicationError(
+            f"a {reduction} of complex numbers over ranks is not known",
+            next_step="gather them, or reduce their absolute values",
+        )
+    return _BACKEND_REDUCE_OPS[reduction]
+
+
+_EXCHANGE_TAG = (1 << 31) - 1  # no route counts as far; tags of exchanges are those below it
+
+
+class RowExchange:
+    """What is under way, as the backend's own calls are; its end is seen where somebody waits for it."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+        self._told: list[Callable[[Any], None]] = []
+
+    def wait(self, timeout: timedelta) -> None:
+        """Block until all rows are here and those of this rank are on their way.
+
+        Raises:
+            RuntimeError: it took longer, or a peer is gone.
+        """
+        end = time.monotonic() + timeout.total_seconds()
+        try:
+            while self._works:
+                left = timedelta(seconds=max(0.001, end - time.monotonic()))
+                self._works.pop().wait(left)
+        finally:
+            for tell in self._told:
+                tell(self)
+
+    def get_future(self) -> RowExchange:
+        """Itself, as an end that can be waited for."""
+        return self
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        """Tell somebody of the end."""
+        self._told.append(callback)
+
+    def is_completed(self) -> bool:
+        """Whether somebody has waited; Gloo does not say before."""
+        return not self._works
+
+
+def start_row_exchange(process_group: Any, rank: int, x: Tensor, out: Tensor, tag: int = 0) -> Any:
+    """Send row i of `x` [P, ...] to rank i, and fill row i of `out` with what that sent here.
+
+    `tag`: of those that peers may launch in different orders; a backend without tags takes them as they come.
+    """
+    if x.device.type != "cpu":
+        return process_group.alltoall_base(out, x, [], [])
+    out[rank].copy_(x[rank])
+    if out.numel() == 0:
+        return RowExchange([])
+    size = len(x)
+    others = [(rank + step) % size for step in range(1, size)]
+    works = [process_group.recv([out[source]], source, _EXCHANGE_TAG - tag) for source in reversed(others)]
+    return RowExchange([*works, *(process_group.send([x[to]], to, _EXCHANGE_TAG - tag) for to in others)])
+
+
+def start_exchange_with_others(process_group: Any, rank: int, x: Tensor, out: Tensor) -> RowExchange:
+    """As `start_row_exchange` on the processor, without the own row: `out` has those of the others, in their order."""
+    size = len(x)
+    others = [(rank + step) % size for step in range(1, size)]
+    places = [out[other - (other > rank)] for other in others]
+    pairs = reversed([*zip(others, places, strict=True)])
+    works = [process_group.recv([place], source, _EXCHANGE_TAG) for source, place in pairs]
+    return RowExchange([*works, *(process_group.send([x[to]], to, _EXCHANGE_TAG) for to in others)])
+
+
+def start_row_gather(process_group: Any, rank: int, x: Tensor, out: Tensor) -> Any:
+    """Fill row i of `out` [P, ...] with what rank i has in `x`.
+
+    Three ranks and more hand rows on around Gloo's ring: each receives from one and sends to another there,
+    and a slow link between racks is crossed by every row once.
+    """
+    if len(out) != 2 or x.device.type != "cpu":
+        return process_group._allgather_base(out.view(-1), x.view(-1))
+    return start_row_exchange(process_group, rank, x.unsqueeze(0).expand(out.shape), out)
+
+
+_WIDER_DTYPES = {torch.bool: torch.uint8, torch.int16: torch.int32}
 """Types that Gloo does not carry, and the ones that carry them exactly."""
 
 
@@ -41,25 +154,25 @@ class Net:
 
     # -- every rank ends with something -----------------------------------------------------------------
 
-    def all_reduce(self, x: Tensor, group: Group, reduction: str = "sum") -> Handle:
+    def all_reduce(self, x: Tensor, group: RankGroup, reduction: str = "sum") -> Handle:
         """Reduce over the group, in place; the handle returns `x`.
 
         Exactness: equal bits on every rank; the order of the sum is the backend's.
         Wire: 2 (P-1)/P n bytes, 2 (P-1) rounds (ring).
         """
-        op = by_backend(reduction, x)
+        op = backend_reduce_op(reduction, x)
         return self._in_place("all_reduce", x, group, lambda t, pg: pg.allreduce([t], op))
 
-    def broadcast(self, x: Tensor, group: Group, source: int = 0) -> Handle:
+    def broadcast(self, x: Tensor, group: RankGroup, source: int = 0) -> Handle:
         """Copy `x` of the group's rank `source` to all, in place; the handle returns `x`."""
         return self._in_place("broadcast", x, group, lambda t, pg: pg.broadcast(t, source))
 
-    def reduce(self, x: Tensor, group: Group, destination: int = 0, reduction: str = "sum") -> Handle:
+    def reduce(self, x: Tensor, group: RankGroup, destination: int = 0, reduction: str = "sum") -> Handle:
         """Reduce to one rank, in place; on other ranks the content of `x` is undefined afterwards."""
-        op = by_backend(reduction, x)
+        op = backend_reduce_op(reduction, x)
         return self._in_place("reduce", x, group, lambda t, pg: pg.reduce(t, destination, op))
 
-    def all_gather(self, x: Tensor, group: Group, *, equal: bool = False) -> Handle:
+    def all_gather(self, x: Tensor, group: RankGroup, *, equal: bool = False) -> Handle:
         """The handle returns a list of every rank's tensor; shapes may differ in the first dimension.
 
         Wire: (P-1) times the largest tensor; unless shapes are `equal`, one more small all_gather.
@@ -67,27 +180,29 @@ class Net:
         if group.handle is None:
             return Handle.ready([x.clone()])
         lengths = [len(x)] * group.size if equal else self._lengths(x, group)
-        padded = _padded(x, max(lengths))
+        padded = _pad_rows(x, max(lengths))
         out = padded.new_empty((group.size, *padded.shape))
         shape = x.shape[1:] if x.dim() else ()
 
         def unpack(out: Tensor) -> list[Tensor]:
-            parts = [out[i][: lengths[i] * _row(x)].to(x.dtype) for i in range(group.size)]
+            parts = [out[i][: lengths[i] * _row_numel(x)].to(x.dtype) for i in range(group.size)]
             if x.dim() == 0:
                 return [part.reshape(()) for part in parts]
             return [part.reshape(n, *shape) for part, n in zip(parts, lengths, strict=True)]
 
         return self.gather_rows(padded, out, group).then(unpack)
 
-    def gather_rows(self, x: Tensor, out: Tensor, group: Group) -> Handle:
+    def gather_rows(self, x: Tensor, out: Tensor, group: RankGroup) -> Handle:
         """Fill row i of `out` [P, ...] with `x` of rank i, which may be that row; else as `exchange_rows`."""
         if group.handle is None:
             return Handle.ready(out.copy_(x.unsqueeze(0)))
         entry = self._launch("all_gather", x, group)
-        work = self._call("all_gather", group, lambda pg: gather(pg, group.rank, _real(x), _real(out)))
-        return launched("all_gather", group, self, work, entry, lambda: out)
+        work = self._call(
+            "all_gather", group, lambda pg: start_row_gather(pg, group.rank, _as_real(x), _as_real(out))
+        )
+        return handle_of_work("all_gather", group, self, work, entry, lambda: out)
 
-    def reduce_scatter(self, x: Tensor, group: Group, reduction: str = "sum") -> Handle:
+    def reduce_scatter(self, x: Tensor, group: RankGroup, reduction: str = "sum") -> Handle:
         """Reduce, and keep part `group.rank`; the first dimension must be a multiple of the group's size.
 
         Parts are exchanged and reduced here, in the order of the ranks: Gloo's own reduce_scatter moves
@@ -102,26 +217,28 @@ class Net:
             )
         if group.handle is None:
             return Handle.ready(x.clone())
-        source = _carried(x)
+        source = _as_backend_dtype(x)
         entry = self._launch("reduce_scatter", source, group)
         parts = torch.empty_like(source).view(group.size, x.shape[0] // group.size, *x.shape[1:])
         rows = source.view(parts.shape)
         work = self._call(
-            "reduce_scatter", group, lambda pg: exchange(pg, group.rank, _real(rows), _real(parts))
+            "reduce_scatter",
+            group,
+            lambda pg: start_row_exchange(pg, group.rank, _as_real(rows), _as_real(parts)),
         )
-        return launched(
-            "reduce_scatter", group, self, work, entry, lambda: REDUCE[reduction](parts).to(x.dtype)
+        return handle_of_work(
+            "reduce_scatter", group, self, work, entry, lambda: LOCAL_REDUCTIONS[reduction](parts).to(x.dtype)
         )
 
-    def all_to_all(self, parts: Sequence[Tensor], group: Group) -> Handle:
+    def all_to_all(self, parts: Sequence[Tensor], group: RankGroup) -> Handle:
         """Send `parts[i]` to rank i; the handle returns what each rank sent here. All parts are alike."""
         if group.handle is None:
             return Handle.ready([part.clone() for part in parts])
-        source, kind = _carried(torch.stack(list(parts))), parts[0].dtype  # the parts may go
+        source, kind = _as_backend_dtype(torch.stack(list(parts))), parts[0].dtype  # the parts may go
         arriving = self.exchange_rows(source, torch.empty_like(source), group)
         return arriving.then(lambda out: list(out.to(kind)))
 
-    def exchange_rows(self, x: Tensor, out: Tensor, group: Group, tag: int = 0) -> Handle:
+    def exchange_rows(self, x: Tensor, out: Tensor, group: RankGroup, tag: int = 0) -> Handle:
         """Send row i of `x` [P, ...] to rank i; the handle returns `out`, what each rank sent here.
 
         Both are contiguous, of a type that the backend carries. Wire: (P-1)/P n bytes, 1 round.
@@ -132,118 +249,128 @@ class Net:
         if group.handle is None:
             return Handle.ready(out.copy_(x))
         entry = self._launch("all_to_all", x, group)
-        work = self._call("all_to_all", group, lambda pg: exchange(pg, group.rank, _real(x), _real(out), tag))
-        return launched("all_to_all", group, self, work, entry, lambda: out)
+        work = self._call(
+            "all_to_all",
+            group,
+            lambda pg: start_row_exchange(pg, group.rank, _as_real(x), _as_real(out), tag),
+        )
+        return handle_of_work("all_to_all", group, self, work, entry, lambda: out)
 
     # -- one rank has, or gets, all ---------------------------------------------------------------------
 
-    def gather(self, x: Tensor, group: Group, destination: int = 0) -> Handle:
+    def gather(self, x: Tensor, group: RankGroup, destination: int = 0) -> Handle:
         """The handle returns a list of every rank's tensor on `destination`, an empty list elsewhere."""
         if group.handle is None:
             return Handle.ready([x.clone()])
-        source = _carried(x)
+        source = _as_backend_dtype(x)
         out = [torch.empty_like(source) for _ in group.ranks] if group.rank == destination else []
         entry = self._launch("gather", source, group, times=group.size)
         work = self._call(
             "gather",
             group,
-            lambda pg: pg.gather([out] if out else [], [source], _rooted(dist.GatherOptions(), destination)),
+            lambda pg: pg.gather(
+                [out] if out else [], [source], _with_root(dist.GatherOptions(), destination)
+            ),
         )
-        return launched("gather", group, self, work, entry, lambda: [part.to(x.dtype) for part in out])
+        return handle_of_work("gather", group, self, work, entry, lambda: [part.to(x.dtype) for part in out])
 
-    def scatter(self, parts: Sequence[Tensor] | None, like: Tensor, group: Group, source: int = 0) -> Handle:
+    def scatter(
+        self, parts: Sequence[Tensor] | None, like: Tensor, group: RankGroup, source: int = 0
+    ) -> Handle:
         """Give `parts[i]` of rank `source` to rank i; `like` tells the others shape and type."""
         if group.handle is None:
             return Handle.ready((parts or [like])[0].clone())
-        out = torch.empty_like(_carried(like))
-        sent = [_carried(part) for part in parts] if parts is not None and group.rank == source else []
+        out = torch.empty_like(_as_backend_dtype(like))
+        sent = (
+            [_as_backend_dtype(part) for part in parts] if parts is not None and group.rank == source else []
+        )
         entry = self._launch("scatter", out, group, times=group.size)
         work = self._call(
             "scatter",
             group,
-            lambda pg: pg.scatter([out], [sent] if sent else [], _rooted(dist.ScatterOptions(), source)),
+            lambda pg: pg.scatter([out], [sent] if sent else [], _with_root(dist.ScatterOptions(), source)),
         )
-        return launched("scatter", group, self, work, entry, lambda: out.to(like.dtype))
+        return handle_of_work("scatter", group, self, work, entry, lambda: out.to(like.dtype))
 
     # -- one rank to another ----------------------------------------------------------------------------
 
-    def send(self, x: Tensor, group: Group, to: int, tag: int = 0) -> Handle:
+    def send(self, x: Tensor, group: RankGroup, to: int, tag: int = 0) -> Handle:
         """Send a contiguous tensor to the group's rank `to`; do not change it before `wait`."""
         self._launch("send", x, group)
-        work = self._call("send", group, lambda pg: pg.send([_real(_carried(x))], to, tag))
+        work = self._call("send", group, lambda pg: pg.send([_as_real(_as_backend_dtype(x))], to, tag))
         there = f"send to rank {group.ranks[to]}"
-        return launched(there, group, self, work, None, lambda: x)  # Gloo does not tell when it ends
+        return handle_of_work(there, group, self, work, None, lambda: x)  # Gloo does not tell when it ends
 
-    def receive(self, x: Tensor, group: Group, source: int, tag: int = 0) -> Handle:
+    def receive(self, x: Tensor, group: RankGroup, source: int, tag: int = 0) -> Handle:
         """Receive into a contiguous tensor from the group's rank `source`; the handle returns it."""
-        work = self._call("receive", group, lambda pg: pg.recv([_real(x)], source, tag))
-        return launched(f"receive from rank {group.ranks[source]}", group, self, work, None, lambda: x)
+        work = self._call("receive", group, lambda pg: pg.recv([_as_real(x)], source, tag))
+        return handle_of_work(f"receive from rank {group.ranks[source]}", group, self, work, None, lambda: x)
 
-    def barrier(self, group: Group) -> None:
+    def barrier(self, group: RankGroup) -> None:
         """Wait until all ranks of the group are here."""
-        flag = torch.zeros(1, dtype=torch.uint8, device=device_of(group))
+        flag = torch.zeros(1, dtype=torch.uint8, device=group_device(group))
         self._in_place("barrier", flag, group, lambda t, pg: pg.allreduce([t])).wait()
 
     # -- the few lines around the backend ---------------------------------------------------------------
 
-    def _in_place(self, op: str, x: Tensor, group: Group, call: Callable[[Tensor, Any], Any]) -> Handle:
+    def _in_place(self, op: str, x: Tensor, group: RankGroup, call: Callable[[Tensor, Any], Any]) -> Handle:
         if group.handle is None or (x.numel() == 0):
             return Handle.ready(x)
-        carried = _carried(x)
+        carried = _as_backend_dtype(x)
         entry = self._launch(op, carried, group)
-        work = self._call(op, group, lambda pg: call(_real(carried), pg))
+        work = self._call(op, group, lambda pg: call(_as_real(carried), pg))
 
         def copy_back() -> Tensor:
             return x if carried is x else x.copy_(carried)
 
-        return launched(op, group, self, work, entry, copy_back)
+        return handle_of_work(op, group, self, work, entry, copy_back)
 
-    def _call(self, op: str, group: Group, call: Callable[[Any], Any]) -> Any:
+    def _call(self, op: str, group: RankGroup, call: Callable[[Any], Any]) -> Any:
         try:
             return call(group.handle)
         except RuntimeError as error:
-            raise failure(op, group, self, error, self.deadline_seconds) from error
+            raise collective_error(op, group, self, error, self.deadline_seconds) from error
 
-    def _launch(self, op: str, x: Tensor, group: Group, times: int = 1) -> Entry:
+    def _launch(self, op: str, x: Tensor, group: RankGroup, times: int = 1) -> LedgerEntry:
         return self.ledger.launched(op, group.name, times * x.numel() * x.element_size(), group.size)
 
-    def _lengths(self, x: Tensor, group: Group) -> list[int]:
+    def _lengths(self, x: Tensor, group: RankGroup) -> list[int]:
         mine = torch.tensor([x.shape[0] if x.dim() else 1], device=x.device)
         out = mine.new_empty(group.size)
         self._launch("all_gather", mine, group)
         work = self._call("all_gather", group, lambda pg: pg._allgather_base(out, mine))
-        launched("all_gather", group, self, work, None, lambda: out).wait()
+        handle_of_work("all_gather", group, self, work, None, lambda: out).wait()
         return [int(n) for n in out]
 
 
-def _carried(x: Tensor) -> Tensor:
+def _as_backend_dtype(x: Tensor) -> Tensor:
     """The same values in a contiguous tensor of a type that the backend carries; `x` itself if it is one."""
-    wide = _WIDENED.get(x.dtype)
+    wide = _WIDER_DTYPES.get(x.dtype)
     return (x if wide is None else x.to(wide)).contiguous()
 
 
-def _row(x: Tensor) -> int:
+def _row_numel(x: Tensor) -> int:
     """Number of elements per entry of the first dimension."""
     return prod(x.shape[1:])
 
 
-def _real(x: Tensor) -> Tensor:
+def _as_real(x: Tensor) -> Tensor:
     """Complex values as pairs of real ones, in the same memory: Gloo knows no complex types."""
     return torch.view_as_real(x) if x.is_complex() else x
 
 
-def _padded(x: Tensor, length: int) -> Tensor:
-    flat = _carried(x).reshape(-1)
-    out = flat.new_zeros(max(1, length * _row(x)))
+def _pad_rows(x: Tensor, length: int) -> Tensor:
+    flat = _as_backend_dtype(x).reshape(-1)
+    out = flat.new_zeros(max(1, length * _row_numel(x)))
     out[: flat.numel()] = flat
     return out
 
 
-def _rooted(options: Any, root: int) -> Any:
+def _with_root(options: Any, root: int) -> Any:
     options.rootRank = root
     return options
 
 
-def device_of(group: Group) -> torch.device:
+def group_device(group: RankGroup) -> torch.device:
     """Where tensors lie that the group's ranks exchange: the processor, or this process's GPU."""
     return torch.device("cpu") if group.groups is None else group.groups.device

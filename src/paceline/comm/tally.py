@@ -4,24 +4,29 @@ It carries the sum and count of the loss, metrics, which parameters had a gradie
 the buffers, and whether any rank was asked to stop. Sums of counts are exact in float64 up to 2**53.
 
 Invariant: after `agree`, every rank holds the same tally, so every decision taken from it is the same.
+
+The tally whose sums do not depend on who ran which shard: every shard has a row of its own.
+
+Ranks fill in the rows of their shards, and the other rows are zeros, so that nothing is rounded on the
+way; then everyone adds the rows in the order of the shards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from paceline.comm.handle import Handle
 from paceline.comm.net import Net
-from paceline.mesh import Group
-from paceline.slot import Slot
+from paceline.job.mesh import RankGroup
+from paceline.state.slot import TensorSlot
 
 
 @dataclass(frozen=True)
-class Tally:
+class StepTally:
     """Sums over micro-batches, of one rank before the agreement and of all ranks after it.
 
     Args:
@@ -42,29 +47,29 @@ class Tally:
     used: Sequence[float]
     buffers: Tensor
 
-    def used_names(self, slots: Sequence[Slot]) -> set[str]:
+    def used_names(self, slots: Sequence[TensorSlot]) -> set[str]:
         """Names of the parameters that any rank has a gradient of."""
         return {slot.name for slot, ranks in zip(slots, self.used, strict=True) if ranks > 0}
 
-    def agree(self, net: Net, group: Group, device: torch.device) -> AgreedTally:
+    def agree(self, net: Net, group: RankGroup, device: torch.device) -> PendingTally:
         """Launch the sum over the group; `.wait()` returns the sum. Alone there is nothing to agree on."""
         if group.size == 1 and device.type == "cpu":
-            return AgreedTally(self, None)
+            return PendingTally(self, None)
         head = [self.micro_batches, self.total, self.count, self.stops, *self.metrics.values(), *self.used]
         packed = torch.tensor(head, dtype=torch.float64)
         if self.buffers.numel():
             packed = torch.cat([packed, self.buffers.cpu()])
-        return AgreedTally(self, net.all_reduce(packed.to(device), group))
+        return PendingTally(self, net.all_reduce(packed.to(device), group))
 
 
 @dataclass(frozen=True)
-class AgreedTally:
+class PendingTally:
     """A tally under way; without a handle it is this rank's own."""
 
-    mine: Tally
+    mine: StepTally
     handle: Handle | None
 
-    def wait(self) -> Tally:
+    def wait(self) -> StepTally:
         """The sum over all ranks."""
         if self.handle is None:
             return self.mine
@@ -72,7 +77,7 @@ class AgreedTally:
         names = list(self.mine.metrics)
         num_head = 4 + len(names) + len(self.mine.used)
         head = packed[:num_head].tolist()
-        return Tally(
+        return StepTally(
             micro_batches=head[0],
             total=head[1],
             count=head[2],
@@ -86,3 +91,79 @@ class AgreedTally:
 def tally_bytes(num_metrics: int, num_parameters: int, num_buffer_values: int) -> int:
     """Payload of one tally, in bytes: the closed form that the ledger must show."""
     return 8 * (4 + num_metrics + num_parameters + num_buffer_values)
+
+
+@dataclass(frozen=True)
+class ShardTally:
+    """One rank's shards, before the agreement.
+
+    Args:
+        head: of this rank; its sums of loss, count, metrics and buffers are not used.
+        num_shards: of the step, over all ranks.
+        shards: of this rank, one for each row of what follows.
+        sums: loss, count and metrics, float64 [micro-batches, 2 + num_metrics]; no row on ranks that see no
+            loss.
+        changes: of the buffers, by micro-batch, float64 [num_values] each.
+    Wire: 8 (micro-batches, stops, one for each parameter, and for each shard 2 + num_metrics + num_values)
+    bytes.
+    """
+
+    head: StepTally
+    num_shards: int
+    shards: Sequence[int]
+    sums: Tensor
+    changes: Sequence[Tensor]
+
+    def agree(self, net: Net, group: RankGroup, device: torch.device) -> PendingShardTally:
+        """Launch the sum over the group; `.wait()` returns it."""
+        width = 2 + len(self.head.metrics)
+        rows = torch.zeros(self.num_shards, width + self.head.buffers.numel(), dtype=torch.float64)
+        for shard, sums in zip(self.shards, self.sums, strict=False):
+            rows[shard, :width] = sums
+        for shard, change in zip(self.shards, self.changes, strict=False):
+            rows[shard, width:] = change
+        numbers = torch.tensor(
+            [self.head.micro_batches, self.head.stops, *self.head.used], dtype=torch.float64
+        )
+        packed = torch.cat([numbers, rows.view(-1)]).to(device)
+        return PendingShardTally(self, net.all_reduce(packed, group))
+
+
+@dataclass(frozen=True)
+class PendingShardTally:
+    """A tally under way."""
+
+    mine: ShardTally
+    handle: Handle
+
+    def wait(self) -> StepTally:
+        """The sum over all shards."""
+        packed: Tensor = self.handle.wait().cpu()
+        head, names = self.mine.head, list(self.mine.head.metrics)
+        num_numbers = 2 + len(head.used)
+        numbers, rows = packed[:num_numbers].tolist(), packed[num_numbers:].view(self.mine.num_shards, -1)
+        total = sum_shard_rows(rows)
+        sums = total[: 2 + len(names)].tolist()
+        return replace(
+            head,
+            micro_batches=numbers[0],
+            stops=numbers[1],
+            used=numbers[2:],
+            total=sums[0],
+            count=sums[1],
+            metrics=dict(zip(names, sums[2:], strict=True)),
+            buffers=total[2 + len(names) :],
+        )
+
+
+def sum_shard_rows(rows: Tensor) -> Tensor:
+    """The sum of rows [shards, values], float64, in the order of the shards."""
+    total = torch.zeros_like(rows[0])
+    for row in rows:
+        total += row
+    return total
+
+
+def shard_tally_bytes(num_shards: int, num_metrics: int, num_parameters: int, num_buffer_values: int) -> int:
+    """Payload of one such tally, in bytes: the closed form that the ledger must show."""
+    return 8 * (2 + num_parameters + num_shards * (2 + num_metrics + num_buffer_values))

@@ -12,7 +12,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-_PROCESSOR = torch.device("cpu")
+_CPU = torch.device("cpu")
 
 
 class Workspace:
@@ -31,7 +31,7 @@ class Workspace:
         name: str,
         shape: Sequence[int],
         dtype: torch.dtype,
-        device: torch.device = _PROCESSOR,
+        device: torch.device = _CPU,
         *,
         room: int = 0,
     ) -> Tensor:

@@ -3,35 +3,41 @@
 `order` and `work` decide (pure), `loader` acts; `text` and `tokens` make a source of text.
 """
 
-from paceline.data.device import to_device
-from paceline.data.feed import Feed, Reader, Stream, longest_stretch
-from paceline.data.loader import Loader
-from paceline.data.order import Batches, Order, Permutation
-from paceline.data.produced import Produced
-from paceline.data.reader import seeded
-from paceline.data.samples import collate_samples
-from paceline.data.settled import build_order, in_memory, settled
-from paceline.data.work import LoadedBatch, LockstepWork, MicroBatch, Work, split
+from paceline.data.loader import GeneratedBatches, SampleLoader, collate_samples, to_device
+from paceline.data.sample_order import BatchOrder, KeyedOrder, KeyedPermutation
+from paceline.data.sample_reader import seeded_generators
+from paceline.data.task_data import build_order, prepare_data, read_held_out
+from paceline.data.work import (
+    BatchReader,
+    BatchStream,
+    LoadedBatch,
+    LockstepWork,
+    MicroBatch,
+    MicroBatchWork,
+    TrainingFeed,
+    max_steps_between_pauses,
+    split_evenly,
+)
 
 __all__ = [
-    "Batches",
-    "Feed",
+    "BatchOrder",
+    "BatchReader",
+    "BatchStream",
+    "GeneratedBatches",
+    "KeyedOrder",
+    "KeyedPermutation",
     "LoadedBatch",
-    "Loader",
     "LockstepWork",
     "MicroBatch",
-    "Order",
-    "Permutation",
-    "Produced",
-    "Reader",
-    "Stream",
-    "Work",
+    "MicroBatchWork",
+    "SampleLoader",
+    "TrainingFeed",
     "build_order",
     "collate_samples",
-    "in_memory",
-    "longest_stretch",
-    "seeded",
-    "settled",
-    "split",
+    "max_steps_between_pauses",
+    "prepare_data",
+    "read_held_out",
+    "seeded_generators",
+    "split_evenly",
     "to_device",
 ]

@@ -1,13 +1,22 @@
-"""Turns a stream of micro-batches into a stream of batches, on time and in the given order.
+"""Moves a batch to the device of the model, whatever containers it is made of.
+
+Samples to a batch without a loader: for a look at the data.
+
+Batches that somebody makes when they are asked for: an actor, a simulation, a generator.
+
+Invariant: nothing is made ahead of time, so what is made can follow the weights as they are at that moment.
+
+Turns a stream of micro-batches into a stream of batches, on time and in the given order.
 
 Invariant: the batches, their order and the random numbers drawn for them do not depend on the number of
 workers. Micro-batches are pulled lazily, never more than `prefetch * workers` ahead. No worker process is
-left after `Stream.close()`, after the last batch or after an error. Built on `torch.utils.data.DataLoader`;
+left after `LoaderStream.close()`, after the last batch or after an error. Built on `torch.utils.data.DataLoader`;
 which samples form a micro-batch is decided elsewhere (`order.py`, `work.py`).
 """
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
 import os
 import signal
@@ -15,35 +24,115 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from multiprocessing.connection import wait
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from paceline.data.cache import SampleCache
-from paceline.data.device import to_device
-from paceline.data.produced import ProducedStream
-from paceline.data.reader import Collate, MicroBatchReader, Reply, Request
+from paceline.data.sample_reader import CollateFunction, MicroBatchReader, ReadReply, ReadRequest, SampleCache
 from paceline.data.work import LoadedBatch, MicroBatch
 from paceline.errors import DataError
-from paceline.task import Source
+from paceline.task import SampleSource, Task
 
 if TYPE_CHECKING:
-    from paceline.recipe import LoaderRecipe
+    from paceline.recipe.recipe import LoaderRecipe
+
+_SEQUENCES = (list, tuple)
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Copy the tensors of a batch to `device`; what is already there, and what is no tensor, stays as it is.
+
+    To a GPU the copy does not wait: from pinned memory it overlaps with work that was queued before it.
+
+    Args:
+        batch: a tensor, or mappings, lists, tuples and named tuples of such, nested; also anything with its
+            own `to(device)` (a PackedSequence, a tokenizer's BatchEncoding).
+        device: where the model is.
+    """
+    if isinstance(batch, Tensor):
+        there = type(batch) is Tensor and batch.device == device
+        return batch if there else batch.to(device, non_blocking=device.type == "cuda")
+    if isinstance(batch, _SEQUENCES) and not hasattr(batch, "to"):
+        moved = [to_device(part, device) for part in batch]
+        return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
+    if isinstance(batch, Mapping) and not hasattr(batch, "to"):
+        return _move_mapping(batch, device)
+    move = getattr(batch, "to", None)
+    return move(device) if callable(move) else batch
+
+
+def _move_mapping(batch: Mapping[Any, Any], device: torch.device) -> Mapping[Any, Any]:
+    moved = {name: to_device(part, device) for name, part in batch.items()}
+    if type(batch) is dict or not isinstance(batch, MutableMapping):
+        return moved
+    clone = copy.copy(batch)  # a subclass may carry more than its items
+    clone.update(moved)
+    return clone
+
+
+def collate_samples(task: Task, samples: list[Any], device: torch.device) -> Any:
+    """A batch as the task's loss takes it."""
+    return to_device((task.collate or default_collate)(samples), device)
+
+
+class GeneratedBatches:
+    """Opens streams of batches that are made one by one.
+
+    Args:
+        make: the batch of a micro-batch, a function of it (its key, its version) and of the weights.
+        device: where batches go.
+    """
+
+    cache_hits = cache_lookups = 0
+
+    def __init__(self, make: Callable[[MicroBatch], Any], device: torch.device) -> None:
+        self._make, self._device = make, device
+
+    def open(self, micro_batches: Iterable[MicroBatch]) -> LazyBatchStream:
+        """See `BatchReader`."""
+        return LazyBatchStream(
+            LoadedBatch(micro_batch, to_device(self._make(micro_batch), self._device))
+            for micro_batch in micro_batches
+        )
+
+
+class LazyBatchStream(Iterator[LoadedBatch]):
+    """Makes the next batch when it is asked for."""
+
+    def __init__(self, batches: Iterator[LoadedBatch]) -> None:
+        self._batches: Iterator[LoadedBatch] = batches
+
+    def __next__(self) -> LoadedBatch:
+        return next(self._batches)
+
+    def __enter__(self) -> LazyBatchStream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """See `Stream`."""
+        self._batches = iter(())
+
 
 _PARENT_POLL_SECONDS = 0.5
-_LOOK_SECONDS = 1.0
+_WORKER_CHECK_SECONDS = 1.0
 """After so long a stream that waits looks whether its workers live."""
 _REAP_SECONDS = 0.5
-_LATE = "DataLoader timed out"  # as PyTorch says it
+_TIMEOUT_MESSAGE = "DataLoader timed out"  # as PyTorch says it
 
 
-class Loader:
+class SampleLoader:
     """Reads micro-batches of one source; opens streams, which own the worker processes.
 
     Args:
@@ -59,8 +148,8 @@ class Loader:
 
     def __init__(
         self,
-        source: Source,
-        collate: Collate | None,
+        source: SampleSource,
+        collate: CollateFunction | None,
         recipe: LoaderRecipe,
         device: torch.device,
         *,
@@ -76,14 +165,14 @@ class Loader:
         self.cache_hits = 0
         self.cache_lookups = 0
 
-    def open(self, micro_batches: Iterable[MicroBatch]) -> Stream | ProducedStream:
+    def open(self, micro_batches: Iterable[MicroBatch]) -> LoaderStream | LazyBatchStream:
         """Start reading, finitely or endlessly. Close the stream when done, or use it in a `with`."""
         cache = SampleCache(self._cache.capacity_bytes) if self.num_workers else self._cache
         reader = MicroBatchReader(self._source, self._collate, cache)
         if not self.num_workers and self._device.type != "cuda":
-            return ProducedStream(self._read_here(reader, micro_batches))
-        feed = _MicroBatchFeed(micro_batches)
-        return Stream(self, feed, self._data_loader(reader, feed))
+            return LazyBatchStream(self._read_here(reader, micro_batches))
+        feed = _RequestSampler(micro_batches)
+        return LoaderStream(self, feed, self._data_loader(reader, feed))
 
     def _read_here(
         self, reader: MicroBatchReader, micro_batches: Iterable[MicroBatch]
@@ -94,28 +183,28 @@ class Loader:
             self.cache_hits, self.cache_lookups = self._cache.hits, self._cache.lookups
             yield LoadedBatch(micro_batch, to_device(batch, self._device))
 
-    def _data_loader(self, reader: MicroBatchReader, feed: _MicroBatchFeed) -> DataLoader[Reply]:
+    def _data_loader(self, reader: MicroBatchReader, feed: _RequestSampler) -> DataLoader[ReadReply]:
         return DataLoader(
             reader,
             sampler=feed,
             batch_size=None,  # a reply already is a batch
-            collate_fn=_as_it_is,
+            collate_fn=_identity,
             num_workers=self.num_workers,
             prefetch_factor=self._prefetch if self.num_workers else None,
-            timeout=min(_LOOK_SECONDS, self.deadline_seconds) if self.num_workers else 0,
+            timeout=min(_WORKER_CHECK_SECONDS, self.deadline_seconds) if self.num_workers else 0,
             pin_memory=self._device.type == "cuda",
             worker_init_fn=_start_worker,
             multiprocessing_context=_start_method() if self.num_workers else None,
             generator=torch.Generator(),  # else DataLoader would draw from the global one
         )
 
-    def _deliver(self, micro_batch: MicroBatch, reply: Reply) -> LoadedBatch:
+    def _deliver(self, micro_batch: MicroBatch, reply: ReadReply) -> LoadedBatch:
         self.cache_hits += reply.hits
         self.cache_lookups += reply.lookups
         return LoadedBatch(micro_batch, to_device(reply.batch, self._device))
 
 
-class Stream(Iterator[LoadedBatch]):
+class LoaderStream(Iterator[LoadedBatch]):
     """The loaded micro-batches in the order of their micro-batches. Not for use by several threads at once.
 
     Raises, from `next`:
@@ -123,11 +212,11 @@ class Stream(Iterator[LoadedBatch]):
             came within the deadline. The stream is closed by then.
     """
 
-    def __init__(self, loader: Loader, feed: _MicroBatchFeed, batches: Iterable[Reply]) -> None:
+    def __init__(self, loader: SampleLoader, feed: _RequestSampler, batches: Iterable[ReadReply]) -> None:
         self._loader = loader
         self._feed = feed
-        with _signals_kept():
-            self._batches: Iterator[Reply] | None = iter(batches)  # starts the workers
+        with _keep_signal_handler():
+            self._batches: Iterator[ReadReply] | None = iter(batches)  # starts the workers
 
     def __next__(self) -> LoadedBatch:
         if self._batches is None:
@@ -135,7 +224,7 @@ class Stream(Iterator[LoadedBatch]):
         try:
             reply = self._wait(self._batches)
         except (RuntimeError, ConnectionError, EOFError) as error:  # DataLoader's: a worker died, or is late
-            failure = self._failure(_death_of_worker(self._batches) or str(error) or type(error).__name__)
+            failure = self._failure(_worker_death(self._batches) or str(error) or type(error).__name__)
             self.close()
             raise failure from error
         except BaseException:  # the end of the micro-batches (StopIteration), or an interrupt
@@ -149,7 +238,7 @@ class Stream(Iterator[LoadedBatch]):
             raise reply.failure
         return self._loader._deliver(micro_batch, reply)
 
-    def __enter__(self) -> Stream:
+    def __enter__(self) -> LoaderStream:
         return self
 
     def __exit__(
@@ -166,14 +255,14 @@ class Stream(Iterator[LoadedBatch]):
                 worker.kill()
                 worker.join()
 
-    def _wait(self, batches: Iterator[Reply]) -> Reply:
+    def _wait(self, batches: Iterator[ReadReply]) -> ReadReply:
         """The next reply; PyTorch's own limit only lets it look at its workers now and then."""
         expires = time.monotonic() + self._loader.deadline_seconds
         while True:
             try:
                 return next(batches)
             except RuntimeError as error:
-                if not str(error).startswith(_LATE):
+                if not str(error).startswith(_TIMEOUT_MESSAGE):
                     raise
                 if time.monotonic() >= expires:
                     raise RuntimeError(f"no batch in {self._loader.deadline_seconds:g} s") from None
@@ -188,21 +277,21 @@ class Stream(Iterator[LoadedBatch]):
         )
 
 
-class _MicroBatchFeed:
+class _RequestSampler:
     """Hands requests to the DataLoader and remembers, in order, the micro-batches they stand for."""
 
     def __init__(self, micro_batches: Iterable[MicroBatch]) -> None:
         self._micro_batches = micro_batches
         self.ahead: deque[MicroBatch] = deque()
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[ReadRequest]:
         for micro_batch in self._micro_batches:
             self.ahead.append(micro_batch)
-            yield Request(micro_batch.indices.tolist(), micro_batch.key)
+            yield ReadRequest(micro_batch.indices.tolist(), micro_batch.key)
 
 
 @contextmanager
-def _signals_kept() -> Iterator[None]:
+def _keep_signal_handler() -> Iterator[None]:
     """Undo PyTorch's handler for the death of a child: it raises at any line, in a save or in a step."""
     before = signal.getsignal(signal.SIGCHLD)
     try:
@@ -212,7 +301,7 @@ def _signals_kept() -> Iterator[None]:
             signal.signal(signal.SIGCHLD, before)
 
 
-def _death_of_worker(batches: Iterator[Reply]) -> str:
+def _worker_death(batches: Iterator[ReadReply]) -> str:
     """The signal that has ended a worker; empty if none has been ended by one."""
     workers = batches._workers if isinstance(batches, _MultiProcessingDataLoaderIter) else []
     wait([one.sentinel for one in workers], _REAP_SECONDS)  # what broke may be heard of before it has ended
@@ -224,7 +313,7 @@ def _death_of_worker(batches: Iterator[Reply]) -> str:
     return ""
 
 
-def _as_it_is(reply: Any) -> Any:
+def _identity(reply: Any) -> Any:
     return reply
 
 
@@ -236,10 +325,10 @@ def _start_method() -> str | None:
 def _start_worker(worker_index: int) -> None:
     """Runs first in a worker. Ctrl-C reaches every process, but the parent decides what it means."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_leave_with_parent, name=f"loader-{worker_index}-watch", daemon=True).start()
+    threading.Thread(target=_exit_with_parent, name=f"loader-{worker_index}-watch", daemon=True).start()
 
 
-def _leave_with_parent() -> None:
+def _exit_with_parent() -> None:
     """End this worker when its parent was killed, even if the source blocks (PyTorch would not)."""
     parent = multiprocessing.parent_process()
     while parent is not None and os.getppid() == parent.pid:

@@ -1,4 +1,6 @@
-"""Streams: data whose samples can be had one after another only, asked for by their position.
+"""Is a sample the same? By value, on any process.
+
+Streams: data whose samples can be had one after another only, asked for by their position.
 
 Step t trains on the samples t x size to (t + 1) x size - 1 of the stream, which begins again where it ends.
 Invariant: a sample is a function of its position, whoever reads it and when: what the stream draws with
@@ -10,46 +12,71 @@ network, a generator of its own) is found as far as its first sample shows it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from hashlib import blake2b
 from typing import Any, NoReturn
 
 import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
 
-from paceline.data.order import Indices
-from paceline.data.reader import seeded
-from paceline.data.same import digest
-from paceline.data.work import split
+from paceline.data.sample_order import SampleIndices
+from paceline.data.sample_reader import seeded_generators
+from paceline.data.work import split_evenly
 from paceline.errors import DataError
-from paceline.keys import key
+from paceline.state.keys import key
+
+_PLAIN = (str, bytes, int, float, bool, type(None))
+
+
+def sample_digest(sample: Any) -> str:
+    """A hash of the numbers, words and tensors of a sample; of what else there is, of its type only."""
+    leaves, shape = tree_flatten(sample)
+    found = blake2b(str(shape).encode(), digest_size=16)
+    for leaf in leaves:
+        found.update(_bytes_of(leaf))
+    return found.hexdigest()
+
+
+def _bytes_of(leaf: Any) -> bytes:
+    if isinstance(leaf, Tensor):
+        kept = leaf.detach().cpu().contiguous()
+        return (
+            f"{kept.dtype}{tuple(kept.shape)}".encode() + kept.reshape(-1).view(torch.uint8).numpy().tobytes()
+        )
+    if isinstance(leaf, np.ndarray):
+        return f"{leaf.dtype}{leaf.shape}".encode() + leaf.tobytes()
+    return (repr(leaf) if type(leaf) in _PLAIN else type(leaf).__name__).encode()
 
 
 class StreamOrder:
-    """Positions in a stream, batch by batch; see `Batches`."""
+    """Positions in a stream, batch by batch; see `BatchOrder`."""
 
     steps_per_epoch = 0
 
-    def __init__(self, positions: Positions) -> None:
+    def __init__(self, positions: StreamPositions) -> None:
         self._positions, self._size = positions, positions.size
 
     @property
     def about(self) -> str:
-        """See `Batches`."""
+        """See `BatchOrder`."""
         return self._positions.about
 
     def fingerprint(self) -> str:
-        """See `Batches`; of the first sample."""
+        """See `BatchOrder`; of the first sample."""
         return self._positions.fingerprint()
 
     def batch_size(self, step: int) -> int:
-        """See `Batches`; a batch may reach over the end of the stream."""
+        """See `BatchOrder`; a batch may reach over the end of the stream."""
         return self._size
 
-    def batch(self, step: int, part: range | None = None) -> Indices:
-        """See `Batches`."""
+    def batch(self, step: int, part: range | None = None) -> SampleIndices:
+        """See `BatchOrder`."""
         wanted = range(self._size) if part is None else part
         return np.arange(wanted.start, wanted.stop, dtype=np.int64) + step * self._size
 
 
-class Positions:
+class StreamPositions:
     """A stream as a `Source`: sample i is the one at position i of the endless stream.
 
     Args:
@@ -62,8 +89,8 @@ class Positions:
 
     def __init__(self, stream: Iterable[Any], size: int, parts: int, seed: int) -> None:
         self.stream, self.size, self._parts, self._seed = stream, size, parts, seed
-        self._places = [split(size, parts, part) for part in range(parts)]
-        self._cursors: dict[int, Cursor] = {}
+        self._places = [split_evenly(size, parts, part) for part in range(parts)]
+        self._cursors: dict[int, StreamCursor] = {}
 
     def __len__(self) -> int:
         """Samples of a batch: as many as a look at the data takes. Positions go on behind that."""
@@ -93,7 +120,7 @@ class Positions:
         Raises:
             DataError: it is another one when the stream is read again.
         """
-        once, again = (digest(self._open(0).step(0)[0]) for _ in range(2))
+        once, again = (sample_digest(self._open(0).step(0)[0]) for _ in range(2))
         if once != again:
             raise DataError(
                 "the stream has another first sample when it is read again, so no run could go on from a"
@@ -104,22 +131,22 @@ class Positions:
             )
         return once
 
-    def _cursor(self, part: int) -> Cursor:
+    def _cursor(self, part: int) -> StreamCursor:
         if part not in self._cursors:
             self._cursors[part] = self._open(part)
         return self._cursors[part]
 
-    def _open(self, part: int) -> Cursor:
+    def _open(self, part: int) -> StreamCursor:
         stream: Any = self.stream
         own = stream if self._parts == 1 else stream.shard(num_shards=self._parts, index=part)
-        return Cursor(own, len(self._places[part]), key(self._seed, "stream", part))
+        return StreamCursor(own, len(self._places[part]), key(self._seed, "stream", part))
 
 
-class Cursor:
+class StreamCursor:
     """Reads one stream, or one part of it, a step at a time.
 
     Args:
-        stream: see `Positions`.
+        stream: see `StreamPositions`.
         count: samples a step.
         stream_key: seeds what the stream draws.
     """
@@ -137,7 +164,7 @@ class Cursor:
             self._rewind()
         for step in range(self._at + 1, number + 1):
             self._samples = []  # after an error it begins anew
-            with seeded(key(self._key, step), self._numpy_bits):
+            with seeded_generators(key(self._key, step), self._numpy_bits):
                 self._samples = [self._next() for _ in range(self._count)]
             self._at = step
         return self._samples

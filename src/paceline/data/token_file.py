@@ -1,4 +1,9 @@
-"""Text files, tokenised once to one flat file that every process maps into memory.
+"""Files that are made once and read for years: whether one is still what was written.
+
+Beside the file stands a small one with its length and its BLAKE2b hash. Invariant: a file is vouched for only
+if both agree with every byte of it; a small file that is missing or damaged vouches for nothing.
+
+Text files, tokenised once to one flat file that every process maps into memory.
 
 Invariant: tokens are used only after every byte of their file was found to be what was written; a file that
 is damaged is made anew. Its name is a hash of all that it was made from (the content of the files in order,
@@ -10,6 +15,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -21,9 +27,60 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.tokens import Tokenizer
-from paceline.data.vouched import is_vouched_for, vouch_for
+from paceline.data.tokenizer import Tokenizer
 from paceline.errors import DataError
+
+_SEAL_CHUNK_BYTES = 1 << 20
+_MAX_SEAL_BYTES = 4096
+
+
+def write_seal(partial: Path, path: Path) -> None:
+    """Write down what `partial` holds, for the time when it is called `path`.
+
+    Raises:
+        OSError: that cannot be written.
+    """
+    draft = partial.with_name(f"{partial.name}.seal")
+    try:
+        with draft.open("w", encoding="utf-8") as out:
+            out.write(
+                json.dumps({"num_bytes": partial.stat().st_size, "blake2b": _file_hash(partial)}) + "\n"
+            )
+            out.flush()
+            os.fsync(out.fileno())
+        draft.replace(_seal_path(path))
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def matches_seal(path: Path) -> bool:
+    """Whether a file is there, and is what was written; reads all of it.
+
+    Raises:
+        OSError: it is there and cannot be read.
+    """
+    if not path.is_file():
+        return False
+    try:
+        with _seal_path(path).open("rb") as small:
+            said = json.loads(small.read(_MAX_SEAL_BYTES))
+        expected = (said["num_bytes"], said["blake2b"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False
+    return path.stat().st_size == expected[0] and _file_hash(path) == expected[1]
+
+
+def _seal_path(path: Path) -> Path:
+    return path.with_name(f"{path.name}.seal")
+
+
+def _file_hash(path: Path) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as file:
+        while chunk := file.read(_SEAL_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
 
 _LAYOUT = "1"  # part of the name: raise it when the bytes of a token file change their meaning
 _CHUNK_BYTES = 1 << 20
@@ -39,7 +96,7 @@ class TextFile:
     digest: str
 
 
-def examine(path: Path) -> TextFile:
+def hash_text_file(path: Path) -> TextFile:
     """Read a file through to its size and digest. Raises: DataError if it cannot be read."""
     digest = hashlib.blake2b(digest_size=16)
     num_bytes = 0
@@ -91,7 +148,7 @@ def map_tokens(
     if not _is_whole(path):
         with _locked(cache_dir, deadline_seconds):
             if not _is_whole(path):  # nobody has made it in the meantime; what is damaged is replaced
-                _publish(files, tokenizer, kind, path)
+                _write_token_file(files, tokenizer, kind, path)
     if not path.stat().st_size:  # no files: an empty file cannot be mapped
         return np.empty(0, kind)
     return np.asarray(np.memmap(path, kind, "r"))
@@ -99,7 +156,7 @@ def map_tokens(
 
 def _is_whole(path: Path) -> bool:
     try:
-        return is_vouched_for(path)
+        return matches_seal(path)
     except OSError as error:
         raise DataError(
             f"cannot read the tokens: {error}",
@@ -108,7 +165,9 @@ def _is_whole(path: Path) -> bool:
         ) from error
 
 
-def _publish(files: Sequence[TextFile], tokenizer: Tokenizer, kind: np.dtype[Any], path: Path) -> None:
+def _write_token_file(
+    files: Sequence[TextFile], tokenizer: Tokenizer, kind: np.dtype[Any], path: Path
+) -> None:
     partial = path.with_suffix(
         ".tmp"
     )  # one name: the lock is held, and what a killed writer left is overwritten
@@ -118,7 +177,7 @@ def _publish(files: Sequence[TextFile], tokenizer: Tokenizer, kind: np.dtype[Any
                 _write_tokens(file, tokenizer, kind, out)
             out.flush()
             os.fsync(out.fileno())
-        vouch_for(partial, path)
+        write_seal(partial, path)
         partial.replace(path)
     except OSError as error:
         raise DataError(

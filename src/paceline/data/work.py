@@ -3,17 +3,20 @@
 Invariant: the micro-batches of a step (their samples and their keys) do not depend on the number of replicas;
 only who runs them does. Over all replicas every sample of the batch is in exactly one micro-batch.
 This module moves no data; it is the whole of what a lockstep rule knows about data position.
+
+The feed: which micro-batches there are, and how a rule reads them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from paceline.data.order import Batches, Indices
+from paceline.data.sample_order import BatchOrder, SampleIndices
 from paceline.errors import StrategyError
-from paceline.keys import key
+from paceline.state.keys import key
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +33,7 @@ class MicroBatch:
 
     step: int
     shard: int
-    indices: Indices
+    indices: SampleIndices
     key: int
     version: int | None = None
 
@@ -43,7 +46,7 @@ class LoadedBatch:
     batch: Any
 
 
-class Work(Protocol):
+class MicroBatchWork(Protocol):
     """What one rank has to do in each step: how many micro-batches, which, with which version of the weights.
 
     Rules ask it, and do not know who decides: an order of samples (`LockstepWork`), a server that hands out
@@ -73,11 +76,11 @@ class Work(Protocol):
             version: of the weights that whoever hands them out sends along.
         """
 
-    def part(self, number: int, of: int) -> Work:
+    def part(self, number: int, of: int) -> MicroBatchWork:
         """The same steps dealt to `of` ranks, as the rank of this number has them."""
 
 
-def split(num_items: int, parts: int, part: int) -> range:
+def split_evenly(num_items: int, parts: int, part: int) -> range:
     """The contiguous share of `part` when items are dealt to `parts` as evenly as possible.
 
     Shares are disjoint, cover range(num_items) in order, and differ in size by at most one. The larger shares
@@ -102,7 +105,7 @@ class LockstepWork:
         StrategyError: more replicas than virtual shards.
     """
 
-    order: Batches
+    order: BatchOrder
     shards: int
     seed: int
     replica_rank: int = 0
@@ -121,23 +124,23 @@ class LockstepWork:
             )
 
     def num_samples(self, step: int) -> int:
-        """See `Work`; exact."""
+        """See `MicroBatchWork`; exact."""
         return self.order.batch_size(step)
 
     @property
     def steps_per_epoch(self) -> int:
-        """See `Work`."""
+        """See `MicroBatchWork`."""
         return self.order.steps_per_epoch
 
     def part(self, number: int, of: int) -> LockstepWork:
-        """See `Work`."""
+        """See `MicroBatchWork`."""
         return replace(self, replica_rank=number, num_replicas=of, shares=None)
 
     def dealt(self, shares: Sequence[int]) -> LockstepWork:
         """The same steps, of which each replica runs so many shards."""
         return replace(self, shares=tuple(shares))
 
-    def own_samples(self, step: int) -> int:
+    def num_own_samples(self, step: int) -> int:
         """How many samples of `step` this replica has."""
         return sum(len(place) for _, place in self._places(step))
 
@@ -167,7 +170,7 @@ class LockstepWork:
     def _block(self) -> range:
         """The contiguous run of shards that is this replica's."""
         if self.shares is None:
-            return split(self.shards, self.num_replicas, self.replica_rank)
+            return split_evenly(self.shards, self.num_replicas, self.replica_rank)
         first = sum(self.shares[: self.replica_rank])
         return range(first, first + self.shares[self.replica_rank])
 
@@ -184,5 +187,74 @@ class LockstepWork:
 
     def _deal(self, num_samples: int) -> list[tuple[int, range]]:
         mine = self._block()
-        places = [(shard, split(num_samples, self.shards, shard)) for shard in mine]
+        places = [(shard, split_evenly(num_samples, self.shards, shard)) for shard in mine]
         return [(shard, place) for shard, place in places if place]
+
+
+_MIN_PAUSES = 20
+
+
+class BatchStream(Iterator[LoadedBatch], AbstractContextManager["BatchStream"], Protocol):
+    """Micro-batches with their batches, as somebody takes them; whoever opens a stream closes it."""
+
+    def close(self) -> None:
+        """Let go of what makes the batches; may be called twice."""
+
+
+class BatchReader(Protocol):
+    """Makes batches of micro-batches: a `SampleLoader` reads samples, `GeneratedBatches` asks whoever acts.
+
+    Attributes:
+        cache_hits, cache_lookups: samples that were taken from memory, and that were looked for there.
+    """
+
+    cache_hits: int
+    cache_lookups: int
+
+    def open(self, micro_batches: Iterable[MicroBatch]) -> BatchStream:
+        """Start, finitely or endlessly; micro-batches are taken as they are needed."""
+
+
+def max_steps_between_pauses(num_steps: int, intervals: Sequence[int]) -> int:
+    """The most steps between two pauses, see `TrainingFeed.pause_after`."""
+    return min(num_steps, *_pause_intervals(num_steps, intervals))
+
+
+def _pause_intervals(num_steps: int, intervals: Sequence[int]) -> Sequence[int]:
+    """Every so many steps a pause."""
+    seen = max(1, num_steps // _MIN_PAUSES)  # so that progress shows and a run can be stopped
+    return [n for n in (*intervals, seen) if n > 0]
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingFeed:
+    """What a rule trains on.
+
+    Args:
+        work: this replica's micro-batches of any step.
+        loader: makes batches of them.
+        num_steps: the length of the run.
+        intervals: every so many steps the state is wanted, to be saved or evaluated.
+    """
+
+    work: MicroBatchWork
+    loader: BatchReader
+    num_steps: int
+    intervals: Sequence[int] = ()
+
+    def next_pause(self, step: int) -> int:
+        """The next step, after `step`, before which a rule must come to rest if it does not at every step."""
+        wanted = _pause_intervals(self.num_steps, self.intervals)
+        return min(self.num_steps, *((step // n + 1) * n for n in wanted))
+
+    def open(self, micro_batches: Iterable[MicroBatch]) -> BatchStream:
+        """Start reading some micro-batches; whoever opens a stream closes it."""
+        return self.loader.open(micro_batches)
+
+    def from_step(self, step: int) -> BatchStream:
+        """This replica's micro-batches from a step to the end of the run."""
+        return self.open(self._micro_batches(step))
+
+    def _micro_batches(self, step: int) -> Iterator[MicroBatch]:
+        for k in range(step, self.num_steps):
+            yield from self.work.micro_batches(k)

@@ -5,11 +5,11 @@ Invariant: what runs in it is real (processes, sockets, kernels' queues), nothin
 outside, and nothing is left of it. It imports no torch.
 """
 
-from paceline.lab.clean import clean
-from paceline.lab.faults import Fault, FaultPlan
-from paceline.lab.lab import Lab
-from paceline.lab.namespaces import why_not
-from paceline.lab.summary import Outcome
+from paceline.lab.fault_plan import FaultPlan, FaultSpec
+from paceline.lab.lab_outcome import LabOutcome
+from paceline.lab.lab_registry import clean
+from paceline.lab.namespaces import find_obstacle
 from paceline.lab.topology import Links
+from paceline.lab.virtual_cluster import Lab
 
-__all__ = ["Fault", "FaultPlan", "Lab", "Links", "Outcome", "clean", "why_not"]
+__all__ = ["FaultPlan", "FaultSpec", "Lab", "LabOutcome", "Links", "clean", "find_obstacle"]

@@ -3,6 +3,10 @@
 Invariant: nothing has a name in the system (no entry in /run/netns, no interface outside), so labs cannot
 collide, and a namespace is gone when its last process is. What a host shares with the machine: the file
 system (but /dev/shm and /proc), the kernel, the clock. Linux only.
+
+The processes of a host and its interfaces' counts, seen from outside.
+
+Invariant: looking enters nothing and starts nothing.
 """
 
 from __future__ import annotations
@@ -12,9 +16,10 @@ import os
 import re
 import select
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,23 +28,23 @@ from typing import Any
 from paceline.errors import LabError
 from paceline.lab import inside
 
-_HERE = Path(inside.__file__).parent
+_SCRIPT_FOLDER = Path(inside.__file__).parent
 _READY_SECONDS = 20.0
 _COMMAND_SECONDS = 20.0
-_INNER = ("pid", "uts", "ipc", "net", "mnt")  # mnt last: /proc is looked up before
-_WITHOUT = (
+_NAMESPACE_KINDS = ("pid", "uts", "ipc", "net", "mnt")  # mnt last: /proc is looked up before
+_WITHOUT_LAB = (
     "without it still work: processes on the loopback (paceline train -n 4, paceline verify -n 4), "
     "and kill -9, kill -STOP and kill -CONT on them"
 )
 
 
-def script(name: str, lab: str, *arguments: str) -> list[str]:
+def inside_script(name: str, lab: str, *arguments: str) -> list[str]:
     """The argument vector of a script of `inside`; the lab's name in it is how its processes are known."""
-    return [sys.executable, "-I", "-S", str(_HERE / f"{name}.py"), lab, *arguments]
+    return [sys.executable, "-I", "-S", str(_SCRIPT_FOLDER / f"{name}.py"), lab, *arguments]
 
 
 @dataclass(frozen=True)
-class Space:
+class HostNamespaces:
     """The namespaces of one host.
 
     Args:
@@ -64,7 +69,7 @@ class Space:
         cgroups: Sequence[str] = (),
     ) -> list[str]:
         """The argument vector that runs `argv` inside; with `network_only`, on the machine's own files."""
-        return entry(self.lab, self.first, self.kinds, argv, network_only, cores, cgroups)
+        return enter_command(self.lab, self.first, self.kinds, argv, network_only, cores, cgroups)
 
     def tool(self, argv: Sequence[str], lines: Sequence[str] = ()) -> str:
         """Run a short command on this host's network, with `lines` as its input; what it printed.
@@ -112,7 +117,7 @@ def _failed_line(errors: str, lines: Sequence[str]) -> str:
     return f" (line: {lines[int(found[1]) - 1]})" if found and int(found[1]) <= len(lines) else ""
 
 
-def entry(
+def enter_command(
     lab: str,
     first: int,
     kinds: Sequence[str],
@@ -124,10 +129,12 @@ def entry(
     """The argument vector that runs `argv` in the namespaces of process `first`."""
     wanted = [kind for kind in kinds if not network_only or kind in ("user", "net")]
     options = {"pid": first, "kinds": wanted, "cores": list(cores), "cgroups": list(cgroups)}
-    return script("enter", lab, json.dumps(options), *argv)
+    return inside_script("enter", lab, json.dumps(options), *argv)
 
 
-def start_space(lab: str, name: str, join: str, names: str = "", disk: Sequence[str] = ()) -> Space:
+def start_namespaces(
+    lab: str, name: str, join: str, names: str = "", disk: Sequence[str] = ()
+) -> HostNamespaces:
     """Make the namespaces of a host.
 
     Args:
@@ -138,12 +145,12 @@ def start_space(lab: str, name: str, join: str, names: str = "", disk: Sequence[
         LabError: the system does not allow it.
     """
     holder = subprocess.Popen(
-        script("holder", lab, name, join, names, *disk),
+        inside_script("holder", lab, name, join, names, *disk),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,
     )
-    said = read_record(holder)
+    said = read_json_line(holder)
     if said.get("said") != "ok":
         if holder.stdin is not None:
             holder.stdin.close()
@@ -155,13 +162,13 @@ def start_space(lab: str, name: str, join: str, names: str = "", disk: Sequence[
             f"The system does not let this user make a host: {said.get('said', 'no answer')}.",
             where="Linux namespaces (user, net, mnt, pid, uts, ipc)",
             next_step=f"run as root, or allow user namespaces (sysctl user.max_user_namespaces, "
-            f"kernel.unprivileged_userns_clone, kernel.apparmor_restrict_unprivileged_userns); {_WITHOUT}",
+            f"kernel.unprivileged_userns_clone, kernel.apparmor_restrict_unprivileged_userns); {_WITHOUT_LAB}",
         )
-    kinds = _INNER if join == "root" else ("user", *_INNER)
-    return Space(lab, name, holder, int(said["pid"]), kinds)
+    kinds = _NAMESPACE_KINDS if join == "root" else ("user", *_NAMESPACE_KINDS)
+    return HostNamespaces(lab, name, holder, int(said["pid"]), kinds)
 
 
-def read_record(process: subprocess.Popen[bytes]) -> dict[str, Any]:
+def read_json_line(process: subprocess.Popen[bytes]) -> dict[str, Any]:
     """The next line of JSON that a script of `inside` prints; empty if it ended or took too long."""
     assert process.stdout is not None
     line = b""
@@ -182,26 +189,26 @@ def check_tools() -> None:
     """
     missing = [tool for tool in ("ip", "tc", "bridge") if shutil.which(tool) is None]
     if sys.platform != "linux":
-        raise LabError("A lab needs the namespaces of Linux.", next_step=_WITHOUT)
+        raise LabError("A lab needs the namespaces of Linux.", next_step=_WITHOUT_LAB)
     if missing:
         raise LabError(
             f"A lab needs {', '.join(missing)}, which this machine has not.",
-            next_step=f"install iproute2 (apt-get install iproute2); {_WITHOUT}",
+            next_step=f"install iproute2 (apt-get install iproute2); {_WITHOUT_LAB}",
         )
 
 
-def why_not() -> str:
+def find_obstacle() -> str:
     """Why no lab can be made here; empty if one can."""
     try:
         check_tools()
-        space = start_first_space("paceline-lab-probe", "probe")
+        space = start_first_namespaces("paceline-lab-probe", "probe")
     except LabError as error:
         return error.what
     space.end()
     return ""
 
 
-def start_first_space(lab: str, name: str) -> Space:
+def start_first_namespaces(lab: str, name: str) -> HostNamespaces:
     """A space as root; where this process is not root, or root is not enough, in a user namespace of its own.
 
     Raises:
@@ -209,5 +216,42 @@ def start_first_space(lab: str, name: str) -> Space:
     """
     if os.geteuid() == 0:
         with suppress(LabError):
-            return start_space(lab, name, "root")
-    return start_space(lab, name, "new")
+            return start_namespaces(lab, name, "root")
+    return start_namespaces(lab, name, "new")
+
+
+def host_pids(first: int) -> list[int]:
+    """The processes of a host but its first, as the machine numbers them; empty if the host is gone."""
+    own = _process_namespace(str(first))
+    if own is None:
+        return []
+    found = [int(path.name) for path in Path("/proc").glob("[0-9]*") if _process_namespace(path.name) == own]
+    return sorted(pid for pid in found if pid != first)
+
+
+def _process_namespace(pid: str) -> str | None:
+    try:
+        return os.readlink(f"/proc/{pid}/ns/pid")  # noqa: PTH115, called for every process of the machine
+    except OSError:
+        return None
+
+
+def signal_all(pids: Sequence[int], number: signal.Signals) -> None:
+    """Send a signal to each that is still there."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def interface_counts(first: int) -> Mapping[str, tuple[int, int]]:
+    """Bytes received and sent by interface, in the network namespace of a process, from the kernel.
+
+    Large segments that the kernel has not cut yet count with one header; see `counters` for bytes on the
+    wire.
+    """
+    try:
+        lines = Path(f"/proc/{first}/net/dev").read_text().splitlines()[2:]
+    except OSError:
+        return {}
+    rows = {line.partition(":")[0].strip(): line.partition(":")[2].split() for line in lines}
+    return {name: (int(row[0]), int(row[8])) for name, row in rows.items()}

@@ -2,6 +2,16 @@
 
 Invariant: every host has one link, to the switch of its rack; a path crosses the link of the sender upwards,
 then uplinks where the racks differ, then the link of the receiver downwards.
+
+Quantities as people write them: "100mbit", "2ms", "64mb", "0.1%". Pure.
+
+Invariant: a quantity without a unit that could be misread is an error, never a guess.
+
+From a topology to devices: which link ends where, and the `ip` and `bridge` lines that make it. Pure.
+
+Invariant: neighbours and forwarding tables are written down, so no link carries anything but what hosts send:
+no address resolution, no flooding. A destination that is not in a table is dropped, which is how a partition
+is made.
 """
 
 from __future__ import annotations
@@ -11,7 +21,45 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.errors import RecipeError
-from paceline.lab.units import duration_seconds, rate_bits, share
+
+_NUMBER = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[a-z%]*)")
+_RATE_UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+_SIZE_UNITS = {"b": 1.0, "kb": 1024.0, "mb": 1024.0**2, "gb": 1024.0**3}
+_FRACTION_UNITS = {"%": 0.01}
+
+
+def parse_rate_bits(text: str) -> float:
+    """Bits per second of "10mbit"; 0 for the empty text, which means unlimited."""
+    return _parse_quantity(text, _RATE_UNITS, "a rate, for example 100mbit or 1gbit")
+
+
+def parse_duration_seconds(text: str) -> float:
+    """Seconds of "500us", "2ms" or "1.5s"; 0 for the empty text."""
+    return _parse_quantity(text, _TIME_UNITS, "a time, for example 500us or 2ms")
+
+
+def parse_size_bytes(text: str) -> int:
+    """Bytes of "64mb", in powers of 1,024; 0 for the empty text."""
+    return int(_parse_quantity(text, _SIZE_UNITS, "a size, for example 64mb"))
+
+
+def parse_fraction(text: str) -> float:
+    """The fraction that "0.1%" stands for; 0 for the empty text."""
+    found = _parse_quantity(text, _FRACTION_UNITS, "a share, for example 0.1%")
+    if found > 1:
+        raise RecipeError(f"'{text}' is more than everything", next_step="a share is at most 100%")
+    return found
+
+
+def _parse_quantity(text: str, units: Mapping[str, float], expected: str) -> float:
+    if not text:
+        return 0.0
+    found = _NUMBER.fullmatch(text.strip().lower())
+    if found is None or found["unit"] not in units:
+        raise RecipeError(f"'{text}' is not {expected}", next_step=f"known units: {', '.join(units)}")
+    return float(found["number"]) * units[found["unit"]]
+
 
 _NAME = re.compile(r"[a-z][a-z0-9-]{0,14}")
 CORE = "core"
@@ -20,7 +68,7 @@ HOST_DEVICE = "eth0"
 
 
 @dataclass(frozen=True)
-class Wire:
+class LinkDirection:
     """One direction of a link.
 
     Args:
@@ -69,19 +117,19 @@ class Links:
             )
 
     @property
-    def upwards(self) -> Wire:
+    def upwards(self) -> LinkDirection:
         """From the host (or the rack) to the switch."""
-        return Wire(
-            rate_bits(self.up or self.rate),
-            duration_seconds(self.latency),
-            duration_seconds(self.jitter),
-            share(self.loss),
+        return LinkDirection(
+            parse_rate_bits(self.up or self.rate),
+            parse_duration_seconds(self.latency),
+            parse_duration_seconds(self.jitter),
+            parse_fraction(self.loss),
         )
 
     @property
-    def downwards(self) -> Wire:
+    def downwards(self) -> LinkDirection:
         """From the switch to the host (or the rack)."""
-        return Wire(rate_bits(self.down or self.rate))
+        return LinkDirection(parse_rate_bits(self.down or self.rate))
 
 
 @dataclass(frozen=True)
@@ -96,7 +144,7 @@ class HostSpec:
 
 
 @dataclass(frozen=True)
-class Rack:
+class RackSpec:
     """A switch of its own, with a link to the core."""
 
     name: str
@@ -104,11 +152,11 @@ class Rack:
 
 
 @dataclass(frozen=True)
-class Topology:
+class LabTopology:
     """All hosts in the order of their node ranks; `racks` is empty when they share one switch."""
 
     hosts: tuple[HostSpec, ...]
-    racks: tuple[Rack, ...] = ()
+    racks: tuple[RackSpec, ...] = ()
 
     def host(self, name: str) -> HostSpec:
         """A host by name.
@@ -131,7 +179,7 @@ def build_topology(
     host_links: Mapping[str, Links] | None = None,
     racks: Mapping[str, Sequence[str]] | None = None,
     uplinks: Links | None = None,
-) -> Topology:
+) -> LabTopology:
     """Name and number everything.
 
     Args:
@@ -144,7 +192,7 @@ def build_topology(
         RecipeError: names clash, cannot be used, or a host is in no rack.
     """
     names = [f"h{i}" for i in range(hosts)] if isinstance(hosts, int) else list(hosts)
-    _check(names, racks or {}, host_links or {})
+    _check_names(names, racks or {}, host_links or {})
     rack_of = {name: rack for rack, members in (racks or {}).items() for name in members}
     built = tuple(
         HostSpec(
@@ -156,10 +204,10 @@ def build_topology(
         )
         for i, name in enumerate(names)
     )
-    return Topology(built, tuple(Rack(name, uplinks or Links()) for name in racks or {}))
+    return LabTopology(built, tuple(RackSpec(name, uplinks or Links()) for name in racks or {}))
 
 
-def _check(names: list[str], racks: Mapping[str, Sequence[str]], special: Mapping[str, Links]) -> None:
+def _check_names(names: list[str], racks: Mapping[str, Sequence[str]], special: Mapping[str, Links]) -> None:
     members = [name for group in racks.values() for name in group]
     bad = [name for name in [*names, *racks] if not _NAME.fullmatch(name) or name in (CORE, SWITCH)]
     rules = {
@@ -172,3 +220,138 @@ def _check(names: list[str], racks: Mapping[str, Sequence[str]], special: Mappin
     for problem, holds in rules.items():
         if not holds:
             raise RecipeError(problem, next_step="names are lower-case letters, digits and '-', at most 15")
+
+
+UNREACHABLE_MAC = "02:00:00:00:ff:ff"
+
+
+@dataclass(frozen=True)
+class VethCable:
+    """A link: its near end in a host (or in the switch, for a rack), its far end a port of a bridge.
+
+    Args:
+        name: of the host or the rack.
+        near_space, near_device: where its upward direction begins.
+        far_device: the port, in the switch's namespace; its downward direction begins there.
+        bridge: that the port belongs to.
+        up, down: what it does in each direction.
+    """
+
+    name: str
+    near_space: str
+    near_device: str
+    far_device: str
+    bridge: str
+    up: LinkDirection
+    down: LinkDirection
+
+    @property
+    def tap(self) -> str:
+        """The device of the forwarder, where there is one."""
+        return f"t{self.far_device}"
+
+
+def plan_cables(topology: LabTopology) -> tuple[VethCable, ...]:
+    """One cable for each host, then one for each rack."""
+    rack_bridge = {rack.name: f"sw{i}" for i, rack in enumerate(topology.racks)}
+    hosts = tuple(
+        VethCable(
+            host.name,
+            host.name,
+            HOST_DEVICE,
+            f"p{i}",
+            rack_bridge.get(host.rack, CORE),
+            host.links.upwards,
+            host.links.downwards,
+        )
+        for i, host in enumerate(topology.hosts)
+    )
+    racks = tuple(
+        VethCable(rack.name, SWITCH, f"u{i}", f"r{i}", CORE, rack.uplink.upwards, rack.uplink.downwards)
+        for i, rack in enumerate(topology.racks)
+    )
+    return hosts + racks
+
+
+def render_switch(topology: LabTopology, cables: Sequence[VethCable], first_of: dict[str, int]) -> list[str]:
+    """The `ip -batch` lines that make bridges and links, in the switch's namespace.
+
+    Args:
+        first_of: host name to a process in its namespaces.
+    """
+    bridges = sorted({cable.bridge for cable in cables})
+    lines = [f"link add {bridge} type bridge mcast_snooping 0" for bridge in bridges]
+    lines += [f"link set dev {bridge} up" for bridge in bridges]
+    for cable in cables:
+        far = "" if cable.near_space == SWITCH else f" netns {first_of[cable.near_space]}"
+        lines.append(f"link add name {cable.far_device} type veth peer name {cable.near_device}{far}")
+        lines += _render_port(cable.far_device, cable.bridge)
+    for cable, rack in zip(_uplinks(cables), topology.racks, strict=True):
+        lines += _render_port(cable.near_device, _bridge_of(rack.name, topology, cables))
+    return lines
+
+
+def _render_port(device: str, bridge: str) -> list[str]:
+    return [
+        f"link set dev {device} master {bridge} up",
+        f"link set dev {device} type bridge_slave learning off flood off mcast_flood off bcast_flood off",
+    ]
+
+
+def render_tap(cable: VethCable) -> list[str]:
+    """The `ip -batch` lines that put a forwarder's device beside the port of its link."""
+    return [f"link set dev {cable.tap} txqueuelen 4000", *_render_port(cable.tap, cable.bridge)]
+
+
+def render_forwarding_tables(topology: LabTopology, cables: Sequence[VethCable]) -> list[str]:
+    """The `bridge -batch` lines: behind which port of which bridge is which host."""
+    port_of = {cable.name: cable.far_device for cable in cables}
+    lines = []
+    for host in topology.hosts:
+        own = _find_cable(host.name, cables).bridge
+        lines.append(_render_fdb_line(host, port_of[host.name]))
+        if host.rack != CORE:
+            lines.append(_render_fdb_line(host, port_of[host.rack]))
+        lines += [
+            _render_fdb_line(host, cable.near_device)
+            for cable in _uplinks(cables)
+            if _rack_bridge_of(cable, topology, cables) != own
+        ]
+    return lines
+
+
+def _render_fdb_line(host: HostSpec, port: str) -> str:
+    return f"fdb replace {host.mac} dev {port} master static"
+
+
+def render_host(topology: LabTopology, host: HostSpec) -> list[str]:
+    """The `ip -batch` lines of a host: its address, and the hardware addresses of all others."""
+    return [
+        "link set dev lo up",
+        f"link set dev {HOST_DEVICE} address {host.mac} up",
+        f"address add {host.address}/16 dev {HOST_DEVICE}",
+        *(render_neighbour(other.address, other.mac) for other in topology.hosts if other is not host),
+    ]
+
+
+def render_neighbour(address: str, mac: str) -> str:
+    """The `ip -batch` line that says behind which hardware address an address is."""
+    return f"neighbour replace {address} lladdr {mac} dev {HOST_DEVICE} nud permanent"
+
+
+def _find_cable(name: str, cables: Sequence[VethCable]) -> VethCable:
+    return next(cable for cable in cables if cable.name == name)
+
+
+def _uplinks(cables: Sequence[VethCable]) -> list[VethCable]:
+    return [cable for cable in cables if cable.near_space == SWITCH]
+
+
+def _rack_bridge_of(cable: VethCable, topology: LabTopology, cables: Sequence[VethCable]) -> str:
+    return _bridge_of(cable.name, topology, cables)
+
+
+def _bridge_of(rack: str, topology: LabTopology, cables: Sequence[VethCable]) -> str:
+    """The bridge inside a rack."""
+    member = next(host for host in topology.hosts if host.rack == rack)
+    return _find_cable(member.name, cables).bridge

@@ -4,18 +4,17 @@ Invariant: this room never imports torch (its fork server imports what it is tol
 and when `launch` returns, no process that it started is left. What a worker computes is not its business.
 """
 
-from paceline.launch.forked import fork_server
-from paceline.launch.job import Job
-from paceline.launch.local import launch
-from paceline.launch.outcome import STOPPED_EXIT_CODE, Failure, Outcome
-from paceline.launch.render import render_workers, script_command
-from paceline.launch.worker import guard
+from paceline.launch.fork_client import fork_server
+from paceline.launch.job_spec import LaunchJob, render_workers, script_command
+from paceline.launch.launcher import launch
+from paceline.launch.outcome import STOPPED_EXIT_CODE, LaunchOutcome, WorkerFailure
+from paceline.launch.worker_guard import guard
 
 __all__ = [
     "STOPPED_EXIT_CODE",
-    "Failure",
-    "Job",
-    "Outcome",
+    "LaunchJob",
+    "LaunchOutcome",
+    "WorkerFailure",
     "fork_server",
     "guard",
     "launch",

@@ -12,11 +12,11 @@ import socket
 import sys
 from pathlib import Path
 
-from paceline.cluster import Cluster, change_environment
-from paceline.launch.render import TORCH_PORT
-from paceline.launch.worker import guard
-from paceline.process_group import leave_groups
-from paceline.rendezvous import torch_store, visit_store
+from paceline.job.cluster import Cluster, change_environment
+from paceline.job.process_group import destroy_leftover_groups
+from paceline.job.rendezvous import open_torch_store, read_store_value
+from paceline.launch.job_spec import TORCH_PORT
+from paceline.launch.worker_guard import guard
 
 _SERVE_SECONDS = 60.0
 _AGENT_STORE = {
@@ -34,27 +34,27 @@ def main(argv: list[str]) -> None:
     """
     cluster = Cluster.from_env()
     with guard(cluster):
-        store = _torch_store(cluster) if cluster.world_size > 1 else None
-        _run(argv)
+        store = _provide_torch_store(cluster) if cluster.world_size > 1 else None
+        _run_script(argv)
         if "torch" in sys.modules:
-            leave_groups()
+            destroy_leftover_groups()
         del store  # not earlier: the other ranks may still need it
 
 
-def _torch_store(cluster: Cluster) -> object:
+def _provide_torch_store(cluster: Cluster) -> object:
     """Serve torch's own store on global rank 0, and let the script find it."""
     change_environment(_AGENT_STORE)
     if cluster.node_rank > 0:
-        port = visit_store(cluster.way, TORCH_PORT, _SERVE_SECONDS)
+        port = read_store_value(cluster.way, TORCH_PORT, _SERVE_SECONDS)
         change_environment({"MASTER_PORT": port})
     if cluster.listen_fd is None:
         return None
     with socket.socket(fileno=os.dup(cluster.listen_fd)) as listener:
         port = listener.getsockname()[1]
-    return torch_store(cluster.address, port, _SERVE_SECONDS, cluster.listen_fd)
+    return open_torch_store(cluster.address, port, _SERVE_SECONDS, cluster.listen_fd)
 
 
-def _run(argv: list[str]) -> None:
+def _run_script(argv: list[str]) -> None:
     if argv[0] == "-m":
         sys.argv = argv[1:]
         runpy.run_module(argv[1], run_name="__main__", alter_sys=True)

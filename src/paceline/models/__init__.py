@@ -6,8 +6,8 @@ from paceline.models.gpt import GPT, GPT_TENSOR_PLAN, GPTConfig, gpt_chain, init
 from paceline.models.initialize import InitializeByName, fan_in_rule, initialize_by_name, without_memory
 from paceline.models.mlp import MLP
 from paceline.models.positions import positions
-from paceline.models.sample import generate, pick
 from paceline.models.tensor_plans import TENSOR_PLANS, tensor_plan_of
+from paceline.models.text_generation import generate, sample_token
 
 __all__ = [
     "GPT",
@@ -24,8 +24,8 @@ __all__ = [
     "initialize_by_name",
     "initialize_gpt",
     "name_dropouts",
-    "pick",
     "positions",
+    "sample_token",
     "set_micro_batch_key",
     "tensor_plan_of",
     "without_memory",

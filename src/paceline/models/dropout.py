@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from paceline.errors import TaskError
-from paceline.keys import key
+from paceline.state.keys import key
 
 
-class Spans(Protocol):
+class PositionSpans(Protocol):
     """How many positions there are in the present micro-batch, and which of them are here."""
 
     length: int
@@ -49,14 +49,14 @@ class KeyedDropout(nn.Module):
         self.micro_batch_key: int | None = None
         self._part: tuple[int, int] | None = None
         self._width = 0
-        self._positions: Spans | None = None
+        self._positions: PositionSpans | None = None
         self._samples: tuple[range, int] | None = None
 
     def take_part(self, span: tuple[int, int], width: int) -> None:
         """See a span of the features only; the mask is that part of the mask of all `width` features."""
         self._part, self._width = span, width
 
-    def take_positions(self, positions: Spans) -> None:
+    def take_positions(self, positions: PositionSpans) -> None:
         """See a part of the positions only, dimension 1; the mask is that part of the mask of all of them."""
         self._positions = positions
 
@@ -95,21 +95,21 @@ def keep_mask(module: KeyedDropout, x: Tensor) -> Tensor:
         found: Tensor = handle_torch_function(keep_mask, (x,), module, x)
         return found
     if module._samples is not None:
-        return _of_own_samples(module, x, *module._samples)
-    return at_own_positions(module, drawn_mask(module, shared_shape(module, x), x.device))
+        return _mask_of_own_samples(module, x, *module._samples)
+    return mask_of_own_positions(module, draw_mask(module, shape_of_all_positions(module, x), x.device))
 
 
-def shared_shape(module: KeyedDropout, x: Tensor) -> tuple[int, ...]:
+def shape_of_all_positions(module: KeyedDropout, x: Tensor) -> tuple[int, ...]:
     """The shape of x with the positions of all that share them."""
     return tuple(x.shape) if module._positions is None else (len(x), module._positions.length, *x.shape[2:])
 
 
-def at_own_positions(module: KeyedDropout, mask: Tensor) -> Tensor:
-    """Of a mask of `shared_shape` what is here."""
+def mask_of_own_positions(module: KeyedDropout, mask: Tensor) -> Tensor:
+    """Of a mask of `shape_of_all_positions` what is here."""
     return mask if module._positions is None else mask[:, slice(*module._positions.own())]
 
 
-def _of_own_samples(module: KeyedDropout, x: Tensor, own: range, num_samples: int) -> Tensor:
+def _mask_of_own_samples(module: KeyedDropout, x: Tensor, own: range, num_samples: int) -> Tensor:
     """The mask of some samples; each has as many rows of x as the others."""
     rows = len(x) // len(own)
     if rows * len(own) != len(x):
@@ -118,11 +118,11 @@ def _of_own_samples(module: KeyedDropout, x: Tensor, own: range, num_samples: in
             " not known",
             next_step="let samples be its first dimension, or leave out rechunk",
         )
-    mask = drawn_mask(module, (rows * num_samples, *shared_shape(module, x)[1:]), x.device)
-    return at_own_positions(module, mask[rows * own.start : rows * own.stop])
+    mask = draw_mask(module, (rows * num_samples, *shape_of_all_positions(module, x)[1:]), x.device)
+    return mask_of_own_positions(module, mask[rows * own.start : rows * own.stop])
 
 
-def drawn_mask(module: KeyedDropout, shape: Sequence[int], device: torch.device) -> Tensor:
+def draw_mask(module: KeyedDropout, shape: Sequence[int], device: torch.device) -> Tensor:
     """The mask of values of some shape, bool; of features that are here."""
     if module.micro_batch_key is None:
         raise TaskError(

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from paceline.errors import TaskError
 from paceline.models.dropout import KeyedDropout
-from paceline.models.initialize import InitializeByName, Rule
+from paceline.models.initialize import InitializeByName, InitRule
 from paceline.models.positions import positions
 
 
@@ -57,7 +57,7 @@ class GPTConfig:
             )
 
 
-class Rotary(nn.Module):
+class RotaryEmbedding(nn.Module):
     """Turn each pair of features by an angle that grows with the position.
 
     Source: Su et al. 2021, RoFormer, arXiv:2104.09864, section 3.2.2; pairs are (i, i + D/2).
@@ -80,7 +80,7 @@ class Rotary(nn.Module):
         return x_BHTD * cos_TD + x_BHTD.roll(x_BHTD.size(-1) // 2, dims=-1) * sin_TD
 
 
-class Attention(nn.Module):
+class CausalSelfAttention(nn.Module):
     """Causal self-attention with several heads."""
 
     def __init__(self, config: GPTConfig) -> None:
@@ -89,7 +89,9 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.width, 3 * config.width, bias=config.bias)
         self.project = nn.Linear(config.width, config.width, bias=config.bias)
         rotary = config.positions == "rotary"
-        self.rotary = Rotary(config.context, config.width // config.heads) if rotary else nn.Identity()
+        self.rotary = (
+            RotaryEmbedding(config.context, config.width // config.heads) if rotary else nn.Identity()
+        )
 
     def forward(self, x_BTW: Tensor) -> Tensor:
         q_BHTD, k_BHTD, v_BHTD = (
@@ -102,7 +104,7 @@ class Attention(nn.Module):
         return self.project(mixed_BHTD.transpose(1, 2).flatten(-2))
 
 
-class FeedForward(nn.Module):
+class GPTFeedForward(nn.Module):
     """Two linear layers, four times as wide in between."""
 
     def __init__(self, config: GPTConfig) -> None:
@@ -114,16 +116,16 @@ class FeedForward(nn.Module):
         return self.project(F.gelu(self.expand(x_BTW)))
 
 
-class Block(nn.Module):
+class GPTBlock(nn.Module):
     """Attention and feed-forward, each as a branch off the residual stream."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.width, bias=config.bias)
-        self.attention = Attention(config)
+        self.attention = CausalSelfAttention(config)
         self.attention_dropout = KeyedDropout(config.dropout)
         self.feed_forward_norm = nn.LayerNorm(config.width, bias=config.bias)
-        self.feed_forward = FeedForward(config)
+        self.feed_forward = GPTFeedForward(config)
         self.feed_forward_dropout = KeyedDropout(config.dropout)
 
     def forward(self, x_BTW: Tensor) -> Tensor:
@@ -145,20 +147,20 @@ class GPT(nn.Module):
         learned = config.positions == "learned"
         self.positions = nn.Embedding(config.context, config.width) if learned else None
         self.dropout = KeyedDropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(GPTBlock(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width, bias=config.bias)
         self.head = nn.Linear(config.width, config.vocab, bias=False)
         self.head.weight = self.embed.weight
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         """Map tokens, int64 [B, T] with T <= context, to logits of the next ones, [B, T, V]."""
-        x_BTW = embedded(tokens_BT, self.embed, self.positions, self.dropout)
+        x_BTW = embed_tokens(tokens_BT, self.embed, self.positions, self.dropout)
         for block in self.blocks:
             x_BTW = block(x_BTW)
         return self.head(self.norm(x_BTW))
 
 
-def embedded(
+def embed_tokens(
     tokens_BT: Tensor, embed: nn.Embedding, learned: nn.Embedding | None, dropout: nn.Module
 ) -> Tensor:
     """Token embeddings [B, T, W], with learned positions where the model has them."""
@@ -168,7 +170,7 @@ def embedded(
     return dropout(x_BTW)
 
 
-class Embedded(nn.Module):
+class GPTEmbedding(nn.Module):
     """What a GPT does before its first block; shares the GPT's modules."""
 
     def __init__(self, gpt: GPT) -> None:
@@ -177,14 +179,14 @@ class Embedded(nn.Module):
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         """Map tokens, int64 [B, T], to hidden states [B, T, W]."""
-        return embedded(tokens_BT, self.embed, self.positions, self.dropout)
+        return embed_tokens(tokens_BT, self.embed, self.positions, self.dropout)
 
 
 def gpt_chain(model: nn.Module) -> list[nn.Module]:
     """The modules whose composition a GPT is: embedding, blocks, norm and output layer."""
     if not isinstance(model, GPT):
         raise TaskError(f"{type(model).__name__} is no GPT", next_step="name the model's own chain")
-    return [Embedded(model), *model.blocks, nn.Sequential(model.norm, model.head)]
+    return [GPTEmbedding(model), *model.blocks, nn.Sequential(model.norm, model.head)]
 
 
 GPT_TENSOR_PLAN: Mapping[str, str] = {
@@ -197,12 +199,12 @@ GPT_TENSOR_PLAN: Mapping[str, str] = {
 """How a GPT is cut under `tensor=N`."""
 
 
-def gpt_rule(model: nn.Module) -> Rule:
+def gpt_rule(model: nn.Module) -> InitRule:
     """How the weights of a GPT are set: normal of deviation 0.02, branches scaled by 1 / sqrt(2 layers).
 
     Source: Radford et al. 2019, section 2.3.
     """
-    num_branches = 2 * sum(isinstance(module, Block) for module in model.modules())
+    num_branches = 2 * sum(isinstance(module, GPTBlock) for module in model.modules())
 
     def rule(name: str, values: Tensor, generator: torch.Generator) -> None:
         if name.endswith("bias"):

@@ -18,11 +18,10 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from paceline.errors import TaskError
-from paceline.keys import key
-from paceline.slot import Index
-from paceline.spans import indexed, runs_of
+from paceline.state.keys import key
+from paceline.state.slot import SlotIndex, span_of_index, span_runs
 
-Rule = Callable[[str, Tensor, torch.Generator], object]
+InitRule = Callable[[str, Tensor, torch.Generator], object]
 """`rule(name, values, generator)` fills the values in place, or leaves them as the constructor did."""
 
 _BLOCK_VALUES = 2**20
@@ -38,7 +37,7 @@ class InitializeByName:
             so that every device starts from the same bits, and on some rows of a parameter as on all of it.
     """
 
-    make_rule: Callable[[nn.Module], Rule]
+    make_rule: Callable[[nn.Module], InitRule]
 
     @torch.no_grad()
     def __call__(self, model: nn.Module, seed: int) -> None:
@@ -46,7 +45,7 @@ class InitializeByName:
         rule = self.make_rule(model)
         made: dict[int, nn.Parameter] = {}
         for name, p in list(model.named_parameters()):
-            values = _rows(rule, seed, name, p, 0, len(p) if p.dim() else 1)
+            values = _make_rows(rule, seed, name, p, 0, len(p) if p.dim() else 1)
             if p.is_meta:
                 made[id(p)] = nn.Parameter(values, p.requires_grad)
             else:
@@ -54,38 +53,38 @@ class InitializeByName:
         replace_parameters(model, made)
 
     @torch.no_grad()
-    def part(self, model: nn.Module, seed: int, name: str, part: Index) -> Tensor:
+    def part(self, model: nn.Module, seed: int, name: str, part: SlotIndex) -> Tensor:
         """Some values of one parameter, [sizes of the part], on the CPU; only their rows are made."""
         p = model.get_parameter(name)
         rule = self.make_rule(model)
         if not part:
-            return _rows(rule, seed, name, p, 0, 1)
-        runs = runs_of(indexed(part[0], len(p)))
-        rows = torch.cat([_rows(rule, seed, name, p, *run) for run in runs])
+            return _make_rows(rule, seed, name, p, 0, 1)
+        runs = span_runs(span_of_index(part[0], len(p)))
+        rows = torch.cat([_make_rows(rule, seed, name, p, *run) for run in runs])
         return rows[(slice(None), *part[1:])].clone()
 
 
-def initialize_by_name(model: nn.Module, seed: int, rule: Rule) -> None:
+def initialize_by_name(model: nn.Module, seed: int, rule: InitRule) -> None:
     """Let a rule set every parameter; see `InitializeByName`."""
     InitializeByName(lambda _: rule)(model, seed)
 
 
-def _rows(rule: Rule, seed: int, name: str, p: Tensor, start: int, stop: int) -> Tensor:
+def _make_rows(rule: InitRule, seed: int, name: str, p: Tensor, start: int, stop: int) -> Tensor:
     """Rows of a parameter, as the rule makes them block by block; a scalar is one row."""
     height = max(1, _BLOCK_VALUES // max(1, p.numel() // max(1, len(p)))) if p.dim() else 1
     if p.numel() <= _BLOCK_VALUES:
-        whole = _block(rule, key(seed, "initialize", name), name, p, slice(None))
+        whole = _make_block(rule, key(seed, "initialize", name), name, p, slice(None))
         return whole[start:stop] if p.dim() else whole
     found = torch.empty(stop - start, *p.shape[1:], dtype=p.dtype)
     for block in range(start // height, -(-stop // height)):
         first, last = block * height, min((block + 1) * height, len(p))
-        values = _block(rule, key(seed, "initialize", name, block), name, p, slice(first, last))
+        values = _make_block(rule, key(seed, "initialize", name, block), name, p, slice(first, last))
         a, b = max(start, first), min(stop, last)
         found[a - start : b - start] = values[a - first : b - first]
     return found
 
 
-def _block(rule: Rule, seed: int, name: str, p: Tensor, rows: slice) -> Tensor:
+def _make_block(rule: InitRule, seed: int, name: str, p: Tensor, rows: slice) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     if not p.is_meta:
         values = (p.detach()[rows] if p.dim() else p.detach()).cpu().clone()

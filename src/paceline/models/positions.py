@@ -1,7 +1,7 @@
 """Which positions of a sequence a model sees: all of them, or, under `context=N`, those of one rank.
 
 A model asks where it needs to know; what runs it on a part answers in its place, for the duration of the
-forward (`paceline.layout.context`). Nothing is set, so nothing stays.
+forward (`paceline.parallel.context`). Nothing is set, so nothing stays.
 """
 
 from __future__ import annotations

@@ -1,9 +1,17 @@
 """What happened, as records: phases of a step, their schema, and the sinks that write or show them."""
 
-from paceline.observe.phases import OWN, PHASES, Phase, Phases
-from paceline.observe.progress import Progress
-from paceline.observe.sinks import JsonLines, Sink
-from paceline.observe.stats import Stats
-from paceline.observe.text_log import TextLog
+from paceline.observe.progress import ProgressSink
+from paceline.observe.sinks import JsonLinesSink, Sink, TextLogSink
+from paceline.observe.step_stats import LOCAL_PHASES, PHASES, PhaseTimer, StepPhase, StepStats
 
-__all__ = ["OWN", "PHASES", "JsonLines", "Phase", "Phases", "Progress", "Sink", "Stats", "TextLog"]
+__all__ = [
+    "LOCAL_PHASES",
+    "PHASES",
+    "JsonLinesSink",
+    "PhaseTimer",
+    "ProgressSink",
+    "Sink",
+    "StepPhase",
+    "StepStats",
+    "TextLogSink",
+]

@@ -11,9 +11,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from paceline.observe.phases import PHASES
-from paceline.observe.schema import spoken
-from paceline.observe.stats import Stats
+from paceline.observe.metrics_schema import shows_on_terminal
+from paceline.observe.step_stats import PHASES, StepStats
 
 _WINDOW_STEPS = 20
 _PLAIN_SECONDS = 5.0
@@ -21,7 +20,7 @@ _LIVE_SECONDS = 0.1  # the terminal is drawn 8 times a second, and a line that n
 _BAR_WIDTH = 24
 
 
-class Progress:
+class ProgressSink:
     """Shows step, loss, rate, time left and where the time goes.
 
     Args:
@@ -43,7 +42,7 @@ class Progress:
         self._last = last_step
         self._tokens = tokens_per_sample
         self._epochs = -(-last_step // steps_per_epoch) if steps_per_epoch else 0
-        self._recent: deque[Stats] = deque(maxlen=_WINDOW_STEPS)
+        self._recent: deque[StepStats] = deque(maxlen=_WINDOW_STEPS)
         self._ends: deque[int] = deque([first_step - 1], maxlen=_WINDOW_STEPS + 1)
         self._live = Live(console=console, refresh_per_second=8, transient=False)
         self._next_line = 0.0
@@ -51,7 +50,7 @@ class Progress:
         if self._is_live:
             self._live.start()
 
-    def step(self, stats: Stats) -> None:
+    def step(self, stats: StepStats) -> None:
         """Show one round, which may have been many steps."""
         self._recent.append(stats)
         self._ends.append(stats.step)
@@ -65,17 +64,17 @@ class Progress:
         if self._is_live:
             done = self._recent[-1].step + 1
             self._live.update(
-                Text(f"{_bar(done, self._last)} {self.line()}", overflow="ellipsis", no_wrap=True)
+                Text(f"{_render_bar(done, self._last)} {self.line()}", overflow="ellipsis", no_wrap=True)
             )
         else:
             self._console.print(self.line(), markup=False, highlight=False, soft_wrap=True)
 
     def event(self, name: str, record: Mapping[str, Any]) -> None:
         """Show an event above the progress line; the books of the run go to the metrics file only."""
-        if not spoken(name):
+        if not shows_on_terminal(name):
             return
         flat = {**record, **record.get("metrics", {})}
-        text = "  ".join(f"{k} {_short(v)}" for k, v in flat.items() if k != "metrics")
+        text = "  ".join(f"{k} {_format_value(v)}" for k, v in flat.items() if k != "metrics")
         self._console.print(f"{name}: {text}", markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
@@ -100,34 +99,34 @@ class Progress:
             if seconds
         )
         return (
-            f"step {last.step + 1}/{self._last}{_epoch(last.epoch, self._epochs)}  loss {_loss(last.loss)}  "
-            f"{_rate(rate)} {unit}  {_clock(left)} left  | {shares}"
+            f"step {last.step + 1}/{self._last}{_format_epoch(last.epoch, self._epochs)}  loss {_format_loss(last.loss)}  "
+            f"{_format_rate(rate)} {unit}  {_format_time_left(left)} left  | {shares}"
         )
 
 
-def _bar(done: int, whole: int) -> str:
+def _render_bar(done: int, whole: int) -> str:
     filled = round(_BAR_WIDTH * done / max(1, whole))
     return "━" * filled + "╌" * (_BAR_WIDTH - filled)
 
 
-def _epoch(index: int, epochs: int) -> str:
+def _format_epoch(index: int, epochs: int) -> str:
     """The number of the epoch, of how many, where the data is seen more than once."""
     return f"  epoch {index + 1}/{epochs}" if epochs > 1 else ""
 
 
-def _loss(value: float) -> str:
+def _format_loss(value: float) -> str:
     """Four digits behind the point, or of its own where these would be zeros."""
     return f"{value:.3e}" if 0 < abs(value) < 1e-3 else f"{value:.4f}"
 
 
-def _rate(value: float) -> str:
+def _format_rate(value: float) -> str:
     return f"{value / 1000:.1f}k" if value >= 10_000 else f"{value:.0f}"
 
 
-def _clock(seconds: float) -> str:
+def _format_time_left(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes}:{rest:02d}"
 
 
-def _short(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return f"{value:.5g}" if isinstance(value, float) else str(value)

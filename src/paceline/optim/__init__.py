@@ -1,20 +1,18 @@
 """Optimizers by name, schedules as pure functions, and the base of a user's own optimizer."""
 
-from paceline.optim.adopt import require_elementwise
-from paceline.optim.build import build_optimizer, fused_is_supported, why_not_fused
-from paceline.optim.by_group import ByGroup
-from paceline.optim.fit import require_one_gradient
-from paceline.optim.schedule import Schedule, build_schedule
-from paceline.optim.user import UserOptimizer
+from paceline.optim.build_optimizer import build_optimizer, fused_is_supported, reason_not_fused
+from paceline.optim.compatibility import require_elementwise, require_one_gradient
+from paceline.optim.lr_schedule import LearningRateSchedule, build_schedule
+from paceline.optim.user_optimizer import ByGroup, UserOptimizer
 
 __all__ = [
     "ByGroup",
-    "Schedule",
+    "LearningRateSchedule",
     "UserOptimizer",
     "build_optimizer",
     "build_schedule",
     "fused_is_supported",
+    "reason_not_fused",
     "require_elementwise",
     "require_one_gradient",
-    "why_not_fused",
 ]

@@ -69,12 +69,12 @@ class AdaBound(torch.optim.Optimizer):
         first, second, t = state["exp_avg"], state["exp_avg_sq"], float(state["step"])
         first.mul_(beta1).add_(grad, alpha=1 - beta1)
         second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        low, high = bounds(group, t)
+        low, high = rate_bounds(group, t)
         rate = group["lr"] * (1 - beta2**t) ** 0.5 / (1 - beta1**t)
         p.sub_((rate / second.sqrt().add_(group["eps"])).clamp_(low, high).mul_(first))
 
 
-def bounds(group: dict[str, Any], t: float) -> tuple[float, float]:
+def rate_bounds(group: dict[str, Any], t: float) -> tuple[float, float]:
     """Lowest and highest rate of a value in update t, from 1."""
     final = group["final_lr"] * group["lr"] / group["base_lr"] if group["base_lr"] else 0.0
     return final * (1 - 1 / (group["gamma"] * t + 1)), final * (1 + 1 / (group["gamma"] * t))

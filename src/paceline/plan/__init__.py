@@ -1,20 +1,20 @@
 """What a job will need, said before it is started."""
 
-from paceline.plan.budget import Verdict, judge, nearest_that_fits
-from paceline.plan.forms import whole_bytes
-from paceline.plan.memory import plan_memory
-from paceline.plan.parts import MemoryPlan, Parts, RankMemory
+from paceline.plan.memory_budget import BudgetVerdict, check_budget, nearest_that_fits
+from paceline.plan.memory_plan import MemoryByKind, MemoryPlan, RankMemory
+from paceline.plan.memory_planner import plan_memory
 from paceline.plan.recompute_choice import RecomputeChoice, choose_recompute
+from paceline.plan.zero_memory import model_state_bytes
 
 __all__ = [
+    "BudgetVerdict",
+    "MemoryByKind",
     "MemoryPlan",
-    "Parts",
     "RankMemory",
     "RecomputeChoice",
-    "Verdict",
+    "check_budget",
     "choose_recompute",
-    "judge",
+    "model_state_bytes",
     "nearest_that_fits",
     "plan_memory",
-    "whole_bytes",
 ]

@@ -13,19 +13,18 @@ from itertools import count
 from typing import NamedTuple
 
 from paceline.errors import StrategyError, TaskError
-from paceline.layout.pipeline import cut_evenly
-from paceline.plan.memory import plan_memory
-from paceline.plan.parts import MemoryPlan
-from paceline.plan.words import spell_peak
-from paceline.recipe import Recipe
-from paceline.report.facts import spell_bytes
+from paceline.parallel.pipeline.stage_partition import partition_evenly
+from paceline.plan.memory_plan import MemoryPlan, describe_peak
+from paceline.plan.memory_planner import plan_memory
+from paceline.recipe.recipe import Recipe
+from paceline.report.run_facts import format_bytes
 from paceline.task import Task
 
-_FEW = 12
+_EXACT_CHAIN_LENGTH = 12
 """Modules of a chain up to which nothing is concluded from one part of it to another."""
 
 
-class CappedCut(NamedTuple):
+class BudgetedCut(NamedTuple):
     """A cut, and what it needs.
 
     Args:
@@ -37,7 +36,7 @@ class CappedCut(NamedTuple):
     stage_bytes: Sequence[int]
 
 
-class _Limit(NamedTuple):
+class _PartLimit(NamedTuple):
     """What a part of the chain has to be, or must not be.
 
     Args:
@@ -51,7 +50,7 @@ class _Limit(NamedTuple):
     holds: bool
 
 
-def cut_within(
+def best_fitting_cut(
     weights: Sequence[int],
     sizes: Sequence[int],
     num_stages: int,
@@ -65,14 +64,14 @@ def cut_within(
     the second, and so on; the best of each comes back in the order.
 
     Args:
-        weights, sizes: see `cut_evenly`.
+        weights, sizes: see `partition_evenly`.
         fits: of a cut, which of its stages do; it depends on the parts of a stage alone.
         chunks: parts of each stage; stage s of p has parts s, s + p and so on.
     Exactness: up to 12 modules that of trying every cut, tests/unit/layout/test_stages.py. Of a longer chain
         parts are left out that contain those which do not fit as the same stage.
     Source: Murty 1968, An Algorithm for Ranking all the Assignments in Order of Increasing Cost (branching).
     """
-    search = _Search(weights, sizes, num_stages, chunks)
+    search = _CutSearch(weights, sizes, num_stages, chunks)
     search.wait([])
     while search.waiting:
         _, _, places, limits = heappop(search.waiting)
@@ -88,28 +87,28 @@ def cut_within(
     return []
 
 
-class _Search:
+class _CutSearch:
     """Cuts that may still be the one, the best first.
 
-    Args: see `cut_within`.
+    Args: see `best_fitting_cut`.
     """
 
     def __init__(self, weights: Sequence[int], sizes: Sequence[int], num_stages: int, chunks: int) -> None:
         self._weights, self._sizes, self._num_stages, self._chunks = weights, sizes, num_stages, chunks
-        self._covers = range.__eq__ if len(weights) <= _FEW else _contains
+        self._covers = range.__eq__ if len(weights) <= _EXACT_CHAIN_LENGTH else _contains
         self._numbers = count()
-        self.waiting: list[tuple[tuple[int, int], int, list[range], list[_Limit]]] = []
+        self.waiting: list[tuple[tuple[int, int], int, list[range], list[_PartLimit]]] = []
         self.too_large: list[tuple[int, Sequence[range]]] = []
 
-    def wait(self, limits: list[_Limit]) -> None:
+    def wait(self, limits: list[_PartLimit]) -> None:
         """The best cut within these limits waits for its turn, if there is one."""
 
         def allowed(part: int, place: range) -> bool:
             return all(self._covers(place, one.place) == one.holds for one in limits if one.part == part)
 
-        places = cut_evenly(self._weights, self._num_stages * self._chunks, self._sizes, allowed)
+        places = partition_evenly(self._weights, self._num_stages * self._chunks, self._sizes, allowed)
         if places:
-            heappush(self.waiting, (_heaviest(self._weights, places), next(self._numbers), places, limits))
+            heappush(self.waiting, (_cut_cost(self._weights, places), next(self._numbers), places, limits))
 
     def known(self, own: Sequence[Sequence[range]]) -> tuple[int, Sequence[range]] | None:
         """A stage of a cut that is known not to fit, with the parts that are too large."""
@@ -120,15 +119,15 @@ class _Search:
         )
         return next(found, None)
 
-    def split(self, limits: list[_Limit], stage: int, parts: Sequence[range]) -> None:
+    def split(self, limits: list[_PartLimit], stage: int, parts: Sequence[range]) -> None:
         """The cuts within these limits whose stage has not all of these parts wait for their turn."""
-        of = [_Limit(stage + k * self._num_stages, place, True) for k, place in enumerate(parts)]
+        of = [_PartLimit(stage + k * self._num_stages, place, True) for k, place in enumerate(parts)]
         for number, one in enumerate(of):
             self.wait([*limits, *of[:number], one._replace(holds=False)])
 
 
-def _heaviest(weights: Sequence[int], places: Sequence[range]) -> tuple[int, int]:
-    """By which cuts are ordered, see `cut_evenly`."""
+def _cut_cost(weights: Sequence[int], places: Sequence[range]) -> tuple[int, int]:
+    """By which cuts are ordered, see `partition_evenly`."""
     sums = [sum(weights[i] for i in place) for place in places]
     return max(sums), sum(one**2 for one in sums)
 
@@ -139,7 +138,7 @@ def _contains(place: range, other: range) -> bool:
 
 def cut_within_budget(
     recipe: Recipe, task: Task, processes: int, weights: Sequence[int], sizes: Sequence[int], chunks: int = 1
-) -> CappedCut:
+) -> BudgetedCut:
     """The fastest cut that keeps the budget as it is; if none does, with every block computed again.
 
     Args:
@@ -152,35 +151,35 @@ def cut_within_budget(
         TaskError: see `plan_memory`.
     """
     tried: list[MemoryPlan] = []
-    for way in _ways(recipe):
-        budget = _Budget(way, task, processes, tried)
-        places = cut_within(weights, sizes, recipe.strategy.pipeline, budget.fits, chunks)
+    for way in _recompute_variants(recipe):
+        budget = _StageBudget(way, task, processes, tried)
+        places = best_fitting_cut(weights, sizes, recipe.strategy.pipeline, budget.fits, chunks)
         if places:
-            return CappedCut(places, budget.peaks(places))
+            return BudgetedCut(places, budget.peaks(places))
     least, budget_bytes = min(tried, key=lambda plan: plan.peak), recipe.memory.budget or 0
     raise StrategyError(
-        f"no cut of {len(weights)} modules into {_spelled(recipe, chunks)} keeps memory.budget ="
-        f" {spell_bytes(budget_bytes)}; of those that were tried stages={least.recipe.strategy.stages} needs"
-        f" least: {spell_peak(least)}",
+        f"no cut of {len(weights)} modules into {_describe_stages(recipe, chunks)} keeps memory.budget ="
+        f" {format_bytes(budget_bytes)}; of those that were tried stages={least.recipe.strategy.stages} needs"
+        f" least: {describe_peak(least)}",
         where=f'strategy "{recipe.strategy}" on {processes} processes',
         next_step="take more stages, shards of the state (shard=2 zero=1), or smaller micro-batches"
         " (batch.shards)",
     )
 
 
-def _spelled(recipe: Recipe, chunks: int) -> str:
+def _describe_stages(recipe: Recipe, chunks: int) -> str:
     stages = f"{recipe.strategy.pipeline} stages"
     return stages if chunks == 1 else f"{stages} of {chunks} chunks"
 
 
-def _ways(recipe: Recipe) -> Iterator[Recipe]:
+def _recompute_variants(recipe: Recipe) -> Iterator[Recipe]:
     """As the recipe says; where that is left open, without recomputation and then with all of it."""
     memory = recipe.memory
     for how in ("none", "blocks") if memory.chooses else (memory.recompute,):
         yield recipe.replace(memory=memory.replace(recompute=how))
 
 
-class _Budget:
+class _StageBudget:
     """Asks the plan of a cut which of its stages keep the budget.
 
     Args:

@@ -4,24 +4,29 @@
 on a number of processes. Nothing here starts, trains or reads the environment.
 """
 
-from paceline.recipe.dump import to_toml
-from paceline.recipe.lasting import CheckpointRecipe, HealthRecipe
-from paceline.recipe.learning import BatchRecipe, OptimizerRecipe, ScheduleRecipe
-from paceline.recipe.load import load_recipe
-from paceline.recipe.log import LogRecipe
-from paceline.recipe.memory import MemoryRecipe
-from paceline.recipe.micro_batches import most_sharers, num_micro_batches
-from paceline.recipe.model import (
+from paceline.recipe.recipe import (
     EvaluateRecipe,
     LoaderRecipe,
     PrecisionRecipe,
     Recipe,
     RuntimeRecipe,
+    max_sharers,
+    num_micro_batches,
+    to_toml,
 )
-from paceline.recipe.presets import PRESETS, Preset
+from paceline.recipe.recipe_loading import load_recipe
 from paceline.recipe.strategy import Strategy
-from paceline.recipe.strategy_table import Row, table
-from paceline.recipe.support import Support, resolve, support
+from paceline.recipe.strategy_text import PRESETS, StrategyPreset
+from paceline.recipe.support import StrategyRow, SupportResult, list_strategies, resolve_strategy, support
+from paceline.recipe.tables import (
+    BatchRecipe,
+    CheckpointRecipe,
+    HealthRecipe,
+    LogRecipe,
+    MemoryRecipe,
+    OptimizerRecipe,
+    ScheduleRecipe,
+)
 
 __all__ = [
     "PRESETS",
@@ -34,18 +39,18 @@ __all__ = [
     "MemoryRecipe",
     "OptimizerRecipe",
     "PrecisionRecipe",
-    "Preset",
     "Recipe",
-    "Row",
     "RuntimeRecipe",
     "ScheduleRecipe",
     "Strategy",
-    "Support",
+    "StrategyPreset",
+    "StrategyRow",
+    "SupportResult",
+    "list_strategies",
     "load_recipe",
-    "most_sharers",
+    "max_sharers",
     "num_micro_batches",
-    "resolve",
+    "resolve_strategy",
     "support",
-    "table",
     "to_toml",
 ]

@@ -11,14 +11,19 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from paceline.errors import RecipeError, StrategyError
-from paceline.recipe.channel_words import PLAIN, ChannelSpec, has_channel
-from paceline.recipe.expect import Words
-from paceline.recipe.phases import Phase, as_text, at_step, choices_of, phases_of, together
-from paceline.recipe.specs import CodecSpec, LayoutSpec, RouteSpec, ScheduleSpec, Spec, SyncSpec, find, known
-from paceline.recipe.strict import Table
-from paceline.recipe.terms import read_terms
-from paceline.recipe.written_words import (
-    all_is_none,
+from paceline.recipe.registry.route_specs import DEFAULT_CHANNEL, ChannelSpec, uses_channel
+from paceline.recipe.registry.word_spec import (
+    CodecSpec,
+    LayoutSpec,
+    RouteSpec,
+    ScheduleSpec,
+    SyncSpec,
+    WordSpec,
+    find_spec,
+    known_specs,
+)
+from paceline.recipe.strategy_text import (
+    SyncPhase,
     check_channel,
     check_codec,
     check_cut,
@@ -28,11 +33,19 @@ from paceline.recipe.written_words import (
     check_schedule,
     check_stages,
     check_sync,
-    numbers_in,
+    choices_of,
+    merge_sync_specs,
+    parse_counts,
+    parse_replicas,
+    phase_at_step,
+    phases_of,
+    phases_to_text,
+    read_terms,
 )
+from paceline.recipe.validation import ExpectedText, RecipeTable
 
 
-class Strategy(Table):
+class Strategy(RecipeTable):
     """Where state lives, when replicas agree, what goes over the wire and along which path.
 
     `Strategy.parse("replicas=2 sync=every-step")`, `Strategy.parse("ddp")`, and in a recipe either that
@@ -45,7 +58,9 @@ class Strategy(Table):
     error_class: ClassVar[type[RecipeError]] = StrategyError
     expects: ClassVar[str] = 'a table, or text such as "replicas=2" or "ddp"'
 
-    replicas: Annotated[int | None, BeforeValidator(all_is_none), Words('an integer >= 1 or "all"')] = Field(
+    replicas: Annotated[
+        int | None, BeforeValidator(parse_replicas), ExpectedText('an integer >= 1 or "all"')
+    ] = Field(
         default=None, ge=1, description='whole copies of the model; "all" fills the processes that are left'
     )
     shard: int = Field(default=1, ge=1, description="ranks that share the state of one replica (ZeRO)")
@@ -73,7 +88,7 @@ class Strategy(Table):
         default="fixed",
         description="pieces of a tensor on several servers: one on each; or as many as have BYTES, or so few",
     )
-    sync: Annotated[str, BeforeValidator(as_text), AfterValidator(check_sync)] = Field(
+    sync: Annotated[str, BeforeValidator(phases_to_text), AfterValidator(check_sync)] = Field(
         default="every-step", description="when replicas agree"
     )
     balance: Literal["even", "speed"] = Field(
@@ -86,7 +101,7 @@ class Strategy(Table):
         default="auto", description="along which path it goes; auto: memory within a host, else as measured"
     )
     channel: Annotated[str, AfterValidator(check_channel)] = Field(
-        default=PLAIN, description="what carries the messages of servers and of gossip"
+        default=DEFAULT_CHANNEL, description="what carries the messages of servers and of gossip"
     )
 
     @classmethod
@@ -127,7 +142,7 @@ class Strategy(Table):
     @property
     def stage_lengths(self) -> list[int] | None:
         """Numbers of modules, by chunk of the model; None: it is cut evenly."""
-        return numbers_in(self.stages) if self.stages[0].isdecimal() else None
+        return parse_counts(self.stages) if self.stages[0].isdecimal() else None
 
     @property
     def layout(self) -> str:
@@ -138,7 +153,9 @@ class Strategy(Table):
     def cuts(self) -> list[LayoutSpec]:
         """How a replica is spread over ranks: cuts in their order."""
         applying = (
-            [spec for spec in known(LayoutSpec).values() if spec.applies(self)] if self._is_spread else []
+            [spec for spec in known_specs(LayoutSpec).values() if spec.applies(self)]
+            if self._is_spread
+            else []
         )
         return sorted(applying, key=lambda spec: spec.order)
 
@@ -149,21 +166,21 @@ class Strategy(Table):
     @property
     def rule(self) -> SyncSpec:
         """What its rule is; of several what holds of all."""
-        return self.rules[0] if len(self.rules) == 1 else together(self.rules)
+        return self.rules[0] if len(self.rules) == 1 else merge_sync_specs(self.rules)
 
     @property
     def rules(self) -> list[SyncSpec]:
         """Its rules, one after another."""
-        return [_described(SyncSpec, phase.rule) for phase in phases_of(self.sync)]
+        return [_spec_of(SyncSpec, phase.rule) for phase in phases_of(self.sync)]
 
-    def phase(self, step: int) -> Phase:
+    def phase(self, step: int) -> SyncPhase:
         """The rule of a step, and until when it holds."""
-        return at_step(phases_of(self.sync), step)
+        return phase_at_step(phases_of(self.sync), step)
 
     def under(self, rule: str) -> Self:
         """Itself under one of its rules, on the same ranks: who serves under another trains here."""
-        several, spec = len(self.rules) > 1, _described(SyncSpec, rule)
-        changes: dict[str, Any] = {"channel": PLAIN} if several and not has_channel(spec) else {}
+        several, spec = len(self.rules) > 1, _spec_of(SyncSpec, rule)
+        changes: dict[str, Any] = {"channel": DEFAULT_CHANNEL} if several and not uses_channel(spec) else {}
         if several and self.servers and not spec.needs_server:
             changes |= {"servers": 0, "replicas": self.replicas and self.replicas + self.servers}
         return self.replace(sync=rule, **changes)
@@ -176,12 +193,12 @@ class Strategy(Table):
     @property
     def path(self) -> RouteSpec:
         """What its route is."""
-        return _described(RouteSpec, self.route)
+        return _spec_of(RouteSpec, self.route)
 
     @property
-    def carrier(self) -> ChannelSpec:
+    def channel_spec(self) -> ChannelSpec:
         """What its channel is."""
-        return _described(ChannelSpec, self.channel)
+        return _spec_of(ChannelSpec, self.channel)
 
     @property
     def form(self) -> CodecSpec:
@@ -192,13 +209,13 @@ class Strategy(Table):
     def links(self) -> list[tuple[CodecSpec, str]]:
         """The words of its codec, in order, with their arguments."""
         word, _, allowed = self.codec.partition(":")
-        whole = find(CodecSpec, word)
+        whole = find_spec(CodecSpec, word)
         if whole is not None and whole.chooses:
             return [(whole, allowed)]
-        return [(_described(CodecSpec, link), link.partition(":")[2]) for link in self.codec.split("+")]
+        return [(_spec_of(CodecSpec, link), link.partition(":")[2]) for link in self.codec.split("+")]
 
     @property
-    def alternatives(self) -> list[Self]:
+    def codec_alternatives(self) -> list[Self]:
         """Itself; under `codec=auto` values as they are, then what it is allowed to choose."""
         (spec, allowed), *more = self.links
         if more or not spec.chooses:
@@ -211,19 +228,21 @@ class Strategy(Table):
         return self.codec != "fp32"
 
     @property
-    def feeds_back(self) -> bool:
+    def uses_error_feedback(self) -> bool:
         """Whether coding loses what is to be sent later."""
-        return any(spec.feeds_back for spec, _ in self.links) and not self.codec.endswith(":stochastic")
+        return any(spec.uses_error_feedback for spec, _ in self.links) and not self.codec.endswith(
+            ":stochastic"
+        )
 
     @property
     def order(self) -> ScheduleSpec:
         """What its schedule is."""
-        return _described(ScheduleSpec, self.schedule)
+        return _spec_of(ScheduleSpec, self.schedule)
 
     @property
     def is_approximate(self) -> bool:
         """Whether its result differs by nature, not by rounding, from that of one process."""
-        specs = [spec for one in self.alternatives for spec, _ in one.links]
+        specs = [spec for one in self.codec_alternatives for spec, _ in one.links]
         return not (self.rule.exact and all(spec.exact for spec in specs))
 
     @property
@@ -241,10 +260,10 @@ class Strategy(Table):
         return " ".join(terms)
 
 
-D = TypeVar("D", bound=Spec)
+D = TypeVar("D", bound=WordSpec)
 
 
-def _described(kind: type[D], text: str) -> D:
-    found = find(kind, text.partition(":")[0])
+def _spec_of(kind: type[D], text: str) -> D:
+    found = find_spec(kind, text.partition(":")[0])
     assert found is not None, text  # it was checked when it was read
     return found

@@ -1,22 +1,21 @@
 """The folder of a run, read: what happened in it as numbers, as words and as a page. Imports no torch."""
 
-from paceline.report.compared import Listed, render_compared
-from paceline.report.facts import Facts, facts
-from paceline.report.folder import checked_run, find_runs
-from paceline.report.page import render, write_report
-from paceline.report.read import Run, read_run
-from paceline.report.summary import summary
+from paceline.report.html_page import ComparisonTable, render_comparison_page, render_page, write_report
+from paceline.report.run_facts import RunFacts, collect_facts
+from paceline.report.run_files import find_runs, resolve_run_folder
+from paceline.report.run_reader import RecordedRun, read_run
+from paceline.report.summary_sentences import summarize_run
 
 __all__ = [
-    "Facts",
-    "Listed",
-    "Run",
-    "checked_run",
-    "facts",
+    "ComparisonTable",
+    "RecordedRun",
+    "RunFacts",
+    "collect_facts",
     "find_runs",
     "read_run",
-    "render",
-    "render_compared",
-    "summary",
+    "render_comparison_page",
+    "render_page",
+    "resolve_run_folder",
+    "summarize_run",
     "write_report",
 ]

@@ -29,7 +29,7 @@ def tag(name: str, *children: str | Iterable[str], **attributes: str | None) -> 
 
 def join(children: Iterable[str | Iterable[str]]) -> Html:
     """Elements and escaped text, one after another."""
-    return Html("".join(_flat(child) for child in children))
+    return Html("".join(_to_html(child) for child in children))
 
 
 def table(
@@ -41,7 +41,7 @@ def table(
     return tag("div", tag("table", headline, tag("tbody", body)), class_=kind, style=style)
 
 
-def _flat(child: str | Iterable[str]) -> str:
+def _to_html(child: str | Iterable[str]) -> str:
     if isinstance(child, Html):
         return child
     return escape(child) if isinstance(child, str) else join(child)

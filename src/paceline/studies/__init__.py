@@ -3,26 +3,32 @@
 Pure: folders are read, nothing is started; the command `paceline sweep` does that. Imports no torch.
 """
 
-from paceline.studies.axes import Axis, Cell, cells_of, parse_axis
 from paceline.studies.critical_batch import CriticalBatch, find_critical_batch
-from paceline.studies.measured import Measured, Target, read_run
-from paceline.studies.plot import render_plot
-from paceline.studies.summary import Row, Summary, summarize
-from paceline.studies.table import render_table
+from paceline.studies.sweep_cells import SweepAxis, SweepCell, build_cells, parse_axis
+from paceline.studies.sweep_plot import render_plot
+from paceline.studies.sweep_summary import (
+    MetricTarget,
+    RunMeasurements,
+    SweepRow,
+    SweepSummary,
+    read_measurements,
+    render_table,
+    summarize_sweep,
+)
 
 __all__ = [
-    "Axis",
-    "Cell",
     "CriticalBatch",
-    "Measured",
-    "Row",
-    "Summary",
-    "Target",
-    "cells_of",
+    "MetricTarget",
+    "RunMeasurements",
+    "SweepAxis",
+    "SweepCell",
+    "SweepRow",
+    "SweepSummary",
+    "build_cells",
     "find_critical_batch",
     "parse_axis",
-    "read_run",
+    "read_measurements",
     "render_plot",
     "render_table",
-    "summarize",
+    "summarize_sweep",
 ]

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-_FEWEST = 3
+_MIN_BATCH_SIZES = 3
 
 
 @dataclass(frozen=True)
@@ -38,16 +38,16 @@ def find_critical_batch(steps: Mapping[int, float]) -> CriticalBatch | None:
     Returns:
         None with fewer than three batch sizes: nothing could contradict the fit.
     """
-    if len(steps) < _FEWEST:
+    if len(steps) < _MIN_BATCH_SIZES:
         return None
     batches = sorted(steps)
     savings = tuple((a, b, steps[a] / steps[b]) for a, b in itertools.pairwise(batches))
-    intercept, slope = _fit([(1 / b, steps[b], steps[b] ** -2) for b in batches])
+    intercept, slope = _fit_line([(1 / b, steps[b], steps[b] ** -2) for b in batches])
     found = slope / intercept if intercept > 0 and slope > 0 else None
     return CriticalBatch(0.0 if slope <= 0 else found, max(0.0, intercept), savings)
 
 
-def _fit(points: list[tuple[float, float, float]]) -> tuple[float, float]:
+def _fit_line(points: list[tuple[float, float, float]]) -> tuple[float, float]:
     """Intercept and slope of y over x, by weighted least squares of (x, y, weight)."""
     total = sum(w for _, _, w in points)
     x_mean = sum(w * x for x, _, w in points) / total

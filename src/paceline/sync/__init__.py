@@ -1,22 +1,22 @@
 """When replicas agree, and how the agreed gradient becomes an update."""
 
+from paceline.sync.diloco import DiLoCo
 from paceline.sync.every_step import EveryStep, gradient_scale
-from paceline.sync.inner import InnerState
-from paceline.sync.local import LocalRounds
-from paceline.sync.outer import Outer
-from paceline.sync.rule import Rule, step_stats
-from paceline.sync.update import Part, Update, UpdateStep, Updating, update_parts
+from paceline.sync.local_rounds import ReplicaOptimizerState
+from paceline.sync.outer_optimizer import OuterOptimizer
+from paceline.sync.sync_rule import SyncRule, step_stats
+from paceline.sync.update import PendingUpdate, UpdatePart, UpdateResult, UpdateStep, update_parts
 
 __all__ = [
+    "DiLoCo",
     "EveryStep",
-    "InnerState",
-    "LocalRounds",
-    "Outer",
-    "Part",
-    "Rule",
-    "Update",
+    "OuterOptimizer",
+    "PendingUpdate",
+    "ReplicaOptimizerState",
+    "SyncRule",
+    "UpdatePart",
+    "UpdateResult",
     "UpdateStep",
-    "Updating",
     "gradient_scale",
     "step_stats",
     "update_parts",

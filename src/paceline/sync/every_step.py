@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from paceline.comm import Gradients, Net, Reduction, ShardTally, Tally
-from paceline.comm.reduction import Owed
-from paceline.data import Feed, LoadedBatch, Work
-from paceline.layout import Placed, Sums
-from paceline.mesh import Group
-from paceline.observe import Phases, Stats
-from paceline.state import TrainState
-from paceline.sync.memory import Asked, RuleMemory
-from paceline.sync.rule import step_stats
-from paceline.sync.update import Update, UpdateStep
+from paceline.comm.net import Net
+from paceline.comm.reduction.gradients import GradientReduction, Gradients
+from paceline.comm.reduction.pending_residual import PendingResidual
+from paceline.comm.tally import ShardTally, StepTally
+from paceline.data.work import LoadedBatch, MicroBatchWork, TrainingFeed
+from paceline.job.mesh import RankGroup
+from paceline.observe.step_stats import PhaseTimer, StepStats
+from paceline.parallel.model_runner import LossSums, ModelRunner
+from paceline.state.train_state import TrainState
+from paceline.sync.sync_rule import MemoryQuery, RuleMemory, step_stats
+from paceline.sync.update import UpdateResult, UpdateStep
 
 
 class EveryStep:
@@ -43,17 +44,17 @@ class EveryStep:
 
     def __init__(
         self,
-        group: Group,
+        group: RankGroup,
         net: Net,
-        reducer: Reduction,
+        reducer: GradientReduction,
         *,
-        phases: Phases,
+        phases: PhaseTimer,
         items_per_sample: int = 1,
         stop_requested: Callable[[], bool] = lambda: False,
         by_shard: bool = False,
         follows: Callable[[float, float], None] | None = None,
-        ran: Callable[[Sums, float], None] | None = None,
-        owed: Owed | None = None,
+        ran: Callable[[LossSums, float], None] | None = None,
+        owed: PendingResidual | None = None,
     ) -> None:
         self.reducer, self.owed = reducer, owed
         self._group, self._net, self.phases = group, net, phases
@@ -61,14 +62,14 @@ class EveryStep:
         self._stop_requested, self._by_shard, self._ran = stop_requested, by_shard, ran
         self._follows = follows
 
-    def rounds(self, feed: Feed, placed: Placed, update_step: UpdateStep) -> Iterator[Stats]:
+    def rounds(self, feed: TrainingFeed, runner: ModelRunner, update_step: UpdateStep) -> Iterator[StepStats]:
         """See `Rule`: a round is a step."""
         state = update_step.state
         with feed.from_step(state.step) as stream:
             while state.step < feed.num_steps:
                 self.phases.take()
                 step = state.step
-                tally, update = self.step(feed.work, stream, placed, update_step)
+                tally, update = self.step(feed.work, stream, runner, update_step)
                 state.step += 1
                 yield step_stats(
                     range(step, step + 1), feed.work, state, tally, update, self.phases, self._net
@@ -79,14 +80,18 @@ class EveryStep:
         self.reducer.abort()
 
     def step(
-        self, work: Work, stream: Iterator[LoadedBatch], placed: Placed, update_step: UpdateStep
-    ) -> tuple[Tally, Update]:
+        self,
+        work: MicroBatchWork,
+        stream: Iterator[LoadedBatch],
+        runner: ModelRunner,
+        update_step: UpdateStep,
+    ) -> tuple[StepTally, UpdateResult]:
         """One step: micro-batches, agreement, update.
 
         Args:
             work: which micro-batches this rank runs in a step.
             stream: loads exactly those micro-batches, in any order.
-            placed: this rank's part of the model.
+            runner: this rank's part of the model.
             update_step: applies the update to the state.
         """
         self.phases.begin("data")
@@ -94,11 +99,11 @@ class EveryStep:
         count = work.num_micro_batches(update_step.state.step)
         scale = self.follow(work, update_step.state)
         self.reducer.begin(count)
-        taken = Taken(stream)
-        sums = placed.run(taken, count, self.reducer, scale)
-        return self.agree(sums, placed, update_step, scale, taken.shards, work.shards)
+        taken = ShardRecordingStream(stream)
+        sums = runner.run(taken, count, self.reducer, scale)
+        return self.agree(sums, runner, update_step, scale, taken.shards, work.shards)
 
-    def follow(self, work: Work, state: TrainState) -> float:
+    def follow(self, work: MicroBatchWork, state: TrainState) -> float:
         """What the losses of the state's step are to be multiplied with, before its reduction begins."""
         scale = gradient_scale(work, state, self.items_per_sample)
         if self._follows is not None:
@@ -107,13 +112,13 @@ class EveryStep:
 
     def agree(
         self,
-        sums: Sums,
-        placed: Placed,
+        sums: LossSums,
+        runner: ModelRunner,
         update_step: UpdateStep,
         scale: float,
         shards: Sequence[int],
         num_shards: int,
-    ) -> tuple[Tally, Update]:
+    ) -> tuple[StepTally, UpdateResult]:
         """What follows on this rank's micro-batches: agreement, and an update.
 
         Args:
@@ -126,12 +131,12 @@ class EveryStep:
         if self._ran is not None:
             self._ran(sums, scale)
         self.reducer.close()
-        tallied = self._tally(sums, placed, num_shards, shards)
-        agreement = tallied.agree(self._net, self._group, placed.holding.device)
+        tallied = self._tally(sums, runner, num_shards, shards)
+        agreement = tallied.agree(self._net, self._group, runner.sharded_model.device)
         grads, tally = self.reducer.finish(), agreement.wait()
         self.phases.begin("optimizer")
-        placed.buffers.end_step(tally.buffers, tally.micro_batches)
-        used = tally.used_names(placed.holding.slots)
+        runner.buffers.end_step(tally.buffers, tally.micro_batches)
+        used = tally.used_names(runner.sharded_model.slots)
         update = self._apply(update_step, grads.agreed(used, scale), tally)
         if update.applied:
             self.reducer.commit(used)
@@ -139,7 +144,7 @@ class EveryStep:
             self.reducer.abort()
         return tally, update
 
-    def _apply(self, update_step: UpdateStep, grads: Gradients, tally: Tally) -> Update:
+    def _apply(self, update_step: UpdateStep, grads: Gradients, tally: StepTally) -> UpdateResult:
         """Make the update of these, and of what is owed beside."""
         if self.owed is None:
             return update_step.apply(grads, tally)
@@ -149,32 +154,32 @@ class EveryStep:
         return update
 
     def _tally(
-        self, sums: Sums, placed: Placed, num_shards: int, shards: Sequence[int]
-    ) -> Tally | ShardTally:
+        self, sums: LossSums, runner: ModelRunner, num_shards: int, shards: Sequence[int]
+    ) -> StepTally | ShardTally:
         total, count, metrics = sums.read()
-        used, changes = placed.used, placed.buffers.changes_of(shards)
+        used, changes = runner.used, runner.buffers.changes_of(shards)
         if self.owed is not None:
             used = {*used, *self.owed.names}
-        tally = Tally(
+        tally = StepTally(
             micro_batches=sums.micro_batches,
             total=total,
             count=count,
             metrics=metrics,
             stops=float(self._stop_requested()),
-            used=[float(slot.name in used) for slot in placed.holding.slots],
-            buffers=placed.buffers.added(changes),
+            used=[float(slot.name in used) for slot in runner.sharded_model.slots],
+            buffers=runner.buffers.added(changes),
         )
         if not self._by_shard:
             return tally
         return ShardTally(tally, num_shards, shards, sums.per_micro_batch(), changes)
 
 
-def memory(asked: Asked) -> RuleMemory:
+def plan_memory(asked: MemoryQuery) -> RuleMemory:
     """What the rule keeps: nothing of its own."""
     return RuleMemory()
 
 
-class Taken(Iterator[LoadedBatch]):
+class ShardRecordingStream(Iterator[LoadedBatch]):
     """A stream that knows which shards were taken from it, in their order."""
 
     def __init__(self, stream: Iterator[LoadedBatch]) -> None:
@@ -187,11 +192,11 @@ class Taken(Iterator[LoadedBatch]):
         return loaded
 
 
-def gradient_scale(work: Work, state: TrainState, items_per_sample: int) -> float:
+def gradient_scale(work: MicroBatchWork, state: TrainState, items_per_sample: int) -> float:
     """What losses are multiplied with before backward in the state's step."""
-    return state.scale.value / power_of_two(work.num_samples(state.step) * items_per_sample)
+    return state.scale.value / power_of_two_below(work.num_samples(state.step) * items_per_sample)
 
 
-def power_of_two(number: int) -> float:
+def power_of_two_below(number: int) -> float:
     """The largest power of two that is not above a number of at least 1."""
     return float(2 ** (number.bit_length() - 1))

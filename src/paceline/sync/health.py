@@ -5,6 +5,13 @@ finite, and hands trouble to an answer: stop, leave the step out, or go back to 
 well it looks at numbers that are on the host anyway, and sends nothing.
 Invariant: ranks that take a step together see the same sums, so they all find the same trouble and give the
 same answer. Neither parameters nor moments nor buffers ever hold anything of a step that was answered.
+
+Rates that fall when the loss diverges: an answer to trouble, and what it leaves in the state.
+
+Invariant: every rate is what the schedule says times `factor` to the power of `times`, from the update at
+which trouble was seen on; `times` is in checkpoints, so a resumed run goes on with the lowered rates.
+
+Put a guard into a session's update step, as the recipe's health section says.
 """
 
 from __future__ import annotations
@@ -18,21 +25,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.errors import NumericError
-from paceline.slot import Keeper, Piece, Slot
-from paceline.sync.update import Part, Update, Updating, lower_scale_or, placed_before
-from paceline.sync.witness import Heard, Witness
+from paceline.errors import NumericError, StrategyError
+from paceline.job.mesh import Mesh, RankGroup
+from paceline.parallel.model_runner import ModelRunner
+from paceline.parallel.session_context import SessionContext
+from paceline.recipe.strategy import Strategy
+from paceline.recipe.tables import HealthRecipe
+from paceline.state.slot import ExtraState, TensorPiece, TensorSlot
+from paceline.sync.bad_value_locator import BadValueLocator, LossRecorder, RecordedLoss
+from paceline.sync.update import (
+    PendingUpdate,
+    UpdatePart,
+    UpdateResult,
+    UpdateStep,
+    insert_part_before,
+    lower_scale_or,
+)
 
-Note = Callable[[str, Mapping[str, Any]], None]
+EventCallback = Callable[[str, Mapping[str, Any]], None]
 """Takes an event by name, and what there is to know about it."""
 
 
-class RollBack(NumericError):
+class RollBackRequest(NumericError):
     """Asks whoever runs the loop to go back to a checkpoint, and to go on behind the step that went wrong."""
 
 
 @dataclass
-class Watch(Keeper):
+class LossSpikeDetector(ExtraState):
     """The last losses. Where all ranks take the same steps it is state: a resumed run judges as the first.
 
     Args:
@@ -64,18 +83,18 @@ class Watch(Keeper):
         if self.factor is not None and not self.is_spike(loss):
             self.losses = [*self.losses, loss][-self.window :]
 
-    def pieces(self) -> Sequence[Piece]:
-        """See `Keeper`."""
+    def pieces(self) -> Sequence[TensorPiece]:
+        """See `ExtraState`."""
         losses = torch.tensor(self.losses, dtype=torch.float64)
-        return [Piece(Slot.whole("losses", losses), losses)]
+        return [TensorPiece(TensorSlot.whole("losses", losses), losses)]
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """See `Keeper`."""
+        """See `ExtraState`."""
         self.losses = tensors["losses"].tolist() if "losses" in tensors else []
 
 
 @dataclass(frozen=True)
-class Answers:
+class HealthActions:
     """What is done about trouble.
 
     Args:
@@ -83,12 +102,12 @@ class Answers:
         max_skips: steps that may be left out one after another.
     """
 
-    non_finite: Answer
-    spike: Answer
+    non_finite: HealthAction
+    spike: HealthAction
     max_skips: int
 
 
-class Guard:
+class NumericGuard:
     """Looks before an update is made.
 
     Args:
@@ -97,15 +116,17 @@ class Guard:
         note: is told of every step that is left out.
     """
 
-    def __init__(self, watch: Watch, witness: Witness, answers: Answers, note: Note) -> None:
+    def __init__(
+        self, watch: LossSpikeDetector, witness: BadValueLocator, answers: HealthActions, note: EventCallback
+    ) -> None:
         self.watch, self.note = watch, note
         self._witness, self._answers = witness, answers
-        self._heard: list[Heard] = []
+        self._heard: list[RecordedLoss] = []
         self._skipped = 0
 
-    def loss(self, record: Updating) -> None:
+    def loss(self, record: PendingUpdate) -> None:
         """The part `watch`: the agreed loss; collective only if something is wrong."""
-        self._heard, step = self._witness.ear.take(), record.state.step
+        self._heard, step = self._witness.loss_recorder.take(), record.state.step
         loss = _mean_loss(record)
         if not math.isfinite(loss):
             error = self._witness.non_finite(f"the loss is {loss}", step, self._heard, record.grads)
@@ -115,19 +136,19 @@ class Guard:
             error = self._witness.spike(what, step, self._heard, record.grads)
             self._answers.spike(self, record, error)
 
-    def gradient(self, record: Updating, error: NumericError) -> None:
+    def gradient(self, record: PendingUpdate, error: NumericError) -> None:
         """The answer to a gradient that is not finite; collective."""
         what = "the gradient is not finite"
         error = self._witness.non_finite(what, record.state.step, self._heard, record.grads)
         self._answers.non_finite(self, record, error)
 
-    def accept(self, record: Updating) -> None:
+    def accept(self, record: PendingUpdate) -> None:
         """An observer: the step was not left out; a spike that was taken is nothing to compare with."""
         if record.tally.count and not record.refused:
             self._skipped = 0
             self.watch.accept(_mean_loss(record))
 
-    def leave_out(self, record: Updating, why: NumericError) -> None:
+    def leave_out(self, record: PendingUpdate, why: NumericError) -> None:
         """As if the step had not been taken: not even buffers move.
 
         Raises:
@@ -140,44 +161,160 @@ class Guard:
                 next_step=f"{why.next_step}; health.max_skips says how many may be",
             )
         self._skipped += 1
-        self._witness.placed.buffers.abort_step()
+        self._witness.runner.buffers.abort_step()
         self.note("skip", {"step": record.state.step, "reason": why.what})
         record.refused = True
-        record.update = Update(math.nan, record.lr, applied=False)
+        record.update = UpdateResult(math.nan, record.lr, applied=False)
 
 
-def guarded(parts: Mapping[str, Part], guard: Guard) -> dict[str, Part]:
+def add_guard(parts: Mapping[str, UpdatePart], guard: NumericGuard) -> dict[str, UpdatePart]:
     """The parts of an update step with a guard among them."""
-    watched = placed_before(parts, "norm", "watch", guard.loss)
+    watched = insert_part_before(parts, "norm", "watch", guard.loss)
     return {**watched, "finite": lower_scale_or(guard.gradient)}
 
 
-def _mean_loss(record: Updating) -> float:
+def _mean_loss(record: PendingUpdate) -> float:
     tally = record.tally
     return tally.total / tally.count if tally.count else 0.0
 
 
-Answer = Callable[[Guard, Updating, NumericError], None]
+HealthAction = Callable[[NumericGuard, PendingUpdate, NumericError], None]
 """What is done about a trouble."""
 
 
-def stop(guard: Guard, record: Updating, error: NumericError) -> None:
+def stop_run(guard: NumericGuard, record: PendingUpdate, error: NumericError) -> None:
     """End the run."""
     raise error
 
 
-def skip(guard: Guard, record: Updating, error: NumericError) -> None:
+def skip_step(guard: NumericGuard, record: PendingUpdate, error: NumericError) -> None:
     """Leave the step out, and go on."""
     guard.leave_out(record, error)
 
 
-def roll_back(guard: Guard, record: Updating, error: NumericError) -> None:
+def roll_back(guard: NumericGuard, record: PendingUpdate, error: NumericError) -> None:
     """Go back to a checkpoint, and leave out the steps from there to this one.
 
     Done anew they would lead to the same place.
     Source: Chowdhery et al. 2022, PaLM, arXiv:2204.02311, section 5.1.
     """
-    raise RollBack(error.what, where=error.where, next_step=error.next_step) from error
+    raise RollBackRequest(error.what, where=error.where, next_step=error.next_step) from error
 
 
-ANSWERS: Mapping[str, Answer] = {"stop": stop, "skip": skip, "roll-back": roll_back}
+HEALTH_ACTIONS: Mapping[str, HealthAction] = {"stop": stop_run, "skip": skip_step, "roll-back": roll_back}
+
+
+@dataclass
+class RateLowering(ExtraState):
+    """How often the rates were lowered.
+
+    Args:
+        factor: of every rate, each time; below 1.
+        most: times that they may be lowered before the run ends.
+        rate: the part of the update step that sets the rates of the schedule.
+        judge_from_step: the step from which on a spike lowers the rates again; before, they get time to act.
+    """
+
+    factor: float
+    most: int
+    rate: UpdatePart
+    times: int = 0
+    judge_from_step: int = 0
+
+    @property
+    def multiplier(self) -> float:
+        """Of the schedule's rates, now."""
+        return self.factor**self.times
+
+    def set_rate(self, record: PendingUpdate) -> None:
+        """The part `rate`: that of the schedule, lowered."""
+        self.rate(record)
+        if self.times:
+            for group in record.state.optimizer.param_groups:
+                group["lr"] *= self.multiplier
+            record.lr *= self.multiplier
+
+    def lower_rate_and_step(self, guard: NumericGuard, record: PendingUpdate, error: NumericError) -> None:
+        """The answer to a spike, whose gradient is finite: take the step, with lower rates from now on.
+
+        As long as the loss stays a spike, compared with the losses before, rates fall once in a window.
+        """
+        if record.state.step >= self.judge_from_step:
+            self._lower(guard, record, error)
+            self.set_rate(record)
+
+    def leave_out(self, guard: NumericGuard, record: PendingUpdate, error: NumericError) -> None:
+        """The answer to a loss or gradient that is not finite: there is no step to take."""
+        self._lower(guard, record, error)
+        guard.leave_out(record, error)
+
+    def _lower(self, guard: NumericGuard, record: PendingUpdate, error: NumericError) -> None:
+        if self.times >= self.most:
+            raise NumericError(
+                f"{error.what}; the rates were lowered {self.times} times already",
+                where=error.where,
+                next_step=f"{error.next_step}; health.max_lowerings says how often they may be",
+            )
+        self.times += 1
+        self.judge_from_step = record.state.step + guard.watch.window
+        told = {"step": record.state.step, "multiplier": self.multiplier, "reason": error.what}
+        guard.note("lower-rate", told)
+
+    def pieces(self) -> Sequence[TensorPiece]:
+        """See `ExtraState`."""
+        counts = torch.tensor([self.times, self.judge_from_step])
+        return [TensorPiece(TensorSlot.whole("lowered", counts), counts)]
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """See `ExtraState`; a run that is told to lower rates from now on begins at none."""
+        self.times, self.judge_from_step = tensors["lowered"].tolist() if "lowered" in tensors else (0, 0)
+
+
+def install_guard(
+    step: UpdateStep, setting: SessionContext, runner: ModelRunner, loss_recorder: LossRecorder
+) -> None:
+    """Let an update step look before it updates, unless no rank sees the sums of a step.
+
+    Args:
+        step: changed in place.
+        setting: its `note` is told of every step that is left out.
+    """
+    health, strategy = setting.recipe.health, setting.recipe.strategy
+    group = _group_with_equal_sums(setting.mesh, strategy)
+    if group is None:
+        return
+    watch = LossSpikeDetector(health.spike_factor, health.spike_window)
+    if health.spike_factor is not None and group.size == setting.mesh.world.size:
+        step.state.extra_states["health"] = watch
+    lowering = RateLowering(health.rate_factor, health.max_lowerings, step.parts["rate"])
+    if health.lowers_rates:
+        step.state.extra_states["rates"] = lowering
+        step.parts["rate"] = lowering.set_rate
+    non_finite = {**HEALTH_ACTIONS, "lower-rate": lowering.leave_out}[health.non_finite]
+    spike = {**HEALTH_ACTIONS, "lower-rate": lowering.lower_rate_and_step}[health.spike]
+    answers = HealthActions(non_finite, spike, health.max_skips)
+    guard = NumericGuard(
+        watch, BadValueLocator(runner, loss_recorder, group, setting.net), answers, setting.note
+    )
+    step.parts = add_guard(step.parts, guard)
+    step.observers.append(guard.accept)
+
+
+def _group_with_equal_sums(mesh: Mesh, strategy: Strategy) -> RankGroup | None:
+    """The ranks that see the same sums in a step: all, those of a replica, or nobody."""
+    groups = {"world": mesh.world, "replica": mesh.inside}
+    return groups.get(strategy.rule.agrees)
+
+
+def check_health_supported(health: HealthRecipe, strategy: Strategy) -> None:
+    """Under some rules a part of the ranks would go on with a step that others leave out.
+
+    Raises:
+        StrategyError: the strategy cannot do what the health section asks for.
+    """
+    together = [word for word in health.answers if word in ("roll-back", "lower-rate")]
+    if together and strategy.rule.agrees != "world":
+        raise StrategyError(
+            f'health: "{together[0]}" needs sync=every-step, and the strategy is {strategy}',
+            next_step='choose "stop" or "skip"',
+        )

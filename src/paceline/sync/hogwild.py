@@ -18,6 +18,8 @@ steps later (`bounded` without a server). So S steps after a rank has told how f
 shares may follow speed (`dealing`).
 Source: Recht, Re, Wright and Niu 2011, Hogwild!, NIPS, arXiv:1106.5730, Algorithm 1; Ho et al. 2013, A Stale
 Synchronous Parallel Parameter Server, NIPS, section 3.
+
+Hogwild! on the ranks of one host: parameters and counters in memory that they share.
 """
 
 from __future__ import annotations
@@ -25,25 +27,45 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from paceline.comm import Net, Tally
-from paceline.data import Feed
-from paceline.errors import DeadlineError
-from paceline.layout import Placed
-from paceline.mesh import Group
-from paceline.observe import Phases, Stats
-from paceline.sync.alone import Alone, Stretch, Take
-from paceline.sync.dealing import Even
+from paceline.comm.net import Net
+from paceline.comm.routes.shared_memory import SharedMemoryCollective
+from paceline.comm.tally import StepTally
+from paceline.data.work import TrainingFeed
+from paceline.errors import DeadlineError, StrategyError
+from paceline.job.mesh import RankGroup
+from paceline.observe.step_stats import PhaseTimer, StepStats
+from paceline.parallel.host_shared_parameters import share_whole_parameters
+from paceline.parallel.model_layout import ModelLayout
+from paceline.parallel.model_runner import ModelRunner
+from paceline.parallel.session_context import SessionContext
+from paceline.state.train_state import TrainState
 from paceline.sync.every_step import EveryStep
+from paceline.sync.local_rounds import LocalRound, LocalRoundLoop, TakeStep
+from paceline.sync.replica_step import (
+    balances_by_speed,
+    build_replica_step,
+    build_speed_assignment,
+    meeting_ranks,
+    rule_argument,
+)
+from paceline.sync.sync_rule import MemoryQuery, RuleMemory, SyncRule
 from paceline.sync.update import UpdateStep
+from paceline.sync.work_assignment import (
+    SPEED_WINDOW_STEPS,
+    EvenAssignment,
+    SharedMemorySpeeds,
+    num_window_rows,
+)
 
-_LOOK_SECONDS = 5e-4
+_POLL_SECONDS = 5e-4
 
 
-class Board:
+class SharedCounters:
     """What ranks tell each other through memory, without a signal.
 
     Each value of `taken` and `stops` is written by one rank only, so none is lost.
@@ -58,7 +80,7 @@ class Board:
 
     def __init__(self, taken: Tensor, stops: Tensor, clocks: Tensor, ones: Tensor, rank: int) -> None:
         self.taken, self.stops, self.clocks, self.ones, self._rank = taken, stops, clocks, ones, rank
-        self._before, self._ones_before = 0, 0.0
+        self._before, self._counter_before = 0, 0.0
 
     @property
     def updates(self) -> int:
@@ -70,7 +92,7 @@ class Board:
         """Whether any rank was asked to stop."""
         return bool(self.stops.any())
 
-    def ask_to_stop(self, asked: bool) -> None:
+    def request_stop(self, asked: bool) -> None:
         """Tell the others whether this rank was asked."""
         self.stops[self._rank] = int(asked)
 
@@ -91,12 +113,12 @@ class Board:
 
     def begin(self) -> None:
         """A round begins; nobody writes."""
-        self._before, self._ones_before = self.updates, float(self.ones.double().mean())
+        self._before, self._counter_before = self.updates, float(self.ones.double().mean())
 
-    def lost_share(self) -> float:
+    def lost_update_share(self) -> float:
         """Of the updates of this round, the share that was lost in a value; nobody writes."""
         made = self.updates - self._before
-        arrived = float(self.ones.double().mean()) - self._ones_before
+        arrived = float(self.ones.double().mean()) - self._counter_before
         return 1.0 - arrived / made if made else 0.0
 
 
@@ -105,7 +127,7 @@ class Hogwild:
 
     Args:
         inner: the step of one rank, on parameters that lie in common.
-        board: in memory of the same ranks.
+        shared_counters: in memory of the same ranks.
         bound: S; `math.inf`: none.
         replicas: all ranks, each of which is one.
         stop_requested: see `EveryStep`.
@@ -116,49 +138,49 @@ class Hogwild:
     def __init__(
         self,
         inner: EveryStep,
-        board: Board,
+        shared_counters: SharedCounters,
         bound: float = math.inf,
         *,
-        replicas: Group,
+        replicas: RankGroup,
         net: Net,
-        phases: Phases,
+        phases: PhaseTimer,
         stop_requested: Callable[[], bool],
-        shares: Even | None = None,
+        shares: EvenAssignment | None = None,
     ) -> None:
-        self.inner, self.board, self._bound = inner, board, bound
-        self._alone = Alone(inner, replicas=replicas, net=net, phases=phases, shares=shares)
+        self.inner, self.shared_counters, self._bound = inner, shared_counters, bound
+        self._alone = LocalRoundLoop(inner, replicas=replicas, net=net, phases=phases, shares=shares)
         self._replicas, self._net, self._phases, self._stop_requested = replicas, net, phases, stop_requested
         self._ages = list[int]()  # of each step of a round, the updates that others made while it was taken
 
-    def rounds(self, feed: Feed, placed: Placed, update_step: UpdateStep) -> Iterator[Stats]:
+    def rounds(self, feed: TrainingFeed, runner: ModelRunner, update_step: UpdateStep) -> Iterator[StepStats]:
         """See `Rule`: a round ends where the feed wants a pause, or a rank was asked to stop."""
         return self._alone.rounds(
-            feed, placed, update_step, begin=self._begin, step=self._go_on, meet=self._meet
+            feed, runner, update_step, begin=self._begin, step=self._go_on, meet=self._meet
         )
 
     def abort(self) -> None:
         """See `Rule`."""
         self.inner.abort()
 
-    def _begin(self, feed: Feed, step: int) -> int:
+    def _begin(self, feed: TrainingFeed, step: int) -> int:
         """A new round, once nobody reads what it will change."""
         self._ages.clear()
-        self.board.begin()
-        self.board.reach(step)
+        self.shared_counters.begin()
+        self.shared_counters.reach(step)
         self._phases.begin("communication")
         self._net.barrier(self._replicas)
-        return feed.pause_after(step)
+        return feed.next_pause(step)
 
-    def _go_on(self, stretch: Stretch, take: Take) -> None:
+    def _go_on(self, stretch: LocalRound, take: TakeStep) -> None:
         """A step, unless the round is about to end instead; and where it ends, once that is asked."""
         if self._may_begin(stretch):
             self._step(stretch, take)
-        if not stretch.is_agreed and (self.board.stopping or stretch.step == stretch.end):
+        if not stretch.is_agreed and (self.shared_counters.stopping or stretch.step == stretch.end):
             self._phases.begin("communication")
             own = torch.tensor([stretch.step])
             stretch.end_with(int(one) for one in self._net.all_gather(own, self._replicas, equal=True).wait())
 
-    def _may_begin(self, stretch: Stretch) -> bool:
+    def _may_begin(self, stretch: LocalRound) -> bool:
         """Wait for those who are too far behind; false: the round is about to end instead.
 
         Raises:
@@ -170,8 +192,8 @@ class Hogwild:
         expires = time.monotonic() + self._net.deadline_seconds
         self._phases.begin("communication")
         while (rank := self._awaited(step)) is not None:
-            self.board.ask_to_stop(self._stop_requested())
-            if self.board.stopping and not stretch.is_agreed:
+            self.shared_counters.request_stop(self._stop_requested())
+            if self.shared_counters.stopping and not stretch.is_agreed:
                 return False
             if time.monotonic() > expires:
                 raise DeadlineError(
@@ -179,25 +201,103 @@ class Hogwild:
                     f" {self._net.deadline_seconds:g} s",
                     next_step="look at what that rank does, or raise runtime.deadline_seconds",
                 )
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
         return True
 
     def _awaited(self, step: int) -> int | None:
         """A rank without which this one does not begin a step; None: there is none."""
-        rank = self.board.behind(step, self._bound)
+        rank = self.shared_counters.behind(step, self._bound)
         return self._replicas.rank if rank is None and not self._alone.shares.is_ready(step) else rank
 
-    def _step(self, stretch: Stretch, take: Take) -> None:
+    def _step(self, stretch: LocalRound, take: TakeStep) -> None:
         """One step of this rank; what others do meanwhile is its staleness."""
-        self.board.ask_to_stop(self._stop_requested())
-        read = self.board.updates
+        self.shared_counters.request_stop(self._stop_requested())
+        read = self.shared_counters.updates
         update = take()
-        self._ages.append(self.board.updates - read)
+        self._ages.append(self.shared_counters.updates - read)
         if update.applied:
-            self.board.count()
-        self.board.reach(stretch.step)
+            self.shared_counters.count()
+        self.shared_counters.reach(stretch.step)
 
-    def _meet(self, stretch: Stretch, placed: Placed) -> tuple[Tally, Mapping[str, float]]:
+    def _meet(self, stretch: LocalRound, runner: ModelRunner) -> tuple[StepTally, Mapping[str, float]]:
         """The sums over all ranks, and buffers that are equal; afterwards nobody writes."""
-        tally, own = self._alone.agree(stretch, placed, ages=sum(self._ages), steps=len(self._ages))
-        return tally, {"staleness": own["ages"] / own["steps"], "lost_updates": self.board.lost_share()}
+        tally, own = self._alone.agree(stretch, runner, ages=sum(self._ages), steps=len(self._ages))
+        return tally, {
+            "staleness": own["ages"] / own["steps"],
+            "lost_updates": self.shared_counters.lost_update_share(),
+        }
+
+
+_MAX_TALLY_SIZE = 1 << 16
+_TALLY_ITEM_BYTES = 4
+
+
+def build_hogwild(setting: SessionContext, layout: ModelLayout, state: TrainState) -> SyncRule:
+    """Replicas update the same parameters, without a lock.
+
+    Raises:
+        StrategyError: the ranks have no memory in common.
+    """
+    world, sharded_model = setting.mesh.world, layout.runner.sharded_model
+    num_ones = _tally_size(max(p.numel() for p in sharded_model.computes.values()))
+    if world.size == 1:
+        shared_counters = _build_board(0, 1, num_ones, lambda n, dtype: torch.zeros(n, dtype=dtype))
+    else:
+        memory = _shared_memory(setting)
+        share_whole_parameters(sharded_model, memory)
+        shared_counters = _build_board(world.rank, world.size, num_ones, partial(_zeros, memory))
+    return Hogwild(
+        build_replica_step(setting, sharded_model, state),
+        shared_counters,
+        rule_argument(setting),
+        stop_requested=setting.stop_requested,
+        shares=_build_shares(setting),
+        **meeting_ranks(setting),
+    )
+
+
+def _build_shares(setting: SessionContext) -> EvenAssignment | None:
+    """By speed, as ranks write it down in memory; None: they stay."""
+    if not balances_by_speed(setting):
+        return None
+    bound, size = int(rule_argument(setting)), setting.mesh.world.size
+    rows = num_window_rows(bound, SPEED_WINDOW_STEPS)
+    words = _zeros(_shared_memory(setting), rows * size, torch.int64).view(rows, size)
+    return build_speed_assignment(setting, SharedMemorySpeeds(words, setting.mesh.world.rank), lag=bound)
+
+
+def hogwild_memory(asked: MemoryQuery) -> RuleMemory:
+    """What the rule keeps: a share of the memory in common, in which the tally of ones lies, too.
+
+    At the end of a round the ones are added up in float64.
+    """
+    ranks = asked.recipe.strategy.degrees["replica"]
+    num_ones = _tally_size(asked.sizes.largest // _TALLY_ITEM_BYTES)
+    return RuleMemory(copies=_TALLY_ITEM_BYTES * num_ones // ranks, agreement=8 * num_ones, sharers=ranks)
+
+
+def _tally_size(num_values: int) -> int:
+    """Of a tally, where so many values are in the largest tensor."""
+    return min(_MAX_TALLY_SIZE, num_values)
+
+
+def _build_board(
+    rank: int, num_ranks: int, num_ones: int, zeros: Callable[[int, torch.dtype], Tensor]
+) -> SharedCounters:
+    taken, stops, clocks = (zeros(num_ranks, torch.int64) for _ in range(3))
+    return SharedCounters(taken, stops, clocks, zeros(num_ones, torch.float32), rank)
+
+
+def _shared_memory(setting: SessionContext) -> SharedMemoryCollective:
+    found = setting.exact_collective(setting.mesh.world)
+    if isinstance(found, SharedMemoryCollective):
+        return found
+    why = "compute on GPUs" if setting.device.type != "cpu" else "run on several hosts"
+    raise StrategyError(
+        f"sync=hogwild trains in the memory of one host, and these ranks {why}",
+        next_step="choose sync=local:H, or servers=1 sync=server-async",
+    )
+
+
+def _zeros(memory: SharedMemoryCollective, num_values: int, dtype: torch.dtype) -> Tensor:
+    return memory.common(num_values, torch.empty(0, dtype=dtype))

@@ -1,6 +1,6 @@
 """PipeDream: a pipeline that is never flushed. Stages update as gradients reach them.
 
-What flows through it, and which weights a stage keeps for it, is a `Flow`: whole steps and a stash
+What flows through it, and which weights a stage keeps for it, is a `PipeDreamFlow`: whole steps and a stash
 (`weight_stash`), or micro-batches and two buffers (`two_buffers`). Buffers such as running statistics move at
 the end of a step's forward, in the order of the steps.
 
@@ -8,32 +8,39 @@ Invariant: the backward of a step uses the version of the weights that its forwa
 Between two rounds the pipeline is empty, every stage has made one update for every step, and buffers are
 equal on all ranks.
 Source: Narayanan et al. 2019, PipeDream, sections 3.2 and 3.3.
+
+Constructor of PipeDream, and what it keeps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from paceline.comm import Net, Tally
-from paceline.data import Feed
-from paceline.layout import Placed, Sums
-from paceline.layout.pipeline import Pipeline
-from paceline.mesh import Group
-from paceline.observe import Phases, Stats
-from paceline.schedule import Table
-from paceline.state import TrainState
-from paceline.sync.memory import Asked, Pass, RuleMemory
-from paceline.sync.rule import step_stats
-from paceline.sync.stage_update import Versions, sent_messages
-from paceline.sync.update import Update, UpdateStep
+from paceline.comm.net import Net
+from paceline.comm.tally import StepTally
+from paceline.data.work import TrainingFeed
+from paceline.errors import StrategyError
+from paceline.job.mesh import RankGroup
+from paceline.observe.step_stats import PhaseTimer, StepStats
+from paceline.parallel.model_layout import ModelLayout
+from paceline.parallel.model_runner import LossSums, ModelRunner
+from paceline.parallel.pipeline.pipeline_runner import PipelineRunner
+from paceline.parallel.session_context import SessionContext
+from paceline.pipeline_schedule.schedule_table import ScheduleTable
+from paceline.recipe.recipe import Recipe
+from paceline.state.train_state import TrainState
+from paceline.sync import weight_stashing
+from paceline.sync.sync_rule import MemoryQuery, PipelinePass, RuleMemory, SyncRule, step_stats
+from paceline.sync.update import UpdateResult, UpdateStep
+from paceline.sync.weight_stashing import TwoBufferFlow, UpdateVersions, WeightStashFlow, max_sent_messages
 
 
-class Flow(Protocol):
+class PipeDreamFlow(Protocol):
     """What goes through a stage between two moments at which the pipeline is empty.
 
     Attributes:
@@ -41,16 +48,20 @@ class Flow(Protocol):
     """
 
     @property
-    def versions(self) -> Sequence[Versions]: ...
+    def versions(self) -> Sequence[UpdateVersions]: ...
 
-    def run(self, first: int, end: int, feed: Feed, update_step: UpdateStep) -> tuple[Sums, Update]:
+    def run(
+        self, first: int, end: int, feed: TrainingFeed, update_step: UpdateStep
+    ) -> tuple[LossSums, UpdateResult]:
         """Fill the pipeline, keep it full, and run it empty; the stage makes an update for every step."""
 
     def drop(self) -> None:
         """Forget what is in flight."""
 
 
-def memory_of_rounds(asked: Asked, passes: Iterable[Pass], flow: Table, together: int) -> RuleMemory:
+def plan_round_memory(
+    asked: MemoryQuery, passes: Iterable[PipelinePass], flow: ScheduleTable, together: int
+) -> RuleMemory:
     """What the rule keeps of a round: how its stage was when the pipeline was empty, to go back to it.
 
     Args:
@@ -58,7 +69,7 @@ def memory_of_rounds(asked: Asked, passes: Iterable[Pass], flow: Table, together
         flow: through all stages; of each operation there are so many micro-batches `together`.
     """
     undo = asked.sizes.updates + asked.frozen + asked.state + 2 * asked.buffers
-    sent = sent_messages(asked, asked.recipe.strategy.pipeline)
+    sent = max_sent_messages(asked, asked.recipe.strategy.pipeline)
     return RuleMemory(state=undo, passes=[*passes], sent=sent, flow=flow, together=together)
 
 
@@ -66,7 +77,7 @@ class PipeDream:
     """The rule of one pipeline.
 
     Args:
-        placed: this rank's stage.
+        runner: this rank's stage.
         flow: what goes through it.
         world: all stages.
         stop_requested: see `EveryStep`.
@@ -75,77 +86,79 @@ class PipeDream:
 
     def __init__(
         self,
-        placed: Pipeline,
-        flow: Flow,
-        world: Group,
+        runner: PipelineRunner,
+        flow: PipeDreamFlow,
+        world: RankGroup,
         net: Net,
-        phases: Phases,
+        phases: PhaseTimer,
         *,
         stop_requested: Callable[[], bool],
     ) -> None:
-        self._stage, self._world, self._net, self._phases = placed, world, net, phases
+        self._stage, self._world, self._net, self._phases = runner, world, net, phases
         self.flow, self._stop_requested = flow, stop_requested
-        self._undo: Callable[[], None] = _nothing
+        self._undo: Callable[[], None] = _no_undo
 
     @property
-    def versions(self) -> Sequence[Versions]:
+    def versions(self) -> Sequence[UpdateVersions]:
         """Of the updates of the last round."""
         return self.flow.versions
 
-    def rounds(self, feed: Feed, placed: Placed, update_step: UpdateStep) -> Iterator[Stats]:
+    def rounds(self, feed: TrainingFeed, runner: ModelRunner, update_step: UpdateStep) -> Iterator[StepStats]:
         """See `Rule`: a round ends where the feed wants a pause; then the pipeline runs empty."""
         state = update_step.state
         while state.step < feed.num_steps:
             self._phases.take()
-            first, end = state.step, feed.pause_after(state.step)
-            self._undo, buffers = _memory_of(state, self._stage), placed.buffers.values()
+            first, end = state.step, feed.next_pause(state.step)
+            self._undo, buffers = _remember_stage(state, self._stage), runner.buffers.values()
             sums, update = self.flow.run(first, end, feed, update_step)
-            change = placed.buffers.change_since(buffers)
-            own = self._tally(sums, update, placed, change)
-            agreement = own.agree(self._net, self._world, placed.holding.device)
+            change = runner.buffers.change_since(buffers)
+            own = self._tally(sums, update, runner, change)
+            agreement = own.agree(self._net, self._world, runner.sharded_model.device)
             self._phases.begin("communication")
             tally = agreement.wait()
             self._phases.begin("optimizer")
-            placed.buffers.reset(buffers)
-            placed.buffers.end_step(tally.buffers, 1.0)  # every stage moved its own
-            state.step, self._undo = end, _nothing
+            runner.buffers.reset(buffers)
+            runner.buffers.end_step(tally.buffers, 1.0)  # every stage moved its own
+            state.step, self._undo = end, _no_undo
             stats = step_stats(range(first, end), feed.work, state, tally, update, self._phases, self._net)
-            stale = {n: tally.metrics[n] / (end - first) for n in tally.metrics if n.startswith(_STALENESS)}
-            metrics = {n: x for n, x in stats.metrics.items() if n != _SQUARES} | stale
-            yield replace(stats, metrics=metrics, grad_norm=tally.metrics[_SQUARES] ** 0.5)
+            stale = {
+                n: tally.metrics[n] / (end - first) for n in tally.metrics if n.startswith(_STALENESS_PREFIX)
+            }
+            metrics = {n: x for n, x in stats.metrics.items() if n != _SQUARED_NORM} | stale
+            yield replace(stats, metrics=metrics, grad_norm=tally.metrics[_SQUARED_NORM] ** 0.5)
 
     def abort(self) -> None:
         """Go back to where the pipeline was empty: stages have made different numbers of updates since."""
         self._undo()
         self.flow.drop()
-        self._undo = _nothing
+        self._undo = _no_undo
 
-    def _tally(self, sums: Sums, update: Update, placed: Placed, change: Tensor) -> Tally:
+    def _tally(self, sums: LossSums, update: UpdateResult, runner: ModelRunner, change: Tensor) -> StepTally:
         total, count, metrics = sums.read()
-        stale = dict.fromkeys((f"{_STALENESS}{s}" for s in range(self._stage.cut.num_stages)), 0.0)
+        stale = dict.fromkeys((f"{_STALENESS_PREFIX}{s}" for s in range(self._stage.cut.num_stages)), 0.0)
         ages = sum(v.applied - v.forward for v in self.versions)
-        stale[f"{_STALENESS}{self._stage.cut.stage}"] = float(ages)
-        return Tally(
+        stale[f"{_STALENESS_PREFIX}{self._stage.cut.stage}"] = float(ages)
+        return StepTally(
             micro_batches=float(sums.micro_batches),
             total=total,
             count=count,
-            metrics={**metrics, **stale, _SQUARES: update.grad_norm**2},
+            metrics={**metrics, **stale, _SQUARED_NORM: update.grad_norm**2},
             stops=float(self._stop_requested()),
-            used=[0.0] * len(placed.holding.slots),
+            used=[0.0] * len(runner.sharded_model.slots),
             buffers=change,
         )
 
 
-_STALENESS = "staleness of stage "
-_SQUARES = "squared norm"
+_STALENESS_PREFIX = "staleness of stage "
+_SQUARED_NORM = "squared norm"
 """Of the last gradient; each stage knows that of its own part."""
 
 
-def _nothing() -> None:
+def _no_undo() -> None:
     """There is no half round."""
 
 
-def _memory_of(state: TrainState, stage: Pipeline) -> Callable[[], None]:
+def _remember_stage(state: TrainState, stage: PipelineRunner) -> Callable[[], None]:
     """Remember what this stage updates; the result puts it back."""
     kept = {name: t.detach().clone() for name, t in state.tensors().items()}
     step, updates, buffers = state.step, state.updates, stage.buffers.values()
@@ -161,3 +174,67 @@ def _memory_of(state: TrainState, stage: Pipeline) -> Callable[[], None]:
         stage.buffers.reset(buffers)
 
     return undo
+
+
+def build_pipedream(setting: SessionContext, layout: ModelLayout, state: TrainState) -> SyncRule:
+    """Stages update as gradients reach them."""
+    recipe, runner = setting.recipe, layout.runner
+    alone = "each stage updates alone, and this needs all of them at once"
+    unfit = {
+        "optimizer.clip_norm": alone if recipe.optimizer.clip_norm is not None else "",
+        'precision.compute = "fp16"': alone if recipe.precision.compute == "fp16" else "",
+        "weights that two stages share": alone
+        if not isinstance(runner, PipelineRunner) or runner.cut.shared
+        else "",
+        "memory.recompute": _RECOMPUTE_REASON if recipe.memory.recomputes else "",
+    }
+    reasons = [f"{name} ({why})" for name, why in unfit.items() if why]
+    if reasons or not isinstance(runner, PipelineRunner):
+        raise _unsupported_error(reasons)
+    net, phases = setting.net, setting.phases
+    flow = _weight_version_spec(recipe).build(runner, net, phases, setting.items_per_sample)
+    return PipeDream(runner, flow, setting.mesh.world, net, phases, stop_requested=setting.stop_requested)
+
+
+_RECOMPUTE_REASON = "it would compute again with the weights of today, not with those of the forward"
+
+
+def _unsupported_error(reasons: Sequence[str]) -> StrategyError:
+    return StrategyError(
+        f"pipedream does not go with {'; '.join(reasons)}",
+        next_step="leave it out, or choose sync=every-step",
+    )
+
+
+def pipedream_memory(asked: MemoryQuery) -> RuleMemory:
+    """What the rule keeps on a stage.
+
+    Raises:
+        StrategyError: something is to be computed again.
+    """
+    recipe = asked.recipe
+    if recipe.memory.recomputes:
+        raise _unsupported_error([f"memory.recompute ({_RECOMPUTE_REASON})"])
+    spec = _weight_version_spec(recipe)
+    flow, together = spec.flow(asked)
+    return plan_round_memory(asked, spec.passes(asked, flow), flow, together)
+
+
+class _WeightVersionSpec(NamedTuple):
+    """What may flow through a pipeline that is never flushed."""
+
+    build: Callable[..., PipeDreamFlow]
+    flow: Callable[[MemoryQuery], tuple[ScheduleTable, int]]
+    passes: Callable[[MemoryQuery, ScheduleTable], Iterator[PipelinePass]]
+
+
+_WEIGHT_VERSIONS: Mapping[str, _WeightVersionSpec] = {
+    "": _WeightVersionSpec(WeightStashFlow, weight_stashing.stash_schedule, weight_stashing.stash_passes),
+    "2bw": _WeightVersionSpec(
+        TwoBufferFlow, weight_stashing.two_buffer_schedule, weight_stashing.two_buffer_passes
+    ),
+}
+
+
+def _weight_version_spec(recipe: Recipe) -> _WeightVersionSpec:
+    return _WEIGHT_VERSIONS[recipe.strategy.sync.partition(":")[2]]

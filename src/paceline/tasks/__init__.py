@@ -1,5 +1,5 @@
 """Tasks: what ships, and how a task that the user wrote is found."""
 
-from paceline.tasks.registry import SHIPPED, load_samples, load_task, run_build
+from paceline.tasks.task_registry import SHIPPED, load_samples, load_task, run_build
 
 __all__ = ["SHIPPED", "load_samples", "load_task", "run_build"]

@@ -15,18 +15,20 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from paceline.errors import MissingExtraError
-from paceline.keys import key
-from paceline.models import MLP, ConvNet, InitializeByName, fan_in_rule
-from paceline.recipe.strict import Table
+from paceline.models.convnet import ConvNet
+from paceline.models.initialize import InitializeByName, fan_in_rule
+from paceline.models.mlp import MLP
+from paceline.recipe.validation import RecipeTable
+from paceline.state.keys import key
 from paceline.task import Loss, Task
-from paceline.tasks.options import Widths, read_options
+from paceline.tasks.task_options import Widths, read_options
 
 _SIDE = 8  # pixels
 _NUM_CLASSES = 10
 _HELD_OUT_ONE_IN = 6  # 299 of the 1,797 images
 
 
-class DigitsOptions(Table):
+class DigitsOptions(RecipeTable):
     """Options of the task `digits`.
 
     Args:

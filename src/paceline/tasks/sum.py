@@ -11,14 +11,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from paceline.keys import key
-from paceline.models import MLP, fan_in_rule, initialize_by_name
-from paceline.recipe.strict import Table
+from paceline.models.initialize import fan_in_rule, initialize_by_name
+from paceline.models.mlp import MLP
+from paceline.recipe.validation import RecipeTable
+from paceline.state.keys import key
 from paceline.task import Loss, Task
-from paceline.tasks.options import Widths, read_options
+from paceline.tasks.task_options import Widths, read_options
 
 
-class SumOptions(Table):
+class SumOptions(RecipeTable):
     """Options of the task `sum`: the shape of the network and how many samples there are."""
 
     inputs: int = Field(default=10, ge=1)

@@ -3,7 +3,6 @@
 Invariant: importing it imports neither torch nor pytest; it is for tests, and nothing else imports it.
 """
 
-from paceline.testing.failures import RanksFailed
-from paceline.testing.ranks import run_ranks
+from paceline.testing.rank_processes import RanksFailed, run_ranks
 
 __all__ = ["RanksFailed", "run_ranks"]

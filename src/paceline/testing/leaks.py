@@ -16,24 +16,24 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.cluster import change_environment, process_environment
+from paceline.job.cluster import change_environment, process_environment
 
 _SETTLE_SECONDS = 30.0  # what ends by itself, also on a busy machine
 _SHARED_MEMORY = Path("/dev/shm")
 _IGNORED_VARIABLES = ("PYTEST_", "KMP_", "TORCHINDUCTOR_")  # pytest's own, and what imports set for good
-_SERVERS = (
+_LASTING_SERVERS = (
     "multiprocessing.forkserver",
     "multiprocessing.resource_tracker",
     "torch/_inductor/compile_worker",
     "paceline.launch.fork_server",
 )
 
-Entry = tuple[int, int]
+ProcessKey = tuple[int, int]
 """A process by its number and the inode of its folder: a number comes again, both together do not."""
 
 
 @dataclass(frozen=True)
-class Observation:
+class ResourceSnapshot:
     """What was there at one moment.
 
     Args:
@@ -51,13 +51,13 @@ class Observation:
     processes: Mapping[int, str]
     shared_memory: frozenset[str]
     group: bool
-    strangers: frozenset[Entry] = frozenset()
+    strangers: frozenset[ProcessKey] = frozenset()
 
 
-def observe(before: Observation | None = None) -> Observation:
+def take_snapshot(before: ResourceSnapshot | None = None) -> ResourceSnapshot:
     """Look around, within a millisecond or two; who was a stranger `before` is not looked at again."""
-    family = _Family.look(os.getpid(), frozenset() if before is None else before.strangers)
-    return Observation(
+    family = _ProcessTree.look(os.getpid(), frozenset() if before is None else before.strangers)
+    return ResourceSnapshot(
         environment={
             name: value
             for name, value in process_environment().items()
@@ -66,31 +66,31 @@ def observe(before: Observation | None = None) -> Observation:
         threads={thread.ident or 0: thread.name for thread in threading.enumerate() if not thread.daemon},
         processes=family.describe(),
         shared_memory=frozenset(_own_shared_memory()),
-        group=_has_group(),
+        group=_has_process_group(),
         strangers=family.strangers,
     )
 
 
-def find_leaks(before: Observation) -> list[str]:
+def find_leaks(before: ResourceSnapshot) -> list[str]:
     """Compare with now; what may be on its way out gets half a minute to go.
 
     Returns:
         One line for each leak; empty if there is none.
     """
     expires = time.monotonic() + _SETTLE_SECONDS
-    now = observe(before)
+    now = take_snapshot(before)
     lasting = _compare_state(before, now)
     passing = _compare_resources(before, now)
     if passing:
         gc.collect()
     while passing and time.monotonic() < expires:
         time.sleep(0.02)
-        now = observe(now)
+        now = take_snapshot(now)
         passing = _compare_resources(before, now)
     return lasting + passing
 
 
-def _compare_state(before: Observation, after: Observation) -> list[str]:
+def _compare_state(before: ResourceSnapshot, after: ResourceSnapshot) -> list[str]:
     names = before.environment.keys() | after.environment.keys()
     changed = sorted(name for name in names if before.environment.get(name) != after.environment.get(name))
     leaks = [f"environment variable {name}" for name in changed]
@@ -99,7 +99,7 @@ def _compare_state(before: Observation, after: Observation) -> list[str]:
     return leaks
 
 
-def _compare_resources(before: Observation, after: Observation) -> list[str]:
+def _compare_resources(before: ResourceSnapshot, after: ResourceSnapshot) -> list[str]:
     threads = [name for ident, name in after.threads.items() if ident not in before.threads]
     processes = [f"{pid} {text}" for pid, text in after.processes.items() if pid not in before.processes]
     segments = sorted(after.shared_memory - before.shared_memory)
@@ -110,9 +110,9 @@ def _compare_resources(before: Observation, after: Observation) -> list[str]:
     ]
 
 
-def clean_up(before: Observation) -> None:
+def clean_up(before: ResourceSnapshot) -> None:
     """Undo what can be undone, so that only the test that leaked fails: all but threads."""
-    now = observe()
+    now = take_snapshot()
     for name in now.shared_memory - before.shared_memory:
         if not _used_elsewhere(name):
             (_SHARED_MEMORY / name).unlink(missing_ok=True)
@@ -125,13 +125,13 @@ def clean_up(before: Observation) -> None:
         sys.modules["torch.distributed"].destroy_process_group()
 
 
-def _has_group() -> bool:
+def _has_process_group() -> bool:
     module = sys.modules.get("torch.distributed")
     return module is not None and bool(module.is_available() and module.is_initialized())
 
 
 @dataclass(frozen=True)
-class _Family:
+class _ProcessTree:
     """The processes that come from one.
 
     Args:
@@ -142,10 +142,10 @@ class _Family:
 
     root: int
     children: Mapping[int, Sequence[int]]
-    strangers: frozenset[Entry]
+    strangers: frozenset[ProcessKey]
 
     @classmethod
-    def look(cls, root: int, known: frozenset[Entry] = frozenset()) -> _Family:
+    def look(cls, root: int, known: frozenset[ProcessKey] = frozenset()) -> _ProcessTree:
         """Read the processes that are there and are not known to be strangers."""
         with os.scandir("/proc") as processes:
             there = {(int(one.name), one.inode()) for one in processes if one.name.isdecimal()}
@@ -153,7 +153,7 @@ class _Family:
         children: dict[int, list[int]] = {}
         for pid, _ in there - known:
             with suppress(OSError):
-                state, parent = _status(str(pid)).rpartition(b")")[2].split(maxsplit=2)[:2]
+                state, parent = _read_stat(str(pid)).rpartition(b")")[2].split(maxsplit=2)[:2]
                 parents[pid] = int(parent)
                 if state not in b"ZX":
                     children.setdefault(int(parent), []).append(pid)
@@ -175,7 +175,7 @@ class _Family:
                 if not command and not _has_memory(pid):
                     continue  # it is ending
                 # Ranks have the command line of the server that forked them, but are its children, not ours.
-                if pid not in own or not any(name in command for name in _SERVERS):
+                if pid not in own or not any(name in command for name in _LASTING_SERVERS):
                     found[pid] = command
         return found
 
@@ -185,7 +185,7 @@ def _has_memory(pid: int) -> bool:
     return "VmSize" in Path(f"/proc/{pid}/status").read_text(errors="replace")
 
 
-def _status(pid: str) -> bytes:
+def _read_stat(pid: str) -> bytes:
     """What the system says of a process, by two calls."""
     file = os.open(f"/proc/{pid}/stat", os.O_RDONLY)
     try:
@@ -213,7 +213,7 @@ def _used_elsewhere(name: str) -> bool:
         there = (_SHARED_MEMORY / name).stat()
     except OSError:
         return True  # it is gone
-    ours = {os.getpid(), *_Family.look(os.getpid()).describe()}
+    ours = {os.getpid(), *_ProcessTree.look(os.getpid()).describe()}
     needle = f" {os.major(there.st_dev):02x}:{os.minor(there.st_dev):02x} {there.st_ino} "
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):

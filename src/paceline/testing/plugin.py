@@ -5,19 +5,81 @@ Invariant: a test that leaves something behind fails by name, and the next test 
 It adds one fixture that every test uses (leaks), `lab` (a cluster on this machine), the marks
 `capability(*ids)`, `gpu` (skipped with a reason where there is no NVIDIA GPU) and `soak` (left out unless
 `--soak` is given), and `--capability-report=PATH`.
+
+Which tests prove which rows of the capability list, and how they ended; written as JSON.
+
+With pytest-xdist its workers know the marks, and send them; its controller hears the outcomes, and writes.
+
+Invariant: a test that was collected is in the report, also if it never ran; one part that failed (set-up,
+call, tear-down) makes the whole test failed.
 """
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 
-from paceline.testing.capabilities import CapabilityReport
-from paceline.testing.labs import lab, why_no_lab
-from paceline.testing.leaks import Observation, clean_up, find_leaks, observe
+from paceline.testing.lab_fixture import lab, why_no_lab
+from paceline.testing.leaks import ResourceSnapshot, clean_up, find_leaks, take_snapshot
+
+OutcomeName = Literal["not run", "passed", "skipped", "failed"]
+_CAPABILITY_ROWS = "paceline-capabilities"
+_OUTCOME_ORDER: dict[OutcomeName, int] = {"not run": 0, "passed": 1, "skipped": 2, "failed": 3}
+
+
+class CapabilityReport:
+    """Collects the `capability` marks of a run; a pytest plugin object.
+
+    Args:
+        path: of the JSON file: {"O1": [{"test": "tests/...::test_x", "outcome": "passed"}, ...], ...},
+            sorted, with the outcomes "passed", "failed", "skipped" and "not run".
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._rows: dict[str, tuple[str, ...]] = {}
+        self._verdicts: dict[str, OutcomeName] = {}
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Note the marks of every selected test."""
+        for item in session.items:
+            marks = item.iter_markers("capability")
+            self._rows[item.nodeid] = tuple(sorted({str(row) for mark in marks for row in mark.args}))
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """Take the marks from a worker of pytest-xdist; each has collected all tests."""
+        self._rows |= getattr(node, "workeroutput", {}).get(_CAPABILITY_ROWS, {})
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Note how one part of a test ended."""
+        before = self._verdicts.get(report.nodeid, "not run")
+        self._verdicts[report.nodeid] = max(before, report.outcome, key=_OUTCOME_ORDER.__getitem__)
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Write the file, or tell the process that will."""
+        if hasattr(session.config, "workeroutput"):
+            session.config.workeroutput[_CAPABILITY_ROWS] = self._rows
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.write_text(json.dumps(self.render(), indent=1) + "\n", encoding="utf-8")
+
+    def render(self) -> dict[str, list[dict[str, str]]]:
+        """The content of the file."""
+        return {
+            row: list(self._tests(row))
+            for row in sorted({row for rows in self._rows.values() for row in rows})
+        }
+
+    def _tests(self, row: str) -> Iterable[dict[str, str]]:
+        for test in sorted(test for test, rows in self._rows.items() if row in rows):
+            yield {"test": test, "outcome": self._verdicts.get(test, "not run")}
+
 
 __all__ = ["lab", "no_leaks", "why_no_lab"]
 
@@ -27,7 +89,7 @@ _MARKS = (
     "soak: long; runs only with --soak",
 )
 
-_LAST = pytest.StashKey[Observation]()  # what was seen before the last test
+_LAST_SNAPSHOT = pytest.StashKey[ResourceSnapshot]()  # what was seen before the last test
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -74,8 +136,8 @@ def _has_gpu() -> bool:
 @pytest.fixture(autouse=True)
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail the test if it leaves behind a variable, a thread, a process, shared memory or a process group."""
-    last = request.config.stash.get(_LAST, None)
-    before = request.config.stash[_LAST] = observe(last)
+    last = request.config.stash.get(_LAST_SNAPSHOT, None)
+    before = request.config.stash[_LAST_SNAPSHOT] = take_snapshot(last)
     yield
     leaks = find_leaks(before)
     if leaks:

@@ -1,35 +1,248 @@
-"""The oracle: what one process computes, in plain PyTorch. No hooks, no buckets, no wrappers.
+"""The norm of a whole gradient, written apart from `paceline.comm.reduction.gradient_norm`.
+
+Persistent buffers of a model, and how a step moves them, written apart from `paceline.parallel.model_buffers`.
+
+The tree of additions of a reproducible run, implemented independently of `comm.reduction.tree`.
+
+The gradients of each use of a tied parameter, which may cancel in their sum.
+
+Two sides that add up uses and shards in other orders differ by rounding errors of the terms, not of the
+sum.
+Not seen apart: uses of one module in several places of a forward.
+
+The virtual shards of a step, how they are read and what is random in them, written apart from
+`paceline.data` and `paceline.parallel.rng_state`.
+
+Shared with the session, since two sides that choose them apart could not agree: the order of samples
+(`Order`), the key function (`paceline.state.keys.key`) and the words that it is called with, which are written out
+again here: "unit" for a shard, "loader" for reading one, and "dropout" with the module's name, which
+`KeyedDropout` itself adds, being a part of the user's model.
+
+The oracle: what one process computes, in plain PyTorch. No hooks, no buckets, no wrappers.
 
 The sharded oracle runs the virtual shards of a step one after another; with one shard it is the
 full-batch oracle. What it judges it has written apart: dealing and reading of shards, seeds
 (`plain_micro_batches`), the learning rate (`plain_schedule`), the norm (`plain_norm`), the optimizer
-(`plain_optimizer`) and the tree of additions (`halves`). It shares with the session what defines the run: the
+(`plain_optimizer`) and the tree of additions (`tree_sum`). It shares with the session what defines the run: the
 order of samples, the key function and its words, the initial weights, the loss scale of fp16, and the user's
 model, loss and own optimizer.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from math import sqrt
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 
-from paceline.data import Batches, MicroBatch, to_device
+from paceline.data.loader import to_device
+from paceline.data.sample_order import BatchOrder
+from paceline.data.work import MicroBatch
+from paceline.models.dropout import KeyedDropout
+from paceline.state.keys import key
 from paceline.task import Loss, Task
-from paceline.verification.halves import halves
-from paceline.verification.plain_buffers import Tensors, buffers_of, moved
-from paceline.verification.plain_micro_batches import PlainMicroBatches, read, seed_all
-from paceline.verification.plain_norm import norm_by_rows, plain_norm, reals
-from paceline.verification.plain_schedule import PlainSchedule
-from paceline.verification.tied import apart, magnitudes
+from paceline.verification.plain_optimizer import PlainSchedule
+
+
+def plain_norm(gradients: Iterable[Tensor]) -> float:
+    """The Euclidean norm over all tensors together, summed in float64."""
+    return sqrt(sum(float(as_reals(g).to(torch.float64).square().sum()) for g in gradients))
+
+
+def ordered_norm(tensors: Iterable[Tensor]) -> float:
+    """The norm of a reproducible run as it is defined: row after row, in the order of the model.
+
+    Args:
+        tensors: of every trained parameter; zeros where it has no gradient, which keeps its rows in the sum.
+    Exactness: a row is what the first dimension counts. PyTorch's norm of the row alone, squared; then one
+        sum over all of them. Everything in float64, so bits depend on PyTorch's kernels alone.
+    """
+    squares = []
+    for tensor in tensors:
+        t = as_reals(tensor)
+        for row in t.unbind(0) if t.dim() else [t]:
+            norm = torch.linalg.vector_norm(row.reshape(1, -1), dim=1, dtype=torch.float64)
+            squares.append(norm.square())
+    return float(torch.cat(squares).sum().sqrt()) if squares else 0.0
+
+
+def as_reals(t: Tensor) -> Tensor:
+    """Complex values as pairs of real ones."""
+    t = t.detach()
+    return torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
+
+
+Tensors = dict[str, Tensor]
+
+
+def buffers_of(model: nn.Module) -> Tensors:
+    """Copies of a model's persistent buffers."""
+    state = model.state_dict()
+    return {n: b.detach().clone() for n, b in model.named_buffers() if n in state}
+
+
+def moved(before: Tensors, change: Tensors) -> Tensors:
+    """Buffers after a step: what no shard changed keeps its bits, counters are rounded."""
+    return {name: _buffer_after_step(base, change[name]) for name, base in before.items()}
+
+
+def _buffer_after_step(base: Tensor, change: Tensor) -> Tensor:
+    start = as_reals(base)
+    value = start.to(torch.float64) + change
+    value = value if start.dtype.is_floating_point else value.round()
+    after = torch.where(change == 0, start, value.to(start.dtype))
+    return torch.view_as_complex(after) if base.is_complex() else after
+
+
+def tree_sum(leaves: Mapping[int, Tensor]) -> Tensor:
+    """The sum over shards: of the sums of both halves of the shards, and so on; -0.0 becomes 0.0.
+
+    Args:
+        leaves: by shard; a shard that is not there counts as nothing.
+    """
+    found = _subtree_sum(leaves, 0, 1 << max(leaves).bit_length())
+    assert found is not None
+    return found + 0.0
+
+
+def _subtree_sum(leaves: Mapping[int, Tensor], first: int, width: int) -> Tensor | None:
+    if width == 1:
+        return leaves.get(first)
+    left = _subtree_sum(leaves, first, width // 2)
+    right = _subtree_sum(leaves, first + width // 2, width // 2)
+    if left is None or right is None:
+        return right if left is None else left
+    return left + right
+
+
+ParameterUses = Mapping[str, Sequence[nn.Parameter]]
+
+
+@contextmanager
+def untied_parameters(model: nn.Module) -> Iterator[ParameterUses]:
+    """In the block every place of a tied parameter has one of its own, of the same memory; by name."""
+    tied = _tied_parameters(model)
+    uses: dict[str, list[nn.Parameter]] = {}
+    for name, p, places in tied:
+        uses[name] = [nn.Parameter(p.detach()) for _ in places]
+        for (table, attribute), own in zip(places, uses[name], strict=True):
+            table[attribute] = own
+    try:
+        yield uses
+    finally:
+        for _, p, places in tied:
+            for table, attribute in places:
+                table[attribute] = p
+
+
+def has_tied_parameters(model: nn.Module) -> bool:
+    """Whether a trained parameter is in several modules."""
+    return bool(_tied_parameters(model))
+
+
+_ParameterPlace = tuple[dict[str, nn.Parameter | None], str]
+
+
+def _tied_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter, list[_ParameterPlace]]]:
+    """Trained parameters that are in several modules, and where."""
+    places: dict[int, list[_ParameterPlace]] = {}
+    for module in model.modules():
+        for attribute, p in module._parameters.items():
+            places.setdefault(id(p), []).append((module._parameters, attribute))
+    named = [(name, p, places[id(p)]) for name, p in model.named_parameters() if p.requires_grad]
+    return [found for found in named if len(found[2]) > 1]
+
+
+def magnitudes(uses: ParameterUses, scale: float) -> dict[str, Tensor]:
+    """Sums of |gradient| over the uses, float64, without the scale of the loss."""
+    found = {}
+    for name, own in uses.items():
+        grads = [p.grad.abs().to(torch.float64) / scale for p in own if p.grad is not None]
+        if grads:
+            found[name] = torch.stack(grads).sum(0)
+    return found
+
+
+class PlainMicroBatches:
+    """All shards of a step.
+
+    Args:
+        order: of the samples.
+        shards: into how many a batch is cut, evenly; those that get no sample are left out.
+        seed: of the run.
+    """
+
+    def __init__(self, order: BatchOrder, shards: int, seed: int) -> None:
+        self.order, self.num_shards, self.seed = order, shards, seed
+
+    def micro_batches(self, step: int) -> tuple[MicroBatch, ...]:
+        """The shards of a step, in their order."""
+        size = self.order.batch_size(step)
+        whole = self.order.batch(step, range(size))
+        ends = [size * number // self.num_shards for number in range(self.num_shards + 1)]
+        return tuple(
+            MicroBatch(step, shard, whole[ends[shard] : ends[shard + 1]], key(self.seed, "unit", step, shard))
+            for shard in range(self.num_shards)
+            if ends[shard] < ends[shard + 1]
+        )
+
+
+def read_micro_batch(task: Task, micro_batch: MicroBatch) -> Any:
+    """Its samples, collated; what the data or the collate function draw follows from its key."""
+    with generators_seeded(key(micro_batch.key, "loader")):
+        return collate(task, read_samples(task, [int(i) for i in micro_batch.indices]))
+
+
+def read_samples(task: Task, indices: list[int]) -> list[Any]:
+    """Some samples, all at once where the data can."""
+    fetch_many = getattr(task.data, "__getitems__", None)
+    return list(fetch_many(indices) if callable(fetch_many) else [task.data[i] for i in indices])
+
+
+def collate(task: Task, samples: list[Any]) -> Any:
+    """Samples as a batch."""
+    return (task.collate or default_collate)(samples)
+
+
+@contextmanager
+def generators_seeded(seed: int) -> Iterator[None]:
+    """Seed `random`, `numpy.random` and torch in the block, and put their states back."""
+    kept = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(kept[0])
+        np.random.set_state(kept[1])
+        torch.set_rng_state(kept[2])
+
+
+def seed_all(model: nn.Module, micro_batch_key: int) -> None:
+    """Every random number of a micro-batch's forward and backward follows from its key.
+
+    Python's and NumPy's generators too, which the session seeds in a reproducible run only: elsewhere a model
+    that draws from them has no one right answer.
+    """
+    torch.manual_seed(micro_batch_key)
+    random.seed(micro_batch_key)
+    np.random.seed(micro_batch_key % 2**32)
+    for name, module in model.named_modules():
+        if isinstance(module, KeyedDropout):
+            module.name, module.micro_batch_key = name or "dropout", micro_batch_key
 
 
 @dataclass(frozen=True)
-class Shard:
+class ShardResult:
     """One shard's forward and backward: sums, gradients of the sum, and the buffers it left.
 
     Of a tied parameter `uses` has the sum of the magnitudes of the gradients of its uses, which may cancel.
@@ -64,7 +277,7 @@ class Oracle:
     def __init__(
         self,
         task: Task,
-        order: Batches,
+        order: BatchOrder,
         optimizer: torch.optim.Optimizer,
         schedule: PlainSchedule,
         *,
@@ -97,7 +310,7 @@ class Oracle:
         self.apply(sums.gradients, sums.count, update)
         return sums.total / sums.count
 
-    def shards(self, micro_batches: tuple[MicroBatch, ...], scale: float = 1.0) -> Iterator[Shard]:
+    def shards(self, micro_batches: tuple[MicroBatch, ...], scale: float = 1.0) -> Iterator[ShardResult]:
         """Forward and backward of each shard, all from the same parameters and buffers.
 
         Args:
@@ -106,13 +319,13 @@ class Oracle:
         """
         before = self.buffers()
         for micro_batch in micro_batches:
-            with apart(self.model) as uses:
+            with untied_parameters(self.model) as uses:
                 if uses:
                     self._forward_backward(micro_batch, before, scale)
             sizes = magnitudes(uses, scale)
             loss = self._forward_backward(micro_batch, before, scale)
             gradients = {n: p.grad / scale for n, p in self.model.named_parameters() if p.grad is not None}
-            yield Shard(
+            yield ShardResult(
                 micro_batch, float(loss.total.detach()), float(loss.count), gradients, self.buffers(), sizes
             )
         self.set_buffers(before)
@@ -128,15 +341,15 @@ class Oracle:
         (loss.total * scale).backward()
         return loss
 
-    def accumulate(self, micro_batches: tuple[MicroBatch, ...], scale: float = 1.0) -> Totals:
+    def accumulate(self, micro_batches: tuple[MicroBatch, ...], scale: float = 1.0) -> StepTotals:
         """What these shards add up to."""
         before = self.buffers()
         shards = (
             list(self.shards(micro_batches, scale)) if self.ordered else self.shards(micro_batches, scale)
         )
-        sums = accumulate(shards, before, self.task.buffers)
+        sums = accumulate_shards(shards, before, self.task.buffers)
         if self.ordered:
-            sums.gradients = {n: halves(_by_shard(shards, n)) for n in sums.gradients}
+            sums.gradients = {n: tree_sum(_by_shard(shards, n)) for n in sums.gradients}
         return sums
 
     def apply(self, sums: Tensors, count: float, update: int) -> float:
@@ -149,12 +362,12 @@ class Oracle:
         """Divide and clip; returns the global norm before the clip."""
         divisor = count if self.reduction == "mean" else 1.0
         if self.ordered:
-            norm = norm_by_rows(sums.get(n, torch.zeros_like(p)) for n, p in self._trained()) / divisor
+            norm = ordered_norm(sums.get(n, torch.zeros_like(p)) for n, p in self._trained()) / divisor
         else:
             norm = plain_norm(sums.values()) / divisor
         shorter = self.clip_norm / norm if self.clip_norm is not None and norm > self.clip_norm else 1.0
         for name, p in self._trained():
-            p.grad = lying_as(p, sums[name] * (shorter / divisor)) if name in sums else None
+            p.grad = in_memory_order_of(p, sums[name] * (shorter / divisor)) if name in sums else None
         return norm
 
     def update(self, update: int) -> None:
@@ -173,7 +386,7 @@ class Oracle:
 
     def load(self, micro_batch: MicroBatch) -> Any:
         """The batch of one micro-batch, sample by sample."""
-        return to_device(read(self.task, micro_batch), self._device)
+        return to_device(read_micro_batch(self.task, micro_batch), self._device)
 
     def buffers(self) -> Tensors:
         """Copies of the persistent buffers."""
@@ -187,13 +400,13 @@ class Oracle:
                     b.copy_(values[name])
 
 
-def lying_as(p: Tensor, values: Tensor) -> Tensor:
+def in_memory_order_of(p: Tensor, values: Tensor) -> Tensor:
     """The values in memory in the order of the parameter's: fused kernels walk both side by side."""
     return torch.empty_like(p, dtype=values.dtype).copy_(values).detach()
 
 
 @dataclass
-class Totals:
+class StepTotals:
     """What the shards of one step add up to, in their order.
 
     Args:
@@ -212,15 +425,17 @@ class Totals:
     num_shards: int
 
 
-def _by_shard(shards: Iterable[Shard], name: str) -> dict[int, Tensor]:
+def _by_shard(shards: Iterable[ShardResult], name: str) -> dict[int, Tensor]:
     return {s.micro_batch.shard: s.gradients[name] for s in shards if name in s.gradients}
 
 
-def accumulate(shards: Iterable[Shard], before: Tensors, hows: Mapping[str, str]) -> Totals:
-    """Add up shards as they come; buffers started `before`, and `hows` is `Task.buffers`."""
-    how = {b: next((h for p, h in hows.items() if fnmatchcase(b, p)), "mean") for b in before}
-    still = {n: torch.zeros_like(reals(b), dtype=torch.float64) for n, b in before.items()}
-    sums = Totals(0.0, 0.0, {}, {}, still, 0)
+def accumulate_shards(
+    shards: Iterable[ShardResult], before: Tensors, buffer_reductions: Mapping[str, str]
+) -> StepTotals:
+    """Add up shards as they come; buffers started `before`, and `buffer_reductions` is `Task.buffers`."""
+    how = {b: next((h for p, h in buffer_reductions.items() if fnmatchcase(b, p)), "mean") for b in before}
+    still = {n: torch.zeros_like(as_reals(b), dtype=torch.float64) for n, b in before.items()}
+    sums = StepTotals(0.0, 0.0, {}, {}, still, 0)
     for shard in shards:
         sums.total += shard.total
         sums.count += shard.count
@@ -232,7 +447,7 @@ def accumulate(shards: Iterable[Shard], before: Tensors, hows: Mapping[str, str]
         for name, base in before.items():
             if how[name] == "first" and shard.micro_batch.shard != 0:
                 continue
-            a, b = reals(shard.buffers[name]), reals(base)
+            a, b = as_reals(shard.buffers[name]), as_reals(base)
             sums.buffers[name] += torch.where(a == b, 0.0, a.to(torch.float64) - b.to(torch.float64))
     for name, change in sums.buffers.items():
         change /= max(1, sums.num_shards) if how[name] == "mean" else 1

@@ -1,4 +1,4 @@
-"""Evaluation in one process, block after block, written apart from `paceline.training.evaluation`.
+"""Evaluation in one process, block after block, written apart from `paceline.session.evaluation`.
 
 Shared with it: what blocks there are (of `evaluate.batch` samples, in their order), since a loss may depend
 on what is in its batch, and what makes metrics of sums (`finish_metrics`), which is the task's.
@@ -14,13 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from paceline.data import MicroBatch, in_memory, to_device
-from paceline.recipe import Recipe
-from paceline.task import Loss, Task, finish_metrics, sets_of
-from paceline.training.evaluation import Evaluation
-from paceline.verification.compare import Kernels
-from paceline.verification.oracle import Oracle
-from paceline.verification.plain_micro_batches import read
+from paceline.data.loader import to_device
+from paceline.data.task_data import read_held_out
+from paceline.data.work import MicroBatch
+from paceline.recipe.recipe import Recipe
+from paceline.session.evaluation import Evaluation
+from paceline.task import Loss, Task, finish_metrics, held_out_sets
+from paceline.verification.error_bounds import KernelAgreement
+from paceline.verification.oracle import Oracle, read_micro_batch
 
 
 class PlainEvaluation:
@@ -43,9 +44,9 @@ class PlainEvaluation:
             None if there is nothing to evaluate on.
         """
         model.eval()
-        sets = sets_of(self._task.held_out if source is None else source)
-        found = {n: self._one(model, step, in_memory(n, one, self._recipe)) for n, one in sets.items()}
-        named = {f"{n}.{key}": v for n, one in found.items() if n for key, v in _by_name(one).items()}
+        sets = held_out_sets(self._task.held_out if source is None else source)
+        found = {n: self._one(model, step, read_held_out(n, one, self._recipe)) for n, one in sets.items()}
+        named = {f"{n}.{key}": v for n, one in found.items() if n for key, v in _metrics_by_name(one).items()}
         return next((replace(one, metrics=named) if n else one for n, one in found.items()), None)
 
     def _one(self, model: nn.Module, step: int, held_out: Any) -> Evaluation:
@@ -54,7 +55,7 @@ class PlainEvaluation:
         sums: dict[str, float] = {}
         for first in range(0, num_samples, options.batch):
             block = range(first, min(first + options.batch, num_samples))
-            for name, value in _sums_of(self._loss(model, held_out, block)).items():
+            for name, value in _loss_sums(self._loss(model, held_out, block)).items():
                 sums[name] = sums.get(name, 0.0) + value
         total, count = sums.pop(_TOTAL, 0.0), sums.pop(_COUNT, 0.0)
         means = {name: value / (count or 1.0) for name, value in sums.items()}
@@ -63,7 +64,7 @@ class PlainEvaluation:
 
     def _loss(self, model: nn.Module, held_out: Any, block: Sequence[int]) -> Loss:
         task = replace(self._task, data=held_out)
-        batch = read(task, MicroBatch(0, 0, np.array(block, dtype=np.int64), 0))
+        batch = read_micro_batch(task, MicroBatch(0, 0, np.array(block, dtype=np.int64), 0))
         with torch.no_grad(), self._oracle.autocast():
             return task.loss(model, to_device(batch, self._oracle.device))
 
@@ -71,12 +72,12 @@ class PlainEvaluation:
 _TOTAL, _COUNT = "#total", "#count"
 
 
-def _sums_of(loss: Loss) -> dict[str, float]:
+def _loss_sums(loss: Loss) -> dict[str, float]:
     metrics = {name: float(value) for name, value in loss.metrics.items()}
     return {_TOTAL: float(loss.total), _COUNT: float(loss.count), **metrics}
 
 
-class Values(NamedTuple):
+class EvaluationValues(NamedTuple):
     """What is compared of an evaluation.
 
     Args:
@@ -92,20 +93,22 @@ class Values(NamedTuple):
     bounds: Mapping[str, float] | None
 
 
-def values_of(told: Evaluation, found: Evaluation | None, kernels: Kernels) -> Values:
+def evaluation_values(
+    told: Evaluation, found: Evaluation | None, kernels: KernelAgreement
+) -> EvaluationValues:
     """An evaluation of the run beside that of one process."""
     same = kernels.same and not kernels.in_parts
-    mine = {name: x for name, x in _by_name(told).items() if same or name.endswith("loss")}
+    mine = {name: x for name, x in _metrics_by_name(told).items() if same or name.endswith("loss")}
     if found is None:
-        return Values(told.step - 1, _tensors(mine), None, None)
-    right = {name: x for name, x in _by_name(found).items() if name in mine}
+        return EvaluationValues(told.step - 1, _scalar_tensors(mine), None, None)
+    right = {name: x for name, x in _metrics_by_name(found).items() if name in mine}
     bounds = {name: (1e-6 if same else 1e-2) * abs(x) for name, x in right.items()}
-    return Values(told.step - 1, _tensors(mine), _tensors(right), bounds)
+    return EvaluationValues(told.step - 1, _scalar_tensors(mine), _scalar_tensors(right), bounds)
 
 
-def _by_name(evaluation: Evaluation) -> Mapping[str, float]:
+def _metrics_by_name(evaluation: Evaluation) -> Mapping[str, float]:
     return {"loss": evaluation.loss, **evaluation.metrics}
 
 
-def _tensors(values: Mapping[str, float]) -> Mapping[str, Tensor]:
+def _scalar_tensors(values: Mapping[str, float]) -> Mapping[str, Tensor]:
     return {name: torch.tensor([x], dtype=torch.float64) for name, x in values.items()}

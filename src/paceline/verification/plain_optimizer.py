@@ -1,13 +1,76 @@
-"""The recipe's optimizer, straight from `torch.optim`, written apart from `paceline.optim.build`."""
+"""The learning rate as the papers define it, written apart from `paceline.optim.lr_schedule`.
+
+A test holds the two against each other, bit by bit, over every kind of schedule.
+
+The recipe's optimizer, straight from `torch.optim`, written apart from `paceline.optim.build_optimizer`.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from math import cos, exp, pi, sqrt
 from typing import Any
 
 import torch
 from torch import nn
 
-from paceline.recipe import OptimizerRecipe
+from paceline.recipe.tables import OptimizerRecipe, ScheduleRecipe
+
+
+@dataclass(frozen=True)
+class PlainSchedule:
+    """The rate of every update, as a factor of the base rate.
+
+    Args:
+        recipe: the shape.
+        steps: updates of the whole run.
+        batch_size: samples of one update.
+    Source: Goyal et al. 2017, arXiv:1706.02677, section 2 (linear scaling, warm-up from the base rate);
+        Krizhevsky 2014, arXiv:1404.5997 (square root); Loshchilov & Hutter 2017, arXiv:1608.03983, eq. 5.
+    """
+
+    recipe: ScheduleRecipe
+    steps: int
+    batch_size: int
+
+    def factor(self, update: int) -> float:
+        """What the base rate is multiplied with at `update` = 0, 1, ..."""
+        warmup = self.recipe.warmup_steps
+        if update >= warmup:
+            return self._peak() * self._after_warmup(update - warmup)
+        first = self.recipe.warmup_from if self.recipe.base_batch is None else min(1.0, self._peak())
+        return first + (self._peak() - first) * update / warmup
+
+    def _peak(self) -> float:
+        if self.recipe.base_batch is None:
+            return 1.0
+        k = self.batch_size / self.recipe.base_batch
+        return {"linear": k, "sqrt": sqrt(k)}[self.recipe.batch_scaling]
+
+    def _after_warmup(self, t: int) -> float:
+        recipe = self.recipe
+        if recipe.decay == "constant":
+            return 1.0
+        if recipe.decay == "exponential":
+            return exp(-recipe.rate * t)
+        start, length = 0, max(1, self.steps - recipe.warmup_steps)
+        if recipe.cycle_steps is not None:
+            start, length = _cycle(t, recipe.cycle_steps, recipe.cycle_factor)
+        part = min(1.0, (t - start) / length)
+        if recipe.decay == "linear":
+            return 1.0 + (recipe.final - 1.0) * part
+        return recipe.final + 0.5 * (1.0 - recipe.final) * (1.0 + cos(pi * part))
+
+
+def _cycle(t: int, first_length: int, factor: int) -> tuple[int, int]:
+    """Where the cycle that t lies in starts, and how long it is: T_i = T_0 * T_mult ** i."""
+    start, number = 0, 0
+    if factor == 1:
+        return t - t % first_length, first_length
+    while t >= start + first_length * factor**number:
+        start += first_length * factor**number
+        number += 1
+    return start, first_length * factor**number
 
 
 def plain_optimizer(model: nn.Module, recipe: OptimizerRecipe, fused_allowed: bool) -> torch.optim.Optimizer:
@@ -18,7 +81,7 @@ def plain_optimizer(model: nn.Module, recipe: OptimizerRecipe, fused_allowed: bo
     """
     r = recipe
     trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    fused = r.fused and fused_allowed and all(_may_be_fused(p) for _, p in trained)
+    fused = r.fused and fused_allowed and all(_can_be_fused(p) for _, p in trained)
     matrices = [(n, p) for n, p in trained if p.dim() > 1 or r.decay_on == "all"]
     others = [(n, p) for n, p in trained if not (p.dim() > 1 or r.decay_on == "all")]
     decay = getattr(r, r.spec.decays_by)
@@ -38,10 +101,10 @@ def plain_optimizer(model: nn.Module, recipe: OptimizerRecipe, fused_allowed: bo
             return kind(groups, r.lr, betas=r.betas, eps=r.eps, fused=fused)
         case "rmsprop":
             return torch.optim.RMSprop(groups, r.lr, alpha=r.alpha, eps=r.eps, momentum=r.momentum)
-    return _the_only_one(model, groups, r, fused)
+    return _build_without_plain_version(model, groups, r, fused)
 
 
-def _the_only_one(
+def _build_without_plain_version(
     model: nn.Module, groups: list[dict[str, Any]], recipe: OptimizerRecipe, fused: bool
 ) -> torch.optim.Optimizer:
     """As it is: PyTorch has none, so there is no second writing."""
@@ -49,7 +112,7 @@ def _the_only_one(
     return found
 
 
-def _may_be_fused(p: nn.Parameter) -> bool:
+def _can_be_fused(p: nn.Parameter) -> bool:
     """Fused kernels are right on values without gaps, and on the processor not in types of two bytes."""
     dense = torch.ops.aten.is_non_overlapping_and_dense(p)
     return bool(dense and p.is_floating_point() and (p.is_cuda or p.dtype in (torch.float32, torch.float64)))

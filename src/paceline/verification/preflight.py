@@ -1,4 +1,6 @@
-"""Look at the task alone, before anything is trained: is it the same on all ranks, and does it repeat itself?
+"""Run something from here in two processes that remember the same.
+
+Look at the task alone, before anything is trained: is it the same on all ranks, and does it repeat itself?
 
 Every rank builds its own oracle and runs the first step's shards on it. What they built, read and computed is
 compared as hashes and numbers: a mistake here is one of the user's code, and no strategy could be right.
@@ -8,7 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import os
+import select
+import signal
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,61 +21,86 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from paceline.comm import Net
-from paceline.comm.text import gather_texts
-from paceline.data import MicroBatch
-from paceline.mesh import Group
-from paceline.verification.compare import Finding
-from paceline.verification.diagnose import Diagnosis
-from paceline.verification.forked import same_when_forked
-from paceline.verification.oracle import Oracle
-from paceline.verification.plain_micro_batches import drawn_from, read
-from paceline.verification.plain_norm import plain_norm
+from paceline.comm.group_collectives import all_gather_texts
+from paceline.comm.net import Net
+from paceline.data.work import MicroBatch
+from paceline.job.mesh import RankGroup
+from paceline.verification.diagnosis import ErrorDiagnosis
+from paceline.verification.error_bounds import TensorComparison
+from paceline.verification.oracle import Oracle, generators_seeded, plain_norm, read_micro_batch
 
-Facts = Mapping[str, Any]
-Fault = tuple[Finding, Diagnosis]
+_FORK_SECONDS = 20.0
+
+
+def repeats_in_fork(probe: Callable[[], str]) -> bool:
+    """Whether a copy of this process gets what this process gets, both from the present moment.
+
+    What depends on the number of earlier calls is the same in both; what draws from the clock or the system
+    is not. True if it cannot be said: the copy did not answer in time.
+    """
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(writing, probe().encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    try:
+        ready, _, _ = select.select([reading], [], [], _FORK_SECONDS)
+        theirs = os.read(reading, 65536).decode() if ready else ""
+    finally:
+        os.close(reading)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    return not theirs or theirs == probe()
+
+
+TaskFacts = Mapping[str, Any]
+TaskFault = tuple[TensorComparison, ErrorDiagnosis]
 _PLAIN = (str, bytes, int, float, bool, type(None))
-_NEAR = 1e-3  # hosts of other kinds round otherwise
+_HOST_TOLERANCE = 1e-3  # hosts of other kinds round otherwise
 
 
-def preflight(oracle: Oracle, group: Group, net: Net) -> Fault | None:
+def check_task(oracle: Oracle, group: RankGroup, net: Net) -> TaskFault | None:
     """What is wrong with the task, if anything; collective, equal on every rank.
 
     Wire: one gathering of a few hundred bytes, and some for every tensor and shard.
     """
-    with drawn_from(0):
-        facts = gather_texts(json.dumps(look(oracle)), group, net)
-    return judge([json.loads(text) for text in facts])
+    with generators_seeded(0):
+        facts = all_gather_texts(json.dumps(collect_task_facts(oracle)), group, net)
+    return find_task_fault([json.loads(text) for text in facts])
 
 
-def look(oracle: Oracle) -> dict[str, Any]:
+def collect_task_facts(oracle: Oracle) -> dict[str, Any]:
     """What this rank has built, reads and computes, as JSON values."""
     micro_batches = oracle.work.micro_batches(0)
     data, again = (
-        [sha_of(read(oracle.task, micro_batch)) for micro_batch in micro_batches] for _ in range(2)
+        [sha_of_batch(read_micro_batch(oracle.task, micro_batch)) for micro_batch in micro_batches]
+        for _ in range(2)
     )
     facts: dict[str, Any] = {
-        "model": {n: sha_of(t) for n, t in oracle.model.state_dict().items() if isinstance(t, Tensor)},
+        "model": {n: sha_of_batch(t) for n, t in oracle.model.state_dict().items() if isinstance(t, Tensor)},
         "length": len(oracle.task.data),
         "data": data,
         "reads alike": data == again,
     }
     first, second = (_numbers(oracle, micro_batches[:1]) for _ in range(2))
-    after = {n: sha_of(p) for n, p in oracle.model.named_parameters()}
+    after = {n: sha_of_batch(p) for n, p in oracle.model.named_parameters()}
     changed = [n for n in after if after[n] != facts["model"][n]]
     facts |= {"loss": first, "computes alike": first == second, "changes": changed}
     if not (facts["reads alike"] and facts["computes alike"]):
-        facts["counts calls"] = same_when_forked(lambda: _probe(oracle, micro_batches[0]))
+        facts["counts calls"] = repeats_in_fork(lambda: _probe(oracle, micro_batches[0]))
     return facts
 
 
-def judge(facts: Sequence[Facts]) -> Fault | None:
+def find_task_fault(facts: Sequence[TaskFacts]) -> TaskFault | None:
     """The first mistake that the facts of all ranks show. Pure."""
-    checks = (_different_models, _changes_weights, _not_repeated, _different_data, _by_rank)
+    checks = (_different_models, _changes_weights, _not_repeated, _different_data, _depends_on_rank)
     return next((found for check in checks if (found := check(facts)) is not None), None)
 
 
-def _different_models(facts: Sequence[Facts]) -> Fault | None:
+def _different_models(facts: Sequence[TaskFacts]) -> TaskFault | None:
     names = list(dict.fromkeys(name for f in facts for name in f["model"]))
     for name in names:
         wrong = [f["model"].get(name) != facts[0]["model"].get(name) for f in facts]
@@ -79,20 +109,20 @@ def _different_models(facts: Sequence[Facts]) -> Fault | None:
                 f"'{name}' is not the same on every rank as it is built; training starts from rank 0's, so a"
                 " seed, a file or the rank decides what is trained: build from the run's seed alone"
             )
-            return _found("initial value", name, wrong, "ranks built different models", text)
+            return _task_fault("initial value", name, wrong, "ranks built different models", text)
     return None
 
 
-def _changes_weights(facts: Sequence[Facts]) -> Fault | None:
+def _changes_weights(facts: Sequence[TaskFacts]) -> TaskFault | None:
     wrong = [bool(f.get("changes")) for f in facts]
     if not any(wrong):
         return None
     name = next(f["changes"][0] for f in facts if f.get("changes"))
     text = f"a forward or a backward changes '{name}': every rank would change its own, beside the update"
-    return _found("update", name, wrong, "stepped beside the update", text)
+    return _task_fault("update", name, wrong, "stepped beside the update", text)
 
 
-def _not_repeated(facts: Sequence[Facts]) -> Fault | None:
+def _not_repeated(facts: Sequence[TaskFacts]) -> TaskFault | None:
     for key, what, name in (
         ("reads alike", "reading the same shard twice gives two batches", "shard 0 of the data"),
         (
@@ -110,42 +140,44 @@ def _not_repeated(facts: Sequence[Facts]) -> Fault | None:
                 if counts
                 else "something draws from a generator that nobody seeds or the clock, or threads race"
             )
-            return _found("task", name, wrong, cause, f"{what}: {advice}")
+            return _task_fault("task", name, wrong, cause, f"{what}: {advice}")
     return None
 
 
-def _different_data(facts: Sequence[Facts]) -> Fault | None:
+def _different_data(facts: Sequence[TaskFacts]) -> TaskFault | None:
     wrong = [f["length"] != facts[0]["length"] for f in facts]
     if any(wrong):
         text = "the data has another length on other ranks; give every rank all of it"
-        return _found("task", "length of the data", wrong, "ranks read different data", text)
+        return _task_fault("task", "length of the data", wrong, "ranks read different data", text)
     for shard in range(len(facts[0]["data"])):
         wrong = [f["data"][shard] != facts[0]["data"][shard] for f in facts]
         if any(wrong):
             text = (
                 f"shard {shard} of step 0 is another batch on other ranks: data must not depend on the rank"
             )
-            return _found("task", f"shard {shard} of the data", wrong, "ranks read different data", text)
+            return _task_fault("task", f"shard {shard} of the data", wrong, "ranks read different data", text)
     return None
 
 
-def _by_rank(facts: Sequence[Facts]) -> Fault | None:
-    wrong = [not _near(f["loss"], facts[0]["loss"]) for f in facts]
+def _depends_on_rank(facts: Sequence[TaskFacts]) -> TaskFault | None:
+    wrong = [not _agree(f["loss"], facts[0]["loss"]) for f in facts]
     if not any(wrong):
         return None
     text = (
         "the same shard with the same weights and seeds gives another loss on other ranks: the model or loss"
         " looks at the rank, the environment or the host"
     )
-    return _found("task", "loss", wrong, "depends on the rank", text)
+    return _task_fault("task", "loss", wrong, "depends on the rank", text)
 
 
-def _found(quantity: str, name: str, wrong: Sequence[bool], cause: str, text: str) -> Fault:
-    return Finding(-1, quantity, name, tuple(map(float, wrong)), 0.0), Diagnosis(cause, text)
+def _task_fault(quantity: str, name: str, wrong: Sequence[bool], cause: str, text: str) -> TaskFault:
+    return TensorComparison(-1, quantity, name, tuple(map(float, wrong)), 0.0), ErrorDiagnosis(cause, text)
 
 
-def _near(a: Sequence[float], b: Sequence[float]) -> bool:
-    return all(abs(x - y) <= _NEAR * max(abs(x), abs(y)) or x == y for x, y in zip(a, b, strict=True))
+def _agree(a: Sequence[float], b: Sequence[float]) -> bool:
+    return all(
+        abs(x - y) <= _HOST_TOLERANCE * max(abs(x), abs(y)) or x == y for x, y in zip(a, b, strict=True)
+    )
 
 
 def _numbers(oracle: Oracle, micro_batches: tuple[MicroBatch, ...]) -> list[float]:
@@ -157,15 +189,15 @@ def _numbers(oracle: Oracle, micro_batches: tuple[MicroBatch, ...]) -> list[floa
 
 def _probe(oracle: Oracle, micro_batch: MicroBatch) -> str:
     """One read and one forward, as a hash."""
-    with torch.no_grad(), drawn_from(micro_batch.key):
+    with torch.no_grad(), generators_seeded(micro_batch.key):
         oracle.model.train()
         before = oracle.buffers()
         loss = oracle.task.loss(oracle.model, oracle.load(micro_batch))
         oracle.set_buffers(before)
-        return f"{sha_of(read(oracle.task, micro_batch))} {float(loss.total)!r}"
+        return f"{sha_of_batch(read_micro_batch(oracle.task, micro_batch))} {float(loss.total)!r}"
 
 
-def sha_of(value: Any) -> str:
+def sha_of_batch(value: Any) -> str:
     """A hash of a batch, whatever containers it is made of."""
     leaves, shape = tree_flatten(value)
     digest = hashlib.sha256(str(shape).encode())

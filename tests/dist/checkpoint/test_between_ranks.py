@@ -7,14 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from paceline import checkpoint
-from paceline.checkpoint import Files, Shelf
-from paceline.cluster import Cluster
+from paceline.checkpoint.catalog import CheckpointCatalog
+from paceline.checkpoint.checkpoint_reader import load_checkpoint
+from paceline.checkpoint.storage import StorageFolder
 from paceline.errors import CheckpointError, PacelineError
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe, Strategy
+from paceline.session import checkpointing, fit
 from paceline.testing import run_ranks
-from paceline.testing.parity import session_of
-from paceline.training import fit, saving
+from paceline.testing.parity import build_test_session
 
 pytestmark = pytest.mark.capability("N3")
 STRATEGIES = [
@@ -46,14 +47,14 @@ def digits(strategy: str, steps: int) -> Recipe:
 
 
 def save_there(cluster: Cluster, strategy: str, run_dir: Path) -> dict[str, Any]:
-    session = session_of(cluster, digits(strategy, 4))
+    session = build_test_session(cluster, digits(strategy, 4))
     fit(session, run_dir)
     return {name: t.clone() for name, t in session.snapshot().tensors().items()}
 
 
 def load_here(cluster: Cluster, strategy: str, run_dir: Path) -> tuple[dict[str, Any], int, str]:
-    session = session_of(cluster, digits(strategy, 6))
-    name = saving.restore(session, Files(str(run_dir / "checkpoints")))
+    session = build_test_session(cluster, digits(strategy, 6))
+    name = checkpointing.restore_checkpoint(session, StorageFolder(str(run_dir / "checkpoints")))
     found = {name: t.clone() for name, t in session.snapshot().tensors().items()}
     step = session.state.step
     fit(session, run_dir)
@@ -68,14 +69,19 @@ def test_the_state_moves(strategy: str, num_ranks: int, then: str, num_then: int
         assert found.keys() == saved.keys()
         own = "optimizer/" if rank and "sync" in then else "-"  # replicas that train alone: see inner/
         assert all(torch.equal(found[name], t) for name, t in saved.items() if not name.startswith(own))
-    assert [kept.step for kept in Shelf.look(Files(str(tmp_path / "checkpoints"))).whole] == [4, 6]
+    assert [
+        kept.step for kept in CheckpointCatalog.look(StorageFolder(str(tmp_path / "checkpoints"))).whole
+    ] == [4, 6]
 
 
 @pytest.mark.capability("N1")
 def test_replicas_share_the_writing_and_parts_are_written_once(tmp_path: Path) -> None:
     run_ranks(save_there, 3, "replicas=all", tmp_path)
-    files = Shelf.look(Files(str(tmp_path / "checkpoints"))), Files(str(tmp_path / "checkpoints"))
-    manifest = checkpoint.load(files[1], files[0].whole[0].name).manifest
+    files = (
+        CheckpointCatalog.look(StorageFolder(str(tmp_path / "checkpoints"))),
+        StorageFolder(str(tmp_path / "checkpoints")),
+    )
+    manifest = load_checkpoint(files[1], files[0].whole[0].name).manifest
     names = [chunk.name for file in manifest.files for chunk in file.chunks]
     assert len(manifest.files) == 3 and len(names) == len(set(names))
     sizes = [sum(chunk.num_bytes for chunk in file.chunks) for file in manifest.files]
@@ -100,9 +106,9 @@ def lose_a_rank(cluster: Cluster, run_dir: Path) -> str:
     recipe = digits("replicas=all", 2)
     options = recipe.checkpoint.replace(deadline_seconds=1.0, folder=str(run_dir / "c"))
     if cluster.global_rank == 1:
-        Files.write = Files.publish = _refuse
+        StorageFolder.write = StorageFolder.publish = _refuse
     try:
-        fit(session_of(cluster, recipe.replace(checkpoint=options)), run_dir)
+        fit(build_test_session(cluster, recipe.replace(checkpoint=options)), run_dir)
     except CheckpointError as error:
         return f"{type(error).__name__}: {error.what}"
     except (PacelineError, OSError) as error:
@@ -118,7 +124,7 @@ def _refuse(*_: object) -> None:
 def test_without_the_part_of_every_rank_there_is_no_checkpoint(tmp_path: Path) -> None:
     said = run_ranks(lose_a_rank, 2, tmp_path)
     assert "rank 1 has not written its part" in said[0] and "No space left" in said[1]
-    shelf = Shelf.look(Files(str(tmp_path / "c")))
+    shelf = CheckpointCatalog.look(StorageFolder(str(tmp_path / "c")))
     assert not shelf.whole and list(shelf.broken) == ["step-00000002"]
     assert json.loads((tmp_path / "c" / "step-00000002" / "rank-00000.json").read_text())["files"]
 
@@ -146,8 +152,8 @@ def warned(cluster: Cluster, folder: Path) -> dict[str, dict[str, list[str]]]:
     for strategy in THEN:
         found[strategy] = {}
         for name in CODED:
-            session = session_of(cluster, digits(strategy, 6))
-            saving.restore(session, Files(str(folder / name / "checkpoints")))
+            session = build_test_session(cluster, digits(strategy, 6))
+            checkpointing.restore_checkpoint(session, StorageFolder(str(folder / name / "checkpoints")))
             said = [record["text"] for event, record in session.notes.take() if event == "warning"]
             found[strategy] |= {name: said} if said else {}
             session.close()

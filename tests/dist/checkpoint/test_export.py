@@ -13,14 +13,15 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from paceline.checkpoint import Files, export_weights, find_checkpoint
+from paceline.checkpoint.model_weights import export_weights, find_checkpoint
+from paceline.checkpoint.storage import StorageFolder
 from paceline.cli.export import export
-from paceline.cluster import Cluster
 from paceline.errors import CheckpointError, RecipeError
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe, Strategy
+from paceline.session import evaluate, fit, join, run_folder
 from paceline.testing import run_ranks
-from paceline.testing.parity import make_task, session_of
-from paceline.training import evaluate, fit, join, run_folder
+from paceline.testing.parity import build_test_session, make_task
 from tests import commands
 
 pytestmark = pytest.mark.capability("W6")
@@ -44,8 +45,8 @@ def train_all(cluster: Cluster, folder: Path) -> list[tuple[dict[str, Any], dict
     torch.set_num_threads(1)
     found = []
     for i, strategy in enumerate(STRATEGIES):
-        session = session_of(cluster, digits(strategy, folder / str(i)))
-        result = fit(session, run_folder.prepare(session, None))
+        session = build_test_session(cluster, digits(strategy, folder / str(i)))
+        result = fit(session, run_folder.prepare_folder(session, None))
         assert result.evaluation is not None
         values = {name: t.clone() for name, t in session.complete().state_dict().items()}
         found.append((asdict(result.evaluation), values))
@@ -73,7 +74,7 @@ def test_what_was_exported_evaluates_to_the_same_bits(
     folder, ends = trained
     evaluation, values = ends[i]
     path = tmp_path / "model.safetensors"
-    export_weights(find_checkpoint(Files(str(folder / str(i) / "checkpoints")), print), path)
+    export_weights(find_checkpoint(StorageFolder(str(folder / str(i) / "checkpoints")), print), path)
     recipe = digits("replicas=all", tmp_path)
     plain = make_task(recipe).model
     plain.load_state_dict(load_file(path), strict=True)

@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.checkpoint import Files, Shelf, load
-from paceline.data import LockstepWork, Order
+from paceline.checkpoint.catalog import CheckpointCatalog
+from paceline.checkpoint.checkpoint_reader import load_checkpoint
+from paceline.checkpoint.storage import StorageFolder
+from paceline.data import KeyedOrder, LockstepWork
 from tests import commands
 from tests.commands import Command
 
@@ -24,17 +26,18 @@ STEPS = 24
 
 def save_for_ever(folder: str) -> None:
     """Every tensor of step k holds k: a torn checkpoint would show. A process beside this one writes them."""
-    from paceline.checkpoint import ByProcess, drafts, writers
-    from paceline.disk.beside import WriterProcess
-    from paceline.layout.holding import hold_whole
-    from paceline.state import TrainState
+    from paceline.checkpoint import write_plan, writers
+    from paceline.checkpoint.disk.writer_process import WriterProcess
+    from paceline.checkpoint.writers import ProcessWriter
+    from paceline.parallel.sharded_model import unsharded_model
+    from paceline.state.train_state import TrainState
     from tests.unit.checkpoint.states import saver
 
-    writers._LEAST_BYTES, drafts._LEAST_BYTES = 0, 2**16
-    writer = ByProcess(WriterProcess(dict(os.environ)), 1.0, print)
+    writers._MIN_PROCESS_BYTES, write_plan._MIN_FILE_BYTES = 0, 2**16
+    writer = ProcessWriter(WriterProcess(dict(os.environ)), 1.0, print)
     torch.set_num_threads(1)
     model = torch.nn.Linear(300, 300)
-    state = TrainState(hold_whole(model), torch.optim.Adam(model.parameters(), lr=0.0))
+    state = TrainState(unsharded_model(model), torch.optim.Adam(model.parameters(), lr=0.0))
     model(torch.zeros(300)).sum().backward()
     with saver(folder, state, newest=2, writer=writer) as one:
         state.step = one.shelf.whole[-1].step if one.shelf.whole else 0
@@ -52,7 +55,7 @@ def save_for_ever(folder: str) -> None:
 @pytest.mark.capability("N13", "N4")
 def test_killed_at_random_there_is_always_a_whole_one(tmp_path: Path) -> None:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["paceline.testing.preload"])
+    context.set_forkserver_preload(["paceline.testing.rank_preload"])
     moments, last = random.Random(5), 0
     for _ in range(6):
         process = context.Process(target=save_for_ever, args=(str(tmp_path),))
@@ -64,10 +67,10 @@ def test_killed_at_random_there_is_always_a_whole_one(tmp_path: Path) -> None:
         time.sleep(moments.uniform(0.0, 0.2))
         os.kill(process.pid or 0, signal.SIGKILL)
         process.join()
-        shelf = Shelf.look(Files(str(tmp_path)))
+        shelf = CheckpointCatalog.look(StorageFolder(str(tmp_path)))
         newest = shelf.whole[-1]
         assert newest.step > last
-        found = load(shelf.files, newest.name)
+        found = load_checkpoint(shelf.files, newest.name)
         assert found.scalars["step"] == newest.step
         assert all(bool((t == newest.step).all()) for t in found.tensors.values())
         last = newest.step
@@ -181,10 +184,10 @@ def losses(run: Path) -> dict[int, float]:
 
 
 def end(run: Path) -> dict[str, torch.Tensor]:
-    files = Files(str(run / "checkpoints"))
-    newest = Shelf.look(files).whole[-1]
+    files = StorageFolder(str(run / "checkpoints"))
+    newest = CheckpointCatalog.look(files).whole[-1]
     assert newest.step == STEPS
-    return dict(load(files, newest.name).tensors)
+    return dict(load_checkpoint(files, newest.name).tensors)
 
 
 @pytest.mark.capability("N2", "M7", "I10", "Z10")
@@ -211,7 +214,7 @@ def test_a_job_that_is_killed_goes_on_with_the_same_samples(tmp_path: Path) -> N
 
 def samples_from(step: int) -> list[str]:
     """What one process loads from a step to the end, by the order alone."""
-    work = LockstepWork(Order(60, 8, 1, shuffle=True, drop_last=False), 4, 1, 0, 1)
+    work = LockstepWork(KeyedOrder(60, 8, 1, shuffle=True, drop_last=False), 4, 1, 0, 1)
     return [
         str(i)
         for k in range(step, STEPS)

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load as load_tensors
 
-from paceline.checkpoint import Files, Shelf
-from paceline.cluster import Cluster
+from paceline.checkpoint.catalog import CheckpointCatalog
+from paceline.checkpoint.storage import StorageFolder
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe, Strategy
+from paceline.session import checkpointing, fit
 from paceline.testing import run_ranks
-from paceline.testing.parity import session_of
-from paceline.training import fit, saving
+from paceline.testing.parity import build_test_session
 from tests.dist.checkpoint.object_store import BUCKET
 
 ROOT = Path(__file__).parents[3]
@@ -27,11 +28,11 @@ DIGITS = {"task": "digits", "options": {"model": "mlp", "hidden": [64]}, "batch"
 SMALL_DISK = """
 import sys, threading, time
 from pathlib import Path
-from paceline.cluster import Cluster
+from paceline.job.cluster import Cluster
 from paceline.errors import CheckpointError
 from paceline.recipe import Recipe
-from paceline.testing.parity import session_of
-from paceline.training import fit
+from paceline.testing.parity import build_test_session
+from paceline.session import fit
 
 class Listener:
     def step(self, stats): pass
@@ -45,7 +46,7 @@ disk, patience = Path(sys.argv[1]), float(sys.argv[2])
 recipe = Recipe(task="digits", options={"model": "mlp", "hidden": [64]}, steps=6,
                 batch={"size": 8, "shards": 2},
                 checkpoint={"every_steps": 2, "keep": 9, "full_disk_seconds": patience})
-session = session_of(Cluster.single(), recipe)
+session = build_test_session(Cluster.single(), recipe)
 class Filler(Listener):
     def step(self, stats):
         if stats.step == 2:
@@ -75,7 +76,9 @@ def on_a_small_disk(tmp_path: Path, patience: float) -> tuple[str, list[int]]:
         ["unshare", "-Urm", "sh", "-c", command], capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout, [kept.step for kept in Shelf.look(Files(str(tmp_path / "kept"))).whole]
+    return done.stdout, [
+        kept.step for kept in CheckpointCatalog.look(StorageFolder(str(tmp_path / "kept"))).whole
+    ]
 
 
 def has_namespaces() -> bool:
@@ -115,12 +118,14 @@ def train_to(
     layout = {"strategy": Strategy.parse(strategy)} if strategy else {}
     keep = {"folder": url, "every_steps": 2, "keep": 2}
     recipe = Recipe(**DIGITS, steps=steps, checkpoint=keep, **layout, **settings)
-    session = session_of(cluster, recipe)
-    if session.sum(float(cluster.global_rank == 0 and bool(Shelf.look(Files(url)).whole))):
-        saving.restore(session, Files(url))
+    session = build_test_session(cluster, recipe)
+    if session.sum(
+        float(cluster.global_rank == 0 and bool(CheckpointCatalog.look(StorageFolder(url)).whole))
+    ):
+        checkpointing.restore_checkpoint(session, StorageFolder(url))
     first = session.state.step
     sha256 = fit(session, run_dir).sha256
-    return first, [kept.name for kept in Shelf.look(Files(url)).whole], sha256
+    return first, [kept.name for kept in CheckpointCatalog.look(StorageFolder(url)).whole], sha256
 
 
 @pytest.mark.capability("N10", "N1", "N2", "N3")

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save
 from torch import nn
 
-from paceline.checkpoint import load_weights
+from paceline.checkpoint.pretrained import load_weights
 from paceline.errors import CheckpointError
 from tests.dist.checkpoint.object_store import BUCKET
 
@@ -24,11 +24,11 @@ def test_a_folder_in_s3_is_read_and_checked(server: str, tmp_path: Path) -> None
     store.pipe_file(f"{BUCKET}/model/model.safetensors", data)
     folder = f"s3://{BUCKET}/model"
     other = nn.Linear(3, 2)
-    assert load_weights(other, folder).unvouched == ("model.safetensors",)
+    assert load_weights(other, folder).unverified_files == ("model.safetensors",)
     assert torch.equal(other.weight, model.weight) and torch.equal(other.bias, model.bias)
     line = f"{hashlib.sha256(data).hexdigest()}  model.safetensors\n"
     store.pipe_file(f"{BUCKET}/model/SHA256SUMS", line.encode())
-    assert load_weights(other, f"{folder}/model.safetensors").unvouched == ()
+    assert load_weights(other, f"{folder}/model.safetensors").unverified_files == ()
     store.pipe_file(f"{BUCKET}/model/model.safetensors", data[:-1] + bytes([data[-1] ^ 1]))
     with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
         load_weights(other, folder)

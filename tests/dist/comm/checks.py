@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm import Net
-from paceline.mesh import Group
+from paceline.job.mesh import RankGroup
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 DTYPES = (*FLOATS, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool)
@@ -71,7 +71,7 @@ def cases(world: int, dtypes: Sequence[torch.dtype] = DTYPES) -> Iterator[tuple[
 # The checks
 
 
-def check_all_reduce(net: Net, group: Group, folder: Path) -> Iterator[str]:
+def check_all_reduce(net: Net, group: RankGroup, folder: Path) -> Iterator[str]:
     for reduction in REDUCED:
         for name, inputs in cases(group.size):
             x = inputs[group.rank].clone(memory_format=torch.preserve_format)
@@ -80,14 +80,14 @@ def check_all_reduce(net: Net, group: Group, folder: Path) -> Iterator[str]:
                 yield f"{reduction} {name}"
 
 
-def check_sums(net: Net, group: Group, dtypes: Sequence[torch.dtype]) -> Iterator[str]:
+def check_sums(net: Net, group: RankGroup, dtypes: Sequence[torch.dtype]) -> Iterator[str]:
     for name, inputs in cases(group.size, dtypes):
         x = inputs[group.rank].clone(memory_format=torch.preserve_format)
         if net.all_reduce(x, group).wait() is not x or not close(x, inputs, "sum"):
             yield f"{name} over {group.size}"
 
 
-def check_broadcast(net: Net, group: Group, folder: Path) -> Iterator[str]:
+def check_broadcast(net: Net, group: RankGroup, folder: Path) -> Iterator[str]:
     for source in range(group.size):
         for name, inputs in cases(group.size):
             x = inputs[group.rank].clone(memory_format=torch.preserve_format)
@@ -96,7 +96,7 @@ def check_broadcast(net: Net, group: Group, folder: Path) -> Iterator[str]:
                 yield f"from {source} {name}"
 
 
-def check_reduce(net: Net, group: Group, folder: Path) -> Iterator[str]:
+def check_reduce(net: Net, group: RankGroup, folder: Path) -> Iterator[str]:
     for destination in range(group.size):
         for name, inputs in cases(group.size):
             x = inputs[group.rank].clone(memory_format=torch.preserve_format)
@@ -105,7 +105,7 @@ def check_reduce(net: Net, group: Group, folder: Path) -> Iterator[str]:
                 yield f"to {destination} {name}"
 
 
-def check_all_gather(net: Net, group: Group, folder: Path) -> Iterator[str]:
+def check_all_gather(net: Net, group: RankGroup, folder: Path) -> Iterator[str]:
     ragged = [
         (f"ragged {dtype}", [value(rank, dtype, "plain", rows=2 * rank) for rank in range(group.size)])
         for dtype in DTYPES
@@ -116,7 +116,7 @@ def check_all_gather(net: Net, group: Group, folder: Path) -> Iterator[str]:
             yield name
 
 
-def check_reduce_scatter(net: Net, group: Group, folder: Path) -> Iterator[str]:
+def check_reduce_scatter(net: Net, group: RankGroup, folder: Path) -> Iterator[str]:
     for reduction in ("sum", "max"):
         for name, inputs in cases(group.size):
             wide = [torch.cat([x] * group.size) + i for i, x in enumerate(inputs)] if inputs[0].dim() else []
@@ -132,7 +132,7 @@ def check_reduce_scatter(net: Net, group: Group, folder: Path) -> Iterator[str]:
         yield "part"
 
 
-def check_all_to_all(net: Net, group: Group, folder: Path) -> Iterator[str]:
+def check_all_to_all(net: Net, group: RankGroup, folder: Path) -> Iterator[str]:
     for name, inputs in cases(group.size):
         # to rank i goes the tensor of rank (own + i), so every pair exchanges its own
         sent = [inputs[(group.rank + i) % group.size] for i in range(group.size)]
@@ -146,7 +146,7 @@ def check_all_to_all(net: Net, group: Group, folder: Path) -> Iterator[str]:
         yield "from and to"
 
 
-def check_gather(net: Net, group: Group, folder: Path) -> Iterator[str]:
+def check_gather(net: Net, group: RankGroup, folder: Path) -> Iterator[str]:
     for destination in range(group.size):
         for name, inputs in cases(group.size):
             found = net.gather(inputs[group.rank], group, destination).wait()
@@ -154,7 +154,7 @@ def check_gather(net: Net, group: Group, folder: Path) -> Iterator[str]:
                 yield f"to {destination} {name}"
 
 
-def check_scatter(net: Net, group: Group, folder: Path) -> Iterator[str]:
+def check_scatter(net: Net, group: RankGroup, folder: Path) -> Iterator[str]:
     for source in range(group.size):
         for name, inputs in cases(group.size):
             parts = inputs if group.rank == source else None
@@ -163,7 +163,7 @@ def check_scatter(net: Net, group: Group, folder: Path) -> Iterator[str]:
                 yield f"from {source} {name}"
 
 
-def check_barrier(net: Net, group: Group, folder: Path) -> Iterator[str]:
+def check_barrier(net: Net, group: RankGroup, folder: Path) -> Iterator[str]:
     for last in range(group.size):
         if group.rank == last:
             time.sleep(0.05)

@@ -14,12 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.cluster import Cluster
+from paceline.job.cluster import Cluster
 from paceline.testing import run_ranks
 
 if TYPE_CHECKING:
     from paceline.comm import Net
-    from paceline.mesh import Group
+    from paceline.job.mesh import RankGroup
 
 WORLDS, NUM_CALLS = (2, 3, 4), 5
 LARGE, SMALL = 4 << 20, 768 << 10  # bytes of payload; SMALL can be split in 2, 3 and 4
@@ -30,7 +30,7 @@ SIOCSIFFLAGS, IFF_UP = 0x8914, 0x1
 def count(cluster: Cluster) -> dict[str, tuple[int, float]]:
     """By operation: bytes the kernel moved for the calls of all ranks, and this rank's ledger of them."""
     from paceline.comm import Net
-    from paceline.mesh import Mesh
+    from paceline.job.mesh import Mesh
 
     group = Mesh.build(cluster, {"replica": cluster.world_size}).replica
     found = {}
@@ -48,7 +48,7 @@ def count(cluster: Cluster) -> dict[str, tuple[int, float]]:
     return found
 
 
-def calls(group: Group) -> dict[str, Callable[[Net], object]]:
+def calls(group: RankGroup) -> dict[str, Callable[[Net], object]]:
     """How to call every operation once."""
     import torch
 

@@ -2,11 +2,10 @@
 
 from dataclasses import replace
 
-from paceline.cluster import Cluster
 from paceline.comm import NativeCollective, Net
 from paceline.comm.routes import HierarchicalCollective
-from paceline.levels import Levels, span_nodes
-from paceline.mesh import Mesh
+from paceline.job.cluster import Cluster
+from paceline.job.mesh import Mesh, NodeLevels, group_ranks_by_node
 
 
 def on_nodes(cluster: Cluster, num_nodes: int) -> Cluster:
@@ -22,6 +21,6 @@ def hierarchical_on(
     """The hierarchical route over all ranks."""
     group = Mesh.build(cluster, {"replica": cluster.world_size}).replica
     here = cluster.world_size // num_nodes
-    parts = span_nodes(group.ranks, [rank // here for rank in range(group.size)])
-    levels = Levels.build(group, parts)
+    parts = group_ranks_by_node(group.ranks, [rank // here for rank in range(group.size)])
+    levels = NodeLevels.build(group, parts)
     return kind(net, group, levels, NativeCollective(net, levels.between))

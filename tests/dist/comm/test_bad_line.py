@@ -7,11 +7,11 @@ import threading
 import pytest
 import torch
 
-from paceline.comm.channel import Channel, Message, letters
-from paceline.comm.channel.grpc_caller import Caller
+from paceline.comm.channel import ChannelMessage, MessageChannel, reliable_queue
 from paceline.comm.channel.grpc_channel import GrpcChannel
-from paceline.comm.channel.grpc_hub import Hub
-from paceline.comm.channel.mailroom import Mailroom
+from paceline.comm.channel.grpc_client import GrpcClient
+from paceline.comm.channel.grpc_server import GrpcServer
+from paceline.comm.channel.reliable_queue import ReliableQueues
 from paceline.comm.ledger import ByteLedger
 from paceline.errors import CommunicationError
 from tests.bad_line import BadLine
@@ -21,22 +21,22 @@ GRACE, SECONDS = 100.0, 200.0
 SIZES = (0, 10, 5_000, 200_000, 3)  # the fourth is longer than a connection
 
 
-def over(line_breaks: int, seed: int, grace: float = GRACE) -> tuple[Channel, Channel, BadLine]:
+def over(line_breaks: int, seed: int, grace: float = GRACE) -> tuple[MessageChannel, MessageChannel, BadLine]:
     """The hub's end, and that of rank 1, with a bad line between them."""
-    here, there = Mailroom(grace), Mailroom(grace)
-    hub = Hub(here, "127.0.0.1", [1], "token")
+    here, there = ReliableQueues(grace), ReliableQueues(grace)
+    hub = GrpcServer(here, "127.0.0.1", [1], "token")
     line = BadLine(hub.port, breaks=line_breaks, seed=seed)
-    caller = Caller(there, "127.0.0.1", line.port, 1, "token")
+    caller = GrpcClient(there, "127.0.0.1", line.port, 1, "token")
     caller.connect(SECONDS)
     return GrpcChannel(here, [hub], ByteLedger()), GrpcChannel(there, [caller], ByteLedger()), line
 
 
-def say(channel: Channel, to: int, count: int) -> None:
+def say(channel: MessageChannel, to: int, count: int) -> None:
     for k in range(count):
-        channel.send(to, Message("n", {"k": k}, [torch.full((SIZES[k % 5],), float(k))]), SECONDS)
+        channel.send(to, ChannelMessage("n", {"k": k}, [torch.full((SIZES[k % 5],), float(k))]), SECONDS)
 
 
-def heard(channel: Channel, count: int) -> list[int]:
+def heard(channel: MessageChannel, count: int) -> list[int]:
     found = [channel.receive(SECONDS) for _ in range(count)]
     assert all(bool((m.tensors[0] == m.fields["k"]).all()) for m in found)
     return [message.fields["k"] for message in found]
@@ -70,15 +70,15 @@ def test_every_message_arrives_once_and_in_order_over_connections_that_break(see
 
 def test_without_numbers_some_arrive_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """The twin: whatever comes is taken, as if nobody counted."""
-    begin = letters.Taken.begin
+    begin = reliable_queue.MessageAssembler.begin
 
-    def takes_all(self: letters.Taken, number: int, num_bytes: int) -> int:
+    def takes_all(self: reliable_queue.MessageAssembler, number: int, num_bytes: int) -> int:
         if number - 1 != self._number:
             self._number = number - 1
             self._clear()
         return begin(self, number, num_bytes)
 
-    monkeypatch.setattr(letters.Taken, "begin", takes_all)
+    monkeypatch.setattr(reliable_queue.MessageAssembler, "begin", takes_all)
     hub, peer, line = over(0, 0)
     with line:
         say(peer, 0, 3)
@@ -112,7 +112,7 @@ def test_a_link_that_stays_away_is_a_rank_that_is_lost_by_name_on_both_sides() -
         with pytest.raises(CommunicationError, match="rank 0 is gone: it is out of reach for"):
             peer.receive(SECONDS)
         with pytest.raises(CommunicationError, match="rank 1 is gone"):
-            hub.send(1, Message("late"), SECONDS)
+            hub.send(1, ChannelMessage("late"), SECONDS)
         line.let_through()
         peer.close()
         hub.close()

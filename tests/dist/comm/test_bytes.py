@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from paceline.comm.reduction.part_buffer import plan_buckets
+from paceline.comm.reduction.bucket_buffers import plan_buckets
 from paceline.comm.tally import tally_bytes
 from paceline.recipe import BatchRecipe, Recipe, RuntimeRecipe, Strategy
-from paceline.slot import trained_parameters
+from paceline.session import build_session
+from paceline.state.slot import trained_parameters
 from paceline.task import Loss, Task
 from paceline.testing import run_ranks
-from paceline.training import build_session
 
 NUM_STEPS, BUCKET_BYTES = 3, 512
 METRICS = ("absolute", "items")

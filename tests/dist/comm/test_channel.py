@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from paceline.comm.channel import Message, SocketChannel
-from paceline.comm.channel.hub import accept_all, connect, listen
+from paceline.comm.channel import ChannelMessage, SocketChannel
+from paceline.comm.channel.socket_channel import accept_ranks, connect_to_hub, listen_on_free_port
 from paceline.comm.ledger import ByteLedger
 from paceline.errors import CommunicationError, DeadlineError
 from paceline.testing.contracts import ChannelContract
@@ -14,10 +14,10 @@ from paceline.testing.contracts import ChannelContract
 
 def star(num_peers: int, ledger: ByteLedger) -> tuple[SocketChannel, list[SocketChannel]]:
     ranks = range(1, num_peers + 1)
-    with listen("127.0.0.1") as listener, ThreadPoolExecutor(num_peers) as others:
+    with listen_on_free_port("127.0.0.1") as listener, ThreadPoolExecutor(num_peers) as others:
         port = listener.getsockname()[1]
-        coming = [others.submit(connect, "127.0.0.1", port, rank, "token", 30.0) for rank in ranks]
-        hub = SocketChannel(accept_all(listener, "token", ranks, 30.0), ledger)
+        coming = [others.submit(connect_to_hub, "127.0.0.1", port, rank, "token", 30.0) for rank in ranks]
+        hub = SocketChannel(accept_ranks(listener, "token", ranks, 30.0), ledger)
     return hub, [SocketChannel({0: end.result()}, ByteLedger()) for end in coming]
 
 
@@ -36,7 +36,7 @@ class TestSocketChannel(ChannelContract):
 @pytest.mark.capability("B3")
 def test_the_ledger_has_the_bytes_of_the_frame() -> None:
     a, b, ledger = pair()
-    a.send(1, Message("x", {}, [torch.zeros(1000), torch.zeros(3, dtype=torch.uint8)]), 5.0)
+    a.send(1, ChannelMessage("x", {}, [torch.zeros(1000), torch.zeros(3, dtype=torch.uint8)]), 5.0)
     header = len('["x", {}, [["float32", [1000]], ["uint8", [3]]]]')
     assert ledger.rows["send", "channel"].sent_bytes == 16 + header + 4000 + 3
     a.close()
@@ -46,7 +46,7 @@ def test_the_ledger_has_the_bytes_of_the_frame() -> None:
 @pytest.mark.capability("B3")
 def test_a_peer_that_does_not_read_is_an_error_in_time() -> None:
     a, b, _ = pair()
-    a.send(1, Message("big", {}, [torch.zeros(10_000_000)]), 0.1)
+    a.send(1, ChannelMessage("big", {}, [torch.zeros(10_000_000)]), 0.1)
     with pytest.raises(DeadlineError, match="rank 1 does not read"):
         a.flush()
     a.close()
@@ -56,12 +56,12 @@ def test_a_peer_that_does_not_read_is_an_error_in_time() -> None:
 @pytest.mark.capability("B3")
 def test_a_stranger_is_turned_away_and_a_missing_rank_is_named() -> None:
     said: list[str] = []
-    with listen("127.0.0.1") as listener, ThreadPoolExecutor(2) as others:
+    with listen_on_free_port("127.0.0.1") as listener, ThreadPoolExecutor(2) as others:
         port = listener.getsockname()[1]
-        stranger = others.submit(connect, "127.0.0.1", port, 1, "wrong", 30.0)
-        friend = others.submit(connect, "127.0.0.1", port, 1, "right", 30.0)
+        stranger = others.submit(connect_to_hub, "127.0.0.1", port, 1, "wrong", 30.0)
+        friend = others.submit(connect_to_hub, "127.0.0.1", port, 1, "right", 30.0)
         with pytest.raises(DeadlineError, match=r"ranks \[2\] did not connect"):
-            accept_all(listener, "right", [1, 2], 2.0, said.append)
+            accept_ranks(listener, "right", [1, 2], 2.0, said.append)
         with pytest.raises(CommunicationError, match="Rank 1 has another token than the server"):
             stranger.result()
         friend.result().close()

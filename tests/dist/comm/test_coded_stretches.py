@@ -9,18 +9,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.cluster import Cluster
 from paceline.comm import Codec, CodedCollective, Handle, NativeCollective, Net
-from paceline.comm.codecs.halves import Bf16
-from paceline.comm.codecs.scaled import Scaled
-from paceline.comm.codecs.sign import Sign
-from paceline.comm.collectives import columns
-from paceline.comm.collectives.lost import Lost
-from paceline.mesh import Mesh
+from paceline.comm.codecs.bf16_fp16 import Bf16Codec
+from paceline.comm.codecs.int8_int4_int2 import BlockIntCodec
+from paceline.comm.codecs.sign import SignCodec
+from paceline.comm.collectives import coded_collective
+from paceline.comm.collectives.error_feedback import ErrorFeedback
+from paceline.job.cluster import Cluster
+from paceline.job.mesh import Mesh
 from paceline.testing import run_ranks
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.capability("H1", "G10")]
-CODECS: dict[str, Codec] = {"bf16": Bf16(), "int8": Scaled(8), "int2": Scaled(2), "sign": Sign()}
+CODECS: dict[str, Codec] = {
+    "bf16": Bf16Codec(),
+    "int8": BlockIntCodec(8),
+    "int2": BlockIntCodec(2),
+    "sign": SignCodec(),
+}
 STRETCH, STEPS = 3072, 4
 LENGTHS = (5 * STRETCH + 1, 2 * STRETCH, 700)  # the last one is short, or a buffer is one stretch
 
@@ -47,7 +52,10 @@ def summed(cluster: Cluster, word: str, values: int, scatters: bool) -> Found:
         return real(self, x, key, out, tag)
 
     sums, lost = [], []
-    with patch.object(columns, "_VALUES", values), patch.object(NativeCollective, "all_to_all", noting):
+    with (
+        patch.object(coded_collective, "_MIN_CHUNK_VALUES", values),
+        patch.object(NativeCollective, "all_to_all", noting),
+    ):
         for net.step in range(STEPS):
             for length in LENGTHS:
                 drawn = torch.Generator().manual_seed(100 * cluster.global_rank + 10 * net.step + length)
@@ -81,12 +89,14 @@ def test_in_stretches_there_are_the_bits_of_the_whole(size: int, word: str, scat
 
 def test_the_twin_that_adds_what_another_stretch_has_lost_is_seen() -> None:
     def planted(cluster: Cluster) -> Found:
-        real = Lost.add
+        real = ErrorFeedback.add
 
-        def first(self: Lost, x: Tensor, before: Lost | None, momentum: float, some: slice) -> Tensor:
+        def first(
+            self: ErrorFeedback, x: Tensor, before: ErrorFeedback | None, momentum: float, some: slice
+        ) -> Tensor:
             return real(self, x, before, momentum, slice(0, some.stop - some.start))
 
-        with patch.object(Lost, "add", first):
+        with patch.object(ErrorFeedback, "add", first):
             return summed(cluster, "int2", STRETCH, False)
 
     right, wrong = run_ranks(summed, 2, "int2", STRETCH, False)[0], run_ranks(planted, 2)[0]

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.cluster import Cluster
 from paceline.comm import CodedCollective, Handle, NativeCollective, Net
-from paceline.comm.codecs.scaled import Scaled
-from paceline.mesh import Group, Mesh
+from paceline.comm.codecs.int8_int4_int2 import BlockIntCodec
+from paceline.job.cluster import Cluster
+from paceline.job.mesh import Mesh, RankGroup
 from paceline.testing import run_ranks
 
 NUM_VALUES, NUM_BUFFERS, NUM_STEPS = 600, 5, 3
@@ -20,7 +20,7 @@ NUM_VALUES, NUM_BUFFERS, NUM_STEPS = 600, 5, 3
 class Untagged(Net):
     """The twin: exchanges are told apart by their order alone."""
 
-    def exchange_rows(self, x: Tensor, out: Tensor, group: Group, tag: int = 0) -> Handle:
+    def exchange_rows(self, x: Tensor, out: Tensor, group: RankGroup, tag: int = 0) -> Handle:
         return super().exchange_rows(x, out, group)
 
 
@@ -36,7 +36,7 @@ def sums(cluster: Cluster, kind: type[Net], at_once: bool) -> tuple[list[Tensor]
     """
     net, order = kind(60.0), []
     path = CodedCollective(
-        NativeCollective(net, Mesh.build(cluster, {"replica": cluster.world_size}).replica), Scaled(8)
+        NativeCollective(net, Mesh.build(cluster, {"replica": cluster.world_size}).replica), BlockIntCodec(8)
     )
     real = NativeCollective.all_to_all
 

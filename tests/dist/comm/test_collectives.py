@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.cluster import Cluster
 from paceline.comm import Handle, Net
 from paceline.errors import CommunicationError
-from paceline.mesh import Group, Mesh
+from paceline.job.cluster import Cluster
+from paceline.job.mesh import Mesh, RankGroup
 from paceline.testing import run_ranks
 from tests.dist.comm.checks import CHECKS, COMPLEX, DTYPES, check_sums, close, value
 
@@ -20,33 +20,35 @@ from tests.dist.comm.checks import CHECKS, COMPLEX, DTYPES, check_sums, close, v
 class BrokenNet(Net):
     """One mistake in every collective."""
 
-    def all_reduce(self, x: Tensor, group: Group, reduction: str = "sum") -> Handle:
+    def all_reduce(self, x: Tensor, group: RankGroup, reduction: str = "sum") -> Handle:
         if group.rank == 1:
             x.zero_()  # one rank is forgotten
         return super().all_reduce(x, group, reduction)
 
-    def broadcast(self, x: Tensor, group: Group, source: int = 0) -> Handle:
+    def broadcast(self, x: Tensor, group: RankGroup, source: int = 0) -> Handle:
         return super().broadcast(x, group, (source + 1) % group.size)
 
-    def reduce(self, x: Tensor, group: Group, destination: int = 0, reduction: str = "sum") -> Handle:
+    def reduce(self, x: Tensor, group: RankGroup, destination: int = 0, reduction: str = "sum") -> Handle:
         return super().reduce(x, group, (destination + 1) % group.size, reduction)
 
-    def all_gather(self, x: Tensor, group: Group) -> Handle:
+    def all_gather(self, x: Tensor, group: RankGroup) -> Handle:
         return super().all_gather(x, group).then(lambda parts: parts[::-1])
 
-    def reduce_scatter(self, x: Tensor, group: Group, reduction: str = "sum") -> Handle:
+    def reduce_scatter(self, x: Tensor, group: RankGroup, reduction: str = "sum") -> Handle:
         return super().reduce_scatter(x.roll(x.shape[0] // group.size, 0), group, reduction)
 
-    def all_to_all(self, parts: Sequence[Tensor], group: Group) -> Handle:
+    def all_to_all(self, parts: Sequence[Tensor], group: RankGroup) -> Handle:
         return super().all_to_all(parts[::-1], group)
 
-    def gather(self, x: Tensor, group: Group, destination: int = 0) -> Handle:
+    def gather(self, x: Tensor, group: RankGroup, destination: int = 0) -> Handle:
         return super().gather(x, group, destination).then(lambda parts: parts[::-1])
 
-    def scatter(self, parts: Sequence[Tensor] | None, like: Tensor, group: Group, source: int = 0) -> Handle:
+    def scatter(
+        self, parts: Sequence[Tensor] | None, like: Tensor, group: RankGroup, source: int = 0
+    ) -> Handle:
         return super().scatter(parts and parts[::-1], like, group, source)
 
-    def barrier(self, group: Group) -> None:
+    def barrier(self, group: RankGroup) -> None:
         return None
 
 

@@ -2,15 +2,15 @@
 
 import pytest
 
-from paceline.cluster import Cluster
 from paceline.comm import Net
-from paceline.testing.ranks import run_ranks
-from paceline.training.comm_benchmark import Row, default_routes, measure_comm
+from paceline.job.cluster import Cluster
+from paceline.testing.rank_processes import run_ranks
+from paceline.tuning.comm_benchmark import AllReduceTiming, default_routes, measure_comm
 
 
 @pytest.mark.capability("G13", "H9")
 def test_routes_are_exact_and_codecs_send_less() -> None:
-    def run(cluster: Cluster) -> list[Row]:
+    def run(cluster: Cluster) -> list[AllReduceTiming]:
         return measure_comm(cluster, Net(60.0), default_routes(), ["int8", "topk:0.01"], [4096])
 
     first, second = run_ranks(run, 2)

@@ -10,26 +10,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.cluster import Cluster
 from paceline.comm import Net
-from paceline.comm.collectives import Exchanging
+from paceline.comm.collectives import AllToAllCollective
 from paceline.comm.routes import MessageCollective, NativeCollective
-from paceline.comm.routes.grid import Grid
-from paceline.comm.routes.recursive_doubling import RecursiveDoubling
-from paceline.comm.routes.ring import Ring
-from paceline.comm.routes.tree import Tree
+from paceline.comm.routes.grid_route import GridRoute
+from paceline.comm.routes.recursive_doubling import RecursiveDoublingRoute
+from paceline.comm.routes.ring_route import RingRoute
+from paceline.comm.routes.tree_route import TreeRoute
 from paceline.errors import CommunicationError
-from paceline.mesh import Group, Mesh, twin_group
-from paceline.process_group import Made
-from paceline.testing.ranks import run_ranks
+from paceline.job.cluster import Cluster
+from paceline.job.mesh import Mesh, RankGroup, duplicate_group
+from paceline.job.process_group import OwnedProcessGroup
+from paceline.testing.rank_processes import run_ranks
 
-Make = Callable[[Net, Group], NativeCollective | MessageCollective]
+Make = Callable[[Net, RankGroup], NativeCollective | MessageCollective]
 ROUTES: dict[str, Make] = {
     "native": NativeCollective,
-    "ring": lambda net, group: MessageCollective(net, group, Ring()),
-    "tree": lambda net, group: MessageCollective(net, group, Tree()),
-    "recursive-doubling": lambda net, group: MessageCollective(net, group, RecursiveDoubling()),
-    "grid": lambda net, group: MessageCollective(net, group, Grid()),
+    "ring": lambda net, group: MessageCollective(net, group, RingRoute()),
+    "tree": lambda net, group: MessageCollective(net, group, TreeRoute()),
+    "recursive-doubling": lambda net, group: MessageCollective(net, group, RecursiveDoublingRoute()),
+    "grid": lambda net, group: MessageCollective(net, group, GridRoute()),
 }
 TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64)
 LENGTHS = (1000, 17, 3, 1, 0)
@@ -42,7 +42,7 @@ def values(n: int, dtype: torch.dtype, rank: int) -> Tensor:
     return torch.randint(-9, 10, (n,), generator=g).to(dtype)
 
 
-def wrong_of(path: Exchanging, dtype: torch.dtype, n: int) -> Iterator[str]:
+def wrong_of(path: AllToAllCollective, dtype: torch.dtype, n: int) -> Iterator[str]:
     """The operations whose result is not that of float64."""
     size, rank = path.group.size, path.group.rank
     all_of = torch.stack([values(n, torch.float64, r) for r in range(size)])
@@ -83,14 +83,16 @@ def assert_all_right(world_size: int, cases_of: Callable[[int], list[tuple[torch
             handle = dist.new_group([*range(size)]) if size > 1 else None  # all ranks make it
             if world.rank >= size:
                 continue
-            own = Group(f"first-{size}", tuple(range(size)), world.rank, handle and Made(handle))
+            own = RankGroup(
+                f"first-{size}", tuple(range(size)), world.rank, handle and OwnedProcessGroup(handle)
+            )
             for name, make in ROUTES.items():
                 net = Net(100.0)
                 path = make(net, own)
                 for dtype, n in cases_of(size):
                     wrong += [f"{name} {op} {size} {dtype} {n}" for op in wrong_of(path, dtype, n)]
                 if isinstance(path, MessageCollective):
-                    net.ledger.require_forms()
+                    net.ledger.require_expected_bytes()
                     forms[f"{name} {size}"] = net.ledger.total().sent_bytes
                     path.close()
         return wrong, forms
@@ -108,7 +110,7 @@ def test_any_shape_and_stride_is_summed_in_place() -> None:
         group = Mesh.build(cluster, {"replica": cluster.world_size}).replica
         wrong = []
         for name, make in ROUTES.items():
-            path = make(Net(100.0), twin_group(group, name))
+            path = make(Net(100.0), duplicate_group(group, name))
             if not isinstance(path, MessageCollective):
                 continue
             base = torch.arange(24.0).view(4, 6) + group.rank
@@ -126,20 +128,20 @@ def test_any_shape_and_stride_is_summed_in_place() -> None:
 @pytest.mark.parametrize("size", range(2, 9))
 def test_rounds_are_those_of_the_papers(size: int) -> None:
     log = (size - 1).bit_length()
-    assert Ring().cost("all_reduce", size, 0, 100).rounds == 2 * (size - 1)
-    assert Tree().cost("all_reduce", size, 0, 100).rounds == 2 * log
+    assert RingRoute().cost("all_reduce", size, 0, 100).rounds == 2 * (size - 1)
+    assert TreeRoute().cost("all_reduce", size, 0, 100).rounds == 2 * log
     whole = size & (size - 1) == 0
-    assert RecursiveDoubling().cost("all_reduce", size, 0, 100).rounds == (log if whole else log - 1 + 2)
-    ring = [Ring().cost("all_reduce", size, rank, 840).num_values for rank in range(size)]
+    assert RecursiveDoublingRoute().cost("all_reduce", size, 0, 100).rounds == (log if whole else log - 1 + 2)
+    ring = [RingRoute().cost("all_reduce", size, rank, 840).num_values for rank in range(size)]
     assert sum(ring) / size == pytest.approx(2 * (size - 1) / size * 840)
     columns = next(x for x in (2, 1) if size % x == 0)
     rows = size // columns
-    grid = [Grid().cost("all_reduce", size, rank, 840).num_values for rank in range(size)]
+    grid = [GridRoute().cost("all_reduce", size, rank, 840).num_values for rank in range(size)]
     form = 2 * (columns - 1) / columns * 840 + 2 * (rows - 1) / rows * 840 / columns
     assert sum(grid) / size == pytest.approx(form)
 
 
-class Chatty(Ring):
+class Chatty(RingRoute):
     """A ring that sends one message too many."""
 
     def all_reduce(self, mail: Any, x: Tensor) -> Tensor:
@@ -151,11 +153,11 @@ class Chatty(Ring):
 def test_a_route_that_sends_more_than_its_form_is_found() -> None:
     def run(cluster: Cluster) -> str:
         group, net = Mesh.build(cluster, {"replica": 2}).replica, Net(100.0)
-        path = MessageCollective(net, twin_group(group, "chatty"), Chatty())
+        path = MessageCollective(net, duplicate_group(group, "chatty"), Chatty())
         assert float(path.all_reduce(torch.ones(10), "x").wait().sum()) == 20.0
         path.close()
         try:
-            net.ledger.require_forms()
+            net.ledger.require_expected_bytes()
         except CommunicationError as error:
             return str(error)
         return ""

@@ -10,10 +10,10 @@ import torch
 
 from paceline.comm import Net
 from paceline.errors import DeadlineError
-from paceline.mesh import Group, Mesh
+from paceline.job.mesh import Mesh, RankGroup
 from paceline.testing import RanksFailed, run_ranks
 
-OPS: dict[str, Callable[[Net, Group], object]] = {
+OPS: dict[str, Callable[[Net, RankGroup], object]] = {
     "all_reduce": lambda net, group: net.all_reduce(torch.ones(1000), group).wait(),
     "all_gather": lambda net, group: net.all_gather(torch.ones(1000), group).wait(),
     "reduce_scatter": lambda net, group: net.reduce_scatter(torch.ones(6, 2), group).wait(),
@@ -29,7 +29,7 @@ def failing(function: Callable[..., object], world: int, *args: object, **limits
 
 @pytest.mark.parametrize("op", OPS)
 def test_a_rank_that_does_not_call_is_missed_by_operation_rank_and_step(op: str) -> None:
-    def skip_on_rank_one(cluster, call: Callable[[Net, Group], object]) -> None:
+    def skip_on_rank_one(cluster, call: Callable[[Net, RankGroup], object]) -> None:
         group = Mesh.build(cluster, {"replica": 2}).replica
         net = Net(deadline_seconds=0.5)
         net.step = 41

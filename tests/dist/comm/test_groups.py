@@ -6,9 +6,9 @@ from torch import nn
 
 from paceline.comm import Net
 from paceline.errors import StrategyError
-from paceline.mesh import Mesh
+from paceline.job.mesh import Mesh
+from paceline.session.model_setup import broadcast_model
 from paceline.testing import run_ranks
-from paceline.training.prepare import make_equal
 
 DEGREES = {"replica": 2, "tensor": 2}  # replicas are ranks (0, 2) and (1, 3); tensor peers (0, 1) and (2, 3)
 
@@ -73,7 +73,7 @@ def test_replicas_that_were_initialised_differently_start_equal() -> None:
         model.norm(torch.randn(8, 5) + cluster.global_rank)
         before = model.everything()
         net = Net(20.0)
-        make_equal(model, net, Mesh.build(cluster, {"replica": 3}).world)
+        broadcast_model(model, net, Mesh.build(cluster, {"replica": 3}).world)
         return before, model.everything(), net.ledger.rows["broadcast", "world"].payload_bytes
 
     results = run_ranks(start, 3)

@@ -8,13 +8,12 @@ import grpc
 import pytest
 import torch
 
-from paceline.comm.channel import Channel, Message
-from paceline.comm.channel.grpc_caller import Caller
-from paceline.comm.channel.grpc_calls import BRING, Claim, path_of, require_grpc
+from paceline.comm.channel import ChannelMessage, MessageChannel
 from paceline.comm.channel.grpc_channel import GrpcChannel
-from paceline.comm.channel.grpc_hub import Hub
-from paceline.comm.channel.letters import Place, chunks_of
-from paceline.comm.channel.mailroom import Mailroom
+from paceline.comm.channel.grpc_client import GrpcClient
+from paceline.comm.channel.grpc_protocol import SEND_METHOD, CallClaim, method_path, require_grpc
+from paceline.comm.channel.grpc_server import GrpcServer
+from paceline.comm.channel.reliable_queue import ReliableQueues, StreamPosition, encode_message_chunks
 from paceline.comm.ledger import ByteLedger
 from paceline.errors import CommunicationError, DeadlineError, MissingExtraError
 from paceline.testing.contracts import ChannelContract
@@ -23,35 +22,35 @@ pytestmark = [pytest.mark.capability("G12"), pytest.mark.timeout(240)]
 GRACE, SECONDS = 60.0, 60.0
 
 
-def star(num_peers: int, ledger: ByteLedger) -> tuple[Channel, list[Channel]]:
-    room, ranks = Mailroom(GRACE), range(1, num_peers + 1)
-    hub = Hub(room, "127.0.0.1", ranks, "token")
+def star(num_peers: int, ledger: ByteLedger) -> tuple[MessageChannel, list[MessageChannel]]:
+    room, ranks = ReliableQueues(GRACE), range(1, num_peers + 1)
+    hub = GrpcServer(room, "127.0.0.1", ranks, "token")
     peers = [calling(hub.port, rank) for rank in ranks]
     hub.wait_for_all(SECONDS)
     return GrpcChannel(room, [hub], ledger), peers
 
 
-def calling(port: int, rank: int, token: str = "token") -> Channel:
-    room = Mailroom(GRACE)
-    caller = Caller(room, "127.0.0.1", port, rank, token)
+def calling(port: int, rank: int, token: str = "token") -> MessageChannel:
+    room = ReliableQueues(GRACE)
+    caller = GrpcClient(room, "127.0.0.1", port, rank, token)
     caller.connect(SECONDS)
     return GrpcChannel(room, [caller], ByteLedger())
 
 
-def close(channels: Sequence[Channel]) -> None:
+def close(channels: Sequence[MessageChannel]) -> None:
     for channel in channels:
         channel.close()
 
 
 class TestGrpcChannel(ChannelContract):
-    def star(self, num_peers: int) -> tuple[Channel, list[Channel]]:
+    def star(self, num_peers: int) -> tuple[MessageChannel, list[MessageChannel]]:
         return star(num_peers, ByteLedger())
 
 
 def test_the_ledger_has_the_bytes_of_the_frame() -> None:
     ledger = ByteLedger()
     a, (b,) = star(1, ledger)
-    a.send(1, Message("x", {}, [torch.zeros(1000), torch.zeros(3, dtype=torch.uint8)]), SECONDS)
+    a.send(1, ChannelMessage("x", {}, [torch.zeros(1000), torch.zeros(3, dtype=torch.uint8)]), SECONDS)
     header = len('["x", {}, [["float32", [1000]], ["uint8", [3]]]]')
     assert ledger.rows["send", "channel"].sent_bytes == 16 + header + 4000 + 3
     close([a, b])
@@ -59,7 +58,7 @@ def test_the_ledger_has_the_bytes_of_the_frame() -> None:
 
 def test_a_stranger_is_turned_away_and_a_missing_rank_is_named() -> None:
     said: list[str] = []
-    hub = Hub(Mailroom(GRACE), "127.0.0.1", [1, 2, 3], "right", say=said.append)
+    hub = GrpcServer(ReliableQueues(GRACE), "127.0.0.1", [1, 2, 3], "right", say=said.append)
     with ThreadPoolExecutor(2) as others:
         friend = others.submit(calling, hub.port, 1, "right")
         with pytest.raises(CommunicationError, match="Rank 2 has another token than the server"):
@@ -74,25 +73,27 @@ def test_a_stranger_is_turned_away_and_a_missing_rank_is_named() -> None:
 
 def test_a_call_that_was_heard_brings_nothing_again() -> None:
     """Somebody says once more, word for word, what a rank has said; and what it said for another place."""
-    room = Mailroom(GRACE)
-    hub = Hub(room, "127.0.0.1", [1], "token")
-    caller = Caller(there := Mailroom(GRACE), "127.0.0.1", hub.port, 1, "token")
+    room = ReliableQueues(GRACE)
+    hub = GrpcServer(room, "127.0.0.1", [1], "token")
+    caller = GrpcClient(there := ReliableQueues(GRACE), "127.0.0.1", hub.port, 1, "token")
     caller.connect(SECONDS)
     ours, theirs = GrpcChannel(room, [hub], ByteLedger()), GrpcChannel(there, [caller], ByteLedger())
-    theirs.send(0, Message("once"), SECONDS)
+    theirs.send(0, ChannelMessage("once"), SECONDS)
     assert ours.receive(SECONDS).kind == "once"
     theirs.flush(SECONDS)
-    body = b"".join(chunks_of(Message("twice")))
+    body = b"".join(encode_message_chunks(ChannelMessage("twice")))
     with grpc.insecure_channel(f"127.0.0.1:{hub.port}") as line:
-        again = line.unary_unary(path_of(BRING))
-        again(body, timeout=SECONDS, metadata=caller._claimed(BRING, Place(1, 0)))
-        assert room.place(1) == Place(1, 0)
-        claim = Claim.read(caller._claimed(BRING, Place(1, 0)))._replace(place=Place(2, 0))
+        again = line.unary_unary(method_path(SEND_METHOD))
+        again(body, timeout=SECONDS, metadata=caller._claim_metadata(SEND_METHOD, StreamPosition(1, 0)))
+        assert room.place(1) == StreamPosition(1, 0)
+        claim = CallClaim.read(caller._claim_metadata(SEND_METHOD, StreamPosition(1, 0)))._replace(
+            place=StreamPosition(2, 0)
+        )
         with pytest.raises(grpc.RpcError, match="another token"):
             again(body, timeout=SECONDS, metadata=claim.metadata())
         with pytest.raises(grpc.RpcError, match="no call of a job"):
             again(body, timeout=SECONDS)
-    assert room.place(1) == Place(1, 0)
+    assert room.place(1) == StreamPosition(1, 0)
     close([theirs, ours])
 
 
@@ -106,28 +107,28 @@ def test_without_grpcio_the_command_that_installs_it_is_named(monkeypatch: pytes
 def test_a_peer_that_has_all_may_leave_while_it_is_waited_for() -> None:
     """That it has left is for `receive` to say; one that leaves without what it was sent, for `flush`."""
     a, (b, c) = star(2, ByteLedger())
-    a.send(1, Message("last"), SECONDS)
+    a.send(1, ChannelMessage("last"), SECONDS)
     b.receive(SECONDS)
     b.close()
     assert a.flush(SECONDS)
     with pytest.raises(CommunicationError, match="rank 1 is gone"):
         a.receive(SECONDS)
-    a.send(2, Message("large", {}, [torch.zeros(10_000_000)]), SECONDS)
+    a.send(2, ChannelMessage("large", {}, [torch.zeros(10_000_000)]), SECONDS)
     c.close()
     with pytest.raises(CommunicationError, match="rank 2 is gone"):
         a.flush(SECONDS)
     a.close()
 
 
-class Impostor(Hub):
+class Impostor(GrpcServer):
     """Does not know the key, and believes everybody."""
 
-    def _claim(self, method: str, context: grpc.ServicerContext) -> Claim:
-        return Claim.read(context.invocation_metadata())
+    def _claim(self, method: str, context: grpc.ServicerContext) -> CallClaim:
+        return CallClaim.read(context.invocation_metadata())
 
 
 def test_a_hub_that_does_not_know_the_key_is_found_by_who_calls_it() -> None:
-    hub = Impostor(Mailroom(GRACE), "127.0.0.1", [1], "guessed")
+    hub = Impostor(ReliableQueues(GRACE), "127.0.0.1", [1], "guessed")
     with pytest.raises(CommunicationError, match="Rank 1 has another token than the server"):
         calling(hub.port, 1, "right")
     hub.close()

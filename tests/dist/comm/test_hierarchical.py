@@ -7,15 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.cluster import Cluster
-from paceline.comm import NativeCollective, Net, cost, hierarchical_cost
-from paceline.comm.collectives import in_parts
+from paceline.comm import NativeCollective, Net, hierarchical_cost, native_cost
+from paceline.comm.collectives import pad_to_rows
 from paceline.comm.routes import HierarchicalCollective
+from paceline.comm.routes.route_builders import build_hierarchical, build_tree
 from paceline.errors import CommunicationError, DeadlineError, StrategyError
-from paceline.levels import Levels, span_nodes
-from paceline.mesh import Mesh
+from paceline.job.cluster import Cluster
+from paceline.job.mesh import Mesh, NodeLevels, group_ranks_by_node
 from paceline.testing import run_ranks
-from paceline.training.routes import hierarchical, tree
 from tests.dist.comm.nodes import hierarchical_on
 
 INSIDE, BETWEEN = "replica-inside-nodes", "replica-between-nodes"
@@ -39,7 +38,7 @@ class PadsInFront(HierarchicalCollective):
 
     def scatter(self, x: Tensor, key: str):
         num_slices = self.levels.scatter.size
-        slices = in_parts(x, num_slices)
+        slices = pad_to_rows(x, num_slices)
         shifted = slices.view(-1).roll(slices.numel() - x.numel()).view_as(slices)
         return self.net.reduce_scatter(shifted, self.levels.scatter)
 
@@ -85,7 +84,7 @@ def test_bytes_inside_and_between_nodes_are_the_closed_form(num_nodes: int, here
         assert found["all_reduce", BETWEEN] == pytest.approx(between.sent_bytes)
         whole = found["reduce_scatter", INSIDE] + found["all_gather", INSIDE]
         assert whole == pytest.approx(inside.sent_bytes)
-    native = cost("all_reduce", 4 * n, world).sent_bytes
+    native = native_cost("all_reduce", 4 * n, world).sent_bytes
     assert run_ranks(rows, world, True)[0] == {("all_reduce", "replica"): pytest.approx(native)}
     assert between.sent_bytes < native / here, "a rank sends less than its share of the native bytes"
 
@@ -155,7 +154,7 @@ def test_uneven_nodes_are_refused_with_their_numbers() -> None:
     def run(cluster: Cluster) -> str:
         group = Mesh.build(cluster, {"replica": 3}).replica
         with pytest.raises(StrategyError) as caught:
-            Levels.build(group, span_nodes(group.ranks, [0, 0, 1]))
+            NodeLevels.build(group, group_ranks_by_node(group.ranks, [0, 0, 1]))
         return str(caught.value)
 
     for said in run_ranks(run, 3):
@@ -163,7 +162,7 @@ def test_uneven_nodes_are_refused_with_their_numbers() -> None:
 
 
 @pytest.mark.capability("G8")
-@pytest.mark.parametrize("route", [hierarchical, tree])
+@pytest.mark.parametrize("route", [build_hierarchical, build_tree])
 def test_another_device_is_refused_with_what_to_do(route) -> None:
     with pytest.raises(StrategyError, match="trains on cuda") as caught:
         route(None, SimpleNamespace(device=torch.device("cuda")))
@@ -171,6 +170,6 @@ def test_another_device_is_refused_with_what_to_do(route) -> None:
 
 
 def test_ranks_are_grouped_by_node_in_ascending_order() -> None:
-    assert span_nodes((0, 1, 2, 3), [0, 0, 1, 1]) == [(0, 1), (2, 3)]
-    assert span_nodes((0, 2, 4, 5), [1, 0, 0, 1, 1, 0]) == [(0, 4), (2, 5)]
-    assert span_nodes((0, 1), [0, 0]) == [(0, 1)]
+    assert group_ranks_by_node((0, 1, 2, 3), [0, 0, 1, 1]) == [(0, 1), (2, 3)]
+    assert group_ranks_by_node((0, 2, 4, 5), [1, 0, 0, 1, 1, 0]) == [(0, 4), (2, 5)]
+    assert group_ranks_by_node((0, 1), [0, 0]) == [(0, 1)]

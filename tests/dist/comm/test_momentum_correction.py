@@ -9,22 +9,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.cluster import Cluster
 from paceline.comm import NativeCollective, Net
-from paceline.comm.codecs.selection import largest
-from paceline.comm.collectives import in_parts
-from paceline.comm.kernels import load_kernels
+from paceline.comm.codecs.codec_kernels import load_kernels
+from paceline.comm.codecs.strategy_codec import build_coded_collective, refuse_repeated_momentum_or_clip
+from paceline.comm.codecs.top_k import select_largest
+from paceline.comm.collectives import pad_to_rows
 from paceline.comm.workspace import Workspace
 from paceline.data import collate_samples
 from paceline.errors import StrategyError
-from paceline.mesh import Mesh, twin_group
+from paceline.job.cluster import Cluster
+from paceline.job.mesh import Mesh, duplicate_group
 from paceline.recipe import Recipe, Strategy, support
+from paceline.session import start_warnings
+from paceline.session.build import build_session
 from paceline.task import Loss, Task
-from paceline.testing.parity import ended, make_task, session_of
-from paceline.testing.ranks import run_ranks
-from paceline.training import missing_kernels
-from paceline.training.build import build_session
-from paceline.training.codecs import code, refuse_twice
+from paceline.testing.parity import build_test_session, make_task, trajectory_of
+from paceline.testing.rank_processes import run_ranks
 
 WORLD, STEPS, N, KEPT, MOMENTUM = 3, 7, 301, 20, 0.9
 
@@ -38,7 +38,7 @@ def top(x: Tensor) -> Tensor:
     out = torch.zeros_like(x)
     for row, found in zip(x, out, strict=True):
         places = torch.empty(KEPT, dtype=torch.int64)
-        largest(row, KEPT, places, Workspace())
+        select_largest(row, KEPT, places, Workspace())
         found[places] = row[places]
     return out
 
@@ -52,7 +52,7 @@ def written_out(momentum: float) -> list[Tensor]:
     for step in range(STEPS):
         total = torch.zeros(WORLD, width)
         for rank in range(WORLD):
-            u[rank] = momentum * u[rank] + in_parts(values(step, rank), WORLD)
+            u[rank] = momentum * u[rank] + pad_to_rows(values(step, rank), WORLD)
             v[rank] = v[rank] + u[rank]
             sent = top(v[rank])
             v[rank], u[rank] = v[rank] - sent, u[rank].masked_fill(sent != 0, 0.0)
@@ -67,9 +67,11 @@ def written_out(momentum: float) -> list[Tensor]:
 @pytest.mark.capability("H3", "H5")
 def test_sums_are_those_of_the_paper_through_aborts_and_a_resume() -> None:
     def run(cluster: Cluster) -> tuple[list[Tensor], list[str]]:
-        group = twin_group(Mesh.build(cluster, {"replica": WORLD}).replica, "coded")
+        group = duplicate_group(Mesh.build(cluster, {"replica": WORLD}).replica, "coded")
         net, found = Net(60.0), []
-        path: Any = code(NativeCollective(net, group), Strategy(codec=f"dgc:{KEPT}:{MOMENTUM}"), seed=5)
+        path: Any = build_coded_collective(
+            NativeCollective(net, group), Strategy(codec=f"dgc:{KEPT}:{MOMENTUM}"), seed=5
+        )
         sides: list[str] = []
         for step in range(STEPS):
             net.step = step
@@ -80,8 +82,10 @@ def test_sums_are_those_of_the_paper_through_aborts_and_a_resume() -> None:
                 kept = {side: flat.clone() for side, flat in path.feedback.lost("0", N).items()}
                 sides = [*kept]
                 path.close()
-                path = code(NativeCollective(net, group), Strategy(codec=f"dgc:{KEPT}:{MOMENTUM}"), seed=5)
-                path.feedback.set_lost("0", kept)
+                path = build_coded_collective(
+                    NativeCollective(net, group), Strategy(codec=f"dgc:{KEPT}:{MOMENTUM}"), seed=5
+                )
+                path.feedback.set_residuals("0", kept)
             found.append(path.all_reduce(values(step, group.rank), "0").wait().clone())
             path.feedback.commit()
         path.close()
@@ -115,9 +119,9 @@ def test_an_optimizer_with_momentum_beside_it_is_an_error(optimizer: dict[str, A
     task = Task(torch.nn.Linear(2, 1), [0], lambda model, batch: Loss(torch.zeros(()), 1))
     recipe = Recipe(task="sum", steps=1, optimizer=optimizer, strategy=Strategy(replicas=2, codec=codec))
     with pytest.raises(StrategyError, match="the optimizer would again"):
-        refuse_twice(recipe, task)
-    refuse_twice(recipe.replace(optimizer={"name": "sgd"}), task)
-    refuse_twice(recipe.replace(strategy=Strategy(replicas=2, codec="topk:0.01")), task)
+        refuse_repeated_momentum_or_clip(recipe, task)
+    refuse_repeated_momentum_or_clip(recipe.replace(optimizer={"name": "sgd"}), task)
+    refuse_repeated_momentum_or_clip(recipe.replace(strategy=Strategy(replicas=2, codec="topk:0.01")), task)
 
 
 CLIP = 0.05
@@ -140,8 +144,8 @@ def clipped_job(clip: str) -> Recipe:
 def clipped_by_hand(limit: float) -> dict[str, Tensor]:
     """SGD over two halves of each batch, each of which is clipped before they are added."""
     recipe = clipped_job("")
-    session = session_of(Cluster.single(), recipe.replace(strategy=Strategy(replicas=1)))
-    task, model = session.task, session.placed.holding.model
+    session = build_test_session(Cluster.single(), recipe.replace(strategy=Strategy(replicas=1)))
+    task, model = session.task, session.runner.sharded_model.model
     for step in range(recipe.steps):
         taken, total = session.work.micro_batches(step), [torch.zeros_like(p) for p in model.parameters()]
         for half in (taken[:2], taken[2:]):
@@ -163,10 +167,10 @@ def test_each_rank_clips_its_gradient_to_its_part_of_the_norm() -> None:
     def run(cluster: Cluster) -> tuple[dict[str, Tensor], list[str]]:
         recipe, said = clipped_job(f":{CLIP}"), list[str]()
         lacks = "there is no C compiler (cc)" if cluster.global_rank else load_kernels() or "why"
-        with patch.object(missing_kernels, "find_kernels", lambda: lacks):
+        with patch.object(start_warnings, "find_kernels", lambda: lacks):
             session = build_session(recipe, make_task(recipe), cluster, torch.device("cpu"), warn=said.append)
         losses = [stats.loss for stats in session.rounds()]
-        return ended(losses, session).parameters, [text for text in said if "kernels" in text]
+        return trajectory_of(losses, session).parameters, [text for text in said if "kernels" in text]
 
     right = clipped_by_hand(CLIP / 2**0.5)
     for found, said in run_ranks(run, 2):
@@ -186,7 +190,9 @@ def test_a_clip_beside_another_and_with_uneven_shares_is_refused() -> None:
     sgd = {"name": "sgd", "clip_norm": 1.0}
     recipe = Recipe(task="sum", steps=1, optimizer=sgd, strategy=Strategy(replicas=2, codec="dgc:0.01:0.9:1"))
     with pytest.raises(StrategyError, match="their sum again"):
-        refuse_twice(recipe, task)
-    refuse_twice(recipe.replace(strategy=Strategy(replicas=2, codec="dgc:0.01:0.9")), task)
+        refuse_repeated_momentum_or_clip(recipe, task)
+    refuse_repeated_momentum_or_clip(
+        recipe.replace(strategy=Strategy(replicas=2, codec="dgc:0.01:0.9")), task
+    )
     answer = support(Strategy(replicas=2, codec="dgc:0.01:0.9:1", balance="speed"), processes=2, shards=4)
     assert not answer.ok and "an equal share of the batch" in answer.reason

@@ -4,15 +4,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.cluster import Cluster
-from paceline.comm import Net, Reducer, Reduction, ShardTally, Tally
-from paceline.comm.reduction import ByMessages, Dealt, InMemory, TreeReducer, cover
-from paceline.comm.routes import SharedMemoryCollective, meet_on_host
-from paceline.comm.shard_tally import shard_tally_bytes
-from paceline.data import split
-from paceline.layout.placement import Held, Placement, Shard
-from paceline.mesh import Mesh
-from paceline.slot import Slot
+from paceline.comm import BucketReducer, GradientReduction, Net, ShardTally, StepTally
+from paceline.comm.reduction import (
+    TreeNodeOwners,
+    TreeReducer,
+    TreeSumByMessages,
+    TreeSumInMemory,
+    covering_nodes,
+)
+from paceline.comm.routes import SharedMemoryCollective, connect_single_host_group
+from paceline.comm.tally import shard_tally_bytes
+from paceline.data import split_evenly
+from paceline.job.cluster import Cluster
+from paceline.job.mesh import Mesh
+from paceline.parallel.placement import ModelPlacement, ShardTransform, TensorPlacement
+from paceline.state.slot import TensorSlot
 from paceline.testing import run_ranks
 
 pytestmark = pytest.mark.capability("I10")
@@ -28,17 +34,19 @@ def grad(index: int, shard: int) -> Tensor:
     return torch.randn(SHAPES[index], generator=draw) * 10.0 ** (shard % 5 - 2)
 
 
-def tensors() -> dict[Slot, Tensor]:
+def tensors() -> dict[TensorSlot, Tensor]:
     found = [torch.zeros(shape) for shape in SHAPES]
-    return {Slot.whole(f"p{i}", tensor): tensor for i, tensor in enumerate(found)}
+    return {TensorSlot.whole(f"p{i}", tensor): tensor for i, tensor in enumerate(found)}
 
 
-def held_by(place: int, shards: int) -> list[Held]:
+def held_by(place: int, shards: int) -> list[TensorPlacement]:
     """What an owner of rows holds, by index."""
-    return list(Placement(tuple(tensors())).cut(Shard(shards, {})).at({"shard": place}).values())
+    return list(
+        ModelPlacement(tuple(tensors())).cut(ShardTransform(shards, {})).at({"shard": place}).values()
+    )
 
 
-def one_step(reducer: Reduction, block: range) -> list[Tensor | None]:
+def one_step(reducer: GradientReduction, block: range) -> list[Tensor | None]:
     slots = list(tensors())
     reducer.begin()
     for shard in block:
@@ -61,15 +69,15 @@ def spread(
 ) -> tuple[list[Tensor], dict[tuple[str, str], float], int]:
     """This rank's rows, what the ledger says was sent, and this rank's place among the owners of rows."""
     mesh, net = Mesh.build(cluster, {"replica": replicas, "shard": shards}), Net(30.0)
-    blocks = [split(NUM_SHARDS, mesh.data.size, rank) for rank in range(mesh.data.size)]
-    dealt = Dealt([cover(block) for block in blocks], mesh.data, mesh.replica)
-    sums = ByMessages(dealt, net)
+    blocks = [split_evenly(NUM_SHARDS, mesh.data.size, rank) for rank in range(mesh.data.size)]
+    dealt = TreeNodeOwners([covering_nodes(block) for block in blocks], mesh.data, mesh.replica)
+    sums = TreeSumByMessages(dealt, net)
     if in_memory:
-        links = meet_on_host(mesh.data, net)
-        sums = InMemory(dealt, SharedMemoryCollective(net, mesh.data, links))
+        links = connect_single_host_group(mesh.data, net)
+        sums = TreeSumInMemory(dealt, SharedMemoryCollective(net, mesh.data, links))
     place = mesh.axes["shard"].rank
     parts = {held.computes: held.parts for held in held_by(place, shards)}
-    reducer = Reducer(tensors(), parts, sums, 256)
+    reducer = BucketReducer(tensors(), parts, sums, 256)
     before = {row: entry.sent_bytes for row, entry in net.ledger.rows.items()}
     one_step(reducer, blocks[mesh.data.rank])
     sent = {
@@ -94,7 +102,7 @@ def test_sums_have_the_bits_of_one_rank_and_cost_what_the_closed_form_says(
 ) -> None:
     right, num_ranks = alone(), replicas * shards
     num_bytes = sum(4 * torch.Size(shape).numel() for shape in SHAPES)
-    nodes = max(len(cover(split(NUM_SHARDS, num_ranks, rank))) for rank in range(num_ranks))
+    nodes = max(len(covering_nodes(split_evenly(NUM_SHARDS, num_ranks, rank))) for rank in range(num_ranks))
     for found, sent, place in run_ranks(spread, num_ranks, replicas, shards, in_memory):
         for index, (whole, held) in enumerate(zip(right, held_by(place, shards), strict=True)):
             assert torch.equal(found[index], whole[held.updates.index])
@@ -117,12 +125,12 @@ def agreed(cluster: Cluster, by_shard: bool) -> tuple[float, float, list[float],
     """Total, count, changes of buffers and bytes, of tallies whose sums depend on the order."""
     world, net = Mesh.build(cluster, {"replica": cluster.world_size}).world, Net(30.0)
     draw = torch.Generator()
-    block = split(NUM_SHARDS, world.size, world.rank)
+    block = split_evenly(NUM_SHARDS, world.size, world.rank)
     sums = torch.randn(NUM_SHARDS, 2, generator=draw.manual_seed(7), dtype=torch.float64)
     changes = torch.randn(NUM_SHARDS, 5, generator=draw, dtype=torch.float64)
     sums, changes = sums[block.start : block.stop], changes[block.start : block.stop]
     total, count = sums.sum(0).tolist()
-    head = Tally(float(len(block)), total, count, {}, 0.0, [1.0], changes.sum(0))
+    head = StepTally(float(len(block)), total, count, {}, 0.0, [1.0], changes.sum(0))
     tally = ShardTally(head, NUM_SHARDS, block, sums, list(changes)) if by_shard else head
     found = tally.agree(net, world, torch.device("cpu")).wait()
     (sent,) = [entry.payload_bytes for entry in net.ledger.rows.values()] or [0.0]

@@ -16,14 +16,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.comm import NativeCollective, Net, Reducer
-from paceline.comm.reduction import InAnyOrder
+from paceline.comm import BucketReducer, NativeCollective, Net
+from paceline.comm.reduction import UnorderedSum
 from paceline.data import LoadedBatch, MicroBatch
-from paceline.layout import Precision, Replicate
-from paceline.layout.holding import hold_whole
-from paceline.layout.sums import MetricNames
-from paceline.mesh import Group, Mesh
-from paceline.observe import Phases
+from paceline.job.mesh import Mesh, RankGroup
+from paceline.observe import PhaseTimer
+from paceline.parallel import MixedPrecision, ReplicatedRunner
+from paceline.parallel.model_runner import MetricNames
+from paceline.parallel.sharded_model import unsharded_model
 from paceline.task import Loss
 from paceline.testing import run_ranks
 
@@ -62,7 +62,7 @@ class SlowNet(Net):
 
     latency_seconds = LATENCY_SECONDS
 
-    def _call(self, op: str, group: Group, call: Callable[[], Any]) -> Any:
+    def _call(self, op: str, group: RankGroup, call: Callable[[], Any]) -> Any:
         return LateWork(super()._call(op, group, call), self.latency_seconds)
 
 
@@ -91,7 +91,7 @@ class Layers(nn.Module):
         return x
 
 
-class AtTheEnd(Reducer):
+class AtTheEnd(BucketReducer):
     """The twin: the same buckets, launched after the backward pass."""
 
     def _launch_full(self) -> None:
@@ -103,25 +103,25 @@ class AtTheEnd(Reducer):
 
 
 def step_often(
-    cluster, kind: type[Reducer], bucket_bytes: int, latency_seconds: float = LATENCY_SECONDS
+    cluster, kind: type[BucketReducer], bucket_bytes: int, latency_seconds: float = LATENCY_SECONDS
 ) -> dict[str, Any]:
     """Backward passes of one micro-batch on each rank: what the ledger says, the last gradients."""
     mesh, net = Mesh.build(cluster, {"replica": 2}), SlowNet(20.0)
     net.latency_seconds = latency_seconds
-    placed = Replicate(
-        hold_whole(Layers()),
+    runner = ReplicatedRunner(
+        unsharded_model(Layers()),
         lambda model, x: Loss(model(x).square().sum(), len(x)),
         MetricNames(()),
-        precision=Precision("fp32", "cpu"),
-        phases=Phases(),
+        precision=MixedPrecision("fp32", "cpu"),
+        phases=PhaseTimer(),
     )
-    holding = placed.holding
-    sums = InAnyOrder(NativeCollective(net, mesh.axes["shard"]), NativeCollective(net, mesh.replica))
-    reducer = kind(holding.computes, holding.parts, sums, bucket_bytes)
+    sharded_model = runner.sharded_model
+    sums = UnorderedSum(NativeCollective(net, mesh.axes["shard"]), NativeCollective(net, mesh.replica))
+    reducer = kind(sharded_model.computes, sharded_model.parts, sums, bucket_bytes)
     x = torch.full((4, WIDTH), 1.0 + mesh.replica.rank, requires_grad=True)
     for step in range(NUM_STEPS):
         reducer.begin()
-        placed.run([LoadedBatch(MicroBatch(step, 0, np.arange(4), key=step), x)], 1, reducer, 1.0)
+        runner.run([LoadedBatch(MicroBatch(step, 0, np.arange(4), key=step), x)], 1, reducer, 1.0)
         reducer.close()
         grads = reducer.finish()
     entry = net.ledger.rows["all_reduce", "replica"]
@@ -129,13 +129,13 @@ def step_often(
         "hidden": entry.hidden_fraction,
         "busy": entry.busy_seconds,
         "calls": entry.calls,
-        "grads": [g.clone() for slot in holding.slots if (g := grads.tensors[slot]) is not None],
+        "grads": [g.clone() for slot in sharded_model.slots if (g := grads.tensors[slot]) is not None],
     }
 
 
 @pytest.mark.capability("G10")
 def test_most_of_the_communication_is_hidden_and_the_result_is_the_same() -> None:
-    overlapped = run_ranks(step_often, 2, Reducer, LAYER_BYTES)
+    overlapped = run_ranks(step_often, 2, BucketReducer, LAYER_BYTES)
     at_the_end = run_ranks(step_often, 2, AtTheEnd, LAYER_BYTES)
     for found, twin in zip(overlapped, at_the_end, strict=True):
         assert found["calls"] == twin["calls"] == NUM_STEPS * NUM_LAYERS
@@ -154,8 +154,8 @@ def test_communication_that_only_begins_after_backward_is_not_called_hidden() ->
 @pytest.mark.capability("G10")
 @pytest.mark.parametrize("layers_per_bucket, launches", [(2, 4), (NUM_LAYERS, 1)])
 def test_larger_buckets_are_fewer_and_give_the_same_sums(layers_per_bucket: int, launches: int) -> None:
-    small, _ = run_ranks(step_often, 2, Reducer, LAYER_BYTES)
-    large, _ = run_ranks(step_often, 2, Reducer, layers_per_bucket * LAYER_BYTES)
+    small, _ = run_ranks(step_often, 2, BucketReducer, LAYER_BYTES)
+    large, _ = run_ranks(step_often, 2, BucketReducer, layers_per_bucket * LAYER_BYTES)
     assert (small["calls"], large["calls"]) == (NUM_STEPS * NUM_LAYERS, NUM_STEPS * launches)
     for a, b in zip(small["grads"], large["grads"], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.cluster import Cluster
 from paceline.comm import NativeCollective, Net
-from paceline.comm.races import RaceDetector, WatchedCollective
+from paceline.comm.race_detector import RaceDetector, WatchedCollective
 from paceline.comm.routes import MessageCollective
-from paceline.comm.routes.ring import Ring
+from paceline.comm.routes.ring_route import RingRoute
 from paceline.errors import CommunicationError
-from paceline.mesh import Mesh, twin_group
-from paceline.testing.ranks import run_ranks
+from paceline.job.cluster import Cluster
+from paceline.job.mesh import Mesh, duplicate_group
+from paceline.testing.rank_processes import run_ranks
 
 TOUCHES: dict[str, Callable[[Tensor], object]] = {
     "read": lambda x: x.sum(),
@@ -31,7 +31,7 @@ TOUCHES: dict[str, Callable[[Tensor], object]] = {
 def test_every_touch_between_launch_and_wait_is_an_error_that_names_both_lines() -> None:
     def run(cluster: Cluster) -> dict[str, str]:
         group = Mesh.build(cluster, {"replica": 2}).replica
-        ring = MessageCollective(Net(60.0), twin_group(group, "ring"), Ring())
+        ring = MessageCollective(Net(60.0), duplicate_group(group, "ring"), RingRoute())
         found = {}
         for path in (NativeCollective(Net(60.0), group), ring):
             for name, touch in TOUCHES.items():

@@ -7,22 +7,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.comm import Collective, NativeCollective, Net, Reducer
-from paceline.comm.reduction import InAnyOrder
-from paceline.comm.reduction.part_buffer import plan_buckets
-from paceline.mesh import Mesh
-from paceline.slot import Slot
+from paceline.comm import BucketReducer, Collective, NativeCollective, Net
+from paceline.comm.reduction import UnorderedSum
+from paceline.comm.reduction.bucket_buffers import plan_buckets
+from paceline.job.mesh import Mesh
+from paceline.state.slot import TensorSlot
 from paceline.testing import run_ranks
-from paceline.testing.faults import deaf
+from paceline.testing.planted_faults import skip_first_bucket
 
 NUM_PARAMETERS, NUM_STEPS = 12, 3
 
 
-def by_slot(tensors: list[Tensor]) -> dict[Slot, Tensor]:
-    return {Slot.whole(str(i), tensor): tensor for i, tensor in enumerate(tensors)}
+def by_slot(tensors: list[Tensor]) -> dict[TensorSlot, Tensor]:
+    return {TensorSlot.whole(str(i), tensor): tensor for i, tensor in enumerate(tensors)}
 
 
-def parameters() -> dict[Slot, Tensor]:
+def parameters() -> dict[TensorSlot, Tensor]:
     """Sizes from nothing to several buckets, two types, interleaved."""
     draw = random.Random(4)
     return by_slot(
@@ -34,16 +34,16 @@ def parameters() -> dict[Slot, Tensor]:
 
 
 def reducer_of(
-    tensors: Mapping[Slot, Tensor],
+    tensors: Mapping[TensorSlot, Tensor],
     mesh: Mesh,
     net: Net,
     bucket_bytes: int,
-    kind: Callable[..., Reducer] = Reducer,
+    kind: Callable[..., BucketReducer] = BucketReducer,
     changed: Callable[[Collective], Collective] = lambda collective: collective,
-) -> Reducer:
+) -> BucketReducer:
     """Replicas only: every rank gets all of every tensor."""
     alone, replica = (NativeCollective(net, group) for group in (mesh.axes["shard"], mesh.replica))
-    sums = InAnyOrder(alone, changed(replica))
+    sums = UnorderedSum(alone, changed(replica))
     return kind(tensors, {slot: (slot,) for slot in tensors}, sums, bucket_bytes)
 
 
@@ -63,7 +63,7 @@ def expected(world: int, step: int, index: int) -> Tensor:
     )
 
 
-class SwappedLaunch(Reducer):
+class SwappedLaunch(BucketReducer):
     """The mutation twin: launches a bucket when it is full, not when it is its turn."""
 
     def _launch_full(self) -> None:
@@ -109,7 +109,7 @@ def test_sums_are_right_whatever_order_the_ranks_are_ready_in(world: int, bucket
 
 @pytest.mark.capability("G10")
 def test_a_bucket_that_was_not_reduced_is_found() -> None:
-    found = {index for _, _, index in wrong(run_ranks(reduce_steps, 2, 200, deaf))}
+    found = {index for _, _, index in wrong(run_ranks(reduce_steps, 2, 200, skip_first_bucket))}
     assert found
     assert found <= {int(slot.name) for slot in plan_buckets(parameters(), 200)[0]}
 
@@ -129,7 +129,7 @@ def test_without_one_order_of_launch_the_sums_would_be_wrong() -> None:
         found = reducer.finish().tensors
         return [found[slot].tolist() for slot in slots]
 
-    assert run_ranks(run, 2, Reducer) == [[[2.0] * 4, [20.0] * 4]] * 2
+    assert run_ranks(run, 2, BucketReducer) == [[[2.0] * 4, [20.0] * 4]] * 2
     assert run_ranks(run, 2, SwappedLaunch) == [[[11.0] * 4, [11.0] * 4]] * 2
 
 

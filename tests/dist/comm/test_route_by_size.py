@@ -11,26 +11,25 @@ from unittest import mock
 import pytest
 import torch
 
-from paceline.cluster import Cluster
 from paceline.comm import NativeCollective, Net
-from paceline.comm.link_benchmark import measure_links
+from paceline.comm.link_benchmark import build_route_candidates, measure_links, measure_routes
 from paceline.comm.link_profile import LinkProfile
 from paceline.comm.routes import MessageCollective
-from paceline.comm.routes.by_size import BySize
-from paceline.comm.routes.forecast import Choice
-from paceline.comm.routes.longest_way import longest_way
-from paceline.comm.routes.trial import candidates, try_routes
+from paceline.comm.routes.route_builders import RouteContext, build_native
+from paceline.comm.routes.route_by_size import RouteChoice, SizeRoutedCollective, critical_path_cost
 from paceline.errors import DataError
-from paceline.mesh import Group, Mesh
+from paceline.job.cluster import Cluster
+from paceline.job.mesh import Mesh, RankGroup
 from paceline.recipe import Recipe, Strategy
-from paceline.testing.ranks import run_ranks
-from paceline.training import route_choice
-from paceline.training.bucket_choice import choose_buckets
-from paceline.training.routes import Site, native
+from paceline.testing.rank_processes import run_ranks
+from paceline.tuning import route_choice
+from paceline.tuning.bucket_choice import choose_buckets
 
 
-def site_of(cluster: Cluster, group: Group, net: Net, said: list[str], told: list[Any], **more: Any) -> Site:
-    return Site(
+def site_of(
+    cluster: Cluster, group: RankGroup, net: Net, said: list[str], told: list[Any], **more: Any
+) -> RouteContext:
+    return RouteContext(
         cluster,
         group,
         net,
@@ -49,23 +48,23 @@ def told_to(told: list[Any]) -> Callable[[str, Mapping[str, Any]], None]:
     return lambda name, record: told.append((name, record))
 
 
-def chosen(group: Group, site: Site) -> Any:
+def chosen(group: RankGroup, site: RouteContext) -> Any:
     """As on several hosts: the ranks of a test share a host."""
-    with mock.patch.object(route_choice, "shared_or_native", native):
-        return route_choice.by_size(group, site)
+    with mock.patch.object(route_choice, "shared_or_native", build_native):
+        return route_choice.build_auto_route(group, site)
 
 
 @pytest.mark.capability("G9", "Z4")
 def test_every_sum_takes_the_path_of_its_size_and_is_right() -> None:
     def run(cluster: Cluster) -> tuple[list[str], dict[str, float]]:
         group, net, wrong = Mesh.build(cluster, {"replica": 3}).replica, Net(60.0), []
-        found = candidates(net, group)
+        found = build_route_candidates(net, group)
         found.paths.pop("hierarchical", None)
         limits = ((64, "tree"), (256, "recursive-doubling"), (1024, "ring"))
         others = {"reduce_scatter": "ring", "all_gather": "recursive-doubling", "broadcast": "tree"}
-        choices = {"all_reduce": Choice(limits, "native")}
-        choices |= {op: Choice(((64, route),), "native") for op, route in others.items()}
-        path = BySize(found.paths, choices)
+        choices = {"all_reduce": RouteChoice(limits, "native")}
+        choices |= {op: RouteChoice(((64, route),), "native") for op, route in others.items()}
+        path = SizeRoutedCollective(found.paths, choices)
         handles = []
         for n in (0, 1, 16, 17, 64, 65, 256, 257, 5000):  # all under way at a time
             x = torch.arange(float(n)) + group.rank
@@ -81,7 +80,7 @@ def test_every_sum_takes_the_path_of_its_size_and_is_right() -> None:
             right = [[float(rank)] * n for rank in range(3)], [3.0 * group.rank] * n, [1.0] * n
             if (rows.tolist(), own.tolist(), x.tolist()) != right:
                 wrong.append(f"the others, {n}")
-        net.ledger.require_forms()
+        net.ledger.require_expected_bytes()
         found.close()
         sent = {f"{op} {name}": row.sent_bytes for (op, name), row in net.ledger.rows.items()}
         return wrong, sent
@@ -152,8 +151,8 @@ def test_a_session_measures_once_chooses_alike_and_says_why(tmp_path: Path) -> N
 def test_a_trial_has_a_line_for_every_route_equal_on_all_ranks() -> None:
     def run(cluster: Cluster) -> Any:
         group, net = Mesh.build(cluster, {"replica": 4}).replica, Net(60.0)
-        found = candidates(net, group)
-        forecast = try_routes(found, net, group, (256, 4096))
+        found = build_route_candidates(net, group)
+        forecast = measure_routes(found, net, group, (256, 4096))
         messages = [word for word, path in found.paths.items() if isinstance(path, MessageCollective)]
         found.close()
         return forecast, messages
@@ -167,7 +166,7 @@ def test_a_trial_has_a_line_for_every_route_equal_on_all_ranks() -> None:
     ]
     for route, line in forecast.lines.items():
         first = line.points[0]
-        assert first.sent_bytes == longest_way(route, 256, 4).sent_bytes and first.seconds > 0
+        assert first.sent_bytes == critical_path_cost(route, 256, 4).sent_bytes and first.seconds > 0
 
 
 def test_a_profile_of_another_format_is_refused(tmp_path: Path) -> None:

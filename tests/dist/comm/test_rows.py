@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.cluster import Cluster
 from paceline.comm import Net
-from paceline.comm.rows import exchange
+from paceline.comm.net import start_row_exchange
 from paceline.errors import DeadlineError
-from paceline.mesh import Mesh
+from paceline.job.cluster import Cluster
+from paceline.job.mesh import Mesh
 from paceline.testing import run_ranks
 
 
@@ -45,10 +45,10 @@ def talk(cluster: Cluster) -> tuple[list[str], list[tuple[int, int]], list[torch
     noting = Noting(group.handle)
     x = torch.arange(12.0).view(cluster.world_size, -1) + 100 * cluster.global_rank
     outs = [torch.empty_like(x) for _ in range(2)]
-    works = [exchange(noting, group.rank, x + number, out) for number, out in enumerate(outs)]
+    works = [start_row_exchange(noting, group.rank, x + number, out) for number, out in enumerate(outs)]
     for work in works:
         work.wait(timedelta(seconds=60))
-    exchange(noting, group.rank, x[:, :0], outs[0][:, :0]).wait(timedelta(seconds=60))
+    start_row_exchange(noting, group.rank, x[:, :0], outs[0][:, :0]).wait(timedelta(seconds=60))
     net.barrier(group)
     said = ""
     if group.rank != group.size - 1:

@@ -17,16 +17,16 @@ import torch
 from torch import Tensor
 
 from paceline.comm import NativeCollective, Net
-from paceline.comm.routes import SharedMemoryCollective, meet_on_host
-from paceline.comm.routes.shared_memory import add_slice
+from paceline.comm.routes import SharedMemoryCollective, connect_single_host_group
+from paceline.comm.routes.shared_memory import sum_slice_in_all
 from paceline.errors import CommunicationError, DeadlineError
-from paceline.mesh import Group, Mesh
+from paceline.job.mesh import Mesh, RankGroup
 from paceline.testing import RanksFailed, run_ranks
 
 
-def start(cluster, deadline_seconds: float = 20.0) -> tuple[SharedMemoryCollective, Group, Net]:
+def start(cluster, deadline_seconds: float = 20.0) -> tuple[SharedMemoryCollective, RankGroup, Net]:
     group, net = Mesh.build(cluster, {"replica": cluster.world_size}).replica, Net(deadline_seconds)
-    links = meet_on_host(group, net)
+    links = connect_single_host_group(group, net)
     assert links is not None
     return SharedMemoryCollective(net, group, links), group, net
 
@@ -36,7 +36,7 @@ def test_a_rank_that_has_met_all_waits_for_nothing(world: int, monkeypatch: pyte
     """The last rank calls all others and is called by none."""
 
     def run(cluster) -> None:
-        monkeypatch.setattr("paceline.comm.routes.host_meeting._LOOK_SECONDS", 1000.0)
+        monkeypatch.setattr("paceline.comm.routes.host_links._POLL_SECONDS", 1000.0)
         start(cluster)[0].close()
 
     run_ranks(run, world)
@@ -84,7 +84,7 @@ def test_slices_cover_every_value_once() -> None:
         for n in (0, 1, 63, 64, 65, 1000):
             parts = [torch.full((n,), float(k + 1)) for k in range(num_parts)]
             for place in range(num_parts):
-                add_slice(parts, place)
+                sum_slice_in_all(parts, place)
             assert all(part.eq(num_parts * (num_parts + 1) / 2).all() for part in parts)
 
 

@@ -11,23 +11,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.cluster import Cluster
 from paceline.comm import CodedCollective, Collective, Handle, NativeCollective, Net
-from paceline.comm.codecs import Keys, sparse
-from paceline.comm.collectives import Coded, coded, low_rank
-from paceline.comm.line import Rounds, run_alone
-from paceline.comm.routes import by_messages
-from paceline.comm.routes.by_messages import MessageCollective
-from paceline.comm.routes.grid import Grid
-from paceline.comm.routes.hops import Hops
-from paceline.comm.routes.recursive_doubling import RecursiveDoubling
-from paceline.comm.routes.ring import Ring
-from paceline.comm.routes.tree import Tree
+from paceline.comm.codecs import CodecKeys, top_k
+from paceline.comm.codecs.strategy_codec import build_coded_collective
+from paceline.comm.collectives import CodingCollective, coded_collective, power_sgd
+from paceline.comm.comm_thread import CommRounds, run_rounds
+from paceline.comm.routes import message_route
+from paceline.comm.routes.grid_route import GridRoute
+from paceline.comm.routes.message_route import MessageCollective, MessageRoute
+from paceline.comm.routes.recursive_doubling import RecursiveDoublingRoute
+from paceline.comm.routes.ring_route import RingRoute
+from paceline.comm.routes.tree_route import TreeRoute
 from paceline.comm.workspace import Workspace
-from paceline.mesh import Group, Mesh, twin_group
+from paceline.job.cluster import Cluster
+from paceline.job.mesh import Mesh, RankGroup, duplicate_group
 from paceline.recipe import Strategy
-from paceline.testing.ranks import run_ranks
-from paceline.training.codecs import code
+from paceline.testing.rank_processes import run_ranks
 from tests.peak import allocated
 
 WORLD, N, WARM = 2, 2 * 70_001, 3
@@ -50,11 +49,11 @@ WORDS = (
     "int8+lossless",
 )
 BY_HAND = "topk:0.01", "topk:0.01+int4", "topk:0.4"  # as where there is no compiler
-HOPS: dict[str, Hops] = {
-    "ring": Ring(),
-    "tree": Tree(),
-    "recursive-doubling": RecursiveDoubling(),
-    "grid": Grid(),
+HOPS: dict[str, MessageRoute] = {
+    "ring": RingRoute(),
+    "tree": TreeRoute(),
+    "recursive-doubling": RecursiveDoublingRoute(),
+    "grid": GridRoute(),
 }
 
 
@@ -66,8 +65,8 @@ class Inline:
     def submit(self, op: str, hops: Callable[[], Any]) -> Handle:
         return Handle.ready(hops())
 
-    def submit_rounds(self, op: str, rounds: Callable[[int], Rounds]) -> Handle:
-        return Handle.ready(run_alone(rounds(0)))
+    def submit_rounds(self, op: str, rounds: Callable[[int], CommRounds]) -> Handle:
+        return Handle.ready(run_rounds(rounds(0)))
 
     def close(self) -> None: ...
 
@@ -75,19 +74,19 @@ class Inline:
 class Wasteful:
     """bf16, with memory of its own each time."""
 
-    loses, ragged, block = True, False, 1
+    needs_error_feedback, ragged, block = True, False, 1
 
     def num_bytes(self, num_values: int) -> int:
         return 2 * num_values
 
-    def encode(self, x: Tensor, keys: Keys, workspace: Workspace) -> Tensor:
+    def encode(self, x: Tensor, keys: CodecKeys, workspace: Workspace) -> Tensor:
         return x.to(torch.bfloat16).view(torch.uint8)
 
-    def decode(self, payload: Tensor, out: Tensor, keys: Keys, workspace: Workspace) -> None:
+    def decode(self, payload: Tensor, out: Tensor, keys: CodecKeys, workspace: Workspace) -> None:
         out.copy_(payload.view(torch.bfloat16))
 
 
-def steady(path: Coded, net: Net) -> list[int]:
+def steady(path: CodingCollective, net: Net) -> list[int]:
     """What steps allocate that are not the first: a sum of a buffer of odd length, and one of rows."""
     whole, rows = torch.randn(N - 1), torch.randn(WORLD, N // WORLD)
 
@@ -103,9 +102,9 @@ def steady(path: Coded, net: Net) -> list[int]:
     return allocated(step)
 
 
-def steady_coding(group: Group, word: str) -> list[int]:
+def steady_coding(group: RankGroup, word: str) -> list[int]:
     net = Net(60.0)
-    return steady(code(NativeCollective(net, group), Strategy(codec=word), 5), net)
+    return steady(build_coded_collective(NativeCollective(net, group), Strategy(codec=word), 5), net)
 
 
 def allocated_by_sum(path: Collective) -> list[int]:
@@ -130,9 +129,9 @@ def test_scatters_along_hops_allocate_nothing() -> None:
     """Rows are summed where they lie; on four ranks, where a grid has two columns."""
 
     def ranks(cluster: Cluster) -> dict[str, tuple[list[int], list[int]]]:
-        group: Group = twin_group(Mesh.build(cluster, {"replica": 4}).replica, "scattered")
+        group: RankGroup = duplicate_group(Mesh.build(cluster, {"replica": 4}).replica, "scattered")
         net = Net(60.0)
-        with patch.object(by_messages, "Line", Inline):
+        with patch.object(message_route, "CommThread", Inline):
             by_word = {word: MessageCollective(net, group, hops) for word, hops in HOPS.items()}
             return {word: allocated_by_scatter(path) for word, path in by_word.items()}
 
@@ -144,14 +143,14 @@ def test_scatters_along_hops_allocate_nothing() -> None:
 @pytest.mark.capability("L4")
 def test_a_steady_step_allocates_nothing_for_coding_and_sending() -> None:
     def ranks(cluster: Cluster) -> dict[str, list[int]]:
-        group: Group = twin_group(Mesh.build(cluster, {"replica": WORLD}).replica, "coded")
+        group: RankGroup = duplicate_group(Mesh.build(cluster, {"replica": WORLD}).replica, "coded")
         found = {}
         with ExitStack() as patches:
-            for module in (coded, low_rank, by_messages):
+            for module in (coded_collective, power_sgd, message_route):
                 patches.enter_context(patch.object(module, "Line", Inline))
             for word in WORDS:
                 found[word] = steady_coding(group, word)
-            with patch.object(sparse, "load_kernels", lambda: None):
+            with patch.object(top_k, "load_kernels", lambda: None):
                 found |= {f"{word}, no kernels": steady_coding(group, word) for word in BY_HAND}
             net = Net(60.0)
             found["wasteful"] = steady(CodedCollective(NativeCollective(net, group), Wasteful()), net)

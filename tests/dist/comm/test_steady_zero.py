@@ -9,18 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.cluster import Cluster
 from paceline.comm import NativeCollective, Net
-from paceline.comm.reduction import InAnyOrder, Reducer, Scatterer, Turns, Ways
-from paceline.comm.routes import SharedMemoryCollective, meet_on_host
+from paceline.comm.reduction import BucketReducer, ScatterPaths, ScatterReducer, ScatterWindow, UnorderedSum
+from paceline.comm.routes import SharedMemoryCollective, connect_single_host_group
 from paceline.comm.workspace import Workspace
-from paceline.layout.placement import Placement, Shard
-from paceline.mesh import Mesh, twin_group
+from paceline.job.cluster import Cluster
+from paceline.job.mesh import Mesh, duplicate_group
+from paceline.parallel.placement import ModelPlacement, ShardTransform
 from paceline.recipe import Recipe, Strategy
-from paceline.slot import Slot
-from paceline.testing.parity import session_of
-from paceline.testing.ranks import run_ranks
-from paceline.training import Session
+from paceline.session import Session
+from paceline.state.slot import TensorSlot
+from paceline.testing.parity import build_test_session
+from paceline.testing.rank_processes import run_ranks
 from tests.peak import allocated, bytes_now
 
 WORLD, N, WARM = 2, 2 * 70_001, 3
@@ -30,14 +30,14 @@ WORLD, N, WARM = 2, 2 * 70_001, 3
 def test_scatters_and_gathers_of_zero_on_one_host_allocate_nothing() -> None:
     def ranks(cluster: Cluster) -> dict[str, list[int]]:
         group, net = Mesh.build(cluster, {"shard": WORLD}).axes["shard"], Net(60.0)
-        links = meet_on_host(group, net)
+        links = connect_single_host_group(group, net)
         assert links is not None
         memory, rows = SharedMemoryCollective(net, group, links), torch.randn(WORLD, N // WORLD)
         found = {"scatter": steadily(lambda: memory.reduce_scatter(rows, "rows").wait())}
         memory.close()
-        session = session_of(cluster, sharded("auto"))
-        assert session.grounds is not None
-        found["auto"] = steadily(session.grounds.layout.gather)
+        session = build_test_session(cluster, sharded("auto"))
+        assert session.session_base is not None
+        found["auto"] = steadily(session.session_base.layout.gather)
         session.close()
         return found
 
@@ -51,11 +51,11 @@ def test_gathers_of_zero_over_several_hosts_allocate_nothing(zero: int) -> None:
     """By Gloo. Under ZeRO 2 they come through the memory through which gradients leave."""
 
     def ranks(cluster: Cluster) -> tuple[list[int], list[int], int]:
-        session = session_of(cluster, sharded("native", zero))
-        assert session.grounds is not None
+        session = build_test_session(cluster, sharded("native", zero))
+        assert session.session_base is not None
         list(session.rounds())
         before = bytes_now()
-        found = steadily(session.grounds.layout.gather)
+        found = steadily(session.session_base.layout.gather)
         grown = bytes_now() - before
         group, x = session.mesh.axes["shard"], torch.zeros(N)
         other = steadily(lambda: session.net.all_gather(x, group, equal=True).wait())
@@ -75,11 +75,11 @@ def test_scatters_of_zero_2_over_several_hosts_allocate_nothing() -> None:
     def ranks(cluster: Cluster) -> tuple[list[int], float]:
         mesh, net = Mesh.build(cluster, {"shard": WORLD}), Net(60.0)
         shard, values = mesh.axes["shard"], [torch.zeros(2 + n, 512) for n in range(8)]
-        tensors = {Slot.whole(str(n), x): x for n, x in enumerate(values)}
-        held = Placement(tuple(tensors)).cut(Shard(WORLD, {})).at({"shard": shard.rank})
-        apart = NativeCollective(net, replace(twin_group(shard, "scatter"), name=shard.name))
-        ways = Ways(apart, NativeCollective(net, mesh.replica), shard, net)
-        one = Scatterer(tensors, {x.computes: x.parts for x in held.values()}, ways, 2**12)
+        tensors = {TensorSlot.whole(str(n), x): x for n, x in enumerate(values)}
+        held = ModelPlacement(tuple(tensors)).cut(ShardTransform(WORLD, {})).at({"shard": shard.rank})
+        apart = NativeCollective(net, replace(duplicate_group(shard, "scatter"), name=shard.name))
+        ways = ScatterPaths(apart, NativeCollective(net, mesh.replica), shard, net)
+        one = ScatterReducer(tensors, {x.computes: x.parts for x in held.values()}, ways, 2**12)
         grads = {slot: torch.full(slot.sizes, 1.0 + cluster.global_rank) for slot in tensors}
         sums: list[float] = []
 
@@ -101,11 +101,11 @@ def scattered_once(cluster: Cluster, in_turn: bool) -> tuple[list[int], float]:
     """What steps allocate that scatter buckets which stay, and how far a sum is from the right one."""
     mesh, net = Mesh.build(cluster, {"shard": WORLD}), Net(60.0)
     shard, values = mesh.axes["shard"], [torch.zeros(2 + n, 512) for n in range(8)]
-    tensors = {Slot.whole(str(n), x): x for n, x in enumerate(values)}
-    held = Placement(tuple(tensors)).cut(Shard(WORLD, {})).at({"shard": shard.rank})
-    turns = Turns(Workspace()) if in_turn else None
-    sums = InAnyOrder(NativeCollective(net, shard), NativeCollective(net, mesh.replica), turns)
-    one = Reducer(tensors, {x.computes: x.parts for x in held.values()}, sums, 2**12)
+    tensors = {TensorSlot.whole(str(n), x): x for n, x in enumerate(values)}
+    held = ModelPlacement(tuple(tensors)).cut(ShardTransform(WORLD, {})).at({"shard": shard.rank})
+    turns = ScatterWindow(Workspace()) if in_turn else None
+    sums = UnorderedSum(NativeCollective(net, shard), NativeCollective(net, mesh.replica), turns)
+    one = BucketReducer(tensors, {x.computes: x.parts for x in held.values()}, sums, 2**12)
     grads = {slot: torch.full(slot.sizes, 1.0 + cluster.global_rank) for slot in tensors}
     found: list[Tensor] = []
 
@@ -130,14 +130,14 @@ def test_scatters_of_zero_1_over_several_hosts_allocate_nothing() -> None:
 
 def require_parts_of_all(session: Session) -> None:
     """A gather puts the part of every rank in its place."""
-    holding, group = session.placed.holding, session.mesh.axes["shard"]
-    for part in holding.updates.values():
+    sharded_model, group = session.runner.sharded_model, session.mesh.axes["shard"]
+    for part in sharded_model.updates.values():
         part.data.fill_(group.rank)
-    assert session.grounds is not None
-    session.grounds.layout.gather()
-    for slot, parts in holding.parts.items():
+    assert session.session_base is not None
+    session.session_base.layout.gather()
+    for slot, parts in sharded_model.parts.items():
         for rank, part in enumerate(parts):
-            assert part is None or bool((holding.computes[slot][part.inside(slot)] == rank).all())
+            assert part is None or bool((sharded_model.computes[slot][part.inside(slot)] == rank).all())
 
 
 def steadily(call: Callable[[], object]) -> list[int]:

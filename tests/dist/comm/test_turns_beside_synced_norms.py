@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from paceline import Loss, Task
-from paceline.cluster import Cluster
-from paceline.comm.reduction import Turns
+from paceline.comm.reduction import ScatterWindow
 from paceline.errors import CommunicationError
+from paceline.job.cluster import Cluster
+from paceline.parallel import gradient_reduction
 from paceline.recipe import Recipe, Strategy
+from paceline.session import build_session
 from paceline.testing import run_ranks
 from paceline.testing.parity import CPU
-from paceline.training import build_session, reductions
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.capability("A11", "L4")]
 STEPS, WIDTH = 4, 16
@@ -58,8 +59,8 @@ def steps(cluster: Cluster, waits: bool) -> int:
             },
         }
     )
-    always = (lambda setting: Turns(setting.moving)) if waits else reductions._turns
-    with patch.object(reductions, "_turns", always):
+    always = (lambda setting: ScatterWindow(setting.moving)) if waits else gradient_reduction._scatter_order
+    with patch.object(gradient_reduction, "_scatter_order", always):
         session = build_session(recipe, task, cluster, CPU, warn=lambda _: None)
     try:
         for _ in session.rounds():

@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 from paceline import Loss, Task
-from paceline.cluster import Cluster
-from paceline.comm.reduction import Pace, Scatterer, behind_bytes
-from paceline.comm.reduction.pace import most_behind
+from paceline.comm.reduction import ScatterPacer, ScatterReducer, unconfirmed_bytes
+from paceline.comm.reduction.scatter_schedule import max_unconfirmed_buckets
+from paceline.job.cluster import Cluster
 from paceline.plan import plan_memory
 from paceline.recipe import Recipe, Strategy
+from paceline.session import Components
 from paceline.testing import run_ranks
-from paceline.testing.parity import session_of
-from paceline.training import Pieces
+from paceline.testing.parity import build_test_session
 
 WIDTH, NUM_BLOCKS, STEPS = 64, 24, 3
 WHOLE = 4 * 2 * NUM_BLOCKS * (WIDTH + 1) * WIDTH
@@ -63,7 +63,7 @@ class Most:
     held: int = 0
 
 
-class Watched(Scatterer):
+class Watched(ScatterReducer):
     """Notes what there is of buckets whenever a gradient comes."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -89,7 +89,7 @@ def watched(cluster: Cluster, shards: int) -> list[Most]:
         made.append(Watched(*args, **kwargs))
         return made[-1]
 
-    session = session_of(cluster, recipe_of(shards), chain, Pieces(scatterer=make))
+    session = build_test_session(cluster, recipe_of(shards), chain, Components(scatterer=make))
     list(session.rounds())
     session.close()
     (one,) = made
@@ -112,16 +112,18 @@ def test_scatters_under_way_are_those_that_are_planned(shards: int) -> None:
 
 @pytest.mark.capability("L3")
 def test_what_is_behind_is_three_blocks_and_the_rest() -> None:
-    assert behind_bytes([1, 5, 2, 7, 1], 10) == 24
-    assert behind_bytes([4, 5], 0) == 9
-    assert most_behind([3] * 9, 9) == 4  # nine bytes that begin inside a bucket end inside the fourth
-    assert most_behind([100, 1, 1, 1, 100], 4) == 5
-    assert most_behind([9, 9], 100) == most_behind([9], 100) == 2
+    assert unconfirmed_bytes([1, 5, 2, 7, 1], 10) == 24
+    assert unconfirmed_bytes([4, 5], 0) == 9
+    assert (
+        max_unconfirmed_buckets([3] * 9, 9) == 4
+    )  # nine bytes that begin inside a bucket end inside the fourth
+    assert max_unconfirmed_buckets([100, 1, 1, 1, 100], 4) == 5
+    assert max_unconfirmed_buckets([9, 9], 100) == max_unconfirmed_buckets([9], 100) == 2
 
 
 def test_a_scatter_counts_once_all_ranks_have_launched_it() -> None:
     asked: list[int] = []
-    pace = Pace(0)
+    pace = ScatterPacer(0)
     here, other = pace.join(asked.append), pace.join(asked.append)
     here.here, other.here = 5, 2
     assert pace.told() == [5, 2, -5, -2]

@@ -11,10 +11,10 @@ from torch.utils.data import TensorDataset
 
 from paceline.data import LockstepWork, MicroBatch
 from paceline.recipe import BatchRecipe, OptimizerRecipe, Recipe, RuntimeRecipe
-from paceline.sync import Part, Updating
+from paceline.session import Components, build_session
+from paceline.sync import PendingUpdate, UpdatePart
 from paceline.task import Loss, Task
 from paceline.testing import run_ranks
-from paceline.training import Pieces, build_session
 
 BATCH = 4  # samples in a micro-batch
 NUM_BATCHES = (7, 10)  # of the two ranks
@@ -61,11 +61,11 @@ def squared_error(model: nn.Module, batch: Sequence[Tensor]) -> Loss:
     return Loss(error.square().sum(), len(x))
 
 
-def diluted(parts: dict[str, Part]) -> dict[str, Part]:
+def diluted(parts: dict[str, UpdatePart]) -> dict[str, UpdatePart]:
     """The twin: divides as if the rank that ran out had contributed a batch of zeros."""
     right = parts["divide"]
 
-    def divide(record: Updating) -> None:
+    def divide(record: PendingUpdate) -> None:
         agreed, record.tally = record.tally, replace(record.tally, count=2.0 * BATCH)
         right(record)
         record.tally = agreed
@@ -73,7 +73,9 @@ def diluted(parts: dict[str, Part]) -> dict[str, Part]:
     return {**parts, "divide": divide}
 
 
-def train(cluster, pieces: Pieces, num_samples: int, steps: int, shards: int, size: int) -> dict[str, Any]:
+def train(
+    cluster, pieces: Components, num_samples: int, steps: int, shards: int, size: int
+) -> dict[str, Any]:
     recipe = Recipe(
         task="in memory",
         steps=steps,
@@ -103,8 +105,8 @@ def assert_parity(ranks: list[dict[str, Any]], oracle: dict[str, Any]) -> None:
 
 @pytest.mark.capability("A12")
 def test_seven_and_ten_batches_end_together_and_average_who_contributed() -> None:
-    ranks = run_ranks(train, 2, Pieces(work=FirstRunsOut), *UNEVEN)
-    (oracle,) = run_ranks(train, 1, Pieces(work=Both), *UNEVEN)
+    ranks = run_ranks(train, 2, Components(work=FirstRunsOut), *UNEVEN)
+    (oracle,) = run_ranks(train, 1, Components(work=Both), *UNEVEN)
     assert_parity(ranks, oracle)
     assert [len(rank["used"]) for rank in ranks] == [BATCH * n for n in NUM_BATCHES]
     used = [i for rank in ranks for i in rank["used"]]
@@ -114,8 +116,8 @@ def test_seven_and_ten_batches_end_together_and_average_who_contributed() -> Non
 
 @pytest.mark.capability("A12")
 def test_the_comparison_sees_an_average_over_a_rank_that_had_nothing() -> None:
-    ranks = run_ranks(train, 2, Pieces(work=FirstRunsOut, update=diluted), *UNEVEN)
-    (oracle,) = run_ranks(train, 1, Pieces(work=Both), *UNEVEN)
+    ranks = run_ranks(train, 2, Components(work=FirstRunsOut, update=diluted), *UNEVEN)
+    (oracle,) = run_ranks(train, 1, Components(work=Both), *UNEVEN)
     assert ranks[0]["items"] == oracle["items"]
     with pytest.raises(AssertionError):
         assert_parity(ranks, oracle)
@@ -125,8 +127,8 @@ def test_the_comparison_sees_an_average_over_a_rank_that_had_nothing() -> None:
 @pytest.mark.parametrize("num_samples", [9, 10, 15, 19])
 def test_a_tail_with_fewer_samples_than_ranks_leaves_some_without_a_micro_batch(num_samples: int) -> None:
     setting = (num_samples, 2 * -(-num_samples // 8), 4, 8)  # two epochs; a tail of 1, 2, 7 or 3 samples
-    ranks = run_ranks(train, 4, Pieces(), *setting)
-    (oracle,) = run_ranks(train, 1, Pieces(), *setting)
+    ranks = run_ranks(train, 4, Components(), *setting)
+    (oracle,) = run_ranks(train, 1, Components(), *setting)
     assert_parity(ranks, oracle)
     assert sorted(i for rank in ranks for i in rank["used"]) == sorted([*range(num_samples)] * 2)
     assert sum(oracle["items"]) == 2 * num_samples

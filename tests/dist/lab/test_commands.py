@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import LabError
-from paceline.lab import FaultPlan, Lab, Links, agents, clean
-from paceline.lab.state import records
-from paceline.testing.labs import Footprint
+from paceline.lab import FaultPlan, Lab, Links, clean, host_commands
+from paceline.lab.lab_registry import read_lab_records
+from paceline.testing.lab_fixture import LabFootprint
 
 ROOT = Path(__file__).parents[3]
 SLEEP = ["sh", "-c", "echo $(hostname) sleeps; exec sleep 600"]
@@ -34,7 +34,7 @@ def start(*arguments: object) -> subprocess.Popen[str]:
 
 def own(process: subprocess.Popen[str]):
     """The record of the lab that a process made."""
-    return next(record for record in records() if record.owner.pid == process.pid)
+    return next(record for record in read_lab_records() if record.owner.pid == process.pid)
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +57,7 @@ def test_lines_have_their_host_and_the_first_failure_is_the_exit_code() -> None:
 def test_a_lab_in_use_is_listed_entered_and_spared_and_ctrl_c_ends_it() -> None:
     process = start("--hosts", "2")
     record = own(process)
-    footprint = Footprint.of(record)
+    footprint = LabFootprint.of(record)
     listed = paceline("lab", "ps").stdout
     assert record.name in listed and "h1          10.0.0.2      1 processes" in listed
     inside = paceline("lab", "shell", "h1", "--lab", record.name, "--", "hostname")
@@ -67,14 +67,14 @@ def test_a_lab_in_use_is_listed_entered_and_spared_and_ctrl_c_ends_it() -> None:
     process.send_signal(signal.SIGINT)
     printed, _ = process.communicate(timeout=120)
     assert process.returncode == 143 and "lab: 2 hosts" in printed
-    assert footprint.remains() == []
+    assert footprint.find_leftovers() == []
 
 
 @pytest.mark.capability("O9")
 def test_what_a_killed_lab_leaves_is_gone_after_clean() -> None:
     process = start("--hosts", "2", "--cores", "0.5") if os.geteuid() == 0 else start("--hosts", "2")
     record = own(process)
-    footprint = Footprint.of(record)
+    footprint = LabFootprint.of(record)
     process.kill()
     process.communicate(timeout=120)
     assert record.folder.exists(), "a kill cannot be caught, so something is left"
@@ -82,37 +82,37 @@ def test_what_a_killed_lab_leaves_is_gone_after_clean() -> None:
     assert "its process is gone" in listed
     done = paceline("lab", "clean")
     assert done.returncode == 0 and "removed" in done.stdout
-    assert footprint.remains() == []
+    assert footprint.find_leftovers() == []
     assert record.name not in paceline("lab", "ps").stdout
 
 
 def test_namespaces_with_numbers_that_another_lab_has_now_are_no_leak(lab, monkeypatch) -> None:
     """The system gives the numbers of namespaces that are gone to the next ones."""
-    ended, after = Footprint.of(lab(hosts=1).record), Footprint.of(lab(hosts=1).record)
+    ended, after = LabFootprint.of(lab(hosts=1).record), LabFootprint.of(lab(hosts=1).record)
     assert ended.namespaces.isdisjoint(after.namespaces)
     nothing = {"processes": frozenset(), "folder": Path("/nonexistent")}
     gone = replace(ended, name="paceline-lab-gone", namespaces=after.namespaces, **nothing)
-    assert gone.remains() == []
-    monkeypatch.setattr("paceline.testing.labs._SETTLE_SECONDS", 0.0)  # it stays
-    assert {line.split()[0] for line in after.remains()} >= {"namespace", "process", "folder"}
+    assert gone.find_leftovers() == []
+    monkeypatch.setattr("paceline.testing.lab_fixture._SETTLE_SECONDS", 0.0)  # it stays
+    assert {line.split()[0] for line in after.find_leftovers()} >= {"namespace", "process", "folder"}
 
 
 def test_an_exception_ends_a_lab_and_so_does_clean_of_running_ones() -> None:
     with pytest.raises(ZeroDivisionError), Lab(hosts=2) as made:
-        footprint = Footprint.of(made.record)
+        footprint = LabFootprint.of(made.record)
         with pytest.raises(LabError, match="before"):
             made.__enter__()
         raise ZeroDivisionError
-    assert footprint.remains() == []
+    assert footprint.find_leftovers() == []
     process = start("--hosts", "2")
-    footprint = Footprint.of(own(process))
-    names = {record.name for record in records() if record.owner.alive} - {footprint.name}
+    footprint = LabFootprint.of(own(process))
+    names = {record.name for record in read_lab_records() if record.owner.alive} - {footprint.name}
     if names:
         process.kill()
         pytest.skip("other labs of this user are in use")
     clean(running=True)
     process.communicate(timeout=120)
-    assert footprint.remains() == []
+    assert footprint.find_leftovers() == []
 
 
 def test_a_deadline_ends_what_runs_on_and_says_so(lab) -> None:
@@ -149,12 +149,12 @@ def test_faults_by_time_act_on_real_processes_files_and_disks(lab, tmp_path) -> 
 @pytest.mark.capability("N12")
 def test_a_host_that_is_slow_to_start_meets_its_fault_all_the_same(lab, monkeypatch) -> None:
     """The clock of a plan begins when the commands run: else one comes after its host was killed."""
-    begin = agents._start
+    begin = host_commands._start_process
 
     def late(argv, *given):
         return begin(["sh", "-c", 'sleep 1; exec "$@"', "sh", *argv], *given)
 
-    monkeypatch.setattr(agents, "_start", late)
+    monkeypatch.setattr(host_commands, "_start_process", late)
     found = lab(hosts=1).run(
         ["sleep", "600"], faults=FaultPlan(seed=1).kill("h0", at=0.2), deadline_seconds=60
     )
@@ -207,20 +207,20 @@ def test_where_it_is_not_allowed_one_error_says_what_is_missing_and_what_still_w
 def test_twenty_of_each_end_leave_nothing_behind() -> None:
     for repeat in range(40):
         process = start("--hosts", "2", "--rate", "100mbit", "--latency", "1ms", "--disk", "1mb")
-        footprint = Footprint.of(own(process))
+        footprint = LabFootprint.of(own(process))
         if repeat % 2:
             process.kill()
         else:
             process.send_signal(signal.SIGINT)
         process.communicate(timeout=120)
         clean()
-        assert footprint.remains() == []
+        assert footprint.find_leftovers() == []
     for _ in range(20):
         with Lab(hosts=2, links=Links(rate="100mbit", latency="1ms"), disk="1mb") as made:
             assert made.run(["true"]).exit_code == 0
-            footprint = Footprint.of(made.record)
-        assert footprint.remains() == []
+            footprint = LabFootprint.of(made.record)
+        assert footprint.find_leftovers() == []
         with pytest.raises(ZeroDivisionError), Lab(hosts=2) as made:
-            footprint = Footprint.of(made.record)
+            footprint = LabFootprint.of(made.record)
             raise ZeroDivisionError
-        assert footprint.remains() == []
+        assert footprint.find_leftovers() == []

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 import pytest
 
 from paceline.lab import Links
-from paceline.lab.units import rate_bits
+from paceline.lab.topology import parse_rate_bits
 from tests.dist.lab.probes import ECHO, SINK, ask, burst, push, pushes_faster, serving, trips
 
 OVERHEAD = 1514 / 1448
@@ -23,7 +23,7 @@ def test_a_latency_is_added_to_every_way_and_no_rate_is_exceeded(lab) -> None:
         found = trips(made, "h0", "h1")
         assert min(found) >= 0.060
         seconds = push(made, "h0", "h1", 1_000_000)
-    before = 8 * 1_000_000 * OVERHEAD / rate_bits("20mbit")
+    before = 8 * 1_000_000 * OVERHEAD / parse_rate_bits("20mbit")
     assert seconds >= 0.95 * before + 0.03
     up = made.network.traffic()["h0"].up
     assert 1_000_000 * OVERHEAD * 0.99 <= up.num_bytes <= 1_000_000 * 1.2

@@ -13,10 +13,10 @@ import sys
 import time
 from pathlib import Path
 
-from paceline.cluster import Cluster
 from paceline.errors import CommunicationError, DataError
+from paceline.job.cluster import Cluster
+from paceline.job.launcher_reports import TRAINING_FOR_SERVER
 from paceline.launch import guard
-from paceline.phase import SERVED
 
 
 def wait() -> None:
@@ -56,7 +56,7 @@ def end_well() -> None:
 
 def kill_served() -> None:
     """Die as soon as it has said that it trains."""
-    cluster.enter_phase(SERVED)
+    cluster.enter_phase(TRAINING_FOR_SERVER)
     kill()
 
 

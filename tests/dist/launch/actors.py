@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from paceline.cluster import process_environment
-from paceline.launch import Job, Outcome, launch, script_command
-from paceline.launch.forked import FORK_SERVER, NONE
+from paceline.job.cluster import process_environment
+from paceline.launch import LaunchJob, LaunchOutcome, launch, script_command
+from paceline.launch.fork_client import FORK_SERVER_VARIABLE, NO_FORK_SERVER
 
 ACTOR = str(Path(__file__).with_name("actor.py"))
 DRIVER = str(Path(__file__).with_name("driver.py"))
@@ -30,11 +30,11 @@ def act(
     start: tuple[str, ...] = ANEW,
     environ: Mapping[str, str] | None = None,
     **options: object,
-) -> Outcome:
+) -> LaunchOutcome:
     """Launch actors in this process; the report is in the outcome."""
     command = (*start, str(folder), *actions)
     quick = {"settle_seconds": 0.8, "kill_seconds": 0.5, "grace_seconds": 5.0}
-    job = Job(command, num_processes, **{**quick, **options})  # type: ignore[arg-type]
+    job = LaunchJob(command, num_processes, **{**quick, **options})  # type: ignore[arg-type]
     return launch(job, environ=environ, say=lambda _: None)
 
 
@@ -49,12 +49,12 @@ def alive(path: Path) -> bool:
 
 def without_fork_server() -> dict[str, str]:
     """The environment of a command whose workers are started anew."""
-    return {**process_environment(), FORK_SERVER: NONE}
+    return {**process_environment(), FORK_SERVER_VARIABLE: NO_FORK_SERVER}
 
 
 def as_users_have_it() -> dict[str, str]:
     """An environment that does not say where forked workers come from."""
-    return {name: value for name, value in process_environment().items() if name != FORK_SERVER}
+    return {name: value for name, value in process_environment().items() if name != FORK_SERVER_VARIABLE}
 
 
 def until(condition: Callable[[], bool]) -> None:

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from paceline.cluster import process_environment
-from paceline.launch.forked import FORK_SERVER
-from paceline.launch.litter import clean_litter
+from paceline.job.cluster import process_environment
+from paceline.launch.fork_client import FORK_SERVER_VARIABLE
+from paceline.launch.stale_folders import remove_stale_folders
 from tests.dist.launch.actors import (
     ANEW,
     FORKED,
@@ -95,7 +95,7 @@ def test_what_a_fork_could_not_have_gets_a_process_of_its_own(tmp_path: Path) ->
 def test_a_server_that_is_gone_is_none(tmp_path: Path, folder: str) -> None:
     (tmp_path / "dead").mkdir()
     (tmp_path / "dead" / "socket").touch()
-    environ: Mapping[str, str] = {**process_environment(), FORK_SERVER: str(tmp_path / folder)}
+    environ: Mapping[str, str] = {**process_environment(), FORK_SERVER_VARIABLE: str(tmp_path / folder)}
     assert forked(tmp_path, 1, environ=environ) == [False]
 
 
@@ -125,14 +125,14 @@ def test_signals_are_passed_on(tmp_path: Path) -> None:
 LEFT_EARLY = """
 import socket
 from pathlib import Path
-from paceline.launch import messages
-from paceline.launch.forked import FORK_SERVER, fork_server
+from paceline.launch.fork_protocol import expect_message
+from paceline.launch.fork_client import FORK_SERVER_VARIABLE, fork_server
 with fork_server() as variables:
     for answered in (False, True):
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(30.0)
-            connection.connect(str(Path(variables[FORK_SERVER]) / "socket"))
-            answered and messages.expect(connection)
+            connection.connect(str(Path(variables[FORK_SERVER_VARIABLE]) / "socket"))
+            answered and expect_message(connection)
 """
 
 
@@ -176,7 +176,7 @@ def test_when_the_server_is_killed_its_workers_are_named_and_gone(tmp_path: Path
 def test_a_server_ends_with_its_owner(tmp_path: Path) -> None:
     code = (
         "import subprocess, sys\n"
-        "from paceline.launch.forked import FORK_SERVER, fork_server\n"
+        "from paceline.launch.fork_client import FORK_SERVER, fork_server\n"
         "with fork_server() as variables:\n"
         "    print(variables[FORK_SERVER], flush=True)\n"
         "    sys.stdin.read()\n"
@@ -195,7 +195,7 @@ def test_a_server_ends_with_its_owner(tmp_path: Path) -> None:
         (server,) = servers_of(owner.pid)
         owner.kill()
     until(lambda: not running(server))
-    clean_litter()  # as the next start does; the server itself may have been importing
+    remove_stale_folders()  # as the next start does; the server itself may have been importing
     assert not folder.exists()
 
 

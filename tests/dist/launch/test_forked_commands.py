@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from paceline.launch.forked import FORK_SERVER
-from paceline.launch.render import common_environment
+from paceline.launch.fork_client import FORK_SERVER_VARIABLE
+from paceline.launch.job_spec import common_environment
 from tests.command_jobs import prepare
 from tests.command_jobs import start as start_job
 from tests.commands import Command, run
@@ -131,7 +131,7 @@ def test_without_a_number_of_threads_it_has_one_for_each_core(
 
 
 def test_what_a_fork_could_not_have_is_started(tmp_path: Path) -> None:
-    for more in ({"PYTHONHASHSEED": "1"}, {FORK_SERVER: "none"}):
+    for more in ({"PYTHONHASHSEED": "1"}, {FORK_SERVER_VARIABLE: "none"}):
         with start(tmp_path, "leave", **more) as command:
             assert command.communicate()[0] == "to the output\n"
             assert (command.forked, command.returncode) == (False, 7)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launch import Job, launch, script_command
+from paceline.launch import LaunchJob, launch, script_command
 from tests.ports import free_port
 
 HERE = Path(__file__).parent
@@ -44,7 +44,7 @@ def node(
     [("raise", 1, "rank 2 raised ValueError: boom"), ("kill", 137, "rank 2 was killed by SIGKILL")],
 )
 def test_a_fault_between_collectives_ends_the_job(fault: str, code: int, headline: str) -> None:
-    outcome = launch(Job((*TRAINER, f"2={fault}"), 3), say=lambda _: None)
+    outcome = launch(LaunchJob((*TRAINER, f"2={fault}"), 3), say=lambda _: None)
     assert outcome.exit_code == code
     assert outcome.report.startswith(headline)
     assert [failure.kind for failure in outcome.failures[1:]] == ["connection", "connection"]
@@ -53,7 +53,7 @@ def test_a_fault_between_collectives_ends_the_job(fault: str, code: int, headlin
 @pytest.mark.capability("O1")
 def test_a_plain_script_runs_as_under_torchrun(tmp_path: Path) -> None:
     command = script_command(str(HERE / "plain.py"), "--lr", "1")
-    assert launch(Job(command, 2, log_dir=tmp_path)).exit_code == 0
+    assert launch(LaunchJob(command, 2, log_dir=tmp_path)).exit_code == 0
     assert (tmp_path / "rank-1.log").read_text() == "rank 1 of 2: 1 ['--lr', '1']\n"
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import CommunicationError, PacelineError
-from paceline.launch import Job, launch
+from paceline.launch import LaunchJob, launch
 from tests.dist.launch.actors import ACTOR, act, alive, driving, until
 
 pytestmark = [pytest.mark.capability("O1"), pytest.mark.timeout(240)]
@@ -44,7 +44,7 @@ def test_output_of_rank_0_passes_and_the_others_have_logs(
 
 def test_prefixed_output_shows_all_lines(tmp_path: Path) -> None:
     lines: list[str] = []
-    job = Job((sys.executable, ACTOR, str(tmp_path), "all=report"), 2, output="prefixed")
+    job = LaunchJob((sys.executable, ACTOR, str(tmp_path), "all=report"), 2, output="prefixed")
     assert launch(job, say=lines.append).exit_code == 0
     assert lines == ["[rank 1] out of 1, terminal: False\n", "[rank 1] err of 1\n"]
 
@@ -151,19 +151,19 @@ def test_a_worker_that_dies_in_its_first_step_is_borne(tmp_path: Path) -> None:
 
 def test_a_command_that_does_not_exist_is_an_error() -> None:
     with pytest.raises(PacelineError, match="Cannot start '/no/such/program'"):
-        launch(Job(("/no/such/program",), 2))
+        launch(LaunchJob(("/no/such/program",), 2))
 
 
 def test_a_rendezvous_port_in_use_is_an_error_with_a_next_step() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         rendezvous = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(CommunicationError, match=r"(?s)in use.*choose another port"):
-            launch(Job(("true",), 1, nodes=2, rendezvous=rendezvous))
+            launch(LaunchJob(("true",), 1, nodes=2, rendezvous=rendezvous))
 
 
 def test_a_rendezvous_of_another_machine_is_an_error_with_a_next_step() -> None:
     with pytest.raises(CommunicationError, match="must run on the machine that has this address"):
-        launch(Job(("true",), 1, nodes=2, rendezvous="192.0.2.77:29500"))
+        launch(LaunchJob(("true",), 1, nodes=2, rendezvous="192.0.2.77:29500"))
 
 
 def test_the_launcher_does_not_load_torch() -> None:

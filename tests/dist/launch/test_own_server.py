@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from paceline.launch import script_command
-from paceline.launch.forked import pays
-from paceline.launch.render import Worker
+from paceline.launch.fork_client import is_worthwhile
+from paceline.launch.job_spec import WorkerSpec
 from tests.dist.launch.actors import as_users_have_it, without_fork_server
 
 TASK = """
@@ -72,6 +72,7 @@ def test_a_server_pays_for_a_command_of_several_processes_that_would_wait_for_ea
 ) -> None:
     for command, may in ((COMMAND, True), (script_command("own.py"), False)):
         workers = [
-            Worker(i, i, command, {}, {}, None, Path("error"), Path("stack")) for i in range(num_processes)
+            WorkerSpec(i, i, command, {}, {}, None, Path("error"), Path("stack"))
+            for i in range(num_processes)
         ]
-        assert pays(workers, cores) is (does and may)
+        assert is_worthwhile(workers, cores) is (does and may)

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from paceline.checkpoint import Files, Shelf, load
-from paceline.training.stopping import SAME_SECONDS
+from paceline.checkpoint.catalog import CheckpointCatalog
+from paceline.checkpoint.checkpoint_reader import load_checkpoint
+from paceline.checkpoint.storage import StorageFolder
+from paceline.session.stop_signals import SAME_REQUEST_SECONDS
 from tests import commands
 from tests.commands import Command
 
@@ -23,7 +25,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from paceline import Loss
-from paceline.training.stopping import StopRequest
+from paceline.session.stop_signals import StopRequest
 
 RANK = int(os.environ.get("RANK", "0"))
 ask = StopRequest.ask
@@ -96,10 +98,10 @@ def stop_and_look(folder: Path, rank: int, number: signal.Signals) -> None:
         _, said = process.communicate(timeout=160)
     assert process.returncode == 143, said
     assert said == ""
-    shelf = Shelf.look(Files(str(folder / "run" / "checkpoints")))
+    shelf = CheckpointCatalog.look(StorageFolder(str(folder / "run" / "checkpoints")))
     step = max(steps_done(folder)) + 1
     assert [kept.step for kept in shelf.whole] == [step]
-    manifest = load(shelf.files, shelf.whole[0].name).manifest
+    manifest = load_checkpoint(shelf.files, shelf.whole[0].name).manifest
     reports = [shelf.files.read(f"{shelf.whole[0].name}/rank-{r:05d}.json") for r in range(2)]
     assert [json.loads(report)["scalars"]["step"] for report in reports] == [step, step]
     assert manifest.origin.world_size == 2
@@ -129,7 +131,7 @@ def test_a_second_signal_ends_at_once_and_nothing_that_was_saved_is_lost(tmp_pat
         pid = worker(tmp_path, 1)
         os.kill(pid, signal.SIGTERM)
         until((tmp_path / "asked-1").exists, process)
-        time.sleep(SAME_SECONDS + 0.1)
+        time.sleep(SAME_REQUEST_SECONDS + 0.1)
         assert process.poll() is None  # it is in a step without end
         os.kill(pid, signal.SIGTERM)
         _, said = process.communicate(timeout=120)

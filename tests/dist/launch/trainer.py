@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from paceline.cluster import Cluster
+from paceline.job.cluster import Cluster
 from paceline.launch import guard
 
 cluster = Cluster.from_env()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.testing.leaks import observe
+from paceline.testing.leaks import take_snapshot
 
 LEAKS = """
 import os, subprocess, sys, threading, time
@@ -162,11 +162,11 @@ def test_a_semaphore_of_another_program_is_no_leak() -> None:
 def test_a_program_that_has_no_words_yet_is_seen() -> None:
     """As between its start and its first instruction; a process that ends has no memory either."""
     with subprocess.Popen([""], executable="/bin/cat", stdin=subprocess.PIPE) as process:
-        assert process.pid in observe().processes
+        assert process.pid in take_snapshot().processes
         process.kill()
     with subprocess.Popen(["true"]) as process:
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        assert process.pid not in observe().processes
+        assert process.pid not in take_snapshot().processes
 
 
 @pytest.mark.parametrize("options", [(), ("-n", "2")], ids=["one process", "two processes"])

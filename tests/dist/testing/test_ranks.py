@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline import missing
-from paceline.cluster import Cluster
-from paceline.epochs import Candidate, Meeting, meet
 from paceline.errors import CommunicationError, DataError, DeadlineError
-from paceline.missing import Patience
+from paceline.job import membership
+from paceline.job.cluster import Cluster
+from paceline.job.epochs import InitialRendezvous, MemberCandidate, form_first_membership
+from paceline.job.membership import SetupDeadline
 from paceline.recipe import Recipe, Strategy
 from paceline.testing import RanksFailed, run_ranks
-from paceline.testing.parity import session_of
+from paceline.testing.parity import build_test_session
 
 
 def imports_of_a_session(cluster: Cluster) -> list[str]:
@@ -36,7 +36,7 @@ def imports_of_a_session(cluster: Cluster) -> list[str]:
         batch={"size": 4, "shards": 2},
         strategy="servers=1 sync=server-async",
     )
-    session_of(cluster, recipe).close()
+    build_test_session(cluster, recipe).close()
     return tables + [name for name in {*sys.modules} - before if name.startswith("paceline.")]
 
 
@@ -194,13 +194,13 @@ def test_ranks_that_do_not_come_are_named() -> None:
 
 def test_a_rank_that_starts_late_is_named_and_may_take_longer_than_any_other_wait() -> None:
     def come(cluster: Cluster) -> tuple[str, int]:
-        store, missing.TELL_SECONDS = cluster.connected.store, 0.1
+        store, membership.LOG_INTERVAL_SECONDS = cluster.connected.store, 0.1
         if cluster.global_rank == 1:
-            store.await_keys(["said"], 60.0)
-        candidate = Candidate(cluster.global_rank, "", store, torch.device("cpu"), 0.2)
-        patience = Patience(60.0, lambda text: store.compare_set("said", "", text))
-        membership = meet(candidate, Meeting(2, 1, "the job", patience))
-        return store.get("said").decode(), membership.rank
+            store.wait_for_keys(["said"], 60.0)
+        candidate = MemberCandidate(cluster.global_rank, "", store, torch.device("cpu"), 0.2)
+        patience = SetupDeadline(60.0, lambda text: store.compare_set("said", "", text))
+        member = form_first_membership(candidate, InitialRendezvous(2, 1, "the job", patience))
+        return store.get("said").decode(), member.rank
 
     (said, first), (_, second) = run_ranks(come, 2)
     assert (first, second) == (0, 1)
@@ -214,13 +214,18 @@ def test_a_rank_that_is_started_anew_meets_the_others_and_its_earlier_life_does_
         rank, store, cpu = cluster.global_rank, cluster.connected.store, torch.device("cpu")
         if rank == 0:
             with pytest.raises(DeadlineError):
-                meet(Candidate(0, "", store, cpu, 9.0, "early"), Meeting(2, 1, "the job", Patience(0.2)))
+                form_first_membership(
+                    MemberCandidate(0, "", store, cpu, 9.0, "early"),
+                    InitialRendezvous(2, 1, "the job", SetupDeadline(0.2)),
+                )
             store.set("died", "1")
             time.sleep(1.0)
             store.set("began anew", "1")
-        store.await_keys(["died"], 60.0)
-        candidate = Candidate(rank, "", store, cpu, 9.0, "late")
-        place = meet(candidate, Meeting(2, 1, "the job", Patience(60.0))).place
+        store.wait_for_keys(["died"], 60.0)
+        candidate = MemberCandidate(rank, "", store, cpu, 9.0, "late")
+        place = form_first_membership(
+            candidate, InitialRendezvous(2, 1, "the job", SetupDeadline(60.0))
+        ).place
         return place, store.check(["began anew"])
 
     (first, _), (second, after) = run_ranks(come, 2)

@@ -14,7 +14,7 @@ from benchmarks.loops import HandLoop, bare, paceline_side
 from benchmarks.machine import number_format
 from benchmarks.measure import FEWEST_BLOCKS, Series, Side, compare, merge_ranks, take_turns
 from benchmarks.subjects import Subject, mlp
-from paceline.cluster import Cluster
+from paceline.job.cluster import Cluster
 
 
 @pytest.fixture(autouse=True)

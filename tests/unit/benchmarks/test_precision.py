@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.precision import PRECISIONS, Kept, kept_by, session_of
 from benchmarks.subjects import digits
-from paceline.layout import Precision
+from paceline.parallel import MixedPrecision
 
 
 def kept_in_all() -> dict[str, Kept]:
@@ -26,6 +26,6 @@ def test_halves_keep_little_more_than_half_for_backward_and_the_same_state() -> 
 
 def test_a_forward_in_floats_saves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutation twin."""
-    monkeypatch.setattr(Precision, "autocast", lambda self: nullcontext())
+    monkeypatch.setattr(MixedPrecision, "autocast", lambda self: nullcontext())
     kept = kept_in_all()
     assert kept["fp16"].forward == kept["fp32"].forward

@@ -8,7 +8,7 @@ from torch import nn
 from benchmarks.measure import Series
 from benchmarks.pipelines import Waited, idle_table, planned_idle
 from benchmarks.sleeping import Clock, Sleeping
-from paceline.layout.pipeline.halves import in_halves
+from paceline.parallel.pipeline.split_backward import split_backward
 
 
 def asked_for(layers: int) -> tuple[nn.Sequential, list[float]]:
@@ -30,10 +30,10 @@ def test_a_backward_in_halves_sleeps_once_in_each() -> None:
     chain, slept = asked_for(2)
     x = torch.ones(3, 32, requires_grad=True)
     y = chain(x)
-    halves = in_halves([y], [x], list(chain.parameters()))
-    halves.of_inputs([torch.ones_like(y)])
+    halves = split_backward([y], [x], list(chain.parameters()))
+    halves.input_gradients([torch.ones_like(y)])
     assert slept == [0.5] * 4
-    halves.of_weights()
+    halves.weight_gradients()
     assert slept == [0.5] * 6
 
 

@@ -9,10 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline import checkpoint
-from paceline.checkpoint import ByThreads, Files, Keep, Loaded, Origin, Patience, Saver, Saving, Shelf
-from paceline.layout.holding import hold_whole
-from paceline.state import LossScale, TrainState
+from paceline.checkpoint.catalog import CheckpointCatalog
+from paceline.checkpoint.checkpoint_reader import LoadedCheckpoint, load_checkpoint
+from paceline.checkpoint.manifest import CheckpointOrigin
+from paceline.checkpoint.publish import FullDiskPatience, RetentionCounts
+from paceline.checkpoint.saver import CheckpointSaver, SaveSettings
+from paceline.checkpoint.storage import StorageFolder
+from paceline.checkpoint.writers import ThreadWriter
+from paceline.parallel.sharded_model import unsharded_model
+from paceline.state.train_state import LossScale, TrainState
 
 ORIGIN = {"recipe": 'task = "x"\n', "strategy": "replicas=1", "world_size": 1, "versions": {"torch": "2"}}
 
@@ -21,7 +26,9 @@ def make_state(step: int = 3, seed: int = 0) -> TrainState:
     """A model with BatchNorm, Adam moments, a counter and an fp16 scale."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
-    state = TrainState(hold_whole(model), torch.optim.Adam(model.parameters(), lr=0.1), LossScale(512.0, 8))
+    state = TrainState(
+        unsharded_model(model), torch.optim.Adam(model.parameters(), lr=0.1), LossScale(512.0, 8)
+    )
     change(state)
     state.step, state.updates = step, step - 1
     return state
@@ -35,21 +42,23 @@ def change(state: TrainState, settle: Callable[[], None] = lambda: None) -> None
 
 
 @contextmanager
-def saver(url: object, state: TrainState, **changes: Any) -> Iterator[Saver]:
-    """A saver of a single rank; `newest`, `best`, `exchange` and the fields of `Saving` may be given."""
-    shelf = Shelf.look(Files(str(url))).claim()
+def saver(url: object, state: TrainState, **changes: Any) -> Iterator[CheckpointSaver]:
+    """A saver of a single rank; `newest`, `best`, `exchange` and the fields of `SaveSettings` may be given."""
+    shelf = CheckpointCatalog.look(StorageFolder(str(url))).claim()
     exchange = changes.pop("exchange", lambda text: [text])
-    keep = Keep(changes.pop("newest", 2), changes.pop("best", 0))
+    keep = RetentionCounts(changes.pop("newest", 2), changes.pop("best", 0))
     options = {
         "background": True,
         "steady": True,
         "shared": True,
         "deadline_seconds": 20.0,
-        "patience": Patience(0.0, print),
-        "writer": ByThreads(changes.pop("writers", 2)),
+        "patience": FullDiskPatience(0.0, print),
+        "writer": ThreadWriter(changes.pop("writers", 2)),
     }
-    saving = Saving(rank=0, keep=keep, **(options | changes))
-    found = Saver(state, shelf, Origin(run=shelf.run, **ORIGIN), saving, lambda make: exchange(make()))
+    saving = SaveSettings(rank=0, keep=keep, **(options | changes))
+    found = CheckpointSaver(
+        state, shelf, CheckpointOrigin(run=shelf.run, **ORIGIN), saving, lambda make: exchange(make())
+    )
     try:
         yield found
     finally:
@@ -64,9 +73,9 @@ def save(url: object, state: TrainState, **changes: Any) -> str:
         return name
 
 
-def load(url: object, name: str) -> Loaded:
+def load(url: object, name: str) -> LoadedCheckpoint:
     """Read one back."""
-    return checkpoint.load(Files(str(url)), name)
+    return load_checkpoint(StorageFolder(str(url)), name)
 
 
 def holds(url: object, name: str, state: TrainState) -> bool:
@@ -79,7 +88,7 @@ def holds(url: object, name: str, state: TrainState) -> bool:
 
 def whole(url: object) -> list[int]:
     """Steps of the checkpoints that can be loaded, oldest first."""
-    return [kept.step for kept in Shelf.look(Files(str(url))).whole]
+    return [kept.step for kept in CheckpointCatalog.look(StorageFolder(str(url))).whole]
 
 
 def raising(error: BaseException) -> Callable[..., None]:

@@ -12,11 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.checkpoint import ByProcess, Files, Patience, Saver, drafts, load, part, writers
-from paceline.disk.beside import WriterProcess
+from paceline.checkpoint import publish, write_plan, writers
+from paceline.checkpoint.checkpoint_reader import load_checkpoint
+from paceline.checkpoint.disk.writer_process import WriterProcess
+from paceline.checkpoint.publish import FullDiskPatience
+from paceline.checkpoint.saver import CheckpointSaver
+from paceline.checkpoint.storage import StorageFolder
+from paceline.checkpoint.writers import ProcessWriter
 from paceline.errors import CheckpointError
-from paceline.layout.holding import hold_whole
-from paceline.state import TrainState
+from paceline.parallel.sharded_model import unsharded_model
+from paceline.state.train_state import TrainState
 from tests.unit.checkpoint.states import change, holds, make_state, save, saver
 
 pytestmark = pytest.mark.capability("N4")
@@ -24,24 +29,24 @@ pytestmark = pytest.mark.capability("N4")
 
 @pytest.fixture(autouse=True)
 def every_save_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writers, "_LEAST_BYTES", 0)
-    monkeypatch.setattr(drafts, "_LEAST_BYTES", 64)
+    monkeypatch.setattr(writers, "_MIN_PROCESS_BYTES", 0)
+    monkeypatch.setattr(write_plan, "_MIN_FILE_BYTES", 64)
 
 
 @contextmanager
 def beside(
     url: object, state: TrainState, **changes: Any
-) -> Iterator[tuple[Saver, WriterProcess, list[str]]]:
+) -> Iterator[tuple[CheckpointSaver, WriterProcess, list[str]]]:
     """A saver with a process, that process, and what it warns of."""
     process, told = WriterProcess(dict(os.environ)), list[str]()
-    writer = ByProcess(process, changes.pop("seconds", 20.0), told.append)
+    writer = ProcessWriter(process, changes.pop("seconds", 20.0), told.append)
     with saver(url, state, writer=writer, **changes) as one:
         yield one, process, told
 
 
 def grown(width: int) -> TrainState:
     model = torch.nn.Linear(width, 4)
-    state = TrainState(hold_whole(model), torch.optim.Adam(model.parameters(), lr=0.1))
+    state = TrainState(unsharded_model(model), torch.optim.Adam(model.parameters(), lr=0.1))
     model(torch.ones(2, width)).sum().backward()
     state.optimizer.step()
     return state
@@ -64,7 +69,8 @@ def test_its_checkpoints_are_those_of_threads(tmp_path: Path) -> None:
         change(again)
         again.step += 1
         manifests += [
-            (load(Files(str(tmp_path / place)), kept.name).manifest) for place in ("process", "threads")
+            (load_checkpoint(StorageFolder(str(tmp_path / place)), kept.name).manifest)
+            for place in ("process", "threads")
         ]
         assert name == kept.name
     assert told == [] and len(manifests) == 6
@@ -78,7 +84,7 @@ def test_a_state_that_grows_has_new_memory(tmp_path: Path) -> None:
     for step, width in enumerate([8, 5000, 300]):
         state = grown(width)
         state.step = step
-        with saver(tmp_path, state, writer=ByProcess(process, 20.0, pytest.fail), newest=9) as one:
+        with saver(tmp_path, state, writer=ProcessWriter(process, 20.0, pytest.fail), newest=9) as one:
             assert holds(tmp_path, (one.save(), one.finish())[0], state)
 
 
@@ -134,7 +140,7 @@ def test_one_that_cannot_be_started_is_told(tmp_path: Path, monkeypatch: pytest.
     assert len(told) == 1 and "cannot be started" in told[0]
 
 
-def fill(files: Files, times: int) -> None:
+def fill(files: StorageFolder, times: int) -> None:
     """So many files come to lie on a disk that is full."""
     make_room, left = files.make_room, [None] * times
 
@@ -150,7 +156,7 @@ def fill(files: Files, times: int) -> None:
 
 @pytest.mark.capability("N13")
 def test_a_full_disk_is_an_error_or_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(part, "_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(publish, "_RETRY_SECONDS", 0.01)
     state, told = make_state(1), list[str]()
     with beside(tmp_path, state, newest=9) as (one, _, lost):
         name = one.save()
@@ -163,7 +169,7 @@ def test_a_full_disk_is_an_error_or_waited_for(tmp_path: Path, monkeypatch: pyte
         assert "step-00000002" in caught.value.where and "full_disk_seconds" in caught.value.next_step
         assert list((tmp_path / "step-00000002").iterdir()) == []
     assert holds(tmp_path, name, make_state(1)) and lost == []
-    with beside(tmp_path, state, patience=Patience(20.0, told.append)) as (one, _, lost):
+    with beside(tmp_path, state, patience=FullDiskPatience(20.0, told.append)) as (one, _, lost):
         fill(one.shelf.files, 2)
         name = one.save()
         one.finish()

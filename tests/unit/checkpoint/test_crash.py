@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from paceline.checkpoint import Files, Patience, drafts, part
-from paceline.checkpoint.shelf import Shelf
+from paceline.checkpoint import publish, write_plan
+from paceline.checkpoint.catalog import CheckpointCatalog
+from paceline.checkpoint.publish import FullDiskPatience
+from paceline.checkpoint.storage import StorageFolder
 from paceline.errors import CheckpointError
 from tests.unit.checkpoint.states import holds, make_state, raising, save, saver, whole
 
@@ -16,8 +18,8 @@ pytestmark = pytest.mark.capability("N13", "N4")
 def num_files(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """How many files a part is cut into."""
     if request.param > 1:
-        monkeypatch.setattr(drafts, "_LEAST_BYTES", 64)
-        monkeypatch.setattr(drafts, "_MOST_FILES", request.param)
+        monkeypatch.setattr(write_plan, "_MIN_FILE_BYTES", 64)
+        monkeypatch.setattr(write_plan, "_MAX_FILES", request.param)
     return int(request.param)
 
 
@@ -30,24 +32,24 @@ MOMENTS = ("write tensors", "report", "manifest", "tidy: manifest", "tidy: folde
 
 def break_at(moment: str, error: BaseException, patch: pytest.MonkeyPatch) -> None:
     """Let one call fail."""
-    publish, remove = Files.publish, Files.remove
+    publish, remove = StorageFolder.publish, StorageFolder.remove
 
-    def refuse_publish(self: Files, name: str, data: bytes) -> None:
+    def refuse_publish(self: StorageFolder, name: str, data: bytes) -> None:
         if {"report": "rank-00000.json", "manifest": "manifest.json"}[moment] in name:
             raise error
         publish(self, name, data)
 
-    def refuse_remove(self: Files, name: str) -> None:
+    def refuse_remove(self: StorageFolder, name: str) -> None:
         if ("manifest" in name) == (moment == "tidy: manifest"):
             raise error
         remove(self, name)
 
     if moment == "write tensors":
-        patch.setattr(Files, "write", raising(error))
+        patch.setattr(StorageFolder, "write", raising(error))
     elif moment in ("report", "manifest"):
-        patch.setattr(Files, "publish", refuse_publish)
+        patch.setattr(StorageFolder, "publish", refuse_publish)
     else:
-        patch.setattr(Files, "remove", refuse_remove)
+        patch.setattr(StorageFolder, "remove", refuse_remove)
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
@@ -60,7 +62,7 @@ def test_a_crash_leaves_a_whole_one_and_the_next_save_cleans_up(
         break_at(moment, Killed(), patch)
         with pytest.raises(Killed):
             save(tmp_path, new, newest=1)
-    left = Shelf.look(Files(str(tmp_path))).whole
+    left = CheckpointCatalog.look(StorageFolder(str(tmp_path))).whole
     assert left and holds(tmp_path, left[-1].name, new if "tidy" in moment else old)
     last = make_state(3, seed=2)
     name = save(tmp_path, last, newest=1)
@@ -86,7 +88,7 @@ def test_a_disk_that_refuses_is_an_error_and_the_old_one_stays(
 def test_with_patience_a_full_disk_is_waited_for(
     moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(part, "_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(publish, "_RETRY_SECONDS", 0.01)
     told, state = [], make_state(2)
     with monkeypatch.context() as patch:
 
@@ -95,7 +97,7 @@ def test_with_patience_a_full_disk_is_waited_for(
             patch.undo()
 
         break_at(moment, OSError(28, "No space left on device"), patch)
-        with saver(tmp_path, state, patience=Patience(200.0, make_room)) as one:
+        with saver(tmp_path, state, patience=FullDiskPatience(200.0, make_room)) as one:
             name = one.save()
             one.finish()
     assert holds(tmp_path, name, state)
@@ -118,7 +120,7 @@ def test_files_reach_the_disk_before_the_manifest_appears(
     monkeypatch.setattr(Path, "replace", lambda a, b: (log.append(f"publish {b.name}"), replace(a, b))[1])
     save(tmp_path / "c", make_state())
     before, after = log[: log.index("publish manifest.json")], log[log.index("publish manifest.json") :]
-    names = [drafts.file_name(0, i, num_files) for i in range(num_files)]
+    names = [write_plan.rank_file_name(0, i, num_files) for i in range(num_files)]
     assert {*(f"flush {name}" for name in names), "publish rank-00000.json"} <= set(before)
     assert any(line.startswith("flush .manifest.json") for line in before)
     assert "flush step-00000003" in after

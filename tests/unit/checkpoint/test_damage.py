@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from paceline.checkpoint import Files, Shelf
+from paceline.checkpoint.catalog import CheckpointCatalog
 from paceline.checkpoint.manifest import _seal
-from paceline.cluster import Cluster
+from paceline.checkpoint.storage import StorageFolder
 from paceline.errors import CheckpointError
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe
-from paceline.testing.parity import session_of
-from paceline.training import fit, saving
+from paceline.session import checkpointing, fit
+from paceline.testing.parity import build_test_session
 from tests.unit.checkpoint.states import holds, load, make_state, save, whole
 
 pytestmark = pytest.mark.capability("N13")
@@ -109,10 +110,12 @@ def digits(run_dir: Path, steps: int, **changes: object) -> Recipe:
 def test_a_run_goes_on_from_the_newest_valid_one(
     file: str, damage: Callable[[Path], object], reason: str, tmp_path: Path
 ) -> None:
-    fit(session_of(Cluster.single(), digits(tmp_path, 3)), tmp_path)
+    fit(build_test_session(Cluster.single(), digits(tmp_path, 3)), tmp_path)
     damage(tmp_path / "checkpoints" / "step-00000003" / file)
-    session, told = session_of(Cluster.single(), digits(tmp_path, 5)), []
-    used = saving.restore(session, saving.files_of(session.recipe, tmp_path), warn=told.append)
+    session, told = build_test_session(Cluster.single(), digits(tmp_path, 5)), []
+    used = checkpointing.restore_checkpoint(
+        session, checkpointing.checkpoint_files(session.recipe, tmp_path), warn=told.append
+    )
     assert (used, session.state.step) == ("step-00000002", 2)
     assert len(told) == 1 and "step-00000003" in told[0] and reason in told[0]
     fit(session, tmp_path)
@@ -130,30 +133,32 @@ def test_a_checkpoint_of_the_format_before_is_read_and_its_damage_found(tmp_path
 
 
 def test_without_a_valid_one_there_is_an_error_that_says_why(tmp_path: Path) -> None:
-    fit(session_of(Cluster.single(), digits(tmp_path, 1)), tmp_path)
+    fit(build_test_session(Cluster.single(), digits(tmp_path, 1)), tmp_path)
     flip_bit(tmp_path / "checkpoints" / "step-00000001" / TENSORS)
-    session = session_of(Cluster.single(), digits(tmp_path, 2))
+    session = build_test_session(Cluster.single(), digits(tmp_path, 2))
     with pytest.raises(CheckpointError, match=r"no valid checkpoint.*checksum"):
-        saving.restore(session, saving.files_of(session.recipe, tmp_path))
+        checkpointing.restore_checkpoint(session, checkpointing.checkpoint_files(session.recipe, tmp_path))
     with pytest.raises(CheckpointError, match="no valid checkpoint"):
-        saving.restore(session, Files(str(tmp_path / "nowhere")))
+        checkpointing.restore_checkpoint(session, StorageFolder(str(tmp_path / "nowhere")))
 
 
 def test_a_checkpoint_of_another_run_is_foreign(tmp_path: Path) -> None:
     save(tmp_path / "ours", make_state(2))
     save(tmp_path / "theirs", make_state(7))
     shutil.copytree(tmp_path / "theirs" / "step-00000007", tmp_path / "ours" / "step-00000007")
-    shelf = Shelf.look(Files(str(tmp_path / "ours")))
+    shelf = CheckpointCatalog.look(StorageFolder(str(tmp_path / "ours")))
     assert [kept.step for kept in shelf.whole] == [2]
     assert "foreign" in shelf.broken["step-00000007"].what
 
 
 def test_a_checkpoint_of_another_model_does_not_fit(tmp_path: Path) -> None:
-    fit(session_of(Cluster.single(), digits(tmp_path, 1)), tmp_path)
+    fit(build_test_session(Cluster.single(), digits(tmp_path, 1)), tmp_path)
     wider = digits(tmp_path, 2).replace(options={"model": "mlp", "hidden": [5]})
-    session = session_of(Cluster.single(), wider)
+    session = build_test_session(Cluster.single(), wider)
     with pytest.raises(CheckpointError, match="does not fit"):
-        saving.restore(session, saving.files_of(wider, tmp_path), "step-00000001")
+        checkpointing.restore_checkpoint(
+            session, checkpointing.checkpoint_files(wider, tmp_path), "step-00000001"
+        )
     assert session.state.step == 0
 
 
@@ -166,6 +171,6 @@ def test_what_is_damaged_does_not_count_as_kept(
     for step in (2, 3):
         name = save(tmp_path, make_state(step), newest=3)
         damage(tmp_path / name / file)
-    shelf = Shelf.look(Files(str(tmp_path)))
+    shelf = CheckpointCatalog.look(StorageFolder(str(tmp_path)))
     shelf.tidy(1, 0)
     assert load(tmp_path, good).manifest.step == 1

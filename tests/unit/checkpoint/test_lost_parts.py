@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.checkpoint import Files, Shelf
+from paceline.checkpoint.catalog import CheckpointCatalog
+from paceline.checkpoint.storage import StorageFolder
 from tests.unit.checkpoint.states import holds, make_state, saver, whole
 
 
@@ -27,12 +28,12 @@ def test_where_the_job_outlives_a_rank_its_part_is_not_needed_or_the_draft_is_dr
         other = {**told, "rank": 1, "table": told["table"] if needed else []}
         return [text, json.dumps(other)][: 1 + len(there)]
 
-    with saver(place, state, exchange=both, left=lambda: (0,), outlives=lambda: True) as one:
+    with saver(place, state, exchange=both, left=lambda: (0,), survives_lost_ranks=lambda: True) as one:
         name = one.save()
         assert one.wait_published(name) == (not needed) and one.dropped == ({name} if needed else set())
         there.clear()
         second = one.save()
         assert one.wait_published(second)
         assert one.dropped == set()  # the name has come again
-    assert not Shelf.look(Files(place)).broken and len(whole(place)) == 2 - needed
+    assert not CheckpointCatalog.look(StorageFolder(place)).broken and len(whole(place)) == 2 - needed
     assert holds(place, second, state)

@@ -4,21 +4,27 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.checkpoint.plan import chunk_of, merge_scalars, parse_table, plan_writes, render_table
-from paceline.checkpoint.tensor_file import Chunk
-from paceline.layout.holding import hold
-from paceline.layout.placement import Placement, Stages
-from paceline.slot import trained_parameters
-from paceline.state import TrainState
+from paceline.checkpoint.safetensors_file import TensorChunk
+from paceline.checkpoint.write_plan import (
+    chunk_of_piece,
+    merge_scalars,
+    parse_table,
+    plan_writes,
+    render_table,
+)
+from paceline.parallel.placement import ModelPlacement, PipelineTransform
+from paceline.parallel.sharded_model import shard_model
+from paceline.state.slot import trained_parameters
+from paceline.state.train_state import TrainState
 
 pytestmark = pytest.mark.capability("N3")
 
 
-def chunk(name: str, rows: int, begin: int = 0, end: int | None = None) -> Chunk:
-    return Chunk(name, "F32", (rows, 4), (begin, 0), ((end or rows) - begin, 4))
+def chunk(name: str, rows: int, begin: int = 0, end: int | None = None) -> TensorChunk:
+    return TensorChunk(name, "F32", (rows, 4), (begin, 0), ((end or rows) - begin, 4))
 
 
-def names(plan: list[frozenset[Chunk]]) -> list[set[str]]:
+def names(plan: list[frozenset[TensorChunk]]) -> list[set[str]]:
     return [{one.name for one in chunks} for chunks in plan]
 
 
@@ -46,13 +52,17 @@ def test_what_a_rank_does_not_hold_is_not_written_by_it() -> None:
     for stage in range(2):
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
         slots = tuple(trained_parameters(model))
-        placement = Placement(slots).cut(Stages({slot.name: (int(slot.name[0]),) for slot in slots}))
-        holding = hold(model, placement, {"pipeline": stage}, links=[model[stage]])
-        state = TrainState(holding, torch.optim.SGD(holding.updates.values(), lr=0.1, momentum=0.9))
-        for p in holding.updates.values():
+        placement = ModelPlacement(slots).cut(
+            PipelineTransform({slot.name: (int(slot.name[0]),) for slot in slots})
+        )
+        sharded_model = shard_model(model, placement, {"pipeline": stage}, links=[model[stage]])
+        state = TrainState(
+            sharded_model, torch.optim.SGD(sharded_model.updates.values(), lr=0.1, momentum=0.9)
+        )
+        for p in sharded_model.updates.values():
             p.grad = torch.ones_like(p)
         state.optimizer.step()
-        tables.append([chunk_of(piece) for piece in state.pieces()])
+        tables.append([chunk_of_piece(piece) for piece in state.pieces()])
     linear = {f"0.{kind}" for kind in ("weight", "bias")}
     norm = {f"1.{kind}" for kind in ("weight", "bias")}
     moments = [{f"optimizer/{name}/momentum_buffer" for name in own} for own in (linear, norm)]

@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from paceline.checkpoint import load_weights
-from paceline.cluster import Cluster
+from paceline.checkpoint.pretrained import load_weights
 from paceline.errors import CheckpointError
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe
+from paceline.session.joining import join
 from paceline.testing.parity import make_task
-from paceline.training.joining import join
 from tests.web import serving
 
 pytestmark = pytest.mark.capability("W6")
@@ -67,7 +67,7 @@ def test_a_folder_of_hugging_face_from_a_path_and_from_urls(place: str, tmp_path
         places = {"path": str(tmp_path), "file": tmp_path.as_uri(), "http": web.url}
         taken = load_weights(ours, places[place])
     assert same(ours, theirs) and ours.lm_head.weight is ours.transformer.wte.weight
-    assert len(taken.unvouched) == len([*tmp_path.glob("*.safetensors")])
+    assert len(taken.unverified_files) == len([*tmp_path.glob("*.safetensors")])
     assert "SHA256SUMS" in str(taken.warning(str(tmp_path)))
 
 
@@ -114,7 +114,7 @@ def test_sums_beside_a_folder_are_compared(remote: bool, tmp_path: Path) -> None
     sums = write_sums(tmp_path)
     with serving(tmp_path) as web:
         place = web.url if remote else str(tmp_path)
-        assert load_weights(ours, place).unvouched == () and same(ours, theirs)
+        assert load_weights(ours, place).unverified_files == () and same(ours, theirs)
         last = max(tmp_path.glob("*.safetensors"))
         flip(last)
         untouched, before = gpt2(2), gpt2(2)
@@ -139,7 +139,7 @@ def test_what_hugging_faces_library_noted_is_compared(kept: str, tmp_path: Path)
         local = pytest.importorskip("huggingface_hub._local_folder")
         local.write_download_metadata(file.parent, file.name, "a commit", digest)
         blob = file
-    assert load_weights(ours, file.parent).unvouched == () and same(ours, theirs)
+    assert load_weights(ours, file.parent).unverified_files == () and same(ours, theirs)
     flip(blob)
     with pytest.raises(CheckpointError, match=r"is damaged: .*by Hugging Face's download"):
         load_weights(ours, file.parent)
@@ -196,7 +196,7 @@ def test_a_run_begins_from_a_url_and_says_that_nobody_vouches(tmp_path: Path) ->
         serving(served) as web,
         join(recipe.replace(init_from=web.url), cluster=Cluster.single(), warn=said.append) as session,
     ):
-        assert all((p == 0.5).all() for p in session.placed.holding.model.parameters())
+        assert all((p == 0.5).all() for p in session.runner.sharded_model.model.parameters())
         assert f"model.safetensors of {web.url}" in "".join(said)
 
 

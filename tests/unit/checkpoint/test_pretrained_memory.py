@@ -22,7 +22,7 @@ import torch
 from pathlib import Path
 from safetensors.torch import load_file
 from torch import nn
-from paceline.checkpoint import load_weights
+from paceline.checkpoint.pretrained import load_weights
 
 def megabytes(word):
     status = Path("/proc/self/status").read_text()

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from paceline.checkpoint import Files, Shelf, name_of
-from paceline.checkpoint.retention import Kept, choose_kept
-from paceline.cluster import Cluster
+from paceline.checkpoint.catalog import CatalogEntry, CheckpointCatalog, checkpoint_name, choose_retained
+from paceline.checkpoint.storage import StorageFolder
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe
-from paceline.testing.parity import session_of
-from paceline.training import fit
-from paceline.training.intervals import EveryMinutes, reached
+from paceline.session import fit
+from paceline.session.checkpointing import EveryMinutes, interval_passed
+from paceline.testing.parity import build_test_session
 from tests.unit.checkpoint.states import make_state, save, saver, whole
 
 pytestmark = pytest.mark.capability("N1")
@@ -32,13 +32,13 @@ LOSSES = {1: 3.0, 2: 1.0, 3: 2.0, 4: 1.0}
 )
 def test_the_newest_and_the_best_are_kept(newest: int, best: int, left: list[int]) -> None:
     """Of equal losses the later counts as better; step 5 has none."""
-    found = [Kept(name_of(step), step, serial=step) for step in range(1, 6)]
-    assert choose_kept(found, newest, best, LOSSES) == {name_of(step) for step in left}
+    found = [CatalogEntry(checkpoint_name(step), step, serial=step) for step in range(1, 6)]
+    assert choose_retained(found, newest, best, LOSSES) == {checkpoint_name(step) for step in left}
 
 
 def test_newest_means_saved_last_also_in_a_run_that_went_back() -> None:
-    found = [Kept("step-40", 40, 1), Kept("step-50", 50, 2), Kept("step-20", 20, 3)]
-    assert choose_kept(found, 1, 0, {}) == {"step-20"}
+    found = [CatalogEntry("step-40", 40, 1), CatalogEntry("step-50", 50, 2), CatalogEntry("step-20", 20, 3)]
+    assert choose_retained(found, 1, 0, {}) == {"step-20"}
 
 
 @pytest.mark.parametrize(("newest", "left"), [(1, [5]), (2, [4, 5]), (9, [1, 2, 3, 4, 5])])
@@ -59,7 +59,7 @@ def test_the_best_by_evaluation_loss_survives(tmp_path: Path) -> None:
             one.save()
             one.finish()
     assert whole(tmp_path) == [2, 4]
-    assert Shelf.look(Files(str(tmp_path))).losses == {1: 0.5, 2: 0.1, 3: 0.2, 4: 0.3}
+    assert CheckpointCatalog.look(StorageFolder(str(tmp_path))).losses == {1: 0.5, 2: 0.1, 3: 0.2, 4: 0.3}
 
 
 def test_a_run_keeps_its_best_by_the_loss_that_it_measured(tmp_path: Path) -> None:
@@ -72,15 +72,15 @@ def test_a_run_keeps_its_best_by_the_loss_that_it_measured(tmp_path: Path) -> No
         evaluate={"every_steps": 2, "max_samples": 64},
         checkpoint={"every_steps": 2, "keep": 1, "keep_best": 1},
     )
-    fit(session_of(Cluster.single(), recipe), tmp_path)
-    losses = Shelf.look(Files(str(tmp_path / "checkpoints"))).losses
+    fit(build_test_session(Cluster.single(), recipe), tmp_path)
+    losses = CheckpointCatalog.look(StorageFolder(str(tmp_path / "checkpoints"))).losses
     best = min(losses, key=lambda step: losses[step])
     assert set(whole(tmp_path / "checkpoints")) == {best, 12} and best != 12
 
 
 def test_the_interval_in_steps_counts_from_the_beginning() -> None:
-    assert [step for step in range(1, 13) if reached(4, step - 1, step)] == [4, 8, 12]
-    assert reached(4, 6, 14) and not reached(4, 4, 7) and not reached(0, 0, 9)
+    assert [step for step in range(1, 13) if interval_passed(4, step - 1, step)] == [4, 8, 12]
+    assert interval_passed(4, 6, 14) and not interval_passed(4, 4, 7) and not interval_passed(0, 0, 9)
 
 
 def test_the_interval_in_minutes_is_kept_with_few_words_between_ranks() -> None:

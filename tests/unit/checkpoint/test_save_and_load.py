@@ -9,12 +9,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from paceline.checkpoint import Files, ManifestReader, Shelf, drafts
-from paceline.checkpoint.tensor_file import Chunk
-from paceline.disk.checksum import is_checksum
+from paceline.checkpoint import write_plan
+from paceline.checkpoint.catalog import CheckpointCatalog
+from paceline.checkpoint.checkpoint_reader import ManifestReader
+from paceline.checkpoint.disk.checksum import is_checksum
+from paceline.checkpoint.safetensors_file import TensorChunk
+from paceline.checkpoint.storage import StorageFolder
 from paceline.errors import CheckpointError, DeadlineError
-from paceline.layout.holding import hold_whole
-from paceline.state import TrainState
+from paceline.parallel.sharded_model import unsharded_model
+from paceline.state.train_state import TrainState
 from tests.unit.checkpoint.states import change, holds, load, make_state, raising, save, saver, whole
 
 pytestmark = pytest.mark.capability("N1")
@@ -86,7 +89,7 @@ def odd_model() -> nn.Module:
 
 def test_every_type_and_shape_survives(place: str) -> None:
     model = odd_model()
-    state = TrainState(hold_whole(model), torch.optim.SGD(model.parameters(), lr=0.1))
+    state = TrainState(unsharded_model(model), torch.optim.SGD(model.parameters(), lr=0.1))
     assert holds(place, save(place, state), state)
 
 
@@ -94,7 +97,7 @@ def test_a_type_that_has_no_word_is_refused_by_name(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     model.register_buffer("odd", torch.zeros(2, dtype=torch.complex128))
     with pytest.raises(CheckpointError, match=r"'model/odd' is torch\.complex128"):
-        save(tmp_path, TrainState(hold_whole(model), torch.optim.SGD(model.parameters(), lr=0.1)))
+        save(tmp_path, TrainState(unsharded_model(model), torch.optim.SGD(model.parameters(), lr=0.1)))
 
 
 @pytest.mark.capability("N3")
@@ -105,7 +108,7 @@ def test_torch_alone_reads_the_files(tmp_path: Path) -> None:
     name = save(tmp_path, state)
     readers = (
         dcp.HuggingFaceStorageReader(str(tmp_path / name)),
-        ManifestReader(Files(str(tmp_path)), name),
+        ManifestReader(StorageFolder(str(tmp_path)), name),
     )
     for reader in readers:
         found = {n: torch.empty_like(t) for n, t in state.tensors().items()}
@@ -156,8 +159,8 @@ def test_what_is_in_a_folder(tmp_path: Path) -> None:
 def test_a_large_part_is_cut_into_files_that_do_not_depend_on_who_writes_them(
     place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drafts, "_LEAST_BYTES", 64)
-    monkeypatch.setattr(drafts, "_MOST_FILES", 3)
+    monkeypatch.setattr(write_plan, "_MIN_FILE_BYTES", 64)
+    monkeypatch.setattr(write_plan, "_MAX_FILES", 3)
     state = make_state()
     names = [save(place, state, writers=n, background=n == 1, newest=9) for n in (1, 2, 5)]
     manifests = [load(place, name).manifest for name in names]
@@ -165,7 +168,7 @@ def test_a_large_part_is_cut_into_files_that_do_not_depend_on_who_writes_them(
     assert all(manifest.files == manifests[0].files for manifest in manifests)
     assert len({manifest.state_sha256 for manifest in manifests}) == 1
     assert all(holds(place, name, state) for name in names)
-    files = Files(place)
+    files = StorageFolder(place)
     damaged = f"{names[-1]}/{manifests[-1].files[1].name}"
     data = bytearray(files.read(damaged))
     data[-1] ^= 1
@@ -178,9 +181,9 @@ def test_a_large_part_is_cut_into_files_that_do_not_depend_on_who_writes_them(
 def test_a_part_is_cut_between_tensors_and_nothing_is_lost(
     sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drafts, "_LEAST_BYTES", 8)
-    chunks = [Chunk(str(i), "U8", (n,), (0,), (n,)) for i, n in enumerate(sizes)]
-    cuts = drafts.draft_files(7, chunks)
+    monkeypatch.setattr(write_plan, "_MIN_FILE_BYTES", 8)
+    chunks = [TensorChunk(str(i), "U8", (n,), (0,), (n,)) for i, n in enumerate(sizes)]
+    cuts = write_plan.draft_files(7, chunks)
     data = [cut.num_bytes - len(cut.header) for cut in cuts]
     assert [chunk for cut in cuts for chunk in cut.chunks] == chunks
     assert sum(data) == sum(sizes) and all(cut.chunks for cut in cuts)
@@ -244,4 +247,4 @@ def test_an_error_in_the_background_is_raised_by_the_next_call(
         with pytest.raises(CheckpointError, match="Input/output error") as caught:
             one.save()
         assert caught.value.next_step
-    assert Shelf.look(Files(str(tmp_path))).whole == []
+    assert CheckpointCatalog.look(StorageFolder(str(tmp_path))).whole == []

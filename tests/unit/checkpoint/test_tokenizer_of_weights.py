@@ -11,12 +11,13 @@ import torch
 from safetensors.torch import save_model
 from torch import nn
 
-from paceline.checkpoint import Files, export_weights, find_checkpoint, load_weights
-from paceline.data.tokens import ByteTokenizer, train_bpe
-from paceline.data.vocabulary import vocabulary_of
+from paceline.checkpoint.model_weights import export_weights, find_checkpoint
+from paceline.checkpoint.pretrained import load_weights
+from paceline.checkpoint.storage import StorageFolder
+from paceline.data.tokenizer import ByteTokenizer, train_bpe, vocabulary_of
 from paceline.errors import CheckpointError
 from paceline.recipe import Recipe
-from paceline.training import train
+from paceline.session import train
 from tests.web import serving
 
 pytestmark = pytest.mark.capability("W6")
@@ -86,7 +87,7 @@ def test_checkpoints_and_exports_know_their_vocabulary(folders: tuple[Path, Path
     right, wrong = (recipe_of(tmp_path, folder) for folder in folders)
     run, path = tmp_path / "run", tmp_path / "alone" / "model.safetensors"
     train(right.replace(run_dir=str(run)))
-    export_weights(find_checkpoint(Files(str(run / "checkpoints")), print), path)
+    export_weights(find_checkpoint(StorageFolder(str(run / "checkpoints")), print), path)
     train(right.replace(run_dir=str(tmp_path / "second"), init_from=str(path)))
     with pytest.raises(CheckpointError, match="is not the one that these weights"):
         train(wrong.replace(run_dir=str(tmp_path / "third"), init_from=str(path)))

@@ -10,13 +10,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from paceline.checkpoint import Files, export_weights, find_checkpoint, load_weights
+from paceline.checkpoint.model_weights import export_weights, find_checkpoint
+from paceline.checkpoint.pretrained import load_weights
+from paceline.checkpoint.storage import StorageFolder
 from paceline.errors import CheckpointError
-from paceline.layout.holding import hold_whole
+from paceline.parallel.sharded_model import unsharded_model
 from paceline.recipe import Recipe
-from paceline.state import TrainState
+from paceline.session import train
+from paceline.state.train_state import TrainState
 from paceline.testing.parity import make_task
-from paceline.training import train
 from tests.unit.checkpoint.states import save
 
 pytestmark = pytest.mark.capability("W6")
@@ -35,10 +37,10 @@ class Tied(nn.Module):
 
 
 def exported(folder: Path, model: nn.Module) -> Path:
-    state = TrainState(hold_whole(model), torch.optim.SGD(model.parameters(), lr=0.1), step=7)
+    state = TrainState(unsharded_model(model), torch.optim.SGD(model.parameters(), lr=0.1), step=7)
     save(folder / "checkpoints", state)
     path = folder / "model.safetensors"
-    done = export_weights(find_checkpoint(Files(str(folder / "checkpoints")), print), path)
+    done = export_weights(find_checkpoint(StorageFolder(str(folder / "checkpoints")), print), path)
     assert (done.step, done.num_values) == (7, 24 + 4 * 4 + 1)
     return path
 
@@ -111,7 +113,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = exported(tmp_path, Tied())
-    before, found = path.read_bytes(), find_checkpoint(Files(str(tmp_path / "checkpoints")), print)
+    before, found = path.read_bytes(), find_checkpoint(StorageFolder(str(tmp_path / "checkpoints")), print)
 
     def full(self: Path, target: Path) -> None:
         raise OSError(28, "No space left on device")
@@ -135,7 +137,7 @@ def test_a_run_begins_with_them_and_does_not_need_them_when_it_goes_on(tmp_path:
     save_file({n: torch.full_like(t, 0.5) for n, t in make_task(recipe).model.state_dict().items()}, path)
     first = recipe.replace(init_from=str(path))
     train(first)
-    found = find_checkpoint(Files(str(tmp_path / "checkpoints")), print)
+    found = find_checkpoint(StorageFolder(str(tmp_path / "checkpoints")), print)
     assert all((value == 0.5).all() for value in found.tensors.values())
     path.unlink()
     assert train(first.replace(steps=2), resume=tmp_path).steps == 2

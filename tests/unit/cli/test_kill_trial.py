@@ -12,10 +12,10 @@ import pytest
 
 from paceline.cli import kill_trial
 from paceline.cli.kill_trial import kill_and_recover
-from paceline.cli.sweep_runs import Run
+from paceline.cli.study_runs import StudyRun
 from paceline.recipe import load_recipe
-from paceline.studies import Cell
-from paceline.studies.recovery import Recovery, read_recovery
+from paceline.studies import SweepCell
+from paceline.studies.comparison_trials import KillRecovery, read_recovery
 
 pytestmark = [pytest.mark.capability("B7", "I12", "Z18"), pytest.mark.timeout(240)]
 ROOT = Path(__file__).parents[3]
@@ -60,18 +60,18 @@ end(0)
 
 def trial(
     folder: Path, patch: pytest.MonkeyPatch, way: str, steps: int = STEPS
-) -> tuple[Recovery | None, list[dict[str, float]]]:
+) -> tuple[KillRecovery | None, list[dict[str, float]]]:
     """What is found of a job of two ranks that ends at a kill or goes on, and what it wrote."""
     recipe = load_recipe(ROOT / "recipes" / "digits.toml", [], strategy="replicas=2")
-    run = Run(Cell({"seed": "1"}), folder / "whole", recipe)
+    run = StudyRun(SweepCell({"seed": "1"}), folder / "whole", recipe)
     (folder / "job.py").write_text(JOB)
     made, asked = folder / "killed" / "run", folder / "killed" / "asked.toml"
 
-    def command(of: Run, words: Sequence[str]) -> list[str]:
+    def command(of: StudyRun, words: Sequence[str]) -> list[str]:
         given = [*map(str, (STEPS, SAVED)), way, str(made), str(asked)]
         return [sys.executable, "-S", str(folder / "job.py"), *given, *words]
 
-    patch.setattr(kill_trial, "command_of", command)
+    patch.setattr(kill_trial, "run_command", command)
     found = kill_and_recover(run, steps, folder / "killed")
     lines = (made / "metrics.jsonl").read_text().splitlines()
     return found, [json.loads(line) for line in lines]

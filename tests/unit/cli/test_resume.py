@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli import options, start, train_job
-from paceline.cli.resume import changes_of, find_run, recipe_of
-from paceline.cli.words import with_value
+from paceline.cli import common_options, relaunch, train
+from paceline.cli.common_options import fill_resume_value
+from paceline.cli.resume import find_recipe, find_run, recipe_changes
 from paceline.errors import RecipeError
-from paceline.launch import Outcome
+from paceline.launch import LaunchOutcome
 from paceline.recipe import Recipe, to_toml
 
 pytestmark = pytest.mark.capability("N2")
@@ -35,7 +35,7 @@ def make_run(folder: Path, seconds: int) -> Path:
     ],
 )
 def test_without_a_value_it_is_the_newest(words: list[str], found: list[str]) -> None:
-    assert with_value(words) == found
+    assert fill_resume_value(words) == found
 
 
 def test_the_newest_is_the_one_last_begun(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_a_run_or_a_checkpoint_in_it_has_a_recipe(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a", 100)
     inside = run / "checkpoints" / "step-00000005"
     inside.mkdir(parents=True)
-    assert recipe_of(run) == recipe_of(inside) == run / "recipe.toml"
+    assert find_recipe(run) == find_recipe(inside) == run / "recipe.toml"
     assert find_run(str(inside)) == inside
     with pytest.raises(RecipeError, match="is no run folder"):
         find_run(str(tmp_path))
@@ -60,9 +60,9 @@ def test_a_run_or_a_checkpoint_in_it_has_a_recipe(tmp_path: Path) -> None:
 
 def test_changes_are_those_to_the_runs_own_recipe(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a", 100)
-    assert changes_of(run, Recipe(task="digits", steps=9)) == ["from here on steps: 5 -> 9"]
+    assert recipe_changes(run, Recipe(task="digits", steps=9)) == ["from here on steps: 5 -> 9"]
     with pytest.raises(RecipeError, match="seed: 1 -> 2"):
-        changes_of(run, Recipe(task="digits", steps=5, seed=2))
+        recipe_changes(run, Recipe(task="digits", steps=5, seed=2))
 
 
 @pytest.mark.capability("N7")
@@ -71,7 +71,7 @@ def test_the_grace_time_of_the_recipe_reaches_the_launcher(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     jobs = []
-    monkeypatch.setattr(start, "launch", lambda job: jobs.append(job) or Outcome(0, (), ""))
+    monkeypatch.setattr(relaunch, "launch", lambda job: jobs.append(job) or LaunchOutcome(0, (), ""))
     recipe = Recipe(task="digits", steps=1, checkpoint={"grace_seconds": 77.0})
-    train_job._launch(options.Placement(2, 1, 0, None, ""), recipe, None, "a")
+    train._launch(common_options.JobPlacement(2, 1, 0, None, ""), recipe, None, "a")
     assert [(job.num_processes, job.grace_seconds) for job in jobs] == [(2, 77.0)]

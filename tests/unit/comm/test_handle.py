@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from paceline.comm import Handle
-from paceline.comm.handle import all_of
+from paceline.comm.handle import join_handles
 from paceline.errors import CommunicationError
 
 
@@ -56,12 +56,12 @@ def test_of_several_all_have_ended_when_one_has_failed() -> None:
     """What is under way writes to memory that others take afterwards."""
     error, other = (CommunicationError(text, next_step="look") for text in ("the first", "another"))
     parts = [Counted(1), Counted(error=error), Counted(error=other), Counted(4)]
-    handle = all_of([Handle(part) for part in parts])
+    handle = join_handles([Handle(part) for part in parts])
     for _ in range(2):
         with pytest.raises(CommunicationError) as caught:
             handle.wait()
         assert caught.value is error and all(len(part.asked) == 1 for part in parts)
-    assert all_of([Handle(Counted(1)), Handle(Counted(2))]).wait() == 2
+    assert join_handles([Handle(Counted(1)), Handle(Counted(2))]).wait() == 2
 
 
 def test_what_is_ready_needs_no_wait() -> None:

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from paceline.comm import ByteLedger, Entry
+from paceline.comm import ByteLedger, LedgerEntry
 
 
 @pytest.mark.capability("G14")
@@ -31,8 +31,8 @@ def test_the_total_is_the_sum_of_the_rows_in_every_field() -> None:
         entry = ledger.launched(op, "replica", 64, world=2)
         entry.busy_seconds += seconds
         entry.exposed_seconds += seconds / 4
-    assert ledger.total() == Entry(3, 192, 192.0, 6.0, 1.5)
-    assert ByteLedger().total() == Entry()
+    assert ledger.total() == LedgerEntry(3, 192, 192.0, 6.0, 1.5)
+    assert ByteLedger().total() == LedgerEntry()
 
 
 @pytest.mark.capability("P10")
@@ -56,4 +56,4 @@ def test_calls_that_overlap_are_under_way_once() -> None:
 def test_the_hidden_fraction_is_one_minus_exposed_over_busy_and_never_negative(
     busy: float, exposed: float, hidden: float
 ) -> None:
-    assert Entry(busy_seconds=busy, exposed_seconds=exposed).hidden_fraction == hidden
+    assert LedgerEntry(busy_seconds=busy, exposed_seconds=exposed).hidden_fraction == hidden

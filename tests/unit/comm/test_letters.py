@@ -10,16 +10,25 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.comm.channel import Message
-from paceline.comm.channel.letters import CHUNK_BYTES, Letter, Place, Sent, Taken, chunks_of
+from paceline.comm.channel import ChannelMessage
+from paceline.comm.channel.reliable_queue import (
+    CHUNK_BYTES,
+    MessageAssembler,
+    NumberedMessage,
+    StreamPosition,
+    UnacknowledgedQueue,
+    encode_message_chunks,
+)
 
 pytestmark = pytest.mark.capability("G12")
 
 
-def letters(count: int) -> Sent:
-    sent = Sent()
+def letters(count: int) -> UnacknowledgedQueue:
+    sent = UnacknowledgedQueue()
     for k in range(count):
-        data = b"".join(chunks_of(Message("n", {"k": k}, [torch.full((k + 1,), float(k))])))
+        data = b"".join(
+            encode_message_chunks(ChannelMessage("n", {"k": k}, [torch.full((k + 1,), float(k))]))
+        )
         sent.put(tuple(data[at : at + 20] for at in range(0, len(data), 20)))
     return sent
 
@@ -27,10 +36,10 @@ def letters(count: int) -> Sent:
 class BadLine:
     """Calls end after any chunk, answers are lost, and what an earlier call had still to say comes late."""
 
-    def __init__(self, sent: Sent, taken: Taken, rng: random.Random) -> None:
+    def __init__(self, sent: UnacknowledgedQueue, taken: MessageAssembler, rng: random.Random) -> None:
         self.sent, self.taken, self.rng = sent, taken, rng
         self.late: list[tuple[int, list[bytes]]] = []
-        self.found: list[Message] = []
+        self.found: list[ChannelMessage] = []
 
     def one_call(self) -> None:
         place = self.taken.place
@@ -56,7 +65,7 @@ class BadLine:
             self.found.append(message)
 
 
-class Forgets(Taken):
+class Forgets(MessageAssembler):
     """A mistake: a letter that comes again is taken again."""
 
     def begin(self, number: int, num_bytes: int) -> int:
@@ -65,7 +74,7 @@ class Forgets(Taken):
         return super().begin(number, 0)
 
 
-def run(taken: Taken, seed: int) -> list[int]:
+def run(taken: MessageAssembler, seed: int) -> list[int]:
     line = BadLine(letters(6), taken, random.Random(seed))
     for _ in range(2_000):
         line.one_call()
@@ -75,7 +84,7 @@ def run(taken: Taken, seed: int) -> list[int]:
 
 @given(seed=st.integers(0, 2**32))
 def test_on_a_bad_line_every_letter_is_taken_once_and_in_order(seed: int) -> None:
-    assert run(Taken(1), seed) == [*range(6)]
+    assert run(MessageAssembler(1), seed) == [*range(6)]
 
 
 def test_a_taker_that_forgets_what_it_has_takes_letters_twice() -> None:
@@ -88,43 +97,43 @@ def test_a_taker_that_forgets_what_it_has_takes_letters_twice() -> None:
 
 
 def test_a_letter_goes_on_where_the_taker_is() -> None:
-    sent, taken = Sent(), Taken(3)
-    message = Message("x", {}, [torch.arange(1_000_000.0)])
-    sent.put(chunks_of(message))
+    sent, taken = UnacknowledgedQueue(), MessageAssembler(3)
+    message = ChannelMessage("x", {}, [torch.arange(1_000_000.0)])
+    sent.put(encode_message_chunks(message))
     letter = sent.next
     assert letter is not None and max(len(chunk) for chunk in letter.chunks) == CHUNK_BYTES
     first, *_ = letter.chunks
     assert taken.take(taken.begin(1, 0), first) is None
-    assert taken.place == Place(0, len(first))
+    assert taken.place == StreamPosition(0, len(first))
     assert not taken.begin(1, 0) and not taken.begin(2, len(first)) and not taken.begin(1, len(first) - 1)
     found = _rest(taken, letter, taken.place.num_bytes)
     assert found.sender == 3 and torch.equal(found.tensors[0], message.tensors[0])
-    assert taken.place == Place(1, 0)
+    assert taken.place == StreamPosition(1, 0)
     sent.has(1)
     assert sent.next is None and sent.num_bytes == 0
 
 
-def _rest(taken: Taken, letter: Letter, start: int) -> Message:
+def _rest(taken: MessageAssembler, letter: NumberedMessage, start: int) -> ChannelMessage:
     call = taken.begin(letter.number, start)
     (found,) = (m for chunk in letter.after(start) if (m := taken.take(call, chunk)) is not None)
     return found
 
 
 def test_a_letter_begins_at_any_byte() -> None:
-    letter = Letter(1, (b"abc", b"de", b"f"))
+    letter = NumberedMessage(1, (b"abc", b"de", b"f"))
     assert [b"".join(letter.after(n)) for n in range(8)] == [b"abcdef"[n:] for n in range(8)]
 
 
 def broken() -> Iterator[tuple[bytes, ...]]:
     yield (b"\xff" * 16,)
-    whole = b"".join(chunks_of(Message("x", {}, [torch.ones(3)])))
+    whole = b"".join(encode_message_chunks(ChannelMessage("x", {}, [torch.ones(3)])))
     yield (whole + b"more",)
     yield (whole[:16] + b"?" * (len(whole) - 16),)
 
 
 @pytest.mark.parametrize("chunks", [*broken()])
 def test_what_is_no_message_is_an_error(chunks: tuple[bytes, ...]) -> None:
-    taken = Taken(1)
+    taken = MessageAssembler(1)
     call = taken.begin(1, 0)
     with pytest.raises(ValueError, match=r"header|more came|Expecting value"):
         for chunk in chunks:
@@ -133,4 +142,4 @@ def test_what_is_no_message_is_an_error(chunks: tuple[bytes, ...]) -> None:
 
 def test_what_was_never_sent_cannot_be_there() -> None:
     with pytest.raises(ValueError, match="never sent"):
-        Sent().has(1)
+        UnacknowledgedQueue().has(1)

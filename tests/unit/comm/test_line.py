@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paceline.comm import Handle
-from paceline.comm.line import Line, Rounds, run_alone
+from paceline.comm.comm_thread import CommRounds, CommThread, run_rounds
 from paceline.errors import CommunicationError
 
 LIMIT = 100.0
@@ -42,10 +42,10 @@ class Wire:
 
         return Handle(resolve)
 
-    def rounds(self, name: str, count: int, places: list[int] | None = None) -> Callable[[int], Rounds]:
+    def rounds(self, name: str, count: int, places: list[int] | None = None) -> Callable[[int], CommRounds]:
         """So many rounds, one after another."""
 
-        def run(place: int) -> Rounds:
+        def run(place: int) -> CommRounds:
             if places is not None:
                 places.append(place)
             found = []
@@ -62,13 +62,13 @@ def wire() -> Wire:
 
 
 @pytest.fixture
-def line() -> Iterator[Line]:
-    line = Line("tested", lambda op, seconds: None)
+def line() -> Iterator[CommThread]:
+    line = CommThread("tested", lambda op, seconds: None)
     yield line
     line.close()
 
 
-def held(line: Line) -> threading.Event:
+def held(line: CommThread) -> threading.Event:
     """Keep the line from beginning until this is set: so what is submitted meanwhile waits together."""
     free = threading.Event()
     line.submit("sum", lambda: free.wait(LIMIT))
@@ -76,7 +76,9 @@ def held(line: Line) -> threading.Event:
 
 
 @pytest.mark.capability("G10")
-def test_while_a_round_of_one_buffer_is_under_way_the_next_buffer_begins(line: Line, wire: Wire) -> None:
+def test_while_a_round_of_one_buffer_is_under_way_the_next_buffer_begins(
+    line: CommThread, wire: Wire
+) -> None:
     places: list[int] = []
     free = held(line)
     handles = [line.submit_rounds("sum", wire.rounds(name, 2, places)) for name in "abc"]
@@ -89,7 +91,9 @@ def test_while_a_round_of_one_buffer_is_under_way_the_next_buffer_begins(line: L
     assert wire.events.index("launch c0") > wire.events.index("end a1")  # it has the place of the first
 
 
-def test_a_buffer_with_one_round_does_not_give_its_neighbours_place_away(line: Line, wire: Wire) -> None:
+def test_a_buffer_with_one_round_does_not_give_its_neighbours_place_away(
+    line: CommThread, wire: Wire
+) -> None:
     """a has two rounds and b one, so b ends first; c has the place of a and waits for it."""
     free = held(line)
     handles = [line.submit_rounds("sum", wire.rounds(name, n)) for name, n in (("a", 2), ("b", 1), ("c", 1))]
@@ -100,7 +104,7 @@ def test_a_buffer_with_one_round_does_not_give_its_neighbours_place_away(line: L
     assert wire.events.index("end b0") < wire.events.index("end a1") < wire.events.index("launch c0")
 
 
-def test_hops_have_nothing_beside_them(line: Line, wire: Wire) -> None:
+def test_hops_have_nothing_beside_them(line: CommThread, wire: Wire) -> None:
     free = held(line)
     first = line.submit_rounds("sum", wire.rounds("a", 2))
     alone = line.submit("gather", lambda: wire.events.append("alone"))
@@ -113,8 +117,8 @@ def test_hops_have_nothing_beside_them(line: Line, wire: Wire) -> None:
 
 
 @pytest.mark.capability("N5")
-def test_after_an_error_nothing_goes_on_until_the_line_is_mended(line: Line, wire: Wire) -> None:
-    def breaks(place: int) -> Rounds:
+def test_after_an_error_nothing_goes_on_until_the_line_is_mended(line: CommThread, wire: Wire) -> None:
+    def breaks(place: int) -> CommRounds:
         yield wire.round("x0")
         raise CommunicationError("a peer is gone")
 
@@ -128,7 +132,7 @@ def test_after_an_error_nothing_goes_on_until_the_line_is_mended(line: Line, wir
         with pytest.raises(CommunicationError, match="a peer is gone"):
             handle.wait()
     assert "never" not in wire.events
-    line.mend()
+    line.clear_error()
     assert line.submit_rounds("sum", wire.rounds("a", 1)).wait() == ["a0"]
 
 
@@ -152,10 +156,10 @@ class Peers:
 
         return Handle(resolve)
 
-    def rounds(self, name: str, count: int) -> Callable[[int], Rounds]:
+    def rounds(self, name: str, count: int) -> Callable[[int], CommRounds]:
         """So many rounds, one after another."""
 
-        def run(place: int) -> Rounds:
+        def run(place: int) -> CommRounds:
             for number in range(count):
                 yield self.round(f"{name}{number}")
             return name
@@ -164,8 +168,8 @@ class Peers:
 
 
 @pytest.fixture
-def two_lines() -> Iterator[tuple[Line, Line]]:
-    lines = Line("first", lambda op, seconds: None), Line("second", lambda op, seconds: None)
+def two_lines() -> Iterator[tuple[CommThread, CommThread]]:
+    lines = CommThread("first", lambda op, seconds: None), CommThread("second", lambda op, seconds: None)
     yield lines
     for line in lines:
         line.close()
@@ -173,7 +177,7 @@ def two_lines() -> Iterator[tuple[Line, Line]]:
 
 @pytest.mark.capability("G10")
 def test_a_rank_with_one_buffer_and_one_with_two_under_way_do_not_wait_in_a_circle(
-    two_lines: tuple[Line, Line],
+    two_lines: tuple[CommThread, CommThread],
 ) -> None:
     """The second rank begins b beside a; the first begins it only when a has ended."""
     (first, second), peers = two_lines, Peers(2)
@@ -187,7 +191,7 @@ def test_a_rank_with_one_buffer_and_one_with_two_under_way_do_not_wait_in_a_circ
 
 
 @pytest.mark.capability("G10")
-def test_a_buffer_that_would_wait_three_times_is_refused_since_ranks_could_hang(line: Line) -> None:
+def test_a_buffer_that_would_wait_three_times_is_refused_since_ranks_could_hang(line: CommThread) -> None:
     handle = line.submit_rounds("sum", Peers(1).rounds("a", 3))
     with pytest.raises(CommunicationError, match="waits more than 2 times"):
         handle.wait()
@@ -195,6 +199,6 @@ def test_a_buffer_that_would_wait_three_times_is_refused_since_ranks_could_hang(
 
 def test_rounds_run_alone_are_the_same_rounds(wire: Wire) -> None:
     wire.open("a0", "a1")
-    found: Any = run_alone(wire.rounds("a", 2)(0))
+    found: Any = run_rounds(wire.rounds("a", 2)(0))
     assert found == ["a0", "a1"]
     assert wire.events == ["launch a0", "end a0", "launch a1", "end a1"]

@@ -11,15 +11,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.comm.routes.grid import Grid, columns_of
-from paceline.comm.routes.hops import Hops
-from paceline.comm.routes.longest_way import OPS, longest_way
-from paceline.comm.routes.recursive_doubling import RecursiveDoubling
-from paceline.comm.routes.ring import Ring
-from paceline.comm.routes.tree import Tree
+from paceline.comm.routes.grid_route import GridRoute, num_grid_columns
+from paceline.comm.routes.message_route import MessageRoute
+from paceline.comm.routes.recursive_doubling import RecursiveDoublingRoute
+from paceline.comm.routes.ring_route import RingRoute
+from paceline.comm.routes.route_by_size import ROUTED_OPS, critical_path_cost
+from paceline.comm.routes.tree_route import TreeRoute
 from paceline.comm.workspace import Workspace
 
-HOPS = {"ring": Ring(), "tree": Tree(), "recursive-doubling": RecursiveDoubling(), "grid": Grid()}
+HOPS = {
+    "ring": RingRoute(),
+    "tree": TreeRoute(),
+    "recursive-doubling": RecursiveDoublingRoute(),
+    "grid": GridRoute(),
+}
 WORLDS = (2, 3, 4, 5, 6, 7, 8)
 N = 840  # values of a row; parts are equal for every number of ranks
 
@@ -34,7 +39,7 @@ class Wire:
 
 @dataclass
 class Clocked:
-    """In place of `Mail`: a message takes alpha and beta a byte, from when both sides are ready.
+    """In place of `RouteMessenger`: a message takes alpha and beta a byte, from when both sides are ready.
 
     Args:
         wires: by sender and receiver, of the whole group.
@@ -91,7 +96,7 @@ class Clocked:
         return self.wires[self.places[source], self.places[to]]
 
 
-def waited(hops: Hops, op: str, world: int, alpha: float, beta: float) -> float:
+def waited(hops: MessageRoute, op: str, world: int, alpha: float, beta: float) -> float:
     """The time of the slowest rank."""
     wires = {(a, b): Wire() for a in range(world) for b in range(world)}
     clocks = [[0.0] for _ in range(world)]
@@ -115,15 +120,15 @@ def waited(hops: Hops, op: str, world: int, alpha: float, beta: float) -> float:
 
 
 @pytest.mark.capability("G9", "G13")
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", ROUTED_OPS)
 @pytest.mark.parametrize("route", HOPS)
 def test_the_closed_form_is_what_the_slowest_rank_waits_for(route: str, op: str) -> None:
     wrong = []
     for world in WORLDS:
-        if route == "grid" and columns_of(world) == 1:
+        if route == "grid" and num_grid_columns(world) == 1:
             continue  # a ring
         num_bytes = 4 * N * (world if op == "reduce_scatter" else 1)
-        way = longest_way(route, num_bytes, world, op=op)
+        way = critical_path_cost(route, num_bytes, world, op=op)
         found = waited(HOPS[route], op, world, 1.0, 0.0), waited(HOPS[route], op, world, 0.0, 1.0)
         if found != pytest.approx((way.rounds, way.sent_bytes)):
             wrong.append((world, found, (way.rounds, way.sent_bytes)))

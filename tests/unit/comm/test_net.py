@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.comm import Entry, Net
-from paceline.comm.handle import launched
+from paceline.comm import LedgerEntry, Net
+from paceline.comm.handle import handle_of_work
 from paceline.errors import CommunicationError, DeadlineError
-from paceline.mesh import Group
+from paceline.job.mesh import RankGroup
 
-ALONE = Group("replica", (0,), 0)
-PAIR = Group("replica", (4, 6), 1)
+ALONE = RankGroup("replica", (0,), 0)
+PAIR = RankGroup("replica", (4, 6), 1)
 
 ON_ONE_RANK: dict[str, Callable[[Net, Tensor], Any]] = {
     "all_reduce": lambda net, x: net.all_reduce(x, ALONE).wait(),
@@ -80,9 +80,9 @@ def test_a_failure_names_operation_rank_group_and_step(message: str, kind: type[
     net = Net(deadline_seconds=60.0, times_calls=False)
     net.step = 23
     work = StuckWork(message)
-    entry = Entry()
+    entry = LedgerEntry()
     with pytest.raises(CommunicationError) as caught:
-        launched("all_to_all", PAIR, net, work, entry, lambda: None).wait()
+        handle_of_work("all_to_all", PAIR, net, work, entry, lambda: None).wait()
     assert type(caught.value) is kind
     assert "rank 6, all_to_all over group 'replica' (4, 6), step 23" in str(caught.value)
     assert message in str(caught.value)
@@ -94,5 +94,5 @@ def test_a_failure_names_operation_rank_group_and_step(message: str, kind: type[
 def test_a_wait_of_its_own_length_is_what_the_error_says() -> None:
     work = StuckWork("Wait timed out")
     with pytest.raises(DeadlineError, match=r"within 0\.5 s"):
-        launched("all_reduce", PAIR, Net(deadline_seconds=60.0), work, None, lambda: None).wait(0.5)
+        handle_of_work("all_reduce", PAIR, Net(deadline_seconds=60.0), work, None, lambda: None).wait(0.5)
     assert work.limit == timedelta(seconds=0.5)

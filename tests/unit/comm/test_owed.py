@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.comm.reduction import Gradients, Owed, all_lost
-from paceline.slot import Slot
+from paceline.comm.reduction import Gradients, PendingResidual, sum_residuals
+from paceline.state.slot import TensorSlot
 
-W, V = (Slot(name, (3,), ((0, 3),)) for name in "wv")
+W, V = (TensorSlot(name, (3,), ((0, 3),)) for name in "wv")
 FOUND = {
     ("sent", "w"): torch.tensor([1.0, 2.0, 3.0]),
     ("owned", "w"): torch.tensor([0.5, 0.0, 0.0]),
@@ -19,7 +19,7 @@ FOUND = {
 }
 
 
-def step(owed: Owed, *, applied: bool) -> dict[str, list[float]]:
+def step(owed: PendingResidual, *, applied: bool) -> dict[str, list[float]]:
     """With losses times 0.5, of 6 items, where nobody uses v."""
     grad = torch.ones(3)
     found = owed.added(Gradients({W: grad, V: None}, [grad], [grad.norm()], 0.5), 6.0)
@@ -34,9 +34,9 @@ def step(owed: Owed, *, applied: bool) -> dict[str, list[float]]:
 @pytest.mark.capability("H4")
 def test_what_is_owed_is_paid_with_the_first_gradient_that_is_applied() -> None:
     """Times what the losses were multiplied with; also for a parameter that is not used."""
-    owed = Owed({W: torch.zeros(3), V: torch.zeros(3)}, [W], None)
+    owed = PendingResidual({W: torch.zeros(3), V: torch.zeros(3)}, [W], None)
     assert step(owed, applied=True) == {"w": [1.0] * 3} and owed.lost() == []
-    owed.set_lost(FOUND)
+    owed.set_residuals(FOUND)
     sums = {"w": [1.75, 2.0, 2.5], "v": [0.5] * 3}
     for applied in (False, True):
         assert {*owed.names} == {"w", "v"}
@@ -58,8 +58,8 @@ def test_what_is_owed_is_paid_with_the_first_gradient_that_is_applied() -> None:
     ],
 )
 def test_what_a_mean_brings_is_owed_no_more(pays: bool, is_paid: bool, mixing: float, left: float) -> None:
-    owed = Owed({W: torch.zeros(3)}, [W], None)
-    owed.set_lost(FOUND)
+    owed = PendingResidual({W: torch.zeros(3)}, [W], None)
+    owed.set_residuals(FOUND)
     if pays:
         owed.pay()
     owed.settle([W], is_paid=is_paid, mixing=mixing)
@@ -72,21 +72,21 @@ def test_what_a_mean_brings_is_owed_no_more(pays: bool, is_paid: bool, mixing: f
 @pytest.mark.capability("H4")
 def test_of_a_mean_of_fewer_items_it_is_the_same_part() -> None:
     """6 of 24; the only replica keeps nothing once it has paid."""
-    owed = Owed({W: torch.zeros(3)}, [W], 24.0, others=False)
-    owed.set_lost(FOUND)
+    owed = PendingResidual({W: torch.zeros(3)}, [W], 24.0, others=False)
+    owed.set_residuals(FOUND)
     assert step(owed, applied=True) == {"w": [1.0 + 0.25 * 0.5 * x for x in (1.5, 2.0, 3.0)]}
     assert owed.lost() == []
 
 
 def test_a_mean_that_has_come_counts_where_nobody_moves_afterwards() -> None:
     """The share of its own that stays lacks half as much each time."""
-    owed = Owed({W: torch.zeros(3)}, [W], None)
-    owed.set_lost(FOUND)
+    owed = PendingResidual({W: torch.zeros(3)}, [W], None)
+    owed.set_residuals(FOUND)
     for is_paid, left in ((True, 0.5), (False, 0.25)):
         owed.settle([W], is_paid=is_paid, mixing=0.5)
         assert [value.tolist() for _, _, value in owed.lost()] == [[x * left for x in (1.5, 2.0, 3.0)]]
 
 
 def test_factors_and_velocities_are_no_loss() -> None:
-    sums: dict[str, Tensor] = all_lost(FOUND)
+    sums: dict[str, Tensor] = sum_residuals(FOUND)
     assert {name: value.tolist() for name, value in sums.items()} == {"w": [1.5, 2.0, 3.0], "v": [1.0] * 3}

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from paceline.comm.reduction import PartBuffer
-from paceline.layout.placement import Placement, Shard
-from paceline.slot import Slot
+from paceline.parallel.placement import ModelPlacement, ShardTransform
+from paceline.state.slot import TensorSlot
 
 KINDS: dict[str, tuple[Tensor, int]] = {  # tensor, and the dimension that is cut
     "matrix": (torch.zeros(7, 3), 0),
@@ -33,13 +33,15 @@ def numbered(like: Tensor, first: int = 1) -> Tensor:
     return torch.empty_like(like).copy_(values.view(like.shape))
 
 
-def by_slot(names: list[str]) -> dict[Slot, Tensor]:
-    return {Slot.whole(name, KINDS[name][0]): KINDS[name][0] for name in names}
+def by_slot(names: list[str]) -> dict[TensorSlot, Tensor]:
+    return {TensorSlot.whole(name, KINDS[name][0]): KINDS[name][0] for name in names}
 
 
-def parts_of(tensors: Mapping[Slot, Tensor], degree: int) -> dict[Slot, tuple[Slot | None, ...]]:
+def parts_of(
+    tensors: Mapping[TensorSlot, Tensor], degree: int
+) -> dict[TensorSlot, tuple[TensorSlot | None, ...]]:
     dims = {slot.name: KINDS[slot.name][1] for slot in tensors if slot.shape}
-    held = Placement(tuple(tensors)).cut(Shard(degree, dims)).at({"shard": 0})
+    held = ModelPlacement(tuple(tensors)).cut(ShardTransform(degree, dims)).at({"shard": 0})
     return {one.computes: one.parts for one in held.values()}
 
 
@@ -57,7 +59,7 @@ def buffer_of(names: list[str], degree: int, multiple: int = 1) -> PartBuffer:
     return PartBuffer(list(tensors), tensors, parts_of(tensors, degree), new_zeros, multiple)
 
 
-def all_parts(buffer: PartBuffer, degree: int) -> list[tuple[int, Slot, Tensor]]:
+def all_parts(buffer: PartBuffer, degree: int) -> list[tuple[int, TensorSlot, Tensor]]:
     """Row, part and view of every part."""
     views = [buffer.own(buffer.rows[row], row) for row in range(degree)]
     return [(row, part, view) for row, found in enumerate(views) for part, view in found.items()]

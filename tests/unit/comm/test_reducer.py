@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.comm import LocalReducer, NativeCollective, Net, Reducer, Reduction
-from paceline.comm.reduction import InAnyOrder
-from paceline.comm.reduction.part_buffer import plan_buckets
+from paceline.comm import BucketReducer, GradientReduction, LocalReducer, NativeCollective, Net
+from paceline.comm.reduction import UnorderedSum
+from paceline.comm.reduction.bucket_buffers import plan_buckets
 from paceline.errors import CommunicationError
-from paceline.layout.holding import hold_whole
-from paceline.mesh import Group
-from paceline.slot import Slot
-from paceline.training import Pieces
-from paceline.training.reductions import build_reduction
+from paceline.job.mesh import RankGroup
+from paceline.parallel.gradient_reduction import build_gradient_reduction
+from paceline.parallel.sharded_model import unsharded_model
+from paceline.session import Components
+from paceline.state.slot import TensorSlot
 
-ALONE = Group("replica", (0,), 0)
+ALONE = RankGroup("replica", (0,), 0)
 
 
 class RecordingNet(Net):
@@ -29,26 +29,28 @@ class RecordingNet(Net):
         super().__init__()
         self.launched: list[Tensor] = []
 
-    def all_reduce(self, x: Tensor, group: Group, reduction: str = "sum"):
+    def all_reduce(self, x: Tensor, group: RankGroup, reduction: str = "sum"):
         self.launched.append(x)
         return super().all_reduce(x, group, reduction)
 
 
-def parameters(sizes: Sequence[int], dtypes: Sequence[torch.dtype] = (torch.float32,)) -> dict[Slot, Tensor]:
+def parameters(
+    sizes: Sequence[int], dtypes: Sequence[torch.dtype] = (torch.float32,)
+) -> dict[TensorSlot, Tensor]:
     return by_slot([torch.zeros(n, dtype=d) for n, d in zip(sizes, itertools.cycle(dtypes), strict=False)])
 
 
-def by_slot(tensors: Sequence[Tensor]) -> dict[Slot, Tensor]:
-    return {Slot.whole(str(i), tensor): tensor for i, tensor in enumerate(tensors)}
+def by_slot(tensors: Sequence[Tensor]) -> dict[TensorSlot, Tensor]:
+    return {TensorSlot.whole(str(i), tensor): tensor for i, tensor in enumerate(tensors)}
 
 
-def alone(members: Mapping[Slot, Tensor], net: Net, bucket_bytes: int) -> Reducer:
+def alone(members: Mapping[TensorSlot, Tensor], net: Net, bucket_bytes: int) -> BucketReducer:
     """Buckets of a group of one."""
-    sums = InAnyOrder(NativeCollective(net, ALONE), NativeCollective(net, ALONE))
-    return Reducer(members, {slot: (slot,) for slot in members}, sums, bucket_bytes)
+    sums = UnorderedSum(NativeCollective(net, ALONE), NativeCollective(net, ALONE))
+    return BucketReducer(members, {slot: (slot,) for slot in members}, sums, bucket_bytes)
 
 
-def num_bytes(bucket: Sequence[Slot], members: Mapping[Slot, Tensor]) -> int:
+def num_bytes(bucket: Sequence[TensorSlot], members: Mapping[TensorSlot, Tensor]) -> int:
     return sum(members[slot].numel() * members[slot].element_size() for slot in bucket)
 
 
@@ -125,7 +127,7 @@ def test_results_have_the_shapes_of_the_parameters_and_share_the_flat_storage() 
 def test_a_step_does_not_remember_the_one_before(kind) -> None:
     members = parameters([2, 2])
     one, other = members
-    reducer: Reduction = kind(members)
+    reducer: GradientReduction = kind(members)
     for value in (3.0, 5.0):
         reducer.begin()
         reducer.ready(other, torch.full((2,), value))
@@ -172,10 +174,10 @@ def test_one_rank_needs_no_buckets_and_copies_nothing() -> None:
     reducer.ready(slot, grad)
     reducer.close()
     assert reducer.finish().tensors[slot] is grad
-    assert isinstance(built_for(Group("replica", (0, 1), 0))[0], Reducer)
+    assert isinstance(built_for(RankGroup("replica", (0, 1), 0))[0], BucketReducer)
 
 
-def built_for(replica: Group) -> tuple[Reduction, Slot]:
+def built_for(replica: RankGroup) -> tuple[GradientReduction, TensorSlot]:
     """What a session reduces with, and the one slot of its model."""
     net, model = Net(), nn.Module()
     model.weight = nn.Parameter(torch.zeros(3))
@@ -184,9 +186,9 @@ def built_for(replica: Group) -> tuple[Reduction, Slot]:
         mesh=mesh,
         net=net,
         recipe=SimpleNamespace(is_ordered=False),
-        pieces=Pieces(),
+        pieces=Components(),
         bucket_bytes=16,
         collective=lambda group: NativeCollective(net, group),
     )
-    holding = hold_whole(model)
-    return build_reduction(setting, holding), holding.slots[0]
+    sharded_model = unsharded_model(model)
+    return build_gradient_reduction(setting, sharded_model), sharded_model.slots[0]

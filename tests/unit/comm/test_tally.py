@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from paceline.comm import Net, Tally
+from paceline.comm import Net, StepTally
 from paceline.comm.tally import tally_bytes
-from paceline.mesh import Group
+from paceline.job.mesh import RankGroup
 
-ALONE, PAIR = Group("replica", (0,), 0), Group("replica", (0, 1), 0)
+ALONE, PAIR = RankGroup("replica", (0,), 0), RankGroup("replica", (0, 1), 0)
 CPU = torch.device("cpu")
 
 
@@ -16,12 +16,12 @@ class DoublingNet(Net):
 
     payload: torch.Tensor
 
-    def all_reduce(self, x: torch.Tensor, group: Group, reduction: str = "sum"):
+    def all_reduce(self, x: torch.Tensor, group: RankGroup, reduction: str = "sum"):
         self.payload = x
         return super().all_reduce(x.mul_(2.0), group, reduction)
 
 
-def make_tally(**changes) -> Tally:
+def make_tally(**changes) -> StepTally:
     values = {
         "micro_batches": 3.0,
         "total": 12.5,
@@ -31,11 +31,11 @@ def make_tally(**changes) -> Tally:
         "used": [1.0, 0.0, 1.0],
         "buffers": torch.tensor([0.25, -4.0], dtype=torch.float64),
     }
-    return Tally(**{**values, **changes})
+    return StepTally(**{**values, **changes})
 
 
 @pytest.mark.parametrize("net, group, factor", [(Net(), ALONE, 1.0), (DoublingNet(), PAIR, 2.0)])
-def test_every_field_is_summed_on_its_own(net: Net, group: Group, factor: float) -> None:
+def test_every_field_is_summed_on_its_own(net: Net, group: RankGroup, factor: float) -> None:
     mine = make_tally()
     agreed = mine.agree(net, group, CPU).wait()
     for field in ("micro_batches", "total", "count", "stops"):

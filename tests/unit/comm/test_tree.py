@@ -7,9 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.comm.reduction.norm import row_squares
-from paceline.comm.reduction.tree import Carry, cover, meeting_level, tree_sum
-from paceline.verification.halves import halves
+from paceline.comm.reduction.gradient_norm import row_squares
+from paceline.comm.reduction.summation_tree import (
+    TreeAccumulator,
+    common_ancestor_level,
+    covering_nodes,
+    tree_sum,
+)
+from paceline.verification.oracle import tree_sum as oracle_tree_sum
 
 pytestmark = pytest.mark.capability("I10")
 
@@ -17,7 +22,7 @@ pytestmark = pytest.mark.capability("I10")
 @pytest.mark.parametrize("stop", [1, 2, 7, 8, 13, 32])
 def test_a_cover_is_made_of_the_largest_nodes(stop: int) -> None:
     for start in range(stop):
-        nodes = cover(range(start, stop))
+        nodes = covering_nodes(range(start, stop))
         assert [shard for node in nodes for shard in node] == list(range(start, stop))
         for node in nodes:
             width = len(node)
@@ -27,9 +32,9 @@ def test_a_cover_is_made_of_the_largest_nodes(stop: int) -> None:
 
 
 def test_two_nodes_meet_where_the_smallest_node_has_both() -> None:
-    assert meeting_level(range(2, 3), range(3, 4)) == 1
-    assert meeting_level(range(1, 2), range(2, 3)) == 2
-    assert meeting_level(range(4, 8), range(4)) == 3
+    assert common_ancestor_level(range(2, 3), range(3, 4)) == 1
+    assert common_ancestor_level(range(1, 2), range(2, 3)) == 2
+    assert common_ancestor_level(range(4, 8), range(4)) == 3
 
 
 def leaves_of(rng: random.Random, num_shards: int) -> dict[int, Tensor]:
@@ -54,8 +59,8 @@ def dealt(leaves: dict[int, Tensor], num_shards: int, num_parts: int, order: str
     places, sums = [], []
     for part in range(num_parts):
         block = range(num_shards * part // num_parts, num_shards * (part + 1) // num_parts)
-        nodes = cover(block)
-        carry = Carry(nodes)
+        nodes = covering_nodes(block)
+        carry = TreeAccumulator(nodes)
         for shard in ORDERS[order](block):
             value = leaves.get(shard)
             carry.push(range(shard, shard + 1), None if value is None else value.clone())
@@ -70,7 +75,7 @@ def test_any_deal_in_any_order_gives_the_bits_of_the_definition(seed: int) -> No
     rng = random.Random(seed)
     num_shards = rng.randint(1, 33)
     leaves = leaves_of(rng, num_shards) or {0: torch.ones(17)}
-    right = halves(leaves)
+    right = oracle_tree_sum(leaves)
     for num_parts in range(1, num_shards + 1):
         for order in ORDERS:
             assert torch.equal(dealt(leaves, num_shards, num_parts, order) + 0.0, right)
@@ -85,7 +90,7 @@ def test_a_plain_sum_in_another_order_has_other_bits() -> None:
 
 
 def test_a_carry_keeps_one_partial_sum_for_a_level() -> None:
-    carry = Carry([range(64)])
+    carry = TreeAccumulator([range(64)])
     most = 0
     for shard in range(64):
         carry.push(range(shard, shard + 1), torch.ones(1))

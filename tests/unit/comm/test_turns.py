@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from paceline.comm import Collective, Handle
-from paceline.comm.reduction import Turns
+from paceline.comm.reduction import ScatterWindow
 from paceline.comm.workspace import Workspace
-from paceline.mesh import Group
+from paceline.job.mesh import RankGroup
 
 pytestmark = pytest.mark.capability("L4", "A11")
 
@@ -21,7 +21,7 @@ class Path:
     """Of rank 0 of two, of which the other has the same; what a sum needs is there once somebody waits."""
 
     def __init__(self, *, takes_own: bool = False) -> None:
-        self.group, self.waited, self._takes_own = Group("shard", (0, 1), 0), list[str](), takes_own
+        self.group, self.waited, self._takes_own = RankGroup("shard", (0, 1), 0), list[str](), takes_own
         self.found: list[weakref.ref[Tensor]] = []
 
     def reduce_scatter(self, x: Tensor, key: str, arriving: Any = None) -> Handle:
@@ -36,14 +36,14 @@ class Path:
         return Handle(resolve)
 
 
-def scattered(path: Path, turns: Turns, number: int) -> tuple[Tensor, Handle]:
+def scattered(path: Path, turns: ScatterWindow, number: int) -> tuple[Tensor, Handle]:
     rows = torch.full((2, 3), float(number + 1))
     return rows, turns.scatter(cast(Collective, path), rows, f"{number}")
 
 
 def test_a_third_waits_for_the_first_and_all_sums_lie_in_their_buckets() -> None:
     path, memory = Path(), Workspace()
-    turns = Turns(memory)
+    turns = ScatterWindow(memory)
     for _ in range(3):
         turns.expect(6, torch.zeros(1), cast(Collective, path))
     assert memory.num_bytes == 2 * 3 * 4
@@ -59,7 +59,7 @@ def test_a_third_waits_for_the_first_and_all_sums_lie_in_their_buckets() -> None
 
 def test_who_aborts_first_takes_nothing_from_others() -> None:
     """Several reductions have the same turns."""
-    path, turns = Path(), Turns(Workspace())
+    path, turns = Path(), ScatterWindow(Workspace())
     (_, mine), (rows, other) = scattered(path, turns, 0), scattered(path, turns, 1)
     mine.wait()
     turns.abort()
@@ -70,7 +70,7 @@ def test_who_aborts_first_takes_nothing_from_others() -> None:
 
 
 def test_what_a_path_has_taken_for_itself_goes_once_the_sum_lies_in_the_bucket() -> None:
-    path, turns = Path(takes_own=True), Turns(Workspace())
+    path, turns = Path(takes_own=True), ScatterWindow(Workspace())
     handles = [scattered(path, turns, number)[1].then(lambda own: own) for number in range(5)]
     assert len(path.found) == 3 and not any(found() is not None for found in path.found)
     assert [float(handle.wait()[0]) for handle in handles] == [2.0, 4.0, 6.0, 8.0, 10.0]

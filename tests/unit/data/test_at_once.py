@@ -11,10 +11,14 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from paceline.data.at_once import batch_at_once, collates_by_default
-from paceline.data.cache import SampleCache
-from paceline.data.reader import MicroBatchReader, Request
-from paceline.data.text import TextWindows
+from paceline.data.sample_reader import (
+    MicroBatchReader,
+    ReadRequest,
+    SampleCache,
+    read_batch,
+    uses_default_collate,
+)
+from paceline.data.text_corpus import TextWindows
 from paceline.errors import DataError
 
 INDICES = [7, 0, 3, 3, 39, 12]
@@ -65,7 +69,7 @@ def same(a: Any, b: Any) -> bool:
 @pytest.mark.parametrize("name", SOURCES)
 def test_a_batch_at_once_is_what_collate_makes_of_the_samples(name: str) -> None:
     source = SOURCES[name]()
-    batch = batch_at_once(source, INDICES)
+    batch = read_batch(source, INDICES)
     assert batch is not None
     assert same(batch, default_collate([source[i] for i in INDICES]))
     assert not same(batch, default_collate([source[i] for i in reversed(INDICES)]))
@@ -113,51 +117,51 @@ class Drawn(Sequence[int]):
     ],
 )
 def test_what_might_differ_is_read_sample_by_sample(source: Any) -> None:
-    assert batch_at_once(source, INDICES) is None
+    assert read_batch(source, INDICES) is None
 
 
 def test_what_a_source_holds_may_be_replaced() -> None:
     inner = TensorDataset(torch.arange(40))
     source = Subset(inner, range(40))
-    assert same(batch_at_once(source, INDICES), [torch.tensor(INDICES)])
+    assert same(read_batch(source, INDICES), [torch.tensor(INDICES)])
     inner.tensors = (torch.arange(40) * 2,)
-    assert same(batch_at_once(source, INDICES), [torch.tensor(INDICES) * 2])
+    assert same(read_batch(source, INDICES), [torch.tensor(INDICES) * 2])
     inner.tensors = (torch.arange(40.0, requires_grad=True),)
-    assert batch_at_once(source, INDICES) is None
+    assert read_batch(source, INDICES) is None
     source.dataset = TensorDataset(torch.arange(40) * 3)
-    assert same(batch_at_once(source, INDICES), [torch.tensor(INDICES) * 3])
+    assert same(read_batch(source, INDICES), [torch.tensor(INDICES) * 3])
 
 
 def test_the_default_device_is_not_where_samples_are() -> None:
     with torch.device("meta"):
-        assert same(batch_at_once(TensorDataset(ROW), INDICES), [ROW[INDICES]])
+        assert same(read_batch(TensorDataset(ROW), INDICES), [ROW[INDICES]])
 
 
 def test_tensors_that_are_collated_in_another_way_are_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert collates_by_default(default_collate)
+    assert uses_default_collate(default_collate)
     monkeypatch.setitem(default_collate_fn_map, Tensor, lambda batch, **_: torch.stack(batch) + 1)
-    assert not collates_by_default(default_collate)
+    assert not uses_default_collate(default_collate)
 
 
 def test_an_own_collate_function_gets_the_samples() -> None:
-    assert not collates_by_default(len)
-    reply = MicroBatchReader(tensors(), len, SampleCache(0))[Request(INDICES, 1)]
+    assert not uses_default_collate(len)
+    reply = MicroBatchReader(tensors(), len, SampleCache(0))[ReadRequest(INDICES, 1)]
     assert reply.batch == len(INDICES)
 
 
 def test_noise_is_still_drawn_by_the_key_of_the_micro_batch() -> None:
     reader = MicroBatchReader(Noisy(torch.zeros(40)), default_collate, SampleCache(0))
-    first, again, other = (reader[Request(INDICES, key)].batch[0] for key in (1, 1, 2))
+    first, again, other = (reader[ReadRequest(INDICES, key)].batch[0] for key in (1, 1, 2))
     assert torch.equal(first, again) and not torch.equal(first, other)
 
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_the_sample_to_blame_is_named(name: str) -> None:
-    reply = MicroBatchReader(SOURCES[name](), default_collate, SampleCache(0))[Request([3, 4000], 1)]
+    reply = MicroBatchReader(SOURCES[name](), default_collate, SampleCache(0))[ReadRequest([3, 4000], 1)]
     assert isinstance(reply.failure, DataError)
     assert "sample 4000 cannot be read" in str(reply.failure)
 
 
 def test_a_cache_keeps_single_samples() -> None:
     reader = MicroBatchReader(tensors(), default_collate, SampleCache(1 << 20))
-    assert [reader[Request(INDICES, 1)].hits for _ in range(2)] == [0, len(INDICES)]
+    assert [reader[ReadRequest(INDICES, 1)].hits for _ in range(2)] == [0, len(INDICES)]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.data.cache import MISSING, SampleCache, size_bytes
+from paceline.data.sample_reader import CACHE_MISS, SampleCache, size_bytes
 
 SAMPLE = torch.zeros(1000, dtype=torch.uint8)
 
@@ -17,7 +17,7 @@ def test_the_least_recently_used_sample_goes_first() -> None:
         cache.put(index, SAMPLE)
     assert cache.get(1) is SAMPLE
     cache.put(4, SAMPLE)
-    assert [cache.get(index) is MISSING for index in (1, 2, 3, 4)] == [False, True, False, False]
+    assert [cache.get(index) is CACHE_MISS for index in (1, 2, 3, 4)] == [False, True, False, False]
     assert (cache.hits, cache.lookups) == (4, 5)
 
 
@@ -33,14 +33,14 @@ def test_a_sample_larger_than_the_cache_is_not_kept() -> None:
     cache = SampleCache(500)
     cache.put(1, b"small")
     cache.put(2, SAMPLE)
-    assert cache.get(2) is MISSING
+    assert cache.get(2) is CACHE_MISS
     assert cache.get(1) == b"small", "and it does not drive the others out"
 
 
 def test_no_capacity_keeps_and_counts_nothing() -> None:
     cache = SampleCache(0)
     cache.put(1, 1)
-    assert cache.get(1) is MISSING
+    assert cache.get(1) is CACHE_MISS
     assert cache.lookups == 0
 
 

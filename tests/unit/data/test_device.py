@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
-from paceline.data.device import to_device
+from paceline.data.loader import to_device
 
 META = torch.device("meta")  # a device that is on every machine and is not the CPU
 

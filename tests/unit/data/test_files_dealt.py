@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-from paceline.data import build_order, settled, split
+from paceline.data import build_order, prepare_data, split_evenly
 from paceline.recipe import Recipe
 from paceline.task import Loss, Task
 
@@ -50,8 +50,8 @@ def test_ranks_read_files_of_their_own_and_every_number_of_ranks_sees_the_same_s
         opened: list[set[str]] = []
         for rank in range(ranks):
             opened.append(set())
-            task = settled(Task(nn.Linear(1, 1), FromFiles(paths, opened[-1]), loss), recipe)
-            shards = split(SHARDS, ranks, rank)
+            task = prepare_data(Task(nn.Linear(1, 1), FromFiles(paths, opened[-1]), loss), recipe)
+            shards = split_evenly(SHARDS, ranks, rank)
             places = range(2 * shards.start, 2 * shards.stop)
             for step in range(STEPS):
                 indices = build_order(recipe, task).batch(step, places)

@@ -20,8 +20,8 @@ import pytest
 import torch
 from torch.utils.data import Subset, TensorDataset
 
-from paceline.data.loader import Loader
-from paceline.data.order import Order
+from paceline.data.loader import SampleLoader
+from paceline.data.sample_order import KeyedOrder
 from paceline.data.work import LockstepWork, MicroBatch
 from paceline.errors import DataError
 from paceline.recipe import LoaderRecipe
@@ -55,12 +55,12 @@ def recipe(workers: int = 0, prefetch: int = 2, cache_bytes: int = 0) -> LoaderR
 
 
 def micro_batches(num_steps: int, num_samples: int = 100, size: int = 8, shards: int = 2) -> list[MicroBatch]:
-    work = LockstepWork(Order(num_samples, size, 1), shards, 1)
+    work = LockstepWork(KeyedOrder(num_samples, size, 1), shards, 1)
     return [micro_batch for step in range(num_steps) for micro_batch in work.micro_batches(step)]
 
 
 def read(source: Any, workers: int, wanted: list[MicroBatch], **settings: int) -> list[list[Any]]:
-    with Loader(source, list, recipe(workers, **settings), CPU).open(iter(wanted)) as stream:
+    with SampleLoader(source, list, recipe(workers, **settings), CPU).open(iter(wanted)) as stream:
         return [loaded.batch for loaded in stream]
 
 
@@ -73,7 +73,7 @@ def test_the_order_does_not_depend_on_workers(workers: int) -> None:
             return index
 
     wanted = micro_batches(15)
-    with Loader(Uneven(), list, recipe(workers), CPU).open(wanted) as stream:
+    with SampleLoader(Uneven(), list, recipe(workers), CPU).open(wanted) as stream:
         loaded = list(stream)
     assert [item.micro_batch for item in loaded] == wanted
     assert [item.batch for item in loaded] == [micro_batch.indices.tolist() for micro_batch in wanted]
@@ -119,7 +119,7 @@ def test_reading_overlaps_with_computing_and_is_bounded(workers: int, prefetch: 
             latest = next(pulled)
             yield micro_batch
 
-    with Loader(Counting(), list, recipe(workers, prefetch), CPU).open(feed()) as stream:
+    with SampleLoader(Counting(), list, recipe(workers, prefetch), CPU).open(feed()) as stream:
         for num_taken in range(1, 6):
             next(stream)
             deadline = time.monotonic() + 80
@@ -137,7 +137,7 @@ def test_inline_reading_pulls_one_micro_batch_at_a_time() -> None:
             pulled.append(micro_batch)
             yield micro_batch
 
-    stream = Loader(Numbers(), list, recipe(), CPU).open(feed())
+    stream = SampleLoader(Numbers(), list, recipe(), CPU).open(feed())
     for number in range(1, 10):
         next(stream)
         assert len(pulled) == number
@@ -171,7 +171,7 @@ def test_reading_leaves_the_global_generators_alone(workers: int) -> None:
     expected = [draw() for _ in range(3)]
     seed()
     seen = [draw()]
-    with Loader(Noisy(), list, recipe(workers), CPU).open(micro_batches(3)) as stream:
+    with SampleLoader(Noisy(), list, recipe(workers), CPU).open(micro_batches(3)) as stream:
         seen.append(draw())
         next(stream)
         seen.append(draw())
@@ -182,7 +182,7 @@ def test_reading_leaves_the_global_generators_alone(workers: int) -> None:
 def test_default_collate_makes_tensors(workers: int) -> None:
     source = TensorDataset(torch.arange(40.0).reshape(20, 2), torch.arange(20))
     wanted = micro_batches(2, num_samples=20)
-    with Loader(source, None, recipe(workers), CPU).open(wanted) as stream:
+    with SampleLoader(source, None, recipe(workers), CPU).open(wanted) as stream:
         for loaded in stream:
             x, y = loaded.batch
             assert torch.equal(y, torch.from_numpy(loaded.micro_batch.indices.copy()))
@@ -229,7 +229,7 @@ class RottenTable(Rotten):
 def test_a_bad_sample_is_named_when_its_turn_comes(kind: type[Rotten], workers: int) -> None:
     wanted = micro_batches(6)
     bad = int(wanted[7].indices[2])
-    stream = Loader(kind(bad), list, recipe(workers), CPU).open(wanted)
+    stream = SampleLoader(kind(bad), list, recipe(workers), CPU).open(wanted)
     assert [next(stream).micro_batch for _ in range(7)] == wanted[:7]
     with pytest.raises(DataError, match=f"sample {bad} cannot be read: ValueError: mouldy") as caught:
         next(stream)
@@ -249,7 +249,7 @@ def test_samples_that_do_not_collate_are_named(workers: int) -> None:
 
     wanted = micro_batches(1)
     with (
-        Loader(Ragged(), None, recipe(workers), CPU).open(wanted) as stream,
+        SampleLoader(Ragged(), None, recipe(workers), CPU).open(wanted) as stream,
         pytest.raises(DataError, match="cannot be collated: RuntimeError") as caught,
     ):
         next(stream)
@@ -275,7 +275,7 @@ def test_a_worker_that_dies_is_an_error_not_a_hang() -> None:
             return index
 
     timer = threading.Timer(0.3, doom.set)  # by then the test waits in `next`
-    with Loader(Deadly(), list, recipe(1), CPU).open(micro_batches(4)) as stream:
+    with SampleLoader(Deadly(), list, recipe(1), CPU).open(micro_batches(4)) as stream:
         timer.start()
         with pytest.raises(
             DataError, match=r"the loader failed: DataLoader worker .* by signal: Killed"
@@ -287,7 +287,7 @@ def test_a_worker_that_dies_is_an_error_not_a_hang() -> None:
 
 
 def test_close_in_the_middle_ends_the_workers_and_may_be_repeated() -> None:
-    stream = Loader(Numbers(), list, recipe(2), CPU).open(itertools.cycle(micro_batches(5)))
+    stream = SampleLoader(Numbers(), list, recipe(2), CPU).open(itertools.cycle(micro_batches(5)))
     next(stream)
     assert len(multiprocessing.active_children()) == 2
     stream.close()
@@ -300,9 +300,9 @@ def test_close_in_the_middle_ends_the_workers_and_may_be_repeated() -> None:
 def test_workers_of_a_killed_parent_leave_even_when_stuck() -> None:
     program = """
         import os, sys, time, torch
-        from paceline.data.loader import Loader
+        from paceline.data.loader import SampleLoader
         from paceline.data.work import LockstepWork
-        from paceline.data.order import Order
+        from paceline.data.sample_order import KeyedOrder
         from paceline.recipe import LoaderRecipe
 
         class Stuck:
@@ -312,8 +312,8 @@ def test_workers_of_a_killed_parent_leave_even_when_stuck() -> None:
                 print(os.getpid(), flush=True)
                 time.sleep(600)
 
-        micro_batches = LockstepWork(Order(10, 2, 1), 1, 1).micro_batches(0)
-        next(Loader(Stuck(), None, LoaderRecipe(workers=1), torch.device("cpu")).open(micro_batches))
+        micro_batches = LockstepWork(KeyedOrder(10, 2, 1), 1, 1).micro_batches(0)
+        next(SampleLoader(Stuck(), None, LoaderRecipe(workers=1), torch.device("cpu")).open(micro_batches))
     """
     command = [sys.executable, "-c", textwrap.dedent(program)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
@@ -339,7 +339,7 @@ def test_the_cache_is_hit_in_the_second_epoch(workers: int) -> None:
                 num_read.value += 1
             return torch.full((10,), index)
 
-    loader = Loader(Counting(), None, recipe(min(workers, 1), cache_bytes=1 << 20), CPU)
+    loader = SampleLoader(Counting(), None, recipe(min(workers, 1), cache_bytes=1 << 20), CPU)
     wanted = micro_batches(20, num_samples=40)  # four epochs of five steps
     with loader.open(wanted) as stream:
         for loaded in stream:
@@ -349,7 +349,7 @@ def test_the_cache_is_hit_in_the_second_epoch(workers: int) -> None:
 
 
 def test_without_cache_bytes_nothing_is_kept_or_counted() -> None:
-    loader = Loader(Numbers(), list, recipe(), CPU)
+    loader = SampleLoader(Numbers(), list, recipe(), CPU)
     with loader.open(micro_batches(10, num_samples=8)) as stream:
         assert len(list(stream)) == 20
     assert (loader.cache_hits, loader.cache_lookups) == (0, 0)
@@ -363,7 +363,7 @@ def test_cache_bytes_are_divided_among_the_workers() -> None:
     wanted = [first for _ in range(4) for first in micro_batches(2, num_samples=2, size=2, shards=1)[:1]]
     hits = {}
     for capacity_bytes in (2_000, 20_000):
-        loader = Loader(Wide(), None, recipe(2, cache_bytes=capacity_bytes), CPU)
+        loader = SampleLoader(Wide(), None, recipe(2, cache_bytes=capacity_bytes), CPU)
         with loader.open(wanted) as stream:
             list(stream)
         hits[capacity_bytes] = loader.cache_hits
@@ -376,7 +376,7 @@ def test_cache_bytes_are_divided_among_the_workers() -> None:
 @WORKERS
 def test_batches_reach_the_gpu(workers: int) -> None:
     source = TensorDataset(torch.arange(100))
-    with Loader(source, None, recipe(workers), torch.device("cuda")).open(micro_batches(3)) as stream:
+    with SampleLoader(source, None, recipe(workers), torch.device("cuda")).open(micro_batches(3)) as stream:
         for loaded in stream:
             (y,) = loaded.batch
             assert y.device.type == "cuda"

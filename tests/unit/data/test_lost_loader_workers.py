@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from paceline.data import loader as loader_room
-from paceline.data.loader import Loader, Stream, _MicroBatchFeed
-from paceline.data.reader import Reply
+from paceline.data.loader import LoaderStream, SampleLoader, _RequestSampler
+from paceline.data.sample_reader import ReadReply
 from paceline.errors import DataError
-from paceline.recipe.model import LoaderRecipe
+from paceline.recipe.recipe import LoaderRecipe
 from tests.unit.data.test_loader import CPU, Numbers, micro_batches, read, recipe
 
 
@@ -29,17 +29,17 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_worker_that_is_lost_in_mid_sentence_is_named_as_such(error: Exception) -> None:
     """So it ends where the kernel kills a worker that shows a tensor's memory."""
 
-    def broken() -> Iterator[Reply]:
+    def broken() -> Iterator[ReadReply]:
         raise error
         yield
 
-    loader = Loader([], list, LoaderRecipe(workers=1), torch.device("cpu"))
+    loader = SampleLoader([], list, LoaderRecipe(workers=1), torch.device("cpu"))
     with pytest.raises(DataError, match=r"the loader failed: .*(reset|EOFError)"):
-        next(Stream(loader, _MicroBatchFeed(()), broken()))
+        next(LoaderStream(loader, _RequestSampler(()), broken()))
 
 
 def test_a_slow_sample_may_take_many_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader_room, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(loader_room, "_WORKER_CHECK_SECONDS", 0.05)
 
     class Slow(Numbers):
         def __getitem__(self, index: int) -> int:
@@ -53,7 +53,7 @@ def test_a_slow_sample_may_take_many_looks(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_death_of_a_worker_is_no_signal_to_the_training() -> None:
     """PyTorch's handler would raise at any line of it: in a save, in a step, or between two system calls."""
     before = signal.getsignal(signal.SIGCHLD)
-    with Loader(Numbers(), list, recipe(1), CPU).open(itertools.cycle(micro_batches(5))) as stream:
+    with SampleLoader(Numbers(), list, recipe(1), CPU).open(itertools.cycle(micro_batches(5))) as stream:
         next(stream)
         assert signal.getsignal(signal.SIGCHLD) is before
         os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
@@ -69,7 +69,7 @@ def test_a_worker_that_is_stuck_meets_the_deadline(impatient: None) -> None:
             time.sleep(600)
             return index
 
-    loader = Loader(Stuck(), list, recipe(2), CPU, deadline_seconds=0.5)
+    loader = SampleLoader(Stuck(), list, recipe(2), CPU, deadline_seconds=0.5)
     with pytest.raises(DataError, match=r"no batch in 0\.5 s") as caught:
         next(loader.open(micro_batches(4)))
     assert "runtime.deadline_seconds" in caught.value.next_step

@@ -9,7 +9,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from paceline.data.order import Order, Permutation
+from paceline.data.sample_order import KeyedOrder, KeyedPermutation
 from paceline.errors import DataError
 
 
@@ -23,7 +23,7 @@ def chi_square(counts: np.ndarray) -> float:
 @pytest.mark.parametrize("num_samples", [*range(1, 70), 255, 256, 257, 1000, 4097, 100_003])
 def test_permutation_is_a_bijection(num_samples: int) -> None:
     for permutation_key in (0, 1, 2**63 - 1):
-        image = Permutation(num_samples, permutation_key)[np.arange(num_samples)]
+        image = KeyedPermutation(num_samples, permutation_key)[np.arange(num_samples)]
         assert np.array_equal(np.sort(image), np.arange(num_samples))
 
 
@@ -33,7 +33,7 @@ def test_permutation_of_a_huge_range_stays_inside_and_does_not_collide(num_sampl
     positions = np.unique(
         np.concatenate([np.arange(5000), last - np.arange(5000), last // 2 + np.arange(5000)])
     )
-    image = Permutation(num_samples, 7)[positions]
+    image = KeyedPermutation(num_samples, 7)[positions]
     assert image.dtype == np.int64
     assert image.min() >= 0
     assert image.max() < num_samples
@@ -42,7 +42,7 @@ def test_permutation_of_a_huge_range_stays_inside_and_does_not_collide(num_sampl
 
 def test_every_order_of_a_tiny_range_is_equally_likely() -> None:
     num_keys = 4_000
-    orders = Counter(tuple(Permutation(4, k)[np.arange(4)].tolist()) for k in range(num_keys))
+    orders = Counter(tuple(KeyedPermutation(4, k)[np.arange(4)].tolist()) for k in range(num_keys))
     counts = np.array([orders[order] for order in itertools.permutations(range(4))])
     assert counts.min() > 0
     assert abs(chi_square(counts)) < 4
@@ -52,7 +52,7 @@ def test_odd_and_even_permutations_are_equally_likely() -> None:
     """Nine samples would fill a 3 x 3 grid, on which no sequence of rounds makes an odd permutation."""
     num_keys = 1000
     identity = np.eye(9)
-    images = (Permutation(9, k)[np.arange(9)] for k in range(num_keys))
+    images = (KeyedPermutation(9, k)[np.arange(9)] for k in range(num_keys))
     num_odd = sum(np.linalg.det(identity[image]) < 0 for image in images)
     assert abs(chi_square(np.array([num_odd, num_keys - num_odd]))) < 4
 
@@ -61,7 +61,7 @@ def test_odd_and_even_permutations_are_equally_likely() -> None:
 def test_pairs_land_uniformly(num_samples: int) -> None:
     """First and last position together: as likely in every pair of places, over keys."""
     ends = np.array([0, num_samples - 1])
-    images = [Permutation(num_samples, k)[ends] for k in range(2500)]
+    images = [KeyedPermutation(num_samples, k)[ends] for k in range(2500)]
     counts = np.zeros((num_samples, num_samples))
     np.add.at(counts, tuple(np.array(images).T), 1)
     off_diagonal = counts[~np.eye(num_samples, dtype=bool)]
@@ -71,7 +71,7 @@ def test_pairs_land_uniformly(num_samples: int) -> None:
 
 def test_one_large_permutation_looks_random() -> None:
     num_samples = 200_000
-    image = Permutation(num_samples, 3)[np.arange(num_samples)]
+    image = KeyedPermutation(num_samples, 3)[np.arange(num_samples)]
     cells, _, _ = np.histogram2d(np.arange(num_samples), image, bins=20)
     steps = np.bincount((np.diff(image) % num_samples) * 100 // num_samples, minlength=100)
     assert abs(chi_square(cells)) < 4
@@ -90,7 +90,7 @@ def test_the_statistics_see_an_order_that_is_not_random() -> None:
 @pytest.mark.capability("A5")
 def test_epochs_differ_and_the_same_seed_and_epoch_reproduce() -> None:
     def epoch(seed: int, number: int) -> list[int]:
-        order = Order(1000, 64, seed)
+        order = KeyedOrder(1000, 64, seed)
         first = number * order.steps_per_epoch
         return np.concatenate([order.batch(first + i) for i in range(order.steps_per_epoch)]).tolist()
 
@@ -105,9 +105,9 @@ def test_epochs_differ_and_the_same_seed_and_epoch_reproduce() -> None:
 def test_an_epoch_gives_every_sample_once(num_samples: int, size: int, drop_last: bool) -> None:
     if drop_last and num_samples < size:
         with pytest.raises(DataError, match="drop_last leaves nothing"):
-            Order(num_samples, size, 1, drop_last=True)
+            KeyedOrder(num_samples, size, 1, drop_last=True)
         return
-    order = Order(num_samples, size, 1, drop_last=drop_last)
+    order = KeyedOrder(num_samples, size, 1, drop_last=drop_last)
     for epoch in range(3):
         steps = range(epoch * order.steps_per_epoch, (epoch + 1) * order.steps_per_epoch)
         batches = [order.batch(step) for step in steps]
@@ -120,7 +120,7 @@ def test_an_epoch_gives_every_sample_once(num_samples: int, size: int, drop_last
 
 
 def test_without_shuffle_the_order_is_that_of_the_source() -> None:
-    order = Order(10, 4, 1, shuffle=False)
+    order = KeyedOrder(10, 4, 1, shuffle=False)
     assert [order.batch(step).tolist() for step in (0, 1, 2, 3)] == [
         [0, 1, 2, 3],
         [4, 5, 6, 7],
@@ -130,7 +130,7 @@ def test_without_shuffle_the_order_is_that_of_the_source() -> None:
 
 
 def test_a_part_of_a_batch_is_that_slice() -> None:
-    order = Order(1000, 64, 5)
+    order = KeyedOrder(1000, 64, 5)
     assert np.array_equal(order.batch(20, range(10, 30)), order.batch(20)[10:30])
     assert order.batch(20, range(3, 3)).shape == (0,)
 
@@ -139,14 +139,14 @@ def test_a_part_of_a_batch_is_that_slice() -> None:
 def test_seeking_in_a_billion_samples_costs_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """Work and memory of a seek depend on the window, not on the epoch or on how far the seek goes."""
     evaluated = []
-    encrypt = Permutation._encrypt
+    encrypt = KeyedPermutation._encrypt
 
-    def counted(self: Permutation, cells: np.ndarray) -> np.ndarray:
+    def counted(self: KeyedPermutation, cells: np.ndarray) -> np.ndarray:
         evaluated.append(len(cells))
         return encrypt(self, cells)
 
-    monkeypatch.setattr(Permutation, "_encrypt", counted)
-    order = Order(10**9, 256, 1)
+    monkeypatch.setattr(KeyedPermutation, "_encrypt", counted)
+    order = KeyedOrder(10**9, 256, 1)
     for step in (0, order.steps_per_epoch - 2, 17 * order.steps_per_epoch + 123_456):
         evaluated.clear()
         tracemalloc.start()
@@ -160,12 +160,12 @@ def test_seeking_in_a_billion_samples_costs_a_window(monkeypatch: pytest.MonkeyP
 
 def test_no_data_is_an_error_with_a_next_step() -> None:
     with pytest.raises(DataError, match="empty") as caught:
-        Order(0, 4, 1)
+        KeyedOrder(0, 4, 1)
     assert caught.value.next_step
     with pytest.raises(DataError, match="batch of 0"):
-        Order(4, 0, 1)
+        KeyedOrder(4, 0, 1)
 
 
 def test_the_order_never_changes() -> None:
     """A changed order breaks the resume of every checkpoint there is: change these numbers only knowingly."""
-    assert Order(1000, 8, 1).batch(0).tolist() == [858, 475, 181, 975, 416, 789, 617, 768]
+    assert KeyedOrder(1000, 8, 1).batch(0).tolist() == [858, 475, 181, 975, 416, 789, 617, 768]

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.cluster import Cluster
-from paceline.data import Loader, LockstepWork, Order
+from paceline.data import KeyedOrder, LockstepWork, SampleLoader
 from paceline.errors import DataError
-from paceline.layout.digest import state_sha256
+from paceline.job.cluster import Cluster
+from paceline.parallel.state_hash import state_sha256
 from paceline.recipe import LoaderRecipe, Recipe, Strategy
-from paceline.task import Loss, Source, Task
+from paceline.task import Loss, SampleSource, Task
 from paceline.testing import run_ranks
-from paceline.testing.parity import session_of
+from paceline.testing.parity import build_test_session
 
 DRAWS: dict[str, Callable[[], float]] = {
     "random": random.random,
@@ -39,11 +39,11 @@ class Noisy:
         return torch.full((4,), index / 24) + (self.draw() if self.draw else 0.0)
 
 
-def read(source: Source, workers: int = 0, cache_bytes: int = 1 << 20) -> list[torch.Tensor]:
+def read(source: SampleSource, workers: int = 0, cache_bytes: int = 1 << 20) -> list[torch.Tensor]:
     loader = LoaderRecipe(workers=workers, cache_bytes=cache_bytes)
-    work = LockstepWork(Order(len(source), 6, seed=0), shards=2, seed=0)
+    work = LockstepWork(KeyedOrder(len(source), 6, seed=0), shards=2, seed=0)
     wanted = [micro_batch for step in range(8) for micro_batch in work.micro_batches(step)]
-    with Loader(source, None, loader, torch.device("cpu")).open(wanted) as stream:
+    with SampleLoader(source, None, loader, torch.device("cpu")).open(wanted) as stream:
         return [loaded.batch for loaded in stream]
 
 
@@ -85,7 +85,7 @@ def hashes(cluster: Cluster) -> str:
             model, Noisy(None), lambda m, x: Loss(m(x).square().sum(), len(x)), collate=noise_in_collate
         )
 
-    session = session_of(cluster, recipe, task)
+    session = build_test_session(cluster, recipe, task)
     assert len(list(session.rounds())) == 12
     return state_sha256(session.snapshot().tensors())
 

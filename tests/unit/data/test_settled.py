@@ -21,7 +21,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from paceline.data import build_order, settled
+from paceline.data import build_order, prepare_data
 from paceline.errors import DataError, PacelineError, RecipeError, TaskError
 from paceline.recipe import Recipe
 from paceline.task import Loss, Task
@@ -71,7 +71,7 @@ def task_of(data: Any, **more: Any) -> Task:
 
 
 def ready(data: Any, recipe: Recipe | None = None, **more: Any) -> Any:
-    return settled(task_of(data, **more), recipe or recipe_of())
+    return prepare_data(task_of(data, **more), recipe or recipe_of())
 
 
 def rows(source: Any, indices: Any) -> list[list[float]]:

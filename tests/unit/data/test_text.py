@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.data.loader import Loader
-from paceline.data.order import Order
-from paceline.data.text import TextWindows, corpus_files, open_corpus, split_files
-from paceline.data.token_file import TextFile, examine
-from paceline.data.tokens import ByteTokenizer
+from paceline.data.loader import SampleLoader
+from paceline.data.sample_order import KeyedOrder
+from paceline.data.text_corpus import TextWindows, corpus_files, open_corpus, split_files
+from paceline.data.token_file import TextFile, hash_text_file
+from paceline.data.tokenizer import ByteTokenizer
 from paceline.data.work import LockstepWork
 from paceline.errors import DataError
 from paceline.recipe import LoaderRecipe
@@ -203,8 +203,8 @@ def test_windows_of_a_mapped_corpus_pass_through_the_loader(
     windows = TextWindows(corpus.train, 16)
     assert np.shares_memory(windows.tokens, corpus.train)
     assert isinstance(corpus.train.base, np.memmap)
-    micro_batches = LockstepWork(Order(len(windows), 8, 1), 2, 1).micro_batches(0)
-    loader = Loader(windows, None, LoaderRecipe(workers=workers), torch.device("cpu"))
+    micro_batches = LockstepWork(KeyedOrder(len(windows), 8, 1), 2, 1).micro_batches(0)
+    loader = SampleLoader(windows, None, LoaderRecipe(workers=workers), torch.device("cpu"))
     with loader.open(micro_batches) as stream:
         for loaded in stream:
             expected = torch.stack([windows[int(i)] for i in loaded.micro_batch.indices])
@@ -213,7 +213,7 @@ def test_windows_of_a_mapped_corpus_pass_through_the_loader(
 
 
 def test_examine_reads_size_and_content(folder: Path) -> None:
-    first, again, other = (examine(folder / name) for name in ("a.txt", "a.txt", "b.txt"))
+    first, again, other = (hash_text_file(folder / name) for name in ("a.txt", "a.txt", "b.txt"))
     assert first == again
     assert first.num_bytes == 90
     assert first.digest != other.digest

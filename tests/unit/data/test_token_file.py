@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.data.token_file import TextFile, examine, map_tokens, token_type, tokens_digest
-from paceline.data.tokens import ByteTokenizer, train_bpe
-from paceline.data.work import split
+from paceline.data.token_file import TextFile, hash_text_file, map_tokens, token_type, tokens_digest
+from paceline.data.tokenizer import ByteTokenizer, train_bpe
+from paceline.data.work import split_evenly
 from paceline.errors import DataError
 
 BYTES = ByteTokenizer()
@@ -27,7 +27,7 @@ def files(tmp_path: Path) -> list[TextFile]:
     paths = [tmp_path / f"{i}.bin" for i in range(7)]
     for path in paths:
         path.write_bytes(rng.randbytes(rng.randrange(1000)))
-    return [examine(path) for path in paths]
+    return [hash_text_file(path) for path in paths]
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_tokens_are_the_files_each_with_its_end(files: list[TextFile], cache: Pa
 @pytest.mark.parametrize("parts", [1, 2, 3, 7, 9])
 def test_file_shards_are_disjoint_and_complete(files: list[TextFile], cache: Path, parts: int) -> None:
     """Files dealt to any number of nodes: their tokens, one after another, are the tokens of the whole."""
-    shards = [[files[i] for i in split(len(files), parts, part)] for part in range(parts)]
+    shards = [[files[i] for i in split_evenly(len(files), parts, part)] for part in range(parts)]
     tokens = [map_tokens(shard, BYTES, cache) for shard in shards]
     assert np.array_equal(np.concatenate(tokens), map_tokens(files, BYTES, cache))
 
@@ -138,7 +138,7 @@ def test_writing_takes_constant_memory(tmp_path: Path, cache: Path) -> None:
     path = tmp_path / "large"
     path.write_bytes(b"0123456789abcdef" * (1 << 20))
     tracemalloc.start()
-    tokens = map_tokens([examine(path)], BYTES, cache)
+    tokens = map_tokens([hash_text_file(path)], BYTES, cache)
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(tokens) == (16 << 20) + 1
@@ -174,7 +174,7 @@ def test_bpe_tokens_of_files_give_the_text_back(tmp_path: Path, cache: Path) -> 
     path = tmp_path / "a.py"
     path.write_text(text, newline="", encoding="utf-8")
     tokenizer = train_bpe([text], 300, tmp_path / "tokenizer.json")
-    tokens = map_tokens([examine(path)], tokenizer, cache)
+    tokens = map_tokens([hash_text_file(path)], tokenizer, cache)
     assert tokens.dtype == np.uint16
     assert tokens[-1] == tokenizer.separator
     assert tokenizer.decode(tokens[:-1]) == text
@@ -185,7 +185,7 @@ def test_bpe_refuses_a_file_that_is_not_text(tmp_path: Path, cache: Path) -> Non
     (tmp_path / "bad").write_bytes(b"good\nbad \xff\n")
     tokenizer = train_bpe(["good bad"], 260, tmp_path / "tokenizer.json")
     with pytest.raises(DataError, match="not UTF-8") as caught:
-        map_tokens([examine(tmp_path / "bad")], tokenizer, cache)
+        map_tokens([hash_text_file(tmp_path / "bad")], tokenizer, cache)
     assert caught.value.where.endswith("bad")
     assert "byte tokenizer" in caught.value.next_step
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from paceline.data.tokens import END_OF_TEXT, BpeTokenizer, ByteTokenizer, load_tokenizer, train_bpe
+from paceline.data.tokenizer import END_OF_TEXT, BpeTokenizer, ByteTokenizer, load_tokenizer, train_bpe
 from paceline.errors import DataError, MissingExtraError
 from tests.web import serving
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paceline.data.order import Order
-from paceline.data.work import LockstepWork, MicroBatch, split
+from paceline.data.sample_order import KeyedOrder
+from paceline.data.work import LockstepWork, MicroBatch, split_evenly
 from paceline.errors import StrategyError
-from paceline.keys import key
+from paceline.state.keys import key
 
 
-def all_micro_batches(order: Order, shards: int, num_replicas: int, step: int) -> list[MicroBatch]:
+def all_micro_batches(order: KeyedOrder, shards: int, num_replicas: int, step: int) -> list[MicroBatch]:
     works = [LockstepWork(order, shards, 9, rank, num_replicas) for rank in range(num_replicas)]
     return [micro_batch for work in works for micro_batch in work.micro_batches(step)]
 
@@ -20,7 +20,7 @@ def all_micro_batches(order: Order, shards: int, num_replicas: int, step: int) -
 def test_split_is_complete_disjoint_and_balanced() -> None:
     for num_items in (0, 1, 5, 8, 63, 64, 65, 1000):
         for parts in (1, 2, 3, 4, 7, 8, 64):
-            shares = [split(num_items, parts, part) for part in range(parts)]
+            shares = [split_evenly(num_items, parts, part) for part in range(parts)]
             assert [item for share in shares for item in share] == list(range(num_items))
             assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
@@ -29,7 +29,7 @@ def test_split_is_complete_disjoint_and_balanced() -> None:
 @pytest.mark.parametrize("size", [8, 13, 30, 32])
 @pytest.mark.parametrize("shards", [1, 3, 8])
 def test_shards_of_a_batch_are_its_parts(size: int, shards: int) -> None:
-    order = Order(100, size, 1)
+    order = KeyedOrder(100, size, 1)
     for step in range(2 * order.steps_per_epoch):
         micro_batches = all_micro_batches(order, shards, 1, step)
         assert np.array_equal(
@@ -45,7 +45,7 @@ def test_shards_of_a_batch_are_its_parts(size: int, shards: int) -> None:
 @pytest.mark.capability("A4", "A5")
 @pytest.mark.parametrize("num_replicas", [2, 3, 4, 5, 7, 8])
 def test_micro_batches_do_not_depend_on_the_number_of_replicas(num_replicas: int) -> None:
-    order = Order(203, 32, 1)
+    order = KeyedOrder(203, 32, 1)
     for step in range(order.steps_per_epoch + 3):
         alone = all_micro_batches(order, 8, 1, step)
         together = all_micro_batches(order, 8, num_replicas, step)
@@ -56,7 +56,7 @@ def test_micro_batches_do_not_depend_on_the_number_of_replicas(num_replicas: int
 
 @pytest.mark.parametrize("num_replicas", [1, 2, 3, 5, 8])
 def test_replicas_run_blocks_of_nearly_equal_length(num_replicas: int) -> None:
-    order = Order(64, 64, 1)
+    order = KeyedOrder(64, 64, 1)
     counts = [
         len(LockstepWork(order, 8, 1, rank, num_replicas).micro_batches(0)) for rank in range(num_replicas)
     ]
@@ -69,7 +69,7 @@ def test_replicas_run_blocks_of_nearly_equal_length(num_replicas: int) -> None:
 @pytest.mark.parametrize("num_samples", [1, 7, 97, 100, 129])
 def test_ragged_epochs_use_every_sample_exactly_once(num_samples: int, num_replicas: int) -> None:
     """Replicas see different numbers of samples, some none in the last step; the count is exact."""
-    order = Order(num_samples, 16, 1)
+    order = KeyedOrder(num_samples, 16, 1)
     for epoch in range(2):
         seen: list[list[int]] = [[] for _ in range(num_replicas)]
         steps_taken = set()
@@ -89,7 +89,7 @@ def test_ragged_epochs_use_every_sample_exactly_once(num_samples: int, num_repli
 
 @pytest.mark.capability("A12")
 def test_a_tail_batch_is_spread_over_the_replicas() -> None:
-    order = Order(36, 32, 1)
+    order = KeyedOrder(36, 32, 1)
     sizes = [
         sum(len(u.indices) for u in LockstepWork(order, 8, 1, rank, 4).micro_batches(1)) for rank in range(4)
     ]
@@ -97,7 +97,7 @@ def test_a_tail_batch_is_spread_over_the_replicas() -> None:
 
 
 def test_seven_samples_on_eight_replicas_leave_one_without_a_micro_batch() -> None:
-    order = Order(7, 16, 1)
+    order = KeyedOrder(7, 16, 1)
     works = [LockstepWork(order, 8, 1, rank, 8) for rank in range(8)]
     counts = [len(work.micro_batches(0)) for work in works]
     assert sorted(counts) == [0, 1, 1, 1, 1, 1, 1, 1]
@@ -105,19 +105,19 @@ def test_seven_samples_on_eight_replicas_leave_one_without_a_micro_batch() -> No
 
 
 def test_micro_batch_keys_name_seed_step_and_shard() -> None:
-    micro_batches = LockstepWork(Order(64, 32, 1), 4, 9).micro_batches(1)
+    micro_batches = LockstepWork(KeyedOrder(64, 32, 1), 4, 9).micro_batches(1)
     assert [micro_batch.key for micro_batch in micro_batches] == [
         key(9, "unit", 1, shard) for shard in range(4)
     ]
 
 
 def test_indices_are_read_only() -> None:
-    (micro_batch, *_) = LockstepWork(Order(64, 32, 1), 4, 9).micro_batches(0)
+    (micro_batch, *_) = LockstepWork(KeyedOrder(64, 32, 1), 4, 9).micro_batches(0)
     with pytest.raises(ValueError, match="read-only"):
         micro_batch.indices[0] = 1
 
 
 def test_more_replicas_than_shards_is_refused_with_what_would_work() -> None:
     with pytest.raises(StrategyError, match="9 replicas cannot share 8") as caught:
-        LockstepWork(Order(64, 32, 1), 8, 1, 0, 9)
+        LockstepWork(KeyedOrder(64, 32, 1), 8, 1, 0, 9)
     assert "batch.shards to 9" in caught.value.next_step

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from paceline.disk.beside import WriterProcess
-from paceline.disk.writing import BLOCK_BYTES
+from paceline.checkpoint.disk.direct_write import BLOCK_BYTES
+from paceline.checkpoint.disk.writer_process import WriterProcess
 
 pytestmark = pytest.mark.capability("N4")
 JOB = """
 import sys
-from paceline.disk.beside import WriterProcess
+from paceline.checkpoint.disk.writer_process import WriterProcess
 process = WriterProcess({})
 process.begin()
 process.memory(4096)[:] = bytes(4096)

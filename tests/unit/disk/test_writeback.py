@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.checkpoint import Files
-from paceline.disk import writeback
+from paceline.checkpoint.disk import direct_write
+from paceline.checkpoint.storage import StorageFolder
 
 pytestmark = pytest.mark.capability("N4")
 WINDOW = 2**20
@@ -17,13 +17,13 @@ SIZES = [0, 1, WINDOW - 1, WINDOW, 3 * WINDOW + 5, 24 * WINDOW]
 
 @pytest.fixture(autouse=True)
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writeback, "_WINDOW_BYTES", WINDOW)
+    monkeypatch.setattr(direct_write, "_WINDOW_BYTES", WINDOW)
 
 
 def written(folder: Path, num_bytes: int, block: int) -> tuple[Path, bytes]:
     data = os.urandom(num_bytes)
     view = memoryview(data)
-    Files(str(folder)).write("a/b", [view[i : i + block] for i in range(0, num_bytes, block)])
+    StorageFolder(str(folder)).write("a/b", [view[i : i + block] for i in range(0, num_bytes, block)])
     return folder / "a" / "b", data
 
 
@@ -61,7 +61,7 @@ def test_memory_is_not_filled_with_what_nobody_reads(tmp_path: Path, monkeypatch
 def test_where_the_system_cannot_be_asked_files_are_written_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writeback, "_sync_file_range", None)
+    monkeypatch.setattr(direct_write, "_sync_file_range", None)
     monkeypatch.delattr(os, "posix_fadvise")
     path, data = written(tmp_path, 5 * WINDOW + 7, WINDOW)
     assert path.read_bytes() == data

@@ -8,9 +8,9 @@ from threading import Thread
 
 import pytest
 
-from paceline.disk import process, writing
-from paceline.disk.checksum import KIND, again
-from paceline.disk.writing import PAGE_BYTES, Writing
+from paceline.checkpoint.disk import direct_write, writer_main
+from paceline.checkpoint.disk.checksum import CHECKSUM_KIND, recompute_checksum
+from paceline.checkpoint.disk.direct_write import PAGE_BYTES, HashedFileWrite
 
 pytestmark = pytest.mark.capability("N4")
 BLOCK = 4 * PAGE_BYTES
@@ -18,11 +18,11 @@ BLOCK = 4 * PAGE_BYTES
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writing, "BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(direct_write, "BLOCK_BYTES", BLOCK)
 
 
 def written(path: Path, content: memoryview) -> str:
-    found = Writing(str(path), content)
+    found = HashedFileWrite(str(path), content)
     while not found.done:
         found.step()
     return found.checksum()
@@ -36,7 +36,7 @@ def test_a_file_holds_what_was_written(size: int, begin: int, tmp_path: Path) ->
         (tmp_path / "x").write_bytes(b"older and longer" * BLOCK)
         right = memory[begin : begin + size]
         with memoryview(memory)[begin : begin + size] as content:
-            assert written(tmp_path / "x", content) == again(right, KIND)
+            assert written(tmp_path / "x", content) == recompute_checksum(right, CHECKSUM_KIND)
         assert (tmp_path / "x").read_bytes() == right
 
 
@@ -57,7 +57,7 @@ def test_where_files_cannot_go_directly_they_go_as_usual(
 
     monkeypatch.setattr(os, refused, refuse)
     data = os.urandom(2 * BLOCK + 5)
-    assert written(tmp_path / "x", memoryview(data)) == again(data, KIND)
+    assert written(tmp_path / "x", memoryview(data)) == recompute_checksum(data, CHECKSUM_KIND)
     assert (tmp_path / "x").read_bytes() == data
     assert calls[:2] == ["direct", "usual"] and "direct" not in calls[1:]
 
@@ -68,7 +68,7 @@ def found_direct(file: int) -> bool:
 
 
 def test_a_full_disk_is_its_own_error_and_the_file_is_closed() -> None:
-    found = Writing("/dev/full", memoryview(bytes(BLOCK)))
+    found = HashedFileWrite("/dev/full", memoryview(bytes(BLOCK)))
     with pytest.raises(OSError) as caught:
         found.step()
     assert caught.value.errno == errno.ENOSPC and found.done
@@ -78,7 +78,7 @@ def test_only_the_thread_that_asks_stands_back() -> None:
     found: list[tuple[int, int]] = []
 
     def stand_back() -> None:
-        process._step_back()
+        writer_main._lower_thread_priority()
         found.append(priority())
 
     def priority() -> tuple[int, int]:

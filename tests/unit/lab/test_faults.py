@@ -5,8 +5,8 @@ import random
 import pytest
 
 from paceline.errors import LabError, RecipeError
-from paceline.lab.damage import flip_bit, newest, tear
-from paceline.lab.faults import KINDS, FaultPlan
+from paceline.lab.fault_injection import flip_bit, newest_match, truncate_file
+from paceline.lab.fault_plan import FAULT_KINDS, FaultPlan
 
 
 def everything() -> FaultPlan:
@@ -21,7 +21,7 @@ def everything() -> FaultPlan:
 def test_a_plan_survives_json_and_every_kind_can_be_written_as_words() -> None:
     plan = everything()
     assert FaultPlan.from_json(plan.to_json()) == plan
-    assert {fault.kind for fault in plan.faults} == set(KINDS)
+    assert {fault.kind for fault in plan.faults} == set(FAULT_KINDS)
     words = ["kill h2 step=3", "partition h0 h1,h2 at=5 seconds=1", "slow h3 3 probability=0.25"]
     assert FaultPlan.parse(words, seed=3).faults == plan.faults[:3]
 
@@ -39,7 +39,7 @@ def test_what_is_no_fault_is_refused(text: str) -> None:
 
 def test_a_rack_has_an_uplink_but_no_processes_and_no_steps() -> None:
     plan = FaultPlan().rate("r", "1mbit", at=1).kill("r", at=1).rate("r", "1mbit", step=1).kill("h9", at=1)
-    assert plan.misplaced(["h0"], ["r"]) == ["r", "r", "h9"]
+    assert plan.invalid_targets(["h0"], ["r"]) == ["r", "r", "h9"]
 
 
 def hits(seed: int, chance: float, steps: int = 400) -> list[int]:
@@ -66,7 +66,7 @@ def test_one_bit_flips_and_a_file_is_cut(tmp_path) -> None:
     after = path.read_bytes()
     changed = [(i, a ^ b) for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]
     assert changed == [(where["byte"], 1 << where["bit"])]
-    assert tear(path, draw)["kept_bytes"] == len(path.read_bytes()) < 1000
-    assert newest(tmp_path / "*.bin") == path
+    assert truncate_file(path, draw)["kept_bytes"] == len(path.read_bytes()) < 1000
+    assert newest_match(tmp_path / "*.bin") == path
     with pytest.raises(LabError, match="no file fits"):
-        newest(tmp_path / "*.none")
+        newest_match(tmp_path / "*.none")

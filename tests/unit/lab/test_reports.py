@@ -7,21 +7,26 @@ import sys
 
 import pytest
 
-from paceline.lab.cables import Cable
-from paceline.lab.counters import Count, Traffic, parse_queues
-from paceline.lab.job import ledger_bytes
-from paceline.lab.load import Sample, busiest, verdict
-from paceline.lab.state import Process, Record
-from paceline.lab.summary import Outcome, size
-from paceline.lab.topology import Wire
+from paceline.lab.lab_outcome import LabOutcome, format_size
+from paceline.lab.lab_registry import LabRecord, ProcessIdentity
+from paceline.lab.topology import LinkDirection, VethCable
+from paceline.lab.utilization import (
+    DirectionCount,
+    LinkTraffic,
+    UtilizationSample,
+    busiest_link,
+    describe_bottleneck,
+    parse_queues,
+)
+from paceline.lab.virtual_cluster import read_ledger_bytes
 
 
-def traffic(up: int, down: int) -> Traffic:
-    return Traffic(Count(up, 10), Count(down, 10, 2))
+def traffic(up: int, down: int) -> LinkTraffic:
+    return LinkTraffic(DirectionCount(up, 10), DirectionCount(down, 10, 2))
 
 
 def test_the_summary_names_who_was_killed_and_explains_the_bytes() -> None:
-    found = Outcome(
+    found = LabOutcome(
         exit_codes={"h0": 4, "h1": -9},
         seconds=7.25,
         traffic={"h0": traffic(1500, 900), "h1": traffic(900, 2_500_000)},
@@ -42,30 +47,33 @@ def test_the_summary_names_who_was_killed_and_explains_the_bytes() -> None:
         "fault: kill h1 at step 3",
         "cores: some",
     ]
-    assert size(3.2e9) == "3.20 GB"
+    assert format_size(3.2e9) == "3.20 GB"
 
 
 def test_exit_codes_of_hosts_become_one() -> None:
-    assert Outcome({"h0": 0, "h1": 0}, 1.0, {}, {}).exit_code == 0
-    assert Outcome({"h0": 0, "h1": -9}, 1.0, {}, {}).exit_code == 137
+    assert LabOutcome({"h0": 0, "h1": 0}, 1.0, {}, {}).exit_code == 0
+    assert LabOutcome({"h0": 0, "h1": -9}, 1.0, {}, {}).exit_code == 137
 
 
 @pytest.mark.parametrize(
     ("samples", "said"),
     [
         ([], "too short"),
-        ([Sample(1.0, 0.1)] * 8 + [Sample(0.2, 0.9)] * 2, "the cores, not the links, were the limit"),
-        ([Sample(0.3, 1.0)] * 6 + [Sample(0.9, 0.1)] * 4, "the links were the limit"),
-        ([Sample(0.5, 0.5)] * 4, "neither"),
+        (
+            [UtilizationSample(1.0, 0.1)] * 8 + [UtilizationSample(0.2, 0.9)] * 2,
+            "the cores, not the links, were the limit",
+        ),
+        ([UtilizationSample(0.3, 1.0)] * 6 + [UtilizationSample(0.9, 0.1)] * 4, "the links were the limit"),
+        ([UtilizationSample(0.5, 0.5)] * 4, "neither"),
     ],
 )
-def test_the_verdict(samples: list[Sample], said: str) -> None:
-    assert said in verdict(samples)
+def test_the_verdict(samples: list[UtilizationSample], said: str) -> None:
+    assert said in describe_bottleneck(samples)
 
 
 def test_the_busiest_direction_counts() -> None:
-    cable = Cable("h0", "h0", "eth0", "p0", "core", Wire(8e6), Wire(16e6))
-    assert busiest([cable], {"p0": (0, 0)}, {"p0": (500_000, 1_500_000)}, 1.0) == pytest.approx(0.75)
+    cable = VethCable("h0", "h0", "eth0", "p0", "core", LinkDirection(8e6), LinkDirection(16e6))
+    assert busiest_link([cable], {"p0": (0, 0)}, {"p0": (500_000, 1_500_000)}, 1.0) == pytest.approx(0.75)
 
 
 def test_queues_of_a_link_are_read_and_inner_ones_are_not() -> None:
@@ -73,7 +81,7 @@ def test_queues_of_a_link_are_read_and_inner_ones_are_not() -> None:
         {"kind": "tbf", "dev": "eth0", "root": True, "bytes": 5, "packets": 1, "drops": 3},
         {"kind": "netem", "dev": "eth0", "parent": "1:1", "bytes": 9, "packets": 1, "drops": 0},
     ]
-    assert parse_queues(json.dumps(rows)) == {"eth0": Count(5, 1, 3)}
+    assert parse_queues(json.dumps(rows)) == {"eth0": DirectionCount(5, 1, 3)}
 
 
 def test_the_ledger_of_the_last_run_is_read(tmp_path) -> None:
@@ -83,20 +91,20 @@ def test_the_ledger_of_the_last_run_is_read(tmp_path) -> None:
         "rows": {"all_reduce world": {"sent_bytes": 10.0}, "broadcast world": {"sent_bytes": 2.0}},
     }
     path.write_text('{"event": "step", "step": 0}\n' + json.dumps(row) + "\n")
-    assert ledger_bytes(path) == 12.0
+    assert read_ledger_bytes(path) == 12.0
     path.write_text('{"event": "step", "step": 0}\n')
-    assert ledger_bytes(path) is None
+    assert read_ledger_bytes(path) is None
 
 
 def test_a_process_is_known_by_its_start_and_a_record_survives_its_file(tmp_path) -> None:
-    me = Process.of(os.getpid())
-    assert me.alive and not Process(me.pid, me.started + 1).alive
+    me = ProcessIdentity.of(os.getpid())
+    assert me.alive and not ProcessIdentity(me.pid, me.started + 1).alive
     child = subprocess.Popen([sys.executable, "-c", ""])
-    gone = Process.of(child.pid)
+    gone = ProcessIdentity.of(child.pid)
     child.wait()
     assert not gone.alive
-    record = Record(
+    record = LabRecord(
         "paceline-lab-x", tmp_path, me, {"h0": gone}, {"h0": me}, {"h0": "10.0.0.1"}, ("net", "pid")
     )
     record.save()
-    assert Record.load(tmp_path) == record
+    assert LabRecord.load(tmp_path) == record

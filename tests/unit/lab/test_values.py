@@ -5,29 +5,46 @@ import sys
 import pytest
 
 from paceline.errors import RecipeError
-from paceline.lab.cables import plan_cables, render_host, render_switch, render_tables
-from paceline.lab.command import spread
-from paceline.lab.cores import Groups, Share, describe, plan_shares
-from paceline.lab.shaper import render_netem, render_rate, render_redirect
-from paceline.lab.topology import Links, Wire, build_topology
-from paceline.lab.units import duration_seconds, rate_bits, share, size_bytes
+from paceline.lab.host_commands import spread_over_hosts
+from paceline.lab.host_cores import ControlGroups, CoreShare, describe_core_shares, plan_core_shares
+from paceline.lab.network import render_netem, render_rate, render_redirect
+from paceline.lab.topology import (
+    LinkDirection,
+    Links,
+    build_topology,
+    parse_duration_seconds,
+    parse_fraction,
+    parse_rate_bits,
+    parse_size_bytes,
+    plan_cables,
+    render_forwarding_tables,
+    render_host,
+    render_switch,
+)
 
 
 def test_quantities_and_what_is_none() -> None:
-    assert rate_bits("100mbit") == 1e8 and rate_bits("1.5Gbit") == 1.5e9 and rate_bits("") == 0
-    assert duration_seconds("500us") == pytest.approx(5e-4) and duration_seconds("2 ms") == pytest.approx(
-        2e-3
+    assert (
+        parse_rate_bits("100mbit") == 1e8 and parse_rate_bits("1.5Gbit") == 1.5e9 and parse_rate_bits("") == 0
     )
-    assert size_bytes("64mb") == 64 << 20 and share("0.5%") == pytest.approx(0.005)
-    for read, text in ((rate_bits, "100"), (rate_bits, "10mb"), (duration_seconds, "fast"), (share, "101%")):
+    assert parse_duration_seconds("500us") == pytest.approx(5e-4) and parse_duration_seconds(
+        "2 ms"
+    ) == pytest.approx(2e-3)
+    assert parse_size_bytes("64mb") == 64 << 20 and parse_fraction("0.5%") == pytest.approx(0.005)
+    for read, text in (
+        (parse_rate_bits, "100"),
+        (parse_rate_bits, "10mb"),
+        (parse_duration_seconds, "fast"),
+        (parse_fraction, "101%"),
+    ):
         with pytest.raises(RecipeError):
             read(text)
 
 
 def test_a_latency_is_paid_on_the_way_up_and_rates_may_differ() -> None:
     links = Links(rate="100mbit", up="10mbit", latency="2ms", jitter="1ms", loss="1%")
-    assert links.upwards == Wire(1e7, 2e-3, 1e-3, 0.01)
-    assert links.downwards == Wire(1e8)
+    assert links.upwards == LinkDirection(1e7, 2e-3, 1e-3, 0.01)
+    assert links.downwards == LinkDirection(1e8)
     with pytest.raises(RecipeError, match="jitter"):
         Links(latency="1ms", jitter="2ms")
 
@@ -66,7 +83,7 @@ def test_two_racks_are_two_switches_with_uplinks_and_complete_tables() -> None:
     assert "link add name p2 type veth peer name eth0 netns 13" in switch
     assert "link add name r0 type veth peer name u0" in switch
     assert "link set dev u1 master sw1 up" in switch
-    tables = render_tables(topology, cables)
+    tables = render_forwarding_tables(topology, cables)
     h2 = [line.split(" dev ")[1] for line in tables if topology.hosts[2].mac in line]
     assert h2 == ["p2 master static", "r1 master static", "u0 master static"]
     assert render_host(topology, topology.hosts[0])[-1] == (
@@ -75,50 +92,52 @@ def test_two_racks_are_two_switches_with_uplinks_and_complete_tables() -> None:
 
 
 def test_what_tc_is_told() -> None:
-    assert render_rate("eth0", Wire(1e8)) == (
+    assert render_rate("eth0", LinkDirection(1e8)) == (
         "qdisc add dev eth0 root handle 1: tbf rate 100000000bit burst 12500 limit 637500"
     )
-    assert "rate 100000000000bit" in render_rate("p0", Wire())
-    assert render_netem("eth0", Wire(0, 2e-3, 5e-4, 0.01), 7) == (
+    assert "rate 100000000000bit" in render_rate("p0", LinkDirection())
+    assert render_netem("eth0", LinkDirection(0, 2e-3, 5e-4, 0.01), 7) == (
         "qdisc add dev eth0 parent 1:1 handle 10: netem limit 100000 delay 2000us 500us loss 1% seed 7"
     )
     assert render_redirect("p0", "tp0")[1].endswith("action mirred egress redirect dev tp0")
 
 
 def test_a_command_of_one_machine_is_spread_over_the_hosts() -> None:
-    found = spread(["paceline", "train", "r.toml", "-n", "4", "--set", "seed=1"], ["10.0.0.1", "10.0.0.2"])
+    found = spread_over_hosts(
+        ["paceline", "train", "r.toml", "-n", "4", "--set", "seed=1"], ["10.0.0.1", "10.0.0.2"]
+    )
     assert found[1][:4] == [sys.executable, "-m", "paceline", "train"]
     meeting = "--nodes 2 --rendezvous 10.0.0.1:29500 --node-rank 1 r.toml -n 2 --set seed=1"
     assert " ".join(found[1][4:]) == meeting
-    script = spread(["paceline", "run", "--logs", "l", "-n", "2", "s.py", "-n", "9"], ["a", "b"])
+    script = spread_over_hosts(["paceline", "run", "--logs", "l", "-n", "2", "s.py", "-n", "9"], ["a", "b"])
     assert " ".join(script[0][-7:]) == "--logs l -n 1 s.py -n 9"
-    plain = spread(["paceline", "run", "s.py", "-n", "9"], ["a", "b"])
+    plain = spread_over_hosts(["paceline", "run", "s.py", "-n", "9"], ["a", "b"])
     assert " ".join(plain[0][-4:]) == "0 s.py -n 9"
-    assert spread(["paceline", "bench", "link"], ["a", "b"])[1][-2:] == ["--node-rank", "1"]
-    assert spread(["hostname"], ["a", "b"]) == [["hostname"], ["hostname"]]
+    assert spread_over_hosts(["paceline", "bench", "link"], ["a", "b"])[1][-2:] == ["--node-rank", "1"]
+    assert spread_over_hosts(["hostname"], ["a", "b"]) == [["hostname"], ["hostname"]]
     for wrong in (["paceline", "train", "r.toml", "-n", "3"], []):
         with pytest.raises(RecipeError):
-            spread(wrong, ["a", "b"])
+            spread_over_hosts(wrong, ["a", "b"])
 
 
 def test_cores_are_dealt_evenly_or_weighed() -> None:
-    assert plan_shares(4, [0, 1]) == [Share((0,)), Share((1,)), Share((0,)), Share((1,))]
-    assert plan_shares(2, [0, 1, 2, 3]) == [Share((0, 1)), Share((2, 3))]
-    assert plan_shares(3, [0, 1]) == [Share((), threads=1)] * 3
-    assert plan_shares(3, [0, 1, 2, 3]) == [Share(())] * 3
-    assert plan_shares(2, [0, 1], 0.5) == [Share((0,), 0.5), Share((1,), 0.5)]
-    assert "2 hosts on each of 2 cores" in describe(plan_shares(4, [0, 1]), 2, False)
-    assert "not fairly" in describe(plan_shares(3, [0, 1]), 2, False)
+    assert plan_core_shares(4, [0, 1]) == [CoreShare((0,)), CoreShare((1,)), CoreShare((0,)), CoreShare((1,))]
+    assert plan_core_shares(2, [0, 1, 2, 3]) == [CoreShare((0, 1)), CoreShare((2, 3))]
+    assert plan_core_shares(3, [0, 1]) == [CoreShare((), threads=1)] * 3
+    assert plan_core_shares(3, [0, 1, 2, 3]) == [CoreShare(())] * 3
+    assert plan_core_shares(2, [0, 1], 0.5) == [CoreShare((0,), 0.5), CoreShare((1,), 0.5)]
+    assert "2 hosts on each of 2 cores" in describe_core_shares(plan_core_shares(4, [0, 1]), 2, False)
+    assert "not fairly" in describe_core_shares(plan_core_shares(3, [0, 1]), 2, False)
 
 
 def test_processes_that_have_no_core_of_their_own_have_one_thread() -> None:
-    assert Share((), threads=1).environ({"A": "b"}) == {"A": "b", "OMP_NUM_THREADS": "1"}
-    assert Share((), threads=1).environ({"OMP_NUM_THREADS": "4"}) == {"OMP_NUM_THREADS": "4"}
-    assert Share((0, 1)).environ({"A": "b"}) == {"A": "b"}
+    assert CoreShare((), threads=1).environ({"A": "b"}) == {"A": "b", "OMP_NUM_THREADS": "1"}
+    assert CoreShare((), threads=1).environ({"OMP_NUM_THREADS": "4"}) == {"OMP_NUM_THREADS": "4"}
+    assert CoreShare((0, 1)).environ({"A": "b"}) == {"A": "b"}
 
 
 def test_control_groups_of_the_unified_hierarchy(tmp_path) -> None:
-    groups = Groups("paceline-lab-x", tmp_path, v2=True)
+    groups = ControlGroups("paceline-lab-x", tmp_path, v2=True)
     folder = groups.make("h0", 0.5)
     assert (folder / "cpu.max").read_text() == "5000 10000"
     assert (folder.parent / "cgroup.subtree_control").read_text() == "+cpu"

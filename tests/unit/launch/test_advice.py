@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import CheckpointError, CommunicationError, DataError, MemoryLimitError, NumericError
-from paceline.launch.advice import advise_after_signal, explain, explain_memory
-from paceline.launch.worker import ErrorReport
+from paceline.launch.worker_guard import ErrorReport, advise_after_signal, explain_error, explain_memory
 
 
 class OutOfMemoryError(RuntimeError):
@@ -109,10 +108,10 @@ def test_the_users_frames_are_shown_and_ours_are_folded(tmp_path: Path) -> None:
 
 
 def test_a_mistake_of_ours_is_shown_with_all_frames() -> None:
-    from paceline.data.work import split
+    from paceline.data.work import split_evenly
 
     try:
-        split(1, 0, 0)
+        split_evenly(1, 0, 0)
     except ZeroDivisionError as error:
         shown = ErrorReport.of(error).details
         assert "work.py" in shown and "folded" not in shown
@@ -121,17 +120,17 @@ def test_a_mistake_of_ours_is_shown_with_all_frames() -> None:
 
 
 def test_a_lost_loader_worker_is_a_named_error_wherever_it_is_noticed() -> None:
-    found = explain(RuntimeError("DataLoader worker (pid 80) is killed by signal: Killed. "))
+    found = explain_error(RuntimeError("DataLoader worker (pid 80) is killed by signal: Killed. "))
     assert isinstance(found, DataError) and "loader.workers" in str(found)
-    assert explain(RuntimeError("another DataLoader worker")) is None
+    assert explain_error(RuntimeError("another DataLoader worker")) is None
     wait = CommunicationError("all_reduce failed")
     wait.__cause__ = RuntimeError("DataLoader worker (pid 80) is killed by signal: Hangup. ")
-    assert isinstance(explain(wait), DataError)
+    assert isinstance(explain_error(wait), DataError)
     assert not ErrorReport.of(wait).connection, "it is the cause, and no other rank is"
 
 
 def test_limits_of_the_system_are_named() -> None:
-    files = explain(OSError(errno.EMFILE, "Too many open files"))
+    files = explain_error(OSError(errno.EMFILE, "Too many open files"))
     assert isinstance(files, MemoryLimitError) and "ulimit -n" in str(files)
     for error in (RuntimeError("can't start new thread"), ImportError("x.so: failed to map segment from it")):
-        assert isinstance(explain(error), MemoryLimitError)
+        assert isinstance(explain_error(error), MemoryLimitError)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from paceline import rendezvous
-from paceline.addresses import interface_towards
-from paceline.cluster import Cluster, process_environment
 from paceline.errors import CommunicationError
-from paceline.rendezvous import Way, open_store
+from paceline.job import rendezvous
+from paceline.job.addresses import interface_towards
+from paceline.job.cluster import Cluster, process_environment
+from paceline.job.rendezvous import StoreAccess, open_store
 from tests.ports import free_port
 
 TORCHRUN = {  # recorded from torchrun --nnodes 2 --nproc-per-node 2, node 1, second process
@@ -106,12 +106,12 @@ def test_the_loopback_leads_to_itself() -> None:
 
 def test_a_port_where_nobody_listens_ends_at_the_deadline() -> None:
     with pytest.raises(CommunicationError, match="cannot reach the store of the job at"):
-        open_store(Way(1, "127.0.0.1", free_port(), "token"), 0.3)
+        open_store(StoreAccess(1, "127.0.0.1", free_port(), "token"), 0.3)
 
 
 def test_a_store_whose_port_is_taken_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "HELLO_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        way = Way(0, "127.0.0.1", taken.getsockname()[1], "token", serves=True)
+        way = StoreAccess(0, "127.0.0.1", taken.getsockname()[1], "token", serves=True)
         with pytest.raises(CommunicationError, match=r"cannot serve the store.*in use"):
             open_store(way, 5.0)

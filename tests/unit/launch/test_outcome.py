@@ -6,19 +6,19 @@ import signal
 
 import pytest
 
-from paceline.launch.outcome import Failure, Outcome, conclude, signal_headline
-from paceline.launch.stop import Stop
+from paceline.launch.outcome import LaunchOutcome, WorkerFailure, signal_headline, summarize_failures
+from paceline.launch.shutdown import ShutdownPlan
 
-LOST = Failure(0, "connection", 1.0, "raised CommunicationError: rank 2 is gone", 4, "lost traceback")
-RAISED = Failure(2, "error", 2.0, "raised ValueError: boom", 1, "Traceback\nValueError: boom")
-LATER = Failure(1, "error", 3.0, "raised KeyError: 'x'", 1, "other traceback")
-KILLED = Failure(3, "signal", 9.0, "was killed by SIGKILL (out of memory?)", 137)
-ENDED = Failure(1, "stopped", 4.0, "was ended because of that; it was in load (data.py:3)", 1)
+LOST = WorkerFailure(0, "connection", 1.0, "raised CommunicationError: rank 2 is gone", 4, "lost traceback")
+RAISED = WorkerFailure(2, "error", 2.0, "raised ValueError: boom", 1, "Traceback\nValueError: boom")
+LATER = WorkerFailure(1, "error", 3.0, "raised KeyError: 'x'", 1, "other traceback")
+KILLED = WorkerFailure(3, "signal", 9.0, "was killed by SIGKILL (out of memory?)", 137)
+ENDED = WorkerFailure(1, "stopped", 4.0, "was ended because of that; it was in load (data.py:3)", 1)
 
 
 @pytest.mark.capability("O1")
 def test_the_cause_comes_first_in_full_and_the_others_in_one_line() -> None:
-    outcome = conclude([LOST, LATER, RAISED], logs="/logs")
+    outcome = summarize_failures([LOST, LATER, RAISED], logs="/logs")
     assert outcome.exit_code == 1
     assert outcome.report == (
         "rank 2 raised ValueError: boom\n"
@@ -31,20 +31,20 @@ def test_the_cause_comes_first_in_full_and_the_others_in_one_line() -> None:
 
 
 def test_a_killed_rank_is_blamed_although_others_spoke_earlier() -> None:
-    outcome = conclude([LOST, RAISED, KILLED])
+    outcome = summarize_failures([LOST, RAISED, KILLED])
     assert outcome.failures[0] is KILLED
     assert outcome.exit_code == 137
 
 
 def test_without_failures_there_is_nothing_to_say() -> None:
-    assert conclude([]) == conclude([], nodes=2, logs="/logs")
-    assert (conclude([]).exit_code, conclude([]).report) == (0, "")
+    assert summarize_failures([]) == summarize_failures([], nodes=2, logs="/logs")
+    assert (summarize_failures([]).exit_code, summarize_failures([]).report) == (0, "")
 
 
 def test_a_lost_connection_points_at_the_silent_rank_or_at_the_other_nodes() -> None:
-    assert "look at rank 1, which did not answer" in conclude([LOST, ENDED]).report
-    assert "look at the other nodes" in conclude([LOST], nodes=2).report
-    assert "next:" not in conclude([LOST]).report
+    assert "look at rank 1, which did not answer" in summarize_failures([LOST, ENDED]).report
+    assert "look at the other nodes" in summarize_failures([LOST], nodes=2).report
+    assert "next:" not in summarize_failures([LOST]).report
 
 
 @pytest.mark.parametrize(
@@ -52,33 +52,33 @@ def test_a_lost_connection_points_at_the_silent_rank_or_at_the_other_nodes() -> 
     [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 143), (signal.SIGHUP, 129)],
 )
 def test_told_to_stop_lost_connections_are_no_failures(number: int, code: int) -> None:
-    outcome = conclude([LOST], stop_signal=number)
+    outcome = summarize_failures([LOST], stop_signal=number)
     assert (outcome.exit_code, outcome.failures, outcome.report) == (code, (), "")
 
 
 @pytest.mark.capability("N7")
 def test_workers_that_were_asked_to_stop_saved_and_left() -> None:
-    assert conclude([], stopped=True).exit_code == 143
-    assert conclude([LOST], stopped=True).exit_code == 4
-    left = Failure(1, "left", 0.5, "raised SetupStoppedError: stopped before the first step", 143)
-    assert conclude([LOST, left], stopped=True) == Outcome(143, (), "")
-    assert conclude([left, RAISED], stopped=True).failures == (RAISED,)
+    assert summarize_failures([], stopped=True).exit_code == 143
+    assert summarize_failures([LOST], stopped=True).exit_code == 4
+    left = WorkerFailure(1, "left", 0.5, "raised SetupStoppedError: stopped before the first step", 143)
+    assert summarize_failures([LOST, left], stopped=True) == LaunchOutcome(143, (), "")
+    assert summarize_failures([left, RAISED], stopped=True).failures == (RAISED,)
 
 
 def test_told_to_stop_a_real_error_still_counts() -> None:
-    outcome = conclude([LOST, RAISED], stop_signal=signal.SIGTERM)
+    outcome = summarize_failures([LOST, RAISED], stop_signal=signal.SIGTERM)
     assert (outcome.exit_code, outcome.failures) == (1, (RAISED,))
 
 
 def test_told_to_stop_a_rank_that_had_to_be_killed_is_named() -> None:
-    outcome = conclude([ENDED], stop_signal=signal.SIGTERM)
+    outcome = summarize_failures([ENDED], stop_signal=signal.SIGTERM)
     assert (outcome.exit_code, outcome.failures) == (143, ())
     assert outcome.report.startswith("rank 1 was ended")
 
 
 def test_long_lines_are_cut() -> None:
-    long = Failure(5, "connection", 5.0, "raised X: " + "a" * 500, 1)
-    assert max(len(line) for line in conclude([RAISED, long]).report.splitlines()) <= 160
+    long = WorkerFailure(5, "connection", 5.0, "raised X: " + "a" * 500, 1)
+    assert max(len(line) for line in summarize_failures([RAISED, long]).report.splitlines()) <= 160
 
 
 def test_signals_have_names_and_hints() -> None:
@@ -87,11 +87,11 @@ def test_signals_have_names_and_hints() -> None:
     assert signal_headline(99) == "was killed by signal 99"
 
 
-def make_stop() -> Stop:
-    return Stop(settle_seconds=1.0, kill_seconds=3.0, grace_seconds=10.0)
+def make_stop() -> ShutdownPlan:
+    return ShutdownPlan(settle_seconds=1.0, kill_seconds=3.0, grace_seconds=10.0)
 
 
-def looks(stop: Stop, begin: float, end: float) -> dict[float, str]:
+def looks(stop: ShutdownPlan, begin: float, end: float) -> dict[float, str]:
     """What is done when, by a launcher that looks eight times a second."""
     times = [begin + i / 8 for i in range(round((end - begin) * 8))]
     return {now: action for now in times if (action := stop.due(now)) != "wait"}
@@ -138,9 +138,9 @@ def test_time_in_which_the_launcher_stood_still_is_nobodys_grace() -> None:
 @pytest.mark.capability("N7")
 def test_when_one_has_left_the_others_have_the_grace_time() -> None:
     stop = make_stop()
-    stop.on_leave(100.0)
+    stop.on_worker_left(100.0)
     assert looks(stop, 100.0, 105.0) == {}
-    stop.on_leave(105.0)
+    stop.on_worker_left(105.0)
     assert looks(stop, 105.0, 110.125) == {110.0: "kill"}
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import PacelineError
-from paceline.launch import Job, render_workers, script_command
-from paceline.launch.render import Place
+from paceline.launch import LaunchJob, render_workers, script_command
+from paceline.launch.job_spec import NodeContext
 
-PLACE = Place("10.0.0.1", 29500, 29600, 7, (8, 9), "the-token", Path("/logs"), cores=6)
-JOB = Job(("python", "train.py"), 2, nodes=2, node_rank=0, rendezvous="10.0.0.1:29500")
+PLACE = NodeContext("10.0.0.1", 29500, 29600, 7, (8, 9), "the-token", Path("/logs"), cores=6)
+JOB = LaunchJob(("python", "train.py"), 2, nodes=2, node_rank=0, rendezvous="10.0.0.1:29500")
 
 
 def test_the_first_worker_in_full() -> None:
@@ -47,7 +47,7 @@ def test_the_first_worker_in_full() -> None:
 
 @pytest.mark.capability("O1")
 def test_local_rank_counts_on_its_own_node() -> None:
-    job = Job(("python", "train.py"), 2, nodes=2, node_rank=1, rendezvous="10.0.0.1:29500")
+    job = LaunchJob(("python", "train.py"), 2, nodes=2, node_rank=1, rendezvous="10.0.0.1:29500")
     workers = render_workers(job, replace(PLACE, store_fds=(), listen_fd=None), {})
     assert [worker.environ["RANK"] for worker in workers] == ["2", "3"]
     assert [worker.environ["LOCAL_RANK"] for worker in workers] == ["0", "1"]
@@ -69,14 +69,15 @@ def test_variables_of_an_outer_launcher_do_not_leak() -> None:
     [(0, {}, "3"), (0, {"OMP_NUM_THREADS": "5"}, "5"), (2, {"OMP_NUM_THREADS": "5"}, "2")],
 )
 def test_threads(threads: int, inherited: dict[str, str], expected: str) -> None:
-    job = Job(("x",), 2, threads=threads)
+    job = LaunchJob(("x",), 2, threads=threads)
     environ = render_workers(job, PLACE, inherited)[0].environ
     assert environ["OMP_NUM_THREADS"] == environ["MKL_NUM_THREADS"] == expected
 
 
 def test_more_processes_than_cores_get_one_thread_each() -> None:
     assert (
-        render_workers(Job(("x",), 8), replace(PLACE, store_fds=()), {})[7].environ["OMP_NUM_THREADS"] == "1"
+        render_workers(LaunchJob(("x",), 8), replace(PLACE, store_fds=()), {})[7].environ["OMP_NUM_THREADS"]
+        == "1"
     )
 
 
@@ -97,11 +98,11 @@ def test_more_processes_than_cores_get_one_thread_each() -> None:
 )
 def test_impossible_jobs_are_refused(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(PacelineError, match=message):
-        Job(**{"command": ("x",), "num_processes": 1, **arguments})  # type: ignore[arg-type]
+        LaunchJob(**{"command": ("x",), "num_processes": 1, **arguments})  # type: ignore[arg-type]
 
 
 def test_rendezvous_with_a_version_6_address() -> None:
-    assert Job(("x",), 1, nodes=2, rendezvous="[::1]:29500").endpoint == ("::1", 29500)
+    assert LaunchJob(("x",), 1, nodes=2, rendezvous="[::1]:29500").endpoint == ("::1", 29500)
 
 
 def test_script_command_keeps_the_arguments() -> None:

@@ -14,14 +14,18 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launch.procfs import is_stopped
-from paceline.launch.stacks import prepare_stack, read_position, request_stacks
+from paceline.launch.process_inspection import (
+    enable_stack_dump,
+    is_stopped,
+    read_position,
+    request_stack_dumps,
+)
 
 pytestmark = pytest.mark.capability("N5", clause="where a rank that hangs is")
 WORKER = """
 import signal, sys, time
 from pathlib import Path
-from paceline.launch.stacks import prepare_stack
+from paceline.launch.process_inspection import enable_stack_dump
 
 def busy():
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])  # as if it waited for a core
@@ -32,7 +36,7 @@ def busy():
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR2])
     time.sleep(600)
 
-stack = prepare_stack(Path(sys.argv[1]))
+stack = enable_stack_dump(Path(sys.argv[1]))
 busy()
 """
 
@@ -51,29 +55,29 @@ def worker(stack: Path) -> Iterator[subprocess.Popen[str]]:
 
 def test_a_worker_that_is_late_to_say_where_it_is_is_waited_for(tmp_path: Path) -> None:
     with worker(tmp_path / "stack") as process:
-        request_stacks([(process.pid, tmp_path / "stack")])
+        request_stack_dumps([(process.pid, tmp_path / "stack")])
         assert read_position(tmp_path / "stack").startswith("pthread_sigmask (signal.py:")
 
 
 def test_who_is_stopped_is_not_waited_for_and_who_has_ended_is_not_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.launch.stacks._ANSWER_SECONDS", 1000.0)  # nobody waits so long
+    monkeypatch.setattr("paceline.launch.process_inspection._ANSWER_SECONDS", 1000.0)  # nobody waits so long
     with worker(tmp_path / "stack") as process:
         process.send_signal(signal.SIGSTOP)
         while not is_stopped(process.pid):
             time.sleep(0.001)
-        request_stacks([(process.pid, tmp_path / "stack")])
+        request_stack_dumps([(process.pid, tmp_path / "stack")])
     assert read_position(tmp_path / "stack") == ""
-    request_stacks([(process.pid, tmp_path / "stack"), (process.pid, tmp_path / "none")])
+    request_stack_dumps([(process.pid, tmp_path / "stack"), (process.pid, tmp_path / "none")])
 
 
 def test_a_process_may_be_prepared_more_than_once(tmp_path: Path) -> None:
     """Else the signal is ignored from then on, here and in all that this process starts."""
     before = signal.getsignal(signal.SIGUSR2)
     for name in ("first", "second"):
-        with prepare_stack(tmp_path / name):
-            request_stacks([(os.getpid(), tmp_path / name)])
+        with enable_stack_dump(tmp_path / name):
+            request_stack_dumps([(os.getpid(), tmp_path / name)])
         assert "request_stacks (stacks.py:" in read_position(tmp_path / name)
     faulthandler.unregister(signal.SIGUSR2)
     signal.signal(signal.SIGUSR2, before)

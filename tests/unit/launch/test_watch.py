@@ -12,31 +12,31 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launch import watch
-from paceline.launch.process import Keeper, Running, wait_for_end
-from paceline.launch.procfs import is_stopped
-from paceline.launch.render import Worker
-from paceline.launch.watch import Watch
+from paceline.launch import supervision
+from paceline.launch.job_spec import WorkerSpec
+from paceline.launch.process_inspection import is_stopped
+from paceline.launch.supervision import StuckWorkerMonitor
+from paceline.launch.worker_process import SessionReaper, WorkerProcess, wait_for_end
 
 pytestmark = pytest.mark.capability("N5", clause="a killed or stopped worker is seen in three intervals")
 
 
 @pytest.fixture
-def running(tmp_path: Path) -> Iterator[list[Running]]:
+def running(tmp_path: Path) -> Iterator[list[WorkerProcess]]:
     """Two processes that sleep."""
     found = []
-    with Keeper() as keeper:
+    with SessionReaper() as keeper:
         for rank in range(2):
             files = None, tmp_path / f"rank-{rank}.json", tmp_path / f"rank-{rank}.stack"
             process = subprocess.Popen(["sleep", "600"], start_new_session=True)
-            found.append(Running(Worker(rank, rank, ("sleep",), {}, {}, *files), process, keeper))
+            found.append(WorkerProcess(WorkerSpec(rank, rank, ("sleep",), {}, {}, *files), process, keeper))
         yield found
         for one in found:
             one.process.kill()
             one.process.wait()
 
 
-def send(one: Running, number: signal.Signals) -> None:
+def send(one: WorkerProcess, number: signal.Signals) -> None:
     os.kill(one.pid, number)
     expires = time.monotonic() + 100
     while is_stopped(one.pid) != (number == signal.SIGSTOP):
@@ -44,14 +44,14 @@ def send(one: Running, number: signal.Signals) -> None:
         time.sleep(0.001)
 
 
-def look(at: Watch, times: int, begin: int = 1) -> list[Running]:
+def look(at: StuckWorkerMonitor, times: int, begin: int = 1) -> list[WorkerProcess]:
     """So many looks, an interval apart; those that must be ended at the last one."""
-    return [at.late(i * watch._LOOK_SECONDS) for i in range(begin, begin + times)][-1]
+    return [at.late(i * supervision._CHECK_SECONDS) for i in range(begin, begin + times)][-1]
 
 
-def test_a_stopped_worker_is_named_in_three_intervals_and_may_go_on(running: list[Running]) -> None:
+def test_a_stopped_worker_is_named_in_three_intervals_and_may_go_on(running: list[WorkerProcess]) -> None:
     told: list[str] = []
-    at = Watch(running, 60.0, 0.0, told.append)
+    at = StuckWorkerMonitor(running, 60.0, 0.0, told.append)
     assert look(at, 4) == [] and told == []
     send(running[1], signal.SIGSTOP)
     assert look(at, 3, 5) == []
@@ -63,7 +63,7 @@ def test_a_stopped_worker_is_named_in_three_intervals_and_may_go_on(running: lis
     assert look(at, 3, 11) == [] and len(told) == 3, "it is told again"
 
 
-def test_a_killed_worker_is_seen_without_a_look(running: list[Running]) -> None:
+def test_a_killed_worker_is_seen_without_a_look(running: list[WorkerProcess]) -> None:
     """Its end wakes the launcher, which would else sleep for long."""
     assert not any(one.poll() for one in running)
     running[1].process.kill()
@@ -71,18 +71,18 @@ def test_a_killed_worker_is_seen_without_a_look(running: list[Running]) -> None:
     assert [one.poll() for one in running] == [False, True]
 
 
-def test_who_stays_stopped_is_given_up_and_who_may_wait_is_waited_for(running: list[Running]) -> None:
+def test_who_stays_stopped_is_given_up_and_who_may_wait_is_waited_for(running: list[WorkerProcess]) -> None:
     told: list[str] = []
     send(running[0], signal.SIGSTOP)
-    assert look(Watch(running, 1.0, 0.0, told.append), 5) == [running[0]]
+    assert look(StuckWorkerMonitor(running, 1.0, 0.0, told.append), 5) == [running[0]]
     assert running[0].overdue == "was stopped by a signal (SIGSTOP?) for more than 1 s"
-    assert look(Watch(running, math.inf, 0.0, told.append), 50) == []
+    assert look(StuckWorkerMonitor(running, math.inf, 0.0, told.append), 50) == []
     assert len(told) == 2 and told[1].endswith("the job waits for it\n")
 
 
-def test_at_one_look_a_whole_job_may_be_going_on_again(running: list[Running]) -> None:
+def test_at_one_look_a_whole_job_may_be_going_on_again(running: list[WorkerProcess]) -> None:
     told: list[str] = []
-    at = Watch(running, 60.0, 0.0, told.append)
+    at = StuckWorkerMonitor(running, 60.0, 0.0, told.append)
     for one in running:
         send(one, signal.SIGSTOP)
     look(at, 1)
@@ -92,9 +92,9 @@ def test_at_one_look_a_whole_job_may_be_going_on_again(running: list[Running]) -
     assert told == []
 
 
-def test_time_in_which_the_launcher_was_stopped_does_not_count(running: list[Running]) -> None:
+def test_time_in_which_the_launcher_was_stopped_does_not_count(running: list[WorkerProcess]) -> None:
     told: list[str] = []
-    at = Watch(running, 60.0, 0.0, told.append)
+    at = StuckWorkerMonitor(running, 60.0, 0.0, told.append)
     send(running[0], signal.SIGSTOP)
     look(at, 2)
     assert at.late(3600.0) == [] and len(told) == 1

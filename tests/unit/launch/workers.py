@@ -6,9 +6,9 @@ import subprocess
 import time
 from pathlib import Path
 
-from paceline.launch.process import Keeper, Running
-from paceline.launch.render import Worker
-from paceline.launch.worker import ErrorReport
+from paceline.launch.job_spec import WorkerSpec
+from paceline.launch.worker_guard import ErrorReport
+from paceline.launch.worker_process import SessionReaper, WorkerProcess
 
 
 def ended(
@@ -20,12 +20,12 @@ def ended(
     *,
     told: bool = False,
     connection: bool = False,
-) -> Running:
+) -> WorkerProcess:
     """A worker that ended with `code`; with a `kind` it has reported that error."""
     error_file = folder / f"rank-{rank}.json"
     if kind:
         ErrorReport(time.time(), kind, message, "", "", code, connection).save(error_file)
-    worker = Worker(rank, rank, ("true",), {}, {}, None, error_file, folder / f"rank-{rank}.stack")
+    worker = WorkerSpec(rank, rank, ("true",), {}, {}, None, error_file, folder / f"rank-{rank}.stack")
     process = subprocess.Popen(["sh", "-c", f"exit {code}"])
     process.wait()
-    return Running(worker, process, Keeper(), ended_at=time.time(), told=told)
+    return WorkerProcess(worker, process, SessionReaper(), ended_at=time.time(), told=told)

@@ -6,8 +6,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from paceline.layout.recompute import recompute_blocks
 from paceline.models import KeyedDropout, set_micro_batch_key
+from paceline.parallel.recompute import recompute_blocks
 
 NUM_BLOCKS, WIDTH = 6, 32
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.data import split
-from paceline.layout import MicroBatchBuffers
+from paceline.data import split_evenly
+from paceline.parallel import MicroBatchBuffers
 
 NUM_MICRO_BATCHES = 8
 
@@ -30,7 +30,7 @@ def step_on(world: int, steps: int = 3) -> list[dict[str, Tensor]]:
         changes = []
         for rank, (model, buffers) in enumerate(zip(models, ranks, strict=True)):
             buffers.begin_step()
-            for i in split(NUM_MICRO_BATCHES, world, rank):
+            for i in split_evenly(NUM_MICRO_BATCHES, world, rank):
                 model(batches()[i])
                 buffers.end_micro_batch()
             changes.append(buffers.change)

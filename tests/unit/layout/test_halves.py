@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from paceline.layout.pipeline.halves import in_halves
-from paceline.models.gpt import Block, GPTConfig
+from paceline.models.gpt import GPTBlock, GPTConfig
+from paceline.parallel.pipeline.split_backward import split_backward
 
 
 class Odd(nn.Module):
@@ -34,7 +34,7 @@ class Recomputed(nn.Module):
 
 
 MODELS = {
-    "blocks": lambda: nn.Sequential(*(Block(GPTConfig(width=8, heads=2, context=8)) for _ in range(2))),
+    "blocks": lambda: nn.Sequential(*(GPTBlock(GPTConfig(width=8, heads=2, context=8)) for _ in range(2))),
     "odd": Odd,
     "recomputed": Recomputed,
 }
@@ -51,10 +51,10 @@ def test_both_halves_have_the_bits_of_a_whole_backward(kind: str, takes: bool) -
     weights = dict(model.named_parameters())
     right = {name: p.grad for name, p in weights.items()}
     y = model(x)
-    halves = in_halves([y], [x] if takes else [], [*weights.values()])
-    back = halves.of_inputs([grad])
+    halves = split_backward([y], [x] if takes else [], [*weights.values()])
+    back = halves.input_gradients([grad])
     assert [torch.equal(g, x.grad) for g in back] == [True] * takes
-    found = halves.of_weights()
+    found = halves.weight_gradients()
     assert {name for name, g in right.items() if g is not None} == {
         n for n, p in weights.items() if p in found
     }
@@ -73,9 +73,9 @@ def test_what_a_weight_needs_is_not_computed_in_the_first_half() -> None:
 
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     x = torch.randn(3, 8, requires_grad=True)
-    halves = in_halves([model(x)], [x], [*model.parameters()])
+    halves = split_backward([model(x)], [x], [*model.parameters()])
     counts = []
-    for half in (lambda: halves.of_inputs([torch.randn(3, 8)]), halves.of_weights):
+    for half in (lambda: halves.input_gradients([torch.randn(3, 8)]), halves.weight_gradients):
         seen.clear()
         with Count():
             half()

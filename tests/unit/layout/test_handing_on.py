@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from paceline.errors import TaskError
-from paceline.layout.handing_on import HandingOn
-from paceline.slot import Slot, trained_parameters
+from paceline.parallel.gradient_hooks import GradientHooks
+from paceline.state.slot import TensorSlot, trained_parameters
 
 
 class Sink:
@@ -25,7 +25,7 @@ class Sink:
 
     def micro_batch(self, shards: range, is_last: bool) -> None: ...
 
-    def ready(self, slot: Slot, grad: Tensor | None) -> None:
+    def ready(self, slot: TensorSlot, grad: Tensor | None) -> None:
         self.seen.append((slot.name, None if grad is None else grad.clone()))
         if self.in_backward:
             self.early.add(slot.name)
@@ -73,7 +73,7 @@ MODELS: dict[str, Callable[[], Recurrent]] = {
 X = torch.linspace(-1, 1, 8).view(2, 4)
 
 
-def backward(model: nn.Module, handing: HandingOn, sink: Sink, num_micro_batches: int = 1) -> None:
+def backward(model: nn.Module, handing: GradientHooks, sink: Sink, num_micro_batches: int = 1) -> None:
     """One step of some micro-batches."""
     handing.begin()
     for micro_batch in range(num_micro_batches):
@@ -99,7 +99,7 @@ def right(model: nn.Module, num_micro_batches: int = 1) -> dict[str, Tensor]:
 @pytest.mark.parametrize("kind", MODELS)
 def test_every_gradient_comes_once_and_complete(kind: str, num_micro_batches: int, overlap: bool) -> None:
     model = MODELS[kind]()
-    handing = HandingOn(trained_parameters(model), overlap=overlap)
+    handing = GradientHooks(trained_parameters(model), overlap=overlap)
     plain = Recurrent()
     plain.load_state_dict(model.state_dict())
     expected = right(plain, num_micro_batches)
@@ -122,14 +122,14 @@ def test_every_gradient_comes_once_and_complete(kind: str, num_micro_batches: in
 def test_the_first_backward_hands_on_nothing_early() -> None:
     """Nobody knows yet how often autograd adds."""
     model, sink = Recurrent(), Sink()
-    backward(model, HandingOn(trained_parameters(model), overlap=True), sink)
+    backward(model, GradientHooks(trained_parameters(model), overlap=True), sink)
     assert not sink.early and len(sink.seen) == 6
 
 
 def test_what_no_micro_batch_used_is_handed_on_as_nothing() -> None:
     model = Recurrent()
     model.skips = True
-    handing = HandingOn(trained_parameters(model), overlap=True)
+    handing = GradientHooks(trained_parameters(model), overlap=True)
     for _ in range(3):
         sink = Sink()
         backward(model, handing, sink)
@@ -141,7 +141,7 @@ def test_what_no_micro_batch_used_is_handed_on_as_nothing() -> None:
 
 def test_by_micro_batch_each_starts_anew() -> None:
     model = Recurrent()
-    handing = HandingOn(trained_parameters(model), overlap=True)
+    handing = GradientHooks(trained_parameters(model), overlap=True)
     for _ in range(2):
         sink = Sink(by_micro_batch=True)
         backward(model, handing, sink, num_micro_batches=2)
@@ -165,7 +165,7 @@ class Changing(Reentrant):
 
 def test_one_that_grows_after_it_was_complete_is_an_error() -> None:
     model = Changing()
-    handing = HandingOn(trained_parameters(model), overlap=True)
+    handing = GradientHooks(trained_parameters(model), overlap=True)
     backward(model, handing, Sink())
     backward(model, handing, Sink())
     model.recomputes = True
@@ -175,7 +175,7 @@ def test_one_that_grows_after_it_was_complete_is_an_error() -> None:
 
 def test_a_step_that_is_dropped_hands_on_nothing_more() -> None:
     model, sink = Recurrent(), Sink()
-    handing = HandingOn(trained_parameters(model), overlap=True)
+    handing = GradientHooks(trained_parameters(model), overlap=True)
     backward(model, handing, Sink())
     handing.begin()
     handing.open(sink)
@@ -200,7 +200,7 @@ def test_a_hook_sees_the_gradient_of_each_micro_batch_alone(overlap: bool) -> No
     expected = [right(plain, 1)["first.weight"], right(plain, 2)["first.weight"]]
     alone = [expected[0], expected[1] - expected[0]]
     model.first.weight.register_post_accumulate_grad_hook(clip)
-    handing = HandingOn(trained_parameters(model), overlap=overlap)
+    handing = GradientHooks(trained_parameters(model), overlap=overlap)
     for _ in range(3):
         sink = Sink()
         backward(model, handing, sink, 2)
@@ -221,4 +221,4 @@ def test_a_hook_that_steps_during_backward_is_refused() -> None:
 
     model.first.weight.register_post_accumulate_grad_hook(step)
     with pytest.raises(TaskError, match=r"a hook has taken away the gradient of 'first\.weight'"):
-        backward(model, HandingOn(trained_parameters(model), overlap=True), Sink())
+        backward(model, GradientHooks(trained_parameters(model), overlap=True), Sink())

@@ -9,17 +9,24 @@ import torch
 from torch import nn
 
 from paceline.errors import TaskError
-from paceline.layout.tensor.heads import Share, cut_heads, spread_heads
 from paceline.models import GPT, GPTConfig
-from paceline.slot import Piece, Slot
-from paceline.spans import indexed, length_of, runs_of, selected, span_of
+from paceline.parallel.tensor.attention_heads import HeadShare, assign_heads, cut_heads
+from paceline.state.slot import (
+    TensorPiece,
+    TensorSlot,
+    index_of_span,
+    join_runs,
+    span_length,
+    span_of_index,
+    span_runs,
+)
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3, 4, 6, 8, 12])
 @pytest.mark.parametrize("degree", [1, 2, 3, 4, 5])
 def test_every_head_is_on_one_rank_with_the_keys_that_it_uses(heads: int, degree: int) -> None:
     for shared in (n for n in range(1, heads + 1) if heads % n == 0):
-        shares = spread_heads(heads, shared, degree)
+        shares = assign_heads(heads, shared, degree)
         assert len(shares) == degree and shares[0].queries[0] == 0 and shares[-1].queries[1] == heads
         assert all(a.queries[1] == b.queries[0] for a, b in pairwise(shares))
         group = heads // shared
@@ -33,20 +40,24 @@ def test_every_head_is_on_one_rank_with_the_keys_that_it_uses(heads: int, degree
 
 
 def test_three_heads_on_two_ranks_are_one_and_two() -> None:
-    assert spread_heads(3, 3, 2) == [Share((0, 1), (0, 1)), Share((1, 3), (1, 3))]
-    assert spread_heads(4, 1, 3) == [Share((0, 1), (0, 1)), Share((1, 2), (0, 1)), Share((2, 4), (0, 1))]
+    assert assign_heads(3, 3, 2) == [HeadShare((0, 1), (0, 1)), HeadShare((1, 3), (1, 3))]
+    assert assign_heads(4, 1, 3) == [
+        HeadShare((0, 1), (0, 1)),
+        HeadShare((1, 2), (0, 1)),
+        HeadShare((2, 4), (0, 1)),
+    ]
 
 
 def test_a_span_of_several_runs_selects_what_it_says() -> None:
-    span = span_of([(0, 2), (2, 3), (5, 5), (7, 9)])
-    assert span == (0, 3, 7, 9) and runs_of(span) == [(0, 3), (7, 9)] and length_of(span) == 5
-    assert selected(span) == [0, 1, 2, 7, 8] and indexed(selected(span), 12) == span
-    assert indexed(slice(4, None), 9) == (4, 9) and span_of([]) == (0, 0)
+    span = join_runs([(0, 2), (2, 3), (5, 5), (7, 9)])
+    assert span == (0, 3, 7, 9) and span_runs(span) == [(0, 3), (7, 9)] and span_length(span) == 5
+    assert index_of_span(span) == [0, 1, 2, 7, 8] and span_of_index(index_of_span(span), 12) == span
+    assert span_of_index(slice(4, None), 9) == (4, 9) and join_runs([]) == (0, 0)
 
 
 def test_parts_of_parts_with_gaps_are_found_in_the_whole_and_in_each_other() -> None:
     whole = torch.arange(24).view(12, 2)
-    rows = Slot.whole("w", whole).take(0, (0, 2, 4, 6, 8, 10), "tensor")
+    rows = TensorSlot.whole("w", whole).take(0, (0, 2, 4, 6, 8, 10), "tensor")
     held = whole[rows.index]
     assert rows.sizes == (6, 2) and held[:, 0].tolist() == [0, 2, 8, 10, 16, 18]
     found = torch.zeros_like(whole)
@@ -54,7 +65,7 @@ def test_parts_of_parts_with_gaps_are_found_in_the_whole_and_in_each_other() -> 
         part = rows.narrow(0, (first, last), "shard")
         assert part.sizes == (last - first, 2) and torch.equal(held[part.inside(rows)], whole[part.index])
         found[part.index] = held[part.inside(rows)]
-    boxes = [*Piece(rows, held).boxes()]
+    boxes = [*TensorPiece(rows, held).boxes()]
     assert [box.slot.part[0] for box in boxes] == [(0, 2), (4, 6), (8, 10)]
     assert all(torch.equal(box.tensor, whole[box.slot.index]) for box in boxes)
     assert torch.equal(found[rows.index], held) and int((found == 0).all(1).sum()) == 6

@@ -6,7 +6,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.layout.pipeline.letter import HEAD_BYTES, Letter, next_size, parts_of, words_in
+from paceline.parallel.pipeline.p2p_message import (
+    HEADER_BYTES,
+    MessageHeader,
+    message_parts,
+    next_first_part_bytes,
+    parse_first_part,
+)
 
 TYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool, torch.complex128)
 tensors = st.lists(
@@ -20,12 +26,12 @@ def test_the_parts_of_a_message_are_what_was_sent(
     kinds: list[tuple[torch.dtype, list[int]]], note: float, key: int, size: int
 ) -> None:
     sent = [torch.arange(3.0).sum().to(dtype).expand(shape) for dtype, shape in kinds]
-    letter = Letter.of(sent, note, key, 3)
-    first, *rest = parts_of(letter, sent, size)
-    words, missing = words_in(first)
+    letter = MessageHeader.of(sent, note, key, 3)
+    first, *rest = message_parts(letter, sent, size)
+    words, missing = parse_first_part(first)
     if missing:
         words += rest[0].view(torch.int64).tolist()
-    found = Letter.read(words)
+    found = MessageHeader.read(words)
     assert (found.note, found.key, found.attempt) == (note, key, 3)
     assert [(dtype, tuple(shape)) for dtype, shape in kinds] == list(found.kinds)
     assert found.fits(len(first)) == (not rest)
@@ -36,17 +42,17 @@ def test_the_parts_of_a_message_are_what_was_sent(
 
 def test_a_part_is_as_long_as_the_message_before_unless_that_was_large() -> None:
     small, large = torch.ones(100), torch.ones(2**14)
-    assert next_size(Letter.of([small], 0.0, 1, 0)) == HEAD_BYTES + 448
-    assert next_size(Letter.of([large], 0.0, 1, 0)) == HEAD_BYTES
-    many = Letter.of([torch.ones(1)] * 40, 0.0, 1, 0)
-    assert next_size(many) == HEAD_BYTES  # its description takes more than the first part has
+    assert next_first_part_bytes(MessageHeader.of([small], 0.0, 1, 0)) == HEADER_BYTES + 448
+    assert next_first_part_bytes(MessageHeader.of([large], 0.0, 1, 0)) == HEADER_BYTES
+    many = MessageHeader.of([torch.ones(1)] * 40, 0.0, 1, 0)
+    assert next_first_part_bytes(many) == HEADER_BYTES  # its description takes more than the first part has
 
 
 def taken(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """What arrives of tensors that go in one part."""
-    letter = Letter.of(tensors, 1.0, 0, 0)
-    (part,) = parts_of(letter, tensors, letter.num_bytes)
-    return letter.taken_from(part)
+    letter = MessageHeader.of(tensors, 1.0, 0, 0)
+    (part,) = message_parts(letter, tensors, letter.num_bytes)
+    return letter.copy_tensors_from(part)
 
 
 def test_a_generator_goes_on_from_a_state_that_came_behind_other_tensors() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from paceline.state import LossScale
+from paceline.state.train_state import LossScale
 
 pytestmark = pytest.mark.capability("K1")
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from paceline.layout.pipeline.other_weights import OtherWeights
+from paceline.parallel.pipeline.forward_backward import WeightOverride
 
 
 class Tied(nn.Module):
@@ -33,7 +33,7 @@ def test_a_chunk_computes_with_other_weights_what_functional_call_does() -> None
     chunk, x = Tied(), torch.randn(4, 3)
     before, weights = dict(chunk.named_parameters()), others(chunk)
     own = chunk(x)
-    with OtherWeights(chunk).within(weights):
+    with WeightOverride(chunk).within(weights):
         found = chunk(x)
     right = functional_call(chunk, weights, (x,))
     assert torch.equal(found, right) and not torch.equal(found, own)
@@ -47,8 +47,8 @@ def test_a_chunk_computes_with_other_weights_what_functional_call_does() -> None
 def test_an_error_leaves_the_parameters_where_they_were() -> None:
     chunk = Tied()
     before = [id(p) for p in chunk.parameters()]
-    with pytest.raises(ValueError, match="inside"), OtherWeights(chunk).within(others(chunk)):
+    with pytest.raises(ValueError, match="inside"), WeightOverride(chunk).within(others(chunk)):
         raise ValueError("inside")
-    with pytest.raises(KeyError), OtherWeights(chunk).within({"first.weight": torch.ones(3, 3)}):
+    with pytest.raises(KeyError), WeightOverride(chunk).within({"first.weight": torch.ones(3, 3)}):
         pass
     assert [id(p) for p in chunk.parameters()] == before and chunk.second.weight is chunk.first.weight

@@ -4,27 +4,27 @@ from random import Random
 
 import pytest
 
-from paceline.layout.partition import (
-    AmongServers,
-    Extent,
+from paceline.parallel.placement import ModelPlacement
+from paceline.parallel.server_partition import (
+    ServerTransform,
+    TensorExtent,
     bytes_by_server,
-    fixed,
-    pieces_of,
+    one_piece_per_server,
+    parse_partitioner,
     plan_partition,
 )
-from paceline.layout.placement import Placement
 from paceline.recipe import Recipe
-from paceline.slot import Slot, trained_parameters
+from paceline.state.slot import TensorSlot, trained_parameters
 from paceline.testing.parity import make_task
 
 pytestmark = pytest.mark.capability("B4")
 WORDS = ("fixed", "min-size:512", "min-size:100000", "max-size:64", "max-size:4096")
 
 
-def extents_of(task: str, **options: object) -> dict[str, Extent]:
+def extents_of(task: str, **options: object) -> dict[str, TensorExtent]:
     model = make_task(Recipe(task=task, options=options, steps=1)).model
     return {
-        slot.name: Extent(p.shape[0] if p.dim() else 1, p.numel() * p.element_size())
+        slot.name: TensorExtent(p.shape[0] if p.dim() else 1, p.numel() * p.element_size())
         for slot, p in trained_parameters(model).items()
     }
 
@@ -37,8 +37,8 @@ def test_every_row_is_on_one_server_and_no_server_is_ahead_by_more_than_a_piece(
         extents = {}
         for number in range(draw.randint(1, 9)):
             rows = draw.choice((1, 2, 5, 64, 1000))
-            extents[f"t{number}"] = Extent(rows, rows * draw.choice((4, 128, 4096)))
-        plan = plan_partition(extents, num_servers, pieces_of(word))
+            extents[f"t{number}"] = TensorExtent(rows, rows * draw.choice((4, 128, 4096)))
+        plan = plan_partition(extents, num_servers, parse_partitioner(word))
         largest = 0.0
         for name, spans in plan.items():
             rows = sorted(row for span in spans if span for row in range(*span))
@@ -54,10 +54,10 @@ def test_every_row_is_on_one_server_and_no_server_is_ahead_by_more_than_a_piece(
 
 
 def test_a_partitioner_decides_about_the_number_of_pieces() -> None:
-    extents = {"large": Extent(1000, 1000), "small": Extent(10, 10)}
+    extents = {"large": TensorExtent(1000, 1000), "small": TensorExtent(10, 10)}
 
     def pieces(word: str) -> dict[str, int]:
-        plan = plan_partition(extents, 4, pieces_of(word))
+        plan = plan_partition(extents, 4, parse_partitioner(word))
         return {name: sum(span is not None for span in spans) for name, spans in plan.items()}
 
     assert pieces("fixed") == {"large": 4, "small": 4}
@@ -75,7 +75,7 @@ def test_bytes_of_real_models_are_within_ten_percent(num_servers: int) -> None:
         extents_of("byte-gpt"),
     ]
     for extents in models:
-        held = bytes_by_server(extents, plan_partition(extents, num_servers, fixed))
+        held = bytes_by_server(extents, plan_partition(extents, num_servers, one_piece_per_server))
         mean = sum(held) / num_servers
         assert all(abs(one - mean) <= 0.1 * mean for one in held), held
     dealt = [0] * num_servers
@@ -86,10 +86,10 @@ def test_bytes_of_real_models_are_within_ten_percent(num_servers: int) -> None:
 
 def test_servers_update_parts_and_workers_nothing_but_all_hold_everything() -> None:
     slots = tuple(
-        Slot(name, shape, tuple((0, n) for n in shape)) for name, shape in (("w", (5, 3)), ("s", ()))
+        TensorSlot(name, shape, tuple((0, n) for n in shape)) for name, shape in (("w", (5, 3)), ("s", ()))
     )
-    plan = plan_partition({"w": Extent(5, 60), "s": Extent(1, 4)}, 2, fixed)
-    placement = Placement(slots).cut(AmongServers(plan, {}))
+    plan = plan_partition({"w": TensorExtent(5, 60), "s": TensorExtent(1, 4)}, 2, one_piece_per_server)
+    placement = ModelPlacement(slots).cut(ServerTransform(plan, {}))
     ranks = [placement.at({"replica": rank}) for rank in range(5)]
     for rank in ranks:
         assert all(held.computes.is_whole and held.kept and len(held.parts) == 3 for held in rank.values())

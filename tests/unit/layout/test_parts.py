@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from paceline import Loss, Task
 from paceline.errors import TaskError
-from paceline.layout.pipeline import cut_model
-from paceline.layout.pipeline.chain import Enter
-from paceline.layout.pipeline.drawn import require_no_draws
-from paceline.layout.pipeline.parts import Inbox, batch_part
-from paceline.layout.sums import MetricNames, Sums
 from paceline.models import KeyedDropout
-from paceline.schedule import Action, samples_of
+from paceline.parallel.model_runner import LossSums, MetricNames
+from paceline.parallel.pipeline import partition_model
+from paceline.parallel.pipeline.model_chain import WritableInput
+from paceline.parallel.pipeline.rechunk import PartReceiver, slice_batch
+from paceline.parallel.rng_state import require_unchanged_rng
+from paceline.pipeline_schedule import PipelineAction, part_samples
 
 SAMPLES = 5
 
@@ -27,12 +27,12 @@ class Post:
 
     def __init__(self, inbox_parts: Sequence[int], source: int, kind: str = "F", state: bool = False) -> None:
         parts = inbox_parts[source]
-        key = Inbox(self, source, inbox_parts, 1).key
+        key = PartReceiver(self, source, inbox_parts, 1).key
         self.taken = 0
         self._there = {
-            key(Action(kind, 3, 0, part)): self._message(samples_of(SAMPLES, parts, part), state)
+            key(PipelineAction(kind, 3, 0, part)): self._message(part_samples(SAMPLES, parts, part), state)
             for part in range(parts)
-            if samples_of(SAMPLES, parts, part)
+            if part_samples(SAMPLES, parts, part)
         }
 
     @staticmethod
@@ -62,40 +62,40 @@ def test_a_stage_gets_its_own_samples_whatever_its_neighbour_sends(
     for kind, stage in (("F", 1), ("B", 0)):
         parts = [theirs, own] if stage else [own, theirs]
         post = Post(parts, 1 - stage, kind, state and kind == "F")
-        inbox = Inbox(post, stage, parts, 1)
+        inbox = PartReceiver(post, stage, parts, 1)
         for part in range(own):
-            wanted = [float(i) for i in samples_of(SAMPLES, own, part)]
+            wanted = [float(i) for i in part_samples(SAMPLES, own, part)]
             if not wanted:
                 continue
-            (x, y, *rest), note = inbox.take(1 - stage, Action(kind, 3, 0, part), SAMPLES)
+            (x, y, *rest), note = inbox.take(1 - stage, PipelineAction(kind, 3, 0, part), SAMPLES)
             assert x.tolist() == wanted and y.tolist() == [[i + 10.0] for i in wanted]
             assert len(rest) == int(note) == int(state and kind == "F")
         assert not post._there and not inbox._divided  # everything was taken, nothing is kept
 
 
 def test_what_an_aborted_step_has_left_is_forgotten() -> None:
-    inbox = Inbox(Post([1, 2], 0), 1, [1, 2], 1)
-    inbox.take(0, Action("F", 3, 0, 0), SAMPLES)
+    inbox = PartReceiver(Post([1, 2], 0), 1, [1, 2], 1)
+    inbox.take(0, PipelineAction("F", 3, 0, 0), SAMPLES)
     inbox.abort()
     inbox._wire = Post([1, 2], 0)
-    (x, _), _ = inbox.take(0, Action("F", 3, 0, 1), SAMPLES)
+    (x, _), _ = inbox.take(0, PipelineAction("F", 3, 0, 1), SAMPLES)
     assert inbox._wire.taken == 1 and x.tolist() == [2.0, 3.0, 4.0]
 
 
 def test_a_batch_is_divided_in_all_its_containers() -> None:
     x = torch.arange(4.0)
-    found = batch_part({"x": x, "more": (x.view(4, 1), [None, 3])}, range(1, 3), 4)
+    found = slice_batch({"x": x, "more": (x.view(4, 1), [None, 3])}, range(1, 3), 4)
     assert found["x"].tolist() == [1.0, 2.0] and found["more"][0].tolist() == [[1.0], [2.0]]
     assert found["more"][1] == [None, 3]
     for wrong, says in (({"x": x[:3]}, r"\[3\] is no 4 samples"), ([x, "names"], "has str in it")):
         with pytest.raises(TaskError, match=says):
-            batch_part(wrong, range(1), 4)
+            slice_batch(wrong, range(1), 4)
 
 
 def cut(links: Sequence[nn.Module], loss: Any = None, parts: Sequence[int] = (1, 2)) -> None:
     samples = [(torch.linspace(-1.0, k, 6), torch.tensor(k % 3)) for k in range(4)]
     task = Task(nn.Sequential(*links), samples, loss or cross_entropy)
-    cut_model(task, task.model, 2, 0, lengths=[1, len(links) - 1], divided=parts)
+    partition_model(task, task.model, 2, 0, lengths=[1, len(links) - 1], divided=parts)
 
 
 def cross_entropy(model: nn.Module, batch: Any) -> Loss:
@@ -156,12 +156,12 @@ def test_samples_that_do_not_see_each_other_are_not_refused() -> None:
 
 @pytest.mark.capability("D9")
 def test_who_draws_from_the_generator_of_pytorch_is_named() -> None:
-    stood = torch.default_generator.get_state()
-    require_no_draws(None)
-    require_no_draws(stood)
+    earlier_state = torch.default_generator.get_state()
+    require_unchanged_rng(None)
+    require_unchanged_rng(earlier_state)
     torch.rand(1)
     with pytest.raises(TaskError, match=r"nn\.Dropout"):
-        require_no_draws(stood)
+        require_unchanged_rng(earlier_state)
 
 
 @pytest.mark.capability("D9")
@@ -205,7 +205,7 @@ class LastPositions:
 @pytest.mark.capability("D9")
 def test_parts_are_one_micro_batch_of_the_sums() -> None:
     """Buffers of other stages move by the mean over micro-batches, so parts may not count as some."""
-    sums = Sums(MetricNames())
+    sums = LossSums(MetricNames())
     for total, joins in ((1.0, False), (2.0, True), (4.0, True), (8.0, False)):
         sums.add(Loss(torch.tensor(total), 2, {"right": 1.0}), joins=joins)
     assert sums.micro_batches == 2
@@ -216,10 +216,10 @@ def test_parts_are_one_micro_batch_of_the_sums() -> None:
 def test_a_part_may_be_written_to_while_the_backward_of_another_needs_it() -> None:
     """All lie in the memory of one message, and each is its own for autograd."""
     parts, samples = (2, 1), torch.arange(float(SAMPLES))
-    inbox = Inbox(Post(parts, 1), 0, parts, 1)
-    took = [inbox.take(1, Action("F", 3, 0, part), SAMPLES)[0][0] for part in range(2)]
+    inbox = PartReceiver(Post(parts, 1), 0, parts, 1)
+    took = [inbox.take(1, PipelineAction("F", 3, 0, part), SAMPLES)[0][0] for part in range(2)]
     assert took[0].untyped_storage().data_ptr() == took[1].untyped_storage().data_ptr()
-    first, second = (Enter.apply(x.requires_grad_()) for x in took)
+    first, second = (WritableInput.apply(x.requires_grad_()) for x in took)
     squares = first.square()
     second.zero_()
     squares.sum().backward()

@@ -11,9 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.layout.placement import Held, Placement, Shard, Stages, TensorPlan, Transform, even_span
-from paceline.mesh import DATA_AXES
-from paceline.slot import Slot
+from paceline.job.mesh import DATA_AXES
+from paceline.parallel.placement import (
+    ModelPlacement,
+    PipelineTransform,
+    PlacementTransform,
+    ShardTransform,
+    TensorPlacement,
+    TensorTransform,
+    even_span,
+)
+from paceline.state.slot import TensorSlot
 
 pytestmark = pytest.mark.capability("A11")
 
@@ -33,7 +41,7 @@ class Case:
         sharded: by name, the dimension that the shard cuts.
     """
 
-    slots: tuple[Slot, ...]
+    slots: tuple[TensorSlot, ...]
     sizes: Sizes
     holders: Mapping[str, tuple[int, ...]]
     planned: Mapping[str, int]
@@ -41,27 +49,27 @@ class Case:
     keeps: bool
 
     @property
-    def transforms(self) -> list[Transform]:
-        found: list[Transform] = []
+    def transforms(self) -> list[PlacementTransform]:
+        found: list[PlacementTransform] = []
         if self.sizes["pipeline"] > 1:
-            found.append(Stages(self.holders))
+            found.append(PipelineTransform(self.holders))
         if self.sizes["tensor"] > 1:
-            found.append(TensorPlan(self.planned, self.sizes["tensor"]))
+            found.append(TensorTransform(self.planned, self.sizes["tensor"]))
         if self.sizes["shard"] > 1:
-            found.append(Shard(self.sizes["shard"], self.sharded, self.keeps))
+            found.append(ShardTransform(self.sizes["shard"], self.sharded, self.keeps))
         return found
 
-    def ranks(self) -> dict[Coordinates, dict[str, Held]]:
+    def ranks(self) -> dict[Coordinates, dict[str, TensorPlacement]]:
         """What every rank of a replica holds."""
-        placement = Placement(self.slots)
+        placement = ModelPlacement(self.slots)
         for transform in self.transforms:
             placement = placement.cut(transform)
         places = product(*(range(n) for n in self.sizes.values()))
         return {place: placement.at(dict(zip(self.sizes, place, strict=True))) for place in places}
 
 
-def slot(name: str, *shape: int) -> Slot:
-    return Slot.whole(name, torch.empty(shape, device="meta"))
+def slot(name: str, *shape: int) -> TensorSlot:
+    return TensorSlot.whole(name, torch.empty(shape, device="meta"))
 
 
 def case(number: int) -> Case:
@@ -94,7 +102,7 @@ def case(number: int) -> Case:
 CASES = [case(number) for number in range(NUM_CASES)]
 
 
-def times(parts: Sequence[Slot | None], whole: Slot) -> torch.Tensor:
+def times(parts: Sequence[TensorSlot | None], whole: TensorSlot) -> torch.Tensor:
     """How often each value of the whole tensor is in some parts."""
     found = torch.zeros(whole.shape, dtype=torch.int64)
     for part in parts:
@@ -104,7 +112,7 @@ def times(parts: Sequence[Slot | None], whole: Slot) -> torch.Tensor:
     return found
 
 
-def owners(the: Case) -> Iterator[tuple[Slot, list[tuple[Coordinates, Held]]]]:
+def owners(the: Case) -> Iterator[tuple[TensorSlot, list[tuple[Coordinates, TensorPlacement]]]]:
     """Every tensor, with the ranks of a replica that hold it."""
     ranks = the.ranks()
     for whole in the.slots:
@@ -233,31 +241,31 @@ def test_names_come_in_the_order_of_the_model() -> None:
 
 def test_without_a_transform_all_is_whole_and_updated() -> None:
     slots = (slot("w", 4, 3), slot("b"))
-    assert Placement(slots).at({}) == {one.name: Held(one, (one,)) for one in slots}
+    assert ModelPlacement(slots).at({}) == {one.name: TensorPlacement(one, (one,)) for one in slots}
 
 
 # By hand
 
 
-def spans(found: Sequence[Slot | None], dim: int) -> list[tuple[int, int] | None]:
+def spans(found: Sequence[TensorSlot | None], dim: int) -> list[tuple[int, int] | None]:
     return [None if one is None else one.part[dim] for one in found]
 
 
 def test_rows_that_do_not_divide_differ_by_one_at_most() -> None:
-    held = Placement((slot("w", 7, 2),)).cut(Shard(3, {})).at({"shard": 1})["w"]
+    held = ModelPlacement((slot("w", 7, 2),)).cut(ShardTransform(3, {})).at({"shard": 1})["w"]
     assert spans(held.parts, 0) == [(0, 2), (2, 4), (4, 7)]
     assert spans(held.parts, 1) == [(0, 2)] * 3
     assert held.updates == held.parts[1] and held.computes.is_whole and not held.computes.axes
 
 
 def test_a_tensor_shorter_than_its_ranks_leaves_some_without_a_part() -> None:
-    held = Placement((slot("w", 1, 4),)).cut(Shard(3, {})).at({"shard": 0})["w"]
+    held = ModelPlacement((slot("w", 1, 4),)).cut(ShardTransform(3, {})).at({"shard": 0})["w"]
     assert spans(held.parts, 0) == [None, None, (0, 1)]
     assert held.updates is None and held.computes.is_whole
 
 
 def test_one_number_has_one_owner_and_no_dimension_to_cut() -> None:
-    placement = Placement((slot("scale"),)).cut(TensorPlan({}, 2)).cut(Shard(3, {}))
+    placement = ModelPlacement((slot("scale"),)).cut(TensorTransform({}, 2)).cut(ShardTransform(3, {}))
     found = [placement.at({"tensor": t, "shard": s})["scale"] for t in range(2) for s in range(3)]
     assert [held.updates is not None for held in found] == [False, False, True] * 2
     assert [held.counts for held in found] == [True] * 3 + [False] * 3
@@ -265,7 +273,9 @@ def test_one_number_has_one_owner_and_no_dimension_to_cut() -> None:
 
 def test_a_shard_of_a_span_is_inside_it() -> None:
     """Columns 2 and 3 of four; of these the first rank of the shard has the one, the second the other."""
-    placement = Placement((slot("w", 3, 4),)).cut(TensorPlan({"w": 1}, 2)).cut(Shard(2, {"w": 1}))
+    placement = (
+        ModelPlacement((slot("w", 3, 4),)).cut(TensorTransform({"w": 1}, 2)).cut(ShardTransform(2, {"w": 1}))
+    )
     held = placement.at({"tensor": 1, "shard": 0})["w"]
     assert held.computes.part == ((0, 3), (2, 4))
     assert spans(held.parts, 1) == [(2, 3), (3, 4)]
@@ -274,7 +284,9 @@ def test_a_shard_of_a_span_is_inside_it() -> None:
 
 
 def test_a_tensor_that_two_stages_use_meets_and_is_counted_by_the_first() -> None:
-    placement = Placement((slot("tied", 4), slot("own", 4))).cut(Stages({"tied": (0, 2), "own": (1,)}))
+    placement = ModelPlacement((slot("tied", 4), slot("own", 4))).cut(
+        PipelineTransform({"tied": (0, 2), "own": (1,)})
+    )
     first, middle, last = (placement.at({"pipeline": stage}) for stage in range(3))
     assert (list(first), list(middle), list(last)) == (["tied"], ["own"], ["tied"])
     assert first["tied"].holders == last["tied"].holders == (0, 2)
@@ -284,7 +296,7 @@ def test_a_tensor_that_two_stages_use_meets_and_is_counted_by_the_first() -> Non
 
 def test_only_a_shard_that_keeps_nothing_lets_go_of_what_is_computed_with() -> None:
     for keeps in (True, False):
-        assert Placement((slot("w", 4),)).cut(Shard(2, {}, keeps)).at({})["w"].kept is keeps
+        assert ModelPlacement((slot("w", 4),)).cut(ShardTransform(2, {}, keeps)).at({})["w"].kept is keeps
 
 
 def test_even_spans_follow_each_other() -> None:
@@ -298,26 +310,30 @@ def test_even_spans_follow_each_other() -> None:
 # Twins: each rule is needed, and the cases would see that it is gone
 
 
-class CountsEverywhere(TensorPlan):
-    def cut(self, held: Held, coordinate: int) -> Held | None:
+class CountsEverywhere(TensorTransform):
+    def cut(self, held: TensorPlacement, coordinate: int) -> TensorPlacement | None:
         found = super().cut(held, coordinate)
         return None if found is None else replace(found, counts=held.counts)
 
 
-class EveryHolderCounts(Stages):
-    def cut(self, held: Held, coordinate: int) -> Held | None:
+class EveryHolderCounts(PipelineTransform):
+    def cut(self, held: TensorPlacement, coordinate: int) -> TensorPlacement | None:
         found = super().cut(held, coordinate)
         return None if found is None else replace(found, counts=held.counts)
 
 
-class EveryRankHasTheNumber(Shard):
-    def cut(self, held: Held, coordinate: int) -> Held | None:
+class EveryRankHasTheNumber(ShardTransform):
+    def cut(self, held: TensorPlacement, coordinate: int) -> TensorPlacement | None:
         found = super().cut(held, coordinate)
         alike = (held.computes.on(self.axis),) * self.degree
         return found if held.computes.shape else replace(found, parts=alike) if found else None
 
 
-TWINS = [(TensorPlan, CountsEverywhere), (Stages, EveryHolderCounts), (Shard, EveryRankHasTheNumber)]
+TWINS = [
+    (TensorTransform, CountsEverywhere),
+    (PipelineTransform, EveryHolderCounts),
+    (ShardTransform, EveryRankHasTheNumber),
+]
 
 
 @pytest.mark.parametrize(("right", "broken"), TWINS, ids=lambda kind: kind.__name__)

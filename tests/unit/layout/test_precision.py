@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from paceline.data import LoadedBatch, MicroBatch
-from paceline.layout import Precision, Replicate
-from paceline.layout.holding import hold_whole
-from paceline.layout.precision import compile_or_explain
-from paceline.layout.sums import MetricNames
 from paceline.models import GPT, MLP, GPTConfig
-from paceline.observe import Phases
-from paceline.slot import Slot
+from paceline.observe import PhaseTimer
+from paceline.parallel import MixedPrecision, ReplicatedRunner
+from paceline.parallel.mixed_precision import compile_or_explain
+from paceline.parallel.model_runner import MetricNames
+from paceline.parallel.sharded_model import unsharded_model
+from paceline.state.slot import TensorSlot
 from paceline.task import Loss
 
 NUM_UPDATES = 10_000
@@ -38,22 +38,26 @@ def climb(model: nn.Module, batch: Sequence[Tensor]) -> Loss:
 
 def forward_backward(model: nn.Module, compute: str, x: Tensor) -> list[Tensor]:
     """The gradients that a layout hands on, in one precision."""
-    handed: dict[Slot, Tensor] = {}
+    handed: dict[TensorSlot, Tensor] = {}
 
     class Sink:
         by_micro_batch = False
 
         def micro_batch(self, shards: range, is_last: bool) -> None: ...
 
-        def ready(self, slot: Slot, grad: Tensor | None) -> None:
+        def ready(self, slot: TensorSlot, grad: Tensor | None) -> None:
             handed[slot] = grad
 
-    placed = Replicate(
-        hold_whole(model), climb, MetricNames(()), precision=Precision(compute, "cpu"), phases=Phases()
+    runner = ReplicatedRunner(
+        unsharded_model(model),
+        climb,
+        MetricNames(()),
+        precision=MixedPrecision(compute, "cpu"),
+        phases=PhaseTimer(),
     )
     micro_batch = MicroBatch(0, 0, torch.arange(len(x)).numpy(), key=1)
-    placed.run([LoadedBatch(micro_batch, [x])], 1, Sink(), 1.0)
-    return [handed[slot] for slot in placed.holding.slots]
+    runner.run([LoadedBatch(micro_batch, [x])], 1, Sink(), 1.0)
+    return [handed[slot] for slot in runner.sharded_model.slots]
 
 
 @pytest.mark.capability("K2")
@@ -62,7 +66,7 @@ def test_bf16_results_are_as_close_as_eight_bits_allow() -> None:
     model, x = MLP(64, [128, 128], 10), torch.randn(256, 64)
     with torch.no_grad():
         exact = model(x)
-        with Precision("bf16", "cpu").autocast():
+        with MixedPrecision("bf16", "cpu").autocast():
             rounded = model(x)
     assert rounded.dtype == torch.bfloat16
     error = (rounded.float() - exact).norm() / exact.norm()
@@ -77,7 +81,7 @@ def logits_error(weights: torch.dtype = torch.float32) -> float:
         exact = model(tokens)
         for p in model.parameters():
             p.copy_(p.to(weights))
-        with Precision("bf16", "cpu").autocast():
+        with MixedPrecision("bf16", "cpu").autocast():
             rounded = model(tokens)
     return float((rounded.float() - exact).norm() / exact.norm())
 
@@ -96,7 +100,7 @@ def test_one_bf16_product_is_within_two_to_the_minus_eight_of_the_exact_one() ->
         layer.weight.copy_(layer.weight.bfloat16())
         x = torch.randn(100, 64).bfloat16().float()
         exact = layer.double()(x.double())
-        with Precision("bf16", "cpu").autocast():
+        with MixedPrecision("bf16", "cpu").autocast():
             found = layer.float()(x)
     scale = (x.abs().double() @ layer.weight.abs().double().t()).abs()
     assert ((found.double() - exact).abs() <= 2.0**-8 * exact.abs() + 2.0**-20 * scale).all()
@@ -104,7 +108,7 @@ def test_one_bf16_product_is_within_two_to_the_minus_eight_of_the_exact_one() ->
 
 def test_fp32_is_no_autocast_at_all() -> None:
     model, x = Dtypes(8, 8), torch.randn(4, 8)
-    with Precision("fp32", "cpu").autocast():
+    with MixedPrecision("fp32", "cpu").autocast():
         assert not torch.is_autocast_enabled("cpu")
         model(x)
     assert model.seen == torch.float32
@@ -112,14 +116,14 @@ def test_fp32_is_no_autocast_at_all() -> None:
 
 def test_fp32_stays_fp32_inside_somebody_elses_autocast() -> None:
     model = Dtypes(8, 8)
-    with torch.autocast("cpu", torch.bfloat16), Precision("fp32", "cpu").autocast():
+    with torch.autocast("cpu", torch.bfloat16), MixedPrecision("fp32", "cpu").autocast():
         model(torch.randn(4, 8))
     assert model.seen == torch.float32
 
 
 @pytest.mark.parametrize("caches", [True, False])
 def test_an_autocast_inside_fp32_caches_as_was_asked(caches: bool) -> None:
-    with Precision("fp32", "cpu", caches=caches).autocast():
+    with MixedPrecision("fp32", "cpu", caches=caches).autocast():
         assert torch.is_autocast_cache_enabled() == caches
 
 
@@ -139,7 +143,7 @@ def test_the_forward_is_16_bit_and_what_is_reduced_and_updated_is_fp32(
 def test_small_updates_survive_in_master_weights(compute: str) -> None:
     model = nn.Linear(1, 1, bias=False)
     nn.init.ones_(model.weight)
-    precision, x = Precision(compute, "cpu"), torch.ones(1, 1)
+    precision, x = MixedPrecision(compute, "cpu"), torch.ones(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=STEP_SIZE)
     for _ in range(NUM_UPDATES):
         optimizer.zero_grad()

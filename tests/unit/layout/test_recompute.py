@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import TaskError
-from paceline.layout.recompute import recompute_blocks
+from paceline.parallel.recompute import recompute_blocks
 from tests.unit.layout.stacks import DROPOUTS, NUM_BLOCKS, WIDTH, Stack, gradients, pair
 
 

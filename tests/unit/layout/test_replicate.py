@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from paceline.data import LoadedBatch, MicroBatch
 from paceline.errors import TaskError
-from paceline.layout import Precision, Replicate
-from paceline.layout.holding import hold_whole
-from paceline.layout.sums import MetricNames
 from paceline.models import KeyedDropout
-from paceline.observe import Phases
-from paceline.slot import Slot
+from paceline.observe import PhaseTimer
+from paceline.parallel import MixedPrecision, ReplicatedRunner
+from paceline.parallel.model_runner import MetricNames
+from paceline.parallel.sharded_model import unsharded_model
+from paceline.state.slot import TensorSlot
 from paceline.task import Loss
 
 
@@ -25,13 +25,13 @@ class Recorder:
     by_micro_batch = False
 
     def __init__(self) -> None:
-        self.order: list[Slot] = []
-        self.grads: dict[Slot, Tensor | None] = {}
+        self.order: list[TensorSlot] = []
+        self.grads: dict[TensorSlot, Tensor | None] = {}
 
     def micro_batch(self, shards: range, is_last: bool) -> None:
         raise AssertionError("micro-batches are not taken apart")
 
-    def ready(self, slot: Slot, grad: Tensor | None) -> None:
+    def ready(self, slot: TensorSlot, grad: Tensor | None) -> None:
         self.order.append(slot)
         self.grads[slot] = None if grad is None else grad.clone()
 
@@ -58,10 +58,10 @@ def loss(model: nn.Module, batch: tuple[Tensor, bool]) -> Loss:
     return Loss(y.square().sum(), len(x), {"positive": (y > 0).sum()})
 
 
-def place(model: nn.Module, loss_function=loss, names: tuple[str, ...] = ("positive",)) -> Replicate:
-    precision = Precision("fp32", "cpu")
-    return Replicate(
-        hold_whole(model), loss_function, MetricNames(names), precision=precision, phases=Phases()
+def place(model: nn.Module, loss_function=loss, names: tuple[str, ...] = ("positive",)) -> ReplicatedRunner:
+    precision = MixedPrecision("fp32", "cpu")
+    return ReplicatedRunner(
+        unsharded_model(model), loss_function, MetricNames(names), precision=precision, phases=PhaseTimer()
     )
 
 
@@ -81,12 +81,12 @@ def test_the_sum_over_micro_batches_is_the_gradient_of_all_samples_at_once() -> 
     loaded = [
         LoadedBatch(u.micro_batch, (u.batch[0].double(), u.batch[1])) for u in micro_batches([True] * 5)
     ]
-    placed = place(model)
-    placed.run(loaded, 5, sink, 1.0)
+    runner = place(model)
+    runner.run(loaded, 5, sink, 1.0)
     reference = Branches().double()
     loss(reference, (torch.cat([u.batch[0] for u in loaded]), True)).total.backward()
     expected = [p.grad for p in reference.parameters() if p.requires_grad]
-    for slot, grad in zip(placed.holding.slots, expected, strict=True):
+    for slot, grad in zip(runner.sharded_model.slots, expected, strict=True):
         found = sink.grads[slot]
         assert (found is None) == (grad is None)
         if grad is not None:
@@ -96,9 +96,9 @@ def test_the_sum_over_micro_batches_is_the_gradient_of_all_samples_at_once() -> 
 @pytest.mark.capability("A10")
 @pytest.mark.parametrize("seconds", [[True], [True, True], [False, True], [True, False], [False, False]])
 def test_every_parameter_is_announced_once_whatever_the_micro_batches_used(seconds: list[bool]) -> None:
-    placed, sink = place(Branches()), Recorder()
-    placed.run(micro_batches(seconds), len(seconds), sink, 1.0)
-    assert Counter(sink.order) == Counter(placed.holding.slots)
+    runner, sink = place(Branches()), Recorder()
+    runner.run(micro_batches(seconds), len(seconds), sink, 1.0)
+    assert Counter(sink.order) == Counter(runner.sharded_model.slots)
     missing = {slot.name for slot, g in sink.grads.items() if g is None}
     assert missing == {"never.weight", "never.bias"} | (
         set() if any(seconds) else {"second.weight", "second.bias"}
@@ -106,8 +106,8 @@ def test_every_parameter_is_announced_once_whatever_the_micro_batches_used(secon
 
 
 def test_frozen_parameters_have_no_slot_and_tied_ones_share_one() -> None:
-    placed = place(Branches())
-    assert [slot.name for slot in placed.holding.slots] == [
+    runner = place(Branches())
+    assert [slot.name for slot in runner.sharded_model.slots] == [
         "first.weight",
         "first.bias",
         "second.weight",
@@ -128,15 +128,15 @@ def test_gradients_are_announced_during_the_last_backward_in_its_order() -> None
         h.register_hook(lambda _: announced_before_first_layer.append(len(sink.order)))
         return Loss(m[2](m[1](h)).sum(), 1)
 
-    placed, right = place(model, observed, ()), ["2", "2", "1", "1", "0", "0"]
-    placed.run(micro_batches([True, True]), 2, sink, 1.0)
+    runner, right = place(model, observed, ()), ["2", "2", "1", "1", "0", "0"]
+    runner.run(micro_batches([True, True]), 2, sink, 1.0)
     assert [slot.name[0] for slot in sink.order] == right
     assert announced_before_first_layer == [
         0,
         4,
     ]  # in the first micro-batch it is counted how often each grows
     sink.order.clear()
-    placed.run(micro_batches([True, True]), 2, sink, 1.0)
+    runner.run(micro_batches([True, True]), 2, sink, 1.0)
     assert [slot.name[0] for slot in sink.order] == right
     # none in the first micro-batch; two layers while the last one runs
     assert announced_before_first_layer[2:] == [0, 4]
@@ -146,12 +146,12 @@ def test_a_rank_without_micro_batches_announces_every_parameter_without_a_gradie
     model = Branches()
     for p in model.parameters():
         p.grad = torch.ones_like(p)  # of the step before
-    placed, sink = place(model), Recorder()
-    sums = placed.run(iter(()), 0, sink, 1.0)
+    runner, sink = place(model), Recorder()
+    sums = runner.run(iter(()), 0, sink, 1.0)
     assert sums.micro_batches == 0
     assert sums.read() == (0.0, 0.0, {"positive": 0.0})
     assert set(sink.grads.values()) == {None}
-    assert len(sink.order) == len(placed.holding.computes)
+    assert len(sink.order) == len(runner.sharded_model.computes)
 
 
 def test_the_loss_scale_multiplies_gradients_and_not_what_is_reported() -> None:
@@ -175,13 +175,13 @@ def test_only_as_many_micro_batches_are_pulled_as_the_step_has() -> None:
 def test_what_is_random_in_a_micro_batch_depends_on_its_key_alone(dropout) -> None:
     def results(keys: Sequence[int], seed: int) -> list[float]:
         torch.manual_seed(seed)
-        placed = place(nn.Sequential(nn.Linear(4, 64), dropout()), lambda m, b: Loss(m(b[0]).sum(), 1), ())
+        runner = place(nn.Sequential(nn.Linear(4, 64), dropout()), lambda m, b: Loss(m(b[0]).sum(), 1), ())
         with torch.no_grad():
-            for p in placed.holding.computes.values():
+            for p in runner.sharded_model.computes.values():
                 p.copy_(torch.linspace(0.1, 1.0, p.numel()).view_as(p))
         x = torch.ones(2, 4)
         loaded = [LoadedBatch(MicroBatch(0, i, np.arange(2), key=k), (x, True)) for i, k in enumerate(keys)]
-        return placed.run(loaded, len(keys), Recorder(), 1.0).per_micro_batch()[:, 0].tolist()
+        return runner.run(loaded, len(keys), Recorder(), 1.0).per_micro_batch()[:, 0].tolist()
 
     first, second, third = results([31, 32, 33], seed=1)
     assert len({first, second, third}) == 3
@@ -190,10 +190,10 @@ def test_what_is_random_in_a_micro_batch_depends_on_its_key_alone(dropout) -> No
 
 def test_evaluation_keeps_no_graph_drops_nothing_and_leaves_gradients_alone() -> None:
     model = nn.Sequential(nn.Linear(4, 8), KeyedDropout(0.9))
-    placed = place(model, lambda m, b: Loss(m(b[0]).sum(), len(b[0])), ())
-    placed.run(micro_batches([True]), 1, Recorder(), 1.0)
+    runner = place(model, lambda m, b: Loss(m(b[0]).sum(), len(b[0])), ())
+    runner.run(micro_batches([True]), 1, Recorder(), 1.0)
     before = [p.grad.clone() for p in model.parameters()]
-    sums = placed.evaluate(micro_batches([True, True]))
+    sums = runner.evaluate(micro_batches([True, True]))
     with torch.no_grad():
         expected = [model[0](u.batch[0]).sum().item() for u in micro_batches([True, True])]
     assert sums.per_micro_batch()[:, 0].tolist() == pytest.approx(expected)
@@ -206,8 +206,8 @@ def test_a_model_with_nothing_to_train_is_refused() -> None:
 
 
 def test_a_loss_that_returns_a_tensor_is_refused_in_training_and_in_evaluation() -> None:
-    placed = place(nn.Linear(4, 1), lambda m, b: m(b[0]).sum(), ())
+    runner = place(nn.Linear(4, 1), lambda m, b: m(b[0]).sum(), ())
     with pytest.raises(TaskError, match="returned Tensor"):
-        placed.run(micro_batches([True]), 1, Recorder(), 1.0)
+        runner.run(micro_batches([True]), 1, Recorder(), 1.0)
     with pytest.raises(TaskError, match="returned Tensor"):
-        placed.evaluate(micro_batches([True]))
+        runner.evaluate(micro_batches([True]))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.layout.recompute import recompute_blocks
+from paceline.parallel.recompute import recompute_blocks
 from tests.peak import peak_bytes
 from tests.unit.layout.stacks import WIDTH, Stack, gradients, pair
 

@@ -4,18 +4,18 @@ import pytest
 import torch
 
 from paceline.errors import TaskError
-from paceline.layout.context.spans import Runs, block_of, runs_of
+from paceline.parallel.context.sequence_split import PositionRuns, attention_block, split_positions
 
 CASES = [(length, ranks) for ranks in (1, 2, 3, 4, 7) for length in range(ranks, ranks + 23)]
 
 
-def places(runs: Runs) -> list[int]:
+def places(runs: PositionRuns) -> list[int]:
     return [*range(*runs.early), *range(*runs.late)]
 
 
 def test_every_position_is_on_one_rank_and_sizes_differ_by_one_at_most() -> None:
     for length, ranks in CASES:
-        runs = runs_of(length, ranks)
+        runs = split_positions(length, ranks)
         assert sorted(place for one in runs for place in places(one)) == list(range(length))
         assert all(places(one) == sorted(places(one)) for one in runs)
         sizes = [one.size for one in runs]
@@ -25,11 +25,11 @@ def test_every_position_is_on_one_rank_and_sizes_differ_by_one_at_most() -> None
 @pytest.mark.parametrize("causal", [True, False])
 def test_blocks_are_the_whole_mask(causal: bool) -> None:
     for length, ranks in CASES:
-        runs = runs_of(length, ranks)
+        runs = split_positions(length, ranks)
         for mine in range(ranks):
             for theirs in range(ranks):
                 seen = torch.zeros(runs[mine].size, runs[theirs].size, dtype=torch.bool)
-                block = block_of(runs, mine, theirs, causal=causal)
+                block = attention_block(runs, mine, theirs, causal=causal)
                 inside = torch.ones_like(seen[block.queries, block.keys])
                 seen[block.queries, block.keys] = inside.tril() if block.causal else inside
                 queries, keys = (torch.tensor(places(runs[rank])) for rank in (mine, theirs))
@@ -38,7 +38,7 @@ def test_blocks_are_the_whole_mask(causal: bool) -> None:
 
 
 def test_under_a_causal_mask_ranks_have_the_same_work() -> None:
-    runs = runs_of(4096, 4)
+    runs = split_positions(4096, 4)
     work = [sum(place + 1 for place in places(one)) for one in runs]
     assert max(work) - min(work) <= 0.001 * max(work)
     contiguous = [sum(range(start, start + 1024)) for start in range(0, 4096, 1024)]
@@ -47,4 +47,4 @@ def test_under_a_causal_mask_ranks_have_the_same_work() -> None:
 
 def test_fewer_positions_than_ranks_are_refused() -> None:
     with pytest.raises(TaskError, match="3 positions is too short for context=4"):
-        runs_of(3, 4)
+        split_positions(3, 4)

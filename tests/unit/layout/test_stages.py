@@ -7,8 +7,8 @@ from itertools import combinations, pairwise
 import pytest
 
 from paceline.errors import StrategyError
-from paceline.layout.pipeline.stage import cut_at, cut_evenly
-from paceline.plan.stage_budget import cut_within
+from paceline.parallel.pipeline.stage_partition import partition_at, partition_evenly
+from paceline.plan.stage_budget import best_fitting_cut
 
 
 @pytest.mark.capability("D1")
@@ -22,7 +22,7 @@ from paceline.plan.stage_budget import cut_within
     ],
 )
 def test_stages_are_about_equal(weights: list[int], parts: int, right: list[tuple[int, int]]) -> None:
-    found = cut_evenly(weights, parts)
+    found = partition_evenly(weights, parts)
     assert max(sum(weights[i] for i in part) for part in found) == max(sum(weights[a:b]) for a, b in right)
     assert [part.start for part in found[1:]] == [part.stop for part in found[:-1]]
     assert all(any(weights[i] for i in part) for part in found)
@@ -30,7 +30,7 @@ def test_stages_are_about_equal(weights: list[int], parts: int, right: list[tupl
 
 def test_more_stages_than_modules_are_refused() -> None:
     with pytest.raises(StrategyError, match="chain of 2 modules"):
-        cut_evenly([3, 0, 3], 3)
+        partition_evenly([3, 0, 3], 3)
 
 
 def slowest(weights: Sequence[int], places: Iterable[range]) -> int:
@@ -52,9 +52,9 @@ def test_a_cut_by_time_is_as_good_as_the_best_of_all_cuts() -> None:
         allowed = [cut for cut in every if all(any(sizes[i] for i in place) for place in cut)]
         if not allowed:
             with pytest.raises(StrategyError):
-                cut_evenly(times, parts, sizes)
+                partition_evenly(times, parts, sizes)
             continue
-        found = cut_evenly(times, parts, sizes)
+        found = partition_evenly(times, parts, sizes)
         assert all(any(sizes[i] for i in place) for place in found)
         assert slowest(times, found) == min(slowest(times, cut) for cut in allowed)
 
@@ -80,13 +80,13 @@ def test_under_a_cap_a_cut_is_as_good_as_the_best_of_all_that_keep_it(longest: i
             for inner in combinations(range(1, links), parts - 1)
         ]
         allowed = [cut for cut in every if all(fits(cut))]
-        found = cut_within(times, sizes, parts, fits)
+        found = best_fitting_cut(times, sizes, parts, fits)
         if not allowed:
             assert found == []
             continue
         assert all(fits(found))
         assert slowest(times, found) == min(slowest(times, cut) for cut in allowed)
-        moved += not all(fits(cut_evenly(times, parts, sizes)))
+        moved += not all(fits(partition_evenly(times, parts, sizes)))
     assert moved > 3  # the twin: times alone would not have kept it
 
 
@@ -111,21 +111,21 @@ def test_under_a_cap_stages_of_two_chunks_are_as_good_as_the_best_of_all_that_ke
             for inner in combinations(range(1, links), 2 * stages - 1)
         ]
         allowed = [cut for cut in every if all(fits(cut))]
-        found = cut_within(times, sizes, stages, fits, 2)
+        found = best_fitting_cut(times, sizes, stages, fits, 2)
         if not allowed:
             none += 1
             assert found == []
             continue
         assert all(fits(found))
         assert slowest(times, found) == min(slowest(times, cut) for cut in allowed)
-        moved += not all(fits(cut_evenly(times, 2 * stages, sizes)))
+        moved += not all(fits(partition_evenly(times, 2 * stages, sizes)))
     assert moved > 3 and none > 3  # the twins: times alone would not have kept it; nothing would
 
 
 def test_a_heavy_link_moves_the_cut_that_parameters_would_not() -> None:
     sizes, times = [1] * 8, [4, 1, 1, 1, 1, 1, 1, 1]
-    assert slowest(times, cut_evenly(sizes, 2)) == 7  # four and four
-    assert slowest(times, cut_evenly(times, 2, sizes)) == 6  # a fifth less
+    assert slowest(times, partition_evenly(sizes, 2)) == 7  # four and four
+    assert slowest(times, partition_evenly(times, 2, sizes)) == 6  # a fifth less
 
 
 @pytest.mark.parametrize(
@@ -133,6 +133,6 @@ def test_a_heavy_link_moves_the_cut_that_parameters_would_not() -> None:
     [([1, 2], "names 2 of 3"), ([1, 1, 1], "has 3 modules"), ([1, 1, 3], "leaves a stage without")],
 )
 def test_named_lengths_must_fit(lengths: list[int], said: str) -> None:
-    assert cut_at([2, 1, 2], [1, 0, 1, 1, 1], 3) == [range(2), range(2, 3), range(3, 5)]
+    assert partition_at([2, 1, 2], [1, 0, 1, 1, 1], 3) == [range(2), range(2, 3), range(3, 5)]
     with pytest.raises(StrategyError, match=said):
-        cut_at(lengths, [1, 0, 1, 1, 1], 3)
+        partition_at(lengths, [1, 0, 1, 1, 1], 3)

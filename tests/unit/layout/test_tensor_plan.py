@@ -6,8 +6,8 @@ import pytest
 from torch import nn
 
 from paceline.errors import StrategyError, TaskError
-from paceline.layout.tensor import entries_of
 from paceline.models import GPT, GPT_TENSOR_PLAN, GPTConfig
+from paceline.parallel.tensor import resolve_tensor_plan
 
 
 def gpt() -> GPT:
@@ -15,7 +15,7 @@ def gpt() -> GPT:
 
 
 def words(plan: dict[str, str]) -> dict[str, str]:
-    return {entry.name: entry.word for entry in entries_of(plan, gpt())}
+    return {entry.name: entry.word for entry in resolve_tensor_plan(plan, gpt())}
 
 
 def test_a_pattern_fits_whole_names_and_their_ends() -> None:
@@ -46,16 +46,16 @@ def test_of_patterns_that_fit_the_same_the_last_one_counts() -> None:
 )  # fmt: skip
 def test_a_plan_that_does_not_fit_is_refused(plan: dict[str, str], says: str) -> None:
     with pytest.raises(TaskError, match=says):
-        entries_of(plan, gpt())
+        resolve_tensor_plan(plan, gpt())
 
 
 def test_layers_of_a_sequential_are_taken_in_turn() -> None:
     model = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 4), nn.Linear(4, 2))
     with pytest.raises(TaskError, match="'2' is not cut, and stands behind '0'"):
-        entries_of({"0": "column", "3": "row"}, model)
-    assert len(entries_of({"0": "column", "2": "row"}, model)) == 2
+        resolve_tensor_plan({"0": "column", "3": "row"}, model)
+    assert len(resolve_tensor_plan({"0": "column", "2": "row"}, model)) == 2
 
 
 def test_no_plan_is_an_error_of_the_strategy() -> None:
     with pytest.raises(StrategyError, match="nothing says which of GPT's"):
-        entries_of({}, gpt())
+        resolve_tensor_plan({}, gpt())

@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from paceline.errors import TaskError
-from paceline.layout.seed import seed_micro_batch
 from paceline.models import MLP, KeyedDropout, name_dropouts, set_micro_batch_key
+from paceline.parallel.rng_state import seed_micro_batch
 
 
 def mask(module: KeyedDropout, shape: tuple[int, ...] = (64, 64)) -> torch.Tensor:

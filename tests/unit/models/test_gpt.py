@@ -9,8 +9,8 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline.errors import TaskError
 from paceline.models import GPT, GPTConfig, generate, initialize_gpt, set_micro_batch_key
-from paceline.models.gpt import Rotary
-from paceline.models.sample import pick
+from paceline.models.gpt import RotaryEmbedding
+from paceline.models.text_generation import sample_token
 
 SMALL = {"vocab": 64, "context": 16, "layers": 2, "heads": 2, "width": 32}
 
@@ -36,7 +36,7 @@ def test_no_logit_depends_on_a_later_token_and_the_order_matters(positions: str)
 
 
 def test_rotary_scores_depend_on_the_distance_only() -> None:
-    rotary = Rotary(32, 8).double()
+    rotary = RotaryEmbedding(32, 8).double()
     q, k = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     turned_q, turned_k = (rotary(x.expand(1, 1, 32, 8))[0, 0] for x in (q, k))
     scores = turned_q @ turned_k.T
@@ -126,8 +126,8 @@ def test_generation_is_keyed_bounded_and_leaves_the_mode() -> None:
 def test_top_p_keeps_the_smallest_set_that_reaches_it() -> None:
     logits = torch.tensor([0.1, 0.5, 0.25, 0.15]).log()
     generator = torch.Generator().manual_seed(1)
-    drawn = torch.cat([pick(logits, 1.0, 0.7, generator) for _ in range(300)])
+    drawn = torch.cat([sample_token(logits, 1.0, 0.7, generator) for _ in range(300)])
     assert set(drawn.tolist()) == {1, 2}
     assert abs((drawn == 1).float().mean().item() - 2 / 3) < 0.1
-    cold = torch.cat([pick(logits, 0.25, 1.0, generator) for _ in range(300)])
+    cold = torch.cat([sample_token(logits, 0.25, 1.0, generator) for _ in range(300)])
     assert (cold == 1).float().mean() > 0.85  # 0.5^4 against 0.25^4, 0.15^4 and 0.1^4

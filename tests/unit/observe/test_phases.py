@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from paceline.observe import PHASES, Phases
-from paceline.observe import phases as module
+from paceline.observe import PHASES, PhaseTimer
+from paceline.observe import step_stats as module
 
 
 class Clock:
@@ -27,7 +27,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.mark.capability("I1")
 def test_seconds_add_up_by_phase_and_each_lasts_until_the_next_begins(clock: Clock) -> None:
-    phases = Phases()
+    phases = PhaseTimer()
     clock.now += 0.5  # before the first one
     for phase, seconds in (("forward", 1.0), ("backward", 2.0), ("forward", 4.0), ("communication", 8.0)):
         phases.begin(phase)
@@ -38,7 +38,7 @@ def test_seconds_add_up_by_phase_and_each_lasts_until_the_next_begins(clock: Clo
 
 
 def test_a_take_starts_anew_and_ends_the_phase(clock: Clock) -> None:
-    phases = Phases()
+    phases = PhaseTimer()
     phases.begin("data")
     clock.now += 1.0
     assert phases.take() == (1.0, {**dict.fromkeys(PHASES, 0.0), "data": 1.0})
@@ -47,7 +47,7 @@ def test_a_take_starts_anew_and_ends_the_phase(clock: Clock) -> None:
 
 
 def test_an_unknown_phase_is_an_error(clock: Clock) -> None:
-    phases: Any = Phases()
+    phases: Any = PhaseTimer()
     phases.begin("forwards")
     with pytest.raises(KeyError, match="forwards"):
         phases.take()

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from paceline.observe import PHASES, Progress, Stats
+from paceline.observe import PHASES, ProgressSink, StepStats
 from paceline.observe import progress as module
 
 
@@ -20,7 +20,7 @@ class Clock:
         return self.now
 
 
-def make_stats(step: int, **changes: Any) -> Stats:
+def make_stats(step: int, **changes: Any) -> StepStats:
     values: dict[str, Any] = {
         "step": step,
         "epoch": 0,
@@ -37,7 +37,7 @@ def make_stats(step: int, **changes: Any) -> Stats:
         "phases": {**dict.fromkeys(PHASES, 0.0), "forward": 0.125, "backward": 0.25},
         "sent_bytes": 0.0,
     }
-    return Stats(**{**values, **changes})
+    return StepStats(**{**values, **changes})
 
 
 def plain_console() -> tuple[Console, io.StringIO]:
@@ -45,8 +45,8 @@ def plain_console() -> tuple[Console, io.StringIO]:
     return Console(file=out, force_terminal=False, width=60), out
 
 
-def lines_for(steps: list[Stats], last_step: int, tokens_per_sample: int = 0) -> str:
-    progress = Progress(plain_console()[0], 0, last_step, tokens_per_sample)
+def lines_for(steps: list[StepStats], last_step: int, tokens_per_sample: int = 0) -> str:
+    progress = ProgressSink(plain_console()[0], 0, last_step, tokens_per_sample)
     for stats in steps:
         progress.step(stats)
     return progress.line()
@@ -81,7 +81,7 @@ def test_without_a_terminal_there_is_a_line_every_few_seconds_and_one_at_the_end
     clock = Clock()
     monkeypatch.setattr(module, "time", clock)
     console, out = plain_console()
-    progress = Progress(console, 0, 40, 0)
+    progress = ProgressSink(console, 0, 40, 0)
     for step in range(40):
         progress.step(make_stats(step))
         clock.now += 1.0
@@ -95,7 +95,7 @@ def test_without_a_terminal_there_is_a_line_every_few_seconds_and_one_at_the_end
 def test_on_a_terminal_there_is_one_live_line_with_a_bar_that_stays_at_the_end() -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=160, color_system=None)
-    progress = Progress(console, 0, 4, 0)
+    progress = ProgressSink(console, 0, 4, 0)
     for step in range(4):
         progress.step(make_stats(step, loss=float(step)))
     progress.close()
@@ -106,7 +106,7 @@ def test_on_a_terminal_there_is_one_live_line_with_a_bar_that_stays_at_the_end()
 
 @pytest.mark.parametrize("done, whole, filled", [(0, 8, 0), (1, 8, 3), (4, 8, 12), (8, 8, 24), (0, 0, 0)])
 def test_the_bar_is_filled_in_proportion(done: int, whole: int, filled: int) -> None:
-    bar = module._bar(done, whole)
+    bar = module._render_bar(done, whole)
     assert (bar.count("━"), len(bar)) == (filled, 24)
 
 
@@ -114,7 +114,7 @@ def test_the_bar_is_filled_in_proportion(done: int, whole: int, filled: int) -> 
 def test_an_event_is_a_line_of_its_own_with_metrics_beside_the_rest(terminal: bool) -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=60, color_system=None)
-    progress = Progress(console, 0, 10, 0)
+    progress = ProgressSink(console, 0, 10, 0)
     progress.step(make_stats(0))
     progress.event("evaluation", {"step": 1, "loss": 1.23456789, "metrics": {"accuracy": 0.5}})
     progress.close()
@@ -123,7 +123,7 @@ def test_an_event_is_a_line_of_its_own_with_metrics_beside_the_rest(terminal: bo
 
 def test_a_path_with_brackets_is_shown_as_it_is() -> None:
     console, out = plain_console()
-    progress = Progress(console, 0, 10, 0)
+    progress = ProgressSink(console, 0, 10, 0)
     progress.event("checkpoint", {"path": "runs/lr[bold]/step-1 [red]"})
     progress.close()
     assert out.getvalue() == "checkpoint: path runs/lr[bold]/step-1 [red]\n"
@@ -131,7 +131,7 @@ def test_a_path_with_brackets_is_shown_as_it_is() -> None:
 
 def test_closing_twice_is_closing_once() -> None:
     out = io.StringIO()
-    progress = Progress(Console(file=out, force_terminal=True), 0, 1, 0)
+    progress = ProgressSink(Console(file=out, force_terminal=True), 0, 1, 0)
     progress.close()
     said = out.getvalue()
     progress.close()
@@ -154,7 +154,7 @@ def test_closing_twice_is_closing_once() -> None:
 def test_epochs_are_counted_and_tiny_losses_have_digits(
     epoch: int, epochs: int, loss: float, begin: str
 ) -> None:
-    progress = Progress(plain_console()[0], 0, 9, 0, -(-9 // epochs) if epochs else 0)
+    progress = ProgressSink(plain_console()[0], 0, 9, 0, -(-9 // epochs) if epochs else 0)
     progress.step(make_stats(0, epoch=epoch, loss=loss))
     assert progress.line().startswith(begin)
 

@@ -4,7 +4,14 @@ from typing import Any
 
 import pytest
 
-from paceline.observe.schema import COMMON, EVENTS, LEVELS, level_of, mistakes, passes
+from paceline.observe.metrics_schema import (
+    COMMON_FIELDS,
+    EVENT_SCHEMAS,
+    LEVELS,
+    event_level,
+    find_schema_errors,
+    passes_level,
+)
 from tests.unit.observe.test_sinks import make_stats
 from tools import metrics_page
 
@@ -14,13 +21,13 @@ RECORD = {"event": "warning", "level": "warning", "rank": 0, "time": 1.5, "text"
 @pytest.mark.capability("P2")
 def test_the_page_is_what_the_schema_says() -> None:
     assert metrics_page.PAGE.read_text(encoding="utf-8") == metrics_page.page(), "run `make docs`"
-    for name, event in EVENTS.items():
+    for name, event in EVENT_SCHEMAS.items():
         assert f"### `{name}`" in metrics_page.page()
-        assert event.level in LEVELS and not event.fields.keys() & COMMON.keys()
+        assert event.level in LEVELS and not event.fields.keys() & COMMON_FIELDS.keys()
 
 
 def test_a_step_fits() -> None:
-    assert mistakes({"level": "info", "rank": 0, "time": 1.0, **make_stats().record()}) == []
+    assert find_schema_errors({"level": "info", "rank": 0, "time": 1.0, **make_stats().record()}) == []
 
 
 @pytest.mark.parametrize(
@@ -35,24 +42,28 @@ def test_a_step_fits() -> None:
     ],
 )
 def test_what_does_not_fit_is_said(changes: dict[str, Any], said: str) -> None:
-    assert mistakes(RECORD) == []
-    assert said in mistakes({**RECORD, **changes})
+    assert find_schema_errors(RECORD) == []
+    assert said in find_schema_errors({**RECORD, **changes})
 
 
 def test_a_field_that_is_missing_is_said() -> None:
-    assert mistakes({name: value for name, value in RECORD.items() if name != "text"}) == [
+    assert find_schema_errors({name: value for name, value in RECORD.items() if name != "text"}) == [
         "warning lacks text"
     ]
 
 
 def test_numbers_that_are_not_finite_are_numbers() -> None:
-    assert mistakes({**RECORD, "time": "inf"}) == [] != mistakes({**RECORD, "time": "infinite"})
+    assert (
+        find_schema_errors({**RECORD, "time": "inf"})
+        == []
+        != find_schema_errors({**RECORD, "time": "infinite"})
+    )
 
 
 def test_levels_are_ordered_and_what_nobody_named_is_information() -> None:
-    assert level_of("strange") == "info"
-    assert [event for event in ("cache", "step", "warning", "error") if passes(event, "warning")] == [
+    assert event_level("strange") == "info"
+    assert [event for event in ("cache", "step", "warning", "error") if passes_level(event, "warning")] == [
         "warning",
         "error",
     ]
-    assert passes("cache", "debug") and not passes("cache", "info")
+    assert passes_level("cache", "debug") and not passes_level("cache", "info")

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from paceline.observe import PHASES, JsonLines, Stats
-from paceline.observe.sinks import full_files
+from paceline.observe import PHASES, JsonLinesSink, StepStats
+from paceline.observe.sinks import rotated_files
 
 
-def make_stats(**changes: Any) -> Stats:
+def make_stats(**changes: Any) -> StepStats:
     values: dict[str, Any] = {
         "step": 4,
         "epoch": 1,
@@ -28,7 +28,7 @@ def make_stats(**changes: Any) -> Stats:
         "phases": dict.fromkeys(PHASES, 0.05),
         "sent_bytes": 4096.0,
     }
-    return Stats(**{**values, **changes})
+    return StepStats(**{**values, **changes})
 
 
 def refuse(name: str) -> float:
@@ -39,10 +39,10 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line, parse_constant=refuse) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def write(path: Path, *records: Stats | tuple[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    sink = JsonLines(path)
+def write(path: Path, *records: StepStats | tuple[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    sink = JsonLinesSink(path)
     for record in records:
-        if isinstance(record, Stats):
+        if isinstance(record, StepStats):
             sink.step(record)
         else:
             sink.event(*record)
@@ -87,7 +87,7 @@ def test_they_are_spelled_in_lists_too(tmp_path: Path) -> None:
 
 
 def test_a_line_is_on_the_disk_at_once(tmp_path: Path) -> None:
-    sink = JsonLines(tmp_path / "m")
+    sink = JsonLinesSink(tmp_path / "m")
     sink.step(make_stats())
     assert len(read(tmp_path / "m")) == 1
     sink.close()
@@ -105,7 +105,7 @@ def test_a_step_of_no_time_has_no_rate() -> None:
 @pytest.mark.capability("P2")
 def test_only_what_is_grave_enough_is_written(tmp_path: Path) -> None:
     for level, expected in {"debug": ["step", "cache", "warning"], "warning": ["warning"]}.items():
-        sink = JsonLines(tmp_path / level, level=level)
+        sink = JsonLinesSink(tmp_path / level, level=level)
         sink.step(make_stats())
         sink.event("cache", {"hits": 1, "lookups": 2})
         sink.event("warning", {"text": "slow disk"})
@@ -117,20 +117,20 @@ def test_only_what_is_grave_enough_is_written(tmp_path: Path) -> None:
 def test_a_full_file_is_put_aside_and_nothing_is_lost(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     for first in (0, 20):  # the second one goes on where the first one ended
-        sink = JsonLines(path, rotate_bytes=2000)
+        sink = JsonLinesSink(path, rotate_bytes=2000)
         for step in range(first, first + 20):
             sink.step(make_stats(step=step))
         sink.close()
-    names = [file.name for file in full_files(path)]
+    names = [file.name for file in rotated_files(path)]
     assert names == [f"metrics.{i:04d}.jsonl" for i in range(1, len(names) + 1)] and len(names) > 3
-    found = [record["step"] for file in [*full_files(path), path] for record in read(file)]
+    found = [record["step"] for file in [*rotated_files(path), path] for record in read(file)]
     assert found == list(range(40))
-    assert all(file.stat().st_size < 3000 for file in full_files(path))
+    assert all(file.stat().st_size < 3000 for file in rotated_files(path))
 
 
 def test_a_line_that_a_crash_cut_short_spoils_no_other(tmp_path: Path) -> None:
     (tmp_path / "m").write_text('{"event": "st')
-    sink = JsonLines(tmp_path / "m")
+    sink = JsonLinesSink(tmp_path / "m")
     sink.step(make_stats(step=3))
     sink.close()
     assert json.loads((tmp_path / "m").read_text().splitlines()[1])["step"] == 3

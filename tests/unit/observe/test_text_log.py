@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.observe import TextLog
+from paceline.observe import TextLogSink
 from tests.unit.observe.test_sinks import make_stats
 
 LINE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z (INFO|WARNING|ERROR) +\S")
@@ -27,7 +27,7 @@ def lines(path: Path) -> list[str]:
 
 @pytest.mark.capability("P2")
 def test_a_line_has_a_time_a_level_and_what_happened(tmp_path: Path) -> None:
-    log = TextLog(tmp_path / "log.txt")
+    log = TextLogSink(tmp_path / "log.txt")
     log.event("run", {"task": "digits", "ranks": 2, "versions": {"torch": "2"}})
     log.event("evaluation", {"step": 4, "loss": 1.23456789, "metrics": {"accuracy": 0.5}})
     log.event("warning", {"text": "first line\nsecond line"})
@@ -46,7 +46,7 @@ def test_a_line_has_a_time_a_level_and_what_happened(tmp_path: Path) -> None:
 def test_steps_are_thinned_out_unless_everything_is_wanted(tmp_path: Path) -> None:
     for level, expected in (("info", [0, 10, 20]), ("debug", list(range(25)))):
         clock = Clock()
-        log = TextLog(tmp_path / level, level=level, now=clock)
+        log = TextLogSink(tmp_path / level, level=level, now=clock)
         for step in range(25):
             log.step(make_stats(step=step))
             clock.now += 1.0
@@ -55,7 +55,7 @@ def test_steps_are_thinned_out_unless_everything_is_wanted(tmp_path: Path) -> No
 
 
 def test_what_is_below_the_level_is_left_out(tmp_path: Path) -> None:
-    log = TextLog(tmp_path / "log.txt", level="error")
+    log = TextLogSink(tmp_path / "log.txt", level="error")
     log.step(make_stats())
     log.event("warning", {"text": "slow"})
     log.write("error", "rank 1 raised")
@@ -64,7 +64,7 @@ def test_what_is_below_the_level_is_left_out(tmp_path: Path) -> None:
 
 
 def test_a_full_file_makes_room_for_a_new_one(tmp_path: Path) -> None:
-    log = TextLog(tmp_path / "log.txt", rotate_bytes=200)
+    log = TextLogSink(tmp_path / "log.txt", rotate_bytes=200)
     for i in range(30):
         log.write("info", f"line {i}")
     log.close()

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.cluster import Cluster
+from paceline.job.cluster import Cluster
 from paceline.optim.adabound import AdaBound
 from paceline.recipe import Recipe
-from paceline.testing.parity import session_of
+from paceline.testing.parity import build_test_session
 
 
 def steps(optimizer: type[torch.optim.Optimizer], count: int, **settings: Any) -> torch.Tensor:
@@ -63,7 +63,7 @@ def test_the_loss_has_no_jump_on_the_way() -> None:
             batch={"size": 256, "shards": 1},
             optimizer=optimizer,
         )
-        session = session_of(Cluster.single(), recipe)
+        session = build_test_session(Cluster.single(), recipe)
         found = [stats.loss for stats in session.rounds()]
         session.close()
         return found

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import StrategyError
-from paceline.layout.holding import hold, hold_whole
-from paceline.layout.placement import Placement, Shard
 from paceline.optim import UserOptimizer, require_elementwise
-from paceline.optim.adopt import adopt
-from paceline.slot import trained_parameters
+from paceline.optim.compatibility import rebind_parameters
+from paceline.parallel.placement import ModelPlacement, ShardTransform
+from paceline.parallel.sharded_model import shard_model, unsharded_model
+from paceline.state.slot import trained_parameters
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -171,27 +171,27 @@ def test_an_optimizer_of_a_whole_model_comes_to_hold_the_parts(place: int) -> No
     model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
     model[0].bias.requires_grad_(False)
     slots = tuple(trained_parameters(model))
-    holding = hold(model, Placement(slots).cut(Shard(2, {})), {"shard": place})
+    sharded_model = shard_model(model, ModelPlacement(slots).cut(ShardTransform(2, {})), {"shard": place})
     groups = [
         {"params": [("a", model[0].weight)], "lr": 0.5},
         {"params": [("b", model[1].weight), ("c", model[1].bias)]},
     ]
     optimizer = torch.optim.Adam(groups, lr=0.1)
-    adopt(optimizer, holding)
+    rebind_parameters(optimizer, sharded_model)
     found = [
         [(p.shape[0], name) for p, name in zip(g["params"], g["param_names"], strict=True)]
         for g in optimizer.param_groups
     ]
     assert found == [[(3, "a")], [(1 + place, "b"), (1 + place, "c")]]
     assert [g["lr"] for g in optimizer.param_groups] == [0.5, 0.1]
-    own = {id(p) for p in holding.updates.values()}
+    own = {id(p) for p in sharded_model.updates.values()}
     assert {id(p) for g in optimizer.param_groups for p in g["params"]} == own
 
 
 def test_whole_parameters_stay_what_they_are() -> None:
     model = nn.Linear(4, 6)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    adopt(optimizer, hold_whole(model))
+    rebind_parameters(optimizer, unsharded_model(model))
     assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(model.weight), id(model.bias)]
 
 
@@ -200,8 +200,8 @@ def test_nothing_is_kept_of_parameters_that_the_rank_does_not_update() -> None:
     """Adagrad has state from the beginning; that of a whole tensor would stay beside that of its part."""
     model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
     slots = tuple(trained_parameters(model))
-    holding = hold(model, Placement(slots).cut(Shard(2, {})), {"shard": 0})
+    sharded_model = shard_model(model, ModelPlacement(slots).cut(ShardTransform(2, {})), {"shard": 0})
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
-    adopt(optimizer, holding)
-    own = {id(p) for p in holding.updates.values()}
+    rebind_parameters(optimizer, sharded_model)
+    own = {id(p) for p in sharded_model.updates.values()}
     assert {id(p) for p in optimizer.state} <= own

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.cluster import Cluster
 from paceline.errors import TaskError
+from paceline.job.cluster import Cluster
 from paceline.optim import require_one_gradient
 from paceline.recipe import Recipe
-from paceline.task import Loss, Source, Task
-from paceline.testing.parity import session_of
+from paceline.task import Loss, SampleSource, Task
+from paceline.testing.parity import build_test_session
 
 DRIVEN = [
     *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon"),
@@ -26,10 +26,12 @@ def loss(model: nn.Module, batch: Tensor) -> Loss:
     return Loss(model(batch).square().sum(), len(batch))
 
 
-def train(optimizer: Callable[[nn.Module], torch.optim.Optimizer], data: Source | None = None) -> Tensor:
+def train(
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer], data: SampleSource | None = None
+) -> Tensor:
     task = Task(nn.Linear(3, 2, bias=False), data or torch.ones(6, 3), loss, optimizer=optimizer)
     recipe = Recipe(task="own", steps=2, batch={"size": 3, "shards": 1})
-    list(session_of(Cluster.single(), recipe, lambda: task).rounds())
+    list(build_test_session(Cluster.single(), recipe, lambda: task).rounds())
     return task.model.weight.detach()
 
 

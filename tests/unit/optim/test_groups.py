@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.cluster import Cluster
 from paceline.errors import CheckpointError
+from paceline.job.cluster import Cluster
 from paceline.optim import UserOptimizer
-from paceline.optim.groups import GroupMemory
 from paceline.recipe import Recipe, Strategy
-from paceline.state import TrainState
+from paceline.session import Session
+from paceline.state.optimizer_state import ParamGroupState
+from paceline.state.train_state import TrainState
 from paceline.task import Loss, Task
 from paceline.testing import run_ranks
-from paceline.testing.parity import session_of
-from paceline.training import Session
+from paceline.testing.parity import build_test_session
 
 
 class ScheduleFree(UserOptimizer):
@@ -48,7 +48,7 @@ def session(cluster: Cluster, strategy: str = "replicas=all", optimizer: Any = N
         )
 
     recipe = Recipe(task="own", steps=8, batch={"size": 6, "shards": 2}, strategy=Strategy.parse(strategy))
-    return session_of(cluster, recipe, task)
+    return build_test_session(cluster, recipe, task)
 
 
 def resumed(cluster: Cluster, strategy: str) -> tuple[list[float], list[float]]:
@@ -82,7 +82,7 @@ def optimizer_of(**options: Any) -> torch.optim.Optimizer:
 
 def test_only_what_changed_is_kept() -> None:
     optimizer = optimizer_of(momentum=0.9)
-    memory = GroupMemory(optimizer)
+    memory = ParamGroupState(optimizer)
     assert memory.changed() == [{}]
     optimizer.param_groups[0]["lr"] = 0.01  # the schedule's
     optimizer.param_groups[0] |= {"initial_lr": 0.1, "k": 3, "momentum": 0.8}
@@ -92,7 +92,7 @@ def test_only_what_changed_is_kept() -> None:
 def test_a_resume_with_another_recipe_trains_with_that() -> None:
     """The weight decay is the new recipe's, the counter that of the run."""
     old, new = optimizer_of(weight_decay=0.1), optimizer_of(weight_decay=0.2)
-    before, after = GroupMemory(old), GroupMemory(new)
+    before, after = ParamGroupState(old), ParamGroupState(new)
     old.param_groups[0]["k"] = 3
     new.param_groups[0]["stray"] = 1
     after.restore(before.changed())
@@ -112,7 +112,7 @@ def test_what_cannot_be_saved_is_refused_at_the_first_save(value: Any) -> None:
 def test_betas_that_a_scheduler_moves_are_kept_and_stay_a_tuple() -> None:
     """`OneCycleLR` moves the momentum by default."""
     old, new = (torch.optim.AdamW([nn.Parameter(torch.ones(2))], lr=0.1) for _ in range(2))
-    before, after = GroupMemory(old), GroupMemory(new)
+    before, after = ParamGroupState(old), ParamGroupState(new)
     torch.optim.lr_scheduler.OneCycleLR(old, 0.1, 20)
     moved = old.param_groups[0]["betas"]
     assert moved != new.param_groups[0]["betas"]
@@ -123,7 +123,7 @@ def test_betas_that_a_scheduler_moves_are_kept_and_stay_a_tuple() -> None:
 def test_a_list_that_grows_in_place_is_seen() -> None:
     optimizer = optimizer_of()
     optimizer.param_groups[0]["history"] = []
-    memory = GroupMemory(optimizer)
+    memory = ParamGroupState(optimizer)
     assert memory.changed() == [{}]
     optimizer.param_groups[0]["history"].append(1.0)
     with pytest.raises(CheckpointError, match="list"):

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.checkpoint.kept_values import check_kept
+from paceline.checkpoint.manifest import check_optimizer_value
 from paceline.errors import CheckpointError
-from paceline.layout.holding import hold_whole
 from paceline.optim import UserOptimizer
-from paceline.optim.kept import KeptByOptimizer
-from paceline.state import TrainState
+from paceline.parallel.sharded_model import unsharded_model
+from paceline.state.optimizer_state import OptimizerState
+from paceline.state.train_state import TrainState
 from tests.unit.checkpoint.states import load, save
 
 X = torch.linspace(-1.0, 1.0, 24).view(4, 6)
@@ -81,7 +81,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 def make(name: str, seed: int = 0) -> TrainState:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1))
-    return TrainState(hold_whole(model), OPTIMIZERS[name](model))
+    return TrainState(unsharded_model(model), OPTIMIZERS[name](model))
 
 
 def train(state: TrainState, steps: int) -> TrainState:
@@ -157,7 +157,7 @@ def test_what_would_be_lost_is_refused_at_the_first_save(change: Any, words: str
 
 def test_without_the_refusal_it_would_be_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Why the refusals are true: whoever goes on from such a state has nothing of what they speak of."""
-    monkeypatch.setattr(KeptByOptimizer, "_refuse_the_rest", lambda self: None)
+    monkeypatch.setattr(OptimizerState, "_refuse_the_rest", lambda self: None)
     first, second = make("sgd"), make("sgd")
     with_more_in_its_state_dict(first.optimizer)
     with_another_inside(first.optimizer)
@@ -193,7 +193,7 @@ def test_nothing_of_another_kind_of_optimizer_is_taken_over() -> None:
 )
 def test_a_manifest_that_puts_it_together_otherwise_is_damaged(value: Any) -> None:
     with pytest.raises(ValueError, match="momentum"):
-        check_kept(value, "momentum")
+        check_optimizer_value(value, "momentum")
 
 
 def test_a_manifest_that_is_nested_deeply_is_damaged() -> None:
@@ -201,7 +201,7 @@ def test_a_manifest_that_is_nested_deeply_is_damaged() -> None:
     for _ in range(100):
         value = {"list": [value]}
     with pytest.raises(ValueError, match="in no known way"):
-        check_kept(value, "momentum")
+        check_optimizer_value(value, "momentum")
 
 
 def test_a_value_that_speaks_of_a_tensor_which_is_not_there_does_not_fit() -> None:

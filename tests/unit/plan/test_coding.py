@@ -8,14 +8,14 @@ import pytest
 from torch import float32
 
 from paceline.comm import Net
-from paceline.mesh import Group
-from paceline.plan import coding
-from paceline.plan.paths import Buffer
-from paceline.plan.ranks import SendsNothing
+from paceline.comm.codecs.strategy_codec import build_coded_collective
+from paceline.job.mesh import RankGroup
+from paceline.plan import not_planned_coding
+from paceline.plan.not_planned_coding import Buffer
+from paceline.plan.simulated_ranks import SimulatedCollective
 from paceline.recipe import Recipe, Strategy
-from paceline.training.codecs import code
 
-RANKS = Group("replica", (0, 1), 0)
+RANKS = RankGroup("replica", (0, 1), 0)
 BUCKETS = [
     [264_192, 261_612],  # the smaller one is a single stretch, and each of the other's is shorter
     [1 << 20],
@@ -32,11 +32,11 @@ ALL = [(codec, route, sizes) for codec in ("int8", "bf16", "sign", "topk:0.01", 
 def held(recipe: Recipe, sizes: list[int]) -> int:
     """Bytes of a coder of exactly these buffers."""
     net, any_order = Net(60.0), recipe.strategy.route == "native"
-    path = SendsNothing(RANKS, net, any_order=any_order)
-    with closing(code(path, recipe.strategy, recipe.seed)) as coder:
+    path = SimulatedCollective(RANKS, net, any_order=any_order)
+    with closing(build_coded_collective(path, recipe.strategy, recipe.seed)) as coder:
         for net.step in range(4):
             for number, size in enumerate(sizes):
-                coder.all_reduce(coding.incompressible(size), f"{number}").wait()
+                coder.all_reduce(not_planned_coding.incompressible(size), f"{number}").wait()
             if coder.feedback is not None:
                 coder.feedback.commit()
         found = coder.held_bytes()
@@ -52,5 +52,8 @@ def held(recipe: Recipe, sizes: list[int]) -> int:
 def test_what_coding_takes_is_planned_whatever_the_sizes(codec: str, route: str, sizes: list[int]) -> None:
     recipe = Recipe(task="sum", steps=1, strategy=Strategy.parse(f"replicas=2 codec={codec} route={route}"))
     buffers = [Buffer(size, float32, ()) for size in sizes]
-    planned, real = coding._taken(recipe, coding._sum, RANKS, buffers, sum(sizes)), held(recipe, sizes)
+    planned, real = (
+        not_planned_coding._taken(recipe, not_planned_coding._sum, RANKS, buffers, sum(sizes)),
+        held(recipe, sizes),
+    )
     assert real - 2**12 <= planned <= 1.1 * real + 2**16, (planned, real)

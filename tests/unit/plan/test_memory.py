@@ -13,19 +13,19 @@ from typer.testing import CliRunner
 
 from paceline import Loss, Task
 from paceline.cli.main import build_app
-from paceline.cluster import Cluster
 from paceline.errors import StrategyError, TaskError
-from paceline.layout.sizes import sizes_of
-from paceline.mesh import AXES
+from paceline.job.cluster import Cluster
+from paceline.job.mesh import AXES
 from paceline.models import GPTConfig
-from paceline.plan import judge, nearest_that_fits, plan_memory, whole_bytes
-from paceline.plan.forms import gathered_by_block, partial_sums
-from paceline.plan.live_bytes import LiveBytes
-from paceline.plan.messages import near_stages
-from paceline.plan.ranks import places
+from paceline.parallel.placement import count_parameter_bytes
+from paceline.plan import check_budget, model_state_bytes, nearest_that_fits, plan_memory
+from paceline.plan.activation_memory import LiveBytes
+from paceline.plan.micro_batch_memory import stages_on_host
+from paceline.plan.simulated_ranks import simulate_ranks
+from paceline.plan.zero_memory import gathered_bytes, waiting_partial_sums
 from paceline.recipe import Recipe, load_recipe
 from paceline.tasks.byte_gpt import next_token_loss, next_token_sequence
-from paceline.testing.parity import session_of
+from paceline.testing.parity import build_test_session
 from tests.unit.plan.gpt_jobs import SMALL, gpt, recipe
 
 LARGEST = GPTConfig(vocab=50257, context=2048, layers=96, heads=96, width=12288)
@@ -62,10 +62,10 @@ def test_fake_tensors_take_the_bytes_of_real_ones() -> None:
 
 @pytest.mark.capability("L3")
 def test_the_largest_gpt_3_has_350_gb_of_weights_and_2800_gb_of_state() -> None:
-    assert whole_bytes(175 * 10**9) == {"fp16 weights": 350 * 10**9, "Adam": 2800 * 10**9}
+    assert model_state_bytes(175 * 10**9) == {"fp16 weights": 350 * 10**9, "Adam": 2800 * 10**9}
     task = gpt(LARGEST)
-    held = places(recipe("replicas=1 shard=8 zero=3", size=8, shards=8), task, task.model, 8)
-    sizes = [sizes_of(place.held.values(), dict.fromkeys(place.held, 4)) for place in held]
+    held = simulate_ranks(recipe("replicas=1 shard=8 zero=3", size=8, shards=8), task, task.model, 8)
+    sizes = [count_parameter_bytes(place.held.values(), dict.fromkeys(place.held, 4)) for place in held]
     updates = sum(one.updates for one in sizes)  # of all ranks: every value once
     assert updates == pytest.approx(4 * 175e9, rel=0.01)
     state = 4 * updates  # with a gradient and two moments
@@ -74,13 +74,20 @@ def test_the_largest_gpt_3_has_350_gb_of_weights_and_2800_gb_of_state() -> None:
 
 
 def test_sums_that_wait_for_others_are_those_of_the_tree() -> None:
-    assert partial_sums(range(8)) == [1, 1, 2, 1, 2, 2, 3, 1]
-    assert partial_sums(range(1, 4)) == [1, 2, 2]  # shard 1, then shards 2 and 3
-    assert partial_sums([5, 4, 3, 2, 1, 0]) == [1, 1, 2, 2, 3, 2]  # 4 and 5 wait longer than in their order
-    assert gathered_by_block([], 100, 2) == 100  # all of it, for a whole run
-    assert gathered_by_block([10, 10], 5, 2) == 25
+    assert waiting_partial_sums(range(8)) == [1, 1, 2, 1, 2, 2, 3, 1]
+    assert waiting_partial_sums(range(1, 4)) == [1, 2, 2]  # shard 1, then shards 2 and 3
+    assert waiting_partial_sums([5, 4, 3, 2, 1, 0]) == [
+        1,
+        1,
+        2,
+        2,
+        3,
+        2,
+    ]  # 4 and 5 wait longer than in their order
+    assert gathered_bytes([], 100, 2) == 100  # all of it, for a whole run
+    assert gathered_bytes([10, 10], 5, 2) == 25
     assert (
-        gathered_by_block([10, 10], 5, 4) == 50
+        gathered_bytes([10, 10], 5, 4) == 50
     )  # Gloo takes as much again for what three ranks send, and more
 
 
@@ -89,9 +96,9 @@ def test_a_strategy_that_needs_more_than_the_budget_is_refused_with_the_nearest_
     task = gpt()
     asked = recipe("replicas=2 route=native")
     needs = plan_memory(asked, task, 2).peak
-    assert judge(asked.replace(memory={"budget": needs}), task, 2).refusal is None
+    assert check_budget(asked.replace(memory={"budget": needs}), task, 2).refusal is None
     tight = asked.replace(memory={"budget": needs - 1, "recompute": "none"})
-    error = judge(tight, task, 2).refusal
+    error = check_budget(tight, task, 2).refusal
     assert isinstance(error, StrategyError)
     assert "in the backward" in error.what and "memory.budget is" in error.what
     assert 'the nearest that fits is "replicas=2' in error.next_step
@@ -102,16 +109,16 @@ def test_a_strategy_that_needs_more_than_the_budget_is_refused_with_the_nearest_
 
 def test_where_nothing_fits_the_least_is_named() -> None:
     task = Task(nn.Linear(4, 1), list(torch.rand(16, 4)), lambda model, x: Loss(model(x).sum(), len(x)))
-    error = judge(recipe("replicas=2", memory={"budget": 64}), task, 2).refusal
+    error = check_budget(recipe("replicas=2", memory={"budget": 64}), task, 2).refusal
     assert error is not None and error.next_step.startswith("no layout of 2 processes fits; ")
 
 
 @pytest.mark.capability("L3")
 def test_a_run_that_does_not_fit_does_not_start() -> None:
     fits = {"task": "sum", "steps": 1, "memory": {"budget": "64MiB"}}
-    session_of(Cluster.single(), Recipe.model_validate(fits)).close()
+    build_test_session(Cluster.single(), Recipe.model_validate(fits)).close()
     with pytest.raises(StrategyError, match=r"memory\.budget is 100 B"):
-        session_of(Cluster.single(), Recipe.model_validate(fits | {"memory": {"budget": 100}}))
+        build_test_session(Cluster.single(), Recipe.model_validate(fits | {"memory": {"budget": 100}}))
 
 
 def test_a_loss_that_asks_for_values_cannot_be_planned() -> None:
@@ -204,7 +211,7 @@ def test_messages_lie_in_memory_for_the_stages_of_one_host_only() -> None:
 def test_stages_of_a_host_are_those_whose_ranks_it_has(rank: int, per_host: int, near: set[int]) -> None:
     """Two replicas of four stages of two tensor ranks."""
     degrees = dict.fromkeys(AXES, 1) | {"replica": 2, "pipeline": 4, "tensor": 2}
-    assert near_stages(degrees, rank, per_host) == near
+    assert stages_on_host(degrees, rank, per_host) == near
 
 
 @pytest.mark.capability("L3")

@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 from paceline import Loss, Task
-from paceline.cluster import Cluster
 from paceline.errors import StrategyError
-from paceline.plan import judge, plan_memory
+from paceline.job.cluster import Cluster
+from paceline.plan import check_budget, plan_memory
 from paceline.recipe import Recipe
-from paceline.recipe.specs import imported
-from paceline.recipe.words import SYNCS
-from paceline.testing.parity import session_of
+from paceline.recipe.registry.sync_specs import SYNC_SPECS
+from paceline.recipe.registry.word_spec import import_object
+from paceline.testing.parity import build_test_session
 from tests.unit.plan.gpt_jobs import gpt, recipe
 
 
@@ -21,9 +21,9 @@ from tests.unit.plan.gpt_jobs import gpt, recipe
 def test_a_budget_holds_for_every_rule_of_a_run() -> None:
     """The second one keeps where a round began; while it takes over, the state is there again."""
     switching = {"task": "sum", "steps": 4, "strategy": "replicas=1 sync=every-step@2,diloco:2"}
-    session_of(Cluster.single(), Recipe.model_validate(switching)).close()
+    build_test_session(Cluster.single(), Recipe.model_validate(switching)).close()
     budget = switching | {"memory": {"budget": "64MiB"}}
-    session_of(Cluster.single(), Recipe.model_validate(budget)).close()
+    build_test_session(Cluster.single(), Recipe.model_validate(budget)).close()
     task, words = gpt(), "replicas=2 route=native sync="
     alone = {rule: plan_memory(recipe(words + rule), task, 2).peak for rule in ("every-step", "diloco:2")}
     both = plan_memory(recipe(words + "every-step@2,diloco:2"), task, 2)
@@ -31,7 +31,7 @@ def test_a_budget_holds_for_every_rule_of_a_run() -> None:
     tight = recipe(
         words + "every-step@2,diloco:2", memory={"budget": alone["every-step"], "recompute": "none"}
     )
-    error = judge(tight, task, 2).refusal
+    error = check_budget(tight, task, 2).refusal
     assert error is not None and ("under diloco:2" in error.what or "switch to diloco:2" in error.what)
 
 
@@ -61,7 +61,7 @@ def test_a_stage_keeps_the_weights_that_are_in_flight_or_two_versions() -> None:
         words = "replicas=1 pipeline=2 sync=pipedream"
         plan_memory(recipe(words, memory={"recompute": "0"}), untied(), 2)
     budget = {"budget": 1 << 10}  # which nothing keeps, and nothing may be computed again
-    error = judge(recipe("replicas=1 pipeline=2 sync=pipedream", memory=budget), untied(), 2).refusal
+    error = check_budget(recipe("replicas=1 pipeline=2 sync=pipedream", memory=budget), untied(), 2).refusal
     assert error is not None
 
 
@@ -92,5 +92,5 @@ def test_what_a_switch_keeps_without_a_form_is_refused_and_not_guessed(words: st
 
 @pytest.mark.capability("L3")
 def test_every_rule_says_what_it_keeps() -> None:
-    built = [spec for spec in SYNCS if spec.is_built and not spec.chooses]
-    assert len(built) > 8 and all(callable(imported(spec.memory)) for spec in built)
+    built = [spec for spec in SYNC_SPECS if spec.is_built and not spec.chooses]
+    assert len(built) > 8 and all(callable(import_object(spec.memory)) for spec in built)

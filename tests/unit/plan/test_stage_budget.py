@@ -9,8 +9,8 @@ import pytest
 from paceline import Task
 from paceline.errors import StrategyError
 from paceline.models import GPTConfig
-from paceline.plan import judge, plan_memory
-from paceline.training import stage_choice
+from paceline.plan import check_budget, plan_memory
+from paceline.tuning import stage_choice
 from tests.unit.plan.gpt_jobs import gpt, recipe
 
 WORDS = "replicas=1 pipeline=2 schedule=1f1b"  # the first stage keeps twice as many micro-batches
@@ -30,7 +30,7 @@ def peaks_of_cuts(task: Task, links: int, how: str = "none") -> dict[int, int]:
 @pytest.mark.capability("C6")
 def test_the_fastest_cut_that_keeps_the_budget_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = [0.1, 1.0, 1.0, 2.0, 0.1]  # embedding, blocks, output layer
-    monkeypatch.setattr(stage_choice, "measure_links", lambda *args: seconds)
+    monkeypatch.setattr(stage_choice, "measure_stage_modules", lambda *args: seconds)
     task, keeping = small(3), recipe(WORDS + " stages=time")
     slowest = {cut: max(sum(seconds[:cut]), sum(seconds[cut:])) for cut in range(1, 5)}
     peaks = peaks_of_cuts(task, 5)
@@ -48,11 +48,11 @@ def test_the_fastest_cut_that_keeps_the_budget_is_chosen(monkeypatch: pytest.Mon
 
 @pytest.mark.capability("C6", "L2")
 def test_where_no_cut_keeps_it_blocks_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage_choice, "measure_links", lambda *args: [0.1, 1.0, 1.0, 0.1])
+    monkeypatch.setattr(stage_choice, "measure_stage_modules", lambda *args: [0.1, 1.0, 1.0, 0.1])
     task = small(2)
     lean, plain = (min(peaks_of_cuts(task, 4, how).values()) for how in ("blocks", "none"))
     assert lean < plain
-    found = judge(recipe(WORDS + " stages=time", memory={"budget": lean}), task, 2)
+    found = check_budget(recipe(WORDS + " stages=time", memory={"budget": lean}), task, 2)
     assert found.refusal is None and found.plan.peak <= lean
     assert found.choice is not None and found.choice.recompute != "none"
 
@@ -61,7 +61,7 @@ def test_where_no_cut_keeps_it_blocks_are_computed_again(monkeypatch: pytest.Mon
 def test_a_budget_caps_what_the_chunks_of_a_stage_hold_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first stage holds the embedding and a block of the middle, the last one the output layer."""
     seconds = [0.1, 1.0, 1.0, 1.0, 1.0, 0.1]
-    monkeypatch.setattr(stage_choice, "measure_links", lambda *args: seconds)
+    monkeypatch.setattr(stage_choice, "measure_stage_modules", lambda *args: seconds)
     task, words = small(4), "replicas=1 pipeline=2 schedule=interleaved:2"
     cuts = [(a, b, c, 6 - a - b - c) for a in range(1, 4) for b in range(1, 4) for c in range(1, 4)]
     cuts = [cut for cut in cuts if cut[-1] > 0]

@@ -9,15 +9,21 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from paceline.cluster import Cluster
 from paceline.errors import RecipeError
-from paceline.mesh import Group, Mesh
+from paceline.job.cluster import Cluster
+from paceline.job.mesh import Mesh, RankGroup
 from paceline.recipe import Recipe, load_recipe
-from paceline.recipe.acting import HERE, default_at, needs_of, value_at, when_it_acts
-from paceline.recipe.expect import known_keys
+from paceline.recipe.validation import (
+    SESSION_NEEDS,
+    default_value,
+    get_value,
+    known_keys,
+    list_needs,
+    need_text,
+)
+from paceline.session.build import build_session
+from paceline.session.start_warnings import find_unused_keys
 from paceline.tasks import load_task
-from paceline.training.build import build_session
-from paceline.training.idle import idle_keys
 
 DIGITS = {"task": "digits", "steps": 1, "options": {"model": "mlp", "hidden": [8]}}
 
@@ -93,19 +99,19 @@ def recipe(**keys: Any) -> Recipe:
 
 
 def test_there_is_a_case_for_every_key_that_does_not_always_act() -> None:
-    assert {key for key, _ in needs_of(Recipe)} == set(CASES)
-    assert set(CASES) | set(HERE) <= set(known_keys(Recipe))
-    assert all(case.value != default_at(Recipe, key) for key, case in CASES.items())
+    assert {key for key, _ in list_needs(Recipe)} == set(CASES)
+    assert set(CASES) | set(SESSION_NEEDS) <= set(known_keys(Recipe))
+    assert all(case.value != default_value(Recipe, key) for key, case in CASES.items())
 
 
 @pytest.mark.parametrize("key", CASES)
 def test_a_key_that_cannot_act_is_an_error_that_names_it_and_what_it_needs(key: str) -> None:
     value, acts_with, idle_with = CASES[key]
-    assert value_at(recipe(**{key: value}, **acts_with), key) == value
-    with pytest.raises(RecipeError, match=rf"{key}: expected only {when_it_acts(Recipe, key)}"):
+    assert get_value(recipe(**{key: value}, **acts_with), key) == value
+    with pytest.raises(RecipeError, match=rf"{key}: expected only {need_text(Recipe, key)}"):
         recipe(**{key: value}, **idle_with)
-    unset = {key: default_at(Recipe, key)}
-    assert value_at(recipe(**unset, **idle_with), key) == default_at(Recipe, key)
+    unset = {key: default_value(Recipe, key)}
+    assert get_value(recipe(**unset, **idle_with), key) == default_value(Recipe, key)
 
 
 @pytest.mark.parametrize("key", CASES)
@@ -115,10 +121,10 @@ def test_what_is_typed_takes_out_what_can_no_longer_act(key: str, tmp_path: Path
 
     value, acts_with, idle_with = CASES[key]
     (tmp_path / "a.toml").write_text(to_toml(recipe(**{key: value}, **acts_with)))
-    taken = {name: default_at(Recipe, name) for name in acts_with} | idle_with
+    taken = {name: default_value(Recipe, name) for name in acts_with} | idle_with
     typed = [f"{name}={'' if v is None else str(v).lower()}" for name, v in taken.items()]
     if typed:
-        assert value_at(load_recipe(tmp_path / "a.toml", typed), key) == default_at(Recipe, key)
+        assert get_value(load_recipe(tmp_path / "a.toml", typed), key) == default_value(Recipe, key)
 
 
 # What only the task and the processes can tell
@@ -150,7 +156,7 @@ def said(key: str, value: Any, held_out: bool = False) -> list[str]:
 
 
 def test_there_is_a_case_for_every_key_of_the_task_and_the_processes() -> None:
-    assert set(HERE_CASES) == set(HERE)
+    assert set(HERE_CASES) == set(SESSION_NEEDS)
 
 
 @pytest.mark.parametrize("key", HERE_CASES)
@@ -163,7 +169,7 @@ def test_a_key_that_cannot_act_here_is_named_when_the_session_is_built(key: str)
 
 def two(axis: str) -> Mesh:
     """Two ranks along an axis."""
-    alone, both = Group("", (0,), 0), Group("", (0, 1), 0)
+    alone, both = RankGroup("", (0,), 0), RankGroup("", (0, 1), 0)
     axes = {name: both if name == axis else alone for name in ("replica", "shard", "tensor", "pipeline")}
     shares = axis in ("replica", "shard")
     return Mesh(both, axes, both if shares else alone, alone if axis == "replica" else both)
@@ -184,4 +190,4 @@ def two(axis: str) -> Mesh:
 def test_what_acts_depends_on_who_sends_what(strategy: str, axis: str, idle: list[str]) -> None:
     chosen = Recipe(**DIGITS, strategy=strategy)
     task = load_task("digits", dict(chosen.options), 1, Path.cwd(), Path.cwd())
-    assert [text.partition(" = ")[0] for text in idle_keys(chosen, task, two(axis))] == idle
+    assert [text.partition(" = ")[0] for text in find_unused_keys(chosen, task, two(axis))] == idle

@@ -4,7 +4,7 @@ import pytest
 
 from paceline.errors import RecipeError
 from paceline.recipe import Recipe, Strategy
-from paceline.recipe.changes import compare_recipes, refuse_changes
+from paceline.recipe.resume_changes import compare_recipes, refuse_changes
 
 pytestmark = pytest.mark.capability("N2")
 BEFORE = Recipe(task="digits", steps=10, options={"model": "mlp", "hidden": [8]}, run_dir="runs/a")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline.recipe import Recipe, load_recipe
-from paceline.recipe.explain import describe, json_schema, keys
+from paceline.recipe.recipe_reference import describe_recipe, json_schema, recipe_keys
 from tools import reference_pages
 
 ROOT = Path(__file__).parents[3]
@@ -19,13 +19,13 @@ RECIPES = [*sorted((ROOT / "recipes").glob("*.toml")), ROOT / "examples" / "own_
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_what_is_shown_is_read_back_as_the_same_recipe(path: Path, tmp_path: Path) -> None:
     recipe = load_recipe(path, ["optimizer.clip_norm=0.5"])
-    (tmp_path / "shown.toml").write_text(describe(recipe))
+    (tmp_path / "shown.toml").write_text(describe_recipe(recipe))
     assert load_recipe(tmp_path / "shown.toml") == recipe
 
 
 def test_every_key_is_shown_set_or_not_with_what_it_means() -> None:
-    text = describe(Recipe(task="digits", steps=3))
-    for key in keys():
+    text = describe_recipe(Recipe(task="digits", steps=3))
+    for key in recipe_keys():
         assert key.meaning and any(
             line.startswith((f"{key.name} = ", f"# {key.name} is not set")) and line.endswith(key.explained)
             for line in text.splitlines()
@@ -55,5 +55,5 @@ def test_the_pages_name_everything() -> None:
 
     api, recipe = reference_pages.api_page(), reference_pages.recipe_page()
     assert all(f"## `{name}`" in api for name in paceline.__all__ if name != "__version__")
-    assert all(f"| `{key.name}` |" in recipe for key in keys()) and " at 0x" not in api
+    assert all(f"| `{key.name}` |" in recipe for key in recipe_keys()) and " at 0x" not in api
     assert json.dumps(json_schema()).count("description") > 80

@@ -10,8 +10,7 @@ from typer.testing import CliRunner
 
 from paceline.cli.main import build_app
 from paceline.recipe import support
-from paceline.recipe.layout_table import layouts
-from paceline.recipe.support import num_ranks
+from paceline.recipe.support import list_layouts, num_ranks
 
 DEGREES = ("replicas", "shard", "tensor", "context", "pipeline")
 
@@ -19,7 +18,7 @@ DEGREES = ("replicas", "shard", "tensor", "context", "pipeline")
 @pytest.mark.capability("E1")
 @pytest.mark.parametrize(("ranks", "count"), [(1, 1), (2, 4 + 3), (8, 20 + 3 * 15), (6, 16 + 3 * 9)])
 def test_every_way_to_make_the_ranks_is_there_once(ranks: int, count: int) -> None:
-    rows = layouts(ranks)
+    rows = list_layouts(ranks)
     assert len({row.strategy for row in rows}) == len({row.name for row in rows}) == len(rows) == count
     for row in rows:
         assert prod(getattr(row.strategy, name) for name in DEGREES) == num_ranks(row.strategy) == ranks
@@ -30,7 +29,7 @@ def test_every_way_to_make_the_ranks_is_there_once(ranks: int, count: int) -> No
 def test_the_command_lists_them_with_their_reasons() -> None:
     told = CliRunner().invoke(build_app(["strategies"]), ["strategies", "--ranks", "8"])
     lines = told.stdout.splitlines()
-    rows = layouts(8)
+    rows = list_layouts(8)
     assert told.exit_code == 0 and len(lines) == len(rows) + 1
     refused = [row for row in rows if not row.support.ok]
     assert lines[-1] == f"65 layouts of 8 ranks, {len(refused)} of them refused"

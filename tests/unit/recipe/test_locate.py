@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from paceline.recipe.locate import locate_keys
-from paceline.recipe.spell import KeyPath, spell, spell_key
+from paceline.recipe.toml_text import KeyPath, locate_keys, toml_key, toml_value
 
 HARD = '''# a comment with [a.header] and key = "value"
 "quoted key" = 1
@@ -128,7 +127,7 @@ def test_random_tables_are_read_back_and_found(seed: int) -> None:
         expected[(head,)] = len(lines)
         want[head] = {name(rng): value(rng, 2) for _ in range(4)}
         for key, item in want[head].items():
-            lines.append(f"{spell_key(key)} = {spell(item)}  # x = 1")
+            lines.append(f"{toml_key(key)} = {toml_value(item)}  # x = 1")
             expected.update({path: len(lines) for path in paths({key: item}, (head,))})
     text = "\n".join(lines)
     assert tomllib.loads(text) == want

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from paceline.cli.options import processes_for
-from paceline.cluster import Cluster
-from paceline.data import Order
+from paceline.cli.common_options import processes_for
+from paceline.data import KeyedOrder
 from paceline.data.work import LockstepWork
 from paceline.errors import RecipeError, StrategyError
-from paceline.recipe import Recipe, most_sharers, num_micro_batches
-from paceline.recipe.support import fill, num_sharers
+from paceline.job.cluster import Cluster
+from paceline.recipe import Recipe, max_sharers, num_micro_batches
+from paceline.recipe.support import fill_replicas, num_sharers
+from paceline.session.build import build_session
+from paceline.session.start_warnings import uneven_shares_warning
 from paceline.task import Loss, Task
-from paceline.training.build import build_session
-from paceline.training.micro_batches import uneven_line
 
 
 def recipe(batch: dict[str, Any], strategy: str = "ddp", **changes: Any) -> Recipe:
@@ -63,7 +63,7 @@ def test_a_reproducible_run_has_one_number_for_any_processes(batch: dict[str, An
 
 def samples(chosen: Recipe, num_samples: int, processes: int, step: int) -> list[int]:
     """How many samples each rank has in a step."""
-    order, shards = Order(num_samples, chosen.batch.size, 1), num_micro_batches(chosen, processes)
+    order, shards = KeyedOrder(num_samples, chosen.batch.size, 1), num_micro_batches(chosen, processes)
     works = [LockstepWork(order, shards, 1, rank, processes) for rank in range(processes)]
     return [sum(len(micro_batch.indices) for micro_batch in work.micro_batches(step)) for work in works]
 
@@ -85,12 +85,12 @@ def test_a_number_of_the_user_is_kept_and_its_cost_is_said() -> None:
     """The twin: whole shards are dealt, so that what is computed does not depend on the ranks."""
     chosen = recipe({"size": 46, "shards": 4})
     assert sorted(samples(chosen, 46, 3, 0)) == [11, 12, 23]
-    (text,) = uneven_line(4, 3, most_sharers(chosen).called)
+    (text,) = uneven_shares_warning(4, 3, max_sharers(chosen).called)
     assert text.startswith("batch.shards = 4 on 3 ranks") and "1.5 times" in text and "multiple of 3" in text
-    (default,) = uneven_line(8, 3, most_sharers(recipe({}, reproducible=True)).called)
+    (default,) = uneven_shares_warning(8, 3, max_sharers(recipe({}, reproducible=True)).called)
     assert "by default, with reproducible" in default and "1.1 times" in default
-    assert list(uneven_line(6, 3, "batch.shards")) == []
-    assert list(uneven_line(7, 2, most_sharers(recipe({"size": 7})).called)) == []
+    assert list(uneven_shares_warning(6, 3, "batch.shards")) == []
+    assert list(uneven_shares_warning(7, 2, max_sharers(recipe({"size": 7})).called)) == []
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_a_refusal_names_what_the_user_wrote(
 
 def test_a_batch_of_four_trains_as_it_is() -> None:
     assert processes_for(recipe({"size": 4}), 1, 1) == 1
-    assert num_sharers(fill(recipe({}).strategy, 4)) == 4
+    assert num_sharers(fill_replicas(recipe({}).strategy, 4)) == 4
 
 
 class Normed(nn.Module):

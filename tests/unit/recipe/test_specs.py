@@ -10,26 +10,26 @@ import pytest
 from paceline.errors import StrategyError
 from paceline.plan import plan_memory
 from paceline.recipe import Strategy, support
-from paceline.recipe import specs as specs_module
-from paceline.recipe.channel_words import ChannelSpec
-from paceline.recipe.specs import (
+from paceline.recipe.registry import word_spec as specs_module
+from paceline.recipe.registry.route_specs import ChannelSpec
+from paceline.recipe.registry.sync_specs import ALL_SPECS
+from paceline.recipe.registry.word_spec import (
     CodecSpec,
     LayoutSpec,
     OptimizerSpec,
-    Refusal,
     RouteSpec,
     ScheduleSpec,
-    Spec,
+    StrategyRefusal,
     SyncSpec,
-    find,
-    known,
-    own_words,
-    plugged_in,
+    WordSpec,
+    builtin_specs,
+    find_spec,
+    known_specs,
+    plugin_specs,
 )
-from paceline.recipe.words import WORDS
 from tests.unit.plan.gpt_jobs import gpt, recipe
 
-KINDS: tuple[type[Spec], ...] = (
+KINDS: tuple[type[WordSpec], ...] = (
     SyncSpec,
     CodecSpec,
     RouteSpec,
@@ -40,13 +40,13 @@ KINDS: tuple[type[Spec], ...] = (
 )
 
 PLUGIN = """
-from paceline.recipe.channel_words import ChannelSpec
-from paceline.recipe.specs import CodecSpec, LayoutSpec, Refusal
+from paceline.recipe.registry.route_specs import ChannelSpec
+from paceline.recipe.registry.word_spec import CodecSpec, LayoutSpec, StrategyRefusal
 
 ROUND = CodecSpec(
     word="round",
     build="math:floor",
-    refusals=(Refusal("round goes with replicas only", lambda s: s.pipeline > 1),),
+    refusals=(StrategyRefusal("round goes with replicas only", lambda s: s.pipeline > 1),),
 )
 AUTO = CodecSpec(word="fp32", summary="another one of that name", build="math:ceil")
 PIGEON = ChannelSpec(word="pigeon", build="math:sqrt")
@@ -63,28 +63,28 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "other_words.py").write_text(PLUGIN)
     (about / "entry_points.txt").write_text(
         "[paceline.codec]\nround = other_words:ROUND\nfp32 = other_words:AUTO\n"
-        "[paceline.layout]\nfold = other_words:FOLD\n[paceline.channel]\npigeon = other_words:PIGEON\n"
+        "[paceline.parallel]\nfold = other_words:FOLD\n[paceline.channel]\npigeon = other_words:PIGEON\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    specs_module._plugged_in.cache_clear()
+    specs_module._load_plugins.cache_clear()
     yield
-    specs_module._plugged_in.cache_clear()
+    specs_module._load_plugins.cache_clear()
 
 
 def test_every_word_is_found_by_its_name_and_kind_and_no_word_twice() -> None:
     for kind in KINDS:
-        own = own_words(kind)
-        assert list(own) == [spec.word for spec in WORDS if isinstance(spec, kind)]
-        assert all(find(kind, word) is spec for word, spec in own.items())
-        assert known(kind) == own  # nothing is installed
-        assert find(kind, "no such word") is None
-    assert find(SyncSpec, "int8") is None and find(CodecSpec, "int8") is not None
-    assert sum(len(own_words(kind)) for kind in KINDS) == len(WORDS)
+        own = builtin_specs(kind)
+        assert list(own) == [spec.word for spec in ALL_SPECS if isinstance(spec, kind)]
+        assert all(find_spec(kind, word) is spec for word, spec in own.items())
+        assert known_specs(kind) == own  # nothing is installed
+        assert find_spec(kind, "no such word") is None
+    assert find_spec(SyncSpec, "int8") is None and find_spec(CodecSpec, "int8") is not None
+    assert sum(len(builtin_specs(kind)) for kind in KINDS) == len(ALL_SPECS)
 
 
 def test_what_is_built_can_be_loaded_and_its_example_is_a_strategy() -> None:
     for kind in KINDS:
-        for spec in own_words(kind).values():
+        for spec in builtin_specs(kind).values():
             if spec.is_built:
                 assert callable(spec.load()) and spec.summary
             if kind not in (LayoutSpec, OptimizerSpec):
@@ -106,13 +106,13 @@ def test_a_strategy_names_its_cuts_in_their_order() -> None:
 
 
 def test_words_of_an_installed_package_are_known_beside_the_own(package: None) -> None:
-    found = find(CodecSpec, "round")
+    found = find_spec(CodecSpec, "round")
     assert found is not None and found.load()(1.5) == 1
-    assert list(plugged_in(LayoutSpec)) == ["fold"] and not plugged_in(RouteSpec)
+    assert list(plugin_specs(LayoutSpec)) == ["fold"] and not plugin_specs(RouteSpec)
     assert Strategy.parse("codec=round").form is found
     assert support(Strategy.parse("codec=round"), processes=2, shards=8).ok
     carried = Strategy.parse("servers=1 sync=server channel=pigeon")
-    assert carried.carrier.load()(4) == 2 and support(carried, processes=2, shards=8).ok
+    assert carried.channel_spec.load()(4) == 2 and support(carried, processes=2, shards=8).ok
     refused = support(Strategy.parse("pipeline=2 codec=round"), processes=2, shards=8)
     assert not refused.ok and refused.reason == "round goes with replicas only"
     folded = Strategy.parse("tensor=2 pipeline=2 cut=fold")
@@ -130,9 +130,9 @@ def test_memory_of_a_cut_without_a_form_is_refused_and_not_guessed(package: None
 
 def test_a_word_that_is_taken_keeps_its_meaning(package: None) -> None:
     """An installed package must not change what a recipe means."""
-    own = own_words(CodecSpec)["fp32"]
-    assert find(CodecSpec, "fp32") is own
-    assert known(CodecSpec)["fp32"] is own
+    own = builtin_specs(CodecSpec)["fp32"]
+    assert find_spec(CodecSpec, "fp32") is own
+    assert known_specs(CodecSpec)["fp32"] is own
 
 
 def test_without_it_they_are_unknown() -> None:
@@ -144,10 +144,10 @@ def test_without_it_they_are_unknown() -> None:
 def test_an_entry_of_another_kind_is_not_taken_for_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refusal = Refusal("never", lambda s: False)
+    refusal = StrategyRefusal("never", lambda s: False)
     monkeypatch.setattr(
         specs_module,
-        "_plugged_in",
+        "_load_plugins",
         lambda choice: (RouteSpec(word="sideways", build="math:floor", refusals=(refusal,)),),
     )
-    assert not plugged_in(CodecSpec) and list(plugged_in(RouteSpec)) == ["sideways"]
+    assert not plugin_specs(CodecSpec) and list(plugin_specs(RouteSpec)) == ["sideways"]

@@ -10,12 +10,19 @@ import pytest
 
 from paceline.errors import StrategyError
 from paceline.recipe import PRESETS, Recipe, Strategy
-from paceline.recipe.channel_words import ChannelSpec
-from paceline.recipe.specs import CodecSpec, RouteSpec, ScheduleSpec, Spec, SyncSpec, known
+from paceline.recipe.registry.route_specs import ChannelSpec
+from paceline.recipe.registry.word_spec import (
+    CodecSpec,
+    RouteSpec,
+    ScheduleSpec,
+    SyncSpec,
+    WordSpec,
+    known_specs,
+)
 
 
-def examples(kind: type[Spec]) -> list[str]:
-    return [spec.example for spec in known(kind).values()]
+def examples(kind: type[WordSpec]) -> list[str]:
+    return [spec.example for spec in known_specs(kind).values()]
 
 
 def draw(rng: random.Random) -> Strategy:
@@ -107,7 +114,7 @@ def test_terms_after_a_preset_change_it() -> None:
         ("servers=-1", "servers: expected an integer >= 0, found -1"),
         (
             "sync=evry-step",
-            f"sync: expected one of {', '.join(known(SyncSpec))},"
+            f"sync: expected one of {', '.join(known_specs(SyncSpec))},"
             ' found "evry-step"; did you mean "every-step"?',
         ),
         ("sync=every-step:2", 'sync: expected "every-step" without an argument, found "every-step:2"'),

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from paceline.errors import StrategyError
-from paceline.recipe import PRESETS, Strategy, resolve, support, table
-from paceline.recipe.channel_words import ChannelSpec
-from paceline.recipe.specs import CodecSpec, RouteSpec, ScheduleSpec, SyncSpec, known
-from paceline.recipe.support import Support, num_ranks
+from paceline.recipe import PRESETS, Strategy, list_strategies, resolve_strategy, support
+from paceline.recipe.registry.route_specs import ChannelSpec
+from paceline.recipe.registry.word_spec import CodecSpec, RouteSpec, ScheduleSpec, SyncSpec, known_specs
+from paceline.recipe.support import SupportResult, num_ranks
 from tests.unit.recipe.test_strategy import draw
 
 NOT_BUILT: dict[str, Any] = {
@@ -243,7 +243,7 @@ def test_every_reason_is_given_and_the_nearest_always_runs(seed: int) -> None:
     assert runs(answer, shards)
 
 
-def runs(answer: Support, shards: int) -> bool:
+def runs(answer: SupportResult, shards: int) -> bool:
     """Whether the nearest is filled in, and works as it stands on as many processes as it says."""
     nearest = answer.nearest
     return support(nearest, processes=num_ranks(nearest), shards=shards) == (True, "", nearest)
@@ -299,9 +299,9 @@ def test_the_nearest_gives_up_what_does_not_go(text: str, processes: int, neares
 
 @pytest.mark.capability("B1")
 def test_resolve_returns_the_strategy_or_raises_with_reason_and_nearest() -> None:
-    assert resolve(Strategy.parse("ddp"), processes=2, shards=8) == Strategy(replicas=2)
+    assert resolve_strategy(Strategy.parse("ddp"), processes=2, shards=8) == Strategy(replicas=2)
     with pytest.raises(StrategyError) as caught:
-        resolve(Strategy.parse("zero2 sync=federated:10"), processes=4, shards=2)
+        resolve_strategy(Strategy.parse("zero2 sync=federated:10"), processes=4, shards=2)
     assert "sync=federated:10 is not built yet" in caught.value.what
     assert caught.value.where == 'strategy "replicas=all shard=2 zero=2 sync=federated:10" on 4 processes'
     assert (
@@ -312,10 +312,10 @@ def test_resolve_returns_the_strategy_or_raises_with_reason_and_nearest() -> Non
 
 @pytest.mark.capability("B1")
 def test_the_table_answers_for_every_word_that_can_be_written() -> None:
-    rows = {row.name: row for row in table()}
+    rows = {row.name: row for row in list_strategies()}
     written = {term for name in rows for term in name.split()}
     for kind in (SyncSpec, CodecSpec, RouteSpec, ChannelSpec, ScheduleSpec):
-        assert {f"{kind.choice}={spec.example}" for spec in known(kind).values()} <= written
+        assert {f"{kind.choice}={spec.example}" for spec in known_specs(kind).values()} <= written
     assert set(PRESETS) <= set(rows)
     works = {name for name, row in rows.items() if row.support.ok}
     assert works == WORKS
@@ -323,5 +323,5 @@ def test_the_table_answers_for_every_word_that_can_be_written() -> None:
         assert "processes, and there are" not in row.support.reason  # their number is never why
         assert row.strategy == Strategy.parse(row.name)
     assert (rows["3d"].processes, rows["fsdp"].processes, rows["parameter-server"].processes) == (8, 2, 3)
-    alone = {row.name for row in table(shards=1) if row.support.ok}
+    alone = {row.name for row in list_strategies(shards=1) if row.support.ok}
     assert alone == {"pipedream", "replicas=1 pipeline=2 sync=pipedream"}  # of the rest replicas are two

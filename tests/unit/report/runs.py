@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.observe import PHASES, JsonLines, Stats
-from paceline.observe.process import process_start
-from paceline.report import Run, read_run
+from paceline.observe import PHASES, JsonLinesSink, StepStats
+from paceline.observe.process_info import process_start_ticks
+from paceline.report import RecordedRun, read_run
 
 GRADIENT_BYTES, TALLY_BYTES = 4_000, 80
 
 
-def stats(step: int, loss: float = 1.0, **changes: Any) -> Stats:
+def stats(step: int, loss: float = 1.0, **changes: Any) -> StepStats:
     values: dict[str, Any] = {
         "step": step,
         "epoch": 0,
@@ -32,7 +32,7 @@ def stats(step: int, loss: float = 1.0, **changes: Any) -> Stats:
         "phases": dict.fromkeys(PHASES, 0.1),
         "sent_bytes": 0.0,
     }
-    return Stats(**{**values, **changes})
+    return StepStats(**{**values, **changes})
 
 
 def start(step: int = 0, num_steps: int = 10, **changes: Any) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def start(step: int = 0, num_steps: int = 10, **changes: Any) -> dict[str, Any]:
         "threads": 1,
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "process_start": process_start(os.getpid()),
+        "process_start": process_start_ticks(os.getpid()),
         "versions": {"paceline": "0"},
         "parameters": 1000,
         "gradient_bytes": GRADIENT_BYTES,
@@ -78,14 +78,14 @@ def rank_record(rank: int, **changes: Any) -> dict[str, Any]:
 
 
 def write(
-    folder: Path, *records: Stats | tuple[str, dict[str, Any]], recipe: str = 'task = "digits"\n'
-) -> Run:
+    folder: Path, *records: StepStats | tuple[str, dict[str, Any]], recipe: str = 'task = "digits"\n'
+) -> RecordedRun:
     """A run folder with these records, read."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "recipe.toml").write_text(recipe)
-    sink = JsonLines(folder / "metrics.jsonl")
+    sink = JsonLinesSink(folder / "metrics.jsonl")
     for record in records:
-        if isinstance(record, Stats):
+        if isinstance(record, StepStats):
             sink.step(record)
         else:
             sink.event(*record)
@@ -93,7 +93,7 @@ def write(
     return read_run(folder)
 
 
-def steps(first: int, end: int, loss: float = 1.0) -> Sequence[Stats]:
+def steps(first: int, end: int, loss: float = 1.0) -> Sequence[StepStats]:
     """The steps from first to end - 1."""
     return [stats(step, loss) for step in range(first, end)]
 

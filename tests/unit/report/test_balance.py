@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from paceline.observe import PHASES
-from paceline.report import Run, render, summary
-from paceline.report.balance import balance, balance_words, uneven
+from paceline.report import RecordedRun, render_page, summarize_run
+from paceline.report.rank_balance import describe_balance, find_imbalances, rank_loads
 from tests.unit.report.runs import rank_record, start, steps, write
 
 END = ("end", {"step": 3, "stopped": False})
@@ -19,7 +19,7 @@ def phases(forward: float, backward: float) -> dict[str, float]:
     return dict(zip(PHASES, (0.5, forward, backward, 4.0, 0.5), strict=True))
 
 
-def hybrid(folder: Path, *changes: dict[str, object], strategy: str = "replicas=2 pipeline=2") -> Run:
+def hybrid(folder: Path, *changes: dict[str, object], strategy: str = "replicas=2 pipeline=2") -> RecordedRun:
     """A run on replica x pipeline: ranks 0 and 1 are the stages of the first replica."""
     records = [("ranks", rank_record(rank, **change)) for rank, change in enumerate(changes)]
     return write(folder, ("run", start(strategy=strategy, ranks=len(changes))), *steps(0, 3), *records, END)
@@ -28,7 +28,7 @@ def hybrid(folder: Path, *changes: dict[str, object], strategy: str = "replicas=
 @pytest.mark.capability("E5")
 def test_compute_communication_idle_and_memory_are_in_one_table(tmp_path: Path) -> None:
     run = hybrid(tmp_path, {}, {"peak_bytes": 2.0**28 * 1.05}, {"waiting_seconds": 3.0}, {})
-    shares = balance(run)
+    shares = rank_loads(run)
     assert [share.called for share in shares] == [
         "rank 0 (replica 0, stage 0)",
         "rank 1 (replica 0, stage 1)",
@@ -39,8 +39,8 @@ def test_compute_communication_idle_and_memory_are_in_one_table(tmp_path: Path) 
     assert third.compute_seconds == pytest.approx(0.5)  # forward 2, backward 2.5, update 0.5, in ten rounds
     assert (third.communication_seconds, third.idle_seconds) == pytest.approx((0.1, 0.3))
     assert third.sent_bytes == pytest.approx(4080) and third.peak_bytes == 2**28
-    assert list(balance_words(shares)) == [EVEN]
-    page = render([run])
+    assert list(describe_balance(shares)) == [EVEN]
+    page = render_page([run])
     assert "How even the ranks are" in page and EVEN in page and "rank 2 (replica 1, stage 0)" in page
 
 
@@ -60,25 +60,29 @@ def test_what_is_more_than_a_tenth_apart_is_said_with_its_stage_and_what_to_do(
     tmp_path: Path, changes: dict[str, object], said: str
 ) -> None:
     run = hybrid(tmp_path, {}, changes, {}, changes)
-    (line, *more) = balance_words(balance(run))
+    (line, *more) = describe_balance(rank_loads(run))
     assert line.startswith(said) and "; " in line
-    assert line in summary(run)
+    assert line in summarize_run(run)
     if said.startswith("Compute"):
         assert more[0].startswith("The round waits for rank 1 (replica 0, stage 1)")
 
 
 def test_the_axis_is_that_along_which_ranks_differ(tmp_path: Path) -> None:
     slow = {"phases": phases(4.0, 5.0)}
-    assert [one.axis for one in uneven(balance(hybrid(tmp_path / "a", {}, slow, {}, slow)))] == ["pipeline"]
-    assert [one.axis for one in uneven(balance(hybrid(tmp_path / "b", {}, {}, slow, slow)))] == ["replica"]
+    assert [one.axis for one in find_imbalances(rank_loads(hybrid(tmp_path / "a", {}, slow, {}, slow)))] == [
+        "pipeline"
+    ]
+    assert [one.axis for one in find_imbalances(rank_loads(hybrid(tmp_path / "b", {}, {}, slow, slow)))] == [
+        "replica"
+    ]
 
 
 def test_a_tenth_is_even_and_a_little_more_is_not(tmp_path: Path) -> None:
     """The twin: the same run, a few bytes apart."""
     for times, found in ((1.2, []), (1.24, ["memory"])):  # 1.2 / 1.1 and 1.24 / 1.12 of the mean
         run = hybrid(tmp_path / str(times), {}, {"peak_bytes": times * 2.0**28}, strategy="replicas=2")
-        assert [one.what for one in uneven(balance(run))] == found
+        assert [one.what for one in find_imbalances(rank_loads(run))] == found
 
 
 def test_one_process_has_no_balance(tmp_path: Path) -> None:
-    assert balance(hybrid(tmp_path, {}, strategy="replicas=1")) == []
+    assert rank_loads(hybrid(tmp_path, {}, strategy="replicas=1")) == []

@@ -4,30 +4,37 @@ import math
 
 import pytest
 
-from paceline.report.chart import chart
-from paceline.report.curves import Curve, Scale, scale_of, smooth, stretches, thin
+from paceline.report.svg_chart import (
+    AxisScale,
+    ChartCurve,
+    downsample,
+    finite_segments,
+    fit_scale,
+    render_chart,
+    running_mean,
+)
 
 
 def test_thinning_keeps_the_spikes_and_the_ends() -> None:
     points = [(float(i), 1.0) for i in range(100_000)]
     points[54_321], points[777] = (54_321.0, 99.0), (777.0, -5.0)
-    found = thin(points)
+    found = downsample(points)
     assert len(found) < 1000 and (54_321.0, 99.0) in found and (777.0, -5.0) in found
     assert found == sorted(found) and found[0][0] == 0.0
-    assert thin(points[:100]) == points[:100]
+    assert downsample(points[:100]) == points[:100]
 
 
 def test_the_running_mean_of_a_line_is_the_line_and_of_noise_is_flat() -> None:
     line = [(float(i), 2.0 * i) for i in range(50)]
-    assert smooth(line) == line
+    assert running_mean(line) == line
     noise = [(float(i), float(i % 2)) for i in range(4000)]
-    assert all(abs(y - 0.5) < 0.02 for _, y in smooth(noise)) and smooth(noise)[-1][0] == 3999.0
+    assert all(abs(y - 0.5) < 0.02 for _, y in running_mean(noise)) and running_mean(noise)[-1][0] == 3999.0
 
 
 def test_what_is_not_finite_breaks_a_line() -> None:
     points = [(0.0, 1.0), (1.0, math.nan), (2.0, 3.0), (3.0, math.inf), (4.0, 5.0), (5.0, 6.0)]
-    assert list(stretches(points)) == [[(0.0, 1.0)], [(2.0, 3.0)], [(4.0, 5.0), (5.0, 6.0)]]
-    assert [p[0] for p in smooth(points)] == [0.0, 2.0, 4.0, 5.0]
+    assert list(finite_segments(points)) == [[(0.0, 1.0)], [(2.0, 3.0)], [(4.0, 5.0), (5.0, 6.0)]]
+    assert [p[0] for p in running_mean(points)] == [0.0, 2.0, 4.0, 5.0]
 
 
 @pytest.mark.parametrize(
@@ -40,18 +47,18 @@ def test_what_is_not_finite_breaks_a_line() -> None:
     ],
 )
 def test_ticks_are_round_and_inside(low: float, high: float, logarithmic: bool, ticks: list[float]) -> None:
-    assert Scale(low, high, logarithmic).ticks() == pytest.approx(ticks)
+    assert AxisScale(low, high, logarithmic).ticks() == pytest.approx(ticks)
 
 
 def test_a_scale_is_logarithmic_only_if_that_helps() -> None:
-    assert scale_of([0.01, 5.0], may_be_logarithmic=True).logarithmic
-    assert not scale_of([0.0, 5.0], may_be_logarithmic=True).logarithmic
-    assert not scale_of([1.0, 5.0], may_be_logarithmic=True).logarithmic
-    assert scale_of([7.0, 9.0], from_zero=True).low == 0.0
+    assert fit_scale([0.01, 5.0], may_be_logarithmic=True).logarithmic
+    assert not fit_scale([0.0, 5.0], may_be_logarithmic=True).logarithmic
+    assert not fit_scale([1.0, 5.0], may_be_logarithmic=True).logarithmic
+    assert fit_scale([7.0, 9.0], from_zero=True).low == 0.0
     for values in ([3.0], [0.0], [math.nan]):
-        assert scale_of(values).low < scale_of(values).high
+        assert fit_scale(values).low < fit_scale(values).high
 
 
 def test_a_chart_of_nothing_is_nothing_and_of_one_point_is_a_dot() -> None:
-    assert chart("Loss", [Curve("a", "c1", [])]) == ""
-    assert 'class="dot"' in chart("Loss", [Curve("a", "c1", [(3.0, 0.5)])])
+    assert render_chart("Loss", [ChartCurve("a", "c1", [])]) == ""
+    assert 'class="dot"' in render_chart("Loss", [ChartCurve("a", "c1", [(3.0, 0.5)])])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.report import read_run, render, write_report
+from paceline.report import read_run, render_page, write_report
 from tests.unit.report.runs import evaluation, rank_record, start, steps, write
 
 END = ("end", {"step": 10, "stopped": False})
@@ -26,7 +26,7 @@ def test_text_of_a_run_is_shown_and_never_run(tmp_path: Path, evil: str) -> None
     recipe = f"task = {json.dumps(evil)}\n"
     error = ("error", {"text": evil, "kind": "error", "exit_code": 1})
     run = write(tmp_path, ("run", start()), *steps(0, 2), error, recipe=recipe)
-    page = render([run])
+    page = render_page([run])
     body = page[page.index("<body>") :]
     assert evil in unescape(body) and (evil not in body or "<" not in evil)
     assert body.count("<script>") == 1 and "<img" not in body
@@ -34,7 +34,7 @@ def test_text_of_a_run_is_shown_and_never_run(tmp_path: Path, evil: str) -> None
 
 def test_the_values_under_the_pointer_are_those_of_the_rows(tmp_path: Path) -> None:
     run = write(tmp_path, ("run", start()), *steps(0, 3, loss=0.25), evaluation(3, 0.125))
-    charts = [json.loads(unescape(text)) for text in re.findall(r'data-chart="([^"]*)"', render([run]))]
+    charts = [json.loads(unescape(text)) for text in re.findall(r'data-chart="([^"]*)"', render_page([run]))]
     training, held_out = charts[0]
     assert (training["step"], training["text"]) == ([1, 2, 3], ["0.25"] * 3)
     assert (held_out["step"], held_out["text"]) == ([3], ["0.125"])
@@ -50,14 +50,14 @@ def test_several_runs_are_compared_with_what_differs_in_their_recipes(tmp_path: 
         )
         for name, size in (("small", 32), ("large", 64))
     )
-    page = render([small, large])
+    page = render_page([small, large])
     assert "2 runs compared" in page and "batch.size" in page and "<td>32</td><td>64</td>" in page
-    assert "Their recipes are the same." in render([small, small])
+    assert "Their recipes are the same." in render_page([small, small])
 
 
 def test_a_certificate_is_shown(tmp_path: Path) -> None:
     write(tmp_path, ("run", start()))
     found = {"ok": False, "conclusion": "diverges in step 0", "strategy": "ddp", "processes": 2, "steps": 3}
     (tmp_path / "certificate.json").write_text(json.dumps(found))
-    page = render([read_run(tmp_path)])
+    page = render_page([read_run(tmp_path)])
     assert "diverges in step 0" in page and "ddp, 2 processes, 3 steps" in page

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import DataError
-from paceline.report import checked_run, find_runs, read_run
+from paceline.report import find_runs, read_run, resolve_run_folder
 from tests.unit.report.runs import evaluation, start, stats, steps, write
 
 
@@ -82,8 +82,8 @@ def test_full_files_are_read_before_the_present_one(tmp_path: Path) -> None:
 def test_runs_are_found_and_others_are_named_with_the_next_step(tmp_path: Path) -> None:
     first = write(tmp_path / "runs" / "one").folder
     assert find_runs([tmp_path / "runs"]) == [first] == find_runs([first])
-    assert checked_run(first / "checkpoints" / "step-00000001") == first
+    assert resolve_run_folder(first / "checkpoints" / "step-00000001") == first
     with pytest.raises(DataError, match=r"did you mean .*one"):
-        checked_run(tmp_path / "runs")
+        resolve_run_folder(tmp_path / "runs")
     with pytest.raises(DataError, match="there is no folder"):
         find_runs([tmp_path / "nothing"])

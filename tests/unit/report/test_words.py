@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from paceline.report import facts, render, summary
-from paceline.report.closed_form import is_plain, sent
-from paceline.report.facts import quantile, spell, spell_bytes, spell_seconds
-from paceline.report.shares import rank_times
+from paceline.report import collect_facts, render_page, summarize_run
+from paceline.report.rank_balance import rank_times
+from paceline.report.run_facts import format_bytes, format_duration, format_number, quantile
+from paceline.report.sent_bytes import compare_sent_bytes, has_closed_form
 from tests.unit.report.runs import (
     GRADIENT_BYTES,
     TALLY_BYTES,
@@ -49,7 +49,10 @@ def test_only_the_last_start_counts_for_time_and_bytes(tmp_path: Path) -> None:
         ("ranks", rank_record(1)),
     )
     assert [(rank.rank, rank.rounds) for rank in rank_times(run)] == [(0, 10), (1, 10)]
-    assert [(one.rank, one.rounds, one.agrees) for one in sent(run)] == [(0, 10, True), (1, 10, True)]
+    assert [(one.rank, one.rounds, one.agrees) for one in compare_sent_bytes(run)] == [
+        (0, 10, True),
+        (1, 10, True),
+    ]
 
 
 def test_a_byte_more_than_the_closed_form_is_seen_and_said(tmp_path: Path) -> None:
@@ -57,13 +60,13 @@ def test_a_byte_more_than_the_closed_form_is_seen_and_said(tmp_path: Path) -> No
     more = 10.0 * (GRADIENT_BYTES + TALLY_BYTES) + 1
     records = [("ranks", rank_record(0)), ("ranks", rank_record(1, sent_bytes=more))]
     run = write(tmp_path, ("run", start()), *steps(0, 10), *records, END)
-    assert [one.agrees for one in sent(run)] == [True, False]
-    assert any(line.startswith("Rank 1 sends") and "closed form" in line for line in summary(run))
-    assert "differs" in render([run])
+    assert [one.agrees for one in compare_sent_bytes(run)] == [True, False]
+    assert any(line.startswith("Rank 1 sends") and "closed form" in line for line in summarize_run(run))
+    assert "differs" in render_page([run])
 
 
 def test_no_closed_form_is_claimed_for_strategies_that_have_none_here(tmp_path: Path) -> None:
-    assert is_plain("replicas=2 sync=every-step") and is_plain("replicas=2 sync=local:8")
+    assert has_closed_form("replicas=2 sync=every-step") and has_closed_form("replicas=2 sync=local:8")
     others = (
         "replicas=2 sync=server-async",
         "replicas=2 sync=local:8 codec=int8",
@@ -78,17 +81,17 @@ def test_no_closed_form_is_claimed_for_strategies_that_have_none_here(tmp_path: 
         "replicas=4 route=hierarchical",
         "replicas=2 sync=a-word-that-is-not-installed-here",
     )
-    assert not any(map(is_plain, others))
+    assert not any(map(has_closed_form, others))
     ordered = write(tmp_path / "ordered", ("run", start(ordered=True)), ("ranks", rank_record(0)))
-    assert sent(ordered)[0].agrees is None
+    assert compare_sent_bytes(ordered)[0].agrees is None
     run = write(
         tmp_path,
         ("run", start(strategy="replicas=2 sync=every-step codec=int8")),
         *steps(0, 10),
         ("ranks", rank_record(0, sent_bytes=10.0 * (GRADIENT_BYTES + TALLY_BYTES) / 4)),
     )
-    assert sent(run)[0].agrees is None
-    assert any("4 times less than replicas that agree in every step" in line for line in summary(run))
+    assert compare_sent_bytes(run)[0].agrees is None
+    assert any("4 times less than replicas that agree in every step" in line for line in summarize_run(run))
 
 
 def test_the_summary_says_what_the_rows_say(tmp_path: Path) -> None:
@@ -104,10 +107,10 @@ def test_the_summary_says_what_the_rows_say(tmp_path: Path) -> None:
         ("warning", {"text": "slow disk"}),
         END,
     )
-    found = facts(run)
+    found = collect_facts(run)
     assert (found.loss, found.held_out, found.best_held_out) == (3.75, 3.0, (2.0, 4))
     assert found.samples_per_second == pytest.approx(320 / 13.5) and found.step_seconds == 0.5
-    assert summary(run) == [
+    assert summarize_run(run) == [
         "Finished 10 of 10 steps on 2 processes with replicas=2 sync=every-step.",
         "The training loss went from 8 to 3.75 (mean of the last fifth).",
         "On held-out data the loss is 3; it was lowest, 2, after 4 steps.",
@@ -134,25 +137,25 @@ def test_the_summary_says_what_the_rows_say(tmp_path: Path) -> None:
 )
 def test_a_run_that_did_not_go_well_says_so_and_has_a_page(tmp_path: Path, records: list, said: str) -> None:
     run = write(tmp_path, ("run", start()), *records)
-    assert said in " ".join(summary(run))
-    assert said.split("(")[0] in render([run])
+    assert said in " ".join(summarize_run(run))
+    assert said.split("(")[0] in render_page([run])
 
 
 def test_a_lost_run_says_that_the_process_is_gone(tmp_path: Path) -> None:
     run = write(tmp_path, ("run", start(process_start=1)), *steps(0, 3))
-    assert summary(run)[0].startswith("Ended without a word after 3 of 10 steps")
+    assert summarize_run(run)[0].startswith("Ended without a word after 3 of 10 steps")
 
 
 def test_numbers_are_written_as_a_person_would() -> None:
-    assert [spell(v) for v in (0.00012345, 12.3456, 123456.7, math.nan, None)] == [
+    assert [format_number(v) for v in (0.00012345, 12.3456, 123456.7, math.nan, None)] == [
         "0.0001234",
         "12.35",
         "123,457",
         "nan",
         "–",
     ]
-    assert [spell_bytes(v) for v in (0, 1023, 1024, 7.5 * 2**20)] == ["0 B", "1023 B", "1 KiB", "7.5 MiB"]
-    assert [spell_seconds(v) for v in (0.0123, 59.0, 61.0, 3720.0)] == [
+    assert [format_bytes(v) for v in (0, 1023, 1024, 7.5 * 2**20)] == ["0 B", "1023 B", "1 KiB", "7.5 MiB"]
+    assert [format_duration(v) for v in (0.0123, 59.0, 61.0, 3720.0)] == [
         "12.3 ms",
         "59 s",
         "1 min 01 s",

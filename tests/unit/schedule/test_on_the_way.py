@@ -7,20 +7,20 @@ from itertools import product
 
 import pytest
 
-from paceline.schedule import (
-    Action,
-    Table,
-    after,
-    before,
+from paceline.pipeline_schedule import (
+    PipelineAction,
+    ScheduleTable,
     gpipe,
     interleaved,
-    on_the_way,
+    max_messages_in_flight,
+    next_chunk,
     one_f_one_b,
-    parts_within,
+    overlapping_parts,
+    previous_chunk,
     zero_bubble,
 )
 
-Sent = tuple[int, int, Action]
+Sent = tuple[int, int, PipelineAction]
 """From which stage to which, and the operation that needs it, with the part of the sender."""
 
 TABLES = {
@@ -32,29 +32,29 @@ TABLES = {
 }
 
 
-def sent_by(table: Table, stage: int, action: Action) -> Sent | None:
+def sent_by(table: ScheduleTable, stage: int, action: PipelineAction) -> Sent | None:
     if action.kind == "W":
         return None
     if action.kind == "F":
-        there = after(stage, action, table.num_stages, table.chunks)
+        there = next_chunk(stage, action, table.num_stages, table.chunks)
     else:
-        there = before(stage, action, table.num_stages)
+        there = previous_chunk(stage, action, table.num_stages)
     return None if there is None else (stage, *there)
 
 
-def needed_by(table: Table, stage: int, action: Action) -> Iterator[Sent]:
+def needed_by(table: ScheduleTable, stage: int, action: PipelineAction) -> Iterator[Sent]:
     if action.kind == "W":
         return
     if action.kind == "F":
-        there = before(stage, action, table.num_stages)
+        there = previous_chunk(stage, action, table.num_stages)
     else:
-        there = after(stage, action, table.num_stages, table.chunks)
+        there = next_chunk(stage, action, table.num_stages, table.chunks)
     if there is not None:
-        for part in parts_within(action.part, table.parts[stage], table.parts[there[0]]):
+        for part in overlapping_parts(action.part, table.parts[stage], table.parts[there[0]]):
             yield there[0], stage, action._replace(part=part)
 
 
-def most_untaken(table: Table, stage: int, to: int) -> int:
+def most_untaken(table: ScheduleTable, stage: int, to: int) -> int:
     """All stages run as far as they can before the reader does anything."""
     done, sent, taken, most = [0] * table.num_stages, set[Sent](), set[Sent](), 0
 
@@ -80,7 +80,7 @@ def most_untaken(table: Table, stage: int, to: int) -> int:
     return most
 
 
-def ways(table: Table) -> Iterator[tuple[int, int]]:
+def ways(table: ScheduleTable) -> Iterator[tuple[int, int]]:
     return ((a, b) for a, b in product(range(table.num_stages), repeat=2) if a != b)
 
 
@@ -89,7 +89,11 @@ def ways(table: Table) -> Iterator[tuple[int, int]]:
 def test_no_more_messages_are_on_the_way_than_the_table_says(name: str) -> None:
     for table in TABLES[name]:
         for stage, to in ways(table):
-            assert most_untaken(table, stage, to) <= on_the_way(table, stage, to), (table, stage, to)
+            assert most_untaken(table, stage, to) <= max_messages_in_flight(table, stage, to), (
+                table,
+                stage,
+                to,
+            )
 
 
 @pytest.mark.capability("D1", "L3")
@@ -97,4 +101,8 @@ def test_no_more_messages_are_on_the_way_than_the_table_says(name: str) -> None:
 def test_so_many_are_on_the_way_beside_a_slow_reader(name: str) -> None:
     for table in TABLES[name]:
         for stage, to in ways(table):
-            assert most_untaken(table, stage, to) == on_the_way(table, stage, to), (table, stage, to)
+            assert most_untaken(table, stage, to) == max_messages_in_flight(table, stage, to), (
+                table,
+                stage,
+                to,
+            )

@@ -6,24 +6,24 @@ from typing import Any
 
 import pytest
 
-from paceline.cli import schedule
+from paceline.cli import schedule_show
 from paceline.errors import RecipeError, StrategyError
-from paceline.recipe import Recipe, Strategy, support
-from paceline.schedule import (
-    Action,
-    Table,
-    fit_together,
+from paceline.parallel.pipeline.strategy_schedule import build_checked_table
+from paceline.pipeline_schedule import (
+    PipelineAction,
+    ScheduleTable,
     gpipe,
     one_f_one_b,
-    parts_within,
-    prove,
-    read_table,
-    samples_of,
-    text_lines,
-    write_rows,
+    overlapping_parts,
+    part_samples,
+    parts_divide_evenly,
+    read_schedule_csv,
+    render_text,
+    simulate_schedule,
+    write_schedule_csv,
     zero_bubble,
 )
-from paceline.training.schedules import proven_table
+from paceline.recipe import Recipe, Strategy, support
 
 VALUES: dict[str, Any] = {
     "task": "sum",
@@ -31,7 +31,9 @@ VALUES: dict[str, Any] = {
     "batch": {"size": 4},
     "optimizer": {"name": "sgd", "lr": 0.1},
 }
-NUMBERS = [parts for p in (1, 2, 3) for parts in product((1, 2, 3, 4, 12), repeat=p) if fit_together(parts)]
+NUMBERS = [
+    parts for p in (1, 2, 3) for parts in product((1, 2, 3, 4, 12), repeat=p) if parts_divide_evenly(parts)
+]
 
 
 @pytest.mark.capability("D9")
@@ -39,11 +41,11 @@ NUMBERS = [parts for p in (1, 2, 3) for parts in product((1, 2, 3, 4, 12), repea
 def test_parts_never_store_more_nor_wait_longer(m: int) -> None:
     for parts in NUMBERS:
         p = len(parts)
-        whole, found = prove(one_f_one_b(p, m), m), prove(one_f_one_b(p, m, parts), m)
+        whole, found = simulate_schedule(one_f_one_b(p, m), m), simulate_schedule(one_f_one_b(p, m, parts), m)
         assert all(a <= b for a, b in zip(found.in_flight, whole.in_flight, strict=True)), parts
         assert found.in_flight[-1] == pytest.approx(1 / parts[-1])  # the last stage keeps one part
         assert found.bubble <= whole.bubble + 1e-9, parts
-        assert prove(gpipe(p, m, parts), m).in_flight == [m] * p
+        assert simulate_schedule(gpipe(p, m, parts), m).in_flight == [m] * p
 
 
 @pytest.mark.capability("D9", "D7")
@@ -51,29 +53,32 @@ def test_a_backward_in_halves_has_parts_too() -> None:
     """No stage keeps more than with whole micro-batches, and the bubble is that of halves."""
     for m in (1, 3, 8):
         for parts in NUMBERS:
-            whole, found = prove(zero_bubble(len(parts), m), m), prove(zero_bubble(len(parts), m, parts), m)
+            whole, found = (
+                simulate_schedule(zero_bubble(len(parts), m), m),
+                simulate_schedule(zero_bubble(len(parts), m, parts), m),
+            )
             assert all(a <= b for a, b in zip(found.in_flight, whole.in_flight, strict=True)), parts
     for parts, kept in (((1, 2), [2, 1.5]), ((2, 1), [2, 2]), ((1, 2, 4), [3, 2, 2.25])):
-        found = prove(zero_bubble(len(parts), 8, parts), 8)
+        found = simulate_schedule(zero_bubble(len(parts), 8, parts), 8)
         assert found.in_flight == kept
-        assert found.bubble < 0.6 * prove(one_f_one_b(len(parts), 8, parts), 8).bubble
+        assert found.bubble < 0.6 * simulate_schedule(one_f_one_b(len(parts), 8, parts), 8).bubble
 
 
 @pytest.mark.capability("D9")
 def test_parts_of_neighbours_have_the_same_samples() -> None:
     for own, theirs, samples in product((1, 2, 4, 12), (1, 2, 4, 12), (1, 3, 5, 24)):
         for part in range(own):
-            span = samples_of(samples, own, part)
-            there = [samples_of(samples, theirs, k) for k in parts_within(part, own, theirs)]
+            span = part_samples(samples, own, part)
+            there = [part_samples(samples, theirs, k) for k in overlapping_parts(part, own, theirs)]
             assert there[0].start <= span.start and span.stop <= there[-1].stop
             if theirs >= own:
                 assert [i for one in there for i in one] == [*span]
-        assert [i for k in range(own) for i in samples_of(samples, own, k)] == [*range(samples)]
-        assert samples_of(samples, own, own - 1)  # the last part is never empty
+        assert [i for k in range(own) for i in part_samples(samples, own, k)] == [*range(samples)]
+        assert part_samples(samples, own, own - 1)  # the last part is never empty
 
 
-F, B = (lambda *place, kind=kind: Action(kind, place[0], 0, place[1]) for kind in "FB")
-WHOLE = [Action("F", 0), Action("F", 1), Action("B", 0), Action("B", 1)]
+F, B = (lambda *place, kind=kind: PipelineAction(kind, place[0], 0, place[1]) for kind in "FB")
+WHOLE = [PipelineAction("F", 0), PipelineAction("F", 1), PipelineAction("B", 0), PipelineAction("B", 1)]
 
 
 @pytest.mark.capability("D9", "D11")
@@ -87,38 +92,38 @@ WHOLE = [Action("F", 0), Action("F", 1), Action("B", 0), Action("B", 1)]
     ],
     ids=["incomplete", "forwards", "mixed", "backwards"],
 )
-def test_parts_that_cannot_be_run_are_refused(second: list[Action], says: str) -> None:
+def test_parts_that_cannot_be_run_are_refused(second: list[PipelineAction], says: str) -> None:
     with pytest.raises(StrategyError, match=says):
-        prove(Table([WHOLE, second]), 2)
+        simulate_schedule(ScheduleTable([WHOLE, second]), 2)
 
 
 @pytest.mark.capability("D9", "D11")
 def test_stages_that_wait_for_parts_of_each_other_are_refused() -> None:
     """The second stage would go backward with the first half before the third has seen the other."""
     halves = [F(0, 0), B(0, 0), F(0, 1), B(0, 1)]
-    ends = [Action("F", 0), Action("B", 0)]
+    ends = [PipelineAction("F", 0), PipelineAction("B", 0)]
     with pytest.raises(StrategyError, match=r"stage 1 at B0.0 of chunk 0, stage 2 at F0 of chunk 0"):
-        prove(Table([ends, halves, ends]), 1)
-    assert prove(Table([ends, halves]), 1).in_flight == [1, 0.5]
+        simulate_schedule(ScheduleTable([ends, halves, ends]), 1)
+    assert simulate_schedule(ScheduleTable([ends, halves]), 1).in_flight == [1, 0.5]
     with pytest.raises(StrategyError, match="2, 3 parts"):
-        prove(gpipe(2, 1, (2, 3)), 1)
+        simulate_schedule(gpipe(2, 1, (2, 3)), 1)
 
 
 @pytest.mark.capability("D9", "D11")
 def test_parts_are_written_read_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, table = tmp_path / "rows.csv", one_f_one_b(2, 2, (1, 2))
-    write_rows(prove(table, 2), path)
+    write_schedule_csv(simulate_schedule(table, 2), path)
     assert path.read_text().splitlines()[:2] == ["time,stage,operation,micro_batch,chunk,part", "0,0,F,0,0,0"]
-    assert read_table(path) == table
-    assert list(text_lines(prove(table, 2))) == [
+    assert read_schedule_csv(path) == table
+    assert list(render_text(simulate_schedule(table, 2))) == [
         "stage 0  F0   -    F1   -    .    .    .    .    B0   -    -    -    .    .    B1   -    -    -",
         "stage 1  .    .    F0.0 B0.0 -    F0.1 B0.1 -    F1.0 B1.0 -    F1.1 B1.1 -    .    .    .    .",
     ]
-    schedule.show("1f1b", stages=2, micro=2, rechunk="1,2")
+    schedule_show.show("1f1b", stages=2, micro=2, rechunk="1,2")
     assert "micro-batches in flight, by stage: 2, 0.5" in capsys.readouterr().out
     path.write_text("time,stage,operation,micro_batch,chunk,part\n0,0,F,0,0,-1\n")
     with pytest.raises(StrategyError, match="a row that is none"):
-        read_table(path)
+        read_schedule_csv(path)
 
 
 @pytest.mark.capability("D9")
@@ -163,23 +168,23 @@ def test_a_file_with_parts_is_refused_where_rechunk_is(
     text: str, more: dict[str, Any], tmp_path: Path
 ) -> None:
     for parts in ((1, 1), (1, 2)):
-        write_rows(prove(one_f_one_b(2, 2, parts), 2), tmp_path / f"{parts[1]}.csv")
+        write_schedule_csv(simulate_schedule(one_f_one_b(2, 2, parts), 2), tmp_path / f"{parts[1]}.csv")
     whole, divided = (
         Recipe(**VALUES, **more, strategy=Strategy.parse(f"replicas=1 {text} schedule={tmp_path}/{n}.csv"))
         for n in (1, 2)
     )
-    assert proven_table(whole, 2).parts == [1, 1]
+    assert build_checked_table(whole, 2).parts == [1, 1]
     with pytest.raises(StrategyError, match="runs micro-batches in parts"):
-        proven_table(divided, 2)
+        build_checked_table(divided, 2)
 
 
 @pytest.mark.capability("D11")
 def test_the_order_of_sums_is_looked_at_on_stages_that_split_no_backward_too(tmp_path: Path) -> None:
     """One stage adds in the order 1, 0, 2, and another one has all that makes a backward in halves."""
-    mixed = [Action("F", k) for k in range(3)] + [Action("B", k) for k in (1, 0, 2)]
-    halves = [*mixed, *(Action("W", k) for k in range(3))]
-    write_rows(prove(Table([mixed, halves]), 3), tmp_path / "own.csv")
+    mixed = [PipelineAction("F", k) for k in range(3)] + [PipelineAction("B", k) for k in (1, 0, 2)]
+    halves = [*mixed, *(PipelineAction("W", k) for k in range(3))]
+    write_schedule_csv(simulate_schedule(ScheduleTable([mixed, halves]), 3), tmp_path / "own.csv")
     strategy = Strategy.parse(f"replicas=1 pipeline=2 schedule={tmp_path}/own.csv")
-    assert proven_table(Recipe(**VALUES, strategy=strategy), 3).splits
+    assert build_checked_table(Recipe(**VALUES, strategy=strategy), 3).splits
     with pytest.raises(StrategyError, match="neither from the first"):
-        proven_table(Recipe(**VALUES, strategy=strategy, reproducible=True), 3)
+        build_checked_table(Recipe(**VALUES, strategy=strategy, reproducible=True), 3)

@@ -12,10 +12,22 @@ from dataclasses import replace
 import pytest
 
 from paceline.errors import CommunicationError
-from paceline.rendezvous import Way, open_store, visit_store
-from paceline.store import Late, Lost, StoreClient, StoreServer, client
-from paceline.store.messages import ADD, APPEND, CHECK, COMPARE, COUNT, DELETE, SET, Message, encode, take
-from paceline.store.values import Values
+from paceline.job import store_client
+from paceline.job.rendezvous import StoreAccess, open_store, read_store_value
+from paceline.job.store_client import KeyTimeoutError, MemberLostError, StoreClient
+from paceline.job.store_protocol import (
+    ADD,
+    APPEND,
+    CHECK,
+    COMPARE,
+    COUNT,
+    DELETE,
+    SET,
+    StoreMessage,
+    encode_message,
+    pop_message,
+)
+from paceline.job.store_server import KeyValueTable, StoreServer
 
 LONG = 600.0  # no test may take that long: nobody waits for a deadline
 
@@ -23,14 +35,14 @@ LONG = 600.0  # no test may take that long: nobody waits for a deadline
 @contextmanager
 def members(*numbers: int) -> Iterator[tuple[StoreServer, list[StoreClient]]]:
     with StoreServer() as server:
-        clients = [StoreClient(server.line_for(number)) for number in numbers]
+        clients = [StoreClient(server.connection_for(number)) for number in numbers]
         yield server, clients
         for one in clients:
             one.close()
 
 
 def test_values_are_set_counted_compared_and_dropped() -> None:
-    values = Values()
+    values = KeyValueTable()
     assert values.answer(ADD, [b"n", b"2"]) == [b"2"] and values.answer(ADD, [b"n", b"-3"]) == [b"-1"]
     values.answer(SET, [b"k", b"a"])
     values.answer(APPEND, [b"k", b"b"])
@@ -48,12 +60,12 @@ def test_values_are_set_counted_compared_and_dropped() -> None:
 )
 def test_what_is_no_question_is_an_error(word: bytes, fields: list[bytes]) -> None:
     with pytest.raises(ValueError):
-        Values().answer(word, fields)
+        KeyValueTable().answer(word, fields)
 
 
 def test_a_store_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.store.values.MOST_BYTES", 100)
-    values = Values()
+    monkeypatch.setattr("paceline.job.store_server.MAX_STORE_BYTES", 100)
+    values = KeyValueTable()
     values.answer(SET, [b"k", bytes(60)])
     with pytest.raises(ValueError, match="at most 100 bytes"):
         values.answer(SET, [b"l", bytes(60)])
@@ -64,11 +76,11 @@ def test_a_store_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("cut", [1, 8, 9, 12, 20])
 def test_half_a_message_is_none_yet(cut: int) -> None:
-    whole = encode(Message(7, b"S", (b"key", b"value")))
+    whole = encode_message(StoreMessage(7, b"S", (b"key", b"value")))
     buffer = bytearray(whole[:cut])
-    assert take(buffer) is None
+    assert pop_message(buffer) is None
     buffer += whole[cut:] + b"x"
-    assert take(buffer) == Message(7, b"S", (b"key", b"value")) and buffer == b"x"
+    assert pop_message(buffer) == StoreMessage(7, b"S", (b"key", b"value")) and buffer == b"x"
 
 
 def test_who_waits_is_answered_when_the_last_key_is_there() -> None:
@@ -82,7 +94,7 @@ def test_who_waits_is_answered_when_the_last_key_is_there() -> None:
 def test_at_the_deadline_the_missing_keys_are_named() -> None:
     with members(0) as (_, (one,)):
         one.ask(SET, b"a", b"1")
-        with pytest.raises(Late, match="no b, c in") as caught:
+        with pytest.raises(KeyTimeoutError, match="no b, c in") as caught:
             one.wait(["a", "b", "c"], 0.05)
         assert caught.value.keys == ("b", "c")
 
@@ -91,7 +103,7 @@ def test_at_the_deadline_the_missing_keys_are_named() -> None:
 @pytest.mark.parametrize("how", ["closes", "is reported by the launcher", "says nonsense"])
 def test_nobody_waits_for_a_member_that_is_gone(how: str) -> None:
     with StoreServer() as server, ThreadPoolExecutor(1) as other:
-        one, line = StoreClient(server.line_for(0)), server.line_for(3)
+        one, line = StoreClient(server.connection_for(0)), server.connection_for(3)
         waiting = other.submit(one.wait, ["never"], LONG, (0, 3))
         while not server._waiting:
             time.sleep(0.001)
@@ -101,10 +113,10 @@ def test_nobody_waits_for_a_member_that_is_gone(how: str) -> None:
             line.sendall(bytes(64))
         else:
             server.lose(3)
-        with pytest.raises(Lost, match="rank 3 is gone") as caught:
+        with pytest.raises(MemberLostError, match="rank 3 is gone") as caught:
             waiting.result()
         assert caught.value.members == (3,) and one.lost() == {3}
-        with pytest.raises(Late):
+        with pytest.raises(KeyTimeoutError):
             one.wait(["never"], 0.01, (0,))
         line.close()
         one.close()
@@ -112,7 +124,7 @@ def test_nobody_waits_for_a_member_that_is_gone(how: str) -> None:
 
 def test_a_store_that_is_gone_or_silent_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     near, far = socket.socketpair()
-    monkeypatch.setattr(client, "_ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr(store_client, "_ANSWER_SECONDS", 0.05)
     with near:
         one = StoreClient(far)
         with pytest.raises(CommunicationError, match="the store of the job is gone: it does not answer"):
@@ -127,7 +139,7 @@ def test_an_interrupted_question_does_no_harm(monkeypatch: pytest.MonkeyPatch) -
     with members(0) as (_, (one,)):
         heard = StoreClient._next
 
-        def interrupted(self: StoreClient, expires: float) -> Message:
+        def interrupted(self: StoreClient, expires: float) -> StoreMessage:
             monkeypatch.setattr(StoreClient, "_next", heard)
             raise KeyboardInterrupt
 
@@ -163,8 +175,8 @@ def door(said: list[str], tls: bool = False) -> Iterator[tuple[StoreServer, int]
 def test_who_knows_the_key_comes_in_once_and_others_are_turned_away(tls: bool) -> None:
     said: list[str] = []
     with door(said, tls) as (server, port):
-        way = Way(1, "127.0.0.1", port, "the key", tls=tls)
-        local = StoreClient(server.line_for(0))
+        way = StoreAccess(1, "127.0.0.1", port, "the key", tls=tls)
+        local = StoreClient(server.connection_for(0))
         remote = open_store(way, LONG)
         remote.set("k", "v")
         assert local.wait(["k"], LONG) == [b"v"]
@@ -175,7 +187,7 @@ def test_who_knows_the_key_comes_in_once_and_others_are_turned_away(tls: bool) -
         while not said:
             time.sleep(0.001)
         assert said == ["turned away: Rank 2 has another token than this job\n"]
-        assert visit_store(way, "k", LONG) == "v"
+        assert read_store_value(way, "k", LONG) == "v"
         assert 1 not in local.lost(), "who asks as a visitor is not the member"
         remote.close()
         local.close()
@@ -186,7 +198,7 @@ def test_one_side_that_encrypts_and_one_that_does_not_are_named_on_both(tls: boo
     said: list[str] = []
     with door(said, tls) as (_, port):
         with pytest.raises(CommunicationError, match=r"Rank 1 has another security\.tls than the job at"):
-            open_store(Way(1, "127.0.0.1", port, "the key", tls=not tls), LONG)
+            open_store(StoreAccess(1, "127.0.0.1", port, "the key", tls=not tls), LONG)
         while not said:
             time.sleep(0.001)
     assert said == ["turned away: Rank 1 has another security.tls than this job\n"]
@@ -196,9 +208,9 @@ def test_one_side_that_encrypts_and_one_that_does_not_are_named_on_both(tls: boo
 def test_a_stranger_reads_and_writes_nothing() -> None:
     """The mutation twin is the member before it: the same words from who has the key are obeyed."""
     with door([]) as (server, port):
-        local = StoreClient(server.line_for(0))
+        local = StoreClient(server.connection_for(0))
         with socket.create_connection(("127.0.0.1", port)) as stranger:
-            stranger.sendall(encode(Message(1, SET, (b"k", b"v"))) + bytes(200))
+            stranger.sendall(encode_message(StoreMessage(1, SET, (b"k", b"v"))) + bytes(200))
             with suppress(ConnectionError):
                 while stranger.recv(100):
                     pass

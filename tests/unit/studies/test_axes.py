@@ -3,12 +3,12 @@
 import pytest
 
 from paceline.errors import RecipeError
-from paceline.studies import Target, cells_of, parse_axis
-from paceline.studies.measured import Point
+from paceline.studies import MetricTarget, build_cells, parse_axis
+from paceline.studies.sweep_summary import EvaluationPoint
 
 
 def test_cells_are_all_combinations_in_order() -> None:
-    cells = cells_of([parse_axis("batch=32,64"), parse_axis("replicas=1,2")])
+    cells = build_cells([parse_axis("batch=32,64"), parse_axis("replicas=1,2")])
     assert [cell.label for cell in cells] == [
         "batch=32 replicas=1",
         "batch=32 replicas=2",
@@ -20,7 +20,7 @@ def test_cells_are_all_combinations_in_order() -> None:
 
 
 def test_any_key_is_an_axis_and_values_may_be_lists() -> None:
-    (first, second) = cells_of([parse_axis("options.hidden=[8, 8],[16]"), parse_axis("accumulation=4")])
+    (first, second) = build_cells([parse_axis("options.hidden=[8, 8],[16]"), parse_axis("accumulation=4")])
     assert first.overrides == ["options.hidden=[8, 8]"] and first.accumulation == 4
     assert second.overrides == ["options.hidden=[16]"]
     assert parse_axis('strategy="sync=local:8",ddp').values == ('"sync=local:8"', "ddp")
@@ -34,15 +34,17 @@ def test_what_is_no_axis_is_refused(text: str) -> None:
 
 def test_an_axis_stands_once_under_any_name() -> None:
     with pytest.raises(RecipeError, match="stands twice"):
-        cells_of([parse_axis("batch=1"), parse_axis("batch.size=2")])
+        build_cells([parse_axis("batch=1"), parse_axis("batch.size=2")])
     with pytest.raises(RecipeError, match="accumulation: expected"):
-        cells_of([parse_axis("accumulation=none")])[0].accumulation
+        build_cells([parse_axis("accumulation=none")])[0].accumulation
 
 
 def test_targets() -> None:
-    assert Target.parse("accuracy>=0.95") == Target("accuracy", 0.95, upward=True)
-    point = Point(1, 8, {"loss": 0.3, "accuracy": 0.9})
-    assert Target.parse("loss <= 0.3").met(point) and not Target.parse("loss<=0.29").met(point)
-    assert not Target.parse("accuracy>=0.91").met(point) and not Target.parse("other>=0").met(point)
+    assert MetricTarget.parse("accuracy>=0.95") == MetricTarget("accuracy", 0.95, upward=True)
+    point = EvaluationPoint(1, 8, {"loss": 0.3, "accuracy": 0.9})
+    assert MetricTarget.parse("loss <= 0.3").met(point) and not MetricTarget.parse("loss<=0.29").met(point)
+    assert not MetricTarget.parse("accuracy>=0.91").met(point) and not MetricTarget.parse("other>=0").met(
+        point
+    )
     with pytest.raises(RecipeError, match="NAME<=VALUE"):
-        Target.parse("accuracy")
+        MetricTarget.parse("accuracy")

@@ -8,19 +8,33 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import RecipeError
-from paceline.report import Listed, Run, render_compared
-from paceline.report.sent import sent_bytes
-from paceline.studies import Target
-from paceline.studies.comparison import NOT_MEASURED, Comparison, Tried, compare, nine_rows
-from paceline.studies.comparison_table import costs, learned, nine, render
-from paceline.studies.entries import Entry, parse_entries
-from paceline.studies.recovery import Recovery, read_recovery
-from paceline.studies.trial import Trial, measure
+from paceline.report import ComparisonTable, RecordedRun, render_comparison_page
+from paceline.report.sent_bytes import cumulative_sent_bytes
+from paceline.studies import MetricTarget
+from paceline.studies.comparison_trials import (
+    ComparisonEntry,
+    KillRecovery,
+    TrialMeasurements,
+    measure_trial,
+    parse_comparison_entries,
+    read_recovery,
+)
+from paceline.studies.strategy_comparison import (
+    NOT_MEASURED,
+    StrategyComparison,
+    StrategyTrials,
+    compare_strategies,
+    property_rows,
+    render_comparison,
+    render_costs_table,
+    render_properties_table,
+    render_results_table,
+)
 from tests.unit.report.runs import rank_record, start, stats, write
 
 pytestmark = pytest.mark.capability("B7", "I12", "Z18")
 BOOK = {"calls": 30, "payload_bytes": 8.0, "sent_bytes": 8.0, "hidden_fraction": 0.0}
-TARGET = Target("loss", 0.5, upward=False)
+TARGET = MetricTarget("loss", 0.5, upward=False)
 
 
 def evaluation(step: int, loss: float) -> tuple[str, dict[str, object]]:
@@ -28,7 +42,7 @@ def evaluation(step: int, loss: float) -> tuple[str, dict[str, object]]:
     return "evaluation", {"step": step, "loss": loss, "metrics": {"accuracy": 1 - loss}, **counts}
 
 
-def run_of(folder: Path, loss: float = 0.4, **metrics: float) -> Run:
+def run_of(folder: Path, loss: float = 0.4, **metrics: float) -> RecordedRun:
     """Ten steps of 32 samples and half a second on two ranks; the second rank serves."""
     server = rank_record(1, phases=dict.fromkeys(rank_record(1)["phases"], 0.0), sent_bytes=640.0)
     told = [("ranks", rank_record(0, sent_bytes=2560.0)), ("ranks", server), evaluation(5, 0.8)]
@@ -37,13 +51,15 @@ def run_of(folder: Path, loss: float = 0.4, **metrics: float) -> Run:
     return write(folder, ("run", start()), *taken, *told)
 
 
-def tried(name: str, trials: list[Trial], **changes: object) -> Tried:
+def tried(name: str, trials: list[TrialMeasurements], **changes: object) -> StrategyTrials:
     values = {"planned": 2, "recovery": (), "goes_with": ("lanes=2",), "tried": ("lanes=2", "tensor=2")}
-    return Tried(**{"name": name, "strategy": name, "trials": trials, "failed": (), **values, **changes})
+    return StrategyTrials(
+        **{"name": name, "strategy": name, "trials": trials, "failed": (), **values, **changes}
+    )
 
 
 def test_a_run_says_what_it_cost_and_when_it_was_where(tmp_path: Path) -> None:
-    trial = measure(run_of(tmp_path, staleness=1.5, staleness_max=4.0))
+    trial = measure_trial(run_of(tmp_path, staleness=1.5, staleness_max=4.0))
     found = trial.numbers
     assert found["samples/s"] == 64 and found["s a step"] == 0.5 and found["steps a round"] == 1
     assert found["bytes a sample"] == (2560 + 640) / 320 and found["calls a step"] == 3
@@ -51,21 +67,21 @@ def test_a_run_says_what_it_cost_and_when_it_was_where(tmp_path: Path) -> None:
     assert trial.roles == (1, 1)
     assert found["idle"] == pytest.approx(0.45)  # of 10 s 4 in communication, 0.5 in no phase: not the server
     assert trial.to_target(TARGET) == {"samples to target": 320, "s to target": 5, "bytes to target": 3200}
-    assert trial.to_target(Target("loss", 0.8, upward=False))["bytes to target"] == 1600
-    assert trial.to_target(Target("loss", 0.1, upward=False)) == {}
+    assert trial.to_target(MetricTarget("loss", 0.8, upward=False))["bytes to target"] == 1600
+    assert trial.to_target(MetricTarget("loss", 0.1, upward=False)) == {}
 
 
 def test_bytes_lie_evenly_in_a_window(tmp_path: Path) -> None:
-    sent = sent_bytes(run_of(tmp_path))
+    sent = cumulative_sent_bytes(run_of(tmp_path))
     assert [sent(step) for step in (0, 5, 10, 99)] == [0, 1600, 3200, 3200]
 
 
-def two(tmp_path: Path) -> Comparison:
-    runs = [measure(run_of(tmp_path / f"{i}", loss)) for i, loss in enumerate((0.4, 0.2))]
-    late = measure(run_of(tmp_path / "late", 0.45, staleness=2.0, staleness_max=3.0))
-    kill = Recovery("resumed", 7.5, 3)
+def two(tmp_path: Path) -> StrategyComparison:
+    runs = [measure_trial(run_of(tmp_path / f"{i}", loss)) for i, loss in enumerate((0.4, 0.2))]
+    late = measure_trial(run_of(tmp_path / "late", 0.45, staleness=2.0, staleness_max=3.0))
+    kill = KillRecovery("resumed", 7.5, 3)
     rows = [tried("exact", runs, recovery=(kill,)), tried("stale", [late], failed=("exit code 1",))]
-    return compare([*rows, tried("never", [])])
+    return compare_strategies([*rows, tried("never", [])])
 
 
 def test_seeds_are_a_row_and_what_failed_is_said(tmp_path: Path) -> None:
@@ -73,16 +89,19 @@ def test_seeds_are_a_row_and_what_failed_is_said(tmp_path: Path) -> None:
     assert str(found.target) == "loss <= 0.45"  # the one that every run reached
     assert found.rows[0].numbers["final loss"].mean == pytest.approx(0.3)
     assert found.rows[0].numbers["final loss"].deviation > 0 == found.rows[1].numbers["final loss"].deviation
-    text = render(found)
+    text = render_comparison(found)
     assert "0.3 ±0.14" in text[1] and "failed: stale: exit code 1" in text
-    assert learned(found)[1][2][1:] == ["-"] * (len(learned(found)[0]) - 1)
-    assert costs(found)[1][0][-1] == "resumed 7.5 s, 3 steps again" and costs(found)[1][1][-1] == "-"
+    assert render_results_table(found)[1][2][1:] == ["-"] * (len(render_results_table(found)[0]) - 1)
+    assert (
+        render_costs_table(found)[1][0][-1] == "resumed 7.5 s, 3 steps again"
+        and render_costs_table(found)[1][1][-1] == "-"
+    )
 
 
 def test_no_cell_of_the_nine_rows_is_prose(tmp_path: Path) -> None:
     found = two(tmp_path)
-    exact, stale, never = (nine_rows(row, found.rows[0].numbers["samples/s"]) for row in found.rows)
-    assert len(exact) == 9 and nine(found)[0][1:] == [*exact]
+    exact, stale, never = (property_rows(row, found.rows[0].numbers["samples/s"]) for row in found.rows)
+    assert len(exact) == 9 and render_properties_table(found)[0][1:] == [*exact]
     assert exact["fault tolerance"] == "resumed after 7.5 s, 3 steps again"
     assert exact["synchrony"] == "all agree every 1 steps"
     assert stale["synchrony"] == "2.00 updates old, the oldest 3"
@@ -94,8 +113,8 @@ def test_no_cell_of_the_nine_rows_is_prose(tmp_path: Path) -> None:
 
 def test_the_page_has_every_run_in_the_colour_of_its_strategy(tmp_path: Path) -> None:
     runs = [run_of(tmp_path / str(i)) for i in range(3)]
-    tables = [Listed("Costs", "what it cost", ["strategy", "a"], [["<one>", "1"], ["two", "2"]])]
-    page = render_compared("Compared", "digits", tables, {"<one>": runs[:2], "two": runs[2:]})
+    tables = [ComparisonTable("Costs", "what it cost", ["strategy", "a"], [["<one>", "1"], ["two", "2"]])]
+    page = render_comparison_page("Compared", "digits", tables, {"<one>": runs[:2], "two": runs[2:]})
     assert "&lt;one&gt;" in page and "<one>" not in page and "http" not in page.replace("http://www.w3", "")
     assert page.count('"bytes":[') + page.count("&quot;bytes&quot;:[") == 3
     assert page.count("&quot;color&quot;:&quot;c1&quot;") == 2 * page.count(
@@ -105,14 +124,17 @@ def test_the_page_has_every_run_in_the_colour_of_its_strategy(tmp_path: Path) ->
 
 def test_a_kill_is_kept(tmp_path: Path) -> None:
     assert read_recovery(tmp_path) is None
-    for found in (Recovery("goes on", 0.25, 0), Recovery("lost", None, 0)):
+    for found in (KillRecovery("goes on", 0.25, 0), KillRecovery("lost", None, 0)):
         found.keep(tmp_path)
         assert read_recovery(tmp_path) == found
 
 
 def test_strategies_are_read_in_their_order() -> None:
     text = 'a = "replicas=2"\nb = { strategy = "ddp", set = ["optimizer.lr=1"] }'
-    assert parse_entries(text, "x") == [Entry("a", "replicas=2"), Entry("b", "ddp", ("optimizer.lr=1",))]
+    assert parse_comparison_entries(text, "x") == [
+        ComparisonEntry("a", "replicas=2"),
+        ComparisonEntry("b", "ddp", ("optimizer.lr=1",)),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -129,4 +151,4 @@ def test_strategies_are_read_in_their_order() -> None:
 )
 def test_a_file_that_is_wrong_is_refused(text: str, what: str) -> None:
     with pytest.raises(RecipeError, match=what):
-        parse_entries(text, "x")
+        parse_comparison_entries(text, "x")

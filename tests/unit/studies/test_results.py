@@ -10,31 +10,31 @@ import pytest
 
 from paceline.errors import DataError
 from paceline.studies import (
-    Cell,
-    Measured,
-    Target,
+    MetricTarget,
+    RunMeasurements,
+    SweepCell,
     find_critical_batch,
-    read_run,
+    read_measurements,
     render_plot,
     render_table,
-    summarize,
+    summarize_sweep,
 )
-from paceline.studies.measured import Point
+from paceline.studies.sweep_summary import EvaluationPoint
 
 pytestmark = pytest.mark.capability("A14")
 
 
-def run(batch: int, steps: int, loss: float = 0.5, speed: float = 100.0) -> Measured:
+def run(batch: int, steps: int, loss: float = 0.5, speed: float = 100.0) -> RunMeasurements:
     """A run that reaches the target loss of 0.5 at a step."""
     points = (
-        Point(steps // 2, steps * batch // 2, {"loss": 0.9}),
-        Point(steps, steps * batch, {"loss": loss}),
+        EvaluationPoint(steps // 2, steps * batch // 2, {"loss": 0.9}),
+        EvaluationPoint(steps, steps * batch, {"loss": loss}),
     )
-    return Measured(2 * steps, 2 * steps * batch, speed, 1.0, points)
+    return RunMeasurements(2 * steps, 2 * steps * batch, speed, 1.0, points)
 
 
-def cell(**values: object) -> Cell:
-    return Cell({word: str(value) for word, value in values.items()})
+def cell(**values: object) -> SweepCell:
+    return SweepCell({word: str(value) for word, value in values.items()})
 
 
 def test_the_critical_batch_of_the_model_is_found() -> None:
@@ -56,7 +56,7 @@ def test_perfect_scaling_has_no_critical_batch_and_no_scaling_has_none_above_zer
 
 def test_seeds_are_one_row_with_their_spread() -> None:
     done = [(cell(batch=8, seed=s), run(8, steps)) for s, steps in ((1, 10), (2, 14))]
-    summary = summarize(done, {}, Target("loss", 0.5, upward=False))
+    summary = summarize_sweep(done, {}, MetricTarget("loss", 0.5, upward=False))
     (row,) = summary.rows
     assert row.values == {"batch": "8"} and row.runs == 2
     assert row.numbers["steps to target"].mean == 12
@@ -65,10 +65,10 @@ def test_seeds_are_one_row_with_their_spread() -> None:
 
 
 def test_without_a_target_it_is_the_loss_that_all_reach() -> None:
-    summary = summarize([(cell(batch=8), run(8, 10, 0.2)), (cell(batch=16), run(16, 10, 0.4))], {})
-    assert summary.target == Target("loss", 0.4, upward=False)
+    summary = summarize_sweep([(cell(batch=8), run(8, 10, 0.2)), (cell(batch=16), run(16, 10, 0.4))], {})
+    assert summary.target == MetricTarget("loss", 0.4, upward=False)
     assert all("steps to target" in row.numbers for row in summary.rows)
-    strict = summarize([(cell(batch=8), run(8, 10, 0.2))], {}, Target("loss", 0.1, upward=False))
+    strict = summarize_sweep([(cell(batch=8), run(8, 10, 0.2))], {}, MetricTarget("loss", 0.1, upward=False))
     assert "steps to target" not in strict.rows[0].numbers
 
 
@@ -78,12 +78,12 @@ def test_the_table_says_what_a_larger_batch_saves_and_what_failed() -> None:
         for b in (25, 50, 100, 200)
         for r in (1, 2)
     ]
-    lines = render_table(summarize(done, {"batch=400 replicas=1": "out of memory"}))
+    lines = render_table(summarize_sweep(done, {"batch=400 replicas=1": "out of memory"}))
     assert lines[0].split()[:2] == ["batch", "replicas"] and len(lines) == 1 + 8 + 1 + 2 * 2 + 1
     assert sum("critical batch: about 100 samples" in line for line in lines) == 2
     assert "25 to 50: 1.67 of 2" in "\n".join(lines)
     assert lines[-1] == "failed: batch=400 replicas=1: out of memory"
-    assert render_table(summarize([], {"batch=1": "no"})) == ["failed: batch=1: no"]
+    assert render_table(summarize_sweep([], {"batch=1": "no"})) == ["failed: batch=1: no"]
 
 
 def test_the_plot_has_a_point_for_every_row_in_every_panel() -> None:
@@ -93,23 +93,23 @@ def test_the_plot_has_a_point_for_every_row_in_every_panel() -> None:
         for r in (1, 2)
         for s in (1, 2)
     ]
-    svg = ElementTree.fromstring(render_plot(summarize(done, {})))
+    svg = ElementTree.fromstring(render_plot(summarize_sweep(done, {})))
     names = [element.tag.rpartition("}")[2] for element in svg.iter()]
     assert names.count("circle") == 3 * 6 and names.count("polyline") == 3 * 2
     texts = [element.text for element in svg.iter() if element.tag.endswith("text")]
     assert {"steps to target", "samples to target", "samples/s", "batch", "replicas=1"} <= set(texts)
-    assert render_plot(summarize(done, {})).count("stroke-dasharray") == 0  # steps fall as 1 / batch
+    assert render_plot(summarize_sweep(done, {})).count("stroke-dasharray") == 0  # steps fall as 1 / batch
     curved = [(cell(batch=b), run(b, round(40 + 4000 / b))) for b in (25, 50, 200)]
-    assert render_plot(summarize(curved, {})).count("stroke-dasharray") == 1
-    ElementTree.fromstring(render_plot(summarize([], {"batch=1": "no <result>"})))
+    assert render_plot(summarize_sweep(curved, {})).count("stroke-dasharray") == 1
+    ElementTree.fromstring(render_plot(summarize_sweep([], {"batch=1": "no <result>"})))
     words = [(cell(strategy="<a>"), run(8, 9)), (cell(strategy="b"), run(8, 9))]
-    assert "&lt;a&gt;" in render_plot(summarize(words, {}))
+    assert "&lt;a&gt;" in render_plot(summarize_sweep(words, {}))
 
 
 def test_a_plot_says_what_it_shows_and_is_as_wide_as_its_words() -> None:
     long = "replicas=all shard=2 zero=3 sync=every-step route=recursive-doubling codec=topk:0.01+int4 lanes=2"
     done = [(cell(batch=b, strategy=long), run(b, 1000 // b)) for b in (8, 16, 32)]
-    svg = ElementTree.fromstring(render_plot(summarize(done, {})))
+    svg = ElementTree.fromstring(render_plot(summarize_sweep(done, {})))
     texts = [element for element in svg.iter() if element.tag.endswith("}text")]
     assert svg[0].tag.endswith("}title") and svg[0].text == texts[0].text
     assert str(svg[0].text).endswith("by batch")
@@ -125,12 +125,12 @@ def test_steps_that_were_done_again_count_once(tmp_path: Path) -> None:
     records = [{**step, "step": i} for i in (0, 1, 1, 2)]
     records.append({"event": "evaluation", "step": 3, "loss": "nan", "metrics": {"accuracy": 0.5}})
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    found = read_run(tmp_path)
+    found = read_measurements(tmp_path)
     assert (found.steps, found.num_samples, found.points[0].samples) == (3, 24, 24)
     assert found.points[0].values["accuracy"] == 0.5
-    assert not Target("loss", 1.0, upward=False).met(found.points[0])
+    assert not MetricTarget("loss", 1.0, upward=False).met(found.points[0])
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(DataError, match="no steps"):
-        read_run(tmp_path)
+        read_measurements(tmp_path)
     with pytest.raises(DataError, match="cannot read"):
-        read_run(tmp_path / "nowhere")
+        read_measurements(tmp_path / "nowhere")

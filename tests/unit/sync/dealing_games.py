@@ -8,11 +8,17 @@ from typing import Any
 
 import torch
 
-from paceline.data import LockstepWork, Order
-from paceline.sync.dealing import WINDOW, Dealt, Notices
-from paceline.sync.hogwild import Board
-from paceline.sync.notices import Carried, Posted, num_rows
-from paceline.sync.pairs import Mailbox, partner, turn_clocks
+from paceline.data import KeyedOrder, LockstepWork
+from paceline.sync.gossip import PendingHalves, clocks_per_turn, peer_at_clock
+from paceline.sync.hogwild import SharedCounters
+from paceline.sync.work_assignment import (
+    SPEED_WINDOW_STEPS,
+    MessageSpeeds,
+    SharedMemorySpeeds,
+    SpeedAssignment,
+    SpeedExchange,
+    num_window_rows,
+)
 
 END, SAMPLES, SIZE, SHARDS = 40, 500, 48, 12
 VALUE = torch.rand(SAMPLES, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).tolist()
@@ -29,11 +35,11 @@ class Node:
         speeds: of each rank, seconds a shard, by stretches of ten steps.
     """
 
-    def __init__(self, rank: int, speeds: list[list[float]], notices: Notices, **shares: Any) -> None:
+    def __init__(self, rank: int, speeds: list[list[float]], notices: SpeedExchange, **shares: Any) -> None:
         self.rank, self.speeds, self.size, self.step = rank, speeds, len(speeds), 0
         even = [SHARDS * (r + 1) // self.size - SHARDS * r // self.size for r in range(self.size)]
-        self.shares = Dealt(even, rank, notices, note=unheard, **shares)
-        self.whole = LockstepWork(Order(SAMPLES, SIZE, seed=1), SHARDS, 1, rank, self.size)
+        self.shares = SpeedAssignment(even, rank, notices, note=unheard, **shares)
+        self.whole = LockstepWork(KeyedOrder(SAMPLES, SIZE, seed=1), SHARDS, 1, rank, self.size)
         self.shown: list[tuple[int, ...]] = []
         self.samples: list[list[int]] = []
         self.weights: list[float] = []
@@ -61,21 +67,24 @@ def drawn(size: int, draw: random.Random) -> list[list[float]]:
 
 def on_one_host(size: int, bound: int, seed: int, lag: int | None = None) -> list[Node]:
     """Ranks that look at a board, as under hogwild:S."""
-    draw, words = random.Random(seed), torch.zeros(num_rows(bound, WINDOW), size, dtype=torch.int64)
+    draw, words = (
+        random.Random(seed),
+        torch.zeros(num_window_rows(bound, SPEED_WINDOW_STEPS), size, dtype=torch.int64),
+    )
     taken, stops, clocks = (torch.zeros(size, dtype=torch.int64) for _ in range(3))
-    boards = [Board(taken, stops, clocks, torch.zeros(1), rank) for rank in range(size)]
+    boards = [SharedCounters(taken, stops, clocks, torch.zeros(1), rank) for rank in range(size)]
     speeds, lag = drawn(size, draw), bound if lag is None else lag
-    nodes = [Node(rank, speeds, Posted(words, rank), lag=lag) for rank in range(size)]
+    nodes = [Node(rank, speeds, SharedMemorySpeeds(words, rank), lag=lag) for rank in range(size)]
     due, computes = [(0.0, rank) for rank in range(size)], [False] * size
     while due:
         now, rank = heapq.heappop(due)
-        node, board = nodes[rank], boards[rank]
+        node, shared_counters = nodes[rank], boards[rank]
         if computes[rank]:
             node.end()
-            board.reach(node.step)
+            shared_counters.reach(node.step)
         if node.step == END:
             continue
-        computes[rank] = board.behind(node.step, bound) is None
+        computes[rank] = shared_counters.behind(node.step, bound) is None
         seconds = node.begin() if computes[rank] else 0.5
         heapq.heappush(due, (now + seconds * (0.5 + draw.random()), rank))
     return nodes
@@ -85,12 +94,12 @@ class OnHosts:
     """Ranks whose halves take random times, as under gossip:S."""
 
     def __init__(self, size: int, bound: int, seed: int, lag: int | None = None) -> None:
-        self.draw, self.size, turn = random.Random(seed), size, turn_clocks(size)
-        self.said = [Carried(rank, size) for rank in range(size)]
+        self.draw, self.size, turn = random.Random(seed), size, clocks_per_turn(size)
+        self.said = [MessageSpeeds(rank, size) for rank in range(size)]
         speeds, lag = drawn(size, self.draw), turn - 1 + bound if lag is None else lag
-        more = {"lag": lag, "window": max(WINDOW, turn)}
+        more = {"lag": lag, "window": max(SPEED_WINDOW_STEPS, turn)}
         self.nodes = [Node(rank, speeds, self.said[rank], **more) for rank in range(size)]
-        self.boxes = [Mailbox(rank, size, bound) for rank in range(size)]
+        self.boxes = [PendingHalves(rank, size, bound) for rank in range(size)]
         self.waits, self.now = [True] * size, 0.0
         self.early: list[list[int]] = [[] for _ in range(size)]
         self.events: list[tuple[float, int, int, Any]] = []
@@ -127,7 +136,7 @@ class OnHosts:
     def finish(self, rank: int) -> None:
         node = self.nodes[rank]
         node.end()
-        other = partner(rank, node.step - 1, self.size)
+        other = peer_at_clock(rank, node.step - 1, self.size)
         if other is not None:
             half = node.step - 1, rank, dict(self.said[rank].say())
             self.push(self.draw.choice((0.1, 5.0, 100.0)), other, half)

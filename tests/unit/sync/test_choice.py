@@ -11,9 +11,8 @@ import pytest
 
 from paceline.errors import StrategyError
 from paceline.recipe import Strategy, support
-from paceline.recipe.phases import ended, is_reading
-from paceline.sync.choice import TIMED, choose
-from paceline.sync.step_seconds import GAIN, Found
+from paceline.recipe.strategy_text import is_resolved_from, resolve_phases
+from paceline.sync.sync_choice import MIN_SPEEDUP, TIMED_STEPS, StepTimings, choose_sync
 
 MB = 1e6
 
@@ -69,24 +68,24 @@ class World:
     def best(self, rate: float) -> str:
         """The first rule that is nearly as fast as the fastest, by running all of them."""
         times = {rule: self.step(rule, rate) for rule in self.rules}
-        return next(rule for rule, time in times.items() if time <= GAIN * min(times.values()))
+        return next(rule for rule, time in times.items() if time <= MIN_SPEEDUP * min(times.values()))
 
-    def measured(self, rate: float, draw: random.Random, noise: float) -> Found:
+    def measured(self, rate: float, draw: random.Random, noise: float) -> StepTimings:
         """What steps show, each a little longer or shorter; the exchange, the shorter of two."""
 
         def seen(seconds: float, times: int) -> list[float]:
             return [seconds * draw.lognormvariate(0, noise) for _ in range(times)]
 
         step, compute, backward = (
-            median(seen(seconds, TIMED))
+            median(seen(seconds, TIMED_STEPS))
             for seconds in (self.step("every-step", rate), self.compute, self.backward)
         )
         exchange, size = min(seen(self.exchange(rate), 2)), sum(self.buckets)
         message = min(seen(self.latency + size / rate, 2))
-        return Found(step, compute, backward, exchange, size, message, self.latency + 1 / rate, 1e9)
+        return StepTimings(step, compute, backward, exchange, size, message, self.latency + 1 / rate, 1e9)
 
     def chosen(self, rate: float, draw: random.Random, noise: float) -> str:
-        return choose(self.rules, self.measured(rate, draw, noise)).rule
+        return choose_sync(self.rules, self.measured(rate, draw, noise)).rule
 
 
 def drawn(draw: random.Random) -> World:
@@ -128,7 +127,7 @@ def test_a_choice_by_bandwidth_alone_would_not_be() -> None:
             for beside in (rate * 1.15, rate / 1.15):
                 found = world.measured(beside, draw, 0.0)
                 blind = found._replace(step_seconds=found.compute_seconds + found.exchange_seconds)
-                wrong += choose(world.rules, blind).rule != world.best(beside)
+                wrong += choose_sync(world.rules, blind).rule != world.best(beside)
                 held += 1
     assert wrong > held / 10
 
@@ -154,10 +153,10 @@ def test_messages_that_took_no_time_would_choose_it_on_slow_links() -> None:
     """The twin: gossip is not what a narrow link asks for, as it sends all parameters in every step."""
     world = World(0.02, 0.05, 0.01, (MB,) * 4, 1e-4, ("every-step", "local:16", "gossip:8"))
     found = world.measured(1e6, random.Random(1), 0.0)
-    assert choose(world.rules, found).rule == world.best(1e6) == "local:16"
-    assert choose(world.rules, found._replace(message_seconds=0.0)).rule == "gossip:8"
+    assert choose_sync(world.rules, found).rule == world.best(1e6) == "local:16"
+    assert choose_sync(world.rules, found._replace(message_seconds=0.0)).rule == "gossip:8"
     often = found._replace(message_seconds=0.0, round_steps=2.0)  # all meet every other step
-    assert choose(world.rules, often).rule == "local:16"
+    assert choose_sync(world.rules, often).rule == "local:16"
 
 
 @pytest.mark.capability("I11", clause="the break-even is named")
@@ -169,16 +168,16 @@ def test_the_break_even_is_where_the_choice_changes() -> None:
         found = world.measured(1e6 * 10 ** draw.uniform(0, 1), draw, 0.0)
         limit = found.bits_per_second(found.break_even("diloco:8")) / 8
         assert world.best(limit * 1.1) == "every-step" and world.best(limit / 1.1) == "diloco:8"
-    text = str(choose(world.rules, found))
+    text = str(choose_sync(world.rules, found))
     assert text.startswith("sync: diloco:8, as a step takes every-step ") and text.count("diloco:8") == 3
 
 
 def test_what_is_allowed_first_stays_where_a_later_one_gains_little() -> None:
-    slow = Found(0.5, 0.1, 0.06, 0.46, 40 * MB)
-    assert choose(["every-step", "local:8", "diloco:64"], slow).rule == "diloco:64"
-    assert choose(["every-step", "local:64", "diloco:65"], slow).rule == "local:64"
-    memory = Found(0.1, 0.099, 0.06, 0.002, 0.0)
-    found = choose(["every-step", "diloco:8"], memory)
+    slow = StepTimings(0.5, 0.1, 0.06, 0.46, 40 * MB)
+    assert choose_sync(["every-step", "local:8", "diloco:64"], slow).rule == "diloco:64"
+    assert choose_sync(["every-step", "local:64", "diloco:65"], slow).rule == "local:64"
+    memory = StepTimings(0.1, 0.099, 0.06, 0.002, 0.0)
+    found = choose_sync(["every-step", "diloco:8"], memory)
     assert found.rule == "every-step" and "no rate (diloco:8)" in found.reason
     assert memory.break_even("local:1") == float("inf")
 
@@ -227,7 +226,8 @@ def test_it_is_every_step_until_it_is_known() -> None:
     answer = support(strategy.replace(shard=2, zero=1, replicas=1), processes=2, shards=4)
     assert not answer.ok and "in place of @straggler or auto" in answer.reason
     assert (
-        ended(text, 8, "every-step") == "every-step" and ended(text, 8, "local:4") == "every-step@8,local:4"
+        resolve_phases(text, 8, "every-step") == "every-step"
+        and resolve_phases(text, 8, "local:4") == "every-step@8,local:4"
     )
     for known, fits in {
         text: True,
@@ -237,12 +237,12 @@ def test_it_is_every_step_until_it_is_known() -> None:
         "local:4": False,
         "every-step@8,local:4@9,diloco:8": False,
     }.items():
-        assert is_reading(text, known) == fits, known
+        assert is_resolved_from(text, known) == fits, known
 
 
 @pytest.mark.capability("I11")
 @pytest.mark.parametrize(("bound", "seconds"), [(0, 0.5), (1, 0.25), (3, 0.125), (9, 0.1)])
 def test_a_step_of_gossip_waits_for_a_message_that_is_as_many_steps_old(bound: int, seconds: float) -> None:
     """Compute of 0.1 s, and a message of 0.4 s that is latency alone: bound + 1 steps are under way."""
-    found = Found(1.0, 0.1, 0.0, 1.0, MB, message_seconds=0.4, latency_seconds=0.4, round_steps=1e12)
+    found = StepTimings(1.0, 0.1, 0.0, 1.0, MB, message_seconds=0.4, latency_seconds=0.4, round_steps=1e12)
     assert found.seconds(f"gossip:{bound}") == pytest.approx(seconds)

@@ -3,15 +3,15 @@
 import pytest
 
 from paceline.errors import CommunicationError
-from paceline.sync.crew import Crew
-from paceline.sync.policy import Ticket
+from paceline.sync.server.parameter_server import WorkerTable
+from paceline.sync.server.server_policies import WorkTicket
 
-TICKET = Ticket(3, 1)
+TICKET = WorkTicket(3, 1)
 
 
-def at_work(now: float = 0.0) -> Crew:
+def at_work(now: float = 0.0) -> WorkerTable:
     """Rank 2 is idle, rank 4 works since `now`, rank 7 has not said that it is ready."""
-    crew = Crew((2, 4, 7))
+    crew = WorkerTable((2, 4, 7))
     crew.begin(now)
     assert crew.answered(2) is None and crew.answered(4) is None
     crew.give(4, TICKET, 9, now)
@@ -21,11 +21,11 @@ def at_work(now: float = 0.0) -> Crew:
 @pytest.mark.capability("B3")
 def test_a_worker_is_idle_awaited_or_lost() -> None:
     crew = at_work()
-    assert crew.idle == [2] and crew.left == [2, 4, 7] and not crew.is_at_rest
+    assert crew.idle == [2] and crew.left == [2, 4, 7] and not crew.all_idle
     assert crew.answered(4) == (TICKET, 9)
     assert crew.idle == [2, 4]
     assert crew.lose(7, "it is gone") is None
-    assert crew.is_at_rest and crew.left == [2, 4] and crew.lost == {7: "it is gone"}
+    assert crew.all_idle and crew.left == [2, 4] and crew.lost == {7: "it is gone"}
 
 
 @pytest.mark.capability("B3")
@@ -49,7 +49,7 @@ def test_the_last_one_lost_leaves_nobody() -> None:
     crew = at_work()
     for rank in (2, 4, 7):
         crew.lose(rank, f"rank {rank} is gone")
-    assert crew.left == [] and crew.is_at_rest and crew.idle == []
+    assert crew.left == [] and crew.all_idle and crew.idle == []
     with pytest.raises(CommunicationError, match="rank 2 is gone; rank 4 is gone; rank 7 is gone"):
         crew.require(1)
 

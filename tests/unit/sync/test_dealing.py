@@ -12,14 +12,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.comm import Gradients, Tally
-from paceline.data import LockstepWork, Order
+from paceline.comm import Gradients, StepTally
+from paceline.data import KeyedOrder, LockstepWork
 from paceline.errors import CommunicationError
 from paceline.recipe import Strategy, support
 from paceline.sync import UpdateStep
-from paceline.sync.dealing import WINDOW, Dealt
-from paceline.sync.notices import Posted, num_rows
-from paceline.sync.update import Update, Updating
+from paceline.sync.update import PendingUpdate, UpdateResult
+from paceline.sync.work_assignment import (
+    SPEED_WINDOW_STEPS,
+    SharedMemorySpeeds,
+    SpeedAssignment,
+    num_window_rows,
+)
 from tests.unit.sync.dealing_games import (
     END,
     SAMPLES,
@@ -107,8 +111,8 @@ def test_without_weights_it_would_not_be_the_gradient_of_the_whole_batch() -> No
 
 
 def test_ranks_of_one_speed_keep_even_shares_and_weights_of_one() -> None:
-    words = torch.zeros(num_rows(0, WINDOW), 3, dtype=torch.int64)
-    nodes = [Node(rank, [[1.0] * 4] * 3, Posted(words, rank), lag=0) for rank in range(3)]
+    words = torch.zeros(num_window_rows(0, SPEED_WINDOW_STEPS), 3, dtype=torch.int64)
+    nodes = [Node(rank, [[1.0] * 4] * 3, SharedMemorySpeeds(words, rank), lag=0) for rank in range(3)]
     for step in range(END):
         for node in nodes:
             node.begin()
@@ -121,8 +125,8 @@ def test_ranks_of_one_speed_keep_even_shares_and_weights_of_one() -> None:
 
 def test_a_state_of_before_begins_measuring_anew() -> None:
     """A word that was written over since is not asked for."""
-    words = torch.zeros(num_rows(0, WINDOW), 2, dtype=torch.int64)
-    nodes = [Node(rank, [[1.0] * 4, [4.0] * 4], Posted(words, rank), lag=0) for rank in range(2)]
+    words = torch.zeros(num_window_rows(0, SPEED_WINDOW_STEPS), 2, dtype=torch.int64)
+    nodes = [Node(rank, [[1.0] * 4, [4.0] * 4], SharedMemorySpeeds(words, rank), lag=0) for rank in range(2)]
     for first, end in ((0, 30), (6, END)):
         for node in nodes:
             node.step = first
@@ -139,23 +143,23 @@ def stepped(make: Any, weighs: bool = True) -> tuple[list[float], float]:
     p = torch.nn.Parameter(torch.ones(1))
     optimizer = make([p])
     words = torch.zeros(2, 2, dtype=torch.int64)
-    shares = Dealt([9, 3], 0, Posted(words, 0), lag=0, note=unheard)
-    work = shares.deal(LockstepWork(Order(SAMPLES, SIZE, seed=1), SHARDS, 1, 0, 2).dealt([9, 3]), 0)
+    shares = SpeedAssignment([9, 3], 0, SharedMemorySpeeds(words, 0), lag=0, note=unheard)
+    work = shares.deal(LockstepWork(KeyedOrder(SAMPLES, SIZE, seed=1), SHARDS, 1, 0, 2).dealt([9, 3]), 0)
     assert isinstance(work, LockstepWork) and shares.weight == 1.5
     found = []
 
-    def step(record: Updating) -> None:
+    def step(record: PendingUpdate) -> None:
         p.grad = torch.full((1,), 0.5) * record.multiplier
         optimizer.step()
 
-    def end(record: Updating) -> None:
-        record.update = Update(1.0, 0.1, applied=True)
+    def end(record: PendingUpdate) -> None:
+        record.update = UpdateResult(1.0, 0.1, applied=True)
 
     state: Any = SimpleNamespace(optimizer=optimizer)
     update_step = UpdateStep(state, {}, {"step": step, "gather": end})
     update_step = shares.weighted(update_step) if weighs else update_step
     for _ in range(3):
-        update_step.apply(Gradients({}, [], 1.0), Tally(1, 0.0, 1.0, {}, 0.0, [], []))
+        update_step.apply(Gradients({}, [], 1.0), StepTally(1, 0.0, 1.0, {}, 0.0, [], []))
         found.append(float(p.detach()))
     return found, optimizer.param_groups[0]["lr"]
 

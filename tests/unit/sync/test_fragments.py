@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.sync.fragments import Streaming, plan_fragments
+from paceline.sync.streaming_diloco import FragmentSchedule, plan_fragments
 
 
 @given(sizes=st.lists(st.integers(1, 10_000), min_size=1, max_size=30), fragments=st.integers(1, 12))
@@ -32,7 +32,7 @@ def test_each_leaves_once_in_h_steps_and_one_at_most_is_under_way(
 ) -> None:
     steps = fragments * each + min(rest, fragments - 1)
     delay = data.draw(st.integers(0, steps // fragments))
-    streaming = Streaming(steps, fragments, delay)
+    streaming = FragmentSchedule(steps, fragments, delay)
     left = [[step for step in range(1, 4 * steps + 1) if streaming.leaves(n, step)] for n in range(fragments)]
     for mine in left:
         assert len(mine) == 4 and all(b - a == steps for a, b in pairwise(mine))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from paceline.errors import CommunicationError
 from paceline.recipe import Strategy, support
-from paceline.sync.pairs import Mailbox, Purse, partner
+from paceline.sync.gossip import PendingHalves, PushSumState, peer_at_clock
 
 FIRST, END = 3, 15
 
@@ -24,11 +24,11 @@ def test_each_meets_every_other_once_in_a_turn(size: int) -> None:
     turns = size - 1 + size % 2
     for clock in range(2 * turns):
         for rank in range(size):
-            other = partner(rank, clock, size)
-            assert other is None or (other != rank and partner(other, clock, size) == rank)
-        assert sum(partner(rank, clock, size) is None for rank in range(size)) == size % 2
+            other = peer_at_clock(rank, clock, size)
+            assert other is None or (other != rank and peer_at_clock(other, clock, size) == rank)
+        assert sum(peer_at_clock(rank, clock, size) is None for rank in range(size)) == size % 2
     for rank in range(size):
-        met = Counter(partner(rank, clock, size) for clock in range(turns))
+        met = Counter(peer_at_clock(rank, clock, size) for clock in range(turns))
         assert met == Counter([*{*range(size)} - {rank}, *[None] * (size % 2)])
 
 
@@ -37,8 +37,8 @@ class Node:
     """A replica of one number."""
 
     rank: int
-    mailbox: Mailbox
-    purse: Purse
+    pending_halves: PendingHalves
+    push_sum: PushSumState
     clock: int = FIRST
     waits: bool = False
     early: dict[int, tuple[torch.Tensor, float]] = field(default_factory=dict)
@@ -53,9 +53,9 @@ class Played:
         self.size, self.ages, self.now = size, list[int](), 0.0
         self.nodes = []
         for rank in range(size):
-            box = Mailbox(rank, size, bound)
+            box = PendingHalves(rank, size, bound)
             box.begin(FIRST)
-            self.nodes.append(Node(rank, box, Purse([torch.zeros(1, dtype=torch.float64)])))
+            self.nodes.append(Node(rank, box, PushSumState([torch.zeros(1, dtype=torch.float64)])))
         self.moved = 0.0
         self.events: list[tuple[float, int, int, int, torch.Tensor | None, float]] = []
         self.table = {(r, c): self.moves.random() for r in range(size) for c in range(FIRST, END)}
@@ -79,40 +79,40 @@ class Played:
         heapq.heappush(self.events, (due, self.draw.getrandbits(40), rank, clock, sums, weight))
 
     def go(self, node: Node) -> None:
-        node.mailbox.reach(node.clock)
+        node.pending_halves.reach(node.clock)
         for made in sorted(node.early):
-            if not node.mailbox.is_early(made):
+            if not node.pending_halves.is_early(made):
                 self.add(node, made, *node.early.pop(made))
-        node.waits = node.mailbox.is_due(0 if node.clock == END else None)
+        node.waits = node.pending_halves.is_due(0 if node.clock == END else None)
         if not node.waits and node.clock < END:
             self.push(self.speeds[node.rank], node.rank, node.clock, None, 0.0)
 
     def finish(self, node: Node) -> None:
-        before = node.purse.spend()
+        before = node.push_sum.spend()
         moved = self.table[node.rank, node.clock]
-        node.purse._params[0].add_(moved)
+        node.push_sum._params[0].add_(moved)
         self.moved += moved
-        node.purse.move(before)
-        other = partner(node.rank, node.clock, self.size)
+        node.push_sum.move(before)
+        other = peer_at_clock(node.rank, node.clock, self.size)
         if other is not None:
-            node.purse.halve()
-            self.push(5.0, other, node.clock, node.purse.sums[0].clone(), node.purse.weight)
+            node.push_sum.halve()
+            self.push(5.0, other, node.clock, node.push_sum.sums[0].clone(), node.push_sum.weight)
         node.clock += 1
         self.go(node)
 
     def add(self, node: Node, clock: int, sums: torch.Tensor, weight: float) -> None:
-        if node.mailbox.is_early(clock):
+        if node.pending_halves.is_early(clock):
             node.early[clock] = (sums, weight)
             return
-        self.ages.append(node.mailbox.take(clock))
-        node.purse.add([sums], weight)
+        self.ages.append(node.pending_halves.take(clock))
+        node.push_sum.add([sums], weight)
 
     def require_all_there(self) -> None:
         flying = [(s, w) for *_, s, w in self.events if s is not None]
         flying += [pair for node in self.nodes for pair in node.early.values()]
-        weight = sum(node.purse.weight for node in self.nodes) + sum(w for _, w in flying)
+        weight = sum(node.push_sum.weight for node in self.nodes) + sum(w for _, w in flying)
         assert weight == self.size
-        total = sum(float(node.purse.sums[0]) for node in self.nodes) + sum(float(s) for s, _ in flying)
+        total = sum(float(node.push_sum.sums[0]) for node in self.nodes) + sum(float(s) for s, _ in flying)
         assert total == pytest.approx(self.moved, abs=1e-9)
 
 
@@ -123,7 +123,7 @@ def test_nothing_older_than_the_bound_is_added_and_nothing_is_lost(size: int, bo
     played = Played(size, bound, seed)
     played.play()
     assert all(node.clock == END and not node.waits and not node.early for node in played.nodes)
-    pairs = sum(partner(r, c, size) is not None for r in range(size) for c in range(FIRST, END))
+    pairs = sum(peer_at_clock(r, c, size) is not None for r in range(size) for c in range(FIRST, END))
     assert len(played.ages) == pairs and all(0 <= age <= bound for age in played.ages)
 
 
@@ -143,12 +143,12 @@ def test_with_a_bound_of_zero_no_delay_changes_what_comes_out() -> None:
     for seed in range(10):
         played = Played(3, 0, seed)
         played.play()
-        ends.add(tuple(float(node.purse.sums[0]) for node in played.nodes))
+        ends.add(tuple(float(node.push_sum.sums[0]) for node in played.nodes))
     assert len(ends) == 1
 
 
 def test_a_half_that_comes_twice_is_a_mistake() -> None:
-    box = Mailbox(0, 2, 1)
+    box = PendingHalves(0, 2, 1)
     box.begin(0)
     assert box.is_early(0) and not box.is_due()
     box.reach(1)

@@ -13,15 +13,29 @@ import torch
 from torch import Tensor
 
 from paceline.comm import Handle
-from paceline.comm.channel import Message
-from paceline.mesh import Group
-from paceline.observe import PHASES, Stats
-from paceline.recipe.phases import at_step, ended, is_reading, num_returns, phases_of, returned
-from paceline.sync import straggler
-from paceline.sync.bounded import Bounded
-from paceline.sync.followed import Followed, by_compute, by_links
-from paceline.sync.policy import Push, Ticket
-from paceline.sync.recovery import RECOVERED, WINDOW, WINDOWS, Recovery, UntilRecovered
+from paceline.comm.channel import ChannelMessage
+from paceline.job.mesh import RankGroup
+from paceline.observe import PHASES, StepStats
+from paceline.recipe.strategy_text import (
+    append_return,
+    count_returns,
+    is_resolved_from,
+    phase_at_step,
+    phases_of,
+    resolve_phases,
+)
+from paceline.sync import straggler_detection
+from paceline.sync.server.server_policies import BoundedStaleness, WorkerPush, WorkTicket
+from paceline.sync.straggler_recovery import (
+    ANSWERS_PER_WINDOW,
+    GOOD_WINDOWS,
+    RECOVERED,
+    RecoveryJudge,
+    ReplicaRecoveryRule,
+    StopWhenRecovered,
+    measure_compute,
+    measure_links,
+)
 
 FACTOR, SLOW = 3.0, 1
 ASKED = "local:2@4,every-step@straggler,bounded:2"
@@ -33,7 +47,7 @@ def drawn(draw: random.Random, seconds: float) -> float:
 
 def recovered_after(times: list[float], seed: int = 0, returns: int = 0) -> int | None:
     """After how many answers of the slow worker, which takes so many times what the two others take."""
-    draw, judge = random.Random(seed), Recovery(SLOW, 3, FACTOR, returns)
+    draw, judge = random.Random(seed), RecoveryJudge(SLOW, 3, FACTOR, returns)
     for count, factor in enumerate(times, start=1):
         for worker in (0, SLOW, 2):
             found = judge.hear(worker, drawn(draw, 0.1 * (factor if worker == SLOW else 1.0)))
@@ -46,14 +60,14 @@ def recovered_after(times: list[float], seed: int = 0, returns: int = 0) -> int 
 def test_it_has_recovered_after_three_windows_and_not_while_it_is_slow() -> None:
     for seed in range(50):
         assert recovered_after([FACTOR] * 400, seed) is None
-        assert recovered_after([FACTOR] * 8 + [1.0] * 40, seed) == 8 + WINDOW * WINDOWS
+        assert recovered_after([FACTOR] * 8 + [1.0] * 40, seed) == 8 + ANSWERS_PER_WINDOW * GOOD_WINDOWS
 
 
 @pytest.mark.capability("I9", clause="the way back: hysteresis")
 def test_what_is_no_longer_named_has_not_recovered_yet() -> None:
     """A worker between the two bounds stays where it is, and good windows between bad ones do not count."""
     assert recovered_after([2.6] * 400) is None
-    in_turn = ([1.0] * WINDOW * (WINDOWS - 1) + [FACTOR] * WINDOW) * 30
+    in_turn = ([1.0] * ANSWERS_PER_WINDOW * (GOOD_WINDOWS - 1) + [FACTOR] * ANSWERS_PER_WINDOW) * 30
     assert recovered_after(in_turn) is None
 
 
@@ -67,8 +81,8 @@ class Played:
 
     def __init__(self) -> None:
         self.now, self.step = 0.0, 0
-        self.policy = UntilRecovered(Bounded(2, 0), self.hear, 2, lambda: self.now)
-        self.judge = Recovery(1, 2, FACTOR, 0)
+        self.policy = StopWhenRecovered(BoundedStaleness(2, 0), self.hear, 2, lambda: self.now)
+        self.judge = RecoveryJudge(1, 2, FACTOR, 0)
         self.policy.begin(0, 100)
 
     def hear(self, worker: int, seconds: float) -> Mapping[str, float] | None:
@@ -80,9 +94,9 @@ class Played:
         if None in tickets:
             return False
         for worker, ticket in enumerate(tickets):
-            assert isinstance(ticket, Ticket)
+            assert isinstance(ticket, WorkTicket)
             self.now += seconds if worker else 0.1
-            self.policy.push(worker, Push(ticket, 0, Message("push")))
+            self.policy.push(worker, WorkerPush(ticket, 0, ChannelMessage("push")))
         return True
 
 
@@ -113,11 +127,11 @@ def test_a_run_that_has_lost_a_worker_does_not_go_back() -> None:
 
 @pytest.mark.capability("I9", clause="the way back")
 def test_the_phases_of_a_run_that_has_gone_there_and_back_are_a_reading_of_what_was_asked() -> None:
-    there = ended(ASKED, 12)
-    back = returned(ASKED, there, 40)
-    again = ended(back, 90)
+    there = resolve_phases(ASKED, 12)
+    back = append_return(ASKED, there, 40)
+    again = resolve_phases(back, 90)
     assert back == "local:2@4,every-step@12,bounded:2@40,every-step@straggler,bounded:2"
-    assert [at_step(phases_of(back), step).rule for step in (3, 11, 12, 39, 40, 999)] == [
+    assert [phase_at_step(phases_of(back), step).rule for step in (3, 11, 12, 39, 40, 999)] == [
         "local:2",
         "every-step",
         "bounded:2",
@@ -125,26 +139,28 @@ def test_the_phases_of_a_run_that_has_gone_there_and_back_are_a_reading_of_what_
         "every-step",
         "every-step",
     ]
-    assert at_step(phases_of(again), 90) == ("bounded:2", None)
-    assert [num_returns(ASKED, found) for found in (ASKED, there, back, again)] == [0, 0, 1, 1]
-    assert all(is_reading(ASKED, found) for found in (ASKED, there, back, again))
+    assert phase_at_step(phases_of(again), 90) == ("bounded:2", None)
+    assert [count_returns(ASKED, found) for found in (ASKED, there, back, again)] == [0, 0, 1, 1]
+    assert all(is_resolved_from(ASKED, found) for found in (ASKED, there, back, again))
     for other in (
         "local:2@5,every-step@12,bounded:2@40,every-step@straggler,bounded:2",
         "local:2@4,every-step@12,bounded:2@40,every-step@straggler,bounded:3",
         "local:2@4,every-step@12,bounded:2@40,every-step",
     ):
-        assert not is_reading(ASKED, other)
-    assert not is_reading("every-step@12,bounded:2", "every-step@12,bounded:2@40,every-step@50,bounded:2")
+        assert not is_resolved_from(ASKED, other)
+    assert not is_resolved_from(
+        "every-step@12,bounded:2", "every-step@12,bounded:2@40,every-step@50,bounded:2"
+    )
 
 
 class Serving:
     """Two workers, and a server that was slow, of which only trials say how long a micro-batch takes it."""
 
     def __init__(self, trials: list[float]) -> None:
-        judge, self.trials = Recovery(2, 3, FACTOR, 0), iter(trials)
+        judge, self.trials = RecoveryJudge(2, 3, FACTOR, 0), iter(trials)
         took = lambda push, seconds: push.message.fields["took"]  # noqa: E731
-        self.policy = UntilRecovered(Bounded(2, 0), judge.hear, 0, lambda: 0.0, took)
-        self.policy.try_with(2, lambda: next(self.trials))
+        self.policy = StopWhenRecovered(BoundedStaleness(2, 0), judge.hear, 0, lambda: 0.0, took)
+        self.policy.bind_trial(2, lambda: next(self.trials))
 
     def rounds(self) -> Iterator[Mapping[str, Mapping[str, Any]]]:
         """What is told after each, of four steps."""
@@ -153,7 +169,7 @@ class Serving:
             for _ in range(4):
                 for worker, ticket in enumerate([self.policy.ticket(worker) for worker in (0, 1)]):
                     assert ticket is not None
-                    self.policy.push(worker, Push(ticket, 0, Message("push", {"took": 0.1})))
+                    self.policy.push(worker, WorkerPush(ticket, 0, ChannelMessage("push", {"took": 0.1})))
             yield self.policy.news()
 
 
@@ -172,7 +188,7 @@ def test_a_server_that_has_lost_a_worker_is_not_tried() -> None:
     assert serving.policy.news() == {}
 
 
-STATS = Stats(0, 0, 1.0, {}, 8, 8.0, 1.0, 0.1, True, 1.0, 0, 1.0, {}, 0.0)
+STATS = StepStats(0, 0, 1.0, {}, 8, 8.0, 1.0, 0.1, True, 1.0, 0, 1.0, {}, 0.0)
 
 
 class Rounds:
@@ -181,13 +197,13 @@ class Rounds:
     def __init__(self, steps: int, slow_rounds: int) -> None:
         self.steps, self.slow_rounds, self.made = steps, slow_rounds, 0
 
-    def rounds(self, *given: Any) -> Iterator[Stats]:
+    def rounds(self, *given: Any) -> Iterator[StepStats]:
         for number in range(40):
             self.made = number + 1
             spent = {**dict.fromkeys(PHASES, 0.0), "forward": 0.1 * self.steps, "communication": 9.0}
             yield replace(STATS, step=(number + 1) * self.steps - 1, phases=spent)
 
-    def all_gather(self, mine: Tensor, group: Group, *, equal: bool) -> Handle:
+    def all_gather(self, mine: Tensor, group: RankGroup, *, equal: bool) -> Handle:
         other = mine * (FACTOR if self.made <= self.slow_rounds else 1.0)
         return Handle.ready([mine, other])
 
@@ -195,15 +211,15 @@ class Rounds:
 def told_of(made: Rounds) -> list[tuple[str, Any]]:
     """What is told in all rounds, while replica 1, of rank 5, is followed."""
     told: list[tuple[str, Any]] = []
-    rule: Any = Followed(
+    rule: Any = ReplicaRecoveryRule(
         cast("Any", made),
-        Recovery(1, 2, FACTOR, 0).hear,
+        RecoveryJudge(1, 2, FACTOR, 0).hear,
         5,
-        by_compute(lambda step: 2, Group("replica", (0, 5), 0), cast("Any", made)),
+        measure_compute(lambda step: 2, RankGroup("replica", (0, 5), 0), cast("Any", made)),
         lambda name, record: told.append((name, record)),
     )
-    placed = SimpleNamespace(holding=SimpleNamespace(device=torch.device("cpu")))
-    assert len([*rule.rounds(None, placed, SimpleNamespace(state=SimpleNamespace(step=0)))]) == 40
+    runner = SimpleNamespace(sharded_model=SimpleNamespace(device=torch.device("cpu")))
+    assert len([*rule.rounds(None, runner, SimpleNamespace(state=SimpleNamespace(step=0)))]) == 40
     return told
 
 
@@ -223,22 +239,22 @@ def test_replicas_that_train_alone_try_the_link_where_they_meet(monkeypatch: pyt
     """Both links of replica 1 of four are slow for five rounds; the faster of a replica's two counts."""
     made, received = Rounds(4, 5), [[0.01, 0.3, 0.4, 0.02], [0.01, 0.01, 0.02, 0.01]]
     told: list[tuple[str, Any]] = []
-    recovered = Recovery(1, 4, FACTOR, 0)
+    recovered = RecoveryJudge(1, 4, FACTOR, 0)
 
-    def all_gather(mine: Tensor, group: Group, *, equal: bool) -> Handle:
+    def all_gather(mine: Tensor, group: RankGroup, *, equal: bool) -> Handle:
         return Handle.ready([torch.tensor([one]) for one in received[made.made > 5]])
 
     monkeypatch.setattr(made, "all_gather", all_gather)
-    monkeypatch.setattr(straggler, "seconds_from_before", lambda *given: 0.0)
-    look = by_links(Group("replica", (0, 1, 2, 3), 0), cast("Any", made))
+    monkeypatch.setattr(straggler_detection, "ring_receive_seconds", lambda *given: 0.0)
+    look = measure_links(RankGroup("replica", (0, 1, 2, 3), 0), cast("Any", made))
     note = lambda name, record: told.append((name, record))  # noqa: E731
-    rule = Followed(cast("Any", made), recovered.hear, 1, look, note)
-    placed = SimpleNamespace(holding=SimpleNamespace(device=torch.device("cpu")))
+    rule = ReplicaRecoveryRule(cast("Any", made), recovered.hear, 1, look, note)
+    runner = SimpleNamespace(sharded_model=SimpleNamespace(device=torch.device("cpu")))
     assert (
         len(
             [
                 *rule.rounds(
-                    None, cast("Any", placed), cast("Any", SimpleNamespace(state=SimpleNamespace(step=0)))
+                    None, cast("Any", runner), cast("Any", SimpleNamespace(state=SimpleNamespace(step=0)))
                 )
             ]
         )

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from paceline.comm.reduction import GradientUnit
-from paceline.mesh import Group
-from paceline.slot import InMemory, Slot
-from paceline.sync.moved import Moved
-from paceline.sync.residuals import Always, Residuals
+from paceline.job.mesh import RankGroup
+from paceline.state.slot import InMemorySource, TensorSlot
+from paceline.sync.residuals import DeltaResidualState, FixedUnit, ResidualState
 
-SLOT = Slot("w", (4, 2), ((2, 4), (0, 2)), frozenset({"shard"}))
+SLOT = TensorSlot("w", (4, 2), ((2, 4), (0, 2)), frozenset({"shard"}))
 SAVED = {
     f"{side}/w": torch.arange(24.0).view(3, 4, 2) + 100 * i
     for i, side in enumerate(["sent", "owned", "factor", "velocity"])
@@ -28,10 +27,10 @@ class Taker:
 
     found: Mapping[tuple[str, str], Tensor]
 
-    def lost(self) -> Sequence[tuple[str, Slot, Tensor]]:
+    def lost(self) -> Sequence[tuple[str, TensorSlot, Tensor]]:
         return ()
 
-    def set_lost(self, found: Mapping[tuple[str, str], Tensor]) -> None:
+    def set_residuals(self, found: Mapping[tuple[str, str], Tensor]) -> None:
         self.found = found
 
 
@@ -40,8 +39,8 @@ def read(
 ) -> tuple[int, Mapping[tuple[str, str], Tensor]]:
     """How many values a rank reads, and what it goes on from."""
     saved = {**SAVED, "sent/of another rank": torch.zeros(3, 9), **(more or {})}
-    taker, source = Taker(), InMemory(saved)
-    kept = Residuals(taker, [SLOT], Group("replica", tuple(range(size)), rank), **options)
+    taker, source = Taker(), InMemorySource(saved)
+    kept = ResidualState(taker, [SLOT], RankGroup("replica", tuple(range(size)), rank), **options)
     values = source.read(kept.wanted(source.shapes))
     kept.load(values)
     return sum(value.numel() for value in values.values()), taker.found
@@ -80,10 +79,10 @@ def test_the_rows_of_ranks_that_send_no_more_are_sent_by_the_first_that_does() -
 @pytest.mark.capability("H4")
 def test_a_rule_that_multiplies_gradients_with_something_else_goes_on_from_the_same_loss() -> None:
     scale = torch.tensor([0.25], dtype=torch.float64)
-    _, found = read(1, 3, {"scale": scale}, unit=Always(2.0))
+    _, found = read(1, 3, {"scale": scale}, unit=FixedUnit(2.0))
     assert torch.equal(found["sent", "w"], 8 * SAVED["sent/w"][1, 2:4])
     of_two = {"scale": scale, "items": torch.tensor([2.0], dtype=torch.float64)}
-    _, found = read(1, 3, of_two, unit=Always(2.0, items=8.0))  # a short batch's, in a full one
+    _, found = read(1, 3, of_two, unit=FixedUnit(2.0, items=8.0))  # a short batch's, in a full one
     assert torch.equal(found["sent", "w"], 32 * SAVED["sent/w"][1, 2:4])
 
 
@@ -110,9 +109,11 @@ def test_what_movements_have_lost_is_worth_as_much_as_where_it_was_lost(
 ) -> None:
     """Of files that keep a part of a mean, those that kept a multiple of 128 items, and of another rate."""
     taker, movement = Taker(), SimpleNamespace(share=1.33, anchors={SLOT: None})
-    kept = Moved(Residuals(taker, [SLOT], Group("replica", (0, 1, 2), 1)), cast(Any, [movement]))
+    kept = DeltaResidualState(
+        ResidualState(taker, [SLOT], RankGroup("replica", (0, 1, 2), 1)), cast(Any, [movement])
+    )
     numbers = {"share/w": torch.tensor([share]), "scale": torch.tensor([scale])}
-    source = InMemory(SAVED | {name: x.double() for name, x in numbers.items()})
+    source = InMemorySource(SAVED | {name: x.double() for name, x in numbers.items()})
     kept.load(source.read(kept.wanted(source.shapes)))
     for (side, name), value in taker.found.items():
         torch.testing.assert_close(value, SAVED[f"{side}/{name}"][1, 2:4] * factor)

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from paceline.comm import Codec
-from paceline.comm.codecs import Keys
+from paceline.comm.codecs import CodecKeys
+from paceline.comm.codecs.strategy_codec import build_codec
 from paceline.comm.workspace import Workspace
 from paceline.recipe import Strategy
-from paceline.slot import Slot
-from paceline.sync import traffic
-from paceline.sync.traffic import Coded
-from paceline.training.codecs import make_codec
+from paceline.state.slot import TensorSlot
+from paceline.sync.server import parameter_transfer
+from paceline.sync.server.parameter_transfer import CodedTransfer
 from tests.peak import allocated
 
 WORDS = (
@@ -35,21 +35,21 @@ STEPS = 5
 
 
 def codec_of(word: str) -> Codec:
-    found = make_codec(Strategy(codec=word))
+    found = build_codec(Strategy(codec=word))
     assert found is not None
     return found
 
 
-def shapes() -> dict[Slot, Tensor]:
+def shapes() -> dict[TensorSlot, Tensor]:
     tensors = {"w": torch.zeros(20, 30), "b": torch.zeros(20)}
-    return {Slot.whole(name, x): x for name, x in tensors.items()}
+    return {TensorSlot.whole(name, x): x for name, x in tensors.items()}
 
 
-def grads(step: int) -> dict[Slot, Tensor]:
+def grads(step: int) -> dict[TensorSlot, Tensor]:
     return grads_of(shapes(), step)
 
 
-def grads_of(likes: Mapping[Slot, Tensor], step: int) -> dict[Slot, Tensor]:
+def grads_of(likes: Mapping[TensorSlot, Tensor], step: int) -> dict[TensorSlot, Tensor]:
     g = torch.Generator().manual_seed(step)
     return {slot: torch.randn(x.shape, generator=g) for slot, x in likes.items()}
 
@@ -58,7 +58,7 @@ def grads_of(likes: Mapping[Slot, Tensor], step: int) -> dict[Slot, Tensor]:
 @pytest.mark.parametrize("word", WORDS)
 def test_what_arrives_and_what_is_kept_is_all_that_was_pushed(word: str) -> None:
     """A push that is dropped leaves what was kept as it was."""
-    worker, server = (Coded(codec_of(word), 3, shapes()) for _ in range(2))
+    worker, server = (CodedTransfer(codec_of(word), 3, shapes()) for _ in range(2))
     total = {slot: torch.zeros_like(x) for slot, x in shapes().items()}
     for step in range(STEPS):
         worker.push(grads(100 + step), (step, 9))
@@ -68,7 +68,7 @@ def test_what_arrives_and_what_is_kept_is_all_that_was_pushed(word: str) -> None
         for x, y in zip(total.values(), arrived, strict=True):
             x.add_(y)
     kept = {slot: value for _, slot, value in worker.lost()}
-    if codec_of(word).loses:
+    if codec_of(word).needs_error_feedback:
         for slot, x in total.items():
             right = torch.stack([grads(step)[slot] for step in range(STEPS)]).sum(0)
             assert torch.allclose(x + kept[slot], right, atol=1e-4)
@@ -82,7 +82,7 @@ def test_what_arrives_and_what_is_kept_is_all_that_was_pushed(word: str) -> None
 @pytest.mark.parametrize("word", WORDS)
 def test_a_worker_follows_the_servers_parameters(word: str) -> None:
     """Both ends agree on what the worker has, to the bit; where the parameters rest, it comes ever closer."""
-    server, worker = (Coded(codec_of(word), 3, shapes()) for _ in range(2))
+    server, worker = (CodedTransfer(codec_of(word), 3, shapes()) for _ in range(2))
     here, there = [*grads(1).values()], [*grads(2).values()]
     worker.take(server.ticket(1, here, 0), there, 1, 0)
     assert all(map(torch.equal, here, there))
@@ -110,8 +110,8 @@ class Fresh(Workspace):
 
 def said(word: str, workspace: type[Workspace]) -> list[Tensor]:
     """What both ends send and find in some steps, one of which is dropped; read when a step has ended."""
-    with patch.object(traffic, "Workspace", workspace):
-        worker, server = (Coded(codec_of(word), 3, shapes()) for _ in range(2))
+    with patch.object(parameter_transfer, "Workspace", workspace):
+        worker, server = (CodedTransfer(codec_of(word), 3, shapes()) for _ in range(2))
     found, there = list[Tensor](), [*grads(90).values()]
     worker.take(server.ticket(1, [*grads(91).values()], 0), there, 1, 0)
     for step in range(STEPS):
@@ -137,10 +137,10 @@ def test_memory_that_is_taken_again_changes_nothing(word: str) -> None:
 def test_bytes_of_one_tensor_in_the_place_of_another_are_found() -> None:
     """The mutation twin: what is sent of a gradient stays where the next one is coded."""
 
-    def unlaid(coded: Coded, name: str, values: Tensor, keys: Keys) -> Tensor:
+    def unlaid(coded: CodedTransfer, name: str, values: Tensor, keys: CodecKeys) -> Tensor:
         return coded._codec.encode(values, keys, coded._workspace)
 
-    with patch.object(Coded, "_laid", unlaid):
+    with patch.object(CodedTransfer, "_laid", unlaid):
         wrong = said("int8", Workspace)
     right = said("int8", Workspace)
     assert not all(map(torch.equal, map(as_bytes, right), map(as_bytes, wrong)))
@@ -150,7 +150,7 @@ def test_bytes_of_one_tensor_in_the_place_of_another_are_found() -> None:
 @pytest.mark.parametrize("word", [word for word in WORDS if word != "lowrank:1"])
 def test_a_steady_push_and_ticket_allocate_nothing(word: str) -> None:
     """But for factors of `lowrank`, and what a server reads of a push: several are added up."""
-    worker, server = (Coded(codec_of(word), 3, large()) for _ in range(2))
+    worker, server = (CodedTransfer(codec_of(word), 3, large()) for _ in range(2))
     there = [*grads_of(large(), 1).values()]
 
     pushes, newest = ([grads_of(large(), start + number) for number in range(8)] for start in (0, 100))
@@ -171,6 +171,6 @@ def as_bytes(x: Tensor) -> Tensor:
     return x.contiguous().view(-1).view(torch.uint8)
 
 
-def large() -> dict[Slot, Tensor]:
+def large() -> dict[TensorSlot, Tensor]:
     tensors = {"w": torch.zeros(150, 301), "b": torch.zeros(701)}
-    return {Slot.whole(name, x): x for name, x in tensors.items()}
+    return {TensorSlot.whole(name, x): x for name, x in tensors.items()}

@@ -8,21 +8,21 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.cluster import Cluster
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe
 from paceline.sync import EveryStep
-from paceline.sync.tried import MOST, try_out
-from paceline.testing.parity import session_of
+from paceline.sync.straggler_recovery import MAX_TRIAL_MICRO_BATCHES, run_trial
+from paceline.testing.parity import build_test_session
 from tests.parity.clock import Clock
 
 
 @pytest.mark.capability("I9", clause="the way back from a slow server")
 def test_a_trial_measures_a_micro_batch_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, batch = Clock(real=0.0), {"size": 24, "shards": 6}
-    monkeypatch.setattr("paceline.observe.phases.time", clock)
+    monkeypatch.setattr("paceline.observe.step_stats.time", clock)
     options = {"model": "convnet", "channels": 4, "dropout": 0.1}
     recipe = Recipe(task="digits", options=options, steps=4, batch=batch)
-    runs = [session_of(Cluster.single(), recipe) for _ in range(2)]
+    runs = [build_test_session(Cluster.single(), recipe) for _ in range(2)]
     forwards = [0]
 
     def compute(module: nn.Module, inputs: object) -> None:
@@ -33,13 +33,13 @@ def test_a_trial_measures_a_micro_batch_and_changes_nothing(monkeypatch: pytest.
         for _ in session.rounds():
             if number:
                 before = session.snapshot().copied()
-                hook = session.placed.holding.model.register_forward_pre_hook(compute)
+                hook = session.runner.sharded_model.model.register_forward_pre_hook(compute)
                 phases = cast("EveryStep", session.rule).phases
-                assert try_out(session.feed, session.placed, session.state, phases) == 2.5
+                assert run_trial(session.feed, session.runner, session.state, phases) == 2.5
                 hook.remove()
                 after = session.snapshot()
                 assert after.numbers == before.numbers
                 assert all(torch.equal(value, after.whole[name]) for name, value in before.whole.items())
-    assert forwards[0] == 4 * MOST
+    assert forwards[0] == 4 * MAX_TRIAL_MICRO_BATCHES
     first, second = (session.snapshot().tensors() for session in runs)
     assert all(torch.equal(value, second[name]) for name, value in first.items())

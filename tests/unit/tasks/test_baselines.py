@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 import numpy as np
 import pytest
 
-from paceline.tasks.baselines import measure_baselines, trigram_chances
+from paceline.tasks.byte_gpt import measure_baselines, trigram_probabilities
 
 TRAIN = b"the cat sat on the mat and the rat sat on the cat; that was that." * 7
 HELD_OUT = b"the bat sat on that mat, and \xff\xfe the rat ate it"
@@ -32,7 +32,7 @@ def chance(train: bytes, context: bytes, byte: int) -> float:
 
 
 def test_trigram_equals_its_definition() -> None:
-    found = trigram_chances(as_array(TRAIN), as_array(HELD_OUT))
+    found = trigram_probabilities(as_array(TRAIN), as_array(HELD_OUT))
     expected = [chance(TRAIN, HELD_OUT[max(i - 2, 0) : i], HELD_OUT[i]) for i in range(len(HELD_OUT))]
     np.testing.assert_allclose(found, expected, rtol=1e-12)
 
@@ -40,7 +40,7 @@ def test_trigram_equals_its_definition() -> None:
 @pytest.mark.parametrize("context", [b"th", b"\xff\xff", b"e "])
 def test_the_chances_of_all_bytes_sum_to_one(context: bytes) -> None:
     texts = [as_array(context + bytes([byte])) for byte in range(256)]
-    assert math.isclose(sum(trigram_chances(as_array(TRAIN), text)[2] for text in texts), 1.0)
+    assert math.isclose(sum(trigram_probabilities(as_array(TRAIN), text)[2] for text in texts), 1.0)
 
 
 def test_bits_per_byte() -> None:

@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.data.tokens import ByteTokenizer, load_tokenizer, train_bpe
+from paceline.data.tokenizer import ByteTokenizer, load_tokenizer, train_bpe
 from paceline.optim import build_optimizer
 from paceline.recipe import OptimizerRecipe, load_recipe
 from paceline.task import Task
 from paceline.tasks import load_task
-from paceline.tasks.baselines import measure_baselines
-from paceline.tasks.byte_gpt import bits_per_byte, text_bytes
+from paceline.tasks.byte_gpt import bits_per_byte, measure_baselines, text_bytes
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 TINY = {

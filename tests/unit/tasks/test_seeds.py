@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.cluster import Cluster
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe
+from paceline.session.joining import build_task
 from paceline.task import Loss, Task
 from paceline.tasks import run_build
 from paceline.testing import run_ranks
-from paceline.training.joining import obtain_task
 
 DRAWS: dict[str, Callable[[], float]] = {
     "random": random.random,
@@ -60,7 +60,7 @@ def test_every_rank_builds_the_same_data(tmp_path: Path) -> None:
         random.seed(cluster.global_rank), np.random.seed(cluster.global_rank)
         found = []
         for draw in DRAWS:
-            task = obtain_task(Recipe(task="build", options={"draw": draw}, steps=1), build, tmp_path)
+            task = build_task(Recipe(task="build", options={"draw": draw}, steps=1), build, tmp_path)
             found += [float(task.model.weight[0, 0].detach()), *(float(x[0]) for x in task.data)]
         return found
 

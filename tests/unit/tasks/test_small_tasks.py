@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from paceline.errors import RecipeError
-from paceline.keys import key
 from paceline.models import set_micro_batch_key
 from paceline.optim import build_optimizer, build_schedule
 from paceline.recipe import Recipe, load_recipe
+from paceline.state.keys import key
 from paceline.task import Loss, Task
 from paceline.tasks import load_task
 from paceline.tasks.digits import add_shifts, load_digits

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.comm.cost import cost
-from paceline.comm.link_profile import Line
+from paceline.comm.collective_cost import native_cost
+from paceline.comm.link_profile import LinkModel
 from paceline.errors import RecipeError
 from paceline.recipe import Recipe, Strategy
-from paceline.training.bucket_choice import LEAST, choose_bytes
+from paceline.tuning.bucket_choice import MIN_BUCKET_BYTES, choose_bucket_bytes
 
 MOST = 16 << 20
 LINKS = [(5e-5, 8e-9), (5e-4, 8e-8), (1e-2, 8e-7), (1e-3, 8e-9)]
@@ -16,7 +16,7 @@ LINKS = [(5e-5, 8e-9), (5e-4, 8e-8), (1e-2, 8e-7), (1e-3, 8e-9)]
 
 def share(alpha: float, beta: float, world: int, num_bytes: int) -> float:
     """Of latency in the sum of a bucket, by the closed form."""
-    way = cost("all_reduce", num_bytes, world)
+    way = native_cost("all_reduce", num_bytes, world)
     return way.rounds * alpha / (way.rounds * alpha + way.sent_bytes * beta)
 
 
@@ -27,23 +27,28 @@ def share(alpha: float, beta: float, world: int, num_bytes: int) -> float:
 def test_a_bucket_is_the_smallest_whose_latency_is_small(
     alpha: float, beta: float, world: int, most_latency: float
 ) -> None:
-    found = choose_bytes(Line(alpha, beta, 0.0, ()), world, most_latency, MOST).bucket_bytes
-    assert LEAST <= found <= MOST and found & (found - 1) == 0
+    found = choose_bucket_bytes(LinkModel(alpha, beta, 0.0, ()), world, most_latency, MOST).bucket_bytes
+    assert MIN_BUCKET_BYTES <= found <= MOST and found & (found - 1) == 0
     assert found == MOST or share(alpha, beta, world, found) <= most_latency
-    assert found == LEAST or share(alpha, beta, world, found // 2) > most_latency
+    assert found == MIN_BUCKET_BYTES or share(alpha, beta, world, found // 2) > most_latency
 
 
 @pytest.mark.capability("G10")
 def test_slow_links_have_smaller_buckets_than_links_of_long_latency() -> None:
-    sizes = [choose_bytes(Line(alpha, beta, 0.0, ()), 4, 0.05, MOST).bucket_bytes for alpha, beta in LINKS]
+    sizes = [
+        choose_bucket_bytes(LinkModel(alpha, beta, 0.0, ()), 4, 0.05, MOST).bucket_bytes
+        for alpha, beta in LINKS
+    ]
     assert sizes == [1 << 19, 1 << 19, 1 << 20, MOST]
-    assert choose_bytes(Line(1e-3, 0.0, 0.0, ()), 4, 0.05, MOST).bucket_bytes == MOST  # no bandwidth was seen
-    assert choose_bytes(Line(0.0, 0.0, 0.0, ()), 4, 0.05, MOST).bucket_bytes == LEAST
-    assert choose_bytes(Line(1e-3, 8e-8, 0.0, ()), 4, 0.05, 64).bucket_bytes == 64
+    assert (
+        choose_bucket_bytes(LinkModel(1e-3, 0.0, 0.0, ()), 4, 0.05, MOST).bucket_bytes == MOST
+    )  # no bandwidth was seen
+    assert choose_bucket_bytes(LinkModel(0.0, 0.0, 0.0, ()), 4, 0.05, MOST).bucket_bytes == MIN_BUCKET_BYTES
+    assert choose_bucket_bytes(LinkModel(1e-3, 8e-8, 0.0, ()), 4, 0.05, 64).bucket_bytes == 64
 
 
 def test_the_reason_names_alpha_and_bandwidth() -> None:
-    said = str(choose_bytes(Line(5e-4, 8e-8, 0.0, ()), 4, 0.05, MOST))
+    said = str(choose_bucket_bytes(LinkModel(5e-4, 8e-8, 0.0, ()), 4, 0.05, MOST))
     assert said.startswith("buckets: 524,288 bytes, as ") and "0.5 ms a round, and 100 Mbit/s" in said
     assert "bucket_latency = 0.05" in said
 

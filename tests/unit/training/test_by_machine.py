@@ -9,24 +9,24 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.cluster import Cluster
-from paceline.cores import num_cores
+from paceline.job.cluster import Cluster
+from paceline.job.cpu_count import num_cores
 from paceline.recipe import Recipe
 from paceline.task import Loss, Task
 from paceline.testing import run_ranks
-from paceline.testing.parity import CPU, session_of
-from paceline.training.by_machine import (
-    Finding,
-    Product,
-    choose,
-    choose_by_machine,
+from paceline.testing.parity import CPU, build_test_session
+from paceline.tuning.hardware_defaults import (
+    MatrixProduct,
+    PrecisionGain,
+    choose_hardware_defaults,
+    choose_precision,
     has_bf16,
     largest_product,
-    slow_choice,
+    oversubscription_warning,
+    slow_precision_warning,
 )
-from paceline.training.threads import crowded
 
-LARGE = Product(512, 512, 512)
+LARGE = MatrixProduct(512, 512, 512)
 
 
 def task_of(*layers: nn.Module, tokens: int = 0) -> Task:
@@ -42,19 +42,31 @@ def task_of(*layers: nn.Module, tokens: int = 0) -> Task:
     "found, compute, reason",
     [
         (
-            [Finding("a", 3.0), Finding("a", 2.5)],
+            [PrecisionGain("a", 3.0), PrecisionGain("a", 2.5)],
             "bf16",
             "a product of a is 2.5 times as fast on rank 1",
         ),
-        ([Finding("a", 3.0), Finding("a", 1.1)], "fp32", "1.1 times as fast on rank 1, which is no gain"),
-        ([Finding("a", 3.0), Finding("a", why_not="the processor has none")], "fp32", "has none on rank 1"),
-        ([Finding("a", why_not="too small")] * 2, "fp32", "too small"),
-        ([Finding("a", 0.3)], "fp32", "0.3 times as fast here"),
-        ([Finding("", why_not="the model has no products"), Finding("a", 0.2)], "fp32", "on rank 1"),
+        (
+            [PrecisionGain("a", 3.0), PrecisionGain("a", 1.1)],
+            "fp32",
+            "1.1 times as fast on rank 1, which is no gain",
+        ),
+        (
+            [PrecisionGain("a", 3.0), PrecisionGain("a", why_not="the processor has none")],
+            "fp32",
+            "has none on rank 1",
+        ),
+        ([PrecisionGain("a", why_not="too small")] * 2, "fp32", "too small"),
+        ([PrecisionGain("a", 0.3)], "fp32", "0.3 times as fast here"),
+        (
+            [PrecisionGain("", why_not="the model has no products"), PrecisionGain("a", 0.2)],
+            "fp32",
+            "on rank 1",
+        ),
     ],
 )
-def test_all_ranks_have_to_gain(found: list[Finding], compute: str, reason: str) -> None:
-    choice = choose(found)
+def test_all_ranks_have_to_gain(found: list[PrecisionGain], compute: str, reason: str) -> None:
+    choice = choose_precision(found)
     assert choice.compute == compute and reason in choice.reason
 
 
@@ -63,7 +75,7 @@ def test_the_largest_product_of_a_micro_batch() -> None:
     made = task_of(nn.Embedding(1000, 64), nn.Linear(64, 32), nn.Conv2d(8, 16, 5), tokens=10)
     assert largest_product(recipe, made) == (30, 8 * 5 * 5, 16)
     assert largest_product(recipe, task_of(nn.BatchNorm1d(4))) is None
-    assert Product(16, 64, 64).is_small and not LARGE.is_small
+    assert MatrixProduct(16, 64, 64).is_small and not LARGE.is_small
 
 
 @pytest.mark.parametrize(
@@ -84,17 +96,17 @@ def test_the_processor_says_whether_it_has_bf16(tmp_path: Path, text: str, known
 
 def test_a_reproducible_run_leaves_nothing_to_what_is_measured() -> None:
     recipe = Recipe(task="x", steps=1, reproducible=True)
-    chosen = choose_by_machine(recipe, task_of(nn.Linear(4096, 4096)), Cluster.single(), CPU)
+    chosen = choose_hardware_defaults(recipe, task_of(nn.Linear(4096, 4096)), Cluster.single(), CPU)
     assert chosen.precision.compute == "fp32"
 
 
 _ELSEWHERE = """
 import json, sys, torch
-from paceline.training import by_machine
+from paceline.tuning import hardware_defaults
 torch.set_num_threads(1)
-gain = by_machine.measure_gain(by_machine.Product(512, 512, 512), torch.device("cpu"), "bf16")
-by_machine.has_bf16 = lambda device: True
-slow = by_machine.slow_choice("bf16", by_machine.Product(512, 512, 512), torch.device("cpu"))
+gain = hardware_defaults.measure_gain(hardware_defaults.MatrixProduct(512, 512, 512), torch.device("cpu"), "bf16")
+hardware_defaults.has_bf16 = lambda device: True
+slow = hardware_defaults.slow_precision_warning("bf16", hardware_defaults.MatrixProduct(512, 512, 512), torch.device("cpu"))
 print(json.dumps([gain, slow]))
 """
 
@@ -106,18 +118,18 @@ def test_on_a_processor_without_bf16_the_choice_is_fp32_and_bf16_is_told_to_be_s
         [sys.executable, "-c", _ELSEWHERE], env=environment, capture_output=True, text=True, check=True
     )
     gain, slow = json.loads(done.stdout.splitlines()[-1])
-    assert choose([Finding("512 x 512 x 512", gain)]).compute == "fp32"
+    assert choose_precision([PrecisionGain("512 x 512 x 512", gain)]).compute == "fp32"
     assert 'precision.compute = "bf16" is slow here' in slow and "times as long as in fp32" in slow
 
 
 def test_threads_beyond_the_cores_are_told() -> None:
-    assert crowded(0, 4, 2) == "" and crowded(1, 2, 2) == ""
-    assert "is 4.0 times the 2 cores here" in crowded(4, 2, 2)
+    assert oversubscription_warning(0, 4, 2) == "" and oversubscription_warning(1, 2, 2) == ""
+    assert "is 4.0 times the 2 cores here" in oversubscription_warning(4, 2, 2)
     said: list[str] = []
     recipe = Recipe(task="x", steps=1, runtime={"threads": 8 * num_cores()})
-    choose_by_machine(recipe, task_of(nn.Linear(4, 4)), Cluster.single(), CPU, warn=said.append)
+    choose_hardware_defaults(recipe, task_of(nn.Linear(4, 4)), Cluster.single(), CPU, warn=said.append)
     assert "is 8.0 times the" in said[0] and said[1].startswith("precision: fp32, as products of")
-    assert slow_choice("bf16", Product(4, 4, 4), CPU) == ""
+    assert slow_precision_warning("bf16", MatrixProduct(4, 4, 4), CPU) == ""
 
 
 def on_two_ranks(cluster: Cluster) -> tuple[str, list[str], list[str]]:
@@ -126,7 +138,7 @@ def on_two_ranks(cluster: Cluster) -> tuple[str, list[str], list[str]]:
     said: list[str] = []
     noted: list[str] = []
     recipe = Recipe(task="x", steps=1, batch={"size": 1024, "shards": 2})
-    chosen = choose_by_machine(
+    chosen = choose_hardware_defaults(
         recipe,
         task_of(nn.Linear(width, width)),
         cluster,
@@ -148,11 +160,11 @@ def test_ranks_agree() -> None:
 def test_a_session_has_the_answer_and_an_explicit_choice_stays(tmp_path: Path) -> None:
     recipe = Recipe(task="digits", steps=1, options={"model": "mlp", "hidden": [8]})
     assert recipe.precision.compute == "auto"
-    session = session_of(Cluster.single(), recipe)
+    session = build_test_session(Cluster.single(), recipe)
     assert session.recipe.precision.compute == "fp32"
     assert [name for name, _ in session.notes.take()] == ["threads", "precision", "optimizer"]
     asked = recipe.replace(precision=replace_compute(recipe, "fp16"))
-    assert session_of(Cluster.single(), asked).recipe.precision.compute == "fp16"
+    assert build_test_session(Cluster.single(), asked).recipe.precision.compute == "fp16"
 
 
 def replace_compute(recipe: Recipe, compute: str) -> object:

@@ -6,18 +6,18 @@ import pytest
 
 from paceline.errors import StrategyError
 from paceline.recipe import Strategy, support
-from paceline.training.codec_choice import Coding, Found, choose
+from paceline.tuning.codec_choice import CodecCost, CodecMeasurements, choose_fastest_codec
 
 MB = 1e6
 CODINGS = (
-    Coding("fp32", 40 * MB, 0.0),
-    Coding("int8", 10.2 * MB, 0.05),
-    Coding("topk:0.01", 0.9 * MB, 0.08),
+    CodecCost("fp32", 40 * MB, 0.0),
+    CodecCost("int8", 10.2 * MB, 0.05),
+    CodecCost("topk:0.01", 0.9 * MB, 0.08),
 )
 
 
-def found(bits_per_second: float, compute: float = 0.2) -> Found:
-    return Found(compute, bits_per_second, CODINGS)
+def found(bits_per_second: float, compute: float = 0.2) -> CodecMeasurements:
+    return CodecMeasurements(compute, bits_per_second, CODINGS)
 
 
 @pytest.mark.capability("H9")
@@ -26,13 +26,13 @@ def found(bits_per_second: float, compute: float = 0.2) -> Found:
     [(1e10, "fp32"), (1.6e9, "fp32"), (5e8, "int8"), (1e7, "topk:0.01"), (1e6, "topk:0.01")],
 )
 def test_the_slower_the_link_the_smaller_the_form(bits_per_second: float, codec: str) -> None:
-    assert choose(found(bits_per_second)).codec == codec
+    assert choose_fastest_codec(found(bits_per_second)).codec == codec
 
 
 def test_what_is_allowed_first_stays_where_a_later_one_gains_little() -> None:
-    both = Found(0.2, 3e8, (*CODINGS[:2], Coding("int4", 5.1 * MB, 0.05)))
+    both = CodecMeasurements(0.2, 3e8, (*CODINGS[:2], CodecCost("int4", 5.1 * MB, 0.05)))
     assert both.seconds(both.codings[2]) < both.seconds(both.codings[1])
-    assert choose(both).codec == "int8"
+    assert choose_fastest_codec(both).codec == "int8"
 
 
 @pytest.mark.capability("H9")
@@ -43,14 +43,16 @@ def test_the_line_names_the_break_even_bandwidth_and_it_is_that_of_the_model() -
     above, below = (found(limit * factor) for factor in (1.01, 0.99))
     assert above.seconds(CODINGS[1]) > above.seconds(CODINGS[0])
     assert below.seconds(CODINGS[1]) < below.seconds(CODINGS[0])
-    text = str(choose(known))
+    text = str(choose_fastest_codec(known))
     assert text.startswith("codec: topk:0.01, as the link carries 100 Mbit/s")
     assert "break-even bandwidth: int8 1.28e+03 Mbit/s, topk:0.01" in text
 
 
 def test_a_codec_that_sends_more_never_pays() -> None:
-    worse = Found(0.1, 1e6, (CODINGS[0], Coding("lossless", 41 * MB, 0.1)))
-    assert choose(worse).codec == "fp32" and "lossless never" in choose(worse).reason
+    worse = CodecMeasurements(0.1, 1e6, (CODINGS[0], CodecCost("lossless", 41 * MB, 0.1)))
+    assert (
+        choose_fastest_codec(worse).codec == "fp32" and "lossless never" in choose_fastest_codec(worse).reason
+    )
 
 
 @pytest.mark.parametrize(
@@ -63,7 +65,7 @@ def test_a_codec_that_sends_more_never_pays() -> None:
 )
 def test_only_what_was_allowed_is_chosen_from(text: str, codecs: list[str]) -> None:
     strategy = Strategy.parse(text)
-    assert [one.codec for one in strategy.alternatives] == codecs
+    assert [one.codec for one in strategy.codec_alternatives] == codecs
     assert Strategy.parse(str(strategy)) == strategy
     assert strategy.is_approximate == ("int8" in text)
 

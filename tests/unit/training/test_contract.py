@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import paceline
-from paceline.cluster import Cluster
 from paceline.errors import TaskError
+from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe, Strategy
+from paceline.session import evaluate
+from paceline.session.task_contract import refuse_means, refuse_two_optimizers, warn_large_batch
 from paceline.task import Loss, LossFunction, Metric, Task, finish_metrics
 from paceline.tasks import scores
 from paceline.testing import run_ranks
-from paceline.testing.parity import session_of
-from paceline.training import evaluate
-from paceline.training.contract import refuse_means, refuse_two_optimizers, tell_large_batch
+from paceline.testing.parity import build_test_session
 
 X = torch.linspace(-1, 1, 48).reshape(12, 4)
 Y = torch.arange(12) % 2
@@ -57,7 +57,7 @@ def test_a_mistake_in_the_loss_is_named_before_the_first_step(mistake: str) -> N
     make, why = MISTAKES[mistake]
     task = task_of(lambda model, batch: make(model(batch[0]), batch[1]))
     with pytest.raises(TaskError, match=why):
-        session_of(Cluster.single(), RECIPE, lambda: task)
+        build_test_session(Cluster.single(), RECIPE, lambda: task)
 
 
 CUT_LAYOUTS = ["replicas=1 pipeline=2", "replicas=1 shard=2 zero=3", "replicas=1 tensor=2"]
@@ -73,7 +73,7 @@ def refused_loss(cluster: Cluster, strategy: str) -> str:
         return replace(task, model=model, tensor={"0": "column", "2": "row"})
 
     try:
-        session_of(cluster, RECIPE.replace(strategy=Strategy.parse(strategy)), build)
+        build_test_session(cluster, RECIPE.replace(strategy=Strategy.parse(strategy)), build)
     except TaskError as error:
         return error.what
     return ""
@@ -97,7 +97,10 @@ def test_what_is_right_or_cannot_be_told_is_let_through() -> None:
         return Loss(F.cross_entropy(out @ out.T, torch.arange(len(out)), reduction="sum") + 1e-3, len(out))
 
     for loss in (masked, contrast):
-        assert session_of(Cluster.single(), RECIPE, partial(task_of, loss)).placed.metric_names.found == ()
+        assert (
+            build_test_session(Cluster.single(), RECIPE, partial(task_of, loss)).runner.metric_names.found
+            == ()
+        )
     nothing = Loss(torch.tensor(0.0), 1)
     refuse_means(nothing, replace(nothing, count=2))
 
@@ -139,7 +142,7 @@ def scored(width: int = 2) -> Task:
 
 
 def scores_of(cluster: Cluster) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
-    session = session_of(cluster, RECIPE, scored)
+    session = build_test_session(cluster, RECIPE, scored)
     *_, last = session.rounds()
     found = evaluate(session)
     assert found is not None
@@ -175,8 +178,8 @@ def test_the_scores_are_those_of_scikit_learn() -> None:
 
 def test_a_batch_beyond_the_data_is_told() -> None:
     said: list[str] = []
-    tell_large_batch(RECIPE.replace(batch={"size": 13, "shards": 1}), scored(), said.append)
-    tell_large_batch(RECIPE.replace(batch={"size": 97, "shards": 1}), scored(), said.append)
+    warn_large_batch(RECIPE.replace(batch={"size": 13, "shards": 1}), scored(), said.append)
+    warn_large_batch(RECIPE.replace(batch={"size": 97, "shards": 1}), scored(), said.append)
     assert said == ["batch.size = 97 is more than the 96 samples: every step trains on all of them"]
 
 
@@ -184,7 +187,7 @@ def refused_model(cluster: Cluster) -> str:
     """Rank 2 has a wider layer."""
     try:
         recipe = RECIPE.replace(batch={"size": 4, "shards": 4})
-        session_of(cluster, recipe, lambda: scored(2 + cluster.global_rank // 2))
+        build_test_session(cluster, recipe, lambda: scored(2 + cluster.global_rank // 2))
     except TaskError as error:
         return error.what
     return ""
@@ -202,7 +205,7 @@ def test_two_optimizers_are_an_error_that_names_both() -> None:
     refuse_two_optimizers(Recipe(task="own", steps=1, optimizer={"clip_norm": 1.0}))
     own = replace(scored(), optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(TaskError, match="brings its own optimizer"):
-        session_of(Cluster.single(), RECIPE, lambda: own)
+        build_test_session(Cluster.single(), RECIPE, lambda: own)
 
 
 def test_the_rate_of_every_group_is_written(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline.errors import DeviceError
-from paceline.training.device import choose_device, idle_gpus
+from paceline.session.joining import choose_device, idle_gpu_warning
 
 
 @pytest.fixture(params=[0, 2])
@@ -27,6 +27,6 @@ def test_each_process_has_a_gpu_of_its_own_or_all_the_processor(
         return
     device = choose_device(asked, processes - 1, processes)
     assert device.type == ("cuda" if asked != "cpu" and gpus >= processes else "cpu")
-    said = [*idle_gpus(asked, device, processes)]
+    said = [*idle_gpu_warning(asked, device, processes)]
     assert len(said) == (asked == "auto" and 0 < gpus < processes)
     assert all("2 NVIDIA GPUs for 3 processes" in text for text in said)

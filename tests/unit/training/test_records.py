@@ -6,18 +6,18 @@ from typing import Any
 
 import pytest
 
-from paceline.cli.failure import record_failure
-from paceline.cluster import Cluster
-from paceline.launch import Outcome
-from paceline.launch.outcome import Failure
-from paceline.observe import Stats
+from paceline.cli.train import record_failure
+from paceline.job.cluster import Cluster
+from paceline.launch import LaunchOutcome
+from paceline.launch.outcome import WorkerFailure
+from paceline.observe import StepStats
 from paceline.recipe import Recipe
 from paceline.report import read_run
-from paceline.testing.parity import session_of
-from paceline.training import fit
-from paceline.training.job import sinks, write_page
-from paceline.training.records import RankRecords
-from paceline.training.session import Session
+from paceline.session import fit
+from paceline.session.run_records import RankRecords
+from paceline.session.session import Session
+from paceline.session.train_rank import build_sinks, write_report_page
+from paceline.testing.parity import build_test_session
 
 
 class Kept:
@@ -26,7 +26,7 @@ class Kept:
     def __init__(self) -> None:
         self.records: list[dict[str, Any]] = []
 
-    def step(self, stats: Stats) -> None:
+    def step(self, stats: StepStats) -> None:
         self.event("step", stats.record())
 
     def event(self, name: str, record: Mapping[str, Any]) -> None:
@@ -43,7 +43,7 @@ def build(steps: int = 5) -> Session:
     options = {"model": "mlp", "hidden": [8]}
     batch = {"size": 8, "shards": 2}
     recipe = Recipe(task="digits", steps=steps, options=options, batch=batch)
-    return session_of(Cluster.single(), recipe)
+    return build_test_session(Cluster.single(), recipe)
 
 
 @pytest.mark.capability("P1")
@@ -85,10 +85,10 @@ def test_a_page_that_cannot_be_written_takes_nothing_from_the_run(tmp_path: Path
     """A folder is in its place. The failure of a run whose folder is spoiled is told on the terminal only."""
     session = build()
     (tmp_path / "recipe.toml").write_text('task = "digits"\n')
-    fit(session, tmp_path, sinks(session, tmp_path, None))
+    fit(session, tmp_path, build_sinks(session, tmp_path, None))
     (tmp_path / "report.html").mkdir()
     said: list[str] = []
-    write_page(tmp_path, said.append)
+    write_report_page(tmp_path, said.append)
     assert said and "report.html" in said[0] and f"paceline report {tmp_path}" in said[0]
     assert [path.name for path in tmp_path.glob(".report*")] == []
     assert read_run(tmp_path).status == "finished"
@@ -98,8 +98,8 @@ def test_a_page_that_cannot_be_written_takes_nothing_from_the_run(tmp_path: Path
 def test_a_failure_is_written_where_there_is_a_run_and_nowhere_else(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    failure = Failure(1, "error", 0.0, "raised ValueError: x", 1)
-    outcome = Outcome(1, (failure,), "rank 1 raised ValueError: x\n")
+    failure = WorkerFailure(1, "error", 0.0, "raised ValueError: x", 1)
+    outcome = LaunchOutcome(1, (failure,), "rank 1 raised ValueError: x\n")
     record_failure(tmp_path / "none", outcome)
     assert not (tmp_path / "none").exists()
     (tmp_path / "recipe.toml").write_text('task = "digits"\n')

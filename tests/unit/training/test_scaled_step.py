@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from paceline.sync.scaled_step import folds, scaled_step
+from paceline.sync.update import can_fold_scale, scaled_step
 
 MULTIPLIERS = (1.0, 0.37, 1 / 3, 2.0**-20, 1e-30, 0.0, -0.5, 1e39)
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
@@ -52,7 +52,7 @@ def test_the_update_is_that_of_multiplied_gradients(name: str, multiplier: float
     torch.testing.assert_close(flat, right_flat, rtol=1e-6, atol=0, equal_nan=True)
     for a, b in zip(ours, right, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, equal_nan=True)
-    assert folds(optimizer) == name.startswith("fused")
+    assert can_fold_scale(optimizer) == name.startswith("fused")
     assert not hasattr(optimizer, "grad_scale")
 
 
@@ -60,7 +60,7 @@ def test_who_looks_at_gradients_before_a_step_sees_them_multiplied() -> None:
     """A hook, one for all optimizers, a subclass: each is set up after others have been folded."""
     (found, flat), seen = parameters(), []
     optimizer = torch.optim.AdamW(found, lr=0.1, fused=True)
-    assert folds(optimizer)
+    assert can_fold_scale(optimizer)
     before = float(found[0].grad.sum())
 
     def look(*_: object) -> None:
@@ -73,7 +73,7 @@ def test_who_looks_at_gradients_before_a_step_sees_them_multiplied() -> None:
     own = Watching(found, lr=0.1, fused=True)
     scaled_step(own, [flat], 0.5)
     assert [*seen, own.seen] == pytest.approx([before / 2, before / 4, before / 8])
-    assert folds(optimizer) and not folds(own)
+    assert can_fold_scale(optimizer) and not can_fold_scale(own)
 
 
 def test_the_kernel_of_other_types_does_not_multiply() -> None:
@@ -81,7 +81,7 @@ def test_the_kernel_of_other_types_does_not_multiply() -> None:
     optimizer = torch.optim.AdamW(found, lr=0.1, fused=True)
     before = flat.clone()
     scaled_step(optimizer, [flat], 0.5)
-    assert not folds(optimizer)
+    assert not can_fold_scale(optimizer)
     assert torch.equal(flat, before * 0.5)
 
 

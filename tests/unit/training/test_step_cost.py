@@ -18,12 +18,12 @@ from rich.console import Console
 
 from benchmarks.loops import HandLoop, bare
 from benchmarks.subjects import mlp
-from paceline.cluster import Cluster
-from paceline.observe import Phase, Phases, Stats, phases
-from paceline.training import Session, build, build_session
-from paceline.training.job import sinks
-from paceline.training.loop import Fitting
-from paceline.training.saves import Saves
+from paceline.job.cluster import Cluster
+from paceline.observe import PhaseTimer, StepPhase, StepStats, step_stats
+from paceline.session import Session, build, build_session
+from paceline.session.checkpointing import CheckpointSchedule
+from paceline.session.fit_loop import FitInProgress
+from paceline.session.train_rank import build_sinks
 
 STEPS = 20
 WARM_UP = 5
@@ -85,8 +85,8 @@ def ours(shards: int = 1) -> Callable[[], object]:
 def watched(tmp_path: Path) -> Iterator[Callable[[], object]]:
     """A step, and all that rank 0 tells of it."""
     session = session_of()
-    found = sinks(session, tmp_path, Console(file=io.StringIO()))
-    fitting = Fitting(session, tmp_path, found, Saves(session, None, found, print))
+    found = build_sinks(session, tmp_path, Console(file=io.StringIO()))
+    fitting = FitInProgress(session, tmp_path, found, CheckpointSchedule(session, None, found, print))
     rounds = fitting.course.rounds()
     yield lambda: fitting.after_round(next(rounds))
     for sink in found:
@@ -115,12 +115,12 @@ def test_all_calls_of_a_tiny_step_are_in_a_phase(shards: int, monkeypatch: pytes
 def test_without_a_phase_calls_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutation twin: the step has begun long before its first phase."""
 
-    class Late(Phases):
-        def begin(self, phase: Phase) -> None:
+    class Late(PhaseTimer):
+        def begin(self, phase: StepPhase) -> None:
             if phase not in ("data", "forward"):
                 super().begin(phase)
 
-    monkeypatch.setattr(build, "Phases", Late)
+    monkeypatch.setattr(build, "PhaseTimer", Late)
     assert share_in_no_phase(1, monkeypatch) > 0.1
 
 
@@ -128,10 +128,10 @@ def share_in_no_phase(shards: int, monkeypatch: pytest.MonkeyPatch) -> float:
     """The largest of some steps."""
     step = ours(shards)
     with monkeypatch.context() as patch, Calls() as calls:
-        patch.setattr(phases, "time", SimpleNamespace(perf_counter=calls.perf_counter))
+        patch.setattr(step_stats, "time", SimpleNamespace(perf_counter=calls.perf_counter))
         found: list[Any] = [step() for _ in range(WARM_UP + STEPS)]
     return max(gap(stats) for stats in found[WARM_UP:])
 
 
-def gap(stats: Stats) -> float:
+def gap(stats: StepStats) -> float:
     return 1 - sum(stats.phases.values()) / stats.seconds

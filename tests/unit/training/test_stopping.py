@@ -11,7 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from paceline.training.stopping import SAME_SECONDS, SIGNALS, StopRequest, stop_on_notice, stop_on_signals
+from paceline.session.stop_signals import (
+    SAME_REQUEST_SECONDS,
+    SIGNALS,
+    StopRequest,
+    stop_on_notice,
+    stop_on_signals,
+)
 
 pytestmark = pytest.mark.capability("N7")
 
@@ -27,8 +33,8 @@ def test_what_comes_at_once_is_the_same_request_and_what_comes_later_ends_the_pr
     stop = StopRequest()
     assert not stop()
     assert stop.ask(100.0) and stop()
-    assert stop.ask(100.0 + 0.9 * SAME_SECONDS)
-    assert not stop.ask(100.0 + SAME_SECONDS)
+    assert stop.ask(100.0 + 0.9 * SAME_REQUEST_SECONDS)
+    assert not stop.ask(100.0 + SAME_REQUEST_SECONDS)
 
 
 def test_a_signal_to_a_child_asks_only_the_child() -> None:
@@ -57,7 +63,7 @@ def test_a_signal_is_a_request_and_afterwards_all_is_as_before(number: signal.Si
 
 BLOCKED = """
 import ctypes, os
-from paceline.training.stopping import StopRequest, stop_on_signals
+from paceline.session.stop_signals import StopRequest, stop_on_signals
 
 class Told(StopRequest):
     def ask(self, now):
@@ -77,7 +83,7 @@ def test_the_second_signal_ends_a_process_that_is_stuck_in_c() -> None:
         assert process.stdout is not None and process.stdout.readline() == b"ready\n"
         process.send_signal(signal.SIGUSR1)
         assert process.stdout.readline() == b"asked\n"
-        time.sleep(SAME_SECONDS + 0.1)
+        time.sleep(SAME_REQUEST_SECONDS + 0.1)
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)
         assert process.wait(100) == 130

@@ -6,17 +6,21 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.cluster import Cluster
-from paceline.cores import Cores, find_cores
-from paceline.observe.schema import mistakes
-from paceline.optim import build_optimizer, why_not_fused
+from paceline.job.cluster import Cluster
+from paceline.job.cpu_count import CoreCount, find_cores
+from paceline.observe.metrics_schema import find_schema_errors
+from paceline.optim import build_optimizer, reason_not_fused
 from paceline.recipe import OptimizerRecipe, Recipe
+from paceline.session.fit_loop import CompileCost
 from paceline.testing.parity import CPU
-from paceline.training import probe
-from paceline.training.by_machine import Product, choose_by_machine
-from paceline.training.compile_cost import CompileCost
-from paceline.training.probe import few_threads, slow_updates
-from paceline.training.threads import choose_threads
+from paceline.tuning import hardware_defaults
+from paceline.tuning.hardware_defaults import (
+    MatrixProduct,
+    choose_hardware_defaults,
+    choose_threads,
+    few_threads_warning,
+    unfused_optimizer_warning,
+)
 from tests.unit.training.test_by_machine import LARGE, task_of
 
 
@@ -33,20 +37,20 @@ from tests.unit.training.test_by_machine import LARGE, task_of
 )
 def test_threads_share_the_cores(settings: dict[str, object], processes: int, chosen: str) -> None:
     recipe = Recipe(task="x", steps=1, **settings)
-    assert str(choose_threads(recipe, processes, Cores(4, "4 cores"))).startswith(chosen)
+    assert str(choose_threads(recipe, processes, CoreCount(4, "4 cores"))).startswith(chosen)
 
 
 def test_what_is_chosen_stands_in_the_run_folder_with_its_reason() -> None:
     said: list[str] = []
     notes: dict[str, object] = {}
     recipe = Recipe(task="x", steps=1)
-    choose_by_machine(
+    choose_hardware_defaults(
         recipe, task_of(nn.Linear(4, 4)), Cluster.single(), CPU, warn=said.append, note=notes.__setitem__
     )
     threads = choose_threads(recipe, 1, find_cores())
     assert said[0] == str(threads) and notes["threads"] == threads._asdict()
     record = {"event": "threads", "level": "info", "rank": 0, "time": 0.0, **threads._asdict()}
-    assert not mistakes(record)
+    assert not find_schema_errors(record)
 
 
 def test_fewer_threads_than_the_cores_are_slow_by_so_much(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,18 +58,18 @@ def test_fewer_threads_than_the_cores_are_slow_by_so_much(monkeypatch: pytest.Mo
     numbers: list[int] = []
     clock = [0.0]
     monkeypatch.setattr(torch, "set_num_threads", numbers.append)
-    monkeypatch.setattr(probe.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(hardware_defaults.time, "perf_counter", lambda: clock[0])
 
     def take_time(*args: object) -> torch.Tensor:
         clock[0] += 1.0 / (numbers[-1] if numbers else 1)
         return torch.zeros(1, requires_grad=True)
 
-    monkeypatch.setattr(probe.F, "linear", take_time)
+    monkeypatch.setattr(hardware_defaults.F, "linear", take_time)
     monkeypatch.setattr(torch.autograd, "grad", lambda *args: None)
-    assert "takes 4.0 times as long as on 4 threads" in few_threads(1, 4, LARGE, CPU)
+    assert "takes 4.0 times as long as on 4 threads" in few_threads_warning(1, 4, LARGE, CPU)
     assert numbers[-1] == torch.get_num_threads(), "they are put back"
-    for asked, product in ((0, LARGE), (4, LARGE), (1, Product(4, 4, 4)), (1, None)):
-        assert few_threads(asked, 4, product, CPU) == ""
+    for asked, product in ((0, LARGE), (4, LARGE), (1, MatrixProduct(4, 4, 4)), (1, None)):
+        assert few_threads_warning(asked, 4, product, CPU) == ""
 
 
 def test_updates_without_a_kernel_are_told_to_be_slow_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,14 +80,16 @@ def test_updates_without_a_kernel_are_told_to_be_slow_where_they_are(monkeypatch
         return 3.0
 
     plain = OptimizerRecipe(name="adamw", fused=False)
-    assert probe._times_as_fast(lambda: None, lambda: None) > 0
-    monkeypatch.setattr(probe, "_times_as_fast", times)
-    assert "65,536 values takes 3.0 times as long as in a fused kernel" in slow_updates(plain, 2**16, CPU)
+    assert hardware_defaults._speedup(lambda: None, lambda: None) > 0
+    monkeypatch.setattr(hardware_defaults, "_speedup", times)
+    assert "65,536 values takes 3.0 times as long as in a fused kernel" in unfused_optimizer_warning(
+        plain, 2**16, CPU
+    )
     for way in ways:
         way()
-    assert slow_updates(plain, 100, CPU) == "", "too few to tell"
-    monkeypatch.setattr(probe, "_times_as_fast", lambda *ways: 1.1)
-    assert slow_updates(plain, 2**16, CPU) == ""
+    assert unfused_optimizer_warning(plain, 100, CPU) == "", "too few to tell"
+    monkeypatch.setattr(hardware_defaults, "_speedup", lambda *ways: 1.1)
+    assert unfused_optimizer_warning(plain, 2**16, CPU) == ""
 
 
 @pytest.mark.parametrize(
@@ -101,7 +107,7 @@ def test_why_an_update_takes_no_fused_kernel(
 ) -> None:
     model = nn.Linear(4, 4, dtype=dtype)
     recipe = OptimizerRecipe(**fields)
-    found = why_not_fused(model, recipe, allowed)
+    found = reason_not_fused(model, recipe, allowed)
     assert found.startswith(why) and bool(found) == bool(why)
     made = build_optimizer(model, recipe, allowed)
     assert bool(made.param_groups[0].get("fused")) == (not found), "what is said is what is built"

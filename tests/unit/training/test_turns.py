@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.recipe.phases import ended
-from paceline.sync.recovery import Awaited
-from paceline.training.turns import Turns
+from paceline.recipe.strategy_text import resolve_phases
+from paceline.session.rule_switch import RuleSwitches
+from paceline.sync.straggler_recovery import AwaitedRank
 
 
 @pytest.mark.capability("I9", clause="the way back")
 def test_a_run_that_goes_on_knows_who_was_slow_and_why() -> None:
     """Without the cause it would look for the recovery of a rank whose link was slow, which shows nothing."""
     asked = "every-step@straggler,local:2"
-    known = {"sync": ended(asked, 8), "slow": 1, "cause": "communication"}
-    first, again = (Turns(asked, lambda *_: None) for _ in range(2))
+    known = {"sync": resolve_phases(asked, 8), "slow": 1, "cause": "communication"}
+    first, again = (RuleSwitches(asked, lambda *_: None) for _ in range(2))
     first.load_state_dict(known)
     again.load_state_dict(first.state_dict())
-    assert again.awaited == Awaited(rank=1, cause="communication", returns=0)
+    assert again.awaited == AwaitedRank(rank=1, cause="communication", returns=0)

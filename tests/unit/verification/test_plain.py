@@ -10,15 +10,19 @@ import torch
 from torch import nn
 
 import paceline.verification
-from paceline.comm.reduction.norm import row_squares
-from paceline.data import LockstepWork, Order
+from paceline.comm.reduction.gradient_norm import row_squares
+from paceline.data import KeyedOrder, LockstepWork
 from paceline.optim import build_optimizer, build_schedule
 from paceline.recipe import OptimizerRecipe, ScheduleRecipe
 from paceline.task import Loss, Task
-from paceline.verification.plain_micro_batches import PlainMicroBatches, drawn_from, read
-from paceline.verification.plain_norm import norm_by_rows, plain_norm
-from paceline.verification.plain_optimizer import plain_optimizer
-from paceline.verification.plain_schedule import PlainSchedule
+from paceline.verification.oracle import (
+    PlainMicroBatches,
+    generators_seeded,
+    ordered_norm,
+    plain_norm,
+    read_micro_batch,
+)
+from paceline.verification.plain_optimizer import PlainSchedule, plain_optimizer
 
 SCHEDULES = [
     {"decay": decay} | shape | warmup | scaling
@@ -55,7 +59,7 @@ def test_two_norms_that_were_written_apart_have_equal_bits() -> None:
     tensors += [torch.randn(4, 6, 3, 3, generator=generator).contiguous(memory_format=torch.channels_last)]
     tensors += [torch.randn(6, 5, generator=generator).T, torch.randn(3, 2, dtype=torch.complex64)]
     ours = float(torch.cat([row_squares(t) for t in tensors if t.numel()]).sum().sqrt())
-    assert norm_by_rows(tensors) == ours
+    assert ordered_norm(tensors) == ours
     assert plain_norm(tensors) == pytest.approx(ours, rel=1e-14)
 
 
@@ -73,7 +77,7 @@ def test_two_optimizers_that_were_written_apart_are_alike(name: str, decay_on: s
 
 @pytest.mark.parametrize("size", [27, 3, 8])
 def test_shards_that_were_dealt_apart_are_alike(size: int) -> None:
-    order = Order(70, size, 5)
+    order = KeyedOrder(70, size, 5)
     for step in range(order.steps_per_epoch + 2):
         ours, plain = (
             LockstepWork(order, min(4, size), 5).micro_batches(step),
@@ -89,14 +93,14 @@ def test_reading_leaves_every_generator_as_it_was() -> None:
     task = Task(
         nn.Linear(1, 1), data, lambda m, b: Loss(m(b).sum(), 1), collate=lambda s: [*s, random.random()]
     )
-    micro_batch = PlainMicroBatches(Order(8, 4, 0), 2, 0).micro_batches(0)[0]
+    micro_batch = PlainMicroBatches(KeyedOrder(8, 4, 0), 2, 0).micro_batches(0)[0]
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
-    assert read(task, micro_batch) == read(task, micro_batch)
+    assert read_micro_batch(task, micro_batch) == read_micro_batch(task, micro_batch)
     assert random.getstate() == before[0] and np.random.get_state()[1].tolist() == before[1]
     assert torch.equal(torch.get_rng_state(), before[2])
-    with drawn_from(3):
+    with generators_seeded(3):
         first = random.random(), np.random.rand(), float(torch.rand(()))
-    with drawn_from(3):
+    with generators_seeded(3):
         assert first == (random.random(), np.random.rand(), float(torch.rand(())))
 
 

@@ -1,7 +1,21 @@
 """Messages between two ranks, whenever one of them is ready: no collectives."""
 
-from paceline.comm.channel.arrivals import InOrder
-from paceline.comm.channel.channel import FRAME_LENGTHS, Channel, Message, copied_bytes, kept_bytes
-from paceline.comm.channel.sockets import SocketChannel
+from paceline.comm.channel.message_channel import (
+    FRAME_LENGTHS,
+    ChannelMessage,
+    MessageChannel,
+    copied_message_bytes,
+    retained_message_bytes,
+)
+from paceline.comm.channel.replay_channel import ReplayChannel
+from paceline.comm.channel.socket_channel import SocketChannel
 
-__all__ = ["FRAME_LENGTHS", "Channel", "InOrder", "Message", "SocketChannel", "copied_bytes", "kept_bytes"]
+__all__ = [
+    "FRAME_LENGTHS",
+    "ChannelMessage",
+    "MessageChannel",
+    "ReplayChannel",
+    "SocketChannel",
+    "copied_message_bytes",
+    "retained_message_bytes",
+]

@@ -11,16 +11,15 @@ import math
 from collections.abc import Sequence
 from typing import Protocol
 
-from paceline.comm.channel.channel import Message
-from paceline.comm.channel.letters import chunks_of
-from paceline.comm.channel.mailroom import Mailroom
+from paceline.comm.channel.message_channel import ChannelMessage
+from paceline.comm.channel.reliable_queue import ReliableQueues, encode_message_chunks
 from paceline.comm.ledger import ByteLedger
 from paceline.errors import DeadlineError
 
 _LAST_WORD_SECONDS = 1.0
 
 
-class End(Protocol):
+class ChannelEnd(Protocol):
     """What carries letters: a hub, or a caller."""
 
     def close(self) -> None:
@@ -28,7 +27,7 @@ class End(Protocol):
 
 
 class GrpcChannel:
-    """One end of each of its lines; see `Channel`.
+    """One end of each of its lines; see `MessageChannel`.
 
     Args:
         room: where letters lie.
@@ -36,22 +35,22 @@ class GrpcChannel:
         ledger: counts what is sent, once.
     """
 
-    def __init__(self, room: Mailroom, ends: Sequence[End], ledger: ByteLedger) -> None:
+    def __init__(self, room: ReliableQueues, ends: Sequence[ChannelEnd], ledger: ByteLedger) -> None:
         self._room, self._ends, self._ledger = room, tuple(ends), ledger
-        self.last_sign, self.drop, self.num_waiting_bytes = (
-            room.last_sign,
+        self.last_activity, self.drop, self.num_unsent_bytes = (
+            room.last_activity,
             room.forget,
-            room.num_waiting_bytes,
+            room.num_unsent_bytes,
         )
 
-    def send(self, to: int, message: Message, deadline_seconds: float) -> None:
-        """See `Channel`."""
-        chunks = chunks_of(message)
+    def send(self, to: int, message: ChannelMessage, deadline_seconds: float) -> None:
+        """See `MessageChannel`."""
+        chunks = encode_message_chunks(message)
         self._room.put(to, chunks, deadline_seconds)
         self._ledger.launched("send", "channel", sum(len(chunk) for chunk in chunks), 2)
 
-    def receive(self, deadline_seconds: float) -> Message:
-        """See `Channel`.
+    def receive(self, deadline_seconds: float) -> ChannelMessage:
+        """See `MessageChannel`.
 
         Raises:
             CommunicationError: a peer is lost.
@@ -66,7 +65,7 @@ class GrpcChannel:
         return message
 
     def flush(self, seconds: float = math.inf) -> bool:
-        """See `Channel`: until every peer has said that it has its letters.
+        """See `MessageChannel`: until every peer has said that it has its letters.
 
         Raises:
             CommunicationError: a peer is lost; the others have had their time.
@@ -74,7 +73,7 @@ class GrpcChannel:
         return self._room.settle(seconds)
 
     def close(self) -> None:
-        """See `Channel`; what little is on its way has a moment to arrive, as in the buffers of a socket."""
-        self._room.give_time(_LAST_WORD_SECONDS)
+        """See `MessageChannel`; what little is on its way has a moment to arrive, as in the buffers of a socket."""
+        self._room.wait_for_delivery(_LAST_WORD_SECONDS)
         for end in self._ends:
             end.close()

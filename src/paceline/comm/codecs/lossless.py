@@ -14,17 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.comm.codecs.codec import Codec, Keys
+from paceline.comm.codecs.codec_protocol import Codec, CodecKeys
 from paceline.comm.workspace import Workspace
 from paceline.errors import CommunicationError, MissingExtraError
 
-_PLANE = struct.Struct("<q")  # bytes of a plane; negative: it is as it was
-_LEVEL = 1
-_WORTH = 0.98  # a plane that shrinks less travels as it is
+_PLANE_HEADER = struct.Struct("<q")  # bytes of a plane; negative: it is as it was
+_ZSTD_LEVEL = 1
+_MAX_RATIO = 0.98  # a plane that shrinks less travels as it is
 _PROBE_BYTES = 1 << 14  # a plane whose beginning does not shrink is not tried
 
 
-class Lossless:
+class LosslessCodec:
     """A byte shuffle and zstandard, over values or over what another codec made of them.
 
     A row travels as its planes, each with its size before it. Rows are padded to the longest of a call.
@@ -39,23 +39,23 @@ class Lossless:
 
     def __init__(self, inner: Codec | None = None) -> None:
         self._inner = inner
-        self.loses = inner is not None and inner.loses
-        self._compressor, self._decompressor = _zstandard()
+        self.needs_error_feedback = inner is not None and inner.needs_error_feedback
+        self._compressor, self._decompressor = _open_zstandard()
 
     def num_bytes(self, num_values: int) -> int:
         """At most 4 n + 32 (of float32; 8 n + 64 of float64); c + 8 for c bytes of another codec."""
         if self._inner is not None:
-            return self._inner.num_bytes(num_values) + _PLANE.size
-        return 4 * (num_values + _PLANE.size)
+            return self._inner.num_bytes(num_values) + _PLANE_HEADER.size
+        return 4 * (num_values + _PLANE_HEADER.size)
 
-    def encode(self, x: Tensor, keys: Keys, workspace: Workspace) -> Tensor:
+    def encode(self, x: Tensor, keys: CodecKeys, workspace: Workspace) -> Tensor:
         """See `Codec`."""
         if self._inner is None:
             raw, width = workspace.copy("lossless.values", x).view(torch.uint8), x.element_size()
         else:
             raw, width = self._inner.encode(x, keys, workspace), 1
         raw = raw.view(len(x), -1)
-        room = raw.shape[1] + width * _PLANE.size
+        room = raw.shape[1] + width * _PLANE_HEADER.size
         out = workspace.take("lossless", (len(raw), room), torch.uint8)
         sizes = [self._pack(row, width, into, workspace) for row, into in zip(raw, out, strict=True)]
         longest = max(sizes, default=0)
@@ -63,7 +63,7 @@ class Lossless:
             into[size:longest].zero_()
         return out[:, :longest].to(x.device)
 
-    def decode(self, payload: Tensor, out: Tensor, keys: Keys, workspace: Workspace) -> None:
+    def decode(self, payload: Tensor, out: Tensor, keys: CodecKeys, workspace: Workspace) -> None:
         """See `Codec`.
 
         Raises:
@@ -91,16 +91,16 @@ class Lossless:
         return end
 
     def _pack_plane(self, plane: memoryview, out: memoryview) -> int:
-        body = out[_PLANE.size :]
+        body = out[_PLANE_HEADER.size :]
         size = self._compressed(plane[:_PROBE_BYTES], body) and self._compressed(plane, body)
         if not size:
             body[: len(plane)] = plane
-        _PLANE.pack_into(out, 0, size or -len(plane))
-        return _PLANE.size + (size or len(plane))
+        _PLANE_HEADER.pack_into(out, 0, size or -len(plane))
+        return _PLANE_HEADER.size + (size or len(plane))
 
     def _compressed(self, plane: memoryview, out: memoryview) -> int:
         """Compress into `out`; how many bytes that are, 0 where it is not worth it."""
-        most = ceil(_WORTH * len(plane))
+        most = ceil(_MAX_RATIO * len(plane))
         size: int = self._compressor.stream_reader(plane, size=len(plane)).readinto(out[:most]) if most else 0
         return size if size < most else 0
 
@@ -108,9 +108,9 @@ class Lossless:
         """Write the bytes of a row's values."""
         plane, place = workspace.take("lossless.plane", (out.numel() // width,), torch.uint8), 0
         for column in out.view(-1, width).T:
-            (size,) = _PLANE.unpack_from(row, place)
-            part = row[place + _PLANE.size :][: abs(size)]
-            place += _PLANE.size + len(part)
+            (size,) = _PLANE_HEADER.unpack_from(row, place)
+            part = row[place + _PLANE_HEADER.size :][: abs(size)]
+            place += _PLANE_HEADER.size + len(part)
             self._unpack_plane(part, plane.numpy().data, is_packed=size > 0)
             column.copy_(plane)
 
@@ -127,7 +127,7 @@ class Lossless:
             )
 
 
-def _zstandard() -> tuple[Any, Any]:
+def _open_zstandard() -> tuple[Any, Any]:
     """What compresses, and what is its inverse; each keeps its own memory."""
     try:
         import zstandard
@@ -136,14 +136,14 @@ def _zstandard() -> tuple[Any, Any]:
             "codec=lossless needs zstandard, which is not installed.",
             next_step="pip install 'paceline[lossless]'",
         ) from error
-    return zstandard.ZstdCompressor(level=_LEVEL), zstandard.ZstdDecompressor()
+    return zstandard.ZstdCompressor(level=_ZSTD_LEVEL), zstandard.ZstdDecompressor()
 
 
 def lossless(argument: str) -> Codec:
     """The word `lossless`."""
-    return Lossless()
+    return LosslessCodec()
 
 
-def packed(earlier: Codec, lossless: Codec) -> Codec:
+def compress_coded_bytes(earlier: Codec, lossless: Codec) -> Codec:
     """`int8+lossless`: the bytes of another codec."""
-    return Lossless(earlier)
+    return LosslessCodec(earlier)

@@ -9,13 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.comm.codecs.codec import Codec, Keys, bytes_of, values_of
+from paceline.comm.codecs.codec_protocol import Codec, CodecKeys, bytes_of, values_of
 from paceline.comm.workspace import Workspace
 
-_DEPENDENT = 1e-4  # of its length is left of a column without what points along those before it
+_DEPENDENCE_TOLERANCE = 1e-4  # of its length is left of a column without what points along those before it
 
 
-class Matrix(NamedTuple):
+class MatrixSpan(NamedTuple):
     """Where a matrix lies in a row of values: its first value, and its shape."""
 
     start: int
@@ -32,24 +32,24 @@ class Matrix(NamedTuple):
         return x[self.start : self.end].view(self.rows, self.columns)
 
 
-def near_square(num_values: int) -> Matrix:
+def near_square_span(num_values: int) -> MatrixSpan:
     """The largest matrix with floor(sqrt n) rows at the beginning of n values."""
     rows = isqrt(num_values)
-    return Matrix(0, rows, num_values // rows if rows else 0)
+    return MatrixSpan(0, rows, num_values // rows if rows else 0)
 
 
-def worthwhile(matrices: Sequence[Matrix], rank: int) -> list[Matrix]:
+def compressible_spans(matrices: Sequence[MatrixSpan], rank: int) -> list[MatrixSpan]:
     """Those whose factors are smaller than they are."""
     return [m for m in matrices if rank * (m.rows + m.columns) < m.rows * m.columns]
 
 
-def draw_factor(matrix: Matrix, rank: int, key: int, like: Tensor) -> Tensor:
+def draw_factor(matrix: MatrixSpan, rank: int, key: int, like: Tensor) -> Tensor:
     """Random numbers [columns, rank] to start from, a function of the key."""
     draw = torch.Generator().manual_seed(key)
     return torch.randn(matrix.columns, rank, generator=draw).to(like.device, like.dtype)
 
 
-def next_factor(matrix: Matrix, before: Tensor | None, rank: int, key: int, like: Tensor) -> Tensor:
+def next_factor(matrix: MatrixSpan, before: Tensor | None, rank: int, key: int, like: Tensor) -> Tensor:
     """Q of the step before, [columns, rank]; where it has no direction, or there is none, it is drawn."""
     if before is not None and bool(has_direction(before).all()):
         return before
@@ -74,19 +74,19 @@ def orthogonalise(x: Tensor) -> Tensor:
     for k in range(x.shape[1]):
         column = x[:, k : k + 1]
         norm = column.norm()
-        column.mul_(torch.where(norm <= _DEPENDENT * before[k], 0.0, 1 / norm))
+        column.mul_(torch.where(norm <= _DEPENDENCE_TOLERANCE * before[k], 0.0, 1 / norm))
         x[:, k + 1 :].addmm_(column, column.T @ x[:, k + 1 :], alpha=-1)
     return x
 
 
-def rest_of(x: Tensor, matrices: Sequence[Matrix]) -> list[Tensor]:
+def uncompressed_parts(x: Tensor, matrices: Sequence[MatrixSpan]) -> list[Tensor]:
     """The stretches of `x` [n] between the matrices, as views."""
     ends = [0, *(m.end for m in matrices)]
     starts = [*(m.start for m in matrices), x.numel()]
     return [x[end:start] for end, start in zip(ends, starts, strict=True)]
 
 
-class LowRank:
+class LowRankCodec:
     """P Q^T of rank r for the largest near-square matrix of a row; values that are left over travel as they
     are.
 
@@ -99,33 +99,33 @@ class LowRank:
     Source: Vogels et al. 2019, PowerSGD, arXiv:1905.13727, section 3.
     """
 
-    loses, ragged, block = True, False, 0
+    needs_error_feedback, ragged, block = True, False, 0
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
 
-    def _matrices(self, num_values: int) -> list[Matrix]:
-        return worthwhile([near_square(num_values)], self.rank)
+    def _matrices(self, num_values: int) -> list[MatrixSpan]:
+        return compressible_spans([near_square_span(num_values)], self.rank)
 
     def num_bytes(self, num_values: int) -> int:
         """4 (r (M + N) + n - M N); 4 n where factors would not be smaller."""
         saved = sum(m.rows * m.columns - self.rank * (m.rows + m.columns) for m in self._matrices(num_values))
         return 4 * (num_values - saved)
 
-    def encode(self, x: Tensor, keys: Keys, workspace: Workspace) -> Tensor:
+    def encode(self, x: Tensor, keys: CodecKeys, workspace: Workspace) -> Tensor:
         """See `Codec`."""
         return bytes_of(torch.stack([self._coded(row, keys) for row in x]) if len(x) else x)
 
-    def _coded(self, x: Tensor, keys: Keys) -> Tensor:
+    def _coded(self, x: Tensor, keys: CodecKeys) -> Tensor:
         values, matrices = x.to(torch.float32), self._matrices(x.numel())
         parts = []
         for matrix in matrices:
             m = matrix.of(values)
             p = orthogonalise(m @ draw_factor(matrix, self.rank, keys.shared, m))
             parts += [p.reshape(-1), (m.T @ p).reshape(-1)]
-        return torch.cat([*parts, *rest_of(values, matrices)])
+        return torch.cat([*parts, *uncompressed_parts(values, matrices)])
 
-    def decode(self, payload: Tensor, out: Tensor, keys: Keys, workspace: Workspace) -> None:
+    def decode(self, payload: Tensor, out: Tensor, keys: CodecKeys, workspace: Workspace) -> None:
         """See `Codec`."""
         found, matrices = (
             values_of(payload, torch.float32, workspace).to(out.dtype),
@@ -138,17 +138,19 @@ class LowRank:
                 p, q = values[place : place + sum(sizes)].split(sizes)
                 torch.matmul(p.view(-1, self.rank), q.view(-1, self.rank).T, out=matrix.of(row))
                 place += sum(sizes)
-            for stretch in rest_of(row, matrices):
+            for stretch in uncompressed_parts(row, matrices):
                 stretch.copy_(values[place : place + stretch.numel()])
                 place += stretch.numel()
 
 
 def low_rank(argument: str) -> Codec:
     """The word `lowrank:R`."""
-    return LowRank(int(argument))
+    return LowRankCodec(int(argument))
 
 
-def kept_bytes(buffers: Sequence[tuple[int, Sequence[Matrix]]], argument: str, *, scatters: bool) -> int:
+def power_sgd_bytes(
+    buffers: Sequence[tuple[int, Sequence[MatrixSpan]]], argument: str, *, scatters: bool
+) -> int:
     """Bytes that sums of low rank keep: losses and factors twice, and room for the largest; pure.
 
     Args:
@@ -158,7 +160,7 @@ def kept_bytes(buffers: Sequence[tuple[int, Sequence[Matrix]]], argument: str, *
     """
     rank, kept, left, right = int(argument), 0, [0], [0]
     for num_values, matrices in buffers:
-        coded = worthwhile(matrices, rank)
+        coded = compressible_spans(matrices, rank)
         columns = rank * sum(m.columns for m in coded)
         kept += 2 * (num_values + columns) + (num_values if scatters else 0)
         left.append(num_values + sum(rank * m.rows - m.rows * m.columns for m in coded))

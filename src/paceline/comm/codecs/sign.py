@@ -5,17 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.comm.codecs.codec import Codec, Keys, bytes_of, stretches, values_of
-from paceline.comm.codecs.packing import pack, packed_bytes, unpack
-from paceline.comm.codecs.scaled import in_blocks, scale_blocks
-from paceline.comm.kernels import Kernels, load_kernels
+from paceline.comm.codecs.bit_packing import pack, packed_bytes, unpack
+from paceline.comm.codecs.codec_kernels import CodecKernels, load_kernels
+from paceline.comm.codecs.codec_protocol import Codec, CodecKeys, bytes_of, chunk_bounds, values_of
+from paceline.comm.codecs.int8_int4_int2 import pad_to_blocks, scale_blocks
 from paceline.comm.workspace import Workspace
 
 _BLOCK = 1024
 _SCALE_BYTES = 4
 
 
-class Sign:
+class SignCodec:
     """sign(x) mean|block|, with a float32 scale for every block of 1,024; zero counts as positive.
 
     What it loses is at most (1 - ||x||_1^2 / (n ||x||_2^2)) of the square of a block, so with error feedback
@@ -27,16 +27,16 @@ class Sign:
     Source: Karimireddy et al. 2019, Error Feedback Fixes SignSGD, arXiv:1901.09847, Algorithm 1.
     """
 
-    loses, ragged, block = True, False, _BLOCK
+    needs_error_feedback, ragged, block = True, False, _BLOCK
 
-    def __init__(self, kernels: Kernels | None = None) -> None:
+    def __init__(self, kernels: CodecKernels | None = None) -> None:
         self._kernels = kernels
 
     def num_bytes(self, num_values: int) -> int:
         """ceil(n / 8) + 4 ceil(n / 1024)."""
         return packed_bytes(num_values, 1) + _SCALE_BYTES * -(-num_values // _BLOCK)
 
-    def encode(self, x: Tensor, keys: Keys, workspace: Workspace) -> Tensor:
+    def encode(self, x: Tensor, keys: CodecKeys, workspace: Workspace) -> Tensor:
         """See `Codec`."""
         rows, num_values = x.shape
         out = workspace.take("sign", (rows, self.num_bytes(num_values)), torch.uint8, x.device)
@@ -52,7 +52,7 @@ class Sign:
         out[:, packed_bytes(num_values, 1) :] = bytes_of(scales)
         return out
 
-    def decode(self, payload: Tensor, out: Tensor, keys: Keys, workspace: Workspace) -> None:
+    def decode(self, payload: Tensor, out: Tensor, keys: CodecKeys, workspace: Workspace) -> None:
         """See `Codec`."""
         num_values = out.shape[1]
         scales = values_of(payload[:, packed_bytes(num_values, 1) :], torch.float32, workspace)
@@ -65,16 +65,16 @@ class Sign:
 
 
 def _encode_row(x: Tensor, out: Tensor, sums: Tensor, workspace: Workspace) -> None:
-    for begin, end in stretches(x.numel()):
-        _add_sizes(x[begin:end], sums[begin // _BLOCK : -(-end // _BLOCK)], workspace)
+    for begin, end in chunk_bounds(x.numel()):
+        _sum_block_magnitudes(x[begin:end], sums[begin // _BLOCK : -(-end // _BLOCK)], workspace)
         positive = workspace.take("sign.positive", (end - begin,), torch.bool, x.device)
         torch.ge(x[begin:end], 0, out=positive)
         pack(positive.view(torch.uint8), 1, out[begin // 8 : -(-end // 8)], workspace)
 
 
-def _add_sizes(x: Tensor, sums: Tensor, workspace: Workspace) -> None:
+def _sum_block_magnitudes(x: Tensor, sums: Tensor, workspace: Workspace) -> None:
     """The sum of the magnitudes of every block."""
-    blocks = in_blocks(x, _BLOCK, workspace)
+    blocks = pad_to_blocks(x, _BLOCK, workspace)
     sizes = torch.abs(blocks, out=workspace.like("sign.sizes", blocks))
     width = _BLOCK
     while width > 1:
@@ -84,7 +84,7 @@ def _add_sizes(x: Tensor, sums: Tensor, workspace: Workspace) -> None:
 
 
 def _decode_row(payload: Tensor, out: Tensor, scales: Tensor, workspace: Workspace) -> None:
-    for begin, end in stretches(out.numel()):
+    for begin, end in chunk_bounds(out.numel()):
         signs = unpack(payload[begin // 8 : -(-end // 8)], end - begin, 1, workspace).view(torch.int8)
         signs.mul_(2).sub_(1)
         scale_blocks(signs, scales[begin // _BLOCK : -(-end // _BLOCK)], _BLOCK, out[begin:end])
@@ -92,4 +92,4 @@ def _decode_row(payload: Tensor, out: Tensor, scales: Tensor, workspace: Workspa
 
 def sign(argument: str) -> Codec:
     """The word `sign`."""
-    return Sign(load_kernels())
+    return SignCodec(load_kernels())

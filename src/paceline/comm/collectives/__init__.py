@@ -1,23 +1,23 @@
 """Sums, gathers and broadcasts of one group, whatever the path and the form of what travels."""
 
-from paceline.comm.collectives.coded import CodedCollective
-from paceline.comm.collectives.collective import (
-    Coded,
+from paceline.comm.collectives.coded_collective import CodedCollective
+from paceline.comm.collectives.collective_protocol import (
+    AllToAllCollective,
+    CodingCollective,
+    CodingMemory,
     Collective,
-    Exchanging,
-    Feedback,
-    HeldBytes,
-    in_parts,
+    ErrorFeedbackStore,
+    pad_to_rows,
 )
-from paceline.comm.collectives.low_rank import LowRankCollective
+from paceline.comm.collectives.power_sgd import PowerSGDCollective
 
 __all__ = [
-    "Coded",
+    "AllToAllCollective",
     "CodedCollective",
+    "CodingCollective",
+    "CodingMemory",
     "Collective",
-    "Exchanging",
-    "Feedback",
-    "HeldBytes",
-    "LowRankCollective",
-    "in_parts",
+    "ErrorFeedbackStore",
+    "PowerSGDCollective",
+    "pad_to_rows",
 ]

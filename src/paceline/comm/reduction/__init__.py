@@ -1,51 +1,59 @@
 """From gradients of this rank to sums of what it updates."""
 
-from paceline.comm.reduction.blocks import scatterer_name
-from paceline.comm.reduction.gradient_unit import GradientUnit
-from paceline.comm.reduction.gradients import Gradients, GradientSink, Reduction
-from paceline.comm.reduction.local import LocalReducer, TreeReducer
-from paceline.comm.reduction.local_clip import LocalClip
-from paceline.comm.reduction.meeting import Meeting
-from paceline.comm.reduction.norm import AnyOrderNorm, CanonicalNorm, joint_norm, of_own_part
-from paceline.comm.reduction.owed import Owed, all_lost
-from paceline.comm.reduction.pace import Pace, behind_bytes
-from paceline.comm.reduction.part_buffer import PartBuffer
-from paceline.comm.reduction.reducer import InAnyOrder, Reducer, Sums
-from paceline.comm.reduction.scatterer import Scatterer
-from paceline.comm.reduction.several import Reducers
-from paceline.comm.reduction.tree import cover
-from paceline.comm.reduction.tree_sums import ByMessages, Dealt, InMemory
-from paceline.comm.reduction.turns import Turns
-from paceline.comm.reduction.ways import Ways
+from paceline.comm.reduction.bucket_buffers import PartBuffer, scatter_buffer_prefix
+from paceline.comm.reduction.bucket_reducer import (
+    BucketReducer,
+    BucketSum,
+    LocalReducer,
+    TreeReducer,
+    UnorderedSum,
+)
+from paceline.comm.reduction.gradient_norm import CanonicalNorm, LocalClip, SharedNorm, joint_norm, local_norm
+from paceline.comm.reduction.gradients import CombinedReduction, GradientReduction, Gradients, GradientSink
+from paceline.comm.reduction.pending_residual import GradientUnit, PendingResidual, sum_residuals
+from paceline.comm.reduction.scatter_reducer import ScatterReducer
+from paceline.comm.reduction.scatter_schedule import (
+    ScatterPacer,
+    ScatterPaths,
+    ScatterWindow,
+    unconfirmed_bytes,
+)
+from paceline.comm.reduction.summation_tree import (
+    TreeNodeOwners,
+    TreeSumByMessages,
+    TreeSumInMemory,
+    covering_nodes,
+)
+from paceline.comm.reduction.tied_gradients import TiedGradientReduction
 
 __all__ = [
-    "AnyOrderNorm",
-    "ByMessages",
+    "BucketReducer",
+    "BucketSum",
     "CanonicalNorm",
-    "Dealt",
+    "CombinedReduction",
+    "GradientReduction",
     "GradientSink",
     "GradientUnit",
     "Gradients",
-    "InAnyOrder",
-    "InMemory",
     "LocalClip",
     "LocalReducer",
-    "Meeting",
-    "Owed",
-    "Pace",
     "PartBuffer",
-    "Reducer",
-    "Reducers",
-    "Reduction",
-    "Scatterer",
-    "Sums",
+    "PendingResidual",
+    "ScatterPacer",
+    "ScatterPaths",
+    "ScatterReducer",
+    "ScatterWindow",
+    "SharedNorm",
+    "TiedGradientReduction",
+    "TreeNodeOwners",
     "TreeReducer",
-    "Turns",
-    "Ways",
-    "all_lost",
-    "behind_bytes",
-    "cover",
+    "TreeSumByMessages",
+    "TreeSumInMemory",
+    "UnorderedSum",
+    "covering_nodes",
     "joint_norm",
-    "of_own_part",
-    "scatterer_name",
+    "local_norm",
+    "scatter_buffer_prefix",
+    "sum_residuals",
+    "unconfirmed_bytes",
 ]

@@ -1,4 +1,7 @@
-"""Gradients by slot: as a layout hands them on, and as they come out of a reduction."""
+"""Gradients by slot: as a layout hands them on, and as they come out of a reduction.
+
+Several reductions as one.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from paceline.slot import Slot
+from paceline.state.slot import TensorSlot
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ class Gradients:
             ranks may have sent, beside zeros, what coding had lost of tensors that nobody used.
     """
 
-    tensors: Mapping[Slot, Tensor | None]
+    tensors: Mapping[TensorSlot, Tensor | None]
     flats: Sequence[Tensor]
     norms: Sequence[Tensor]
     scale: float = 1.0
@@ -59,11 +62,11 @@ class GradientSink(Protocol):
     def micro_batch(self, shards: range, is_last: bool) -> None:
         """By micro-batch only: what is ready from here on is the sum over these shards, the last or not."""
 
-    def ready(self, slot: Slot, grad: Tensor | None) -> None:
+    def ready(self, slot: TensorSlot, grad: Tensor | None) -> None:
         """The gradient of what this rank computes with is complete here; may launch communication."""
 
 
-class Reduction(GradientSink, Protocol):
+class GradientReduction(GradientSink, Protocol):
     """What a rule empties after backward."""
 
     def begin(self, num_micro_batches: int | None = None) -> None:
@@ -95,11 +98,76 @@ class Reduction(GradientSink, Protocol):
     def abort(self) -> None:
         """Drop a step that is not committed: afterwards all is as it was before `begin`."""
 
-    def lost(self) -> Sequence[tuple[str, Slot, Tensor]]:
+    def lost(self) -> Sequence[tuple[str, TensorSlot, Tensor]]:
         """What coding has lost: (which side's, slot, values in its shape)."""
 
-    def set_lost(self, found: Mapping[tuple[str, str], Tensor]) -> None:
+    def set_residuals(self, found: Mapping[tuple[str, str], Tensor]) -> None:
         """Go on from these, by (side, name of the slot); what is missing is zero."""
 
     def rescale(self, factor: float) -> None:
         """Gradients are multiples of something else from here on: so is what coding has lost, in place."""
+
+
+class CombinedReduction:
+    """Several reductions as one: slots that are summed over different ranks.
+
+    Args:
+        by_slot: which one takes which slot.
+        all_of_them: in the order in which they finish, equal on every rank.
+    """
+
+    def __init__(
+        self, by_slot: Mapping[TensorSlot, GradientReduction], all_of_them: Sequence[GradientReduction]
+    ) -> None:
+        self._by_slot, self._all = by_slot, all_of_them
+        self.by_micro_batch = all_of_them[0].by_micro_batch
+
+    def begin(self, num_micro_batches: int | None = None) -> None:
+        """See `GradientReduction`."""
+        for one in self._all:
+            one.begin(num_micro_batches)
+
+    def micro_batch(self, shards: range, is_last: bool) -> None:
+        """See `GradientReduction`."""
+        for one in self._all:
+            one.micro_batch(shards, is_last)
+
+    def ready(self, slot: TensorSlot, grad: Tensor | None) -> None:
+        """See `GradientReduction`."""
+        self._by_slot[slot].ready(slot, grad)
+
+    def close(self) -> None:
+        """See `GradientReduction`."""
+        for one in self._all:
+            one.close()
+
+    def finish(self) -> Gradients:
+        """See `GradientReduction`."""
+        found = [one.finish() for one in self._all]
+        tensors = {slot: g for one in found for slot, g in one.tensors.items()}
+        flats, norms = [x for one in found for x in one.flats], [x for one in found for x in one.norms]
+        return Gradients(tensors, flats, norms, coded=[pair for one in found for pair in one.coded])
+
+    def commit(self, used: Collection[str] | None = None) -> None:
+        """See `GradientReduction`."""
+        for one in self._all:
+            one.commit(used)
+
+    def abort(self) -> None:
+        """See `GradientReduction`."""
+        for one in self._all:
+            one.abort()
+
+    def lost(self) -> Sequence[tuple[str, TensorSlot, Tensor]]:
+        """See `GradientReduction`."""
+        return [found for one in self._all for found in one.lost()]
+
+    def set_residuals(self, found: Mapping[tuple[str, str], Tensor]) -> None:
+        """See `GradientReduction`."""
+        for one in self._all:
+            one.set_residuals(found)
+
+    def rescale(self, factor: float) -> None:
+        """See `GradientReduction`."""
+        for one in self._all:
+            one.rescale(factor)

@@ -1,7 +1,7 @@
 """The hierarchical route: sums inside nodes first, then between nodes, then back.
 
 Every rank of a node carries an equal slice of a buffer over the slow link, plainly or through a codec. Only
-the first part is launched by the caller; a `Line` launches each next part when the one before has ended, so
+the first part is launched by the caller; a `CommThread` launches each next part when the one before has ended, so
 all of it goes on beside the backward pass.
 """
 
@@ -12,15 +12,18 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from paceline.comm.codecs.low_rank import Matrix
-from paceline.comm.collectives import Collective, Feedback, in_parts
-from paceline.comm.collectives.collective import Arriving
+from paceline.comm.codecs.low_rank import MatrixSpan
+from paceline.comm.collectives.collective_protocol import (
+    Collective,
+    ErrorFeedbackStore,
+    ReceiveBuffer,
+    pad_to_rows,
+)
+from paceline.comm.comm_thread import CommThread
 from paceline.comm.handle import Handle
-from paceline.comm.line import Line
 from paceline.comm.net import Net
 from paceline.comm.routes.native import NativeCollective
-from paceline.levels import Levels
-from paceline.mesh import Group
+from paceline.job.mesh import NodeLevels, RankGroup
 
 
 class HierarchicalCollective:
@@ -35,7 +38,7 @@ class HierarchicalCollective:
     Wire: n bytes on N nodes of L ranks, filled up to a multiple of L values. all_reduce: 2 (L-1)/L n inside
         a node (reduce_scatter, all_gather) and 2 (N-1)/N n/L between nodes. reduce_scatter: (L-1)/L n inside
         and (N-1)/N n/L between. all_gather of n bytes of a rank: (N-1) n between, (L-1) N n inside. By rank;
-        `paceline.comm.cost.hierarchical_cost`.
+        `paceline.comm.collective_cost.hierarchical_cost`.
     Exactness: that of rounding, sums of nodes are added up, and of `between`; equal bits on every rank.
     Source: Mikami et al. 2018, Massively Distributed SGD, arXiv:1811.05233 (2D-torus all-reduce).
     """
@@ -43,17 +46,19 @@ class HierarchicalCollective:
     def __init__(
         self,
         net: Net,
-        group: Group,
-        levels: Levels,
+        group: RankGroup,
+        levels: NodeLevels,
         between: Collective,
         inside: tuple[Collective, Collective] | None = None,
     ) -> None:
         self.net, self.group, self.levels, self._between = net, group, levels, between
         natives = NativeCollective(net, levels.scatter), NativeCollective(net, levels.gather)
         self._scatter, self._gather = inside or natives
-        self._line = Line(f"{group.name}-between-nodes", self._waited)
+        self._line = CommThread(f"{group.name}-between-nodes", self._count_wait_seconds)
         inner = between.feedback
-        self.feedback: SliceFeedback | None = None if inner is None else SliceFeedback(inner, levels)
+        self.feedback: SliceErrorFeedback | None = (
+            None if inner is None else SliceErrorFeedback(inner, levels)
+        )
 
     def buffer(self, num_values: int, like: Tensor, key: str) -> Tensor:
         """See `Collective`."""
@@ -71,9 +76,9 @@ class HierarchicalCollective:
             return self._gather.all_gather(total, key)
 
         last = self._line.submit("all_reduce", rest)
-        return last.then(lambda gathered: _join(gathered.wait(), x))
+        return last.then(lambda gathered: _join_slices(gathered.wait(), x))
 
-    def reduce_scatter(self, x: Tensor, key: str, arriving: Arriving = None) -> Handle:
+    def reduce_scatter(self, x: Tensor, key: str, arriving: ReceiveBuffer = None) -> Handle:
         """See `Collective`."""
         self._note(key, x, by_rows=True)
         inside, between = self.levels.scatter, self.levels.between
@@ -110,7 +115,9 @@ class HierarchicalCollective:
         """Launch the sum inside the node; the handle returns this rank's slice of it, [ceil(n / L)]."""
         num_slices = self.levels.scatter.size
         even = x.numel() % num_slices == 0
-        return self._scatter.reduce_scatter(x.view(num_slices, -1) if even else in_parts(x, num_slices), key)
+        return self._scatter.reduce_scatter(
+            x.view(num_slices, -1) if even else pad_to_rows(x, num_slices), key
+        )
 
     def between(self, own: Tensor, key: str) -> Tensor:
         """Sum a slice over the nodes, in place; blocks the thread of the line."""
@@ -119,7 +126,7 @@ class HierarchicalCollective:
 
     def abort(self) -> None:
         """See `Collective`."""
-        self._line.mend()
+        self._line.clear_error()
         self._between.abort()
 
     def close(self) -> None:
@@ -130,14 +137,14 @@ class HierarchicalCollective:
         if self.feedback is not None:
             self.feedback.note(key, x.numel(), by_rows=by_rows)
 
-    def _waited(self, op: str, seconds: float) -> None:
+    def _count_wait_seconds(self, op: str, seconds: float) -> None:
         """Count seconds that the caller waited for the nodes."""
         row = self.net.ledger.rows.get((op, self.levels.between.name))
         if row is not None:
             row.exposed_seconds += seconds
 
 
-class SliceFeedback:
+class SliceErrorFeedback:
     """What coding between nodes has lost, at the places of the whole buffer: this rank codes its slice.
 
     Args:
@@ -145,7 +152,7 @@ class SliceFeedback:
         levels: say which slice that is.
     """
 
-    def __init__(self, inner: Feedback, levels: Levels) -> None:
+    def __init__(self, inner: ErrorFeedbackStore, levels: NodeLevels) -> None:
         self._inner, self._levels = inner, levels
         self._by_rows: dict[str, bool] = {}
         self._behind: dict[str, Tensor] = {}  # which places of a slice lie behind the end of its buffer
@@ -160,23 +167,23 @@ class SliceFeedback:
         if key in self._waiting:
             self._place(key, self._waiting.pop(key))
 
-    def describe(self, key: str, matrices: Sequence[Matrix]) -> None:
-        """See `Feedback`; a slice cuts through them, so it is taken as values without a shape."""
+    def describe(self, key: str, matrices: Sequence[MatrixSpan]) -> None:
+        """See `ErrorFeedbackStore`; a slice cuts through them, so it is taken as values without a shape."""
 
     def commit(self, keys: Collection[str] | None = None) -> None:
-        """See `Feedback`; of nothing nothing is lost."""
+        """See `ErrorFeedbackStore`; of nothing nothing is lost."""
         for key, behind in self._behind.items():
             if keys is None or key in keys:
                 self._inner.restore(key, behind)
         self._inner.commit(keys)
 
     def restore(self, key: str, places: Tensor) -> None:
-        """See `Feedback`."""
+        """See `ErrorFeedbackStore`."""
         own = self._places(key, places.numel())
-        self._inner.restore(key, _filled_up(places, own)[own])
+        self._inner.restore(key, _zero_padded(places, own)[own])
 
     def lost(self, key: str, num_values: int) -> Mapping[str, Tensor]:
-        """See `Feedback`."""
+        """See `ErrorFeedbackStore`."""
         if key in self._waiting:
             return self._waiting[key]
         places = self._places(key, num_values)
@@ -186,8 +193,8 @@ class SliceFeedback:
             found[side] = whole.index_copy_(0, places, part)[:num_values]
         return found
 
-    def set_lost(self, key: str, flats: Mapping[str, Tensor]) -> None:
-        """See `Feedback`; it waits until it is known how the buffer is summed."""
+    def set_residuals(self, key: str, flats: Mapping[str, Tensor]) -> None:
+        """See `ErrorFeedbackStore`; it waits until it is known how the buffer is summed."""
         if key in self._by_rows:
             self._place(key, flats)
         else:
@@ -197,18 +204,18 @@ class SliceFeedback:
         own = {}
         for side, flat in flats.items():
             places = self._places(key, flat.numel())
-            own[side] = _filled_up(flat, places)[places]
-        self._inner.set_lost(key, own)
+            own[side] = _zero_padded(flat, places)[places]
+        self._inner.set_residuals(key, own)
 
     def rescale(self, factor: float, keys: Collection[str]) -> None:
-        """See `Feedback`."""
+        """See `ErrorFeedbackStore`."""
         for key in [key for key in keys if key in self._waiting]:
             waiting = self._waiting[key].items()
             self._waiting[key] = {side: flat if side == "factor" else flat * factor for side, flat in waiting}
         self._inner.rescale(factor, keys)
 
     def clear(self, key: str) -> None:
-        """See `Feedback`."""
+        """See `ErrorFeedbackStore`."""
         self._waiting.pop(key, None)
         self._inner.clear(key)
 
@@ -223,14 +230,14 @@ class SliceFeedback:
         return torch.cat([torch.arange(row * width, (row + 1) * width) for row in rows])
 
 
-def _filled_up(flat: Tensor, places: Tensor) -> Tensor:
+def _zero_padded(flat: Tensor, places: Tensor) -> Tensor:
     """With zeros behind it, where places are beyond its end."""
     padded = flat.new_zeros(max(flat.numel(), int(places.max()) + 1))
     padded[: flat.numel()] = flat
     return padded
 
 
-def _join(slices: Tensor, x: Tensor) -> Tensor:
+def _join_slices(slices: Tensor, x: Tensor) -> Tensor:
     """Write the slices over `x`; the last ones may be filled up, or hold nothing of it."""
     for piece, part in zip(x.split(slices.shape[1]), slices, strict=False):
         piece.copy_(part[: piece.numel()])

@@ -1,15 +1,41 @@
-"""The native route: the collectives of the backend, NCCL or Gloo."""
+"""Rows of all ranks, summed by whoever owns them, through memory of the caller: nothing is allocated.
+
+The native route: the collectives of the backend, NCCL or Gloo.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from paceline.comm.collectives.collective import Arriving
-from paceline.comm.handle import Handle
-from paceline.comm.net import Net
-from paceline.comm.scatter_rows import scatter_rows
-from paceline.mesh import Group
+from paceline.comm.collectives.collective_protocol import ReceiveBuffer
+from paceline.comm.handle import Handle, collective_error, handle_of_work
+from paceline.comm.net import Net, start_exchange_with_others
+from paceline.job.mesh import RankGroup
+
+
+def scatter_rows(net: Net, x: Tensor, arriving: Tensor, group: RankGroup) -> Handle:
+    """Sum `x` [P, n] over the group; the handle returns row `group.rank` of the sum, in `arriving`.
+
+    Args:
+        arriving: [P - 1, n], for what the others send.
+    Exactness: rows are added in the order of the ranks.
+    Wire: (P-1)/P of the bytes of `x`, 1 round.
+    """
+    entry = net.ledger.launched("reduce_scatter", group.name, x.nbytes, group.size)
+    try:
+        work = start_exchange_with_others(group.handle, group.rank, x, arriving)
+    except RuntimeError as error:
+        raise collective_error("reduce_scatter", group, net, error, net.deadline_seconds) from error
+
+    def total() -> Tensor:
+        rows = [*arriving[: group.rank], x[group.rank], *arriving[group.rank :]]
+        torch.add(rows[0], rows[1], out=arriving[0])
+        for row in rows[2:]:
+            arriving[0].add_(row)
+        return arriving[0]
+
+    return handle_of_work("reduce_scatter", group, net, work, entry, total)
 
 
 class NativeCollective:
@@ -20,7 +46,7 @@ class NativeCollective:
 
     feedback = None
 
-    def __init__(self, net: Net, group: Group) -> None:
+    def __init__(self, net: Net, group: RankGroup) -> None:
         self.net, self.group = net, group
 
     def buffer(self, num_values: int, like: Tensor, key: str) -> Tensor:
@@ -31,13 +57,13 @@ class NativeCollective:
         """See `Collective`."""
         return self.net.all_reduce(x, self.group)
 
-    def reduce_scatter(self, x: Tensor, key: str, arriving: Arriving = None) -> Handle:
+    def reduce_scatter(self, x: Tensor, key: str, arriving: ReceiveBuffer = None) -> Handle:
         """See `Collective`."""
-        if arriving is None or x.device.type != "cpu" or not self._adds_exactly(x) or self.group.size == 1:
+        if arriving is None or x.device.type != "cpu" or not self._can_add_rows(x) or self.group.size == 1:
             return self.net.reduce_scatter(x, self.group).then(lambda row: row.view(-1))
         return scatter_rows(self.net, x, arriving(), self.group)
 
-    def _adds_exactly(self, x: Tensor) -> bool:
+    def _can_add_rows(self, x: Tensor) -> bool:
         """Whether row after row can be added: sums of three halves would be rounded twice."""
         halves = x.dtype in (torch.float16, torch.bfloat16)
         return not (x.is_complex() or (halves and self.group.size > 2))
@@ -53,11 +79,11 @@ class NativeCollective:
         return self.net.broadcast(x, self.group, source)
 
     def all_to_all(self, x: Tensor, key: str, out: Tensor, tag: int = 0) -> Handle:
-        """See `Exchanging`."""
+        """See `AllToAllCollective`."""
         return self.net.exchange_rows(x, out, self.group, tag)
 
     def in_any_order(self, x: Tensor) -> bool:
-        """See `Exchanging`: Gloo's messages have tags, collectives of NCCL have none."""
+        """See `AllToAllCollective`: Gloo's messages have tags, collectives of NCCL have none."""
         return x.device.type == "cpu"
 
     def abort(self) -> None:

@@ -1,4 +1,6 @@
-"""The route through memory: ranks of one host add up their buffers where they lie, and nothing is sent.
+"""Memory without a name that ranks of one host have mapped: it is gone when the last of them is.
+
+The route through memory: ranks of one host add up their buffers where they lie, and nothing is sent.
 
 A buffer is memory that every rank of the group has mapped. Each rank adds one slice of all buffers, in the
 order of the ranks, and writes the sum into all of them. Invariant: between launch and the end of `wait` a
@@ -10,26 +12,54 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor
 
-from paceline.comm.collectives.collective import Arriving
+from paceline.comm.collectives.collective_protocol import ReceiveBuffer
 from paceline.comm.handle import Handle
 from paceline.comm.net import Net
-from paceline.comm.routes.host_links import HostLinks
-from paceline.comm.routes.host_memory import mapped, reserve
-from paceline.comm.routes.host_peer import Signal
+from paceline.comm.routes.host_links import HostLinks, HostSignal
 from paceline.comm.workspace import Workspace
 from paceline.errors import CommunicationError
-from paceline.mesh import Group
+from paceline.job.mesh import RankGroup
+
+
+def allocate_shared_memory(num_bytes: int, name: str) -> int:
+    """An open file of so many zeroed bytes, which nobody else has; the caller closes it.
+
+    Args:
+        name: seen among the open files and maps of a process, and nowhere else.
+    Raises:
+        CommunicationError: the machine has no such memory left.
+    """
+    with ExitStack() as cleanup:
+        try:
+            file = os.memfd_create(name)
+            cleanup.callback(os.close, file)
+            os.posix_fallocate(file, 0, num_bytes)
+        except OSError as error:
+            raise CommunicationError(
+                f"there are no {num_bytes} bytes of shared memory: {error}",
+                next_step="free memory, or choose route=native",
+            ) from error
+        cleanup.pop_all()
+    return file
+
+
+def map_shared_tensor(file: int, num_values: int, dtype: torch.dtype) -> Tensor:
+    """The memory of an open file as a tensor [n]; the file need not stay open."""
+    path = f"/proc/self/fd/{file}"
+    return torch.from_file(path, shared=True, size=max(1, num_values), dtype=dtype)[:num_values]
+
 
 _FILLED, _SUMMED = 0, 1
-_LINE_VALUES = 64  # slices end at these multiples, so that no cache line is written by two ranks
+_CACHE_LINE_VALUES = 64  # slices end at these multiples, so that no cache line is written by two ranks
 CHUNK_VALUES = 1 << 16  # what was added is still in the cache when it is written to the others
 
 
-Calls = Sequence[tuple[str, Group, int]]
+WireCalls = Sequence[tuple[str, RankGroup, int]]
 """Operation, group and bytes, of what a sum would cost on a wire."""
 
 
@@ -47,7 +77,7 @@ class SharedMemoryCollective:
 
     feedback = None
 
-    def __init__(self, net: Net, group: Group, links: HostLinks) -> None:
+    def __init__(self, net: Net, group: RankGroup, links: HostLinks) -> None:
         self.net, self.group = net, group
         self._links = links
         self._parts: dict[str, list[Tensor]] = {}
@@ -68,12 +98,12 @@ class SharedMemoryCollective:
             mine.copy_(x.reshape(-1))
 
         def add() -> None:
-            add_slice(parts, self.group.rank)
+            sum_slice_in_all(parts, self.group.rank)
 
         calls = [("all_reduce", self.group, x.numel() * x.element_size())]
         return self._launch(calls, key, add, lambda: x if in_place else x.copy_(mine.view_as(x)))
 
-    def reduce_scatter(self, x: Tensor, key: str, arriving: Arriving = None) -> Handle:
+    def reduce_scatter(self, x: Tensor, key: str, arriving: ReceiveBuffer = None) -> Handle:
         """See `Collective`; the result lies in this rank's buffer, whose own row nobody else reads."""
         parts, place = self._parts_of(x, key), self.group.rank
         if x.data_ptr() != parts[place].data_ptr():
@@ -82,7 +112,7 @@ class SharedMemoryCollective:
         scratch = self._workspace.take("slice", (CHUNK_VALUES,), x.dtype)
 
         def add() -> None:
-            add_rows([row.reshape(-1) for row in rows], place, scratch)
+            sum_into_row([row.reshape(-1) for row in rows], place, scratch)
 
         calls = [("reduce_scatter", self.group, x.numel() * x.element_size())]
         return self._launch(calls, key, add, lambda: rows[place])
@@ -111,7 +141,7 @@ class SharedMemoryCollective:
         return self._launch(calls, key, lambda: x.copy_(parts[source].view_as(x)), lambda: x)
 
     def combine(
-        self, keys: Sequence[str], calls: Calls, add: Callable[[Sequence[Sequence[Tensor]]], None]
+        self, keys: Sequence[str], calls: WireCalls, add: Callable[[Sequence[Sequence[Tensor]]], None]
     ) -> Handle:
         """Let every rank change its share of all ranks' buffers, once all are filled.
 
@@ -131,12 +161,12 @@ class SharedMemoryCollective:
         self._links.close()
 
     def _launch(
-        self, calls: Calls, key: str, add: Callable[[], object], result: Callable[[], Tensor]
+        self, calls: WireCalls, key: str, add: Callable[[], object], result: Callable[[], Tensor]
     ) -> Handle:
         ledger = self.net.ledger
         entries = [ledger.launched(op, group.name, num_bytes, group.size) for op, group, num_bytes in calls]
         label = f"buffer '{key}' of {calls[0][2]} bytes"
-        filled, summed = (Signal(phase, self._num_sums, label) for phase in (_FILLED, _SUMMED))
+        filled, summed = (HostSignal(phase, self._num_sums, label) for phase in (_FILLED, _SUMMED))
         self._num_sums += 1
         self._links.tell(filled)
 
@@ -176,7 +206,7 @@ class SharedMemoryCollective:
             shares: of every rank; as many on each if None.
         """
         num_bytes = max(1, num_values) * dtype.itemsize
-        mine = reserve(num_bytes, "paceline-sums")
+        mine = allocate_shared_memory(num_bytes, "paceline-sums")
         files = {self.group.ranks[self.group.rank]: mine}
         try:
             files |= self._links.share(mine)
@@ -193,10 +223,10 @@ class SharedMemoryCollective:
                 f"a rank of {self.group.ranks} shares {os.fstat(file).st_size} bytes, this one {num_bytes}",
                 next_step="every rank must sum the same buffers in the same order",
             )
-        return mapped(file, num_values, dtype)
+        return map_shared_tensor(file, num_values, dtype)
 
 
-def add_rows(rows: Sequence[Tensor], place: int, scratch: Tensor) -> None:
+def sum_into_row(rows: Sequence[Tensor], place: int, scratch: Tensor) -> None:
     """Replace row number `place`, [n] each, by the sum of all, added in their order.
 
     Args:
@@ -210,13 +240,13 @@ def add_rows(rows: Sequence[Tensor], place: int, scratch: Tensor) -> None:
         rows[place][start : start + scratch.numel()].copy_(total)
 
 
-def add_slice(parts: Sequence[Tensor], place: int) -> None:
+def sum_slice_in_all(parts: Sequence[Tensor], place: int) -> None:
     """Replace slice number `place` of every part, [n] each, by the sum of that slice over all parts.
 
     If every rank does this with its own place, all parts end as the sum.
     """
     num_values = parts[0].numel()
-    width = -(-num_values // (len(parts) * _LINE_VALUES)) * _LINE_VALUES
+    width = -(-num_values // (len(parts) * _CACHE_LINE_VALUES)) * _CACHE_LINE_VALUES
     begin, end = min(place * width, num_values), min((place + 1) * width, num_values)
     for start in range(begin, end, CHUNK_VALUES):
         total, *others = (part[start : min(start + CHUNK_VALUES, end)] for part in parts)

@@ -33,7 +33,7 @@ _QUEUE_BYTES = 64 << 20
 _LATE_SECONDS = 5e-4
 
 
-class Forwarder:
+class FrameForwarder:
     """One direction of one link."""
 
     def __init__(self, device: str, latency: float, jitter: float, loss: float, seed: int) -> None:
@@ -86,7 +86,7 @@ class Forwarder:
         if order:
             self.change(**order)
         else:
-            say(self.count)
+            send_record(self.count)
 
     def wait(self) -> bool:
         """Sleep until there is something to do; False when the input has ended."""
@@ -109,7 +109,7 @@ def open_tap(device: str) -> int:
     return fd
 
 
-def be_prompt() -> str:
+def request_realtime_scheduling() -> str:
     """Ask the scheduler for short waits; what it granted."""
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1000)
     try:
@@ -122,17 +122,17 @@ def be_prompt() -> str:
 def main(arguments: list[str]) -> int:
     """Forward until the input ends, then print what was counted."""
     try:
-        forwarder = Forwarder(**json.loads(arguments[1]))
+        forwarder = FrameForwarder(**json.loads(arguments[1]))
     except OSError as error:
-        say({"error": f"/dev/net/tun: {error.strerror}"})
+        send_record({"error": f"/dev/net/tun: {error.strerror}"})
         return 1
-    say({"scheduling": be_prompt()})
+    send_record({"scheduling": request_realtime_scheduling()})
     while forwarder.wait():
         forwarder.write()
     return 0
 
 
-def say(record: Mapping[str, object]) -> None:
+def send_record(record: Mapping[str, object]) -> None:
     """One line of JSON for the lab."""
     os.write(1, (json.dumps(record) + "\n").encode())
 

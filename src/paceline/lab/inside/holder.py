@@ -24,7 +24,7 @@ _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def check(result: int, what: str) -> None:
+def check_result(result: int, what: str) -> None:
     """Turn an error of the system into an exception that says what was tried."""
     if result != 0:
         raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
@@ -36,11 +36,11 @@ def enter_user_namespace(join: str) -> None:
         return
     if join != "new":
         fd = os.open(f"/proc/{join}/ns/user", os.O_RDONLY)
-        check(_libc.setns(fd, _NEW_USER), "joining the lab's user namespace")
+        check_result(_libc.setns(fd, _NEW_USER), "joining the lab's user namespace")
         os.close(fd)
         return
     uid, gid = os.getuid(), os.getgid()
-    check(_libc.unshare(_NEW_USER), "making a user namespace")
+    check_result(_libc.unshare(_NEW_USER), "making a user namespace")
     for name, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):
         with open(f"/proc/self/{name}", "w", encoding="ascii") as stream:  # noqa: PTH123
             stream.write(text)
@@ -48,13 +48,13 @@ def enter_user_namespace(join: str) -> None:
 
 def mount(source: bytes, target: bytes, kind: bytes, flags: int, options: bytes = b"") -> None:
     """Mount, or say what could not be mounted."""
-    check(
+    check_result(
         _libc.mount(source, target, kind, flags, options),
         f"mounting {kind.decode() or 'private'} on {target.decode()}",
     )
 
 
-def furnish(name: str, names: str, disk: list[str]) -> None:
+def set_up_mounts(name: str, names: str, disk: list[str]) -> None:
     """The host's own mounts, name and settings; `names` is a file that replaces /etc/hosts."""
     mount(b"none", b"/", b"", _MS_REC | _MS_PRIVATE)
     mount(b"proc", b"/proc", b"proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
@@ -64,7 +64,7 @@ def furnish(name: str, names: str, disk: list[str]) -> None:
         mount(b"tmpfs", disk[0].encode(), b"tmpfs", _MS_NOSUID | _MS_NODEV, f"size={disk[1]}".encode())
     if os.path.exists(names) and os.path.exists("/etc/hosts"):  # noqa: PTH110
         mount(names.encode(), b"/etc/hosts", b"", _MS_BIND)
-    check(_libc.sethostname(name.encode(), len(name)), "naming the host")
+    check_result(_libc.sethostname(name.encode(), len(name)), "naming the host")
     for which in ("all", "default"):  # the kernel's own IPv6 messages would be counted on the links
         path = f"/proc/sys/net/ipv6/conf/{which}/disable_ipv6"
         if os.path.exists(path):  # noqa: PTH110
@@ -72,21 +72,21 @@ def furnish(name: str, names: str, disk: list[str]) -> None:
                 stream.write("1")
 
 
-def be_first(name: str, names: str, disk: list[str], ready: int) -> None:
+def run_init_process(name: str, names: str, disk: list[str], ready: int) -> None:
     """The first process of the host: nothing but taking leave of orphans."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
-        furnish(name, names, disk)
+        set_up_mounts(name, names, disk)
     except OSError as error:
         os.write(ready, str(error.args[1]).encode())
         os._exit(1)
     os.write(ready, b"ok")
     for fd in (0, 1, ready):
         os.close(fd)
-    reap()
+    reap_orphans()
 
 
-def reap() -> None:
+def reap_orphans() -> None:
     """Wait for orphans, for good."""
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
     while True:
@@ -98,16 +98,16 @@ def reap() -> None:
             continue
 
 
-def begin(name: str, join: str, names: str, disk: list[str]) -> tuple[int, str]:
+def start_init_process(name: str, join: str, names: str, disk: list[str]) -> tuple[int, str]:
     """Start the first process; its number, and "ok" or what went wrong."""
     enter_user_namespace(join)
     for kind, flag in _NEW.items():
-        check(_libc.unshare(flag), f"making a {kind} namespace")
+        check_result(_libc.unshare(flag), f"making a {kind} namespace")
     reading, writing = os.pipe()
     first = os.fork()
     if first == 0:
         os.close(reading)
-        be_first(name, names, disk, writing)
+        run_init_process(name, names, disk, writing)
     os.close(writing)
     said = os.read(reading, 4096).decode()
     return first, said or "the first process of the host ended"
@@ -116,7 +116,7 @@ def begin(name: str, join: str, names: str, disk: list[str]) -> tuple[int, str]:
 def main(name: str, join: str, names: str, *disk: str) -> int:
     """Hold until the input ends or the first process does."""
     try:
-        first, said = begin(name, join, names, list(disk))
+        first, said = start_init_process(name, join, names, list(disk))
     except OSError as error:
         first, said = 0, str(error.args[1])
     os.write(1, (json.dumps({"pid": first, "said": said}) + "\n").encode())

@@ -6,12 +6,11 @@ from its one abstract method. Real processes, real collectives. Sources: `comm.c
 `comm.collectives.Collective`, `comm.reduction.Reduction`, `layout.placed.Placed`, `sync.rule.Rule`.
 """
 
-from paceline.testing.contracts.channel import ChannelContract
-from paceline.testing.contracts.codec import CodecContract
-from paceline.testing.contracts.collective import CollectiveContract
-from paceline.testing.contracts.layout import LayoutContract
-from paceline.testing.contracts.reducer import ReducerContract
-from paceline.testing.contracts.rule import RuleContract
+from paceline.testing.contracts.channel_contract import ChannelContract
+from paceline.testing.contracts.codec_contract import CodecContract
+from paceline.testing.contracts.collective_contract import CollectiveContract
+from paceline.testing.contracts.reducer_contract import ReducerContract
+from paceline.testing.contracts.training_contracts import LayoutContract, RuleContract
 
 __all__ = [
     "ChannelContract",

@@ -1,0 +1,175 @@
+"""One safetensors file: its header, and its tensors as views of its bytes.
+
+The header also says where each tensor lies in its whole, the way torch.distributed.checkpoint's reader of
+Hugging Face checkpoints expects it. Written here because a file is streamed and hashed on the way, which
+safetensors' own writer cannot do.
+
+Source: the safetensors format, https://github.com/huggingface/safetensors (8 bytes of length, JSON, data).
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.checkpoint.strict_json import count, listed, parse, table, text
+
+_ALIGNMENT = 8
+_METADATA = "__metadata__"
+_DTYPE_CODES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+}
+_DTYPES_BY_CODE = {code: dtype for dtype, code in _DTYPE_CODES.items()}
+
+
+@dataclass(frozen=True)
+class TensorChunk:
+    """A box of a tensor.
+
+    Args:
+        name: of the whole tensor.
+        dtype: "F32" and so on, as safetensors spells it.
+        shape: of the whole tensor.
+        offsets: where the box begins in the whole.
+        sizes: of the box.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.sizes) * dtype_of_code(self.dtype).itemsize
+
+
+def dtype_code(dtype: torch.dtype) -> str | None:
+    """The format's word for a type; None if it has none."""
+    return _DTYPE_CODES.get(dtype)
+
+
+def is_dtype_code(word: str) -> bool:
+    """Whether the format has such a word."""
+    return word in _DTYPES_BY_CODE
+
+
+def dtype_of_code(code: str) -> torch.dtype:
+    """The type of a word; KeyError if it is none."""
+    return _DTYPES_BY_CODE[code]
+
+
+def chunk_keys(chunks: Sequence[TensorChunk]) -> list[str]:
+    """What chunks are called in their file: by their tensor; boxes of one tensor also by their place."""
+    count = Counter(chunk.name for chunk in chunks)
+    return [c.name if count[c.name] == 1 else f"{c.name} at {list(c.offsets)}" for c in chunks]
+
+
+def encode_header(chunks: Sequence[TensorChunk]) -> bytes:
+    """What stands before the data of the chunks, which follow each other without gaps."""
+    keys = chunk_keys(chunks)
+    offsets = {key: {"saved_offsets": c.offsets} for key, c in zip(keys, chunks, strict=True)}
+    entries: dict[str, object] = {
+        _METADATA: {
+            "format": "pt",
+            "DCP_SHARDING_INFO": json.dumps(offsets),
+        }
+    }
+    end = 0
+    for key, chunk in zip(keys, chunks, strict=True):
+        begin, end = end, end + chunk.num_bytes
+        entries[key] = {"dtype": chunk.dtype, "shape": chunk.sizes, "data_offsets": [begin, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def decode_tensors(data: bytes | bytearray) -> dict[str, Tensor]:
+    """The tensors of a file, as read-only views of its bytes.
+
+    Raises:
+        ValueError: this is no safetensors file.
+    """
+    try:
+        return _decode(data)
+    except (KeyError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"it is no safetensors file: {type(error).__name__}: {error}") from error
+
+
+def _decode(data: bytes | bytearray) -> dict[str, Tensor]:
+    length = int.from_bytes(data[:8], "little")
+    found = {}
+    for name, entry in parse_entries(bytes(data[8 : 8 + length]), len(data) - length - 8).items():
+        count = (entry.end - entry.begin) // entry.dtype.itemsize
+        if count:
+            flat = torch.frombuffer(data, dtype=entry.dtype, count=count, offset=8 + length + entry.begin)
+        else:
+            flat = torch.empty(0, dtype=entry.dtype)
+        found[name] = flat.view(entry.shape)
+    return found
+
+
+@dataclass(frozen=True)
+class HeaderEntry:
+    """A tensor as a header describes it; `begin` and `end` are bytes behind the header."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def parse_entries(header: bytes, num_bytes: int) -> dict[str, HeaderEntry]:
+    """The tensors of a file, by name.
+
+    Args:
+        header: the JSON.
+        num_bytes: of the data behind it.
+    Raises:
+        ValueError: this is no header of such a file.
+    """
+    found = table(parse(header), "the header")
+    return {name: _parse_entry(name, one, num_bytes) for name, one in found.items() if name != _METADATA}
+
+
+def _parse_entry(name: str, given: Any, num_bytes: int) -> HeaderEntry:
+    entry = table(given, f"'{name[:80]}'")
+    code, places = text(entry.get("dtype"), "dtype"), listed(entry.get("data_offsets"), "data_offsets")
+    shape = tuple(count(one, "a size") for one in listed(entry.get("shape"), "shape"))
+    if not is_dtype_code(code):
+        raise ValueError(f"'{name[:80]}' has the type {code[:20]}, which is unknown here")
+    begin, end = (count(one, "an offset") for one in places) if len(places) == 2 else (1, 0)
+    if not begin <= end <= num_bytes:
+        raise ValueError(f"'{name[:80]}' lies outside of the file")
+    if end - begin != prod(shape) * dtype_of_code(code).itemsize:
+        raise ValueError(f"'{name[:80]}' has {end - begin} bytes, which are not those of its shape")
+    return HeaderEntry(dtype_of_code(code), shape, begin, end)
+
+
+def parse_metadata(header: bytes) -> Mapping[str, str]:
+    """What a header says beside its tensors; ValueError if it is none."""
+    found = table(table(parse(header), "the header").get(_METADATA, {}), _METADATA)
+    return {name: text(value, name[:80]) for name, value in found.items()}

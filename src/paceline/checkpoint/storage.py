@@ -1,0 +1,308 @@
+"""Ranges of the bytes of one file: mapped, if it is on this machine, else by requests.
+
+Invariant: a range comes whole, in blocks of at most `BLOCK_BYTES`, or is an error. Beside what the caller
+holds there is one block in memory: pages of a mapped file are given back as soon as they are read.
+
+Files of one folder, on a local disk or a remote store, through fsspec.
+
+Invariant: when `write` or `publish` returns, the bytes survive a power cut (local) or the store has confirmed
+them (remote); what `publish` writes is there in full or not at all. It does not know what the files mean.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import stat
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+
+from paceline.checkpoint.disk.direct_write import Writeback
+from paceline.errors import CheckpointError
+
+BLOCK_BYTES = 2**23  # a multiple of the size of every number
+_MAX_TRIES = 4
+_FIRST_PAUSE_SECONDS = 0.2
+_STORE_ERRORS = {
+    "aiohttp": "ClientError",
+    "botocore.exceptions": "BotoCoreError",
+}  # what breaks is no OSError
+_T = TypeVar("_T")
+
+
+class FileRanges(Protocol):
+    """`local`: reading twice costs little."""
+
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def local(self) -> bool: ...
+    def blocks(self, begin: int, end: int) -> Iterator[memoryview]:
+        """The bytes from `begin` to `end`; a block is valid until the next one.
+
+        Raises:
+            OSError: it cannot be read, or is shorter.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+class MappedFile:
+    """A file of this machine.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is empty.
+    """
+
+    local = True
+
+    def __init__(self, path: Path) -> None:
+        with path.open("rb") as stream:
+            self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+        self.num_bytes = len(self._map)
+
+    def blocks(self, begin: int, end: int) -> Iterator[memoryview]:
+        """See `FileRanges`."""
+        _require_complete(end <= self.num_bytes, end - self.num_bytes)
+        for first in range(begin, end, BLOCK_BYTES):
+            last = min(first + BLOCK_BYTES, end)
+            yield memoryview(self._map)[first:last]
+            page = first - first % mmap.PAGESIZE
+            self._map.madvise(mmap.MADV_DONTNEED, page, last - page)
+
+    def close(self) -> None:
+        """The map ends with the last block that somebody holds."""
+        del self._map
+
+
+class RemoteFile:
+    """A file of a remote store; a connection that breaks is tried again.
+
+    Args:
+        filesystem: of fsspec.
+        path: as the file system names it.
+    Raises:
+        OSError: it is not there, cannot be reached, or does not say how long it is.
+    """
+
+    local = False
+
+    def __init__(self, filesystem: Any, path: str) -> None:
+        self._file = retry_connection(lambda: filesystem.open(path, "rb", cache_type="none"))
+        if not isinstance(self._file.size, int):
+            self._file.close()
+            raise OSError(f"the server does not say how long {path} is: download it first")
+        self.num_bytes = self._file.size
+
+    def blocks(self, begin: int, end: int) -> Iterator[memoryview]:
+        """See `FileRanges`."""
+        for first in range(begin, end, BLOCK_BYTES):
+            wanted = min(BLOCK_BYTES, end - first)
+            yield memoryview(bytearray(retry_connection(lambda: self._read(first, wanted))))  # noqa: B023, called at once
+
+    def close(self) -> None:
+        """End the connection."""
+        self._file.close()
+
+    def _read(self, first: int, wanted: int) -> bytes:
+        try:
+            self._file.seek(first)
+            found = bytes(self._file.read(wanted))
+        except ValueError as error:  # fsspec's word for a server that knows whole files only
+            raise NoRangesError(f"it has no ranges of files ({error}): download it first") from error
+        _require_complete(len(found) == wanted, wanted - len(found))
+        return found
+
+
+class NoRangesError(OSError):
+    """A server that would send all of a file each time."""
+
+
+def retry_connection(act: Callable[[], _T]) -> _T:
+    """What `act` returns, after some tries if a connection breaks.
+
+    Raises:
+        OSError: it is not there, is not allowed, or the last try broke too.
+    """
+    for pause in range(_MAX_TRIES):
+        try:
+            return act()
+        except (FileNotFoundError, PermissionError, NoRangesError):
+            raise
+        except _connection_errors() as error:
+            refused = 400 <= getattr(error, "status", 0) < 500
+            if refused or pause == _MAX_TRIES - 1:
+                raise OSError(str(error) or type(error).__name__) from error
+            time.sleep(_FIRST_PAUSE_SECONDS * 2**pause)
+    raise AssertionError
+
+
+def _connection_errors() -> tuple[type[Exception], ...]:
+    """What the libraries of stores that are in use raise."""
+    own = [getattr(sys.modules[room], name) for room, name in _STORE_ERRORS.items() if room in sys.modules]
+    return OSError, *own
+
+
+def _require_complete(whole: bool, missing: int) -> None:
+    if not whole:
+        raise OSError(f"it is cut short: {missing} bytes are missing")
+
+
+Block = bytes | memoryview
+_DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
+
+
+def is_disk_full(error: OSError) -> bool:
+    """Does the error say that there is no space left?"""
+    return error.errno in _DISK_FULL_ERRORS
+
+
+class StorageFolder:
+    """A folder.
+
+    Args:
+        url: a path, or an fsspec URL such as `s3://bucket/folder` or `memory://folder`.
+    Raises:
+        CheckpointError: nothing installed can read such a URL.
+    """
+
+    def __init__(self, url: str) -> None:
+        try:
+            self._fs, root = url_to_fs(url, use_listings_cache=False)
+        except (ImportError, ValueError) as error:
+            raise CheckpointError(
+                f"cannot reach the folder: {error}",
+                where=url,
+                next_step="s3:// needs paceline[s3], https:// paceline[http]; a plain path always works",
+            ) from error
+        self.url, self._root = url, root.rstrip("/")
+        local = isinstance(self._fs, LocalFileSystem)
+        self._checked: Callable[[str], str] = _require_regular_file if local else str
+        self._accompany: type[Writeback] = Writeback if local else _NoWriteback
+        self._replace: Callable[[str, bytes], None] = _replace_local if local else self._put
+
+    def place(self, name: str) -> str:
+        """Where a file is, as a user may name it."""
+        return f"{self.url.rstrip('/')}/{name}"
+
+    def local_path(self, name: str) -> Path | None:
+        """Where a file is on this machine; None in a remote store."""
+        return Path(self._path(name)) if isinstance(self._fs, LocalFileSystem) else None
+
+    def write(self, name: str, blocks: Iterable[Block]) -> None:
+        """Write a file; a half one may be left behind by a crash."""
+        path = self.make_room(name)
+        with self._fs.open(path, "wb") as stream:
+            writeback = self._accompany(stream)
+            for block in blocks:
+                stream.write(block)
+                writeback.count_written(len(block))
+            writeback.finish()
+
+    def make_room(self, name: str) -> str:
+        """Make the folder that a file lies in; returns the path of the file."""
+        path = self._path(name)
+        self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+        return path
+
+    def publish(self, name: str, data: bytes) -> None:
+        """Write a small file at once: a reader sees the old one, or all of the new one."""
+        path = self.make_room(name)
+        self._replace(path, data)
+
+    def read(self, name: str) -> bytes:
+        """All bytes of a file.
+
+        Raises:
+            OSError: it is not there, or it is a pipe or a device, which might have no end.
+        """
+        return bytes(self._fs.cat_file(self._checked(self._path(name))))
+
+    def ranges(self, name: str) -> FileRanges:
+        """A file, to read parts of.
+
+        Raises:
+            OSError: it is not there, cannot be reached, or is no regular file.
+        """
+        path = self._checked(self._path(name))
+        place = self.local_path(name)
+        return RemoteFile(self._fs, path) if place is None else MappedFile(place)
+
+    def size(self, name: str) -> int | None:
+        """Bytes of a file; None if it is not there."""
+        try:
+            return int(self._fs.info(self._path(name))["size"])
+        except FileNotFoundError:
+            return None
+
+    def names(self) -> list[str]:
+        """What is directly in the folder; empty if the folder is not there."""
+        try:
+            found = self._fs.ls(self._root or "/", detail=False)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot read the folder of the checkpoints: {error}",
+                where=self.url,
+                next_step="check its rights, or name another run",
+            ) from error
+        return sorted({str(path).rstrip("/").rpartition("/")[2] for path in found})
+
+    def remove(self, name: str) -> None:
+        """Remove a file, or a folder with all that is in it, if it is there."""
+        try:
+            self._fs.rm(self._path(name), recursive=True)
+        except FileNotFoundError:
+            return
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    def _put(self, path: str, data: bytes) -> None:
+        self._fs.pipe_file(path, data)
+
+
+class _NoWriteback(Writeback):
+    """No write-back: a remote store uploads while a file is written, and confirms it on close."""
+
+    def count_written(self, num_bytes: int) -> None:
+        """Nothing to do."""
+
+    def finish(self) -> None:
+        """Nothing to do."""
+
+
+def _require_regular_file(path: str) -> str:
+    """The same path, if it is a file of this size and no other."""
+    mode = Path(path).stat().st_mode
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, f"it is no regular file ({stat.filemode(mode)[0]})", path)
+    return path
+
+
+def _replace_local(path: str, data: bytes) -> None:
+    place = Path(path)
+    draft = place.with_name(f".{place.name}.{os.getpid()}")
+    try:
+        with draft.open("wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        draft.replace(place)
+    finally:
+        draft.unlink(missing_ok=True)
+    descriptor = os.open(place.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

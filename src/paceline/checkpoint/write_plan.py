@@ -1,0 +1,127 @@
+"""Who writes what: every part of the state once, shared out among the ranks that hold it. Pure.
+
+Invariant: the plan is a function of the tables of all ranks, so every rank that sees the same tables makes
+the same plan, and no message is needed to agree on it.
+
+The files of one rank's part of a checkpoint, before they are written. Pure.
+
+A large part is cut into several files, so that several threads can hash and write. Invariant: where it is cut
+follows from the tensors alone, so that equal states have equal files whoever writes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.checkpoint.safetensors_file import TensorChunk, dtype_code, encode_header
+from paceline.errors import CheckpointError
+from paceline.state.slot import TensorPiece
+
+
+def chunk_of_piece(piece: TensorPiece) -> TensorChunk:
+    """What a piece that is a box is called in a file.
+
+    Raises:
+        CheckpointError: safetensors has no word for its type.
+    """
+    slot, code = piece.slot, dtype_code(piece.tensor.dtype)
+    if code is None:
+        raise CheckpointError(
+            f"the state's '{slot.name}' is {piece.tensor.dtype}, which cannot be saved",
+            next_step="register the buffer with persistent=False, or give it another type",
+        )
+    offsets = tuple(span[0] for span in slot.part)
+    return TensorChunk(slot.name, code, slot.shape, offsets, slot.sizes)
+
+
+def plan_writes(tables: Sequence[Iterable[TensorChunk]], shared: bool = True) -> list[frozenset[TensorChunk]]:
+    """By rank, the chunks that it writes; the largest go first, to whom has least to write.
+
+    Args:
+        tables: what every rank holds, by rank.
+        shared: ranks that hold the same chunk hold the same values; else the first of them writes it.
+    """
+    holders: dict[TensorChunk, list[int]] = {}
+    for rank, table in enumerate(tables):
+        for chunk in table:
+            if all(chunk.sizes) or not all(chunk.shape):  # an empty part of something is nothing
+                holders.setdefault(chunk, []).append(rank)
+    load = [0] * len(tables)
+    found: list[set[TensorChunk]] = [set() for _ in tables]
+    for chunk in sorted(holders, key=lambda c: (-c.num_bytes, c.name, c.offsets)):
+        writer = min(holders[chunk], key=lambda rank: (load[rank] * shared, rank))
+        load[writer] += chunk.num_bytes
+        found[writer].add(chunk)
+    return [frozenset(chunks) for chunks in found]
+
+
+def render_table(chunks: Iterable[TensorChunk]) -> list[list[object]]:
+    """A table as JSON values."""
+    return [[c.name, c.dtype, c.shape, c.offsets, c.sizes] for c in chunks]
+
+
+def parse_table(values: Iterable[Sequence[object]]) -> list[TensorChunk]:
+    """The inverse of `render_table`."""
+    return [
+        TensorChunk(str(name), str(dtype), _int_tuple(shape), _int_tuple(offsets), _int_tuple(sizes))
+        for name, dtype, shape, offsets, sizes in values
+    ]
+
+
+def merge_scalars(by_rank: Sequence[Mapping[str, object]]) -> dict[str, object]:
+    """One set of scalars: tables (numbers by parameter) are joined, for the rest the first rank speaks."""
+    merged: dict[str, object] = {}
+    for scalars in by_rank:
+        for key, value in scalars.items():
+            before = merged.setdefault(key, value)
+            if isinstance(value, Mapping) and isinstance(before, Mapping):
+                merged[key] = {**value, **before}
+    return merged
+
+
+def _int_tuple(values: Any) -> tuple[int, ...]:
+    return tuple(int(v) for v in values)
+
+
+_MIN_FILE_BYTES = 64 * 2**20  # a smaller file is not worth a thread
+_MAX_FILES = 4
+
+
+@dataclass(frozen=True)
+class FileDraft:
+    """A file to be written.
+
+    Args:
+        header: what stands before the tensors.
+        chunks: the tensors, in the order of their bytes.
+    """
+
+    name: str
+    header: bytes
+    chunks: tuple[TensorChunk, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.header) + sum(chunk.num_bytes for chunk in self.chunks)
+
+
+def rank_file_name(rank: int, index: int, count: int) -> str:
+    """The file of a rank's tensors, or the index-th of several."""
+    return f"rank-{rank:05d}" + (f".{index + 1}-of-{count}" if count > 1 else "") + ".safetensors"
+
+
+def draft_files(rank: int, chunks: Sequence[TensorChunk]) -> list[FileDraft]:
+    """Files of about equal size, in the order of the chunks; a tensor is not cut."""
+    total = sum(chunk.num_bytes for chunk in chunks)
+    wanted = min(_MAX_FILES, max(1, total // _MIN_FILE_BYTES))
+    groups: dict[int, list[TensorChunk]] = {}
+    begin = 0
+    for chunk in chunks:
+        groups.setdefault(min(begin * wanted // max(1, total), wanted - 1), []).append(chunk)
+        begin += chunk.num_bytes
+    return [
+        FileDraft(rank_file_name(rank, i, len(groups)), encode_header(group), tuple(group))
+        for i, group in enumerate(groups.values())
+    ]

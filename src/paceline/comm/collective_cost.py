@@ -1,0 +1,102 @@
+"""What a collective costs by its closed form: bytes through this rank and rounds. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class CollectiveCost:
+    """Bytes sent and received by one rank, averaged over the group, and the number of rounds."""
+
+    sent_bytes: float
+    received_bytes: float
+    rounds: int
+
+
+def _ring_all_reduce(num_bytes: int, world: int) -> CollectiveCost:
+    moved = 2 * (world - 1) / world * num_bytes
+    return CollectiveCost(moved, moved, 2 * (world - 1))
+
+
+def _all_gather(num_bytes: int, world: int) -> CollectiveCost:
+    return CollectiveCost((world - 1) * num_bytes, (world - 1) * num_bytes, world - 1)
+
+
+def _pairwise_exchange(num_bytes: int, world: int) -> CollectiveCost:
+    moved = (world - 1) / world * num_bytes
+    return CollectiveCost(moved, moved, 1)
+
+
+def _rooted(num_bytes: int, world: int) -> CollectiveCost:
+    """All parts but the root's own cross one wire: (P-1)/P n in all, 1/P of that on average."""
+    moved = (world - 1) / world * num_bytes / world
+    return CollectiveCost(moved, moved, 1)
+
+
+def _ring_reduce(num_bytes: int, world: int) -> CollectiveCost:
+    """Gloo: a reduce_scatter on a ring, then all parts but one go to the root."""
+    moved = (world - 1) / world * num_bytes * (1 + 1 / world)
+    return CollectiveCost(moved, moved, world)
+
+
+def _point_to_point(num_bytes: int, world: int) -> CollectiveCost:
+    return CollectiveCost(float(num_bytes), 0.0, 1)
+
+
+def _barrier(num_bytes: int, world: int) -> CollectiveCost:
+    return CollectiveCost(0.0, 0.0, 1)
+
+
+_CLOSED_FORMS: dict[str, Callable[[int, int], CollectiveCost]] = {
+    "all_reduce": _ring_all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _pairwise_exchange,
+    "all_to_all": _pairwise_exchange,
+    "broadcast": _pairwise_exchange,
+    "reduce": _ring_reduce,
+    "gather": _rooted,
+    "scatter": _rooted,
+    "barrier": _barrier,
+    "send": _point_to_point,
+    "exchange": _point_to_point,
+}
+
+
+def native_cost(op: str, num_bytes: int, world: int) -> CollectiveCost:
+    """The closed form of one collective on the native route.
+
+    Args:
+        op: name of the collective.
+        num_bytes: payload: the tensor that each rank passes in; for broadcast, scatter and gather the whole.
+        world: number of ranks in the group.
+    Source: Thakur, Rabenseifner, Gropp 2005, Optimization of Collective Communication Operations in
+        MPICH, section 4 (ring algorithms).
+    """
+    if world == 1:
+        return CollectiveCost(0.0, 0.0, 0)
+    return _CLOSED_FORMS[op](num_bytes, world)
+
+
+def hierarchical_cost(
+    num_bytes: int, num_nodes: int, ranks_per_node: int
+) -> tuple[CollectiveCost, CollectiveCost]:
+    """The closed form of an all_reduce on the hierarchical route: inside the node, and between nodes.
+
+    Between nodes a rank sends 2 (N-1)/N n/L bytes, so a node sends 2 (N-1)/N n. On the native ring the one
+    rank whose neighbour is on another node sends 2 (P-1)/P n there.
+
+    Args:
+        num_bytes: of the buffer, filled up to a multiple of `ranks_per_node` values.
+        num_nodes, ranks_per_node: N and L; the group has N L ranks.
+    """
+    part = num_bytes // ranks_per_node
+    scatter, gather = (
+        native_cost("reduce_scatter", num_bytes, ranks_per_node),
+        native_cost("all_gather", part, ranks_per_node),
+    )
+    moved = scatter.sent_bytes + gather.sent_bytes
+    return CollectiveCost(moved, moved, scatter.rounds + gather.rounds), native_cost(
+        "all_reduce", part, num_nodes
+    )

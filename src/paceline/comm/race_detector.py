@@ -1,0 +1,171 @@
+"""Finds races: whoever reads or writes a tensor between the launch of a collective and its `wait`.
+
+While a detector is active on a thread, every operation of that thread on tensors is looked at. Other
+threads, which carry out the collectives, are not. It costs microseconds for each operation, so it is for
+debugging.
+
+What the table `[debug]` of a recipe asks for, around every round.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from paceline.comm.collectives.collective_protocol import Collective, ErrorFeedbackStore, ReceiveBuffer
+from paceline.comm.handle import Handle
+from paceline.comm.net import Net
+from paceline.errors import CommunicationError
+from paceline.job.mesh import RankGroup
+from paceline.observe.step_stats import StepStats
+from paceline.recipe.tables import DebugRecipe
+
+
+class RaceDetector(TorchDispatchMode):
+    """Knows which memory belongs to a collective that is under way.
+
+    Use it as a context; `watch` says what is launched.
+
+    Raises:
+        CommunicationError: memory that is under way was touched; names both lines.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._under_way: dict[int, tuple[str, str]] = {}
+
+    def watch(self, x: Tensor, op: str, handle: Handle) -> Handle:
+        """The same handle; until it is waited for, nobody may touch the memory of `x`."""
+        place = x.untyped_storage().data_ptr()
+        if not place:
+            return handle
+        mine = (op, _caller_location())
+        self._under_way[place] = mine
+
+        def resolve(deadline_seconds: float | None, exposed: bool) -> Any:
+            if self._under_way.get(place) is mine:
+                del self._under_way[place]
+            return handle.wait(deadline_seconds, exposed=exposed)
+
+        return Handle(resolve, handle.is_complete)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """See `TorchDispatchMode`: looks at what an operation is given."""
+        if self._under_way and not func.is_view:
+            for x in _iter_tensors([*args, *(kwargs or {}).values()]):
+                found = self._under_way.get(x.untyped_storage().data_ptr())
+                if found is not None:
+                    raise CommunicationError(
+                        f"{_caller_location()} touches a tensor ({func}) whose {found[0]} was launched at {found[1]} and"
+                        " not waited for",
+                        next_step="wait for the handle first, or give the collective a copy",
+                    )
+        return func(*args, **(kwargs or {}))
+
+
+class WatchedCollective:
+    """A collective whose tensors a detector watches between launch and wait.
+
+    Args:
+        inner: does the work.
+    """
+
+    def __init__(self, inner: Collective, detector: RaceDetector) -> None:
+        self._inner, self._detector = inner, detector
+
+    @property
+    def group(self) -> RankGroup:
+        """See `Collective`."""
+        return self._inner.group
+
+    @property
+    def feedback(self) -> ErrorFeedbackStore | None:
+        """See `Collective`."""
+        return self._inner.feedback
+
+    def buffer(self, num_values: int, like: Tensor, key: str) -> Tensor:
+        """See `Collective`."""
+        return self._inner.buffer(num_values, like, key)
+
+    def all_reduce(self, x: Tensor, key: str) -> Handle:
+        """See `Collective`."""
+        return self._detector.watch(x, "all_reduce", self._inner.all_reduce(x, key))
+
+    def reduce_scatter(self, x: Tensor, key: str, arriving: ReceiveBuffer = None) -> Handle:
+        """See `Collective`."""
+        return self._detector.watch(x, "reduce_scatter", self._inner.reduce_scatter(x, key, arriving))
+
+    def all_gather(self, x: Tensor, key: str, out: Tensor | None = None) -> Handle:
+        """See `Collective`."""
+        return self._detector.watch(x, "all_gather", self._inner.all_gather(x, key, out))
+
+    def broadcast(self, x: Tensor, key: str, source: int = 0) -> Handle:
+        """See `Collective`."""
+        return self._detector.watch(x, "broadcast", self._inner.broadcast(x, key, source))
+
+    def abort(self) -> None:
+        """See `Collective`."""
+        self._inner.abort()
+
+
+def _iter_tensors(values: Sequence[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _iter_tensors(value)
+
+
+def _caller_location() -> str:
+    """Where the caller of this library or of PyTorch stands."""
+    frames = [frame for frame in traceback.extract_stack() if not _is_internal_frame(frame.filename)]
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "an unknown line"
+
+
+def _is_internal_frame(filename: str) -> bool:
+    return "/torch/" in filename or filename == __file__
+
+
+class CommChecks:
+    """Checks of one session.
+
+    Args:
+        wanted: which.
+        net: whose bytes are held against their closed forms.
+    """
+
+    def __init__(self, wanted: DebugRecipe, net: Net) -> None:
+        self._wanted, self._net = wanted, net
+        self._detector = RaceDetector() if wanted.races else None
+
+    def watched(self, path: Collective) -> Collective:
+        """The collective, whose tensors are watched where races are looked for."""
+        return path if self._detector is None else WatchedCollective(path, self._detector)
+
+    def rounds(self, rounds: Iterator[StepStats]) -> Iterator[StepStats]:
+        """The same rounds.
+
+        Raises:
+            CommunicationError: a tensor was touched while it was under way, or bytes are not those of the
+                form.
+        """
+        if self._detector is None and not self._wanted.bytes:
+            return rounds
+        return self._watched_rounds(rounds)
+
+    def _watched_rounds(self, rounds: Iterator[StepStats]) -> Iterator[StepStats]:
+        while True:
+            with self._detector or nullcontext():
+                stats = next(rounds, None)
+            if stats is None:
+                return
+            if self._wanted.bytes:
+                self._net.ledger.require_expected_bytes()
+            yield stats

@@ -1,0 +1,427 @@
+"""What each collective waits for by each route: rounds that follow each other, and bytes that do. Pure.
+
+Closed forms, written without the hops; a test runs the hops on clocks that count rounds and bytes, and they
+must agree (tests/unit/comm/test_longest_way.py). A link carries one message each way at a time.
+
+How long a collective takes by each route, and which route is best for a size. Pure.
+
+Sums were measured: between two sizes a time is that of the straight line, so that there alpha and beta are
+their own, and beyond the largest one it is that of the line through the last few. A larger buffer takes no
+less time, so sizes of which the larger took less have one time, the median of theirs. A byte of a route that
+was given up costs at least what it costs the first one, which is tried throughout. Of the other collectives
+only the closed forms are known (`critical_path_cost`), with the alpha and beta of the sums of each route: there a
+route has to promise more before it takes the place of the first.
+Invariant: equal times give equal choices, so ranks that know the same choose the same.
+
+Every collective by the route that is best for its size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from statistics import median_low
+from typing import NamedTuple
+
+from torch import Tensor
+
+from paceline.comm.collective_cost import CollectiveCost, hierarchical_cost, native_cost
+from paceline.comm.collectives.collective_protocol import Collective, ReceiveBuffer
+from paceline.comm.handle import Handle
+from paceline.comm.link_profile import LinkModel, LinkSample, fit_link_model
+from paceline.comm.routes.grid_route import num_grid_columns
+from paceline.comm.routes.recursive_doubling import power_of_two_below
+from paceline.job.mesh import RankGroup
+
+ROUTED_OPS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
+PathCost = Callable[[int, int, int], CollectiveCost]
+"""Of the bytes that a rank passes in, the number of ranks, and those of each host."""
+
+
+def critical_path_cost(
+    route: str, num_bytes: int, world: int, ranks_per_host: int = 1, op: str = "all_reduce"
+) -> CollectiveCost:
+    """What a collective waits for, one after another.
+
+    Args:
+        num_bytes: what each rank passes in: [n] of an all_reduce, an all_gather and a broadcast, [P, n] of a
+            reduce_scatter.
+    Sources: those of the routes. Of the hierarchical route it is what a host's link carries.
+    """
+    if world == 1:
+        return CollectiveCost(0.0, 0.0, 0)
+    return _PATH_COSTS[op][route](num_bytes, world, ranks_per_host)
+
+
+def _symmetric_cost(num_bytes: float, rounds: int) -> CollectiveCost:
+    return CollectiveCost(float(num_bytes), float(num_bytes), rounds)
+
+
+def _tree_depth(world: int) -> int:
+    """Rounds in which one rank reaches all."""
+    return (world - 1).bit_length()
+
+
+# -- all_reduce -----------------------------------------------------------------------------------------
+
+
+def _ring_all_reduce(num_bytes: int, world: int, _: int) -> CollectiveCost:
+    return native_cost("all_reduce", num_bytes, world)
+
+
+def _tree_all_reduce(num_bytes: int, world: int, _: int) -> CollectiveCost:
+    return _symmetric_cost(2 * _tree_depth(world) * num_bytes, 2 * _tree_depth(world))
+
+
+def _doubling_all_reduce(num_bytes: int, world: int, _: int) -> CollectiveCost:
+    rounds = _doubling_rounds(world)
+    return _symmetric_cost(rounds * num_bytes, rounds)
+
+
+def _grid_all_reduce(num_bytes: int, world: int, _: int) -> CollectiveCost:
+    width = num_grid_columns(world)
+    height = world // width
+    moved = 2 * (width - 1) / width * num_bytes + 2 * (height - 1) / height * num_bytes / width
+    return _symmetric_cost(moved, 2 * (width - 1) + 2 * (height - 1))
+
+
+def _hierarchical_all_reduce(num_bytes: int, world: int, here: int) -> CollectiveCost:
+    between = hierarchical_cost(num_bytes, world // here, here)[1]
+    return CollectiveCost(here * between.sent_bytes, here * between.received_bytes, between.rounds)
+
+
+# -- reduce_scatter: `num_bytes` of P rows ----------------------------------------------------------------
+
+
+def _native_reduce_scatter(num_bytes: int, world: int, _: int) -> CollectiveCost:
+    return native_cost("reduce_scatter", num_bytes, world)
+
+
+def _ring_reduce_scatter(num_bytes: int, world: int, _: int) -> CollectiveCost:
+    return _symmetric_cost((world - 1) / world * num_bytes, world - 1)
+
+
+def _doubling_reduce_scatter(num_bytes: int, world: int, _: int) -> CollectiveCost:
+    extra = world - power_of_two_below(world)
+    rows = _doubled_rows(world) + (world + 1 if extra else 0)
+    return _symmetric_cost(rows / world * num_bytes, _doubling_rounds(world))
+
+
+def _grid_reduce_scatter(num_bytes: int, world: int, _: int) -> CollectiveCost:
+    return _grid_rows_cost(num_bytes / world, world)
+
+
+def _hierarchical_reduce_scatter(num_bytes: int, world: int, here: int) -> CollectiveCost:
+    nodes = world // here
+    return _symmetric_cost((nodes - 1) / nodes * num_bytes, 1)
+
+
+# -- all_gather: `num_bytes` of one row -------------------------------------------------------------------
+
+
+def _ring_all_gather(num_bytes: int, world: int, _: int) -> CollectiveCost:
+    return _symmetric_cost((world - 1) * num_bytes, world - 1)
+
+
+def _tree_all_gather(num_bytes: int, world: int, _: int) -> CollectiveCost:
+    depth = _tree_depth(world)
+    return _symmetric_cost((world - 1 + depth * world) * num_bytes, 2 * depth)
+
+
+def _doubling_all_gather(num_bytes: int, world: int, _: int) -> CollectiveCost:
+    extra = world - power_of_two_below(world)
+    rows = _doubled_rows(world) + (world + 1 if extra else 0)
+    return _symmetric_cost(rows * num_bytes, _doubling_rounds(world))
+
+
+def _grid_all_gather(num_bytes: int, world: int, _: int) -> CollectiveCost:
+    return _grid_rows_cost(num_bytes, world)
+
+
+def _hierarchical_all_gather(num_bytes: int, world: int, here: int) -> CollectiveCost:
+    nodes = world // here
+    return _symmetric_cost((nodes - 1) * here * num_bytes, nodes - 1)
+
+
+# -- broadcast, from rank 0 -------------------------------------------------------------------------------
+
+
+def _tree_broadcast(num_bytes: int, world: int, _: int) -> CollectiveCost:
+    return _symmetric_cost(_tree_depth(world) * num_bytes, _tree_depth(world))
+
+
+def _ring_broadcast(num_bytes: int, world: int, _: int) -> CollectiveCost:
+    return _symmetric_cost((world - 1) * num_bytes, world - 1)
+
+
+def _grid_broadcast(num_bytes: int, world: int, _: int) -> CollectiveCost:
+    width = num_grid_columns(world)
+    rounds = width - 1 + world // width - 1
+    return _symmetric_cost(rounds * num_bytes, rounds)
+
+
+def _doubling_rounds(world: int) -> int:
+    core = power_of_two_below(world)
+    return core.bit_length() - 1 + (2 if core < world else 0)
+
+
+def _doubled_rows(world: int) -> int:
+    """Rows that the core of a doubling exchanges, with those of the ranks outside."""
+    core = power_of_two_below(world)
+    bits = [1 << k for k in range(core.bit_length() - 1)]
+    return sum(bit + min(bit, world - core) for bit in bits)
+
+
+def _grid_rows_cost(row_bytes: float, world: int) -> CollectiveCost:
+    width = num_grid_columns(world)
+    height = world // width
+    return _symmetric_cost(((width - 1) * height + height - 1) * row_bytes, width - 1 + height - 1)
+
+
+_PATH_COSTS: Mapping[str, Mapping[str, PathCost]] = {
+    "all_reduce": {
+        "native": _ring_all_reduce,
+        "ring": _ring_all_reduce,
+        "tree": _tree_all_reduce,
+        "recursive-doubling": _doubling_all_reduce,
+        "grid": _grid_all_reduce,
+        "hierarchical": _hierarchical_all_reduce,
+    },
+    "reduce_scatter": {
+        "native": _native_reduce_scatter,
+        "ring": _ring_reduce_scatter,
+        "tree": _tree_all_reduce,
+        "recursive-doubling": _doubling_reduce_scatter,
+        "grid": _grid_reduce_scatter,
+        "hierarchical": _hierarchical_reduce_scatter,
+    },
+    "all_gather": {
+        "native": _ring_all_gather,
+        "ring": _ring_all_gather,
+        "tree": _tree_all_gather,
+        "recursive-doubling": _doubling_all_gather,
+        "grid": _grid_all_gather,
+        "hierarchical": _hierarchical_all_gather,
+    },
+    "broadcast": {
+        "native": _tree_broadcast,
+        "ring": _ring_broadcast,
+        "tree": _tree_broadcast,
+        "recursive-doubling": _tree_broadcast,
+        "grid": _grid_broadcast,
+        "hierarchical": _tree_broadcast,
+    },
+}
+
+MEASURED_GAIN = 1.05
+"""A route takes the place of the first one where its sums are this many times as fast."""
+PREDICTED_GAIN = 1.5
+"""The same of collectives that were not measured; alpha-beta is often a third off (G13)."""
+CHOICE_SIZES = tuple(1 << k for k in range(8, 28))
+"""Bytes at which the best route is looked for; from 256 bytes to 128 MiB."""
+_NUM_SLOPE_SAMPLES = 3  # sizes, of which a larger one is told
+
+
+class RouteForecast(NamedTuple):
+    """What was measured of the routes of one group.
+
+    Args:
+        world: number of its ranks.
+        ranks_per_host: of these.
+        lines: by route; its points count the longest way.
+    """
+
+    world: int
+    ranks_per_host: int
+    lines: Mapping[str, LinkModel]
+
+    def seconds(self, route: str, num_bytes: int, op: str = "all_reduce") -> float:
+        """How long a collective of so many bytes of a rank takes by a route."""
+        way = critical_path_cost(route, num_bytes, self.world, self.ranks_per_host, op)
+        line = self.lines[route]
+        if len(line.points) < 2 or op != "all_reduce":
+            return line.seconds(way)
+        points = isotonic_samples(line.points)
+        if way.sent_bytes > points[-1].sent_bytes:
+            slope = max(_last_slope(points), self._slope_of_first_route(len(points)))
+            return points[-1].seconds + slope * (way.sent_bytes - points[-1].sent_bytes)
+        if way.sent_bytes <= points[0].sent_bytes:
+            return points[0].seconds
+        return _interpolate(points, way.sent_bytes)
+
+    def _slope_of_first_route(self, num_tried: int) -> float:
+        """Seconds of a byte of the first route on sizes that another was not tried on; 0: there are none."""
+        points = isotonic_samples(next(iter(self.lines.values())).points)[num_tried - 1 :]
+        return _slope(points[0], points[-1]) if len(points) > 1 else 0.0
+
+    def best(self, num_bytes: int, op: str = "all_reduce") -> str:
+        """The route of a size: the first one, unless another is `MEASURED_GAIN` times as fast, or `PREDICTED_GAIN`.
+
+        A route that was given up on smaller buffers is not looked at: nothing is known of it there.
+        """
+        first, *others = self.lines
+        known = [first, *(route for route in others if self._was_measured(route, num_bytes, op))]
+        found = min(known, key=lambda route: self.seconds(route, num_bytes, op))
+        gain = MEASURED_GAIN if op == "all_reduce" else PREDICTED_GAIN
+        gains = self.seconds(first, num_bytes, op) >= gain * self.seconds(found, num_bytes, op)
+        return found if gains else first
+
+    def _was_measured(self, route: str, num_bytes: int, op: str) -> bool:
+        """On a buffer as large, or on the largest that any route was tried on."""
+        most = max(len(line.points) for line in self.lines.values())
+        points = self.lines[route].points
+        way = critical_path_cost(route, num_bytes, self.world, self.ranks_per_host, op)
+        return len(points) == most or way.sent_bytes <= max(point.sent_bytes for point in points)
+
+
+def isotonic_samples(points: Sequence[LinkSample]) -> list[LinkSample]:
+    """By bytes, with times that do not fall: runs of sizes that do have one time, the lower median of theirs.
+
+    Source: Barlow, Bartholomew, Bremner, Brunk 1972, Statistical Inference under Order Restrictions, section
+    1.2 (pool adjacent violators), with medians, which one disturbed time does not move.
+    """
+    ordered = sorted(points, key=lambda point: point.sent_bytes)
+    runs: list[list[float]] = []
+    for point in ordered:
+        runs.append([point.seconds])
+        while len(runs) > 1 and median_low(runs[-2]) > median_low(runs[-1]):
+            runs[-2:] = [runs[-2] + runs[-1]]
+    times = [median_low(run) for run in runs for _ in run]
+    return [replace(point, seconds=seconds) for point, seconds in zip(ordered, times, strict=True)]
+
+
+def _interpolate(points: Sequence[LinkSample], sent_bytes: float) -> float:
+    low, high = next(pair for pair in pairwise(points) if sent_bytes <= pair[1].sent_bytes)
+    return low.seconds + _slope(low, high) * (sent_bytes - low.sent_bytes)
+
+
+def _slope(low: LinkSample, high: LinkSample) -> float:
+    return (high.seconds - low.seconds) / (high.sent_bytes - low.sent_bytes)
+
+
+def _last_slope(points: Sequence[LinkSample]) -> float:
+    """Seconds of a byte on the largest buffers; three of them, as of two a noisy one may make bytes free."""
+    return fit_link_model(points[-_NUM_SLOPE_SAMPLES:]).beta_seconds_per_byte
+
+
+class RouteChoice(NamedTuple):
+    """Which route a collective goes by.
+
+    Args:
+        limits: the most bytes, and the route of what is not larger; ascending.
+        above: the route of what is larger than all of these.
+    """
+
+    limits: tuple[tuple[int, str], ...]
+    above: str
+
+    def route(self, num_bytes: int) -> str:
+        """Of so many bytes of a rank."""
+        return next((route for most, route in self.limits if num_bytes <= most), self.above)
+
+    @property
+    def routes(self) -> list[str]:
+        """All that are used."""
+        return list(dict.fromkeys([*(route for _, route in self.limits), self.above]))
+
+    def __str__(self) -> str:
+        parts = [f"{route} up to {_format_bytes(most)}" for most, route in self.limits]
+        return ", ".join([*parts, f"{self.above} above" if parts else self.above])
+
+
+def choose_route(
+    forecast: RouteForecast, sizes: Sequence[int] = CHOICE_SIZES, op: str = "all_reduce"
+) -> RouteChoice:
+    """The best route of every size, as limits between them."""
+    best = [(size, forecast.best(size, op)) for size in sorted(sizes)]
+    limits = tuple((size, route) for (size, route), (_, after) in pairwise(best) if route != after)
+    return RouteChoice(limits, best[-1][1])
+
+
+def choose_routes(forecast: RouteForecast) -> dict[str, RouteChoice]:
+    """By collective, sums first."""
+    return {op: choose_route(forecast, op=op) for op in ROUTED_OPS}
+
+
+def explain_route_times(forecast: RouteForecast, num_bytes: int, op: str = "all_reduce") -> str:
+    """What is expected of a size by every route, the best one first."""
+    times = sorted((forecast.seconds(route, num_bytes, op), route) for route in forecast.lines)
+    return ", ".join(f"{route} {seconds * 1e3:.3g} ms" for seconds, route in times)
+
+
+def explain_predicted_choices(forecast: RouteForecast, choices: Mapping[str, RouteChoice], first: str) -> str:
+    """The collectives that were not measured and go by another route than the first, each with its reason;
+    empty where none does.
+
+    The reason is the largest size for which a limit was found, where the routes are nearest to each other.
+    """
+    found = []
+    for op, choice in choices.items():
+        if op == "all_reduce" or choice.routes == [first]:
+            continue
+        size = choice.limits[-1][0] if choice.limits else CHOICE_SIZES[-1]
+        found.append(
+            f"{op} {choice}, foretold of {_format_bytes(size)}: {explain_route_times(forecast, size, op)}"
+        )
+    return "; ".join(found)
+
+
+def _format_bytes(num_bytes: int) -> str:
+    for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
+        if num_bytes >= unit and num_bytes % unit == 0:
+            return f"{num_bytes // unit} {name}"
+    return f"{num_bytes} bytes"
+
+
+class SizeRoutedCollective:
+    """Several paths of one group; operation and size of a buffer say which one it takes.
+
+    Args:
+        paths: by route, each on process groups of its own. The first carries what has no choice.
+        choices: by operation, equal on every rank.
+    Wire: that of the path.
+    Exactness: that of rounding, as each path; equal bits on every rank.
+    Source: Thakur, Rabenseifner, Gropp 2005, Optimization of Collective Communication Operations in MPICH,
+        section 6 (algorithms by message size).
+    """
+
+    feedback = None
+
+    def __init__(self, paths: Mapping[str, Collective], choices: Mapping[str, RouteChoice]) -> None:
+        self._paths, self.choices = paths, choices
+        self._first = next(iter(paths.values()))
+
+    @property
+    def group(self) -> RankGroup:
+        """See `Collective`."""
+        return self._first.group
+
+    def buffer(self, num_values: int, like: Tensor, key: str) -> Tensor:
+        """See `Collective`."""
+        return self._first.buffer(num_values, like, key)
+
+    def all_reduce(self, x: Tensor, key: str) -> Handle:
+        """See `Collective`."""
+        return self._path("all_reduce", x).all_reduce(x, key)
+
+    def reduce_scatter(self, x: Tensor, key: str, arriving: ReceiveBuffer = None) -> Handle:
+        """See `Collective`."""
+        return self._path("reduce_scatter", x).reduce_scatter(x, key, arriving)
+
+    def all_gather(self, x: Tensor, key: str, out: Tensor | None = None) -> Handle:
+        """See `Collective`."""
+        return self._path("all_gather", x).all_gather(x, key, out)
+
+    def broadcast(self, x: Tensor, key: str, source: int = 0) -> Handle:
+        """See `Collective`."""
+        return self._path("broadcast", x).broadcast(x, key, source)
+
+    def abort(self) -> None:
+        """See `Collective`."""
+        for path in self._paths.values():
+            path.abort()
+
+    def _path(self, op: str, x: Tensor) -> Collective:
+        choice = self.choices.get(op)
+        return self._first if choice is None else self._paths[choice.route(x.numel() * x.element_size())]

@@ -1,0 +1,299 @@
+"""A cache of samples that are costly to read: least recently used, bounded in bytes.
+
+Invariant: the samples held never count for more than `capacity_bytes`. A sample that comes out is the very
+object that went in, so collate functions must not modify samples in place. A source that draws random numbers
+is not cached: its first draw would be repeated for ever, and which draw that is would depend on who read it
+first (the reader refuses it).
+
+Batches that are made at once: without a Python call for each sample, and without random numbers.
+
+Invariant: such a batch has the bits, types and containers that PyTorch's default collate function makes of
+the samples. So only exact types are known, since a subclass may draw random numbers or change what a sample
+is; and each batch is looked at anew, since what a source holds may be replaced.
+
+Reads the samples of one micro-batch and collates them: the part of the loader that runs in a worker
+process.
+
+Invariant: what a micro-batch reads depends on its indices and its key alone. Random numbers that the source
+draws (augmentation with `random`, `numpy.random` or torch's global generator) are seeded by the key of the
+micro-batch and leave the streams of the process as they were, so no number of workers or replicas changes
+them.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import traceback
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.random import mtrand
+from torch import Tensor
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
+from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
+
+from paceline.data.text_corpus import TextWindows
+from paceline.errors import DataError
+from paceline.state.keys import key
+from paceline.task import SampleSource
+
+CACHE_MISS = object()
+
+
+class SampleCache:
+    """Samples by index, least recently used out first; `hits` and `lookups` count since it was made."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.held_bytes = 0
+        self.hits = 0
+        self.lookups = 0
+        self._samples: OrderedDict[int, tuple[Any, int]] = OrderedDict()
+
+    def get(self, index: int) -> Any:
+        """The sample, or MISSING; nothing is counted when the cache has no capacity."""
+        if not self.capacity_bytes:
+            return CACHE_MISS
+        self.lookups += 1
+        if index not in self._samples:
+            return CACHE_MISS
+        self.hits += 1
+        self._samples.move_to_end(index)
+        return self._samples[index][0]
+
+    def put(self, index: int, sample: Any) -> None:
+        """Keep a sample that `get` missed; one larger than the whole cache is not kept."""
+        num_bytes = size_bytes(sample) if self.capacity_bytes else 0
+        if not 0 < num_bytes <= self.capacity_bytes:
+            return
+        self._samples[index] = (sample, num_bytes)
+        self.held_bytes += num_bytes
+        while self.held_bytes > self.capacity_bytes:
+            _, (_, released_bytes) = self._samples.popitem(last=False)
+            self.held_bytes -= released_bytes
+
+
+def size_bytes(sample: Any) -> int:
+    """Bytes that a sample holds: the payload of tensors and arrays, and of containers what they contain."""
+    own_bytes = sys.getsizeof(sample, 64)
+    if isinstance(sample, Mapping):
+        return own_bytes + sum(size_bytes(value) for value in sample.values())
+    if isinstance(sample, list | tuple):
+        return own_bytes + sum(map(size_bytes, sample))
+    num_bytes = getattr(sample, "nbytes", 0)  # torch.Tensor, numpy.ndarray, memoryview
+    return own_bytes + (num_bytes if isinstance(num_bytes, int) else 0)
+
+
+_TYPES = frozenset(
+    {
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    }
+)
+
+
+def uses_default_collate(collate: Callable[[list[Any]], Any]) -> bool:
+    """Whether batches are made by PyTorch's default, and nobody has told that how to treat tensors."""
+    known = default_collate_fn_map
+    return collate is default_collate and known.get(Tensor) is collate_tensor_fn and tuple not in known
+
+
+def read_batch(source: Any, indices: Sequence[int]) -> Any | None:
+    """A batch as the default collate function makes it; None if the samples have to be read one by one.
+
+    Args:
+        source: map-style data (`Source`).
+        indices: of the samples. If one is not there, the answer is None: reading it will say so.
+    """
+    read = _BATCH_READERS.get(type(source))
+    return read(source, indices) if read and indices else None
+
+
+def _read_rows(source: TensorDataset, indices: Sequence[int]) -> list[Tensor] | None:
+    if not (_are_inside(indices, len(source)) and all(map(_is_plain, source.tensors))):
+        return None
+    rows = torch.from_numpy(np.array(indices, dtype=np.int64))  # for a third of what torch.tensor takes
+    return [t.index_select(0, rows) for t in source.tensors]
+
+
+def _read_subset(source: Subset[Any], indices: Sequence[int]) -> Any | None:
+    chosen: Any = source.indices
+    known = type(chosen) in (list, tuple, range) or (type(chosen) is np.ndarray and chosen.ndim == 1)
+    if not known or not _are_inside(indices, len(chosen)):
+        return None
+    inner = [chosen[index] for index in indices]
+    if not all(type(index) is int or isinstance(index, np.integer) for index in inner):
+        return None
+    return read_batch(source.dataset, [int(index) for index in inner])
+
+
+def _read_windows(source: TextWindows, indices: Sequence[int]) -> Tensor | None:
+    return source.batch(indices) if _are_inside(indices, len(source)) else None
+
+
+def _are_inside(indices: Sequence[int], length: int) -> bool:
+    return min(indices) >= 0 and max(indices) < length
+
+
+def _is_plain(t: Tensor) -> bool:
+    if type(t) is not Tensor or t.layout != torch.strided or t.is_nested or t.requires_grad:
+        return False
+    return t.device.type == "cpu" and t.dtype in _TYPES
+
+
+_BATCH_READERS: Mapping[type, Callable[[Any, Sequence[int]], Any | None]] = {
+    TensorDataset: _read_rows,
+    Subset: _read_subset,
+    TextWindows: _read_windows,
+}
+
+CollateFunction = Callable[[list[Any]], Any]
+
+
+class ReadRequest(NamedTuple):
+    """What is sent to a worker: plain integers, because some sources refuse numpy's."""
+
+    indices: list[int]
+    key: int
+
+
+class ReadReply(NamedTuple):
+    """What comes back; a named tuple, because PyTorch's pinning looks into those."""
+
+    batch: Any
+    hits: int
+    lookups: int
+    failure: DataError | None = None
+    trace: str = ""  # of the failure, as text: a traceback does not survive the way out of a worker
+
+
+class MicroBatchReader(Dataset[ReadReply]):
+    """Source, cache and collate in one; a map-style data set of micro-batches to PyTorch's DataLoader.
+
+    Args:
+        source: map-style data; read a batch at once where that is known to be the same (`at_once.py`), else
+            by `__getitems__(list of int)` where it has one, else item by item.
+        collate: list of samples to batch.
+        cache: samples read before.
+    """
+
+    def __init__(self, source: SampleSource, collate: CollateFunction, cache: SampleCache) -> None:
+        self._source = source
+        self._collate = collate
+        self._cache = cache
+        self._numpy_bits = np.random.MT19937()
+        self._at_once = uses_default_collate(collate) and not cache.capacity_bytes
+
+    def __getitem__(self, request: ReadRequest) -> ReadReply:
+        """Called by DataLoader. A failure is returned, not raised, so that it arrives as it was made."""
+        hits, lookups = self._cache.hits, self._cache.lookups
+        try:
+            batch = self.read(*request)
+        except DataError as error:
+            return ReadReply(None, 0, 0, error, "".join(traceback.format_exception(error)))
+        return ReadReply(batch, self._cache.hits - hits, self._cache.lookups - lookups)
+
+    def read(self, indices: list[int], micro_batch_key: int) -> Any:
+        """The batch of some samples.
+
+        Raises:
+            DataError: they cannot be read or collated.
+        """
+        batch = read_batch(self._source, indices) if self._at_once else None
+        if batch is not None:
+            return batch
+        with seeded_generators(key(micro_batch_key, "loader"), self._numpy_bits):
+            samples = self._samples(indices)
+            try:
+                return self._collate(samples)
+            except Exception as error:
+                raise self._failure(f"samples {_indices_text(indices)} cannot be collated", error) from error
+
+    def _samples(self, indices: list[int]) -> list[Any]:
+        if not self._cache.capacity_bytes:
+            return list(self._fetch(indices))
+        found = {index: self._cache.get(index) for index in indices}
+        missing = [index for index in indices if found[index] is CACHE_MISS]
+        before = self._streams() if missing else ()
+        samples = self._fetch(missing)
+        if missing and self._streams() != before:
+            raise DataError(
+                f"samples {_indices_text(missing)} draw random numbers, and loader.cache_bytes would keep the first",
+                where=type(self._source).__name__,
+                next_step="draw in the collate function or in the loss, or set loader.cache_bytes = 0",
+            )
+        for index, sample in zip(missing, samples, strict=True):
+            self._cache.put(index, sample)
+            found[index] = sample
+        return [found[index] for index in indices]
+
+    def _streams(self) -> tuple[Any, ...]:
+        """Where the global generators stand: they differ once somebody has drawn."""
+        words: Any = self._numpy_bits.state["state"]
+        torch_bytes = torch.default_generator.get_state().numpy().tobytes()
+        return random.getstate(), words["pos"], words["key"].tobytes(), torch_bytes
+
+    def _fetch(self, indices: list[int]) -> Sequence[Any]:
+        fetch_many = getattr(self._source, "__getitems__", None)
+        if not callable(fetch_many) or not indices:
+            return [self._fetch_one(index) for index in indices]
+        try:
+            samples = fetch_many(indices)
+        except Exception as error:
+            for index in indices:  # one of these raises, with the index of the sample that is to blame
+                self._fetch_one(index)
+            raise self._failure(f"samples {_indices_text(indices)} cannot be read together", error) from error
+        if len(samples) != len(indices):
+            raise DataError(
+                f"__getitems__ returned {len(samples)} samples for {len(indices)} indices",
+                where=type(self._source).__name__,
+                next_step="return one sample for each index, in order",
+            )
+        return samples
+
+    def _fetch_one(self, index: int) -> Any:
+        try:
+            return self._source[index]
+        except Exception as error:
+            raise self._failure(f"sample {index} cannot be read", error) from error
+
+    def _failure(self, what: str, error: Exception) -> DataError:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        return DataError(
+            f"{what}: {type(error).__name__}: {error}",
+            where=f"{type(self._source).__name__}, {frame.filename}:{frame.lineno}",
+            next_step="read that sample alone to reproduce this, then repair it or leave it out",
+        )
+
+
+@contextmanager
+def seeded_generators(seed: int, numpy_bits: np.random.MT19937) -> Iterator[None]:
+    """Seed the global generators (random, numpy, torch on CPU) in the block, and restore them after it.
+
+    `numpy_bits` stands in for NumPy's generator meanwhile: to save its state and set it back would cost 50
+    microseconds for each micro-batch, the exchange costs one. A normal number that NumPy's legacy generator
+    drew in advance is dropped by it.
+    """
+    state = random.getstate()
+    numpy_state = mtrand.get_bit_generator()
+    torch_state = torch.default_generator.get_state()
+    random.seed(seed)
+    mtrand.set_bit_generator(numpy_bits)
+    mtrand.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(state)
+        mtrand.set_bit_generator(numpy_state)
+        torch.default_generator.set_state(torch_state)
+
+
+def _indices_text(indices: list[int]) -> str:
+    shown = ", ".join(map(str, indices[:8]))
+    return f"[{shown}, ...]" if len(indices) > 8 else f"[{shown}]"

@@ -1,0 +1,180 @@
+"""A `torch.utils.data.DataLoader` as data: what it holds is taken over, and what it says is held against the
+recipe. Each of its arguments is accepted or refused by name; none is dropped.
+
+What a user gives as data, made what the rest reads: a `SampleSource`, and an order of its samples.
+
+A stream becomes positions, a `torch.utils.data.DataLoader` is taken apart (`torch_loader.py`), held-out
+streams are read into memory. Invariant: nothing that a user has said is dropped: it is taken over, agrees
+with the recipe, or is refused by its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any, cast
+
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, default_collate
+
+from paceline.data.sample_order import BatchOrder, KeyedOrder, SamplerOrder
+from paceline.data.stream import StreamOrder, StreamPositions
+from paceline.errors import DataError, RecipeError
+from paceline.task import SampleSource, Task, held_out_sets, is_stream, require_samples
+
+if TYPE_CHECKING:
+    from paceline.recipe.recipe import Recipe
+
+
+def unpack_data_loader(task: Task, recipe: Recipe) -> Task:
+    """The task with the data set, the collate function and the sampler of its loader.
+
+    Raises:
+        DataError: an argument of the loader says something else than the recipe, or has no meaning here.
+    """
+    loader: DataLoader[Any] = task.data
+    require_samples("data", loader.dataset)
+    wrong = [*_differences_from_recipe(loader, recipe), *_unsupported_arguments(loader, task)]
+    if wrong:
+        raise DataError(
+            "the DataLoader does not go with the recipe: " + "; ".join(wrong),
+            where="Task(data=DataLoader(...))",
+            next_step="give the data set itself, Task(data=dataset, collate=..., sampler=...), and the rest"
+            " in the recipe's [batch] and [loader]",
+        )
+    own = loader.collate_fn
+    collate = task.collate if own is default_collate or loader.batch_size is None else own
+    return replace(task, data=loader.dataset, collate=collate, sampler=_sampler_of(loader) or task.sampler)
+
+
+def _sampler_of(loader: DataLoader[Any]) -> Any:
+    """One that orders samples as neither `shuffle=True` nor `shuffle=False` does."""
+    if is_stream(loader.dataset) or type(loader.sampler) is SequentialSampler or _shuffles(loader):
+        return None
+    return loader.sampler
+
+
+def _shuffles(loader: DataLoader[Any]) -> bool:
+    sampler = loader.sampler
+    return type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None
+
+
+def _differences_from_recipe(loader: DataLoader[Any], recipe: Recipe) -> Iterator[str]:
+    """What both say, and say differently."""
+    batch = recipe.batch
+    said = {
+        "batch_size": (loader.batch_size, "batch.size", batch.size),
+        "drop_last": (loader.drop_last, "batch.drop_last", batch.drop_last),
+        "num_workers": (loader.num_workers, "loader.workers", recipe.loader.workers),
+    }
+    if not is_stream(loader.dataset) and _sampler_of(loader) is None:
+        said["shuffle"] = (_shuffles(loader), "batch.shuffle", batch.shuffle)
+    if loader.num_workers:
+        said["prefetch_factor"] = (loader.prefetch_factor, "loader.prefetch", recipe.loader.prefetch)
+    for name, (own, called, value) in said.items():
+        if own != value:
+            yield f"{name} is {own}, and {called} = {value}"
+
+
+def _unsupported_arguments(loader: DataLoader[Any], task: Task) -> Iterator[str]:
+    """What nobody would read."""
+    if not is_stream(loader.dataset) and type(loader.batch_sampler) not in (BatchSampler, type(None)):
+        yield f"batch_sampler ({type(loader.batch_sampler).__name__}): batches are cut by batch.size"
+    unread = {
+        "generator": "the run's seed orders the samples",
+        "worker_init_fn": "what a worker draws is seeded by the micro-batch",
+        "multiprocessing_context": "loader processes are forked",
+    }
+    for name, why in unread.items():
+        if getattr(loader, name) is not None:
+            yield f"{name}: {why}"
+    if loader.timeout:
+        yield "timeout: a batch may take runtime.deadline_seconds"
+    if task.collate is not None and loader.collate_fn is not default_collate:
+        yield "collate_fn: the task has a collate function too"
+    if task.sampler is not None and _sampler_of(loader) is not None:
+        yield "sampler: the task has a sampler too"
+
+
+def prepare_data(task: Task, recipe: Recipe) -> Task:
+    """The task with data that is asked for by index; a task that has it already is returned.
+
+    Raises:
+        DataError, RecipeError: something that was given has no meaning here; says what to give.
+    """
+    if isinstance(task.data, DataLoader):
+        task = unpack_data_loader(task, recipe)
+    kept = {
+        name: read_held_out(name, source, recipe) for name, source in held_out_sets(task.held_out).items()
+    }
+    if any(kept[name] is not source for name, source in held_out_sets(task.held_out).items()):
+        task = replace(task, held_out=kept.get("", kept))
+    if is_stream(task.data):
+        return _prepare_stream(task, recipe)
+    if task.sampler is None:
+        return task
+    batch = recipe.batch
+    order = SamplerOrder(task.sampler, len(task.data), batch.size, recipe.seed, drop_last=batch.drop_last)
+    return replace(task, order=order, sampler=None)
+
+
+def build_order(recipe: Recipe, task: Task) -> BatchOrder:
+    """Which samples make up every batch: the task's order, or the recipe's."""
+    if task.order is not None:
+        return cast(BatchOrder, task.order)
+    batch = recipe.batch
+    return KeyedOrder(
+        len(task.data), batch.size, recipe.seed, shuffle=batch.shuffle, drop_last=batch.drop_last
+    )
+
+
+def read_held_out(name: str, source: Any, recipe: Recipe) -> SampleSource:
+    """A held-out set that is asked for by index; of a stream as many samples as the recipe says.
+
+    Raises:
+        RecipeError: it does not say.
+    """
+    if not is_stream(source):
+        return cast(SampleSource, source)
+    most = recipe.evaluate.max_samples
+    if not most:
+        raise RecipeError(
+            f"the held-out data{f' {name!r}' if name else ''} is a stream, of which nobody knows the end",
+            where="evaluate.max_samples",
+            next_step="say how many of its first samples are kept in memory and evaluated on",
+        )
+    return list(islice(cast("Iterable[Any]", source), most))
+
+
+def _prepare_stream(task: Task, recipe: Recipe) -> Task:
+    stream, batch = task.data, recipe.batch
+    refusals = {
+        "Task(sampler=...)": (task.sampler is not None, "a stream keeps its own order", "leave it out"),
+        "epochs": (recipe.epochs is not None, "nobody knows the length of a stream", "set steps"),
+        "loader.workers": (
+            recipe.loader.workers > 0,
+            "one reader follows a stream, and workers would read it once each",
+            "set loader.workers = 0",
+        ),
+        "loader.cache_bytes": (recipe.loader.cache_bytes > 0, "no position comes twice", "leave it out"),
+        "strategy": (
+            recipe.strategy.servers > 0,
+            "a server deals out parts of batches in any order, and a stream would be read anew for each",
+            "choose a strategy without servers, or read the stream into a list",
+        ),
+    }
+    for where, (holds, why, instead) in refusals.items():
+        if holds:
+            raise DataError(
+                f"the data is a stream, and {where} does not go with it: {why}", next_step=instead
+            )
+    parts = _num_parts(stream, batch.shards)
+    positions = StreamPositions(stream, batch.size, parts, recipe.seed)
+    return replace(task, data=positions, order=StreamOrder(positions))
+
+
+def _num_parts(stream: Any, shards: int | None) -> int:
+    """One for each shard of a batch, if the recipe fixes their number and the stream has as many parts."""
+    if shards is None or not callable(getattr(stream, "shard", None)):
+        return 1
+    return shards if shards <= getattr(stream, "num_shards", shards) else 1

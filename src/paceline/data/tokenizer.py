@@ -1,0 +1,328 @@
+"""Which number stands for which piece of text, as one hash: what the weights of a model hang on.
+
+Two files of one vocabulary have the same hash, whoever wrote them: what else a `tokenizer.json` says (how
+text is cut before it is looked up, what is put around it) is not in it.
+
+The files of a tokenizer, here or behind a URL, if nothing in them would reserve memory without end.
+
+A folder as model hubs have them holds a `tokenizer.json`, and beside it a `tokenizer_config.json` that says
+which token ends a text.
+
+Text to token ids and back: bytes, or a byte-level BPE from a `tokenizer.json`.
+
+Invariant: every tokenizer here gives text back exactly, `decode(encode(text)) == text`; one that cannot is
+refused when it is loaded, because bits per byte would be wrong. Files are encoded in constant memory.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from fsspec.core import url_to_fs
+from numpy.typing import NDArray
+
+from paceline.errors import DataError, MissingExtraError
+
+if TYPE_CHECKING:
+    import tokenizers
+
+BYTE_VOCABULARY = "bytes"  # of a tokenizer whose tokens are bytes
+
+
+def vocabulary_of(text: str) -> str:
+    """The hash of the vocabulary of a `tokenizer.json`, 32 hexadecimal digits.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        found = json.loads(text)
+        model = found["model"]
+        added = sorted([entry["id"], entry["content"]] for entry in found.get("added_tokens") or [])
+        pieces = _pieces(model["vocab"])
+        merges = [one.split(" ", 1) if isinstance(one, str) else one for one in model.get("merges") or []]
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"this is no tokenizer.json: {error!r}"[:200]) from None
+    known = {piece for piece in pieces if isinstance(piece, str)}
+    rest = [[number, piece] for number, piece in added if piece not in known]
+    values = json.dumps([pieces, rest, merges], sort_keys=True).encode()
+    return hashlib.sha256(values).hexdigest()[:32]
+
+
+def _pieces(vocab: Any) -> Any:
+    """By piece its number; or, where pieces have scores, a list in the order of their numbers."""
+    return dict(vocab) if isinstance(vocab, dict) else [list(entry) for entry in vocab]
+
+
+TOKENIZER_FILE = "tokenizer.json"
+_CONFIG_FILE = "tokenizer_config.json"
+_MAX_FILE_BYTES = 2**28
+_MAX_TOKENS = 2**24
+
+
+def tokenizer_paths(place: str) -> tuple[str, str | None]:
+    """Where the tokenizer.json is, and its tokenizer_config.json; None: a file was named, not a folder."""
+    is_folder = Path(place).is_dir() if "://" not in place else not place.partition("?")[0].endswith(".json")
+    if not is_folder:
+        return place, None
+    folder = place.rstrip("/")
+    return f"{folder}/{TOKENIZER_FILE}", f"{folder}/{_CONFIG_FILE}"
+
+
+def read_end_of_text(config: str | None) -> str | None:
+    """The token that ends a text, as the folder says; None: it does not.
+
+    Raises:
+        OSError: it cannot be read. ValueError: it is no such file.
+    """
+    try:
+        found = json.loads(_read_file(config)) if config else {}
+    except FileNotFoundError:
+        return None
+    except RecursionError:
+        raise ValueError(f"{_CONFIG_FILE} is nested too deeply") from None
+    token = _get("eos_token", found)
+    token = _get("content", token) or token
+    return token if type(token) is str else None
+
+
+def _get(key: str, value: Any) -> Any:
+    return value.get(key) if type(value) is dict else None
+
+
+def read_tokenizer_json(place: str) -> str:
+    """Read a tokenizer.json.
+
+    Args:
+        place: a path or a URL.
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no text, no JSON, or has token ids that no vocabulary has.
+    """
+    text = _read_file(place)
+    try:
+        _check_ids(json.loads(text))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    return text
+
+
+def _read_file(place: str) -> str:
+    if "://" in place:
+        filesystem, path = url_to_fs(place)
+        with filesystem.open(path, "rb") as stream:
+            found = bytes(stream.read(_MAX_FILE_BYTES + 1))
+    else:
+        if Path(place).exists() and not Path(place).is_file():
+            raise OSError("it is no regular file")
+        with Path(place).open("rb") as file:
+            found = file.read(_MAX_FILE_BYTES + 1)
+    if len(found) > _MAX_FILE_BYTES:
+        raise ValueError(f"it has more than {_MAX_FILE_BYTES} bytes")
+    return found.decode()
+
+
+def _check_ids(value: Any) -> None:
+    """Ids stand in the vocabulary, in `added_tokens`, and in post-processors: no whole number is larger."""
+    level = [value]
+    while level:
+        inside: list[Any] = []
+        for one in level:
+            if isinstance(one, dict):
+                inside += one.values()
+            elif isinstance(one, list):
+                inside += one
+            elif type(one) is int and not 0 <= one < _MAX_TOKENS:
+                raise ValueError(f"it has the number {str(one)[:20]}, which is no token's")
+        level = inside
+
+
+END_OF_TEXT = "<|endoftext|>"
+_SEPARATORS = (END_OF_TEXT, "</s>")
+_PROBE = ' Two  spaces,\ttab\r\n\n"Zürich" — 東京 🚲 \x00x=[1.5,-2]\n'
+
+
+class Tokenizer(Protocol):
+    """What a source of text needs.
+
+    `separator` ends every file; `fingerprint` is a hash of all that turns text into tokens, `vocabulary` of
+    which number stands for which piece.
+    """
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def separator(self) -> int: ...
+    @property
+    def fingerprint(self) -> str: ...
+    @property
+    def vocabulary(self) -> str: ...
+    def encode(self, text: str) -> NDArray[Any]: ...
+    def decode(self, tokens: Iterable[int]) -> str: ...
+    def encode_chunks(self, chunks: Iterable[bytes]) -> Iterator[NDArray[Any]]: ...
+
+
+class ByteTokenizer:
+    """One token for each byte of UTF-8; any file is valid. Byte 0 ends a file."""
+
+    vocab_size = 256
+    separator = 0
+    fingerprint = vocabulary = BYTE_VOCABULARY
+
+    def encode(self, text: str) -> NDArray[np.uint8]:
+        """Token ids, uint8 [bytes of the text in UTF-8]."""
+        return np.frombuffer(text.encode(), dtype=np.uint8)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Text; bytes that are not UTF-8 become U+FFFD (generated text may stop within a character)."""
+        return bytes(map(int, tokens)).decode(errors="replace")
+
+    def encode_chunks(self, chunks: Iterable[bytes]) -> Iterator[NDArray[np.uint8]]:
+        """Ids of a file that comes in chunks, cut anywhere."""
+        return (np.frombuffer(chunk, dtype=np.uint8) for chunk in chunks)
+
+
+class BpeTokenizer:
+    """A `tokenizers.Tokenizer` that gives text back exactly; made by `load_tokenizer` and `train_bpe`.
+
+    Args:
+        where: for messages.
+        end: the token that ends a file; None: one of the usual ones.
+    """
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, where: str, end: str | None = None) -> None:
+        self._tokenizer = tokenizer
+        self.vocab_size = 1 + max(tokenizer.get_vocab().values())  # ids may have holes
+        text = tokenizer.to_str()
+        self.fingerprint = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        self.vocabulary = vocabulary_of(text)
+        if self.decode(self.encode(_PROBE)) != _PROBE:
+            raise DataError(
+                "this tokenizer does not give text back exactly: it normalises or drops characters",
+                where=where,
+                next_step="use a byte-level tokenizer, for example one trained with `train_bpe`, or bytes",
+            )
+        self.separator = self._find_separator(where, (end, *_SEPARATORS) if end else _SEPARATORS)
+
+    def encode(self, text: str) -> NDArray[np.uint32]:
+        """Token ids, uint32 [N], without the markers that a post-processor would add."""
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Text, special tokens included."""
+        return str(self._tokenizer.decode(list(map(int, tokens)), skip_special_tokens=False))
+
+    def encode_chunks(self, chunks: Iterable[bytes]) -> Iterator[NDArray[np.uint32]]:
+        """Ids of a UTF-8 file that comes in chunks; encoded in pieces that end after a line break.
+
+        No token spans two pieces, so equal chunks give equal tokens, and the text comes back exactly.
+        Raises:
+            UnicodeDecodeError: the file is not UTF-8.
+        """
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        kept = ""
+        for chunk in chunks:
+            text = kept + decoder.decode(chunk)
+            cut = text.rfind("\n") + 1 or len(text)  # no line break in a whole chunk: cut where it ends
+            kept = text[cut:]
+            yield self.encode(text[:cut])
+        yield self.encode(kept + decoder.decode(b"", final=True))
+
+    def _find_separator(self, where: str, names: Sequence[str]) -> int:
+        for name in names:
+            token = self._tokenizer.token_to_id(name)
+            if token is not None:
+                return int(token)
+        zero = self.encode("\0")
+        if len(zero) == 1:
+            return int(zero[0])
+        raise DataError(
+            f"this tokenizer has no token to end a file with: none of {', '.join(names)}, no byte 0",
+            where=where,
+            next_step=f"add {END_OF_TEXT} to its special tokens",
+        )
+
+
+def load_tokenizer(path: str | Path) -> BpeTokenizer:
+    """Load a `tokenizer.json` (the format of the `tokenizers` library and of model hubs).
+
+    Args:
+        path: the file, or the folder of a model with the file in it: a path or a URL. Of a folder, the token
+            that ends a text is the one that its `tokenizer_config.json` names.
+    Raises:
+        DataError: the file is missing or broken, or the tokenizer does not give text back exactly.
+        MissingExtraError: `tokenizers` is not installed.
+    """
+    library = _import_tokenizers()
+    try:
+        place, config = tokenizer_paths(str(path))
+        text, end = read_tokenizer_json(place), read_end_of_text(config)
+    except (OSError, ImportError) as error:
+        raise DataError(f"cannot read the tokenizer: {error}", next_step="check the path") from error
+    except ValueError as error:
+        raise _not_a_tokenizer(error, path) from error
+    try:
+        return BpeTokenizer(library.Tokenizer.from_str(text), str(path), end)
+    except DataError:
+        raise
+    except BaseException as error:  # the library raises plain Exception, and PanicException beside it
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise _not_a_tokenizer(error, path) from error
+        raise
+
+
+def _not_a_tokenizer(error: BaseException, path: str | Path) -> DataError:
+    what = f"this is not a tokenizer.json: {str(error)[:200]}"
+    return DataError(what, where=str(path), next_step="export it again")
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, path: str | Path) -> BpeTokenizer:
+    """Train a byte-level BPE on local text and save it as a `tokenizer.json`.
+
+    Args:
+        texts: pieces of text; the order does not matter to the merges.
+        vocab_size: the most tokens to have: 256 bytes, `<|endoftext|>` and the merges; at least 257.
+        path: where the file goes; replaced in one step.
+    Raises:
+        DataError: `vocab_size` is too small. MissingExtraError: `tokenizers` is not installed.
+    Source: Sennrich et al. 2016, arXiv:1508.07909; on bytes, Radford et al. 2019 (GPT-2).
+    """
+    if vocab_size < 257:
+        raise DataError(
+            f"a vocabulary of {vocab_size} is too small: 256 bytes and {END_OF_TEXT} need 257",
+            next_step="ask for 257 tokens or more, or use the byte tokenizer",
+        )
+    library = _import_tokenizers()
+    tokenizer = library.Tokenizer(library.models.BPE())
+    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = library.decoders.ByteLevel()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    partial = Path(f"{path}.{os.getpid()}.tmp")
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    partial.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+    partial.replace(path)
+    return BpeTokenizer(tokenizer, str(path))
+
+
+def _import_tokenizers() -> Any:
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise MissingExtraError(
+            "reading a tokenizer.json needs the `tokenizers` library, which is not installed",
+            next_step='pip install "paceline[text]"',
+        ) from error
+    return tokenizers

@@ -1,0 +1,157 @@
+"""Which cores a host may use, and how many of them: affinity where cores divide evenly, control groups for
+shares.
+
+Invariant: a share that was asked for and cannot be kept is an error; without a wish every host gets the
+same, and the text says by which means.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.errors import LabError
+
+_PERIOD_US = (
+    10_000  # short, so that a host that has used its share waits milliseconds, not a tenth of a second
+)
+_CGROUP_ROOT = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class CoreShare:
+    """One host's cores.
+
+    Args:
+        cores: that its processes may run on; empty: any.
+        quota: how many cores' time it may use; 0: what the others leave.
+        threads: of each of its processes, for the arithmetic of one operator; 0: as many as it has cores.
+            Threads that wait for one that has no core burn the time of the others.
+    """
+
+    cores: tuple[int, ...]
+    quota: float = 0.0
+    threads: int = 0
+
+    def environ(self, inherited: Mapping[str, str]) -> dict[str, str]:
+        """Variables of its processes; a number of threads that somebody has chosen stays."""
+        return ({"OMP_NUM_THREADS": str(self.threads)} if self.threads else {}) | dict(inherited)
+
+
+def plan_core_shares(num_hosts: int, cores: Sequence[int], wanted: float = 0.0) -> list[CoreShare]:
+    """Deal the cores; `wanted`: cores for each host, 0 for an equal part. Pure."""
+    if wanted:
+        width = max(1, -(-int(wanted * 1000) // 1000))
+        return [
+            CoreShare(_cores_from(cores, i * width, min(width, len(cores))), wanted) for i in range(num_hosts)
+        ]
+    if num_hosts % len(cores) == 0:
+        return [CoreShare((cores[i % len(cores)],)) for i in range(num_hosts)]
+    if len(cores) % num_hosts == 0:
+        width = len(cores) // num_hosts
+        return [CoreShare(tuple(cores[i * width : (i + 1) * width])) for i in range(num_hosts)]
+    return [CoreShare((), threads=1 if num_hosts > len(cores) else 0)] * num_hosts
+
+
+def _cores_from(cores: Sequence[int], start: int, width: int) -> tuple[int, ...]:
+    return tuple(sorted({cores[(start + k) % len(cores)] for k in range(width)}))
+
+
+def describe_core_shares(shares: Sequence[CoreShare], num_cores: int, grouped: bool) -> str:
+    """For the summary: what each host has."""
+    if shares[0].quota:
+        return f"{shares[0].quota:g} cores a host (control group), of {num_cores}"
+    if shares[0].cores and len(shares) >= num_cores:
+        each = len(shares) // num_cores
+        return f"{'one host' if each == 1 else f'{each} hosts'} on each of {num_cores} cores (affinity)"
+    if shares[0].cores:
+        return f"{len(shares[0].cores)} of {num_cores} cores a host (affinity)"
+    means = "equal weights (control groups)" if grouped else "not fairly: no control groups"
+    return f"{num_cores} cores shared by all hosts, {means}"
+
+
+class ControlGroups:
+    """The control groups of a lab: a folder for each host in a folder of the lab.
+
+    Args:
+        base: folder of the `cpu` hierarchy that this process may write to.
+        v2: it is the unified hierarchy.
+    """
+
+    def __init__(self, lab: str, base: Path, *, v2: bool) -> None:
+        self._top, self._v2 = base / lab, v2
+        self.folders: list[Path] = []
+
+    def make(self, host: str, quota: float) -> Path:
+        """A group of a host; every host weighs the same.
+
+        Raises:
+            OSError: the system does not allow it.
+        """
+        if not self.folders:
+            self._mkdir(self._top)
+            if self._v2:
+                (self._top / "cgroup.subtree_control").write_text("+cpu")
+        folder = self._top / host
+        self._mkdir(folder)
+        if quota and self._v2:
+            (folder / "cpu.max").write_text(f"{int(quota * _PERIOD_US)} {_PERIOD_US}")
+        elif quota:
+            (folder / "cpu.cfs_period_us").write_text(str(_PERIOD_US))
+            (folder / "cpu.cfs_quota_us").write_text(str(int(quota * _PERIOD_US)))
+        return folder
+
+    def _mkdir(self, folder: Path) -> None:
+        folder.mkdir()
+        self.folders.append(folder)
+
+    def remove(self) -> None:
+        """Remove what was made; the processes are gone by now."""
+        remove_control_groups([str(folder) for folder in self.folders])
+
+
+def remove_control_groups(folders: Sequence[str]) -> None:
+    """Remove groups, the inner ones first."""
+    for folder in reversed(folders):
+        with suppress(OSError):
+            Path(folder).rmdir()
+
+
+def find_control_groups(lab: str, root: Path = _CGROUP_ROOT) -> ControlGroups | None:
+    """Where this process may make control groups for processors; None: nowhere."""
+    v1 = next((root / name for name in ("cpu", "cpu,cpuacct") if (root / name / "cpu.shares").exists()), None)
+    if v1 is not None and os.access(v1, os.W_OK):
+        return ControlGroups(lab, v1, v2=False)
+    control = root / "cgroup.subtree_control"
+    if control.exists() and "cpu" in control.read_text().split() and os.access(root, os.W_OK):
+        return ControlGroups(lab, root, v2=True)
+    return None
+
+
+def assign_cores(
+    lab: str, hosts: Sequence[str], wanted: float
+) -> tuple[list[CoreShare], ControlGroups | None]:
+    """Deal the cores of this process to hosts, and make the control groups that this takes.
+
+    Raises:
+        LabError: a share was asked for and the system has no control groups for this user.
+    """
+    shares = plan_core_shares(len(hosts), sorted(os.sched_getaffinity(0)), wanted)
+    groups = find_control_groups(lab) if wanted or not shares[0].cores else None
+    if groups is not None:
+        try:
+            for host, share in zip(hosts, shares, strict=True):
+                groups.make(host, share.quota)
+        except OSError:
+            groups.remove()
+            groups = None
+    if wanted and groups is None:
+        raise LabError(
+            f"A share of {wanted:g} cores a host needs control groups, which this user may not make.",
+            where=str(_CGROUP_ROOT),
+            next_step="run as root, or leave --cores away: hosts then share the cores evenly",
+        )
+    return shares, groups

@@ -1,0 +1,113 @@
+"""Messages over a Unix socket: a JSON value, and open files with it.
+
+Invariant: a message arrives whole or not at all.
+
+What a process inherits from the one that starts it, apart from its arguments, folder and open files.
+
+Invariant: two processes with equal circumstances would run the same command in the same way; so a process
+that another one forks may stand for one that this process starts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import paceline
+
+_LENGTH_BYTES = 8
+_MAX_FILES = 8
+_MAX_BYTES = 2**24
+
+
+def send_message(connection: socket.socket, value: Any, files: Sequence[int] = ()) -> None:
+    """Send a value; the other side gets copies of the open `files`."""
+    text = json.dumps(value).encode()
+    socket.send_fds(connection, [len(text).to_bytes(_LENGTH_BYTES, "big")], files)
+    connection.sendall(text)
+
+
+def receive_message(connection: socket.socket) -> tuple[Any, list[int]] | None:
+    """Wait for a message; None if the other side is gone, or says what is none.
+
+    Raises:
+        TimeoutError: the socket has a time-out, and it has passed.
+    """
+    head, files, *_ = socket.recv_fds(connection, _LENGTH_BYTES, _MAX_FILES)
+    length = int.from_bytes(head, "big") if len(head) == _LENGTH_BYTES else 0
+    try:
+        text = _read(connection, length) if length <= _MAX_BYTES else b""
+        if text:
+            return json.loads(text), files
+    except (ValueError, RecursionError):
+        pass  # what it says is no message: it is gone as a partner
+    for file in files:
+        os.close(file)
+    return None
+
+
+def expect_message(connection: socket.socket) -> tuple[Any, list[int]]:
+    """Wait for a message that has to come.
+
+    Raises:
+        EOFError: the other side is gone.
+        TimeoutError: as for `receive_message`.
+    """
+    message = receive_message(connection)
+    if message is None:
+        raise EOFError
+    return message
+
+
+def _read(connection: socket.socket, count: int) -> bytes:
+    parts = []
+    while count and (part := connection.recv(min(count, 1 << 20))):
+        parts.append(part)
+        count -= len(part)
+    return b"" if count else b"".join(parts)
+
+
+# Set anew for every job, or read when they are needed, not when a process begins.
+_JOB_VARIABLES = frozenset(
+    {
+        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+        *("MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "MKL_NUM_THREADS"),
+        *("PWD", "OLDPWD", "SHLVL", "_", "COLUMNS", "LINES", "TMPDIR", "TEMP", "TMP"),
+    }
+)
+_JOB_VARIABLE_PREFIXES = ("PACELINE_", "PYTEST_", "KMP_", "TORCHINDUCTOR_")  # the last two are set by imports
+_STATUS = (
+    *("Uid", "Gid", "Groups", "Umask", "CapEff", "Seccomp", "NoNewPrivs"),
+    *("Cpus_allowed_list", "SigIgn", "SigBlk"),
+)
+
+
+def process_context(environ: Mapping[str, str]) -> dict[str, str]:
+    """Those of a process that this one starts with the variables `environ`; Linux only.
+
+    Returns:
+        By name; variables that a forked process gets in time are left out.
+    """
+    process = Path("/proc/self")
+    status = dict(line.split(":\t", 1) for line in (process / "status").read_text().splitlines())
+    return {
+        **{f"${name}": value for name, value in environ.items() if not _is_job_variable(name)},
+        **{name: status.get(name, "") for name in _STATUS},
+        **{f"namespace {link.name}": str(link.readlink()) for link in (process / "ns").iterdir()},
+        "python": sys.executable,
+        "package": str(paceline.__file__),
+        "root": str((process / "root").readlink()),
+        "cgroup": (process / "cgroup").read_text(),
+        "limits": (process / "limits").read_text(),
+        "priority": str(os.nice(0)),
+        "killed first": (process / "oom_score_adj").read_text(),
+    }
+
+
+def _is_job_variable(name: str) -> bool:
+    return name in _JOB_VARIABLES or name.startswith(_JOB_VARIABLE_PREFIXES)

@@ -1,0 +1,142 @@
+"""Learning-rate schedules: pure functions of the update index.
+
+Invariant: `factor(t)` depends on its arguments only, so a resumed run, any rank and the oracle get the
+same rate at the same update, and seeking costs nothing. An update is one optimizer step: micro-batches
+and shards do not count.
+
+The factor multiplies the base rate of every parameter group:
+
+    factor(t) = warm-up from `start` to `peak`               for t < warmup_steps
+    factor(t) = peak * decay(t - warmup_steps)               after it
+
+where `peak` is 1, or what batch scaling makes of it. A decay that ends with the run (cosine, linear) holds
+its final value past the end; one without an end (constant, exponential, restarts) goes on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from paceline.errors import RecipeError
+from paceline.recipe.tables import ScheduleRecipe
+
+DecayFunction = Callable[[int], float]
+
+
+@dataclass(frozen=True)
+class LearningRateSchedule:
+    """The rate of every update, as a factor of the base rate.
+
+    Args:
+        warmup_steps: number of updates of the linear warm-up.
+        start: factor of update 0 if there is a warm-up.
+        peak: factor at the end of the warm-up; 1 without batch scaling.
+        decay: `decay(t)` for t = 0, 1, ... updates after the warm-up; `decay(0)` is 1.
+    """
+
+    warmup_steps: int
+    start: float
+    peak: float
+    decay: DecayFunction
+
+    def factor(self, update: int) -> float:
+        """Give the factor of the base rate at `update` = 0, 1, ...; exact in float64."""
+        if update < self.warmup_steps:
+            return self.start + (self.peak - self.start) * update / self.warmup_steps
+        return self.peak * self.decay(update - self.warmup_steps)
+
+    def apply(self, optimizer: torch.optim.Optimizer, update: int) -> float:
+        """Set the rate of every group to its base rate times `factor(update)`; return the factor.
+
+        The base rate of a group is its `initial_lr`, which is its `lr` when this is first called, and
+        which the optimizer's state keeps.
+        """
+        factor = self.factor(update)
+        for group in optimizer.param_groups:
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
+        return factor
+
+
+def build_schedule(recipe: ScheduleRecipe, steps: int, batch_size: int) -> LearningRateSchedule:
+    """Make the schedule of a run of `steps` updates with a global batch of `batch_size` samples.
+
+    Call it again when the batch size changes (an elastic resize): the scaling rule is then re-applied.
+
+    Raises:
+        RecipeError: parts of the schedule that contradict each other.
+    """
+    if recipe.batch_scaling != "none" and recipe.warmup_from != 0:
+        raise RecipeError(
+            f"schedule.warmup_from = {recipe.warmup_from} has no effect with "
+            f'schedule.batch_scaling = "{recipe.batch_scaling}"',
+            where="schedule.warmup_from",
+            next_step="leave it out: with batch scaling the warm-up starts at the base rate",
+        )
+    peak = batch_scale(recipe, batch_size)
+    return LearningRateSchedule(
+        warmup_steps=recipe.warmup_steps,
+        start=recipe.warmup_from if recipe.batch_scaling == "none" else min(1.0, peak),
+        peak=peak,
+        decay=_build_decay(recipe, max(steps - recipe.warmup_steps, 1)),
+    )
+
+
+def batch_scale(recipe: ScheduleRecipe, batch_size: int) -> float:
+    """Give the factor by which the rate grows with the batch: k, sqrt(k) or 1, for k = size / base size.
+
+    The base rate belongs to `base_batch` samples. With a fixed batch per worker, k is the number of workers.
+
+    Source: Goyal et al. 2017, Accurate, Large Minibatch SGD, arXiv:1706.02677 (linear, with warm-up
+        from the base rate); Krizhevsky 2014, arXiv:1404.5997, and Malladi et al. 2022,
+        arXiv:2205.10287 (square root, for Adam).
+    """
+    if recipe.base_batch is None:  # the recipe sets both or neither
+        return 1.0
+    ratio = batch_size / recipe.base_batch
+    return math.sqrt(ratio) if recipe.batch_scaling == "sqrt" else ratio
+
+
+def cosine(update: int, steps: int, final: float) -> float:
+    """Anneal from 1 at update 0 to `final` at `steps`, and hold it.
+
+    Source: Loshchilov & Hutter 2017, SGDR, arXiv:1608.03983, equation 5.
+    """
+    progress = min(update / steps, 1.0)
+    return final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def linear(update: int, steps: int, final: float) -> float:
+    """Go straight from 1 at update 0 to `final` at `steps`, and hold it."""
+    return 1.0 + (final - 1.0) * min(update / steps, 1.0)
+
+
+def exponential(update: int, rate: float) -> float:
+    """Decay as e^(-rate * update), without an end; `rate = -ln(d)` multiplies by d at every update."""
+    return math.exp(-rate * update)
+
+
+def warm_restarts(update: int, cycle_steps: int, cycle_factor: int, final: float) -> float:
+    """Anneal by cosine within cycles of cycle_steps * cycle_factor^i updates, for ever.
+
+    Source: Loshchilov & Hutter 2017, SGDR, arXiv:1608.03983, section 3 (T_0, T_mult).
+    """
+    while update >= cycle_steps and cycle_factor > 1:
+        update, cycle_steps = update - cycle_steps, cycle_steps * cycle_factor
+    return cosine(update % cycle_steps, cycle_steps, final)
+
+
+def _build_decay(recipe: ScheduleRecipe, steps: int) -> DecayFunction:
+    if recipe.cycle_steps is not None:
+        cycle_steps = recipe.cycle_steps
+        return lambda t: warm_restarts(t, cycle_steps, recipe.cycle_factor, recipe.final)
+    decays: dict[str, DecayFunction] = {
+        "constant": lambda t: 1.0,
+        "cosine": lambda t: cosine(t, steps, recipe.final),
+        "linear": lambda t: linear(t, steps, recipe.final),
+        "exponential": lambda t: exponential(t, recipe.rate),
+    }
+    return decays[recipe.decay]

@@ -1,0 +1,142 @@
+"""The base of an optimizer that the user writes: a rule for one group of parameters, and no more.
+
+Invariant: whatever the rule keeps in `self.state[parameter]` and in its groups is in `state_dict()`, the
+number of updates too, so that a resumed run goes on where it stopped.
+
+Several optimizers as one: another update rule for each group of parameters.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.errors import TaskError
+
+
+class UserOptimizer(torch.optim.Optimizer, ABC):
+    """A `torch.optim.Optimizer` whose subclass gives the update rule.
+
+        class DecayRate(UserOptimizer):
+            def update(self, params, grads, step):
+                rate = self.group["lr"] * self.group["decay"] ** step
+                for param, grad in zip(params, grads):
+                    param -= rate * grad
+
+        Task(..., optimizer=lambda model: DecayRate(model.parameters(), lr=0.1, decay=0.99))
+
+    Args:
+        params: parameters, named parameters or groups, as any torch optimizer takes them.
+        lr: base rate; the schedule of the recipe sets `group["lr"]` before every update.
+        **options: further values of the rule; each is an entry of every group, and a group may differ.
+    """
+
+    def __init__(self, params: Any, lr: float, **options: Any) -> None:
+        super().__init__(params, {"lr": lr, "step": 0, **options})
+        self.group: dict[str, Any] = self.param_groups[0]
+
+    @abstractmethod
+    def update(self, params: Sequence[Tensor], grads: Sequence[Tensor], step: int) -> None:
+        """Change the parameters in place; called without autograd, once per group and step.
+
+        Args:
+            params: the parameters of the group that have a gradient.
+            grads: their gradients, of the same shapes, already averaged, unscaled and clipped.
+            step: how many updates this group has had: 0 at the first.
+
+        `self.group` is the group whose turn it is; `self.state[param]` is a dict for what the rule
+        remembers about a parameter, and is saved.
+        """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every group once.
+
+        Raises:
+            TaskError: no parameter has a gradient, so nothing would be trained.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not any(p.grad is not None for group in self.param_groups for p in group["params"]):
+            raise TaskError(
+                f"{type(self).__name__} was given no gradient, so this update would change nothing",
+                next_step="pass the optimizer the parameters that the loss depends on",
+            )
+        for group in self.param_groups:
+            self._update_group(group)
+        return loss
+
+    def _update_group(self, group: dict[str, Any]) -> None:
+        self.group = group
+        params = [p for p in group["params"] if p.grad is not None]
+        if params:
+            self.update(params, [p.grad for p in params], group["step"])
+        group["step"] += 1
+
+
+_MEMBER = "member"
+
+
+class ByGroup(torch.optim.Optimizer):
+    """A `torch.optim.Optimizer` whose groups are those of others, each updated by the one that it came from.
+
+        def optimizers(model):
+            return ByGroup(
+                torch.optim.AdamW(model.blocks.parameters(), lr=1e-3),
+                torch.optim.SGD(model.head.parameters(), lr=0.1, momentum=0.9),
+            )
+
+        Task(..., optimizer=optimizers)
+
+    The schedule multiplies the rate of every group, and a norm is clipped over all. It goes under every
+    strategy that suits each of the optimizers; a rank updates its parts of what each group has.
+
+    Args:
+        *members: optimizers without state; their groups are this one's from now on.
+    Raises:
+        TaskError: a parameter is in two of them, or there is none.
+    """
+
+    def __init__(self, *members: torch.optim.Optimizer) -> None:
+        groups = [(i, group) for i, member in enumerate(members) for group in member.param_groups]
+        parameters = [p for _, group in groups for p in group["params"]]
+        if not parameters or len(set(parameters)) != len(parameters):
+            raise TaskError(
+                "each parameter is updated by one optimizer, and "
+                + ("there is none" if not parameters else "one is in the groups of two"),
+                next_step="give each of the optimizers parameters of its own",
+            )
+        for i, group in groups:
+            group[_MEMBER] = i
+        super().__init__([group for _, group in groups], {})
+        self.members = members
+        self._gather()
+
+    def _gather(self) -> None:
+        """Groups and state are kept here; a layout may have given groups other parameters."""
+        for i, member in enumerate(self.members):
+            member.param_groups = [group for group in self.param_groups if group[_MEMBER] == i]
+            member.state = self.state
+
+    def step(self, closure: Any = None) -> Any:
+        """Update every group once, by its own rule."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._gather()
+        for member in self.members:
+            if any(group["params"] for group in member.param_groups):
+                member.step()
+        return loss
+
+
+def member_optimizers(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
+    """The optimizers that one is made of; most are one."""
+    return optimizer.members if isinstance(optimizer, ByGroup) else (optimizer,)

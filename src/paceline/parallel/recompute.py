@@ -1,0 +1,371 @@
+"""What is around a block's forward when backward repeats it: the modes and the buffers of the first time.
+
+Invariant: a repetition computes what the forward computed, and leaves no trace. A forward that changes a
+persistent buffer, such as the running statistics of BatchNorm, changes it once.
+
+Recomputation in segments: of a chain of blocks the input of every s-th one is kept.
+
+A block whose input is the untouched result of the block before it keeps nothing. When backward comes to a
+segment, its blocks run once more from the kept input, which gives the inputs of all of them; then each block
+runs again for its own backward, and its input goes. With L blocks in segments of sqrt(L) that is memory for
+about 2 sqrt(L) inputs and one block, for two more forwards in place of one.
+
+Invariant: whatever the model does between two blocks is not repeated, so a result that went through anything
+else, or was written to, begins a segment. A link knows its own forward alone: forwards may lie in each other,
+on any thread.
+
+Source: Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost, arXiv:1604.06174, sections 4.2, 4.4.
+
+Recomputation: the activations inside blocks are discarded, and backward computes them again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
+
+from paceline.errors import TaskError
+
+ContextManager = AbstractContextManager[Any]
+CheckpointContexts = Callable[[], tuple[ContextManager, ContextManager]]
+_BufferPlace = tuple[dict[str, Tensor | None], str]
+
+
+def checkpoint_contexts(block: nn.Module, modes: Sequence[ContextManager]) -> CheckpointContexts | None:
+    """The `context_fn` of `torch.utils.checkpoint.checkpoint` for one forward; None if nothing is needed.
+
+    Args:
+        modes: that are around the forward; backward runs outside of them.
+    """
+    places = [] if torch.compiler.is_compiling() else list(_persistent_buffers(block))
+    return partial(_make_contexts, places, modes) if places or modes else None
+
+
+def has_checkpoint_contexts(context_fn: object) -> bool:
+    """Whether a checkpoint was given what `checkpoint_contexts` returned."""
+    return isinstance(context_fn, partial) and context_fn.func is _make_contexts
+
+
+def _make_contexts(
+    places: Sequence[_BufferPlace], modes: Sequence[ContextManager]
+) -> tuple[ContextManager, ContextManager]:
+    first = _ForwardContext(places)
+    return first, _RecomputeContext(first, modes)
+
+
+class _ForwardContext(AbstractContextManager[None]):
+    """Around the forward: keeps copies of the buffers (BatchNorm counts no version where it changes one)."""
+
+    def __init__(self, places: Sequence[_BufferPlace]) -> None:
+        self._places = places
+        self.before: list[tuple[_BufferPlace, Tensor]] = []
+
+    def __enter__(self) -> None:
+        held = [(place, place[0][place[1]]) for place in self._places]
+        self.before = [(place, b.detach().clone()) for place, b in held if b is not None]
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+class _RecomputeContext(AbstractContextManager[None]):
+    """Around the repetition: buffers are as they were before the forward, and then as they were."""
+
+    def __init__(self, first: _ForwardContext, modes: Sequence[ContextManager]) -> None:
+        self._first, self._modes = first, modes
+
+    def __enter__(self) -> None:
+        self._stack = ExitStack()
+        for mode in self._modes:
+            self._stack.enter_context(mode)
+        self._now = [(place, place[0][place[1]]) for place, _ in self._first.before]
+        for (table, name), copy in self._first.before:
+            table[name] = copy.clone()
+
+    def __exit__(self, *error: Any) -> None:
+        for (table, name), b in self._now:
+            table[name] = b
+        self._stack.__exit__(*error)
+
+
+def _persistent_buffers(block: nn.Module) -> Iterator[_BufferPlace]:
+    for module in block.modules():
+        for name in module._buffers:
+            if name not in module._non_persistent_buffers_set:
+                yield module._buffers, name
+
+
+_ORIGIN_ATTRIBUTE = "_paceline_made_by"
+_CONTAINER_TYPES = (tuple, list, dict)
+
+
+@dataclass(frozen=True)
+class _TensorOrigin:
+    """Which call made a tensor, as which of its results, and how often it had been written to then."""
+
+    link: BlockCall
+    place: int
+    version: int
+
+
+@dataclass(frozen=True)
+class _RecomputedArgument:
+    """An argument that is found again: a result of an earlier link."""
+
+    link: BlockCall
+    place: int
+    requires_grad: bool
+
+    def tensor(self) -> Tensor:
+        return self.link.results()[self.place].detach().requires_grad_(self.requires_grad)
+
+
+@dataclass(frozen=True)
+class _SavedArgument:
+    """An argument that is kept."""
+
+    value: Tensor
+    version: int
+    requires_grad: bool
+
+    def tensor(self) -> Tensor:
+        if self.value._version != self.version:
+            raise RuntimeError(
+                "a tensor that a recomputed block was called with was written to before backward needed it"
+            )
+        return self.value.detach().requires_grad_(self.requires_grad)
+
+
+class BlockCall:
+    """One call of a block in one forward: run it, then keep as little as finds its arguments again.
+
+    Args:
+        run: the block's forward.
+        longest: blocks in a segment.
+        contexts: what is around the forward and around its repetitions; see `repetition`.
+    """
+
+    def __init__(
+        self,
+        run: Callable[..., Any],
+        longest: int,
+        contexts: CheckpointContexts | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        self._run = run
+        around: tuple[ContextManager, ContextManager] = (
+            contexts() if contexts else (nullcontext(), nullcontext())
+        )
+        self._first, self._repeated = around
+        self._passed: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
+        self._kept = _map_nested(Tensor, (args, kwargs), lambda t: _recomputed_or_saved(t, longest))
+        self._before = {one.link for one in _iterate_nested(_RecomputedArgument, self._kept)}
+        self.depth = 1 + max((link.depth for link in self._before), default=0)
+        tensors = list(_iterate_nested(Tensor, (args, kwargs)))
+        self.at = tensors[0].new_empty(0) if tensors else torch.empty(0)
+        self._random = self._random_state(), get_device_states(*tensors)
+        self._results: list[Tensor] | None = None
+
+    def __call__(self, _at: Tensor) -> Any:
+        """Run: with what the model passed at first, and later with what is found again, which then goes."""
+        passed, self._passed = self._passed, None
+        if passed is not None:
+            with self._first:
+                return self._run(*passed[0], **passed[1])
+        args, kwargs = self._arguments()
+        for link in self._before:
+            link.forget()
+        return self._again(args, kwargs)
+
+    def mark(self, results: Any) -> Any:
+        """Let the next block know who made these; a leaf may outlive this forward, and is kept."""
+        for place, t in enumerate(_iterate_nested(Tensor, results)):
+            if t.grad_fn is not None:
+                setattr(t, _ORIGIN_ATTRIBUTE, _TensorOrigin(self, place, t._version))
+        return results
+
+    def results(self) -> list[Tensor]:
+        """Of the block, found again if they are not there."""
+        if self._results is None:
+            args, kwargs = self._arguments()
+            with saved_tensors_hooks(_save_nothing, _refuse_unpack):
+                self._results = [t.detach() for t in _iterate_nested(Tensor, self._again(args, kwargs))]
+        return self._results
+
+    def forget(self) -> None:
+        """The results are not needed again; if they are, they are found again."""
+        self._results = None
+
+    def _again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run with the random numbers of the forward, in its modes and on the buffers that it had."""
+        cpu, (devices, states) = self._random
+        with self._repeated, torch.random.fork_rng(devices):
+            torch.set_rng_state(cpu)
+            set_device_states(devices, states)
+            return self._run(*args, **kwargs)
+
+    def _random_state(self) -> Tensor:
+        """Of the processor's generator, uint8 [5056]; blocks that draw nothing share one."""
+        now = torch.get_rng_state()
+        known = (link._random[0] for link in self._before)
+        return next((state for state in known if torch.equal(state, now)), now)
+
+    def _arguments(self) -> Any:
+        return _map_nested((_RecomputedArgument, _SavedArgument), self._kept, lambda one: one.tensor())
+
+
+def _recomputed_or_saved(t: Tensor, longest: int) -> _RecomputedArgument | _SavedArgument:
+    origin = getattr(t, _ORIGIN_ATTRIBUTE, None)
+    if origin is not None and origin.version == t._version and origin.link.depth < longest:
+        return _RecomputedArgument(origin.link, origin.place, t.requires_grad)
+    return _SavedArgument(t.detach(), t._version, t.requires_grad)
+
+
+def _save_nothing(t: Tensor) -> None:
+    """Gradients are on, so that the kernels are those of the forward; nothing is saved."""
+
+
+def _refuse_unpack(saved: None) -> Tensor:
+    raise AssertionError("nothing goes back through a forward that only finds inputs again")
+
+
+def _iterate_nested(kind: Any, value: Any) -> Iterator[Any]:
+    """What is of a kind in nested arguments or results, in order."""
+    if isinstance(value, kind):
+        yield value
+    elif type(value) in _CONTAINER_TYPES:
+        for one in value.values() if type(value) is dict else value:
+            yield from _iterate_nested(kind, one)
+
+
+def _map_nested(kind: Any, value: Any, change: Callable[[Any], Any]) -> Any:
+    """Nested arguments with everything of a kind changed; what is in other objects stays as it is."""
+    if isinstance(value, kind):
+        return change(value)
+    if type(value) is dict:
+        return {name: _map_nested(kind, one, change) for name, one in value.items()}
+    return (
+        type(value)(_map_nested(kind, one, change) for one in value)
+        if type(value) in (tuple, list)
+        else value
+    )
+
+
+Forward = Callable[..., Any]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+BlockRunner = Callable[[Forward, CheckpointContexts | None, Args, Kwargs], Any]
+"""Runs a forward with its arguments such that backward computes it again, in its contexts."""
+
+
+def recompute_blocks(
+    model: nn.Module, choose: Callable[[nn.Module], Iterable[nn.Module]] | None, how: str = "blocks"
+) -> int:
+    """Discard the activations inside each block after its forward, and compute them again in backward.
+
+    Args:
+        model: changed in place; names of parameters stay.
+        choose: the blocks of a model; by default the entries of every `nn.ModuleList`.
+        how: "blocks" keeps the input of every one of L blocks and runs it twice, "0,1,4" that of the blocks
+            with these numbers; "segments" keeps about sqrt(L) of them and runs most blocks three times
+            (`paceline.parallel.recompute`).
+    Returns:
+        Number of blocks that are computed again.
+    Raises:
+        TaskError: there are no blocks, or not so many.
+    Exactness: bitwise; keyed dropout draws the same masks, PyTorch's own has its state restored, and buffers
+    that the forward changes are changed once.
+    Source: Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost, arXiv:1604.06174.
+    """
+    blocks = recomputed_blocks(model, choose)
+    if not blocks:
+        raise TaskError(
+            f'memory.recompute = "{how}", but the model has no nn.ModuleList and the task names no blocks',
+            next_step='pass Task(blocks=...), or set memory.recompute = "none"',
+        )
+    if how not in _RUNNER_BY_WORD:
+        blocks = [blocks[number] for number in _parse_block_numbers(how, len(blocks))]
+    run = _RUNNER_BY_WORD.get(how, _checkpoint_each_block)(len(blocks))
+    for block in blocks:
+        block.__class__ = _recomputed_class(type(block), run)
+    return len(blocks)
+
+
+def _parse_block_numbers(written: str, num_blocks: int) -> list[int]:
+    found = [int(n) for n in written.split(",")]
+    if found[-1] >= num_blocks:
+        raise TaskError(
+            f"memory.recompute names block {found[-1]}, and the model has blocks 0 to {num_blocks - 1}",
+            next_step='set memory.recompute = "auto"',
+        )
+    return found
+
+
+def recomputed_blocks(
+    model: nn.Module, choose: Callable[[nn.Module], Iterable[nn.Module]] | None
+) -> list[nn.Module]:
+    """The blocks of a model: those that are chosen, or the entries of every `nn.ModuleList`."""
+    return list(dict.fromkeys((choose or _module_lists)(model)))
+
+
+def outermost_blocks(
+    model: nn.Module, choose: Callable[[nn.Module], Iterable[nn.Module]] | None
+) -> dict[int, nn.Module]:
+    """By number, the blocks that lie in no other block."""
+    blocks = recomputed_blocks(model, choose)
+    inside = {one for block in blocks for one in block.modules() if one is not block}
+    return {number: block for number, block in enumerate(blocks) if block not in inside}
+
+
+def _module_lists(model: nn.Module) -> Iterable[nn.Module]:
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList):
+            yield from module
+
+
+def _recomputed_class(kind: type[nn.Module], run: BlockRunner) -> type[nn.Module]:
+    """A subclass whose forward is recomputed; unlike a wrapped method it follows a copy of the block."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        plain = partial(kind.forward, self)
+        if not torch.is_grad_enabled():
+            return plain(*args, **kwargs)
+        return run(plain, checkpoint_contexts(self, _get_current_function_mode_stack()), args, kwargs)
+
+    return type(f"Recomputed{kind.__name__}", (kind,), {"forward": forward, "__module__": kind.__module__})
+
+
+def _checkpoint_block(plain: Forward, contexts: CheckpointContexts | None, args: Args, kwargs: Kwargs) -> Any:
+    around: dict[str, Any] = {"context_fn": contexts} if contexts else {}
+    return checkpoint(plain, *args, use_reentrant=False, **around, **kwargs)
+
+
+def _checkpoint_in_segments(num_blocks: int) -> BlockRunner:
+    longest = math.isqrt(num_blocks - 1) + 1  # the root, rounded up
+
+    def run(plain: Forward, contexts: CheckpointContexts | None, args: Args, kwargs: Kwargs) -> Any:
+        link = BlockCall(plain, longest, contexts, args, kwargs)
+        return link.mark(checkpoint(link, link.at, use_reentrant=False, preserve_rng_state=False))
+
+    return run
+
+
+def _checkpoint_each_block(_num_blocks: int) -> BlockRunner:
+    return _checkpoint_block
+
+
+_RUNNER_BY_WORD: Mapping[str, Callable[[int], BlockRunner]] = {
+    "blocks": _checkpoint_each_block,
+    "segments": _checkpoint_in_segments,
+}

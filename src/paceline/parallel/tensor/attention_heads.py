@@ -1,0 +1,197 @@
+"""Attention by heads: a rank has some of the heads, with their rows of queries, keys and values.
+
+Where queries share keys and values (grouped queries), those go with the heads that use them; where there are
+fewer of them than ranks, every rank has all of them and uses one.
+Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3; Ainslie et al. 2023, GQA, arXiv:2305.13245.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from paceline.errors import TaskError
+from paceline.parallel.placement import even_span
+from paceline.parallel.tensor.parallel_linear import LinearCut, linear_dims, num_features
+from paceline.state.slot import Span, join_runs
+
+_FUSED_NAMES = ("qkv", "c_attn")
+_SEPARATE_NAMES = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("query", "key", "value"),
+    ("to_q", "to_k", "to_v"),
+    ("q_lin", "k_lin", "v_lin"),
+)
+_OUTPUT_NAMES = ("project", "c_proj", "o_proj", "out_proj", "out_lin", "to_out", "proj", "dense")
+_NUM_HEADS_NAMES = ("heads", "num_heads", "n_head", "n_heads", "num_attention_heads")
+_NUM_KV_HEADS_NAMES = ("kv_heads", "num_kv_heads", "num_key_value_heads", "n_kv_heads")
+_NUM_GROUPS_NAMES = ("num_key_value_groups", "n_rep")
+_WIDTH_NAMES = ("split_size", "embed_dim", "inner_dim", "all_head_size", "hidden_size", "n_embd", "dim")
+_DROPOUT_NAMES = ("attn_dropout", "attention_dropout", "dropout_p")
+
+
+class HeadShare(NamedTuple):
+    """First and last but one head of queries, and of keys and values, of one rank."""
+
+    queries: tuple[int, int]
+    shared: tuple[int, int]
+
+
+def assign_heads(heads: int, shared: int, degree: int) -> list[HeadShare]:
+    """Which heads each rank has; pure. Sizes differ by one head, or one group of them, at most.
+
+    Args:
+        heads: of queries.
+        shared: of keys and values: `heads` of them, or a number that divides it.
+        degree: how many ranks.
+    """
+    group = heads // shared
+    if group == 1 or shared >= degree:
+        spans = [even_span(shared, degree, rank) for rank in range(degree)]
+        return [HeadShare((a * group, b * group), (a, b)) for a, b in spans]
+    found = []
+    for one in range(shared):
+        first, last = even_span(degree, shared, one)
+        for place in range(last - first):
+            a, b = even_span(group, last - first, place)
+            found.append(HeadShare((one * group + a, one * group + b), (one, one + 1)))
+    return found
+
+
+@dataclass(frozen=True)
+class AttentionCut:
+    """One attention module.
+
+    Args:
+        linears: of its projections.
+        numbers: by rank, what its forward goes by.
+    """
+
+    name: str
+    module: nn.Module
+    linears: Sequence[LinearCut]
+    numbers: Sequence[Mapping[str, int]]
+
+
+def cut_heads(name: str, module: nn.Module, degree: int) -> AttentionCut:
+    """How an attention module is cut.
+
+    Raises:
+        TaskError: its projections or its number of heads are not found, it has fewer heads than ranks,
+            or it draws from a stream.
+    """
+    _refuse_attention_dropout(name, module)
+    inputs, output = _projections(name, module)
+    heads, shared = _count_heads(name, module)
+    if heads < degree:
+        raise TaskError(
+            f"'{name}' has {heads} attention heads for tensor={degree}, so a rank would have none",
+            next_step=f"choose tensor={heads} or less, or leave '{name}' out of the tensor plan",
+        )
+    shares = assign_heads(heads, shared, degree)
+    cut_inputs = _fused_columns if len(inputs) == 1 else _separate_columns
+    columns = cut_inputs(name, module, inputs, (heads, shared), shares)
+    width = num_features(getattr(module, output), "inputs") // heads
+    spans = [_rows([(0, share.queries)], width) for share in shares]
+    row = LinearCut(_child_name(name, output), getattr(module, output), "row", spans)
+    return AttentionCut(
+        name, module, [*columns, row], [_local_numbers(module, heads, shared, share) for share in shares]
+    )
+
+
+def _fused_columns(
+    name: str, module: nn.Module, inputs: Sequence[str], counts: tuple[int, int], shares: Sequence[HeadShare]
+) -> Iterator[LinearCut]:
+    """Queries, keys and values that follow each other in one layer: three runs of it."""
+    (part,), (heads, shared) = inputs, counts
+    width = num_features(getattr(module, part), "outputs") // (heads + 2 * shared)
+    starts = [0, heads * width, (heads + shared) * width]
+    spans = [_rows(zip(starts, (s.queries, s.shared, s.shared), strict=True), width) for s in shares]
+    yield LinearCut(_child_name(name, part), getattr(module, part), "column", spans)
+
+
+def _separate_columns(
+    name: str, module: nn.Module, inputs: Sequence[str], counts: tuple[int, int], shares: Sequence[HeadShare]
+) -> Iterator[LinearCut]:
+    """A layer each; keys and values that several ranks use are whole on all of them."""
+    (heads, shared), degree = counts, len(shares)
+    for part, count, kind in zip(inputs, (heads, shared, shared), (0, 1, 1), strict=True):
+        width = num_features(getattr(module, part), "outputs") // count
+        spans = [_rows([(0, share[kind])], width) for share in shares]
+        is_replicated = kind == 1 and shared < min(degree, heads)
+        yield LinearCut(_child_name(name, part), getattr(module, part), "column", spans, is_replicated)
+
+
+def _child_name(name: str, part: str) -> str:
+    return f"{name}.{part}" if name else part
+
+
+def _rows(runs: Any, width: int) -> Span:
+    """Features of heads, by (where these heads begin, heads)."""
+    return join_runs((start + a * width, start + b * width) for start, (a, b) in runs)
+
+
+def _projections(name: str, module: nn.Module) -> tuple[Sequence[str], str]:
+    """The layers of queries, keys and values (one or three), and of the output."""
+    layers = [part for part, child in module.named_children() if linear_dims(child) is not None]
+    choices = [*((fused,) for fused in _FUSED_NAMES), *_SEPARATE_NAMES]
+    inputs = next((parts for parts in choices if {*parts} <= {*layers}), None)
+    output = next((part for part in _OUTPUT_NAMES if part in layers), None)
+    if inputs is None or output is None:
+        what = "queries, keys and values" if inputs is None else "output projection"
+        raise TaskError(
+            f"the tensor plan cuts '{name}' ({type(module).__name__}) by heads, and finds no {what} among"
+            f" its linear layers: {', '.join(layers) or 'it has none'}",
+            next_step=f"call them {' or '.join('/'.join(parts) for parts in choices)}, and the output one of"
+            f" {', '.join(_OUTPUT_NAMES)}; or leave it out of the plan",
+        )
+    return inputs, output
+
+
+def _count_heads(name: str, module: nn.Module) -> tuple[int, int]:
+    """Heads of queries, and of keys and values."""
+    config = getattr(module, "config", None)
+    heads = _first_int(module, _NUM_HEADS_NAMES) or _first_int(config, _NUM_HEADS_NAMES)
+    if not heads:
+        raise TaskError(
+            f"the tensor plan cuts '{name}' by heads, and nothing says how many it has",
+            next_step=f"give the module a number called one of {', '.join(_NUM_HEADS_NAMES)}",
+        )
+    return heads, _first_int(module, _NUM_KV_HEADS_NAMES) or _first_int(config, _NUM_KV_HEADS_NAMES) or heads
+
+
+def _first_int(one: Any, names: Sequence[str]) -> int:
+    return next((value for name in names if isinstance(value := getattr(one, name, None), int)), 0)
+
+
+def _local_numbers(module: nn.Module, heads: int, shared: int, share: HeadShare) -> dict[str, int]:
+    """What the numbers of a module are on a rank, of those that it has."""
+    here, here_shared = share.queries[1] - share.queries[0], share.shared[1] - share.shared[0]
+    width = vars(module).get("head_dim", 0)
+    found: dict[str, int] = dict.fromkeys(_NUM_HEADS_NAMES, here) | dict.fromkeys(
+        _NUM_KV_HEADS_NAMES, here_shared
+    )
+    found |= dict.fromkeys(_NUM_GROUPS_NAMES, here // here_shared if here_shared else heads // shared)
+    widths = {key: here * width for key in _WIDTH_NAMES if width and vars(module).get(key) == heads * width}
+    own = {key: value for key, value in vars(module).items() if isinstance(value, int)}
+    return {key: value for key, value in (found | widths).items() if key in own}
+
+
+def _refuse_attention_dropout(name: str, module: nn.Module) -> None:
+    """Weights of attention that are dropped from a stream would differ from those of one process."""
+    for key, value in _dropout_rates(module):
+        if value > 0:
+            raise TaskError(
+                f"'{name}.{key}' drops weights of attention with probability {value:g}, from a stream that"
+                " depends on how many heads a rank has",
+                next_step="set it to 0: dropout outside of attention stays as it is",
+            )
+
+
+def _dropout_rates(module: nn.Module) -> Iterator[tuple[str, float]]:
+    for key in _DROPOUT_NAMES:
+        found = getattr(module, key, 0.0)
+        yield key, float(getattr(found, "p", found if isinstance(found, float) else 0.0))

@@ -1,0 +1,124 @@
+"""Column and row parallel linear layers: a pair of them costs one sum in forward and one in backward.
+
+The first of a pair is cut by its outputs (columns), the second by its inputs (rows); what lies between them
+works on a part of the features.
+Source: Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from paceline.comm.collectives.collective_protocol import Collective
+from paceline.parallel.tensor.mappings import SharedInput, gather_from_tensor_region
+from paceline.parallel.tensor.module_swap import swap_forward
+from paceline.parallel.tensor.vocab_parallel import VocabParallelLogits, VocabularyPartition
+from paceline.state.slot import Span, take_span
+
+
+@dataclass(frozen=True)
+class LinearDims:
+    """Along which dimensions of its weight a linear layer's features lie."""
+
+    outputs: int
+    inputs: int
+
+
+def linear_dims(module: nn.Module) -> LinearDims | None:
+    """None: it is no linear layer. Transformers' `Conv1D` is one with its weight the other way round."""
+    if isinstance(module, nn.Linear):
+        return LinearDims(0, 1)
+    return LinearDims(1, 0) if type(module).__name__.endswith("Conv1D") and hasattr(module, "nf") else None
+
+
+def num_features(layer: nn.Module, side: str) -> int:
+    """How many "inputs" or "outputs" a linear layer has."""
+    weight: Any = layer.weight
+    return int(weight.shape[getattr(linear_dims(layer), side)])
+
+
+@dataclass(frozen=True)
+class LinearCut:
+    """One linear layer, and what each rank has of it.
+
+    Args:
+        name, layer: of the model.
+        word: "column", "row", "gathered", or "vocabulary": a column whose outputs are logits.
+        spans: of the features that are cut, by rank.
+        is_replicated: a column whose tensors are whole on every rank, which uses its span of them: others use
+            it too, and its gradients are to be summed over all.
+    """
+
+    name: str
+    layer: nn.Module
+    word: str
+    spans: Sequence[Span]
+    is_replicated: bool = False
+
+    @property
+    def dim(self) -> int:
+        """Of the weight, along which it is cut."""
+        dims = linear_dims(self.layer)
+        assert dims is not None
+        return dims.inputs if self.word == "row" else dims.outputs
+
+    @property
+    def tensors(self) -> Mapping[str, int]:
+        """Its tensors that are cut, and the dimension of each."""
+        found = {"weight": self.dim}
+        has_bias = getattr(self.layer, "bias", None) is not None
+        return found | {"bias": 0} if has_bias and self.word != "row" else found
+
+
+def make_column_linear(cut: LinearCut, entrance: SharedInput, rank: int) -> None:
+    """Let a layer that is cut by outputs give a part of the outputs of whole inputs."""
+    dim, span = cut.dim, cut.spans[rank]
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        weight = take_span(self.weight, dim, span)
+        bias = None if self.bias is None else take_span(self.bias, 0, span)
+        return F.linear(entrance(x), weight.T if dim else weight, bias)
+
+    swap_forward(cut.layer, "Column", forward)
+
+
+def make_gathered_linear(cut: LinearCut, entrance: SharedInput, collective: Collective) -> None:
+    """Let a layer that is cut by outputs give all of them, of any shape [..., features].
+
+    Wire: one all_gather of the outputs in forward, one sum of the gradient of the inputs in backward.
+    """
+    make_column_linear(cut, entrance, collective.group.rank)
+    column = type(cut.layer).forward
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return gather_from_tensor_region(column(self, x), cut.spans, collective, cut.name)
+
+    swap_forward(cut.layer, "Gathered", forward)
+
+
+def make_vocab_linear(cut: LinearCut, entrance: SharedInput, vocabulary: VocabularyPartition) -> None:
+    """Let an output layer that is cut by tokens give a part of the logits."""
+    make_column_linear(cut, entrance, vocabulary.collective.group.rank)
+    column = type(cut.layer).forward
+
+    def forward(self: Any, x: Tensor) -> VocabParallelLogits:
+        return VocabParallelLogits(column(self, x), vocabulary)
+
+    swap_forward(cut.layer, "Logits", forward)
+
+
+def make_row_linear(cut: LinearCut, leaves: Callable[[Tensor], Tensor], rank: int) -> None:
+    """Let a layer that is cut by inputs give whole outputs of a part of the inputs."""
+    dim, span = cut.dim, cut.spans[rank]
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        weight = take_span(self.weight, dim, span)
+        y = leaves(F.linear(x, weight if dim else weight.T))
+        return y if self.bias is None else y + self.bias.to(y.dtype)  # as one process adds it: in halves
+
+    swap_forward(cut.layer, "Row", forward)

@@ -1,0 +1,424 @@
+"""Tensor plans: which modules are cut how, by patterns of their names.
+
+From the entries of a plan to what each rank holds; pure.
+
+Changing the modules of a model in place, once its tensors have been cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+
+from torch import Tensor, nn
+
+from paceline.comm.collectives.collective_protocol import Collective
+from paceline.errors import StrategyError, TaskError
+from paceline.models.dropout import KeyedDropout
+from paceline.parallel.placement import TensorTransform, even_span
+from paceline.parallel.tensor.attention_heads import AttentionCut, cut_heads
+from paceline.parallel.tensor.mappings import SharedInput, copy_to_tensor_region, reduce_from_tensor_region
+from paceline.parallel.tensor.module_swap import override_attributes, register_undo
+from paceline.parallel.tensor.parallel_linear import (
+    LinearCut,
+    linear_dims,
+    make_column_linear,
+    make_gathered_linear,
+    make_row_linear,
+    make_vocab_linear,
+    num_features,
+)
+from paceline.parallel.tensor.sequence_parallel import (
+    PositionPartition,
+    gather_positions,
+    make_gathering_attention,
+    make_sequence_parallel_block,
+    reduce_scatter_positions,
+    require_positionwise,
+)
+from paceline.parallel.tensor.vocab_parallel import (
+    VocabularyPartition,
+    make_vocab_embedding,
+    refuse_unsupported_embedding,
+)
+from paceline.recipe.toml_text import closest_word
+from paceline.state.slot import Span
+
+TENSOR_PLAN_WORDS = ("column", "row", "gathered", "split", "heads", "vocabulary", "sequence", "whole")
+WordByPattern = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class TensorPlanEntry:
+    """What becomes of one module.
+
+    Args:
+        word: "column" or "row" of a linear layer; "gathered": a column by itself, whose outputs are put
+            together; "split": a dropout between the two, on a part of the
+            features of the column before it; "heads": an attention, with all its projections;
+            "vocabulary": an embedding or an output layer, by tokens;
+            "sequence": a block, by positions wherever it is not cut by features.
+    """
+
+    name: str
+    module: nn.Module
+    word: str
+
+
+def resolve_tensor_plan(plan: WordByPattern, model: nn.Module) -> list[TensorPlanEntry]:
+    """The modules that a plan names, in the order of the model.
+
+    Args:
+        plan: words by pattern; a pattern fits a whole name, or the end of one after a dot. Where several fit,
+            the last one counts.
+    Raises:
+        StrategyError: there is no plan.
+        TaskError: a pattern fits nothing, or a module that cannot be cut so, or leaves out what it must cut.
+    """
+    if not plan:
+        raise StrategyError(
+            f"tensor cuts large layers, and nothing says which of {type(model).__name__}'s",
+            next_step='write tensor = { "*.up" = "column", "*.down" = "row" } into the recipe, or pass'
+            " Task(tensor=...), or leave out tensor",
+        )
+    modules = dict(model.named_modules())
+    words: dict[str, str] = {}
+    for pattern, word in plan.items():
+        fitting = [name for name in modules if _matches(name, pattern)]
+        if word not in TENSOR_PLAN_WORDS:
+            raise _plan_error(
+                pattern,
+                word,
+                f"is none of {', '.join(TENSOR_PLAN_WORDS)}{_suggest_word(word, TENSOR_PLAN_WORDS)}",
+            )
+        if not fitting:
+            raise _plan_error(
+                pattern, word, f"fits no module of {type(model).__name__}{_suggest_module(pattern, modules)}"
+            )
+        words |= dict.fromkeys(fitting, word)
+    found = [TensorPlanEntry(n, m, words[n]) for n, m in modules.items() if words.get(n, "whole") != "whole"]
+    for entry in found:
+        _require_kind(entry)
+    for children in _linear_siblings(model, words):
+        _require_pairs(children)
+    return found
+
+
+def _matches(name: str, pattern: str) -> bool:
+    wanted, parts = pattern.split("."), name.split(".")
+    if not name or len(wanted) > len(parts):
+        return False
+    return all(map(fnmatchcase, parts[-len(wanted) :], wanted))
+
+
+def _plan_error(pattern: str, word: str, reason: str) -> TaskError:
+    return TaskError(
+        f"the tensor plan's '{pattern}' = '{word}' {reason}",
+        next_step="name modules as model.named_modules() does; * stands for anything between two dots, and a"
+        " pattern may begin after a dot",
+    )
+
+
+def _suggest_word(word: str, words: tuple[str, ...]) -> str:
+    found = closest_word(word, words)
+    return f"; did you mean '{found}'?" if found else ""
+
+
+def _suggest_module(pattern: str, modules: Mapping[str, nn.Module]) -> str:
+    """The module that a pattern may have meant: names and patterns are compared without their numbers."""
+    spelled = {".".join("*" if part.isdecimal() else part for part in name.split(".")) for name in modules}
+    depth = pattern.count(".") + 1
+    ends = {".".join(name.split(".")[-depth:]) for name in spelled if name}
+    found = closest_word(pattern, sorted(ends | spelled))
+    return f"; the nearest is '{found}'" if found else ""
+
+
+def _require_kind(entry: TensorPlanEntry) -> None:
+    """Raises: TaskError: the module is not of the kind that its word is for."""
+    linear = linear_dims(entry.module) is not None
+    tokens = linear or isinstance(entry.module, nn.Embedding)
+    keyed = isinstance(entry.module, KeyedDropout)
+    fits = {"column": linear, "row": linear, "gathered": linear, "split": keyed, "vocabulary": tokens}
+    if not fits.get(entry.word, True):
+        raise TaskError(
+            f"the tensor plan calls '{entry.name}' {entry.word}, and it is a {type(entry.module).__name__}",
+            next_step="column, row and gathered are for linear layers, split is for KeyedDropout, heads for"
+            " attention, vocabulary for embeddings and output layers",
+        )
+
+
+def _linear_siblings(model: nn.Module, words: Mapping[str, str]) -> Iterator[list[TensorPlanEntry]]:
+    """Linear layers that have a parent in common, with their words, in order, but those of attention."""
+    by_parent: dict[str, list[TensorPlanEntry]] = {}
+    for name, module in model.named_modules():
+        parent = name.rpartition(".")[0]
+        apart = words.get(parent) == "heads" or words.get(name) in ("vocabulary", "gathered")
+        if linear_dims(module) is not None and not apart:
+            by_parent.setdefault(parent, []).append(TensorPlanEntry(name, module, words.get(name, "whole")))
+    for parent, children in by_parent.items():
+        if any(child.word != "whole" for child in children):
+            in_turn = isinstance(model.get_submodule(parent), nn.Sequential | nn.ModuleList)
+            yield children if in_turn else sorted(children, key=lambda child: child.word == "row")
+
+
+def _require_pairs(children: list[TensorPlanEntry]) -> None:
+    """Raises: TaskError: between a column and its row a layer is not cut, or one of the two is missing."""
+    column = ""
+    for child in children:
+        if child.word == "whole" and column:
+            raise TaskError(
+                f"the linear layer '{child.name}' is not cut, and stands behind '{column}', of whose outputs"
+                " a rank has a part",
+                next_step=f'add "{child.name}" = "row" to the tensor plan, or leave out "{column}"',
+            )
+        if child.word == "row" and not column:
+            raise TaskError(
+                f"the tensor plan calls '{child.name}' row, and no column stands before it",
+                next_step="a row takes the part of the features that a column gives: plan both",
+            )
+        if child.word != "whole":
+            column = child.name if child.word == "column" else ""
+    if column:
+        raise TaskError(
+            f"the tensor plan calls '{column}' column, and no row takes its part of the features",
+            next_step="plan the layer behind it as row",
+        )
+
+
+@dataclass(frozen=True)
+class DropoutCut:
+    """A dropout between a column and a row, which sees a part of the features.
+
+    Args:
+        spans: of the features, by rank.
+        width: of all features.
+    """
+
+    module: KeyedDropout
+    spans: Sequence[Span]
+    width: int
+
+
+@dataclass(frozen=True)
+class EmbeddingCut:
+    """An embedding, and the tokens of each rank."""
+
+    name: str
+    layer: nn.Embedding
+    spans: Sequence[Span]
+    is_replicated = False
+
+    @property
+    def tensors(self) -> Mapping[str, int]:
+        """Its tensors that are cut, and the dimension of each."""
+        return {"weight": 0}
+
+
+@dataclass(frozen=True)
+class TensorCuts:
+    """What a plan makes of a model."""
+
+    linears: Sequence[LinearCut]
+    attentions: Sequence[AttentionCut]
+    dropouts: Sequence[DropoutCut]
+    embeddings: Sequence[EmbeddingCut]
+    blocks: Sequence[TensorPlanEntry]
+    degree: int
+
+    @property
+    def layers(self) -> list[LinearCut | EmbeddingCut]:
+        """All that have tensors of their own."""
+        return [*self.linears, *self.embeddings]
+
+
+def plan_tensor_cuts(entries: Sequence[TensorPlanEntry], degree: int) -> TensorCuts:
+    """How each planned module is cut; pure.
+
+    Raises:
+        TaskError: an attention cannot be cut by heads.
+    """
+    linears: list[LinearCut] = []
+    attentions: list[AttentionCut] = []
+    dropouts: list[DropoutCut] = []
+    embeddings: list[EmbeddingCut] = []
+    for entry in (entry for entry in entries if entry.word != "sequence"):
+        if entry.word == "heads":
+            attentions.append(cut_heads(entry.name, entry.module, degree))
+            linears += attentions[-1].linears
+        elif isinstance(entry.module, KeyedDropout):
+            spans = linears[-1].spans
+            dropouts.append(DropoutCut(entry.module, spans, spans[-1][-1]))
+        elif isinstance(entry.module, nn.Embedding):
+            refuse_unsupported_embedding(entry.name, entry.module)
+            spans = _even_spans(entry.module.num_embeddings, degree)
+            embeddings.append(EmbeddingCut(entry.name, entry.module, spans))
+        else:
+            features = num_features(entry.module, "inputs" if entry.word == "row" else "outputs")
+            linears.append(LinearCut(entry.name, entry.module, entry.word, _even_spans(features, degree)))
+    blocks = [entry for entry in entries if entry.word == "sequence"]
+    for block in blocks:
+        _refuse_gathered(block.name, linears)
+        require_positionwise(block.name, block.module, {id(cut.layer) for cut in linears})
+    return TensorCuts(linears, attentions, dropouts, embeddings, blocks, degree)
+
+
+def _refuse_gathered(block: str, linears: Sequence[LinearCut]) -> None:
+    """Raises: TaskError: a layer in a block that is cut by positions would give all features of a part."""
+    for cut in linears:
+        if cut.word == "gathered" and cut.name.startswith(f"{block}."):
+            raise TaskError(
+                f"the tensor plan gathers the outputs of '{cut.name}', and cuts '{block}' by positions",
+                next_step=f"plan '{cut.name}' as whole, or as column with a row behind it",
+            )
+
+
+def _even_spans(size: int, degree: int) -> list[Span]:
+    return [even_span(size, degree, rank) for rank in range(degree)]
+
+
+def _require_tied_alike(cuts: TensorCuts, model: nn.Module) -> None:
+    """Raises: TaskError: a tensor is cut in one module, and not, or otherwise, in another that has it too."""
+    known: dict[int, tuple[str, int, Sequence[Span]]] = {}
+    planned: dict[tuple[int, str], tuple[int, Sequence[Span]]] = {}
+    for cut in cuts.layers:
+        for key, dim in cut.tensors.items():
+            known[id(getattr(cut.layer, key))] = (cut.name, dim, cut.spans)
+            planned[id(cut.layer), key] = (dim, cut.spans)
+    for name, module in model.named_modules():
+        for key, p in module.named_parameters(recurse=False):
+            if id(p) in known and planned.get((id(module), key)) != known[id(p)][1:]:
+                raise TaskError(
+                    f"'{name}' has its {key} in common with '{known[id(p)][0]}', which the tensor plan cuts",
+                    next_step=f"cut '{name}' alike (both as vocabulary), or leave both whole",
+                )
+
+
+def plan_tensor_transform(cuts: TensorCuts, model: nn.Module) -> TensorTransform:
+    """The transform of a placement that a plan is; tied tensors go by their first name."""
+    first = {id(p): name for name, p in model.named_parameters()}
+    dims: dict[str, int] = {}
+    spans: dict[str, Sequence[Span]] = {}
+    summed: set[str] = set()
+    _require_tied_alike(cuts, model)
+    for cut in cuts.layers:
+        for key, dim in cut.tensors.items():
+            name = first[id(getattr(cut.layer, key))]
+            if cut.is_replicated:
+                summed.add(name)
+            else:
+                dims[name], spans[name] = dim, cut.spans
+    for block in cuts.blocks:
+        summed |= {first[id(p)] for p in block.module.parameters() if p.requires_grad} - dims.keys()
+    return TensorTransform(dims, cuts.degree, spans, frozenset(summed))
+
+
+def apply_tensor_cuts(cuts: TensorCuts, collective: Collective, *, apart: bool = False) -> None:
+    """Let every module that is cut run with its part.
+
+    Args:
+        apart: a block that is cut by positions gives all of them, as stages send them on.
+    """
+    rank, positions = collective.group.rank, PositionPartition(collective)
+    _make_columns(cuts, collective, positions)
+    for cut in cuts.linears:
+        if cut.word == "row":
+            make_row_linear(cut, _output_mapping(cuts, cut.name, collective, positions), rank)
+    for embedding in cuts.embeddings:
+        make_vocab_embedding(
+            embedding.layer, VocabularyPartition(embedding.spans, collective, embedding.name)
+        )
+    for attention in cuts.attentions:
+        override_attributes(attention.module, attention.numbers[rank])
+        if _is_sequence_parallel(cuts, attention.name):
+            make_gathering_attention(attention.module, positions, attention.name)
+    for dropout in cuts.dropouts:
+        span = dropout.spans[rank]
+        dropout.module.take_part((span[0], span[-1]), dropout.width)
+        register_undo(dropout.module, KeyedDropout.take_all)
+    for stretch in [[block] for block in cuts.blocks] if apart else _consecutive_blocks(cuts.blocks):
+        _make_consecutive_blocks(cuts, stretch, positions)
+
+
+def _make_columns(cuts: TensorCuts, collective: Collective, positions: PositionPartition) -> None:
+    """Columns with the same parent take in the same tensor."""
+    for cut in (cut for cut in cuts.linears if cut.word == "gathered"):
+        make_gathered_linear(
+            cut,
+            SharedInput(partial(copy_to_tensor_region, collective=collective, key=cut.name), 1),
+            collective,
+        )
+    columns = [cut for cut in cuts.linears if cut.word not in ("row", "gathered")]
+    parents = [cut.name.rpartition(".")[0] for cut in columns]
+    entrances: dict[str, SharedInput] = {}
+    for cut, parent in zip(columns, parents, strict=True):
+        enters = _input_mapping(cuts, parent, collective, positions)
+        entrance = entrances.setdefault(parent, SharedInput(enters, parents.count(parent)))
+        _make_column(cut, entrance, collective)
+
+
+def _make_column(cut: LinearCut, entrance: SharedInput, collective: Collective) -> None:
+    if cut.word == "column":
+        make_column_linear(cut, entrance, collective.group.rank)
+    else:
+        make_vocab_linear(cut, entrance, VocabularyPartition(cut.spans, collective, cut.name))
+
+
+def _input_mapping(
+    cuts: TensorCuts, parent: str, collective: Collective, positions: PositionPartition
+) -> Callable[[Tensor], Tensor]:
+    """How what a column takes in becomes whole on all ranks."""
+    if not _is_sequence_parallel(cuts, parent):
+        return partial(copy_to_tensor_region, collective=collective, key=parent or "model")
+    if any(attention.name == parent for attention in cuts.attentions):
+        return lambda x: x  # the attention as a whole gathers
+    return partial(gather_positions, positions=positions, key=parent)
+
+
+def _output_mapping(
+    cuts: TensorCuts, name: str, collective: Collective, positions: PositionPartition
+) -> Callable[[Tensor], Tensor]:
+    """How what a row gives is summed."""
+    if _is_sequence_parallel(cuts, name):
+        return partial(reduce_scatter_positions, positions=positions, key=name)
+    return partial(reduce_from_tensor_region, collective=collective, key=name)
+
+
+def _is_sequence_parallel(cuts: TensorCuts, name: str) -> bool:
+    """Whether a module is inside of a block that is cut by positions."""
+    return any(f"{name}.".startswith(f"{block.name}.") for block in cuts.blocks)
+
+
+def _consecutive_blocks(blocks: Sequence[TensorPlanEntry]) -> list[list[TensorPlanEntry]]:
+    """Blocks that follow each other: between them nothing needs all positions."""
+    found: list[list[TensorPlanEntry]] = []
+    for block in blocks:
+        before = found[-1][-1] if found else None
+        if before is not None and _next_name(before.name) == block.name:
+            found[-1].append(block)
+        else:
+            found.append([block])
+    return found
+
+
+def _next_name(name: str) -> str:
+    parent, dot, last = name.rpartition(".")
+    return f"{parent}{dot}{int(last) + 1}" if last.isdecimal() else ""
+
+
+def _make_consecutive_blocks(
+    cuts: TensorCuts, stretch: Sequence[TensorPlanEntry], positions: PositionPartition
+) -> None:
+    between = {id(dropout.module) for dropout in cuts.dropouts}
+    for block in stretch:
+        first, last = block is stretch[0], block is stretch[-1]
+        make_sequence_parallel_block(block.module, positions, block.name, first=first, last=last)
+        for module in block.module.modules():
+            if isinstance(module, KeyedDropout) and id(module) not in between:
+                _key_dropout_by_position(module, positions)
+
+
+def _key_dropout_by_position(module: KeyedDropout, positions: PositionPartition) -> None:
+    module.take_positions(positions)
+    register_undo(module, KeyedDropout.take_all)

@@ -1,0 +1,63 @@
+"""Pipeline schedules as data: tables, where they come from, and what is proven of them. Torch-free."""
+
+from paceline.pipeline_schedule.schedule_formats import (
+    describe_timeline,
+    is_schedule_file,
+    read_schedule_csv,
+    render_svg,
+    render_text,
+    schedule_word,
+    write_schedule_csv,
+)
+from paceline.pipeline_schedule.schedule_table import (
+    ActionKey,
+    PipelineAction,
+    ScheduleFactory,
+    ScheduleTable,
+    ScheduleTimeline,
+    TimelineRow,
+    count_messages_by_source,
+    max_messages_in_flight,
+    next_chunk,
+    overlapping_parts,
+    part_samples,
+    parts_divide_evenly,
+    previous_chunk,
+    simulate_schedule,
+)
+from paceline.pipeline_schedule.standard_schedules import (
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    pipedream_2bw,
+    zero_bubble,
+)
+
+__all__ = [
+    "ActionKey",
+    "PipelineAction",
+    "ScheduleFactory",
+    "ScheduleTable",
+    "ScheduleTimeline",
+    "TimelineRow",
+    "count_messages_by_source",
+    "describe_timeline",
+    "gpipe",
+    "interleaved",
+    "is_schedule_file",
+    "max_messages_in_flight",
+    "next_chunk",
+    "one_f_one_b",
+    "overlapping_parts",
+    "part_samples",
+    "parts_divide_evenly",
+    "pipedream_2bw",
+    "previous_chunk",
+    "read_schedule_csv",
+    "render_svg",
+    "render_text",
+    "schedule_word",
+    "simulate_schedule",
+    "write_schedule_csv",
+    "zero_bubble",
+]

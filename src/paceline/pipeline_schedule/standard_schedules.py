@@ -1,0 +1,178 @@
+"""Schedules by name. Each makes a table from numbers of stages and of micro-batches; all are proven."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, chain, pairwise
+from typing import TypeVar
+
+from paceline.errors import StrategyError
+from paceline.pipeline_schedule.schedule_table import PipelineAction, ScheduleTable, simulate_schedule
+
+T = TypeVar("T")
+
+
+def gpipe(num_stages: int, num_micro_batches: int, parts: Sequence[int] = ()) -> ScheduleTable:
+    """All forwards, then all backwards in the opposite order.
+
+    A stage stores the activations of all micro-batches.
+
+    Args:
+        parts: by stage, in how many parts it runs each micro-batch; one if there are none.
+    Source: Huang et al. 2019, GPipe, arXiv:1811.06965, section 2.3 and figure 2c.
+    """
+    up = range(num_micro_batches)
+    return ScheduleTable(
+        [
+            _actions_in_parts("F", up, n) + _actions_in_parts("B", reversed(up), n)
+            for n in parts or [1] * num_stages
+        ]
+    )
+
+
+def one_f_one_b(num_stages: int, num_items: int, parts: Sequence[int] = ()) -> ScheduleTable:
+    """One forward, one backward in turn: stage s runs p-s-1 forwards ahead.
+
+    A stage stores the activations of at most p-s items, however many there are. PipeDream runs it over steps,
+    without a flush between them; a synchronous pipeline over the micro-batches of one step. Where stages run
+    items in parts, none stores more for it, and those before smaller parts may store less.
+
+    Args:
+        parts: see `gpipe`.
+    Source: Narayanan et al. 2019, PipeDream, section 3.2 and figure 8 (1F1B); Narayanan et al. 2021,
+    Memory-Efficient Pipeline-Parallel DNN Training, arXiv:2006.09503, section 2.2 (with a flush).
+    """
+    parts = parts or [1] * num_stages
+    orders = []
+    for stage, (n, kept) in enumerate(zip(parts, _max_parts_in_flight(parts), strict=True)):
+        forwards, backwards = (_actions_in_parts(kind, range(num_items), n) for kind in "FB")
+        turn = _parts_per_turn(parts, stage)
+        ahead = -(-kept // turn) - 1
+        orders.append(_alternate(_group_by_turn(forwards, turn), _group_by_turn(backwards, turn), ahead))
+    return ScheduleTable([[*chain.from_iterable(order)] for order in orders])
+
+
+def pipedream_2bw(num_stages: int, counts: Sequence[int]) -> ScheduleTable:
+    """1F1B over the micro-batches of several steps without a flush between them, never two updates behind.
+
+    A step's first forward waits for the last backward of the step before the one before it.
+
+    Args:
+        counts: micro-batches of each step.
+    Source: Narayanan et al. 2021, Memory-Efficient Pipeline-Parallel DNN Training, arXiv:2006.09503, section
+    3.1 (2BW).
+    """
+    before_steps = [*accumulate(counts, initial=0)]
+    needed = [max(0, before_steps[k - 1]) if k else 0 for k, n in enumerate(counts) for _ in range(n)]
+    return ScheduleTable(
+        [[*_bounded_staleness_order(num_stages - 1 - stage, needed)] for stage in range(num_stages)]
+    )
+
+
+def _bounded_staleness_order(ahead: int, needed: Sequence[int]) -> Iterator[PipelineAction]:
+    """Forwards so many ahead of backwards, and behind those that each needs."""
+    done = 0
+    for number, least in enumerate([*needed, len(needed)]):
+        until = max(least, number - ahead) if number < len(needed) else len(needed)
+        yield from (PipelineAction("B", k) for k in range(done, until))
+        done = max(done, until)
+        if number < len(needed):
+            yield PipelineAction("F", number)
+
+
+def interleaved(num_stages: int, num_micro_batches: int, chunks: int | str = 2) -> ScheduleTable:
+    """1F1B over several chunks of the model on every rank: the bubble is a v-th, for more in flight.
+
+    Micro-batches go through the chunks in groups of p. Where the last group is smaller, stages run more
+    forwards ahead, as few as can run.
+    Source: Narayanan et al. 2021, Efficient Large-Scale Language Model Training, arXiv:2104.04473,
+    section 2.2.2.
+    """
+    p, m, chunks = num_stages, num_micro_batches, int(chunks)
+    groups = [range(start, min(start + p, m)) for start in range(0, m, p)]
+    forwards = [PipelineAction("F", k, c) for group in groups for c in range(chunks) for k in group]
+    backwards = [
+        PipelineAction("B", k, c) for group in groups for c in reversed(range(chunks)) for k in group
+    ]
+    for more in range(len(forwards) + 1):
+        ahead = [min(2 * (p - 1 - s) + (chunks - 1) * p + more, len(forwards)) for s in range(p)]
+        table = ScheduleTable([_alternate(forwards, backwards, n) for n in ahead], chunks)
+        if _can_run(table, m):
+            return table
+    raise AssertionError("all forwards before all backwards can always run")
+
+
+def zero_bubble(num_stages: int, num_micro_batches: int, parts: Sequence[int] = ()) -> ScheduleTable:
+    """The backward split in two: gradients of weights fill the time in which a stage would wait.
+
+    1F1B, in which stage s puts the gradients of weights off by s micro-batches. So each stage keeps at most p
+    micro-batches, and the last ones of a step have work while the first fill and drain.
+
+    Args:
+        parts: see `gpipe`.
+    Source: Qi et al. 2023, Zero Bubble Pipeline Parallelism, arXiv:2401.10241, section 2.3 (ZB-H1).
+    """
+    parts = parts or [1] * num_stages
+    in_turn = one_f_one_b(num_stages, num_micro_batches, parts).orders
+    orders = enumerate(zip(in_turn, parts, strict=True))
+    return ScheduleTable([[*_defer_weight_gradients(order, stage * n)] for stage, (order, n) in orders])
+
+
+def _defer_weight_gradients(order: Sequence[PipelineAction], later: int) -> Iterator[PipelineAction]:
+    """The gradients of weights after the backward that comes so many backwards later, or at the end."""
+    waiting = deque[PipelineAction]()
+    for action in order:
+        yield action
+        if action.kind == "B":
+            waiting.append(action._replace(kind="W"))
+        if len(waiting) > later:
+            yield waiting.popleft()
+    yield from waiting
+
+
+def _actions_in_parts(kind: str, micro_batches: Iterable[int], parts: int) -> list[PipelineAction]:
+    return [PipelineAction(kind, k, 0, part) for k in micro_batches for part in range(parts)]
+
+
+def _max_parts_in_flight(parts: Sequence[int]) -> list[int]:
+    """By stage, how many of its parts 1F1B keeps: all of which the next stage keeps some, and what travels.
+
+    What the next stage keeps need not begin where a part of this stage begins. Never more than without parts.
+    """
+    found = [1]
+    for later, earlier in pairwise(reversed(parts)):
+        travelling, joined = min(later, earlier), max(1, later // earlier)
+        touched = (found[-1] + joined - 2) // joined + 1
+        found.append(min((touched + 1) * earlier // travelling, (len(found) + 1) * earlier))
+    return found[::-1]
+
+
+def _parts_per_turn(parts: Sequence[int], stage: int) -> int:
+    """Parts that 1F1B runs in one turn: as many as neighbours on both sides have joined, else one."""
+    around = parts[max(0, stage - 1) : stage + 2]
+    return parts[stage] // min(parts[stage], max(around[0], around[-1]))
+
+
+def _group_by_turn(actions: Sequence[PipelineAction], turn: int) -> list[Sequence[PipelineAction]]:
+    return [actions[start : start + turn] for start in range(0, len(actions), turn)]
+
+
+def _alternate(forwards: Sequence[T], backwards: Sequence[T], ahead: int) -> list[T]:
+    """Some forwards ahead, then a forward and a backward in turn, then the rest of the backwards."""
+
+    def order() -> Iterator[T]:
+        yield from forwards[:ahead]
+        for place, backward in enumerate(backwards):
+            yield from forwards[ahead + place : ahead + place + 1]
+            yield backward
+
+    return list(order())
+
+
+def _can_run(table: ScheduleTable, num_micro_batches: int) -> bool:
+    try:
+        simulate_schedule(table, num_micro_batches)
+    except StrategyError:
+        return False
+    return True

@@ -1,0 +1,302 @@
+"""The buckets of a rank, laid out as a run lays them out, without memory; closed forms are made of them.
+
+A bucket holds whole tensors, and its rows are as wide as the widest one, so sums over all tensors do not say
+what is allocated.
+
+What a rank reduces: which gradients, over how many ranks, on which paths. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from paceline.comm.reduction.bucket_buffers import PartBuffer, bucket_bytes_of, plan_buckets
+from paceline.comm.reduction.scatter_schedule import unconfirmed_bytes
+from paceline.data.work import split_evenly
+from paceline.parallel.placement import ParameterBytes, TensorPlacement, slot_bytes
+from paceline.recipe.recipe import Recipe
+from paceline.state.slot import TensorSlot
+
+_DTYPES_BY_BYTES = {
+    1: torch.uint8,
+    2: torch.bfloat16,
+    4: torch.float32,
+    8: torch.float64,
+    16: torch.complex128,
+}
+
+
+class BucketPath(NamedTuple):
+    """What buckets have in common that take memory in turn.
+
+    Args:
+        number: of their reduction, in the order of a run.
+        item_bytes: of one value.
+        axes: over which they are summed.
+        meets: whether ranks of one replica put their parts together first.
+    """
+
+    number: int
+    item_bytes: int
+    axes: tuple[str, ...] = ()
+    meets: bool = False
+
+
+class BucketBytes(NamedTuple):
+    """Bytes of all rows of one bucket, and of one of them."""
+
+    whole: int
+    row: int
+    way: BucketPath
+
+
+class BucketLayout(NamedTuple):
+    """One reduction.
+
+    Args:
+        members: what it sums, in the model's order.
+        buffers: its buckets, in the order of their launch.
+        axes, meets: see `BucketPath`.
+    """
+
+    members: Sequence[TensorPlacement]
+    buffers: Sequence[PartBuffer]
+    axes: tuple[str, ...]
+    meets: bool
+
+
+def plan_reductions(
+    recipe: Recipe,
+    held: Iterable[TensorPlacement],
+    item_bytes: Mapping[str, int],
+    *,
+    often: bool,
+    multiple: int = 1,
+) -> list[BucketLayout]:
+    """All of a rank.
+
+    Args:
+        held: in the model's order; `item_bytes` by name, of one value.
+        often: gradients leave with every micro-batch.
+        multiple: see `PartBuffer`.
+    """
+    together = dict[tuple[tuple[str, ...], tuple[int, ...], tuple[str, ...], int], list[TensorPlacement]]()
+    for one in held:
+        alike = one.sums, one.holders, tuple(sorted(one.computes.axes)), one.chunk if often else 0
+        together.setdefault(alike, []).append(one)
+    found, most = [], recipe.runtime.bucket_bytes
+    for (axes, holders, *_), members in sorted(together.items()):
+        meets = bool(holders) or "tensor" in axes
+        buffers = _plan_part_buffers(
+            members, item_bytes, most, in_turn=often and not meets, multiple=multiple
+        )
+        found.append(BucketLayout(members, buffers, axes, meets))
+    return found
+
+
+def planned_bucket_bytes(reductions: Sequence[BucketLayout]) -> list[BucketBytes]:
+    """Of all buckets."""
+    return [
+        BucketBytes(
+            one.flat.nbytes,
+            one.rows[0].nbytes,
+            BucketPath(number, one.flat.element_size(), reduction.axes, reduction.meets),
+        )
+        for number, reduction in enumerate(reductions)
+        for one in reduction.buffers
+    ]
+
+
+def gather_buckets(
+    held: Sequence[TensorPlacement], item_bytes: Mapping[str, int], most_bytes: int
+) -> list[PartBuffer]:
+    """Parameters that come together after an update, in their order.
+
+    Args:
+        most_bytes: see `bucket_bytes_of`.
+    """
+    return _plan_part_buffers(held, item_bytes, most_bytes, in_turn=True)
+
+
+def whole_gather(held: Sequence[TensorPlacement], item_bytes: Mapping[str, int]) -> list[PartBuffer]:
+    """Parameters that come all at a time."""
+    return _plan_part_buffers(
+        held, item_bytes, sum(slot_bytes(one.computes, item_bytes) for one in held), in_turn=False
+    )
+
+
+def _plan_part_buffers(
+    held: Sequence[TensorPlacement],
+    item_bytes: Mapping[str, int],
+    most_bytes: int,
+    *,
+    in_turn: bool,
+    multiple: int = 1,
+) -> list[PartBuffer]:
+    tensors = meta_tensors(held, item_bytes)
+    parts = {one.computes: one.parts for one in held}
+    together = bucket_bytes_of(tensors.values(), most_bytes) if in_turn else most_bytes
+    return [
+        PartBuffer(slots, tensors, parts, _meta_buffer, multiple) for slots in plan_buckets(tensors, together)
+    ]
+
+
+def meta_tensors(held: Iterable[TensorPlacement], item_bytes: Mapping[str, int]) -> dict[TensorSlot, Tensor]:
+    """What a rank computes with, by slot: shapes alone."""
+    slots = [one.computes for one in held]
+    return {
+        slot: torch.empty(slot.sizes, dtype=_DTYPES_BY_BYTES[item_bytes[slot.name]], device="meta")
+        for slot in slots
+    }
+
+
+def _meta_buffer(num_values: int, like: Tensor) -> Tensor:
+    return like.new_empty(num_values, device="meta")
+
+
+ReceiveMemory = Literal["given", "in place", "apart"]
+"""Where what others send in a scatter comes: in memory that whoever scatters gives, in the rows that are
+scattered, or in memory that the path allocates for it.
+"""
+
+
+def receive_memory_of(recipe: Recipe, trained: Iterable[Tensor]) -> ReceiveMemory:
+    """Where what comes in scatters of these tensors does; see `NativeCollective.reduce_scatter`."""
+    route, shards = recipe.strategy.path, recipe.strategy.shard
+    if recipe.strategy.is_coded:
+        return "apart"
+    if route.hops and not route.in_memory:
+        return "in place"
+    adds = all(p.is_floating_point() and (p.element_size() > 2 or shards == 2) for p in trained)
+    given = route.word in ("native", "auto") and adds and recipe.runtime.device != "cuda"
+    return "given" if given else "apart"
+
+
+@dataclass(frozen=True)
+class GradientReduction:
+    """The gradients of a rank.
+
+    Args:
+        recipe: its strategy has its replicas filled in.
+        held: what the rank holds, in the model's order; `item_bytes` by name, of one value.
+        sizes: of that.
+        shards: micro-batches of a step, over all ranks.
+        common: sums are made in memory that ranks share. What coding has to make them is not counted here.
+        arriving: where what others send in scatters comes.
+        completes: names of tensors, in the order in which a backward completes their gradients.
+        blocks: names of what is gathered at a time, where ranks gather in backward.
+    """
+
+    recipe: Recipe
+    held: Sequence[TensorPlacement]
+    item_bytes: Mapping[str, int]
+    sizes: ParameterBytes
+    shards: int
+    common: bool
+    arriving: ReceiveMemory
+    completes: Sequence[str] = ()
+    blocks: Sequence[Collection[str]] = ()
+
+    @property
+    def sharers(self) -> int:
+        """Ranks that run samples of a step of their own, and sum it."""
+        strategy = self.recipe.strategy
+        copies = strategy.degrees["replica"] if strategy.rule.agrees == "world" else 1
+        return strategy.shard * copies
+
+    @property
+    def runners(self) -> int:
+        """Ranks among which the micro-batches of a step are divided, whoever sums what they find."""
+        strategy = self.recipe.strategy
+        return strategy.shard * (strategy.replicas or 1)
+
+    @property
+    def has_other_ranks(self) -> bool:
+        """Whether any other rank adds to these gradients."""
+        return self.sharers * self.recipe.strategy.context > 1
+
+    @property
+    def leaves_often(self) -> bool:
+        """Whether gradients leave with every micro-batch."""
+        recipe, frees_gradients = self.recipe, any(one.frees_gradients for one in self.held)
+        return (
+            frees_gradients and self.has_other_ranks and not recipe.is_ordered and recipe.strategy.form.exact
+        )
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether scatters go through memory that ranks share: what is coded does not."""
+        return self.common and not self.recipe.strategy.is_coded
+
+    @property
+    def most_micro_batches(self) -> int:
+        """Of a step, on the rank that has most."""
+        return max(len(split_evenly(self.shards, self.runners, rank)) for rank in range(self.runners))
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all ranks run as many micro-batches."""
+        return self.shards % self.runners == 0
+
+    @cached_property
+    def reductions(self) -> list[BucketLayout]:
+        """In the order of a run."""
+        recipe, often = self.recipe, self.leaves_often
+        multiple = self.sharers // recipe.strategy.shard if recipe.is_ordered else 1
+        return plan_reductions(recipe, self.held, self.item_bytes, often=often, multiple=multiple)
+
+    @property
+    def often(self) -> list[BucketLayout]:
+        """Those that leave with every micro-batch; others meet inside a replica first, once a step."""
+        return [one for one in self.reductions if self.leaves_often and not one.meets]
+
+    @property
+    def scattered_once_per_step(self) -> list[PartBuffer]:
+        """Buckets that are scattered once a step, by messages of values as they are, a few at a time."""
+        strategy = self.recipe.strategy
+        waits = self.recipe.batch.sync_batchnorm or self.recipe.is_ordered
+        is_apart = strategy.shard > 1 and not (self.common or strategy.is_coded or self.leaves_often)
+        return [x for one in self.reductions for x in one.buffers] if is_apart and not waits else []
+
+    @property
+    def by_block(self) -> tuple[list[int], int]:
+        """Bytes of each block, and of what lies in none."""
+        sizes = {one.computes.name: slot_bytes(one.computes, self.item_bytes) for one in self.held}
+        blocks = [sum(sizes[name] for name in block) for block in self.blocks]
+        return blocks, sum(sizes.values()) - sum(blocks)
+
+    @property
+    def behind(self) -> int:
+        """See `unconfirmed_bytes`; where ranks gather in backward."""
+        return unconfirmed_bytes(*self.by_block)
+
+    @property
+    def passing(self) -> float:
+        """Of the bytes of a scatter, how many it takes from memory that does not stay."""
+        if self.in_memory or self.recipe.strategy.is_coded or self.arriving == "in place":
+            return 0.0
+        if self.arriving == "apart":
+            return 1.0
+        shards = self.recipe.strategy.shard
+        return (shards - 1) / shards if self.blocks else 0.0
+
+    @property
+    def allocates_own_row(self) -> bool:
+        """Whether a sum of scattered rows has memory of its own once it is there."""
+        return bool(self.passing) and self.arriving == "apart"
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the rank keeps in memory what it computes with."""
+        return all(one.kept for one in self.held)
+
+    @cached_property
+    def buckets(self) -> list[BucketBytes]:
+        """Of all reductions."""
+        return planned_bucket_bytes(self.reductions)

@@ -1,0 +1,120 @@
+"""Whether a job fits into `memory.budget`, and which one near it does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+
+from paceline.errors import StrategyError, TaskError
+from paceline.plan.memory_plan import MemoryPlan, describe_peak
+from paceline.plan.memory_planner import plan_memory
+from paceline.plan.recompute_choice import RecomputeChoice, choose_recompute
+from paceline.recipe.recipe import Recipe, max_sharers
+from paceline.recipe.strategy import Strategy
+from paceline.recipe.support import cost_change, list_layouts, support
+from paceline.report.run_facts import format_bytes
+from paceline.task import Task
+
+_MOST_PLANS = 24
+_PIPELINE_WORDS: Mapping[str, Callable[[Strategy, Strategy], bool]] = {
+    "schedule": lambda now, other: other.pipeline > 1,
+    "stages": lambda now, other: other.pipeline == now.pipeline,
+}
+"""Words of a pipeline that another layout keeps, and when."""
+
+
+@dataclass(frozen=True)
+class BudgetVerdict:
+    """What a job needs, and whether it may start.
+
+    Args:
+        plan: with what was chosen.
+        choice: of what is computed again; None: the recipe says it, or has no budget.
+        refusal: why it does not fit into its budget, and the nearest that does; None: it fits, or has none.
+    """
+
+    plan: MemoryPlan
+    choice: RecomputeChoice | None
+    refusal: StrategyError | None
+
+
+def check_budget(
+    recipe: Recipe, task: Task, processes: int, *, nodes: int = 1, device: torch.device | None = None
+) -> BudgetVerdict:
+    """Plan a job, choose what it computes again, and compare with its budget.
+
+    Args:
+        device: where blocks are measured.
+    Raises:
+        StrategyError, TaskError: see `plan_memory`.
+    """
+    if not recipe.memory.chooses:
+        plan = plan_memory(recipe, task, processes, nodes=nodes)
+        return BudgetVerdict(plan, None, _refusal(plan, task, nodes))
+    choice = choose_recompute(recipe, task, processes, nodes=nodes, device=device)
+    return BudgetVerdict(choice.plan, choice, _refusal(choice.plan, task, nodes))
+
+
+def _refusal(plan: MemoryPlan, task: Task, nodes: int) -> StrategyError | None:
+    budget = plan.recipe.memory.budget
+    if budget is None or plan.peak <= budget:
+        return None
+    advice = _next_step(nearest_that_fits(plan, task, nodes), budget)
+    if plan.largest.when.startswith("evaluation"):
+        advice = f"lower evaluate.batch, which is {plan.recipe.evaluate.batch}; or {advice}"
+    return StrategyError(
+        f"{describe_peak(plan)}, and memory.budget is {format_bytes(budget)}",
+        where=f'strategy "{plan.recipe.strategy}" on {plan.processes} processes',
+        next_step=advice,
+    )
+
+
+def _next_step(found: MemoryPlan, budget: int) -> str:
+    words = f'"{found.recipe.strategy}"'
+    if found.recipe.memory.recomputes:
+        words += f' with memory.recompute = "{found.recipe.memory.recompute}"'
+    needs = format_bytes(found.peak)
+    if found.peak <= budget:
+        return f"the nearest that fits is {words}, which needs {needs}"
+    return (
+        f"no layout of {found.processes} processes fits; {words} needs least, {needs}: take more processes,"
+        " or smaller micro-batches (batch.shards)"
+    )
+
+
+def nearest_that_fits(plan: MemoryPlan, task: Task, nodes: int = 1) -> MemoryPlan:
+    """The plan of what changes least and fits; if nothing does, of what needs least."""
+    budget, least = plan.recipe.memory.budget or 0, plan
+    for recipe in _candidates(plan):
+        with suppress(StrategyError, TaskError):  # this model cannot be laid out so
+            found = plan_memory(recipe, task, plan.processes, nodes=nodes)
+            least = min(least, found, key=lambda one: one.peak)
+            if found.peak <= budget:
+                return found
+    return least
+
+
+def _candidates(plan: MemoryPlan) -> Iterator[Recipe]:
+    """Recipes that compute the same, those that change least first; each also with recomputation."""
+    recipe, now = plan.recipe, plan.recipe.strategy
+    most, called = max_sharers(recipe)
+    answers = [
+        support(_with_layout(now, row.strategy), processes=plan.processes, shards=most, called=called)
+        for row in list_layouts(plan.processes)
+    ]
+    strategies = [answer.nearest for answer in answers if answer.ok]
+    near = sorted(strategies, key=lambda strategy: cost_change(now, strategy))
+    for strategy in near[: _MOST_PLANS // 3]:
+        for recompute in ("none", "blocks", "segments"):
+            yield recipe.replace(strategy=strategy, memory=recipe.memory.replace(recompute=recompute))
+
+
+def _with_layout(now: Strategy, other: Strategy) -> Strategy:
+    """The same strategy with the layout of another."""
+    fields = ("replicas", "shard", "zero", "tensor", "context", "pipeline")
+    gone = [name for name, holds in _PIPELINE_WORDS.items() if not holds(now, other)]
+    back = {name: Strategy.model_fields[name].default for name in gone}
+    return now.replace(**back, **{name: getattr(other, name) for name in fields})

@@ -1,0 +1,88 @@
+"""What an optimizer keeps and takes, from two updates of small tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from paceline.optim.build_optimizer import build_optimizer
+from paceline.optim.compatibility import copy_for_parameters
+from paceline.plan.activation_memory import LiveBytes
+from paceline.recipe.recipe import Recipe
+from paceline.task import Task
+
+_SIDE = 64
+_NUM_TENSORS = 4
+
+
+@dataclass(frozen=True)
+class UpdateMemory:
+    """Bytes for each byte of a parameter.
+
+    Args:
+        kept: of the optimizer's state.
+        taken: for itself, while it updates a tensor.
+        left: of that, while it updates the next one.
+        at_once: it takes that for all tensors at a time, not for one after another.
+    """
+
+    kept: float
+    taken: float
+    left: float
+    at_once: bool
+
+    def takes(self, sizes: Sequence[int]) -> int:
+        """Bytes that an update takes for itself.
+
+        Args:
+            sizes: of what is updated; the two largest may follow each other.
+        """
+        if self.at_once:
+            return int(self.taken * sum(sizes))
+        now, before, *_ = [*sorted(sizes, reverse=True), 0, 0]
+        return int(self.taken * now + self.left * before)
+
+
+def measure_update(recipe: Recipe, task: Task, model: nn.Module, fake: FakeTensorMode) -> UpdateMemory:
+    """Of the optimizer of a run.
+
+    Args:
+        model: made of fake tensors, in the mode `fake`.
+    """
+    made = None
+    if task.optimizer is not None:
+        with fake:
+            made = task.optimizer(model)
+    kept, one = _measure_few(recipe, made, 1)
+    _, few = _measure_few(recipe, made, _NUM_TENSORS)
+    at_once = few > _NUM_TENSORS * one * 0.9
+    return UpdateMemory(kept, one, 0.0 if at_once else few - one, at_once)
+
+
+def _measure_few(recipe: Recipe, made: torch.optim.Optimizer | None, count: int) -> tuple[float, float]:
+    """Of an update of so many tensors, what the optimizer keeps for each byte, and takes in bytes of one."""
+    parameters = [nn.Parameter(torch.zeros(_SIDE, _SIDE)) for _ in range(count)]
+    if made is None:
+        small = nn.ParameterList(parameters)
+        optimizer = build_optimizer(small, recipe.optimizer, fused_allowed=not recipe.reproducible)
+    else:
+        optimizer = copy_for_parameters(made, parameters)
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    live = LiveBytes()
+    live.leave_out([*parameters, *(p.grad for p in parameters if p.grad is not None)])
+    live.leave_out(_state_tensors(optimizer, parameters))
+    with live:
+        optimizer.step()
+    each = parameters[0].nbytes
+    kept = sum(t.nbytes for t in _state_tensors(optimizer, parameters) if t.numel() > 1)
+    return kept / (count * each), live.peak / each
+
+
+def _state_tensors(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    return [t for p in parameters for t in optimizer.state[p].values() if isinstance(t, Tensor)]

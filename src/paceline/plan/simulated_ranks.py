@@ -1,0 +1,299 @@
+"""Ranks that are not there, for what is sent straight through a process group: shapes and no values.
+
+What every rank of a job would hold, and the model that it would run, without a process or its memory.
+
+The cuts are those of a run: each word of a layout is asked what it leaves to a rank, with a mesh that has no
+process groups. Only what a cut does to modules is done, on fake tensors, with collectives that send nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from itertools import product
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from paceline.comm.collectives.collective_protocol import Collective, ReceiveBuffer
+from paceline.comm.handle import Handle
+from paceline.comm.net import Net
+from paceline.comm.race_detector import CommChecks
+from paceline.job.cluster import Cluster
+from paceline.job.membership import GroupLease
+from paceline.job.mesh import AXES, Mesh, RankGroup
+from paceline.observe.step_stats import PhaseTimer
+from paceline.parallel.model_layout import ModelPartition
+from paceline.parallel.model_runner import MetricNames
+from paceline.parallel.pipeline.stage_partition import StagePartition
+from paceline.parallel.placement import ModelPlacement, TensorPlacement
+from paceline.parallel.recompute import recompute_blocks
+from paceline.parallel.session_context import Components, SessionContext, TaskMaterial
+from paceline.parallel.sharded_model import copy_to_meta, shard_model
+from paceline.recipe.recipe import Recipe
+from paceline.state.slot import TensorSlot, trained_parameters
+from paceline.task import Task
+
+
+@dataclass(frozen=True)
+class FinishedCall:
+    """A call that is over.
+
+    Args:
+        tensors: it keeps them, as one of Gloo does.
+    """
+
+    tensors: tuple[Tensor, ...]
+
+    def wait(self, timeout: timedelta) -> None:
+        """Nothing is under way."""
+
+    def is_completed(self) -> bool:
+        """It is over."""
+        return True
+
+
+@dataclass
+class SimulatedGroup:
+    """Takes the place of a process group, and of what holds it.
+
+    Args:
+        largest: bytes of the largest call so far, of what is sent and what comes.
+    """
+
+    largest: int = 0
+
+    @property
+    def handle(self) -> SimulatedGroup:
+        return self
+
+    def alltoall_base(
+        self, out: Tensor, source: Tensor, coming: Sequence[int], sizes: Sequence[int]
+    ) -> FinishedCall:
+        """What comes is in `out`, as it was."""
+        self.largest = max(self.largest, out.nbytes + source.nbytes)
+        return FinishedCall((out, source))
+
+
+@dataclass(frozen=True)
+class SimulatedGroups:
+    """Makes such groups; see `paceline.job.membership.GroupLease`.
+
+    Args:
+        made: so far.
+    """
+
+    made: list[SimulatedGroup] = field(default_factory=list)
+
+    def make(self, name: str, ranks: tuple[int, ...]) -> SimulatedGroup:
+        """A group of any ranks."""
+        self.made.append(SimulatedGroup())
+        return self.made[-1]
+
+    @property
+    def largest(self) -> int:
+        """See `SimulatedGroup`; of any of them."""
+        return max((one.largest for one in self.made), default=0)
+
+
+CPU = torch.device("cpu")
+_AXES_OF_WHOLE_MODULES = ("replica", "pipeline", "shard")
+"""Axes whose ranks run modules as they are: some of them, or with parts gathered."""
+
+
+@dataclass(frozen=True)
+class SimulatedRank:
+    """One rank of the first replica, or a server.
+
+    Args:
+        rank: its number.
+        coordinates: by axis.
+        held: by name, what it holds of trained tensors.
+        stage: of a pipeline; None: there is none.
+    """
+
+    rank: int
+    coordinates: dict[str, int]
+    held: dict[str, TensorPlacement]
+    stage: StagePartition | None
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}"
+
+
+class SimulatedCollective:
+    """A collective of ranks that are not there: what comes back has the right shape."""
+
+    feedback = None
+
+    def __init__(self, group: RankGroup, net: Net, *, any_order: bool = True) -> None:
+        self.group, self.net, self.exchanged, self._any_order = group, net, 0, any_order
+
+    def buffer(self, num_values: int, like: Tensor, key: str) -> Tensor:
+        return like.new_zeros(num_values)
+
+    def all_reduce(self, x: Tensor, key: str) -> Handle:
+        self.exchanged += x.numel() * x.element_size()
+        return Handle.ready(x)
+
+    def reduce_scatter(self, x: Tensor, key: str, arriving: ReceiveBuffer = None) -> Handle:
+        self.exchanged += x.numel() * x.element_size()
+        return Handle.ready(x[self.group.rank].clone())
+
+    def all_gather(self, x: Tensor, key: str, out: Tensor | None = None) -> Handle:
+        self.exchanged += self.group.size * x.numel() * x.element_size()
+        rows = x.new_empty(self.group.size, *x.shape) if out is None else out
+        return Handle.ready(rows.copy_(x.expand(rows.shape)))
+
+    def all_to_all(self, x: Tensor, key: str, out: Tensor, tag: int = 0) -> Handle:
+        return Handle.ready(out.copy_(x))
+
+    def in_any_order(self, x: Tensor) -> bool:
+        return self._any_order
+
+    def broadcast(self, x: Tensor, key: str, source: int = 0) -> Handle:
+        return Handle.ready(x)
+
+    def abort(self) -> None:
+        """Nothing was launched."""
+
+
+@dataclass(frozen=True)
+class _SimulatedContext(SessionContext):
+    """A setting that connects to nobody.
+
+    Args:
+        made: collectives so far.
+        straight: what goes straight through a process group.
+    """
+
+    made: list[SimulatedCollective] = field(default_factory=list)
+    straight: SimulatedGroups = field(default_factory=SimulatedGroups)
+
+    def exact_collective(self, group: RankGroup) -> Collective:
+        self.made.append(SimulatedCollective(group, self.net))
+        return self.made[-1]
+
+    collective = exact_collective
+
+
+def simulated_context(recipe: Recipe, processes: int, rank: int) -> _SimulatedContext:
+    """What the cuts are given on one rank of a job."""
+    net, straight = Net(recipe.runtime.deadline_seconds, times_calls=False), SimulatedGroups()
+    mesh = Mesh.planned(recipe.strategy.degrees, rank)
+    context = replace(mesh.axes["context"], groups=cast(GroupLease, straight))
+    return _SimulatedContext(
+        recipe=recipe,
+        cluster=replace(Cluster.single(), world_size=processes, global_rank=rank),
+        mesh=replace(mesh, axes={**mesh.axes, "context": context}),
+        net=net,
+        phases=PhaseTimer(),
+        pieces=Components(),
+        items_per_sample=1,
+        stop_requested=lambda: False,
+        device=CPU,
+        warn=lambda text: None,
+        note=lambda name, record: None,
+        debugging=CommChecks(recipe.debug, net),
+        straight=straight,
+    )
+
+
+def simulate_ranks(recipe: Recipe, task: Task, model: nn.Module, processes: int) -> Iterator[SimulatedRank]:
+    """Every server, and every rank of the first replica, in the order of their numbers.
+
+    Args:
+        recipe: its strategy has its replicas filled in.
+        model: the task's, without values.
+    Raises:
+        StrategyError, TaskError: the model cannot be cut so.
+    """
+    degrees = recipe.strategy.degrees
+    cuts: dict[int, tuple[ModelPlacement, StagePartition | None]] = {}
+    alike: dict[
+        tuple[int, ...], dict[str, TensorPlacement]
+    ] = {}  # ranks of one shard group differ in their place only
+    sizes = [recipe.strategy.servers + 1, *(degrees[axis] for axis in AXES[1:])]
+    for rank, inside in enumerate(product(*map(range, sizes))):
+        coordinates = dict(zip(AXES, inside, strict=True))
+        stage, place = coordinates["pipeline"], coordinates["shard"]
+        if stage not in cuts:
+            cuttings = _partitions(simulated_context(recipe, processes, rank), task, model)
+            placement = _placement_after(model, cuttings)
+            cuts[stage] = placement, next((c.stage for c in cuttings if c.stage is not None), None)
+        placement, cut = cuts[stage]
+        others = tuple(n for axis, n in coordinates.items() if axis != "shard")
+        if others not in alike:
+            alike[others] = placement.at(coordinates)
+        held = alike[others]
+        if degrees["shard"] > 1:
+            held = {name: replace(one, place=place) for name, one in held.items()}
+        yield SimulatedRank(rank, coordinates, held, cut)
+
+
+def _partitions(setting: SessionContext, task: Task, model: nn.Module) -> list[ModelPartition]:
+    material = TaskMaterial(task, model, MetricNames(), CPU, setting.recipe.seed)
+    return [spec.load()(setting, material) for spec in setting.recipe.strategy.cuts]
+
+
+def _placement_after(model: nn.Module, cuttings: Sequence[ModelPartition]) -> ModelPlacement:
+    placement = ModelPlacement(tuple(trained_parameters(model)))
+    for cutting in cuttings:
+        placement = placement.cut(cutting.transform)
+    return placement
+
+
+@dataclass(frozen=True)
+class FakeModel:
+    """The whole chain of layers as the tensor and context ranks at a place run it, made of fake tensors.
+
+    Args:
+        seen: see `ShardedModel.seen`.
+        exchanged: bytes that tensor ranks would have sent each other so far.
+        straight: what context ranks would have sent each other so far.
+    """
+
+    model: nn.Module
+    seen: Callable[[Any], AbstractContextManager[Any]]
+    exchanged: Callable[[], int]
+    straight: SimulatedGroups
+
+
+def make_fake_model(
+    recipe: Recipe, task: Task, place: SimulatedRank, processes: int, fake: FakeTensorMode
+) -> FakeModel:
+    """Make it, in a mode."""
+    model = copy_to_meta(task.model)
+    if recipe.memory.recomputes:
+        recompute_blocks(model, task.blocks, recipe.memory.recompute)
+    setting = simulated_context(recipe, processes, place.rank)
+    cuttings = [
+        c for c in _partitions(setting, task, model) if c.transform.axis not in _AXES_OF_WHOLE_MODULES
+    ]
+    dtypes = {slot.name: p.dtype for slot, p in trained_parameters(model).items()}
+    dtypes |= {name: p.dtype for name, p in model.named_parameters()}
+
+    def make(slot: TensorSlot) -> Tensor:
+        return torch.empty(slot.sizes, dtype=dtypes[slot.name])
+
+    with fake:
+        sharded_model = shard_model(
+            model, _placement_after(model, cuttings), place.coordinates, links=[model], make=make
+        )
+        for module in model.modules():
+            for name, value in module._buffers.items():
+                if value is not None:
+                    module._buffers[name] = torch.empty_like(value, device="cpu")
+        for cutting in cuttings:
+            sharded_model = cutting.prepare(sharded_model)
+    collectives = setting.made
+    return FakeModel(
+        sharded_model.model,
+        sharded_model.seen,
+        lambda: sum(one.exchanged for one in collectives),
+        setting.straight,
+    )

@@ -1,0 +1,396 @@
+"""Read a run folder, whatever state it is in: under way, stopped, failed, resumed, cut short.
+
+Invariant: reading never fails because of what a crash left behind. Lines that are no records are counted and
+said, steps that were done again after a resume are counted once, as they were done last.
+
+Whether a record that was read can be what a run has written: a crash or a bad disk may have changed it.
+
+Invariant: whatever the report computes with is there and of its kind; other fields may be missing or unknown,
+as in runs of an older or a newer version.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+from paceline.observe.metrics_schema import EVENT_SCHEMAS
+from paceline.observe.process_info import process_start_ticks
+from paceline.observe.sinks import rotated_files
+from paceline.observe.step_stats import PHASES
+from paceline.report.run_files import CERTIFICATE, METRICS, RECIPE, resolve_run_folder
+
+_MAX_COUNT = 2**53
+_MAX_TIME_SECONDS = 4e9  # seconds since the epoch
+_MAX_TEXT_LENGTH = 10_000
+_NON_FINITE_NAMES = ("nan", "inf", "-inf")
+
+FieldCheck = Callable[[Any], bool]
+
+
+def is_valid_record(record: Mapping[str, Any]) -> bool:
+    """Whether the report can use a record."""
+    event = record.get("event")
+    if type(event) is not str or not all(_is_bounded(value) for value in record.values()):
+        return False
+    common = _is_absent_or(record, "time", _is_timestamp) and _is_absent_or(record, "rank", _is_count)
+    return (
+        common
+        and all(kind(record.get(name)) for name, kind in _REQUIRED_FIELDS.get(event, {}).items())
+        and all(
+            _matches_schema(record[name], words)
+            for name, words in _schema_fields(event).items()
+            if name in record
+        )
+    )
+
+
+def is_valid_certificate(found: Mapping[str, Any]) -> bool:
+    """Whether the report can use a certificate."""
+    return (
+        type(found.get("conclusion")) is str
+        and bool(found["conclusion"].strip())
+        and _is_bounded(dict(found))
+    )
+
+
+def _schema_fields(event: str) -> Mapping[str, str]:
+    return EVENT_SCHEMAS[event].fields if event in EVENT_SCHEMAS else {}
+
+
+def _matches_schema(value: Any, words: str) -> bool:
+    """As the schema says it."""
+    kinds = {
+        "int": _is_count,
+        "float": _is_float,
+        "str": _is_text,
+        "bool": _is_bool,
+        "table": _is_table,
+        "list": _is_list,
+    }
+    return kinds[words.partition(":")[0]](value)
+
+
+def _is_bounded(value: Any, depth: int = 6) -> bool:
+    """No number that cannot be computed with, no text without end, no nesting without end."""
+    if depth == 0:
+        return False
+    if type(value) is dict:
+        return all(_is_bounded(inside, depth - 1) for inside in value.values())
+    if type(value) is list:
+        return all(_is_bounded(inside, depth - 1) for inside in value)
+    return (
+        len(value) <= _MAX_TEXT_LENGTH
+        if type(value) is str
+        else type(value) is not int or abs(value) < _MAX_COUNT
+    )
+
+
+def _is_absent_or(record: Mapping[str, Any], name: str, kind: FieldCheck) -> bool:
+    return name not in record or kind(record[name])
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < _MAX_COUNT
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and abs(value) < 1e100
+
+
+def _is_amount(value: Any) -> bool:
+    return _is_number(value) and value >= 0
+
+
+def _is_timestamp(value: Any) -> bool:
+    return _is_amount(value) and value < _MAX_TIME_SECONDS
+
+
+def _is_float(value: Any) -> bool:
+    """A number, or the name of one that is not finite."""
+    return _is_number(value) or value in _NON_FINITE_NAMES
+
+
+def _is_text(value: Any) -> bool:
+    return type(value) is str
+
+
+def _is_bool(value: Any) -> bool:
+    return type(value) is bool
+
+
+def _is_table(value: Any) -> bool:
+    return type(value) is dict
+
+
+def _is_list(value: Any) -> bool:
+    return type(value) is list
+
+
+def _is_means(value: Any) -> bool:
+    return _is_table(value) and all(map(_is_float, value.values()))
+
+
+def _is_phase_table(value: Any) -> bool:
+    return (
+        _is_table(value)
+        and all(_is_amount(value.get(phase)) for phase in PHASES)
+        and all(map(_is_amount, value.values()))
+    )
+
+
+def _is_ledger(value: Any) -> bool:
+    kinds = {
+        "calls": _is_count,
+        "payload_bytes": _is_amount,
+        "sent_bytes": _is_amount,
+        "hidden_fraction": _is_amount,
+    }
+    return _is_table(value) and all(
+        _is_table(row) and all(kind(row.get(name)) for name, kind in kinds.items()) for row in value.values()
+    )
+
+
+def _is_positive(value: Any) -> bool:
+    return _is_count(value) and value > 0
+
+
+_REQUIRED_FIELDS: Mapping[str, Mapping[str, FieldCheck]] = {
+    "run": {
+        **dict.fromkeys(("step", "num_steps", "parameters", "gradient_bytes", "tally_bytes"), _is_count),
+        **dict.fromkeys(("strategy", "devices", "host"), _is_text),
+        "ranks": _is_positive,
+        "ordered": _is_bool,
+        "versions": _is_table,
+    },
+    "step": {
+        **dict.fromkeys(("step", "num_samples"), _is_count),
+        **dict.fromkeys(("loss", "grad_norm", "lr"), _is_float),
+        **dict.fromkeys(("seconds", "samples_per_second"), _is_amount),
+        "metrics": _is_means,
+        "applied": _is_bool,
+    },
+    "ranks": {
+        **dict.fromkeys(("step", "rank"), _is_count),
+        **dict.fromkeys(
+            ("seconds", "slowest_seconds", "waiting_seconds", "hidden_seconds", "sent_bytes"), _is_amount
+        ),
+        **dict.fromkeys(("cpu_seconds", "peak_bytes"), _is_amount),
+        "rounds": _is_positive,
+        "phases": _is_phase_table,
+    },
+    "evaluation": {"step": _is_count, "loss": _is_float, "metrics": _is_means},
+    "communication": {"rows": _is_ledger},
+    "end": {"step": _is_count},
+}
+
+MetricsRecord = Mapping[str, Any]
+_STEP_FIELDS = (
+    *("event", "step", "loss", "metrics", "num_samples", "grad_norm", "lr", "applied", "seconds"),
+    "samples_per_second",
+)
+"""What is kept of a step: there may be a million."""
+RunStatus = Literal["new", "running", "finished", "stopped", "failed", "lost"]
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """What a folder says of a run.
+
+    Args:
+        folder: of the run.
+        recipe: plain values by key; empty if the file cannot be read.
+        records: all of them, in the order in which they were written; of steps what a report needs.
+        unreadable: number of lines that are no records.
+        certificate: of `paceline verify`; None if there is none.
+        running: whether the process that wrote last is still there; None: it is on another host.
+    """
+
+    folder: Path
+    recipe: MetricsRecord
+    records: tuple[MetricsRecord, ...]
+    unreadable: int = 0
+    certificate: MetricsRecord | None = None
+    running: bool | None = False
+
+    @property
+    def name(self) -> str:
+        """The last part of the folder's path."""
+        return self.folder.resolve().name
+
+    def of(self, event: str) -> list[MetricsRecord]:
+        """The records of one event."""
+        return [record for record in self.records if record.get("event") == event]
+
+    @cached_property
+    def starts(self) -> list[MetricsRecord]:
+        """One record for every time that the run was started or resumed."""
+        return self.of("run")
+
+    @cached_property
+    def start(self) -> MetricsRecord:
+        """The last of them; empty if there is none."""
+        return self.starts[-1] if self.starts else {}
+
+    @cached_property
+    def steps(self) -> list[MetricsRecord]:
+        """The steps that count, ascending."""
+        return _latest_by_step(self.records, "step")
+
+    @cached_property
+    def evaluations(self) -> list[MetricsRecord]:
+        """The evaluations that count, ascending."""
+        return _latest_by_step(self.records, "evaluation")
+
+    @cached_property
+    def last_start_records(self) -> tuple[MetricsRecord, ...]:
+        """All records since the run was started or resumed last."""
+        begins = [i for i, record in enumerate(self.records) if record.get("event") == "run"]
+        return self.records[begins[-1] :] if begins else self.records
+
+    @cached_property
+    def last_training_records(self) -> tuple[MetricsRecord, ...]:
+        """All records of the last start that made a step; a resume that had none to make changes nothing."""
+        begins = [i for i, record in enumerate(self.records) if record.get("event") == "run"]
+        spans = [self.records[i:j] for i, j in pairwise([*begins, len(self.records)])]
+        made = [span for span in spans if any(record.get("event") in ("step", "ranks") for record in span)]
+        return made[-1] if made else self.last_start_records
+
+    @property
+    def end(self) -> MetricsRecord | None:
+        """How the last start ended; None if it does not say."""
+        return next((r for r in reversed(self.last_start_records) if r.get("event") == "end"), None)
+
+    @property
+    def error(self) -> MetricsRecord | None:
+        """What ended the last start, the cause; None if nothing did."""
+        return next((r for r in self.last_start_records if r.get("event") == "error"), None)
+
+    @property
+    def status(self) -> RunStatus:
+        """In one word. Lost: it neither ended nor said why, as after kill -9 or a power cut."""
+        if self.error is not None:
+            return "failed"
+        if self.end is not None:
+            return "stopped" if self.end.get("stopped") else "finished"
+        if self.running or (self.running is None and self.starts):
+            return "running"
+        return "lost" if self.starts else "new"
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the last start; 0: unknown."""
+        return int(self.start.get("ranks", 0))
+
+    @property
+    def tokens_per_sample(self) -> int:
+        """0 if the task has no tokens."""
+        return int(self.start.get("tokens_per_sample", 0))
+
+    @property
+    def done(self) -> int:
+        """Steps taken."""
+        ends = [r["step"] for r in self.of("end")]
+        last = int(self.steps[-1]["step"]) + 1 if self.steps else int(self.start.get("step", 0))
+        return max([last, *ends[-1:]]) if self.end is not None else last
+
+
+def read_run(folder: Path) -> RecordedRun:
+    """Read a run folder, or the one around a checkpoint.
+
+    Raises:
+        DataError: it is no run folder.
+    """
+    folder = resolve_run_folder(folder)
+    records, unreadable = _read_records(folder / METRICS)
+    starts = [record for record in records if record.get("event") == "run"]
+    return RecordedRun(
+        folder=folder,
+        recipe=_read_recipe(folder / RECIPE),
+        records=tuple(records),
+        unreadable=unreadable,
+        certificate=_read_certificate(folder / CERTIFICATE),
+        running=_is_running(starts[-1]) if starts else False,
+    )
+
+
+def to_float(value: Any) -> float:
+    """A number of a record; those that are not finite are written as their names."""
+    return float(value)
+
+
+def _read_records(path: Path) -> tuple[list[MetricsRecord], int]:
+    found: list[MetricsRecord] = []
+    unreadable = 0
+    for file in [*rotated_files(path), path]:
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []
+        for line in filter(None, lines):
+            record = _parse_record(line)
+            if record is None:
+                unreadable += 1
+            else:
+                found.append(record)
+    return found, unreadable
+
+
+def _parse_record(line: str) -> MetricsRecord | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict) or not is_valid_record(record):
+        return None
+    return (
+        {key: record[key] for key in _STEP_FIELDS if key in record} if record["event"] == "step" else record
+    )
+
+
+def _latest_by_step(records: tuple[MetricsRecord, ...], event: str) -> list[MetricsRecord]:
+    """Going back to a step undoes what was recorded from there on."""
+    found: list[MetricsRecord] = []
+    for record in records:
+        if record.get("event") == "run":
+            first = record.get("step", 0) + (event == "evaluation")
+            found = [old for old in found if old["step"] < first]
+        elif record.get("event") == event:
+            found = (
+                found if not found or found[-1]["step"] < record["step"] else _records_before(found, record)
+            )
+            found.append(record)
+    return found
+
+
+def _records_before(found: list[MetricsRecord], record: MetricsRecord) -> list[MetricsRecord]:
+    return [old for old in found if old["step"] < record["step"]]
+
+
+def _read_recipe(path: Path) -> MetricsRecord:
+    from paceline.recipe.toml_text import parse_toml  # the room of recipes imports pydantic
+
+    try:
+        return parse_toml(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (OSError, ValueError):
+        return {}
+
+
+def _read_certificate(path: Path) -> MetricsRecord | None:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) and is_valid_certificate(found) else None
+
+
+def _is_running(start: MetricsRecord) -> bool | None:
+    """Whether the process of a start is there; None if only its own host could tell."""
+    if start.get("host") != socket.gethostname():
+        return None
+    begun = process_start_ticks(int(start.get("pid", 0)))
+    return begun != 0 and begun == start.get("process_start")

@@ -1,0 +1,63 @@
+"""Early stopping: which evaluation was the best, and how long ago; alike on all ranks and after a resume."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from paceline.errors import RecipeError
+from paceline.recipe.recipe import EvaluateRecipe
+from paceline.session.evaluation import Evaluation
+
+
+class EvaluationScores:
+    """The scores of a run; a lower one is better, whatever the metric.
+
+    Args:
+        before: scores by step, of the evaluations before a resume.
+    """
+
+    def __init__(self, options: EvaluateRecipe, before: Mapping[int, float]) -> None:
+        self._options = options
+        self._scores = dict(sorted(before.items()))
+
+    def add(self, evaluation: Evaluation) -> float:
+        """Take an evaluation; returns its score.
+
+        Raises:
+            RecipeError: it lacks the metric that the recipe names.
+        """
+        name = self._options.metric
+        values = {"loss": evaluation.loss, **evaluation.metrics}
+        if name not in values:
+            raise RecipeError(
+                f"the evaluation has no metric '{name}'; it has {', '.join(values)}",
+                where="evaluate.metric",
+                next_step="name one of these, or return it from the loss",
+            )
+        score = values[name] if self._options.better == "lower" else -values[name]
+        self._scores[evaluation.step] = score
+        return score
+
+    def is_over(self) -> bool:
+        """Whether the last `patience` evaluations were no better than one before them."""
+        patience = self._options.patience
+        return patience > 0 and len(self._scores) > patience and self._since_best() >= patience
+
+    def record(self, step: int) -> dict[str, Any]:
+        """What is told when the run ends early."""
+        best = self._best_step()
+        score = self._scores[best]
+        value = score if self._options.better == "lower" else -score
+        return {"step": step, "metric": self._options.metric, "best": float(value), "best_step": best}
+
+    def is_best(self, step: int) -> bool:
+        """Whether the evaluation at a step is the best so far; one as good as an earlier one is not."""
+        return bool(self._scores) and step == self._best_step()
+
+    def _best_step(self) -> int:
+        return min(self._scores, key=lambda step: self._scores[step])
+
+    def _since_best(self) -> int:
+        best = self._best_step()
+        return sum(step > best for step in self._scores)

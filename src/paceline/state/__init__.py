@@ -1,0 +1,1 @@
+"""The training state as named tensors: slots and their boxes, and the keys of random numbers."""

@@ -1,0 +1,145 @@
+"""What codecs do to one task: bytes, losses over seeds, and a step at three bandwidths.
+
+Every codec trains the recipe with every seed in the same processes, on the native route. Ratio and losses are
+measured; the time of a step at a bandwidth is computed from what was measured, as `codec=auto` does.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.comm.net import Net
+from paceline.job.cluster import Cluster
+from paceline.job.mesh import Mesh
+from paceline.recipe.recipe import Recipe
+from paceline.recipe.strategy import Strategy
+from paceline.session.build import build_session
+from paceline.session.evaluation import evaluate
+from paceline.session.joining import build_task
+from paceline.tuning.codec_choice import CodecMeasurements, measure_codecs
+
+CODECS = ("bf16", "int8", "topk:0.01", "topk:0.01+int4")
+BANDWIDTHS = (1e9, 1e8, 1e7)
+_LAST = 0.1  # of the steps: their mean loss, where nothing is held out
+
+
+@dataclass(frozen=True)
+class CodecComparison:
+    """One codec on one task.
+
+    Args:
+        ratio: bytes of fp32 for one byte of it, of all that is sent in training.
+        losses: one for each seed: of held-out samples, else the mean of the last tenth of the steps.
+        gap: of the mean loss, relative to that of fp32; 0.01 is 1 % worse.
+        step_seconds: by bandwidth, what a step is expected to take.
+        break_even: bits per second below which it pays.
+    """
+
+    codec: str
+    ratio: float
+    losses: tuple[float, ...]
+    gap: float
+    step_seconds: tuple[float, ...]
+    break_even: float
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation of the losses over the seeds."""
+        return statistics.stdev(self.losses) if len(self.losses) > 1 else 0.0
+
+    def record(self) -> dict[str, Any]:
+        """As plain values."""
+        return {**asdict(self), "spread": self.spread, "bandwidths": BANDWIDTHS}
+
+
+def report_codecs(
+    recipe: Recipe,
+    cluster: Cluster,
+    codecs: Sequence[str],
+    seeds: Sequence[int],
+    *,
+    base_dir: Path | None = None,
+    say: Callable[[str], object] = lambda text: None,
+) -> list[CodecComparison]:
+    """Train and compare; collective, equal on every rank.
+
+    Args:
+        cluster: connected, two ranks or more.
+        say: is told of every run that has ended.
+    """
+    words, trained = ["fp32", *codecs], dict[str, list[tuple[float, float]]]()
+    for codec in words:
+        own = recipe.replace(strategy=Strategy(replicas=cluster.world_size, route="native", codec=codec))
+        trained[codec] = [_train(own.replace(seed=seed), cluster, base_dir) for seed in seeds]
+        say(f"{codec}: losses {', '.join(f'{loss:.4f}' for loss, _ in trained[codec])}")
+    return compare_codecs(trained, _measure(recipe, cluster, codecs, base_dir))
+
+
+def compare_codecs(
+    trained: dict[str, list[tuple[float, float]]], found: CodecMeasurements
+) -> list[CodecComparison]:
+    """Each codec beside fp32; pure.
+
+    Args:
+        trained: by codec and seed, the loss and the bytes that a rank sent.
+    """
+    plain, codings = trained["fp32"], {one.codec: one for one in found.codings}
+    dense = statistics.fmean(loss for loss, _ in plain)
+    rows = []
+    for codec, runs in trained.items():
+        losses = tuple(loss for loss, _ in runs)
+        ratio = sum(sent for _, sent in plain) / sum(sent for _, sent in runs)
+        times = (found._replace(bits_per_second=bits).seconds(codings[codec]) for bits in BANDWIDTHS)
+        gap = statistics.fmean(losses) / dense - 1
+        rows.append(
+            CodecComparison(codec, ratio, losses, gap, tuple(times), found.break_even(codings[codec]))
+        )
+    return rows
+
+
+def _train(recipe: Recipe, cluster: Cluster, base_dir: Path | None) -> tuple[float, float]:
+    """Loss, and bytes that a rank sent in its steps, the mean of all."""
+    torch.manual_seed(recipe.seed)
+    task = build_task(recipe, None, base_dir)
+    session = build_session(recipe, task, cluster, torch.device("cpu"))
+    before = session.net.ledger.total().sent_bytes
+    losses = [stats.loss for stats in session.rounds()]
+    sent = session.sum(session.net.ledger.total().sent_bytes - before) / cluster.world_size
+    held_out = evaluate(session)
+    session.close()
+    last = losses[-max(1, int(_LAST * len(losses))) :]
+    return (statistics.fmean(last) if held_out is None else held_out.loss), sent
+
+
+def _measure(
+    recipe: Recipe, cluster: Cluster, codecs: Sequence[str], base_dir: Path | None
+) -> CodecMeasurements:
+    mesh = Mesh.build(cluster, {"replica": cluster.world_size})
+    strategy = Strategy(replicas=cluster.world_size, route="native", codec=f"auto:{','.join(codecs)}")
+    compute = "fp32" if recipe.precision.compute == "auto" else recipe.precision.compute
+    recipe = recipe.replace(strategy=strategy, precision=recipe.precision.replace(compute=compute))
+    task = build_task(recipe, None, base_dir)
+    found = measure_codecs(
+        recipe, strategy, task, cluster, mesh.replica, Net(recipe.runtime.deadline_seconds)
+    )
+    mesh.give_back()
+    return found
+
+
+def render_codec_table(rows: Sequence[CodecComparison]) -> Iterator[str]:
+    """The table for people."""
+    bandwidths = "".join(f"{f'ms at {bits / 1e6:.0f} Mbit/s':>20}" for bits in BANDWIDTHS)
+    yield f"{'codec':<18}{'ratio':>8}{'loss':>10}{'spread':>10}{'gap':>9}{bandwidths}{'pays below':>16}"
+    for row in rows:
+        times = "".join(f"{seconds * 1e3:>20.1f}" for seconds in row.step_seconds)
+        pays = f"{row.break_even / 1e6:.0f} Mbit/s" if row.break_even else "-"
+        yield (
+            f"{row.codec:<18}{row.ratio:>8.1f}{statistics.fmean(row.losses):>10.4f}{row.spread:>10.4f}"
+            f"{row.gap:>+9.2%}{times}{pays:>16}"
+        )

@@ -1,0 +1,180 @@
+"""Find the rank and tensor of a bad value, from what each rank still holds of the step.
+
+Nothing is computed or sent until there is trouble: then gradients of this rank are still in place, and its
+losses were kept as they are, unread.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.comm.group_collectives import all_gather_texts
+from paceline.comm.net import Net
+from paceline.comm.reduction.gradients import Gradients
+from paceline.errors import NumericError
+from paceline.job.mesh import RankGroup
+from paceline.parallel.model_runner import ModelRunner
+from paceline.task import Loss, LossFunction
+
+_MAX_MICRO_BATCHES = 1024
+_NEXT_STEP = "lower optimizer.lr, set optimizer.clip_norm, look at the samples of this step, or see [health]"
+
+
+RecordedLoss = tuple[Tensor, Tensor | float]
+"""What is kept of a loss: the total, and the number of items."""
+
+
+class LossRecorder:
+    """A loss function that records its results in training, so that an error can name the rank."""
+
+    def __init__(self, loss: LossFunction) -> None:
+        self._loss = loss
+        self._heard: deque[RecordedLoss] = deque(maxlen=_MAX_MICRO_BATCHES)
+
+    def __call__(self, model: Any, batch: Any) -> Loss:
+        """The loss itself."""
+        found = self._loss(model, batch)
+        if model.training and isinstance(found, Loss):
+            self._heard.append((found.total.detach(), found.count))
+        return found
+
+    def take(self) -> list[RecordedLoss]:
+        """What was said since the last call."""
+        heard = [*self._heard]
+        self._heard.clear()
+        return heard
+
+
+@dataclass(frozen=True)
+class RankEvidence:
+    """What one rank has of a step.
+
+    Args:
+        rank: in the world.
+        loss: mean over its items; None where no loss was computed.
+        tensor: its gradient that is not finite, the one nearest the loss; if all are finite, the largest.
+        num_bad, num_values: values of that gradient that are not finite, and all of them; 0 where the
+            gradient was let go of, and only its norm is known.
+        num_tensors: how many gradients are not finite.
+        own: whether the gradients are this rank's; else they are sums over ranks.
+    """
+
+    rank: int
+    loss: float | None
+    tensor: str = ""
+    num_bad: int = 0
+    num_values: int = 0
+    num_tensors: int = 0
+    own: bool = True
+
+    @property
+    def loss_is_bad(self) -> bool:
+        """Whether its loss is not finite."""
+        return self.loss is not None and not math.isfinite(self.loss)
+
+    def __str__(self) -> str:
+        parts = [] if self.loss is None else [f"the loss is {self.loss:.6g}"]
+        return f"on rank {self.rank} " + " and ".join([*parts, *([self.gradient] if self.is_bad else [])])
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether a gradient is not finite."""
+        return self.num_tensors > 0
+
+    @property
+    def gradient(self) -> str:
+        """What is known of the gradient that is not finite."""
+        what = "gradient" if self.own else "sum over ranks of the gradient"
+        more = f", and so are {self.num_tensors - 1} others" if self.num_tensors > 1 else ""
+        how_many = self.num_bad or "some"
+        return f"the {what} of '{self.tensor}' is not finite ({how_many} of {self.num_values} values{more})"
+
+
+@dataclass(frozen=True)
+class BadValueLocator:
+    """Finds the rank and the tensor that a bad value came from.
+
+    Args:
+        runner: this rank's parameters, with their own gradients still in place, or their norms where they
+            were let go of; where sums are taken in one order neither lasts, and the sums must do.
+        loss_recorder: this rank's losses.
+        group: the ranks that take a step together.
+    """
+
+    runner: ModelRunner
+    loss_recorder: LossRecorder
+    group: RankGroup
+    net: Net
+
+    def non_finite(
+        self, what: str, step: int, heard: Sequence[RecordedLoss], sums: Gradients
+    ) -> NumericError:
+        """The error for a sum that is not finite; collective.
+
+        Args:
+            heard: this rank's losses of the step.
+            sums: over ranks, as far as this rank has them.
+        """
+        wrong = [one for one in self._gather_evidence(heard, sums) if one.is_bad or one.loss_is_bad]
+        if not wrong:
+            text = f"{what} in step {step}: what each rank has is finite, and the sum over ranks is not"
+            return NumericError(text, where=f"step {step}", next_step=_NEXT_STEP)
+        named = max(wrong, key=lambda one: one.loss_is_bad)
+        if not named.loss_is_bad:
+            named = wrong[-1]  # of stages the last: nearest the loss, where backward begins
+            if not named.own:
+                text = f"{what} in step {step}: {named.gradient}"
+                return NumericError(text, where=f"step {step}", next_step=_NEXT_STEP)
+        others = ", ".join(str(one.rank) for one in wrong if one.own and one is not named)
+        text = f"{what} in step {step}: {named}" + (f"; it has reached rank {others}" if others else "")
+        return NumericError(text, where=f"rank {named.rank}, step {step}", next_step=_NEXT_STEP)
+
+    def spike(self, what: str, step: int, heard: Sequence[RecordedLoss], sums: Gradients) -> NumericError:
+        """The error for a loss that stands out; collective."""
+        seen = self._gather_evidence(heard, sums)
+        worst = max(seen, key=lambda one: -math.inf if one.loss is None else one.loss)
+        text = f"{what}: {worst}, and the largest gradient is that of '{worst.tensor}'"
+        return NumericError(text, where=f"rank {worst.rank}, step {step}", next_step=_NEXT_STEP)
+
+    def _gather_evidence(self, heard: Sequence[RecordedLoss], sums: Gradients) -> list[RankEvidence]:
+        """What every rank of the group has, by rank. Wire: one ragged all_gather."""
+        own = json.dumps(asdict(self._collect_evidence(heard, sums)))
+        return [RankEvidence(**json.loads(text)) for text in all_gather_texts(own, self.group, self.net)]
+
+    def _collect_evidence(self, heard: Sequence[RecordedLoss], sums: Gradients) -> RankEvidence:
+        rank = self.group.ranks[self.group.rank]
+        count = sum(float(num_items) for _, num_items in heard)
+        loss = sum(float(total) for total, _ in heard) / count if count else None
+        norms: dict[str, float] = {}
+        bad: list[tuple[str, int, int]] = []
+        grads = {slot: p.grad for slot, p in self.runner.sharded_model.computes.items()}
+        own = any(grad is not None for grad in grads.values())
+        if self.runner.norms and not own:
+            return self._by_norms(rank, loss)
+        for slot, grad in (grads if own else sums.tensors).items():
+            if grad is None:
+                continue
+            num_bad = grad.numel() - int(torch.isfinite(grad).sum())
+            bad += [(slot.name, num_bad, grad.numel())] if num_bad else []
+            norms[slot.name] = float(torch.linalg.vector_norm(grad))
+        if bad:
+            return RankEvidence(rank, loss, *bad[-1], num_tensors=len(bad), own=own)
+        return RankEvidence(rank, loss, max(norms, key=lambda name: norms[name], default=""), own=own)
+
+    def _by_norms(self, rank: int, loss: float | None) -> RankEvidence:
+        """From the norms of gradients that were let go of."""
+        order = [slot for slot in self.runner.sharded_model.computes if slot in self.runner.norms]
+        norms = {slot: max(float(norm) for norm in self.runner.norms[slot]) for slot in order}
+        bad = [s for s in order if not all(math.isfinite(float(norm)) for norm in self.runner.norms[s])]
+        if bad:
+            return RankEvidence(rank, loss, bad[-1].name, num_values=bad[-1].numel, num_tensors=len(bad))
+        largest = max(order, key=lambda slot: norms[slot])
+        return RankEvidence(rank, loss, largest.name)

@@ -1,0 +1,162 @@
+"""The exponential moving average of the weights, kept by slot: every rank averages what it updates.
+
+Invariant: after n updates the average is the same function of the first n parameters under every layout, to
+the bit where the parameters are; how a tensor is cut, and on which rank, has no part in it. Buffers are not
+averaged: an evaluation of the average uses them as they are.
+
+Put an average of the weights into a session, as the recipe says, under every strategy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.group_collectives import broadcast_coalesced
+from paceline.job.mesh import RankGroup
+from paceline.parallel.model_layout import ModelLayout
+from paceline.parallel.session_context import SessionContext
+from paceline.state.slot import ExtraState, SlotIndex, TensorPiece, TensorSlot
+from paceline.state.train_state import TrainState
+from paceline.sync.server.parameter_transfer import server_values
+from paceline.sync.update import PendingUpdate, UpdateStep
+
+AVERAGE_PREFIX = "values/"
+_COUNT_NAME = "count"
+
+
+class WeightAverage(ExtraState):
+    """The average of the parameters that this rank updates; a `ExtraState`, so that checkpoints hold it.
+
+    Args:
+        updates: what this rank updates, by slot; only read, but for `in_place`.
+        decay: share of the average that stays at an update.
+        bring: brings what ranks compute with up to date when `updates` have changed; collective over a group.
+        keeps: false on a rank that only takes what another one updates (the worker of a server).
+    Source: Polyak and Juditsky 1992, Acceleration of Stochastic Approximation by Averaging; the decay rises
+        as (1 + n) / (10 + n) in the first updates, as in TensorFlow's ExponentialMovingAverage.
+    """
+
+    def __init__(
+        self,
+        updates: Mapping[TensorSlot, nn.Parameter],
+        decay: float,
+        bring: Callable[[RankGroup], None],
+        *,
+        keeps: bool,
+    ) -> None:
+        self._updates, self._decay, self._bring = updates, decay, bring
+        self.values = {slot: _copy_widened(p) for slot, p in updates.items()} if keeps else {}
+        self.count = torch.zeros(1, dtype=torch.int64)
+        self.settle: Callable[[], None] = lambda: None  # a save that is under way may still read them
+
+    def accept(self, record: PendingUpdate) -> None:
+        """An observer of the update step: take in an update that was applied."""
+        if record.update is not None and record.update.applied:
+            self.follow(1)
+
+    @torch.no_grad()
+    def follow(self, num_updates: int) -> None:
+        """Take in the parameters as they are, as if each of these updates had led to them."""
+        keep = 1.0
+        for _ in range(num_updates):
+            n = int(self.count)
+            keep *= min(self._decay, (1 + n) / (10 + n))
+            self.count += 1
+        for slot, value in self.values.items():
+            # kernels that fuse two operations would make the ends of a part differ from its middle
+            value.add_((self._updates[slot] - value).mul_(1.0 - keep))
+
+    @contextmanager
+    def in_place(self, world: RankGroup) -> Iterator[None]:
+        """Compute with the average inside of the block, with the parameters again after it; collective."""
+        kept = [p.detach().clone() for p in self._updates.values()]
+        self.put(world)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for p, value in zip(self._updates.values(), kept, strict=True):
+                    p.copy_(value)
+            self._bring(world)
+
+    def put(self, world: RankGroup) -> None:
+        """Let the average take the place of the parameters; collective."""
+        self.settle()
+        with torch.no_grad():
+            for slot, value in self.values.items():
+                self._updates[slot].copy_(value)
+        self._bring(world)
+
+    def pieces(self) -> Sequence[TensorPiece]:
+        """See `ExtraState`."""
+        if not self.values:
+            return []
+        count = TensorPiece(TensorSlot.whole(_COUNT_NAME, self.count), self.count)
+        named = [
+            TensorPiece(replace(slot, name=f"{AVERAGE_PREFIX}{slot.name}"), value)
+            for slot, value in self.values.items()
+        ]
+        return [count, *named]
+
+    def wanted(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, SlotIndex]:
+        """This rank's parts."""
+        parts = {f"{AVERAGE_PREFIX}{slot.name}": slot.index for slot in self.values} | {_COUNT_NAME: ()}
+        return {name: index for name, index in parts.items() if name in shapes}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take this rank's parts; a checkpoint without an average begins one."""
+        self.count.zero_()
+        if _COUNT_NAME in tensors:
+            self.count.copy_(tensors[_COUNT_NAME])
+        with torch.no_grad():
+            for slot, value in self.values.items():
+                part = tensors.get(f"{AVERAGE_PREFIX}{slot.name}")
+                value.copy_(self._updates[slot] if part is None else part)
+
+
+def _copy_widened(p: Tensor) -> Tensor:
+    """A copy with the digits that small steps need: not below float32."""
+    wide = torch.promote_types(p.dtype, torch.float32)
+    return p.detach().to(wide, copy=True, memory_format=torch.preserve_format)
+
+
+AVERAGE_KEY = "average"
+
+
+def build_average(
+    setting: SessionContext, layout: ModelLayout, state: TrainState, update_step: UpdateStep
+) -> WeightAverage | None:
+    """An average that follows every update; None: the recipe asks for none.
+
+    Replicas that train alone differ between two rounds: their average follows the rounds (`Session.rounds`).
+    """
+    decay, strategy = setting.recipe.average.decay, setting.recipe.strategy
+    if decay is None:
+        return None
+    sharded_model = layout.runner.sharded_model
+    keeps = not strategy.servers or setting.mesh.world.rank < strategy.servers
+
+    def bring(world: RankGroup) -> None:
+        if strategy.servers:
+            for server in range(strategy.servers):
+                broadcast_coalesced(
+                    [*server_values(sharded_model, server).values()], setting.net, world, server
+                )
+        else:
+            layout.gather()
+
+    average = WeightAverage(sharded_model.updates, decay, bring, keeps=keeps)
+    state.extra_states[AVERAGE_KEY] = average
+    if not averages_after_rounds(setting):
+        update_step.observers.append(average.accept)
+    return average
+
+
+def averages_after_rounds(setting: SessionContext) -> bool:
+    """Whether replicas agree only where a round ends."""
+    return setting.recipe.strategy.rule.agrees == "replica"

@@ -1,0 +1,431 @@
+"""An update that a stage makes alone, from gradients that are some updates old.
+
+What flows through a pipeline is a step, and the weights of its forward are stashed for its own backward.
+
+All its micro-batches go forward, later all of them backward, then the stage makes one update. Stage s of p is
+p-s-1 steps ahead with its forwards, so its gradient is as many updates old, and it keeps p-s versions.
+Source: Narayanan et al. 2019, PipeDream, sections 3.2 and 3.3 (1F1B, weight stashing).
+
+What flows through a pipeline is a micro-batch, and a stage keeps two versions of its weights, however many
+stages there are.
+
+Gradients of a step are added up over its micro-batches, then the stage makes one update. All stages run step
+t with the weights that t-1 updates have made, one less than there are: W(t+1) = W(t) - f(gradient at W(t-1)).
+An update writes the new version over the one that nobody needs any more, so parameters change their memory in
+turn between two buffers. Invariant: no micro-batch is in flight through a version that is written to.
+Source: Narayanan et al. 2021, Memory-Efficient Pipeline-Parallel DNN Training, arXiv:2006.09503, section 3.1
+(double-buffered weight updates, 2BW).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.net import Net
+from paceline.comm.reduction.gradients import Gradients
+from paceline.comm.tally import StepTally
+from paceline.data.work import LoadedBatch, MicroBatchWork, TrainingFeed
+from paceline.observe.step_stats import PhaseTimer
+from paceline.parallel.model_runner import LossSums
+from paceline.parallel.pipeline.forward_backward import InFlightMicroBatch
+from paceline.parallel.pipeline.pipeline_runner import PipelineRunner
+from paceline.pipeline_schedule.schedule_table import PipelineAction, ScheduleTable, simulate_schedule
+from paceline.pipeline_schedule.standard_schedules import one_f_one_b, pipedream_2bw
+from paceline.state.train_state import TrainState
+from paceline.sync.every_step import gradient_scale
+from paceline.sync.sync_rule import MemoryQuery, PipelinePass
+from paceline.sync.update import UpdateResult, UpdateStep
+
+StageWeights = Mapping[str, Tensor]
+"""What a forward uses in place of a stage's parameters, by their names in the stage."""
+
+
+@dataclass(frozen=True)
+class UpdateVersions:
+    """What one update was made of, on one stage.
+
+    Args:
+        forward, backward: updates in the weights that its forward and its backward used.
+        applied: updates that had been made when it was applied; less `forward` is its staleness.
+    """
+
+    step: int
+    forward: int
+    backward: int
+    applied: int
+
+
+class SentMessageRelease:
+    """Lets go of messages that neighbours have taken, while a pipeline is full.
+
+    What a stage sent before as many updates as there are stages, its neighbours have taken: they could not
+    have sent what this update was made of. So nobody waits here, and what is kept does not grow with a run.
+    """
+
+    def __init__(self, stage: PipelineRunner) -> None:
+        self._stage = stage
+        self._marks = deque[int]()
+
+    def end_update(self) -> None:
+        """One more."""
+        self._marks.append(self._stage.num_sent)
+        if len(self._marks) > self._stage.cut.num_stages:
+            self._stage.let_go(self._marks.popleft())
+
+
+def max_sent_messages(asked: MemoryQuery, num_stages: int) -> int:
+    """The most messages that a stage keeps each way: those of as many updates, and of the step after them."""
+    return min(asked.stretch, num_stages + 1) * asked.micro_batches
+
+
+class GradientSum:
+    """Gradients of a step, added up over its micro-batches.
+
+    Args:
+        weights: those of its forwards.
+    """
+
+    def __init__(self, weights: StageWeights) -> None:
+        self._names = [name for name, w in weights.items() if w.requires_grad]
+        self._total: dict[str, Tensor] = {}
+
+    def add(self, grads: list[Tensor | None]) -> None:
+        """A micro-batch's, of the trained weights in their order; they are taken out of the list."""
+        for name in reversed(self._names):
+            g = grads.pop()
+            if g is not None:
+                self._total[name] = self._total[name] + g if name in self._total else g
+
+    def of_stage(self, stage: PipelineRunner, scale: float) -> Gradients:
+        """By what the stage updates.
+
+        Args:
+            scale: what losses were multiplied with.
+        """
+        named = stage.passing.weights[0].parameters.items()
+        own = {p: self._total[name] for name, p in named if name in self._total}
+        grads = {slot: own.get(p) for slot, p in stage.sharded_model.updates.items()}
+        flats = [g for g in grads.values() if g is not None]
+        return Gradients(grads, flats, torch._foreach_norm(flats) if flats else [], scale)
+
+
+def update_stage(
+    stage: PipelineRunner, update_step: UpdateStep, grads: GradientSum, scale: float, count: float
+) -> UpdateResult:
+    """Divide by the items of the step, and update; the gradients are let go of.
+
+    Args:
+        count: of these items, over all micro-batches.
+    """
+    none = torch.zeros(0, dtype=torch.float64)
+    counted = StepTally(0.0, 0.0, count, {}, 0.0, [0.0] * len(stage.sharded_model.slots), none)
+    update = update_step.apply(grads.of_stage(stage, scale), counted)
+    for p in stage.sharded_model.updates.values():
+        p.grad = None
+    return update
+
+
+def is_untouched(weights: StageWeights) -> bool:
+    """Whether nobody has written to them since they were made."""
+    return all(w._version == 0 for w in weights.values())
+
+
+def stash_schedule(asked: MemoryQuery) -> tuple[ScheduleTable, int]:
+    """What goes through all stages, and how many micro-batches at each of its operations."""
+    return one_f_one_b(asked.recipe.strategy.pipeline, asked.stretch), asked.micro_batches
+
+
+def stash_passes(asked: MemoryQuery, flow: ScheduleTable) -> Iterator[PipelinePass]:
+    """What goes through a stage: a copy of all weights for each step that is between forward and update."""
+    weights, count, flying = asked.sizes.computes + asked.frozen, asked.micro_batches, 0
+    for action in flow.orders[asked.stage]:
+        if action.kind == "F":
+            flying += 1
+            yield from (PipelinePass(True, flying * weights) for _ in range(count))
+            continue
+        for done in range(count):
+            yield PipelinePass(False, flying * weights, min(done, 1), done, ends=done == count - 1)
+        flying -= 1
+
+
+@dataclass(frozen=True)
+class StashedStep:
+    """A step between its forward and its update.
+
+    Args:
+        version: updates in the weights of its forward.
+        weights: these weights.
+        micro_batches: what their backwards need.
+        count: items of the step; known on the last stage, and told with the gradients.
+        scale: of the loss.
+    """
+
+    version: int
+    weights: StageWeights
+    micro_batches: list[InFlightMicroBatch]
+    count: float
+    scale: float
+
+
+class WeightStashFlow:
+    """Steps on their way through one stage.
+
+    Args:
+        stage: this rank's.
+        items_per_sample: as for `EveryStep`.
+    """
+
+    def __init__(self, stage: PipelineRunner, net: Net, phases: PhaseTimer, items_per_sample: int) -> None:
+        self._stage, self._net, self._phases = stage, net, phases
+        self._items_per_sample = items_per_sample
+        self._flying: dict[int, StashedStep] = {}
+        self.versions: list[UpdateVersions] = []
+
+    def run(
+        self, first: int, end: int, feed: TrainingFeed, update_step: UpdateStep
+    ) -> tuple[LossSums, UpdateResult]:
+        """See `PipeDreamFlow`."""
+        cut = self._stage.cut
+        schedule = one_f_one_b(cut.num_stages, end - first)
+        simulate_schedule(schedule, end - first)
+        sums, update = LossSums(self._stage.metric_names), UpdateResult(0.0, 0.0, applied=False)
+        self.versions, sent = [], SentMessageRelease(self._stage)
+        with feed.from_step(first) as stream:
+            for action in schedule.orders[cut.stage]:
+                step = self._net.step = update_step.state.step = first + action.micro_batch
+                if action.kind == "F":
+                    self._phases.begin("data")
+                    micro_batches = [next(stream) for _ in range(feed.work.num_micro_batches(step))]
+                    scale = gradient_scale(feed.work, update_step.state, self._items_per_sample)
+                    self._flying[step] = self._forward(micro_batches, sums, scale, update_step.state.updates)
+                else:
+                    update = self._backward(step, self._flying.pop(step), update_step)
+                    sent.end_update()
+        self._stage.flush()
+        return sums, update
+
+    def drop(self) -> None:
+        """See `PipeDreamFlow`."""
+        self._flying = {}
+
+    def _forward(
+        self, micro_batches: list[LoadedBatch], sums: LossSums, scale: float, version: int
+    ) -> StashedStep:
+        """Run a step forward with the weights as they are now, and keep those."""
+        stage, own = self._stage, LossSums(self._stage.metric_names)
+        weights = {
+            n: p.detach().clone().requires_grad_(p.requires_grad)
+            for n, p in stage.passing.weights[0].parameters.items()
+        }
+        stage.begin_step()
+        flights = [
+            stage.passing.forward(PipelineAction("F", number), micro_batch, own, scale, weights)
+            for number, micro_batch in enumerate(micro_batches)
+        ]
+        changes = stage.buffers.changes_of([one.micro_batch.shard for one in micro_batches])
+        stage.buffers.end_step(stage.buffers.added(changes), len(flights))
+        sums.extend(own)
+        return StashedStep(version, weights, flights, own.read()[1], scale)
+
+    def _backward(self, step: int, stashed_step: StashedStep, update_step: UpdateStep) -> UpdateResult:
+        """Run a step backward with the weights of its forward, and update the stage."""
+        stage, total, count = self._stage, GradientSum(stashed_step.weights), stashed_step.count
+        for in_flight_batch in reversed(stashed_step.micro_batches):
+            grads, told = stage.passing.backward(
+                in_flight_batch, stashed_step.weights, note=stashed_step.count
+            )
+            count = stashed_step.count if stage.cut.is_last else told
+            total.add(grads)
+        used = stashed_step.version if is_untouched(stashed_step.weights) else -1
+        self.versions.append(UpdateVersions(step, stashed_step.version, used, update_step.state.updates))
+        self._phases.begin("optimizer")
+        return update_stage(stage, update_step, total, stashed_step.scale, count)
+
+
+def two_buffer_schedule(asked: MemoryQuery) -> tuple[ScheduleTable, int]:
+    """What goes through all stages, and how many micro-batches at each of its operations."""
+    return pipedream_2bw(asked.recipe.strategy.pipeline, [asked.micro_batches] * asked.stretch), 1
+
+
+def two_buffer_passes(asked: MemoryQuery, flow: ScheduleTable) -> Iterator[PipelinePass]:
+    """What goes through a stage: there are two versions of what is trained, whatever is in flight."""
+    count, done = asked.micro_batches, 0
+    for action in flow.orders[asked.stage]:
+        sums = min(done, 1)
+        if action.kind == "F":
+            yield PipelinePass(True, asked.sizes.updates, sums)
+            continue
+        done = (done + 1) % count
+        yield PipelinePass(False, asked.sizes.updates, sums, ends=done == 0)
+
+
+@dataclass(frozen=True)
+class WeightVersion:
+    """Weights of a stage.
+
+    Args:
+        updates: that have made them.
+    """
+
+    weights: StageWeights
+    updates: int
+
+
+class DoubleBufferedWeights:
+    """The weights of a stage, and those of one update before.
+
+    Args:
+        parameters: by name; the trained ones change their memory with every update.
+
+    Attributes:
+        held: by the first step that no update of theirs has seen, at most two.
+    """
+
+    def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._spare: dict[str, Tensor] = {}
+        self.held: dict[int, WeightVersion] = {}
+
+    def begin(self, step: int, updates: int) -> None:
+        """No micro-batch is in flight: there is one version."""
+        self.held = {step: self._now(updates)}
+
+    def make_room(self) -> None:
+        """Before an update: the parameters move to the other buffer, with their values."""
+        for name, p in self._parameters.items():
+            if p.requires_grad:
+                spare = self._spare.get(name)
+                other = p.data.clone() if spare is None else spare.copy_(p.data)
+                self._spare[name], p.data = p.data, other
+
+    def take_new(self, step: int, updates: int) -> None:
+        """After the update of the step before this one; the version before the last is no more."""
+        self.held = {max(self.held): self.held[max(self.held)], step: self._now(updates)}
+
+    def _now(self, updates: int) -> WeightVersion:
+        """The memory of the parameters, as tensors of their own."""
+        leaves = {n: p.data.requires_grad_(p.requires_grad) for n, p in self._parameters.items()}
+        return WeightVersion(leaves, updates)
+
+
+@dataclass
+class InFlightStep:
+    """A step between its first forward and its update.
+
+    Args:
+        version: of its forwards.
+        scale: of the loss.
+        sums: of its micro-batches.
+        shards: of those that have gone forward.
+        count: items of those that have gone backward through the last stage.
+    """
+
+    version: WeightVersion
+    scale: float
+    sums: LossSums
+    grads: GradientSum
+    shards: list[int] = field(default_factory=list)
+    count: float = 0.0
+
+
+class TwoBufferFlow:
+    """Micro-batches on their way through one stage.
+
+    Args:
+        stage: this rank's.
+        items_per_sample: as for `EveryStep`.
+    """
+
+    def __init__(self, stage: PipelineRunner, net: Net, phases: PhaseTimer, items_per_sample: int) -> None:
+        self._stage, self._net, self._phases = stage, net, phases
+        self._items_per_sample = items_per_sample
+        self.weights = DoubleBufferedWeights(stage.passing.weights[0].parameters)
+        self._steps: dict[int, InFlightStep] = {}
+        self._flying: dict[int, InFlightMicroBatch] = {}
+        self.versions: list[UpdateVersions] = []
+
+    def run(
+        self, first: int, end: int, feed: TrainingFeed, update_step: UpdateStep
+    ) -> tuple[LossSums, UpdateResult]:
+        """See `PipeDreamFlow`."""
+        cut, state = self._stage.cut, update_step.state
+        counts = [feed.work.num_micro_batches(step) for step in range(first, end)]
+        steps = [step for step, n in enumerate(counts, first) for _ in range(n)]
+        lasts = {n - 1 for n in accumulate(counts)}
+        simulate_schedule(schedule := pipedream_2bw(cut.num_stages, counts), len(steps))
+        sums, update = LossSums(self._stage.metric_names), UpdateResult(0.0, 0.0, applied=False)
+        sent = self._begin(first, state.updates)
+        with feed.from_step(first) as stream:
+            for action in schedule.orders[cut.stage]:
+                number = action.micro_batch
+                step = self._net.step = state.step = steps[number]
+                if action.kind == "B":
+                    self._backward(number, self._steps[step])
+                    if number in lasts:
+                        update = self._update(step, update_step)
+                        sent.end_update()
+                    continue
+                self._phases.begin("data")
+                loaded = next(stream)
+                self._forward(action, loaded, self._under_way(step, feed.work, state))
+                if number in lasts:
+                    self._end_forward(self._steps[step], sums)
+        self._stage.flush()
+        return sums, update
+
+    def drop(self) -> None:
+        """See `PipeDreamFlow`."""
+        self._steps, self._flying = {}, {}
+
+    def _begin(self, first: int, updates: int) -> SentMessageRelease:
+        self.versions = []
+        self.weights.begin(first, updates)
+        return SentMessageRelease(self._stage)
+
+    def _under_way(self, step: int, work: MicroBatchWork, state: TrainState) -> InFlightStep:
+        """A step begins with its first forward: with the version of one update less than all before."""
+        if step not in self._steps:
+            self._stage.begin_step()
+            version = self.weights.held[max(step - 1, min(self.weights.held))]
+            scale = gradient_scale(work, state, self._items_per_sample)
+            sums = LossSums(self._stage.metric_names)
+            self._steps[step] = InFlightStep(version, scale, sums, GradientSum(version.weights))
+        return self._steps[step]
+
+    def _forward(self, action: PipelineAction, loaded: LoadedBatch, step: InFlightStep) -> None:
+        in_flight_batch = self._stage.passing.forward(
+            action, loaded, step.sums, step.scale, step.version.weights
+        )
+        self._flying[action.micro_batch] = in_flight_batch
+        step.shards.append(loaded.micro_batch.shard)
+
+    def _end_forward(self, step: InFlightStep, sums: LossSums) -> None:
+        """All micro-batches of a step have gone forward."""
+        buffers = self._stage.buffers
+        buffers.end_step(buffers.added(buffers.changes_of(step.shards)), len(step.shards))
+        sums.extend(step.sums)
+
+    def _backward(self, number: int, step: InFlightStep) -> None:
+        """With the weights of the forward; the last stage tells how many items there were so far."""
+        count = step.sums.read()[1] if self._stage.cut.is_last else 0.0
+        in_flight_batch = self._flying.pop(number)
+        grads, step.count = self._stage.passing.backward(in_flight_batch, step.version.weights, note=count)
+        step.grads.add(grads)
+
+    def _update(self, number: int, update_step: UpdateStep) -> UpdateResult:
+        """All micro-batches of a step have gone backward."""
+        step, state = self._steps.pop(number), update_step.state
+        used = [v for v in self.weights.held.values() if v is step.version and is_untouched(v.weights)]
+        forward = step.version.updates
+        self.versions.append(UpdateVersions(number, forward, used[0].updates if used else -1, state.updates))
+        self._phases.begin("optimizer")
+        self.weights.make_room()
+        update = update_stage(self._stage, update_step, step.grads, step.scale, step.count)
+        self.weights.take_new(number + 1, state.updates)
+        return update

@@ -1,0 +1,212 @@
+"""Find a task by name, file or module, build it, and check what it returned.
+
+Invariant: the same spec, options and seed give the same weights and data on every rank: `build` runs under
+a random state of its own, seeded with key(seed, "build"), and leaves the caller's state as it was. Errors
+of the user's code pass through with their traceback; errors of the contract are `TaskError`s.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from paceline.data.sample_reader import seeded_generators
+from paceline.errors import TaskError
+from paceline.recipe.toml_text import closest_word
+from paceline.state.keys import key
+from paceline.task import Task, held_out_sets, require_samples
+
+BuildFunction = Callable[..., Any]
+
+SHIPPED: Mapping[str, str] = {
+    "byte-gpt": "paceline.tasks.byte_gpt:build",
+    "digits": "paceline.tasks.digits:build",
+    "sum": "paceline.tasks.sum:build",
+}
+
+
+def load_task(
+    spec: str, options: Mapping[str, Any], seed: int, base_dir: str | Path, cache_dir: str | Path
+) -> Task:
+    """Build the task that the recipe names.
+
+    Args:
+        spec: a shipped name, "file.py:function" or "package.module:function".
+        options: keyword arguments of the function. It may also ask, by a parameter of that name, for
+            `seed`, `base_dir` and `cache_dir`.
+        seed: the seed of the run.
+        base_dir: what relative paths and modules are relative to: the folder of the recipe.
+        cache_dir: where a task may keep what it prepares, such as tokenised text.
+    Returns:
+        The task; a tuple (model, data, loss) is made one.
+    Raises:
+        TaskError: nothing is found there, the options do not fit, or something else was returned.
+    """
+    build = find_build(spec, Path(base_dir).resolve())
+    return run_build(build, spec, options, seed, base_dir, cache_dir)
+
+
+def run_build(
+    build: BuildFunction,
+    spec: str,
+    options: Mapping[str, Any],
+    seed: int,
+    base_dir: str | Path,
+    cache_dir: str | Path,
+) -> Task:
+    """Call a build function under the run's own random state, and check what it returned; see `load_task`.
+
+    What it draws with torch, `random` or `numpy.random` follows from the seed, so it is equal on every rank.
+    """
+    given = {"seed": seed, "base_dir": Path(base_dir).resolve(), "cache_dir": Path(cache_dir)}
+    arguments = fit_arguments(build, spec, options, given)
+    with seeded_generators(key(seed, "build"), np.random.MT19937()):
+        torch.manual_seed(key(seed, "build"))  # those of other devices too
+        made = build(**arguments)
+    return check_task(made, spec)
+
+
+def load_samples(
+    spec: str, options: Mapping[str, Any], seed: int, base_dir: str | Path, cache_dir: str | Path
+) -> Any:
+    """Samples of a function that is named as a task is; for arguments and errors see `load_task`.
+
+    Returns:
+        Samples, or several sets of them by name.
+    """
+    folder = Path(base_dir).resolve()
+    build = find_build(spec, folder, makes="samples")
+    given = {"seed": seed, "base_dir": folder, "cache_dir": Path(cache_dir)}
+    arguments = fit_arguments(build, spec, options, given)
+    with seeded_generators(key(seed, "samples"), np.random.MT19937()):
+        made = build(**arguments)
+    for name, source in held_out_sets(made).items():
+        require_samples(f"{spec} {name}".strip(), source)
+    return made
+
+
+def find_build(spec: str, base_dir: Path, makes: str = "Task") -> BuildFunction:
+    """Import the function that a spec names; `base_dir` is absolute."""
+    place, colon, function = SHIPPED.get(spec, spec).rpartition(":")
+    if not (colon and place and function):
+        raise TaskError(
+            f"there is no task {spec!r}{_did_you_mean(spec, SHIPPED)}",
+            where="task",
+            next_step=f"choose one of {', '.join(SHIPPED)}, or name your own: "
+            '"file.py:function" or "package.module:function"',
+        )
+    module = _load_file(base_dir / place) if place.endswith(".py") else _load_module(place, base_dir)
+    build = getattr(module, function, None)
+    if not callable(build):
+        functions = [name for name, value in vars(module).items() if inspect.isfunction(value)]
+        raise TaskError(
+            f"{place} has no function {function!r}{_did_you_mean(function, functions)}",
+            where=f"task = {spec!r}",
+            next_step=f"define `def {function}(...) -> {makes}` at the top level of {place}",
+        )
+    return build
+
+
+def fit_arguments(
+    build: BuildFunction, spec: str, options: Mapping[str, Any], given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Match options, and what the run can give, with the parameters of `build`."""
+    parameters = inspect.signature(build).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    names = [n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    for option in options:
+        if option not in names and not takes_any:
+            raise TaskError(
+                f"the task takes no option {option!r}{_did_you_mean(option, names)}",
+                where=f"options.{option}, task = {spec!r}",
+                next_step=f"it takes: {', '.join(names) or 'no options'}",
+            )
+    arguments = {name: given[name] for name in names if name in given} | dict(options)
+    for name in names:
+        if name not in arguments and parameters[name].default is inspect.Parameter.empty:
+            raise TaskError(
+                f"the task needs an option {name!r}, which has no default",
+                where=f"options, task = {spec!r}",
+                next_step=f"set options.{name} in the recipe, or --set options.{name}=...",
+            )
+    return arguments
+
+
+def check_task(made: Any, spec: str) -> Task:
+    """Take what a build function returned: a Task, or (model, data, loss)."""
+    if isinstance(made, Task):
+        task = made
+    elif isinstance(made, tuple) and len(made) == 3:
+        task = Task(*made)
+    else:
+        kind = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
+        raise TaskError(
+            f"the build function returned {kind}, not a Task",
+            where=f"task = {spec!r}",
+            next_step="return Task(model=..., data=..., loss=...) or (model, data, loss)",
+        )
+    if not callable(task.loss):
+        raise TaskError(
+            f"the task's loss is {type(task.loss).__name__}, which cannot be called",
+            where=f"task = {spec!r}",
+            next_step="write `def loss(model, batch) -> Loss`",
+        )
+    return task
+
+
+def _load_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise TaskError(
+            f"there is no file {path}",
+            where="task",
+            next_step="the path of a task is relative to the folder of the recipe",
+        )
+    name = f"{path.stem}_{key('task file', str(path)):016x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise TaskError(f"{path} is not a Python file", where="task")
+    module = importlib.util.module_from_spec(spec)
+    _search_in(path.parent)
+    sys.modules[name] = module  # before it runs, as import does: dataclasses and pickle look it up
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _load_module(name: str, base_dir: Path) -> ModuleType:
+    _search_in(base_dir)
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # the module is there; something that it imports is not
+        raise TaskError(
+            f"there is no module {name!r}",
+            where="task",
+            next_step=f"install it, or put it below {base_dir}, the folder of the recipe",
+        ) from error
+
+
+def _search_in(folder: Path) -> None:
+    """Let modules beside the task be imported, as `python file.py` does."""
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+def _did_you_mean(name: str, names: Iterable[str]) -> str:
+    near = closest_word(name, names)
+    return f"; did you mean {near!r}?" if near else ""

@@ -1,0 +1,431 @@
+"""Known mistakes of distributed training, one piece each, to prove that verification finds them.
+
+Every fault is a `Components` with one constructor exchanged; nothing else of the session changes.
+
+Pieces with mistakes that happen to summed gradients, or after it; see `faults`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.comm.collectives.collective_protocol import Collective
+from paceline.comm.handle import Handle
+from paceline.comm.reduction.bucket_reducer import BucketReducer
+from paceline.comm.reduction.gradients import GradientReduction, Gradients, GradientSink
+from paceline.comm.routes.native import NativeCollective
+from paceline.comm.routes.shared_memory import SharedMemoryCollective
+from paceline.comm.tally import StepTally
+from paceline.data.work import LoadedBatch, LockstepWork, MicroBatch, MicroBatchWork
+from paceline.optim.lr_schedule import LearningRateSchedule, build_schedule
+from paceline.parallel.data_parallel import ReplicatedRunner
+from paceline.parallel.model_buffers import MicroBatchBuffers
+from paceline.parallel.model_runner import LossSums, ModelRunner
+from paceline.parallel.session_context import Components
+from paceline.parallel.sharded_model import ShardedModel
+from paceline.state.slot import TensorSlot
+from paceline.sync.every_step import EveryStep
+from paceline.sync.update import GradientNorm, PendingUpdate, UpdatePart, UpdateResult, UpdateStep
+
+UpdateParts = dict[str, UpdatePart]
+
+
+def no_clip(parts: UpdateParts) -> UpdateParts:
+    """Leave gradients as long as they are."""
+    return {**parts, "clip": lambda record: None}
+
+
+def not_divided(parts: UpdateParts) -> UpdateParts:
+    """Take the sum for the mean."""
+    right = parts["divide"]
+
+    def divide(record: PendingUpdate) -> None:
+        right(record)
+        record.divisor /= record.tally.count
+        record.multiplier *= record.tally.count
+
+    return {**parts, "divide": divide}
+
+
+def divided_twice(num_replicas: int) -> Any:
+    """Divide by the number of replicas once more."""
+
+    def edit(parts: UpdateParts) -> UpdateParts:
+        right = parts["divide"]
+
+        def divide(record: PendingUpdate) -> None:
+            right(record)
+            record.divisor *= num_replicas
+            record.multiplier /= num_replicas
+
+        return {**parts, "divide": divide}
+
+    return edit
+
+
+def step_twice(parts: UpdateParts) -> UpdateParts:
+    """Call the optimizer's step a second time."""
+    right = parts["step"]
+
+    def step(record: PendingUpdate) -> None:
+        right(record)
+        record.state.optimizer.step()
+
+    return {**parts, "step": step}
+
+
+def no_step(parts: UpdateParts) -> UpdateParts:
+    """Undo what the optimizer does to the parameters."""
+    right = parts["step"]
+
+    def step(record: PendingUpdate) -> None:
+        kept = [p.detach().clone() for p in record.updates.values()]
+        right(record)
+        with torch.no_grad():
+            for p, value in zip(record.updates.values(), kept, strict=True):
+                p.copy_(value)
+
+    return {**parts, "step": step}
+
+
+def clear_optimizer_state(parts: UpdateParts) -> UpdateParts:
+    """Begin every step with an optimizer that knows nothing."""
+    right = parts["step"]
+
+    def step(record: PendingUpdate) -> None:
+        record.state.optimizer.state.clear()
+        right(record)
+
+    return {**parts, "step": step}
+
+
+def decay_everything(parts: UpdateParts) -> UpdateParts:
+    """Let everything decay."""
+    right = parts["step"]
+
+    def step(record: PendingUpdate) -> None:
+        for group in record.state.optimizer.param_groups:
+            group["weight_decay"] = 0.3
+        right(record)
+
+    return {**parts, "step": step}
+
+
+def drift_per_rank(parts: UpdateParts) -> UpdateParts:
+    """Add noise after the step, of which every process draws its own."""
+    right = parts["step"]
+
+    def step(record: PendingUpdate) -> None:
+        right(record)
+        own = torch.distributed.get_rank() if torch.distributed.is_initialized() else 1
+        with torch.no_grad():
+            for p in record.updates.values():
+                p.add_(own * 1e-3)
+
+    return {**parts, "step": step}
+
+
+def norm_without_first_tensor(right: GradientNorm) -> GradientNorm:
+    """Leave the first tensor out."""
+
+    def norm(grads: Gradients) -> float:
+        right(grads)
+        found = [g for g in grads.tensors.values() if g is not None]
+        return float(torch.linalg.vector_norm(torch.cat([g.reshape(-1) for g in found[1:]])))
+
+    return norm
+
+
+class _ConstantSchedule:
+    """Never changes the rate."""
+
+    def __init__(self, inner: LearningRateSchedule) -> None:
+        self.inner = inner
+
+    def factor(self, update: int) -> float:
+        return 0.5
+
+    def apply(self, optimizer: Any, update: int) -> float:
+        self.inner.apply(optimizer, update)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.5 * group["initial_lr"]
+        return 0.5
+
+
+def constant_rate(*args: Any) -> Any:
+    """Another schedule than the recipe's."""
+    return _ConstantSchedule(build_schedule(*args))
+
+
+class UnclearedReducer(BucketReducer):
+    """Adds the sums of the step before."""
+
+    _kept: list[Tensor] | None = None
+
+    def finish(self) -> Gradients:
+        """What is there, on top of what was there."""
+        grads = super().finish()
+        fresh = [flat.clone() for flat in grads.flats]
+        for flat, old in zip(grads.flats, self._kept or (), strict=False):
+            flat += old
+        self._kept = fresh
+        return grads
+
+
+class LostBucketReducer(BucketReducer):
+    """Loses a bucket."""
+
+    def finish(self) -> Gradients:
+        """Zeros in place of the last one."""
+        grads = super().finish()
+        grads.flats[-1].zero_()
+        return grads
+
+
+class Float16Reducer(BucketReducer):
+    """Adds up in float16."""
+
+    def finish(self) -> Gradients:
+        """What is left of the sums in 16 bits."""
+        grads = super().finish()
+        for flat in grads.flats:
+            flat.copy_(flat.to(torch.float16))
+        return grads
+
+
+def sum_instead_of_mean(num_replicas: int) -> Callable[[UpdateParts], UpdateParts]:
+    """Divide by the count of one rank, so that replicas add up."""
+
+    def edit(parts: UpdateParts) -> UpdateParts:
+        right = parts["divide"]
+
+        def divide(record: PendingUpdate) -> None:
+            right(record)
+            record.divisor /= num_replicas
+            record.multiplier *= num_replicas
+
+        return {**parts, "divide": divide}
+
+    return edit
+
+
+def wrong_clip_norm(parts: UpdateParts) -> UpdateParts:
+    """Clip with the norm before the division by the count."""
+    right = parts["clip"]
+
+    def clip(record: PendingUpdate) -> None:
+        norm = record.norm
+        record.norm *= record.tally.count
+        right(record)
+        record.norm = norm
+
+    return {**parts, "clip": clip}
+
+
+class MeanOfMeans(EveryStep):
+    """Weights every rank alike, whatever its number of samples."""
+
+    def step(
+        self,
+        work: MicroBatchWork,
+        stream: Iterator[LoadedBatch],
+        runner: ModelRunner,
+        update_step: UpdateStep,
+    ) -> tuple[StepTally, UpdateResult]:
+        """Scale this rank's gradient by (mean share / own share)."""
+        step = update_step.state.step
+        own = sum(len(u.indices) for u in work.micro_batches(step))
+        fair = work.num_samples(step) / self._group.size
+        kept, self.reducer = self.reducer, _RescaledReduction(self.reducer, fair / own if own else 1.0)
+        try:
+            return super().step(work, stream, runner, update_step)
+        finally:
+            self.reducer = kept
+
+
+class _RescaledReduction:
+    """A reduction of gradients times a factor."""
+
+    def __init__(self, inner: GradientReduction, factor: float) -> None:
+        self._inner, self._factor = inner, factor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def ready(self, slot: TensorSlot, grad: Tensor | None) -> None:
+        self._inner.ready(slot, None if grad is None else grad * self._factor)
+
+
+class SkippedBucketCollective(NativeCollective):
+    """Sums every buffer but the first."""
+
+    def all_reduce(self, x: Tensor, key: str) -> Handle:
+        """Leave the first buffer alone."""
+        return Handle.ready(x) if key == "0.0" else super().all_reduce(x, key)
+
+
+def skip_first_bucket(collective: Collective) -> Collective:
+    """Forget the all_reduce of the first bucket."""
+    if isinstance(collective, NativeCollective | SharedMemoryCollective):
+        return SkippedBucketCollective(collective.net, collective.group)
+    return collective
+
+
+class StaleBucketReducer(BucketReducer):
+    """Hands out the first bucket of the step before."""
+
+    _kept: Tensor | None = None
+
+    def finish(self) -> Gradients:
+        """Swap the fresh sums for those of the last step."""
+        grads = super().finish()
+        flat = grads.flats[0]
+        fresh = flat.clone()
+        if self._kept is not None:
+            flat.copy_(self._kept)
+        self._kept = fresh
+        return grads
+
+
+@dataclass(frozen=True)
+class SameDataWork(LockstepWork):
+    """Every rank takes the micro-batches of rank 0."""
+
+    def micro_batches(self, step: int, version: int | None = None) -> tuple[MicroBatch, ...]:
+        """The micro-batches of the first replica."""
+        return self.first.micro_batches(step, version)
+
+    def num_micro_batches(self, step: int) -> int:
+        """As many as the first replica has."""
+        return self.first.num_micro_batches(step)
+
+    @property
+    def first(self) -> LockstepWork:
+        """The work of rank 0."""
+        return LockstepWork(self.order, self.shards, self.seed, 0, self.num_replicas)
+
+
+@dataclass(frozen=True)
+class SharedDropoutSeedWork(LockstepWork):
+    """The keys of a rank's micro-batches are those of rank 0."""
+
+    def micro_batches(self, step: int, version: int | None = None) -> tuple[MicroBatch, ...]:
+        """Own samples, keys of the first replica at the same place (its last one where it has fewer)."""
+        first = LockstepWork(self.order, self.shards, self.seed, 0, self.num_replicas).micro_batches(step)
+        keys = [first[min(place, len(first) - 1)].key for place in range(self.num_micro_batches(step))]
+        return tuple(replace(u, key=k) for u, k in zip(super().micro_batches(step), keys, strict=True))
+
+
+class OffByOneAccumulationRunner(ReplicatedRunner):
+    """Announces the gradients before the last micro-batch has added to them."""
+
+    def _forward_backward(self, micro_batch: MicroBatch, batch: Any, sums: LossSums, scale: float) -> None:
+        parameters = self.sharded_model.computes.values()
+        before = [None if p.grad is None else p.grad.clone() for p in parameters]
+        sink, self.gradients._sink = self.gradients._sink, None
+        super()._forward_backward(micro_batch, batch, sums, scale)
+        if sink is not None and sums.micro_batches > 1:
+            for p, grad in zip(parameters, before, strict=True):
+                p.grad = grad
+        self.gradients._sink = sink
+        self.gradients.close()
+
+
+class UnsyncedBuffersRunner(ReplicatedRunner):
+    """Keeps the running statistics of its own micro-batches."""
+
+    def __init__(self, sharded_model: ShardedModel, *args: Any, **kwargs: Any) -> None:
+        super().__init__(sharded_model, *args, **kwargs)
+        self.buffers = _UnsyncedBuffers(sharded_model.model)
+
+    def run(
+        self, micro_batches: Iterable[LoadedBatch], count: int, sink: GradientSink, scale: float
+    ) -> LossSums:
+        """Remember how many micro-batches are this rank's own."""
+        self.buffers.own_micro_batches = count  # type: ignore[attr-defined]
+        return super().run(micro_batches, count, sink, scale)
+
+
+class _UnsyncedBuffers(MicroBatchBuffers):
+    own_micro_batches = 0
+
+    def end_step(self, change: Tensor, micro_batches: float) -> None:
+        super().end_step(self.change, self.own_micro_batches)
+
+
+class _EarlySchedule:
+    """The rate of the next update."""
+
+    def __init__(self, inner: LearningRateSchedule) -> None:
+        self.inner = inner
+
+    def factor(self, update: int) -> float:
+        return self.inner.factor(update + 1)
+
+    def apply(self, optimizer: Any, update: int) -> float:
+        return self.inner.apply(optimizer, update + 1)
+
+
+def schedule_off_by_one(*args: Any) -> Any:
+    return _EarlySchedule(build_schedule(*args))
+
+
+@dataclass(frozen=True)
+class PlantedFault:
+    """A known mistake.
+
+    Args:
+        pieces: builds the faulty pieces for a number of replicas.
+        causes: the diagnoses that name it rightly.
+    """
+
+    pieces: Callable[[int], Components]
+    causes: tuple[str, ...]
+
+
+PLANTED_FAULTS: Mapping[str, PlantedFault] = {
+    "sum-instead-of-mean": PlantedFault(
+        lambda p: Components(update=sum_instead_of_mean(p)), ("sum instead of mean",)
+    ),
+    "mean-of-means": PlantedFault(lambda p: Components(rule=MeanOfMeans), ("mean of means",)),
+    "bucket-not-reduced": PlantedFault(lambda p: Components(collective=skip_first_bucket), ("not reduced",)),
+    "same-data": PlantedFault(lambda p: Components(work=SameDataWork), ("same data on every rank",)),
+    "shared-dropout-seed": PlantedFault(
+        lambda p: Components(work=SharedDropoutSeedWork), ("shared dropout seed",)
+    ),
+    "wrong-clip-norm": PlantedFault(lambda p: Components(update=wrong_clip_norm), ("wrong clip norm",)),
+    "stale-buffer": PlantedFault(lambda p: Components(reducer=StaleBucketReducer), ("stale buffer",)),
+    "off-by-one-accumulation": PlantedFault(
+        lambda p: Components(whole=OffByOneAccumulationRunner), ("off-by-one accumulation",)
+    ),
+    "unsynced-buffers": PlantedFault(
+        lambda p: Components(whole=UnsyncedBuffersRunner), ("buffers not synchronised",)
+    ),
+    "schedule-off-by-one": PlantedFault(
+        lambda p: Components(schedule=schedule_off_by_one), ("schedule off by one",)
+    ),
+    "no-clip": PlantedFault(lambda p: Components(update=no_clip), ("wrong clip norm",)),
+    "norm-without-a-tensor": PlantedFault(
+        lambda p: Components(norm=norm_without_first_tensor), ("wrong clip norm",)
+    ),
+    "not-divided": PlantedFault(lambda p: Components(update=not_divided), ("not divided by the count",)),
+    "divided-twice": PlantedFault(lambda p: Components(update=divided_twice(p)), ("divided twice",)),
+    "other-schedule": PlantedFault(lambda p: Components(schedule=constant_rate), ("wrong learning rate",)),
+    "not-cleared": PlantedFault(lambda p: Components(reducer=UnclearedReducer), ("not cleared",)),
+    "bucket-lost": PlantedFault(lambda p: Components(reducer=LostBucketReducer), ("no gradient",)),
+    "fp16-accumulation": PlantedFault(lambda p: Components(reducer=Float16Reducer), ("digits lost",)),
+    "stepped-twice": PlantedFault(lambda p: Components(update=step_twice), ("stepped twice",)),
+    "not-updated": PlantedFault(lambda p: Components(update=no_step), ("not updated",)),
+    "optimizer-state-lost": PlantedFault(
+        lambda p: Components(update=clear_optimizer_state), ("optimizer state lost",)
+    ),
+    "other-weight-decay": PlantedFault(
+        lambda p: Components(update=decay_everything), ("wrong optimizer options",)
+    ),
+    "ranks-drift": PlantedFault(lambda p: Components(update=drift_per_rank), ("ranks drifted apart",)),
+}

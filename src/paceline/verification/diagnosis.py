@@ -1,0 +1,399 @@
+"""Guess the cause of a divergence from the shape of its error.
+
+The oracle can compute the gradient of every shard alone, so each known mistake has a formula: what the
+gradient *would* be if that mistake were made. The formula that fits the observed gradient names the cause.
+
+Guess the cause when the summed gradients are right and what became of them is not: divide, clip, rate.
+
+Guess the cause when gradients, norm and rate are right, and what the optimizer made of them is not.
+
+The oracle makes the update again as each known mistake would; the one that fits what is seen names the cause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from paceline.data.work import split_evenly
+from paceline.verification.oracle_update import ReferenceUpdate
+
+if TYPE_CHECKING:
+    from paceline.verification.verifier import StrategyVerifier
+
+FlatGradients = Tensor
+"""Gradients of some tensors, flattened and joined, float64 [N]."""
+FIT_TOLERANCE = 1e-3
+_DIGITS_LOST = 1e-3  # what float16 leaves of a value, and bfloat16 of most
+
+
+@dataclass(frozen=True)
+class GradientEvidence:
+    """What is known about the first diverging step. Gradients are sums, not yet divided.
+
+    Args:
+        world: number of replicas.
+        shards: gradient of each shard, in order; the oracle's.
+        samples, counts: number of samples and of items of each shard.
+        observed: the gradient that each rank gave to its update step.
+        previous: the oracle's summed gradient of the step before; None in the first step.
+        with_first_keys: gradient of each shard as if every replica used the keys of the first; None if the same.
+    """
+
+    world: int
+    shards: Sequence[FlatGradients]
+    samples: Sequence[int]
+    counts: Sequence[float]
+    observed: Sequence[FlatGradients]
+    previous: FlatGradients | None = None
+    with_first_keys: Sequence[FlatGradients] | None = None
+
+    @property
+    def right(self) -> FlatGradients:
+        """The sum over all shards."""
+        return torch.stack(list(self.shards)).sum(0)
+
+    def of_rank(self, rank: int) -> FlatGradients:
+        """The sum over the shards of one rank."""
+        mine = split_evenly(len(self.shards), self.world, rank)
+        return torch.stack([self.shards[i] for i in mine]).sum(0)
+
+    def sum_over_ranks(self, part: Callable[[int], FlatGradients]) -> FlatGradients:
+        """Add up one value a rank."""
+        return torch.stack([part(r) for r in range(self.world)]).sum(0)
+
+
+@dataclass(frozen=True)
+class ErrorDiagnosis:
+    """A named cause, and how well its formula fits (relative residual; 0 is perfect)."""
+
+    cause: str
+    explanation: str
+    residual: float = 0.0
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+UNKNOWN_CAUSE = ErrorDiagnosis(
+    "unknown", "no known mistake has this shape; look at the first tensor and rank", 1.0
+)
+
+NOT_REPEATED = ErrorDiagnosis(
+    "the task is not deterministic",
+    "the oracle, run twice from the same weights and seeds, finds the losses {:.9g} and {:.9g}: the data, the"
+    " model or the loss draws from what nobody seeds, or remembers earlier calls",
+)
+
+DIFFERENT_START = ErrorDiagnosis(
+    "different start", "initial values differ: weights must be keyed by name, or broadcast", 0.0
+)
+
+
+def diagnose_gradient(evidence: GradientEvidence) -> ErrorDiagnosis:
+    """The mistake whose formula fits the observed sums best."""
+    found = [
+        ErrorDiagnosis(cause, text, residual)
+        for cause, text, predict in _FORMULAS
+        if (residual := _residual(evidence, predict)) < FIT_TOLERANCE
+    ]
+    return min(found, key=lambda d: d.residual, default=_constant_factor(evidence))
+
+
+def _residual(
+    evidence: GradientEvidence, predict: Callable[[GradientEvidence, int], FlatGradients | None]
+) -> float:
+    worst = 0.0
+    for rank, seen in enumerate(evidence.observed):
+        predicted = predict(evidence, rank)
+        if predicted is None:
+            return 1.0
+        worst = max(worst, _distance(seen, predicted))
+    return worst
+
+
+def _distance(seen: FlatGradients, predicted: FlatGradients) -> float:
+    scale = max(float(predicted.norm()), float(seen.norm()), 1e-300)
+    return float((seen - predicted).norm()) / scale
+
+
+def _constant_factor(evidence: GradientEvidence) -> ErrorDiagnosis:
+    right, seen = evidence.right, evidence.observed[0]
+    factor = float(seen @ right) / max(float(right @ right), 1e-300)
+    if abs(factor) < 1e-6 or _distance(seen, factor * right) > FIT_TOLERANCE:
+        return UNKNOWN_CAUSE
+    lost = _distance(seen, right)
+    if lost < _DIGITS_LOST:
+        text = f"each is off by about {lost:.1e} of the whole: summed or sent in a type of fewer digits"
+        return ErrorDiagnosis("digits lost", text, lost)
+    return name_factor(factor, evidence.world, len(evidence.shards), sum(evidence.counts))
+
+
+def name_factor(factor: float, world: int, num_shards: int, count: float) -> ErrorDiagnosis:
+    """Name a constant factor between what is there and what is right."""
+    known = {
+        "sum instead of mean": (world, "is the number of replicas: it was summed where the mean is meant"),
+        "divided twice": (1 / world, "is one over the number of replicas: it was divided twice"),
+        "accumulation not divided": (num_shards / world, "is the number of accumulated micro-batches"),
+        "not divided by the count": (count, "is the number of items: it was never divided"),
+    }
+    for cause, (value, text) in known.items():
+        if value != 1 and abs(factor / value - 1) < FIT_TOLERANCE:
+            return ErrorDiagnosis(cause, f"the gradient is {factor:.6g} times the right one, which {text}")
+    return ErrorDiagnosis("constant factor", f"the gradient is {factor:.6g} times the right one")
+
+
+def _local_only(e: GradientEvidence, rank: int) -> FlatGradients:
+    return e.of_rank(rank)
+
+
+def _mean_of_means(weights: str) -> Callable[[GradientEvidence, int], FlatGradients | None]:
+    def predict(e: GradientEvidence, rank: int) -> FlatGradients | None:
+        sizes: Sequence[float] = getattr(e, weights)
+        shares = [sum(sizes[i] for i in split_evenly(len(sizes), e.world, r)) for r in range(e.world)]
+        if min(shares) == max(shares) or min(shares) == 0:
+            return None
+        whole = sum(shares)
+        return e.sum_over_ranks(lambda r: e.of_rank(r) * (whole / (e.world * shares[r])))
+
+    return predict
+
+
+def _mean_of_shard_means(e: GradientEvidence, rank: int) -> FlatGradients | None:
+    if min(e.counts) == max(e.counts):
+        return None
+    whole = sum(e.counts) / len(e.counts)
+    return torch.stack([g * (whole / c) for g, c in zip(e.shards, e.counts, strict=True)]).sum(0)
+
+
+def _same_data(e: GradientEvidence, rank: int) -> FlatGradients | None:
+    if e.world == 1:
+        return None
+    return e.world * e.of_rank(0)
+
+
+def _without(e: GradientEvidence, place: int) -> FlatGradients | None:
+    parts = [split_evenly(len(e.shards), e.world, r) for r in range(e.world)]
+    missing = [e.shards[part[place]] for part in parts if len(part) > 1]
+    return e.right - torch.stack(missing).sum(0) if missing else None
+
+
+def _drop_last(e: GradientEvidence, rank: int) -> FlatGradients | None:
+    return _without(e, -1)
+
+
+def _drop_first(e: GradientEvidence, rank: int) -> FlatGradients | None:
+    return _without(e, 0)
+
+
+def _last_twice(e: GradientEvidence, rank: int) -> FlatGradients | None:
+    dropped = _without(e, -1)
+    return None if dropped is None else 2 * e.right - dropped
+
+
+def _stale(e: GradientEvidence, rank: int) -> FlatGradients | None:
+    return e.previous
+
+
+def _not_cleared(e: GradientEvidence, rank: int) -> FlatGradients | None:
+    return None if e.previous is None else e.right + e.previous
+
+
+def _nothing(e: GradientEvidence, rank: int) -> FlatGradients:
+    return torch.zeros_like(e.right)
+
+
+def _shared_keys(e: GradientEvidence, rank: int) -> FlatGradients | None:
+    return None if e.with_first_keys is None else torch.stack(list(e.with_first_keys)).sum(0)
+
+
+_FORMULAS: tuple[tuple[str, str, Callable[[GradientEvidence, int], FlatGradients | None]], ...] = (
+    (
+        "not reduced",
+        "each rank kept its own gradient of these tensors: their reduction is missing",
+        _local_only,
+    ),
+    (
+        "mean of means",
+        "ranks were averaged with equal weights, but they had unequal numbers of items",
+        _mean_of_means("counts"),
+    ),
+    (
+        "mean of means",
+        "ranks were averaged with equal weights, but they had unequal numbers of samples",
+        _mean_of_means("samples"),
+    ),
+    (
+        "mean of means",
+        "shards were averaged with equal weights, but they differ in size",
+        _mean_of_shard_means,
+    ),
+    ("same data on every rank", "every rank trained on the samples of rank 0", _same_data),
+    ("off-by-one accumulation", "the last micro-batch of each rank is missing", _drop_last),
+    ("off-by-one accumulation", "the first micro-batch of each rank is missing", _drop_first),
+    ("off-by-one accumulation", "the last micro-batch of each rank was counted twice", _last_twice),
+    ("stale buffer", "this is the gradient of the step before", _stale),
+    ("not cleared", "the gradient of the step before was added", _not_cleared),
+    ("no gradient", "the gradient is zero", _nothing),
+    ("shared dropout seed", "all ranks drew the random numbers of rank 0", _shared_keys),
+)
+
+
+@dataclass(frozen=True)
+class UpdateEvidence:
+    """What is known when the sums are right and the final gradient, or the update, is not.
+
+    Args:
+        ratio: final gradient over the oracle's; None if they are not proportional.
+        world, num_shards, count: as above.
+        clip_norm: the recipe's; None: no clip.
+        norm, right_norm: global norm of the mean gradient, by the update step and by the oracle.
+        local_norms: norm of each rank's own mean gradient.
+        lr, right_lr: the rate that was used, and the one of this update.
+        near_lrs: rates of neighbouring updates, by offset.
+    """
+
+    ratio: float | None
+    world: int
+    num_shards: int
+    count: float
+    clip_norm: float | None
+    norm: float
+    right_norm: float
+    local_norms: Sequence[float]
+    lr: float
+    right_lr: float
+    near_lrs: Mapping[int, float]
+
+
+def diagnose_after_reduction(e: UpdateEvidence) -> ErrorDiagnosis:
+    """The mistake between the reduced sums and the update."""
+    if abs(e.lr - e.right_lr) > 1e-9 * max(abs(e.lr), abs(e.right_lr)):
+        return _wrong_rate(e)
+    if abs(e.norm / e.right_norm - 1) > FIT_TOLERANCE:
+        factor = name_factor(e.norm / e.right_norm, e.world, e.num_shards, e.count)
+        return _wrong_norm(e) if factor.cause == "constant factor" else factor
+    if e.ratio is None:
+        return UNKNOWN_CAUSE
+    if e.clip_norm is not None and (e.right_norm > e.clip_norm or e.ratio < 1):
+        return _wrong_clip(e, e.clip_norm)
+    return name_factor(e.ratio, e.world, e.num_shards, e.count)
+
+
+def _wrong_rate(e: UpdateEvidence) -> ErrorDiagnosis:
+    for offset, rate in e.near_lrs.items():
+        if rate != e.right_lr and abs(e.lr - rate) <= 1e-9 * abs(rate):
+            text = f"the rate {e.lr:.6g} belongs to the update {offset:+d} from this one"
+            return ErrorDiagnosis("schedule off by one", text)
+    return ErrorDiagnosis(
+        "wrong learning rate", f"the rate is {e.lr:.6g}, the schedule says {e.right_lr:.6g}"
+    )
+
+
+def _wrong_norm(e: UpdateEvidence) -> ErrorDiagnosis:
+    whose = (
+        "a rank's own gradient"
+        if any(abs(e.norm / n - 1) < FIT_TOLERANCE for n in e.local_norms)
+        else "something else"
+    )
+    text = f"the norm {e.norm:.6g} is that of {whose}; the global norm is {e.right_norm:.6g}"
+    return ErrorDiagnosis("wrong clip norm", text)
+
+
+def _wrong_clip(e: UpdateEvidence, clip_norm: float) -> ErrorDiagnosis:
+    multiplier = (e.ratio or 0.0) * min(1.0, clip_norm / e.right_norm)
+    factor = name_factor(multiplier, e.world, e.num_shards, e.count)
+    if e.right_norm <= clip_norm and factor.cause != "constant factor":
+        return factor
+    used = clip_norm / multiplier if multiplier else float("inf")
+    known = {
+        "no clip": 1.0,
+        "the local norm of a rank": next(
+            (n for n in e.local_norms if abs(n / used - 1) < FIT_TOLERANCE), 0.0
+        ),
+        "the norm before the division": e.right_norm * e.count,
+    }
+    which = next(
+        (name for name, n in known.items() if n and abs(n / used - 1) < FIT_TOLERANCE),
+        f"a norm of {used:.6g}",
+    )
+    if abs(multiplier - 1.0) < FIT_TOLERANCE:
+        which = "no clip"
+    return ErrorDiagnosis(
+        "wrong clip norm",
+        f"the clip used {which}; the global norm is {e.right_norm:.6g}",
+        abs(used - e.right_norm),
+    )
+
+
+_UPDATE_TOLERANCE = 1e-2  # relative to the change of the parameters
+_UNCOMPARED_OPTIONS = ("params", "param_names", "lr", "initial_lr")
+
+
+def diagnose_update(v: StrategyVerifier, update: int, reference: ReferenceUpdate) -> ErrorDiagnosis:
+    """The mistake between the final gradient and the parameters after the step."""
+    failure = v.report.failure
+    if failure is not None and failure.errors[0] <= failure.bound:
+        wrong = [rank for rank, error in enumerate(failure.errors) if error > failure.bound]
+        text = f"rank 0 is right and {wrong} are not: they made another update, or changed something after it"
+        return ErrorDiagnosis("ranks drifted apart", text)
+    return _other_options(v) or _other_update(v, update, reference)
+
+
+def _other_options(v: StrategyVerifier) -> ErrorDiagnosis | None:
+    pairs = zip(v.session.state.optimizer.param_groups, v.oracle.optimizer.param_groups, strict=False)
+    for number, (seen, right) in enumerate(pairs):
+        for key in right.keys() - set(_UNCOMPARED_OPTIONS):
+            if seen.get(key) != right[key]:
+                text = f"'{key}' of group {number} is {seen.get(key)}, and should be {right[key]}"
+                return ErrorDiagnosis("wrong optimizer options", text)
+    return None
+
+
+def _other_update(v: StrategyVerifier, update: int, reference: ReferenceUpdate) -> ErrorDiagnosis:
+    names = [f"model/{n}" for n in reference.final]
+    seen = _change(reference.before, v.now, names)
+    for cause, text, variant in _VARIANTS:
+        v.oracle_state.load(reference.before, reference.scalars)
+        variant(v, update, reference)
+        found = _change(reference.before, v.oracle_state.tensors(), names)
+        scale = max(float(seen.norm()), float(found.norm()), 1e-300)
+        if float((seen - found).norm()) <= _UPDATE_TOLERANCE * scale:
+            return ErrorDiagnosis(cause, text)
+    return ErrorDiagnosis(
+        "different update", "gradients agree and the update does not: look at the optimizer's state"
+    )
+
+
+def _change(before: Mapping[str, Tensor], after: Mapping[str, Tensor], names: list[str]) -> Tensor:
+    parts = [after[n].detach().to(torch.float64) - before[n].to(torch.float64) for n in names]
+    return torch.cat([torch.view_as_real(p).reshape(-1) if p.is_complex() else p.reshape(-1) for p in parts])
+
+
+def _step_once(v: StrategyVerifier, update: int, reference: ReferenceUpdate) -> None:
+    for name, p in v.oracle.model.named_parameters():
+        p.grad = reference.final[name].clone() if name in reference.final else None
+    v.oracle.update(update)
+
+
+def _step_twice(v: StrategyVerifier, update: int, reference: ReferenceUpdate) -> None:
+    _step_once(v, update, reference)
+    _step_once(v, update, reference)
+
+
+def _step_without_state(v: StrategyVerifier, update: int, reference: ReferenceUpdate) -> None:
+    v.oracle.optimizer.state.clear()
+    _step_once(v, update, reference)
+
+
+def _no_step(v: StrategyVerifier, update: int, reference: ReferenceUpdate) -> None:
+    """The parameters stay."""
+
+
+_VARIANTS: tuple[tuple[str, str, Callable[[Any, int, ReferenceUpdate], None]], ...] = (
+    ("stepped twice", "the optimizer made its step twice", _step_twice),
+    ("optimizer state lost", "the optimizer began with an empty state", _step_without_state),
+    ("not updated", "the optimizer's step left the parameters as they were, or it was undone", _no_step),
+)

@@ -1,0 +1,217 @@
+"""Collect the evidence of a divergence from all ranks, and ask for a diagnosis. Rank 0 guesses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from paceline.data.work import MicroBatch, split_evenly
+from paceline.job.mesh import AXES, DATA_AXES, span_ranks
+from paceline.verification.diagnosis import (
+    NOT_REPEATED,
+    UNKNOWN_CAUSE,
+    ErrorDiagnosis,
+    GradientEvidence,
+    UpdateEvidence,
+    diagnose_after_reduction,
+    diagnose_gradient,
+    diagnose_update,
+)
+from paceline.verification.error_bounds import TensorComparison
+from paceline.verification.oracle import ShardResult
+from paceline.verification.oracle_update import ReferenceUpdate
+
+if TYPE_CHECKING:
+    from paceline.verification.verifier import StrategyVerifier
+
+
+def diagnose_failure(
+    verifier: StrategyVerifier, step: int, update: int, reference: ReferenceUpdate | None
+) -> ErrorDiagnosis:
+    """Diagnose the report's failure; collective."""
+    failure = verifier.report.failure
+    if failure is None:
+        return UNKNOWN_CAUSE
+    stage = _STAGES.get(failure.quantity, _explain_gradient)
+    tensors = sorted(
+        {f.tensor for f in verifier.report.worst.values() if not f.ok and f.quantity == "gradient"}
+    )
+    everywhere = _gather_sums(verifier, tensors) if failure.quantity in ("gradient", "loss") else []
+    observed = [everywhere[rank] for rank in _ranks_of_sum(verifier, failure)] if everywhere else []
+    found = UNKNOWN_CAUSE
+    at_once = verifier.session.recipe.batch.sync_batchnorm  # the oracle has no shards of ranks
+    if reference is not None and not (at_once and stage is _explain_gradient):
+        found = stage(verifier, step, update, reference, tensors, observed)
+    return _broadcast_diagnosis(verifier, found)
+
+
+def _explain_gradient(
+    v: StrategyVerifier,
+    step: int,
+    update: int,
+    reference: ReferenceUpdate,
+    tensors: list[str],
+    observed: list[Tensor],
+) -> ErrorDiagnosis:
+    v.oracle_state.load(reference.before, reference.scalars)
+    micro_batches = v.oracle.work.micro_batches(step)
+    shards = list(v.oracle.shards(micro_batches))
+    again = sum(s.total for s in shards)
+    if abs(again - reference.sums.total) > 1e-5 * sum(abs(s.total) for s in shards):
+        if v.loop is not None:
+            return replace(
+                UNKNOWN_CAUSE, explanation="what the loop keeps from earlier batches decides: look there"
+            )
+        return replace(NOT_REPEATED, explanation=NOT_REPEATED.explanation.format(reference.sums.total, again))
+    if not tensors:
+        return replace(
+            UNKNOWN_CAUSE, explanation="the loss differs and no gradient does: look at what it counts"
+        )
+    replicas = v.session.mesh.data.size
+    first_keys = _keys_of_first(micro_batches, replicas)
+    with_first_keys = [_flatten(s.gradients, tensors, v) for s in v.oracle.shards(first_keys)]
+    flats = [_flatten(s.gradients, tensors, v) for s in shards]
+    changed = any(not torch.equal(a, b) for a, b in zip(flats, with_first_keys, strict=True))
+    return diagnose_gradient(
+        GradientEvidence(
+            world=replicas,
+            shards=flats,
+            samples=[len(s.micro_batch.indices) for s in shards],
+            counts=[s.count for s in shards],
+            observed=observed,
+            previous=None if v.previous is None else _flatten(v.previous, tensors, v),
+            with_first_keys=with_first_keys if changed else None,
+        )
+    )
+
+
+def _explain_tail(
+    v: StrategyVerifier,
+    step: int,
+    update: int,
+    reference: ReferenceUpdate,
+    tensors: list[str],
+    observed: list[Tensor],
+) -> ErrorDiagnosis:
+    record = v.record
+    rates = {k: float(v.oracle.options(max(0, update + k))[0]["lr"]) for k in (-1, 0, 1)}
+    names = sorted(reference.final)
+    seen, right = _flatten(record.final, names, v), _flatten(reference.final, names, v)
+    ratio = float(seen @ right) / max(float(right @ right), 1e-300)
+    proportional = float((seen - ratio * right).norm()) <= 1e-3 * max(float(seen.norm()), 1e-300)
+    return diagnose_after_reduction(
+        UpdateEvidence(
+            ratio=ratio if proportional else None,
+            world=v.session.mesh.data.size,
+            num_shards=reference.sums.num_shards,
+            count=reference.sums.count,
+            clip_norm=v.oracle.clip_norm,
+            right_norm=reference.norm,
+            local_norms=_local_norms(v, step, reference),
+            norm=record.update.grad_norm if record.update is not None else 0.0,
+            lr=record.update.lr if record.update is not None else 0.0,
+            right_lr=rates[0],
+            near_lrs={k: rates[k] for k in (-1, 1)},
+        )
+    )
+
+
+def _explain_state(
+    v: StrategyVerifier,
+    step: int,
+    update: int,
+    reference: ReferenceUpdate,
+    tensors: list[str],
+    observed: list[Tensor],
+) -> ErrorDiagnosis:
+    failure = v.report.failure
+    buffers = {f"model/{name}" for name in v.oracle.buffers()}
+    if failure is not None and failure.tensor in buffers:
+        return ErrorDiagnosis(
+            "buffers not synchronised", "parameters agree, running statistics differ between ranks"
+        )
+    tail = _explain_tail(v, step, update, reference, tensors, observed)
+    if tail.cause in ("schedule off by one", "wrong learning rate"):
+        return tail
+    return diagnose_update(v, update, reference)
+
+
+def _explain_evaluation(*evidence: object) -> ErrorDiagnosis:
+    return ErrorDiagnosis(
+        "another evaluation",
+        "the state is the same: look at the held-out samples, and at what model and loss do in evaluation",
+    )
+
+
+_STAGES: dict[str, Callable[..., ErrorDiagnosis]] = {
+    "evaluation": _explain_evaluation,
+    "gradient": _explain_gradient,
+    "loss": _explain_gradient,
+    "update": _explain_tail,
+    "final gradient": _explain_tail,
+    "state": _explain_state,
+}
+
+
+def _keys_of_first(micro_batches: tuple[MicroBatch, ...], world: int) -> tuple[MicroBatch, ...]:
+    """The same micro-batches, each with the key that the first rank uses at the same place."""
+    first = split_evenly(len(micro_batches), world, 0)
+    keys = {
+        i: micro_batches[first[min(place, len(first) - 1)]].key
+        for rank in range(world)
+        for place, i in enumerate(split_evenly(len(micro_batches), world, rank))
+    }
+    return tuple(replace(u, key=keys[i]) for i, u in enumerate(micro_batches))
+
+
+def _local_norms(v: StrategyVerifier, step: int, reference: ReferenceUpdate) -> list[float]:
+    v.oracle_state.load(reference.before, reference.scalars)
+    shards: list[ShardResult] = list(v.oracle.shards(v.oracle.work.micro_batches(step)))
+    names = sorted(reference.final)
+    flats = [_flatten(s.gradients, names, v) for s in shards]
+    norms = []
+    replicas = v.session.mesh.data.size
+    for rank in range(replicas):
+        mine = split_evenly(len(shards), replicas, rank)
+        whole = torch.stack([flats[i] for i in mine]).sum(0)
+        norms += [
+            float(whole.norm()) / reference.sums.count,
+            float(whole.norm()) / sum(shards[i].count for i in mine),
+        ]
+    return norms
+
+
+def _flatten(gradients: Mapping[str, Tensor], names: list[str], v: StrategyVerifier) -> Tensor:
+    shapes = {slot.name: slot.shape for slot in v.session.runner.sharded_model.slots}
+    zero = {n: torch.zeros(shapes[n]) for n in names if n not in gradients}
+    parts = [gradients.get(n, zero.get(n)) for n in names]
+    return torch.cat([p.detach().reshape(-1).to(torch.float64) for p in parts if p is not None])
+
+
+def _ranks_of_sum(v: StrategyVerifier, failure: TensorComparison) -> Sequence[int]:
+    """The ranks over which the gradient is summed where it is furthest off, in the order of their shards."""
+    sizes = tuple(v.session.mesh.axes[axis].size for axis in AXES)
+    worst = max(range(len(failure.errors)), key=lambda rank: failure.errors[rank])
+    return next(ranks for ranks in span_ranks(DATA_AXES, sizes) if worst in ranks)
+
+
+def _gather_sums(v: StrategyVerifier, names: list[str]) -> list[Tensor]:
+    if not names:
+        return []
+    mine = _flatten(v.record.sums, names, v)
+    found: list[Tensor] = v.net.all_gather(mine, v.session.mesh.world).wait()
+    return found
+
+
+def _broadcast_diagnosis(v: StrategyVerifier, found: ErrorDiagnosis) -> ErrorDiagnosis:
+    text = json.dumps([found.cause, found.explanation, found.residual]).encode()
+    data = torch.zeros(4096, dtype=torch.uint8)
+    data[: len(text)] = torch.tensor(list(text[:4096]), dtype=torch.uint8)
+    data = v.net.broadcast(data.to(v.session.runner.sharded_model.device), v.session.mesh.world).wait().cpu()
+    cause, explanation, residual = json.loads(bytes(data.tolist()).rstrip(b"\0"))
+    return ErrorDiagnosis(cause, explanation, residual)

@@ -1,0 +1,315 @@
+"""Remembers what went into an update step and what came out, so that it can be held against the oracle.
+
+Run a strategy and the oracle side by side, and hold every step of the one against the other.
+
+Before each step the oracle takes over the state of rank 0, so both compute the same step from the same
+bits and errors cannot pile up: what is compared is the step itself, and its bounds are those of rounding.
+By induction a run of such steps is right. A step of several updates is compared update by update, in this
+order: loss, summed gradients, final gradients, parameters, optimizer state, buffers, on every rank. It stops
+at the first update that rounding does not explain, and guesses the cause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.comm.net import Net
+from paceline.parallel.sharded_model import unsharded_model
+from paceline.parallel.state_hash import state_sha256
+from paceline.parallel.state_transfer import StateSnapshot, gather_whole
+from paceline.session.session import Session
+from paceline.state.slot import TensorPiece, TensorSlot
+from paceline.state.train_state import TrainState
+from paceline.sync.update import PendingUpdate, UpdateResult, UpdateStep
+from paceline.verification.diagnosis import DIFFERENT_START
+from paceline.verification.divergence_evidence import diagnose_failure
+from paceline.verification.error_bounds import (
+    UNIT_ROUNDOFF,
+    KernelAgreement,
+    TensorComparison,
+    compare_tensors,
+    final_bounds,
+    multiplier_error,
+    norm_error,
+    state_bounds,
+    unit_roundoff,
+)
+from paceline.verification.loop_verification import LoopPair
+from paceline.verification.oracle import Oracle, Tensors
+from paceline.verification.oracle_update import ReferenceUpdate, loss_scale_of
+from paceline.verification.verification_report import VerificationReport
+
+SlotTensors = Mapping[TensorSlot, Tensor]
+
+
+@dataclass(frozen=True)
+class OracleUpdateRecord:
+    """One update on one rank.
+
+    Args:
+        total, count: agreed sums of the loss.
+        sums: gradients as they reached the update step, their scale taken out: this rank's parts.
+        final: gradients as the optimizer saw them.
+        update: what the update step said it did.
+        after: copies of the whole state behind it, if others of the same step may follow.
+    """
+
+    total: float = 0.0
+    count: float = 0.0
+    sums: SlotTensors = field(default_factory=dict)
+    final: SlotTensors = field(default_factory=dict)
+    update: UpdateResult | None = None
+    after: StateSnapshot | None = None
+
+
+@dataclass(frozen=True)
+class WholeUpdateRecord:
+    """One update, put together from the records of the ranks of a replica; tensors are whole, by name."""
+
+    total: float = 0.0
+    count: float = 0.0
+    sums: Mapping[str, Tensor] = field(default_factory=dict)
+    final: Mapping[str, Tensor] = field(default_factory=dict)
+    update: UpdateResult | None = None
+
+
+class UpdateRecorder:
+    """Listens to an update step.
+
+    Args:
+        snapshot: takes the whole state, for steps of several updates; collective.
+    """
+
+    def __init__(self, step: UpdateStep, snapshot: Callable[[], StateSnapshot] | None = None) -> None:
+        self._snapshot, self._records = snapshot, list[OracleUpdateRecord]()
+        self._sums: SlotTensors = {}
+        step.parts = {"record": self._enter, **step.parts}
+        step.observers.append(self._leave)
+
+    def take(self) -> list[OracleUpdateRecord]:
+        """The updates since the last call, in their order."""
+        found, self._records = self._records, []
+        return found
+
+    def _enter(self, record: PendingUpdate) -> None:
+        grads = record.grads
+        self._sums = {slot: g / grads.scale for slot, g in grads.tensors.items() if g is not None}
+
+    def _leave(self, record: PendingUpdate) -> None:
+        final = {slot: p.grad.clone() for slot, p in record.updates.items() if p.grad is not None}
+        after = self._snapshot().copied() if self._snapshot is not None else None
+        of = record.tally
+        self._records.append(OracleUpdateRecord(of.total, of.count, self._sums, final, record.update, after))
+
+
+class StrategyVerifier:
+    """Compares a session with the oracle, step by step; collective.
+
+    Args:
+        session: whose update step is listened to.
+        oracle: its own model and optimizer of the same task, on every rank (only rank 0 computes).
+        loop: makes the session's rounds, and the oracle's losses; None: the recipe's rule and task do.
+    """
+
+    def __init__(self, session: Session, oracle: Oracle, loop: LoopPair | None = None) -> None:
+        self.session, self.oracle, self.loop = session, oracle, loop
+        self.recorder = UpdateRecorder(session.update_step, session.snapshot if loop is not None else None)
+        self.net = Net(session.net.deadline_seconds, times_calls=session.net.times_calls)
+        self.oracle_state = TrainState(unsharded_model(oracle.model), oracle.optimizer)
+        self.report = VerificationReport(str(session.recipe.strategy), session.cluster.world_size)
+        recipe = session.recipe
+        compute, axes = recipe.precision.compute, session.mesh.axes
+        same = not recipe.runtime.compile and session.runner.sharded_model.device.type == "cpu"
+        in_parts = recipe.batch.sync_batchnorm or any(axes[axis].size > 1 for axis in ("tensor", "context"))
+        same = same and (compute == "fp32" or not in_parts)  # halves round other parts
+        self.kernels = KernelAgreement(same, compute, in_parts)
+        self.previous: Tensors | None = None
+        self.record = WholeUpdateRecord()
+        self.now: Mapping[str, Tensor] = {}
+        self.part = ""
+
+    def run(self, steps: int, observe: Callable[[int], None] = lambda step: None) -> VerificationReport:
+        """Compare up to `steps` steps; stop after the first that diverges."""
+        self._check_start()
+        rounds = self.session.rounds() if self.loop is None else self.loop.rounds
+        for step in range(self.session.state.step, self.session.state.step + steps):
+            if self.report.failure is not None or not self._one(step, rounds):
+                break
+            self.report.steps += 1
+            observe(step)
+        if self.session.recipe.reproducible and self.report.ok and self.report.steps:
+            self.report.sha256 = state_sha256(self.now)
+        return self.report
+
+    def _check_start(self) -> None:
+        """Every rank starts from the oracle's own initial parameters."""
+        mine = self.session.snapshot().tensors()
+        theirs = self.oracle_state.tensors()
+        bounds = dict.fromkeys(theirs, 0.0)
+        self._compare(-1, "initial value", mine, theirs, bounds, mine)
+        if self.report.failure is not None:
+            self.report.diagnosis = DIFFERENT_START
+
+    def _one(self, step: int, rounds: Iterator[Any]) -> bool:
+        update = self.session.state.updates
+        before = self.session.snapshot()
+        before = before.copied() if self.session.is_first else before
+        self.recorder.take()
+        if next(rounds, None) is None:
+            return False
+        records = self.recorder.take() or [OracleUpdateRecord()]
+        parts = self.loop.parts() if self.loop is not None else ("",)
+        for number, (self.part, record) in enumerate(zip(parts, records[-len(parts) :], strict=True)):
+            self.record = self._whole(record)
+            is_last = number == len(parts) - 1 or record.after is None
+            after = self.session.snapshot() if is_last else record.after
+            assert after is not None
+            self.now = after.tensors()
+            self._one_update(step, number, update, before)
+            if self.report.failure is not None:
+                break
+            update += record.update is not None and record.update.applied
+            before = after
+        return True
+
+    def _one_update(self, step: int, number: int, update: int, before: StateSnapshot) -> None:
+        record, reference = self.record, None
+        if self.session.is_first:
+            reference = self._look_up(number, before)
+        for one in self.loop.evaluations(self.kernels) if self.loop is not None else ():
+            self._compare(one.step, "evaluation", one.mine, one.theirs, one.bounds, one.mine)
+        if record.update is None or record.update.applied:
+            self._compare_sums(step, reference)
+        if record.update is not None and record.update.applied:
+            if reference is not None:
+                reference.finish(self.oracle, self.oracle_state, record.sums, update)
+            self._compare_update(step, reference)
+        else:
+            self._compare_skip(step, reference)
+        if self.report.failure is not None:
+            self.report.diagnosis = diagnose_failure(self, step, update, reference)
+        self.previous = reference.sums.gradients if reference is not None else None
+
+    def _look_up(self, number: int, before: StateSnapshot) -> ReferenceUpdate:
+        """What the oracle computes in an update of the step; on rank 0."""
+        state, oracle = self.oracle_state, self.oracle
+        state.load(before.tensors(), before.scalars())
+        scale, micro_batches = loss_scale_of(self.session, state), oracle.work.micro_batches(state.step)
+        if self.loop is None:
+            sums = oracle.accumulate(micro_batches, scale)
+        else:
+            sums = self.loop.totals(micro_batches, scale, self.part, number, self.record.update)
+        reference = ReferenceUpdate(before.tensors(), before.scalars(), sums)
+        if self.kernels.in_parts:
+            roundoff = UNIT_ROUNDOFF[self.kernels.compute]
+            reference.measure_noise(oracle, state, scale, roundoff, anew=self.loop is not None)
+        return reference
+
+    def _whole(self, record: OracleUpdateRecord) -> WholeUpdateRecord:
+        """What the ranks of a replica recorded, put together."""
+        sums, final = (
+            gather_whole(
+                [TensorPiece(slot, g) for slot, g in found.items()], self.session.mesh.inside, self.net
+            )
+            for found in (record.sums, record.final)
+        )
+        return WholeUpdateRecord(record.total, record.count, sums, final, record.update)
+
+    def _compare_sums(self, step: int, reference: ReferenceUpdate | None) -> None:
+        record, like = self.record, self._slots()
+        mine = {"loss": _scalar(record.total), "count": _scalar(record.count)}
+        theirs = mean = bounds = scalar_bounds = None
+        if reference is not None:
+            sums = reference.sums
+            theirs = {"loss": _scalar(sums.total), "count": _scalar(sums.count)}
+            roundoffs = {n: unit_roundoff(g) for n, g in sums.gradients.items()}
+            bounds = self.kernels.gradient_bounds(
+                sums.magnitudes, roundoffs, sums.num_shards, sums.count, reference.noise
+            )
+            share = 1e-6 + (0.0 if self.kernels.same else 1e-2)
+            scalar_bounds = {"loss": share * abs(sums.total), "count": 0.0}
+            mean = {n: g / sums.count for n, g in sums.gradients.items()}
+        self._compare(step, "loss", mine, theirs, scalar_bounds, mine)
+        count = record.count or 1.0
+        self._compare(step, "gradient", {n: g / count for n, g in record.sums.items()}, mean, bounds, like)
+
+    def _compare_update(self, step: int, reference: ReferenceUpdate | None) -> None:
+        self._compare_scalars(step, reference)
+        mine, like = self.now, self._slots()
+        if reference is None:
+            self._compare(step, "final gradient", self.record.final, None, None, like)
+            self._compare(step, "state", mine, None, None, mine)
+            return
+        clip, final, theirs = self.oracle.clip_norm, reference.final, self.oracle_state.tensors()
+        clipped = clip is not None and reference.norm * (1.0 + norm_error(final)) > clip
+        error = multiplier_error(final, clipped)
+        self._compare(step, "final gradient", self.record.final, final, final_bounds(final, error), like)
+        bounds = state_bounds(theirs, reference.moved, error)
+        self._compare(step, "state", mine, theirs, bounds, mine)
+
+    def _compare_skip(self, step: int, reference: ReferenceUpdate | None) -> None:
+        """A step that was skipped overflowed in the oracle too, and changed no parameter."""
+        mine, theirs = {"skipped": _scalar(1.0)}, None
+        before = None
+        if reference is not None:
+            overflow = any(not bool(torch.isfinite(g).all()) for g in reference.sums.gradients.values())
+            theirs = {"skipped": _scalar(float(overflow or reference.sums.count == 0))}
+            before = {n: reference.before[f"model/{n}"] for n in self._slots()}
+        self._compare(step, "update", mine, theirs, {"skipped": 0.0}, mine)
+        like = self._slots()
+        self._compare(step, "skipped update", self._parameters(), before, dict.fromkeys(like, 0.0), like)
+
+    def _compare_scalars(self, step: int, reference: ReferenceUpdate | None) -> None:
+        update = self.record.update
+        assert update is not None
+        mine = {"norm": _scalar(update.grad_norm), "rate": _scalar(update.lr)}
+        theirs = bounds = None
+        if reference is not None:
+            rate = float(self.oracle.optimizer.param_groups[0]["lr"])
+            theirs = {"norm": _scalar(reference.norm), "rate": _scalar(rate)}
+            bounds = {"norm": norm_error(reference.final) * reference.norm, "rate": 1e-12 * abs(rate)}
+        self._compare(step, "update", mine, theirs, bounds, mine)
+
+    def _slots(self) -> dict[str, Tensor]:
+        """Tensors of the shapes of the trained parameters, by name, in the order of the gradients."""
+        slots = self.session.runner.sharded_model.slots
+        types = {n: p.dtype for n, p in self.session.runner.sharded_model.model.named_parameters()}
+        return {s.name: torch.empty(s.shape, dtype=types[s.name], device="meta") for s in slots}
+
+    def _parameters(self) -> dict[str, Tensor]:
+        """Their values, whole and up to date."""
+        return {name: self.now[f"model/{name}"] for name in self._slots()}
+
+    def _compare(
+        self,
+        step: int,
+        quantity: str,
+        mine: Mapping[str, Tensor],
+        theirs: Mapping[str, Tensor] | None,
+        bounds: Mapping[str, float] | None,
+        like: Mapping[str, Tensor],
+    ) -> None:
+        if self.session.recipe.reproducible and bounds is not None:
+            bounds = dict.fromkeys(bounds, 0.0)
+        given = (theirs, bounds) if self.session.is_first else (None, None)
+        device = self.session.runner.sharded_model.device
+        world = self.session.mesh.world
+        findings = compare_tensors(step, quantity, mine, *given, like, self.net, world, device)
+        self.report.add([replace(f, part=self.part) for f in findings if self._is_about(f, quantity)])
+
+    def _is_about(self, f: TensorComparison, quantity: str) -> bool:
+        """Whether it says something: of a part's update, other gradients are nowhere."""
+        return "gradient" not in quantity or f.tensor.startswith(_part_prefix(self.part)) or not f.ok
+
+
+def _part_prefix(part: str) -> str:
+    return f"{part}." if part else ""
+
+
+def _scalar(value: float) -> Tensor:
+    return torch.tensor([value], dtype=torch.float64)

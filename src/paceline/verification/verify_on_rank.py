@@ -1,0 +1,190 @@
+"""Verify on this rank, as one of however many there are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.comm.net import Net
+from paceline.data.sample_order import BatchOrder
+from paceline.data.task_data import build_order, prepare_data
+from paceline.errors import StrategyError
+from paceline.job.cluster import Cluster
+from paceline.job.launcher_reports import TRAINING
+from paceline.job.mesh import Mesh
+from paceline.parallel.session_context import Components
+from paceline.recipe.recipe import Recipe, max_sharers, num_micro_batches
+from paceline.recipe.support import resolve_strategy
+from paceline.recipe.tables import AverageRecipe, HealthRecipe
+from paceline.session.arguments import RecipeLike, TaskLike, resolve_recipe
+from paceline.session.build import build_session
+from paceline.session.joining import build_task_on_all_ranks, connected
+from paceline.session.model_setup import prepare_model
+from paceline.task import Task
+from paceline.tuning.hardware_defaults import choose_hardware_defaults
+from paceline.verification.loop_verification import LoopPair, use_loop_loss
+from paceline.verification.model_copy import copy_model
+from paceline.verification.oracle import Oracle
+from paceline.verification.oracle_loop import OwnLoopFunction
+from paceline.verification.plain_optimizer import PlainSchedule, plain_optimizer
+from paceline.verification.preflight import TaskFault, check_task
+from paceline.verification.strict_checks import check_user_code
+from paceline.verification.verification_report import VerificationReport
+from paceline.verification.verifier import StrategyVerifier
+
+
+def verify(
+    recipe: RecipeLike,
+    task: TaskLike | None = None,
+    *,
+    steps: int = 20,
+    base_dir: Path | None = None,
+    cluster: Cluster | None = None,
+    pieces: Components | None = None,
+    observe: Callable[[int], None] = lambda step: None,
+    strict: bool = False,
+    loop: OwnLoopFunction | None = None,
+) -> VerificationReport:
+    """Run the recipe's strategy and the oracle side by side for some steps; collective.
+
+    Args:
+        recipe, task, steps, base_dir, cluster, pieces, observe, strict, loop: see `paceline.verify`, which
+            starts processes as well.
+    Returns:
+        The report, equal on every rank.
+    Raises:
+        StrategyError: the strategy is approximate by nature.
+    """
+    recipe, base_dir = resolve_recipe(recipe, task, base_dir)
+    with connected(recipe, cluster) as (found, device):
+        built = build_task_on_all_ranks(recipe, task, base_dir, found)
+        found.enter_phase(TRAINING)
+        return compare_with_oracle(
+            recipe, built, found, device, steps, pieces=pieces, observe=observe, strict=strict, loop=loop
+        )
+
+
+def compare_with_oracle(
+    recipe: Recipe,
+    task: Task,
+    cluster: Cluster,
+    device: torch.device,
+    steps: int,
+    *,
+    pieces: Components | None = None,
+    observe: Callable[[int], None] = lambda step: None,
+    strict: bool = False,
+    loop: OwnLoopFunction | None = None,
+) -> VerificationReport:
+    """`verify` on a cluster that is connected already."""
+    _require_comparable(recipe)
+    task = prepare_data(task, recipe)
+    recipe = choose_hardware_defaults(_without_extras(recipe), task, cluster, device)
+    oracle = _oracle_of_session(recipe, task, cluster, device)
+    evaluates = use_loop_loss(oracle, loop, recipe)
+    mistake = _check_task(recipe, oracle, cluster, strict)
+    if mistake is not None:
+        return VerificationReport(
+            str(recipe.strategy), cluster.world_size, failure=mistake[0], diagnosis=mistake[1]
+        )
+    session = build_session(recipe, task, cluster, device, pieces=pieces)
+    if loop is None:
+        return StrategyVerifier(session, oracle).run(steps, observe)
+    with closing(LoopPair(session, oracle, loop, evaluates)) as both:
+        return StrategyVerifier(session, oracle, both).run(steps, observe)
+
+
+def _without_extras(recipe: Recipe) -> Recipe:
+    """A step that is left out has nothing to compare, and the oracle keeps no average."""
+    return recipe.replace(health=HealthRecipe(), average=AverageRecipe())
+
+
+def _oracle_of_session(recipe: Recipe, task: Task, cluster: Cluster, device: torch.device) -> Oracle:
+    """The oracle of a session, on a copy of its model."""
+    shards = num_micro_batches(recipe, cluster.world_size)
+    at_once = recipe.batch.sync_batchnorm  # statistics of the whole batch are those of one forward of it
+    oracle = build_oracle(
+        recipe, replace(task, model=copy_model(task.model)), device, 1 if at_once else shards
+    )
+    if at_once and shards > 1:
+        _require_no_random_numbers(oracle)
+    return oracle
+
+
+def _require_comparable(recipe: Recipe) -> None:
+    if recipe.strategy.is_approximate:
+        raise StrategyError(
+            f"'{recipe.strategy}' is approximate by nature: no step of it is that of one process",
+            next_step="verify the same recipe with sync=every-step codec=fp32, and compare losses over seeds",
+        )
+    if recipe.strategy.servers:
+        raise StrategyError(
+            f"'{recipe.strategy}' makes several steps between two points at which all ranks hold the same",
+            next_step="verify it with sync=every-step, and compare the hashes of two reproducible runs",
+        )
+
+
+def _require_no_random_numbers(oracle: Oracle) -> None:
+    """Ranks draw for their own samples, and the oracle would draw for all of them at once."""
+    (first,) = oracle.work.micro_batches(0)
+    other = replace(first, key=first.key + 1)
+    losses = {float(shard.total) for shard in oracle.shards((first, other))}
+    if len(losses) > 1:
+        raise StrategyError(
+            "with batch.sync_batchnorm the oracle runs all samples at once, and this task draws random"
+            " numbers (dropout, augmentation) for each rank's samples apart",
+            next_step="verify it without what it draws, or with batch.sync_batchnorm = false",
+        )
+
+
+def _check_task(recipe: Recipe, oracle: Oracle, cluster: Cluster, strict: bool) -> TaskFault | None:
+    most, called = max_sharers(recipe)
+    strategy = resolve_strategy(recipe.strategy, processes=cluster.world_size, shards=most, called=called)
+    mesh = Mesh.build(cluster, strategy.degrees)
+    found = check_task(oracle, mesh.world, Net(recipe.runtime.deadline_seconds))
+    mesh.give_back()
+    if found is None and strict:
+        return check_user_code(oracle, recipe.precision.compute, cluster.world_size)
+    return found
+
+
+def build_oracle(recipe: Recipe, task: Task, device: torch.device, shards: int | None = None) -> Oracle:
+    """The oracle of a recipe, on a task that nobody else trains.
+
+    Args:
+        shards: virtual shards; those of one process if None, 1 for the full-batch oracle.
+    """
+    if recipe.precision.compute == "auto":  # alone; beside a session, what all ranks agreed on stands here
+        recipe = choose_hardware_defaults(recipe, task, Cluster.single(), device)
+    model, batch = prepare_model(recipe, task, device, whole=True), recipe.batch
+    order = build_order(recipe, task)
+    optimizer = task.optimizer(model) if task.optimizer is not None else None
+    return Oracle(
+        task,
+        order,
+        optimizer or plain_optimizer(model, recipe.optimizer, fused_allowed=not recipe.reproducible),
+        PlainSchedule(recipe.schedule, _num_updates(recipe, order), batch.size),
+        shards=shards or num_micro_batches(recipe, 1),
+        seed=recipe.seed,
+        clip_norm=recipe.optimizer.clip_norm,
+        reduction=batch.reduction,
+        autocast=_autocast(recipe, device),
+        ordered=recipe.reproducible,
+    )
+
+
+def _num_updates(recipe: Recipe, order: BatchOrder) -> int:
+    return recipe.steps or math.ceil((recipe.epochs or 0) * order.steps_per_epoch)
+
+
+def _autocast(recipe: Recipe, device: torch.device) -> Callable[[], Any]:
+    """Forward in the recipe's type; an ordered run casts a weight at every use, so no cache has a say."""
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[recipe.precision.compute]
+    on, caches = recipe.precision.compute != "fp32", not recipe.is_ordered
+    return lambda: torch.autocast(device.type, dtype=dtype, enabled=on, cache_enabled=caches)
